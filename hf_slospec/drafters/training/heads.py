@@ -35,10 +35,12 @@ def new_head(options: TrainingOptions, target: PreTrainedModel, counts: torch.Te
         UnsupportedModelError: there is no such head for this target.
     """
     torch.manual_seed(options.seed)
-    head = _mtp(target) if options.kind == "mtp" else _eagle3(options, target, counts)
+    head: Any = _mtp(target) if options.kind == "mtp" else _eagle3(options, target, counts)
     # The backward pass of fused attention with a mask is slow on CPUs.
     head.config._attn_implementation = "eager"
-    return head.to(input_device(target))
+    head.to(input_device(target))
+    made: DraftHead = head
+    return made
 
 
 def _mtp(target: PreTrainedModel) -> DraftHead:
@@ -56,12 +58,14 @@ def _mtp(target: PreTrainedModel) -> DraftHead:
 def _eagle3(options: TrainingOptions, target: PreTrainedModel, counts: torch.Tensor) -> DraftHead:
     size, vocab, layers = hidden_size_of(target), vocab_size(target), default_feature_layers(num_layers_of(target))
     if min(layers) < 0:
-        raise UnsupportedModelError(f"an EAGLE-3 head reads layers {layers}, and the target has too few; give --kind mtp")
+        raise UnsupportedModelError(
+            f"an EAGLE-3 head reads layers {layers}, and the target has too few; give --kind mtp"
+        )
     output: Any = target.get_output_embeddings()
     draft_vocab = max(MIN_DRAFT_VOCAB, vocab // 4) if options.draft_vocab is None else options.draft_vocab
     is_reduced = 0 < draft_vocab < vocab
     settings = Eagle3Settings(layers, size, draft_vocab if is_reduced else vocab)
-    head: Any = Eagle3Head(
+    head = Eagle3Head(
         _config_of_layer(target), settings, target.get_input_embeddings(), None if is_reduced else output
     )
     with torch.no_grad():
@@ -73,8 +77,7 @@ def _eagle3(options: TrainingOptions, target: PreTrainedModel, counts: torch.Ten
             # An RMS norm of ones gives its weights, in whatever form the target's class stores them.
             gains = norm(torch.ones(1, size, dtype=target.dtype, device=input_device(target)))
             head.norm.weight.copy_(gains[0])
-    made: DraftHead = head
-    return made
+    return head
 
 
 def _config_of_layer(target: PreTrainedModel) -> LlamaConfig:
@@ -114,7 +117,9 @@ def write_head(head: DraftHead, target: PreTrainedModel, options: TrainingOption
             tensors["t2d"][ids] = True
         if options.layout == "speculators":
             tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-        config = (_speculators_config if options.layout == "speculators" else _sglang_config)(head, target, layer, options)
+        config = (_speculators_config if options.layout == "speculators" else _sglang_config)(
+            head, target, layer, options
+        )
     else:
         tensors = {f"mtp.{name}": tensor for name, tensor in tensors.items()}
         config = layer | {"architectures": [type(head).__name__], "num_mtp_layers": 1}

@@ -35,7 +35,8 @@ class TrainingOptions(InputModel):
         "the target writes, the user's turns as well.",
     )
     exclude: tuple[Path, ...] = Field(
-        (), description="A .jsonl file of conversations, such as a benchmark's, whose turns no text may hold; repeatable."
+        (),
+        description="A .jsonl file of conversations, such as a benchmark's, whose turns no text may hold; repeatable.",
     )
     texts: int = Field(2000, ge=1, description="Number of texts.")
     seq_len: int = Field(512, ge=96, description="Maximum tokens of a text.")

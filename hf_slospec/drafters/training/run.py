@@ -20,7 +20,16 @@ from hf_slospec.drafters.heads.head import DraftHead, own_modules
 from hf_slospec.drafters.training.heads import new_head, write_head
 from hf_slospec.drafters.training.options import WITHOUT_EFFECT, TrainingOptions
 from hf_slospec.drafters.training.teacher import Teacher
-from hf_slospec.drafters.training.texts import Text, Write, collect, own_texts, read_data, read_excluded, shuffled
+from hf_slospec.drafters.training.texts import (
+    Text,
+    Write,
+    collect,
+    is_excluded,
+    own_texts,
+    read_data,
+    read_excluded,
+    shuffled,
+)
 from hf_slospec.drafters.training.unrolling import loss_of, tokens_per_step
 from hf_slospec.errors import InvalidInputError, UnsupportedOptionError
 from hf_slospec.models.inspection.properties import vocab_size
@@ -72,7 +81,9 @@ def train_drafter(
         return time.monotonic() - begun_s >= limit_s
 
     if not hasattr(torch.optim, "Muon"):
-        raise UnsupportedOptionError(f"training needs torch 2.9 or later, for its optimizer Muon; this is {torch.__version__}")
+        raise UnsupportedOptionError(
+            f"training needs torch 2.9 or later, for its optimizer Muon; this is {torch.__version__}"
+        )
     excluded = read_excluded(options.exclude)
     source = (
         own_texts(tokenizer, write)
@@ -83,14 +94,16 @@ def train_drafter(
     _begin(folder, options, target)
     with tqdm(total=options.texts, desc="texts", disable=None) as bar:
         texts = collect(
-            folder / "texts.jsonl", source, write, tokenizer.decode, excluded, options.texts, options.seq_len,
-            options.seed, is_late, lambda number: bar.update(number - bar.n),
+            folder / "texts.jsonl", source, write, lambda ids: not is_excluded(tokenizer.decode(ids), excluded), options,
+            is_late, lambda number: bar.update(number - bar.n),
         )  # fmt: skip
     if texts is None:
         return None
     held_out, training = texts
     show(f"{len(training)} texts of {sum(len(text.ids) for text in training)} tokens, {len(held_out)} held out")
-    counts = torch.bincount(torch.tensor([token for text in training for token in text.ids]), minlength=vocab_size(target))
+    counts = torch.bincount(
+        torch.tensor([token for text in training for token in text.ids]), minlength=vocab_size(target)
+    )
     head = new_head(options, target, counts)
     return held_out if Trainer(options, target, head, training, held_out, show).run(is_late) else None
 
@@ -104,25 +117,27 @@ def _begin(folder: Path, options: TrainingOptions, target: PreTrainedModel) -> N
         "target": hashlib.sha256(repr(digest(target.parameters())).encode()).hexdigest(),
         "dtype": str(target.dtype),
     }
-    path = folder / SETTINGS
-    if path.exists():
+    path, out = folder / SETTINGS, options.out
+    try:
+        if not path.exists():
+            if out.exists() and (not out.is_dir() or any(out.iterdir())):
+                raise InvalidInputError(f"{out} holds something other than a training; give a new folder with --out")
+            folder.mkdir(parents=True)
+            path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         before = json.loads(path.read_text(encoding="utf-8"))
-        names = {"files": "the content of --data or --exclude", "target": "the target (its weights)"}
-        changed = [
-            names.get(name) or f"--{name.replace('_', '-')} ({before.get(name)} and not {value})"
-            for name, value in settings.items()
-            if before.get(name) != value
-        ]
-        if changed:
-            raise InvalidInputError(
-                f"{options.out} holds a training with other settings: {', '.join(changed)}; give the same ones to go on, "
-                "or another --out"
-            )
-        return
-    if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
-        raise InvalidInputError(f"{options.out} holds something other than a training; give a new folder with --out")
-    folder.mkdir(parents=True)
-    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"--out {out} cannot be used: {error}; give another folder") from error
+    names = {"files": "the content of --data or --exclude", "target": "the target (its weights)"}
+    changed = [
+        names.get(name) or f"--{name.replace('_', '-')} ({before.get(name)} and not {value})"
+        for name, value in settings.items()
+        if before.get(name) != value
+    ]
+    if changed:
+        raise InvalidInputError(
+            f"{out} holds a training with other settings: {', '.join(changed)}; give the same ones to go on, or "
+            "another --out"
+        )
 
 
 class Trainer:
@@ -184,7 +199,9 @@ class Trainer:
                 if progress.step % options.eval_every == 0 or progress.step == options.steps:
                     self._evaluate()
                     self._save()
-                bar.set_postfix(loss=f"{progress.loss:.3f}", tokens_per_step=f"{progress.evaluations[-1]['tokens_per_step']:.2f}")
+                bar.set_postfix(
+                    loss=f"{progress.loss:.3f}", tokens_per_step=f"{progress.evaluations[-1]['tokens_per_step']:.2f}"
+                )
         return True
 
     @property
@@ -196,23 +213,22 @@ class Trainer:
         """Train on one batch; return the loss."""
         step, options = self.progress.step, self.options
         indices = [self.place(step * options.batch + index) for index in range(options.batch)]
+        rows = self.teacher.rows(indices)
         with self._autocast():
-            loss = loss_of(self.head, self.teacher.rows(indices), options.levels, step % STRIDE, STRIDE)
+            loss = loss_of(self.head, rows, options.levels, step % STRIDE, STRIDE)
         self.accelerator.backward(loss)
         self.accelerator.clip_grad_norm_(self.module.parameters(), 1.0)
         for stepping in (*self.optimizers, *self.schedules):
             stepping.step()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        return float(loss)
+        return loss.item()
 
     def _evaluate(self) -> None:
         """Measure the acceptance of held-out texts; write the head if it is the best one that was trained."""
         progress, options, size = self.progress, self.options, self.options.batch
         indices = range(len(self.examiner.texts))
-        batches = (
-            self.examiner.rows(indices[begin : begin + size], with_probs=False) for begin in indices[::size]
-        )
+        batches = [self.examiner.rows(indices[begin : begin + size], with_probs=False) for begin in indices[::size]]
         with self._autocast():
             accepted = tokens_per_step(self.head, batches, options.levels)
         evaluation = {"step": progress.step, "loss": round(progress.loss, 4), "tokens_per_step": round(accepted, 4)}

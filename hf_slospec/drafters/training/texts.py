@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import jinja2
 
+from hf_slospec.drafters.training.options import TrainingOptions
 from hf_slospec.errors import InvalidFileError, InvalidInputError
 
-BATCH = 16  # texts that are written at once; the first ones are held out
+BATCH = 16  # texts that are written at once
 BEGINNING = 48  # tokens of a plain text that the target continues
 TURN = 96  # maximum tokens of a user's turn that the target writes
 MIN_NEW, MIN_LEN = 4, 24  # tokens of an answer, and with its prompt; shorter texts are left out
@@ -39,16 +40,15 @@ class Item(NamedTuple):
     given: Text | None = None
 
 
-Write = Callable[[Sequence[list[int]], int, bool, int], list[list[int]]]
-"""Continues prompts by the target: takes the prompts, maximum new tokens, greedy or not, and a seed."""
-
-
 class Source(NamedTuple):
     """Prompts of texts."""
 
-    prompts: Callable[[int, int], list[Item]]  # of the training texts' batch, for a seed
-    held_out: Callable[[int], list[Item]]  # for a seed
-    modes: tuple[str, ...]  # in turn
+    items: Callable[[int, int], list[Item]]  # takes the batch's number and a seed; batch 0 is held out
+    modes: tuple[str, ...]  # of the batches, in turn; batch 0 is greedy
+
+
+# Continues prompts by the target; takes the prompts, maximum new tokens, whether greedy, and a seed.
+Write = Callable[[Sequence[list[int]], int, bool, int], list[list[int]]]
 
 
 def shuffled(seed: int, number: int) -> Callable[[int], int]:
@@ -65,25 +65,19 @@ def collect(
     path: Path,
     source: Source,
     write: Write,
-    decode: Callable[[list[int]], str],
-    excluded: Sequence[str],
-    num_texts: int,
-    seq_len: int,
-    seed: int,
+    is_wanted: Callable[[list[int]], bool],
+    options: TrainingOptions,
     is_late: Callable[[], bool],
     show: Callable[[int], None],
 ) -> tuple[list[Text], list[Text]] | None:
-    """Return held-out texts and training texts, those that a file holds and those that are missing in it.
+    """Return held-out texts and training texts: those of a file, and those that it lacks, which are added to it.
 
     Args:
         path: file with a line per batch; a line that was interrupted is written anew.
         source: the prompts.
         write: continues prompts.
-        decode: returns the text of tokens.
-        excluded: from :func:`read_excluded`.
-        num_texts: number of training texts.
-        seq_len: maximum tokens of a text.
-        seed: of all that is drawn.
+        is_wanted: returns whether to train on these tokens.
+        options: number and length of texts, and the seed.
         is_late: returns whether to stop.
         show: called with the number of training texts.
 
@@ -91,41 +85,33 @@ def collect(
         The texts; None if there was no time for all of them.
 
     Raises:
-        InvalidInputError: hardly any text is long enough and not excluded.
+        InvalidInputError: hardly any text can be used.
     """
     batches: list[list[Text]] = []
     if path.exists():
         *lines, _ = path.read_text(encoding="utf-8").split("\n")
         batches = [[Text(*text) for text in json.loads(line)] for line in lines]
         os.truncate(path, sum(len(line) + 1 for line in lines))
-    total = sum(map(len, batches[1:]))
-    while total < num_texts or len(batches) < 2:
+    while (total := sum(map(len, batches[1:]))) < options.texts:
         show(total)
         if is_late():
             return None
-        number = len(batches)
-        own_seed = seed * 1_000_003 + 2 * number
-        items = source.prompts(number - 1, own_seed) if number else source.held_out(own_seed)
+        seed = options.seed * 1_000_003 + 2 * (number := len(batches))
         mode = source.modes[number % len(source.modes)] if number else GREEDY
-        texts = [
-            text
-            for text in _answered(items, mode, write, seq_len, own_seed + 1)
-            if len(text.ids) >= max(text.begin + MIN_NEW, MIN_LEN) and not is_excluded(decode(text.ids), excluded)
-        ]
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(texts) + "\n")
-        batches.append(texts)
-        total += len(texts) if number else 0
+        texts = _answered(source.items(number, seed), mode, write, options.seq_len, seed + 1)
+        batches.append([t for t in texts if len(t.ids) >= max(t.begin + MIN_NEW, MIN_LEN) and is_wanted(t.ids)])
         if not batches[0] or not any(batches[-MAX_EMPTY:]):
             raise InvalidInputError(
                 f"there is hardly a text to train on: they must have at least {MIN_LEN} tokens, {MIN_NEW} of them "
-                f"behind a prompt within --seq-len {seq_len}, and hold no turn of --exclude; give other --data"
+                f"behind a prompt within --seq-len {options.seq_len}, and hold no turn of --exclude; give other --data"
             )
-    return batches[0], [text for batch in batches[1:] for text in batch][:num_texts]
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(batches[-1]) + "\n")
+    return batches[0], [text for batch in batches[1:] for text in batch][: options.texts]
 
 
 def _answered(items: Sequence[Item], mode: str, write: Write, seq_len: int, seed: int) -> Iterator[Text]:
-    """Yield the texts of prompts that leave room for an answer: as given, or with answers of the target."""
+    """Yield texts as they are given, or with answers of the target to those prompts that leave room for one."""
     asked = []
     for item in items:
         if mode == GIVEN and item.given is not None:
@@ -166,8 +152,7 @@ def read_data(path: Path, tokenizer: Any, seq_len: int, seed: int) -> Source:
     held_out, training = items[:num_held_out], items[num_held_out:]
     place = shuffled(seed, len(training))
     return Source(
-        lambda number, _: [training[place(number * BATCH + index)] for index in range(BATCH)],
-        lambda _: held_out,
+        lambda number, _: [training[place((number - 1) * BATCH + i)] for i in range(BATCH)] if number else held_out,
         (SAMPLED, GIVEN, GREEDY, GIVEN) if any(item.given for item in items) else (SAMPLED, GREEDY),
     )
 
@@ -191,9 +176,7 @@ def _messages(record: Any, where: str) -> list[dict[str, str]]:
         raise InvalidFileError(f"{where}: must be an object with a list under {', '.join(KEYS[:-1])} or {KEYS[-1]}")
     messages = []
     for one in listed:
-        if isinstance(one, str):  # turns of the user
-            one = {"role": "user", "content": one}
-        fields = one if isinstance(one, dict) else {}
+        fields = {"role": "user", "content": one} if isinstance(one, str) else one if isinstance(one, dict) else {}
         role, content = fields.get("role", fields.get("from")), fields.get("content", fields.get("value"))
         if not isinstance(role, str) or not isinstance(content, str):
             raise InvalidFileError(f"{where}: a message must have texts as role and content, or as from and value")
@@ -210,21 +193,20 @@ def _item(tokenizer: Any, messages: list[dict[str, str]], where: str) -> Item:
     if end == len(messages) or messages[-1]["role"] != "assistant":
         return Item(prompt)
     whole = _encoded(tokenizer, _rendered(tokenizer, messages, False, where))
-    return Item(prompt, Text(whole, len(os.path.commonprefix([prompt, whole]))))
+    same = [one == other for one, other in zip(prompt, whole, strict=False)]
+    return Item(prompt, Text(whole, [*same, False].index(False)))
 
 
 def _rendered(tokenizer: Any, messages: list[dict[str, str]], asks: bool, where: str) -> str:
     """Return a conversation as text, with the beginning of an answer if it asks for one."""
     try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks))
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise InvalidInputError(f"{where}: the target's chat template cannot render this: {error}") from error
-    return text
 
 
 def _encoded(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _read(path: Path) -> str:
@@ -251,28 +233,27 @@ def own_texts(tokenizer: Any, write: Write) -> Source:
                 "texts with --data"
             )
 
-        def prompts(seed: int) -> list[Item]:
+        def items(_: int, seed: int) -> list[Item]:
             begun = write([[first]] * BATCH, BEGINNING, False, seed)
             return [Item([first, *ids]) for ids in begun if len(ids) == BEGINNING]
-    else:
-        mark = "hf_slospec-turn"
 
-        def asking(turn: str) -> str:
-            return _rendered(tokenizer, [{"role": "user", "content": turn}], True, "without --data")
+        return Source(items, (SAMPLED, GREEDY))
 
-        before, _, behind = asking(mark).partition(mark)
-        if not behind:
-            raise InvalidInputError("the target's chat template does not show the user's turn; give texts with --data")
-        beginning = _encoded(tokenizer, before)
+    def asking(turn: str) -> str:
+        return _rendered(tokenizer, [{"role": "user", "content": turn}], True, "without --data")
 
-        def prompts(seed: int) -> list[Item]:
-            turns = (
-                tokenizer.decode(ids, skip_special_tokens=True).strip()
-                for ids in write([beginning] * BATCH, TURN, False, seed)
-            )
-            return [Item(_encoded(tokenizer, asking(turn))) for turn in turns if turn]
+    mark = "hf_slospec-turn"
+    before, _, behind = asking(mark).partition(mark)
+    if not behind:
+        raise InvalidInputError("the target's chat template does not show the user's turn; give texts with --data")
+    beginning = _encoded(tokenizer, before)
 
-    return Source(lambda _, seed: prompts(seed), prompts, (SAMPLED, GREEDY))
+    def asked_items(_: int, seed: int) -> list[Item]:
+        written = write([beginning] * BATCH, TURN, False, seed)
+        turns = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in written]
+        return [Item(_encoded(tokenizer, asking(turn))) for turn in turns if turn]
+
+    return Source(asked_items, (SAMPLED, GREEDY))
 
 
 # ---------------------------------------------------------------- exclusion
@@ -280,13 +261,8 @@ def own_texts(tokenizer: Any, write: Write) -> Source:
 
 def read_excluded(paths: Sequence[Path]) -> list[str]:
     """Return the beginnings of all users' turns in files of conversations; raises as :func:`read_data`."""
-    turns = (
-        _plain(message["content"])
-        for path in paths
-        for _, messages in conversations(path)
-        for message in messages
-        if message["role"] == "user"
-    )
+    messages = [message for path in paths for _, own in conversations(path) for message in own]
+    turns = [_plain(message["content"]) for message in messages if message["role"] == "user"]
     return [turn[:COMPARED] for turn in turns if len(turn) >= MIN_EXCLUDED]
 
 

@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 
-from examples.drop_in import CHAT_TEMPLATE
 from hf_slospec import load_tiny_pair
 from hf_slospec.drafters.training import texts
-from hf_slospec.drafters.training.texts import Source, Text, collect, own_texts, read_data, read_excluded
+from hf_slospec.drafters.training.options import TrainingOptions
+from hf_slospec.drafters.training.texts import Source, Text, collect, is_excluded, own_texts, read_data, read_excluded
 from hf_slospec.errors import InvalidFileError, InvalidInputError
 
 SEQ_LEN = 96
+CHAT_TEMPLATE = (
+    "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}# assistant: {% endif %}"
+)
 
 
 @pytest.fixture
@@ -33,7 +37,7 @@ class Writer:
 
     def __call__(self, prompts: Sequence[list[int]], new: int, is_greedy: bool, seed: int) -> list[list[int]]:
         self.calls.append(([*prompts], new, is_greedy, seed))
-        return [[100 + len(self.calls)] * min(new, self.length) for _ in prompts]
+        return [[2000 + len(self.calls)] * min(new, self.length) for _ in prompts]
 
 
 def lines(path: Path, *records: Any) -> Path:
@@ -45,11 +49,21 @@ def chat(text: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": f"{text}, and back"}]}
 
 
-def collected(path: Path, source: Source, write: Any, tokenizer: Any, **changes: Any) -> Any:
-    options: dict[str, Any] = dict(
-        excluded=[], num_texts=64, seq_len=SEQ_LEN, seed=0, is_late=lambda: False, show=lambda _: None
-    )
-    return collect(path, source, write, tokenizer.decode, **options | changes)
+def collected(
+    path: Path,
+    source: Source,
+    write: Any,
+    tokenizer: Any,
+    excluded: Sequence[str] = (),
+    num_texts: int = 64,
+    is_late: bool = False,
+) -> Any:
+    options = TrainingOptions(texts=num_texts, seq_len=SEQ_LEN)
+
+    def is_wanted(ids: list[int]) -> bool:
+        return not is_excluded(tokenizer.decode(ids), excluded)
+
+    return collect(path, source, write, is_wanted, options, lambda: is_late, lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +76,7 @@ def collected(path: Path, source: Source, write: Any, tokenizer: Any, **changes:
 )  # fmt: skip
 def test_conversations_of_either_form(record: Any, tmp_path: Path, tokenizer: Any) -> None:
     source = read_data(lines(tmp_path / "own.jsonl", record, record), tokenizer, SEQ_LEN, 0)
-    (item, *_) = source.prompts(0, 0)
+    (item, *_) = source.items(1, 0)
     assert tokenizer.decode(item.prompt) == "# user: Who goes there?\n# assistant: "
     assert item.given is not None
     assert tokenizer.decode(item.given.ids) == "# user: Who goes there?\n# assistant: Who goes there?, and back\n"
@@ -71,14 +85,16 @@ def test_conversations_of_either_form(record: Any, tmp_path: Path, tokenizer: An
 
 def test_turns_are_only_asked(tmp_path: Path, tokenizer: Any) -> None:
     source = read_data(lines(tmp_path / "own.jsonl", *[{"turns": ["One?", "Two?"]}] * 2), tokenizer, SEQ_LEN, 0)
-    (item, *_) = source.prompts(0, 0)
-    assert item.given is None and "One?" in tokenizer.decode(item.prompt) and "Two?" not in tokenizer.decode(item.prompt)
+    (item, *_) = source.items(1, 0)
+    assert (
+        item.given is None and "One?" in tokenizer.decode(item.prompt) and "Two?" not in tokenizer.decode(item.prompt)
+    )
 
 
 def test_plain_text_is_cut_into_windows(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "own.txt").write_text("def function(x):\n    return x + 1\n" * 80)
     source = read_data(tmp_path / "own.txt", tokenizer, SEQ_LEN, 0)
-    for item in (*source.prompts(0, 0), *source.held_out(0)):
+    for item in (*source.items(0, 0), *source.items(1, 0)):
         assert item.given is not None and item.given.ids[: texts.BEGINNING] == item.prompt
         assert len(item.given.ids) <= SEQ_LEN
 
@@ -89,9 +105,9 @@ def test_half_of_the_texts_are_written_by_the_target_greedy_and_sampled_in_turn(
     held_out, training = collected(tmp_path / "texts", read_data(data, tokenizer, SEQ_LEN, 0), write, tokenizer)
     assert [is_greedy for _, _, is_greedy, _ in write.calls] == [True, True, False]
     assert len({seed for *_, seed in write.calls}) == 3
-    assert sum(text.ids[-1] > 100 for text in training) == 32 and len(training) == 64
-    written = [text for text in training if text.ids[-1] == 102]
-    assert written and all(text.ids[text.begin :] == [102] * 30 for text in written)
+    assert sum(text.ids[-1] > 2000 for text in training) == 32 and len(training) == 64
+    written = [text for text in training if text.ids[-1] == 2002]
+    assert written and all(text.ids[text.begin :] == [2002] * 30 for text in written)
     prompts = {tuple(text.ids[: text.begin]) for text in held_out}
     assert len(prompts) == len(held_out) == 5 and not prompts & {tuple(text.ids[: text.begin]) for text in training}
 
@@ -99,10 +115,10 @@ def test_half_of_the_texts_are_written_by_the_target_greedy_and_sampled_in_turn(
 def test_the_target_writes_the_users_turns_and_answers_them(tmp_path: Path, tokenizer: Any) -> None:
     write = Writer()
     held_out, training = collected(tmp_path / "texts", own_texts(tokenizer, write), write, tokenizer, num_texts=20)
-    beginning, turn = write.calls[0][0][0], tokenizer.decode([101] * 30).strip()
+    beginning, turn = write.calls[0][0][0], tokenizer.decode([2001] * 30).strip()
     assert tokenizer.decode(beginning) == "# user: "
     assert tokenizer.decode(held_out[0].ids[: held_out[0].begin]) == f"# user: {turn}\n# assistant: "
-    assert held_out[0].ids[held_out[0].begin :] == [102] * 30
+    assert held_out[0].ids[held_out[0].begin :] == [2002] * 30
     assert [is_greedy for _, _, is_greedy, _ in write.calls] == [False, True] * 2 + [False, False]
     assert len(held_out) == texts.BATCH and len(training) == 20
 
@@ -111,7 +127,7 @@ def test_a_base_model_begins_with_any_text(tmp_path: Path, tokenizer: Any) -> No
     tokenizer.chat_template = None
     write = Writer(length=texts.BEGINNING)
     held_out, _ = collected(tmp_path / "texts", own_texts(tokenizer, write), write, tokenizer, num_texts=1)
-    assert held_out[0] == Text([tokenizer.bos_token_id, *[101] * texts.BEGINNING, *[102] * 47], texts.BEGINNING + 1)
+    assert held_out[0] == Text([tokenizer.bos_token_id, *[2001] * texts.BEGINNING, *[2002] * 47], texts.BEGINNING + 1)
 
 
 def test_texts_with_excluded_turns_are_left_out(tmp_path: Path, tokenizer: Any) -> None:
@@ -133,7 +149,7 @@ def test_an_interrupted_collection_goes_on(tmp_path: Path, tokenizer: Any) -> No
     # Calls are counted from those that wrote the first line.
     again = Writer()
     again.calls = write.calls[:2]
-    assert collected(part, own_texts(tokenizer, again), again, tokenizer, is_late=lambda: True) is None
+    assert collected(part, own_texts(tokenizer, again), again, tokenizer, is_late=True) is None
     assert collected(part, own_texts(tokenizer, again), again, tokenizer) == expected
     assert part.read_text() == whole.read_text() and again.calls == write.calls
 

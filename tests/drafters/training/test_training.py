@@ -52,7 +52,10 @@ class Run(NamedTuple):
 
 def trained(out: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Run:
     target, _, tokenizer = load_tiny_pair(dtype)
-    options, said = TrainingOptions(**SHORT | {"out": out} | changes), list[str]()
+    data = out.with_suffix(".txt")
+    if not out.exists():
+        data.write_text("\n".join(tiny_prompts()))
+    options, said = TrainingOptions(**SHORT | {"out": out, "data": data} | changes), list[str]()
     target.requires_grad_(False)
     write = writer(SLOSpecGenerator(target, tokenizer=tokenizer))
     return Run(options, train_drafter(options, target, tokenizer, write, said.append), said)
