@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,9 +64,7 @@ def _eagle3(options: TrainingOptions, target: PreTrainedModel, counts: torch.Ten
     draft_vocab = max(MIN_DRAFT_VOCAB, vocab // 4) if options.draft_vocab is None else options.draft_vocab
     is_reduced = 0 < draft_vocab < vocab
     settings = Eagle3Settings(layers, size, draft_vocab if is_reduced else vocab)
-    head = Eagle3Head(
-        _config_of_layer(target), settings, target.get_input_embeddings(), None if is_reduced else output
-    )
+    head = Eagle3Head(_config_of_layer(target), settings, target.get_input_embeddings(), None if is_reduced else output)
     with torch.no_grad():
         if is_reduced:
             frequent = counts.argsort(descending=True, stable=True)[:draft_vocab].sort().values

@@ -92,11 +92,20 @@ def train_drafter(
     )
     folder = options.out / FOLDER
     _begin(folder, options, target)
+
+    def is_wanted(ids: list[int]) -> bool:
+        return not is_excluded(tokenizer.decode(ids), excluded)
+
     with tqdm(total=options.texts, desc="texts", disable=None) as bar:
         texts = collect(
-            folder / "texts.jsonl", source, write, lambda ids: not is_excluded(tokenizer.decode(ids), excluded), options,
-            is_late, lambda number: bar.update(number - bar.n),
-        )  # fmt: skip
+            folder / "texts.jsonl",
+            source,
+            write,
+            is_wanted,
+            options,
+            is_late,
+            lambda number: bar.update(number - bar.n),
+        )
     if texts is None:
         return None
     held_out, training = texts

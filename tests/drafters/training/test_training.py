@@ -52,8 +52,8 @@ class Run(NamedTuple):
 
 def trained(out: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Run:
     target, _, tokenizer = load_tiny_pair(dtype)
-    data = out.with_suffix(".txt")
-    if not out.exists():
+    data = out.parent / "data.txt"
+    if not data.exists():
         data.write_text("\n".join(tiny_prompts()))
     options, said = TrainingOptions(**SHORT | {"out": out, "data": data} | changes), list[str]()
     target.requires_grad_(False)
@@ -71,9 +71,10 @@ def _small_batches() -> Iterator[None]:
 @pytest.fixture(scope="module", params=["eagle3", "mtp"])
 def learned(request: Any, tmp_path_factory: Any) -> Run:
     """A head that has learned something."""
-    size: dict[str, Any] = dict(steps=60, texts=32, batch=8, eval_every=20, patience=0)
-    vocab = {"draft_vocab": 1024 if request.param == "eagle3" else None}
-    return trained(tmp_path_factory.mktemp("learned") / "head", kind=request.param, **size | vocab)
+    size: dict[str, Any] = dict(steps=30, texts=24, batch=8, levels=2, eval_every=15)
+    vocab = {"draft_vocab": 512 if request.param == "eagle3" else None}
+    out = tmp_path_factory.mktemp("learned") / "head"
+    return trained(out, torch.bfloat16, kind=request.param, **size | vocab)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ def test_text_with_the_trained_head_is_that_of_generate(learned: Run, options: d
 
 def test_training_raises_acceptance(learned: Run) -> None:
     untrained, *_, last = learned.lengths
-    assert last > untrained + 0.2 and len(learned.lengths) == 4
+    assert last > untrained + 0.03 and len(learned.lengths) == 3
     assert learned.held_out and any("tokens per step" in line for line in learned.said)
 
 
