@@ -145,12 +145,7 @@ def _speculators_config(
         "transformer_layer_config": layer,
         "draft_vocab_size": head.settings.draft_vocab_size,
         "eagle_aux_hidden_state_layer_ids": list(head.feature_layers),
-        "target_hidden_size": None,
         "norm_before_residual": False,  # vLLM's default is True
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
-        "embed_requires_grad": False,
         "tie_word_embeddings": False,
         "dtype": layer["dtype"],
     }
