@@ -66,18 +66,10 @@ def writer(generator: SLOSpecGenerator) -> Write:
     ends = {ends} if isinstance(ends, int) else {*(ends or ())}
 
     def write(prompts: Sequence[list[int]], max_new_tokens: int, is_greedy: bool, seed: int) -> list[list[int]]:
-        longest = max(map(len, prompts))
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        ids = torch.zeros_like(mask)
-        ids[mask.bool()] = torch.tensor([token for prompt in prompts for token in prompt])
         sampling: dict[str, Any] = {} if is_greedy else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
         torch.manual_seed(seed)
-        device = generator.model.device
-        out = generator.generate(
-            ids.to(device), attention_mask=mask.to(device), max_new_tokens=max_new_tokens, do_sample=not is_greedy,
-            **sampling,
-        )  # fmt: skip
-        rows: list[list[int]] = out[:, longest:].tolist()
+        out = _continued(generator, prompts, max_new_tokens=max_new_tokens, do_sample=not is_greedy, **sampling)
+        rows: list[list[int]] = out.sequences[:, max(map(len, prompts)) :].tolist()
         return [row[: next((place + 1 for place, token in enumerate(row) if token in ends), None)] for row in rows]
 
     return write
@@ -85,16 +77,21 @@ def writer(generator: SLOSpecGenerator) -> Write:
 
 def chain_length(target: Any, tokenizer: Any, options: TrainingOptions, held_out: Sequence[Text]) -> float:
     """Return the tokens per step of greedy chains of the trained drafter, loaded from its folder, behind prompts."""
-    import torch
-
     from hf_slospec.config import SLOSpecConfig
 
     chains = SLOSpecConfig(policy="fixed", max_depth=options.levels, max_width=1)
     generator = _generator(target, tokenizer, drafter=options.out, config=chains)
-    num_tokens = num_steps = 0
-    for text in held_out:
-        prompt = torch.tensor([text.ids[: text.begin]], device=target.device)
-        new = len(text.ids) - text.begin
-        out = generator.generate(prompt, max_new_tokens=new, do_sample=False, return_dict_in_generate=True)
-        num_tokens, num_steps = num_tokens + out.slo[0].tokens - 1, num_steps + out.slo[0].steps
-    return num_tokens / max(1, num_steps)
+    prompts, new = [text.ids[: text.begin] for text in held_out], max(len(text.ids) - text.begin for text in held_out)
+    rows = _continued(generator, prompts, max_new_tokens=new, do_sample=False).slo
+    return float(sum(row.tokens - 1 for row in rows) / max(1, sum(row.steps for row in rows)))
+
+
+def _continued(generator: SLOSpecGenerator, prompts: Sequence[list[int]], **options: Any) -> Any:
+    """Return the output of ``generate`` for prompts of different lengths, padded on the left."""
+    import torch
+
+    longest, device = max(map(len, prompts)), generator.model.device
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    ids = torch.zeros_like(mask)
+    ids[mask.bool()] = torch.tensor([token for prompt in prompts for token in prompt])
+    return generator.generate(ids.to(device), attention_mask=mask.to(device), return_dict_in_generate=True, **options)

@@ -72,8 +72,9 @@ def _eagle3(options: TrainingOptions, target: PreTrainedModel, counts: torch.Ten
             head.lm_head.weight.copy_(output.weight[frequent.to(output.weight.device)])
         if (norm := getattr(target.get_decoder(), "norm", None)) is not None:
             # An RMS norm of ones gives its weights, in whatever form the target's class stores them.
-            gains = norm(torch.ones(1, size, dtype=target.dtype, device=input_device(target)))
-            head.norm.weight.copy_(gains[0])
+            head.norm.weight.copy_(norm(torch.ones(1, size, dtype=target.dtype, device=input_device(target)))[0])
+        # Random layers shall not be sure of anything: their logits begin with a standard deviation of 1.
+        head.norm.weight.div_((head.lm_head.weight.to(head.norm.weight) * head.norm.weight).norm(dim=-1).mean())
     return head
 
 

@@ -46,7 +46,7 @@ Show = Callable[[str], None]
 
 @dataclass
 class Progress:
-    """How far a training is; a checkpoint has it."""
+    """State of a training, as a checkpoint has it."""
 
     step: int = 0
     loss: float = 0.0  # smoothed
