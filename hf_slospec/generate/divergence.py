@@ -33,10 +33,10 @@ PIECES = (1, 3, 8, 24)  # tokens that one forward adds to a cache: as plain deco
 # two by more than the noise among 2 / 4 / 8 / 16 / 32 tokens at 31 / 14 / 5 / 1 / 1 of 171 positions (margins below 1).
 CANDIDATES = 16
 CLOSER = {True: "ours", False: "stock", None: "-"}  # by `is_ours_closer`
-PROMISES = {  # by SLOSpecConfig.exact
-    None: "promised: none in fp32, near-ties in other dtypes",
-    "self": 'promised by exact="self": the same output however it is computed here, which stock may not have',
-    "bits": 'promised by exact="bits": stock\'s output of every row alone',
+GUARANTEES = {  # by SLOSpecConfig.exact
+    None: "guaranteed: none in fp32, near-ties in other dtypes",
+    "self": 'guaranteed by exact="self": the same output however it is computed here, which stock may not have',
+    "bits": 'guaranteed by exact="bits": stock\'s output of every row alone',
 }
 OURS_ONLY = (  # arguments that the stock call does not take
     *("slo_tpot", "fallback", "assistant_model", "streamer"),
@@ -98,7 +98,7 @@ class DivergenceReport:
     divergences: list[Divergence]  # at most one per row, by row
     stock_tokens: list[list[int]] = field(repr=False)  # new tokens per row, as ``generate`` pads them
     our_tokens: list[list[int]] = field(repr=False)
-    exact: Exact = None  # promise that was in force; see SLOSpecConfig
+    exact: Exact = None  # guarantee that was in force; see SLOSpecConfig
 
     @property
     def num_rows(self) -> int:
@@ -114,7 +114,7 @@ class DivergenceReport:
         near = sum(divergence.is_near_tie for divergence in self.divergences)
         lines = [
             f"{self.num_rows} rows, {self.num_tokens} tokens compared in {str(self.dtype).removeprefix('torch.')}: "
-            f"{len(self.divergences)} divergences, {near} of them at near-ties; {PROMISES[self.exact]}"
+            f"{len(self.divergences)} divergences, {near} of them at near-ties; {GUARANTEES[self.exact]}"
         ]
         if self.divergences:
             names = ("row", "position", "stock token", "our token", "stock logit", "our logit")

@@ -25,7 +25,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]  # [1, num_rows, inputs] -> [1,
 
 
 class Way(NamedTuple):
-    """How to multiply by weights of one shape."""
+    """Kind of product by weights of one shape."""
 
     chunk: int | None = None  # by blocks, with chunks of this size; None: by torch's product of groups
     sizes: tuple[int, ...] = ()  # of groups, rising

@@ -1,4 +1,4 @@
-"""Trial of a model that promises exact bits: a tree beside another sequence must have the logits of single steps."""
+"""Trial of a model with exact bits: a tree beside another sequence must have the logits of single steps."""
 
 from __future__ import annotations
 

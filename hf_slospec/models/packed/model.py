@@ -359,7 +359,7 @@ class PackedModel:
                 outputs = self.compiled.run(pool, batch, given, None if self.exact else eager)
             if outputs is None and self._is_exact_compiled:
                 raise UnsupportedOptionError(
-                    f'exact="{self.exact}" was promised by compiled forwards, which cannot compute this one: '
+                    f'exact="{self.exact}" is a matter of compiled forwards, which cannot compute this one: '
                     f"{self.compiled[feature_layers]}; call disable and enable again"
                 )
             if outputs is None:
