@@ -13,6 +13,7 @@ EPYC = "cpu-2core-0.6B-bf16.json"
 AMX = {1: "cpu-2core-0.6B-bf16-amx-batch1.json", 8: "cpu-2core-0.6B-bf16-amx-batch8.json"}
 PEERS = "peers-batch{}-cpu-2core-0.6B{}.json"
 SPEC_BENCH = "spec-bench-smollm2-135m-cpu-2core-bf16.json"
+EXACT_BITS = "exact-bits-smollm2-135m-cpu-2core.json"
 NOT_MEASURED = "not measured"
 TABLES: dict[str, Callable[[], str]] = {}
 
@@ -71,6 +72,31 @@ def spec_bench_batch1() -> str:
 @table
 def spec_bench_batch8() -> str:
     return spec_bench(0.0, 8)
+
+
+@table
+def spec_bench_temperature1() -> str:
+    return spec_bench(1.0, 1)
+
+
+@table
+def spec_bench_batch4() -> str:
+    return spec_bench(0.0, 4)
+
+
+@table
+def spec_bench_batch16() -> str:
+    return spec_bench(0.0, 16)
+
+
+@table
+def exact_bits() -> str:
+    """Return how many outputs equal stock's, and at what speed."""
+    rows = result(EXACT_BITS)["results"]
+    return markdown(
+        "method | equal to stock | of stock's speed",
+        [[r["method"], f"{r['equal_to_stock']} of {r['questions']}", ratio(r["speedup"])] for r in rows],
+    )
 
 
 # --- Speed against stock generate ------------------------------------------------------------------------------------
