@@ -131,7 +131,8 @@ def decode(call: Call) -> Any:
     """Decode a call's requests to their ends and return what stock ``generate`` returns."""
     rows, stock, speculator, record = call.rows, call.stock, call.speculator, call.rows.record
     is_dict = stock.config.return_dict_in_generate
-    if len(rows.params) > 1 and (names := batch_level_names(stock.processors, stock.criteria)):
+    num_rows = len(rows.params)
+    if num_rows > 1 and (names := batch_level_names(stock.processors, stock.criteria, num_rows)):
         warnings.warn(
             f"{', '.join(names)} may look at the whole batch, so all rows are decoded in step, without "
             "speculation; set per_row = True on what treats every row by itself",
