@@ -10,6 +10,7 @@ if TYPE_CHECKING:  # as :data:`_NAMES`, for type checkers and editors
     from hf_slospec.config import SLOSpecConfig as SLOSpecConfig
     from hf_slospec.drafters.load_drafter import load_drafter as load_drafter
     from hf_slospec.drafters.methods import DraftMethod as DraftMethod
+    from hf_slospec.drafters.past_answers import PastAnswers as PastAnswers
     from hf_slospec.engine.chrome_trace import write_chrome_trace as write_chrome_trace
     from hf_slospec.engine.events import PhaseTimes as PhaseTimes
     from hf_slospec.engine.events import RequestStep as RequestStep
@@ -74,6 +75,7 @@ _NAMES = {
     "generate.slo": "SLOStage",
     "drafters.load_drafter": "load_drafter",
     "drafters.methods": "DraftMethod",
+    "drafters.past_answers": "PastAnswers",
     "models.device.memory": "MemoryUse",
     "models.inspection.weights_version": "weights_changed",
     "serving.generator": "SLOSpecGenerator",

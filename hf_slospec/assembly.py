@@ -24,10 +24,13 @@ class Parts(NamedTuple):
     clock: Clock
 
 
-def static_engine(config: SLOSpecConfig, parts: Parts, requests: Sequence[Request]) -> Engine[StaticScheduler]:
-    """Return an engine that decodes a fixed batch of requests."""
+def static_engine(
+    config: SLOSpecConfig, parts: Parts, requests: Sequence[Request], shares_prompts: bool = False
+) -> Engine[StaticScheduler]:
+    """Return an engine that decodes a fixed batch of requests; see :class:`StaticScheduler`."""
     target, drafter, policy, costs, clock = parts
-    return Engine(target, drafter, policy, StaticScheduler(requests), costs, clock, config.check_invariants)
+    scheduler = StaticScheduler(requests, shares_prompts)
+    return Engine(target, drafter, policy, scheduler, costs, clock, config.check_invariants)
 
 
 def continuous_engine(config: SLOSpecConfig, parts: Parts, limits: Limits) -> Engine[ContinuousScheduler]:

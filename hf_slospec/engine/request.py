@@ -364,7 +364,7 @@ class RequestMetrics:
     ttft_slo_s: float | None = None  # seconds from arrival to the first token
     guaranteed: bool = False  # the batcher guaranteed its SLOs
     preempted: int = 0  # times the batcher preempted the request
-    reused: int = 0  # tokens of the prompt whose K/V another request of the batcher had computed
+    reused: int = 0  # tokens of the prompt whose K/V another request had computed
     resumed: int = 0  # tokens that another engine had committed before this one resumed the request
 
     @property
