@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # as :data:`_NAMES`, for type checkers and editors
     from hf_slospec.generate.divergence import divergence_report as divergence_report
     from hf_slospec.generate.enable import disable as disable
     from hf_slospec.generate.enable import enable as enable
+    from hf_slospec.generate.rollouts import RolloutCallback as RolloutCallback
     from hf_slospec.generate.slo import SLOStage as SLOStage
     from hf_slospec.models.device.memory import MemoryUse as MemoryUse
     from hf_slospec.models.inspection.weights_version import weights_changed as weights_changed
@@ -72,6 +73,7 @@ _NAMES = {
     "generate.decode": "SLOSpecOutput",
     "generate.divergence": "Divergence DivergenceReport divergence_report",
     "generate.enable": "disable enable",
+    "generate.rollouts": "RolloutCallback",
     "generate.slo": "SLOStage",
     "drafters.load_drafter": "load_drafter",
     "drafters.methods": "DraftMethod",

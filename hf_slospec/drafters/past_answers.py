@@ -167,25 +167,24 @@ class PastAnswers:
             np.savez_compressed(file, **arrays)
         partial.replace(path)
 
-    @classmethod
-    def load(cls, path: str | os.PathLike[str], **bounds: Any) -> PastAnswers:
-        """Return the answers of a file that :meth:`save` wrote; ``bounds`` are the arguments of the class.
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Add the answers of a file that :meth:`save` wrote, as the newest ones.
 
         Raises:
             InvalidInputError: it is another file.
         """
-        past, begin = cls(**bounds), 0
+        answers, begin = list[tuple[_Answer, list[int]]](), 0
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 names, lengths, tokens = json.loads(arrays["names"].tobytes()), arrays["lengths"], arrays["tokens"]
             for (salt, prompt), (num_context, num_tokens) in zip(names, lengths.tolist(), strict=True):
-                end = begin + num_context + num_tokens
-                context, answer = np.split(tokens[begin:end], [num_context])
-                past._add(_Answer(salt, prompt, context.tolist()), answer.tolist())
-                begin = end
+                context, answer = np.split(tokens[begin : begin + num_context + num_tokens], [num_context])
+                answers.append((_Answer(salt, prompt, context.tolist()), answer.tolist()))
+                begin += num_context + num_tokens
         except (ValueError, TypeError, LookupError, AttributeError, zipfile.BadZipFile) as error:
             raise InvalidInputError(f"{path} was not written by PastAnswers.save: {error}") from error
-        return past
+        for each in answers:
+            self._add(*each)
 
     # ---- for drafters
 

@@ -31,6 +31,12 @@ def request_of(prompt: list[int], output: list[int], salt: str = "") -> Request:
     return request
 
 
+def loaded_from(path: Path, **bounds: int) -> PastAnswers:
+    past = PastAnswers(**bounds)  # type: ignore[arg-type]
+    past.load(path)
+    return past
+
+
 def chain(drafter: Any, request: Request, depth: int = 4) -> list[int]:
     """Return the tokens of a draft's deepest path."""
     [tree] = drafter.draft([request], Plan(depth, 4))
@@ -119,13 +125,13 @@ def test_trees_are_those_of_a_new_store_with_the_same_answers() -> None:
 def test_saved_and_loaded(tmp_path: Path) -> None:
     past, prompt = PastAnswers(), list(range(100, 140))
     past.save(tmp_path / "none")
-    assert len(PastAnswers.load(tmp_path / "none")) == 0
+    assert len(loaded_from(tmp_path / "none")) == 0
     past.add(prompt, ANSWER)
     past.add(prompt, [20, 30])
     past.add(PROMPT, [1], salt="ä")
     past.update(request_of(PROMPT, [50, 51]))  # running
     past.save(tmp_path / "answers")
-    loaded = PastAnswers.load(tmp_path / "answers", max_texts=3)
+    loaded = loaded_from(tmp_path / "answers", max_texts=3)
     assert len(loaded) == 3 and loaded.num_tokens == 5
     assert loaded.before(request_of(prompt, [])).tolist() == [*prompt[-CONTEXT:], 20, 30, END]
     assert chain(SuffixDrafter(loaded), request_of(PROMPT, [])) == [50, 51]
@@ -134,7 +140,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     np.savez(tmp_path / "other.npz", tokens=np.arange(3))
     for name in ("other", "other.npz"):
         with pytest.raises(InvalidInputError, match="not written by PastAnswers.save"):
-            PastAnswers.load(tmp_path / name)
+            loaded_from(tmp_path / name)
 
 
 def test_seeded_from_a_file_of_prompts_and_completions(tmp_path: Path) -> None:
@@ -175,6 +181,6 @@ def test_same_tokens_as_stock_and_more_per_step_in_later_epochs(kind: str, sampl
         out = assert_same_as_stock(model, generator.generate, inputs, do_sample=sampled, max_new_tokens=24)
         lengths.append(sum(row.tokens - 1 for row in out.slo) / sum(row.steps for row in out.slo))
         past.save(tmp_path / "answers")
-        past = PastAnswers.load(tmp_path / "answers")
+        past = loaded_from(tmp_path / "answers")
         assert len(past) == 8 * (epoch + 1)
     assert lengths[1] > 1.5 * lengths[0] or lengths[1] > 3.0

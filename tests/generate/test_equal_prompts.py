@@ -69,7 +69,7 @@ def test_a_draft_processes_a_common_prompt_once(monkeypatch: pytest.MonkeyPatch)
         forward = getattr(packed, name)
 
         def counted(pool: Any, parts: Any, *given: Any, forward: Any = forward) -> Any:
-            sizes.append(sum(part.num_tokens for part in parts))
+            sizes.append(sum(len(part.input_ids) for part in parts))
             return forward(pool, parts, *given)
 
         monkeypatch.setattr(packed, name, counted)
