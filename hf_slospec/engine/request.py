@@ -75,6 +75,7 @@ class RequestParams:
     is_best_effort: bool = False  # no SLO is to be guaranteed
     must_guarantee: bool = False  # refuse the request unless its SLOs are guaranteed when it arrives
     cache_salt: str = ""  # K/V is shared only between requests of equal salt
+    may_draft: bool = True  # False: one token per step, whatever the policy plans
     is_sampled: bool = False
     row: int = 0  # of the batch of its call
     num_padding: int = 0  # tokens by which the prompt is shorter than the longest one of its batch

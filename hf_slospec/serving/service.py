@@ -277,7 +277,7 @@ class BatchingService:
             )
         return replace(
             params, ttft_slo_s=options.slo_ttft, priority=options.priority, is_best_effort=options.best_effort,
-            must_guarantee=options.must_guarantee, cache_salt=options.cache_salt,
+            must_guarantee=options.must_guarantee, cache_salt=options.cache_salt, may_draft=options.speculative,
         )  # fmt: skip
 
     @property
