@@ -106,7 +106,12 @@ class PastAnswers:
                 "max_texts, max_tokens and max_per_prompt must be at least 1, got "
                 f"{max_texts}, {max_tokens} and {max_per_prompt}"
             )
-        self.max_texts, self.max_tokens, self.max_per_prompt, self.others = max_texts, max_tokens, max_per_prompt, others
+        self.max_texts, self.max_tokens, self.max_per_prompt, self.others = (
+            max_texts,
+            max_tokens,
+            max_per_prompt,
+            others,
+        )
         self.num_tokens = 0  # of all answers, prompts not counted
         self._answers: dict[int, _Answer] = {}  # by key, the oldest first
         self._to: defaultdict[_Group, dict[int, None]] = defaultdict(dict)  # keys of the answers to a prompt, in order
@@ -157,7 +162,7 @@ class PastAnswers:
         with self._lock:
             answers = list(self._answers.values())
             names = [[answer.salt, answer.prompt] for answer in answers]
-            arrays = {
+            arrays: dict[str, Any] = {
                 "names": np.frombuffer(json.dumps(names).encode(), dtype=np.uint8),
                 "lengths": np.array([[len(answer.context), len(answer.tokens)] for answer in answers], np.int64),
                 "tokens": np.array([t for answer in answers for t in (*answer.context, *answer.tokens)], np.int32),
@@ -204,7 +209,7 @@ class PastAnswers:
         """Keep the answer of an ended request as it is, or drop it if the request failed."""
         with self._lock:
             running = self._running.get(request)
-            if running is not None and running.is_over or running is None and not request.num_emitted:
+            if (running is not None and running.is_over) or (running is None and not request.num_emitted):
                 return
             self.update(request)
             running = self._running[request]

@@ -24,15 +24,13 @@ TRUST = 0.7  # conditional probability of a token on which all matches agree
 class PromptLookupDrafter(Drafter):
     """Prompt lookup, with several matches as branches of a tree.
 
-    Every earlier occurrence of the request's last tokens, in its own text and in past answers to its prompt if these are
-    given, proposes the tokens that followed it. Continuations are merged
-    into a tree; a child's conditional probability is its share of its parent's matches, times :data:`TRUST`. If the
-    noise of a sampled request is known, it is the probability given that noise.
+    Every earlier occurrence of the request's last tokens, in its text and in past answers to its prompt, proposes the
+    tokens that followed it. Continuations are merged into a tree; a child's conditional probability is its share of its
+    parent's matches, times :data:`TRUST`. If the noise of a sampled request is known, it is the probability given that
+    noise.
     """
 
-    def __init__(
-        self, max_ngram: int = MAX_NGRAM, max_depth: int | None = None, past: PastAnswers | None = None
-    ):
+    def __init__(self, max_ngram: int = MAX_NGRAM, max_depth: int | None = None, past: PastAnswers | None = None):
         """Make a drafter.
 
         Args:
@@ -49,7 +47,6 @@ class PromptLookupDrafter(Drafter):
         """End the request's answer, if past ones are kept."""
         if self.past is not None:
             self.past.end(request)
-
 
     def _tree(self, request: Request, plan: Plan) -> TokenTree:
         # Level by level; each node comes with the continuations that pass through it.

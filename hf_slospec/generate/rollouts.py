@@ -21,7 +21,7 @@ FILE = "past_answers.npz"  # in the folder of a checkpoint
 BYPASSES = ("use_vllm", "use_transformers_continuous_batching")  # settings with which TRL does not call generate
 
 
-class RolloutCallback(TrainerCallback):  # type: ignore[misc]
+class RolloutCallback(TrainerCallback):
     """Trainer callback that enables the model from the beginning to the end of training.
 
     Past answers are saved in the folders of checkpoints, those of the first process, and loaded when training resumes.

@@ -148,7 +148,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("text")
     np.savez(tmp_path / "other.npz", tokens=np.arange(3))
     for name in ("other", "other.npz"):
-        with pytest.raises(InvalidInputError, match="not written by PastAnswers.save"):
+        with pytest.raises(InvalidInputError, match="not written by PastAnswers"):
             loaded_from(tmp_path / name)
 
 

@@ -131,4 +131,4 @@ class PrefixReuse(SequenceRoom):
             prefix.sequence.states.take_in(prefix.sequence.length)
         for unneeded in self._kept.add(prefix):
             self.cache.release(unneeded.sequence)
-        self._keep_at_most(self.max_kept)
+        self._keep_at_most(self.max_kept or 0)
