@@ -320,7 +320,7 @@ class PastAnswers:
 
 @dataclass(eq=False)
 class _Running:
-    """What the answers have of a running request's output."""
+    """Part of a running request's output that was appended to its answer."""
 
     key: int
     num_tokens: int = 0

@@ -48,7 +48,7 @@ class RolloutCallback(TrainerCallback):
         self._decoder: Decoder | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Enable the model, and warn if the trainer will not call its ``generate``."""
+        """Start to speculate, and warn if the trainer will not call the model's ``generate``."""
         for name in BYPASSES:
             if getattr(args, name, False):
                 warnings.warn(

@@ -108,7 +108,7 @@ class PackedTarget(Target):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether requests can use the K/V of others with the same prompt, at no loss to the drafter.
+        """Return whether requests can use the K/V of others with the same prompt, at no loss to the drafter.
 
         Not with a drafter that reads features: it has none of tokens that the target does not process.
         """

@@ -81,7 +81,7 @@ class SequenceRoom:
 
     @property
     def has_embeds(self) -> bool:
-        """Whether a request has embeddings in place of those of its prompt's tokens."""
+        """Return whether a request has embeddings in place of those of its prompt's tokens."""
         return bool(self._embeds)
 
     @property
