@@ -106,12 +106,8 @@ class PastAnswers:
                 "max_texts, max_tokens and max_per_prompt must be at least 1, got "
                 f"{max_texts}, {max_tokens} and {max_per_prompt}"
             )
-        self.max_texts, self.max_tokens, self.max_per_prompt, self.others = (
-            max_texts,
-            max_tokens,
-            max_per_prompt,
-            others,
-        )
+        self.max_texts, self.max_tokens, self.max_per_prompt = max_texts, max_tokens, max_per_prompt
+        self.others = others
         self.num_tokens = 0  # of all answers, prompts not counted
         self._answers: dict[int, _Answer] = {}  # by key, the oldest first
         self._to: defaultdict[_Group, dict[int, None]] = defaultdict(dict)  # keys of the answers to a prompt, in order
@@ -200,7 +196,8 @@ class PastAnswers:
             if running is None or not running.is_beginning_of(output):  # new, seen again after its end, or rolled back
                 if running is not None:
                     self._drop(running.key)
-                running = self._running[request] = _Running(self._begin(_answer_to(request.params)))
+                answer = _answer_to(request.params)
+                running = self._running[request] = _Running(self._begin(answer), answer.groups)
             new = output[running.num_tokens :]
             running.append(new)
             self._append(running.key, new)
@@ -226,10 +223,9 @@ class PastAnswers:
         """
         self.update(request)
         with self._lock:
-            if (answer := self._answers.get(self._running[request].key)) is None:  # dropped, as there are too many
-                return []
-            groups = [answer.groups[0]] if len(self._to[answer.groups[0]]) > 1 else []
-            groups += [answer.groups[1]] if self.others else []
+            same, every = self._running[request].groups
+            groups = [same] if self._siblings(request) else []
+            groups += [every] if self.others else []
             context = request.tokens[-TREE_DEPTH:]
             return [speculated(self._tree(group), READER, context, max_nodes) for group in groups]
 
@@ -241,11 +237,13 @@ class PastAnswers:
         """
         self.update(request)
         with self._lock:
-            own = self._running[request].key
-            keys = self._to.get(_answer_to(request.params).groups[0], {})
-            others = [self._answers[key] for key in keys if key != own]
-            parts = [part for other in others for part in (other.context, other.tokens, [END])]
+            parts = [part for each in self._siblings(request) for part in (each.context, each.tokens, [END])]
             return np.concatenate([np.array(part, np.int64) for part in ([], *parts)])
+
+    def _siblings(self, request: Request) -> list[_Answer]:
+        """Return the other answers to a running request's prompt."""
+        running = self._running[request]
+        return [self._answers[key] for key in self._to.get(running.groups[0], ()) if key != running.key]
 
     def _add(self, answer: _Answer, tokens: Sequence[int]) -> None:
         with self._lock:
@@ -323,6 +321,7 @@ class _Running:
     """Part of a running request's output that was appended to its answer."""
 
     key: int
+    groups: tuple[_Group, _Group]  # of the answer, which may have been dropped
     num_tokens: int = 0
     tail: list[int] = field(default_factory=list)  # the last TREE_DEPTH of these tokens
     is_over: bool = False

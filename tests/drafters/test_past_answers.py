@@ -90,6 +90,17 @@ def test_rows_of_one_prompt_see_each_other_while_they_run(kind: Any) -> None:
     assert len(drafter.past) == 2 and drafter.past.num_tokens == 8
 
 
+@pytest.mark.parametrize("kind", [SuffixDrafter, PromptLookupDrafter])
+def test_more_rows_than_answers_are_kept_draft_all_the_same(kind: Any) -> None:
+    drafter = kind(past=PastAnswers(others=False, max_per_prompt=1))
+    first, second = request_of(PROMPT, ANSWER[:2]), request_of(PROMPT, ANSWER)
+    drafter.draft([first, second], Plan(4, 1))
+    assert chain(drafter, first) == ANSWER[2:]
+    drafter.release(first)
+    drafter.release(second)
+    assert len(drafter.past) == 1
+
+
 def test_the_oldest_are_dropped() -> None:
     past = PastAnswers(max_per_prompt=2, max_texts=5, max_tokens=12)
     for first in range(10, 16):
