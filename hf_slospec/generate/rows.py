@@ -49,7 +49,7 @@ class Stops:
         self.eos = {int(i) for c in criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id}
         further = [c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
         self.joint = [c for c in further if is_joint(c, len(input_ids))]
-        self.further = [c for c in further if c not in self.joint]
+        self.further = [c for c in further if not is_joint(c, len(input_ids))]
         # Without an end-of-sequence criterion stock does not pad: a stopped row continues until all have stopped.
         self.is_padded = len(input_ids) == 1 or any(hasattr(c, "eos_token_id") for c in criteria)
         # Row -> its new tokens when it met a condition: one dict per joint criterion, the last one for stopped rows
