@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_drafter
-from tests.support.toys.tiny_models import assert_same_as_stock, tiny_model
+from tests.support.toys.tiny_configs import tiny_config
+from tests.support.toys.tiny_models import assert_same_as_stock, sharpened, tiny_model
 
 CONFIG = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=64, max_depth=3)
 
@@ -45,6 +47,16 @@ def test_families(family: str) -> None:
     ours = SLOSpecGenerator(tiny_model(family), tiny_model(family, noise=0.02), config=CONFIG)
     out = assert_same_as_stock(ours.model, ours.generate, inputs_of([64], 4), max_new_tokens=16, do_sample=True)
     assert prefilled(out) == 63 + 4
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5ForCausalLM", "Lfm2ForCausalLM", "JambaForCausalLM"])
+def test_recurrent_states_are_copied_too(name: str) -> None:
+    model_class = getattr(transformers, name)
+    config = tiny_config(model_class.config_class)
+    target, draft = (sharpened(lambda: model_class(config), 0, noise) for noise in (0.0, 0.02))
+    ours = SLOSpecGenerator(target, draft, config=CONFIG)
+    out = assert_same_as_stock(target, ours.generate, inputs_of([50], 3), max_new_tokens=12, do_sample=True)
+    assert prefilled(out) == 49 + 3
 
 
 def test_prompts_of_several_chunks_and_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
