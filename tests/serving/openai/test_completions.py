@@ -340,3 +340,12 @@ def test_every_choice_has_its_measurements(served: Served) -> None:
     assert metrics["choices"][0] == {name: value for name, value in metrics.items() if name != "choices"}
     assert answer.headers["x-slo-attained"] == "true"
     assert "choices" not in served.client.post("/v1/completions", json=body | {"n": 1}).json()["usage"]["metrics"]
+
+
+def test_a_request_may_switch_speculation_off(served: Served) -> None:
+    body = dict(max_tokens=40, min_tokens=40, temperature=0)
+    answers = [complete(served, **body, speculative=speculative) for speculative in (True, False)]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    drafted = [sum(v for k, v in answer["usage"]["completion_tokens_details"].items() if k.endswith("prediction_tokens"))
+               for answer in answers]  # fmt: skip
+    assert drafted[0] > 0 == drafted[1]
