@@ -346,6 +346,6 @@ def test_a_request_may_switch_speculation_off(served: Served) -> None:
     body = dict(max_tokens=40, min_tokens=40, temperature=0)
     answers = [complete(served, **body, speculative=speculative) for speculative in (True, False)]
     assert answers[0]["choices"] == answers[1]["choices"]
-    drafted = [sum(v for k, v in answer["usage"]["completion_tokens_details"].items() if k.endswith("prediction_tokens"))
-               for answer in answers]  # fmt: skip
+    details = [answer["usage"]["completion_tokens_details"] for answer in answers]
+    drafted = [one["accepted_prediction_tokens"] + one["rejected_prediction_tokens"] for one in details]
     assert drafted[0] > 0 == drafted[1]
