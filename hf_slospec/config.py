@@ -16,6 +16,7 @@ MAX_PREFILL_CHUNK = 10**6  # bounded, since the scheduler predicts the step time
 
 Prepack = bool | Literal["only"] | None
 Compile = bool | Literal["wait"]
+Exact = Literal["bits", "self"] | None
 
 
 class SLOSpecConfig(PolicySettings):
@@ -55,6 +56,17 @@ class SLOSpecConfig(PolicySettings):
         description="CPU on Linux with a C++ compiler: compute forwards by a graph that torch's compiler makes once "
         "per machine and kind of model. True: a process of lower priority makes it after some seconds of use, and goes "
         "on if this one ends; until then, forwards do without. wait: before the first forward. False: never.",
+    )
+    exact: Exact = Field(
+        None,
+        description="CPU: what holds in bf16, too, bit for bit; output in fp32 is exact without it. bits: the output "
+        "is that of stock generate for each row alone. self: it is always the same, whatever the drafts, the batch, "
+        "other requests, chunks of the prompt and preemption. Refused where this machine or model cannot have it.",
+    )
+    deterministic: bool = Field(
+        False,
+        description="Calls of generate without slo_tpot: draft by counted costs and compute by fixed kernels, none "
+        "chosen by measured times, so that the same call in a new process gives the same output in bf16, too.",
     )
     admission: AdmissionName = Field(
         "slo",

@@ -176,9 +176,21 @@ class StepCosts:
     replace the profile. Methods that end in ``_at`` compute the same for single numbers, faster.
     """
 
-    def __init__(self, verify: ForwardCost, draft_level: ForwardCost, on_replaced: OnReplaced = lambda old, new: None):
-        """Start from profiled costs; ``on_replaced`` is called when a measured cost replaces a profiled one."""
-        self.verify, self.draft_level, self.on_replaced = verify, draft_level, on_replaced
+    def __init__(
+        self,
+        verify: ForwardCost,
+        draft_level: ForwardCost,
+        on_replaced: OnReplaced = lambda old, new: None,
+        is_fixed: bool = False,
+    ):
+        """Start from profiled costs.
+
+        Args:
+            verify, draft_level: the costs.
+            on_replaced: called when a measured cost replaces a profiled one.
+            is_fixed: the times of steps are not learned from, so that equal steps are always planned alike.
+        """
+        self.verify, self.draft_level, self.on_replaced, self.is_fixed = verify, draft_level, on_replaced, is_fixed
         self.recent = RecentSteps()
         self._verify_correction, self._draft_correction = SizeCorrection(), DraftCorrection()
         self._num_far = {"verify": 0, "draft": 0}  # observations in a row with a correction far from 1

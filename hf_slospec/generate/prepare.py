@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationConfig, StoppingCriteriaList
 
 from hf_slospec.engine.request import Request
-from hf_slospec.errors import InvalidInputError, UnsupportedModelError
+from hf_slospec.errors import InvalidInputError, UnsupportedModelError, UnsupportedOptionError
 from hf_slospec.generate.multimodal_prompts import WholePrompts, names_beside_text
 from hf_slospec.generate.processors import draft_processors, ignore_sequence, processors_of_row
 from hf_slospec.generate.prompt import PromptInputs
@@ -113,6 +113,10 @@ def prepare(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any]
     )
     whole = WholePrompts.of(speculator.target.packed, prompt, stock.model_kwargs, names)
     stages = stages_by_row(slo, len(stock.input_ids), stock.config.num_return_sequences, arguments.get("tokenizer"))
+    if speculator.config.deterministic and any(stage.tpot_slo_s is not None for row in stages for stage in row):
+        raise UnsupportedOptionError(
+            'deterministic=True cannot be combined with slo_tpot, which steers by the clock; exact="self" can'
+        )
     rows = Rows(
         stock.input_ids, prompt, whole, stock.config, stock.criteria, stages, arrived_s, arguments.get("streamer")
     )
