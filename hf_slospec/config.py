@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hf_slospec.engine.protocols import Policy
 from hf_slospec.engine.scheduling import AdmissionName, PrefillName
@@ -81,6 +81,14 @@ class SLOSpecConfig(PolicySettings):
         "guaranteed request late. first: before any decoding (vLLM without chunked prefill). chunked: together with "
         "decoding, up to prefill_chunk tokens per step, decoding included (Sarathi-Serve).",
     )
+    guarantee: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Probability, such as 0.95, with which a guaranteed request meets its TPOT SLO over every window "
+        "of ten tokens. The part of SLOs that is planned with follows from how steps and requests vary, and from the "
+        "guarantees kept so far. None: 85 % of each SLO is planned with, and no probability is guaranteed.",
+    )
     max_batch: int = Field(64, ge=1, le=MAX_COUNT, description="Batcher: maximum number of running requests.")
     max_queue: int = Field(
         1024, ge=1, le=MAX_COUNT, description="Batcher: maximum number of waiting requests; more are refused."
@@ -108,6 +116,14 @@ class SLOSpecConfig(PolicySettings):
     check_invariants: bool = Field(
         False, description="Verify trees and K/V cache book-keeping at every step (slow; for tests)."
     )
+
+    @model_validator(mode="after")
+    def _decides_on_guarantees(self) -> SLOSpecConfig:
+        if self.guarantee is not None and self.admission != "slo":
+            raise ValueError(
+                f"guarantee needs admission 'slo', as {self.admission!r} guarantees all SLOs unchecked; leave one out"
+            )
+        return self
 
 
 NewPolicy = Callable[[SLOSpecConfig, StepCosts], Policy]  # makes a user's policy, given as make_policy

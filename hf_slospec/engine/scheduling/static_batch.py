@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.protocols import Chunk, Schedule
@@ -17,15 +17,21 @@ class StaticScheduler:
 
     lent_slots = 0  # requests do not wait for slots
 
-    def __init__(self, requests: Sequence[Request], shares_prompts: bool = False):
-        """Begin a batch.
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        begin: Callable[[Sequence[Request]], None] | None = None,
+        shares_prompts: bool = False,
+    ):
+        """Begin with all prompts to prefill.
 
         Args:
             requests: all of them.
+            begin: called once, when all requests decode.
             shares_prompts: the target gives requests the K/V of others with the same prompt: of equal prompts, the
                 first is prefilled up to its last token before the others begin.
         """
-        self.running = list(requests)
+        self.running, self._begin = list(requests), begin
         self._first_of: dict[Request, Request] = _first_of_equal(requests) if shares_prompts else {}
         self._firsts = set(self._first_of.values())
 
@@ -37,6 +43,9 @@ class StaticScheduler:
         """Return chunks of all unfinished prompts, or all requests once there are none."""
         unfinished = [request for request in self.running if not request.is_decoding]
         chunks = [Chunk.of(request, self._limit(request)) for request in unfinished if not self._waits(request)]
+        if not chunks and self._begin is not None:
+            self._begin(self.running)
+            self._begin = None
         return Schedule([], chunks) if chunks else Schedule(self.running)
 
     def _waits(self, request: Request) -> bool:
