@@ -10,6 +10,7 @@ if TYPE_CHECKING:  # as :data:`_NAMES`, for type checkers and editors
     from hf_slospec.config import SLOSpecConfig as SLOSpecConfig
     from hf_slospec.drafters.load_drafter import load_drafter as load_drafter
     from hf_slospec.drafters.methods import DraftMethod as DraftMethod
+    from hf_slospec.drafters.past_answers import PastAnswers as PastAnswers
     from hf_slospec.engine.chrome_trace import write_chrome_trace as write_chrome_trace
     from hf_slospec.engine.events import PhaseTimes as PhaseTimes
     from hf_slospec.engine.events import RequestStep as RequestStep
@@ -42,6 +43,7 @@ if TYPE_CHECKING:  # as :data:`_NAMES`, for type checkers and editors
     from hf_slospec.generate.divergence import divergence_report as divergence_report
     from hf_slospec.generate.enable import disable as disable
     from hf_slospec.generate.enable import enable as enable
+    from hf_slospec.generate.rollouts import RolloutCallback as RolloutCallback
     from hf_slospec.generate.slo import SLOStage as SLOStage
     from hf_slospec.models.device.memory import MemoryUse as MemoryUse
     from hf_slospec.models.inspection.weights_version import weights_changed as weights_changed
@@ -71,9 +73,11 @@ _NAMES = {
     "generate.decode": "SLOSpecOutput",
     "generate.divergence": "Divergence DivergenceReport divergence_report",
     "generate.enable": "disable enable",
+    "generate.rollouts": "RolloutCallback",
     "generate.slo": "SLOStage",
     "drafters.load_drafter": "load_drafter",
     "drafters.methods": "DraftMethod",
+    "drafters.past_answers": "PastAnswers",
     "models.device.memory": "MemoryUse",
     "models.inspection.weights_version": "weights_changed",
     "serving.generator": "SLOSpecGenerator",

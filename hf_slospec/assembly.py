@@ -27,12 +27,14 @@ class Parts(NamedTuple):
     clock: Clock
 
 
-def static_engine(config: SLOSpecConfig, parts: Parts, requests: Sequence[Request]) -> Engine[StaticScheduler]:
-    """Return an engine that decodes a fixed batch of requests."""
+def static_engine(
+    config: SLOSpecConfig, parts: Parts, requests: Sequence[Request], shares_prompts: bool = False
+) -> Engine[StaticScheduler]:
+    """Return an engine that decodes a fixed batch of requests; see :class:`StaticScheduler`."""
     target, drafter, policy, costs, clock = parts
     windows = WindowGuarantees(config.guarantee, costs.recent)
     begin = None if config.guarantee is None else partial(guarantee_windows, costs=costs, windows=windows)
-    scheduler = StaticScheduler(requests, begin)
+    scheduler = StaticScheduler(requests, begin, shares_prompts)
     return Engine(target, drafter, policy, scheduler, costs, clock, config.check_invariants)
 
 

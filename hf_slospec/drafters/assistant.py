@@ -24,6 +24,7 @@ from hf_slospec.models.device.memory import as_memory_error
 from hf_slospec.models.inspection.properties import evaluating, input_device, vocab_size
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.tree_mask import draft_nodes
+from hf_slospec.models.sequences.kept_prefixes import num_common
 from hf_slospec.models.sequences.request_sequences import RequestSequences
 from hf_slospec.models.sequences.room import RequestTokens
 
@@ -76,7 +77,7 @@ class AssistantDrafter(Drafter):
         max_nodes: int,
         vocab_size: int,
         max_slots: int | None = None,
-        max_kept: float = 0,
+        max_kept: float | None = None,
         translation: TokenTranslation | None = None,
     ):
         """Make a drafter that has no requests yet.
@@ -136,15 +137,25 @@ class AssistantDrafter(Drafter):
         return have_room
 
     def _catch_up(self, by_request: Mapping[Request, RequestTokens]) -> dict[Request, RequestTokens]:
-        """Return the requests that can draft now; prefill others as far as a step may."""
+        """Return the requests that can draft now; prefill others as far as a step may.
+
+        Beginnings that several of them have are prefilled once.
+        """
         ready, num_left = dict[Request, RequestTokens](), self.CATCH_UP
+        behind = [tokens for tokens in by_request.values() if len(self.sequences.uncached(tokens)) > self.FEW]
         for request, draft_tokens in by_request.items():
+            if draft_tokens in behind:
+                behind.remove(draft_tokens)
+                self.sequences.reuse(draft_tokens)
             num_uncached = len(self.sequences.uncached(draft_tokens))
             if num_uncached <= self.FEW:
                 ready[request] = draft_tokens
             elif num_uncached <= num_left:
                 ready[request] = draft_tokens
                 num_left -= num_uncached
+                is_shared = any(num_common(draft_tokens.tokens, other.tokens) > self.FEW for other in behind)
+                if is_shared and self.sequences.max_kept is not None:
+                    self.sequences.prefill(draft_tokens, num_uncached - 1)
             elif num_left:
                 self.sequences.prefill(draft_tokens, num_left)
                 num_left = 0
@@ -159,7 +170,7 @@ class AssistantDrafter(Drafter):
 
         That number is an estimate if the tokens are translated.
         """
-        if not self.sequences.max_kept:
+        if self.sequences.max_kept is None:
             return 0
         draft_tokens = self._tokens_of(request)
         return self.sequences.reuse(draft_tokens) * len(request.tokens) // len(draft_tokens.tokens)

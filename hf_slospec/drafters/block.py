@@ -27,7 +27,12 @@ class BlockDrafter(FeatureDrafter):
     """Drafts trees of a block head's predictions (:class:`DFlashHead`), with one forward for all levels."""
 
     def __init__(
-        self, packed: PackedModel, max_nodes: int, vocab_size: int, max_slots: int | None = None, max_kept: float = 0
+        self,
+        packed: PackedModel,
+        max_nodes: int,
+        vocab_size: int,
+        max_slots: int | None = None,
+        max_kept: float | None = None,
     ):
         """Make a drafter that has no requests yet; see :class:`FeatureDrafter`."""
         super().__init__(packed, max(max_nodes, packed.model.block_size), vocab_size, max_slots, max_kept)

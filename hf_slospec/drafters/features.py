@@ -118,7 +118,12 @@ class FeatureDrafter(Drafter):
     """
 
     def __init__(
-        self, packed: PackedModel, max_nodes: int, vocab_size: int, max_slots: int | None = None, max_kept: float = 0
+        self,
+        packed: PackedModel,
+        max_nodes: int,
+        vocab_size: int,
+        max_slots: int | None = None,
+        max_kept: float | None = None,
     ):
         """Make a drafter that has no requests yet.
 

@@ -134,7 +134,12 @@ class PEagleDrafter(HeadDrafter):
         return head
 
     def __init__(
-        self, packed: PackedModel, max_nodes: int, vocab_size: int, max_slots: int | None = None, max_kept: float = 0
+        self,
+        packed: PackedModel,
+        max_nodes: int,
+        vocab_size: int,
+        max_slots: int | None = None,
+        max_kept: float | None = None,
     ):
         """Make a drafter that has no requests yet; see :class:`FeatureDrafter`."""
         super().__init__(packed, max(max_nodes, packed.model.num_proposals), vocab_size, max_slots, max_kept)

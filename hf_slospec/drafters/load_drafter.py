@@ -20,6 +20,7 @@ from hf_slospec.drafters.heads.unsupported import check_is_causal_lm
 from hf_slospec.drafters.hybrid import HybridMethod, model_before_last
 from hf_slospec.drafters.methods import DraftMethod
 from hf_slospec.drafters.named import NAMED, NAMES
+from hf_slospec.drafters.past_answers import PastAnswers
 from hf_slospec.drafters.prompt_lookup import LookupMethod
 from hf_slospec.drafters.shared_kv import Gemma4Method
 from hf_slospec.drafters.translation import TokenTranslation
@@ -85,7 +86,7 @@ def load_drafter(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     assistant_tokenizer: PreTrainedTokenizerBase | None = None,
-    share_texts: bool = False,
+    share_texts: bool | PastAnswers = False,
     allow_missing: bool = False,
 ) -> DraftMethod:
     """Load a drafter for a target; its kind is logged.
@@ -108,7 +109,8 @@ def load_drafter(
         tokenizer: the target's; with ``assistant_tokenizer``, a causal LM with another tokenizer can draft. Both are
             loaded from the models' folders or repositories if they are needed and not given.
         assistant_tokenizer: the causal LM's.
-        share_texts: ``"suffix"`` and ``"recycling"`` also draft from other requests with the same ``cache_salt``.
+        share_texts: ``"lookup"``, ``"suffix"`` and ``"recycling"`` also draft from other requests with the same
+            ``cache_salt``; :class:`PastAnswers` sets bounds, and can be filled, saved and loaded.
         allow_missing: accept a causal LM whose files lack tensors or have unexpected ones.
 
     Returns:
@@ -124,11 +126,19 @@ def load_drafter(
     check_tokenizer(assistant_tokenizer, "assistant_tokenizer")
     parts = parts_of(source)
     _check_order(parts)
-    methods = [_method(part, target, tokenizer, assistant_tokenizer, share_texts, allow_missing) for part in parts]
+    past = _past_answers(share_texts)
+    methods = [_method(part, target, tokenizer, assistant_tokenizer, past, allow_missing) for part in parts]
     method = methods[0] if len(methods) == 1 else HybridMethod(methods)
     method.check(target)
     logger.info("drafter: %s", method.kind)
     return method
+
+
+def _past_answers(share_texts: Any) -> PastAnswers | None:
+    """Return the answers to draft from, if any."""
+    if not isinstance(share_texts, (bool, PastAnswers)):
+        raise InvalidTypeError(f"share_texts must be True, False or PastAnswers, got {type(share_texts).__name__}")
+    return share_texts if isinstance(share_texts, PastAnswers) else PastAnswers() if share_texts else None
 
 
 def parts_of(source: Source | Sequence[Source]) -> Sequence[Source]:
@@ -189,7 +199,7 @@ def _method(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     assistant_tokenizer: PreTrainedTokenizerBase | None,
-    share_texts: bool,
+    past: PastAnswers | None,
     allow_missing: bool,
 ) -> DraftMethod:
     if isinstance(source, DraftMethod):
@@ -203,7 +213,7 @@ def _method(
     if not isinstance(source, str):
         raise _no_source(source)
     if (named := NAMED.get(source)) is not None:
-        return named.make(target, share_texts)
+        return named.make(target, past)
     checkpoint = _open(source)
     if (layout := layout_of(checkpoint)) is not None:
         return HeadMethod(layout.load(checkpoint, target))

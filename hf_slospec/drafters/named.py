@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_slospec.drafters.methods import DraftMethod
+    from hf_slospec.drafters.past_answers import PastAnswers
 
 
 @dataclass(frozen=True)
@@ -18,29 +19,29 @@ class NamedDrafter:
     """A drafter that is known by its name."""
 
     description: str
-    make: Callable[[Any, bool], DraftMethod]  # makes it from the target and ``share_texts``, see load_drafter
+    make: Callable[[Any, PastAnswers | None], DraftMethod]  # makes it from the target and the answers to draft from
     has_model: bool = False  # it runs a network, so that it must be the last part of a sum
 
 
-def _lookup(target: Any, shares_texts: bool) -> DraftMethod:
+def _lookup(target: Any, past: PastAnswers | None) -> DraftMethod:
     from hf_slospec.drafters.prompt_lookup import LookupMethod
 
-    return LookupMethod()
+    return LookupMethod(past=past)
 
 
-def _suffix(target: Any, shares_texts: bool) -> DraftMethod:
+def _suffix(target: Any, past: PastAnswers | None) -> DraftMethod:
     from hf_slospec.drafters.suffix import SuffixMethod
 
-    return SuffixMethod(shares_texts)
+    return SuffixMethod(past)
 
 
-def _recycling(target: Any, shares_texts: bool) -> DraftMethod:
+def _recycling(target: Any, past: PastAnswers | None) -> DraftMethod:
     from hf_slospec.drafters.recycling import RecyclingMethod
 
-    return RecyclingMethod(shares_texts)
+    return RecyclingMethod(past is not None)
 
 
-def _mtp(target: Any, shares_texts: bool) -> DraftMethod:
+def _mtp(target: Any, past: PastAnswers | None) -> DraftMethod:
     from hf_slospec.drafters.head import HeadMethod
     from hf_slospec.drafters.heads.loading import load_mtp
 

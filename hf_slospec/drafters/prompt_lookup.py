@@ -12,6 +12,7 @@ import numpy as np
 from hf_slospec.algo.tree import ROOT, TokenTree
 from hf_slospec.drafters.foreseen import ForeseenNoise
 from hf_slospec.drafters.methods import DraftMethod, Room
+from hf_slospec.drafters.past_answers import END, PastAnswers
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.packed.model import PackedModel
@@ -23,25 +24,37 @@ TRUST = 0.7  # conditional probability of a token on which all matches agree
 class PromptLookupDrafter(Drafter):
     """Prompt lookup, with several matches as branches of a tree.
 
-    Every earlier occurrence of the request's last tokens proposes the tokens that followed it. Continuations are merged
-    into a tree; a child's conditional probability is its share of its parent's matches, times :data:`TRUST`. If the
-    noise of a sampled request is known, it is the probability given that noise.
+    Every earlier occurrence of the request's last tokens, in its text and in past answers to its prompt, proposes the
+    tokens that followed it. Continuations are merged into a tree; a child's conditional probability is its share of its
+    parent's matches, times :data:`TRUST`. If the noise of a sampled request is known, it is the probability given that
+    noise.
     """
 
-    def __init__(self, max_ngram: int = MAX_NGRAM, max_depth: int | None = None):
-        """``max_depth`` bounds the depth of trees; None: only the plan does."""
-        self.max_ngram, self.max_depth = max_ngram, max_depth
+    def __init__(self, max_ngram: int = MAX_NGRAM, max_depth: int | None = None, past: PastAnswers | None = None):
+        """Make a drafter.
+
+        Args:
+            max_ngram: maximum number of last tokens that are looked up.
+            max_depth: maximum depth of trees; None: only the plan bounds it.
+            past: answers; those to the request's prompt are looked up, too, and the drafter's own are added.
+        """
+        self.max_ngram, self.max_depth, self.past = max_ngram, max_depth, past
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         return [self._tree(request, plan) for request in requests]
 
     def release(self, request: Request) -> None:
-        """Do nothing: no state of a request is kept."""
+        """End the request's answer, if past ones are kept."""
+        if self.past is not None:
+            self.past.end(request)
 
     def _tree(self, request: Request, plan: Plan) -> TokenTree:
         # Level by level; each node comes with the continuations that pass through it.
         tokens, max_depth = request.tokens, plan.depth if self.max_depth is None else min(plan.depth, self.max_depth)
-        matches = continuations(np.array(tokens), max_depth, self.max_ngram)
+        searched = np.array(tokens)
+        if self.past is not None:
+            searched = np.concatenate((self.past.before(request), searched))
+        matches = continuations(searched, max_depth, self.max_ngram)
         noise = ForeseenNoise(request, [set(level) - {None} for level in zip_longest(*matches)])
         layer = [(ROOT, 1.0, matches)]
         nodes, parents, depths, path_probs = [tokens[-1]], [-1], [0], [1.0]
@@ -67,13 +80,14 @@ class PromptLookupDrafter(Drafter):
 def continuations(tokens: np.ndarray, depth: int, max_ngram: int = MAX_NGRAM) -> list[list[int]]:
     """Return up to ``depth`` tokens behind every earlier occurrence of the longest last n-gram that has one.
 
-    The latest occurrence comes first.
+    The latest occurrence comes first. Texts before the last one end with ``END``.
     """
     for length in range(min(max_ngram, len(tokens) - 1), 0, -1):
         windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], length)
         begins = np.flatnonzero((windows == tokens[-length:]).all(axis=1)) + length
         if len(begins):
-            return [tokens[begin : begin + depth].tolist() for begin in begins[::-1]]
+            runs = [tokens[begin : begin + depth].tolist() for begin in begins[::-1]]
+            return [run[: run.index(END)] if END in run else run for run in runs]
     return []
 
 
@@ -83,10 +97,11 @@ class LookupMethod(DraftMethod):
 
     max_ngram: int = MAX_NGRAM
     max_depth: int | None = None
+    past: PastAnswers | None = None
 
     @property
     def kind(self) -> str:
         return "prompt lookup"
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
-        return PromptLookupDrafter(self.max_ngram, self.max_depth)
+        return PromptLookupDrafter(self.max_ngram, self.max_depth, self.past)

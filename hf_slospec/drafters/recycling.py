@@ -41,6 +41,12 @@ class Successors:
     def __len__(self) -> int:
         return len(self._of)
 
+    def copy(self) -> Successors:
+        """Return a copy."""
+        copied = Successors(self.max_contexts)
+        copied._of = self._of.copy()
+        return copied
+
     def record(self, above_root: int, tree: TokenTree, successors: IntArray, probs: FloatArray) -> None:
         """Record the successors of every node of a tree, both [num_nodes, num_successors], most probable first.
 
@@ -109,6 +115,16 @@ class RecyclingDrafter(Drafter):
             return trees
         forest = Forest.of(trees)
         return merge_forests([forest], [_given_noise(requests, forest)], max_nodes)
+
+    def reuse(self, request: Request) -> int:
+        """Copy the contexts of another request with this prompt, of which the target processes only the end now."""
+        with self._lock:
+            for other, known in self._of_requests.items():
+                is_equal = other.params.prompt == request.params.prompt and not other.num_emitted
+                if is_equal and other.params.cache_salt == request.params.cache_salt and other is not request:
+                    self._of_requests[request] = known.copy()
+                    break
+        return 0
 
     def release(self, request: Request) -> None:
         """Drop the request's own contexts; shared ones stay."""

@@ -76,6 +76,7 @@ class RequestParams:
     is_best_effort: bool = False  # no SLO is to be guaranteed
     must_guarantee: bool = False  # refuse the request unless its SLOs are guaranteed when it arrives
     cache_salt: str = ""  # K/V is shared only between requests of equal salt
+    may_draft: bool = True  # False: one token per step, whatever the policy plans
     is_sampled: bool = False
     row: int = 0  # of the batch of its call
     num_padding: int = 0  # tokens by which the prompt is shorter than the longest one of its batch
@@ -414,7 +415,7 @@ class RequestMetrics:
     ttft_slo_s: float | None = None  # seconds from arrival to the first token
     guaranteed: bool = False  # the batcher guaranteed its SLOs
     preempted: int = 0  # times the batcher preempted the request
-    reused: int = 0  # tokens of the prompt whose K/V another request of the batcher had computed
+    reused: int = 0  # tokens of the prompt whose K/V another request had computed
     resumed: int = 0  # tokens that another engine had committed before this one resumed the request
     window_guarantee: float | None = None  # probability with which windows_kept was guaranteed; None: it was not
     windows_kept: bool | None = None  # every window of 10 tokens met the TPOT SLO of its stage; None without an SLO

@@ -128,10 +128,12 @@ class Engine(Generic[S]):
         return _without_decoding()
 
     def _in_force(self, plan: Plan, schedule: Schedule, watch: _Stopwatch) -> Plan:
-        """Return the plan to follow: that of the policy, with depth 0 while drafting is paused."""
+        """Return the plan to follow: the policy's, without requests that must not draft, or drafting that is paused."""
         if schedule.decoding and (self._num_paused or self._lent_slots):
             self._num_paused = max(self._num_paused - 1, 0)
             plan = replace(plan, depth=0, drafting=())
+        elif plan.depth and not all(request.params.may_draft for request in schedule.decoding):
+            plan = replace(plan, drafting=[each for each in _drafting(schedule, plan) if each.params.may_draft])
         watch.lap("select_s")
         return plan
 

@@ -64,6 +64,7 @@ class Decoder:
         self._override: tuple[PreTrainedModel, Speculator] | None = None  # last assistant model passed to a call
         self._lookup: tuple[tuple[int, int], Speculator] | None = None  # by n-gram and draft length
         self._refusal = ""
+        self.num_tokens = self.num_steps = 0  # of all calls: new tokens but first ones, and verify steps, over all rows
         try:
             self._target = CheckedModel(self.model, self.config, MEASURE_S["target"])
             self._speculator = Speculator(self._target, self._method, self.config, make_policy)
@@ -82,11 +83,16 @@ class Decoder:
         """Return what stock ``generate`` returns for these arguments, given by name."""
         may_fall_back = self.fallback if fallback is None else check_flag("fallback", fallback)
         try:
-            return decode(self.prepare(slo_tpot, arguments))
+            call = self.prepare(slo_tpot, arguments)
+            output = decode(call)
         except (UnsupportedModelError, UnsupportedOptionError, IncompatibleDraftError) as error:
             if not may_fall_back:
                 raise
             warnings.warn(f"stock generate runs instead, without slo_tpot: {error}", FallbackWarning, stacklevel=3)
+        else:
+            self.num_tokens += sum(max(request.num_emitted - 1, 0) for request in call.rows.requests)
+            self.num_steps += sum(request.stats.num_steps for request in call.rows.requests)
+            return output
         return stock_generate(self.model)(**without_drafts(self.model, arguments))
 
     def prepare(self, slo_tpot: SLOTpot, arguments: dict[str, Any], is_idle: bool = True) -> Call:
@@ -131,7 +137,8 @@ def decode(call: Call) -> Any:
     """Decode a call's requests to their ends and return what stock ``generate`` returns."""
     rows, stock, speculator, record = call.rows, call.stock, call.speculator, call.rows.record
     is_dict = stock.config.return_dict_in_generate
-    if len(rows.params) > 1 and (names := batch_level_names(stock.processors, stock.criteria)):
+    num_rows = len(rows.params)
+    if num_rows > 1 and (names := batch_level_names(stock.processors, stock.criteria, num_rows)):
         warnings.warn(
             f"{', '.join(names)} may look at the whole batch, so all rows are decoded in step, without "
             "speculation; set per_row = True on what treats every row by itself",

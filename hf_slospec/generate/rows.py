@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.functional import pad as pad_to_right
 from transformers.generation import (
     EosTokenCriteria,
     GenerationConfig,
@@ -34,6 +35,7 @@ class Stops:
         input_ids: torch.Tensor,
         scores_of: Callable[[int], tuple[torch.Tensor, ...] | None],
         before_check: Callable[[int], None],
+        pad: int,
     ):
         """Prepare a call's criteria.
 
@@ -41,42 +43,75 @@ class Stops:
             input_ids: [batch, padded_len] int64.
             scores_of: returns a row's scores so far, if they are recorded.
             before_check: called with a row's number of new tokens before its criteria are.
+            pad: token that follows the end of a row.
         """
-        self.input_ids, self.scores_of, self.before_check = input_ids, scores_of, before_check
+        self.input_ids, self.scores_of, self.before_check, self.pad = input_ids, scores_of, before_check, pad
         self.eos = {int(i) for c in criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id}
-        self.further = [c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
+        further = [c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
+        self.joint = [c for c in further if is_joint(c, len(input_ids))]
+        self.further = [c for c in further if not is_joint(c, len(input_ids))]
         # Without an end-of-sequence criterion stock does not pad: a stopped row continues until all have stopped.
         self.is_padded = len(input_ids) == 1 or any(hasattr(c, "eos_token_id") for c in criteria)
-        self._stopped: dict[int, int] = {}  # row -> new tokens at its stop, where stopped rows continue
+        # Row -> its new tokens when it met a condition: one dict per joint criterion, the last one for stopped rows
+        # that continue.
+        self._met: list[dict[int, int]] = [{} for _ in (*self.joint, None)]
 
     @property
     def end(self) -> int | None:
-        """Number of new tokens at which the last row stopped, if stopped rows continue; None while a row has not."""
-        return max(self._stopped.values()) if len(self._stopped) == len(self.input_ids) else None
+        """Number of new tokens at which all rows end together; None if that is not known, or they do not."""
+        return min((max(met.values()) for met in self._met if len(met) == len(self.input_ids)), default=None)
 
     def of(self, row: int, prompt_len: int) -> Callable[[list[int]], bool]:
         """Return the function that says whether a row ends with the last of its tokens."""
         prompt = self.input_ids[row].tolist()
         criteria = self.further if len(self.input_ids) == 1 else [_for_row(criterion) for criterion in self.further]
+        joint = [_joint_for_row(criterion, row) for criterion in self.joint]
 
         def is_stop(tokens: list[int]) -> bool:
-            if tokens[-1] in self.eos:
-                return True
-            if not criteria:
-                return False
+            is_over = tokens[-1] in self.eos
+            if not criteria and not joint:
+                return is_over
             num_new = len(tokens) - prompt_len
-            self.before_check(num_new)
             input_ids = torch.tensor([prompt + tokens[prompt_len:]], device=self.input_ids.device)
-            # All are called, as stock does: one that counts its calls must not miss any.
-            answers = [criterion(input_ids, self.scores_of(row)) for criterion in criteria]
-            is_hit = any(bool(torch.as_tensor(answer).all()) for answer in answers)
-            if self.is_padded:
-                return is_hit
-            if is_hit:
-                self._stopped.setdefault(row, num_new)
-            return self.end is not None and num_new >= self.end
+            if criteria and not is_over:
+                self.before_check(num_new)
+                # All are called, as stock does: one that counts its calls must not miss any.
+                answers = [criterion(input_ids, self.scores_of(row)) for criterion in criteria]
+                if any(bool(torch.as_tensor(answer).all()) for answer in answers):
+                    is_over = self.is_padded
+                    if not is_over:
+                        self._met[-1].setdefault(row, num_new)
+            for met, criterion in zip(self._met, joint, strict=False):
+                # An ended row is padded, and stock goes on asking about it.
+                for num_pads in range(1 + (_lookback(criterion) if is_over else 0)):
+                    padded = pad_to_right(input_ids, (0, num_pads), value=self.pad)
+                    if row not in met and criterion(padded, self.scores_of(row)):
+                        met[row] = num_new + num_pads
+            return is_over or (self.end is not None and num_new >= self.end)
 
         return is_stop
+
+
+def is_joint(criterion: Any, num_rows: int) -> bool:
+    """Return True for a criterion that ends all rows at once, after each of them was done by itself.
+
+    These are lm-eval's ``MultiTokenEOSCriteria`` and its many copies, which keep the rows that were done so far.
+    """
+    done = getattr(criterion, "done_tracker", None)
+    is_known = type(criterion).__name__.endswith("MultiTokenEOSCriteria") and _lookback(criterion) > 0
+    return num_rows > 1 and is_known and isinstance(done, list) and len(done) == num_rows
+
+
+def _lookback(criterion: Any) -> int:
+    """Return how many last tokens a joint criterion reads."""
+    return max(getattr(criterion, name, 0) for name in ("sequence_id_len", "max_sequence_id_len"))
+
+
+def _joint_for_row(criterion: Any, row: int) -> Any:
+    """Return a joint criterion for one row, which shares its tokenizer."""
+    copied = copy.copy(criterion)
+    copied.done_tracker = [criterion.done_tracker[row]]
+    return copied
 
 
 def _for_row(criterion: Any) -> Any:
@@ -102,7 +137,7 @@ class Rows:
         self.input_ids, self.prompt, self.arrived_s, self.streamer = input_ids, prompt, arrived_s, streamer
         self.pad = pad_token(config)
         self.record = Record(len(input_ids), config)
-        self.stops = Stops(criteria, input_ids, self.record.scores_of, self._stream_before)
+        self.stops = Stops(criteria, input_ids, self.record.scores_of, self._stream_before, self.pad)
         assert criteria.max_length is not None  # stock generate always sets one
         prompts = [prompt.tokens_of(row) for row in range(len(stages))]
         self.params = [
@@ -125,8 +160,8 @@ class Rows:
     @property
     def num_new(self) -> int:
         """New tokens of every row, padding included."""
-        end = self.stops.end
-        return max(request.num_emitted for request in self.requests) if end is None else end
+        longest, end = max(request.num_emitted for request in self.requests), self.stops.end
+        return longest if end is None else min(end, longest)
 
     def _new_tokens(self, request: Request, begin: int, end: int) -> list[int]:
         tokens = request.tokens[request.prompt_len :][begin:end]

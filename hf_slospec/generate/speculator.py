@@ -133,12 +133,12 @@ class Speculator:
         return new_policy(config, costs, history, make_policy, vocab_size(self.target.model))
 
     def new_target(
-        self, sampler: Sampler, max_slots: int | None = None, max_kept: float = 0, holds_finished: bool = False
+        self, sampler: Sampler, max_slots: int | None = None, max_kept: float | None = 0, holds_finished: bool = False
     ) -> PackedTarget:
         """Return the target for one engine; the arguments are those of :class:`PackedTarget`."""
         return PackedTarget(self.target.packed, self.max_nodes, sampler, max_slots, max_kept, holds_finished)
 
-    def new_drafter(self, max_slots: int | None = None, max_kept: float = 0, keeps_rng: bool = True) -> Drafter:
+    def new_drafter(self, max_slots: int | None = None, max_kept: float | None = 0, keeps_rng: bool = True) -> Drafter:
         """Return the drafter for one engine; the arguments are those of :class:`Room`."""
         draft = None if self.draft is None else self.draft.packed
         room = Room(self.max_nodes, vocab_size(self.target.model), max_slots, max_kept, keeps_rng)
@@ -162,7 +162,8 @@ class Speculator:
     ) -> None:
         """Decode all requests to their ends, calling ``on_step`` after each step."""
         drafter = self.new_drafter()
-        engine = static_engine(self.config, self.parts(target, drafter, self.costs, None), requests)
+        parts = self.parts(target, drafter, self.costs, None)
+        engine = static_engine(self.config, parts, requests, target.shares_prompts)
         try:
             while engine.scheduler.running:
                 with self.lock:

@@ -11,21 +11,22 @@ from transformers.generation import LogitsProcessorList, StoppingCriteriaList, l
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Clock
 from hf_slospec.engine.request import Request
-from hf_slospec.generate.rows import Rows
+from hf_slospec.generate.rows import Rows, is_joint
 
 KNOWN = (logits_process.__name__, stopping_criteria.__name__)
 
 
-def batch_level_names(processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> list[str]:
+def batch_level_names(processors: LogitsProcessorList, criteria: StoppingCriteriaList, num_rows: int) -> list[str]:
     """Return the names of processors and criteria that are not known to treat each row by itself.
 
-    Those of transformers do; a user's declare it by an attribute ``per_row = True``. Without it they may tell rows
-    apart, end all of them together or count their calls, and stock calls them once per step with the whole batch.
+    Those of transformers do, and joint criteria are known. A user's declare it by an attribute ``per_row = True``;
+    without it they may tell rows apart, end all of them together or count their calls, and stock calls them once per
+    step with the whole batch.
     """
     return [
         type(each).__name__
         for each in (*processors, *criteria)
-        if type(each).__module__ not in KNOWN and not getattr(each, "per_row", False)
+        if type(each).__module__ not in KNOWN and not getattr(each, "per_row", False) and not is_joint(each, num_rows)
     ]
 
 

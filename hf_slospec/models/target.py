@@ -69,7 +69,7 @@ class PackedTarget(Target):
         max_nodes: int,
         sampler: Sampler,
         max_slots: int | None = None,
-        max_kept: float = 0,
+        max_kept: float | None = None,
         holds_finished: bool = False,
     ):
         """Make a target that has no requests yet.
@@ -105,6 +105,14 @@ class PackedTarget(Target):
         """
         self._reader = drafter if drafter.feature_layers else None
         self._recycler = drafter if drafter.num_successors else None
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Return whether requests can use the K/V of others with the same prompt, at no loss to the drafter.
+
+        Not with a drafter that reads features: it has none of tokens that the target does not process.
+        """
+        return self._reader is None and not self.sequences.has_embeds
 
     def lend(self, num_slots: int) -> None:
         if self._own_slots is not None:

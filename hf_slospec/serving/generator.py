@@ -177,6 +177,7 @@ class SLOSpecGenerator:
         slo_ttft: float | None = None,
         priority: int = 0,
         best_effort: bool = False,
+        speculative: bool = True,
         seed: int | None = None,
         block: bool = False,
         timeout: float | None = None,
@@ -200,6 +201,7 @@ class SLOSpecGenerator:
             slo_ttft: seconds from now to the first token.
             priority: requests with a lower number are guaranteed, and served, first, as with vLLM.
             best_effort: use leftover budget only, without a guarantee.
+            speculative: False decodes this request one token per step; the output is the same.
             seed: seed of sampling; drawn if omitted, see ``handle.seed``.
             block: wait for room in the queue, at most ``timeout`` seconds, instead of raising at once.
             logprobs: record the log probability of every new token, and of so many of the most probable ones at its
@@ -223,8 +225,8 @@ class SLOSpecGenerator:
         """
         options = SubmitOptions.of(
             slo_ttft=slo_ttft, priority=priority, best_effort=best_effort, seed=seed, block=bool(block),
-            timeout=timeout, logprobs=logprobs, prompt_logprobs=prompt_logprobs, cache_salt=cache_salt,
-            must_guarantee=must_guarantee, resume=resume,
+            speculative=speculative, timeout=timeout, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
+            cache_salt=cache_salt, must_guarantee=must_guarantee, resume=resume,
         )  # fmt: skip
         return self._service.submit(prompt, slo_tpot, options, kwargs, images)
 

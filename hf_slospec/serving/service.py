@@ -148,7 +148,7 @@ class BatchingService:
     def _new_engine(self) -> Engine[ContinuousScheduler]:
         speculator, slots = self.decoder.speculator, self.limits.kv_tokens
         self._placements = speculator.placements
-        max_kept = math.inf if self.config.kept_tokens is None else self.config.kept_tokens
+        max_kept = math.inf if self.config.kept_tokens is None else self.config.kept_tokens or None
         target = speculator.new_target(self._samplers, slots, max_kept)
         drafter = speculator.new_drafter(slots, max_kept, keeps_rng=False)  # every request has its own noise
         costs = speculator.costs.for_own_engine()  # concurrent generate calls have other batches
@@ -277,7 +277,7 @@ class BatchingService:
             )
         return replace(
             params, ttft_slo_s=options.slo_ttft, priority=options.priority, is_best_effort=options.best_effort,
-            must_guarantee=options.must_guarantee, cache_salt=options.cache_salt,
+            must_guarantee=options.must_guarantee, cache_salt=options.cache_salt, may_draft=options.speculative,
         )  # fmt: skip
 
     @property

@@ -48,6 +48,7 @@ class SubmitOptions(BaseModel):
     slo_ttft: float | None = Field(None, ge=LEAST_SLO_S)  # seconds
     priority: int = 0
     best_effort: bool = False
+    speculative: bool = True
     seed: int | None = Field(None, ge=0, lt=2**64)
     block: bool = False
     timeout: float | None = Field(None, ge=0)  # seconds

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec import InvalidInputError, MissingExtraError, SLOSpecConfig, SLOSpecGenerator
+from hf_slospec import MissingExtraError, PastAnswers, SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.drafters.suffix import SuffixDrafter
 from hf_slospec.engine.protocols import Plan
@@ -83,21 +83,21 @@ def test_share_and_length_of_matches_count() -> None:
 
 def test_other_texts_are_not_seen_unless_shared() -> None:
     for shares_texts in (False, True):
-        drafter = SuffixDrafter(shares_texts=shares_texts)
+        drafter = SuffixDrafter(PastAnswers() if shares_texts else None)
         draft(drafter, extended(Request(0, RequestParams([1], 100)), [5, 6, 7, 8]))
         assert (draft(drafter, Request(1, RequestParams([9, 5, 6], 100))).num_nodes > 1) is shares_texts
-        assert len(drafter._shared) == (1 if shares_texts else 0)
+        assert drafter.past is None or len(drafter.past) == 2
 
 
 def test_prompts_are_never_shared() -> None:
-    drafter = SuffixDrafter(shares_texts=True)
+    drafter = SuffixDrafter(PastAnswers())
     draft(drafter, Request(0, RequestParams([5, 6, 7, 8], 100)))
     assert draft(drafter, Request(1, RequestParams([9, 5, 6], 100))).num_nodes == 1
 
 
 def test_salts_separate_texts() -> None:
     """No token of another salt is proposed, in random runs with releases."""
-    rng, drafter = random.Random(0), SuffixDrafter(shares_texts=True, max_texts=6, max_tokens=200)
+    rng, drafter = random.Random(0), SuffixDrafter(PastAnswers(max_texts=6, max_tokens=200))
     requests: list[Request] = []
     for index in range(300):
         salt = rng.randrange(3)
@@ -110,17 +110,17 @@ def test_salts_separate_texts() -> None:
             low = int(each.params.cache_salt[-1]) * 10 + 10
             tree = draft(drafter, extended(each, [rng.randrange(low, low + 4) for _ in range(2)]))
             assert all(low <= token < low + 4 for token in tree.tokens)
-        assert len(drafter._shared) <= 6
-        assert drafter.num_tokens <= 200 + sum(len(each.tokens) for each in requests)
+        assert drafter.past is not None and len(drafter.past) <= 6 and drafter.past.num_tokens <= 200
+        assert drafter.num_tokens <= sum(len(each.tokens) for each in requests)
 
 
 def test_shared_outputs_stay_after_release_and_the_oldest_are_dropped() -> None:
-    drafter = SuffixDrafter(shares_texts=True, max_texts=2)
+    drafter = SuffixDrafter(PastAnswers(max_texts=2))
     for index in range(3):
         request = Request(index, RequestParams([1], 100))
         draft(drafter, request)
         drafter.release(extended(request, range(10 * index + 10, 10 * index + 15)))
-    assert len(drafter._shared) == 2 and drafter.num_tokens == 10
+    assert drafter.past is not None and len(drafter.past) == 2 and drafter.past.num_tokens == 10
     found = [
         draft(drafter, Request(9, RequestParams([2, first, first + 1], 100))).num_nodes > 1 for first in (10, 20, 30)
     ]
@@ -128,16 +128,17 @@ def test_shared_outputs_stay_after_release_and_the_oldest_are_dropped() -> None:
 
 
 def test_outputs_of_failed_requests_are_dropped() -> None:
-    drafter, request = SuffixDrafter(shares_texts=True), Request(0, RequestParams([1], 100))
+    drafter, request = SuffixDrafter(PastAnswers()), Request(0, RequestParams([1], 100))
     draft(drafter, extended(request, [5, 6, 7]))
     request.end(ValueError())
     drafter.release(request)
-    assert len(drafter._shared) == drafter.num_tokens == 0
+    assert drafter.past is not None and len(drafter.past) == drafter.past.num_tokens == 0
 
 
 @pytest.mark.parametrize("shares_texts", [False, True])
 def test_requests_seen_again_and_rolled_back(shares_texts: bool) -> None:
-    drafter, request = SuffixDrafter(shares_texts=shares_texts), Request(0, RequestParams([1, 2, 3, 1, 2], 100))
+    past = PastAnswers() if shares_texts else None
+    drafter, request = SuffixDrafter(past), Request(0, RequestParams([1, 2, 3, 1, 2], 100))
     expected = [draft(SuffixDrafter(), Request(0, RequestParams([1, 2, 3, 1, 2, *[3, 1][:n]], 100))) for n in range(3)]
     for emitted in (0, 1, 2):
         extended(request, [3, 1][emitted - 1 : emitted] if emitted else [])
@@ -145,12 +146,12 @@ def test_requests_seen_again_and_rolled_back(shares_texts: bool) -> None:
     drafter.release(request)  # preempted
     drafter.release(request)
     assert paths_of(draft(drafter, request)) == paths_of(expected[2])
-    assert len(drafter._shared) == shares_texts and drafter.num_tokens == 7 + 2 * shares_texts
+    assert drafter.num_tokens == 7 and (past is None or (len(past), past.num_tokens) == (1, 2))
     del request.tokens[-1:]
     assert paths_of(draft(drafter, request)) == paths_of(expected[1])
     extended(request, [4])
     draft(drafter, request)
-    assert drafter.num_tokens == 7 + 2 * shares_texts
+    assert drafter.num_tokens == 7 and (past is None or (len(past), past.num_tokens) == (1, 2))
 
 
 def test_requests_are_not_kept_alive() -> None:
@@ -163,7 +164,7 @@ def test_requests_are_not_kept_alive() -> None:
 
 
 def test_threads() -> None:
-    drafter, errors = SuffixDrafter(shares_texts=True, max_texts=3, max_tokens=60), list[BaseException]()
+    drafter, errors = SuffixDrafter(PastAnswers(max_texts=3, max_tokens=60)), list[BaseException]()
 
     def run(index: int) -> None:
         rng = random.Random(index)
@@ -182,7 +183,7 @@ def test_threads() -> None:
     for thread in threads:
         thread.join()
     assert not errors
-    assert len(drafter._shared) <= 3 and drafter.num_tokens <= 60
+    assert drafter.past is not None and len(drafter.past) <= 3 and drafter.past.num_tokens <= 60
 
 
 def test_noise_orders_branches() -> None:
@@ -198,14 +199,9 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         SuffixDrafter()
 
 
-def test_bounds_are_checked() -> None:
-    with pytest.raises(InvalidInputError, match="max_texts"):
-        SuffixDrafter(max_texts=0)
-
-
 @pytest.mark.parametrize("shares_texts", [False, True])
 def test_same_tokens_as_stock_and_speculates(shares_texts: bool) -> None:
-    model, drafter = tiny_model("llama"), SuffixDrafter(shares_texts=shares_texts)
+    model, drafter = tiny_model("llama"), SuffixDrafter(PastAnswers() if shares_texts else None)
     config = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=40)
     generator = SLOSpecGenerator(model, config=config, drafter=drafter)
     prompts = torch.randint(3, 101, (3, 8)).repeat(1, 3)
@@ -213,11 +209,11 @@ def test_same_tokens_as_stock_and_speculates(shares_texts: bool) -> None:
     for options in (dict(do_sample=False), dict(do_sample=True, temperature=0.7)):
         out = assert_same_as_stock(model, generator.generate, inputs, **options, max_new_tokens=40)
         assert sum(metrics.drafted for metrics in out.slo) > 0
-    assert len(drafter._shared) == 6 * shares_texts
+    assert drafter.past is None or len(drafter.past) == 6
 
 
 def test_same_tokens_as_stock_in_the_batcher() -> None:
-    model, drafter = tiny_model("llama"), SuffixDrafter(shares_texts=True)
+    model, drafter = tiny_model("llama"), SuffixDrafter(PastAnswers())
     prompts = [torch.randint(3, 101, (9,)).repeat(2).tolist() for _ in range(3)]
     expected = [
         model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20)[0, len(prompt) :].tolist()

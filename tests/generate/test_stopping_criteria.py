@@ -122,3 +122,56 @@ def test_no_time_left_ends_after_one_token() -> None:
 @pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_rows_that_end_apart_have_stocks_scores_and_cache_behind_their_ends(mode: dict[str, Any]) -> None:
     check(mode | dict(max_new_tokens=40), (8,), eos_token_id=[2, 17, 40, 41, 42], pad_token_id=5)
+
+
+class Spelled:
+    """A tokenizer that spells a token as a letter, so that a string of one letter stands for several tokens."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(letter) - ord("a") for letter in text]
+
+    def batch_decode(self, rows: torch.Tensor) -> list[str]:
+        return ["".join(chr(ord("a") + token % 9) for token in row) for row in rows.tolist()]
+
+
+class MultiTokenEOSCriteria(StoppingCriteria):
+    """Ends all rows once each of them has had the string among its last tokens, as lm-eval's class of this name."""
+
+    def __init__(self, sequence: str, prompt_len: int, batch: int):
+        self.sequence, self.prompt_len, self.done_tracker = sequence, prompt_len, [False] * batch
+        self.tokenizer = Spelled()
+        self.sequence_id_len = len(self.tokenizer.encode(sequence)) + 2
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> bool:
+        texts = self.tokenizer.batch_decode(input_ids[:, self.prompt_len :][:, -self.sequence_id_len :])
+        self.done_tracker = [was or self.sequence in text for was, text in zip(self.done_tracker, texts, strict=True)]
+        return all(self.done_tracker)
+
+
+@pytest.mark.filterwarnings("error::hf_slospec.FallbackWarning")
+@pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("eos", [None, [2, 17, 40, 41, 42]])
+@pytest.mark.parametrize("others", [[], [StopAt(*range(20, 26))]], ids=["alone", "with another"])
+def test_criteria_that_end_all_rows_once_each_is_done(mode: dict[str, Any], eos: Any, others: list[Any]) -> None:
+    ended_early = 0
+    for seed, sequences in enumerate((["a"], ["bc", "e"], ["c", "ff", "aaa"], ["d", "ia"])):
+        ours, inputs, seen = generator(), ragged_prompts(3, seed=seed), []
+        length = inputs["input_ids"].shape[1]
+        for generate in (type(ours.model).generate.__get__(ours.model), ours.generate):
+            torch.manual_seed(seed)
+            criteria = [*(MultiTokenEOSCriteria(one, length, 3) for one in sequences), *others]
+            streamer = Recorder()
+            options = mode | dict(max_new_tokens=60, eos_token_id=eos, streamer=streamer, return_dict_in_generate=True)
+            out = generate(**inputs, **options, stopping_criteria=criteria)
+            seen.append((out.sequences.tolist(), torch.get_rng_state().tolist(), len(out.scores), streamer.puts))
+        assert seen[0] == seen[1]
+        ended_early += seen[0][2] < 60
+    assert ended_early
+
+
+def test_rows_that_are_done_draft_on_until_all_are() -> None:
+    model, inputs = tiny_model("llama"), ragged_prompts(3)
+    ours = SLOSpecGenerator(model, model, config=SLOSpecConfig(policy="adaserve", max_width=1, token_budget=40))
+    criterion = MultiTokenEOSCriteria("a", inputs["input_ids"].shape[1], 3)
+    out = ours.generate(**inputs, **GREEDY, stopping_criteria=[criterion], return_dict_in_generate=True)
+    assert all(row.acceptance_length > 1.5 for row in out.slo)

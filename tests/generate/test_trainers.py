@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from transformers import GenerationConfig
+from transformers import GenerationConfig, pipeline
 
 import hf_slospec
 from hf_slospec import FallbackWarning, SLOSpecConfig, UnsupportedModelError
+from hf_slospec.generate.decode import Decoder
 from tests.support.forced_kernels import WORKING, force_kernel
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
@@ -116,3 +117,37 @@ def test_continuous_batching_of_transformers_says_that_it_does_not_speculate(mon
         assert model.generate_batch([3]) == [3]
     hf_slospec.disable(model)
     assert model.generate_batch([3]) == [3]
+
+
+@pytest.mark.parametrize("slo_tpot", [None, 0.05])
+def test_pipelines_speculate(slo_tpot: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, draft, tokenizer = (copy.deepcopy(part) for part in hf_slospec.load_tiny_pair())
+    model.float(), draft.float()
+    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
+    prompts = ["def main():\n", "import os\n", "class Stack:\n"]
+    options: dict[str, Any] = dict(max_new_tokens=24, do_sample=True, return_full_text=False, batch_size=2)
+    torch.manual_seed(0)
+    expected = pipe(prompts, **options)
+    hf_slospec.enable(model, draft, always=slo_tpot is None)
+    calls, decode = list[Any](), Decoder.generate
+    monkeypatch.setattr(Decoder, "generate", lambda self, *given: calls.append(given[0]) or decode(self, *given))
+    torch.manual_seed(0)
+    assert pipe(prompts, **options, **({} if slo_tpot is None else {"slo_tpot": slo_tpot})) == expected
+    assert calls == [slo_tpot] * 2
+
+
+@pytest.mark.filterwarnings("error::hf_slospec.FallbackWarning")
+def test_batches_of_lm_eval_speculate() -> None:
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    instance = pytest.importorskip("lm_eval.api.instance").Instance
+    model, draft, tokenizer = (copy.deepcopy(part) for part in hf_slospec.load_tiny_pair())
+    harness = huggingface.HFLM(pretrained=model.float(), tokenizer=tokenizer, batch_size=3, device="cpu")
+    until = [["\n\n", "return"], ["):\n"], ["self", "\n"]]
+    asked = [
+        instance("generate_until", {}, (prompt, {"until": strings, "max_gen_toks": 24, "do_sample": False}), 0)
+        for strings in until
+        for prompt in hf_slospec.tiny_prompts()[:4]
+    ]
+    expected = harness.generate_until(asked, disable_tqdm=True)
+    hf_slospec.enable(model, draft.float(), always=True)
+    assert harness.generate_until(asked, disable_tqdm=True) == expected

@@ -138,6 +138,15 @@ def test_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
         assert rows[name][2] == "8 of 8" and number(rows[name][0]) >= 1.0
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_grpo(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("trl")
+    from examples import grpo
+
+    grpo.main(epochs=2, new_tokens=24)
+    assert len(re.findall(r"^epoch \d: [\d.]+ tokens per step and row$", capsys.readouterr().out, re.MULTILINE)) == 2
+
+
 def test_openai_client(capsys: pytest.CaptureFixture[str]) -> None:
     openai_client.main(["--size", "tiny", "--new-tokens", "16", "--slo-tpot", "100"])
     said = capsys.readouterr().out

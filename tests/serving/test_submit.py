@@ -64,6 +64,20 @@ def test_mixed_requests_give_what_generate_gives_for_each_alone(
     assert [handle.seed for handle in handles] == [options.get("seed") for options in MIXED]
 
 
+def test_requests_that_must_not_speculate_run_beside_others(
+    served: SLOSpecGenerator, pair: tuple[Any, Any, Any]
+) -> None:
+    options = dict(max_new_tokens=40, min_new_tokens=40)
+    expected = [alone(pair, prompt, **options) for prompt in PROMPTS[:4]]
+    handles = [
+        served.submit(prompt, **options, speculative=bool(index % 2)) for index, prompt in enumerate(PROMPTS[:4])
+    ]
+    assert [handle.result(WAIT_S).token_ids for handle in handles] == expected
+    assert [handle.metrics.steps for handle in handles[::2]] == [39, 39]
+    assert [handle.metrics.drafted for handle in handles[::2]] == [0, 0]
+    assert sum(handle.metrics.drafted for handle in handles[1::2]) > 0
+
+
 def test_a_guarantee_with_a_probability_changes_no_token_and_is_reported(pair: tuple[Any, Any, Any]) -> None:
     target, draft, tokenizer = pair
     with SLOSpecGenerator(target, draft, tokenizer, CONFIG.model_copy(update={"guarantee": 0.9})) as generator:

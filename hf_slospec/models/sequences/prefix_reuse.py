@@ -25,7 +25,8 @@ class PrefixReuse(SequenceRoom):
         state, sequence = self._states.pop(request, None), self._by_request.pop(request, None)
         if sequence is None:
             return
-        if may_keep and self._is_shareable(sequence, state) and not has_embeds and request.error is None:
+        may_keep = may_keep and bool(self.max_kept) and not has_embeds and request.error is None
+        if may_keep and self._is_shareable(sequence, state):
             try:
                 with as_memory_error():
                     self._keep(KeptPrefix(request.params.cache_salt, request.tokens[: sequence.length], sequence))
@@ -75,7 +76,7 @@ class PrefixReuse(SequenceRoom):
     def _longest_match(self, request: RequestTokens) -> tuple[KeptPrefix | CachedSequence | None, int]:
         """Return the kept or running sequence that shares the most leading tokens with a request, and how many."""
         params = request.params
-        if not self.max_kept or not self._is_plain(len(params.prompt) + params.num_padding):
+        if self.max_kept is None or not self._is_plain(len(params.prompt) + params.num_padding):
             return None, 0
         self.packed.fingerprint.notice()
         if self._kept_state != self.packed.fingerprint.state:
@@ -95,7 +96,7 @@ class PrefixReuse(SequenceRoom):
 
     def _is_shareable(self, sequence: CachedSequence, state: int | None) -> bool:
         is_known = sequence.length >= MIN_SHARED and state == self.packed.fingerprint.state
-        return bool(self.max_kept) and is_known and self._is_plain(sequence.prompt_len + sequence.num_padding)
+        return self.max_kept is not None and is_known and self._is_plain(sequence.prompt_len + sequence.num_padding)
 
     def _is_plain(self, length: int) -> bool:
         """Return whether a prompt of this length gets the same RoPE as other prompts; long ones may be scaled."""
@@ -130,4 +131,4 @@ class PrefixReuse(SequenceRoom):
             prefix.sequence.states.take_in(prefix.sequence.length)
         for unneeded in self._kept.add(prefix):
             self.cache.release(unneeded.sequence)
-        self._keep_at_most(self.max_kept)
+        self._keep_at_most(self.max_kept or 0)

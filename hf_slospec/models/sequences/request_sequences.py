@@ -23,13 +23,13 @@ class RequestSequences(PrefixReuse):
         self, parts: Sequence[NewTokens], logit_rows: torch.Tensor, feature_layers: tuple[int, ...] = ()
     ) -> Outputs:
         """Forward new tokens of requests; see :meth:`PackedModel.outputs`."""
-        if self.max_kept:
+        if self.max_kept is not None:
             self.packed.fingerprint.notice()
         return self.packed.outputs(self.cache.pool, parts, logit_rows, feature_layers)
 
     def draft(self, parts: Sequence[NewTokens], logit_rows: torch.Tensor, level: DraftLevel) -> Any:
         """Forward a level of draft nodes of requests; see :meth:`PackedModel.draft`."""
-        if self.max_kept:
+        if self.max_kept is not None:
             self.packed.fingerprint.notice()
         return self.packed.draft(self.cache.pool, parts, logit_rows, level)
 

@@ -47,13 +47,15 @@ class SequenceRoom:
     All methods but the constructor require the model's lock.
     """
 
-    def __init__(self, packed: PackedModel, max_nodes: int, max_slots: int | None = None, max_kept: float = 0):
+    def __init__(
+        self, packed: PackedModel, max_nodes: int, max_slots: int | None = None, max_kept: float | None = None
+    ):
         """Make a room that has no requests yet.
 
         Args:
             max_nodes: maximum number of tree nodes of one request that are staged at a time.
             max_slots: maximum number of slots of all requests and kept prefixes; None: no limit.
-            max_kept: maximum number of tokens of kept prefixes; 0: none is kept, and requests share nothing.
+            max_kept: maximum number of tokens of kept prefixes; 0: requests share only while they run; None: never.
         """
         self.packed, self.max_nodes, self.max_slots, self.max_kept = packed, max_nodes, max_slots, max_kept
         self._cache: KVCache | None = None
@@ -76,6 +78,11 @@ class SequenceRoom:
     def num_cached(self, request: RequestTokens) -> int:
         """Return the number of the request's tokens whose K/V is cached."""
         return self._by_request[request].length if request in self._by_request else 0
+
+    @property
+    def has_embeds(self) -> bool:
+        """Return whether a request has embeddings in place of those of its prompt's tokens."""
+        return bool(self._embeds)
 
     @property
     def num_held(self) -> int:

@@ -69,6 +69,7 @@ class CommonBody(BaseModel):
     slo_ttft: float | None = Field(None, ge=LEAST_SLO_S, allow_inf_nan=False, description="Seconds to the first token.")
     priority: int = Field(0, ge=-(2**31), lt=2**31, description="Lower is served earlier, as with vLLM.")
     best_effort: bool = False
+    speculative: bool = Field(True, description="False: one token per step, the same output.")
     cache_salt: str = Field("", description="Share K/V with requests of the same salt only, as with vLLM.")
 
     user: str | None = None

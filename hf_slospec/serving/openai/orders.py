@@ -118,7 +118,7 @@ def order_of(
     """
     prompt, arguments = inputs.tokens, _sampling(body, engine.generation_config) | terms | inputs.of_images
     arguments["max_new_tokens"] = _max_tokens(body, len(prompt), engine)
-    arguments |= {"priority": body.priority, "best_effort": body.best_effort}
+    arguments |= {"priority": body.priority, "best_effort": body.best_effort, "speculative": body.speculative}
     if body.seed is not None:
         arguments["seed"] = (body.seed + choice) % SEEDS
     arguments["eos_token_id"] = end_tokens(body, engine.generation_config) or None

@@ -341,3 +341,12 @@ def test_every_choice_has_its_measurements(served: Served) -> None:
     assert metrics["choices"][0] == {name: value for name, value in metrics.items() if name != "choices"}
     assert answer.headers["x-slo-attained"] == "true"
     assert "choices" not in served.client.post("/v1/completions", json=body | {"n": 1}).json()["usage"]["metrics"]
+
+
+def test_a_request_may_switch_speculation_off(served: Served) -> None:
+    body = dict(max_tokens=40, min_tokens=40, temperature=0)
+    answers = [complete(served, **body, speculative=speculative) for speculative in (True, False)]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    details = [answer["usage"]["completion_tokens_details"] for answer in answers]
+    drafted = [one["accepted_prediction_tokens"] + one["rejected_prediction_tokens"] for one in details]
+    assert drafted[0] > 0 == drafted[1]

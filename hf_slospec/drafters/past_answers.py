@@ -1,0 +1,348 @@
+"""Past answers, which drafters look into: bounded, by prompt, seeded from files, saved and loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import threading
+import zipfile
+from array import array
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from hf_slospec.algo.tree import IntArray
+from hf_slospec.engine.request import Request, RequestParams
+from hf_slospec.errors import InvalidInputError
+from hf_slospec.extras import need
+
+if TYPE_CHECKING:
+    from arctic_inference.suffix_decoding import SuffixDecodingCache, SuffixDecodingDraft
+
+TREE_DEPTH = 64  # depth of suffix trees: tokens of context and continuation together
+CONTEXT = 16  # last tokens of a prompt that precede an answer where only answers to that prompt are searched
+MIN_PATH_PROB = 0.02  # share of the matches; rarer continuations are not proposed
+ANY_LENGTH = 1e6  # limit of continuation per matched token; trees are limited by their probabilities instead
+READER = -1  # key in suffix caches of a request that only reads
+END = -1  # no token: the end of an answer
+
+
+def suffix_decoding() -> ModuleType:
+    """Return the module that has the suffix trees."""
+    need("suffix", "the drafter suffix")
+    return import_module("arctic_inference.suffix_decoding")
+
+
+def new_cache(max_outputs: int) -> SuffixDecodingCache:
+    """Return an empty cache that shares at most ``max_outputs`` outputs between requests; -1: all."""
+    cache: SuffixDecodingCache = suffix_decoding().SuffixDecodingCache(TREE_DEPTH, max_outputs)
+    return cache
+
+
+def speculated(cache: SuffixDecodingCache, key: int, context: list[int], max_nodes: int) -> SuffixDecodingDraft:
+    """Return the tree of continuations of a context in a cache."""
+    return cache.speculate(key, context, max_nodes, ANY_LENGTH, 0.0, MIN_PATH_PROB, use_tree_spec=True)
+
+
+class _Group(NamedTuple):
+    """Answers that are searched together."""
+
+    salt: str
+    prompt: str  # digest of the prompt's tokens; "": answers to any prompt
+
+
+@dataclass(eq=False)
+class _Answer:
+    """An answer, whose tokens follow the last ones of its prompt."""
+
+    salt: str
+    prompt: str  # digest of the prompt's tokens
+    context: list[int]  # last tokens of the prompt
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    is_open: bool = True  # its request is running
+
+    @property
+    def groups(self) -> tuple[_Group, _Group]:
+        """Return the answers to the same prompt and those to any prompt."""
+        return _Group(self.salt, self.prompt), _Group(self.salt, "")
+
+
+class PastAnswers:
+    """Answers to past requests and the running ones', for drafters of requests with the same ``cache_salt``.
+
+    It is passed as ``share_texts`` to :func:`load_drafter`, and used by ``generate`` (whose salt is ``""``) and
+    ``submit``. ``"suffix"`` drafts from answers to the same prompt and, with ``others``, from all answers; ``"lookup"``
+    from those to the same prompt. Times and acceptance then leak information about answers to all requests with the
+    same salt. All methods may be called from any thread.
+    """
+
+    def __init__(
+        self, *, max_texts: int = 1000, max_tokens: int = 1_000_000, max_per_prompt: int = 32, others: bool = True
+    ):
+        """Set the bounds; the oldest answers are dropped first.
+
+        A token takes 4 bytes, and about 400 bytes in each suffix tree, which is built when a request first needs it.
+
+        Args:
+            max_texts: maximum number of answers, those of running requests included.
+            max_tokens: maximum number of tokens of all answers together.
+            max_per_prompt: maximum number of answers to one prompt; fewer favour those of recent weights.
+            others: ``"suffix"`` also drafts from answers to other prompts.
+
+        Raises:
+            InvalidInputError: a bound is below 1.
+        """
+        if min(max_texts, max_tokens, max_per_prompt) < 1:
+            raise InvalidInputError(
+                "max_texts, max_tokens and max_per_prompt must be at least 1, got "
+                f"{max_texts}, {max_tokens} and {max_per_prompt}"
+            )
+        self.max_texts, self.max_tokens, self.max_per_prompt = max_texts, max_tokens, max_per_prompt
+        self.others = others
+        self.num_tokens = 0  # of all answers, prompts not counted
+        self._answers: dict[int, _Answer] = {}  # by key, the oldest first
+        self._to: defaultdict[_Group, dict[int, None]] = defaultdict(dict)  # keys of the answers to a prompt, in order
+        self._trees: dict[_Group, SuffixDecodingCache] = {}
+        self._running: WeakKeyDictionary[Request, _Running] = WeakKeyDictionary()
+        self._keys, self._lock = itertools.count(), threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def add(self, prompt: Sequence[int], answer: Sequence[int], salt: str = "") -> None:
+        """Add an answer, both as token ids, as the newest one."""
+        self._add(_answer_to(RequestParams(prompt, 0, cache_salt=salt)), answer)
+
+    def read_jsonl(self, path: str | os.PathLike[str], tokenizer: Any, salt: str = "") -> int:
+        """Add the answers of a file with one JSON object a line, as data sets of prompts and completions have them.
+
+        Args:
+            path: the file; ``"prompt"`` and ``"completion"`` are texts or lists of chat messages.
+            tokenizer: the target's, with a chat template for messages.
+
+        Returns:
+            The number of answers.
+
+        Raises:
+            InvalidInputError: a line is something else.
+        """
+        number = 0
+        with open(path, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    row = json.loads(line)
+                    prompt, answer = row["prompt"], row["completion"]
+                    if is_chat := not isinstance(prompt, str):
+                        prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+                    text = answer if isinstance(answer, str) else answer[-1]["content"]
+                    prompt_ids = tokenizer(prompt, add_special_tokens=not is_chat)["input_ids"]
+                    self.add(prompt_ids, tokenizer(text, add_special_tokens=False)["input_ids"], salt)
+                except (ValueError, TypeError, LookupError, AttributeError) as error:
+                    raise InvalidInputError(
+                        f'{path}, line {number}: need an object with "prompt" and "completion", each a text or chat '
+                        f"messages: {error}"
+                    ) from error
+        return number
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all answers to a file, which is replaced at once, for :meth:`load`."""
+        with self._lock:
+            answers = list(self._answers.values())
+            names = [[answer.salt, answer.prompt] for answer in answers]
+            arrays: dict[str, Any] = {
+                "names": np.frombuffer(json.dumps(names).encode(), dtype=np.uint8),
+                "lengths": np.array([[len(answer.context), len(answer.tokens)] for answer in answers], np.int64),
+                "tokens": np.array([t for answer in answers for t in (*answer.context, *answer.tokens)], np.int32),
+            }
+        partial = Path(f"{os.fspath(path)}.partial")
+        with partial.open("wb") as file:
+            np.savez_compressed(file, **arrays)
+        partial.replace(path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Add the answers of a file that :meth:`save` wrote, as the newest ones.
+
+        Raises:
+            InvalidInputError: it is another file.
+        """
+        answers, begin = list[tuple[_Answer, list[int]]](), 0
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                names, lengths, tokens = json.loads(arrays["names"].tobytes()), arrays["lengths"], arrays["tokens"]
+            for (salt, prompt), (num_context, num_tokens) in zip(names, lengths.tolist(), strict=True):
+                context, answer = np.split(tokens[begin : begin + num_context + num_tokens], [num_context])
+                answers.append((_Answer(salt, prompt, context.tolist()), answer.tolist()))
+                begin += num_context + num_tokens
+        except (ValueError, TypeError, LookupError, AttributeError, zipfile.BadZipFile) as error:
+            raise InvalidInputError(f"{path} was not written by PastAnswers.save: {error}") from error
+        for each in answers:
+            self._add(*each)
+
+    # ---- for drafters
+
+    def update(self, request: Request) -> None:
+        """Append the new tokens of a running request to its answer."""
+        with self._lock:
+            running, output = self._running.get(request), request.tokens[request.prompt_len :]
+            if running is None or not running.is_beginning_of(output):  # new, seen again after its end, or rolled back
+                if running is not None:
+                    self._drop(running.key)
+                answer = _answer_to(request.params)
+                running = self._running[request] = _Running(self._begin(answer), answer.groups)
+            new = output[running.num_tokens :]
+            running.append(new)
+            self._append(running.key, new)
+
+    def end(self, request: Request) -> None:
+        """Keep the answer of an ended request as it is, or drop it if the request failed."""
+        with self._lock:
+            running = self._running.get(request)
+            if (running is not None and running.is_over) or (running is None and not request.num_emitted):
+                return
+            self.update(request)
+            running = self._running[request]
+            running.is_over = True
+            if running.num_tokens and request.error is None:
+                self._close(running.key)
+            else:
+                self._drop(running.key)
+
+    def continuations(self, request: Request, max_nodes: int) -> list[SuffixDecodingDraft]:
+        """Return the trees of continuations of a running request's last tokens in other answers.
+
+        These are answers to the same prompt and, with ``others``, all answers.
+        """
+        self.update(request)
+        with self._lock:
+            same, every = self._running[request].groups
+            groups = [same] if self._siblings(request) else []
+            groups += [every] if self.others else []
+            context = request.tokens[-TREE_DEPTH:]
+            return [speculated(self._tree(group), READER, context, max_nodes) for group in groups]
+
+    def before(self, request: Request) -> IntArray:
+        """Return the other answers to a running request's prompt, the oldest first, each with ``END`` behind it.
+
+        Returns:
+            [num_tokens] int64; each answer follows the last tokens of the prompt.
+        """
+        self.update(request)
+        with self._lock:
+            parts = [part for each in self._siblings(request) for part in (each.context, each.tokens, [END])]
+            return np.concatenate([np.array(part, np.int64) for part in ([], *parts)])
+
+    def _siblings(self, request: Request) -> list[_Answer]:
+        """Return the other answers to a running request's prompt."""
+        running = self._running[request]
+        return [self._answers[key] for key in self._to.get(running.groups[0], ()) if key != running.key]
+
+    def _add(self, answer: _Answer, tokens: Sequence[int]) -> None:
+        with self._lock:
+            key = self._begin(answer)
+            self._append(key, tokens)
+            self._close(key)
+
+    def _begin(self, answer: _Answer) -> int:
+        key = next(self._keys)
+        self._answers[key] = answer
+        for group in answer.groups:
+            if group in self._trees:
+                _begin_in(self._trees[group], group, key, answer)
+        siblings = self._to[answer.groups[0]]
+        siblings[key] = None
+        if len(siblings) > self.max_per_prompt:
+            self._drop(next(iter(siblings)))
+        return key
+
+    def _append(self, key: int, tokens: Sequence[int]) -> None:
+        """Append tokens to an answer, if it is kept, and drop the oldest answers beyond the bounds."""
+        if not tokens or (answer := self._answers.get(key)) is None:
+            return
+        answer.tokens.extend(tokens)
+        for group in answer.groups:
+            if group in self._trees:
+                self._trees[group].add_active_response(key, tokens)
+        self.num_tokens += len(tokens)
+        while len(self._answers) > self.max_texts or self.num_tokens > self.max_tokens:
+            self._drop(next(iter(self._answers)))
+
+    def _close(self, key: int) -> None:
+        """End an answer, if it is kept."""
+        if (answer := self._answers.get(key)) is None:
+            return
+        answer.is_open = False
+        for group in answer.groups:
+            if group in self._trees:
+                self._trees[group].stop_request(key)
+        if not any(self._answers[sibling].is_open for sibling in self._to[answer.groups[0]]):
+            self._trees.pop(answer.groups[0], None)  # it is built again for the next request with this prompt
+
+    def _drop(self, key: int) -> None:
+        """Drop an answer, if it is kept."""
+        if (answer := self._answers.pop(key, None)) is None:
+            return
+        self.num_tokens -= len(answer.tokens)
+        for group in answer.groups:
+            if (tree := self._trees.get(group)) is not None:
+                if answer.is_open:
+                    tree.stop_request(key)
+                tree.evict_cached_response(key)
+                if len(tree.cached_requests) == 1:  # only the reader is left
+                    del self._trees[group]
+        siblings = self._to[answer.groups[0]]
+        del siblings[key]
+        if not siblings:
+            del self._to[answer.groups[0]]
+
+    def _tree(self, group: _Group) -> SuffixDecodingCache:
+        """Return the suffix tree of a group of answers, which is built if there is none."""
+        if (tree := self._trees.get(group)) is None:
+            tree = self._trees[group] = new_cache(-1)
+            tree.start_request(READER, [])
+            for key in self._to[group] if group.prompt else self._answers:
+                if group in (answer := self._answers[key]).groups:
+                    _begin_in(tree, group, key, answer)
+                    if not answer.is_open:
+                        tree.stop_request(key)
+        return tree
+
+
+@dataclass(eq=False)
+class _Running:
+    """Part of a running request's output that was appended to its answer."""
+
+    key: int
+    groups: tuple[_Group, _Group]  # of the answer, which may have been dropped
+    num_tokens: int = 0
+    tail: list[int] = field(default_factory=list)  # the last TREE_DEPTH of these tokens
+    is_over: bool = False
+
+    def is_beginning_of(self, output: list[int]) -> bool:
+        """Return whether an output continues this one, compared by the last ``TREE_DEPTH`` tokens."""
+        return not self.is_over and self.tail == output[self.num_tokens - len(self.tail) : self.num_tokens]
+
+    def append(self, tokens: list[int]) -> None:
+        """Append new tokens."""
+        self.num_tokens += len(tokens)
+        self.tail = [*self.tail, *tokens][-TREE_DEPTH:]
+
+
+def _answer_to(params: RequestParams) -> _Answer:
+    """Return an empty answer to a request's prompt."""
+    digest = hashlib.blake2b(array("i", params.prompt).tobytes(), digest_size=16).hexdigest()
+    return _Answer(params.cache_salt, digest, list(params.prompt[-CONTEXT:]))
+
+
+def _begin_in(tree: SuffixDecodingCache, group: _Group, key: int, answer: _Answer) -> None:
+    """Begin an answer in a tree with the tokens it has; prompts are not shown to requests with other prompts."""
+    tree.start_request(key, [])
+    tree.add_active_response(key, [*(answer.context if group.prompt else []), *answer.tokens])
