@@ -1,6 +1,7 @@
 """Tree attention for packed batches, plugged into transformers' attention interface."""
 
 from hf_slospec.models.attention.backends import backend_for
+from hf_slospec.models.attention.cross import DecoderForward, EncodedCache
 from hf_slospec.models.attention.dense import masked_attention
 from hf_slospec.models.attention.flash import FlashAttention
 from hf_slospec.models.attention.forward import PackedForward
@@ -25,6 +26,8 @@ __all__ = [
     "FIRST_SEEN",
     "MAX_DENSE",
     "AttentionLayer",
+    "DecoderForward",
+    "EncodedCache",
     "FlashAttention",
     "GatheredForward",
     "MaskSource",

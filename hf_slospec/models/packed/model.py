@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from hf_slospec.config import Compile, Prepack
 from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.models.attention import (
+    DecoderForward,
     FlashAttention,
     GatheredForward,
     NewTokens,
@@ -34,7 +35,7 @@ from hf_slospec.models.device.memory import holders_of_idle_memory
 from hf_slospec.models.device.transfer import to_device
 from hf_slospec.models.fused.layers import FusedLayers
 from hf_slospec.models.inspection.model_changes import Fingerprint
-from hf_slospec.models.inspection.properties import input_device, vocab_size, watching_autocast
+from hf_slospec.models.inspection.properties import attends_to_encoder, input_device, vocab_size, watching_autocast
 from hf_slospec.models.inspection.ranks import Ranks
 from hf_slospec.models.kv_cache.cache import KVCache
 from hf_slospec.models.kv_cache.pool import KVPool
@@ -84,6 +85,7 @@ class PackedModel:
             # Captured collectives and fused layers of split weights are untested.
             prepack = cuda_graphs = fused_layers = compile = False
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.attends_to_encoder = attends_to_encoder(model)
         refuse_by_declaration(model)
         with watching_autocast(model) as seen:
             self.layers, self.state_layers = probe_layers(model)
@@ -100,7 +102,7 @@ class PackedModel:
             stored.device == self.device for layer in self.layers for stored in layer.shape.stored
         )
         can_replay = isinstance(self.backend, (FlashAttention, TreeAttention)) and self._is_on_one_device
-        can_replay = can_replay and not self.has_states and self.autocast is None
+        can_replay = can_replay and not (self.has_states or self.attends_to_encoder) and self.autocast is None
         self.captured = CapturedForwards(model, cuda_graphs and can_replay)
         self.forget_cache()
         self.fingerprint = Fingerprint(model)
@@ -130,6 +132,8 @@ class PackedModel:
     def _why_not_compiled(self, prepack: Prepack) -> str | None:
         if self.has_states:
             return "some layers keep a state"
+        if self.attends_to_encoder:
+            return "it attends to an encoder's outputs"
         if self.autocast is not None:
             return "its forward enables autocast"
         if self.rope.max_plain is not None:
@@ -318,7 +322,7 @@ class PackedModel:
     def _eager(self, pool: KVPool, parts: Sequence[NewTokens], batch: PackedBatch, *others: Any) -> Outputs:
         inputs = to_device(self._inputs(parts, batch, *others), self.device)
         batch.plans = {key: plan.completed() for key, plan in inputs.plans.items()}
-        outputs = self._compute(pool, batch, inputs, batch.spans if self.has_states else ())
+        outputs = self._compute(pool, batch, inputs, batch.spans)
         self._requested_plans |= dict.fromkeys(batch.plans)
         return outputs
 
@@ -333,12 +337,15 @@ class PackedModel:
         return outputs if inputs.level is None else inputs.level.outputs(outputs.logits)
 
     def _compute(self, pool: KVPool, batch: Plans, inputs: Inputs, spans: Sequence[Span] = ()) -> Outputs:
-        """Run the model; ``spans`` are sequences whose states its layers read and stage."""
-        forward: PackedForward | GatheredForward
+        """Run the model; ``spans`` are sequences whose states and encoders its layers read; none when replayed."""
+        forward: PackedForward | GatheredForward | DecoderForward
         if any(layer.is_own for layer in self.layers):
             forward = GatheredForward(pool, batch, inputs.position_ids)
         else:
-            forward = PackedForward(pool, batch, self.backend, self.layers, inputs.position_ids, spans)
+            own_spans = spans if self.has_states else ()
+            forward = PackedForward(pool, batch, self.backend, self.layers, inputs.position_ids, own_spans)
+            if self.attends_to_encoder and spans[0].sequence.encoded is not None:
+                forward = DecoderForward(forward, spans)
         tokens = inputs.tokens if inputs.level is None else inputs.level.inputs(inputs.tokens)
         arguments = inputs.position_ids, inputs.logit_rows, inputs.feature_layers, self._keeps_logits
         return packed_outputs(self.model, forward, tokens, *arguments)
