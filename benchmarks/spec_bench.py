@@ -42,7 +42,7 @@ TASKS = {  # Spec-Bench's six; the categories of MT-Bench are one
 }  # fmt: skip
 CHAT = "MT-bench"
 STOCK, STATIC = "stock", "stock, static cache, compiled"
-LOOKUPS = (3, 5, 10)  # constants of stock's prompt lookup
+LOOKUPS = "3,5,10"  # constants of stock's prompt lookup
 ASSISTED = (3, 5, 10)  # constants of stock's assisted generation
 DRAFTERS = ("none", "lookup", "suffix", "lookup+suffix", "recycling", "lookup+recycling")
 OURS = "hf_slospec, "
@@ -217,13 +217,13 @@ class Contest:
 
         return run
 
-    def methods(self, drafters: list[str], batch: int, has_static: bool) -> dict[str, Run]:
+    def methods(self, drafters: list[str], lookups: list[int], batch: int, has_static: bool) -> dict[str, Run]:
         """Return the methods at one batch size; stock's own speculation is for batch 1."""
         methods = {STOCK: self.stock()}
         if has_static:
             methods[STATIC] = self.stock(cache_implementation="static")
         if batch == 1:
-            methods |= {f"prompt lookup {k}": self.stock(prompt_lookup_num_tokens=k) for k in LOOKUPS}
+            methods |= {f"prompt lookup {k}": self.stock(prompt_lookup_num_tokens=k) for k in lookups}
             if self.draft is not None:
                 methods |= {f"assisted {k}": self.assisted(k) for k in ASSISTED}
         methods |= {OURS + drafter: self.ours(drafter) for drafter in drafters}
@@ -336,6 +336,7 @@ def main(
     drafters: Annotated[str, typer.Option(help="Comma-separated: none, or sources for load_drafter.")] = ",".join(
         DRAFTERS
     ),
+    lookups: Annotated[str, typer.Option(help="Comma-separated constants of stock's prompt lookup.")] = LOOKUPS,
     prompts: Annotated[Path, typer.Option(help="JSON Lines with turns; default: Spec-Bench's questions.")] = QUESTIONS,
     per_task: Annotated[int, typer.Option(help="Questions per task.")] = 10,
     temperatures: Annotated[str, typer.Option(help="Comma-separated; 0 is greedy.")] = "0,1",
@@ -366,7 +367,7 @@ def main(
     for temperature in map(float, temperatures.split(",")):
         contest = Contest(pair.target, pair.draft, pair.tokenizer, new_tokens, temperature, max_prompt)
         for batch in map(int, batches.split(",")):
-            methods = contest.methods(names, batch, static)
+            methods = contest.methods(names, [int(one) for one in lookups.split(",") if one], batch, static)
             is_warm = False
             for number, group in enumerate(tqdm(groups_of(questions, batch), desc=f"T={temperature:g}, batch {batch}")):
                 key = dict(temperature=temperature, batch=batch, task=group[0].task, question=group[0].name)

@@ -110,18 +110,14 @@ def adaserve_sensitivity() -> str:
 
 @table
 def turbospec() -> str:
-    cells = {(c["setup"], c["rate"], c["column"]): c["latency_s"] for c in result("papers-turbospec.json")["cells"]}
+    found = result("papers-turbospec.json")["cells"]
+    cells = {(cell["setup"], cell["rate"], cell["column"]): cell["latency_s"]["mean"] for cell in found}
     lines = []
     for setup, rates in published()["turbospec"].items():
         for rate, printed in rates.items():
             row = [f"{cells[setup, int(rate), column]:.2f} ({printed[column]:.2f})" for column in (*LENGTHS, "TS")]
-            lines.append(
-                [setup, rate, *row, *(f"{cells[setup, int(rate), name]:.2f}" for name in ("auto-1", "auto-3"))]
-            )
-    return markdown(
-        f"target, data | QPS | {' | '.join(LENGTHS)} | TS (November 21) | auto-1 (November 21) | auto-3 (November 21)",
-        lines,
-    )
+            lines.append([setup, rate, *row, f"{cells[setup, int(rate), 'auto-1']:.2f}"])
+    return markdown(f"target, data | QPS | {' | '.join(LENGTHS)} | TS | auto-1", lines)
 
 
 @table
@@ -221,14 +217,13 @@ def thesis_throughput() -> str:
     measured = result("papers-thesis.json")
     sizes = ("1", "2", "4", "8", "16", "32")
     rows = {f"{name}, published": values for name, values in measured["published_tokens_per_s"].items()}
-    names = {"dynamic": "dynamic", "dynamic, stopping": "dynamic, stopping", "static": "static", "ours": "`auto`"}
-    for key, name in (names | {"plain": "plain decoding"}).items():
-        rows[name] = [measured["throughput"][key][size]["throughput"] for size in sizes]
+    names = {"dynamic": "dynamic", "static": "static", "ours": "`auto`", "plain": "plain decoding"}
+    for key, name in names.items():
+        rows[name] = [measured["throughput"][size][key]["throughput"]["mean"] for size in sizes]
     lines = [[name, *(f"{value:.0f}" for value in values)] for name, values in rows.items()]
     for above, below, name in (
         ("dynamic, published", "static, published", "dynamic to static, published"),
         ("dynamic", "static", "dynamic to static"),
-        ("dynamic, stopping", "static", "dynamic, stopping, to static"),
     ):
         lines.append([name, *(f"{a / b:.2f}" for a, b in zip(rows[above], rows[below], strict=True))])
     return markdown(f" | {' | '.join(sizes)}", lines)
@@ -238,8 +233,8 @@ def thesis_throughput() -> str:
 def thesis_slos() -> str:
     lines = [["published, Algorithm 2", "30.4 ms (27.8 with tuned drafts)", "", '"below expectations"', "under 20 %"]]
     for name, row in result("papers-thesis.json")["targets"].items():
-        shares = (f"{100 * row[key]:.0f} %" for key in ("attained", "tight_attained", "below_20_ms"))
-        lines.append([name.replace("ours", "`auto`"), f"{row['mean_tpot_ms']:.1f} ms", *shares])
+        shares = (f"{100 * row[key]['mean']:.0f} %" for key in ("attained", "tight_attained", "below_20_ms"))
+        lines.append([name.replace("ours", "`auto`"), f"{row['mean_tpot_ms']['mean']:.1f} ms", *shares])
     return markdown(" | mean time per token | attained | attained, 20 ms | all below 20 ms", lines)
 
 
@@ -296,6 +291,25 @@ def fidelity() -> str:
     return markdown("load | system | time per token, ms | attained | steps per request", lines)
 
 
+@table
+def guarantees() -> str:
+    rows = result("guarantees.json")["results"]
+    lines = []
+    for arrivals in ("steady", "bursts"):
+        for level in (None, 0.8, 0.9, 0.95, 0.99):
+            runs = [row for row in rows if row["arrivals"] == arrivals and row["stated"] == level]
+            shares = [100 * run["kept"] for run in runs]
+            lines.append([
+                arrivals, "constant margin" if level is None else f"{100 * level:.0f} %",
+                f"{statistics.fmean(shares):.1f} % ({min(shares):.1f} to {max(shares):.1f})",
+                f"{statistics.fmean(run['guarantees'] for run in runs):.0f}",
+                f"{statistics.fmean(run['tokens_per_s_of_kept'] for run in runs):.0f}",
+                f"{statistics.fmean(run['throughput'] for run in runs):.0f}",
+            ])  # fmt: skip
+    header = "arrivals | stated | kept, mean (range) | guarantees of 1,000 | tokens/s of kept ones | tokens/s of all"
+    return markdown(header, lines)
+
+
 # --- The first table of papers.md ------------------------------------------------------------------------------------
 
 
@@ -315,7 +329,8 @@ def papers_summary() -> str:
     better = [sum(value < 0 for (_, _, seed), value in slower.items() if seed == s) for s in (0, 1)]
     summary = turbo["summary"]
     gains = [slos[part]["capacity"]["ours"] / slos[part]["capacity"]["SLOs-Serve"] for part in PARTS]
-    tokens = {name: thesis["throughput"][name]["32"]["throughput"] for name in ("ours", "dynamic", "static", "plain")}
+    at_32 = thesis["throughput"]["32"]
+    tokens = {name: at_32[name]["throughput"]["mean"] for name in ("ours", "dynamic", "static", "plain")}
     lines = [
         (
             "[AdaServe](#adaserve-figures-8-and-9-llama-3-1-70b-with-a-1b-draft-four-a100), figures 8 and 9",
@@ -329,7 +344,7 @@ def papers_summary() -> str:
             f"{max(slower.values()):+.1f} % of latency, faster in {better[0]} and {better[1]} of 24 cells",
             f"{100 * summary['draft rows']['median_error']:.0f} % (draft rows), "
             f"{100 * summary['prompt lookup rows']['median_error']:.0f} % (prompt lookup), medians",
-            f"{_date(cells['provenance'])} (`auto`), {_date(turbo['provenance'])} (the rest)",
+            f"{_date(cells['provenance'])}; `TS` {_date(turbo['provenance'])}",
         ),
         (
             "[SLOs-Serve](#slos-serve-capacity), capacity",

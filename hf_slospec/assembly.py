@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.protocols import Clock, Drafter, Policy, Target
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
+from hf_slospec.engine.scheduling.guarantees import guarantee_windows
 from hf_slospec.engine.scheduling.static_batch import StaticScheduler
+from hf_slospec.engine.scheduling.window_guarantees import WindowGuarantees
 from hf_slospec.engine.step import Engine
 from hf_slospec.engine.step_times import StepCosts
 
@@ -27,13 +30,18 @@ class Parts(NamedTuple):
 def static_engine(config: SLOSpecConfig, parts: Parts, requests: Sequence[Request]) -> Engine[StaticScheduler]:
     """Return an engine that decodes a fixed batch of requests."""
     target, drafter, policy, costs, clock = parts
-    return Engine(target, drafter, policy, StaticScheduler(requests), costs, clock, config.check_invariants)
+    windows = WindowGuarantees(config.guarantee, costs.recent)
+    begin = None if config.guarantee is None else partial(guarantee_windows, costs=costs, windows=windows)
+    scheduler = StaticScheduler(requests, begin)
+    return Engine(target, drafter, policy, scheduler, costs, clock, config.check_invariants)
 
 
 def continuous_engine(config: SLOSpecConfig, parts: Parts, limits: Limits) -> Engine[ContinuousScheduler]:
     """Return an engine to which requests are added while it runs."""
     target, drafter, policy, costs, clock = parts
-    scheduler = ContinuousScheduler(limits, costs, config.admission, config.prefill, target.num_reusable)
+    scheduler = ContinuousScheduler(
+        limits, costs, config.admission, config.prefill, target.num_reusable, config.guarantee
+    )
     return Engine(target, drafter, policy, scheduler, costs, clock, config.check_invariants)
 
 

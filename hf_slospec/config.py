@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hf_slospec.engine.protocols import Policy
 from hf_slospec.engine.scheduling import AdmissionName, PrefillName
@@ -16,6 +16,7 @@ MAX_PREFILL_CHUNK = 10**6  # bounded, since the scheduler predicts the step time
 
 Prepack = bool | Literal["only"] | None
 Compile = bool | Literal["wait"]
+Exact = Literal["bits", "self"] | None
 
 
 class SLOSpecConfig(PolicySettings):
@@ -56,6 +57,17 @@ class SLOSpecConfig(PolicySettings):
         "per machine and kind of model. True: a process of lower priority makes it after some seconds of use, and goes "
         "on if this one ends; until then, forwards do without. wait: before the first forward. False: never.",
     )
+    exact: Exact = Field(
+        None,
+        description="CPU: what holds in bf16, too, bit for bit; output in fp32 is exact without it. bits: the output "
+        "is that of stock generate for each row alone. self: it is always the same, whatever the drafts, the batch, "
+        "other requests, chunks of the prompt and preemption. Refused where this machine or model cannot have it.",
+    )
+    deterministic: bool = Field(
+        False,
+        description="Calls of generate without slo_tpot: draft by counted costs and compute by fixed kernels, none "
+        "chosen by measured times, so that the same call in a new process gives the same output in bf16, too.",
+    )
     admission: AdmissionName = Field(
         "slo",
         description="Batcher: which requests get their SLOs guaranteed. slo: those whose SLOs can be met together with "
@@ -68,6 +80,14 @@ class SLOSpecConfig(PolicySettings):
         description="Batcher: when prompts are prefilled. beside: together with decoding, as much as makes no "
         "guaranteed request late. first: before any decoding (vLLM without chunked prefill). chunked: together with "
         "decoding, up to prefill_chunk tokens per step, decoding included (Sarathi-Serve).",
+    )
+    guarantee: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Probability, such as 0.95, with which a guaranteed request meets its TPOT SLO over every window "
+        "of ten tokens. The part of SLOs that is planned with follows from how steps and requests vary, and from the "
+        "guarantees kept so far. None: 85 % of each SLO is planned with, and no probability is guaranteed.",
     )
     max_batch: int = Field(64, ge=1, le=MAX_COUNT, description="Batcher: maximum number of running requests.")
     max_queue: int = Field(
@@ -96,6 +116,14 @@ class SLOSpecConfig(PolicySettings):
     check_invariants: bool = Field(
         False, description="Verify trees and K/V cache book-keeping at every step (slow; for tests)."
     )
+
+    @model_validator(mode="after")
+    def _decides_on_guarantees(self) -> SLOSpecConfig:
+        if self.guarantee is not None and self.admission != "slo":
+            raise ValueError(
+                f"guarantee needs admission 'slo', as {self.admission!r} guarantees all SLOs unchecked; leave one out"
+            )
+        return self
 
 
 NewPolicy = Callable[[SLOSpecConfig, StepCosts], Policy]  # makes a user's policy, given as make_policy

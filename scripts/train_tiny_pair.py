@@ -359,7 +359,12 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--work", type=Path, default=Path("build/tiny_pair"), help="checkpoints; safe to delete")
     parser.add_argument("--out", type=Path, default=Path("hf_slospec/tiny/pair"))
-    plan = Plan(**vars(parser.parse_args()))
+    parser.add_argument("--corpus", type=Path, help="only write the text to this file, for train-drafter --data")
+    given = vars(parser.parse_args())
+    if (corpus := given.pop("corpus")) is not None:
+        corpus.write_text(END_OF_TEXT.join(map(read_source, corpus_files(held_out=False))), encoding="utf-8")
+        return
+    plan = Plan(**given)
     for folder in (plan.work, plan.out):
         folder.mkdir(parents=True, exist_ok=True)
 

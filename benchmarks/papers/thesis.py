@@ -46,11 +46,9 @@ DYNAMIC: dict[str, Any] = dict(policy="thesis", max_tree_nodes=64, **TREES)
 TARGETS_S = ((0.2, 0.020), (0.8, 0.050))  # share of requests, target
 
 
-def systems(batch: int) -> dict[str, dict[str, Any]]:
+def systems() -> dict[str, dict[str, Any]]:
     return {
         "dynamic": DYNAMIC,
-        # The published algorithm stops drafting when a level adds no node; the package's prunes after drafting.
-        "dynamic, stopping": {**DYNAMIC, "max_depth": max(min(8, 64 // batch), 1)},
         "static": dict(policy="static", max_width=3),
         "ours": dict(policy="auto"),
         "plain": dict(policy="none"),
@@ -85,7 +83,7 @@ def throughput(batch: int, seed: int) -> dict[str, dict[str, float]]:
     """Return throughput and further figures by system at a batch size, and the bound of the throughput."""
     own = load(max(2 * batch, 8), seed)
     found = {}
-    for name, settings in systems(batch).items():
+    for name, settings in systems().items():
         figures = run(own, batch, oracle=name == "oracle", **settings).summary()
         found[name] = {
             key: round(figures[key], 3)

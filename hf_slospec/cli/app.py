@@ -14,6 +14,7 @@ from hf_slospec.cli.commands.generate import generate
 from hf_slospec.cli.commands.profile import profile
 from hf_slospec.cli.commands.serve import serve
 from hf_slospec.cli.commands.simulate import simulate
+from hf_slospec.cli.commands.train_drafter import train_drafter
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Tree speculation with a TPOT SLO per request.")
 
@@ -33,5 +34,5 @@ def main(
     """Handle the options of the command line itself."""
 
 
-for command in (generate, serve, demo, bench, profile, check, simulate):
+for command in (generate, serve, demo, bench, profile, check, simulate, train_drafter):
     app.command()(command)

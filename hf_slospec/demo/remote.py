@@ -259,6 +259,8 @@ def _metrics(usage: dict[str, Any]) -> RequestMetrics:
         guaranteed=measured["guaranteed"],
         reused=usage["prompt_tokens_details"]["cached_tokens"],
         resumed=measured.get("resumed_tokens", 0),
+        window_guarantee=measured.get("window_guarantee"),
+        windows_kept=measured.get("windows_kept"),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from hf_slospec.algo.acceptance import Drawing
-from hf_slospec.algo.metrics import is_attained, tpot_s, worst_tpot_s
+from hf_slospec.algo.metrics import WINDOW, is_attained, tpot_s, worst_tpot_s
 from hf_slospec.engine.events import Commit, PhaseTimes
 from hf_slospec.errors import InvalidInputError
 
@@ -61,6 +61,7 @@ class Progress:
     drafted: int = 0  # nodes verified, roots not counted
     accepted: int = 0  # nodes that were committed
     has_missed: bool = False  # a finished stage missed its SLO
+    has_missed_window: bool = False  # a window of ten tokens missed the SLO of its stage
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,8 @@ class RequestStats:
     stage: int = 0  # index of the current stage
     stage_begin: tuple[float, int] | None = None  # seconds, and tokens emitted before
     has_missed: bool = False  # a finished stage missed its SLO
+    first_open: int = 0  # index of the commit that begins the oldest window of ten tokens of this stage without an end
+    has_missed_window: bool = False  # a window of ten tokens missed the SLO of its stage
 
 
 class Request:
@@ -131,12 +134,13 @@ class Request:
 
     Drafters and policies read it. ``tokens`` holds the prompt and every committed token; ``emit`` and ``end`` write it
     and how the request ended, or the loop of stock ``generate`` where that decodes. The scheduler writes
-    ``is_guaranteed``, and a drafter sets ``noise`` to None if it cannot use it.
+    ``is_guaranteed`` and ``window_guarantee``, and a drafter sets ``noise`` to None if it cannot use it.
     """
 
     finish_reason: FinishReason | None = None
     error: BaseException | None = None  # error of the request's processors or criteria, which ended it
     is_guaranteed: bool | None = None  # the batcher guarantees the SLOs; None: no batcher has decided
+    window_guarantee: float | None = None  # probability with which every window of ten tokens meets the TPOT SLO
 
     def __init__(
         self,
@@ -262,7 +266,7 @@ class Request:
             stats.first_token_s, stats.last_token_s = now_s - progress.decoding_s, now_s
             stats.stage_begin = (now_s, self.num_emitted) if stats.stage else (stats.first_token_s, 1)
         stats.num_steps, stats.num_drafted, stats.num_accepted = progress.steps, progress.drafted, progress.accepted
-        stats.has_missed = progress.has_missed
+        stats.has_missed, stats.has_missed_window = progress.has_missed, progress.has_missed_window
 
     def progress(self, now_s: float) -> Progress:
         """Return the output so far, with which another engine can resume the request."""
@@ -270,7 +274,7 @@ class Request:
         begun_s = now_s if stats.first_token_s is None else stats.first_token_s
         return Progress(
             self.tokens[self.prompt_len :], now_s - stats.arrived_s, now_s - begun_s,
-            stats.num_steps, stats.num_drafted, stats.num_accepted, stats.has_missed,
+            stats.num_steps, stats.num_drafted, stats.num_accepted, stats.has_missed, stats.has_missed_window,
         )  # fmt: skip
 
     def record_step(
@@ -289,13 +293,26 @@ class Request:
         stats.num_accepted += num_accepted
         stats.phases += phases
         stats.commits.append(Commit(self.num_emitted, now_s, num_drafted + 1, num_accepted))
+        self._end_windows(now_s)
         if self._is_stage_over:
             stats.has_missed |= self._is_late(now_s)
             self._next_stage(now_s)
 
+    def _end_windows(self, now_s: float) -> None:
+        """End the windows of ten tokens that the latest commit completes.
+
+        A window begins with the last token of a commit; those that begin with its other tokens end no later.
+        """
+        stats = self.stats
+        while self.num_emitted - (begin := stats.commits[stats.first_open]).num_emitted >= WINDOW:
+            stats.first_open += 1
+            if self.tpot_slo_s is not None:
+                stats.has_missed_window |= now_s - begin.at_s > WINDOW * self.tpot_slo_s
+
     def _next_stage(self, now_s: float) -> None:
         self.stats.stage, self._num_before_stage, self._is_stage_over = self.stats.stage + 1, self.num_emitted, False
         self.stats.stage_begin = now_s, self.num_emitted
+        self.stats.first_open = max(len(self.stats.commits) - 1, 0)
 
     def decoded(self, now_s: float) -> tuple[float, int]:
         """Return seconds and tokens since the current stage began; the first stage begins with the first token."""
@@ -303,6 +320,32 @@ class Request:
             return 0.0, 0
         begun_s, num_before = self.stats.stage_begin
         return now_s - begun_s, self.num_emitted - num_before
+
+    @property
+    def has_open_guarantee(self) -> bool:
+        """Return whether windows of ten tokens are guaranteed, none was missed, and one is open."""
+        is_kept = self.window_guarantee is not None and not self.stats.has_missed_window
+        return is_kept and self.tpot_slo_s is not None and bool(self.stats.commits)
+
+    def tightest_window(self, now_s: float, token_s: float) -> tuple[float, int]:
+        """Return seconds and tokens since the beginning of the open window that is furthest behind a pace.
+
+        Args:
+            token_s: the pace in seconds per token.
+        """
+        open_windows = self.stats.commits[self.stats.first_open :]
+        begin = min(open_windows, key=lambda commit: commit.at_s - token_s * commit.num_emitted)
+        return now_s - begin.at_s, self.num_emitted - begin.num_emitted
+
+    def pace(self, now_s: float) -> tuple[float, int, int]:
+        """Return seconds and tokens so far, and tokens left, of what has to meet the TPOT SLO.
+
+        That is the current stage or, while windows of ten tokens are guaranteed and kept, the one furthest behind.
+        """
+        if not self.has_open_guarantee:
+            return *self.decoded(now_s), self.num_left_in_stage
+        elapsed_s, emitted = self.tightest_window(now_s, self.tpot_slo_s or 0.0)
+        return elapsed_s, emitted, min(WINDOW - emitted, self.num_left_in_stage)
 
     def _is_late(self, now_s: float) -> bool:
         elapsed_s, emitted = self.decoded(now_s)
@@ -343,7 +386,14 @@ class Request:
             preempted=stats.num_preempted,
             reused=self.kv.num_reused,
             resumed=stats.num_resumed,
+            window_guarantee=self.window_guarantee,
+            windows_kept=self._has_kept_windows(),
         )
+
+    def _has_kept_windows(self) -> bool | None:
+        if not self.stats.commits or all(stage.tpot_slo_s is None for stage in self.params.stages):
+            return None
+        return not self.stats.has_missed_window
 
 
 @dataclass(frozen=True)
@@ -367,6 +417,8 @@ class RequestMetrics:
     preempted: int = 0  # times the batcher preempted the request
     reused: int = 0  # tokens of the prompt whose K/V another request of the batcher had computed
     resumed: int = 0  # tokens that another engine had committed before this one resumed the request
+    window_guarantee: float | None = None  # probability with which windows_kept was guaranteed; None: it was not
+    windows_kept: bool | None = None  # every window of 10 tokens met the TPOT SLO of its stage; None without an SLO
 
     @property
     def acceptance_length(self) -> float | None:

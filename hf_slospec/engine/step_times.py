@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -18,6 +18,7 @@ Seconds = TypeVar("Seconds", float, FloatArray)
 OnReplaced = Callable[[ForwardCost, ForwardCost], None]  # the profiled cost, and its replacement
 
 WEIGHT = 0.1  # weight of one step in the averages over recent steps
+VARIANCE_WEIGHT = 0.02  # weight of one step in averages that describe how steps vary
 ARRIVAL_MEMORY = 100.0  # steps over which the arrival of prompts is averaged
 ARRIVAL_PRIOR = 16.0  # initial weight, in steps, of the prior that no prompts arrive
 MAX_CATCH_UP = 64  # tokens per request; drafters spread more over several steps, so such a step is not typical
@@ -37,6 +38,9 @@ class RecentSteps:
         self.depth = 0.0  # planned draft levels
         self.draft_s = 0.0
         self.step_s = 0.0  # 0 before the first step
+        self.step_variance = 0.25  # of a step's seconds over their mean; at first, that of unknown steps
+        self.committed = np.eye(1, 2, 1)[0]  # probabilities of the tokens that a request commits in a step
+        self.num_steps = 1  # that decoded, and one for what is assumed at first
         self._prefilled = self._elapsed_s = 0.0  # tokens and seconds of recent steps
 
     def observe(self, step: StepEvent) -> None:
@@ -51,13 +55,24 @@ class RecentSteps:
         self._prefilled *= 1.0 - 1.0 / ARRIVAL_MEMORY
         self._elapsed_s *= 1.0 - 1.0 / ARRIVAL_MEMORY
         decoding = step.decoding
-        self.tokens += WEIGHT * (sum([request.committed for request in decoding]) / number - self.tokens)
+        committed = [request.committed for request in decoding]
+        self.tokens += WEIGHT * (sum(committed) / number - self.tokens)
         self.nodes += WEIGHT * (sum([request.nodes for request in decoding]) / number - self.nodes)
         self.requests += WEIGHT * (number - self.requests)
         self.keys += WEIGHT * (step.num_keys / number - self.keys)
         self.depth += WEIGHT * (step.depth - self.depth)
         self.draft_s += WEIGHT * (step.phases.draft_s - self.draft_s)
+        self._observe_variation(committed, step.phases.total_s)
         self.step_s += (WEIGHT if self.step_s else 1.0) * (step.phases.total_s - self.step_s)
+
+    def _observe_variation(self, committed: Sequence[int], step_s: float) -> None:
+        self.num_steps += 1
+        weight = max(VARIANCE_WEIGHT, 1.0 / self.num_steps)
+        counts = np.bincount(np.maximum(committed, 1), minlength=len(self.committed)) / len(committed)
+        before = np.pad(self.committed, (0, len(counts) - len(self.committed)))
+        self.committed = before + weight * (counts - before)
+        deviation = step_s / self.step_s - 1.0 if self.step_s else 0.0
+        self.step_variance += weight * (deviation**2 - self.step_variance)
 
     @property
     def prefill_rate(self) -> float:
@@ -176,9 +191,21 @@ class StepCosts:
     replace the profile. Methods that end in ``_at`` compute the same for single numbers, faster.
     """
 
-    def __init__(self, verify: ForwardCost, draft_level: ForwardCost, on_replaced: OnReplaced = lambda old, new: None):
-        """Start from profiled costs; ``on_replaced`` is called when a measured cost replaces a profiled one."""
-        self.verify, self.draft_level, self.on_replaced = verify, draft_level, on_replaced
+    def __init__(
+        self,
+        verify: ForwardCost,
+        draft_level: ForwardCost,
+        on_replaced: OnReplaced = lambda old, new: None,
+        is_fixed: bool = False,
+    ):
+        """Start from profiled costs.
+
+        Args:
+            verify, draft_level: the costs.
+            on_replaced: called when a measured cost replaces a profiled one.
+            is_fixed: the times of steps are not learned from, so that equal steps are always planned alike.
+        """
+        self.verify, self.draft_level, self.on_replaced, self.is_fixed = verify, draft_level, on_replaced, is_fixed
         self.recent = RecentSteps()
         self._verify_correction, self._draft_correction = SizeCorrection(), DraftCorrection()
         self._num_far = {"verify": 0, "draft": 0}  # observations in a row with a correction far from 1

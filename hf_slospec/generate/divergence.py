@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_slospec.config import Exact
 from hf_slospec.errors import InvalidInputError, InvalidTypeError, UnsupportedOptionError
 from hf_slospec.generate.decode import Decoder, decode
 from hf_slospec.generate.enable import decoder_of
@@ -33,6 +34,11 @@ PIECES = (1, 3, 8, 24)  # tokens that one forward adds to a cache: as plain deco
 # two by more than the noise among 2 / 4 / 8 / 16 / 32 tokens at 31 / 14 / 5 / 1 / 1 of 171 positions (margins below 1).
 CANDIDATES = 16
 CLOSER = {True: "ours", False: "stock", None: "-"}  # by `is_ours_closer`
+PROMISES = {  # by SLOSpecConfig.exact
+    None: "promised: none in fp32, near-ties in other dtypes",
+    "self": 'promised by exact="self": the same output however it is computed here, which stock may not have',
+    "bits": 'promised by exact="bits": stock\'s output of every row alone',
+}
 OURS_ONLY = (  # arguments that the stock call does not take
     *("slo_tpot", "fallback", "assistant_model", "streamer"),
     *("prompt_lookup_num_tokens", "max_matching_ngram_size"),
@@ -93,6 +99,7 @@ class DivergenceReport:
     divergences: list[Divergence]  # at most one per row, by row
     stock_tokens: list[list[int]] = field(repr=False)  # new tokens per row, as ``generate`` pads them
     our_tokens: list[list[int]] = field(repr=False)
+    exact: Exact = None  # promise that was in force; see SLOSpecConfig
 
     @property
     def num_rows(self) -> int:
@@ -108,7 +115,7 @@ class DivergenceReport:
         near = sum(divergence.is_near_tie for divergence in self.divergences)
         lines = [
             f"{self.num_rows} rows, {self.num_tokens} tokens compared in {str(self.dtype).removeprefix('torch.')}: "
-            f"{len(self.divergences)} divergences, {near} of them at near-ties"
+            f"{len(self.divergences)} divergences, {near} of them at near-ties; {PROMISES[self.exact]}"
         ]
         if self.divergences:
             names = ("row", "position", "stock token", "our token", "stock logit", "our logit")
@@ -203,7 +210,7 @@ def divergence_report(
     divergences = find_divergences(decoder.model, prompts, stock, ours, dtype)
     ends = {divergence.row: divergence.position + 1 for divergence in divergences}
     num_tokens = sum(ends.get(row, length) for row, length in enumerate(lengths))
-    return DivergenceReport(dtype, num_tokens, divergences, stock, ours)
+    return DivergenceReport(dtype, num_tokens, divergences, stock, ours, call.speculator.config.exact)
 
 
 def _check_comparable(stock: StockCall) -> None:

@@ -59,6 +59,7 @@ class WholePrompts:
         model_kwargs: dict[str, Any],
         names: Sequence[str],
         state_layers: Sequence[StateLayer],
+        is_exact: bool = False,
     ):
         """Keep the inputs that stock ``generate`` prepared; ``names``: the inputs beside the text.
 
@@ -69,7 +70,14 @@ class WholePrompts:
         self._prompt, self._state_layers = prompt, state_layers
         self._inputs = {name: value for name, value in model_kwargs.items() if name != "past_key_values"}
         self._inputs["use_cache"] = True
+        self._is_exact = is_exact
         what = ", ".join(names) or f"{type(model).__name__}, whose prompts are seen from both sides"
+        if is_exact:
+            what = "exact"
+            if names and len(prompt.tokens) > 1:
+                raise UnsupportedOptionError(
+                    f"exact cannot be combined with batches of prompts with {', '.join(names)}; pass one row per call"
+                )
         if prompt.embeds is not None:
             raise UnsupportedOptionError(
                 f"inputs_embeds cannot be combined with slo_tpot and {what}; pass input_ids, or call generate without "
@@ -90,9 +98,9 @@ class WholePrompts:
         cls, packed: PackedModel, prompt: PromptInputs, model_kwargs: dict[str, Any], names: list[str]
     ) -> WholePrompts | None:
         """Return the prompts of a call, or None if they can be processed in chunks."""
-        if not names and not sees_later_tokens(packed.model):
+        if not names and not sees_later_tokens(packed.model) and not packed.prefills_alone:
             return None
-        return cls(packed.model, prompt, model_kwargs, names, packed.state_layers)
+        return cls(packed.model, prompt, model_kwargs, names, packed.state_layers, packed.prefills_alone)
 
     def _check_placeholders(self, what: str) -> None:
         """Refuse inputs that a model puts before the text, at positions that ``input_ids`` does not have."""
@@ -121,9 +129,31 @@ class WholePrompts:
         return functools.partial(self._take, row)
 
     def _take(self, row: int) -> Prefilled:
+        if self._is_exact:
+            return self._process_alone(row)
         if row not in self._prefilled:
             self._prefilled = dict(enumerate(self._process()))
         return self._prefilled.pop(row)
+
+    @torch.no_grad()
+    def _process_alone(self, row: int) -> Prefilled:
+        """Return one row's prefilled prompt, by the forward that stock ``generate`` would begin with for it alone."""
+        cache, ids, columns = own_cache(self._model), self._prompt.tokens, self._prompt.columns_of(row)
+        inputs = {
+            name: value[..., row : row + 1, columns] if _is_by_token(value, ids) else value
+            for name, value in self._inputs.items()
+        }
+        own_ids = ids[row : row + 1, columns]
+        inputs = self._model.prepare_inputs_for_generation(
+            own_ids, past_key_values=cache, is_first_iteration=True, **inputs
+        )
+        logits, length = self._model(**inputs, return_dict=True).logits[0, -1], len(columns) - 1
+        held, last = (
+            list(cached_tensors(cache, 0, part, length + 1))
+            for part in (torch.arange(length), torch.arange(length, length + 1))
+        )
+        offset = _last_position(inputs.get("position_ids"), 0, length) - length
+        return Prefilled(held, length, offset, None, logits, last)
 
     @torch.no_grad()
     def _process(self) -> list[Prefilled]:

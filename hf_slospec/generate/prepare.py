@@ -165,6 +165,10 @@ def _call(
     prompt = PromptInputs.of(stock.input_ids, inputs, stock.config, model.get_input_embeddings(), bool(names))
     whole = None if encoder is not None else WholePrompts.of(speculator.target.packed, prompt, inputs, names)
     stages = stages_by_row(slo, len(stock.input_ids), stock.config.num_return_sequences, arguments.get("tokenizer"))
+    if speculator.config.deterministic and any(stage.tpot_slo_s is not None for row in stages for stage in row):
+        raise UnsupportedOptionError(
+            'deterministic=True cannot be combined with slo_tpot, which steers by the clock; exact="self" can'
+        )
     rows = Rows(
         stock.input_ids, prompt, whole, encoder, stock.config, stock.criteria, stages, arrived_s,
         arguments.get("streamer"),

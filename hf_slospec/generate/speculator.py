@@ -19,6 +19,7 @@ from hf_slospec.engine.request import Request
 from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.models.checked_model import CheckedModel
+from hf_slospec.models.costs.counted import counted_cost
 from hf_slospec.models.device.memory import MemoryUse
 from hf_slospec.models.inspection.properties import vocab_size
 from hf_slospec.models.packed.features_trial import check_features
@@ -89,7 +90,10 @@ class Speculator:
 
     @property
     def costs(self) -> StepCosts:
-        """The cost model, kept until the costs of a model are measured again."""
+        """The cost model, kept until the costs of a model are measured again; with ``deterministic``, a new one."""
+        if self.config.deterministic:
+            level = HOST_LEVEL if self.draft is None else counted_cost(self.draft.packed)
+            return StepCosts(counted_cost(self.target.packed), level, is_fixed=True)
         with self.lock:  # measuring uses the K/V cache of both models
             verify = self.target.cost
             draft_level = self._draft_level
@@ -124,7 +128,8 @@ class Speculator:
         make_policy = self.make_policy if config is None else None
         config = config or self.config
         is_same_shape = (config.max_depth, config.max_width) == (self.config.max_depth, self.config.max_width)
-        history = self.history if is_same_shape else SpeculationHistory(config)
+        is_kept = is_same_shape and not config.deterministic
+        history = self.history if is_kept else SpeculationHistory(config)
         return new_policy(config, costs, history, make_policy, vocab_size(self.target.model))
 
     def new_target(

@@ -14,6 +14,7 @@ from hf_slospec.lab.policies.smartspec_tree import HeadsPolicy
 from hf_slospec.lab.policies.static_tree import StaticTreePolicy
 from hf_slospec.lab.policies.thesis import CappedThesisSLOPolicy, ThesisPolicy, ThesisSLOPolicy
 from hf_slospec.lab.policies.turbospec import TurboSpecPolicy
+from hf_slospec.lab.policies.vllm_adaptive import VLLMAdaptivePolicy
 from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.systems import config_of
 from hf_slospec.lab.texts import Recording, TextModel
@@ -42,5 +43,5 @@ __all__ = [
 register(
     *(AdaSpecPolicy, ThesisPolicy, ThesisSLOPolicy, CappedThesisSLOPolicy),
     *(SmartSpecPolicy, SmartSpecRequestsPolicy, ConfidencePolicy, HeadsPolicy, TurboSpecPolicy),
-    *(SLOsServePolicy, SequoiaPolicy, StaticTreePolicy),
+    *(SLOsServePolicy, SequoiaPolicy, StaticTreePolicy, VLLMAdaptivePolicy),
 )

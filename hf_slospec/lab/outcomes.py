@@ -41,6 +41,8 @@ class Outcome:
     ttft_s: float
     worst_tpot_s: float | None  # maximum over any 10 consecutive tokens
     attained: bool | None  # by the definition of RequestMetrics
+    window_guarantee: float | None  # probability with which windows_kept was guaranteed
+    windows_kept: bool | None  # every window of 10 tokens met the TPOT SLO
 
     @classmethod
     def of(cls, request: Request, job: Job, replica: int, decode_begun_s: float, reroutes: int) -> Outcome:
@@ -68,6 +70,8 @@ class Outcome:
             ttft_s=metrics.ttft_s if metrics.ttft_s is not None else math.nan,
             worst_tpot_s=metrics.worst_tpot_s,
             attained=metrics.attained,
+            window_guarantee=metrics.window_guarantee,
+            windows_kept=metrics.windows_kept,
         )
 
 

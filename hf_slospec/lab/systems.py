@@ -27,6 +27,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "vllm-spec4": dict(policy="fixed", max_depth=4, max_width=1, **UNCHUNKED),
     "vllm-spec6": dict(policy="fixed", max_depth=6, max_width=1, **UNCHUNKED),
     "vllm-spec8": dict(policy="fixed", max_depth=8, max_width=1, **UNCHUNKED),
+    "vllm-adaptive": dict(policy="vllm-adaptive", max_depth=7, max_width=1, **UNCHUNKED),
     "sarathi": dict(policy="none", **CHUNKED),
     "adaserve": ADASERVE,
     "smartspec": dict(policy="smartspec", max_depth=8, max_width=1, **UNCHUNKED),

@@ -16,6 +16,7 @@ from hf_slospec.models.device.threads import release_openmp_threads, warn_if_ove
 from hf_slospec.models.inspection.hooks import changing_hooks
 from hf_slospec.models.inspection.properties import autocast_dtype, check_embeds_tokens, evaluating, input_device
 from hf_slospec.models.inspection.ranks import Ranks
+from hf_slospec.models.packed.exact_trial import check_exact
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.trial import check_by_trial, counts_padding
 
@@ -44,7 +45,7 @@ class CheckedModel:
         check_embeds_tokens(model)
         self.model, self.config, self.measure_s = model, config, measure_s
         self._new_ranks: Callable[[Any], Ranks] = Ranks if target is None else target.with_draft
-        self.ranks = self._new_ranks(model)
+        self.ranks, self._is_target = self._new_ranks(model), target is None
         self.lock = FairLock(release_openmp_threads)
         self._renewing = FairLock()  # taken after `lock` where both are held
         self._placement: tuple[Any, ...] | None = None
@@ -73,8 +74,11 @@ class CheckedModel:
                     self._new_ranks(self.model)
                 config = self.config
                 options = config.attention, config.prepack, config.cuda_graphs, config.fused_layers, config.compile
-                packed = PackedModel(self.model, *options, ranks=self.ranks)
+                exact = config.exact if self._is_target else None
+                packed = PackedModel(self.model, *options, exact, config.deterministic, ranks=self.ranks)
                 check_by_trial(packed)
+                if exact:
+                    check_exact(packed)
                 if self._placement is not None:  # engines that still use the old one must notice changes, too
                     packed.fingerprint = self._packed.fingerprint
                 self._packed, self._placement, self._cost = packed, placement, None

@@ -123,7 +123,7 @@ class PackedTarget(Target):
             self._check_ranks(requests, trees, chunks)
         num_nodes = [tree.num_nodes - 1 for tree in trees] + [0] * len(chunks)
         self.sequences.reserve([*requests, *(chunk.request for chunk in chunks)], num_nodes)
-        whole = {request: logits for request in requests if (logits := self._prefill_whole(request)) is not None}
+        whole = {request: done for request in requests if (done := self._prefill_whole(request)) is not None}
         self._begins, self._features = {}, None
         parts, logit_rows, read_rows, begin = [], list[Rows](), dict[Request, Rows](), 0
         for request, tree in zip(requests, trees, strict=True):
@@ -151,6 +151,11 @@ class PackedTarget(Target):
             raise
         recycled, prompt_logits = logits[: num_prompt + num_chosen], logits[num_prompt + num_chosen :]
         logits = recycled[num_prompt:]
+        roots = dict(zip(requests, np.cumsum([0, *(tree.num_nodes for tree in trees)])[:-1].tolist(), strict=True))
+        for request, done in whole.items():
+            if done.last is not None and done.logits is not None:
+                self.sequences.replace(request, done.last)
+                logits[roots[request]] = done.logits
         per_request_logits = prompt_logits.split([len(rows) for rows in read_rows.values()])
         for request, read in zip(read_rows, per_request_logits, strict=True):
             if (reader := request.params.prompt_reader) is not None and len(read):
@@ -160,15 +165,16 @@ class PackedTarget(Target):
         choices, make_choosers = self.sampler.choose(requests, logits, trees)
         choosers = make_choosers(choices.tolist())  # the host waits for the device
         if recycler is not None:
-            roots = [len(request.tokens) - 1 for request in requests]
-            verified = map(_Recycled, requests, roots, trees, logit_rows)
+            begins = [len(request.tokens) - 1 for request in requests]
+            verified = map(_Recycled, requests, begins, trees, logit_rows)
             _recycle(recycler, [*prompts, *verified], *successors)
         if not whole:
             return choosers
-        roots = np.cumsum([0, *(tree.num_nodes for tree in trees)])[:-1].tolist()
         return [
-            chooser if (expected := whole.get(request)) is None else self._checked(chooser, logits[root], expected)
-            for request, chooser, root in zip(requests, choosers, roots, strict=True)
+            chooser
+            if (done := whole.get(request)) is None or done.last is not None or done.logits is None
+            else self._checked(chooser, logits[roots[request]], done.logits)
+            for request, chooser in zip(requests, choosers, strict=True)
         ]
 
     def _prompts_to_recycle(self, requests: Sequence[Request], chunks: Sequence[Chunk]) -> list[_Recycled]:
@@ -204,15 +210,20 @@ class PackedTarget(Target):
         work += [self.sequences.uncached(chunk.request)[: chunk.num_tokens] for chunk in chunks]
         self.sequences.packed.ranks.check_equal(work)
 
-    def _prefill_whole(self, request: Request) -> torch.Tensor | None:
-        """Prefill a prompt that needs the model's own forward; return the logits [vocab] after it, if known."""
+    def _prefill_whole(self, request: Request) -> Prefilled | None:
+        """Prefill a prompt that needs the model's own forward; return it if its last token comes next."""
         prefill = request.params.prefill
         if prefill is None or self.sequences.num_cached(request):
             return None
         done: Prefilled = prefill()
         self.sequences.load(request, done.layers, done.length, done.position_offset, done.states)
         self.sequences.withhold(request)  # equal tokens may stand for other images
-        return done.logits if len(self.sequences.uncached(request)) == 1 else None
+        if len(self.sequences.uncached(request)) == 1:
+            return done
+        if done.last is not None:  # later tokens see it
+            self.sequences.replace(request, done.last)
+            self.sequences.of(request).length += 1
+        return None
 
     def _checked(self, chooser: Chooser, logits: torch.Tensor, expected: torch.Tensor) -> Chooser:
         """Return the chooser, or one that raises if ``logits`` are not those of the model's own forward.

@@ -20,6 +20,12 @@ class AdaServeOptions(PolicyOptions):
     """Settings of ``adaserve``."""
 
     depth_offset: int = Field(0, ge=0, description="c1 of AdaServe's equation 8: larger means shallower trees.")
+    width_offset: int = Field(0, description="c2 of AdaServe's equation 9: larger means wider trees.")
+    min_depth: int = Field(
+        0,
+        ge=0,
+        description="D_min of AdaServe's equation 8. The paper's systems have 3 and 4, and never stop drafting.",
+    )
     slo_order: SLOOrder = Field(
         "ascending", description="Order of the requests in the SLO phase, by the tokens they require."
     )
@@ -31,7 +37,8 @@ class AdaServeOptions(PolicyOptions):
 class AdaServePolicy(NamedPolicy):
     """Policy that selects nodes for TPOT SLOs first, and spends the whole token budget on every step.
 
-    As in the paper, the draft's probabilities are not calibrated, and nothing is learned.
+    As in the paper, the draft's probabilities are not calibrated. Step times come from the cost model, which measured
+    steps correct; the artifact adds 5 % to constant ones.
     """
 
     name, options = "adaserve", AdaServeOptions
@@ -49,6 +56,8 @@ class AdaServePolicy(NamedPolicy):
             max_useful_depth(requests, self.config.max_depth),
             self.config.max_width,
             self.settings.depth_offset,
+            self.settings.width_offset,
+            self.settings.min_depth,
         )
         candidates, plan = yield Plan(depth, width)
         candidates = without_useless_nodes(requests, candidates)

@@ -25,22 +25,30 @@ def required_tokens(elapsed_s: float, emitted: int, step_time_s: float, tpot_slo
 
 
 def adaptive_shape(
-    num_requests: int, verify_tokens: int, draft_tokens: int, max_depth: int, max_width: int, depth_offset: int = 0
+    num_requests: int,
+    verify_tokens: int,
+    draft_tokens: int,
+    max_depth: int,
+    max_width: int,
+    depth_offset: int = 0,
+    width_offset: int = 0,
+    min_depth: int = 0,
 ) -> tuple[int, int]:
-    """Return depth and beam width for this many requests (AdaServe, equations 8 and 9 with D_min = 0 and c2 = 0).
+    """Return depth and beam width for this many requests (AdaServe, equations 8 and 9).
 
-    D_min = 0 lets speculation stop when the batch alone fills the verifier, which the paper's D_min >= 3 cannot.
+    [FIX] D_min = 0 lets speculation stop when the batch alone fills the verifier, which the paper's D_min >= 3 cannot.
 
     Args:
         num_requests: n, requests that decode in the step.
         verify_tokens: B1, nodes that the target verifies per step at most, roots included.
         draft_tokens: B2, tokens that the draft forwards per level at most.
         max_depth, max_width: D_max and W_max.
-        depth_offset: c1.
+        depth_offset, width_offset: c1 and c2.
+        min_depth: D_min.
     """
     depth = verify_tokens // (num_requests + depth_offset) - 1
-    width = draft_tokens // num_requests
-    return min(max(depth, 0), max_depth), min(max(width, 1), max_width)
+    width = draft_tokens // num_requests + width_offset
+    return min(max(depth, min_depth), max_depth), min(max(width, 1), max_width)
 
 
 def count_until(needed: float, path_probs: FloatArray, at_most: int) -> int:

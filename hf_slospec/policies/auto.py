@@ -194,13 +194,14 @@ class AutoPolicy(NamedPolicy):
         if all(request.tpot_slo_s is None for request in requests):
             return np.ones(len(requests))
         history, recent = self.history, self.costs.recent
-        columns = [(r.tpot_slo_s or np.inf, *r.decoded(begun_s), r.num_left_in_stage) for r in requests]
+        columns = [(r.tpot_slo_s or np.inf, *r.pace(begun_s)) for r in requests]
         progress = SLOProgress(*np.array(columns, np.float64).T)
         needed = progress.needed_rate(recent.step_s)
         has_history = history.depths.num_observed > MIN_DRAFTED_STEPS
         is_unattainable = (needed > UNATTAINABLE * history.max_tokens) & has_history
         for index in np.flatnonzero(is_unattainable).tolist():
-            self._warn_once(requests[index], float(needed[index]))
+            if not requests[index].has_open_guarantee:  # a lost window says nothing about the rest of the request
+                self._warn_once(requests[index], float(needed[index]))
         cushion = progress.cushion(needed, recent.tokens, history.variance**0.5)
         return urgency(progress.behind(recent.step_s), cushion, is_unattainable, self.config.urgency)
 

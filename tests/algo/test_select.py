@@ -222,6 +222,12 @@ def test_adaptive_shape(
     assert adaptive_shape(num_requests, verify_tokens, draft_tokens, 6, 4, depth_offset) == expected
 
 
+def test_the_printed_bounds_and_offsets_are_options() -> None:
+    assert adaptive_shape(500, 512, 96, 8, 3, min_depth=4) == (4, 1)
+    assert adaptive_shape(48, 512, 96, 8, 3, width_offset=1) == (8, 3)
+    assert adaptive_shape(48, 512, 96, 8, 3, width_offset=-4) == (8, 1)
+
+
 def test_adaptive_shape_without_depth() -> None:
     assert adaptive_shape(1, 64, 96, 0, 4) == (0, 4)
 

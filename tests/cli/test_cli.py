@@ -174,7 +174,9 @@ def test_version_and_help() -> None:
     assert "bench" in RUN.invoke(app, ["--help"]).output
 
 
-@pytest.mark.parametrize("command", ["generate", "serve", "demo", "bench", "profile", "check", "simulate"])
+@pytest.mark.parametrize(
+    "command", ["generate", "serve", "demo", "bench", "profile", "check", "simulate", "train-drafter"]
+)
 def test_help_teaches_by_example(command: str) -> None:
     output = RUN.invoke(app, [command, "--help"]).output
     assert f"hf_slospec {command} " in output

@@ -64,6 +64,7 @@ def _stop_before_work(patch: pytest.MonkeyPatch) -> None:
 
     import hf_slospec.cli.model_check as check_module
     import hf_slospec.demo.serve as demo
+    import hf_slospec.drafters.training.run as training
     import hf_slospec.tiny.load as load
 
     def stop(*_: Any, **__: Any) -> Any:
@@ -76,7 +77,7 @@ def _stop_before_work(patch: pytest.MonkeyPatch) -> None:
 
     places: list[tuple[ModuleType | type, str]] = [
         (load, "inflate"), (benchmark.Bench, "__init__"), (profiling, "profile"),
-        (checking, "check"), (check_module, "ModelCheck"), (uvicorn.Server, "run"),
+        (checking, "check"), (check_module, "ModelCheck"), (uvicorn.Server, "run"), (training, "collect"),
     ]  # fmt: skip
     for where, name in places:
         patch.setattr(where, name, stop)
@@ -151,6 +152,11 @@ COMMANDS: dict[str, Options] = {
     "demo": MODEL | DRAFTER | {
         "host": words, "port": whole, "password": words, "api-key": words,
         "server": st.sampled_from(("http://127.0.0.1:9", "http://[", "http://127.0.0.1:99999", "x://y", "")),
+    },
+    "train-drafter": {name: own for name, own in MODEL.items() if name in ("target", "dtype", "device")} | {
+        "kind": st.sampled_from(("eagle3", "mtp", "x")), "out": paths, "data": paths, "exclude": paths, "texts": whole,
+        "seq-len": st.sampled_from(("96", "1")), "levels": whole, "draft-vocab": whole, "features-gb": real,
+        "layout": st.sampled_from(("sglang", "x")), "minutes": real, "seed": whole,
     },
     "simulate": {
         "system": configs.map("auto ".__add__) | st.sampled_from(("auto", "vllm", "x", "oracle", "{}", "auto {")),

@@ -277,6 +277,8 @@ def test_what_is_refused() -> None:
         SLOSpecGenerator(tiny_model("llama"), tiny_text_model("Bart"))
     with pytest.raises(IncompatibleDraftError, match="takes input_ids and that of the target input_features"):
         SLOSpecGenerator(model, tiny_text_model("Bart"))
+    with pytest.raises(UnsupportedOptionError, match="it attends to an encoder"):
+        SLOSpecGenerator(model, config=SLOSpecConfig(exact="self"))
     bart = SLOSpecGenerator(tiny_text_model("Bart"), config=CONFIG)
     padded = dict(decoder_input_ids=torch.tensor([[0, 3, 5]]), decoder_attention_mask=torch.tensor([[0, 1, 1]]))
     with pytest.raises(hf_slospec.UnsupportedInputError, match="counts them as text"):

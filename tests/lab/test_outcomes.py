@@ -57,6 +57,7 @@ def test_slos_serve_looks_at_any_ten_tokens() -> None:
     worst_s = (1.0 + 9 * 2.0 / 29) / 10
     outcome = outcome_of(uneven, 0.11, begun_s=0.0)
     assert outcome.worst_tpot_s == pytest.approx(worst_s)
+    assert outcome.windows_kept is (outcome.worst_tpot_s <= outcome.tpot_slo_s)
     assert verdicts(outcome) == [True, True, False]
     assert verdicts(outcome_of(uneven, worst_s + 1e-9, begun_s=0.0)) == [True, True, True]
 

@@ -34,7 +34,7 @@ VERBS = set(
     Find Fit Forward Free Give Grow Guarantee Halve Hand Handle Keep Lay Learn Leave Lend Let Load Log Make Measure
     Move Pass Plot Preempt Prefill Prepare Print Propose Publish Queue Raise Read Recall Record Reduce Refuse Release
     Remove Replace Reserve Reset Return Run Save Select Send Serve Set Show Simulate Split Stage Start Stop Stream
-    Submit Take Time Translate Update Use Validate Wait Walk Write Yield
+    Submit Take Time Train Translate Update Use Validate Wait Walk Write Yield
     """.split()
 )
 BANNED = (

@@ -13,7 +13,7 @@ import hf_slospec
 from hf_slospec.cli.app import app
 
 HEAVY = ("torch", "transformers", "gradio", "fastapi", "httpx", "httpx2", "ray", "matplotlib", "openai", "accelerate")
-COMMANDS = ("generate", "serve", "demo", "bench", "profile", "check", "simulate")
+COMMANDS = ("generate", "serve", "demo", "bench", "profile", "check", "simulate", "train-drafter")
 SIMULATED = "simulate --system auto --number 4 --rate 1".split()
 
 

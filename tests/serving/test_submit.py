@@ -64,6 +64,24 @@ def test_mixed_requests_give_what_generate_gives_for_each_alone(
     assert [handle.seed for handle in handles] == [options.get("seed") for options in MIXED]
 
 
+def test_a_guarantee_with_a_probability_changes_no_token_and_is_reported(pair: tuple[Any, Any, Any]) -> None:
+    target, draft, tokenizer = pair
+    with SLOSpecGenerator(target, draft, tokenizer, CONFIG.model_copy(update={"guarantee": 0.9})) as generator:
+        options: list[dict[str, Any]] = [dict(slo_tpot=60.0), dict(slo_tpot=1e-9), dict()]
+        sampled = dict(do_sample=True, seed=3, max_new_tokens=25)
+        results = [generator.submit(prompt, **sampled, **own) for prompt, own in zip(PROMPTS, options, strict=False)]
+        for prompt, handle in zip(PROMPTS, results, strict=False):
+            assert handle.result(WAIT_S).token_ids == alone(pair, prompt, **sampled)
+        reported = [(handle.metrics.window_guarantee, handle.metrics.windows_kept) for handle in results]
+        assert reported == [(0.9, True), (None, False), (None, None)]
+        inputs = tokenizer(PROMPTS[:2], return_tensors="pt", padding=True, padding_side="left")
+        out = generator.generate(**inputs, max_new_tokens=25, slo_tpot=[60.0, None], return_dict_in_generate=True)
+        late = generator.generate(**inputs, max_new_tokens=25, slo_tpot=[60.0, 1e-9], return_dict_in_generate=True)
+    assert out.sequences.tolist() == target.generate(**inputs, max_new_tokens=25).tolist()
+    assert [(row.window_guarantee, row.windows_kept) for row in out.slo] == [(0.9, True), (None, None)]
+    assert [row.window_guarantee for row in late.slo] == [None, None]  # all of them or none
+
+
 def test_a_drawn_seed_can_be_used_again(served: SLOSpecGenerator) -> None:
     first = served.submit(PROMPTS[0], do_sample=True, max_new_tokens=20)
     again = served.submit(PROMPTS[0], do_sample=True, max_new_tokens=20, seed=first.seed)

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from hf_slospec.cli.options import ConfigJSON, option, settings_of, usage_errors, with_options
+from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import InvalidInputError, describe_validation_error
 from hf_slospec.extras import need
 from hf_slospec.serving.openai.limits import RequestLimits
@@ -28,6 +29,7 @@ KEYS = TypeAdapter(dict[str, SLOLimits])
     *(option(ServeOptions, name, kind=Path | None) for name in FILES),
     *(option(SLOLimits, name) for name in LIMITS),
     option(ServeOptions, "bounds", kind=str, default="{}"),
+    option(SLOSpecConfig, "guarantee"),
 )
 def serve(
     given: dict[str, Any],
@@ -65,7 +67,10 @@ def serve(
             keys |= read_keys(api_key_file)
             if not keys:
                 raise InvalidInputError(f"--api-key-file {api_key_file} has no key; leave it out to serve all")
-        options = ServeOptions(**given, limits=limits, api_keys=keys, config=settings_of(config))
+        settings = settings_of(config)
+        if (guarantee := given.pop("guarantee")) is not None:
+            settings = settings_of(json.dumps({**json.loads(config), "guarantee": guarantee}), field="guarantee")
+        options = ServeOptions(**given, limits=limits, api_keys=keys, config=settings)
         if replicas is None:
             from hf_slospec.serving.openai.serve import serve as run
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hf_slospec.algo.metrics import WINDOW
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.protocols import Chunk, Schedule
 from hf_slospec.engine.request import Request, RequestParams
@@ -18,10 +19,12 @@ from hf_slospec.engine.scheduling.guarantees import (
     planned_tpot_slo_s,
     possible_slos,
     prefill_deadline_s,
+    tightest_tpot_slo_s,
 )
 from hf_slospec.engine.scheduling.kv_room import KVRoom
 from hf_slospec.engine.scheduling.prefill import prefill_budget
 from hf_slospec.engine.scheduling.queue import Undecided, WaitingQueue
+from hf_slospec.engine.scheduling.window_guarantees import WindowGuarantees
 from hf_slospec.engine.step_times import StepCosts
 
 STARVING = 0  # first rank in the queue
@@ -31,6 +34,7 @@ OVERDUE_CHUNK = 16  # minimum prefill tokens of a step for a request that was sk
 AHEAD = 0.95  # share of its TPOT SLO that a guaranteed request is served at
 SAVES = 1.05  # factor of a step's seconds that skipping best-effort requests must save
 WAIT = 8.0  # steps that a guaranteed request must be ahead of its SLO to be skipped in one
+TYPICAL = 8.0  # steps of its own that count as much as the average over requests in a request's tokens per step
 MAX_PREEMPTED = 3  # times a request is preempted before it keeps its slots
 OUTPUT_WEIGHT = 0.1  # weight of a finished request in the average length of outputs
 MAX_SKIPPED = 32  # consecutive steps in which a running request is skipped for others
@@ -68,9 +72,15 @@ class ContinuousScheduler:
         admission: AdmissionName = "slo",
         prefill: PrefillName = "beside",
         num_reusable: Callable[[Request], int] = lambda request: 0,
+        guarantee: float | None = None,
     ):
-        """Create an empty scheduler; ``num_reusable`` is that of the :class:`Target`."""
-        self.num_reusable = num_reusable
+        """Create an empty scheduler.
+
+        Args:
+            num_reusable: that of the :class:`Target`.
+            guarantee: probability with which guaranteed requests keep their TPOT SLOs over every window of ten tokens.
+        """
+        self.num_reusable, self.windows = num_reusable, WindowGuarantees(guarantee, costs.recent)
         self.limits, self.costs, self.admission, self.prefill = limits, costs, admission, prefill
         self.waiting = WaitingQueue(self._rank, self._next_rank_s)
         self.running: list[Request] = []
@@ -119,6 +129,8 @@ class ContinuousScheduler:
         self._drop(request)
         if request.finish_reason in ("stop", "length"):
             self.output_tokens += OUTPUT_WEIGHT * (max(request.num_emitted, 1) - self.output_tokens)
+            self.windows.output_tokens = self.output_tokens
+        self.windows.end(request)
         self._has_changed = True
         self.room.relax()
 
@@ -131,8 +143,9 @@ class ContinuousScheduler:
         self._protected.discard(request)
 
     def observe(self, step: StepEvent) -> None:
-        """Raise the share of work again after a step that fitted into memory."""
+        """Raise the share of work again after a step that fitted into memory, and learn from missed windows."""
         self._share = min(1.0, self._share * 1.05)
+        self.windows.observe()
 
     def enter(self, now_s: float) -> list[Request]:
         """Give guarantees and slots to waiting requests, in order; return the requests preempted for them."""
@@ -179,17 +192,18 @@ class ContinuousScheduler:
         for request in [request for request in self.running if request in self._undecided and is_lost(request)]:
             self._undecided.remove(request)
         if self._has_changed and len(self._undecided):
-            earliest = self._undecided.earliest(MAX_CANDIDATES, possible_slos(self.costs), is_lost)
+            is_possible = possible_slos(self.costs, self.windows)
+            earliest = self._undecided.earliest(MAX_CANDIDATES, is_possible, is_lost)
             self._has_changed = self._guarantee(earliest, now_s)
 
     def _lost(self, now_s: float) -> Callable[[Request], bool]:
-        """Return a function that returns whether a request's TTFT SLO cannot be met any more."""
+        """Return a function that returns whether a request's SLOs cannot be guaranteed any more: it is too late."""
         chunk = self.limits.prefill_chunk
         fastest = chunk / self.costs.step_at(0, chunk)  # tokens per second
 
         def is_lost(request: Request) -> bool:
             left_s = prefill_deadline_s(request) - now_s
-            return (
+            return self.windows.is_too_late(request) or (
                 not request.num_emitted
                 and request.num_uncached > fastest * left_s  # cheap test first, since num_reusable is slow
                 and request.num_uncached - self.num_reusable(request) > fastest * left_s
@@ -209,10 +223,15 @@ class ContinuousScheduler:
             return False
         slots = min(self.room.slots, self.room.target_slots)  # a loan may end before the requests enter
         kv_free = slots - self._held(unmovable)
-        admitted = guaranteeable(undecided, before, kv_free, self._kv_needed, self.num_reusable, self.costs, now_s)
+        admitted = guaranteeable(
+            undecided, before, kv_free, self._kv_needed, self.num_reusable, self.costs, self.windows, now_s
+        )
+        if len(admitted) < len(undecided):
+            self.windows.refused_s = now_s
         admitted.sort(key=lambda request: (request.params.priority, prefill_deadline_s(request)))
         for request in admitted[:max_admitted]:
             request.is_guaranteed = True
+            self.windows.give(request, tightest_tpot_slo_s(request), now_s)
             self._undecided.remove(request)
             if request in self.waiting:
                 self._queue(request, self._waiting_since[request])
@@ -305,7 +324,7 @@ class ContinuousScheduler:
             in_order = sorted(decoding, key=lambda request: -self._num_skipped.get(request, 0))
             kept = set(in_order[: max(math.ceil(self._share * len(decoding)), 1)])
         elif decoding and (all_s := self.costs.step_at(len(decoding))) > allowed_s:
-            spare = [r for r in decoding if r.is_best_effort or self._due_s(r, now_s) > WAIT * all_s]
+            spare = [r for r in decoding if r.is_best_effort or self._due_s(r, now_s, all_s) > WAIT * all_s]
             spare.sort(key=lambda request: -self._num_skipped.get(request, 0))  # stable: otherwise in order of arrival
             num_must = len(decoding) - len(spare)
             least_s = self.costs.step_at(max(num_must, 1))
@@ -318,12 +337,25 @@ class ContinuousScheduler:
             self._num_skipped[request] = 0 if request in kept else self._num_skipped.get(request, 0) + 1
         return [request for request in decoding if request in kept]
 
-    def _due_s(self, request: Request, now_s: float) -> float:
-        """Return the seconds within which a step with the request must end to keep up with its TPOT SLO."""
+    def _due_s(self, request: Request, now_s: float, step_s: float) -> float:
+        """Return the seconds within which a step with the request must end to keep up with its TPOT SLO.
+
+        A window of ten tokens that was guaranteed must leave time for the rest of it, at the planned share of the SLO.
+
+        Args:
+            step_s: seconds of a step of all decoding requests.
+        """
         if request.tpot_slo_s is None:
             return math.inf
-        elapsed_s, emitted = request.decoded(now_s)
-        return AHEAD * request.tpot_slo_s * (emitted + self.costs.recent.tokens) - elapsed_s
+        tokens = self.costs.recent.tokens
+        if not request.has_open_guarantee:
+            elapsed_s, emitted = request.decoded(now_s)
+            return AHEAD * request.tpot_slo_s * (emitted + tokens) - elapsed_s
+        share, stats = self.windows.share(tightest_tpot_slo_s(request)), request.stats
+        own = (request.num_emitted - stats.num_resumed + TYPICAL * tokens) / (stats.num_steps + TYPICAL)
+        token_s = min(step_s / min(own, tokens) / share, request.tpot_slo_s)
+        elapsed_s, emitted = request.tightest_window(now_s, token_s)
+        return AHEAD * WINDOW * request.tpot_slo_s - elapsed_s - token_s * max(WINDOW - emitted - tokens, 0.0)
 
     def _allowed_s(self, decoding: list[Request], now_s: float) -> float:
         """Return the seconds that the step may take so that no guaranteed request falls behind; 0 if one already has.
@@ -336,12 +368,12 @@ class ContinuousScheduler:
         if not guaranteed:
             return math.inf
         allowed_s, alone_s = math.inf, self.costs.step_at(1) / self.costs.recent.tokens  # alone: seconds per token
+        step_s = self.costs.step_at(len(decoding))
         for request in guaranteed:
             assert request.tpot_slo_s is not None
-            elapsed_s, emitted = request.decoded(now_s)
-            num_left = request.num_left_in_stage
+            elapsed_s, emitted, num_left = request.pace(now_s)
             if request.tpot_slo_s * (emitted + num_left) - elapsed_s >= num_left * alone_s:
-                allowed_s = min(allowed_s, max(self._due_s(request, now_s), 0.0))
+                allowed_s = min(allowed_s, max(self._due_s(request, now_s, step_s), 0.0))
         return allowed_s
 
     def _chunks(self, decoding: list[Request], allowed_s: float, now_s: float) -> list[Chunk]:
@@ -353,7 +385,9 @@ class ContinuousScheduler:
         prefilling.sort(key=lambda request: (request not in overdue, self._rank(request, now_s)))
         guaranteed = [request for request in prefilling if not request.is_best_effort]
         max_tokens = max(int(self.limits.prefill_chunk * self._share), 1)
-        left = prefill_budget(self.prefill, self.costs, len(decoding), guaranteed, max_tokens, allowed_s, now_s)
+        # Prompts without a TTFT SLO make no guaranteed window late.
+        due = [r for r in guaranteed if self.windows.probability is None or r.params.ttft_slo_s is not None]
+        left = prefill_budget(self.prefill, self.costs, len(decoding), due, max_tokens, allowed_s, now_s)
         if overdue or guaranteed:
             left = max(left, min(OVERDUE_CHUNK if overdue else MIN_CHUNK, max_tokens))
         chunks = list[Chunk]()

@@ -11,6 +11,7 @@ import numpy as np
 from hf_slospec.algo.admission import Candidate, admitted, prefill_rate
 from hf_slospec.algo.latency_curves import LatencyCurve
 from hf_slospec.engine.request import Request
+from hf_slospec.engine.scheduling.window_guarantees import MARGIN, WindowGuarantees
 from hf_slospec.engine.step_times import StepCosts, rounded
 
 MAX_TIERS = 3  # classes of TPOT SLOs; the number of states grows exponentially with it
@@ -18,7 +19,6 @@ MAX_CANDIDATES = 16  # requests of one decision: those with the earliest deadlin
 MAX_PRIORITIES = 3  # priorities that one decision tells apart; all higher numbers count as the last
 MAX_CHAIN = 8  # nodes of a chain, root included
 MAX_STEP = 1024  # tokens
-MARGIN = 0.85  # share of each SLO that is planned with, since the tokens per step vary
 
 
 def tightest_tpot_slo_s(request: Request) -> float:
@@ -34,14 +34,30 @@ def prefill_deadline_s(request: Request) -> float:
 
 
 def planned_tpot_slo_s(request: Request) -> float:
-    """Return the planned seconds per token of a request, rounded so that few values differ."""
+    """Return the seconds per token of a request to plan with by default, rounded so that few values differ."""
     return rounded(MARGIN * tightest_tpot_slo_s(request))
 
 
-def possible_slos(costs: StepCosts) -> Callable[[float], bool]:
-    """Return a function that returns whether a request alone can be decoded in these seconds per token."""
+def possible_slos(costs: StepCosts, windows: WindowGuarantees) -> Callable[[float], bool]:
+    """Return a function of :func:`planned_tpot_slo_s` that returns whether a request alone can be decoded in time."""
     speed = _speed(costs)
-    return lambda planned_s: _rate(*speed, (planned_s,), (1,)) >= 0.0
+
+    def is_possible(planned_s: float) -> bool:
+        tpot_slo_s = planned_s / MARGIN
+        return _rate(*speed, (rounded(windows.share(tpot_slo_s) * tpot_slo_s),), (1,)) >= 0.0
+
+    return is_possible
+
+
+def guarantee_windows(requests: Sequence[Request], costs: StepCosts, windows: WindowGuarantees) -> None:
+    """Guarantee TPOT SLOs of a batch over windows of ten tokens, if all can be decoded fast enough together."""
+    windows.output_tokens = sum(request.params.max_new_tokens for request in requests) / len(requests)
+    tiers = tiers_of([tightest_tpot_slo_s(request) for request in requests])
+    planned_s = tuple(rounded(windows.share(tpot_slo_s) * tpot_slo_s) for tpot_slo_s in tiers)
+    counts = np.bincount([_tier_of(tiers, request) for request in requests], minlength=len(tiers))
+    if _rate(*_speed(costs), planned_s, tuple(counts.tolist())) >= 0.0:
+        for request in requests:
+            windows.give(request, tightest_tpot_slo_s(request), 0.0)
 
 
 def _speed(costs: StepCosts) -> tuple[LatencyCurve, float, float]:
@@ -57,6 +73,7 @@ def guaranteeable(
     kv_needed: Callable[[Request], int],
     num_reusable: Callable[[Request], int],
     costs: StepCosts,
+    windows: WindowGuarantees,
     now_s: float,
 ) -> list[Request]:
     """Return the undecided requests whose SLOs can be met in addition to those guaranteed before.
@@ -66,29 +83,26 @@ def guaranteeable(
         kv_free: slots that no guaranteed request holds.
         kv_needed: returns the slots of a request.
         num_reusable: returns the tokens of a request that need no prefill, since their K/V can be reused.
+        windows: returns the share of each SLO to plan with.
     """
-    speed, is_possible = _speed(costs), possible_slos(costs)
+    speed, is_possible = _speed(costs), possible_slos(costs, windows)
     possible = [request for request in undecided if is_possible(planned_tpot_slo_s(request))]
     candidates = sorted(possible, key=prefill_deadline_s)[:MAX_CANDIDATES]
     tiers = tiers_of([tightest_tpot_slo_s(request) for request in (*candidates, *guaranteed)])
     priorities = sorted({request.params.priority for request in (*candidates, *guaranteed)})
     rank = {priority: min(number, MAX_PRIORITIES - 1) for number, priority in enumerate(priorities)}
 
-    def tier_of(request: Request) -> int:
-        """Return the loosest tier that is not looser than the request's SLO."""
-        return max(int(np.searchsorted(tiers, tightest_tpot_slo_s(request), side="right")) - 1, 0)
-
     def candidate(request: Request, is_forced: bool) -> Candidate:
         deadline_s = MARGIN * (prefill_deadline_s(request) - now_s)
         tokens, slots = request.num_uncached - num_reusable(request), kv_needed(request)
-        return Candidate(deadline_s, tokens, slots, tier_of(request), rank[request.params.priority], is_forced)
+        return Candidate(deadline_s, tokens, slots, _tier_of(tiers, request), rank[request.params.priority], is_forced)
 
     running = [0] * len(tiers)
     for request in guaranteed:
-        running[tier_of(request)] += request.is_decoding
+        running[_tier_of(tiers, request)] += request.is_decoding
     forced = [request for request in guaranteed if not request.is_decoding]
     jobs = [*(candidate(request, False) for request in candidates), *(candidate(request, True) for request in forced)]
-    planned_s = tuple(rounded(MARGIN * tpot_slo_s) for tpot_slo_s in tiers)
+    planned_s = tuple(rounded(windows.share(tpot_slo_s) * tpot_slo_s) for tpot_slo_s in tiers)
 
     def rate(counts: tuple[int, ...]) -> float:
         return _rate(*speed, planned_s, counts)
@@ -102,6 +116,11 @@ def _rate(
     step_s: LatencyCurve, level_s: float, acceptance: float, tpot_slos_s: tuple[float, ...], counts: tuple[int, ...]
 ) -> float:
     return prefill_rate(step_s, tpot_slos_s, counts, acceptance, MAX_CHAIN, MAX_STEP, level_s)
+
+
+def _tier_of(tiers: Sequence[float], request: Request) -> int:
+    """Return the loosest tier that is not looser than the request's SLO."""
+    return max(int(np.searchsorted(tiers, tightest_tpot_slo_s(request), side="right")) - 1, 0)
 
 
 def tiers_of(tpot_slos_s: Sequence[float]) -> list[float]:

@@ -21,6 +21,7 @@ from hf_slospec.policies.settings import PolicySettings
 
 BIAS = 1.1  # factor on the goodput of plain decoding, for costs besides the forwards, as in the released code
 RECENT = 100  # steps that decide whether to draft for new requests
+RETRY = 20  # consecutive steps without drafts, of which the last one tries to draft again
 
 
 class SmartSpecOptions(PolicyOptions):
@@ -59,6 +60,10 @@ class SmartSpecPolicy(NamedPolicy):
 
     The acceptance rate is a moving average over all requests.
 
+    Retry: [FIX] nothing is learned where nothing is drafted, so as printed and released, speculation that was switched
+    off by low acceptance stays off as long as the batch does. Here every :data:`RETRY`-th consecutive step without
+    drafts takes the length that would be best at the initial acceptance rate, which is 0 if the batch is too large.
+
     Prefill disabling: requests that arrive while most recent steps drafted nothing are never drafted for, which saves
     the draft's prefill. [FIX] a step counts by the length that is best if all requests are drafted for; otherwise
     drafting would never resume once no request is drafted for.
@@ -76,6 +81,7 @@ class SmartSpecPolicy(NamedPolicy):
         self.undrafted: WeakSet[Request] = WeakSet()  # requests that are never drafted for
         self._seen: WeakSet[Request] = WeakSet()
         self._was_plain: deque[bool] = deque(maxlen=RECENT)
+        self._num_plain = 0  # consecutive steps without drafts, though some could have been used
 
     def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
         self._decide_on_new(requests)
@@ -104,6 +110,10 @@ class SmartSpecPolicy(NamedPolicy):
         if not is_drafted.all():
             useful = useful * is_drafted
             length, step_s = self._best(batch, useful)
+        if useful.any():
+            self._num_plain = 0 if length else self._num_plain + 1
+            if self._num_plain and self._num_plain % RETRY == 0:
+                length, step_s = self._best(batch, useful, rate=MovingAcceptance.START)
         lengths: IntArray = np.minimum(self._lengths(batch.requests, length, useful > 0), useful)
         return Chains(lengths, step_s)
 
@@ -131,14 +141,18 @@ class SmartSpecPolicy(NamedPolicy):
         """Return whether there is a draft model; without one, no prefill is saved by not drafting."""
         return float(self.costs.draft_s(1, 1, 1)) > 0.0
 
-    def _best(self, batch: Batch, proposed: IntArray, drafted_s: float | None = None) -> tuple[int, float]:
+    def _best(
+        self, batch: Batch, proposed: IntArray, drafted_s: float | None = None, rate: float | None = None
+    ) -> tuple[int, float]:
         """Return the common length limit with the highest goodput, and the predicted seconds of its step.
 
         Args:
             batch: the requests.
             proposed: [num_requests] int64, maximum tokens to propose; requests without any still commit one token.
             drafted_s: seconds that drafting has taken; None: drafting is still to come, and depends on the length.
+            rate: acceptance rate to assume; None: the observed one.
         """
+        rate = self.acceptance.rate if rate is None else rate
         num_requests, num_drafting = len(proposed), max(int(np.count_nonzero(proposed)), 1)
 
         def verified(lengths: IntArray) -> IntArray:
@@ -146,7 +160,7 @@ class SmartSpecPolicy(NamedPolicy):
             return each
 
         def tokens(lengths: IntArray) -> FloatArray:
-            total: FloatArray = chain_tokens(self.acceptance.rate, verified(lengths)).sum(axis=0)
+            total: FloatArray = chain_tokens(rate, verified(lengths)).sum(axis=0)
             return total
 
         def seconds(lengths: IntArray) -> FloatArray:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+import numpy as np
 from pydantic import Field
 
-from hf_slospec.algo.tree import TokenTree
+from hf_slospec.algo.tree import FloatArray, TokenTree
 from hf_slospec.engine.protocols import Plan, PolicyStep, Selection
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.step_times import StepCosts
@@ -57,12 +59,16 @@ class _ThesisPolicy(NamedPolicy):
 
 
 class ThesisPolicy(_ThesisPolicy):
-    """Policy that maximises expected tokens under a budget for all trees (N) and one per tree (S), by Algorithm 1."""
+    """Policy that maximises expected tokens under a budget for all trees (N) and one per tree (S), by Algorithm 1.
+
+    Drafting stops after a level of which no node is among the best N so far, as no child is better than its parent.
+    Drafters that do not draft level by level draft the whole planned depth.
+    """
 
     name, options = "thesis", ThesisOptions
 
     def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
-        return self._shape(requests)
+        return replace(self._shape(requests), goes_on=_adds_nodes(self.budget - len(requests)))
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
         config, candidates = self.config, without_useless_nodes(requests, candidates)
@@ -71,8 +77,24 @@ class ThesisPolicy(_ThesisPolicy):
         return selection_of([tree.subtree(kept) for tree, kept in zip(candidates, nodes, strict=True)])
 
 
+def _adds_nodes(budget: int) -> Callable[[FloatArray], bool]:
+    """Return a rule for :class:`Plan`: whether the latest level has nodes among the best so far, roots not counted."""
+    best = np.zeros(max(budget, 1))  # path probabilities, ascending
+
+    def goes_on(path_probs: FloatArray) -> bool:
+        nonlocal best
+        worst, best = best[0], np.sort(np.concatenate((best, path_probs.ravel())))[-len(best) :]
+        return bool(path_probs.max() > worst)
+
+    return goes_on
+
+
 class ThesisSLOPolicy(_ThesisPolicy):
-    """Policy that selects nodes for TPOT SLOs first, by lateness of the requests (Algorithm 2)."""
+    """Policy that selects nodes for TPOT SLOs first, by lateness of the requests (Algorithm 2).
+
+    As one of n requests may get all of the budget N but the others' roots, candidate trees must have S >= N - n + 1
+    nodes. So N is at most n + ``max_depth`` * ``max_width``.
+    """
 
     name, options = "thesis-slo", ThesisSLOOptions
     capped = False
@@ -91,7 +113,7 @@ class ThesisSLOPolicy(_ThesisPolicy):
             candidates,
             [required_tokens(*request.decoded(begun_s), step_s, request.tpot_slo_s) for request in requests],
             [request.tpot_slo_s for request in requests],
-            self.budget,
+            min(self.budget, len(requests) + self.max_nodes(self.config)),
             slack_s=self.slack_s,
             capped=self.capped,
             max_slo_nodes=int(self.max_slo_share * self.budget / len(requests)),

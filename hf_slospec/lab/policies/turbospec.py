@@ -25,7 +25,8 @@ class TurboSpecPolicy(SmartSpecPolicy):
 
     With a draft model, a step whose best length is 0 sets a limit: new requests in a larger batch are never drafted
     for. After ``RESET`` such requests all batch sizes are tried again. [FIX] the printed condition on the method is
-    inverted: it is the draft model that has prompts to prefill.
+    inverted: it is the draft model that has prompts to prefill. [FIX] the limit is also lifted by a step that drafts
+    though its batch is as large; as printed, a single request whose drafts fail once sets a limit of 1.
 
     With prompt lookup, drafting is free and proposals differ in length, down to none. So as many tokens as possible
     are proposed, and goodput decides how many of them are verified.
@@ -44,6 +45,8 @@ class TurboSpecPolicy(SmartSpecPolicy):
             chains = super()._to_draft(batch)
             if self._was_plain[-1]:
                 self.off_size = len(batch.requests)
+            elif chains.lengths.any() and len(batch.requests) >= self.off_size:
+                self.off_size = math.inf
             return chains
         if self._num_unused >= TRIES:
             self._num_unused = (self._num_unused + 1) % (TRIES + PAUSE)

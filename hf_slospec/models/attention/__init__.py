@@ -1,5 +1,6 @@
 """Tree attention for packed batches, plugged into transformers' attention interface."""
 
+from hf_slospec.models.attention.alone import AloneForward
 from hf_slospec.models.attention.backends import backend_for
 from hf_slospec.models.attention.cross import DecoderForward, EncodedCache
 from hf_slospec.models.attention.dense import masked_attention
@@ -25,6 +26,7 @@ from hf_slospec.models.batch.packed_batch import (
 __all__ = [
     "FIRST_SEEN",
     "MAX_DENSE",
+    "AloneForward",
     "AttentionLayer",
     "DecoderForward",
     "EncodedCache",

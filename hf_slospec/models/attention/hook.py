@@ -19,6 +19,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_slospec.models.attention.alone import AloneForward
 from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.inspection.replaced_attributes import Attribute, ReplacedAttributes
 from hf_slospec.models.recurrent.calls import MIXERS, Mixer
@@ -94,6 +95,25 @@ def _watched_or(plain: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
+def _plain(original: str, module: torch.nn.Module) -> Attention:
+    """Return the attention of a module by the implementation that its model was loaded with."""
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    plain: Attention = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
+    return plain
+
+
+def _alone(
+    original: str,
+    module: torch.nn.Module,
+    kwargs: dict[str, Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    """Return attention of one token that sees all keys.  -> [1, 1, num_heads, value_dim]"""
+    return _plain(original, module)(module, query, key, value, None, **kwargs)[0]
+
+
 def _packed_or(original: str) -> Attention:
     def attention(
         module: torch.nn.Module,
@@ -105,9 +125,9 @@ def _packed_or(original: str) -> Attention:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         forward = _active.get()
         if forward is None:
-            eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-            plain: Attention = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
-            return plain(module, query, key, value, attention_mask, **kwargs)
+            return _plain(original, module)(module, query, key, value, attention_mask, **kwargs)
+        if isinstance(forward, AloneForward):
+            return forward.attend_alone(functools.partial(_alone, original, module, kwargs), query, key, value), None
         scaling = kwargs.get("scaling")
         rules = AttentionRules(
             query.shape[-1] ** -0.5 if scaling is None else scaling,

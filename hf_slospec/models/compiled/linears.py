@@ -12,12 +12,13 @@ from hf_slospec.config import Prepack
 from hf_slospec.models.compiled.operators import Blocks, Context
 from hf_slospec.models.device.memory import free_memory
 from hf_slospec.models.inspection.weights_version import Digest, digest
-from hf_slospec.models.linear.cpu_kernel_choice import MEASURED_BYTES, PLAIN, Choice, choose, packed_by
+from hf_slospec.models.linear.cpu_kernel_choice import MEASURED_BYTES, PLAIN, SIZES, Choice, choose, packed_by
 from hf_slospec.models.linear.cpu_kernels import BLOCKS, PACKING, Kernel
 from hf_slospec.models.linear.packed_weight import can_be_packed, matrices_of
 from hf_slospec.models.linear.prepacked import FREE_SHARE
 
 KERNELS: dict[str, Kernel] = {**PACKING, BLOCKS: Blocks}
+BLOCKS_ONLY = Choice(kernel=BLOCKS, is_faster=(True,) * len(SIZES))
 State = list[tuple[int, int]]  # address and count of writes of each weight
 
 
@@ -32,10 +33,28 @@ class _Made(NamedTuple):
 class JoinedLinears:
     """A context with weights of linear layers, and the state of the model's weights that they were made from."""
 
-    def __init__(self, model: torch.nn.Module, names: Sequence[Sequence[str]], prepack: Prepack):
-        """Pack the weights; ``names`` are those of the layers by index, of which those of one index have one input."""
-        self.context = Context()
-        self._model, self.names = model, names
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        names: Sequence[Sequence[str]],
+        prepack: Prepack,
+        is_invariant: bool = False,
+        is_fixed: bool = False,
+    ):
+        """Pack the weights.
+
+        Args:
+            model: the model.
+            names: those of the layers by index, of which those of one index have one input.
+            prepack: see SLOSpecConfig.
+            is_invariant: a token's products may not depend on the number of tokens.
+            is_fixed: kernels are not chosen by their times.
+
+        Raises:
+            RuntimeError: ``is_invariant``, and a weight cannot be packed in blocks.
+        """
+        self.context = Context(is_invariant)
+        self._model, self.names, self._is_invariant, self._is_fixed = model, names, is_invariant, is_fixed
         self._choices: dict[Any, Choice] = {}
         self._made: dict[int, _Made] = {}
         self._find_layers()
@@ -72,9 +91,13 @@ class JoinedLinears:
         choice = PLAIN
         with torch.inference_mode(False):  # the copies may outlive the caller's inference mode
             plain = [matrices_of(layer, layer.weight)[0] for layer in layers]
-            if self._packs and all(can_be_packed(layer.weight) for layer in layers):
+            if self._is_invariant:
+                choice = BLOCKS_ONLY
+            elif self._packs and all(can_be_packed(layer.weight) for layer in layers):
                 choice = self._choice(index)
             packed = None if choice.kernel is None else packed_by(KERNELS[choice.kernel], torch.cat(plain))
+            if self._is_invariant and packed is None:
+                raise RuntimeError(f"no products of {self.names[index][0]} are the same for any number of tokens")
             matrices = [] if packed is None else [packed]
             self.context.set_linear(index, plain, matrices, choice)
         self._made[index] = _Made(state, digested, sum(matrix.num_bytes for matrix in matrices))
@@ -88,7 +111,7 @@ class JoinedLinears:
             num_bytes = sum(layer.weight.nbytes for layer in same[0])
             measured = same[: math.ceil(MEASURED_BYTES / num_bytes)]
             joined = [torch.cat([matrices_of(layer, layer.weight)[0] for layer in layers]) for layers in measured]
-            self._choices[shape] = choose(joined, {BLOCKS: Blocks})
+            self._choices[shape] = choose(joined, {BLOCKS: Blocks}, not self._is_fixed)
         return self._choices[shape]
 
 

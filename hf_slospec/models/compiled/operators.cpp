@@ -60,6 +60,7 @@ struct Plan {
 enum Column { START, PREFIX_LEN, NUM_STAGED, FIRST_TOKEN, NUM_TOKENS, IS_CHAIN, COLUMNS };
 
 struct Context {
+  bool is_invariant;  // a token's attention does not depend on what else is in the batch, or on what is staged
   std::vector<Linear> linears;
   std::vector<Layer> layers;
   Plan plan;
@@ -76,10 +77,10 @@ std::shared_ptr<Context> context_of(int64_t id) {
 }
 std::shared_ptr<Context> context_of(const Tensor& id) { return context_of(*id.const_data_ptr<int64_t>()); }
 
-int64_t new_context() {
+int64_t new_context(bool is_invariant) {
   static int64_t last = 0;
   std::lock_guard<std::mutex> guard(contexts_mutex);
-  contexts[++last] = std::make_shared<Context>();
+  contexts[++last] = std::make_shared<Context>(Context{is_invariant, {}, {}, {}});
   return last;
 }
 
@@ -275,39 +276,56 @@ inline void store_as(T* to, const float* from, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = T(from[i]);
 }
 
-// out = x @ weight.T for a weight as blocks of outputs, [num_blocks, inputs / elements of E, BLOCK] in E. A row's sums
-// do not depend on the number of rows.
+// out = x @ weight.T + bias for a weight as blocks of outputs, [num_blocks, inputs / elements of E, BLOCK] in E. A row's
+// sums do not depend on the number of rows. Every `chunk` elements of E are summed by themselves and then added.
 template <typename T>
-void multiply_blocks(const Tensor& x, const Tensor& blocks, Tensor& out) {
+void multiply_blocks(const Tensor& x, const Tensor& blocks, int64_t chunk, const T* bias, Tensor& out) {
   using E = Element<T>;
   const int64_t num_rows = x.numel() / x.size(-1), width = blocks.size(1), outputs = out.size(-1);
   const E* a = reinterpret_cast<const E*>(x.const_data_ptr<T>());
   const E* b = reinterpret_cast<const E*>(blocks.const_data_ptr<T>());
   T* to = out.mutable_data_ptr<T>();
   at::parallel_for(0, blocks.size(0), 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> sums(std::min(num_rows, MAX_ROWS) * BLOCK);
+    std::vector<float> sums(std::min(num_rows, MAX_ROWS) * BLOCK), parts(chunk < width ? sums.size() : 0);
     for (int64_t block = begin; block < end; ++block)
       for (int64_t row = 0; row < num_rows; row += MAX_ROWS) {
         const int64_t rows = std::min(MAX_ROWS, num_rows - row);
         std::fill(sums.begin(), sums.end(), 0.0f);
-        add_product(rows, a + row * width, width, b + block * width * BLOCK, BLOCK, width, sums.data(), BLOCK);
+        const E* from = a + row * width;
+        const E* weights = b + block * width * BLOCK;
+        add_product(rows, from, width, weights, BLOCK, std::min(chunk, width), sums.data(), BLOCK);
+        for (int64_t begin = chunk; begin < width; begin += chunk) {
+          std::fill(parts.begin(), parts.end(), 0.0f);
+          add_product(rows, from + begin, width, weights + begin * BLOCK, BLOCK, std::min(chunk, width - begin),
+                      parts.data(), BLOCK);
+          for (int64_t i = 0; i < rows * BLOCK; ++i) sums[i] += parts[i];
+        }
+        for (int64_t r = 0; bias && r < rows; ++r)
+          for (int64_t j = 0; j < std::min(BLOCK, outputs - block * BLOCK); ++j)
+            sums[r * BLOCK + j] += float(bias[block * BLOCK + j]);
         for (int64_t r = 0; r < rows; ++r)
           store_as(to + (row + r) * outputs + block * BLOCK, &sums[r * BLOCK], std::min(BLOCK, outputs - block * BLOCK));
       }
   });
 }
 
-Tensor block_product(const Tensor& x, const Tensor& blocks, int64_t outputs) {
+Tensor block_product(const Tensor& x, const Tensor& blocks, int64_t outputs, int64_t chunk,
+                     const std::optional<Tensor>& bias) {
   TORCH_CHECK(x.scalar_type() == blocks.scalar_type() && x.size(-1) == blocks.numel() / blocks.size(0) / BLOCK,
               "a product of ", x.sizes(), " with a weight of ", blocks.sizes());
   auto sizes = x.sizes().vec();
   sizes.back() = outputs;
   auto out = at::empty(sizes, x.options());
-  const Tensor rows = x.contiguous();
+  const Tensor rows = x.contiguous(), biases = bias ? bias->to(x.scalar_type()).contiguous() : Tensor();
+  const auto multiply = [&](auto zero, int64_t size) {
+    using T = decltype(zero);
+    const T* added = bias ? biases.const_data_ptr<T>() : nullptr;
+    multiply_blocks<T>(rows, blocks, chunk ? chunk / size : std::numeric_limits<int64_t>::max() / 2, added, out);
+  };
   if (x.scalar_type() == at::kFloat)
-    multiply_blocks<float>(rows, blocks, out);
+    multiply(float(), 1);
   else
-    multiply_blocks<at::BFloat16>(rows, blocks, out);
+    multiply(at::BFloat16(), sizeof(Element<at::BFloat16>) / sizeof(at::BFloat16));
   return out;
 }
 
@@ -332,7 +350,7 @@ Tensor product(const Tensor& x, const Weight& weight) {
       return op.call(x, weight.tensor, weight.sizes, std::nullopt, x.numel() / x.size(-1));
     }
     case Weight::BLOCKS:
-      return block_product(x, weight.tensor, weight.outputs);
+      return block_product(x, weight.tensor, weight.outputs, 0, std::nullopt);
     case Weight::FBGEMM:
       return weight.packed_fp16->apply_dynamic(x.to(at::kFloat)).to(x.scalar_type());
     default:
@@ -430,10 +448,20 @@ inline void pack_values(const T* from, int64_t stride, int64_t n, int64_t dim, E
     }
 }
 
+// Some keys of a sequence and their values.
+template <typename T>
+struct Keys {
+  const T* keys;
+  const T* values;
+  int64_t key_stride, value_stride;
+  const int32_t* positions;  // null: they are a part of the sequence's slots; else these are all seen, but for windows
+};
+
 // Attention of one tile's tokens, for the query heads of one KV head; scores and sums in fp32, softmax block by block.
+// With `is_invariant`, a token's keys are in blocks by their number on its own path.
 template <typename T>
 void attend_tile(const Tensor& query, const Layer& layer, const Plan& plan, const Rules& rules, const Tile& tile,
-                 int64_t kv_head, Tensor& out, std::vector<float>& buffer) {
+                 int64_t kv_head, bool is_invariant, Tensor& out, std::vector<float>& buffer) {
   using E = Element<T>;
   constexpr int64_t SIZE = std::is_same_v<E, pair> ? 2 : 1;  // elements of T in one of E
   const int64_t dim = query.size(3), value_dim = layer.values.size(2), groups = query.size(1) / layer.keys.size(1);
@@ -450,6 +478,7 @@ void attend_tile(const Tensor& query, const Layer& layer, const Plan& plan, cons
   int64_t low = 0;
   if (rules.window) low = std::max(low, prefix_len - rules.window + 1);
   if (rules.chunk) low = std::max(low, prefix_len / rules.chunk * rules.chunk);
+  low = low / BLOCK * BLOCK;
 
   const int64_t value_width = rounded_up(value_dim), query_width = (dim + SIZE - 1) / SIZE;
   buffer.assign(num_rows * (query_width + 2 * BLOCK + value_width + 2) + BLOCK * (query_width + value_width), 0.0f);
@@ -477,13 +506,14 @@ void attend_tile(const Tensor& query, const Layer& layer, const Plan& plan, cons
   const T* key_data = layer.keys.const_data_ptr<T>() + kv_head * layer.keys.stride(1) + start * layer.keys.stride(0);
   const T* value_data =
       layer.values.const_data_ptr<T>() + kv_head * layer.values.stride(1) + start * layer.values.stride(0);
-  for (int64_t begin = low; begin < num_keys; begin += BLOCK) {
-    const int64_t n = std::min(BLOCK, num_keys - begin);
-    pack_keys(key_data + begin * layer.keys.stride(0), layer.keys.stride(0), n, dim, keys);
-    pack_values(value_data + begin * layer.values.stride(0), layer.values.stride(0), n, value_dim, values, value_width);
-    std::fill(scores, scores + num_rows * BLOCK, 0.0f);
-    add_product(num_rows, queries, query_width, keys, BLOCK, query_width, scores, BLOCK);
-    for (int64_t row = 0; row < num_rows; ++row) {
+  // Adds the keys [begin, begin + n) of the rows [first_row, end_row).
+  const auto attend_block = [&](int64_t first_row, int64_t end_row, int64_t begin, int64_t n, const Keys<T>& from) {
+    pack_keys(from.keys, from.key_stride, n, dim, keys);
+    pack_values(from.values, from.value_stride, n, value_dim, values, value_width);
+    std::fill(scores + first_row * BLOCK, scores + end_row * BLOCK, 0.0f);
+    add_product(end_row - first_row, queries + first_row * query_width, query_width, keys, BLOCK, query_width,
+                scores + first_row * BLOCK, BLOCK);
+    for (int64_t row = first_row; row < end_row; ++row) {
       float* score = scores + row * BLOCK;
       E* weight = weights + row * (BLOCK / SIZE);
       const int64_t token = row / groups;
@@ -491,13 +521,18 @@ void attend_tile(const Tensor& query, const Layer& layer, const Plan& plan, cons
       if (rules.softcap)
         for (int64_t j = 0; j < n; ++j) score[j] = float(rules.softcap) * std::tanh(score[j] / float(rules.softcap));
       int64_t num_seen = n;  // keys from here on are not seen
-      if (is_chain) num_seen = std::clamp<int64_t>(prefix_len + tile.offset + token + 1 - begin, 0, n);
-      else
+      if (from.positions) {
+      } else if (is_chain) {
+        num_seen = std::clamp<int64_t>(prefix_len + tile.offset + token + 1 - begin, 0, n);
+      } else {
         for (int64_t j = std::max<int64_t>(0, prefix_len - begin); j < n; ++j)
           if (!mask[(first + token) * mask_width + begin + j - prefix_len]) score[j] = NONE;
+      }
       for (int64_t j = 0; by_position && j < n; ++j) {
         const int64_t key = begin + j, position = positions[first + token];
-        const int64_t key_position = key < prefix_len ? key : staged_positions[key - prefix_len];
+        const int64_t key_position = from.positions     ? from.positions[j]
+                                     : key < prefix_len ? key
+                                                        : staged_positions[key - prefix_len];
         if (rules.window && position - key_position >= rules.window) score[j] = NONE;
         if (rules.chunk && position / rules.chunk != key_position / rules.chunk) score[j] = NONE;
       }
@@ -532,7 +567,32 @@ void attend_tile(const Tensor& query, const Layer& layer, const Plan& plan, cons
       for (int64_t i = 0; i < WIDTH; ++i) totals[row] += total[i];
     }
     for (int64_t d = 0; d < value_width; d += BLOCK)
-      add_product(num_rows, weights, BLOCK / SIZE, values + d, value_width, (n + SIZE - 1) / SIZE, sums + d, value_width);
+      add_product(end_row - first_row, weights + first_row * (BLOCK / SIZE), BLOCK / SIZE, values + d, value_width,
+                  (n + SIZE - 1) / SIZE, sums + first_row * value_width + d, value_width);
+  };
+  const int64_t key_stride = layer.keys.stride(0), value_stride = layer.values.stride(0);
+  // Blocks of slots that all rows share; a path of a tree has its own blocks from the first one with staged keys on.
+  const bool has_paths = is_invariant && !is_chain;
+  const int64_t num_shared = has_paths ? prefix_len / BLOCK * BLOCK : num_keys;
+  for (int64_t begin = low; begin < num_shared; begin += BLOCK)
+    attend_block(0, num_rows, begin, std::min(BLOCK, num_shared - begin),
+                 {key_data + begin * key_stride, value_data + begin * value_stride, key_stride, value_stride, nullptr});
+  std::vector<T> path_keys, path_values;
+  std::vector<int32_t> path_positions;
+  for (int64_t token = 0; has_paths && token < tile.num_tokens; ++token) {
+    path_keys.clear(), path_values.clear(), path_positions.clear();
+    for (int64_t key = num_shared; key < num_keys; ++key) {
+      const bool is_staged = key >= prefix_len;
+      if (is_staged && !mask[(first + token) * mask_width + key - prefix_len]) continue;
+      path_keys.insert(path_keys.end(), key_data + key * key_stride, key_data + key * key_stride + dim);
+      const T* value = value_data + key * value_stride;
+      path_values.insert(path_values.end(), value, value + value_dim);
+      path_positions.push_back(is_staged ? staged_positions[key - prefix_len] : int32_t(key));
+    }
+    for (int64_t begin = 0; begin < int64_t(path_positions.size()); begin += BLOCK)
+      attend_block(token * groups, (token + 1) * groups, num_shared + begin,
+                   std::min<int64_t>(BLOCK, path_positions.size() - begin),
+                   {&path_keys[begin * dim], &path_values[begin * value_dim], dim, value_dim, &path_positions[begin]});
   }
   T* out_data = out.mutable_data_ptr<T>();
   for (int64_t row = 0; row < num_rows; ++row) {
@@ -545,7 +605,7 @@ void attend_tile(const Tensor& query, const Layer& layer, const Plan& plan, cons
 
 template <typename T>
 void attend_typed(const Tensor& query, const Tensor& key, const Tensor& value, Layer& layer, const Plan& plan,
-                  const Rules& rules, bool stages, Tensor& out) {
+                  const Rules& rules, bool stages, bool is_invariant, Tensor& out) {
   TORCH_CHECK(query.stride(3) == 1, "queries must be contiguous in their last dimension");
   if (stages) {
     stage<T>(key, layer.keys, plan.sequences);
@@ -563,7 +623,8 @@ void attend_typed(const Tensor& query, const Tensor& key, const Tensor& value, L
   at::parallel_for(0, int64_t(tiles.size()) * num_kv_heads, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> buffer;
     for (int64_t task = begin; task < end; ++task)
-      attend_tile<T>(query, layer, plan, rules, tiles[task / num_kv_heads], task % num_kv_heads, out, buffer);
+      attend_tile<T>(query, layer, plan, rules, tiles[task / num_kv_heads], task % num_kv_heads, is_invariant, out,
+                     buffer);
   });
 }
 
@@ -586,10 +647,13 @@ Tensor attend(const Tensor& any_query, const Tensor& any_key, const Tensor& any_
     sink_values.assign(as_floats.const_data_ptr<float>(), as_floats.const_data_ptr<float>() + as_floats.numel());
   }
   const Rules rules{scaling, window, chunk, softcap, sinks ? sink_values.data() : nullptr};
-  AT_DISPATCH_SWITCH(query.scalar_type(), "attend",
-                     AT_DISPATCH_CASE(at::kFloat, [&] { attend_typed<scalar_t>(query, key, value, layer, context->plan, rules, stages, out); })
-                     AT_DISPATCH_CASE(at::kBFloat16, [&] { attend_typed<scalar_t>(query, key, value, layer, context->plan, rules, stages, out); })
-                     AT_DISPATCH_CASE(at::kHalf, [&] { attend_typed<scalar_t>(query, key, value, layer, context->plan, rules, stages, out); }));
+  const auto typed = [&](auto zero) {
+    using T = decltype(zero);
+    attend_typed<T>(query, key, value, layer, context->plan, rules, stages, context->is_invariant, out);
+  };
+  AT_DISPATCH_SWITCH(query.scalar_type(), "attend", AT_DISPATCH_CASE(at::kFloat, [&] { typed(scalar_t()); })
+                     AT_DISPATCH_CASE(at::kBFloat16, [&] { typed(scalar_t()); })
+                     AT_DISPATCH_CASE(at::kHalf, [&] { typed(scalar_t()); }));
   return out;
 }
 
@@ -597,7 +661,7 @@ Tensor attend(const Tensor& any_query, const Tensor& any_key, const Tensor& any_
 
 // Functions without a backend's name serve all of them, packed weights of oneDNN and MKL included.
 TORCH_LIBRARY(hf_slospec, library) {
-  library.def("new_context() -> int", new_context);
+  library.def("new_context(bool is_invariant) -> int", new_context);
   library.def("delete_context(int id) -> ()", delete_context);
   library.def("set_linear(int id, int index, Tensor[] plain, int[] sizes, int[] uses_packed) -> ()", set_linear);
   library.def("add_onednn(int id, int index, Tensor packed) -> ()", add_onednn);
@@ -606,7 +670,7 @@ TORCH_LIBRARY(hf_slospec, library) {
               add_fbgemm);
   library.def("add_blocks(int id, int index, Tensor blocks, int outputs) -> ()", add_blocks);
   library.def("block_elements(bool is_bf16) -> int", block_elements);
-  library.def("block_product(Tensor x, Tensor blocks, int outputs) -> Tensor", block_product);
+  library.def("block_product(Tensor x, Tensor blocks, int outputs, int chunk, Tensor? bias) -> Tensor", block_product);
   library.def("set_pool(int id, Tensor[] keys, Tensor[] values) -> ()", set_pool);
   library.def("set_plan(int id, Tensor sequences, Tensor mask, Tensor windowed_mask, Tensor positions, "
               "Tensor staged_positions) -> ()", set_plan);

@@ -130,13 +130,18 @@ class Blocks:
 
     num_rounded = 0
 
-    def __init__(self, weight: torch.Tensor):
+    def __init__(self, weight: torch.Tensor, chunk: int = 0):
         """Pack a weight [outputs, inputs].
+
+        Args:
+            weight: the weight.
+            chunk: inputs that are summed by themselves before they are added to the others; 0: all.
 
         Raises:
             OverflowError: the kernel cannot hold it.
         """
         self.outputs, inputs = weight.shape
+        self.chunk = chunk
         size = torch.ops.hf_slospec.block_elements(weight.dtype == torch.bfloat16)
         if weight.dtype not in (torch.float32, torch.bfloat16) or not size or inputs % size:
             raise OverflowError(f"no blocks of {weight.dtype} with {inputs} inputs on this CPU")
@@ -146,8 +151,8 @@ class Blocks:
         self.num_bytes = self.packed.nbytes
 
     def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.hf_slospec.block_product(input, self.packed, self.outputs)
-        return out if bias is None else out + bias
+        out: torch.Tensor = torch.ops.hf_slospec.block_product(input, self.packed, self.outputs, self.chunk, bias)
+        return out
 
     def unpacked(self) -> torch.Tensor:
         return self.packed.transpose(1, 2).reshape(len(self.packed) * BLOCK, -1)[: self.outputs]
@@ -156,9 +161,12 @@ class Blocks:
 class Context:
     """Weights, K/V and plan that the operators of one model's compiled forwards use."""
 
-    def __init__(self) -> None:
-        """Make an empty context; the library must be loaded."""
-        self._id: int = torch.ops.hf_slospec.new_context()
+    def __init__(self, is_invariant: bool = False) -> None:
+        """Make an empty context; the library must be loaded.
+
+        With ``is_invariant``, a token's attention depends on the tokens before it only, not on the rest of the batch.
+        """
+        self._id: int = torch.ops.hf_slospec.new_context(is_invariant)
         self.tensor = torch.tensor([self._id])
         self._pool: weakref.ref[KVPool] | None = None
         weakref.finalize(self, torch.ops.hf_slospec.delete_context, self._id)

@@ -70,6 +70,7 @@ def identity(packed: PackedModel) -> dict[str, Any]:
         "graphs": packed.captured.is_on,
         "compiled": packed.compiled.is_used,
         "ranks": packed.ranks.number,
+        **({} if packed.exact is None else {"exact": packed.exact}),
         **({} if packed.autocast is None else {"autocast": str(packed.autocast)}),
         **machine(packed.device),
     }

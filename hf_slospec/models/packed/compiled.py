@@ -48,6 +48,8 @@ class CompiledForwards:
         wanted: Compile,
         prepack: Prepack,
         why_not: str | None,
+        is_invariant: bool = False,
+        is_fixed: bool = False,
     ):
         """Load the package of forwards without hidden states, if it was compiled or is to be waited for.
 
@@ -57,8 +59,11 @@ class CompiledForwards:
             keeps_logits: its forward takes ``logits_to_keep``.
             wanted, prepack: see SLOSpecConfig.
             why_not: why its forwards cannot be compiled, if the caller knows.
+            is_invariant: a token's logits may not depend on the other tokens of a batch.
+            is_fixed: kernels are not chosen by their times.
         """
         self._model, self._layers, self._keeps_logits = model, tuple(layers), keeps_logits
+        self._is_invariant, self._is_fixed = is_invariant, is_fixed
         self._wanted, self._prepack = wanted, prepack
         self.why_not = "compile=False" if not wanted else why_not or _why_not(model, layers)
         self._compares = True
@@ -109,14 +114,16 @@ class CompiledForwards:
         """Count the seconds of an eager forward."""
         self._eager_s += eager_s
 
-    def run(self, pool: KVPool, batch: PackedBatch, inputs: Inputs, eager: Callable[[], Outputs]) -> Outputs | None:
+    def run(
+        self, pool: KVPool, batch: PackedBatch, inputs: Inputs, eager: Callable[[], Outputs] | None
+    ) -> Outputs | None:
         """Return logits and features of a packed batch; None if an eager forward has to compute them.
 
         Args:
             pool: storage of the batch's sequences.
             batch: with boolean masks.
             inputs: without plans.
-            eager: computes the same without a package.
+            eager: computes the same without a package; None: nothing is compared.
         """
         if self.why_not is not None or self._model.training or autocast_dtype("cpu") is not None:
             return None
@@ -146,7 +153,7 @@ class CompiledForwards:
         """Return the packed weights of linear layers, of which those of one list are joined."""
         known = next((linears for linears in self._linears if linears.names == names), None)
         if known is None:
-            known = JoinedLinears(self._model, names, self._prepack)
+            known = JoinedLinears(self._model, names, self._prepack, self._is_invariant, self._is_fixed)
             self._linears.append(known)
         return known
 

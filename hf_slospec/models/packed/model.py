@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -14,9 +15,10 @@ from weakref import WeakSet, ref
 import torch
 import torch.nn.functional as F
 
-from hf_slospec.config import Compile, Prepack
+from hf_slospec.config import Compile, Exact, Prepack
 from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.models.attention import (
+    AloneForward,
     DecoderForward,
     FlashAttention,
     GatheredForward,
@@ -30,6 +32,7 @@ from hf_slospec.models.attention import (
     backend_for,
     masked_attention,
 )
+from hf_slospec.models.compiled.exact_products import ExactProducts
 from hf_slospec.models.device.bucket_sizes import BATCHES, bucket_for
 from hf_slospec.models.device.memory import holders_of_idle_memory
 from hf_slospec.models.device.transfer import to_device
@@ -40,6 +43,7 @@ from hf_slospec.models.inspection.ranks import Ranks
 from hf_slospec.models.kv_cache.cache import KVCache
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.length_rope import LengthRope
+from hf_slospec.models.linear.packed_layers import weight_names
 from hf_slospec.models.linear.prepacked import PrepackedLayers
 from hf_slospec.models.packed.captured import CapturedForwards
 from hf_slospec.models.packed.compiled import CompiledForwards
@@ -63,17 +67,20 @@ class PackedModel:
         cuda_graphs: bool = True,
         fused_layers: bool = True,
         compile: Compile = False,
+        exact: Exact = None,
+        deterministic: bool = False,
         ranks: Ranks | None = None,
     ):
         """Probe a model; arguments not listed are those of SLOSpecConfig.
 
         Args:
             model: a causal LM.
+            exact: as in SLOSpecConfig; ``compile`` and ``prepack`` then mean what :mod:`exact` makes of them.
             ranks: processes that run the model; None: those over which it is split.
 
         Raises:
             UnsupportedModelError: the model cannot be packed.
-            UnsupportedOptionError: weights of several processes cannot be prepacked.
+            UnsupportedOptionError: weights of several processes cannot be prepacked, or the model cannot be exact.
         """
         self.model, self.ranks = model, ranks or Ranks(model)
         if self.ranks.number > 1:
@@ -92,9 +99,20 @@ class PackedModel:
             self.autocast = seen()  # dtype of its products, if its forward enables autocast; otherwise None
         self.backend = backend_for(attention, self.layers)
         self.rope = LengthRope(model)
+        if deterministic and compile:
+            compile = "wait"
+        if exact:
+            self._check_can_be_exact(exact, attention, prepack)
+            prepack, cuda_graphs, fused_layers = False, False, False
+            compile = "wait" if compile and exact == "self" else False
         self.compiled = CompiledForwards(
-            model, self.layers, self._keeps_logits, compile, prepack, self._why_not_compiled(prepack)
-        )
+            model, self.layers, self._keeps_logits, compile, prepack, self._why_not_compiled(prepack), bool(exact),
+            deterministic,
+        )  # fmt: skip
+        if deterministic and not self.compiled.is_used:
+            prepack = False  # their kernels are chosen by times
+        self.exact, self._is_exact_compiled = exact, self.compiled.is_used
+        self._exact_products = ExactProducts(as_one=exact == "bits")
         self.prepacked = PrepackedLayers(model, prepack, self.autocast, not self.compiled.is_used)
         self.fused = FusedLayers(model, fused_layers and self.autocast is None)
         self._requested_plans: dict[Any, None] = {}  # (make, device, *arguments) that layers have requested
@@ -128,6 +146,31 @@ class PackedModel:
             self._state = self.fingerprint.state
             self.prepacked.renew()
             self.compiled.renew()
+            self._exact_products.renew()
+
+    def _check_can_be_exact(self, exact: str, attention: str, prepack: Prepack) -> None:
+        """Raise UnsupportedOptionError if the bits of a token's logits may depend on the batch."""
+        reasons = {
+            "its weights are split over processes": self.ranks.number > 1,
+            "it is not on a CPU": self.device.type != "cpu",
+            "some layers keep a state": self.has_states,
+            "it attends to an encoder's outputs": self.attends_to_encoder,
+            "its forward enables autocast": self.autocast is not None,
+            "its rotary embeddings depend on the length": self.rope.max_plain is not None,
+            "some layers attend in chunks, over latent or over chosen keys": any(
+                layer.is_own or layer.is_latent or layer.chunk for layer in self.layers
+            ),
+            "its experts multiply as many tokens at a time as choose them": any(
+                len(weight_names(module)) > 1 for module in self.model.modules()
+            ),
+            f"attention={attention!r} has kernels of its own": attention not in ("auto", "sdpa"),
+            "prepack='only' keeps no weights that stock multiplies by": prepack == "only",
+        }
+        if reason := next((reason for reason, holds in reasons.items() if holds), None):
+            raise UnsupportedOptionError(
+                f'exact="{exact}" is not available for {type(self.model).__name__}: {reason}; leave it out (outputs in '
+                "fp32 are exact without it)"
+            )
 
     def _why_not_compiled(self, prepack: Prepack) -> str | None:
         if self.has_states:
@@ -141,6 +184,11 @@ class PackedModel:
         if self.backend is masked_attention:
             return "attention='4d_mask' is the plain reference"
         return "prepack='only' keeps no weights that could be joined" if prepack == "only" else None
+
+    @property
+    def prefills_alone(self) -> bool:
+        """Return whether prompts have to be processed as stock does, each as a whole and alone."""
+        return self.exact is not None and not self._is_exact_compiled
 
     @property
     def device(self) -> torch.device:
@@ -312,7 +360,13 @@ class PackedModel:
             eager = functools.partial(self._eager, pool, parts, batch, *arguments)
             outputs = None
             if self.compiled.why_not is None:
-                outputs = self.compiled.run(pool, batch, Inputs.of(parts, batch, (), *arguments), eager)
+                given = Inputs.of(parts, batch, (), *arguments)
+                outputs = self.compiled.run(pool, batch, given, None if self.exact else eager)
+            if outputs is None and self._is_exact_compiled:
+                raise UnsupportedOptionError(
+                    f'exact="{self.exact}" was promised by compiled forwards, which cannot compute this one: '
+                    f"{self.compiled[feature_layers]}; call disable and enable again"
+                )
             if outputs is None:
                 begun_s = time.perf_counter()
                 outputs = eager()
@@ -343,12 +397,14 @@ class PackedModel:
             forward = GatheredForward(pool, batch, inputs.position_ids)
         else:
             own_spans = spans if self.has_states else ()
-            forward = PackedForward(pool, batch, self.backend, self.layers, inputs.position_ids, own_spans)
+            kind = AloneForward if self.exact else PackedForward
+            forward = kind(pool, batch, self.backend, self.layers, inputs.position_ids, own_spans)
             if self.attends_to_encoder and spans[0].sequence.encoded is not None:
                 forward = DecoderForward(forward, spans)
         tokens = inputs.tokens if inputs.level is None else inputs.level.inputs(inputs.tokens)
         arguments = inputs.position_ids, inputs.logit_rows, inputs.feature_layers, self._keeps_logits
-        return packed_outputs(self.model, forward, tokens, *arguments)
+        with self._exact_products if self.exact else contextlib.nullcontext():
+            return packed_outputs(self.model, forward, tokens, *arguments)
 
 
 _packed_models: WeakSet[PackedModel] = WeakSet()

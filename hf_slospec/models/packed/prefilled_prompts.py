@@ -19,6 +19,8 @@ class Prefilled(NamedTuple):
     position_offset: int  # later tokens' positions minus their indices
     states: RecurrentStates | None  # after all tokens but the last
     logits: torch.Tensor | None  # [vocab], after the last token; None: that was not forwarded
+    # K, V, index keys of the last token, [num_heads, 1, dim], which then is not computed again, nor its logits; or None
+    last: list[list[torch.Tensor]] | None = None
 
 
 def sees_later_tokens(model: Any) -> bool:

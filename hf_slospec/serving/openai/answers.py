@@ -299,6 +299,8 @@ def measurements(metrics: RequestMetrics) -> dict[str, Any]:
         "slo_ttft": metrics.ttft_slo_s,
         "guaranteed": metrics.guaranteed,
         "attained": metrics.attained,
+        "window_guarantee": metrics.window_guarantee,
+        "windows_kept": metrics.windows_kept,
         "resumed_tokens": metrics.resumed,
     }
 

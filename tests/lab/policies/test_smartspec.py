@@ -6,7 +6,7 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.protocols import Plan, StepDecisions
 from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.lab.policies.goodput import MovingAcceptance, heads_nodes
-from hf_slospec.lab.policies.smartspec import RECENT, SmartSpecPolicy, SmartSpecRequestsPolicy
+from hf_slospec.lab.policies.smartspec import RECENT, RETRY, SmartSpecPolicy, SmartSpecRequestsPolicy
 from hf_slospec.lab.policies.smartspec_confidence import ConfidencePolicy
 from hf_slospec.lab.policies.smartspec_tree import HeadsPolicy
 from tests.support.policy_costs import EIGHT, NO_TIME, begun, costs, plan_of, requests_of, selected
@@ -52,6 +52,31 @@ def test_requests_that_come_while_nothing_is_drafted_are_never_drafted_for() -> 
     assert not kept.undrafted
 
 
+def test_drafting_that_low_acceptance_has_stopped_is_tried_again() -> None:
+    policy, requests = SmartSpecPolicy(EIGHT, costs(0.02)), requests_of(1)
+    for _ in range(100):
+        policy.acceptance.observe(4, 0)
+    depths = [plan_of(policy, requests).depth for _ in range(2 * RETRY)]
+    assert [step for step, depth in enumerate(depths, start=1) if depth] == [RETRY, 2 * RETRY]
+    for _ in range(6 * RETRY):  # the draft is good again
+        step, plan = begun(policy, requests)
+        step.select([chain(*[0.9] * plan.depth)], plan)
+        step.observe([list(range(1, plan.depth + 1))], NO_TIME)
+    assert plan_of(policy, requests).depth > 0
+
+    crowd = requests_of(256)  # too many even at the initial acceptance
+    assert not any(plan_of(policy, crowd).depth for _ in range(3 * RETRY))
+
+
+def test_acceptance_is_that_of_about_twenty_steps() -> None:
+    acceptance = MovingAcceptance()
+    for _ in range(200):
+        acceptance.observe(4, 4)
+    for _ in range(20):
+        acceptance.observe(4, 0)
+    assert 0.3 < acceptance.rate < 0.4
+
+
 def test_the_last_token_of_a_request_is_not_drafted_for() -> None:
     first, last = Request(0, RequestParams([1], 50)), Request(1, RequestParams([1], 1))
     plan = plan_of(SmartSpecPolicy(EIGHT, costs(0.02)), [first, last])
@@ -92,7 +117,7 @@ def test_heads_widen_where_single_guesses_fail_and_end_where_nodes_cost() -> Non
 
 def test_heads_learn_what_is_accepted_at_each_depth() -> None:
     policy, requests = HeadsPolicy(SLOSpecConfig(max_depth=2, max_width=1), costs(0.001, 0.0)), requests_of(1)
-    for _ in range(60):
+    for _ in range(120):
         step, plan = begun(policy, requests)
         step.select([chain(0.9, 0.9).up_to(plan.depth)], plan)
         step.observe([[1][: plan.depth]], NO_TIME)  # the first is always right, the second never

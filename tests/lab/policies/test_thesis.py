@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from hf_slospec.config import SLOSpecConfig
@@ -18,6 +19,21 @@ def test_thesis_gives_the_budget_to_the_better_drafts() -> None:
     bounded = ThesisPolicy(SLOSpecConfig(policy="thesis", token_budget=5, max_tree_nodes=3), costs(0.02))
     assert sizes(bounded, requests_of(2), trees) == [2, 3]
     assert plan_of(policy, requests_of(5)).depth == 0  # the roots are the budget
+
+
+def test_thesis_drafts_until_a_level_adds_nothing() -> None:
+    plan = plan_of(ThesisPolicy(SLOSpecConfig(token_budget=6), costs(0.02)), requests_of(2))  # four nodes and two roots
+    assert plan.goes_on is not None
+    assert plan.goes_on(np.array([[0.5, 0.1], [0.9, 0.2]]))
+    assert plan.goes_on(np.array([[0.05, 0.0], [0.8, 0.7]]))  # two of these replace those of 0.1 and 0.2
+    assert not plan.goes_on(np.array([[0.05, 0.0], [0.5, 0.1]]))  # ties replace nothing
+
+
+def test_thesis_slo_spends_no_more_than_one_tree_can_take() -> None:
+    """S >= N - n + 1: with trees of 1 + 3 nodes and two requests, N is at most 5."""
+    policy = ThesisSLOPolicy(SLOSpecConfig(token_budget=64, max_depth=3, max_width=1), costs(0.02))
+    trees = [chain(0.9, 0.9, 0.9), chain(0.8, 0.8, 0.8)]
+    assert sizes(policy, [late(index, 9.0) for index in range(2)], trees) == [3, 2]
 
 
 @pytest.mark.parametrize("kind", [ThesisSLOPolicy, CappedThesisSLOPolicy])

@@ -27,6 +27,21 @@ def test_requests_that_come_to_too_large_a_batch_are_not_drafted_for() -> None:
     assert plan_of(policy, later).depth > 0
 
 
+def test_a_step_that_drafts_lifts_the_limit_of_smaller_batches() -> None:
+    policy, [request] = TurboSpecPolicy(EIGHT, costs(0.02)), requests_of(1)
+    rate = policy.acceptance
+    for _ in range(100):
+        rate.observe(4, 0)
+    assert plan_of(policy, [request]).depth == 0
+    assert policy.off_size == 1
+    for _ in range(100):
+        rate.observe(4, 4)
+    assert plan_of(policy, [request]).depth > 0
+    second, third = requests_of(2)
+    assert plan_of(policy, [request, second]).drafting == [request, second]
+    assert not policy.undrafted and third not in policy.undrafted
+
+
 def test_free_proposals_are_verified_as_far_as_goodput_says_for_those_who_have_one() -> None:
     policy = TurboSpecPolicy(SLOSpecConfig(max_depth=12), costs(0.05, level_s=0.0))
     requests = requests_of(4)

@@ -30,7 +30,9 @@ def _library() -> None:
     operators.load()
 
 
-def check(spans, heads, dtype=torch.float32, window=None, softcap=None, has_sinks=False, chunk=None):  # type: ignore[no-untyped-def]
+def check(  # type: ignore[no-untyped-def]
+    spans, heads, dtype=torch.float32, window=None, softcap=None, has_sinks=False, chunk=None, is_invariant=False
+):
     num_heads, num_kv_heads, key_dim, value_dim = heads
     made = case(spans, num_kv_heads, key_dim, value_dim, dtype)
     num_tokens = len(made.tokens)
@@ -43,7 +45,7 @@ def check(spans, heads, dtype=torch.float32, window=None, softcap=None, has_sink
     )
     key, value = (stored[own].transpose(0, 1)[None].contiguous() for stored in (made.keys, made.values))
     made.keys[own], made.values[own] = torch.nan, torch.nan  # the operator writes them
-    context, plan = operators.Context(), plan_for_operators(made.row)
+    context, plan = operators.Context(is_invariant), plan_for_operators(made.row)
     torch.ops.hf_slospec.set_pool(context._id, [made.keys], [made.values])
     tensors = plan.sequences, plan.mask, plan.windowed_mask, plan.positions, plan.staged_positions
     torch.ops.hf_slospec.set_plan(context._id, *tensors)
@@ -74,11 +76,12 @@ def test_attention_in_half_precision(heads: tuple[int, int, int, int], dtype: to
     st.sampled_from(SHAPES),
     st.sampled_from(list(OPTIONS.values())),
     st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
 )
 def test_attention_of_any_batch(
-    spans: list[tuple[int, int, object]], heads: tuple[int, ...], options: dict, dtype: torch.dtype
+    spans: list[tuple[int, int, object]], heads: tuple[int, ...], options: dict, dtype: torch.dtype, is_invariant: bool
 ) -> None:
-    check(spans, heads, dtype, **options)
+    check(spans, heads, dtype, **options, is_invariant=is_invariant)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -110,8 +113,12 @@ def test_products_of_blocks(shape: tuple[int, int], dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.double(), x.double() @ weight.double().T, **tolerance)
     for num_rows in (1, 2, 5, 7, 128, 131):  # whatever the others are
         assert torch.equal(blocks(x[:num_rows], None), out[:num_rows])
-    transposed = x.T.contiguous().T
-    assert torch.equal(blocks(transposed, weight[:, 0]), out + weight[:, 0])
+    transposed, exact = x.T.contiguous().T, x.double() @ weight.double().T + weight[:, 0].double()
+    torch.testing.assert_close(blocks(transposed, weight[:, 0]).double(), exact, **tolerance)
+    for chunk in (2, 8, 64):
+        chunked = operators.Blocks(weight, chunk)
+        torch.testing.assert_close(chunked(x, None).double(), x.double() @ weight.double().T, **tolerance)
+        assert torch.equal(chunked(x[:5], None), chunked(x, None)[:5])
 
 
 def test_weights_that_no_block_holds() -> None:

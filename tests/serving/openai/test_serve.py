@@ -46,6 +46,8 @@ START_S = 240.0
         (["--api-key-file", "keys.json"], "--api-key-file keys.json: key: strictest_tpot: Input"),
         (["--api-key", ""], "--api-key: a key is empty"),
         (["--port", "0"], "--port: Input"),
+        (["--guarantee", "95"], "--guarantee: guarantee: Input"),
+        (["--guarantee", "0.9", "--config", '{"admission": "edf"}'], "guarantee needs admission 'slo'"),
         (["--response-template", "template.json"], "--response-template"),
         (["--special-tokens", "forbid"], "--special-tokens: Input"),
         (["--lowest-priority", "1"], "--lowest-priority"),

@@ -52,7 +52,9 @@ class PlainScheduler(ContinuousScheduler):
         if places <= 0:
             return False
         kv_free = min(self.room.slots, self.room.target_slots) - self._held(unmovable)
-        found = guaranteeable(undecided, before, kv_free, self._kv_needed, self.num_reusable, self.costs, now_s)
+        found = guaranteeable(
+            undecided, before, kv_free, self._kv_needed, self.num_reusable, self.costs, self.windows, now_s
+        )
         found.sort(key=lambda request: (request.params.priority, prefill_deadline_s(request)))
         for request in found[:places]:
             request.is_guaranteed = True

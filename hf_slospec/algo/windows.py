@@ -1,0 +1,101 @@
+"""Probability that a request keeps its TPOT SLO over every window of ten consecutive tokens.
+
+The model: steps are independent; each commits a random number of tokens and takes a random time. A window begins with
+a step's last token, since windows that begin with earlier tokens of the step end no later, and is kept if the steps
+that commit ten further tokens take no longer than the SLO allows. A window is the more likely kept the more tokens
+steps commit and the faster they are, and events that all grow with the same independent variables are positively
+associated (Harris' inequality). So the product of the windows' probabilities is a lower bound for all of them together.
+Requests differ in their mean pace, over which the bound is averaged.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from hf_slospec.algo.metrics import WINDOW
+from hf_slospec.algo.tree import FloatArray
+
+MIN_SHARE = 0.05  # smallest share of an SLO to plan with
+PRECISION = 1e-3  # of the share, relative
+_PACES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(15)  # quadrature for a standard normal variable
+_WEIGHTS /= _WEIGHTS.sum()
+
+
+def steps_needed(committed: FloatArray) -> FloatArray:
+    """Return the distribution of the number of steps that commit :data:`WINDOW` tokens.
+
+    Args:
+        committed: [max_tokens + 1] f64, probabilities of the tokens that a step commits; that of 0 tokens is 0.
+
+    Returns:
+        [WINDOW + 1] f64, probabilities of 0, 1, 2, ... steps.
+    """
+    below = np.eye(1, WINDOW)[0]  # probabilities of 0, 1, ... tokens so far, windows that ended left out
+    left = [1.0]  # probability that the window has not ended after so many steps
+    for _ in range(WINDOW):
+        below = np.convolve(below, committed)[:WINDOW]
+        left.append(float(below.sum()))
+    return np.concatenate(([0.0], -np.diff(left)))
+
+
+def window_probability(steps: FloatArray, allowed: FloatArray, variation: float) -> FloatArray:
+    """Return the probability that a window is kept.
+
+    Args:
+        steps: distribution from :func:`steps_needed`.
+        allowed: [...] f64, time of a window by the SLO, in mean steps.
+        variation: standard deviation of a step's seconds over their mean; their sums are taken as normal.
+
+    Returns:
+        [...] f64.
+    """
+    numbers = np.arange(1, len(steps))
+    slack = np.asarray(allowed)[..., None] - numbers
+    if variation > 0.0:
+        in_time = _normal(slack / (variation * np.sqrt(numbers)))
+    else:
+        in_time = (slack >= -1e-9).astype(np.float64)
+    kept: FloatArray = in_time @ steps[1:]
+    return np.clip(kept, 0.0, 1.0)
+
+
+def _normal(values: FloatArray) -> FloatArray:
+    """Return the standard normal distribution function."""
+    erf = np.vectorize(math.erf, otypes=[np.float64])
+    probs: FloatArray = 0.5 + 0.5 * erf(values / math.sqrt(2.0))
+    return probs
+
+
+def kept_probability(share: float, committed: FloatArray, variation: float, spread: float, num_tokens: float) -> float:
+    """Return a lower bound of the probability that a request keeps its SLO over every window.
+
+    Args:
+        share: mean seconds per token, as a share of the TPOT SLO.
+        committed: as for :func:`steps_needed`.
+        variation: as for :func:`window_probability`.
+        spread: standard deviation of the logarithm of a request's mean seconds per token.
+        num_tokens: mean output tokens. The probability is convex in them, so their own variance only raises it.
+    """
+    mean = float(committed @ np.arange(len(committed)))
+    allowed = WINDOW / (share * mean) / np.exp(spread * _PACES)
+    num_windows = max(num_tokens - WINDOW, 0.0) / mean
+    return float(_WEIGHTS @ window_probability(steps_needed(committed), allowed, variation) ** num_windows)
+
+
+def planned_share(
+    probability: float, committed: FloatArray, variation: float, spread: float, num_tokens: float
+) -> float:
+    """Return the largest share of a TPOT SLO, at most 1, at which windows are all kept with this probability.
+
+    The other arguments are those of :func:`kept_probability`. :data:`MIN_SHARE` is returned if no larger one suffices.
+    """
+    low, high = MIN_SHARE, 1.0
+    if kept_probability(high, committed, variation, spread, num_tokens) >= probability:
+        return high
+    while high - low > PRECISION * low:
+        share = (low + high) / 2.0
+        is_enough = kept_probability(share, committed, variation, spread, num_tokens) >= probability
+        low, high = (share, high) if is_enough else (low, share)
+    return low

@@ -1,0 +1,164 @@
+"""Heads to train, and their files."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hf_slospec.drafters.heads.eagle3 import Eagle3Head, Eagle3Settings, default_feature_layers
+from hf_slospec.drafters.heads.fitting import hidden_size_of, num_layers_of
+from hf_slospec.drafters.heads.head import DraftHead, own_modules
+from hf_slospec.drafters.heads.mtp import MtpHead
+from hf_slospec.drafters.training.options import TrainingOptions
+from hf_slospec.errors import UnsupportedModelError
+from hf_slospec.models.inspection.properties import input_device, vocab_size
+
+MIN_DRAFT_VOCAB = 1024  # of the default
+WRITTEN_DTYPE = torch.bfloat16
+
+
+def new_head(options: TrainingOptions, target: PreTrainedModel, counts: torch.Tensor) -> DraftHead:
+    """Return a head that starts from the target's final norm and, where it has logits of its own, output rows.
+
+    Args:
+        options: the kind, draft vocabulary and seed.
+        target: the model to draft for.
+        counts: [vocab] int64, of the tokens in the texts.
+
+    Raises:
+        UnsupportedModelError: there is no such head for this target.
+    """
+    torch.manual_seed(options.seed)
+    head: Any = _mtp(target) if options.kind == "mtp" else _eagle3(options, target, counts)
+    # The backward pass of fused attention with a mask is slow on CPUs.
+    head.config._attn_implementation = "eager"
+    head.to(input_device(target))
+    made: DraftHead = head
+    return made
+
+
+def _mtp(target: PreTrainedModel) -> DraftHead:
+    decoder: Any = target.get_decoder()
+    try:
+        head = MtpHead(target)
+        head.norm.load_state_dict(decoder.norm.state_dict())
+    except (AttributeError, TypeError, RuntimeError) as error:
+        raise UnsupportedModelError(
+            f"--kind mtp cannot use the layers of {type(target).__name__}: {error}; give --kind eagle3"
+        ) from error
+    return head
+
+
+def _eagle3(options: TrainingOptions, target: PreTrainedModel, counts: torch.Tensor) -> DraftHead:
+    size, vocab, layers = hidden_size_of(target), vocab_size(target), default_feature_layers(num_layers_of(target))
+    if min(layers) < 0:
+        raise UnsupportedModelError(
+            f"an EAGLE-3 head reads layers {layers}, and the target has too few; give --kind mtp"
+        )
+    output: Any = target.get_output_embeddings()
+    draft_vocab = max(MIN_DRAFT_VOCAB, vocab // 4) if options.draft_vocab is None else options.draft_vocab
+    is_reduced = 0 < draft_vocab < vocab
+    settings = Eagle3Settings(layers, size, draft_vocab if is_reduced else vocab)
+    head = Eagle3Head(_config_of_layer(target), settings, target.get_input_embeddings(), None if is_reduced else output)
+    with torch.no_grad():
+        if is_reduced:
+            frequent = counts.argsort(descending=True, stable=True)[:draft_vocab].sort().values
+            head.set_vocabulary(frequent.to(input_device(target)))
+            head.lm_head.weight.copy_(output.weight[frequent.to(output.weight.device)])
+        if (norm := getattr(target.get_decoder(), "norm", None)) is not None:
+            # An RMS norm of ones gives its weights, in whatever form the target's class stores them.
+            head.norm.weight.copy_(norm(torch.ones(1, size, dtype=target.dtype, device=input_device(target)))[0])
+        # Random layers shall not be sure of anything: their logits begin with a standard deviation of 1.
+        head.norm.weight.div_((head.lm_head.weight.to(head.norm.weight) * head.norm.weight).norm(dim=-1).mean())
+    return head
+
+
+def _config_of_layer(target: PreTrainedModel) -> LlamaConfig:
+    """Return the config of a Llama layer of the target's size; fields that the target lacks are Llama's defaults."""
+    own: Any = target.config.get_text_config(decoder=True)
+    rope = getattr(own, "rope_parameters", None) or {}
+    size, num_heads = hidden_size_of(target), own.num_attention_heads
+    return LlamaConfig(
+        vocab_size=vocab_size(target),
+        hidden_size=size,
+        intermediate_size=getattr(own, "intermediate_size", None) or 4 * size,
+        num_hidden_layers=1,
+        num_attention_heads=num_heads,
+        num_key_value_heads=getattr(own, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(own, "head_dim", None) or size // num_heads,
+        max_position_embeddings=getattr(own, "max_position_embeddings", None) or 2048,
+        rms_norm_eps=getattr(own, "rms_norm_eps", None) or 1e-6,
+        rope_parameters=rope if rope.get("rope_type") in ("default", *ROPE_INIT_FUNCTIONS) else None,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def write_head(head: DraftHead, target: PreTrainedModel, options: TrainingOptions) -> None:
+    """Write a head to the folder of the options, config.json and model.safetensors, in bf16; replaces older ones."""
+    tensors = {
+        name: tensor.detach().to("cpu", WRITTEN_DTYPE).contiguous()
+        for name, tensor in own_modules(head, target).state_dict().items()
+    }
+    layer = {name: value for name, value in head.config.to_diff_dict().items() if not name.startswith("_")}
+    layer |= {"model_type": head.config.model_type, "dtype": str(WRITTEN_DTYPE).removeprefix("torch.")}
+    if isinstance(head, Eagle3Head):
+        if head.target_ids is not None:
+            ids = head.target_ids.cpu()
+            tensors["d2t"], tensors["t2d"] = ids - torch.arange(len(ids)), torch.zeros(vocab_size(target)).bool()
+            tensors["t2d"][ids] = True
+        if options.layout == "speculators":
+            tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+        config = (_speculators_config if options.layout == "speculators" else _sglang_config)(
+            head, target, layer, options
+        )
+    else:
+        tensors = {f"mtp.{name}": tensor for name, tensor in tensors.items()}
+        config = layer | {"architectures": [type(head).__name__], "num_mtp_layers": 1}
+    partial = options.out / "training" / "model.partial"
+    save_file(tensors, partial, metadata={"format": "pt"})
+    (options.out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    partial.replace(options.out / "model.safetensors")
+
+
+def _speculators_config(
+    head: Eagle3Head, target: PreTrainedModel, layer: dict[str, Any], options: TrainingOptions
+) -> dict[str, Any]:
+    proposals = {"proposal_type": "greedy", "speculative_tokens": options.levels}
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposals | {"accept_tolerance": 0.0, "verifier_accept_k": 1}],
+            "verifier": {
+                "name_or_path": target.config.name_or_path,
+                "architectures": target.config.architectures or [type(target).__name__],
+            },
+        },
+        "transformer_layer_config": layer,
+        "draft_vocab_size": head.settings.draft_vocab_size,
+        "eagle_aux_hidden_state_layer_ids": list(head.feature_layers),
+        "norm_before_residual": False,  # vLLM's default is True
+        "tie_word_embeddings": False,
+        "dtype": layer["dtype"],
+    }
+
+
+def _sglang_config(
+    head: Eagle3Head, target: PreTrainedModel, layer: dict[str, Any], options: TrainingOptions
+) -> dict[str, Any]:
+    layers = [layer - 1 for layer in head.feature_layers]  # layers by number, whose outputs are read
+    return layer | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        # Without one, SGLang takes the target's output layer.
+        "draft_vocab_size": None if head.target_ids is None else head.settings.draft_vocab_size,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
+    }

@@ -1,0 +1,91 @@
+"""Guarantees that requests keep their TPOT SLOs over every window of ten tokens, with a stated probability.
+
+They are kept by planning with a share of each SLO: admission admits requests as if their SLOs were shorter, and prefill
+beside them leaves time accordingly. The share follows from how step times, committed tokens and requests' paces varied
+lately (:mod:`hf_slospec.algo.windows`), and is corrected by the guarantees that were kept and broken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import numpy as np
+
+from hf_slospec.algo.windows import planned_share
+from hf_slospec.engine.request import Request
+from hf_slospec.engine.step_times import RecentSteps, rounded
+
+MARGIN = 0.85  # share of each SLO that is planned with if no probability is stated, since the tokens per step vary
+LEARNED = 0.1  # change of a share's logarithm by a broken guarantee, times the probability
+MAX_SHARE = 1.0  # no more than the whole SLO is planned with
+FADE = 0.01  # share of a correction that is forgotten in every step without an open guarantee of its SLO
+SPREAD = 0.2  # first guess of the standard deviation of the logarithm of requests' mean tokens per step
+SPREAD_WEIGHT = 0.05  # weight of one request in that deviation
+REVIEW = 16  # steps between two computations of the share, at most
+
+
+class WindowGuarantees:
+    """Open guarantees of one engine, and the shares of SLOs to plan with.
+
+    Shares are corrected as in adaptive conformal inference (Gibbs and Candes, arXiv 2106.00170): a broken guarantee
+    lowers the share of its SLO as much as ``p / (1 - p)`` kept ones raise it, so that in the long run a share ``p`` of
+    all guarantees is kept, however wrong the model is. A kept guarantee counts only if another request was refused
+    meanwhile; otherwise it was not the share that kept it. Corrections fade while no guarantee of their SLO is open.
+    """
+
+    def __init__(self, probability: float | None, recent: RecentSteps):
+        """Begin without guarantees; with a ``probability`` of None, none is ever given, and shares are constant."""
+        self.probability, self.recent = probability, recent
+        self.output_tokens = 100.0  # mean per request, which the scheduler writes
+        self.refused_s = -math.inf  # time of the last refusal, which the scheduler writes
+        self._open: dict[Request, tuple[float, float]] = {}  # TPOT SLO, and time of the guarantee
+        self._corrections: defaultdict[float, float] = defaultdict(float)  # of log shares, by rounded TPOT SLO
+        self._spread_variance = SPREAD**2
+        self._planned, self._review_at = MARGIN, 0  # share by the model, and steps at which it is computed again
+
+    def share(self, tpot_slo_s: float) -> float:
+        """Return the share of a TPOT SLO to plan with."""
+        if self.probability is None:
+            return MARGIN
+        recent = self.recent
+        if recent.num_steps >= self._review_at:
+            spread, variation = math.sqrt(max(self._spread_variance, 0.0)), math.sqrt(recent.step_variance)
+            self._planned = planned_share(self.probability, recent.committed, variation, spread, self.output_tokens)
+            self._review_at = recent.num_steps + min(recent.num_steps // 2 + 1, REVIEW)
+        return min(self._planned * math.exp(self._corrections[rounded(tpot_slo_s)]), MAX_SHARE)
+
+    def is_too_late(self, request: Request) -> bool:
+        """Return whether a probability is stated and windows of the request have begun without a guarantee."""
+        stats = request.stats
+        return self.probability is not None and (len(stats.commits) > 1 or stats.has_missed_window)
+
+    def give(self, request: Request, tpot_slo_s: float, now_s: float) -> None:
+        """Guarantee a TPOT SLO, if a probability is stated."""
+        if self.probability is not None and tpot_slo_s < math.inf:
+            request.window_guarantee = self.probability
+            self._open[request] = tpot_slo_s, now_s
+
+    def observe(self) -> None:
+        """Learn from the guarantees that the latest step broke."""
+        if self.probability is None:
+            return
+        for request in [request for request in self._open if request.stats.has_missed_window]:
+            tpot_slo_s, _ = self._open.pop(request)
+            self._corrections[rounded(tpot_slo_s)] -= LEARNED * self.probability
+        for tpot_slo_s in self._corrections.keys() - {rounded(tpot_slo_s) for tpot_slo_s, _ in self._open.values()}:
+            self._corrections[tpot_slo_s] *= 1.0 - FADE
+
+    def end(self, request: Request) -> None:
+        """Learn from a request that has left the engine."""
+        tpot_slo_s, since_s = self._open.pop(request, (math.inf, math.inf))
+        if self.probability is None or request.finish_reason not in ("stop", "length"):
+            return
+        if since_s <= self.refused_s:
+            self._corrections[rounded(tpot_slo_s)] += LEARNED * (1.0 - self.probability)
+        if num_steps := request.stats.num_steps:
+            numbers, probs = np.arange(len(self.recent.committed)), self.recent.committed
+            mean = float(probs @ numbers)
+            by_chance = (float(probs @ numbers**2) - mean**2) / mean**2 / num_steps
+            own = max((request.num_emitted - 1 - request.stats.num_resumed) / num_steps, 1.0)
+            self._spread_variance += SPREAD_WEIGHT * (math.log(own / mean) ** 2 - by_chance - self._spread_variance)

@@ -1,0 +1,280 @@
+"""Drafters that are trained for some dozens of steps on the embedded target."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import DynamicCache, LlamaConfig
+from typer.testing import CliRunner
+
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_drafter, load_tiny_pair, tiny_prompts
+from hf_slospec.cli.app import app
+from hf_slospec.cli.commands.train_drafter import writer
+from hf_slospec.drafters.heads.eagle3 import Eagle3Head
+from hf_slospec.drafters.heads.loading import load_head
+from hf_slospec.drafters.training import run, texts
+from hf_slospec.drafters.training.heads import new_head, write_head
+from hf_slospec.drafters.training.options import TrainingOptions
+from hf_slospec.drafters.training.run import train_drafter
+from hf_slospec.drafters.training.teacher import Teacher
+from hf_slospec.drafters.training.texts import Text
+from hf_slospec.drafters.training.unrolling import unrolled
+from hf_slospec.errors import InvalidInputError
+from hf_slospec.tiny.embedded import FOLDER
+from tests.support.toys.tiny_models import assert_same_as_stock
+
+SHORT: dict[str, Any] = dict(texts=8, seq_len=96, batch=4, steps=12, levels=3, eval_every=4, draft_vocab=256)
+
+
+class Run(NamedTuple):
+    options: TrainingOptions
+    held_out: list[Text] | None
+    said: list[str]
+
+    @property
+    def weights(self) -> bytes:
+        return (self.options.out / "model.safetensors").read_bytes()
+
+    @property
+    def lengths(self) -> list[float]:
+        """Tokens per step in all evaluations, that of the untrained head first."""
+        (checkpoint,) = (self.options.out / run.FOLDER).glob("checkpoint-*")
+        evaluations = json.loads((checkpoint / run.PROGRESS).read_text())["evaluations"]
+        return [evaluation["tokens_per_step"] for evaluation in evaluations]
+
+
+def trained(out: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Run:
+    target, _, tokenizer = load_tiny_pair(dtype)
+    data = out.parent / "data.txt"
+    if not data.exists():
+        data.write_text("\n".join(tiny_prompts()))
+    options, said = TrainingOptions(**SHORT | {"out": out, "data": data} | changes), list[str]()
+    target.requires_grad_(False)
+    write = writer(SLOSpecGenerator(target, tokenizer=tokenizer))
+    return Run(options, train_drafter(options, target, tokenizer, write, said.append), said)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_batches() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(texts, "BATCH", 4)
+        yield
+
+
+@pytest.fixture(scope="module", params=["eagle3", "mtp"])
+def learned(request: Any, tmp_path_factory: Any) -> Run:
+    """A head that has learned something."""
+    size: dict[str, Any] = dict(steps=20, texts=24, batch=8, levels=2, eval_every=10)
+    vocab = {"draft_vocab": 512 if request.param == "eagle3" else None}
+    out = tmp_path_factory.mktemp("learned") / "head"
+    return trained(out, torch.bfloat16, kind=request.param, **size | vocab)
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: Any) -> Run:
+    return trained(tmp_path_factory.mktemp("short") / "head")
+
+
+@pytest.mark.parametrize("options", [dict(do_sample=False), dict(do_sample=True, top_k=0)], ids=["greedy", "sampled"])
+def test_text_with_the_trained_head_is_that_of_generate(learned: Run, options: dict[str, Any]) -> None:
+    target, _, tokenizer = load_tiny_pair()
+    config = SLOSpecConfig(policy="fixed", max_depth=4, max_width=2, check_invariants=True)
+    ours = SLOSpecGenerator(target, drafter=load_drafter(learned.options.out, target), config=config)
+    inputs = tokenizer(tiny_prompts()[:2], return_tensors="pt", padding=True, return_token_type_ids=False)
+    out = assert_same_as_stock(target, ours.generate, dict(inputs), max_new_tokens=24, **options)
+    assert sum(metrics.accepted for metrics in out.slo) > 0
+
+
+def test_training_raises_acceptance(learned: Run) -> None:
+    untrained, *_, last = learned.lengths
+    assert last > untrained + 0.03 and len(learned.lengths) == 3
+    assert learned.held_out and any("tokens per step" in line for line in learned.said)
+
+
+def test_levels_are_unrolled_as_they_are_drafted() -> None:
+    target, _, tokenizer = load_tiny_pair()
+    head: Any = load_head(str(FOLDER / "eagle3"), target)
+    head.config._attn_implementation = "eager"
+    ids = torch.tensor([tokenizer(tiny_prompts()[0])["input_ids"][:24]])
+    states = target(ids, output_hidden_states=True).hidden_states
+    features = torch.cat([states[layer] for layer in head.feature_layers], dim=-1)
+    levels = [(logits[0], positions.tolist()) for logits, positions in unrolled(head, ids, features, 3, 2, 5)]
+    assert [positions for _, positions in levels] == [[*range(1, 21)], [4, 9, 14, 19], [5, 10, 15, 20]]
+    for begin in (2, 7, 12, 17):
+        cache, hidden, first = DynamicCache(), head.combine(features[:, : begin + 1]), 0
+        for level, (logits, positions) in enumerate(levels):
+            end = begin + 1 + level
+            embeds, own = head.embed_tokens(ids[:, first + 1 : end + 1]), torch.arange(first, end)[None]
+            inputs = torch.cat((embeds, hidden), dim=-1)
+            out = head(inputs_embeds=inputs, position_ids=own, past_key_values=cache).logits[:, -1:]
+            expected, hidden = out.split([out.shape[-1] - head.hidden_size, head.hidden_size], dim=-1)
+            torch.testing.assert_close(logits[positions.index(end)], expected[0, 0], rtol=1e-4, atol=1e-4)
+            first = end
+
+
+class Clock:
+    """Time that passes whenever it is read."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+def test_interruptions_change_no_weight(short: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time runs out again and again, a step fails behind a checkpoint, and a line of the texts is torn."""
+    monkeypatch.setattr(run, "time", Clock())
+    out, runs = tmp_path / "head", 0
+    while trained(out, minutes=0.15).held_out is None:
+        runs += 1
+        path = out / run.FOLDER / "texts.jsonl"
+        if runs == 1:
+            path.write_text(path.read_text() + "[[[1, 2")
+        if runs == 2:
+            with monkeypatch.context() as patch:
+                patch.setattr(run, "loss_of", interrupted(run.loss_of, 2))
+                with pytest.raises(KeyboardInterrupt):
+                    trained(out)
+    assert runs >= 2
+    assert Run(short.options.model_copy(update={"out": out}), None, []).weights == short.weights
+    assert trained(out).held_out is not None  # nothing is left to do
+
+
+def interrupted(function: Any, after: int) -> Any:
+    calls = [0]
+
+    def call(*arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > after:
+            raise KeyboardInterrupt
+        return function(*arguments)
+
+    return call
+
+
+def test_early_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "tokens_per_step", lambda *_: 1.5)
+    done = trained(tmp_path / "head", patience=2)
+    assert done.held_out and done.lengths == [1.5] * 4  # untrained, the best, two that are no better
+
+
+def test_a_drafter_in_bf16_with_states_on_a_disk(tmp_path: Path) -> None:
+    done = trained(tmp_path / "head", torch.bfloat16, features_gb=0.1)
+    kept = (done.options.out / run.FOLDER / "kept.bin").read_bytes()
+    assert kept == b"\1" * 8
+    load_drafter(done.options.out, load_tiny_pair(torch.bfloat16)[0])
+
+
+def test_states_are_kept_within_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _, _ = load_tiny_pair()
+    head = load_head(str(FOLDER / "eagle3"), target)
+    own = [Text(list(range(length, 2 * length)), 2) for length in (30, 40, 50)]
+    plain = Teacher(target, head, own, tmp_path, 0.0)
+    bytes_per_text = 50 * 4 * target.config.hidden_size * 2
+    teacher = Teacher(target, head, own, tmp_path, 2.5 * bytes_per_text / 1e9)
+    assert len(teacher.kept) == 2 and (tmp_path / "states.bin").stat().st_size == 2 * bytes_per_text
+    forwards = list[int]()
+    target.model.register_forward_pre_hook(
+        lambda _, __, given: forwards.append(len(given["input_ids"])), with_kwargs=True
+    )
+    first, second = teacher.rows([2, 0, 1]), teacher.rows([2, 0, 1])
+    assert forwards == [1, 1, 1, 1]
+    expected = plain.rows([2, 0, 1])
+    assert torch.equal(first.features, second.features) and torch.equal(first.counts, expected.counts)
+    for row, length in enumerate((50, 30, 40)):
+        torch.testing.assert_close(first.features[row, :length], expected.features[row, :length], rtol=0.01, atol=0.01)
+    assert first.counts.sum(1).tolist() == [48, 28, 38] and first.counts[1, :28].tolist() == [False, *[True] * 27]
+    (tmp_path / "full").mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(InvalidInputError, match=r"--features-gb 1 needs .* GB more, and .*full has 0.0 GB of room"):
+        Teacher(target, head, own, tmp_path / "full", 1.0)
+
+
+def test_the_folder_has_the_layout_of_speculators(short: Run) -> None:
+    config = json.loads((short.options.out / "config.json").read_text())
+    assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == "eagle3"
+    assert config["speculators_config"]["verifier"]["architectures"] == ["LlamaForCausalLM"]
+    assert Path(config["speculators_config"]["verifier"]["name_or_path"]) == FOLDER / "target"
+    (proposals,) = config["speculators_config"]["proposal_methods"]
+    assert proposals["proposal_type"] == "greedy" and proposals["speculative_tokens"] == 3
+    assert config["draft_vocab_size"] == 256 and config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    layer = LlamaConfig(**config["transformer_layer_config"])
+    assert (layer.num_hidden_layers, layer.hidden_size, layer.vocab_size) == (1, 256, 2048)
+    tensors = load_file(short.options.out / "model.safetensors")
+    names = {name for name in tensors if not name.startswith("layers.0.")}
+    assert names == {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"}
+    assert tensors["layers.0.self_attn.q_proj.weight"].shape == (256, 512)
+    ids = torch.arange(256) + tensors["d2t"]
+    assert torch.equal(tensors["t2d"].nonzero()[:, 0], ids) and tensors["lm_head.weight"].shape == (256, 256)
+    head = load_head(str(short.options.out), load_tiny_pair()[0])
+    assert isinstance(head, Eagle3Head) and head.target_ids is not None and torch.equal(head.target_ids, ids)
+
+
+def test_the_layout_of_sglang_is_the_same_head(short: Run, tmp_path: Path) -> None:
+    target = load_tiny_pair()[0]
+    head: Any = load_head(str(short.options.out), target)
+    write_head(head, target, options_of(tmp_path, layout="sglang"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["hidden_size"] == 256
+    ours, theirs = head.state_dict(), load_head(str(tmp_path), target).state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def options_of(out: Path, **changes: Any) -> TrainingOptions:
+    (out / run.FOLDER).mkdir()
+    return TrainingOptions(**SHORT | {"out": out} | changes)
+
+
+@pytest.mark.parametrize("layout", ["speculators", "sglang"])
+def test_the_output_layer_may_be_the_targets(tmp_path: Path, layout: str) -> None:
+    target, options = load_tiny_pair()[0], options_of(tmp_path, layout=layout, draft_vocab=0)
+    write_head(new_head(options, target, torch.ones(2048)), target, options)
+    assert not {"lm_head.weight", "d2t", "t2d"} & load_file(tmp_path / "model.safetensors").keys()
+    head: Any = load_head(str(tmp_path), target)
+    assert head.lm_head is target.get_output_embeddings() and head.target_ids is None
+
+
+def test_what_a_folder_holds_is_checked(short: Run, tmp_path: Path) -> None:
+    out = short.options.out
+    with pytest.raises(InvalidInputError, match=r"other settings: --seq-len \(96 and not 128\); give the same ones"):
+        trained(out, seq_len=128)
+    with pytest.raises(InvalidInputError, match=r"other settings: the target \(its weights\), --dtype"):
+        trained(out, torch.bfloat16)
+    (tmp_path / "file").touch()
+    for other in (tmp_path, tmp_path / "file"):
+        with pytest.raises(InvalidInputError, match="holds something other than a training; give a new folder"):
+            trained(other)
+    with pytest.raises(InvalidInputError, match="--draft-vocab is for --kind eagle3"):
+        trained(tmp_path / "head", kind="mtp")
+
+
+def test_the_command_and_commands_that_use_its_drafter(tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    data = tmp_path / "own.txt"
+    data.write_text("\n".join(tiny_prompts()))
+    line = f"train-drafter --out {out} --data {data} --dtype float32 --texts 4 --seq-len 96 --steps 4 --batch 2"
+    command = [*line.split(), "--eval-every", "4", "--levels", "3"]
+    runner = CliRunner(env={"COLUMNS": "400"})
+    result = runner.invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["drafter"] == str(out) and "tokens per step on held-out prompts" in result.stderr
+    made = "generate def --max-new-tokens 4 --dtype float32 --drafter".split()
+    assert runner.invoke(app, [*made, str(out)]).exit_code == 0
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in (*(FOLDER / "draft").iterdir(), *(FOLDER / "tokenizer").iterdir()):
+        (other / file.name).symlink_to(file)
+    result = runner.invoke(app, [*command, "--target", str(other)])
+    assert result.exit_code == 2 and "other settings: the target (its weights)" in result.output
+    stopped = runner.invoke(app, [*command[:1], *command[3:], "--out", str(tmp_path / "late"), "--minutes", "1e-9"])
+    assert stopped.exit_code == 0 and "the same command goes on" in stopped.stderr
