@@ -465,7 +465,8 @@ def page(results: dict[str, Verdict]) -> str:
         "",
         "A class is exact for the settings tested here. A checkpoint may use other settings, so each model is checked "
         "by a trial when it is enabled. `python -m hf_slospec check org/name` compares a checkpoint of yours with "
-        "stock `generate` and prints a report ([Check your model](own_models.md#check-your-model)).",
+        "stock `generate` and prints a report ([Check your model](own_models.md#check-your-model)). "
+        "[Encoder-decoders](encoder_decoders.md) such as Whisper, BART and T5 have a page of their own.",
         "",
         "**Attention.** The tests above use `sdpa`. `triton` (CUDA, bf16 or fp16; the default there) does everything "
         "but heads larger than 256 and more than 64 query heads per KV head; `flash` attends to committed tokens by "

@@ -12,7 +12,8 @@ import tempfile
 from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["HF_ASSETS_CACHE"] = tempfile.mkdtemp(prefix="hf_slospec-tests-")  # no profiles in the user's own cache
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share what was compiled; none uses the user's own cache
+    os.environ["HF_ASSETS_CACHE"] = tempfile.mkdtemp(prefix="hf_slospec-tests-")
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before kernels are defined; on a GPU, they are compiled
 

@@ -21,7 +21,7 @@ from hf_slospec.engine.request import Request
 from hf_slospec.engine.step_times import MAX_CATCH_UP
 from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.models.device.memory import as_memory_error
-from hf_slospec.models.inspection.properties import evaluating, input_device, vocab_size
+from hf_slospec.models.inspection.properties import attends_to_encoder, evaluating, input_device, vocab_size
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.tree_mask import draft_nodes
 from hf_slospec.models.sequences.kept_prefixes import num_common
@@ -226,6 +226,7 @@ class AssistantMethod(DraftMethod):
         if self.translation is None:
             check_vocabulary(self.assistant, target)
         check_device(self.assistant, target)
+        check_encoder(self.assistant, target)
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         assert draft is not None
@@ -241,6 +242,31 @@ def check_vocabulary(assistant: Any, target: Any) -> None:
             f"{vocab_size(target)}, which differ by more than padding; use a draft that was trained with the target's "
             "tokenizer, or give both tokenizers: drafter=hf_slospec.load_drafter(assistant_model, target, "
             "tokenizer=..., assistant_tokenizer=...)"
+        )
+
+
+def check_encoder(assistant: Any, target: Any) -> None:
+    """Raise IncompatibleDraftError if a draft's decoder attends to an encoder that the target does not provide."""
+    if not attends_to_encoder(assistant):
+        return
+    if not target.config.is_encoder_decoder:
+        if assistant.config.is_encoder_decoder:
+            raise IncompatibleDraftError(
+                f"assistant_model {type(assistant).__name__} is an encoder-decoder, and {type(target).__name__} has no "
+                "encoder; use a decoder-only draft"
+            )
+        return
+    if not assistant.config.is_encoder_decoder:
+        sizes = [model.config.get_text_config().hidden_size for model in (target, assistant)]
+        if sizes[0] != sizes[1]:
+            raise IncompatibleDraftError(
+                f"assistant_model attends to encoder outputs of size {sizes[1]}, and those of the target have "
+                f"{sizes[0]}; load it with its own encoder, as {type(target).__name__}"
+            )
+    elif assistant.main_input_name != target.main_input_name:
+        raise IncompatibleDraftError(
+            f"the encoder of assistant_model takes {assistant.main_input_name} and that of the target "
+            f"{target.main_input_name}; use a draft of the same kind"
         )
 
 

@@ -82,6 +82,7 @@ class RequestParams:
     num_padding: int = 0  # tokens by which the prompt is shorter than the longest one of its batch
     is_stop: IsOver = lambda tokens: False  # checked after every token, on all tokens
     prefill: Callable[[], Any] | None = None  # prefills the whole prompt, if that cannot be done in chunks
+    encoded_for: Callable[[Any], Any] | None = None  # model -> what its decoder attends to of an encoder's outputs
     prompt_reader: PromptReader | None = None  # takes the prompt's logits; None: they are not needed
 
     @property

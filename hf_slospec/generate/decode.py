@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.drafters.load_drafter import Drafting, assistant_method, drafting_method
@@ -17,8 +17,8 @@ from hf_slospec.drafters.prompt_lookup import MAX_NGRAM, LookupMethod
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.request import RequestMetrics
 from hf_slospec.errors import FallbackWarning, IncompatibleDraftError, UnsupportedModelError, UnsupportedOptionError
-from hf_slospec.generate.prepare import Call, prepare, stock_generate, without_drafts
-from hf_slospec.generate.rows import Rows
+from hf_slospec.generate.encoder import generates_in_parts
+from hf_slospec.generate.prepare import Call, generate_in_parts, prepare, stock_generate, without_drafts
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.speculator import MEASURE_S, Speculator
 from hf_slospec.generate.stock_loop import batch_level_names, run_stock_loop
@@ -39,6 +39,14 @@ class SLOSpecOutput(GenerateDecoderOnlyOutput):
 
     slo: list[RequestMetrics] | None = None  # one per row
     steps: list[StepEvent] | None = None  # in order, prefill first
+
+
+@dataclass
+class SLOSpecEncoderDecoderOutput(GenerateEncoderDecoderOutput):
+    """The same of an encoder-decoder."""
+
+    slo: list[RequestMetrics] | None = None
+    steps: list[StepEvent] | None = None
 
 
 class Decoder:
@@ -83,8 +91,14 @@ class Decoder:
         """Return what stock ``generate`` returns for these arguments, given by name."""
         may_fall_back = self.fallback if fallback is None else check_flag("fallback", fallback)
         try:
+<<<<<<< HEAD
             call = self.prepare(slo_tpot, arguments)
             output = decode(call)
+=======
+            if generates_in_parts(self.model):
+                return generate_in_parts(self._speculator_of(arguments), slo_tpot, arguments, decode)
+            return decode(self.prepare(slo_tpot, arguments))
+>>>>>>> encdec
         except (UnsupportedModelError, UnsupportedOptionError, IncompatibleDraftError) as error:
             if not may_fall_back:
                 raise
@@ -97,8 +111,12 @@ class Decoder:
 
     def prepare(self, slo_tpot: SLOTpot, arguments: dict[str, Any], is_idle: bool = True) -> Call:
         """Return the prepared call; see :func:`~hf_slospec.generate.prepare.prepare`."""
+        return prepare(self._speculator_of(arguments), slo_tpot, arguments, is_idle)
+
+    def _speculator_of(self, arguments: dict[str, Any]) -> Speculator:
+        """Return the speculator of a call with these arguments."""
         speculator = self.speculator_for(arguments.get("assistant_model"))
-        return prepare(self._by_lookup(arguments) or speculator, slo_tpot, arguments, is_idle)
+        return self._by_lookup(arguments) or speculator
 
     @property
     def speculator(self) -> Speculator:
@@ -146,8 +164,8 @@ def decode(call: Call) -> Any:
             stacklevel=2,
         )
         rows.make_requests()
-        output = run_stock_loop(speculator.target.model, rows, speculator.target.ranks.clock, *stock[1:])
-        return _output(rows, **output) if is_dict else output
+        output = run_stock_loop(speculator.target.model, rows, speculator.target.ranks.clock, *stock[1:5])
+        return _output(call, **output) if is_dict else output
     cache = rows.prompt.cache if is_dict or rows.prompt.is_cache_given else None
     holds_finished = cache is not None or record.is_wanted
     sampler = call.sampler()
@@ -173,13 +191,16 @@ def decode(call: Call) -> Any:
     if not is_dict:
         return rows.sequences()
     return _output(
-        rows,
+        call,
         sequences=rows.sequences(),
         scores=record.scores(rows.num_new),
         logits=record.logits(rows.num_new),
-        past_key_values=cache,
+        past_key_values=cache if cache is None or call.encoder is None else call.encoder.fill(stock.model_kwargs),
     )
 
 
-def _output(rows: Rows, **stock: Any) -> SLOSpecOutput:
-    return SLOSpecOutput(**stock, slo=[request.metrics() for request in rows.requests], steps=rows.steps)
+def _output(call: Call, **stock: Any) -> Any:
+    if call.is_part:  # stock code reads all of its fields
+        return GenerateEncoderDecoderOutput(**stock)
+    kind = SLOSpecOutput if call.encoder is None else SLOSpecEncoderDecoderOutput
+    return kind(**stock, slo=[request.metrics() for request in call.rows.requests], steps=call.rows.steps)

@@ -23,6 +23,7 @@ from hf_slospec.generate.enable import decoder_of
 from hf_slospec.generate.prepare import Call, StockCall, stock_generate
 from hf_slospec.generate.processors import is_stateless, processors_of_row
 from hf_slospec.generate.rows import pad_token
+from hf_slospec.generate.validation import check_decoder_only
 from hf_slospec.models.inspection.properties import input_device
 from hf_slospec.models.sampling import Processor
 
@@ -169,6 +170,7 @@ def divergence_report(
 
     Raises:
         InvalidTypeError: an argument has the wrong type.
+        UnsupportedModelError: it is an encoder-decoder.
         InvalidInputError: the model is not enabled, or ``our_tokens`` has another number of rows.
         UnsupportedOptionError: sampling (whether two tokens are close depends on the noise drawn), ``max_time``,
             prompts that are not tokens, and options that speculated ``generate`` refuses, whatever ``fallback`` says.
@@ -182,6 +184,7 @@ def divergence_report(
         decoder = decoder_of(speculated, "speculated")
     if decoder is None:
         raise InvalidInputError("the model does not speculate yet; call hf_slospec.enable(model, draft) first")
+    check_decoder_only(decoder.model, "divergence_report")
     options = {"tokenizer": getattr(speculated, "tokenizer", None), **generate_options, **inputs}
     for name in ("inputs_embeds", "past_key_values"):
         if options.get(name) is not None:

@@ -38,7 +38,7 @@ def enable(
     """Let ``model.generate`` take ``slo_tpot`` and decode such calls by tree speculation.
 
     Args:
-        model: a loaded transformers causal LM, or a PEFT model around one.
+        model: a loaded transformers causal LM or encoder-decoder (Whisper, BART, T5), or a PEFT model around one.
         assistant_model: a smaller causal LM with the same tokenizer, on the same device. Without one, and without a
             drafter, the request's own tokens draft (prompt lookup).
         drafter: what drafts instead, see :func:`load_drafter`: ``"lookup"``, ``"suffix"``, ``"recycling"``, ``"mtp"``,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from transformers.generation import GenerationConfig, StoppingCriteriaList
 
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError, UnsupportedModelError, UnsupportedOptionError
+from hf_slospec.generate.encoder import EncoderInputs, decoder_inputs, generates_in_parts
 from hf_slospec.generate.multimodal_prompts import WholePrompts, names_beside_text
 from hf_slospec.generate.processors import draft_processors, ignore_sequence, processors_of_row
 from hf_slospec.generate.prompt import PromptInputs
@@ -44,6 +46,7 @@ class StockCall(NamedTuple):
     criteria: StoppingCriteriaList
     config: GenerationConfig
     model_kwargs: dict[str, Any]
+    inputs: Any = None  # an encoder's main input, for every prompt
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Call:
     rows: Rows
     stock: StockCall
     speculator: Speculator
+    encoder: EncoderInputs | None = None
+    is_part: bool = False  # a generate of the model's class, which takes stock's output, puts the call's parts together
 
     def sampler(self, seed: int | None = None, sharing: int = 1) -> StockSampler:
         """Return the sampler of the call's rows.
@@ -93,10 +98,7 @@ def prepare(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any]
             call cannot be speculated; nothing has been changed.
     """
     arrived_s, model = speculator.target.ranks.clock(), speculator.target.model
-    slo = parse_slo(configured("slo_tpot", model, arguments) if slo_tpot is None else slo_tpot)
-    check_arguments(model, arguments)
-    check_evaluating(model)
-    speculator.renew(is_idle)
+    slo = _check(speculator, slo_tpot, arguments, is_idle)
     has_images = names_beside_text(model, {k: v for k, v in arguments.items() if k not in TEXT_ARGUMENTS})
     with speculator.lock if has_images else contextlib.nullcontext():  # stock may forward the image encoder
         stock = stock_generate(model)(**_for_stock(model, arguments), custom_generate=_as_decoding_method)
@@ -105,23 +107,74 @@ def prepare(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any]
             f"{type(model).__name__} decodes by a generate of its own, which cannot be speculated; call generate "
             "without slo_tpot"
         )
-    names = names_beside_text(model, {k: v for k, v in stock.model_kwargs.items() if k not in PREPARED})
-    check_options(stock.config, stock.model_kwargs, names)
+    return _call(speculator, slo, arguments, arrived_s, stock)
+
+
+@torch.no_grad()
+def generate_in_parts(
+    speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any], decode: Callable[[Call], Any]
+) -> Any:
+    """Run a ``generate`` that calls transformers' once per part of the output, with ``decode`` in its place.
+
+    Whisper's decodes long audio in segments, and each again at higher temperatures if its text looks wrong.
+
+    Raises:
+        As :func:`prepare`.
+    """
+    slo, model = _check(speculator, slo_tpot, arguments), speculator.target.model
+    if isinstance(slo, list):
+        raise UnsupportedOptionError(
+            f"slo_tpot must be one for all rows of {type(model).__name__}, whose generate chooses the rows of each "
+            "segment; pass a single one"
+        )
+
+    @functools.wraps(_as_decoding_method)
+    def decode_part(*args: Any, **kwargs: Any) -> Any:
+        stock = _as_decoding_method(*args, **kwargs)
+        return decode(_call(speculator, slo, arguments, speculator.target.ranks.clock(), stock, is_part=True))
+
+    return stock_generate(model)(**_for_stock(model, arguments), custom_generate=decode_part)
+
+
+def _check(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any], is_idle: bool = True) -> Any:
+    """Check a call's arguments before stock sees them, renew the models, and return the parsed SLO."""
+    model = speculator.target.model
+    slo = parse_slo(configured("slo_tpot", model, arguments) if slo_tpot is None else slo_tpot)
+    check_arguments(model, arguments)
+    check_evaluating(model)
+    speculator.renew(is_idle)
+    return slo
+
+
+def _call(
+    speculator: Speculator,
+    slo: Any,
+    arguments: dict[str, Any],
+    arrived_s: float,
+    stock: StockCall,
+    is_part: bool = False,
+) -> Call:
+    """Return the call of what stock prepared."""
+    model, inputs, names, encoder = speculator.target.model, stock.model_kwargs, list[str](), None
+    if model.config.is_encoder_decoder:
+        inputs, encoder = decoder_inputs(inputs), EncoderInputs(model, stock.inputs, inputs)
+    else:
+        names = names_beside_text(model, {k: v for k, v in inputs.items() if k not in PREPARED})
+    check_options(stock.config, inputs, names)
     check_criteria(stock.criteria, speculator.target.ranks.number)
-    prompt = PromptInputs.of(
-        stock.input_ids, stock.model_kwargs, stock.config, model.get_input_embeddings(), bool(names)
-    )
-    whole = WholePrompts.of(speculator.target.packed, prompt, stock.model_kwargs, names)
+    prompt = PromptInputs.of(stock.input_ids, inputs, stock.config, model.get_input_embeddings(), bool(names))
+    whole = None if encoder is not None else WholePrompts.of(speculator.target.packed, prompt, inputs, names)
     stages = stages_by_row(slo, len(stock.input_ids), stock.config.num_return_sequences, arguments.get("tokenizer"))
     if speculator.config.deterministic and any(stage.tpot_slo_s is not None for row in stages for stage in row):
         raise UnsupportedOptionError(
             'deterministic=True cannot be combined with slo_tpot, which steers by the clock; exact="self" can'
         )
     rows = Rows(
-        stock.input_ids, prompt, whole, stock.config, stock.criteria, stages, arrived_s, arguments.get("streamer")
-    )
+        stock.input_ids, prompt, whole, encoder, stock.config, stock.criteria, stages, arrived_s,
+        arguments.get("streamer"),
+    )  # fmt: skip
     check_prompts(rows, speculator.target, has_placeholders=bool(names))
-    return Call(rows, stock, speculator)
+    return Call(rows, stock, speculator, encoder, is_part)
 
 
 def stock_generate(model: PreTrainedModel) -> Callable[..., Any]:
@@ -137,10 +190,11 @@ def _as_decoding_method(
     logits_processor: Any,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
+    inputs_tensor: Any = None,
     **model_kwargs: Any,  # not by name: transformers would take them from the caller's arguments
 ) -> StockCall:
     """Return the prepared inputs; stock ``generate`` calls this in place of its decoding method."""
-    return StockCall(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    return StockCall(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, inputs_tensor)
 
 
 def _for_stock(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -166,7 +220,11 @@ def _for_stock(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, A
 
 
 def without_drafts(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments without those that make stock ``generate`` draft, which it can for one row only."""
+    """Return a call's arguments for stock, without those that make it draft, which it can for one row only."""
+    if generates_in_parts(model) and "inputs" in arguments:  # Whisper's generate takes them by the encoder's name only
+        arguments = {model.main_input_name if name == "inputs" else name: value for name, value in arguments.items()}
+    if arguments.get("tokenizer") is None:  # a generate of the model's own may not know it
+        arguments = {name: value for name, value in arguments.items() if name != "tokenizer"}
     kept = {name: value for name, value in arguments.items() if name != "assistant_model"}
     return _without(model, kept, "prompt_lookup_num_tokens")
 

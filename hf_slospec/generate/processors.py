@@ -34,6 +34,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    WhisperNoSpeechDetection,
 )
 
 IGNORE_SEQUENCE = {
@@ -119,7 +120,28 @@ def _for_row(processor: Any, row: int, num_rows: int) -> Any:
             for name, value in processor.unconditional_context.items()
         }
         return copied
+    if isinstance(processor, WhisperNoSpeechDetection):
+        return _NoSpeechOfRow(processor, row)
     return processor if is_stateless(processor) or num_rows == 1 else copy.deepcopy(processor)
+
+
+class _NoSpeechOfRow:
+    """Whisper's detection of silence, which records one probability per row for Whisper's ``generate`` to read."""
+
+    def __init__(self, of_batch: WhisperNoSpeechDetection, row: int):
+        self._of_batch, self._row = of_batch, row
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        shared: Any = self._of_batch
+        if shared.start_of_trans_offset > 1:  # a forward of the whole batch tells those of all rows
+            return scores if self._row else shared(input_ids, scores)
+        if input_ids.shape[1] == shared.begin_index:
+            own = copy.copy(shared)
+            own(input_ids, scores)
+            if not isinstance(shared._no_speech_prob, dict):
+                shared._no_speech_prob = {}
+            shared._no_speech_prob[self._row] = own.no_speech_prob[0]
+        return scores
 
 
 def is_stateless(processor: Any) -> bool:

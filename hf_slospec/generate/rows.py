@@ -19,6 +19,7 @@ from transformers.generation import (
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.request import NewNoise, Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.static_batch import CHUNK
+from hf_slospec.generate.encoder import EncoderInputs
 from hf_slospec.generate.multimodal_prompts import WholePrompts
 from hf_slospec.generate.prompt import PromptInputs
 from hf_slospec.generate.stop_strings import StopStrings
@@ -128,6 +129,7 @@ class Rows:
         input_ids: torch.Tensor,  # [batch, padded_len] int64, as the caller gets them back
         prompt: PromptInputs,
         whole: WholePrompts | None,
+        encoder: EncoderInputs | None,
         config: GenerationConfig,
         criteria: StoppingCriteriaList,
         stages: list[tuple[Stage, ...]],
@@ -150,6 +152,7 @@ class Rows:
                 num_padding=max(map(len, prompts)) - len(tokens),
                 is_stop=self.stops.of(row, len(tokens)),
                 prefill=None if whole is None else whole.prefill(row),
+                encoded_for=None if encoder is None else encoder.of_row(row),
             )
             for row, tokens in enumerate(prompts)
         ]

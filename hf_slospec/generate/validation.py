@@ -120,6 +120,8 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
             "its get_input_embeddings() returns them"
         )
     for name in ("inputs", "input_ids"):
+        if name == "inputs" and model.main_input_name not in ("input_ids", "inputs_embeds"):
+            continue  # audio or images for an encoder
         ids = arguments.get(name)
         if ids is not None and not isinstance(ids, torch.Tensor):
             raise InvalidTypeError(
@@ -138,6 +140,15 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
             raise InvalidInputError(
                 f"attention_mask has shape {list(mask.shape)} and {name} {list(ids.shape)}; they must be equal"
             )
+
+
+def check_decoder_only(model: PreTrainedModel, name: str) -> None:
+    """Raise UnsupportedModelError for an encoder-decoder, which ``name`` does not take."""
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{name} takes decoder-only models, and {type(model).__name__} is an encoder-decoder; call generate, which "
+            "takes batches"
+        )
 
 
 def check_evaluating(model: PreTrainedModel) -> None:
@@ -168,7 +179,7 @@ def _check_cache(cache: Any) -> None:
         raise InvalidTypeError(
             f"past_key_values must be a transformers Cache, such as DynamicCache(), got {type(cache).__name__}"
         )
-    for layer in getattr(cache, "layers", [None]):
+    for layer in getattr(cache, "layers", [cache]):
         if not isinstance(layer, CACHE_LAYERS) or isinstance(layer, BaseQuantizedLayer):
             raise UnsupportedOptionError(
                 f"past_key_values with layers of type {type(layer).__name__} cannot be combined with slo_tpot; use a "

@@ -45,7 +45,7 @@ class SLOSpecGenerator:
     """Speculated generation without touching ``model.generate``.
 
     Args:
-        model: the target, a loaded transformers causal LM, or a PEFT model around one.
+        model: the target, a loaded transformers causal LM or encoder-decoder, or a PEFT model around one.
         assistant_model: a smaller causal LM with the same tokenizer, on the same device. Without one, and without a
             drafter, the request's own tokens draft (prompt lookup).
         tokenizer: the tokenizer of both models.

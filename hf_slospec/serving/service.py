@@ -40,7 +40,7 @@ from hf_slospec.generate.prepare import Call
 from hf_slospec.generate.prompt_logprobs import prompt_logprobs_of
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.speculator import Speculator
-from hf_slospec.generate.validation import check_ids
+from hf_slospec.generate.validation import check_decoder_only, check_ids
 from hf_slospec.models.device.host_memory import return_freed_memory
 from hf_slospec.models.device.memory import free_memory
 from hf_slospec.models.inspection.properties import autocast_dtype, trained_len, vocab_size
@@ -80,12 +80,13 @@ class BatchingService:
         """Start the batcher unless it runs.
 
         Raises:
-            UnsupportedModelError: the decoder can only fall back to stock ``generate``, or its model is split over
-                processes.
+            UnsupportedModelError: the model is an encoder-decoder or is split over processes, or the decoder can only
+                fall back to stock ``generate``.
             UnsupportedInputError: every request would fail because of the model's generation config.
         """
         with self._lock:
             if self._batcher is None:
+                check_decoder_only(self.decoder.model, "the batcher")
                 speculator = self.decoder.speculator
                 if speculator.target.ranks.number > 1:
                     raise UnsupportedModelError(

@@ -2,6 +2,7 @@
 
 from hf_slospec.models.attention.alone import AloneForward
 from hf_slospec.models.attention.backends import backend_for
+from hf_slospec.models.attention.cross import DecoderForward, EncodedCache
 from hf_slospec.models.attention.dense import masked_attention
 from hf_slospec.models.attention.flash import FlashAttention
 from hf_slospec.models.attention.forward import PackedForward
@@ -27,6 +28,8 @@ __all__ = [
     "MAX_DENSE",
     "AloneForward",
     "AttentionLayer",
+    "DecoderForward",
+    "EncodedCache",
     "FlashAttention",
     "GatheredForward",
     "MaskSource",

@@ -9,6 +9,7 @@ import torch
 
 from hf_slospec.models.attention.backends import Backend
 from hf_slospec.models.attention.positions import Positions
+from hf_slospec.models.attention.sdpa import sdpa_attention
 from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.batch.packed_batch import AttentionLayer, OverVisible, Plans, Span, plan_own, plan_visible
 from hf_slospec.models.kv_cache.pool import KVPool
@@ -82,4 +83,5 @@ class PackedForward(RecurrentForward):
         else:
             raise RuntimeError("an attention layer attends to keys that were not cached")
         _, layer = self._layers[layer_idx]
-        return self.backend(query[0], keys, values, batch, rules._replace(window=layer.window, chunk=layer.chunk))[None]
+        backend = self.backend if rules.bias is None else sdpa_attention  # the only one that adds a bias
+        return backend(query[0], keys, values, batch, rules._replace(window=layer.window, chunk=layer.chunk))[None]

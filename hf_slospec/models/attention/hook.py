@@ -134,9 +134,30 @@ def _packed_or(original: str) -> Attention:
             kwargs.get("sliding_window"),
             kwargs.get("softcap"),
             kwargs.get("s_aux"),
+            bias=_bias(forward, module),
         )
-        mask = attention_mask if kwargs.get("position_bias") is None else kwargs["position_bias"]
+        mask = attention_mask if kwargs.get("position_bias") is None or _is_t5(module) else kwargs["position_bias"]
         out: torch.Tensor = forward.attend(query, key, value, rules, mask)
         return out, None
 
     return attention
+
+
+def _is_t5(module: Any) -> bool:
+    """Return whether a layer adds T5's bias, which depends on the distance of query and key only."""
+    return hasattr(module, "relative_attention_max_distance")
+
+
+def _bias(forward: Any, module: Any) -> torch.Tensor | None:
+    """Return the bias by distance, [num_heads, num_distances]; None if the layer adds none.
+
+    The first layer computes the bias for all, by places in the batch, which are wrong for a packed one.
+    """
+    if not _is_t5(module):
+        return None
+    if module.has_relative_attention_bias:
+        length = module.relative_attention_max_distance + 1  # all farther keys have the same bias
+        by_place = module.compute_bias(1, length, past_seen_tokens=length - 1)  # [1, num_heads, 1, length]
+        forward.bias = by_place[0, :, 0].flip(-1)
+    bias: torch.Tensor | None = getattr(forward, "bias", None)  # None in a cross-attention before any other
+    return bias

@@ -36,7 +36,7 @@ def sdpa_attention(
     """Return attention of each sequence over its own slots, which are sliced from the pool, not padded or gathered."""
     num_heads, num_tokens, head_dim = query.shape
     num_kv_heads = keys.shape[1]
-    is_plain = rules.softcap is None and rules.sinks is None
+    is_plain = rules.softcap is None and rules.sinks is None and rules.bias is None
     # Query heads that share a KV head are folded into its queries, which is faster than enable_gqa on CPU.
     groups = num_heads // num_kv_heads if is_plain else 1
     plan: SequencePlan = batch.plan(plan_sequences, query.device, rules.window, rules.chunk, groups, query.dtype)
@@ -53,6 +53,7 @@ def sdpa_attention(
                 )
                 attended = attended.reshape(num_heads, -1, values.shape[-1])  # not view: on CUDA heads may be inner
             else:
-                attended = dense_attention(own_query, key, value, sequence.mask, rules)
+                mask = sequence.mask if rules.bias is None else sequence.biased(rules.bias)
+                attended = dense_attention(own_query, key, value, mask, rules)
             out[sequence.tokens] = attended.transpose(0, 1)
     return out

@@ -30,13 +30,25 @@ class SequenceKeys:
         prefix = torch.ones(num_tokens, length, dtype=torch.bool, device=device)
         allowed = torch.cat((prefix, self.staged_mask), dim=1)
         if window is not None or chunk is not None:
-            keys = torch.cat((torch.arange(length, device=device), self.staged_positions))
-            queries = self.staged_positions[-num_tokens:, None]
+            queries, keys = self._positions
             if window is not None:
                 allowed = allowed & (queries - keys < window)
             if chunk is not None:
                 allowed = allowed & (queries // chunk == keys // chunk)
         return allowed
+
+    @property
+    def _positions(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions of the tokens, [num_tokens, 1] int64, and of the slots, [num_slots] int64."""
+        length = self.slots.stop - self.slots.start - len(self.staged_positions)
+        committed = torch.arange(length, device=self.staged_positions.device)
+        return self.staged_positions[-len(self.staged_mask) :, None], torch.cat((committed, self.staged_positions))
+
+    def biased(self, bias: torch.Tensor) -> torch.Tensor:
+        """Return the mask plus a bias by distance, see AttentionRules.  -> [num_heads, num_tokens, num_slots]"""
+        queries, keys = self._positions
+        by_head = bias[:, (queries - keys).clamp(0, bias.shape[1] - 1)]
+        return by_head if self.mask is None else by_head + self.mask
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ class AttentionRules(NamedTuple):
     softcap: float | None = None  # scores are squeezed into (-softcap, softcap)
     sinks: torch.Tensor | None = None  # [num_heads] logits that take probability but contribute no value
     chunk: int | None = None  # positions per chunk; no token sees beyond its own chunk
+    bias: torch.Tensor | None = None  # [num_heads, num_distances] added to scores; the last one is for all farther keys
 
     def capped(self, scores: torch.Tensor) -> torch.Tensor:
         """Return scores after the softcap, if there is one.  -> shape of ``scores``"""

@@ -10,6 +10,8 @@ import torch
 
 from hf_slospec.models.recurrent.states import RecurrentStates
 
+Encoded = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by layer: K and V of one row's encoder, [heads, length, dim]
+
 
 class Stored(NamedTuple):
     """Shape of one token's K or V in one layer; the two may differ (multi-head latent attention, autocast)."""
@@ -58,6 +60,7 @@ class CachedSequence:
     prompt_len: int = 0  # tokens that stock decoding forwards together; length-dependent RoPE is chosen by it
     num_padding: int = 0  # tokens by which the longest prompt of its batch exceeds its prompt
     states: RecurrentStates | None = None  # states of layers that keep no K and V; None if the model has no such layer
+    encoded: Encoded | None = None  # what cross-attention attends to; None without an encoder
 
     def truncate(self, length: int) -> None:
         """Keep at most ``length`` tokens, or none if a recurrent state already contains later ones."""

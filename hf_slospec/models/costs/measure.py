@@ -11,9 +11,10 @@ import torch
 
 from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.models.attention import MAX_DENSE
-from hf_slospec.models.batch.cached_sequence import CachedSequence
+from hf_slospec.models.batch.cached_sequence import CachedSequence, Encoded
 from hf_slospec.models.device.device_calls import apart_from_captures, synchronize
 from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.models.packed.running import encode
 from hf_slospec.models.packed.tree_mask import chain
 from hf_slospec.models.recurrent.states import RecurrentStates
 
@@ -147,6 +148,12 @@ class Forwards:
 
     def __init__(self, packed: PackedModel):
         self.packed, self.clock, self._cache = packed, packed.ranks.clock, packed.kv_cache
+        self._encoded: Encoded | None = None
+        if packed.attends_to_encoder:
+            config = packed.model.config.get_text_config()
+            length = getattr(config, "max_source_positions", KEYS)
+            weight = packed.model.get_input_embeddings().weight
+            (self._encoded,), _ = encode(packed.model, weight.new_zeros(1, length, config.hidden_size))
 
     def __call__(self, size: Size) -> float:
         """Return the seconds of a forward of this size, replayed if forwards are captured."""
@@ -154,6 +161,7 @@ class Forwards:
         with self._cache.temporary([size.keys_each + length for length in lengths]) as sequences:
             for sequence in sequences:
                 sequence.length = size.keys_each
+                sequence.encoded = self._encoded
                 sequence.states = RecurrentStates(size.keys_each) if self.packed.has_states else None
             graphs = self.packed.captured.on(self._cache.pool)
             num_captured = 0 if graphs is None else len(graphs)

@@ -62,12 +62,18 @@ def input_device(model: Any) -> torch.device:
 
 def given_position_ids(model: Any, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the positions as an argument of the model's forward; nothing if it takes none and counts tokens itself."""
-    return {"position_ids": position_ids} if takes_position_ids(model) else {}
+    names = [name for name in ("decoder_position_ids", "position_ids") if name in _arguments(model)]
+    return dict.fromkeys(names[:1], position_ids)
 
 
 def takes_position_ids(model: Any) -> bool:
-    """Return whether the model's forward names ``position_ids``, which stock ``generate`` then gives to it."""
-    return "position_ids" in _arguments(model)
+    """Return whether the model's forward names positions of its tokens, which stock ``generate`` then gives to it."""
+    return bool(given_position_ids(model, torch.empty(0)))
+
+
+def attends_to_encoder(model: Any) -> bool:
+    """Return whether the model is an encoder-decoder, or a decoder that takes the outputs of another one's encoder."""
+    return "encoder_outputs" in _arguments(model)
 
 
 def _arguments(model: Any) -> frozenset[str]:

@@ -18,6 +18,10 @@ def check_features(packed: PackedModel, layers: tuple[int, ...]) -> None:
     The caller must hold the model's lock.
     """
     model, token_ids = packed.model, list(range(1, LENGTH + 1))
+    if packed.attends_to_encoder:
+        raise cannot_be_packed(
+            model, "hidden states of encoder-decoders are not read; draft with an assistant_model or by prompt lookup"
+        )
     ids = torch.tensor([token_ids], device=packed.device)
     with evaluating(model), refused_if_it_fails(model), torch.no_grad():
         plain = model(input_ids=ids, use_cache=False, output_hidden_states=True, return_dict=True).hidden_states

@@ -19,6 +19,7 @@ from hf_slospec.config import Compile, Exact, Prepack
 from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.models.attention import (
     AloneForward,
+    DecoderForward,
     FlashAttention,
     GatheredForward,
     NewTokens,
@@ -37,7 +38,7 @@ from hf_slospec.models.device.memory import holders_of_idle_memory
 from hf_slospec.models.device.transfer import to_device
 from hf_slospec.models.fused.layers import FusedLayers
 from hf_slospec.models.inspection.model_changes import Fingerprint
-from hf_slospec.models.inspection.properties import input_device, vocab_size, watching_autocast
+from hf_slospec.models.inspection.properties import attends_to_encoder, input_device, vocab_size, watching_autocast
 from hf_slospec.models.inspection.ranks import Ranks
 from hf_slospec.models.kv_cache.cache import KVCache
 from hf_slospec.models.kv_cache.pool import KVPool
@@ -91,6 +92,7 @@ class PackedModel:
             # Captured collectives and fused layers of split weights are untested.
             prepack = cuda_graphs = fused_layers = compile = False
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.attends_to_encoder = attends_to_encoder(model)
         refuse_by_declaration(model)
         with watching_autocast(model) as seen:
             self.layers, self.state_layers = probe_layers(model)
@@ -118,7 +120,7 @@ class PackedModel:
             stored.device == self.device for layer in self.layers for stored in layer.shape.stored
         )
         can_replay = isinstance(self.backend, (FlashAttention, TreeAttention)) and self._is_on_one_device
-        can_replay = can_replay and not self.has_states and self.autocast is None
+        can_replay = can_replay and not (self.has_states or self.attends_to_encoder) and self.autocast is None
         self.captured = CapturedForwards(model, cuda_graphs and can_replay)
         self.forget_cache()
         self.fingerprint = Fingerprint(model)
@@ -152,6 +154,7 @@ class PackedModel:
             "its weights are split over processes": self.ranks.number > 1,
             "it is not on a CPU": self.device.type != "cpu",
             "some layers keep a state": self.has_states,
+            "it attends to an encoder's outputs": self.attends_to_encoder,
             "its forward enables autocast": self.autocast is not None,
             "its rotary embeddings depend on the length": self.rope.max_plain is not None,
             "some layers attend in chunks, over latent or over chosen keys": any(
@@ -172,6 +175,8 @@ class PackedModel:
     def _why_not_compiled(self, prepack: Prepack) -> str | None:
         if self.has_states:
             return "some layers keep a state"
+        if self.attends_to_encoder:
+            return "it attends to an encoder's outputs"
         if self.autocast is not None:
             return "its forward enables autocast"
         if self.rope.max_plain is not None:
@@ -371,7 +376,7 @@ class PackedModel:
     def _eager(self, pool: KVPool, parts: Sequence[NewTokens], batch: PackedBatch, *others: Any) -> Outputs:
         inputs = to_device(self._inputs(parts, batch, *others), self.device)
         batch.plans = {key: plan.completed() for key, plan in inputs.plans.items()}
-        outputs = self._compute(pool, batch, inputs, batch.spans if self.has_states else ())
+        outputs = self._compute(pool, batch, inputs, batch.spans)
         self._requested_plans |= dict.fromkeys(batch.plans)
         return outputs
 
@@ -386,13 +391,16 @@ class PackedModel:
         return outputs if inputs.level is None else inputs.level.outputs(outputs.logits)
 
     def _compute(self, pool: KVPool, batch: Plans, inputs: Inputs, spans: Sequence[Span] = ()) -> Outputs:
-        """Run the model; ``spans`` are sequences whose states its layers read and stage."""
-        forward: PackedForward | GatheredForward
+        """Run the model; ``spans`` are sequences whose states and encoders its layers read; none when replayed."""
+        forward: PackedForward | GatheredForward | DecoderForward
         if any(layer.is_own for layer in self.layers):
             forward = GatheredForward(pool, batch, inputs.position_ids)
         else:
+            own_spans = spans if self.has_states else ()
             kind = AloneForward if self.exact else PackedForward
-            forward = kind(pool, batch, self.backend, self.layers, inputs.position_ids, spans)
+            forward = kind(pool, batch, self.backend, self.layers, inputs.position_ids, own_spans)
+            if self.attends_to_encoder and spans[0].sequence.encoded is not None:
+                forward = DecoderForward(forward, spans)
         tokens = inputs.tokens if inputs.level is None else inputs.level.inputs(inputs.tokens)
         arguments = inputs.position_ids, inputs.logit_rows, inputs.feature_layers, self._keeps_logits
         with self._exact_products if self.exact else contextlib.nullcontext():

@@ -7,9 +7,15 @@ from typing import Any
 import torch
 
 from hf_slospec.errors import UnsupportedModelError
-from hf_slospec.models.attention import AttentionLayer
+from hf_slospec.models.attention import AttentionLayer, DecoderForward
 from hf_slospec.models.inspection.hooks import is_compiled
-from hf_slospec.models.inspection.properties import evaluating, input_device, layer_types, refused_if_it_fails
+from hf_slospec.models.inspection.properties import (
+    attends_to_encoder,
+    evaluating,
+    input_device,
+    layer_types,
+    refused_if_it_fails,
+)
 from hf_slospec.models.packed.gathered_probe import GatheredProbe
 from hf_slospec.models.packed.interface_probe import NO_MIXING, InterfaceProbe
 from hf_slospec.models.packed.running import run_model
@@ -38,10 +44,9 @@ def refuse_by_declaration(model: Any) -> None:
             f"{name} was compiled with compile(), and tree attention cannot be used in compiled layers; pass the model "
             "as it was loaded"
         )
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"{name} is an encoder-decoder model; only decoder-only models can be speculated")
     # is_decoder=False turns models of some families into encoders; other families ignore it.
-    is_encoder = getattr(model.config, "is_decoder", None) is False
+    is_whole = getattr(model.config, "is_encoder_decoder", False)
+    is_encoder = not is_whole and getattr(model.config, "is_decoder", None) is False
     if is_encoder and any(getattr(module, "is_causal", True) is False for module in model.modules()):
         raise UnsupportedModelError(f"{name} was loaded as an encoder; load it with is_decoder=True in its config")
     if any(getattr(module, "attention_type", None) == "block_sparse" for module in model.modules()):
@@ -69,8 +74,8 @@ def probe_layers(model: Any) -> tuple[list[AttentionLayer], list[StateLayer]]:
             try:
                 return _probed_interface(model, zero)
             except UnsupportedModelError:
-                if getattr(model, "_is_stateful", False):
-                    raise  # states can be restored through the interface only
+                if getattr(model, "_is_stateful", False) or attends_to_encoder(model):
+                    raise  # states can be restored, and encoders attended to, through the interface only
         with refused_if_it_fails(model):
             probe = GatheredProbe(zero)
             run_model(model, probe, input_ids=zero, position_ids=zero)
@@ -80,6 +85,7 @@ def probe_layers(model: Any) -> tuple[list[AttentionLayer], list[StateLayer]]:
 def _probed_interface(model: Any, zero: torch.Tensor) -> tuple[list[AttentionLayer], list[StateLayer]]:
     with refused_if_it_fails(model):
         probe, watch = InterfaceProbe(), InterfaceProbe()
-        run_model(model, probe, input_ids=zero, position_ids=zero)
-        run_model(model, watch, input_ids=zero, position_ids=zero, attention_mask=torch.ones_like(zero))
+        own, seen = (DecoderForward(each) if attends_to_encoder(model) else each for each in (probe, watch))
+        run_model(model, own, input_ids=zero, position_ids=zero)
+        run_model(model, seen, input_ids=zero, position_ids=zero, attention_mask=torch.ones_like(zero))
         return probe.layers(model, watch.reaches)

@@ -5,8 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers.modeling_outputs import BaseModelOutput
 
-from hf_slospec.models.attention import MaskSource, Positions, active_forward, given_positions, own_attention
+from hf_slospec.models.attention import (
+    DecoderForward,
+    EncodedCache,
+    MaskSource,
+    Positions,
+    active_forward,
+    given_positions,
+    own_attention,
+)
+from hf_slospec.models.batch.cached_sequence import Encoded
 from hf_slospec.models.inspection.properties import _arguments, given_position_ids, hidden_states
 from hf_slospec.models.packed.inputs import Outputs
 
@@ -56,5 +66,51 @@ def run_model(
             return model(**options, past_key_values=forward)
     if attention_mask is None:
         attention_mask = torch.ones(UNREAD_MASK_SHAPE, dtype=torch.bool, device=position_ids.device)
+    options |= {"past_key_values": forward, "attention_mask": attention_mask}
+    if isinstance(forward, DecoderForward):  # which has what the layers need of the encoder's outputs
+        options = decoder_arguments(model, options, torch.zeros(1, 1, 1, device=position_ids.device), attention_mask)
     with active_forward(model, forward), given_positions(model, Positions(position_ids)):
-        return model(**options, past_key_values=forward, attention_mask=attention_mask)
+        return model(**options)
+
+
+def decoder_arguments(
+    model: Any, options: dict[str, Any], encoded: torch.Tensor, encoder_mask: torch.Tensor | None = None
+) -> dict[str, Any]:
+    """Return arguments of a decoder's forward, by the names that its encoder-decoder has for them.
+
+    Args:
+        encoded: the encoder's outputs, [batch, length, hidden].
+        encoder_mask: [batch, length]; None: all of them are attended to.
+    """
+    options = options | {"encoder_outputs": BaseModelOutput(last_hidden_state=encoded)}
+    if not model.config.is_encoder_decoder:
+        return options
+    own = {name: f"decoder_{name}" for name in ("input_ids", "inputs_embeds", "attention_mask")}
+    return {own.get(name, name): value for name, value in options.items()} | {"attention_mask": encoder_mask}
+
+
+@torch.no_grad()
+def encode(
+    model: Any, encoded: torch.Tensor, encoder_mask: torch.Tensor | None = None
+) -> tuple[list[Encoded], dict[int, tuple[torch.Tensor, torch.Tensor]]]:
+    """Return K and V of an encoder's outputs, as the model's own layers compute them in a forward of one token.
+
+    The arguments are those of :func:`decoder_arguments`.
+
+    Returns:
+        Those of each row without what its mask leaves out, and by layer those of all rows,
+        [batch, num_heads, length, dim].
+    """
+    cache = EncodedCache()
+    zeros = torch.zeros(len(encoded), 1, dtype=torch.int64, device=encoded.device)
+    mask = torch.ones(UNREAD_MASK_SHAPE, dtype=torch.bool, device=encoded.device)
+    options = dict(input_ids=zeros, attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True)
+    with active_forward(model, cache):
+        model(**decoder_arguments(model, options, encoded, encoder_mask))
+    rows: list[Encoded] = []
+    for row in range(len(encoded)):
+        allowed = None if cache.allowed is None else cache.allowed[min(row, len(cache.allowed) - 1)]
+        seen = slice(None) if allowed is None or bool(allowed.all()) else allowed
+        by_layer = cache.encoded.items()
+        rows.append({i: (k[row][:, seen].contiguous(), v[row][:, seen].contiguous()) for i, (k, v) in by_layer})
+    return rows, cache.encoded

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from hf_slospec.models.inspection.properties import (
 from hf_slospec.models.packed.agreement import relative_error, tolerance_in
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.prefilled_prompts import cached_tensors, own_cache, sees_later_tokens
+from hf_slospec.models.packed.running import decoder_arguments, encode
 from hf_slospec.models.packed.tree_mask import chain, chain_and_tree
 
 NOISE = 4.0  # times the error between plain forwards of different shapes, if that is the larger limit (int8, TF32)
@@ -28,6 +30,7 @@ PROMPTS = (5, 4)  # lengths of two sequences in one packed batch
 PARENTS = ((-1, 0, 0, 1), (-1, 0, 1))  # parents in their trees: one branches after its root, one is a chain
 PADDING = 3  # padding tokens
 LEAVES = ((0, 2), (0, 3), (1, 2))  # (sequence, node); together their paths have all nodes
+ENCODED = 6  # length of the encoder's outputs for each sequence
 
 
 def check_by_trial(packed: PackedModel) -> None:
@@ -62,7 +65,7 @@ def counts_padding(packed: PackedModel) -> bool:
     ids = torch.tensor([[prompt[0]] * PADDING + prompt], device=packed.device)
     mask = (torch.arange(ids.shape[1], device=packed.device) >= PADDING)[None].long()
     with evaluating(model), torch.no_grad():
-        padded = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0, -1:].cpu()
+        padded = _logits(packed, [0], input_ids=ids, attention_mask=mask)[0, -1:]
         error = relative_error(padded, _plain(packed, [prompt])[0][-1:])
     return not float(error) <= max(tolerance(packed), NOISE * _noise(packed))
 
@@ -80,7 +83,11 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
     prompts = [[next(tokens) for _ in range(length)] for length in PROMPTS]
     trees = [_tree(prompt[-1], parents, tokens) for prompt, parents in zip(prompts, PARENTS, strict=True)]
     cache, num_nodes = packed.kv_cache, [tree.num_nodes for tree in trees]
+    encoder = _encoder_outputs(packed, range(len(prompts)))
     with cache.temporary([len(prompt) + nodes for prompt, nodes in zip(prompts, num_nodes, strict=True)]) as sequences:
+        if encoder is not None:
+            for sequence, encoded in zip(sequences, encode(packed.model, encoder)[0], strict=True):
+                sequence.encoded = encoded
         if sees_later_tokens(packed.model):
             for sequence, prompt in zip(sequences, prompts, strict=True):
                 _, plain_cache = _plain_steps(packed, prompt, [])
@@ -100,7 +107,7 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
     if sees_later_tokens(packed.model):
         plain = [_plain_steps(packed, *pair)[0] for pair in continued]
     else:
-        plain = _plain(packed, [prompt + new_tokens for prompt, new_tokens in continued])
+        plain = _plain(packed, [prompt + new_tokens for prompt, new_tokens in continued], [own for own, _ in paths])
     pairs = zip(paths, plain, strict=True)
     return torch.cat([relative_error(ours[index][path], logits[-len(path) :]) for (index, path), logits in pairs])
 
@@ -116,16 +123,37 @@ def _random_prompt(packed: PackedModel) -> list[int]:
     return prompt
 
 
-def _plain(packed: PackedModel, token_ids: list[list[int]]) -> list[torch.Tensor]:
+def _encoder_outputs(packed: PackedModel, sequences: Sequence[int]) -> torch.Tensor | None:
+    """Return random outputs of an encoder for these sequences, [num_sequences, length, hidden]; None without one."""
+    if not packed.attends_to_encoder:
+        return None
+    hidden = packed.model.config.get_text_config().hidden_size
+    random = np.random.default_rng(0).standard_normal((max(sequences) + 1, ENCODED, hidden))
+    return torch.from_numpy(random[list(sequences)]).to(packed.model.get_input_embeddings().weight)
+
+
+def _logits(packed: PackedModel, sequences: Sequence[int], **options: torch.Tensor) -> torch.Tensor:
+    """Return the logits of a plain forward, [batch, length, vocab]; ``sequences`` are those of the rows."""
+    arguments: dict[str, Any] = options | {"use_cache": False}
+    if (encoder := _encoder_outputs(packed, sequences)) is not None:
+        arguments = decoder_arguments(packed.model, arguments, encoder)
+    logits: torch.Tensor = packed.model(**arguments).logits
+    return logits.cpu()
+
+
+def _plain(
+    packed: PackedModel, token_ids: list[list[int]], sequences: Sequence[int] | None = None
+) -> list[torch.Tensor]:
     """Return the logits after each token of some sequences, by one plain forward.  -> [length, vocab] each
 
-    Shorter sequences are padded on the right, where causal attention does not look.
+    Shorter sequences are padded on the right, where causal attention does not look. ``sequences`` are those of the
+    token ids, all the same if omitted.
     """
     length = max(map(len, token_ids))
     input_ids = torch.tensor([ids + ids[:1] * (length - len(ids)) for ids in token_ids], device=packed.device)
     options = given_position_ids(packed.model, torch.arange(length, device=packed.device)[None])
-    logits: torch.Tensor = packed.model(input_ids=input_ids, use_cache=False, **options).logits
-    return [row[: len(ids)] for row, ids in zip(logits.cpu(), token_ids, strict=True)]
+    logits = _logits(packed, sequences or [0] * len(token_ids), input_ids=input_ids, **options)
+    return [row[: len(ids)] for row, ids in zip(logits, token_ids, strict=True)]
 
 
 def _plain_steps(packed: PackedModel, prompt: list[int], tokens: list[int]) -> tuple[torch.Tensor, DynamicCache]:

@@ -175,6 +175,8 @@ class SequenceRoom:
         self._by_request |= sequences
         for request, sequence in sequences.items():
             sequence.prompt_len, sequence.num_padding = len(request.params.prompt), request.params.num_padding
+            if sequence.encoded is None and request.params.encoded_for is not None:
+                sequence.encoded = request.params.encoded_for(self.packed.model)
             self._states.setdefault(request, self.packed.fingerprint.state)
 
     def _reserve(self, slots: dict[CachedSequence, int], limit: int | None) -> None:

@@ -66,6 +66,15 @@ def test_every_kind_of_row(
         agrees(backend, case(spans, NUM_KV_HEADS, DIM, DIM, in_order=name != "every-kind"), window, softcap, has_sinks)
 
 
+def test_a_bias_by_distance() -> None:
+    bias = torch.randn(NUM_HEADS, 6)  # most keys are farther
+    for name, spans in ROWS.items():
+        made = case(spans, NUM_KV_HEADS, DIM, DIM, in_order=name != "every-kind")
+        query, rules = torch.randn(NUM_HEADS, len(made.tokens), DIM), AttentionRules(0.3, bias=bias)
+        out = sdpa_attention(query, made.keys, made.values, made.row, rules)
+        torch.testing.assert_close(out, made.expected(query, rules))
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 8, 40])  # trees begin at positions 0, 2, 7 and 9: on both sides of an edge
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("backend", [masked_attention, sdpa_attention, FlashAttention("stand-in")])

@@ -56,7 +56,7 @@ class Case:
         rules: AttentionRules,
     ) -> torch.Tensor:
         """-> [num_tokens, num_heads, value_dim] f32"""
-        scaling, window, softcap, sinks, chunk = rules
+        scaling, window, softcap, sinks, chunk, bias = rules
         groups = len(query) // self.keys.shape[1]
         keys, values = (kv.float().repeat_interleave(groups, 1) for kv in (self.keys, self.values))
         outs = []
@@ -69,6 +69,11 @@ class Case:
             ]
             scores = torch.einsum("khd,hd->hk", keys[seen], query[:, index].float()) * scaling
             scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+            if bias is not None:
+                distances = [
+                    token.position - dict(zip(token.slots, token.positions, strict=True))[slot] for slot in seen
+                ]
+                scores = scores + bias[:, [min(distance, bias.shape[1] - 1) for distance in distances]]
             extra = scores.new_empty(len(query), 0) if sinks is None else sinks.float()[:, None]
             weights = torch.cat((scores, extra), 1).softmax(1)[:, : len(seen)]
             outs.append(torch.einsum("hk,khd->hd", weights, values[seen]))

@@ -26,7 +26,7 @@ def tree_attention_stand_in(
     """-> [num_tokens, num_heads, value_dim]"""
     out: torch.Tensor = _attend(
         query, keys, values, plan.tiles, plan.mask, plan.positions, plan.staged_positions,
-        *rules,
+        *rules[:-1],  # layers with a bias attend by another backend
     )  # fmt: skip
     return out
 
