@@ -102,18 +102,6 @@ def _plain(original: str, module: torch.nn.Module) -> Attention:
     return plain
 
 
-def _alone(
-    original: str,
-    module: torch.nn.Module,
-    kwargs: dict[str, Any],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-) -> torch.Tensor:
-    """Return attention of one token that sees all keys.  -> [1, 1, num_heads, value_dim]"""
-    return _plain(original, module)(module, query, key, value, None, **kwargs)[0]
-
-
 def _packed_or(original: str) -> Attention:
     def attention(
         module: torch.nn.Module,
@@ -127,7 +115,10 @@ def _packed_or(original: str) -> Attention:
         if forward is None:
             return _plain(original, module)(module, query, key, value, attention_mask, **kwargs)
         if isinstance(forward, AloneForward):
-            return forward.attend_alone(functools.partial(_alone, original, module, kwargs), query, key, value), None
+            plain = _plain(original, module)
+            return forward.attend_alone(
+                lambda *one: plain(module, *one, None, **kwargs)[0], query, key, value  # the token sees all keys
+            ), None
         scaling = kwargs.get("scaling")
         rules = AttentionRules(
             query.shape[-1] ** -0.5 if scaling is None else scaling,
