@@ -91,23 +91,21 @@ class Decoder:
         """Return what stock ``generate`` returns for these arguments, given by name."""
         may_fall_back = self.fallback if fallback is None else check_flag("fallback", fallback)
         try:
-<<<<<<< HEAD
-            call = self.prepare(slo_tpot, arguments)
-            output = decode(call)
-=======
             if generates_in_parts(self.model):
-                return generate_in_parts(self._speculator_of(arguments), slo_tpot, arguments, decode)
-            return decode(self.prepare(slo_tpot, arguments))
->>>>>>> encdec
+                return generate_in_parts(self._speculator_of(arguments), slo_tpot, arguments, self._decode)
+            return self._decode(self.prepare(slo_tpot, arguments))
         except (UnsupportedModelError, UnsupportedOptionError, IncompatibleDraftError) as error:
             if not may_fall_back:
                 raise
             warnings.warn(f"stock generate runs instead, without slo_tpot: {error}", FallbackWarning, stacklevel=3)
-        else:
-            self.num_tokens += sum(max(request.num_emitted - 1, 0) for request in call.rows.requests)
-            self.num_steps += sum(request.stats.num_steps for request in call.rows.requests)
-            return output
         return stock_generate(self.model)(**without_drafts(self.model, arguments))
+
+    def _decode(self, call: Call) -> Any:
+        """Return the output of a call, and count its tokens and steps."""
+        output = decode(call)
+        self.num_tokens += sum(max(request.num_emitted - 1, 0) for request in call.rows.requests)
+        self.num_steps += sum(request.stats.num_steps for request in call.rows.requests)
+        return output
 
     def prepare(self, slo_tpot: SLOTpot, arguments: dict[str, Any], is_idle: bool = True) -> Call:
         """Return the prepared call; see :func:`~hf_slospec.generate.prepare.prepare`."""

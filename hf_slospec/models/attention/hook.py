@@ -117,7 +117,10 @@ def _packed_or(original: str) -> Attention:
         if isinstance(forward, AloneForward):
             plain = _plain(original, module)
             return forward.attend_alone(
-                lambda *one: plain(module, *one, None, **kwargs)[0], query, key, value  # the token sees all keys
+                lambda *one: plain(module, *one, None, **kwargs)[0],
+                query,
+                key,
+                value,  # the token sees all keys
             ), None
         scaling = kwargs.get("scaling")
         rules = AttentionRules(
