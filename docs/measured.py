@@ -85,11 +85,6 @@ def spec_bench_batch4() -> str:
 
 
 @table
-def spec_bench_batch16() -> str:
-    return spec_bench(0.0, 16)
-
-
-@table
 def exact_bits() -> str:
     """Return how many outputs equal stock's, and at what speed."""
     rows = result(EXACT_BITS)["results"]
