@@ -76,7 +76,6 @@ class RequestParams:
     is_best_effort: bool = False  # no SLO is to be guaranteed
     must_guarantee: bool = False  # refuse the request unless its SLOs are guaranteed when it arrives
     cache_salt: str = ""  # K/V is shared only between requests of equal salt
-    may_draft: bool = True  # False: one token per step, whatever the policy plans
     is_sampled: bool = False
     row: int = 0  # of the batch of its call
     num_padding: int = 0  # tokens by which the prompt is shorter than the longest one of its batch
@@ -84,6 +83,7 @@ class RequestParams:
     prefill: Callable[[], Any] | None = None  # prefills the whole prompt, if that cannot be done in chunks
     encoded_for: Callable[[Any], Any] | None = None  # model -> what its decoder attends to of an encoder's outputs
     prompt_reader: PromptReader | None = None  # takes the prompt's logits; None: they are not needed
+    may_draft: bool = True  # False: one token per step, whatever the policy plans
 
     @property
     def max_len(self) -> int:

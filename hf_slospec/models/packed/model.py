@@ -111,7 +111,7 @@ class PackedModel:
         )  # fmt: skip
         if deterministic and not self.compiled.is_used:
             prepack = False  # their kernels are chosen by times
-        self.exact, self._is_exact_compiled = exact, self.compiled.is_used
+        self.exact, self._is_exact_compiled = exact, bool(exact) and self.compiled.is_used
         self._exact_products = ExactProducts(as_one=exact == "bits")
         self.prepacked = PrepackedLayers(model, prepack, self.autocast, not self.compiled.is_used)
         self.fused = FusedLayers(model, fused_layers and self.autocast is None)

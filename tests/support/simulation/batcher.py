@@ -164,7 +164,7 @@ class Simulation:
         index = 8 * self.num_tried + job.prompt_len % 8
         params = RequestParams(
             prompt, job.new, (Stage(job.tpot_slo_s),), job.ttft_slo_s, job.priority, job.best_effort,
-            job.must_guarantee, job.salt, job.is_sampled, is_stop=is_stop,
+            job.must_guarantee, job.salt, is_sampled=job.is_sampled, is_stop=is_stop,
         )  # fmt: skip
         return Request(index, params, self.world.now_s, progress)
 
