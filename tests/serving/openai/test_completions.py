@@ -10,7 +10,7 @@ import httpx
 import pytest
 import torch
 
-from hf_slospec import tiny_prompts
+from hf_slospec import SLOSpecConfig, tiny_prompts
 from hf_slospec.serving.openai.app import ServerSettings, make_app
 from hf_slospec.serving.openai.engine import LocalEngine
 from tests.serving.openai.conftest import Served, listening
@@ -345,7 +345,11 @@ def test_every_choice_has_its_measurements(served: Served) -> None:
 
 def test_a_request_may_switch_speculation_off(served: Served) -> None:
     body = dict(max_tokens=40, min_tokens=40, temperature=0)
-    answers = [complete(served, **body, speculative=speculative) for speculative in (True, False)]
+    served.generator.set_policy(SLOSpecConfig(policy="fixed", max_depth=2, max_width=1))  # auto may draft nothing
+    try:
+        answers = [complete(served, **body, speculative=speculative) for speculative in (True, False)]
+    finally:
+        served.generator.set_policy(served.generator.config)
     assert answers[0]["choices"] == answers[1]["choices"]
     details = [answer["usage"]["completion_tokens_details"] for answer in answers]
     drafted = [one["accepted_prediction_tokens"] + one["rejected_prediction_tokens"] for one in details]
