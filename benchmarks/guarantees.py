@@ -34,7 +34,7 @@ CONFIG: dict[str, Any] = {"max_batch": 256}
 
 def one(arrivals: str, level: float | None, number: int, seed: int, rate: float) -> dict[str, Any]:
     """Simulate one load.  -> its figures"""
-    logging.disable(logging.WARNING)  # of requests that can no longer meet their SLOs
+    logging.disable(logging.WARNING)  # Requests that can no longer meet their SLOs are logged.
     rng, hardware = np.random.default_rng(seed), HARDWARE[HARDWARE_NAME]
     times_s = poisson(rng, rate, number) if arrivals == "steady" else gamma(rng, rate, number, BURSTS)
     jobs = jobs_of((KIND,), times_s, rng, lambda tokens: float(hardware.target(tokens, 1, tokens)))

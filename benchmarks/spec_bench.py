@@ -32,6 +32,7 @@ from transformers.utils import logging
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cli.benchmark import constant_draft, encoded, provenance
+from hf_slospec.generate.rows import model_end_tokens, until_end
 from hf_slospec.models.device.device_calls import synchronize
 from hf_slospec.serving.devices import chosen_device
 from hf_slospec.tiny.load import load_pair
@@ -112,17 +113,6 @@ def encoded_chats(
     return encoded(tokenizer, texts, max_prompt, device, add_special_tokens=is_plain)
 
 
-def ends_of(generation_config: Any) -> set[int]:
-    """Return the tokens that end a text."""
-    end = generation_config.eos_token_id
-    return {end} if isinstance(end, int) else set(end or ())
-
-
-def until_end(row: list[int], ends: set[int]) -> list[int]:
-    """Return a row up to its first end, which is included."""
-    return row[: next((place + 1 for place, token in enumerate(row) if token in ends), len(row))]
-
-
 class Contest:
     """Methods on one target, with the same prompts and options."""
 
@@ -131,7 +121,7 @@ class Contest:
         self.max_prompt, self.num_forwards = max_prompt, 0
         sampling = dict(do_sample=True, temperature=temperature, top_k=0) if temperature else dict(do_sample=False)
         self.options: dict[str, Any] = dict(max_new_tokens=new_tokens, **sampling)
-        self.ends = ends_of(target.generation_config)
+        self.ends = model_end_tokens(target.generation_config)
 
     def encoded(self, conversations: list[list[str]]) -> dict[str, torch.Tensor]:
         """Encode conversations as a left-padded batch."""

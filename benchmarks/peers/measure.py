@@ -30,7 +30,8 @@ from benchmarks.peers.export import PROMPT_TOKENS, models_folder
 from benchmarks.peers.protocol import Settings
 from benchmarks.peers.summary import Record, different_at, summarize, summarize_tasks, table, task_table
 from benchmarks.peers.workers import ISAS, UNRESTRICTED, Worker, WorkerError
-from benchmarks.spec_bench import QUESTIONS, encoded_chats, ends_of, groups_of, questions_of, until_end
+from benchmarks.spec_bench import QUESTIONS, encoded_chats, groups_of, questions_of
+from hf_slospec.generate.rows import model_end_tokens, until_end
 
 PAUSE_S = 0.25  # before a call, so that the idle threads of the last one have stopped spinning
 
@@ -161,7 +162,7 @@ class Group:
                 if contestant.name in (STOCK, STOCK_BF16):
                     raise WorkerError(answer["error"])
             else:
-                rows = [until_end(row, set(self.settings.ends)) for row in answer["tokens"]]
+                rows = [until_end(row, self.settings.ends) for row in answer["tokens"]]
                 expected = expected or rows
                 record |= {"seconds": answer["seconds"], "tokens": sum(map(len, rows))}
                 record["different_at"] = different_at(expected, rows)
@@ -243,7 +244,7 @@ class Questions:
 
     def __init__(self, models: Path, prompts: Path, per_task: int, max_prompt: int):
         self.tokenizer = AutoTokenizer.from_pretrained(models / "target-fp32")
-        self.ends = sorted(ends_of(GenerationConfig.from_pretrained(models / "target-fp32")))
+        self.ends = sorted(model_end_tokens(GenerationConfig.from_pretrained(models / "target-fp32")))
         self.questions, self.max_prompt = questions_of(prompts, per_task), max_prompt
 
     def trials(self, batch: int) -> tuple[Trial, list[Trial]]:

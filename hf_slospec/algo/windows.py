@@ -18,7 +18,7 @@ from hf_slospec.algo.metrics import WINDOW
 from hf_slospec.algo.tree import FloatArray
 
 MIN_SHARE = 0.05  # smallest share of an SLO to plan with
-PRECISION = 1e-3  # of the share, relative
+PRECISION = 1e-3  # Relative error of the share.
 _PACES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(15)  # quadrature for a standard normal variable
 _WEIGHTS /= _WEIGHTS.sum()
 

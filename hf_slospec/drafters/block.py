@@ -20,22 +20,14 @@ from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import NewTokens
 from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.coupling import Coupling, coupled
-from hf_slospec.models.packed.model import PackedModel
 
 
 class BlockDrafter(FeatureDrafter):
     """Drafts trees of a block head's predictions (:class:`DFlashHead`), with one forward for all levels."""
 
-    def __init__(
-        self,
-        packed: PackedModel,
-        max_nodes: int,
-        vocab_size: int,
-        max_slots: int | None = None,
-        max_kept: float | None = None,
-    ):
-        """Make a drafter that has no requests yet; see :class:`FeatureDrafter`."""
-        super().__init__(packed, max(max_nodes, packed.model.block_size), vocab_size, max_slots, max_kept)
+    @classmethod
+    def min_nodes(cls, head: DFlashHead) -> int:
+        return head.block_size
 
     @property
     def head(self) -> DFlashHead:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -134,8 +135,13 @@ class FeatureDrafter(Drafter):
             max_slots: see :class:`RequestSequences`, as for ``max_kept``.
         """
         self.packed, self.vocab_size = packed, vocab_size
-        self.sequences = RequestSequences(packed, max_nodes, max_slots, max_kept)
+        self.sequences = RequestSequences(packed, max(max_nodes, self.min_nodes(packed.model)), max_slots, max_kept)
         self.features = FeatureQueue()
+
+    @classmethod
+    def min_nodes(cls, head: Any) -> int:
+        """Return the number of nodes of one request that a forward of the network stages, however small the trees."""
+        return 0
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

@@ -133,16 +133,9 @@ class PEagleDrafter(HeadDrafter):
         head: PEagleHead = self.packed.model
         return head
 
-    def __init__(
-        self,
-        packed: PackedModel,
-        max_nodes: int,
-        vocab_size: int,
-        max_slots: int | None = None,
-        max_kept: float | None = None,
-    ):
-        """Make a drafter that has no requests yet; see :class:`FeatureDrafter`."""
-        super().__init__(packed, max(max_nodes, packed.model.num_proposals), vocab_size, max_slots, max_kept)
+    @classmethod
+    def min_nodes(cls, head: PEagleHead) -> int:
+        return head.num_proposals
 
     def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         network, depth = HeadNetwork(self.head, self.vocab_size), min(plan.depth, self.head.num_proposals)

@@ -108,7 +108,7 @@ class PastAnswers:
             )
         self.max_texts, self.max_tokens, self.max_per_prompt = max_texts, max_tokens, max_per_prompt
         self.others = others
-        self.num_tokens = 0  # of all answers, prompts not counted
+        self.num_tokens = 0  # Tokens of all answers; prompts do not count.
         self._answers: dict[int, _Answer] = {}  # by key, the oldest first
         self._to: defaultdict[_Group, dict[int, None]] = defaultdict(dict)  # keys of the answers to a prompt, in order
         self._trees: dict[_Group, SuffixDecodingCache] = {}
@@ -321,7 +321,7 @@ class _Running:
     """Part of a running request's output that was appended to its answer."""
 
     key: int
-    groups: tuple[_Group, _Group]  # of the answer, which may have been dropped
+    groups: tuple[_Group, _Group]  # Those of the answer, which may have been dropped.
     num_tokens: int = 0
     tail: list[int] = field(default_factory=list)  # the last TREE_DEPTH of these tokens
     is_over: bool = False

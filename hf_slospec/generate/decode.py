@@ -72,7 +72,7 @@ class Decoder:
         self._override: tuple[PreTrainedModel, Speculator] | None = None  # last assistant model passed to a call
         self._lookup: tuple[tuple[int, int], Speculator] | None = None  # by n-gram and draft length
         self._refusal = ""
-        self.num_tokens = self.num_steps = 0  # of all calls: new tokens but first ones, and verify steps, over all rows
+        self.num_tokens = self.num_steps = 0  # Sums over calls and rows: new tokens but first ones; steps.
         try:
             self._target = CheckedModel(self.model, self.config, MEASURE_S["target"])
             self._speculator = Speculator(self._target, self._method, self.config, make_policy)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_slospec.errors import UnsupportedInputError, UnsupportedOptionError
 from hf_slospec.generate.prompt import PromptInputs
@@ -71,13 +71,12 @@ class WholePrompts:
         self._inputs = {name: value for name, value in model_kwargs.items() if name != "past_key_values"}
         self._inputs["use_cache"] = True
         self._is_exact = is_exact
-        what = ", ".join(names) or f"{type(model).__name__}, whose prompts are seen from both sides"
-        if is_exact:
-            what = "exact"
-            if names and len(prompt.tokens) > 1:
-                raise UnsupportedOptionError(
-                    f"exact cannot be combined with batches of prompts with {', '.join(names)}; pass one row per call"
-                )
+        if is_exact and names and len(prompt.tokens) > 1:
+            raise UnsupportedOptionError(
+                f"exact cannot be combined with batches of prompts with {', '.join(names)}; pass one row per call"
+            )
+        beside = ", ".join(names) or f"{type(model).__name__}, whose prompts are seen from both sides"
+        what = "exact" if is_exact else beside
         if prompt.embeds is not None:
             raise UnsupportedOptionError(
                 f"inputs_embeds cannot be combined with slo_tpot and {what}; pass input_ids, or call generate without "
@@ -138,22 +137,30 @@ class WholePrompts:
     @torch.no_grad()
     def _process_alone(self, row: int) -> Prefilled:
         """Return one row's prefilled prompt, by the forward that stock ``generate`` would begin with for it alone."""
-        cache, ids, columns = own_cache(self._model), self._prompt.tokens, self._prompt.columns_of(row)
-        inputs = {
-            name: value[..., row : row + 1, columns] if _is_by_token(value, ids) else value
-            for name, value in self._inputs.items()
-        }
-        own_ids = ids[row : row + 1, columns]
-        inputs = self._model.prepare_inputs_for_generation(
-            own_ids, past_key_values=cache, is_first_iteration=True, **inputs
-        )
-        logits, length = self._model(**inputs, return_dict=True).logits[0, -1], len(columns) - 1
+        columns = self._prompt.columns_of(row)
+        cache, inputs, logits = self._forwarded(lambda by_token: by_token[..., row : row + 1, columns])
+        length = len(columns) - 1
         held, last = (
             list(cached_tensors(cache, 0, part, length + 1))
             for part in (torch.arange(length), torch.arange(length, length + 1))
         )
         offset = _last_position(inputs.get("position_ids"), 0, length) - length
-        return Prefilled(held, length, offset, None, logits, last)
+        return Prefilled(held, length, offset, None, logits[0], last)
+
+    def _forwarded(self, part: Callable[[Any], torch.Tensor]) -> tuple[DynamicCache, dict[str, Any], torch.Tensor]:
+        """Run the model's own forward on a part of all inputs that have one number per token.
+
+        Returns:
+            The cache, the inputs that stock prepared for the forward, and the last logits, [num_rows, vocab].
+        """
+        cache, ids = own_cache(self._model), self._prompt.tokens
+        # Copied, as models add what they have encoded to the dict of encoder outputs.
+        inputs = {name: dict(value) if isinstance(value, dict) else value for name, value in self._inputs.items()}
+        inputs |= {name: part(value) for name, value in inputs.items() if _is_by_token(value, ids)}
+        inputs = self._model.prepare_inputs_for_generation(
+            part(ids), past_key_values=cache, is_first_iteration=True, **inputs
+        )
+        return cache, inputs, self._model(**inputs, return_dict=True).logits[:, -1]
 
     @torch.no_grad()
     def _process(self) -> list[Prefilled]:
@@ -161,18 +168,11 @@ class WholePrompts:
 
         The last token is verified like new ones. It is left out where layers keep states, which cannot be undone.
         """
-        cache, ids = own_cache(self._model), self._prompt.tokens
         num_left_out = 1 if self._state_layers else 0
-        end = ids.shape[1] - num_left_out
-        # Copied, as models add what they have encoded to the dict of encoder outputs.
-        inputs = {name: dict(value) if isinstance(value, dict) else value for name, value in self._inputs.items()}
-        inputs |= {name: value[..., :end] for name, value in inputs.items() if _is_by_token(value, ids)}
-        inputs = self._model.prepare_inputs_for_generation(
-            ids[:, :end], past_key_values=cache, is_first_iteration=True, **inputs
-        )
-        logits = self._model(**inputs, return_dict=True).logits[:, -1]
+        end = self._prompt.tokens.shape[1] - num_left_out
+        cache, inputs, logits = self._forwarded(lambda by_token: by_token[..., :end])
         prefilled = []
-        for row in range(len(ids)):
+        for row in range(len(logits)):
             columns = self._prompt.columns_of(row)
             length = len(columns) - 1
             tensors = list(cached_tensors(cache, row, columns[:-1], end))

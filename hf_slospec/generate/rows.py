@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -241,6 +241,17 @@ class Rows:
                     if position >= request.prompt_len + request.num_emitted:
                         sampler.record_padding(request, tokens[:position], row, tokens[position])
                 sequence.length += len(piece)
+
+
+def model_end_tokens(config: GenerationConfig) -> list[int]:
+    """Return the tokens that end a model's outputs."""
+    ends = config.eos_token_id
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+def until_end(row: list[int], ends: Collection[int]) -> list[int]:
+    """Return a row up to its first end, which is included."""
+    return row[: next((place + 1 for place, token in enumerate(row) if token in ends), len(row))]
 
 
 def pad_token(config: GenerationConfig) -> int:

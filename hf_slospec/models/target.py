@@ -160,8 +160,13 @@ class PackedTarget(Target):
         recycled, prompt_logits = logits[: num_prompt + num_chosen], logits[num_prompt + num_chosen :]
         logits = recycled[num_prompt:]
         roots = dict(zip(requests, np.cumsum([0, *(tree.num_nodes for tree in trees)])[:-1].tolist(), strict=True))
+        expected = dict[Request, torch.Tensor]()  # logits after prompts, by the model's own forward
         for request, done in whole.items():
-            if done.last is not None and done.logits is not None:
+            if done.logits is None:
+                continue
+            if done.last is None:
+                expected[request] = done.logits
+            else:
                 self.sequences.replace(request, done.last)
                 logits[roots[request]] = done.logits
         per_request_logits = prompt_logits.split([len(rows) for rows in read_rows.values()])
@@ -176,12 +181,10 @@ class PackedTarget(Target):
             begins = [len(request.tokens) - 1 for request in requests]
             verified = map(_Recycled, requests, begins, trees, logit_rows)
             _recycle(recycler, [*prompts, *verified], *successors)
-        if not whole:
+        if not expected:
             return choosers
         return [
-            chooser
-            if (done := whole.get(request)) is None or done.last is not None or done.logits is None
-            else self._checked(chooser, logits[roots[request]], done.logits)
+            chooser if (own := expected.get(request)) is None else self._checked(chooser, logits[roots[request]], own)
             for request, chooser in zip(requests, choosers, strict=True)
         ]
 

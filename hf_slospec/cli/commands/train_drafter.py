@@ -62,15 +62,16 @@ def writer(generator: SLOSpecGenerator) -> Write:
     """Return a function that continues prompts in a batch, each up to its end of text."""
     import torch
 
-    ends: Any = generator.model.generation_config.eos_token_id
-    ends = {ends} if isinstance(ends, int) else {*(ends or ())}
+    from hf_slospec.generate.rows import model_end_tokens, until_end
+
+    ends = model_end_tokens(generator.model.generation_config)
 
     def write(prompts: Sequence[list[int]], max_new_tokens: int, is_greedy: bool, seed: int) -> list[list[int]]:
         sampling: dict[str, Any] = {} if is_greedy else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
         torch.manual_seed(seed)
         out = _continued(generator, prompts, max_new_tokens=max_new_tokens, do_sample=not is_greedy, **sampling)
         rows: list[list[int]] = out.sequences[:, max(map(len, prompts)) :].tolist()
-        return [row[: next((place + 1 for place, token in enumerate(row) if token in ends), None)] for row in rows]
+        return [until_end(row, ends) for row in rows]
 
     return write
 

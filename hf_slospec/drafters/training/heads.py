@@ -18,7 +18,7 @@ from hf_slospec.drafters.training.options import TrainingOptions
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.models.inspection.properties import input_device, vocab_size
 
-MIN_DRAFT_VOCAB = 1024  # of the default
+MIN_DRAFT_VOCAB = 1024  # Smallest draft vocabulary that is chosen by default.
 WRITTEN_DTYPE = torch.bfloat16
 
 

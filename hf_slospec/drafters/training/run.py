@@ -36,10 +36,10 @@ from hf_slospec.models.inspection.properties import vocab_size
 from hf_slospec.models.inspection.weights_version import digest
 
 FOLDER, SETTINGS, CHECKPOINT, PROGRESS = "training", "settings.json", "checkpoint-", "progress.json"
-STRIDE = 5  # of the entries that go on below the first level
+STRIDE = 5  # Distance of the entries that go on below the first level.
 MATRICES_RATE, OTHERS_RATE = 0.02, 3e-3  # learning rates of Muon and AdamW
 WARM_UP, DECAY = 0.05, 0.4  # shares of the steps
-SMOOTHING = 0.95  # of the loss that is shown
+SMOOTHING = 0.95  # Weight of earlier steps in the loss that is shown.
 
 Show = Callable[[str], None]
 

@@ -18,7 +18,7 @@ from hf_slospec.drafters.training.unrolling import Rows
 from hf_slospec.errors import InvalidInputError, UnsupportedModelError
 from hf_slospec.models.inspection.properties import input_device
 
-KEPT_DTYPE = torch.bfloat16  # of hidden states on a disk
+KEPT_DTYPE = torch.bfloat16  # Dtype of hidden states on a disk.
 
 
 class Teacher:

@@ -14,6 +14,7 @@ import jinja2
 
 from hf_slospec.drafters.training.options import TrainingOptions
 from hf_slospec.errors import InvalidFileError, InvalidInputError
+from hf_slospec.models.sequences.kept_prefixes import num_common
 
 BATCH = 16  # texts that are written at once
 BEGINNING = 48  # tokens of a plain text that the target continues
@@ -44,7 +45,7 @@ class Source(NamedTuple):
     """Prompts of texts."""
 
     items: Callable[[int, int], list[Item]]  # takes the batch's number and a seed; batch 0 is held out
-    modes: tuple[str, ...]  # of the batches, in turn; batch 0 is greedy
+    modes: tuple[str, ...]  # Modes of the batches, in turn; batch 0 is greedy.
 
 
 # Continues prompts by the target; takes the prompts, maximum new tokens, whether greedy, and a seed.
@@ -193,8 +194,7 @@ def _item(tokenizer: Any, messages: list[dict[str, str]], where: str) -> Item:
     if end == len(messages) or messages[-1]["role"] != "assistant":
         return Item(prompt)
     whole = _encoded(tokenizer, _rendered(tokenizer, messages, False, where))
-    same = [one == other for one, other in zip(prompt, whole, strict=False)]
-    return Item(prompt, Text(whole, [*same, False].index(False)))
+    return Item(prompt, Text(whole, num_common(prompt, whole)))
 
 
 def _rendered(tokenizer: Any, messages: list[dict[str, str]], asks: bool, where: str) -> str:

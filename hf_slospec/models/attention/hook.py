@@ -116,12 +116,8 @@ def _packed_or(original: str) -> Attention:
             return _plain(original, module)(module, query, key, value, attention_mask, **kwargs)
         if isinstance(forward, AloneForward):
             plain = _plain(original, module)
-            return forward.attend_alone(
-                lambda *one: plain(module, *one, None, **kwargs)[0],
-                query,
-                key,
-                value,  # the token sees all keys
-            ), None
+            # Without a mask, as the token sees all keys.
+            return forward.attend_alone(lambda *one: plain(module, *one, None, **kwargs)[0], query, key, value), None
         scaling = kwargs.get("scaling")
         rules = AttentionRules(
             query.shape[-1] ** -0.5 if scaling is None else scaling,

@@ -28,7 +28,7 @@ class Way(NamedTuple):
     """Kind of product by weights of one shape."""
 
     chunk: int | None = None  # by blocks, with chunks of this size; None: by torch's product of groups
-    sizes: tuple[int, ...] = ()  # of groups, rising
+    sizes: tuple[int, ...] = ()  # Sizes of groups, rising.
 
 
 class _Copy(NamedTuple):

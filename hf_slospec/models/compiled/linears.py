@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -18,6 +18,9 @@ from hf_slospec.models.linear.packed_weight import can_be_packed, matrices_of
 from hf_slospec.models.linear.prepacked import FREE_SHARE
 
 KERNELS: dict[str, Kernel] = {**PACKING, BLOCKS: Blocks}
+# How kernels are chosen: by their times here; by what is fastest on most machines; or such that a token's products do
+# not depend on the number of tokens.
+Kernels = Literal["measured", "typical", "invariant"]
 BLOCKS_ONLY = Choice(kernel=BLOCKS, is_faster=(True,) * len(SIZES))
 State = list[tuple[int, int]]  # address and count of writes of each weight
 
@@ -38,8 +41,7 @@ class JoinedLinears:
         model: torch.nn.Module,
         names: Sequence[Sequence[str]],
         prepack: Prepack,
-        is_invariant: bool = False,
-        is_fixed: bool = False,
+        kernels: Kernels = "measured",
     ):
         """Pack the weights.
 
@@ -47,14 +49,14 @@ class JoinedLinears:
             model: the model.
             names: those of the layers by index, of which those of one index have one input.
             prepack: see SLOSpecConfig.
-            is_invariant: a token's products may not depend on the number of tokens.
-            is_fixed: kernels are not chosen by their times.
+            kernels: how they are chosen.
 
         Raises:
-            RuntimeError: ``is_invariant``, and a weight cannot be packed in blocks.
+            RuntimeError: they are to be invariant, and a weight cannot be packed in blocks.
         """
-        self.context = Context(is_invariant)
-        self._model, self.names, self._is_invariant, self._is_fixed = model, names, is_invariant, is_fixed
+        self._is_invariant, self._measures = kernels == "invariant", kernels == "measured"
+        self.context = Context(self._is_invariant)
+        self._model, self.names = model, names
         self._choices: dict[Any, Choice] = {}
         self._made: dict[int, _Made] = {}
         self._find_layers()
@@ -111,7 +113,7 @@ class JoinedLinears:
             num_bytes = sum(layer.weight.nbytes for layer in same[0])
             measured = same[: math.ceil(MEASURED_BYTES / num_bytes)]
             joined = [torch.cat([matrices_of(layer, layer.weight)[0] for layer in layers]) for layers in measured]
-            self._choices[shape] = choose(joined, {BLOCKS: Blocks}, not self._is_fixed)
+            self._choices[shape] = choose(joined, {BLOCKS: Blocks}, self._measures)
         return self._choices[shape]
 
 

@@ -6,7 +6,7 @@ from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.models.packed.model import PackedModel
 
 # Typical speeds by kind of device. Times far off change which trees are drafted, and no output in fp32.
-BYTES_PER_S = {"cpu": 25e9, "cuda": 2e12}  # of reading weights
+BYTES_PER_S = {"cpu": 25e9, "cuda": 2e12}  # Bytes of weights read per second.
 PRODUCTS_PER_S = {"cpu": 2e11, "cuda": 2e14}  # multiplications with additions
 LAYER_S = {"cpu": 5e-5, "cuda": 2e-5}  # host's time per layer
 SIZES = tuple(2**power for power in range(11))

@@ -134,11 +134,15 @@ class KVCache:
             layers: K, V and index keys of each layer, [num_heads, num_given, dim]: of all the tokens, or of the last
                 ones if a sliding window has dropped the tokens before them.
         """
-        pool, end = self.pool, sequence.start + length
-        for layer, given in zip(pool.layers, layers, strict=True):
+        self.write(sequence, layers, length)
+        sequence.length, sequence.states = length, states
+
+    def write(self, sequence: CachedSequence, layers: Iterable[Sequence[torch.Tensor]], end: int) -> None:
+        """Write K, V and index keys, as :meth:`load` takes them, to the slots of a sequence before the ``end``-th."""
+        end += sequence.start
+        for layer, given in zip(self.pool.layers, layers, strict=True):
             for stored, tensor in zip(layer, given, strict=True):
                 stored[end - tensor.shape[1] : end] = tensor.transpose(0, 1).to(stored)
-        sequence.length, sequence.states = length, states
 
     def read(self, sequence: CachedSequence) -> list[tuple[torch.Tensor, ...]]:
         """Return views of a sequence's cached K, V and index keys, [num_heads, length, dim] each, for each layer."""

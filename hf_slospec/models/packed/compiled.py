@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from hf_slospec.config import Compile, Prepack
 from hf_slospec.models.attention import AttentionLayer, PackedBatch
 from hf_slospec.models.compiled import operators
-from hf_slospec.models.compiled.linears import JoinedLinears
+from hf_slospec.models.compiled.linears import JoinedLinears, Kernels
 from hf_slospec.models.compiled.plan import plan_for_operators
 from hf_slospec.models.inspection.graph_preconditions import GraphPreconditions
 from hf_slospec.models.inspection.properties import autocast_dtype
@@ -48,8 +48,7 @@ class CompiledForwards:
         wanted: Compile,
         prepack: Prepack,
         why_not: str | None,
-        is_invariant: bool = False,
-        is_fixed: bool = False,
+        kernels: Kernels = "measured",
     ):
         """Load the package of forwards without hidden states, if it was compiled or is to be waited for.
 
@@ -59,12 +58,11 @@ class CompiledForwards:
             keeps_logits: its forward takes ``logits_to_keep``.
             wanted, prepack: see SLOSpecConfig.
             why_not: why its forwards cannot be compiled, if the caller knows.
-            is_invariant: a token's logits may not depend on the other tokens of a batch.
-            is_fixed: kernels are not chosen by their times.
+            kernels: how those of linear layers are chosen; with "invariant", a token's logits do not depend on the
+                other tokens of a batch.
         """
         self._model, self._layers, self._keeps_logits = model, tuple(layers), keeps_logits
-        self._is_invariant, self._is_fixed = is_invariant, is_fixed
-        self._wanted, self._prepack = wanted, prepack
+        self._wanted, self._prepack, self._kernels = wanted, prepack, kernels
         self.why_not = "compile=False" if not wanted else why_not or _why_not(model, layers)
         self._compares = True
         self._eager_s = 0.0  # seconds of eager forwards so far
@@ -153,7 +151,7 @@ class CompiledForwards:
         """Return the packed weights of linear layers, of which those of one list are joined."""
         known = next((linears for linears in self._linears if linears.names == names), None)
         if known is None:
-            known = JoinedLinears(self._model, names, self._prepack, self._is_invariant, self._is_fixed)
+            known = JoinedLinears(self._model, names, self._prepack, self._kernels)
             self._linears.append(known)
         return known
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,12 @@ from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.inspection.properties import evaluating, refused_if_it_fails
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.prefilled_prompts import cached_tensors, own_cache
+from hf_slospec.models.packed.prefilled_prompts import cached_tensors
 from hf_slospec.models.packed.tree_mask import chain, chain_and_tree
+from hf_slospec.models.packed.trial import plain_steps
 
 PROMPTS = (70, 7)  # tokens of the sequences; the first tree begins and ends in different blocks of keys
-DEPTH, WIDTH = 12, 4  # of the trees: more nodes than the rows of a group
+DEPTH, WIDTH = 12, 4  # Shape of the trees: more nodes than a group has rows.
 CHUNKS = (33, 64)  # tokens of a prompt's forwards, where prompts may be cut
 
 
@@ -62,12 +62,11 @@ def _spine(tree: TokenTree) -> list[int]:
     return np.flatnonzero(tree.ancestor_mask()[-1]).tolist()
 
 
-def _prefill(packed: PackedModel, sequence: CachedSequence, prompt: Sequence[int], chunk: int) -> None:
+def _prefill(packed: PackedModel, sequence: CachedSequence, prompt: list[int], chunk: int) -> None:
     """Cache a prompt, as calls do: by the model's own forward, or by chunks."""
     pool = packed.kv_cache.pool
     if packed.prefills_alone:
-        cache = own_cache(packed.model)
-        packed.model(input_ids=torch.tensor([prompt], device=packed.device), past_key_values=cache, use_cache=True)
+        _, cache = plain_steps(packed, prompt, [])
         packed.kv_cache.load(sequence, cached_tensors(cache, 0, torch.arange(len(prompt)), len(prompt)), len(prompt))
         return
     for begin in range(0, len(prompt), chunk):
@@ -76,16 +75,11 @@ def _prefill(packed: PackedModel, sequence: CachedSequence, prompt: Sequence[int
         sequence.length += len(tokens)
 
 
-def _one_by_one(packed: PackedModel, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+def _one_by_one(packed: PackedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
     """Return the logits after each of ``tokens`` behind a prompt.  -> [len(tokens), vocab]"""
-    logits = []
     if packed.exact == "bits":
-        cache = own_cache(packed.model)
-        packed.model(input_ids=torch.tensor([prompt], device=packed.device), past_key_values=cache, use_cache=True)
-        for token in tokens:
-            input_ids = torch.tensor([[token]], device=packed.device)
-            logits.append(packed.model(input_ids=input_ids, past_key_values=cache, use_cache=True).logits[0])
-        return torch.cat(logits)
+        return plain_steps(packed, prompt, tokens)[0][1:]
+    logits = []
     with packed.kv_cache.temporary([len(prompt) + len(tokens)]) as (sequence,):
         _prefill(packed, sequence, prompt, CHUNKS[1])
         for token in tokens:

@@ -33,6 +33,7 @@ from hf_slospec.models.attention import (
     masked_attention,
 )
 from hf_slospec.models.compiled.exact_products import ExactProducts
+from hf_slospec.models.compiled.linears import Kernels
 from hf_slospec.models.device.bucket_sizes import BATCHES, bucket_for
 from hf_slospec.models.device.memory import holders_of_idle_memory
 from hf_slospec.models.device.transfer import to_device
@@ -75,7 +76,7 @@ class PackedModel:
 
         Args:
             model: a causal LM.
-            exact: as in SLOSpecConfig; ``compile`` and ``prepack`` then mean what :mod:`exact` makes of them.
+            exact: as in SLOSpecConfig; only ``"self"`` is compiled, which is waited for, and nothing is prepacked.
             ranks: processes that run the model; None: those over which it is split.
 
         Raises:
@@ -105,14 +106,14 @@ class PackedModel:
             self._check_can_be_exact(exact, attention, prepack)
             prepack, cuda_graphs, fused_layers = False, False, False
             compile = "wait" if compile and exact == "self" else False
+        kernels: Kernels = "invariant" if exact else "typical" if deterministic else "measured"
         self.compiled = CompiledForwards(
-            model, self.layers, self._keeps_logits, compile, prepack, self._why_not_compiled(prepack), bool(exact),
-            deterministic,
-        )  # fmt: skip
+            model, self.layers, self._keeps_logits, compile, prepack, self._why_not_compiled(prepack), kernels
+        )
         if deterministic and not self.compiled.is_used:
             prepack = False  # their kernels are chosen by times
         self.exact, self._is_exact_compiled = exact, bool(exact) and self.compiled.is_used
-        self._exact_products = ExactProducts(as_one=exact == "bits")
+        self.exact_products = ExactProducts(as_one=exact == "bits")
         self.prepacked = PrepackedLayers(model, prepack, self.autocast, not self.compiled.is_used)
         self.fused = FusedLayers(model, fused_layers and self.autocast is None)
         self._requested_plans: dict[Any, None] = {}  # (make, device, *arguments) that layers have requested
@@ -146,7 +147,7 @@ class PackedModel:
             self._state = self.fingerprint.state
             self.prepacked.renew()
             self.compiled.renew()
-            self._exact_products.renew()
+            self.exact_products.renew()
 
     def _check_can_be_exact(self, exact: str, attention: str, prepack: Prepack) -> None:
         """Raise UnsupportedOptionError if the bits of a token's logits may depend on the batch."""
@@ -403,7 +404,7 @@ class PackedModel:
                 forward = DecoderForward(forward, spans)
         tokens = inputs.tokens if inputs.level is None else inputs.level.inputs(inputs.tokens)
         arguments = inputs.position_ids, inputs.logit_rows, inputs.feature_layers, self._keeps_logits
-        with self._exact_products if self.exact else contextlib.nullcontext():
+        with self.exact_products if self.exact else contextlib.nullcontext():
             return packed_outputs(self.model, forward, tokens, *arguments)
 
 

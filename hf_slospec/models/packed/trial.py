@@ -90,7 +90,7 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
                 sequence.encoded = encoded
         if sees_later_tokens(packed.model):
             for sequence, prompt in zip(sequences, prompts, strict=True):
-                _, plain_cache = _plain_steps(packed, prompt, [])
+                _, plain_cache = plain_steps(packed, prompt, [])
                 tensors = cached_tensors(plain_cache, 0, torch.arange(len(prompt) - 1), len(prompt))
                 cache.load(sequence, tensors, len(prompt) - 1)
         else:
@@ -105,7 +105,7 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
     paths = [(index, np.flatnonzero(trees[index].ancestor_mask()[leaf])) for index, leaf in LEAVES]
     continued = [(prompts[index], trees[index].tokens[path[1:]].tolist()) for index, path in paths]
     if sees_later_tokens(packed.model):
-        plain = [_plain_steps(packed, *pair)[0] for pair in continued]
+        plain = [plain_steps(packed, *pair)[0] for pair in continued]
     else:
         plain = _plain(packed, [prompt + new_tokens for prompt, new_tokens in continued], [own for own, _ in paths])
     pairs = zip(paths, plain, strict=True)
@@ -156,7 +156,7 @@ def _plain(
     return [row[: len(ids)] for row, ids in zip(logits, token_ids, strict=True)]
 
 
-def _plain_steps(packed: PackedModel, prompt: list[int], tokens: list[int]) -> tuple[torch.Tensor, DynamicCache]:
+def plain_steps(packed: PackedModel, prompt: list[int], tokens: list[int]) -> tuple[torch.Tensor, DynamicCache]:
     """Return the logits after a prompt and after each of ``tokens``, and the cache, step by step as in ``generate``.
 
     Returns:
@@ -165,8 +165,8 @@ def _plain_steps(packed: PackedModel, prompt: list[int], tokens: list[int]) -> t
     cache, logits, begin = own_cache(packed.model), list[torch.Tensor](), 0
     for piece in (prompt, *([token] for token in tokens)):
         input_ids = torch.tensor([piece], device=packed.device)
-        position_ids = torch.arange(begin, begin + len(piece), device=packed.device)[None]
-        output = packed.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
+        options = given_position_ids(packed.model, torch.arange(begin, begin + len(piece), device=packed.device)[None])
+        output = packed.model(input_ids=input_ids, past_key_values=cache, use_cache=True, **options)
         logits.append(output.logits[0, -1].cpu())
         begin += len(piece)
     return torch.stack(logits), cache

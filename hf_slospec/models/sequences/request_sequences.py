@@ -73,10 +73,8 @@ class RequestSequences(PrefixReuse):
 
     def replace(self, request: RequestTokens, layers: Sequence[Sequence[torch.Tensor]]) -> None:
         """Replace each layer's K, V and index keys [num_heads, 1, dim] of the token behind the cached ones."""
-        slot = self.of(request).start + self.of(request).length
-        for layer, given in zip(self.cache.pool.layers, layers, strict=True):
-            for stored, tensor in zip(layer, given, strict=True):
-                stored[slot] = tensor[:, 0].to(stored)
+        sequence = self.of(request)
+        self.cache.write(sequence, layers, sequence.length + 1)
 
     def read(self, request: RequestTokens) -> list[tuple[torch.Tensor, ...]]:
         """Return views of the K/V of the request's cached tokens, each layer's [num_heads, length, dim]."""

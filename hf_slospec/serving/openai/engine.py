@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from hf_slospec.engine.request import FinishReason, RequestMetrics
 from hf_slospec.generate.grammars import Grammars
+from hf_slospec.generate.rows import model_end_tokens
 from hf_slospec.models.inspection.properties import vocab_size
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.serving.generator import SLOSpecGenerator
@@ -76,12 +77,6 @@ class ServedEngine(Protocol):
 
     def check_running(self) -> None:
         """Raise NotRunningError unless requests are taken."""
-
-
-def model_end_tokens(generation_config: Any) -> list[int]:
-    """Return the token ids that end a model's outputs."""
-    eos = generation_config.eos_token_id
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
 class LocalEngine:

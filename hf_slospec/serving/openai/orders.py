@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.generate.penalties import OccurrencePenalties
+from hf_slospec.generate.rows import model_end_tokens
 from hf_slospec.serving.openai.bodies import ChatBody, CompletionBody, Message, SamplingBody
 from hf_slospec.serving.openai.chat_templates import ChatTemplates
-from hf_slospec.serving.openai.engine import Order, ServedEngine, model_end_tokens
+from hf_slospec.serving.openai.engine import Order, ServedEngine
 from hf_slospec.serving.openai.image_urls import ImageBudget
 from hf_slospec.serving.openai.limits import RequestLimits
 from hf_slospec.serving.submission import REFUSALS, tensors_of_one
