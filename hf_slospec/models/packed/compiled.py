@@ -21,6 +21,7 @@ from hf_slospec.models.attention import AttentionLayer, PackedBatch
 from hf_slospec.models.compiled import operators
 from hf_slospec.models.compiled.linears import JoinedLinears, Kernels
 from hf_slospec.models.compiled.plan import plan_for_operators
+from hf_slospec.models.device.threads import leaving_a_core
 from hf_slospec.models.inspection.graph_preconditions import GraphPreconditions
 from hf_slospec.models.inspection.properties import autocast_dtype
 from hf_slospec.models.kv_cache.pool import KVPool
@@ -108,6 +109,11 @@ class CompiledForwards:
         finally:
             self._compares = True
 
+    def beside_the_compiler(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for eager forwards, which leave a core to the compiler while it runs."""
+        is_compiling = any(package.is_compiling for package in self._packages.values())
+        return leaving_a_core() if is_compiling else contextlib.nullcontext()
+
     def count(self, eager_s: float) -> None:
         """Count the seconds of an eager forward."""
         self._eager_s += eager_s
@@ -123,7 +129,7 @@ class CompiledForwards:
             inputs: without plans.
             eager: computes the same without a package; None: nothing is compared.
         """
-        if self.why_not is not None or self._model.training or autocast_dtype("cpu") is not None:
+        if self.why_not is not None or autocast_dtype("cpu") is not None:
             return None
         package = self._package(inputs.feature_layers)
         if not package.is_ready:
@@ -200,6 +206,11 @@ class _Package:
     def is_ready(self) -> bool:
         """Return whether it computes forwards."""
         return self._graph is not None and self._why_not is None and self._change is None
+
+    @property
+    def is_compiling(self) -> bool:
+        """Return whether the compiler has been started and not found to have ended."""
+        return self._process is not None and self._thread is None
 
     @property
     def status(self) -> str:

@@ -370,7 +370,8 @@ class PackedModel:
                 )
             if outputs is None:
                 begun_s = time.perf_counter()
-                outputs = eager()
+                with self.compiled.beside_the_compiler():
+                    outputs = eager()
                 self.compiled.count(time.perf_counter() - begun_s)
             return outputs if level is None else level.outputs(outputs.logits)
 
