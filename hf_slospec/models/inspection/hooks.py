@@ -25,8 +25,9 @@ def is_compiled(model: nn.Module) -> bool:
 def changing_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """Return the module's forward hooks and pre-hooks that may change what it computes."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return [hook for hook in hooks if not _is_unchanging(hook)]
+    return [hook for hook in hooks if not is_unchanging(hook)]
 
 
-def _is_unchanging(hook: Callable[..., Any]) -> bool:
+def is_unchanging(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook is known to change no value."""
     return getattr(hook, "__module__", None) == COLLECTING or getattr(hook, "__name__", None) in REQUIRING_GRAD

@@ -91,14 +91,14 @@ class CompiledForwards:
         """Number of forwards that were compared with eager ones since the last change of the model."""
         return sum(sum(package.num_compared.values()) for package in self._packages.values())
 
-    def renew(self) -> None:
-        """Take in changes of weights and modules: compiled forwards are compared with eager ones again."""
+    def renew(self, compares: bool = True) -> None:
+        """Take in changes of weights and modules; with ``compares``, compare with eager forwards again."""
         if self._preconditions is None:
             return
         self._preconditions.renew()
         self.why_not = None if self._preconditions.is_plain else "hooks, or weights of other classes than torch's"
         for layers, package in self._packages.items():
-            package.renew(self._described(layers))
+            package.renew(self._described(layers), compares)
 
     @contextlib.contextmanager
     def uncompared(self) -> Iterator[None]:
@@ -231,11 +231,12 @@ class _Package:
             self._thread = threading.Thread(target=self._load, daemon=True)
             self._thread.start()
 
-    def renew(self, description: Description) -> None:
+    def renew(self, description: Description, compares: bool) -> None:
         """Take in changes of the model, which ``description`` describes as it is now."""
         same = description.identity() == self._identity
         self._change = None if same else "the model was changed since it was compiled"
-        self.num_compared = dict.fromkeys(self.num_compared, 0)
+        if compares:
+            self.num_compared = dict.fromkeys(self.num_compared, 0)
         if same and self._graph is not None:
             self._graph.renew()
 
