@@ -24,7 +24,7 @@ from hf_slospec.serving.openai.orders import chat_prompt
 from hf_slospec.serving.openai.reading import Fault, RequestReader, check_framing, fault_of
 from hf_slospec.serving.openai.responses import Responses, ResponsesBody
 from hf_slospec.serving.openai.schemas import SchemaCheck
-from hf_slospec.serving.telemetry import Collector
+from hf_slospec.serving.telemetry import Collector, with_labels
 
 OPEN = ("/health", "/load_model", "/metrics", "/version")  # paths that never need an API key
 
@@ -187,7 +187,9 @@ class _SmallEndpoints:
         """Return metrics for Prometheus."""
         from prometheus_client import CollectorRegistry, generate_latest
 
-        families = [*await self.engine.families(self.settings.metrics_prefix), *self._families()]
+        of_engine = await self.engine.families(self.settings.metrics_prefix)
+        labels = {"model_name": self.settings.model_name, "engine": "0"}  # as those of vLLM
+        families = [*with_labels(of_engine, **labels), *self._families()]
         registry = CollectorRegistry()
         registry.register(Collector(lambda: iter(families)))
         return PlainTextResponse(generate_latest(registry).decode(), media_type="text/plain; version=0.0.4")
