@@ -199,10 +199,14 @@ class _SmallEndpoints:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         prefix, pools = self.settings.metrics_prefix, {"work": self.engine.work, "schemas": self.schemas.slots}
-        refused = CounterMetricFamily(prefix + "requests_refused", "Requests above a limit.", labels=["limit"])
-        for limit, count in self.reader.refused.items():
-            refused.add_metric([limit], count)
-        yield refused
+        for name, text, label, counts in (
+            ("requests_refused", "Requests above a limit.", "limit", self.reader.refused),
+            ("requests_by_objective", "Requests with a gateway's objective.", "objective", self.reader.objectives),
+        ):
+            family = CounterMetricFamily(prefix + name, text, labels=[label])
+            for value, count in counts.items():
+                family.add_metric([value], count)
+            yield family
         for name, text in (
             ("clients_left", "Requests whose client left before their answer began."),
             ("readers_cut", "Connections that were closed because nothing was read."),

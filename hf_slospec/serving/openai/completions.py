@@ -12,7 +12,6 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from hf_slospec.serving.openai.access import Tenant
 from hf_slospec.serving.openai.answers import Answer, AnswerForm, slo_headers
 from hf_slospec.serving.openai.bodies import ChatBody, CompletionBody, SamplingBody
 from hf_slospec.serving.openai.chat_templates import ChatTemplates
@@ -81,8 +80,7 @@ class Completions:
         answer: AnswerForm,
     ) -> Response:
         in_pool = partial(self.reader.in_pool, request)
-        tenant: Tenant = request.state.tenant
-        terms = tenant.arguments(body, request.headers)
+        terms = self.reader.terms(request, body)
         if isinstance(body, ChatBody) and body.json_schema is not None:
             await self.schemas.check(request.state.client, body.json_schema, body.schema_field)
         prompts = [await in_pool(make) for make in make_prompts]
