@@ -5,12 +5,13 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from hf_slospec.algo.tree import FloatArray
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.request import Request, RequestMetrics
@@ -94,9 +95,9 @@ class _Histogram:
         self.counts[bisect.bisect_left(self.buckets, value)] += 1
         self.sum += value
 
-    def observe_all(self, values: Sequence[float]) -> None:
+    def observe_all(self, values: FloatArray) -> None:
         self.counts += np.bincount(np.searchsorted(self.buckets, values), minlength=len(self.counts))
-        self.sum += sum(values)
+        self.sum += float(values.sum())
 
     def cumulative(self) -> list[tuple[str, float]]:
         names = [*map(str, self.buckets), "+Inf"]
@@ -150,7 +151,8 @@ class Telemetry:
                 self._tpot_s.append(metrics.tpot_s)
             for name, value in _observations(request, metrics).items():
                 self._histograms[name].observe(value)
-            self._histograms["inter_token_latency_seconds"].observe_all(np.diff([each.at_s for each in stats.commits]))
+            times_s = np.array([commit.at_s for commit in stats.commits])
+            self._histograms["inter_token_latency_seconds"].observe_all(np.diff(times_s))
             if metrics.attained is not None and request.finish_reason in ("stop", "length"):
                 self._counts["attained" if metrics.attained else "missed"] += 1
                 self._counts["guaranteed"] += metrics.guaranteed

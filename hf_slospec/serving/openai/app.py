@@ -203,10 +203,10 @@ class _SmallEndpoints:
             ("requests_refused", "Requests above a limit.", "limit", self.reader.refused),
             ("requests_by_objective", "Requests with a gateway's objective.", "objective", self.reader.objectives),
         ):
-            family = CounterMetricFamily(prefix + name, text, labels=[label])
+            counted = CounterMetricFamily(prefix + name, text, labels=[label])
             for value, count in counts.items():
-                family.add_metric([value], count)
-            yield family
+                counted.add_metric([value], count)
+            yield counted
         for name, text in (
             ("clients_left", "Requests whose client left before their answer began."),
             ("readers_cut", "Connections that were closed because nothing was read."),
