@@ -79,27 +79,32 @@ class Completions:
         make_prompts: Sequence[Callable[[], PromptInputs]],
         answer: AnswerForm,
     ) -> Response:
-        in_pool = partial(self.reader.in_pool, request)
-        terms = self.reader.terms(request, body)
-        if isinstance(body, ChatBody) and body.json_schema is not None:
-            await self.schemas.check(request.state.client, body.json_schema, body.schema_field)
-        prompts = [await in_pool(make) for make in make_prompts]
-        per_prompt_orders = [
-            [order_of(body, prompt, terms, self.engine, i) for i in range(body.n)] for prompt in prompts
-        ]
+        in_pool, end = partial(self.reader.in_pool, request), self.begin(body, request.headers, answer.id)
+        response: Response | None = None
         choices: list[Choice] = []
         try:
+            terms = self.reader.terms(request, body)
+            if isinstance(body, ChatBody) and body.json_schema is not None:
+                await self.schemas.check(request.state.client, body.json_schema, body.schema_field)
+            prompts = [await in_pool(make) for make in make_prompts]
+            per_prompt_orders = [
+                [order_of(body, prompt, terms, self.engine, i) for i in range(body.n)] for prompt in prompts
+            ]
             for orders in per_prompt_orders:
                 echo = self._echo(body)
                 for order in orders:
                     order = replace(order, request_id=answer.id, client=request.state.client)
                     choices.append(await self._choice(len(choices), order, body, echo, in_pool))
             if not body.stream:
-                return await self._whole(answer, merged(choices), choices, in_pool)
-        except BaseException:
+                response = await self._whole(answer, merged(choices), choices, in_pool)
+        except BaseException as error:
             _cancel(choices)
+            end(choices, error)
             raise
-        return _Stream(self._events(answer, merged(choices), choices, in_pool), choices)
+        if response is None:
+            return _Stream(self._events(answer, merged(choices), choices, in_pool), choices, end)
+        end(choices, None)
+        return response
 
     async def _choice(self, index: int, order: Order, body: SamplingBody, echo: Echo | None, in_pool: InPool) -> Choice:
         """Submit an order, and return it as a choice."""
