@@ -21,6 +21,7 @@ from hf_slospec.serving.openai.chat_templates import ChatTemplates
 from hf_slospec.serving.openai.completions import Completions
 from hf_slospec.serving.openai.engine import ServedEngine
 from hf_slospec.serving.openai.orders import chat_prompt
+from hf_slospec.serving.openai.otel import begin_by_environment
 from hf_slospec.serving.openai.reading import Fault, RequestReader, check_framing, fault_of
 from hf_slospec.serving.openai.responses import Responses, ResponsesBody
 from hf_slospec.serving.openai.schemas import SchemaCheck
@@ -37,7 +38,8 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
     )  # fmt: skip
     reader = RequestReader(engine, settings)
     templates, schemas = ChatTemplates(settings.special_tokens), SchemaCheck(settings.bounds)
-    completions, small = Completions(reader, templates, schemas), _SmallEndpoints(reader, templates, schemas)
+    begin = begin_by_environment(settings.model_name, settings.otel)
+    completions, small = Completions(reader, templates, schemas, begin), _SmallEndpoints(reader, templates, schemas)
     responses, messages = Responses(completions), anthropic.Messages(completions)
     app.state.reader_s, app.state.counts = settings.bounds.reader_s, reader.counts  # read by the connections
     if settings.allowed_origins:

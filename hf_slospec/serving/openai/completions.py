@@ -26,6 +26,7 @@ from hf_slospec.serving.openai.orders import (
     order_of,
     prompt_of,
 )
+from hf_slospec.serving.openai.otel import Begin, End, unobserved
 from hf_slospec.serving.openai.reading import RequestReader, fault_of
 from hf_slospec.serving.openai.schemas import SchemaCheck
 
@@ -36,8 +37,12 @@ LONG_PIECE = 64  # log probabilities of more tokens than this are written in the
 class Completions:
     """Endpoints of completions and chats."""
 
-    def __init__(self, reader: RequestReader, templates: ChatTemplates, schemas: SchemaCheck):
+    def __init__(
+        self, reader: RequestReader, templates: ChatTemplates, schemas: SchemaCheck, begin: Begin = unobserved
+    ):
+        """Create the endpoints; ``begin`` begins the record of a request."""
         self.reader, self.engine, self.templates, self.schemas = reader, reader.engine, templates, schemas
+        self.begin = begin
 
     async def chat(self, request: Request) -> Response:
         """Return the answer to a chat."""
@@ -184,15 +189,16 @@ class Completions:
 class _Stream(StreamingResponse):
     """Stream of events; its requests end with it, even if it is never begun."""
 
-    def __init__(self, events: AsyncIterator[str], choices: Sequence[Choice]):
+    def __init__(self, events: AsyncIterator[str], choices: Sequence[Choice], end: End):
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._choices = choices
+        self._choices, self._end = choices, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             _cancel(self._choices)
+            self._end(self._choices, None)
 
 
 def _cancel(choices: Sequence[Choice]) -> None:
