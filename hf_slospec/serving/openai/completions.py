@@ -26,7 +26,7 @@ from hf_slospec.serving.openai.orders import (
     order_of,
     prompt_of,
 )
-from hf_slospec.serving.openai.otel import Begin, End, unobserved
+from hf_slospec.serving.openai.otel import End, Observer
 from hf_slospec.serving.openai.reading import RequestReader, fault_of
 from hf_slospec.serving.openai.schemas import SchemaCheck
 
@@ -37,12 +37,9 @@ LONG_PIECE = 64  # log probabilities of more tokens than this are written in the
 class Completions:
     """Endpoints of completions and chats."""
 
-    def __init__(
-        self, reader: RequestReader, templates: ChatTemplates, schemas: SchemaCheck, begin: Begin = unobserved
-    ):
-        """Create the endpoints; ``begin`` begins the record of a request."""
+    def __init__(self, reader: RequestReader, templates: ChatTemplates, schemas: SchemaCheck, observer: Observer):
         self.reader, self.engine, self.templates, self.schemas = reader, reader.engine, templates, schemas
-        self.begin = begin
+        self.observer = observer
 
     async def chat(self, request: Request) -> Response:
         """Return the answer to a chat."""
@@ -84,7 +81,7 @@ class Completions:
         make_prompts: Sequence[Callable[[], PromptInputs]],
         answer: AnswerForm,
     ) -> Response:
-        in_pool, end = partial(self.reader.in_pool, request), self.begin(body, request.headers, answer.id)
+        in_pool, end = partial(self.reader.in_pool, request), self.observer.begin(body, request.headers, answer.id)
         response: Response | None = None
         choices: list[Choice] = []
         try:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 End = Callable[[Sequence[Choice], BaseException | None], None]  # records the end of a request
-Begin = Callable[[SamplingBody, Mapping[str, str], str], End]  # body, headers, id of the answer -> its end
 
 PROVIDER = "hf_slospec"
 ENDPOINT = "OTEL_EXPORTER_OTLP{}_ENDPOINT"
@@ -50,17 +49,23 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
 ASKED = ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed", "stream")
 
 
-def unobserved(body: SamplingBody, headers: Mapping[str, str], answer_id: str) -> End:
-    """Return an end that records nothing."""
-    return lambda choices, error: None
+class Observer:
+    """Observer of requests; this one records nothing."""
+
+    def begin(self, body: SamplingBody, headers: Mapping[str, str], answer_id: str) -> End:
+        """Begin the record of a request, and return the function that ends it."""
+        return lambda choices, error: None
+
+    def flush(self) -> None:
+        """Send what has been recorded, before the process ends."""
 
 
-class GenAITelemetry:
+class GenAITelemetry(Observer):
     """Records each request as a span, and in histograms."""
 
     def __init__(self, model: str, tracers: TracerProvider, meters: MeterProvider):
         """Create tracer and histograms; ``model`` is the served name."""
-        self._model = model
+        self._model, self._providers = model, (tracers, meters)
         self._tracer = tracers.get_tracer(PROVIDER, hf_slospec.__version__)
         meter = meters.get_meter(PROVIDER, hf_slospec.__version__)
         self._histograms = {
@@ -73,6 +78,12 @@ class GenAITelemetry:
         from opentelemetry.propagate import extract
 
         return partial(self._end, body, extract(headers), answer_id, time.time_ns())
+
+    def flush(self) -> None:
+        """Send what has been recorded; providers of the API alone have nothing to send."""
+        for provider in self._providers:
+            if (flush := getattr(provider, "force_flush", None)) is not None:
+                flush()
 
     def _end(
         self,
@@ -161,8 +172,8 @@ def _measured(
             yield "gen_ai.server.time_per_output_token", metrics.tpot_s, {}
 
 
-def begin_by_environment(model: str, is_wanted: bool) -> Begin:
-    """Return what begins spans, with OpenTelemetry's global providers, if a variable or ``is_wanted`` turns it on.
+def observer_by_environment(model: str, is_wanted: bool) -> Observer:
+    """Return what records requests with OpenTelemetry's global providers, if a variable or ``is_wanted`` turns it on.
 
     Unless the process has such providers, as under ``opentelemetry-instrument``, they are made with the exporters that
     the environment names. Variables may be meant for other programs: where a package is missing, they alone log a
@@ -173,15 +184,15 @@ def begin_by_environment(model: str, is_wanted: bool) -> Begin:
     """
     named = [name for name in SWITCHES if os.environ.get(name)]
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or not (is_wanted or named):
-        return unobserved
+        return Observer()
     try:
         need("otel", "--otel")
-        return GenAITelemetry(model, _tracers(), _meters()).begin
+        return GenAITelemetry(model, _tracers(), _meters())
     except (MissingExtraError, InvalidInputError) as error:
         if is_wanted:
             raise
         logger.warning("%s is set, but no spans and metrics are sent: %s", named[0], error)
-        return unobserved
+        return Observer()
 
 
 def _tracers() -> TracerProvider:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -16,6 +17,8 @@ from hf_slospec import InvalidInputError, MissingExtraError, SLOSpecGenerator, e
 from hf_slospec.serving.openai import app as server
 from hf_slospec.serving.openai import otel
 from hf_slospec.serving.openai.access import ServerSettings
+from hf_slospec.serving.openai.bodies import CompletionBody
+from hf_slospec.serving.openai.engine import LocalEngine
 from tests.serving.openai.conftest import Served, serving
 from tests.serving.openai.hostile.clients import wait_until
 
@@ -23,7 +26,7 @@ pytest.importorskip("opentelemetry.sdk")
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
@@ -58,7 +61,7 @@ def observed(generator: SLOSpecGenerator, monkeypatch: pytest.MonkeyPatch) -> It
     exporter, reader, tracers = InMemorySpanExporter(), InMemoryMetricReader(), TracerProvider()
     tracers.add_span_processor(SimpleSpanProcessor(exporter))
     telemetry = otel.GenAITelemetry("tiny", tracers, MeterProvider([reader]))
-    monkeypatch.setattr(server, "begin_by_environment", lambda model, is_wanted: telemetry.begin)
+    monkeypatch.setattr(server, "observer_by_environment", lambda model, is_wanted: telemetry)
     for served in serving(generator, ServerSettings(model_name="tiny")):
         yield Observed(served, exporter, reader)
 
@@ -121,29 +124,46 @@ def test_errors_have_a_type_and_no_tokens(observed: Observed, monkeypatch: pytes
     assert point["attributes"]["error.type"] == "InvalidInputError" and "gen_ai.client.token.usage" not in points
 
 
+def test_the_end_of_the_server_sends_what_is_left(generator: SLOSpecGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter, tracers = InMemorySpanExporter(), TracerProvider()
+    tracers.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1e6))
+    telemetry = otel.GenAITelemetry("tiny", tracers, MeterProvider([]))
+    monkeypatch.setattr(server, "observer_by_environment", lambda model, is_wanted: telemetry)
+    app = server.make_app(LocalEngine(generator), ServerSettings(model_name="tiny"))
+
+    async def run() -> None:
+        async with app.router.lifespan_context(app):
+            telemetry.begin(CompletionBody(prompt="x"), {}, "id")([], None)
+            assert not exporter.get_finished_spans()
+
+    asyncio.run(run())
+    assert len(exporter.get_finished_spans()) == 1
+    tracers.shutdown()
+
+
 def test_it_is_off_unless_turned_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     for name in (*otel.SWITCHES, "OTEL_SDK_DISABLED"):
         monkeypatch.delenv(name, raising=False)
-    assert otel.begin_by_environment("tiny", False) is otel.unobserved
+    assert type(otel.observer_by_environment("tiny", False)) is otel.Observer
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "nonsense")
-    assert otel.begin_by_environment("tiny", False) is otel.unobserved
+    assert type(otel.observer_by_environment("tiny", False)) is otel.Observer
     assert "OTEL_TRACES_EXPORTER is set" in caplog.text and "opentelemetry-exporter-nonsense" in caplog.text
     with pytest.raises(InvalidInputError, match="nonsense"):
-        otel.begin_by_environment("tiny", True)
+        otel.observer_by_environment("tiny", True)
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-    assert otel.begin_by_environment("tiny", True) is otel.unobserved
+    assert type(otel.observer_by_environment("tiny", True)) is otel.Observer
     monkeypatch.delenv("OTEL_SDK_DISABLED")
     monkeypatch.setitem(extras.MODULES, "otel", ("opentelemetry_that_is_missing.sdk",))
     with pytest.raises(MissingExtraError, match="otel"):
-        otel.begin_by_environment("tiny", True)
+        otel.observer_by_environment("tiny", True)
 
 
 def test_the_environment_names_the_exporters() -> None:
     code = (
         "from hf_slospec.serving.openai import otel\n"
         "from hf_slospec.serving.openai.bodies import CompletionBody\n"
-        "begin = otel.begin_by_environment('tiny', False)\n"
-        "begin(CompletionBody(prompt='x', max_tokens=3), {}, 'id')([], ValueError('x'))\n"
+        "observer = otel.observer_by_environment('tiny', False)\n"
+        "observer.begin(CompletionBody(prompt='x', max_tokens=3), {}, 'id')([], ValueError('x'))\n"
     )
     environment = {"OTEL_TRACES_EXPORTER": "console", "OTEL_METRICS_EXPORTER": "console", "OTEL_SERVICE_NAME": "here"}
     run = subprocess.run(
