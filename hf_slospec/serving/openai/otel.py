@@ -74,10 +74,14 @@ class GenAITelemetry(Observer):
         }
 
     def begin(self, body: SamplingBody, headers: Mapping[str, str], answer_id: str) -> End:
-        """Begin a span, a part of the trace that the headers name, and return the function that ends it."""
+        """Begin a span in the current one or, without it, the one that the headers name; return what ends it."""
+        from opentelemetry.context import get_current
         from opentelemetry.propagate import extract
+        from opentelemetry.trace import get_current_span
 
-        return partial(self._end, body, extract(headers), answer_id, time.time_ns())
+        has_parent = get_current_span().get_span_context().is_valid  # that of FastAPI or of an instrumentation
+        context = get_current() if has_parent else extract(headers)
+        return partial(self._end, body, context, answer_id, time.time_ns())
 
     def flush(self) -> None:
         """Send what has been recorded; providers of the API alone have nothing to send."""
