@@ -18,12 +18,13 @@ from hf_slospec.engine.scheduling.load import load_of, need_of
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab.hardware import Hardware
 from hf_slospec.lab.models import SimulatedDrafter, SimulatedTarget, VirtualClock
-from hf_slospec.lab.oracle import OraclePolicy
+from hf_slospec.lab.oracle import AdaServeOraclePolicy, OraclePolicy
 from hf_slospec.lab.outcomes import Outcome, Run, Totals
 from hf_slospec.lab.routers import OURS, Arrival, router_of
 from hf_slospec.lab.texts import Library
 from hf_slospec.lab.workload import MAX_TIME_S, Job
 from hf_slospec.policies import max_nodes_per_request, new_policy
+from hf_slospec.policies.adaserve import AdaServePolicy
 from hf_slospec.policies.auto import SpeculationHistory
 
 MAX_REPLICAS = 1000
@@ -69,9 +70,12 @@ class Replica:
             kv_tokens, draft_slots = hardware.kv_tokens, int(hardware.draft_kv_share * hardware.kv_tokens)
         limits = limits_of(config, kv_tokens, max_nodes, draft_slots)
         policy: Policy
-        if oracle:
+        if oracle and config.policy == AdaServePolicy.name:
+            policy = AdaServeOraclePolicy(library, config, costs)
+        elif oracle:
             policy = OraclePolicy(library, config, hardware, seed)
         else:  # tokens are ranks, so every id is known
+            config = config.model_copy(update={"kv_tokens": kv_tokens})
             policy = new_policy(config, costs, SpeculationHistory(config), make_policy, sys.maxsize)
         target = SimulatedTarget(library, hardware, self.clock)
         drafter = SimulatedDrafter(library, hardware, self.clock, seed)
@@ -143,7 +147,7 @@ class Simulation:
     Args:
         library: the texts of the requests, in order.
         router: one of :data:`~hf_slospec.lab.routers.ROUTERS`, for several replicas.
-        oracle: use the oracle policy in place of the config's policy.
+        oracle: use an oracle in place of the config's policy, with AdaServe's Algorithm 1 if that is ``adaserve``.
         make_policy: makes a custom policy in place of the config's; its plans are limited by the config's
             ``max_depth`` and ``max_width``.
         new_clock: makes the clock of a replica, for example of a machine whose speed changes.

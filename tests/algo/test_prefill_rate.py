@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.algo.admission import prefill_rate
+from hf_slospec.algo.admission import plain_prefill_rate, prefill_rate
 from hf_slospec.algo.latency_curves import LatencyCurve
 from hf_slospec.algo.select import StepTime
+from hf_slospec.algo.spec_lengths import best_lengths
 from hf_slospec.algo.tree import FloatArray
 from tests.support.toys.trees import affine, staircase
 
@@ -65,7 +67,8 @@ def test_prefill_rate_is_that_of_the_best_schedule(
     tpot_slos_s, counts = [target for target, _ in tiers], [count for _, count in tiers]
     rate = prefill_rate(curve, tpot_slos_s, counts, acceptance, max_len, max_tokens, draft_level_s)
     seconds = curve(np.arange(1, max_tokens + 1))
-    assert rate == pytest.approx(best_schedule(seconds, tpot_slos_s, counts, acceptance, max_len, draft_level_s))
+    chains = best_schedule(seconds, tpot_slos_s, counts, acceptance, max_len, draft_level_s)
+    assert rate == pytest.approx(max(chains, plain_prefill_rate(curve, tpot_slos_s, counts, max_tokens)))
 
     # More decoding requests, shorter chains, smaller steps and slower drafting never raise it.
     for tier in range(len(counts)):
@@ -74,6 +77,59 @@ def test_prefill_rate_is_that_of_the_best_schedule(
     assert prefill_rate(curve, tpot_slos_s, counts, acceptance, max(max_len - 1, 1), max_tokens, draft_level_s) <= rate
     assert prefill_rate(curve, tpot_slos_s, counts, acceptance, max_len, max(max_tokens - 1, 1), draft_level_s) <= rate
     assert prefill_rate(curve, tpot_slos_s, counts, acceptance, max_len, max_tokens, draft_level_s + 0.25) <= rate
+
+
+def prefill_of_plain_steps(
+    budget: int, duration_s: Fraction, tpot_slos_s: Sequence[Fraction], num_steps: int
+) -> int | None:
+    """Algorithm 2, one token at a time, of requests with these SLOs.  -> prompt tokens; None: it is infeasible"""
+    queue, prefill, done = [(Fraction(0), request) for request in range(len(tpot_slos_s))], 0, [0] * len(tpot_slos_s)
+    for step in range(num_steps):
+        end_s, left = (step + 1) * duration_s, budget
+        while queue and min(queue)[0] < end_s:  # [FIX] printed: due >= the step's begin
+            if not left:
+                return None
+            due_s, request = min(queue)
+            queue.remove((due_s, request))
+            left -= 1
+            done[request] += 1
+            assert end_s <= done[request] * tpot_slos_s[request]  # the token is there when it is due
+            queue.append((due_s + tpot_slos_s[request], request))
+        prefill += left
+    return prefill
+
+
+@given(
+    curve=st.sampled_from([affine, staircase]),
+    tiers=st.lists(st.tuples(st.integers(12, 90), st.integers(0, 4)), min_size=1, max_size=3),
+    max_tokens=st.integers(1, 40),
+)
+@settings(deadline=None, max_examples=80)
+def test_plain_rate_is_that_of_the_best_steps_of_what_is_due(
+    curve: StepTime, tiers: list[tuple[int, int]], max_tokens: int
+) -> None:
+    tpot_slos_s = [Fraction(slo, 32) for slo, count in tiers for _ in range(count)]
+    tightest, num_steps, rates = min(tpot_slos_s, default=None), 60, list[float]()
+    for budget in range(1, max_tokens + 1):
+        duration_s = Fraction(float(curve(np.array([budget]))[0]))
+        if tightest is None or duration_s <= tightest:
+            prefill = prefill_of_plain_steps(budget, duration_s, tpot_slos_s, num_steps)
+            rates += [] if prefill is None else [float(prefill / (num_steps * duration_s))]
+    rate = plain_prefill_rate(curve, [slo / 32 for slo, _ in tiers], [count for _, count in tiers], max_tokens)
+    if not rates:
+        assert rate == -math.inf
+        return
+    # Of every request at most one token more than its share, the first, which is due at once.
+    assert max(rates) <= rate + 1e-9 <= max(rates) + len(tpot_slos_s) / (num_steps * curve(np.array([1]))[0]) + 2e-9
+
+
+def test_loose_tiers_are_not_charged_for_every_step() -> None:
+    # Steps of 0.5 s hold 16 tokens. Of ten requests with 2.0 s a quarter is due in each.
+    tiers, counts = [0.5, 2.0], [2, 10]
+    assert prefill_rate(affine, tiers, counts, 0.0, 1, 40) == pytest.approx((16 - 2 - 10 / 4) / 0.5)
+    alone = best_lengths(affine, tiers, counts, 0.0, 1, 40)
+    assert alone is not None and alone.rate == (16 - 2 - 10) / 0.5
+    assert prefill_rate(affine, tiers, [2, 15], 0.0, 1, 40) == -math.inf  # the first step must hold all
 
 
 def test_prefill_rate_without_decoding_requests_is_that_of_the_best_step() -> None:
@@ -88,8 +144,8 @@ def test_prefill_rate_beside_plain_decoding() -> None:
     assert prefill_rate(affine, [0.5], [16], 0.5, 1, 40) == 0.0  # sustained, without any prompt
     assert prefill_rate(affine, [0.5], [17], 0.5, 1, 40) == -math.inf
     assert prefill_rate(affine, [0.25], [1], 0.5, 1, 40) == -math.inf
-    # A step that is full before the target is due does not wait for it.
-    assert prefill_rate(affine, [60.0], [3], 0.5, 1, 40) == 37 / (0.25 + 40 / 64)
+    # A step that is full before the target is due does not wait for it, and leaves out who is not due.
+    assert prefill_rate(affine, [60.0], [3], 0.5, 1, 40) == 40 / (0.25 + 40 / 64) - 3 / 60.0
 
 
 def test_prefill_rate_speculates_where_that_pays() -> None:
