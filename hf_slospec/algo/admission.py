@@ -45,9 +45,7 @@ def prefill_rate(
     return plain if best is None else max(best.rate, plain)
 
 
-def plain_prefill_rate(
-    step_s: StepTime, tpot_slos_s: Sequence[float], counts: Sequence[int], max_tokens: int
-) -> float:
+def plain_prefill_rate(step_s: StepTime, tpot_slos_s: Sequence[float], counts: Sequence[int], max_tokens: int) -> float:
     """Return the prefill rate beside plain decoding in which only tokens that are due take part (Algorithm 2).
 
     Steps of one length take the tokens that are due before their ends, earliest deadline first. So a request with a

@@ -126,7 +126,9 @@ class SimulatedDrafter(Drafter):
             levels.append(self._expand(requests, levels[-1], depth, plan.width))
             num_levels += is_drafting
         self.clock.now_s += seconds + self.hardware.drafting_request_s * num_requests
-        trees = [tree.up_to(depth) for tree, depth in zip(self._trees(requests, levels), num_levels, strict=True)]
+        trees = [
+            tree.up_to(depth) for tree, depth in zip(self._trees(requests, levels), num_levels.tolist(), strict=True)
+        ]
         if self.library.matched == 1.0:
             return trees
         is_matched = self._rng.random(len(requests)) < self.library.matched  # as if prompt lookup had a match

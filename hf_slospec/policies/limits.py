@@ -39,7 +39,7 @@ def roofline_tokens(costs: StepCosts) -> int:
     """
     times_s = _times_s(costs)
     highest_rate = float((np.arange(1, MAX_BUDGET + 1) / times_s).max())
-    return max(round(times_s[0] * highest_rate), 1)
+    return max(round(float(times_s[0]) * highest_rate), 1)
 
 
 def _times_s(costs: StepCosts) -> FloatArray:

@@ -223,7 +223,7 @@ class SmartSpecPolicy(NamedPolicy):
     def _draft_s(self, batch: Batch, lengths: IntArray) -> FloatArray:
         """Return the seconds of drafting in such steps: of each level for the requests that draft it (equation 5)."""
         is_drafted = lengths[..., None] > np.arange(max(int(lengths.max()), 1))  # [num_requests, options, levels]
-        num_drafting = np.cumsum(is_drafted, axis=0)
+        num_drafting: IntArray = np.cumsum(is_drafted, axis=0, dtype=np.int64)
         num_keys = np.cumsum(is_drafted * batch.keys[:, None, None], axis=0)
         first_s, both_s = (self.costs.draft_s(num_drafting, levels, 1, num_keys) for levels in (1, 2))
         levels_s = both_s - first_s
