@@ -41,7 +41,7 @@ RATES = ("2.6", "2.8", "3.0", "3.4", "3.6", "4.0", "4.2", "4.4", "4.8")
 FITTED = ("2.6", "3.4", "4.2", "4.8")  # the parameters below were fitted on these rates and are validated on the others
 PUBLISHED = {"vllm": "vLLM", "sarathi": "Sarathi", "adaserve": "AdaServe", "vllm-spec4": "vLLM-Spec4",
              "vllm-spec6": "vLLM-Spec6", "vllm-spec8": "vLLM-Spec8"}  # fmt: skip
-HINDSIGHT = "adaserve-oracle"  # AdaServe with true path probabilities: its Algorithm 1 is optimal then
+TRUE_PROBS = "adaserve-oracle"  # AdaServe with true path probabilities: its Algorithm 1 is optimal then
 OURS = ("auto", 'auto {"admission": "fcfs", "prefill": "first", "prefill_chunk": 1024}')
 # Knows acceptance. With a smaller batch more requests wait, which the metric does not count; BEST is the best of all.
 ORACLES = ("oracle", 'oracle {"max_batch": 24}', 'oracle {"max_batch": 16}',
@@ -129,7 +129,7 @@ def main(
     """Simulate the figures."""
     logging.disable(logging.WARNING)
     chosen = Parameters(**json.loads(parameters))
-    every = [*PUBLISHED, HINDSIGHT, *OURS, *ORACLES, BOUND]
+    every = [*PUBLISHED, TRUE_PROBS, *OURS, *ORACLES, BOUND]
     names = {"all": every, "published": list(PUBLISHED)}.get(systems) or systems.split(";")
     at = {"all": RATES, "fitted": FITTED}.get(rates) or tuple(rates.split(","))
     runs = measured(names, at, chosen, seeds, workers, kept)

@@ -33,36 +33,14 @@ def prefill_rate(
 ) -> float:
     """Return the highest prefill rate with which all decoding requests keep their TPOT SLOs.
 
-    This is a fluid approximation of PB*(t, n) / t in the paper: t need not hold a whole number of steps. It is the
-    better of the paper's two solvers: chains in every step (appendix D), and plain decoding of what is due.
+    This is a fluid approximation of PB*(t, n) / t in the paper: t need not hold a whole number of steps.
     The arguments are those of :func:`~hf_slospec.algo.spec_lengths.best_lengths`.
 
     Returns:
         Prompt tokens per second, at least 0; -inf if the TPOT SLOs cannot be met even without prefill.
     """
     best = best_lengths(step_s, tpot_slos_s, counts, acceptance, max_len, max_tokens, draft_level_s)
-    plain = plain_prefill_rate(step_s, tpot_slos_s, counts, max_tokens)
-    return plain if best is None else max(best.rate, plain)
-
-
-def plain_prefill_rate(step_s: StepTime, tpot_slos_s: Sequence[float], counts: Sequence[int], max_tokens: int) -> float:
-    """Return the prefill rate beside plain decoding in which only tokens that are due take part (Algorithm 2).
-
-    Steps of one length take the tokens that are due before their ends, earliest deadline first. So a request with a
-    TPOT SLO takes one token per SLO, however short the steps are, and a loose tier is not charged for every step. All
-    requests are due in the first step, which must hold them.
-    [FIX] the printed condition takes tokens that are due later, until the step is full. [FIX] steps may be shorter than
-    the tightest TPOT SLO, where ``max_tokens`` or the curve keeps them from filling it.
-
-    The arguments and the returned value are those of :func:`prefill_rate`.
-    """
-    tokens = np.arange(1, max_tokens + 1)
-    seconds = np.maximum.accumulate(step_s(tokens))
-    slos_s, num_decoding = np.array(tpot_slos_s, dtype=np.float64), np.array(counts, dtype=np.int64)
-    num_free = int(num_decoding[np.isinf(slos_s)].sum())  # without a TPOT SLO: one token per step
-    is_step = (tokens >= max(int(num_decoding.sum()), 1)) & (seconds <= slos_s[num_decoding > 0].min(initial=np.inf))
-    rates = (tokens - num_free) / seconds - float((num_decoding / slos_s).sum())
-    return float(rates[is_step].max(initial=-np.inf))
+    return -np.inf if best is None else best.rate
 
 
 @dataclass(frozen=True)

@@ -84,12 +84,12 @@ class AdaServeOraclePolicy(AdaServePolicy):
     def _nodes(
         self, requests: Sequence[Request], candidates: Sequence[TokenTree], required: Sequence[float]
     ) -> list[IntArray]:
-        trees = [self._with_hindsight(*pair) for pair in zip(requests, candidates, strict=True)]
+        trees = [self._with_true_probs(*pair) for pair in zip(requests, candidates, strict=True)]
         attainable = [min(needed, tree.path_probs.sum()) for needed, tree in zip(required, trees, strict=True)]
         nodes = optimal_nodes(trees, attainable, self.budget)
         return super()._nodes(requests, trees, attainable) if nodes is None else nodes
 
-    def _with_hindsight(self, request: Request, tree: TokenTree) -> TokenTree:
+    def _with_true_probs(self, request: Request, tree: TokenTree) -> TokenTree:
         is_accepted = np.zeros(tree.num_nodes)
         is_accepted[accepted_nodes(self.library, request, tree)] = 1.0
         return replace(tree, path_probs=is_accepted)

@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.algo.admission import plain_prefill_rate, prefill_rate
+from hf_slospec.algo.admission import prefill_rate
 from hf_slospec.algo.latency_curves import LatencyCurve
 from hf_slospec.algo.select import StepTime
-from hf_slospec.algo.spec_lengths import best_lengths
 from hf_slospec.algo.tree import FloatArray
 from tests.support.toys.trees import affine, staircase
 
@@ -28,7 +27,10 @@ def best_schedule(
     max_len: int,
     draft_level_s: float,
 ) -> float:
-    """Over all lengths of chains and over durations of a step: every exact one and a grid between."""
+    """Over all lengths of chains and over durations of a step: every exact one and a grid between.
+
+    Who decodes plainly takes part when it is due.
+    """
     best = -math.inf
     tiers = [tier for tier, count in enumerate(counts) if count]
     for lengths in itertools.product(range(1, max_len + 1), repeat=len(tiers)):
@@ -38,10 +40,13 @@ def best_schedule(
         ]
         load = sum(counts[tier] * length for tier, length in zip(tiers, lengths, strict=True))
         step_s = seconds + (max(lengths, default=1) - 1) * draft_level_s
+        is_plain = [length == 1 and tpot_slos_s[tier] < math.inf for tier, length in zip(tiers, lengths, strict=True)]
+        plain = [tier for tier, is_due in zip(tiers, is_plain, strict=True) if is_due]
+        num_due, due = sum(counts[tier] for tier in plain), sum(counts[tier] / tpot_slos_s[tier] for tier in plain)
         for duration_s in (*step_s, *np.linspace(0.05, 2 * step_s[-1], 100)):
-            budget = np.count_nonzero(step_s <= duration_s) - load
+            budget = int(np.count_nonzero(step_s <= duration_s)) - load  # beside a token for all that decode plainly
             if duration_s <= min(paces, default=math.inf) and budget >= 0:
-                best = max(best, budget / duration_s)
+                best = max(best, (budget + num_due) / duration_s - due)
     return best
 
 
@@ -67,8 +72,7 @@ def test_prefill_rate_is_that_of_the_best_schedule(
     tpot_slos_s, counts = [target for target, _ in tiers], [count for _, count in tiers]
     rate = prefill_rate(curve, tpot_slos_s, counts, acceptance, max_len, max_tokens, draft_level_s)
     seconds = curve(np.arange(1, max_tokens + 1))
-    chains = best_schedule(seconds, tpot_slos_s, counts, acceptance, max_len, draft_level_s)
-    assert rate == pytest.approx(max(chains, plain_prefill_rate(curve, tpot_slos_s, counts, max_tokens)))
+    assert rate == pytest.approx(best_schedule(seconds, tpot_slos_s, counts, acceptance, max_len, draft_level_s))
 
     # More decoding requests, shorter chains, smaller steps and slower drafting never raise it.
     for tier in range(len(counts)):
@@ -115,7 +119,7 @@ def test_plain_rate_is_that_of_the_best_steps_of_what_is_due(
         if tightest is None or duration_s <= tightest:
             prefill = prefill_of_plain_steps(budget, duration_s, tpot_slos_s, num_steps)
             rates += [] if prefill is None else [float(prefill / (num_steps * duration_s))]
-    rate = plain_prefill_rate(curve, [slo / 32 for slo, _ in tiers], [count for _, count in tiers], max_tokens)
+    rate = prefill_rate(curve, [slo / 32 for slo, _ in tiers], [count for _, count in tiers], 0.0, 1, max_tokens)
     if not rates:
         assert rate == -math.inf
         return
@@ -127,8 +131,6 @@ def test_loose_tiers_are_not_charged_for_every_step() -> None:
     # Steps of 0.5 s hold 16 tokens. Of ten requests with 2.0 s a quarter is due in each.
     tiers, counts = [0.5, 2.0], [2, 10]
     assert prefill_rate(affine, tiers, counts, 0.0, 1, 40) == pytest.approx((16 - 2 - 10 / 4) / 0.5)
-    alone = best_lengths(affine, tiers, counts, 0.0, 1, 40)
-    assert alone is not None and alone.rate == (16 - 2 - 10) / 0.5
     assert prefill_rate(affine, tiers, [2, 15], 0.0, 1, 40) == -math.inf  # the first step must hold all
 
 
@@ -152,9 +154,9 @@ def test_prefill_rate_speculates_where_that_pays() -> None:
     # Chains of 2 commit 1.5 tokens: 0.375 s a token allows steps of 0.5625 s, 20 tokens, against 8 in 0.375 s.
     assert prefill_rate(affine, [0.375], [2], 0.5, 2, 40) == 16 / 0.5625
     assert prefill_rate(affine, [0.375], [2], 0.5, 2, 40, draft_level_s=0.0625) == 12 / 0.5625
-    assert prefill_rate(affine, [0.375], [2], 0.5, 2, 40, draft_level_s=0.25) == 6 / 0.375
-    assert prefill_rate(affine, [0.375], [2], 0.0, 4, 40) == 6 / 0.375
-    assert prefill_rate(affine, [0.25], [1], 0.5, 2, 40) == 6 / 0.375  # plain decoding cannot keep this target
+    assert prefill_rate(affine, [0.375], [2], 0.5, 2, 40, draft_level_s=0.25) == pytest.approx(6 / 0.375)
+    assert prefill_rate(affine, [0.375], [2], 0.0, 4, 40) == pytest.approx(6 / 0.375)
+    assert prefill_rate(affine, [0.25], [1], 0.5, 2, 40) == pytest.approx(6 / 0.375)  # plain decoding is too slow
 
 
 def test_requests_without_target_take_one_token_per_step_and_limit_nothing() -> None:
