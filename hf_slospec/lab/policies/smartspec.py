@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -47,7 +47,7 @@ class Batch:
     num_prefill_tokens: int
     keys: IntArray  # [num_requests] int64, cached tokens
     useful: IntArray  # [num_requests] int64, maximum useful lengths; a chain of k tokens commits up to k + 1
-    slots_left: float  # K/V slots that hold no cached token, of these requests or others
+    slots_left: float  # K/V slots without a cached token of a decoding request, whether it runs or not
 
     @property
     def num_keys(self) -> int:
@@ -66,6 +66,19 @@ class Chains:
 
     lengths: IntArray  # [num_requests] int64, tokens
     step_s: float = 0.0  # predicted seconds; 0: not known yet
+
+
+Add = Callable[[Any], Any]  # [num_requests, ...] array -> sums over requests
+
+
+def _sum(values: Any) -> Any:
+    """Return the sum over all requests.  -> [1, ...]"""
+    return values.sum(axis=0, keepdims=True)
+
+
+def _prefix_sums(values: Any) -> Any:
+    """Return the sums over the first one, two, ... requests.  -> [num_requests, ...]"""
+    return np.cumsum(values, axis=0)
 
 
 class SmartSpecPolicy(NamedPolicy):
@@ -139,8 +152,8 @@ class SmartSpecPolicy(NamedPolicy):
         queue = batch.part(order)
         useful = queue.useful * self._is_drafted(queue)
         lengths = _up_to(useful)
-        tokens = np.cumsum(chain_tokens(self.acceptance.rate, lengths), axis=0)
-        last, _ = best_batch(tokens, self._step_s(queue, lengths), _has_slots(queue, lengths), BIAS)
+        tokens = _prefix_sums(chain_tokens(self.acceptance.rate, lengths))
+        last, _ = best_batch(tokens, self._step_s(queue, lengths, add=_prefix_sums), _has_slots(queue, lengths), BIAS)
         return batch.part(sorted(order[: last + 1]))
 
     def _is_drafted(self, batch: Batch) -> BoolArray:
@@ -161,7 +174,7 @@ class SmartSpecPolicy(NamedPolicy):
             if self._num_plain and self._num_plain % RETRY == 0:
                 length, _ = self._best(batch, useful, rate=MovingAcceptance.START)
         lengths: IntArray = np.minimum(self._lengths(batch.requests, length, useful > 0), useful)
-        return Chains(lengths, float(self._step_s(batch, lengths[:, None])[-1, 0]))
+        return Chains(lengths, float(self._step_s(batch, lengths[:, None])[0, 0]))
 
     def _to_verify(self, batch: Batch, drafted: Chains, candidates: Sequence[TokenTree], plan: Plan) -> Chains:
         """Return the chains to verify, parts of the candidates that were drafted by the plan."""
@@ -200,31 +213,33 @@ class SmartSpecPolicy(NamedPolicy):
         """
         lengths = _up_to(proposed)
         tokens = chain_tokens(self.acceptance.rate if rate is None else rate, lengths).sum(axis=0)
-        seconds, has_slots = self._step_s(batch, lengths, drafted_s)[-1:], _has_slots(batch, lengths)[-1:]
+        seconds, has_slots = self._step_s(batch, lengths, drafted_s), _has_slots(batch, lengths)[-1:]
         _, length = best_batch(tokens[None], seconds, has_slots, BIAS)
         return length, float(seconds[0, length])
 
-    def _step_s(self, batch: Batch, lengths: IntArray, drafted_s: float | None = None) -> FloatArray:
-        """Return the predicted seconds of steps of the first requests of the batch: of one, two, and so on.
+    def _step_s(
+        self, batch: Batch, lengths: IntArray, drafted_s: float | None = None, add: Add = _sum
+    ) -> FloatArray:
+        """Return the predicted seconds of steps of the batch or, with prefix sums, of its first one, two, ... requests.
 
         Args:
             batch: the requests.
             lengths: [num_requests, options] int64, each request's chain, in several options.
             drafted_s: seconds that drafting has taken; None: by :meth:`_draft_s`.
+            add: adds up over requests.
 
         Returns:
-            [num_requests, options] f64.
+            [1 or num_requests, options] f64.
         """
-        num_requests, num_keys = np.arange(1, len(lengths) + 1)[:, None], np.cumsum(batch.keys)[:, None]
-        num_tokens = np.cumsum(lengths + 1, axis=0) + batch.num_prefill_tokens
-        draft_s = self._draft_s(batch, lengths) if drafted_s is None else drafted_s
+        num_requests, num_keys = add(np.ones((len(lengths), 1))), add(batch.keys[:, None])
+        num_tokens = add(lengths + 1) + batch.num_prefill_tokens
+        draft_s = self._draft_s(batch, lengths, add) if drafted_s is None else drafted_s
         return draft_s + self.costs.verify_s(num_tokens, num_requests, num_keys)
 
-    def _draft_s(self, batch: Batch, lengths: IntArray) -> FloatArray:
+    def _draft_s(self, batch: Batch, lengths: IntArray, add: Add = _sum) -> FloatArray:
         """Return the seconds of drafting in such steps: of each level for the requests that draft it (equation 5)."""
         is_drafted = lengths[..., None] > np.arange(max(int(lengths.max()), 1))  # [num_requests, options, levels]
-        num_drafting: IntArray = np.cumsum(is_drafted, axis=0, dtype=np.int64)
-        num_keys = np.cumsum(is_drafted * batch.keys[:, None, None], axis=0)
+        num_drafting, num_keys = add(is_drafted), add(is_drafted * batch.keys[:, None, None])
         first_s, both_s = (self.costs.draft_s(num_drafting, levels, 1, num_keys) for levels in (1, 2))
         levels_s = both_s - first_s
         levels_s[..., 0] = first_s[..., 0]
@@ -251,7 +266,7 @@ def _has_slots(batch: Batch, lengths: IntArray) -> BoolArray:
     Returns:
         [num_requests, limits] bool.
     """
-    has_slots: BoolArray = np.cumsum(lengths + 1, axis=0) <= batch.slots_left
+    has_slots: BoolArray = _prefix_sums(lengths + 1) <= batch.slots_left
     has_slots[:, 0] = True
     return has_slots
 

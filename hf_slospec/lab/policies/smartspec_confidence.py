@@ -48,5 +48,5 @@ class ConfidencePolicy(SmartSpecPolicy):
         confident = [confident_length(tree, self.min_confidence) for tree in candidates]
         proposed = np.minimum(confident, drafted.lengths)
         levels = np.array([[tree.max_depth] for tree in candidates])
-        length, step_s = self._best(batch, proposed, float(self._draft_s(batch, levels)[-1, 0]))
+        length, step_s = self._best(batch, proposed, float(self._draft_s(batch, levels)[0, 0]))
         return Chains(np.minimum(proposed, length), step_s)
