@@ -94,9 +94,9 @@ def adaserve_oracle() -> str:
             ("best other system, attained %", best), ("`auto`", attained("auto")), ("oracle", attained("oracle"))
         )
     ]  # fmt: skip
-    lines.append([
-        "AdaServe, acceptance known, attained %", *(f"{100 * known[r]['attainment']['mean']:.1f}" for r in RATES)
-    ])
+    lines.append(
+        ["AdaServe, acceptance known, attained %", *(f"{100 * known[r]['attainment']['mean']:.1f}" for r in RATES)]
+    )
     lines += [
         ["share of the distance to the oracle, %", *share("attainment", "oracle")],
         ["share to the best oracle, %", *share("attainment", "oracle, best")],

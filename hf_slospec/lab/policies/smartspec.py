@@ -217,9 +217,7 @@ class SmartSpecPolicy(NamedPolicy):
         _, length = best_batch(tokens[None], seconds, has_slots, BIAS)
         return length, float(seconds[0, length])
 
-    def _step_s(
-        self, batch: Batch, lengths: IntArray, drafted_s: float | None = None, add: Add = _sum
-    ) -> FloatArray:
+    def _step_s(self, batch: Batch, lengths: IntArray, drafted_s: float | None = None, add: Add = _sum) -> FloatArray:
         """Return the predicted seconds of steps of the batch or, with prefix sums, of its first one, two, ... requests.
 
         Args:
