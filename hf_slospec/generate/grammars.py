@@ -1,8 +1,9 @@
-"""Outputs that follow a JSON schema, by llguidance."""
+"""Outputs that follow a JSON schema, by llguidance, and drafts that follow it as well."""
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +12,37 @@ import numpy as np
 import torch
 from transformers.generation import LogitsProcessor
 
+from hf_slospec.algo.tree import BoolArray
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.models.sequences.kept_prefixes import num_common
 
 KEPT = 8  # compiled schemas; the choices of a request, and later requests, share one
 # Whitespace is bounded, as some models would never end it.
 JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,24}"}
+BLANKS = b" \n\t"
+MAX_EXPECTED = 64  # bytes that are expected at once; a bound on the time
+END, BLANK = 256, 257  # in place of the first byte of tokens that end an output, and of whitespace
+
+
+class Vocabulary:
+    """Tokens of an llguidance tokenizer, by their bytes."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        texts = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
+        self.of_byte = {text[0]: token for token, text in enumerate(texts) if len(text) == 1}
+        # First byte of each token behind whitespace, [vocab] int64.
+        self._first = np.array([text.lstrip(BLANKS)[0] if text.strip(BLANKS) else BLANK for text in texts])
+        self._first[[token for token in range(len(texts)) if tokenizer.is_special_token(token)]] = END
+        self._first[tokenizer.eos_tokens] = END
+
+    def only_next(self, is_allowed: BoolArray) -> int | None:
+        """Return the only byte with which allowed tokens go on behind whitespace, or ``END``; None if there are more.
+
+        ``is_allowed``: [vocab] bool.
+        """
+        found = np.flatnonzero(np.bincount(self._first[is_allowed], minlength=BLANK + 1)[:BLANK])
+        return int(found[0]) if len(found) == 1 else None
 
 
 class Grammars:
@@ -24,12 +51,12 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int, end_tokens: Sequence[int]):
         """``vocab_size``: width of the logits; ``end_tokens``: tokens that may end a complete output."""
         self._tokenizer, self._vocab_size, self._end_tokens = tokenizer, vocab_size, list(end_tokens)
-        self._ll_tokenizer: Any = None
+        self._vocabulary: Vocabulary | None = None
         self._lock = threading.Lock()
         self._matchers: dict[str, Any] = {}  # by schema, at the beginning of an output; the oldest is dropped first
 
     def processor(self, schema: dict[str, Any], prompt_len: int) -> JSONConstraint:
-        """Return a processor for one output.
+        """Return a processor for the outputs of one call.
 
         Raises:
             InvalidInputError: the schema is invalid or cannot be followed, or the model has no token to end with.
@@ -37,8 +64,8 @@ class Grammars:
         if not self._end_tokens:
             raise InvalidInputError("output in JSON needs a token that ends an output; set the model's eos_token_id")
         with self._lock:
-            if self._ll_tokenizer is None:
-                self._ll_tokenizer = self._new_tokenizer()
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary(self._new_tokenizer())
         matcher = self._matchers.get(key := json.dumps(schema))
         if matcher is None:
             matcher = self._compiled(schema)
@@ -46,16 +73,17 @@ class Grammars:
                 self._matchers[key] = matcher
                 while len(self._matchers) > KEPT:
                     self._matchers.pop(next(iter(self._matchers)))
-        return JSONConstraint(matcher.deep_copy(), prompt_len)
+        return JSONConstraint(matcher.deep_copy(), prompt_len, self._vocabulary)
 
     def _compiled(self, schema: dict[str, Any]) -> Any:
         import llguidance
 
+        assert self._vocabulary is not None
         try:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
         except ValueError as error:
             raise InvalidInputError(f"response_format or tools: {error}") from error
-        matcher = llguidance.LLMatcher(self._ll_tokenizer, grammar)
+        matcher = llguidance.LLMatcher(self._vocabulary.tokenizer, grammar)
         if matcher.is_error():
             raise InvalidInputError(f"response_format or tools: the schema cannot be followed: {matcher.get_error()}")
         return matcher
@@ -69,31 +97,152 @@ class Grammars:
             raise InvalidInputError(f"output in JSON cannot be followed with this tokenizer: {error}") from error
 
 
-class JSONConstraint(LogitsProcessor):
-    """Processor that excludes every token after which an output would not follow its schema.
+class SchemaFollower:
+    """Matcher of one schema that goes from output to output, by rolling back to the tokens that both begin with."""
 
-    It serves one output, which may be truncated between calls.
-    """
+    def __init__(self, matcher: Any, prompt_len: int, vocabulary: Vocabulary, token_ids: Sequence[int] = ()):
+        """Take llguidance's matcher.
 
-    def __init__(self, matcher: Any, prompt_len: int):
-        """``matcher``: llguidance's, at the beginning of the output; ``prompt_len``: tokens before it."""
-        self._matcher, self._prompt_len = matcher, prompt_len
-        self._consumed: list[int] = []
+        Args:
+            matcher: llguidance's.
+            prompt_len: tokens of ``input_ids`` before an output.
+            vocabulary: tokens of the matcher's tokenizer.
+            token_ids: the output that the matcher is behind.
+        """
+        self._matcher, self._prompt_len, self._vocabulary = matcher, prompt_len, vocabulary
+        self._token_ids = list(token_ids)
+
+    def __deepcopy__(self, memo: Any) -> SchemaFollower:
+        """Return a copy that goes on by itself."""
+        return self._copied(type(self))
+
+    def _copied(self, kind: type[SchemaFollower]) -> SchemaFollower:
+        return kind(self._matcher.deep_copy(), self._prompt_len, self._vocabulary, self._token_ids)
+
+    def _follow(self, token_ids: Sequence[int]) -> bool:
+        """Go behind an output; return False if the schema does not allow it, or it goes on behind its end."""
+        num_same = num_common(self._token_ids, token_ids)
+        if num_more := len(self._token_ids) - num_same:
+            self._matcher.rollback(num_more)
+            del self._token_ids[num_same:]
+        new = list(token_ids[num_same:])
+        num_taken = self._matcher.try_consume_tokens(new) if new else 0
+        self._token_ids += new[:num_taken]
+        return num_taken == len(new)
+
+    def _allowed(self) -> BoolArray:
+        """Return which tokens may come next.  -> [vocab] bool"""
+        return np.frombuffer(self._matcher.compute_logit_bias(), dtype=np.uint8) > 0
+
+    @property
+    def _size(self) -> int:
+        return int(self._vocabulary.tokenizer.vocab_size)
+
+
+class JSONConstraint(SchemaFollower, LogitsProcessor):
+    """Processor that excludes every token after which an output would not follow its schema."""
+
+    per_row = True  # rows do not depend on each other
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores with -inf for tokens that are not allowed, [1, vocab]; ``input_ids`` [1, length] int64.
+        """Return the scores with -inf for tokens that are not allowed, [batch, vocab]; ``input_ids`` [batch, length].
 
         Raises:
             InvalidInputError: llguidance cannot follow the schema further.
         """
-        (token_ids,) = input_ids[:, self._prompt_len :].tolist()
-        if token_ids[: len(self._consumed)] != self._consumed:
-            self._matcher.reset()
-            self._consumed = []
-        self._matcher.consume_tokens(token_ids[len(self._consumed) :])
-        self._consumed = token_ids
-        allowed = torch.from_numpy(np.frombuffer(self._matcher.compute_logit_bias(), dtype=np.uint8) > 0)
-        if self._matcher.is_error():
-            fault = self._matcher.get_error()
+        outputs = input_ids[:, self._prompt_len :].tolist()
+        return _masked(scores, [self._allowed_after(token_ids) for token_ids in outputs])
+
+    def _allowed_after(self, token_ids: Sequence[int]) -> BoolArray:
+        is_followed = self._follow(token_ids)
+        if not is_followed and self._matcher.is_stopped() and not self._matcher.is_error():
+            return np.ones(self._size, dtype=np.bool_)  # stock generate pads rows that have ended
+        allowed = self._allowed()
+        if not is_followed or self._matcher.is_error():
+            fault = self._matcher.get_error() or "the output so far is no beginning of one that does"
             raise InvalidInputError(f"response_format or tools: the schema cannot be followed: {fault}")
-        return scores.masked_fill(~allowed.to(scores.device)[None, : scores.shape[-1]], float("-inf"))
+        return allowed
+
+    def for_drafts(self) -> DraftGrammar:
+        """Return the grammar for the drafts of one output, with a matcher of its own."""
+        grammar = self._copied(DraftGrammar)
+        assert isinstance(grammar, DraftGrammar)
+        return grammar
+
+
+class DraftGrammar(SchemaFollower):
+    """Grammar of a request's drafts (:class:`~hf_slospec.engine.request.Grammar`), and processor of their scores.
+
+    Where llguidance can follow the schema no further, everything is allowed and nothing expected.
+    """
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores with -inf for tokens that are not allowed, [num_nodes, vocab]."""
+        return self.masked(input_ids[:, self._prompt_len :].tolist(), scores)
+
+    def allows(self, token_ids: Sequence[int], proposed: Sequence[int]) -> list[bool]:
+        """Return for each proposed token whether it may follow the others."""
+        is_followed = self._follow(token_ids)
+        if self._matcher.is_error() or not is_followed:
+            return [self._matcher.is_error()] * len(proposed)
+        if forced := self._forced():
+            return [token == forced[0] for token in proposed]
+        return [self._matcher.validate_tokens([token]) == 1 for token in proposed]
+
+    def _forced(self) -> list[int]:
+        """Return the only tokens that may come next, as far as there is only one."""
+        if self._matcher.is_stopped():
+            return list(self._vocabulary.tokenizer.eos_tokens[:1])
+        return list(self._matcher.compute_ff_tokens())
+
+    def masked(self, token_ids: Sequence[Sequence[int]], scores: torch.Tensor) -> torch.Tensor:
+        """Return a draft's scores with -inf for tokens that may not follow, [num_nodes, vocab]."""
+        allowed = list[BoolArray]()
+        for path in token_ids:
+            allowed.append(self._allowed() if self._follow(path) else np.zeros(self._size, dtype=np.bool_))
+            if self._matcher.is_error():
+                return scores
+        return _masked(scores, allowed)
+
+    def expected(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the tokens that probably follow.
+
+        These are the bytes that the schema forces, and between them the only characters that it allows behind
+        whitespace, with the whitespace that the output has had between the same characters. They are split as the
+        tokenizer splits texts.
+        """
+        if not self._follow(token_ids):
+            return []
+        tokenizer, path, text, is_end = self._vocabulary.tokenizer, list(token_ids), b"", False
+        before = tokenizer.decode_bytes(path)
+        while len(text) < MAX_EXPECTED:
+            more = self._matcher.compute_ff_bytes()
+            if not more and (only := self._vocabulary.only_next(self._allowed())) is not None:
+                is_end = only == END
+                more = b"" if is_end else _behind_whitespace(bytes([only]), before + text)
+            of_bytes = [self._vocabulary.of_byte.get(byte, -1) for byte in more]
+            if not more or -1 in of_bytes or not self._follow([*path, *of_bytes]):
+                break
+            path, text = path + of_bytes, text + more
+        split = tokenizer.tokenize_bytes(text) if text else []
+        if not self._follow(token_ids) or tokenizer.decode_bytes(split) != text:
+            return []
+        return [*split, *tokenizer.eos_tokens[:1]] if is_end else split
+
+
+def _masked(scores: torch.Tensor, allowed: Sequence[BoolArray]) -> torch.Tensor:
+    """Return scores with -inf where a token is not allowed; ``allowed`` is [vocab] per row."""
+    mask = torch.from_numpy(np.stack(allowed)).to(scores.device)[:, : scores.shape[-1]]
+    return scores.masked_fill(~torch.nn.functional.pad(mask, (0, scores.shape[-1] - mask.shape[1])), float("-inf"))
+
+
+def _behind_whitespace(character: bytes, text: bytes) -> bytes:
+    """Return the character that follows a text, behind the whitespace that is likely there.
+
+    It is what the text has had between the same two characters last; else a space after colons and commas.
+    """
+    before = text.rstrip(BLANKS)
+    pattern = re.escape(before[-1:]) + rb"([ \n\t]*)" + re.escape(character)
+    usual = [b" " if before[-1:] in (b",", b":") else b"", *re.findall(pattern, before)][-1]
+    written = text[len(before) :]
+    return (usual[len(written) :] if usual.startswith(written) else b"") + character

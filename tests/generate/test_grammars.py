@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from hf_slospec import SLOSpecGenerator, load_tiny_pair
+import hf_slospec
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.generate import prepare
 from hf_slospec.generate.grammars import Grammars
+from tests.support.toys.tiny_models import assert_same_as_stock
 
 SCHEMA = {
     "type": "object",
@@ -82,3 +85,88 @@ def test_a_schema_that_llguidance_gives_up_on_fails_the_request(pair: tuple[Any,
         handle = generator.submit(PROMPT, logits_processor=[constraint], max_new_tokens=8)
         with pytest.raises(InvalidInputError, match="response_format"):
             handle.result(120.0)
+
+
+def follow(grammars: Grammars, text: str, schema: dict[str, Any] = SCHEMA) -> tuple[Any, list[int]]:
+    """The grammar of drafts, and the tokens of an output so far."""
+    tokens = grammars._tokenizer(text, add_special_tokens=False)["input_ids"]
+    return grammars.processor(schema, 0).for_drafts(), tokens
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("{", '"ok":'),
+        ('{"ok": true', ', "size":'),
+        ('{"ok" : true,\n  "size": 1', ""),  # 1 may go on, but is not told from 1 of 10 before it ends
+        ('{"ok" : true,\n  "si', 'ze" :'),
+        ('{"ok" : true,\n  "size" : 20', ',\n  "name" : "'),
+        ('{\n "ok": true, "size": 20, "name": "ab', ""),
+        ('{"ok": true, "size": 20, "name": "abcd', '"}'),
+    ],
+)
+def test_expected_tokens_are_keys_and_punctuation_with_the_whitespace_so_far(
+    pair: tuple[Any, Any, Any], grammars: Grammars, output: str, expected: str
+) -> None:
+    grammar, tokens = follow(grammars, output)
+    found = grammar.expected(tokens)
+    ends = found[-1:] == [pair[0].generation_config.eos_token_id]
+    assert ends == expected.endswith("}")
+    assert grammars._vocabulary.tokenizer.decode_bytes(found[: len(found) - ends]).decode() == expected
+    is_free = torch.isfinite(grammars.processor(SCHEMA, 0)(torch.tensor([tokens]), torch.zeros(1, grammars._vocab_size)))
+    assert not found or is_free[0, found[0]]
+
+
+def test_branches_are_masked_as_by_a_matcher_of_their_own(grammars: Grammars) -> None:
+    grammar, tokens = follow(grammars, '{"ok": ')
+    rng, size = torch.Generator().manual_seed(0), grammars._vocab_size
+    paths, scores = [tokens], torch.randn(1, size, generator=rng)
+    for _ in range(24):  # random allowed continuations of random paths, and now and then a forbidden one
+        path = paths[int(torch.randint(len(paths), (), generator=rng))]
+        allowed = grammar.masked([path], scores)[0].isfinite()
+        if not allowed.any():
+            continue
+        paths.append([*path, int(allowed.double().multinomial(1, generator=rng))])
+        if len(paths) % 5 == 0 and not allowed.all():
+            paths.append([*path, int((~allowed).double().multinomial(1, generator=rng))])
+    masked = grammar.masked(paths, scores.expand(len(paths), -1))
+    for path, row in zip(paths, masked, strict=True):
+        alone, _ = follow(grammars, "")
+        assert torch.equal(row, alone.masked([path], scores)[0])
+        proposed = list(range(0, size, 7))
+        assert grammar.allows(path, proposed) == row[proposed].isfinite().tolist()
+
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "lookup": {},
+    "lookup+recycling": {"drafter": "lookup+recycling"},
+    "model": {"is_model": True},
+    "head": {"drafter": "mtp"},
+}
+LONG = {"type": "array", "minItems": 3, "items": SCHEMA}
+
+
+@pytest.mark.parametrize("options", [dict(do_sample=False), dict(do_sample=True, temperature=1.2)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafting", DRAFTERS.values(), ids=DRAFTERS)
+def test_batches_equal_stock_and_take_fewer_steps_than_without_the_grammar(
+    pair: tuple[Any, Any, Any],
+    grammars: Grammars,
+    monkeypatch: pytest.MonkeyPatch,
+    drafting: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    target, draft, tokenizer = pair
+    inputs = dict(tokenizer(["def main():", "import os\n\nclass Item"], return_tensors="pt", padding=True, padding_side="left"))
+    method = hf_slospec.load_tiny_drafter("mtp", target) if drafting.get("drafter") == "mtp" else drafting.get("drafter")
+    num_steps = []
+    for knows in (True, False):
+        if not knows:
+            monkeypatch.setattr(prepare, "draft_grammar", lambda processors: None)
+        ours = SLOSpecGenerator(
+            target, draft if "is_model" in drafting else None, tokenizer, drafter=method,
+            config=SLOSpecConfig(policy="fixed", max_depth=8, max_width=2, check_invariants=True),
+        )  # fmt: skip
+        given = dict(logits_processor=[grammars.processor(LONG, inputs["input_ids"].shape[1])], max_new_tokens=120)
+        out = assert_same_as_stock(target, ours.generate, inputs, **given, **options)
+        num_steps.append(sum(metrics.steps for metrics in out.slo))
+    assert num_steps[0] < 0.9 * num_steps[1]
