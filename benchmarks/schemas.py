@@ -34,7 +34,10 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["What is the capital of France?", "Name a large city in Asia."],
     ),
     "call": (
-        {"name": {"const": "get_weather"}, "arguments": {"location": WORD, "unit": {"enum": ["celsius", "fahrenheit"]}}},
+        {
+            "name": {"const": "get_weather"},
+            "arguments": {"location": WORD, "unit": {"enum": ["celsius", "fahrenheit"]}},
+        },
         ["What is the weather in Boston?", "How warm is it in Lima today?"],
     ),
     "people": ({"people": [PERSON]}, ["List three scientists.", "List the members of a family."]),
@@ -49,7 +52,7 @@ def schema_of(short: Any) -> dict[str, Any]:
     """Return a JSON schema from its short form: objects by their properties, arrays as lists of one."""
     if isinstance(short, list):
         return {"type": "array", "items": schema_of(short[0]), "minItems": 2, "maxItems": 4}
-    if "type" in short and isinstance(short["type"], str) or "enum" in short or "const" in short:
+    if isinstance(short.get("type"), str) or "enum" in short or "const" in short:
         return dict(short)
     properties = {name: schema_of(part) for name, part in short.items()}
     return {"type": "object", "properties": properties, "required": list(short), "additionalProperties": False}

@@ -120,7 +120,7 @@ class SchemaFollower:
         return kind(self._matcher.deep_copy(), self._prompt_len, self._vocabulary, self._token_ids)
 
     def _follow(self, token_ids: Sequence[int]) -> bool:
-        """Go behind an output; return False if the schema does not allow it, or it goes on behind its end."""
+        """Move behind an output; return False if the schema does not allow it, or it goes on behind its end."""
         num_same = num_common(self._token_ids, token_ids)
         if num_more := len(self._token_ids) - num_same:
             self._matcher.rollback(num_more)

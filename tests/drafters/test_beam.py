@@ -204,7 +204,9 @@ def test_beams_hold_the_most_probable_of_the_allowed_paths() -> None:
     requests.append(Request(2, RequestParams([1, 7, 9], 40)))
     for request in requests:
         request.emit(11)
-    for request, tree in zip(requests, AssistantDrafter(PackedModel(model, "sdpa"), 12, 101).draft(requests, plan), strict=True):
+    for request, tree in zip(
+        requests, AssistantDrafter(PackedModel(model, "sdpa"), 12, 101).draft(requests, plan), strict=True
+    ):
         layer: list[tuple[list[int], float]] = [([], 0.0)]
         for depth in range(1, plan.depth + 1):
             children = list[tuple[list[int], float]]()

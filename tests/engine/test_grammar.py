@@ -70,9 +70,7 @@ def is_allowed(request: Request, path: Sequence[int]) -> bool:
 
 @given(seed=SEEDS, policy_name=st.sampled_from(POLICIES), is_sampled=st.booleans())
 @settings(deadline=None, max_examples=60)
-def test_every_policy_decodes_as_plain_constrained_decoding_does(
-    seed: int, policy_name: str, is_sampled: bool
-) -> None:
+def test_every_policy_decodes_as_plain_constrained_decoding_does(seed: int, policy_name: str, is_sampled: bool) -> None:
     rng = np.random.default_rng(seed)
     target, draft = markov_model(rng, VOCAB), markov_model(rng, VOCAB)
     requests = [request_with(rng, index, has_grammar=index != 1) for index in range(3)]
