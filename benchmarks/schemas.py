@@ -1,10 +1,10 @@
 """Outputs in JSON: tokens per step, with drafts that follow the schema and with drafts that do not.
 
     python benchmarks/schemas.py [--target build/checkpoints/SmolLM2-135M-Instruct] [--drafters lookup lookup+recycling]
-        [--max-new-tokens 160] [--sample] [--json FILE]
+        [--max-new-tokens 96] [--policy fixed] [--sample] [--json FILE]
 
 Every request is answered by stock ``generate`` as well, under the same constraint, and the tokens must be equal. Steps
-are counted, not timed: whole trees of the given depth and width are verified (policy ``fixed``).
+are counted, not timed. By default, whole trees of the given depth and width are verified.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def main() -> None:
     parser.add_argument("--target", default="build/checkpoints/SmolLM2-135M-Instruct")
     parser.add_argument("--drafters", nargs="+", default=["lookup", "lookup+recycling"])
     parser.add_argument("--schemas", nargs="+", default=list(SCHEMAS), choices=list(SCHEMAS))
-    parser.add_argument("--max-new-tokens", type=int, default=160)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--policy", default="fixed")
     parser.add_argument("--max-depth", type=int, default=12)
     parser.add_argument("--max-width", type=int, default=2)
     parser.add_argument("--sample", action="store_true")
@@ -73,7 +74,7 @@ def main() -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).eval()
     tokenizer: Any = AutoTokenizer.from_pretrained(arguments.target)
     grammars = Grammars(tokenizer, model.config.vocab_size, model_end_tokens(model.generation_config))
-    config = SLOSpecConfig(policy="fixed", max_depth=arguments.max_depth, max_width=arguments.max_width)
+    config = SLOSpecConfig(policy=arguments.policy, max_depth=arguments.max_depth, max_width=arguments.max_width)
     results = list[dict[str, Any]]()
     for drafter in arguments.drafters:
         ours = SLOSpecGenerator(model, tokenizer=tokenizer, drafter=drafter, config=config)
@@ -97,8 +98,9 @@ def main() -> None:
         own = [result for result in results if result["drafter"] == drafter]
         means = [sum(result[key] for result in own) / len(own) for key in ("without", "knowing")]
         print(f"{drafter:18} mean     {means[0]:5.2f} -> {means[1]:5.2f} tokens per step ({means[1] / means[0]:.2f}x)")
+    settings = {name: value for name, value in vars(arguments).items() if name != "json"}
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(dict(provenance=provenance(), results=results), indent=1))
+        arguments.json.write_text(json.dumps(dict(provenance=provenance(arguments=settings), results=results), indent=1))
 
 
 def run(

@@ -21,6 +21,7 @@ KEPT = 8  # compiled schemas; the choices of a request, and later requests, shar
 JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,24}"}
 BLANKS = b" \n\t"
 MAX_EXPECTED = 64  # bytes that are expected at once; a bound on the time
+MAX_CHOICES = 4096  # allowed tokens; among more, as within strings, is more than one next character
 END, BLANK = 256, 257  # in place of the first byte of tokens that end an output, and of whitespace
 
 
@@ -41,7 +42,10 @@ class Vocabulary:
 
         ``is_allowed``: [vocab] bool.
         """
-        found = np.flatnonzero(np.bincount(self._first[is_allowed], minlength=BLANK + 1)[:BLANK])
+        allowed = np.flatnonzero(is_allowed)
+        if len(allowed) > MAX_CHOICES:
+            return None
+        found = np.flatnonzero(np.bincount(self._first[allowed], minlength=BLANK + 1)[:BLANK])
         return int(found[0]) if len(found) == 1 else None
 
 
