@@ -28,14 +28,14 @@ END, BLANK = 256, 257  # in place of the first byte of tokens that end an output
 class Vocabulary:
     """Tokens of an llguidance tokenizer, by their bytes."""
 
-    def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, end_tokens: Sequence[int]):
+        self.tokenizer, self.end_tokens = tokenizer, end_tokens
         texts = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
         self.of_byte = {text[0]: token for token, text in enumerate(texts) if len(text) == 1}
         # First byte of each token behind whitespace, [vocab] int64.
         self._first = np.array([text.lstrip(BLANKS)[0] if text.strip(BLANKS) else BLANK for text in texts])
         self._first[[token for token in range(len(texts)) if tokenizer.is_special_token(token)]] = END
-        self._first[tokenizer.eos_tokens] = END
+        self._first[list(end_tokens)] = END
 
     def only_next(self, is_allowed: BoolArray) -> int | None:
         """Return the only byte with which allowed tokens go on behind whitespace, or ``END``; None if there are more.
@@ -69,7 +69,7 @@ class Grammars:
             raise InvalidInputError("output in JSON needs a token that ends an output; set the model's eos_token_id")
         with self._lock:
             if self._vocabulary is None:
-                self._vocabulary = Vocabulary(self._new_tokenizer())
+                self._vocabulary = Vocabulary(self._new_tokenizer(), self._end_tokens)
         matcher = self._matchers.get(key := json.dumps(schema))
         if matcher is None:
             matcher = self._compiled(schema)
@@ -158,10 +158,9 @@ class JSONConstraint(SchemaFollower, LogitsProcessor):
         return _masked(scores, [self._allowed_after(token_ids) for token_ids in outputs])
 
     def _allowed_after(self, token_ids: Sequence[int]) -> BoolArray:
-        is_followed = self._follow(token_ids)
-        if not is_followed and self._matcher.is_stopped() and not self._matcher.is_error():
+        if any(token in token_ids for token in self._vocabulary.end_tokens):
             return np.ones(self._size, dtype=np.bool_)  # stock generate pads rows that have ended
-        allowed = self._allowed()
+        is_followed, allowed = self._follow(token_ids), self._allowed()
         if not is_followed or self._matcher.is_error():
             fault = self._matcher.get_error() or "the output so far is no beginning of one that does"
             raise InvalidInputError(f"response_format or tools: the schema cannot be followed: {fault}")
@@ -189,15 +188,11 @@ class DraftGrammar(SchemaFollower):
         is_followed = self._follow(token_ids)
         if self._matcher.is_error() or not is_followed:
             return [self._matcher.is_error()] * len(proposed)
-        if forced := self._forced():
+        if self._matcher.is_stopped():
+            return [token in self._vocabulary.end_tokens for token in proposed]
+        if forced := self._matcher.compute_ff_tokens():
             return [token == forced[0] for token in proposed]
         return [self._matcher.validate_tokens([token]) == 1 for token in proposed]
-
-    def _forced(self) -> list[int]:
-        """Return the only tokens that may come next, as far as there is only one."""
-        if self._matcher.is_stopped():
-            return list(self._vocabulary.tokenizer.eos_tokens[:1])
-        return list(self._matcher.compute_ff_tokens())
 
     def masked(self, token_ids: Sequence[Sequence[int]], scores: torch.Tensor) -> torch.Tensor:
         """Return a draft's scores with -inf for tokens that may not follow, [num_nodes, vocab]."""
@@ -231,7 +226,7 @@ class DraftGrammar(SchemaFollower):
         split = tokenizer.tokenize_bytes(text) if text else []
         if not self._follow(token_ids) or tokenizer.decode_bytes(split) != text:
             return []
-        return [*split, *tokenizer.eos_tokens[:1]] if is_end else split
+        return [*split, *self._vocabulary.end_tokens[:1]] if is_end else split
 
 
 def _masked(scores: torch.Tensor, allowed: Sequence[BoolArray]) -> torch.Tensor:
