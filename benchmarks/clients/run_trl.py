@@ -1,16 +1,20 @@
-"""GRPO of TRL with rollouts by this package against the same training with stock ``generate``.
+"""GRPO of TRL with rollouts by this package, each beside the same rollout by stock ``generate``.
 
     pip install hf_slospec trl==1.16.0 peft datasets
     python benchmarks/clients/run_trl.py WORK --json trl.json              # the embedded target, or --model FOLDER
 
-Every way trains twice from the same weights with the same seeds. A rollout's completions are equal where the seeds and
-the weights are; in bf16, near-ties may be decided differently. No packed copy may differ from a new one (``stale``).
+Both sample from the same weights with the same seeds, in turns, and the trainer goes on with the completions of this
+package. They are equal in fp32; in bf16, near-ties may be decided differently. No packed copy may differ from a new one
+(``stale``). The first rollout, in which forwards are compiled and costs measured, is left out of the speed-ups.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 import hf_slospec
+from hf_slospec.cli.benchmark import provenance
 from hf_slospec.models.linear.packed_weight import PackedWeight
 
 WAYS = {  # dtype of the weights, and settings of the trainer
@@ -28,6 +33,7 @@ WAYS = {  # dtype of the weights, and settings of the trainer
     "bf16 weights, adamw_torch": (torch.bfloat16, {"optim": "adamw_torch", "bf16": False}),
     "fp32 weights, autocast in bf16": (torch.float32, {"optim": "adamw_torch_fused", "bf16": True}),
 }
+QUESTIONS = Path(__file__).parents[1] / "data" / "spec_bench.jsonl"
 PROMPTS = ["def main():\n", "import os\n", "class Stack:\n", "for line in lines:\n"]
 
 
@@ -38,64 +44,82 @@ def num_stale(decoder: Any) -> int:
     return sum(not torch.equal(a._unpacked(), b._unpacked()) for a, b in zip(copies.values(), new, strict=True))
 
 
-def train(folder: str, dtype: torch.dtype, settings: dict[str, Any], is_ours: bool, options: Any) -> dict[str, Any]:
-    """Return every rollout's completions, and the stale copies in it."""
+def train(folder: str, dtype: torch.dtype, settings: dict[str, Any], options: Any) -> list[dict[str, Any]]:
+    """Return the seconds, completions and stale copies of every rollout."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    if is_ours:
-        hf_slospec.enable(model, always=True)
-    rollouts, stale, generate = list[Any](), list[int](), model.generate
+    past = hf_slospec.PastAnswers(max_per_prompt=2 * options.completions)
+    drafter = hf_slospec.load_drafter(options.drafter, model, tokenizer=tokenizer, share_texts=past)
+    hf_slospec.enable(model, drafter=drafter, config=options.config, always=True)
+    ways, rollouts = {"stock": functools.partial(type(model).generate, model), "ours": model.generate}, list[Any]()
 
-    def watched(*arguments: Any, **given: Any) -> Any:
-        found = generate(*arguments, **given)
-        rollouts.append(found[:, given["input_ids"].shape[1] :].tolist())
-        if is_ours:
-            stale.append(num_stale(generate.decoder))
-        return found
+    def both(*arguments: Any, **given: Any) -> Any:
+        state, found, seconds = torch.get_rng_state(), dict[str, Any](), dict[str, float]()
+        for name in sorted(ways, reverse=bool(len(rollouts) % 2)):
+            torch.set_rng_state(state)
+            begun_s = time.perf_counter()
+            found[name] = ways[name](*arguments, **given)
+            seconds[name] = time.perf_counter() - begun_s
+        stock, ours = (found[name][:, given["input_ids"].shape[1] :].tolist() for name in ("stock", "ours"))
+        equal_rows = sum(own == other for own, other in zip(stock, ours, strict=True))
+        stale = num_stale(ways["ours"].decoder)  # type: ignore[attr-defined]
+        rollouts.append({"seconds": seconds, "rows": len(ours), "equal_rows": equal_rows, "stale": stale})
+        return found["ours"]
 
-    model.generate = watched
+    model.generate = both
     config = GRPOConfig(
-        output_dir=str(options.folder / "trl"), max_steps=options.rollouts, learning_rate=options.lr,
-        per_device_train_batch_size=8, num_generations=4, max_completion_length=options.tokens, seed=0, use_cpu=True,
-        report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True, **settings,
+        output_dir=str(options.folder / "trl"), num_train_epochs=options.epochs, learning_rate=options.lr,
+        per_device_train_batch_size=options.completions, num_generations=options.completions,
+        max_completion_length=options.tokens, seed=0, use_cpu=True, report_to=[], save_strategy="no",
+        logging_strategy="no", disable_tqdm=True, **settings,
     )  # fmt: skip
-    data = Dataset.from_dict({"prompt": PROMPTS * options.rollouts})
-    trainer = GRPOTrainer(model, lambda completions, **_: [float(len(set(c))) for c in completions], config, data,
+    data = Dataset.from_list([{"prompt": prompt} for prompt in options.prompts])
+    trainer = GRPOTrainer(model, lambda completions, **_: [float(len(set(str(c)))) for c in completions], config, data,
                           processing_class=tokenizer)  # fmt: skip
     trainer.train()
-    return {"rollouts": rollouts, "stale": stale}
+    return rollouts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--model", type=str)
+    parser.add_argument("--model", type=str, help="a model with a chat template, for questions of Spec-Bench")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--rollouts", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--drafter", default="suffix")
+    parser.add_argument("--config", type=hf_slospec.SLOSpecConfig.model_validate_json, default="{}")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--completions", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1e-6)
-    parser.add_argument("--ways", nargs="*", default=list(WAYS))
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
     options = parser.parse_args()
-    model = options.model or str(options.folder / "target")
+    model, prompts = options.model or str(options.folder / "target"), list[Any](PROMPTS)
     if options.model is None:
         target, _, tokenizer = hf_slospec.load_tiny_pair()
         target.save_pretrained(model)
         tokenizer.save_pretrained(model)
-    result = {}
+    else:
+        questions = map(json.loads, QUESTIONS.read_text(encoding="utf-8").splitlines())
+        maths = [question["turns"][0] for question in questions if question["category"] == "math_reasoning"]
+        prompts = [[{"role": "user", "content": text}] for text in maths]
+    options.prompts = prompts[: options.prompts]
+    results = []
     for way in options.ways:
-        stock, ours = (train(model, *WAYS[way], is_ours, options) for is_ours in (False, True))
-        pairs = list(zip(stock["rollouts"], ours["rollouts"], strict=True))
-        rows = [a == b for own, other in pairs for a, b in zip(own, other, strict=True)]
-        result[way] = {
-            "rollouts": len(pairs),
-            "equal_rollouts": sum(a == b for a, b in pairs),
-            "rows": len(rows),
-            "equal_rows": sum(rows),
-            "stale": ours["stale"],
-        }
-        print(way, result[way], flush=True)
+        rollouts = train(model, *WAYS[way], options)
+        ratios = [one["seconds"]["stock"] / one["seconds"]["ours"] for one in rollouts]
+        ends = range(len(options.prompts), len(ratios) + 1, len(options.prompts))
+        epochs = [statistics.median(ratios[max(end - len(options.prompts), 1) : end]) for end in ends]
+        total = {name: sum(one[name] for one in rollouts) for name in ("rows", "equal_rows", "stale")}
+        results.append({"way": way, "speedups by epoch": epochs, **total, "rollouts": rollouts})
+        print(way, {**results[-1], "rollouts": len(rollouts)}, flush=True)
     if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        facts = provenance(
+            model=Path(model).name, drafter=options.drafter, epochs=options.epochs, prompts=len(options.prompts),
+            completions=options.completions, tokens=options.tokens,
+        )  # fmt: skip
+        content = {"provenance": facts, "results": results}
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

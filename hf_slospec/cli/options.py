@@ -84,6 +84,10 @@ ConfigJSON = Annotated[
         "other registered one; an unknown name lists them."
     ),
 ]
+ExactName = Annotated[
+    str | None,
+    typer.Option("--exact", help=f'"bits" or "self". {SLOSpecConfig.model_fields["exact"].description}'),
+]
 ResultPath = Annotated[Path | None, typer.Option("--json", help="Write the results with provenance to this file.")]
 
 
@@ -104,6 +108,20 @@ def settings_of(text: str, model: type[BaseModel] = SLOSpecConfig, field: str = 
         return model.model_validate_json(text)
     except ValidationError as error:
         raise typer.BadParameter(f"{flag(field)}: {describe_validation_error(error)}") from error
+
+
+def config_of(text: str, **given: Any) -> SLOSpecConfig:
+    """Return the settings of ``--config``, with fields that have options of their own where these are given.
+
+    Raises:
+        BadParameter: for invalid settings.
+    """
+    settings: SLOSpecConfig = settings_of(text)
+    for field, value in given.items():
+        if value is not None:
+            text = json.dumps({**json.loads(text), field: value})
+            settings = settings_of(text, field=field)
+    return settings
 
 
 @contextmanager

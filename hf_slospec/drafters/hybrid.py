@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.models.packed.model import PackedModel
 
+WARM_TREES, BATCH_TREES = 24, 16  # after the former, trees are learned from together: numpy takes as long for one
 CONFIDENT = 0.75  # share of the planned depth; later drafters are skipped if one expects it to be accepted
 
 
@@ -28,36 +29,42 @@ class _Source:
 
     def __init__(self, drafter: Drafter):
         self.drafter, self.acceptance = drafter, Acceptance()
-        self.last: WeakKeyDictionary[Request, tuple[TokenTree, int]] = WeakKeyDictionary()  # tree, tokens before it
+        self._num_learned = 0  # trees
+        self._trees = list[tuple[ref[Request], TokenTree, int]]()  # not learned from yet; with the text's length before
 
     def expect(self, requests: Sequence[Request], trees: Mapping[Request, TokenTree]) -> Prediction:
         """Return the predicted acceptance of the trees, and keep them for :meth:`learn`.
 
         ``trees`` lacks requests for which the drafter was skipped.
         """
-        self.last.update((request, (tree, len(request.tokens))) for request, tree in trees.items())
+        self._trees += [(ref(request), tree, len(request.tokens)) for request, tree in trees.items() if tree.max_depth]
         forest = Forest.of([trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests])
         return self.acceptance.predict(requests, forest)
 
-    def learn(self, requests: Sequence[Request]) -> None:
-        """Learn from the tokens that were committed since these requests' last trees, and drop the trees.
+    def learn(self, at_once: bool = False) -> None:
+        """Learn from the tokens that were committed since the trees, once these are many or ``at_once``.
 
         A node counts, verified or not, if the path to its parent was committed and a token after that is known.
         """
-        last = {request: self.last.pop(request) for request in requests if request in self.last}
-        last = {request: (tree, begin) for request, (tree, begin) in last.items() if begin < len(request.tokens)}
-        if not last:
+        if self._num_learned >= WARM_TREES and len(self._trees) < BATCH_TREES and not at_once:
             return
-        forest, committed = Forest.of([tree for tree, _ in last.values()]), list[int]()
-        is_decided = np.ones(len(forest.depths), dtype=np.bool_)
-        for start, (request, (tree, begin)) in zip(forest.starts.tolist(), last.items(), strict=True):
-            tokens = request.tokens[begin:]
+        pending, self._trees = ((kept(), tree, begin) for kept, tree, begin in self._trees), []
+        followed = [
+            (request, tree, begin) for request, tree, begin in pending if request and begin < len(request.tokens)
+        ]
+        if not followed:
+            return
+        self._num_learned += len(followed)
+        requests, forest = [request for request, _, _ in followed], Forest.of([tree for _, tree, _ in followed])
+        is_decided, committed = np.ones(len(forest.depths), dtype=np.bool_), list[int]()
+        for start, (request, tree, begin) in zip(forest.starts.tolist(), followed, strict=True):
+            tokens = request.tokens[begin : begin + tree.max_depth + 1]
             path = _path(tree, tokens)
             committed += [start + node for node in path]
             if len(path) == len(tokens):  # the token after the path is not known
                 is_decided[start + np.flatnonzero(tree.parents == path[-1])] = False
-        prediction = self.acceptance.predict(list(last), forest)
-        self.acceptance.observe(list(last), prediction, is_decided, np.array(committed, dtype=np.int64))
+        prediction = self.acceptance.predict(requests, forest)
+        self.acceptance.observe(requests, prediction, is_decided, np.array(committed, dtype=np.int64))
 
 
 def _path(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
@@ -103,7 +110,7 @@ class HybridDrafter(Drafter):
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         with self._lock:
             for source in self._sources:
-                source.learn(requests)
+                source.learn()
         predictions, open_requests = list[Prediction](), list(requests)
         for source in self._sources:
             source_plan = self._model_plan(plan) if source is self._sources[-1] else plan
@@ -151,7 +158,7 @@ class HybridDrafter(Drafter):
     def release(self, request: Request) -> None:
         for source in self._sources:
             with self._lock:
-                source.last.pop(request, None)
+                source.learn(at_once=True)
             source.drafter.release(request)
 
     def relieve(self) -> bool:

@@ -117,6 +117,7 @@ configs = st.sampled_from(
         '{"prefill_chunk": 100000000000000}', '{"max_width": 64}', '{"policy": "sequoia", "max_depth": 30}',
     )
 )  # fmt: skip
+exact = st.sampled_from(("bits", "self", "x"))
 Options = dict[str, st.SearchStrategy[str] | None]  # None: takes no value
 MODEL: Options = {
     "target": models,
@@ -132,22 +133,24 @@ COMMANDS: dict[str, Options] = {
     "generate": MODEL | DRAFTER | {
         "file": paths, "slo-tpot": real, "max-new-tokens": st.sampled_from("0123"), "temperature": real, "top-p": real,
         "top-k": whole, "seed": st.integers(0, 2**64).map(str), "stop": st.sampled_from(("e", " ", "")), "chat": None,
-        "config": configs, "json": paths, "strict": None,
+        "config": configs, "exact": exact, "json": paths, "strict": None,
     },
     "bench": MODEL | DRAFTER | {
         "batch": whole, "prompt-tokens": whole, "new-tokens": whole, "repeats": whole, "no-tune": None,
-        "temperature": real, "top-p": real, "config": configs, "trace": paths, "record": paths, "json": paths,
+        "temperature": real, "top-p": real, "exact": exact, "config": configs, "trace": paths, "record": paths,
+        "json": paths,
     },
     "profile": MODEL | {"seconds": real, "plot": paths, "json": paths, "no-keep": None},
     "check": {name: own for name, own in MODEL.items() if name != "target"} | DRAFTER | {
         "prompts": paths, "max-new-tokens": whole, "images": None, "repeats": whole, "config": configs,
+        "exact": exact,
     },
     "serve": MODEL | DRAFTER | {
         "share-texts": None, "images": None, "host": st.sampled_from(("127.0.0.1", "0.0.0.0", "x")), "port": whole,
         "served-model-name": words, "api-key": words, "api-key-file": paths, "no-api-key": None,
         "allowed-origin": words, "chat-template": paths, "response-template": paths, "allow-pickle": None,
         "metrics-prefix": words, "root-path": words, "default-slo-tpot": real, "strictest-slo-tpot": real,
-        "config": configs,
+        "config": configs, "exact": exact,
     },
     "demo": MODEL | DRAFTER | {
         "host": words, "port": whole, "password": words, "api-key": words,

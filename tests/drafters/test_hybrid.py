@@ -13,6 +13,7 @@ import torch
 from hf_slospec import InvalidInputError, SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.algo.acceptance import Drawing
 from hf_slospec.algo.tree import TokenTree
+from hf_slospec.drafters import hybrid
 from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.drafters.hybrid import HybridDrafter
 from hf_slospec.drafters.prompt_lookup import PromptLookupDrafter
@@ -92,25 +93,29 @@ def test_nodes_that_were_not_verified_are_observed() -> None:
     assert 40 < trials[1] < 120 and 0 < hits[1] < trials[1]
 
 
-def test_observations_are_those_of_brute_force() -> None:
+@pytest.mark.parametrize("is_at_once", [True, False])
+def test_observations_are_those_of_brute_force(is_at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node is tried if the text goes on along its parent's path by a further token, and hit if it is that token."""
+    monkeypatch.setattr(hybrid, "WARM_TREES", 10**6 if is_at_once else 0)
+    monkeypatch.setattr(hybrid, "BATCH_TREES", 10**6)
     rng, plan = np.random.default_rng(0), Plan(4, 1)
     scripted = Scripted(lambda tokens: (tokens[-1] + np.cumsum(rng.integers(0, 2, 6))).tolist())
     drafter, request = HybridDrafter([scripted]), Request(0, RequestParams([0], 10**6))
-    tried = hit = 0
+    chains, ends = list[tuple[int, list[int]]](), list[int]()
     for _ in range(60):
         [tree] = drafter.draft([request], plan)
-        new = [request.tokens[-1]]
+        chains.append((len(request.tokens), tree.tokens[1:].tolist()))
         for _ in range(int(rng.integers(1, 6))):
-            new.append(new[-1] + int(rng.integers(0, 2)))
-            request.emit(new[-1])
-        chain = tree.tokens[1:].tolist()
-        for at in range(min(len(chain), len(new) - 1)):
+            request.emit(request.tokens[-1] + int(rng.integers(0, 2)))
+        ends.append(len(request.tokens))
+    drafter.release(request)
+    tried = hit = 0
+    for (begin, chain), end in zip(chains, ends if is_at_once else ends[-1:] * len(ends), strict=True):
+        for guess, token in zip(chain, request.tokens[begin:end], strict=False):
             tried += 1
-            if chain[at] != new[at + 1]:
+            if guess != token:
                 break
             hit += 1
-    drafter.draft([request], plan)
     calibration = drafter._sources[0].acceptance.calibrations[Drawing.GREEDY]
     assert (calibration.trials.sum(), calibration.hits.sum()) == (tried, hit)
 

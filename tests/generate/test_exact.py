@@ -99,16 +99,15 @@ def test_bits_in_the_batcher(pair: Any) -> None:
 def test_self_is_the_same_whatever_runs_beside(pair: Any, compile: Any) -> None:
     target, draft, tokenizer, prompts = pair
     options: dict[str, Any] = dict(max_new_tokens=24, do_sample=False)
-    plain = dict(policy="none"), dict(policy="fixed", max_depth=5, max_width=1), DRAFTING
+    policies = dict(policy="none"), dict(policy="fixed", max_depth=5, max_width=1), DRAFTING
     texts = []
-    for seed, own in enumerate(plain):
-        for kv_tokens, chunk in [(20_000, 512), (400, 7)]:
-            config = SLOSpecConfig(exact="self", compile=compile, kv_tokens=kv_tokens, prefill_chunk=chunk, **own)
-            generator = SLOSpecGenerator(target, draft if seed else None, tokenizer, config)
-            order = random.Random(seed).sample(range(len(prompts)), len(prompts))
-            texts.append(submitted(generator, prompts, order, **options))
-            if compile:
-                assert generator.stats().forwards["target"] == "compiled"
+    for seed, (own, kv_tokens, chunk) in enumerate(zip(policies, (20_000, 400, 400), (512, 512, 7), strict=True)):
+        config = SLOSpecConfig(exact="self", compile=compile, kv_tokens=kv_tokens, prefill_chunk=chunk, **own)
+        generator = SLOSpecGenerator(target, draft if seed else None, tokenizer, config)
+        order = random.Random(seed).sample(range(len(prompts)), len(prompts))
+        texts.append(submitted(generator, prompts, order, **options))
+        if compile:
+            assert generator.stats().forwards["target"] == "compiled"
     generator = SLOSpecGenerator(target, draft, tokenizer, config)
     texts.append([generator.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in prompts])
     assert all(text == texts[0] for text in texts)

@@ -1,4 +1,4 @@
-"""Published checkpoints in fp32, which `make checkpoints` brings, and stock ``generate`` on them."""
+"""Published checkpoints, which `make checkpoints` brings, and stock ``generate`` on them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Real(NamedTuple):
         return encoded(self.tokenizer, texts, max_tokens, self.model.device, add_special_tokens=is_plain)
 
 
-def load(name: str) -> Real:
-    """Load a checkpoint in fp32, or skip the tests of it."""
+def load(name: str, dtype: torch.dtype = torch.float32) -> Real:
+    """Load a checkpoint, or skip the tests of it."""
     folder = CHECKPOINTS / name
     ends = time.monotonic() + (WAIT_S if REQUIRED else 0.0)
     while not (folder / COMPLETE).exists():
@@ -52,7 +52,7 @@ def load(name: str) -> Real:
             assert not REQUIRED, f"{folder} is required; run: make checkpoints"
             pytest.skip(f"no {folder}: make checkpoints brings it")
         time.sleep(1.0)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     return Real(folder, model.requires_grad_(False), AutoTokenizer.from_pretrained(folder))
 
 

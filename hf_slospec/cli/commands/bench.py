@@ -11,10 +11,11 @@ from rich.table import Table
 
 from hf_slospec.cli.options import (
     ConfigJSON,
+    ExactName,
     ResultPath,
     check_outputs,
+    config_of,
     console,
-    settings_of,
     usage_errors,
     with_models,
     write_results,
@@ -36,6 +37,7 @@ def bench(
     ] = True,
     temperature: Annotated[float, typer.Option(min=0.0, help="Temperature of sampled text. 0: greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Top-p of sampled text.")] = 1.0,
+    exact: ExactName = None,
     config: ConfigJSON = "{}",
     trace: Annotated[
         Path | None, typer.Option(help="Write the steps of hf_slospec's last run as a Chrome trace to this file.")
@@ -57,7 +59,7 @@ def bench(
     from hf_slospec.tiny.embedded import tiny_prompts
 
     check_outputs(None, trace, record, json_path)
-    settings = settings_of(config)
+    settings = config_of(config, exact=exact)
     if top_p < 1.0 and not temperature:
         raise typer.BadParameter("--top-p has no effect without --temperature")
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else None

@@ -14,7 +14,8 @@ from hf_slospec.cli.budget import TimeBudget, progress_shown
 from hf_slospec.cli.options import (
     MODEL,
     ConfigJSON,
-    settings_of,
+    ExactName,
+    config_of,
     usage_errors,
     with_models,
 )
@@ -46,6 +47,7 @@ def check(
     seconds: Annotated[
         float, typer.Option(min=1.0, help="Time for all of it; what it is too short for is left out.")
     ] = 100.0,
+    exact: ExactName = None,
     config: ConfigJSON = "{}",
 ) -> None:
     """Compare a model with stock generate: tokens, speed and K/V. The report is Markdown, to paste into an issue.
@@ -63,7 +65,7 @@ def check(
     from hf_slospec.cli.model_check import REFUSED, WRONG, ModelCheck, verdict_of
     from hf_slospec.serving.loading import draft_method, load_models, size_and_place
 
-    budget, settings, err = TimeBudget(seconds), settings_of(config), Console(stderr=True, soft_wrap=True)
+    budget, settings, err = TimeBudget(seconds), config_of(config, exact=exact), Console(stderr=True, soft_wrap=True)
     with usage_errors(), only_errors_logged(), progress_shown(err, budget) as show:
         texts = read_prompts(prompts)
         options = ModelOptions(**given, target=target, images=images)

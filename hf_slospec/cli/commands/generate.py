@@ -13,8 +13,9 @@ from rich.console import Console
 
 from hf_slospec.cli.options import (
     ConfigJSON,
+    ExactName,
     check_outputs,
-    settings_of,
+    config_of,
     usage_errors,
     with_models,
 )
@@ -45,6 +46,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of sampling. Default: random.")] = None,
     stop: Annotated[list[str], typer.Option(help="Stop string; repeatable.")] = [],  # noqa: B006  read only
     chat: Annotated[bool, typer.Option(help="Apply the tokenizer's chat template to the prompt.")] = False,
+    exact: ExactName = None,
     config: ConfigJSON = "{}",
     json_path: Annotated[
         str | None,
@@ -68,7 +70,7 @@ def generate(
     from hf_slospec.serving.loading import load_generator, size_and_place
 
     check_outputs(None, None if json_path in (None, "-") else Path(str(json_path)))
-    text, settings = _prompt(prompt, file), settings_of(config)
+    text, settings = _prompt(prompt, file), config_of(config, exact=exact)
     sampling: dict[str, Any] = {}
     if temperature:
         sampling = dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=top_k)

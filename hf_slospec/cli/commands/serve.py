@@ -11,7 +11,7 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
-from hf_slospec.cli.options import ConfigJSON, option, settings_of, usage_errors, with_options
+from hf_slospec.cli.options import ConfigJSON, ExactName, config_of, option, settings_of, usage_errors, with_options
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import InvalidInputError, describe_validation_error
 from hf_slospec.extras import need
@@ -45,6 +45,7 @@ def serve(
     replicas: Annotated[
         int | None, typer.Option(min=1, help="Serve with so many replicas on Ray; RAY_ADDRESS names a cluster.")
     ] = None,
+    exact: ExactName = None,
     config: ConfigJSON = "{}",
 ) -> None:
     """Serve a model with OpenAI's interface, with speed targets per request. Stop with Ctrl-C.
@@ -67,9 +68,7 @@ def serve(
             keys |= read_keys(api_key_file)
             if not keys:
                 raise InvalidInputError(f"--api-key-file {api_key_file} has no key; leave it out to serve all")
-        settings = settings_of(config)
-        if (guarantee := given.pop("guarantee")) is not None:
-            settings = settings_of(json.dumps({**json.loads(config), "guarantee": guarantee}), field="guarantee")
+        settings = config_of(config, guarantee=given.pop("guarantee"), exact=exact)
         options = ServeOptions(**given, limits=limits, api_keys=keys, config=settings)
         if replicas is None:
             from hf_slospec.serving.openai.serve import serve as run
