@@ -13,7 +13,7 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Grammar, Request
 
 MAX_GROWN = 3  # nodes of a candidate tree, the most probable ones, that get the tokens expected after them
-EXPECTED = 0.95  # probability of an expected token, as a share of what the drafter's other proposals leave
+EXPECTED = 0.95  # probability of expected tokens together, as a share of what the drafter's other proposals leave
 
 
 def followed(trees: dict[Request, TokenTree], plan: Plan) -> dict[Request, TokenTree]:
@@ -58,12 +58,13 @@ def _grown(tree: TokenTree, output: Sequence[int], grammar: Grammar, max_depth: 
         is_allowed = grammar.allows(path, proposed) if proposed else []
         children = [child for child, is_kept in zip(below[node], is_allowed, strict=True) if is_kept]
         visits += [(child, index, depth + 1, [*path, tokens[child]]) for child in children]
-        expected = grammar.expected(path) if node in is_grown and depth < max_depth else []
-        if expected:
-            others = sum(probs[child] for child in children if tokens[child] != expected[0])
-            prob = max(probs[node] - others, 0.0)
-            for below_node, token in enumerate(expected[: max_depth - depth], 1):
-                prob *= EXPECTED
-                grown.append((token, index if below_node == 1 else len(grown) - 1, depth + below_node, prob))
+        ways = grammar.expected(path) if node in is_grown and depth < max_depth else []
+        firsts = {way[0] for way in ways}
+        left = max(probs[node] - sum(probs[child] for child in children if tokens[child] not in firsts), 0.0)
+        for way in ways:
+            for place, token in enumerate(way[: max_depth - depth], 1):
+                share = sum(other[:place] == way[:place] for other in ways) / len(ways)
+                above = index if place == 1 else len(grown) - 1
+                grown.append((token, above, depth + place, left * share * EXPECTED**place))
     columns = zip(*grown, strict=True)
     return TokenTree(*(np.array(column) for column in columns))

@@ -45,8 +45,8 @@ class Grammar(Protocol):
     def allows(self, token_ids: Sequence[int], proposed: Sequence[int]) -> list[bool]:
         """Return for each proposed token whether it may follow the others."""
 
-    def expected(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the tokens that probably follow, as far as the grammar leaves hardly any choice."""
+    def expected(self, token_ids: Sequence[int]) -> list[list[int]]:
+        """Return the tokens of each way to go on, as far as the grammar leaves little choice."""
 
     def masked(self, token_ids: Sequence[Sequence[int]], scores: Any) -> Any:
         """Return a draft's scores with -inf for tokens that may not follow, both [num_nodes, vocab] tensors.

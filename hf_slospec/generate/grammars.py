@@ -21,7 +21,8 @@ KEPT = 8  # compiled schemas; the choices of a request, and later requests, shar
 JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,24}"}
 BLANKS = b" \n\t"
 MAX_EXPECTED = 64  # bytes that are expected at once; a bound on the time
-MAX_CHOICES = 4096  # allowed tokens; among more, as within strings, is more than one next character
+MAX_WAYS = 3  # characters that may come next; if there are more, none is expected
+MAX_ALLOWED = 4096  # tokens; among more, as within strings, are more characters than that
 END, BLANK = 256, 257  # in place of the first byte of tokens that end an output, and of whitespace
 
 
@@ -37,16 +38,16 @@ class Vocabulary:
         self._first[[token for token in range(len(texts)) if tokenizer.is_special_token(token)]] = END
         self._first[list(end_tokens)] = END
 
-    def only_next(self, is_allowed: BoolArray) -> int | None:
-        """Return the only byte with which allowed tokens go on behind whitespace, or ``END``; None if there are more.
+    def next_bytes(self, is_allowed: BoolArray) -> list[int]:
+        """Return the bytes that may come next behind whitespace, or ``END``; none if they are many.
 
         ``is_allowed``: [vocab] bool.
         """
         allowed = np.flatnonzero(is_allowed)
-        if len(allowed) > MAX_CHOICES:
-            return None
-        found = np.flatnonzero(np.bincount(self._first[allowed], minlength=BLANK + 1)[:BLANK])
-        return int(found[0]) if len(found) == 1 else None
+        if len(allowed) > MAX_ALLOWED:
+            return []
+        found: list[int] = np.flatnonzero(np.bincount(self._first[allowed], minlength=BLANK + 1)[:BLANK]).tolist()
+        return found if len(found) <= MAX_WAYS else []
 
 
 class Grammars:
@@ -203,28 +204,52 @@ class DraftGrammar(SchemaFollower):
                 return scores
         return _masked(scores, allowed)
 
-    def expected(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the tokens that probably follow.
+    def expected(self, token_ids: Sequence[int]) -> list[list[int]]:
+        """Return the ways in which the output probably goes on.
 
-        These are the bytes that the schema forces, and between them the only characters that it allows behind
-        whitespace, with the whitespace that the output has had between the same characters. They are split as the
-        tokenizer splits texts.
+        A way is made of the bytes that the schema forces, and between them of the only characters that it allows behind
+        whitespace, with the whitespace that the output has had between the same characters. Where few characters are
+        allowed, the ways part, once. Texts are split into tokens as the tokenizer does.
         """
         if not self._follow(token_ids):
             return []
-        tokenizer, path, text, is_end = self._vocabulary.tokenizer, list(token_ids), b"", False
-        before = tokenizer.decode_bytes(path)
-        while len(text) < MAX_EXPECTED:
-            more = self._matcher.compute_ff_bytes()
-            if not more and (only := self._vocabulary.only_next(self._allowed())) is not None:
-                is_end = only == END
-                more = b"" if is_end else _behind_whitespace(bytes([only]), before + text)
-            of_bytes = [self._vocabulary.of_byte.get(byte, -1) for byte in more]
-            if not more or -1 in of_bytes or not self._follow([*path, *of_bytes]):
-                break
-            path, text = path + of_bytes, text + more
-        split = tokenizer.tokenize_bytes(text) if text else []
-        if not self._follow(token_ids) or tokenizer.decode_bytes(split) != text:
+        before = self._vocabulary.tokenizer.decode_bytes(list(token_ids))
+        text, after = self._continued(token_ids, before, self._next(before))
+        found = [(text, after)]
+        if len(after) > 1:
+            found = [self._continued(token_ids, before, [text + way]) if way else (text, [b""]) for way in after]
+        ways = [self._split(text, is_end=after == [b""]) for text, after in found]
+        return [way for way in ways if way]
+
+    def _next(self, text: bytes) -> list[bytes]:
+        """Return what may follow a text that the matcher is behind, if that is little; empty bytes are its end."""
+        if forced := self._matcher.compute_ff_bytes():
+            return [forced]
+        found = self._vocabulary.next_bytes(self._allowed())
+        return [b"" if byte == END else _behind_whitespace(bytes([byte]), text) for byte in found]
+
+    def _continued(self, token_ids: Sequence[int], before: bytes, after: list[bytes]) -> tuple[bytes, list[bytes]]:
+        """Return the text that follows an output while there is one way to go on, and what may follow it.
+
+        Args:
+            token_ids: the output.
+            before: its text.
+            after: what may follow it.
+        """
+        path, text = list(token_ids), b""
+        while len(after) == 1 and after[0] and len(text) < MAX_EXPECTED:
+            of_bytes = [self._vocabulary.of_byte.get(byte, -1) for byte in after[0]]
+            if -1 in of_bytes or not self._follow([*path, *of_bytes]):
+                return text, []
+            path, text = path + of_bytes, text + after[0]
+            after = self._next(before + text)
+        return text, after
+
+    def _split(self, text: bytes, is_end: bool) -> list[int]:
+        """Return the tokens of a text and, if the output ends there, its end."""
+        tokenizer = self._vocabulary.tokenizer
+        split: list[int] = tokenizer.tokenize_bytes(text) if text else []
+        if tokenizer.decode_bytes(split) != text:
             return []
         return [*split, *self._vocabulary.end_tokens[:1]] if is_end else split
 

@@ -96,27 +96,34 @@ def follow(grammars: Grammars, text: str, schema: dict[str, Any] = SCHEMA) -> tu
 @pytest.mark.parametrize(
     ("output", "expected"),
     [
-        ("{", '"ok":'),
-        ('{"ok": true', ', "size":'),
-        ('{"ok" : true,\n  "size": 1', ',\n  "name": "'),
-        ('{"ok" : true,\n  "si', 'ze" :'),
-        ('{"ok" : true,\n  "size" : 20', ',\n  "name" : "'),
-        ('{\n "ok": true, "size": 20, "name": "ab', ""),
-        ('{"ok": true, "size": 20, "name": "abcd', '"}'),
+        ("{", ['"ok": false, "size":', '"ok": true, "size":']),
+        ('{"ok": true', [f', "size": {size}, "name": "' for size in (1, 20, 300)]),
+        ('{"ok" : true,\n  "size": 1', [',\n  "name": "']),
+        ('{"ok" : true,\n  "si', [f'ze" : {size},\n  "name" : "' for size in (1, 20, 300)]),
+        ('{"ok" : true,\n  "size" : 20', [',\n  "name" : "']),
+        ('{\n "ok": true, "size": 20, "name": "ab', []),
+        ('{"ok": true, "size": 20, "name": "abcd', ['"}']),
     ],
 )
-def test_expected_tokens_are_keys_and_punctuation_with_the_whitespace_so_far(
-    pair: tuple[Any, Any, Any], grammars: Grammars, output: str, expected: str
+def test_expected_are_keys_punctuation_and_few_values_with_the_whitespace_so_far(
+    pair: tuple[Any, Any, Any], grammars: Grammars, output: str, expected: list[str]
 ) -> None:
     grammar, tokens = follow(grammars, output)
-    found = grammar.expected(tokens)
-    ends = found[-1:] == [pair[0].generation_config.eos_token_id]
-    assert ends == expected.endswith("}")
-    assert grammars._vocabulary.tokenizer.decode_bytes(found[: len(found) - ends]).decode() == expected
-    is_free = torch.isfinite(
-        grammars.processor(SCHEMA, 0)(torch.tensor([tokens]), torch.zeros(1, grammars._vocab_size))
-    )
-    assert not found or is_free[0, found[0]]
+    ways, end, texts = grammar.expected(tokens), pair[0].generation_config.eos_token_id, list[str]()
+    for way in ways:
+        assert (end in way) == output.endswith("abcd") and end not in way[:-1]
+        texts.append(grammars._vocabulary.tokenizer.decode_bytes([token for token in way if token != end]).decode())
+        scores = grammar.masked([tokens + way[:place] for place in range(len(way))], torch.zeros(len(way), 2048))
+        assert scores[range(len(way)), way].isfinite().all()
+    assert texts == expected
+
+
+def test_optional_properties_and_items_part_the_ways(grammars: Grammars) -> None:
+    optional = SCHEMA | {"required": ["ok"]}
+    for schema, output in ((optional, '{"ok": true'), ({"type": "array", "items": {"const": "xy"}}, '["xy"')):
+        grammar, tokens = follow(grammars, output, schema)
+        texts = [grammars._tokenizer.decode(way) for way in grammar.expected(tokens)]
+        assert len(texts) == 2 and texts[0].startswith(', "') and texts[1][:1] in "]}"
 
 
 def test_branches_are_masked_as_by_a_matcher_of_their_own(grammars: Grammars) -> None:
@@ -139,6 +146,22 @@ def test_branches_are_masked_as_by_a_matcher_of_their_own(grammars: Grammars) ->
         assert grammar.allows(path, proposed) == row[proposed].isfinite().tolist()
 
 
+def batch(pair: tuple[Any, Any, Any]) -> dict[str, torch.Tensor]:
+    texts = ["def main():", "import os\n\nclass Item"]
+    return dict(pair[2](texts, return_tensors="pt", padding=True, padding_side="left"))
+
+
+@pytest.mark.parametrize("schema", [{"type": "integer"}, {"enum": ["a", "bcd", True]}, {"const": [1, 2]}])
+def test_rows_that_end_before_others_are_padded(
+    pair: tuple[Any, Any, Any], grammars: Grammars, schema: dict[str, Any]
+) -> None:
+    inputs, ours = batch(pair), SLOSpecGenerator(pair[0], tokenizer=pair[2], config=SLOSpecConfig(policy="fixed"))
+    for seed in range(3):
+        constraint = grammars.processor(schema, inputs["input_ids"].shape[1])
+        options = dict(do_sample=True, temperature=1.5 + seed, max_new_tokens=16)
+        assert_same_as_stock(pair[0], ours.generate, inputs, logits_processor=[constraint], **options)
+
+
 DRAFTERS: dict[str, dict[str, Any]] = {
     "lookup": {},
     "lookup+recycling": {"drafter": "lookup+recycling"},
@@ -159,10 +182,7 @@ def test_batches_equal_stock_and_take_fewer_steps_than_without_the_grammar(
     drafting: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
-    target, draft, tokenizer = pair
-    inputs = dict(
-        tokenizer(["def main():", "import os\n\nclass Item"], return_tensors="pt", padding=True, padding_side="left")
-    )
+    (target, draft, tokenizer), inputs = pair, batch(pair)
     method = hf_slospec.load_tiny_drafter("mtp", target) if drafting == DRAFTERS["head"] else drafting.get("drafter")
     num_steps = []
     for knows in (True, False):
@@ -173,7 +193,7 @@ def test_batches_equal_stock_and_take_fewer_steps_than_without_the_grammar(
             target, draft if "is_model" in drafting else None, tokenizer, drafter=method,
             config=SLOSpecConfig(policy="fixed", max_depth=8, max_width=2, check_invariants=True),
         )  # fmt: skip
-        given = dict(logits_processor=[grammars.processor(LONG, inputs["input_ids"].shape[1])], max_new_tokens=120)
+        given = dict(logits_processor=[grammars.processor(LONG, inputs["input_ids"].shape[1])], max_new_tokens=80)
         out = assert_same_as_stock(target, ours.generate, inputs, **given, **options)
         num_steps.append(sum(metrics.steps for metrics in out.slo))
     assert num_steps[0] < 0.9 * num_steps[1]
