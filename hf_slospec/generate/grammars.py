@@ -26,8 +26,8 @@ MAX_ALLOWED = 4096  # tokens; among more, as within strings, are more characters
 END, BLANK = 256, 257  # in place of the first byte of tokens that end an output, and of whitespace
 
 
-class Vocabulary:
-    """Tokens of an llguidance tokenizer, by their bytes."""
+class TokenBytes:
+    """Bytes of the tokens of an llguidance tokenizer."""
 
     def __init__(self, tokenizer: Any, end_tokens: Sequence[int]):
         self.tokenizer, self.end_tokens = tokenizer, end_tokens
@@ -56,7 +56,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int, end_tokens: Sequence[int]):
         """``vocab_size``: width of the logits; ``end_tokens``: tokens that may end a complete output."""
         self._tokenizer, self._vocab_size, self._end_tokens = tokenizer, vocab_size, list(end_tokens)
-        self._vocabulary: Vocabulary | None = None
+        self._vocabulary: TokenBytes | None = None
         self._lock = threading.Lock()
         self._matchers: dict[str, Any] = {}  # by schema, at the beginning of an output; the oldest is dropped first
 
@@ -70,7 +70,7 @@ class Grammars:
             raise InvalidInputError("output in JSON needs a token that ends an output; set the model's eos_token_id")
         with self._lock:
             if self._vocabulary is None:
-                self._vocabulary = Vocabulary(self._new_tokenizer(), self._end_tokens)
+                self._vocabulary = TokenBytes(self._new_tokenizer(), self._end_tokens)
         matcher = self._matchers.get(key := json.dumps(schema))
         if matcher is None:
             matcher = self._compiled(schema)
@@ -105,13 +105,13 @@ class Grammars:
 class SchemaFollower:
     """Matcher of one schema that goes from output to output, by rolling back to the tokens that both begin with."""
 
-    def __init__(self, matcher: Any, prompt_len: int, vocabulary: Vocabulary, token_ids: Sequence[int] = ()):
+    def __init__(self, matcher: Any, prompt_len: int, vocabulary: TokenBytes, token_ids: Sequence[int] = ()):
         """Take llguidance's matcher.
 
         Args:
             matcher: llguidance's.
             prompt_len: tokens of ``input_ids`` before an output.
-            vocabulary: tokens of the matcher's tokenizer.
+            vocabulary: bytes of the matcher's tokens.
             token_ids: the output that the matcher is behind.
         """
         self._matcher, self._prompt_len, self._vocabulary = matcher, prompt_len, vocabulary
