@@ -100,7 +100,9 @@ def main() -> None:
         print(f"{drafter:18} mean     {means[0]:5.2f} -> {means[1]:5.2f} tokens per step ({means[1] / means[0]:.2f}x)")
     settings = {name: value for name, value in vars(arguments).items() if name != "json"}
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(dict(provenance=provenance(arguments=settings), results=results), indent=1))
+        arguments.json.write_text(
+            json.dumps(dict(provenance=provenance(arguments=settings), results=results), indent=1)
+        )
 
 
 def run(
