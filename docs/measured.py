@@ -13,6 +13,7 @@ EPYC = "cpu-2core-0.6B-bf16.json"
 AMX = {1: "cpu-2core-0.6B-bf16-amx-batch1.json", 8: "cpu-2core-0.6B-bf16-amx-batch8.json"}
 PEERS = "peers-batch{}-cpu-2core-0.6B{}.json"
 SPEC_BENCH = "spec-bench-smollm2-135m-cpu-2core-bf16.json"
+SPEC_BENCH_ALL = "spec-bench-smollm2-135m-all-cpu-2core-bf16.json"
 EXACT_BITS = "exact-bits-smollm2-135m-cpu-2core.json"
 NOT_MEASURED = "not measured"
 TABLES: dict[str, Callable[[], str]] = {}
@@ -48,9 +49,9 @@ def bold(name: str) -> str:
 # --- Published checkpoints -------------------------------------------------------------------------------------------
 
 
-def spec_bench(temperature: float, batch: int) -> str:
+def spec_bench(temperature: float, batch: int, file: str = SPEC_BENCH) -> str:
     """Return the speed-ups of Spec-Bench by task."""
-    rows = [r for r in result(SPEC_BENCH)["results"] if (r["temperature"], r["batch"]) == (temperature, batch)]
+    rows = [r for r in result(file)["results"] if (r["temperature"], r["batch"]) == (temperature, batch)]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     lines = []
     for method in dict.fromkeys(row["method"] for row in rows):
@@ -67,6 +68,11 @@ def spec_bench(temperature: float, batch: int) -> str:
 @table
 def spec_bench_batch1() -> str:
     return spec_bench(0.0, 1)
+
+
+@table
+def spec_bench_all() -> str:
+    return spec_bench(0.0, 1, SPEC_BENCH_ALL)
 
 
 @table

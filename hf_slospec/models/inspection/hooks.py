@@ -10,6 +10,8 @@ from torch import nn
 # Module of transformers' hooks that collect hidden states and attentions. They stay on a model after its first such
 # output, and never change a result.
 COLLECTING = "transformers.utils.output_capturing"
+# Hooks for gradient checkpointing, as transformers, peft and trl call them; they change no value.
+REQUIRING_GRAD = ("make_inputs_require_grad", "make_inputs_require_grads")
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -23,4 +25,9 @@ def is_compiled(model: nn.Module) -> bool:
 def changing_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """Return the module's forward hooks and pre-hooks that may change what it computes."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return [hook for hook in hooks if getattr(hook, "__module__", None) != COLLECTING]
+    return [hook for hook in hooks if not is_unchanging(hook)]
+
+
+def is_unchanging(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook is known to change no value."""
+    return getattr(hook, "__module__", None) == COLLECTING or getattr(hook, "__name__", None) in REQUIRING_GRAD

@@ -12,14 +12,17 @@ from typing import Any
 
 import torch
 
+from hf_slospec.models.inspection.hooks import is_unchanging
 from hf_slospec.models.inspection.layer_classes import plain_class
 from hf_slospec.models.inspection.weights_version import Weights, may_be_trained
 
-# Attributes whose changes do not count. Drafts are set to evaluation mode while they run, and forwards in training mode
-# are not captured. Packed forwards replace a config's attention implementation. Weights are read separately. Stock
-# `generate` stores the positions of its last prompt with images in `rope_deltas`, and keeps a manager of continuous
-# batching and a compiled forward for its next call; packed forwards read none of them.
+# Attributes whose changes do not count. Models in training mode with dropout or gradient checkpointing are refused, and
+# others compute the same in it. Packed forwards replace a config's attention implementation. Weights are read
+# separately. Stock `generate` stores the positions of its last prompt with images in `rope_deltas`, and keeps a manager
+# of continuous batching and a compiled forward for its next call; packed forwards read none of them.
 IGNORED = {"training", "_attn_implementation_internal", "_parameters", "_buffers", "rope_deltas"} | {
+    "gradient_checkpointing",
+    "_gradient_checkpointing_func",
     "_cached_continuous_batching_manager",
     "_compiled_call",
     "_last_compile_config",
@@ -41,8 +44,8 @@ class Fingerprint:
     """
 
     def __init__(self, model: torch.nn.Module):
-        """Read the model; ``state`` is 0."""
-        self._model, self.state = model, 0
+        """Read the model; ``state`` and ``modules_state``, which changes of weights do not advance, are 0."""
+        self._model, self.state, self.modules_state = model, 0, 0
         self._lock, self._renewing = threading.Lock(), threading.Lock()
         self._adapters: list[torch.nn.Module] = []
         self._adapter_attributes: list[Any] = []
@@ -64,10 +67,13 @@ class Fingerprint:
             held = self._held
             weights = self._read()
             has_changed = self._weights.renew(weights, is_idle and self._may_be_written(weights))
-            has_changed |= not _are_same(held, self._held)
-            if has_changed:
+            if not _are_same(held, self._held):
                 self.count()
-            return has_changed
+            elif has_changed:
+                self.count(modules=False)
+            else:
+                return False
+            return True
 
     def notice(self) -> None:
         """Advance ``state`` if an adapter has changed, as it may be changed back before the next ``renew``."""
@@ -77,10 +83,11 @@ class Fingerprint:
             self._adapter_attributes = now
         self.count()
 
-    def count(self) -> None:
-        """Advance ``state`` for a change that the caller noticed."""
+    def count(self, modules: bool = True) -> None:
+        """Advance ``state`` for a change that the caller noticed, of weights only unless ``modules``."""
         with self._lock:
             self.state += 1
+            self.modules_state += modules
 
     def _may_be_written(self, weights: Sequence[torch.Tensor]) -> bool:
         """Return whether the model is one whose weights may be written without a trace."""
@@ -113,7 +120,8 @@ def _held_by(owners: Iterable[Any]) -> list[Any]:
             if name not in IGNORED:
                 held.append(value)
                 if type(value) in CONTAINERS:
-                    held.extend(list(value.values() if isinstance(value, dict) else value))
+                    values = list(value.values() if isinstance(value, dict) else value)
+                    held.extend(values if name != "_forward_hooks" else (v for v in values if not is_unchanging(v)))
     return held
 
 

@@ -60,7 +60,7 @@ class CapturedForwards:
         graphs, preconditions = self.on(pool), self._preconditions
         if graphs is None or graphs.is_off or preconditions is None or not preconditions.is_plain:
             return None
-        if self._model.training or torch.is_autocast_enabled(input_device(self._model).type):
+        if torch.is_autocast_enabled(input_device(self._model).type):
             return None
         if any(part.is_chain and len(part.mask) > MAX_DENSE for part in parts):
             return None

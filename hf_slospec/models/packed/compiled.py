@@ -21,6 +21,7 @@ from hf_slospec.models.attention import AttentionLayer, PackedBatch
 from hf_slospec.models.compiled import operators
 from hf_slospec.models.compiled.linears import JoinedLinears, Kernels
 from hf_slospec.models.compiled.plan import plan_for_operators
+from hf_slospec.models.device.threads import leaving_a_core
 from hf_slospec.models.inspection.graph_preconditions import GraphPreconditions
 from hf_slospec.models.inspection.properties import autocast_dtype
 from hf_slospec.models.kv_cache.pool import KVPool
@@ -90,14 +91,14 @@ class CompiledForwards:
         """Number of forwards that were compared with eager ones since the last change of the model."""
         return sum(sum(package.num_compared.values()) for package in self._packages.values())
 
-    def renew(self) -> None:
-        """Take in changes of weights and modules: compiled forwards are compared with eager ones again."""
+    def renew(self, compares: bool = True) -> None:
+        """Take in changes of weights and modules; with ``compares``, compare with eager forwards again."""
         if self._preconditions is None:
             return
         self._preconditions.renew()
         self.why_not = None if self._preconditions.is_plain else "hooks, or weights of other classes than torch's"
         for layers, package in self._packages.items():
-            package.renew(self._described(layers))
+            package.renew(self._described(layers), compares)
 
     @contextlib.contextmanager
     def uncompared(self) -> Iterator[None]:
@@ -107,6 +108,11 @@ class CompiledForwards:
             yield
         finally:
             self._compares = True
+
+    def beside_the_compiler(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for eager forwards, which leave a core to the compiler while it runs."""
+        is_compiling = any(package.is_compiling for package in self._packages.values())
+        return leaving_a_core() if is_compiling else contextlib.nullcontext()
 
     def count(self, eager_s: float) -> None:
         """Count the seconds of an eager forward."""
@@ -123,7 +129,7 @@ class CompiledForwards:
             inputs: without plans.
             eager: computes the same without a package; None: nothing is compared.
         """
-        if self.why_not is not None or self._model.training or autocast_dtype("cpu") is not None:
+        if self.why_not is not None or autocast_dtype("cpu") is not None:
             return None
         package = self._package(inputs.feature_layers)
         if not package.is_ready:
@@ -202,6 +208,11 @@ class _Package:
         return self._graph is not None and self._why_not is None and self._change is None
 
     @property
+    def is_compiling(self) -> bool:
+        """Return whether the compiler has been started and not found to have ended."""
+        return self._process is not None and self._thread is None
+
+    @property
     def status(self) -> str:
         """Which path computes forwards, and why it is not the compiled one."""
         if self.is_ready:
@@ -220,11 +231,12 @@ class _Package:
             self._thread = threading.Thread(target=self._load, daemon=True)
             self._thread.start()
 
-    def renew(self, description: Description) -> None:
+    def renew(self, description: Description, compares: bool) -> None:
         """Take in changes of the model, which ``description`` describes as it is now."""
         same = description.identity() == self._identity
         self._change = None if same else "the model was changed since it was compiled"
-        self.num_compared = dict.fromkeys(self.num_compared, 0)
+        if compares:
+            self.num_compared = dict.fromkeys(self.num_compared, 0)
         if same and self._graph is not None:
             self._graph.renew()
 

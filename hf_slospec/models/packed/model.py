@@ -125,7 +125,8 @@ class PackedModel:
         self.captured = CapturedForwards(model, cuda_graphs and can_replay)
         self.forget_cache()
         self.fingerprint = Fingerprint(model)
-        self._state = self.fingerprint.state  # that which the copies of weights were made from
+        # Those which the copies of weights were made from, and with which compiled forwards were compared.
+        self._state, self._modules_state = self.fingerprint.state, self.fingerprint.modules_state
         _packed_models.add(self)
 
     def forget_cache(self) -> None:
@@ -144,9 +145,10 @@ class PackedModel:
     def _take_in_changes(self) -> None:
         """Update what was made of weights and modules; another user of the fingerprint may have renewed it."""
         if self._state != self.fingerprint.state:
-            self._state = self.fingerprint.state
+            self._state, before = self.fingerprint.state, self._modules_state
+            self._modules_state = self.fingerprint.modules_state
             self.prepacked.renew()
-            self.compiled.renew()
+            self.compiled.renew(compares=before != self._modules_state)
             self.exact_products.renew()
 
     def _check_can_be_exact(self, exact: str, attention: str, prepack: Prepack) -> None:
@@ -370,7 +372,8 @@ class PackedModel:
                 )
             if outputs is None:
                 begun_s = time.perf_counter()
-                outputs = eager()
+                with self.compiled.beside_the_compiler():
+                    outputs = eager()
                 self.compiled.count(time.perf_counter() - begun_s)
             return outputs if level is None else level.outputs(outputs.logits)
 

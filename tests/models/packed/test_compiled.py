@@ -12,6 +12,7 @@ import torch
 
 import hf_slospec
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
+from hf_slospec.models.device import threads
 from hf_slospec.models.packed import compile_job, compiled
 from hf_slospec.models.packed.compile_job import Job
 from hf_slospec.models.packed.model import PackedModel, _packed_models
@@ -159,6 +160,36 @@ def test_changed_modules_are_computed_eagerly(model: Any) -> None:
         assert ours.stats().forwards["target"].startswith("eager: hooks")
     assert generated(ours.generate) == generated(model.generate)
     assert ours.stats().forwards == {"target": "compiled"}
+
+
+def test_a_model_in_a_trainer_is_compiled(model: Any) -> None:
+    """In training mode, and with the hook that gradient checkpointing needs."""
+    ours = generator(model)
+    model.train()
+    model.enable_input_require_grads()
+    assert generated(ours.generate) == generated(model.generate)
+    assert ours.stats().forwards == {"target": "compiled"}
+
+
+def test_eager_forwards_leave_a_core_to_the_compiler(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    class Running(Finished):
+        def poll(self) -> None:
+            return None
+
+    monkeypatch.setattr(Job, "start", lambda self: Running())
+    monkeypatch.setattr(Description, "identity", lambda self: {"key": id(model)})  # nobody has compiled it
+    monkeypatch.setattr(compiled, "START_S", 0.0)
+    monkeypatch.setattr(threads, "available_cores", lambda: torch.get_num_threads())
+    ours, before = generator(model, compile=True), torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        seen, run = list[int](), PackedModel._eager
+        monkeypatch.setattr(PackedModel, "_eager", lambda *own: seen.append(torch.get_num_threads()) or run(*own))
+        assert generated(ours.generate) == generated(model.generate)
+        assert ours.stats().forwards == {"target": "eager: compiling"}
+        assert set(seen) == {2} and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("is_running", [False, True])
