@@ -13,7 +13,7 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.drafters.level import Beam, Level, Limits, Network, Scores
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
-from hf_slospec.models.coupling import coupled
+from hf_slospec.models.coupling import coupled, is_ranked
 from hf_slospec.models.device.deferred import DeferredFlags
 from hf_slospec.models.device.transfer import to_device
 
@@ -43,7 +43,7 @@ def beam_search(
     level = Level(network, (1,), plan.width, nodes, states, limits, is_coupled=False)
     for depth in range(plan.depth):
         is_last = depth == plan.depth - 1
-        is_coupled = any(request.noise is not None for request in requests)
+        is_coupled = any(map(is_ranked, requests))
         level = replace(level, limits=None if is_last else limits, is_coupled=is_coupled)
         grown = run(level)
         beam = grown if isinstance(grown, Beam) else _coupled(requests, level, grown)
@@ -73,7 +73,7 @@ def _roots(requests: Sequence[Request], num_rows: int) -> torch.Tensor:
 
 
 def _coupled(requests: Sequence[Request], level: Level, scores: Scores) -> Beam:
-    """Return the beam with its next layer, ranked by the noise of sampled requests."""
+    """Return the beam with its next layer, ranked by the noise of sampled requests and by grammars."""
     logits, vocabulary = scores.logits, level.vocabulary
     if vocabulary is not None:
         logits = vocabulary.spread(logits)  # noise and processors are by the target's ids

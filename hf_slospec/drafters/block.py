@@ -19,7 +19,7 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.models.attention import NewTokens
 from hf_slospec.models.batch.cached_sequence import CachedSequence
-from hf_slospec.models.coupling import Coupling, coupled
+from hf_slospec.models.coupling import coupled, is_ranked
 
 
 class BlockDrafter(FeatureDrafter):
@@ -202,8 +202,8 @@ def block_trees(requests: Sequence[Request], logits: torch.Tensor, plan: Plan) -
 
 
 def _coupled_positions(requests: Sequence[Request], logits: torch.Tensor) -> torch.Tensor:
-    """Return the logits that rank tokens, perturbed by known noise.  -> [num_requests, depth, vocab]"""
-    if not any(isinstance(request.noise, Coupling) for request in requests):
+    """Return the logits that rank tokens, by known noise and grammars.  -> [num_requests, depth, vocab]"""
+    if not any(map(is_ranked, requests)):
         return logits
     levels: list[torch.Tensor] = []  # [num_requests, vocab] each
     for depth in range(logits.shape[1]):

@@ -88,7 +88,7 @@ class Level:
     nodes: torch.Tensor  # see Beam
     states: torch.Tensor | None  # see Beam; at the root, the root's own, [num_rows, 1, hidden]
     limits: Limits | None  # None: is_futile is not computed
-    is_coupled: bool  # the next layer needs the requests' noise, so it is computed outside of graphs
+    is_coupled: bool  # the next layer needs the requests' noise or grammars, so it is computed outside of graphs
 
     @property
     def beam(self) -> int:

@@ -39,6 +39,22 @@ class Noise(Protocol):
 NewNoise = Callable[["Request"], Noise | None]  # request -> noise, if it can be known in advance
 
 
+class Grammar(Protocol):
+    """Rules that the output of a request follows, for its drafts; token ids are new tokens, the last ones proposed."""
+
+    def allows(self, token_ids: Sequence[int], proposed: Sequence[int]) -> list[bool]:
+        """Return for each proposed token whether it may follow the others."""
+
+    def expected(self, token_ids: Sequence[int]) -> list[list[int]]:
+        """Return the tokens of each way to go on, as far as the grammar leaves little choice."""
+
+    def masked(self, token_ids: Sequence[Sequence[int]], scores: Any) -> Any:
+        """Return a draft's scores with -inf for tokens that may not follow, both [num_nodes, vocab] tensors.
+
+        ``token_ids``: those up to each node.
+        """
+
+
 class PromptReader(Protocol):
     """Takes the logits of a prompt's positions while the target prefills it."""
 
@@ -85,6 +101,7 @@ class RequestParams:
     prompt_reader: PromptReader | None = None  # takes the prompt's logits; None: they are not needed
     may_draft: bool = True  # False: one token per step, whatever the policy plans
     e2e_slo_s: float | None = None  # seconds from arrival to the last token
+    grammar: Grammar | None = None  # what drafts follow, as the output does; None: the output is free
 
     @property
     def max_len(self) -> int:
@@ -379,7 +396,7 @@ class Request:
 
     def drop_hooks(self) -> None:
         """Drop the functions that only decoding needs: a request that is kept must not keep models and samplers."""
-        self.params, self.noise = replace(self.params, prefill=None, prompt_reader=None), None
+        self.params, self.noise = replace(self.params, prefill=None, prompt_reader=None, grammar=None), None
 
     def metrics(self) -> RequestMetrics:
         """Return SLOs and measurements so far."""

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from hf_slospec.algo.accept import accept
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.events import PhaseTimes, RequestStep, StepEvent
+from hf_slospec.engine.grammar import followed
 from hf_slospec.engine.protocols import (
     Chooser,
     Clock,
@@ -147,6 +148,7 @@ class Engine(Generic[S]):
         for request, tree in drafted.items():
             if tree.max_depth:  # a lone root may mean that the drafter has not processed the whole prompt yet
                 request.kv.num_draft_seen = len(request.tokens)
+        drafted = followed(drafted, plan)
         watch.lap("draft_s")
         trees = [drafted.get(request) or TokenTree.root_only(request.tokens[-1]) for request in schedule.decoding]
         return trees, num_catch_up

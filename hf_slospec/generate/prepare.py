@@ -17,7 +17,7 @@ from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError, UnsupportedModelError, UnsupportedOptionError
 from hf_slospec.generate.encoder import EncoderInputs, decoder_inputs, generates_in_parts
 from hf_slospec.generate.multimodal_prompts import WholePrompts, names_beside_text
-from hf_slospec.generate.processors import draft_processors, ignore_sequence, processors_of_row
+from hf_slospec.generate.processors import draft_grammar, draft_processors, ignore_sequence, processors_of_row
 from hf_slospec.generate.prompt import PromptInputs
 from hf_slospec.generate.rows import Rows
 from hf_slospec.generate.slo import SLOTpot, parse_slo, stages_by_row
@@ -169,8 +169,9 @@ def _call(
         raise UnsupportedOptionError(
             'deterministic=True cannot be combined with slo_tpot, which steers by the clock; exact="self" can'
         )
+    grammars = [draft_grammar(stock.processors) for _ in stages]
     rows = Rows(
-        stock.input_ids, prompt, whole, encoder, stock.config, stock.criteria, stages, arrived_s,
+        stock.input_ids, prompt, whole, encoder, stock.config, stock.criteria, stages, grammars, arrived_s,
         arguments.get("streamer"),
     )  # fmt: skip
     check_prompts(rows, speculator.target, has_placeholders=bool(names))

@@ -37,6 +37,8 @@ from transformers.generation.logits_process import (
     WhisperNoSpeechDetection,
 )
 
+from hf_slospec.generate.grammars import DraftGrammar, JSONConstraint
+
 IGNORE_SEQUENCE = {
     EpsilonLogitsWarper,
     EtaLogitsWarper,
@@ -74,13 +76,24 @@ def draft_processors(processors: Sequence[Any]) -> list[Any] | None:
     Processors that wait for the device, keep state or forward a model are left out, which costs acceptance only. One
     that the user wrote, or that calls the user's function, may draw from the generator that the noise comes from.
     """
-    if not all(_is_of_transformers(p) and type(p) is not PrefixConstrainedLogitsProcessor for p in processors):
+    if not all(isinstance(p, JSONConstraint) or _draws_nothing(p) for p in processors):
         return None
-    return [_for_beam(p) for p in processors if type(p) in IGNORE_SEQUENCE | READ_ON_DEVICE]
+    return [_for_beam(p) for p in processors if type(p) in IGNORE_SEQUENCE | READ_ON_DEVICE | {JSONConstraint}]
+
+
+def _draws_nothing(processor: Any) -> bool:
+    return _is_of_transformers(processor) and type(processor) is not PrefixConstrainedLogitsProcessor
+
+
+def draft_grammar(processors: Sequence[Any]) -> DraftGrammar | None:
+    """Return the grammar of a row's drafts; None if no processor keeps the row to one."""
+    return next((p.for_drafts() for p in processors if isinstance(p, JSONConstraint)), None)
 
 
 def _for_beam(processor: Any) -> Any:
     """Return the processor, made to take several continuations of one row."""
+    if isinstance(processor, JSONConstraint):
+        return processor.for_drafts()
     if isinstance(ignored := getattr(processor, "prompt_ignore_length", None), torch.Tensor):
         processor = copy.copy(processor)
         processor.prompt_ignore_length = int(ignored)

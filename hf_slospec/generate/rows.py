@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from transformers.generation import (
 )
 
 from hf_slospec.engine.events import StepEvent
-from hf_slospec.engine.request import NewNoise, Request, RequestParams, Stage
+from hf_slospec.engine.request import Grammar, NewNoise, Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.static_batch import CHUNK
 from hf_slospec.generate.encoder import EncoderInputs
 from hf_slospec.generate.multimodal_prompts import WholePrompts
@@ -133,6 +133,7 @@ class Rows:
         config: GenerationConfig,
         criteria: StoppingCriteriaList,
         stages: list[tuple[Stage, ...]],
+        grammars: Sequence[Grammar | None],
         arrived_s: float,
         streamer: Any,
     ):
@@ -153,6 +154,7 @@ class Rows:
                 is_stop=self.stops.of(row, len(tokens)),
                 prefill=None if whole is None else whole.prefill(row),
                 encoded_for=None if encoder is None else encoder.of_row(row),
+                grammar=grammars[row],
             )
             for row, tokens in enumerate(prompts)
         ]

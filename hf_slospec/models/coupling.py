@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from hf_slospec.algo.acceptance import SHARPNESS
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import Grammar, Request
 from hf_slospec.models.device.memory import is_out_of_memory
 from hf_slospec.models.sampling import Processor, StockSampler, processed
 
@@ -45,10 +45,15 @@ class Coupling:
         return processed(self._processors, torch.cat((input_ids, paths().to(input_ids.device)), dim=1), scores)
 
 
+def is_ranked(request: Request) -> bool:
+    """Return whether the ranks of proposals depend on more than the draft: on known noise or on a grammar."""
+    return request.noise is not None or request.params.grammar is not None
+
+
 def coupled(
     requests: Sequence[Request], depth: int, logits: torch.Tensor, paths: Callable[[int], torch.Tensor]
 ) -> torch.Tensor:
-    """Return the logits that rank children, perturbed by the noise of requests whose noise is known.
+    """Return the logits that rank children: perturbed by noise where it is known, -inf where a grammar forbids a token.
 
     The target takes the token with the highest ``log p + g``, where ``g = -log(Exp(1) noise)``. The same sum with the
     draft's probabilities ranks first what the target takes most often: with one child, the tokens agree with a
@@ -62,12 +67,18 @@ def coupled(
         paths: returns the tokens from below the root to each node of a request, [beam, depth] int64.
     """
     groups: dict[Hashable, dict[int, Coupling]] = {}  # by key, then by index of the request
+    grammars: dict[int, Grammar] = {}  # by index of the request
     for index, request in enumerate(requests):
         if isinstance(request.noise, Coupling):
             groups.setdefault(request.noise.key, {})[index] = request.noise
-    if not groups:
+        elif request.params.grammar is not None:  # of coupled requests it is among the processors, in its place
+            grammars[index] = request.params.grammar
+    if not (groups or grammars):
         return logits
     ranked = list(logits.float())
+    for index, grammar in grammars.items():
+        output = requests[index].tokens[requests[index].prompt_len :]
+        ranked[index] = grammar.masked([[*output, *path] for path in paths(index).tolist()], ranked[index])
     for group in groups.values():
         first = next(iter(group))  # the only one if processors read input_ids
         noise = _noise(requests, group, depth)[:, None]  # [group, 1, vocab]

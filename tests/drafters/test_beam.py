@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -179,3 +179,44 @@ def test_one_node_narrower_loses_a_chain_with_a_fan(level: int, fan: int) -> Non
     assert best == pytest.approx(level + 1)
     assert optimal(enough, budget)[1].sum() == pytest.approx(best)
     assert optimal(too_narrow, budget)[1].sum() < best - 0.1 / fan
+
+
+class Parity:
+    """Allows tokens that are odd after an even number of them, and even ones after an odd number."""
+
+    def allowed(self, path: Sequence[int]) -> torch.Tensor:
+        return torch.arange(101) % 2 != len(path) % 2
+
+    def allows(self, token_ids: Sequence[int], proposed: Sequence[int]) -> list[bool]:
+        return self.allowed(token_ids)[list(proposed)].tolist()
+
+    def expected(self, token_ids: Sequence[int]) -> list[int]:
+        return []
+
+    def masked(self, token_ids: Sequence[Sequence[int]], scores: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill(~torch.stack([self.allowed(path) for path in token_ids]), NEVER)
+
+
+@torch.no_grad()
+def test_beams_hold_the_most_probable_of_the_allowed_paths() -> None:
+    model, plan = tiny_model("llama"), Plan(3, 4)
+    requests = [Request(index, RequestParams([1, 5 + index, 9], 40, grammar=Parity())) for index in range(2)]
+    requests.append(Request(2, RequestParams([1, 7, 9], 40)))
+    for request in requests:
+        request.emit(11)
+    for request, tree in zip(
+        requests, AssistantDrafter(PackedModel(model, "sdpa"), 12, 101).draft(requests, plan), strict=True
+    ):
+        layer: list[tuple[list[int], float]] = [([], 0.0)]
+        for depth in range(1, plan.depth + 1):
+            children = list[tuple[list[int], float]]()
+            for path, logprob in layer:
+                logits = model(torch.tensor([[*request.tokens, *path]])).logits[0, -1]
+                if request.params.grammar is not None:
+                    logits = request.params.grammar.masked([[11, *path]], logits[None])[0]
+                logprobs = logits.log_softmax(-1)
+                children += [([*path, token], logprob + float(logprobs[token])) for token in range(101)]
+            layer = sorted(children, key=lambda child: -child[1])[: plan.width]
+            nodes = np.flatnonzero(tree.depths == depth).tolist()
+            assert [path_to(tree, node) for node in nodes] == [path for path, _ in layer]
+            assert tree.path_probs[nodes] == pytest.approx(np.exp([logprob for _, logprob in layer]), rel=1e-3)

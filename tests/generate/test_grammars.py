@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from hf_slospec import SLOSpecGenerator, load_tiny_pair
+import hf_slospec
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.generate import prepare
 from hf_slospec.generate.grammars import Grammars
+from tests.support.toys.tiny_models import assert_same_as_stock
 
 SCHEMA = {
     "type": "object",
@@ -82,3 +85,115 @@ def test_a_schema_that_llguidance_gives_up_on_fails_the_request(pair: tuple[Any,
         handle = generator.submit(PROMPT, logits_processor=[constraint], max_new_tokens=8)
         with pytest.raises(InvalidInputError, match="response_format"):
             handle.result(120.0)
+
+
+def follow(grammars: Grammars, text: str, schema: dict[str, Any] = SCHEMA) -> tuple[Any, list[int]]:
+    """The grammar of drafts, and the tokens of an output so far."""
+    tokens = grammars._tokenizer(text, add_special_tokens=False)["input_ids"]
+    return grammars.processor(schema, 0).for_drafts(), tokens
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("{", ['"ok": false, "size":', '"ok": true, "size":']),
+        ('{"ok": true', [f', "size": {size}, "name": "' for size in (1, 20, 300)]),
+        ('{"ok" : true,\n  "size": 1', [',\n  "name": "']),
+        ('{"ok" : true,\n  "si', [f'ze" : {size},\n  "name" : "' for size in (1, 20, 300)]),
+        ('{"ok" : true,\n  "size" : 20', [',\n  "name" : "']),
+        ('{\n "ok": true, "size": 20, "name": "ab', []),
+        ('{"ok": true, "size": 20, "name": "abcd', ['"}']),
+    ],
+)
+def test_expected_are_keys_punctuation_and_few_values_with_the_whitespace_so_far(
+    pair: tuple[Any, Any, Any], grammars: Grammars, output: str, expected: list[str]
+) -> None:
+    grammar, tokens = follow(grammars, output)
+    ways, end, texts = grammar.expected(tokens), pair[0].generation_config.eos_token_id, list[str]()
+    for way in ways:
+        assert (end in way) == output.endswith("abcd") and end not in way[:-1]
+        texts.append(grammars._vocabulary.tokenizer.decode_bytes([token for token in way if token != end]).decode())
+        scores = grammar.masked([tokens + way[:place] for place in range(len(way))], torch.zeros(len(way), 2048))
+        assert scores[range(len(way)), way].isfinite().all()
+    assert texts == expected
+
+
+def test_optional_properties_and_items_part_the_ways(grammars: Grammars) -> None:
+    optional = SCHEMA | {"required": ["ok"]}
+    for schema, output in ((optional, '{"ok": true'), ({"type": "array", "items": {"const": "xy"}}, '["xy"')):
+        grammar, tokens = follow(grammars, output, schema)
+        texts = [grammars._tokenizer.decode(way) for way in grammar.expected(tokens)]
+        assert len(texts) == 2 and texts[0].startswith(', "') and texts[1][:1] in "]}"
+
+
+def test_branches_are_masked_as_by_a_matcher_of_their_own(grammars: Grammars) -> None:
+    grammar, tokens = follow(grammars, '{"ok": ')
+    rng, size = torch.Generator().manual_seed(0), grammars._vocab_size
+    paths, scores = [tokens], torch.randn(1, size, generator=rng)
+    for _ in range(24):  # random allowed continuations of random paths, and now and then a forbidden one
+        path = paths[int(torch.randint(len(paths), (), generator=rng))]
+        allowed = grammar.masked([path], scores)[0].isfinite()
+        if not allowed.any():
+            continue
+        paths.append([*path, int(allowed.double().multinomial(1, generator=rng))])
+        if len(paths) % 5 == 0 and not allowed.all():
+            paths.append([*path, int((~allowed).double().multinomial(1, generator=rng))])
+    masked = grammar.masked(paths, scores.expand(len(paths), -1))
+    for path, row in zip(paths, masked, strict=True):
+        alone, _ = follow(grammars, "")
+        assert torch.equal(row, alone.masked([path], scores)[0])
+        proposed = list(range(0, size, 7))
+        assert grammar.allows(path, proposed) == row[proposed].isfinite().tolist()
+
+
+def batch(pair: tuple[Any, Any, Any]) -> dict[str, torch.Tensor]:
+    texts = ["def main():", "import os\n\nclass Item"]
+    return dict(pair[2](texts, return_tensors="pt", padding=True, padding_side="left"))
+
+
+@pytest.mark.parametrize("schema", [{"type": "integer"}, {"enum": ["a", "bcd", True]}, {"const": [1, 2]}])
+def test_rows_that_end_before_others_are_padded(
+    pair: tuple[Any, Any, Any], grammars: Grammars, schema: dict[str, Any]
+) -> None:
+    inputs, ours = batch(pair), SLOSpecGenerator(pair[0], tokenizer=pair[2], config=SLOSpecConfig(policy="fixed"))
+    for seed in range(3):
+        constraint = grammars.processor(schema, inputs["input_ids"].shape[1])
+        options = dict(do_sample=True, temperature=1.5 + seed, max_new_tokens=16)
+        assert_same_as_stock(pair[0], ours.generate, inputs, logits_processor=[constraint], **options)
+
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "lookup": {},
+    "lookup+recycling": {"drafter": "lookup+recycling"},
+    "model": {"is_model": True},
+    "head": {"drafter": "mtp"},
+}
+LONG = {"type": "array", "minItems": 3, "items": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    "options", [dict(do_sample=False), dict(do_sample=True, temperature=1.2)], ids=["greedy", "sampled"]
+)
+@pytest.mark.parametrize("drafting", DRAFTERS.values(), ids=DRAFTERS)
+def test_batches_equal_stock_and_take_fewer_steps_than_without_the_grammar(
+    pair: tuple[Any, Any, Any],
+    grammars: Grammars,
+    monkeypatch: pytest.MonkeyPatch,
+    drafting: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    (target, draft, tokenizer), inputs = pair, batch(pair)
+    method = hf_slospec.load_tiny_drafter("mtp", target) if drafting == DRAFTERS["head"] else drafting.get("drafter")
+    num_steps = []
+    for knows in (True, False):
+        if not knows:
+            for name in ("draft_grammar", "draft_processors"):
+                monkeypatch.setattr(prepare, name, lambda processors: None)
+        ours = SLOSpecGenerator(
+            target, draft if "is_model" in drafting else None, tokenizer, drafter=method,
+            config=SLOSpecConfig(policy="fixed", max_depth=8, max_width=2, check_invariants=True),
+        )  # fmt: skip
+        given = dict(logits_processor=[grammars.processor(LONG, inputs["input_ids"].shape[1])], max_new_tokens=80)
+        out = assert_same_as_stock(target, ours.generate, inputs, **given, **options)
+        num_steps.append(sum(metrics.steps for metrics in out.slo))
+    assert num_steps[0] < num_steps[1]

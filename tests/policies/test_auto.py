@@ -14,7 +14,8 @@ from hf_slospec.algo.depth import DepthControl
 from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.engine.protocols import Plan
+from hf_slospec.drafters.hybrid import HybridDrafter
+from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.static_batch import StaticScheduler
 from hf_slospec.engine.step import Engine
@@ -90,8 +91,11 @@ def test_auto_stops_drafting_what_is_never_taken() -> None:
     assert len(events) == 400
 
 
+@pytest.mark.parametrize("has_model", [False, True], ids=["alone", "before a model"])
 @pytest.mark.parametrize(("draft_s", "pays"), [(0.1, True), (20.0, False)])
-def test_auto_stops_drafting_without_a_model_that_takes_longer_than_it_gains(draft_s: float, pays: bool) -> None:
+def test_auto_stops_drafting_that_takes_longer_on_the_host_than_it_gains(
+    draft_s: float, pays: bool, has_model: bool
+) -> None:
     target, clock, config = markov_model(np.random.default_rng(2), VOCAB), Clock(), SLOSpecConfig(max_depth=4)
 
     class Slow(ToyDrafter):
@@ -99,10 +103,10 @@ def test_auto_stops_drafting_without_a_model_that_takes_longer_than_it_gains(dra
             clock.now_s += draft_s
             return super().draft(requests, plan)
 
-    drafter, step_costs = (
-        Slow(lambda tokens: one_hot(target(tokens).argmax())),
-        StepCosts(new_costs().verify, HOST_LEVEL),
-    )
+    drafter: Drafter = Slow(lambda tokens: one_hot(target(tokens).argmax()))
+    step_costs = StepCosts(new_costs().verify, HOST_LEVEL)
+    if has_model:  # the profile is that of the model alone
+        drafter, step_costs = HybridDrafter([drafter, ToyDrafter(target)]), new_costs()
     scheduler = StaticScheduler([Request(0, RequestParams([0, 1], 600))])
     policy = new_policy(config, step_costs, SpeculationHistory(config))
     events = run(Engine(ToyTarget(greedy(target)), drafter, policy, scheduler, step_costs, clock))
