@@ -54,7 +54,7 @@ def adaserve_rows(figure: str, scale: float, digits: int) -> list[list[str]]:
             continue
         error = statistics.fmean(abs(values[rate] - printed[system][rate]) for rate in RATES)
         cells = [f"{values[rate]:.{digits}f} ({printed[system][rate]:g})" for rate in RATES]
-        lines.append([name, *cells, f"{error:.1f}"])
+        lines.append([name, *cells, f"{error:.{max(digits, 1)}f}"])
     return lines
 
 
@@ -69,9 +69,17 @@ def adaserve_goodput() -> str:
 
 
 @table
+def adaserve_accepted() -> str:
+    lines = adaserve_rows("tokens_per_request_and_step", 1, 2)
+    drafting = [line for line in lines if line[0] not in ("vLLM", "Sarathi")]
+    return markdown(f" | {' | '.join(RATES)} | error", drafting)
+
+
+@table
 def adaserve_oracle() -> str:
     results = result("papers-adaserve.json")["results"]
     shares = result("papers-adaserve.json")["share of the distance from the best other system"]
+    known = result("papers-adaserve-oracle.json")["results"]["adaserve-oracle"]
 
     def attained(name: str) -> list[float]:
         return [100 * results[name][rate]["attainment"]["mean"] for rate in RATES]
@@ -86,6 +94,9 @@ def adaserve_oracle() -> str:
             ("best other system, attained %", best), ("`auto`", attained("auto")), ("oracle", attained("oracle"))
         )
     ]  # fmt: skip
+    lines.append(
+        ["AdaServe, acceptance known, attained %", *(f"{100 * known[r]['attainment']['mean']:.1f}" for r in RATES)]
+    )
     lines += [
         ["share of the distance to the oracle, %", *share("attainment", "oracle")],
         ["share to the best oracle, %", *share("attainment", "oracle, best")],
@@ -100,7 +111,9 @@ def adaserve_oracle() -> str:
 def adaserve_sensitivity() -> str:
     lines = []
     for changed, values in result("papers-adaserve.json")["sensitivity"].items():
-        name = ", ".join(f"`{key}` = {value:g}" for key, value in json.loads(changed).items()) or "nothing"
+        changes = json.loads(changed).items()
+        shown = ((key, "measured" if value is None else f"{value:g}") for key, value in changes)
+        name = ", ".join(f"`{key}` = {value}" for key, value in shown) or "nothing"
         lines.append([name, *(f"{value:.1f}" for value in values)])
     return markdown("changed | AdaServe 3.4 | AdaServe 4.8 | `auto` 3.4 | `auto` 4.8", lines)
 
@@ -174,40 +187,62 @@ CAPACITIES = {
     "SLOs-Serve": "SLOs-Serve",
     "ours": "`auto`",
 }
-PARTS = {"chatbot": "1.41-1.70", "coder": "up to 2.1", "summarizer": "1.14-1.17", "mixed": ""}  # the paper's ratios
+# The paper's ratios.
+PARTS = {
+    "chatbot": "1.41-1.70",
+    "coder": "up to 2.1",
+    "summarizer": "1.14-1.17",
+    "mixed": "",
+    "toolllm": "up to 1.90",
+}
+RATIOS = {"chatbot": (1.41, 1.7), "coder": (1.0, 2.1), "summarizer": (1.14, 1.17), "toolllm": (1.0, 1.9)}
 
 
 def part_name(part: str) -> str:
-    return {"chatbot": "ChatBot"}.get(part, part.capitalize())
+    return {"chatbot": "ChatBot", "toolllm": "ToolLLM"}.get(part, part.capitalize())
+
+
+@functools.cache
+def capacities(part: str) -> dict[str, float]:
+    """Return capacities by system; parts of several seeds have intervals."""
+    found = result("papers-slos-serve.json")[part]["capacity"]
+    return {name: value["mean"] if isinstance(value, dict) else value for name, value in found.items()}
+
+
+def capacity_ratios(part: str) -> list[tuple[float, float]]:
+    """Return the capacities of SLOs-Serve and of `auto`, relative to the better of vLLM and Sarathi.
+
+    The first ratio of each is to Sarathi with the larger chunk, the second to Sarathi with its better chunk.
+    """
+    found = capacities(part)
+    larger = max(found["vLLM"], found["Sarathi, larger"])
+    better = max(larger, found["Sarathi, smaller"])
+    return [(found[name] / larger, found[name] / better) for name in ("SLOs-Serve", "ours")]
 
 
 @table
 def slos_serve_capacity() -> str:
-    parts = result("papers-slos-serve.json")
-    lines = [[part_name(part), *(f"{parts[part]['capacity'][name]:.2f}" for name in CAPACITIES)] for part in PARTS]
+    lines = []
+    for part in PARTS:
+        found = capacities(part)
+        lines.append([part_name(part), *(f"{found[name]:.2f}" if name in found else "" for name in CAPACITIES)])
     return markdown(f" | {' | '.join(CAPACITIES.values())}", lines)
 
 
 @table
 def slos_serve_ratios() -> str:
-    parts = result("papers-slos-serve.json")
     lines = []
     for part, paper in PARTS.items():
-        capacity = parts[part]["capacity"]
-        larger = max(capacity["vLLM"], capacity["Sarathi, larger"])
-        better = max(larger, capacity["Sarathi, smaller"])
-        cells = [f"{capacity[n] / larger:.2f} ({capacity[n] / better:.2f})" for n in ("SLOs-Serve", "ours")]
+        cells = [f"{larger:.2f} ({better:.2f})" for larger, better in capacity_ratios(part)]
         lines.append([part_name(part), paper, *cells])
     return markdown(" | published | SLOs-Serve's policy here | `auto` here", lines)
 
 
 @table
 def slos_serve_replicas() -> str:
-    parts = result("papers-slos-serve.json")
     lines: list[list[str]] = [["published", "", "", "", "", "2.18 / 3.36 / 4.61"]]
     for key, name in (("slos-serve", "SLOs-Serve"), ("auto", "`auto`")):
-        capacity = parts[f"replicas, chatbot, {key}"]["capacity"]
-        values = [capacity[number] for number in ("1", "2", "3", "4")]
+        values = [capacities(f"replicas, chatbot, {key}")[number] for number in ("1", "2", "3", "4")]
         lines.append([name, *(f"{v:.2f}" for v in values), " / ".join(f"{v / values[0]:.2f}" for v in values[1:])])
     return markdown("replicas, ChatBot | 1 | 2 | 3 | 4 | times one: 2 / 3 / 4", lines)
 
@@ -313,51 +348,108 @@ def guarantees() -> str:
 # --- The first table of papers.md ------------------------------------------------------------------------------------
 
 
-def _date(provenance: dict[str, Any]) -> str:
-    return f"{datetime.fromisoformat(provenance['date']):%B %-d, %Y}"
+def _made(command: str, *provenances: dict[str, Any]) -> str:
+    """Return the command that made a row, and when it ran."""
+    dates = dict.fromkeys(f"{datetime.fromisoformat(each['date']):%B %-d, %Y}" for each in provenances)
+    return f"`{command}`, {' and '.join(dates)}"
+
+
+def _off(value: float, low: float, high: float) -> str:
+    """Return by how much a value is outside of a published range, in per cent."""
+    if low <= value <= high:
+        return "within" if low < high else "0 %"
+    return f"{100 * (value / (low if value < low else high) - 1):+.0f} %"
+
+
+def _adaserve_summary() -> list[list[str]]:
+    record, known = result("papers-adaserve.json"), result("papers-adaserve-oracle.json")
+    link = "[AdaServe](#adaserve-figures-8-9-and-12-llama-3-1-70b-with-a-1b-draft-four-a100)"
+    lines = []
+    for figure, name, scale, digits, unit in (
+        ("attainment", "figure 8, attained", 100.0, 1, " %"),
+        ("goodput", "figure 9, goodput", 1.0, 0, " tokens/s"),
+        ("tokens_per_request_and_step", "figure 12, tokens per request and step", 1.0, 2, ""),
+    ):
+        theirs = published()["adaserve"][figure]["adaserve"]
+        own, auto = (
+            {rate: scale * record["results"][system][rate][figure]["mean"] for rate in RATES}
+            for system in ("adaserve", "auto")
+        )
+        error = statistics.fmean(abs(own[rate] - theirs[rate]) for rate in RATES)
+        lines.append([
+            f"{link}, {name}, at 4.8 requests/s", f"{theirs['4.8']:g}{unit}", f"{own['4.8']:.{digits}f}{unit}",
+            f"{error:.{max(digits, 1)}f}{unit.replace(' %', ' points')}, mean over rates",
+            f"{auto['4.8']:.{digits}f}{unit}", _made("adaserve.py", record["provenance"]),
+        ])  # fmt: skip
+    attained = 100 * known["results"]["adaserve-oracle"]["4.8"]["attainment"]["mean"]
+    lines.insert(1, [
+        f"{link}, figure 8 with true path probabilities (Algorithm 1)", "not published", f"{attained:.1f} %", "",
+        lines[0][4], _made("adaserve.py --systems adaserve-oracle", known["provenance"]),
+    ])  # fmt: skip
+    return lines
+
+
+def _turbospec_summary() -> list[list[str]]:
+    record, newer = result("papers-turbospec.json"), result("papers-turbospec-auto-cells.json")
+    cells = {(cell["setup"], cell["rate"], cell["column"]): cell["latency_s"]["mean"] for cell in record["cells"]}
+    link, made = "[TurboSpec](#turbospec-table-5-arxiv-2406-14066)", _made("turbospec.py", record["provenance"])
+    lines = []
+    for setup, rate in (("33B ShareGPT", 4), ("70B ShareGPT", 8)):
+        theirs, own = published()["turbospec"][setup][str(rate)]["TS"], cells[setup, rate, "TS"]
+        lines.append([
+            f"{link}, table 5, {setup} at {rate} QPS, `TS`", f"{theirs:.2f} s", f"{own:.2f} s",
+            _off(own, theirs, theirs), f"{cells[setup, rate, 'auto-1']:.2f} s", made,
+        ])  # fmt: skip
+    draft, lookup = (record["summary"][name] for name in ("draft rows", "prompt lookup rows"))
+    slower = [auto_to_best(latencies)[1] for latencies in cells_by_seed().values()]
+    lines.append([
+        f"{link}, table 5, all cells", f"{draft['cells']} and {lookup['cells']} latencies", "below",
+        f"{100 * draft['median_error']:.0f} % (draft), {100 * lookup['median_error']:.0f} % (lookup), medians",
+        f"{min(slower):+.1f} to {max(slower):+.1f} % of the best fixed length",
+        _made("turbospec.py", record["provenance"], newer["provenance"]),
+    ])  # fmt: skip
+    return lines
+
+
+def _slos_serve_summary() -> list[list[str]]:
+    record, link = result("papers-slos-serve.json"), "[SLOs-Serve](#slos-serve-capacity)"
+    lines = []
+    for part, (low, high) in RATIOS.items():
+        own, auto = (ratios[0] for ratios in capacity_ratios(part))
+        lines.append([
+            f"{link}, figure 9, {part_name(part)}: capacity to the better of vLLM and Sarathi", PARTS[part],
+            f"{own:.2f}", _off(own, low, high), f"{auto:.2f}",
+            _made(f"slos_serve.py --parts {part}", record[part]["provenance"]),
+        ])  # fmt: skip
+    lines.append([f"{link}, figure 9, Reasoning", "2.4", "not simulated: no latencies of its model", "", "", ""])
+    parts = [f"replicas, chatbot, {system}" for system in ("slos-serve", "auto")]
+    own, auto = (capacities(part)["4"] / capacities(part)["1"] for part in parts)
+    lines.append([
+        f"{link}, figure 13, ChatBot: capacity of four replicas to one", "4.61", f"{own:.2f}", _off(own, 4.61, 4.61),
+        f"{auto:.2f}", _made("slos_serve.py", *(record[part]["provenance"] for part in parts)),
+    ])  # fmt: skip
+    return lines
+
+
+def _thesis_summary() -> list[list[str]]:
+    record, link = result("papers-thesis.json"), "[Thesis](#delacourts-thesis-dynamic-against-static-trees)"
+    made, theirs = _made("thesis.py", record["provenance"]), record["published_tokens_per_s"]["dynamic"]
+    lines = []
+    for size, printed in zip(("1", "2", "4", "8", "16", "32"), theirs, strict=True):
+        own, auto = (record["throughput"][size][name]["throughput"]["mean"] for name in ("dynamic", "ours"))
+        lines.append([
+            f"{link}, dynamic trees at batch {size}, tokens/s", str(printed), f"{own:.0f}",
+            _off(own, printed, printed), f"{auto:.0f}", made,
+        ])  # fmt: skip
+    own, auto = (record["targets"][name]["mean_tpot_ms"]["mean"] for name in ("Algorithm 2", "ours"))
+    lines.append([
+        f"{link}, Algorithm 2 at batch 4, time per token", "30.4 ms", f"{own:.1f} ms", _off(own, 30.4, 30.4),
+        f"{auto:.1f} ms", made,
+    ])  # fmt: skip
+    return lines
 
 
 @table
 def papers_summary() -> str:
-    adaserve, turbo, cells, slos, thesis = (
-        result(f"papers-{name}.json")
-        for name in ("adaserve", "turbospec", "turbospec-auto-cells", "slos-serve", "thesis")
-    )
-    errors = [value["all"] for value in adaserve["mean_absolute_error_of_attainment_points"].values()]
-    ours, theirs = (100 * adaserve["results"][n]["4.8"]["attainment"]["mean"] for n in ("auto", "adaserve"))
-    slower = {cell: auto_to_best(latencies)[1] for cell, latencies in cells_by_seed().items()}
-    better = [sum(value < 0 for (_, _, seed), value in slower.items() if seed == s) for s in (0, 1)]
-    summary = turbo["summary"]
-    gains = [slos[part]["capacity"]["ours"] / slos[part]["capacity"]["SLOs-Serve"] for part in PARTS]
-    at_32 = thesis["throughput"]["32"]
-    tokens = {name: at_32[name]["throughput"]["mean"] for name in ("ours", "dynamic", "static", "plain")}
-    lines = [
-        (
-            "[AdaServe](#adaserve-figures-8-and-9-llama-3-1-70b-with-a-1b-draft-four-a100), figures 8 and 9",
-            f"attained at 4.8 requests per second: `auto` {ours:.1f} %, AdaServe {theirs:.1f} %",
-            f"{min(errors):.1f} to {max(errors):.1f} points of attainment, by system",
-            _date(adaserve["provenance"]),
-        ),
-        (
-            "[TurboSpec](#turbospec-table-5-arxiv-2406-14066), table 5",
-            f"`auto` with chains against the best fixed length of each load: {min(slower.values()):+.1f} to "
-            f"{max(slower.values()):+.1f} % of latency, faster in {better[0]} and {better[1]} of 24 cells",
-            f"{100 * summary['draft rows']['median_error']:.0f} % (draft rows), "
-            f"{100 * summary['prompt lookup rows']['median_error']:.0f} % (prompt lookup), medians",
-            f"{_date(cells['provenance'])}; `TS` {_date(turbo['provenance'])}",
-        ),
-        (
-            "[SLOs-Serve](#slos-serve-capacity), capacity",
-            f"`auto` has {min(gains):.2f} to {max(gains):.2f} times the capacity of SLOs-Serve's policy",
-            "only ratios are published",
-            _date(slos["chatbot"]["provenance"]),
-        ),
-        (
-            "[Delacourt's thesis](#delacourts-thesis-dynamic-against-static-trees)",
-            f"tokens per second at batch 32: `auto` {tokens['ours']:.0f}, dynamic trees {tokens['dynamic']:.0f}, "
-            f"static {tokens['static']:.0f}, plain decoding {tokens['plain']:.0f}",
-            "its losses at batch 2 to 8 are not reproduced",
-            _date(thesis["provenance"]),
-        ),
-    ]
-    return markdown("paper | result here | error against published values | simulated on", lines)
+    lines = [*_adaserve_summary(), *_turbospec_summary(), *_slos_serve_summary(), *_thesis_summary()]
+    return markdown("experiment | published | reproduced | error | `auto` | made by, on", lines)

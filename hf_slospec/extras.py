@@ -21,6 +21,7 @@ MODULES = {
     "flash": ("flash_attn",),
     "gguf": ("gguf",),
     "metrics": ("prometheus_client",),
+    "otel": ("opentelemetry.sdk",),
     "plot": ("matplotlib",),
     "ray": (*SERVE, "ray"),
     "serve": SERVE,
@@ -35,8 +36,15 @@ def need(extra: str, what: str) -> None:
         extra: a key of :data:`MODULES`.
         what: the feature that needs the extra, for the message.
     """
-    if missing := [module for module in MODULES[extra] if importlib.util.find_spec(module) is None]:
+    if missing := [module for module in MODULES[extra] if not _is_installed(module)]:
         raise MissingExtraError(f"{what} needs {', '.join(missing)}; install with: {install_command(extra)}")
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package that it is in
+        return False
 
 
 def install_command(extra: str) -> str:

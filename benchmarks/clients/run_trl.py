@@ -113,13 +113,13 @@ def main() -> None:
         total = {name: sum(one[name] for one in rollouts) for name in ("rows", "equal_rows", "stale")}
         results.append({"way": way, "speedups by epoch": epochs, **total, "rollouts": rollouts})
         print(way, {**results[-1], "rollouts": len(rollouts)}, flush=True)
-    if options.json is not None:
-        facts = provenance(
-            model=Path(model).name, drafter=options.drafter, epochs=options.epochs, prompts=len(options.prompts),
-            completions=options.completions, tokens=options.tokens,
-        )  # fmt: skip
-        content = {"provenance": facts, "results": results}
-        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        if options.json is not None:
+            facts = provenance(
+                model=Path(model).name, drafter=options.drafter, epochs=options.epochs, prompts=len(options.prompts),
+                completions=options.completions, tokens=options.tokens,
+            )  # fmt: skip
+            content = {"provenance": facts, "results": results}
+            options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

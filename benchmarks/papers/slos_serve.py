@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,8 @@ from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab.comparison import Load
 from hf_slospec.lab.hardware import HARDWARE, lines
 from hf_slospec.lab.intervals import interval_of
-from hf_slospec.lab.outcomes import METRICS
+from hf_slospec.lab.outcomes import METRICS, Run
+from hf_slospec.lab.routers import OURS as GUARANTEES
 from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.systems import config_of, is_oracle
 from hf_slospec.lab.texts import TextModel
@@ -38,7 +39,10 @@ from hf_slospec.lab.workload import Job, arrivals, jobs_of, mix_of
 RESULTS = Path(__file__).parent.parent / "results" / "papers-slos-serve.json"
 ATTAINED = 0.9
 PRECISION = 1.08  # ratio of the two rates that are interpolated
+PAIRS = 2.7, 1.1  # mean and deviation of the prefill-decode pairs of a ToolLLM request (table 4)
+TIGHT_S = 0.05  # tight TPOT SLO (table 3)
 OURS, THEIRS = "auto", "slos-serve"
+SEQUENTIAL = "sequential"  # their router
 BOUND = "bound"  # no schedule attains more at any rate, see hf_slospec.lab.bounds
 BEST = "oracle, best"  # the oracle with the higher capacity, by seed
 SYSTEMS = {
@@ -51,6 +55,12 @@ SYSTEMS = {
     "oracle": "oracle",
     "oracle, larger chunk": 'oracle {{"prefill_chunk": 2048}}',
     "bound": BOUND,
+}
+# For ToolLLM the paper has no draft model. Without drafts, the policies are plain decoding, and the schedulers differ.
+WITHOUT_DRAFTS = {
+    **{name: SYSTEMS[name] for name in ("vLLM", "Sarathi, smaller", "Sarathi, larger")},
+    "SLOs-Serve": THEIRS + ' {{"policy": "none"}}',
+    "ours": OURS + ' {{"max_depth": 0}}',
 }
 ORACLES = ("oracle", "oracle, larger chunk")
 REFERENCES = (*ORACLES, BEST, "bound")
@@ -74,7 +84,12 @@ class Scenario:
     process: dict[str, str]  # arrival process by mix
     variation: float = 1.0  # coefficient of variation in a gamma process
     acceptance: float = 0.7
+    is_in_pairs: bool = False  # each request is several, one after the other: calls of tools, then the answer
     hardware: str = "opt-13b-a100"
+
+    def prompt_s(self, num_tokens: int) -> float:
+        """Return the prefill seconds of a prompt alone."""
+        return float(HARDWARES[self.hardware].target(num_tokens, 1, num_tokens))
 
     def load(self, rate: float, replicas: int, seed: int) -> Load:
         """Return ``rate`` requests per second and replica; lengths and texts are the same at all rates."""
@@ -84,18 +99,38 @@ class Scenario:
             times_rng, jobs_rng = (np.random.default_rng([seed, place, stream]) for stream in range(2))
             own_rate = rate * replicas / len(self.mixes)
             times_s = arrivals(self.process[mix], times_rng, own_rate, number, self.variation)
-            jobs += jobs_of(mix_of(mix), times_s, jobs_rng, lambda n: float(HARDWARES[self.hardware].target(n, 1, n)))
+            jobs += jobs_of(mix_of(mix), times_s, jobs_rng, self.prompt_s)
         jobs.sort(key=lambda job: job.arrival_s)
+        if self.is_in_pairs:
+            jobs = in_pairs(jobs, self.prompt_s, np.random.default_rng([seed, 98]))
         return Load.of(f"{rate:g}/s", jobs, TextModel(acceptance=self.acceptance), np.random.default_rng([seed, 99]))
 
 
+def in_pairs(jobs: Sequence[Job], prompt_s: Callable[[int], float], rng: np.random.Generator) -> list[Job]:
+    """Return the prefill-decode pairs of requests with tools; each arrives at the end of the one before it.
+
+    The given requests are the answers, with a loose TPOT SLO. The calls before them have the tight one. The time that
+    tools take is not published, and is 0 here.
+    """
+    pairs: list[Job] = []
+    for job in jobs:
+        number = max(round(rng.normal(*PAIRS)), 1)
+        calls = jobs_of(mix_of("toolllm"), np.zeros(number - 1), rng, prompt_s)
+        first = len(pairs)
+        for place, pair in enumerate([*(replace(call, tpot_slo_s=TIGHT_S) for call in calls), job]):
+            arrival_s, after = (0.0, first + place - 1) if place else (job.arrival_s, None)
+            pairs.append(replace(pair, arrival_s=arrival_s, after=after))
+    return pairs
+
+
 STABLE, BURSTY = "poisson", "on-off"
-PROCESS = {"chatbot": STABLE, "coder": BURSTY, "summarizer": STABLE}
+PROCESS = {"chatbot": STABLE, "coder": BURSTY, "summarizer": STABLE, "toolllm": BURSTY}
 SCENARIOS = {
     "chatbot": Scenario(("chatbot",), 400, (384, 512), PROCESS),
     "coder": Scenario(("coder",), 800, (128, 192), PROCESS),
     "summarizer": Scenario(("summarizer",), 400, (384, 512), PROCESS),
     "mixed": Scenario(("chatbot", "coder", "summarizer"), 480, (128, 192), PROCESS),
+    "toolllm": Scenario(("toolllm",), 300, (512, 756), PROCESS, is_in_pairs=True, hardware="llama-7b-a100"),
 }
 CODER, CHATBOT = replace(SCENARIOS["coder"], number=400), replace(SCENARIOS["chatbot"], number=200)
 SENSITIVITY = {
@@ -116,10 +151,22 @@ def attainment(system: str, scenario: Scenario, replicas: int, seed: int, rate: 
         assert replicas == 1, "bounds are those of one replica"
         bounds = bounds_of(load.jobs, load.library, hardware, (OURS, THEIRS, "vllm"))
         return float(bounds.attainment("slos-serve") or 0.0)
+    router = SEQUENTIAL if system.startswith(THEIRS) else GUARANTEES
     run = Simulation(
-        load.jobs, load.library, hardware, config_of(system), replicas=replicas, seed=seed, oracle=is_oracle(system)
-    ).run(system)
-    return float(run.summary(METRICS["slos-serve"])["attainment"])
+        load.jobs, load.library, hardware, config_of(system),
+        replicas=replicas, router=router, seed=seed, oracle=is_oracle(system),
+    ).run(system)  # fmt: skip
+    return attained_share(load.jobs, run)
+
+
+def attained_share(jobs: Sequence[Job], run: Run) -> float:
+    """Return the share of requests that attain all SLOs; one of several pairs has to attain those of every pair."""
+    first_of, has_attained = list[int](), dict[int, bool]()
+    for index, (job, outcome) in enumerate(zip(jobs, run.outcomes, strict=True)):
+        first_of.append(index if job.after is None else first_of[job.after])
+        attained = METRICS["slos-serve"](outcome)
+        has_attained[first_of[index]] = has_attained.get(first_of[index], True) and bool(attained)
+    return float(np.mean(list(has_attained.values())))
 
 
 def capacity(attained_at: Callable[[float], float], guess: float, factor: float) -> float:
@@ -150,10 +197,10 @@ Part = dict[str, Callable[..., Figures]]  # by system or number of replicas; tak
 
 def capacities(scenario: Scenario) -> Part:
     """Return the measurements of every system's capacity."""
-    small, large = scenario.chunks
+    systems, (small, large) = WITHOUT_DRAFTS if scenario.is_in_pairs else SYSTEMS, scenario.chunks
     return {
         name: partial(capacity_of, system.format(small=small, large=large), scenario, 1, 1.5)
-        for name, system in SYSTEMS.items()
+        for name, system in systems.items()
     }
 
 
@@ -201,7 +248,7 @@ def main(
         }
         found = resumed(tasks, workers, kept)
         runs = [{own: found[name, own, seed]["capacity"] for own in PARTS[name]} for seed in range(1, seeds + 1)]
-        is_compared = "ours" in PARTS[name]
+        is_compared = BOUND in PARTS[name]
         for run in runs if is_compared else ():
             run[BEST] = max(run[own] for own in ORACLES)
         intervals = {own: interval_of([run[own] for run in runs]) for own in runs[0]}

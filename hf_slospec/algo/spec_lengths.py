@@ -1,4 +1,4 @@
-"""Speculation lengths that meet TPOT SLOs (SLOs-Serve, arXiv 2504.08784, appendix D)."""
+"""Speculation lengths that meet TPOT SLOs (SLOs-Serve, arXiv 2504.08784, appendix D and Algorithm 2)."""
 
 from __future__ import annotations
 
@@ -32,14 +32,18 @@ def best_lengths(
 ) -> SpecLengths | None:
     """Return the chain lengths, one per tier, that allow the highest prefill rate (SLOs-Serve, appendix D).
 
-    Every step holds one chain of each decoding request, of the same length within a tier, and fills up with prompt
-    tokens. A chain of s tokens (1: plain decoding) commits Acc(s) = 1 + a + ... + a^(s-1) in expectation, so a step
-    may last up to tpot_slo * Acc(s). The tier with the smallest such bound limits the step. Given that limit, the
-    shortest chains are best for all others, so trying every tier and length as the limit finds the best lengths.
+    A step holds chains of one length per tier, and fills up with prompt tokens. A chain of s tokens (1: plain
+    decoding) commits Acc(s) = 1 + a + ... + a^(s-1) in expectation, so a step may last up to tpot_slo * Acc(s). The
+    tier with the smallest such bound limits the step. Given that limit, the shortest chains are best for all others, so
+    trying every tier and length as the limit finds the best lengths.
 
-    TPOT SLOs are met on average only, and every tier decodes in every step, even if it could skip some. [FIX] a step
-    may be shorter than its limit: where ``max_tokens`` or the curve keeps it from filling the limit, waiting gains
-    nothing.
+    Tiers that speculate, and requests without a TPOT SLO, take part in every step. A tier that decodes plainly takes
+    part with the tokens that are due before the step's end, earliest deadline first (Algorithm 2): one per TPOT SLO,
+    however short the steps are. All requests are due in the first step, which must hold them. [FIX] the printed
+    condition of Algorithm 2 takes tokens that are due later, until the step is full.
+
+    TPOT SLOs are met on average only where a tier speculates. [FIX] a step may be shorter than its limit: where
+    ``max_tokens`` or the curve keeps it from filling the limit, waiting gains nothing.
 
     Args:
         step_s: seconds of a step without drafting, by its tokens.
@@ -72,7 +76,10 @@ def best_lengths(
     tokens, seconds = tokens[: last.max()], seconds[: last.max()]
     is_step = (tokens >= np.maximum(loads, 1)[:, None]) & (tokens <= last[:, None])
     is_step &= (longest <= max_len)[:, None]  # Acc saturates at 1 / (1 - a)
-    rates = np.where(is_step, (tokens - loads[:, None]) / (seconds + draft_s[:, None]), -np.inf)
+    is_due = (lengths == 1) & np.isfinite(slos_s)  # [limits, tiers] takes part when it is due
+    loads, due = (lengths * ~is_due) @ num_decoding, is_due @ (num_decoding / slos_s)  # tokens per step, and per second
+    rates = (tokens - loads[:, None]) / (seconds + draft_s[:, None]) - due[:, None]
+    rates = np.where(is_step, np.maximum(rates, 0.0), -np.inf)  # at least 0 but for rounding
     rates = rates.max(axis=1, initial=-np.inf)
     best = int(np.argmax(rates))
     if rates[best] == -np.inf:

@@ -261,6 +261,8 @@ def _metrics(usage: dict[str, Any]) -> RequestMetrics:
         resumed=measured.get("resumed_tokens", 0),
         window_guarantee=measured.get("window_guarantee"),
         windows_kept=measured.get("windows_kept"),
+        e2e_slo_s=measured.get("slo_e2e"),
+        e2e_s=seconds(measured.get("e2e_latency_ms")),
     )
 
 

@@ -79,7 +79,11 @@ class CheckedPolicy(Policy):
 
     def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
         decisions = StepDecisions(self._step_of_policy(requests, begun_s, num_prefill_tokens))
-        candidates, plan = yield self._checked_plan(requests, decisions.plan())
+        planned = self._checked_plan(requests, decisions.plan())
+        candidates, plan = yield planned
+        if planned.decoding is not None:
+            chosen = set(planned.decoding)
+            requests = [request for request in requests if request in chosen]
         accepted, phases = yield self._checked_selection(requests, decisions.select(candidates, plan))
         decisions.observe(accepted, phases)
 
@@ -98,13 +102,21 @@ class CheckedPolicy(Policy):
                 f"policy.plan returned depth {plan.depth} and width {plan.width}, but a request has room for "
                 f"{self.max_nodes} nodes; raise max_depth or max_width in SLOSpecConfig, or plan less"
             )
+        if plan.decoding is not None:
+            plan = replace(plan, decoding=list(plan.decoding))
+            if not plan.decoding or not set(plan.decoding) <= set(requests):
+                raise InvalidInputError(
+                    f"policy.plan lets {len(plan.decoding or ())} requests decode, of which some are not in this step, "
+                    "or none; name in Plan.decoding at least one request, and only requests that it was given"
+                )
+            requests = plan.decoding
         if plan.drafting is None:
             return plan
         drafting = list(plan.drafting)
         if not set(drafting) <= set(requests):
             raise InvalidInputError(
                 "policy.plan drafts for requests that do not decode in this step; name in "
-                "Plan.drafting only requests that it was given"
+                "Plan.drafting only requests that it was given, and that Plan.decoding does not leave out"
             )
         if len(set(drafting)) < len(drafting):
             raise InvalidInputError("policy.plan drafts for a request twice; name each once in Plan.drafting")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -31,6 +31,8 @@ class Plan:
     min_confidence: float = 0.0  # stop drafting once every path holds a token that is less probable than this
     goes_on: Callable[[FloatArray], bool] | None = None  # see above; None: no such rule
     drafting: Sequence[Request] | None = None  # requests to draft for; None: all
+    depths: Mapping[Request, int] | None = None  # levels of single requests; drafters may draft all of ``depth``
+    decoding: Sequence[Request] | None = None  # requests that take part, the others sit the step out; None: all
 
 
 READ_CHUNK = 64  # tokens per chunk of a prompt whose logits are read, each of which costs as much as a verified node
@@ -302,7 +304,8 @@ class Policy:
         """Make the decisions of one step: yield a plan, then a selection, and learn from the outcome.
 
         The engine sends ``(candidates, plan)`` in reply to the plan and ``(accepted, phases)`` in reply to the
-        selection, as ``select`` and ``observe`` get them. If the step fails, it sends nothing more.
+        selection, as ``select`` and ``observe`` get them; of the requests in ``plan.decoding`` if that is given, in
+        their order in ``requests``. If the step fails, it sends nothing more.
         """
         candidates, plan = yield self.plan(requests, begun_s, num_prefill_tokens)
         accepted, phases = yield self.select(requests, candidates, plan)

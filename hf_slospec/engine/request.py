@@ -100,6 +100,7 @@ class RequestParams:
     encoded_for: Callable[[Any], Any] | None = None  # model -> what its decoder attends to of an encoder's outputs
     prompt_reader: PromptReader | None = None  # takes the prompt's logits; None: they are not needed
     may_draft: bool = True  # False: one token per step, whatever the policy plans
+    e2e_slo_s: float | None = None  # seconds from arrival to the last token
     grammar: Grammar | None = None  # what drafts follow, as the output does; None: the output is free
 
     @property
@@ -109,8 +110,9 @@ class RequestParams:
 
     @property
     def has_slo(self) -> bool:
-        """Return whether there is a TTFT SLO, or a TPOT SLO in any stage."""
-        return self.ttft_slo_s is not None or any(stage.tpot_slo_s is not None for stage in self.stages)
+        """Return whether there is a TTFT SLO, an E2E SLO, or a TPOT SLO in any stage."""
+        slos_s = self.ttft_slo_s, self.e2e_slo_s, *(stage.tpot_slo_s for stage in self.stages)
+        return any(slo_s is not None for slo_s in slos_s)
 
 
 @dataclass
@@ -127,9 +129,10 @@ class RequestKV:
 
 @dataclass
 class RequestStats:
-    """Times and counts of a request. :class:`Request` writes them; the scheduler counts preemptions."""
+    """Times and counts of a request. :class:`Request` writes them; the scheduler counts preemptions and entries."""
 
     arrived_s: float
+    entered_s: float | None = None  # when the request first got slots of K/V; None before, and in a static batch
     first_token_s: float | None = None
     last_token_s: float = 0.0
     num_resumed: int = 0  # new tokens that another engine had committed
@@ -202,9 +205,27 @@ class Request:
         return Drawing.SAMPLED if self.noise is None else Drawing.COUPLED
 
     @property
+    def stage(self) -> Stage:
+        """Current stage."""
+        return self.params.stages[self.stats.stage]
+
+    @property
     def tpot_slo_s(self) -> float | None:
-        """TPOT SLO of the current stage, in seconds; None: no SLO."""
-        return self.params.stages[self.stats.stage].tpot_slo_s
+        """Seconds per output token by which to serve the current stage; None: no SLO.
+
+        It is the stage's TPOT SLO or, if that is less, the time that the E2E SLO left when the stage began, for each of
+        the tokens that were left then. An E2E SLO with no time left then is missed, and no longer counts.
+        """
+        tpot_slo_s, begin = self.stage.tpot_slo_s, self.stats.stage_begin
+        if self.params.e2e_slo_s is None or begin is None:
+            return tpot_slo_s
+        begun_s, num_before = begin
+        num_left = self.params.max_new_tokens - num_before
+        left_s = self.stats.arrived_s + self.params.e2e_slo_s - begun_s
+        if left_s < LEAST_SLO_S * num_left or num_left <= 0:
+            return tpot_slo_s
+        per_token_s = left_s / num_left
+        return per_token_s if tpot_slo_s is None else min(tpot_slo_s, per_token_s)
 
     @property
     def is_best_effort(self) -> bool:
@@ -230,7 +251,7 @@ class Request:
     def num_left_in_stage(self) -> int:
         """Tokens to the end of the current stage, if its length is known, else of the request."""
         stages, current = self.params.stages, self.stats.stage
-        num_tokens = stages[current].num_tokens
+        num_tokens = self.stage.num_tokens
         if num_tokens is None or current + 1 == len(stages):  # no stage follows the last one
             return self.num_left
         return min(self.num_left, self._num_before_stage + num_tokens - self.num_emitted)
@@ -321,11 +342,11 @@ class Request:
 
         A window begins with the last token of a commit; those that begin with its other tokens end no later.
         """
-        stats = self.stats
+        stats, tpot_slo_s = self.stats, self.stage.tpot_slo_s
         while self.num_emitted - (begin := stats.commits[stats.first_open]).num_emitted >= WINDOW:
             stats.first_open += 1
-            if self.tpot_slo_s is not None:
-                stats.has_missed_window |= now_s - begin.at_s > WINDOW * self.tpot_slo_s
+            if tpot_slo_s is not None:
+                stats.has_missed_window |= now_s - begin.at_s > WINDOW * tpot_slo_s
 
     def _next_stage(self, now_s: float) -> None:
         self.stats.stage, self._num_before_stage, self._is_stage_over = self.stats.stage + 1, self.num_emitted, False
@@ -343,7 +364,7 @@ class Request:
     def has_open_guarantee(self) -> bool:
         """Return whether windows of ten tokens are guaranteed, none was missed, and one is open."""
         is_kept = self.window_guarantee is not None and not self.stats.has_missed_window
-        return is_kept and self.tpot_slo_s is not None and bool(self.stats.commits)
+        return is_kept and self.stage.tpot_slo_s is not None and bool(self.stats.commits)
 
     def tightest_window(self, now_s: float, token_s: float) -> tuple[float, int]:
         """Return seconds and tokens since the beginning of the open window that is furthest behind a pace.
@@ -367,7 +388,7 @@ class Request:
 
     def _is_late(self, now_s: float) -> bool:
         elapsed_s, emitted = self.decoded(now_s)
-        return is_attained(elapsed_s / emitted if emitted else None, self.tpot_slo_s) is False
+        return is_attained(elapsed_s / emitted if emitted else None, self.stage.tpot_slo_s) is False
 
     def end(self, error: BaseException | None) -> None:
         """End the request early, as failed with an error or, without one, as cancelled."""
@@ -383,11 +404,13 @@ class Request:
         first_s = stats.last_token_s if stats.first_token_s is None else stats.first_token_s
         measured_s = tpot_s(first_s, stats.last_token_s, self.num_emitted)
         elapsed_s, emitted = self.decoded(stats.last_token_s)
-        ttft_s = first_s - stats.arrived_s
+        ttft_s, e2e_s = first_s - stats.arrived_s, stats.last_token_s - stats.arrived_s
+        tpot_slo_s = self.stage.tpot_slo_s
         is_late = stats.has_missed or self._is_late(stats.last_token_s)
         is_late |= params.ttft_slo_s is not None and ttft_s > params.ttft_slo_s
+        is_late |= params.e2e_slo_s is not None and e2e_s > params.e2e_slo_s
         return RequestMetrics(
-            tpot_slo_s=self.tpot_slo_s,
+            tpot_slo_s=tpot_slo_s,
             tpot_s=measured_s,
             ttft_s=ttft_s if has_begun else None,
             attained=not is_late if params.has_slo and has_begun else None,
@@ -395,7 +418,7 @@ class Request:
             steps=stats.num_steps,
             drafted=stats.num_drafted,
             accepted=stats.num_accepted,
-            slack_s=None if self.tpot_slo_s is None else self.tpot_slo_s * emitted - elapsed_s,
+            slack_s=None if tpot_slo_s is None else tpot_slo_s * emitted - elapsed_s,
             worst_tpot_s=worst_tpot_s([(commit.num_emitted, commit.at_s) for commit in stats.commits]),
             expected_tokens=stats.expected_tokens,
             phases=stats.phases,
@@ -406,6 +429,8 @@ class Request:
             resumed=stats.num_resumed,
             window_guarantee=self.window_guarantee,
             windows_kept=self._has_kept_windows(),
+            e2e_slo_s=params.e2e_slo_s,
+            e2e_s=e2e_s if has_begun else None,
         )
 
     def _has_kept_windows(self) -> bool | None:
@@ -421,7 +446,7 @@ class RequestMetrics:
     tpot_slo_s: float | None  # seconds per output token in the last stage; None: no SLO
     tpot_s: float | None  # seconds, (last - first token) / (tokens - 1); None for fewer than two tokens
     ttft_s: float | None  # seconds from arrival to the first token; None before it
-    attained: bool | None  # TPOT SLOs of every stage and the TTFT SLO were met; None without an SLO or a token
+    attained: bool | None  # TPOT SLOs of every stage, TTFT and E2E SLOs were met; None without an SLO or a token
     tokens: int  # committed, the first one included
     steps: int  # verify steps after the prefill
     drafted: int  # draft tokens verified: nodes of all verified trees, roots not counted
@@ -437,6 +462,8 @@ class RequestMetrics:
     resumed: int = 0  # tokens that another engine had committed before this one resumed the request
     window_guarantee: float | None = None  # probability with which windows_kept was guaranteed; None: it was not
     windows_kept: bool | None = None  # every window of 10 tokens met the TPOT SLO of its stage; None without an SLO
+    e2e_slo_s: float | None = None  # seconds from arrival to the last token
+    e2e_s: float | None = None  # seconds from arrival to the latest token; None before the first
 
     @property
     def acceptance_length(self) -> float | None:

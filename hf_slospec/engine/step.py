@@ -64,7 +64,9 @@ class Engine(Generic[S]):
         self._reuse()
         schedule = self.scheduler.schedule(watch.begun_s)
         decisions = StepDecisions(self._policy_step(schedule, watch.begun_s))
-        plan = self._in_force(decisions.plan(), schedule, watch)
+        planned = decisions.plan()
+        schedule = _taking_part(schedule, planned)
+        plan = self._in_force(planned, schedule, watch)
         candidates, num_catch_up = self._draft(schedule, plan, watch)
         selection = self._with_roots(decisions.select(candidates, plan), schedule, watch)
         self._check((*candidates, *selection.trees))
@@ -266,6 +268,14 @@ def _without_decoding() -> PolicyStep:
     """Make the decisions of a step that only prefills."""
     yield Plan(0, 1)
     yield Selection.of_roots([])
+
+
+def _taking_part(schedule: Schedule, plan: Plan) -> Schedule:
+    """Return the schedule without the decoding requests that sit the step out by the plan."""
+    if plan.decoding is None:
+        return schedule
+    chosen = set(plan.decoding)
+    return replace(schedule, decoding=[request for request in schedule.decoding if request in chosen])
 
 
 def _drafting(schedule: Schedule, plan: Plan) -> Sequence[Request]:

@@ -232,13 +232,13 @@ class StepCosts:
 
     def draft_s(
         self,
-        num_requests: int,
+        num_requests: IntArray | int,
         depth: IntArray | int,
         width: IntArray | int,
-        num_keys: int = 0,
+        num_keys: IntArray | int = 0,
         num_catch_up: FloatArray | float | None = None,
     ) -> FloatArray:
-        """Return the seconds of drafting; depths and widths may be arrays that broadcast.
+        """Return the seconds of drafting; counts, depths and widths may be arrays that broadcast.
 
         The first level forwards the committed tokens that the draft has not processed yet, each further level a beam
         of every request.
@@ -246,10 +246,9 @@ class StepCosts:
         Args:
             num_catch_up: tokens of the first level; None: as many as recent steps committed.
         """
-        if num_catch_up is None:
-            num_catch_up = num_requests * self.recent.tokens
+        catch_up: Any = num_requests * self.recent.tokens if num_catch_up is None else num_catch_up
         depths, widths = np.asarray(depth), np.asarray(width)
-        profiled_s = _levels_s(self.draft_level, num_requests, depths, widths, num_keys, num_catch_up)
+        profiled_s = _levels_s(self.draft_level, num_requests, depths, widths, num_keys, catch_up)
         return self._draft_correction(np.where(depths > 0, profiled_s, 0.0))
 
     def draft_at(self, num_requests: int, depth: int, width: int, num_keys: int, num_catch_up: float) -> float:
@@ -382,7 +381,7 @@ class StepCosts:
 
 
 def _levels_s(
-    cost: Callable[..., Seconds], num_requests: int, depth: Any, width: Any, num_keys: int, num_catch_up: Count
+    cost: Callable[..., Seconds], num_requests: Any, depth: Any, width: Any, num_keys: Count, num_catch_up: Count
 ) -> Seconds:
     """Return the profiled seconds of ``depth`` draft levels, at least one; ``cost`` takes arrays or numbers."""
     first_s, level_s = cost(num_catch_up, num_requests, num_keys), cost(num_requests * width, num_requests, num_keys)

@@ -73,7 +73,8 @@ class Bounds:
         library: the texts of the requests, in order.
 
     Raises:
-        InvalidInputError: the numbers of texts and requests differ, or a limit is out of its range.
+        InvalidInputError: the numbers of texts and requests differ, a request follows another, or a limit is out of its
+            range.
     """
 
     def __init__(
@@ -83,6 +84,8 @@ class Bounds:
             raise InvalidInputError(
                 f"every request needs a text, got {len(jobs)} requests, {len(library.lengths)} texts"
             )
+        if any(job.after is not None for job in jobs):
+            raise InvalidInputError("arrivals of requests that follow others depend on the schedule; leave them out")
         if max_depth < 0 or max_width < 1 or max_batch < 1:
             raise InvalidInputError(
                 "max_depth must be at least 0, max_width and max_batch at least 1, "

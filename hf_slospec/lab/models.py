@@ -96,11 +96,18 @@ class SimulatedDrafter(Drafter):
         self._num_cached: dict[Request, int] = {}  # tokens whose K/V the draft holds
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> Sequence[TokenTree]:
-        """Advance the clock by the forwards of all draft levels.  -> one candidate tree per request"""
-        num_requests, num_keys = len(requests), sum(len(request.tokens) for request in requests)
-        num_uncached = num_keys - sum(self._num_cached.get(request, 0) for request in requests)
+        """Advance the clock by the forwards of all draft levels.  -> one candidate tree per request
+
+        A request leaves the draft's batch after its last level by ``plan.depths``, and once each of its paths holds a
+        token that is less probable than ``plan.min_confidence``. Real drafters draft all levels for all requests.
+        """
+        num_requests, keys = len(requests), np.array([len(request.tokens) for request in requests])
+        num_uncached = int(keys.sum()) - sum(self._num_cached.get(request, 0) for request in requests)
         self._num_cached.update((request, len(request.tokens)) for request in requests)
-        seconds = float(self.hardware.draft(num_uncached, num_requests, num_keys))
+        seconds = float(self.hardware.draft(num_uncached, num_requests, keys.sum()))
+        limits = np.array([(plan.depths or {}).get(request, plan.depth) for request in requests])
+        num_levels = np.ones(num_requests, dtype=np.int64)
+        is_drafting: BoolArray = num_levels > 0
         levels = [self._expand(requests, None, 0, plan.width)]
         for depth in range(1, plan.depth):  # with the stopping rules of the real drafters
             path_probs = levels[-1].path_probs
@@ -108,12 +115,20 @@ class SimulatedDrafter(Drafter):
                 break
             if plan.goes_on is not None and not plan.goes_on(path_probs):
                 break
-            if plan.min_confidence and not (levels[-1].min_probs > plan.min_confidence).any():
+            is_drafting = is_drafting & (limits > depth)
+            if plan.min_confidence:
+                is_drafting &= (levels[-1].min_probs > plan.min_confidence).any(axis=1)
+            if not is_drafting.any():
                 break
-            seconds += float(self.hardware.draft(levels[-1].tokens.size, num_requests, num_keys))
+            num_drafting = int(is_drafting.sum())
+            num_tokens = num_drafting * levels[-1].tokens.shape[1]
+            seconds += float(self.hardware.draft(num_tokens, num_drafting, keys[is_drafting].sum()))
             levels.append(self._expand(requests, levels[-1], depth, plan.width))
+            num_levels += is_drafting
         self.clock.now_s += seconds + self.hardware.drafting_request_s * num_requests
-        trees = self._trees(requests, levels)
+        trees = [
+            tree.up_to(depth) for tree, depth in zip(self._trees(requests, levels), num_levels.tolist(), strict=True)
+        ]
         if self.library.matched == 1.0:
             return trees
         is_matched = self._rng.random(len(requests)) < self.library.matched  # as if prompt lookup had a match

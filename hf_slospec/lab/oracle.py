@@ -1,18 +1,22 @@
-"""Oracle policy, which knows the target's texts and verifies only nodes that will be accepted."""
+"""Oracle policies, which know the target's texts and verify only nodes that will be accepted."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from hf_slospec.algo.tree import ROOT, IntArray, TokenTree
+from hf_slospec.algo.tree import ROOT, Forest, IntArray, TokenTree
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.protocols import Plan, Policy, Selection
 from hf_slospec.engine.request import Request
+from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.lab.hardware import Hardware
 from hf_slospec.lab.models import SimulatedDrafter, VirtualClock
 from hf_slospec.lab.texts import Library
+from hf_slospec.policies.adaserve import AdaServePolicy
+from hf_slospec.policies.adaserve_selection import count_until, expected_tokens
 from hf_slospec.policies.limits import max_useful_depth
 
 
@@ -42,7 +46,8 @@ class OraclePolicy(Policy):
         """Return the best plan of one width, and its committed tokens per second."""
         num_requests, num_keys = len(requests), sum(len(request.tokens) for request in requests)
         trees = self._trial.draft(requests, Plan(max_depth, width))
-        hits = np.array([len(self._correct(*pair)) - 1 for pair in zip(requests, trees, strict=True)])
+        pairs = zip(requests, trees, strict=True)
+        hits = np.array([len(accepted_nodes(self.library, *pair)) - 1 for pair in pairs])
         drafting = [request for request, hit in zip(requests, hits.tolist(), strict=True) if hit]
         if not drafting:
             return num_requests / float(self.costs.verify_s(num_requests, num_requests, num_keys)), Plan(0, 1)
@@ -59,16 +64,71 @@ class OraclePolicy(Policy):
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
         """Return the candidates that will be accepted."""
-        trees = [tree.subtree(self._correct(request, tree)) for request, tree in zip(requests, candidates, strict=True)]
+        pairs = zip(requests, candidates, strict=True)
+        trees = [tree.subtree(accepted_nodes(self.library, request, tree)) for request, tree in pairs]
         return Selection(trees, [float(tree.num_nodes) for tree in trees])
 
-    def _correct(self, request: Request, tree: TokenTree) -> IntArray:
-        """Return the nodes that will be accepted, the root first.  -> [num_accepted + 1] int64"""
-        nodes = [ROOT]
-        while len(nodes) < request.num_left:
-            position = request.num_emitted + len(nodes) - 1
-            child = tree.child(nodes[-1], self.library.token(request.index, position))
-            if child is None:
-                break
-            nodes.append(child)
-        return np.array(nodes)
+
+class AdaServeOraclePolicy(AdaServePolicy):
+    """AdaServe's policy with true path probabilities: 1 for nodes that will be accepted and 0 for all others.
+
+    With these the paper's Algorithm 1 is optimal: as many tokens as the budget yields, after what every request
+    requires. Trees are drafted as by AdaServe. A request that requires more than its candidate tree holds gets all that
+    will be accepted. Where Algorithm 1 returns INVALID, as the budget does not suffice for all, Algorithm 2 selects.
+    """
+
+    def __init__(self, library: Library, config: SLOSpecConfig, costs: StepCosts):
+        super().__init__(config, costs)
+        self.library = library
+
+    def _nodes(
+        self, requests: Sequence[Request], candidates: Sequence[TokenTree], required: Sequence[float]
+    ) -> list[IntArray]:
+        trees = [self._with_true_probs(*pair) for pair in zip(requests, candidates, strict=True)]
+        attainable = [min(needed, tree.path_probs.sum()) for needed, tree in zip(required, trees, strict=True)]
+        nodes = optimal_nodes(trees, attainable, self.budget)
+        return super()._nodes(requests, trees, attainable) if nodes is None else nodes
+
+    def _with_true_probs(self, request: Request, tree: TokenTree) -> TokenTree:
+        is_accepted = np.zeros(tree.num_nodes)
+        is_accepted[accepted_nodes(self.library, request, tree)] = 1.0
+        return replace(tree, path_probs=is_accepted)
+
+
+def accepted_nodes(library: Library, request: Request, tree: TokenTree) -> IntArray:
+    """Return the nodes that will be accepted, the root first.  -> [num_accepted + 1] int64"""
+    nodes = [ROOT]
+    while len(nodes) < request.num_left:
+        position = request.num_emitted + len(nodes) - 1
+        child = tree.child(nodes[-1], library.token(request.index, position))
+        if child is None:
+            break
+        nodes.append(child)
+    return np.array(nodes)
+
+
+def optimal_nodes(trees: Sequence[TokenTree], required: Sequence[float], budget: int) -> list[IntArray] | None:
+    """Return the nodes with most expected tokens such that every A(r) is met; None if that is impossible.
+
+    This is AdaServe's Algorithm 1, which is optimal if path probabilities are true.
+    [FIX] roots are charged to the budget, exhausted trees are infeasible, and the last node may not overspend.
+
+    Args:
+        trees: one candidate tree per request.
+        required: A(r) per request.
+        budget: maximum number of verified nodes, roots included.
+    """
+    forest = Forest.of(trees)
+    ranked = forest.canonical(forest.path_probs)
+    tree_of, path_probs = forest.tree_of[ranked], forest.path_probs[ranked]
+    left = budget - len(trees)
+    is_taken = np.zeros(len(ranked), dtype=np.bool_)
+    for request, needed in enumerate(required):
+        indices = np.flatnonzero(tree_of == request)
+        count = count_until(needed, path_probs[indices], len(indices))
+        is_taken[indices[:count]] = True
+        left -= count
+        if left < 0 or expected_tokens(path_probs[indices[:count]])[-1] < needed:
+            return None
+    is_taken[np.flatnonzero(~is_taken)[:left]] = True
+    return forest.nodes(ranked[is_taken])

@@ -35,6 +35,7 @@ class Choice:
 
 
 Router = Callable[[Arrival], Choice]
+MAX_HOPS = 3  # from one replica to the next; the paper, with up to four replicas, does not say
 WITHOUT_SLO = Need(0, 0)  # goes to the replica with the fewest unfinished requests, then the least prefill
 
 
@@ -44,6 +45,24 @@ def by_guarantees(arrival: Arrival) -> Choice:
         return Choice(ranked(arrival.loads, WITHOUT_SLO)[0])
     order = ranked(arrival.loads, arrival.need)
     return Choice(next(index for index in order if index not in arrival.refused_by), may_refuse=True)
+
+
+def sequential(max_hops: int = MAX_HOPS) -> Router:
+    """Return SLOs-Serve's router: each replica in turn, and from one that refuses a request to the next.
+
+    A request that has moved on ``max_hops`` times, or that all have refused, stays at the last one as best effort.
+    """
+    number = itertools.count()
+
+    def choose(arrival: Arrival) -> Choice:
+        if not arrival.refused_by:
+            return Choice(next(number) % len(arrival.loads), may_refuse=arrival.need.has_slo)
+        last = arrival.refused_by[-1]
+        if len(arrival.refused_by) > min(max_hops, len(arrival.loads) - 1):
+            return Choice(last)
+        return Choice((last + 1) % len(arrival.loads), may_refuse=True)
+
+    return choose
 
 
 def by_full_knowledge(arrival: Arrival) -> Choice:
@@ -105,6 +124,7 @@ ROUTERS: dict[str, Callable[[int], Router]] = {  # functions of a seed
     "shortest-queue": lambda seed: lambda arrival: Choice(shortest_queue(arrival.loads)),
     "power-of-two": _power_of_two,
     "round-robin": _round_robin,
+    "sequential": lambda seed: sequential(),
     "oracle": lambda seed: by_full_knowledge,
 }
 

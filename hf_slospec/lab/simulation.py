@@ -6,7 +6,7 @@ import heapq
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hf_slospec.algo.replica_ranking import Need, ReplicaLoad
 from hf_slospec.assembly import Parts, continuous_engine, limits_of
@@ -18,12 +18,13 @@ from hf_slospec.engine.scheduling.load import load_of, need_of
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab.hardware import Hardware
 from hf_slospec.lab.models import SimulatedDrafter, SimulatedTarget, VirtualClock
-from hf_slospec.lab.oracle import OraclePolicy
+from hf_slospec.lab.oracle import AdaServeOraclePolicy, OraclePolicy
 from hf_slospec.lab.outcomes import Outcome, Run, Totals
 from hf_slospec.lab.routers import OURS, Arrival, router_of
 from hf_slospec.lab.texts import Library
 from hf_slospec.lab.workload import MAX_TIME_S, Job
 from hf_slospec.policies import max_nodes_per_request, new_policy
+from hf_slospec.policies.adaserve import AdaServePolicy
 from hf_slospec.policies.auto import SpeculationHistory
 
 MAX_REPLICAS = 1000
@@ -69,9 +70,12 @@ class Replica:
             kv_tokens, draft_slots = hardware.kv_tokens, int(hardware.draft_kv_share * hardware.kv_tokens)
         limits = limits_of(config, kv_tokens, max_nodes, draft_slots)
         policy: Policy
-        if oracle:
+        if oracle and config.policy == AdaServePolicy.name:
+            policy = AdaServeOraclePolicy(library, config, costs)
+        elif oracle:
             policy = OraclePolicy(library, config, hardware, seed)
         else:  # tokens are ranks, so every id is known
+            config = config.model_copy(update={"kv_tokens": kv_tokens})
             policy = new_policy(config, costs, SpeculationHistory(config), make_policy, sys.maxsize)
         target = SimulatedTarget(library, hardware, self.clock)
         drafter = SimulatedDrafter(library, hardware, self.clock, seed)
@@ -143,7 +147,7 @@ class Simulation:
     Args:
         library: the texts of the requests, in order.
         router: one of :data:`~hf_slospec.lab.routers.ROUTERS`, for several replicas.
-        oracle: use the oracle policy in place of the config's policy.
+        oracle: use an oracle in place of the config's policy, with AdaServe's Algorithm 1 if that is ``adaserve``.
         make_policy: makes a custom policy in place of the config's; its plans are limited by the config's
             ``max_depth`` and ``max_width``.
         new_clock: makes the clock of a replica, for example of a machine whose speed changes.
@@ -197,6 +201,14 @@ class Simulation:
                     f"but the hardware has {limits.kv_tokens}; raise kv_tokens or shorten the request"
                 )
         self._router = router_of(router, seed)
+        self._followers: dict[int, list[int]] = {}  # requests that arrive after the end of another, by the other
+        for index, job in enumerate(jobs):
+            if job.after is not None:
+                if not 0 <= job.after < index:
+                    raise InvalidInputError(
+                        f"request {index} follows request {job.after}; a request can only follow one before it"
+                    )
+                self._followers.setdefault(job.after, []).append(index)
         self._requests = [_RoutedRequest(_request(index, job), job) for index, job in enumerate(jobs)]
 
     def run(self, system: str = "", on_end: Callable[[], object] = lambda: None) -> Run:
@@ -206,9 +218,10 @@ class Simulation:
             system: name of the result.
             on_end: called after each finished request.
         """
-        arrivals = [(routed.job.arrival_s, routed.request.index) for routed in self._requests]
+        jobs = [routed.job for routed in self._requests]
+        arrivals = [(job.arrival_s, index) for index, job in enumerate(jobs) if job.after is None]
         heapq.heapify(arrivals)
-        totals, num_left = Totals(), len(arrivals)
+        totals, num_left = Totals(), len(jobs)
         while num_left:
             busy = [replica for replica in self.replicas if replica.is_busy]
             now_s = min((replica.clock.now_s for replica in busy), default=math.inf)
@@ -228,13 +241,22 @@ class Simulation:
                 routed = self._requests[part.index]
                 if routed.decode_begun_s is None:
                     routed.decode_begun_s = event.begun_s
-            num_ended = sum(self._requests[part.index].request.is_finished for part in event.requests)
-            num_left -= num_ended
-            for _ in range(num_ended):
+            ended = [part.index for part in event.requests if self._requests[part.index].request.is_finished]
+            num_left -= len(ended)
+            for index in ended:
+                for follower in self._followers.get(index, ()):
+                    heapq.heappush(arrivals, (self._follow(follower, replica.clock.now_s), follower))
                 on_end()
         outcomes = tuple(routed.outcome() for routed in self._requests)
         requests = [routed.request for routed in self._requests]
         return Run(system, outcomes, totals, sum(r.params.has_slo and not r.is_guaranteed for r in requests))
+
+    def _follow(self, index: int, ended_s: float) -> float:
+        """Return the arrival time of a request that follows one that ended at ``ended_s``, and note it."""
+        job = self._requests[index].job
+        job = replace(job, arrival_s=ended_s + job.arrival_s)
+        self._requests[index] = _RoutedRequest(_request(index, job), job)
+        return job.arrival_s
 
     def _raise_errors(self, event: StepEvent) -> None:
         """Raise the error that the engine recorded for a request; in a simulation it can only be an interrupt."""

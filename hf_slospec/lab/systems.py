@@ -12,12 +12,13 @@ from hf_slospec.errors import InvalidInputError, describe_validation_error
 
 UNCHUNKED: dict[str, Any] = dict(admission="fcfs", prefill="first", prefill_chunk=8192, max_batch=256)
 CHUNKED: dict[str, Any] = dict(admission="fcfs", prefill="chunked", prefill_chunk=2048, max_batch=256)
+# B = 256 reproduces the paper's figure 8 under the simulator's latencies; the artifact has 512, see docs/papers.md.
 ADASERVE: dict[str, Any] = dict(
     policy="adaserve", max_depth=8, max_width=3, token_budget=256, draft_budget=96,
     admission="fcfs", prefill="first", prefill_chunk=1024, max_batch=64,
 )  # fmt: skip
 
-ORACLE = "oracle"  # its policy needs the texts, so the config cannot name it
+ORACLE, ADASERVE_ORACLE = "oracle", "adaserve-oracle"  # their policies need the texts, so no config can name them
 SYSTEMS: dict[str, dict[str, Any]] = {
     "auto": {},
     ORACLE: {},
@@ -30,6 +31,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "vllm-adaptive": dict(policy="vllm-adaptive", max_depth=7, max_width=1, **UNCHUNKED),
     "sarathi": dict(policy="none", **CHUNKED),
     "adaserve": ADASERVE,
+    ADASERVE_ORACLE: ADASERVE,
     "smartspec": dict(policy="smartspec", max_depth=8, max_width=1, **UNCHUNKED),
     "turbospec": dict(policy="turbospec", max_depth=8, max_width=1, **UNCHUNKED),
     "adaspec": dict(policy="adaspec", max_depth=8, max_width=1, **UNCHUNKED),
@@ -60,5 +62,5 @@ def config_of(system: str) -> SLOSpecConfig:
 
 
 def is_oracle(system: str) -> bool:
-    """Return whether the system is the oracle, with or without other settings."""
-    return system.partition("{")[0].strip() == ORACLE
+    """Return whether the system is an oracle, with or without other settings."""
+    return system.partition("{")[0].strip() in (ORACLE, ADASERVE_ORACLE)

@@ -25,6 +25,7 @@ class Job:
     priority: int = 0
     max_new_tokens: int | None = None  # limit that the scheduler knows; None: output_tokens
     is_sampled: bool = True  # the text was sampled, like synthetic texts, not decoded greedily
+    after: int | None = None  # index of a request; this one arrives ``arrival_s`` seconds after its end
 
     @property
     def max_output_tokens(self) -> int:

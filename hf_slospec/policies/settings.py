@@ -35,7 +35,8 @@ class PolicySettings(BaseModel):
         ge=1,
         le=MAX_COUNT,
         description="Token budget: maximum nodes verified per step, over all requests, roots included (B and B1). "
-        "None: as many as cost up to four times a single token's step, by measurement.",
+        "None: by measured step times: auto and slos-serve up to four times a single token's step, adaserve and the "
+        "thesis' policies the ridge of the roofline, where a step turns from memory-bound to compute-bound.",
     )
     draft_budget: int = Field(
         96, ge=1, le=MAX_COUNT, description="Maximum draft tokens per level over all requests (B2); bounds the width."

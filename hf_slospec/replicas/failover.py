@@ -19,12 +19,14 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from hf_slospec.algo.replica_ranking import Need
-from hf_slospec.engine.request import FinishReason, Progress, Request, RequestMetrics, RequestParams
+from hf_slospec.engine.request import FinishReason, Progress, Request, RequestMetrics, RequestParams, Stage
+from hf_slospec.engine.scheduling.guarantees import first_token_slo_s, tightest_tpot_slo_s
 from hf_slospec.errors import NotRunningError, QueueFull, RequestCancelledError
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.replicas.messages import Broken, Declined, Description, Failed, Offer, Taken, ToReplica, Update
 from hf_slospec.serving.openai.engine import Order
 from hf_slospec.serving.openai.work import Work
+from hf_slospec.serving.telemetry import with_labels
 
 logger = logging.getLogger("ray.serve")
 FAULTS = (RayError, RayServeException, StopAsyncIteration)  # a replica died, or there is none
@@ -69,10 +71,13 @@ class ReplicatedEngine:
         return decoding
 
     def _need(self, order: Order) -> Need:
-        arguments, prompt_len = order.arguments, len(order.prompt)
-        tpot_slo_s, ttft_slo_s = (arguments.get(name) or math.inf for name in ("slo_tpot", "slo_ttft"))
-        kv_tokens = prompt_len + arguments["max_new_tokens"] + self._max_nodes
-        return Need(prompt_len, kv_tokens, tpot_slo_s, ttft_slo_s)
+        arguments = order.arguments
+        params = RequestParams(
+            order.prompt, arguments["max_new_tokens"], (Stage(arguments.get("slo_tpot")),), arguments.get("slo_ttft"),
+            e2e_slo_s=arguments.get("slo_e2e"),
+        )  # fmt: skip
+        request, kv_tokens = Request(0, params), params.max_len + self._max_nodes
+        return Need(request.prompt_len, kv_tokens, tightest_tpot_slo_s(request), first_token_slo_s(request))
 
     async def families(self, prefix: str) -> list[Any]:
         """Return the metric families of all replicas, their samples labelled with the replica."""
@@ -267,11 +272,9 @@ def merged(families: dict[str, list[Any]]) -> list[Any]:
     """Return the metric families of replicas as one list, their samples labelled with the replica."""
     by_name: dict[str, Any] = {}
     for replica, of_replica in families.items():
-        for family in of_replica:
-            samples = [sample._replace(labels=sample.labels | {"replica": replica}) for sample in family.samples]
+        for family in with_labels(of_replica, replica=replica):
             if family.name in by_name:
-                by_name[family.name].samples += samples
+                by_name[family.name].samples += family.samples
             else:
-                family.samples = samples
                 by_name[family.name] = family
     return list(by_name.values())

@@ -175,6 +175,7 @@ class SLOSpecGenerator:
         images: Sequence[Any] | None = None,
         slo_tpot: SLOTpot = None,
         slo_ttft: float | None = None,
+        slo_e2e: float | None = None,
         priority: int = 0,
         best_effort: bool = False,
         speculative: bool = True,
@@ -199,6 +200,8 @@ class SLOSpecGenerator:
                 in their content; with token ids, pass the processor's tensors (``pixel_values``, ...) as ``kwargs``.
             slo_tpot: seconds per output token, or a list of :class:`SLOStage`; None: no SLO.
             slo_ttft: seconds from now to the first token.
+            slo_e2e: seconds from now to the last token. The time that is left is shared among the tokens that are left,
+                ``max_new_tokens`` in all.
             priority: requests with a lower number are guaranteed, and served, first, as with vLLM.
             best_effort: use leftover budget only, without a guarantee.
             speculative: False decodes this request one token per step; the output is the same.
@@ -224,9 +227,9 @@ class SLOSpecGenerator:
                 are not disturbed.
         """
         options = SubmitOptions.of(
-            slo_ttft=slo_ttft, priority=priority, best_effort=best_effort, seed=seed, block=bool(block),
-            speculative=speculative, timeout=timeout, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
-            cache_salt=cache_salt, must_guarantee=must_guarantee, resume=resume,
+            slo_ttft=slo_ttft, slo_e2e=slo_e2e, priority=priority, best_effort=best_effort, seed=seed,
+            block=bool(block), speculative=speculative, timeout=timeout, logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs, cache_salt=cache_salt, must_guarantee=must_guarantee, resume=resume,
         )  # fmt: skip
         return self._service.submit(prompt, slo_tpot, options, kwargs, images)
 

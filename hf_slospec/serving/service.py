@@ -277,8 +277,9 @@ class BatchingService:
                 f"{self.limits.kv_tokens}; lower max_new_tokens or raise SLOSpecConfig(kv_tokens=...)"
             )
         return replace(
-            params, ttft_slo_s=options.slo_ttft, priority=options.priority, is_best_effort=options.best_effort,
-            must_guarantee=options.must_guarantee, cache_salt=options.cache_salt, may_draft=options.speculative,
+            params, ttft_slo_s=options.slo_ttft, e2e_slo_s=options.slo_e2e, priority=options.priority,
+            is_best_effort=options.best_effort, must_guarantee=options.must_guarantee, cache_salt=options.cache_salt,
+            may_draft=options.speculative,
         )  # fmt: skip
 
     @property

@@ -46,6 +46,7 @@ class SubmitOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     slo_ttft: float | None = Field(None, ge=LEAST_SLO_S)  # seconds
+    slo_e2e: float | None = Field(None, ge=LEAST_SLO_S)  # seconds
     priority: int = 0
     best_effort: bool = False
     speculative: bool = True
@@ -58,7 +59,7 @@ class SubmitOptions(BaseModel):
     logprobs: int | None = Field(None, ge=0)  # most probable tokens at each position, beside the token itself
     prompt_logprobs: int | None = Field(None, ge=0)  # the same for the prompt's positions
 
-    @field_validator("slo_ttft", "timeout", mode="before")
+    @field_validator("slo_ttft", "slo_e2e", "timeout", mode="before")
     @classmethod
     def _is_no_bool(cls, value: Any) -> Any:
         if isinstance(value, bool):
@@ -69,6 +70,13 @@ class SubmitOptions(BaseModel):
     def _fit_together(self) -> SubmitOptions:
         if self.must_guarantee and self.best_effort:
             raise PydanticCustomError(IMPOSSIBLE, "must_guarantee and best_effort exclude each other; leave one out")
+        if self.slo_e2e is not None and self.slo_ttft is not None and self.slo_e2e <= self.slo_ttft:
+            raise PydanticCustomError(
+                IMPOSSIBLE,
+                "slo_e2e is the time to the last token and must be longer than slo_ttft, that to the first, got "
+                "{slo_e2e} and {slo_ttft} s; leave one out",
+                {"slo_e2e": self.slo_e2e, "slo_ttft": self.slo_ttft},
+            )
         return self
 
     @field_validator("resume")

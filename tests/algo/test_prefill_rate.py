@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -26,7 +27,10 @@ def best_schedule(
     max_len: int,
     draft_level_s: float,
 ) -> float:
-    """Over all lengths of chains and over durations of a step: every exact one and a grid between."""
+    """Over all lengths of chains and over durations of a step: every exact one and a grid between.
+
+    Who decodes plainly takes part when it is due.
+    """
     best = -math.inf
     tiers = [tier for tier, count in enumerate(counts) if count]
     for lengths in itertools.product(range(1, max_len + 1), repeat=len(tiers)):
@@ -36,10 +40,13 @@ def best_schedule(
         ]
         load = sum(counts[tier] * length for tier, length in zip(tiers, lengths, strict=True))
         step_s = seconds + (max(lengths, default=1) - 1) * draft_level_s
+        is_plain = [length == 1 and tpot_slos_s[tier] < math.inf for tier, length in zip(tiers, lengths, strict=True)]
+        plain = [tier for tier, is_due in zip(tiers, is_plain, strict=True) if is_due]
+        num_due, due = sum(counts[tier] for tier in plain), sum(counts[tier] / tpot_slos_s[tier] for tier in plain)
         for duration_s in (*step_s, *np.linspace(0.05, 2 * step_s[-1], 100)):
-            budget = np.count_nonzero(step_s <= duration_s) - load
+            budget = int(np.count_nonzero(step_s <= duration_s)) - load  # beside a token for all that decode plainly
             if duration_s <= min(paces, default=math.inf) and budget >= 0:
-                best = max(best, budget / duration_s)
+                best = max(best, (budget + num_due) / duration_s - due)
     return best
 
 
@@ -76,6 +83,57 @@ def test_prefill_rate_is_that_of_the_best_schedule(
     assert prefill_rate(curve, tpot_slos_s, counts, acceptance, max_len, max_tokens, draft_level_s + 0.25) <= rate
 
 
+def prefill_of_plain_steps(
+    budget: int, duration_s: Fraction, tpot_slos_s: Sequence[Fraction], num_steps: int
+) -> int | None:
+    """Algorithm 2, one token at a time, of requests with these SLOs.  -> prompt tokens; None: it is infeasible"""
+    queue, prefill, done = [(Fraction(0), request) for request in range(len(tpot_slos_s))], 0, [0] * len(tpot_slos_s)
+    for step in range(num_steps):
+        end_s, left = (step + 1) * duration_s, budget
+        while queue and min(queue)[0] < end_s:  # [FIX] printed: due >= the step's begin
+            if not left:
+                return None
+            due_s, request = min(queue)
+            queue.remove((due_s, request))
+            left -= 1
+            done[request] += 1
+            assert end_s <= done[request] * tpot_slos_s[request]  # the token is there when it is due
+            queue.append((due_s + tpot_slos_s[request], request))
+        prefill += left
+    return prefill
+
+
+@given(
+    curve=st.sampled_from([affine, staircase]),
+    tiers=st.lists(st.tuples(st.integers(12, 90), st.integers(0, 4)), min_size=1, max_size=3),
+    max_tokens=st.integers(1, 40),
+)
+@settings(deadline=None, max_examples=80)
+def test_plain_rate_is_that_of_the_best_steps_of_what_is_due(
+    curve: StepTime, tiers: list[tuple[int, int]], max_tokens: int
+) -> None:
+    tpot_slos_s = [Fraction(slo, 32) for slo, count in tiers for _ in range(count)]
+    tightest, num_steps, rates = min(tpot_slos_s, default=None), 60, list[float]()
+    for budget in range(1, max_tokens + 1):
+        duration_s = Fraction(float(curve(np.array([budget]))[0]))
+        if tightest is None or duration_s <= tightest:
+            prefill = prefill_of_plain_steps(budget, duration_s, tpot_slos_s, num_steps)
+            rates += [] if prefill is None else [float(prefill / (num_steps * duration_s))]
+    rate = prefill_rate(curve, [slo / 32 for slo, _ in tiers], [count for _, count in tiers], 0.0, 1, max_tokens)
+    if not rates:
+        assert rate == -math.inf
+        return
+    # Of every request at most one token more than its share, the first, which is due at once.
+    assert max(rates) <= rate + 1e-9 <= max(rates) + len(tpot_slos_s) / (num_steps * curve(np.array([1]))[0]) + 2e-9
+
+
+def test_loose_tiers_are_not_charged_for_every_step() -> None:
+    # Steps of 0.5 s hold 16 tokens. Of ten requests with 2.0 s a quarter is due in each.
+    tiers, counts = [0.5, 2.0], [2, 10]
+    assert prefill_rate(affine, tiers, counts, 0.0, 1, 40) == pytest.approx((16 - 2 - 10 / 4) / 0.5)
+    assert prefill_rate(affine, tiers, [2, 15], 0.0, 1, 40) == -math.inf  # the first step must hold all
+
+
 def test_prefill_rate_without_decoding_requests_is_that_of_the_best_step() -> None:
     assert prefill_rate(affine, [], [], 0.5, 4, 40) == 40 / (0.25 + 40 / 64)
     assert prefill_rate(affine, [0.01, math.inf], [0, 0], 0.5, 4, 40) == 40 / (0.25 + 40 / 64)
@@ -88,17 +146,17 @@ def test_prefill_rate_beside_plain_decoding() -> None:
     assert prefill_rate(affine, [0.5], [16], 0.5, 1, 40) == 0.0  # sustained, without any prompt
     assert prefill_rate(affine, [0.5], [17], 0.5, 1, 40) == -math.inf
     assert prefill_rate(affine, [0.25], [1], 0.5, 1, 40) == -math.inf
-    # A step that is full before the target is due does not wait for it.
-    assert prefill_rate(affine, [60.0], [3], 0.5, 1, 40) == 37 / (0.25 + 40 / 64)
+    # A step that is full before the target is due does not wait for it, and leaves out who is not due.
+    assert prefill_rate(affine, [60.0], [3], 0.5, 1, 40) == 40 / (0.25 + 40 / 64) - 3 / 60.0
 
 
 def test_prefill_rate_speculates_where_that_pays() -> None:
     # Chains of 2 commit 1.5 tokens: 0.375 s a token allows steps of 0.5625 s, 20 tokens, against 8 in 0.375 s.
     assert prefill_rate(affine, [0.375], [2], 0.5, 2, 40) == 16 / 0.5625
     assert prefill_rate(affine, [0.375], [2], 0.5, 2, 40, draft_level_s=0.0625) == 12 / 0.5625
-    assert prefill_rate(affine, [0.375], [2], 0.5, 2, 40, draft_level_s=0.25) == 6 / 0.375
-    assert prefill_rate(affine, [0.375], [2], 0.0, 4, 40) == 6 / 0.375
-    assert prefill_rate(affine, [0.25], [1], 0.5, 2, 40) == 6 / 0.375  # plain decoding cannot keep this target
+    assert prefill_rate(affine, [0.375], [2], 0.5, 2, 40, draft_level_s=0.25) == pytest.approx(6 / 0.375)
+    assert prefill_rate(affine, [0.375], [2], 0.0, 4, 40) == pytest.approx(6 / 0.375)
+    assert prefill_rate(affine, [0.25], [1], 0.5, 2, 40) == pytest.approx(6 / 0.375)  # plain decoding is too slow
 
 
 def test_requests_without_target_take_one_token_per_step_and_limit_nothing() -> None:

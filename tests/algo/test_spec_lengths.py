@@ -46,11 +46,14 @@ def test_lengths_are_the_best_of_all(
             for target, count, slack, length in zip(tpot_slos_s, counts, slacks_s, lengths, strict=True)
             if count
         )
-        load = sum(count * length for count, length in zip(counts, lengths, strict=True))
+        rows = list(zip(tpot_slos_s, counts, lengths, strict=True))
+        load = sum(count * length for _, count, length in rows)
+        due = sum(count / target for target, count, length in rows if length == 1)  # of these, when they are due
+        every = sum(count * length for target, count, length in rows if length > 1 or target == math.inf)
         longest = max(length for count, length in zip(counts, lengths, strict=True) if count)
         steps = seconds + (longest - 1) * draft_level_s
         fitting = [n for n in range(max(load, 1), 41) if steps[n - 1] <= limit]
-        return max(((n - load) / steps[n - 1] for n in fitting), default=-math.inf)
+        return max(((n - every) / steps[n - 1] - due for n in fitting), default=-math.inf)
 
     found = best_lengths(curve, tpot_slos_s, counts, acceptance, max_len, 40, draft_level_s, slacks_s)
     if not any(counts):

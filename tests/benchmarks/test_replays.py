@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -71,3 +71,31 @@ def test_bounds_hold_for_the_widest_system(replays: ModuleType) -> None:
         for names in ([], ['auto {"max_depth": 8}'], ["vllm"])
     )
     assert deep < shallow == plain  # plain decoding drafts nothing, whatever its max_depth
+
+
+@pytest.fixture
+def slos_serve(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "papers"))
+    import slos_serve
+
+    for name in ("slos_serve", "replays"):
+        monkeypatch.delitem(sys.modules, name)
+    return slos_serve
+
+
+def test_requests_with_tools_are_pairs_one_after_the_other(slos_serve: ModuleType) -> None:
+    jobs = slos_serve.SCENARIOS["toolllm"].load(1.0, 1, 1).jobs
+    arriving, followed = [job for job in jobs if job.after is None], {job.after for job in jobs}
+    assert len(arriving) == 300 and len(jobs) == pytest.approx(2.7 * 300, rel=0.1)
+    assert [job.arrival_s for job in arriving] == sorted(job.arrival_s for job in arriving)
+    for index, job in enumerate(jobs):
+        assert job.after == index - 1 and job.arrival_s == 0.0 if job.after is not None else job.arrival_s > 0.0
+        assert job.tpot_slo_s == (0.05 if index in followed else 0.1)
+
+
+def test_a_request_with_tools_attains_what_all_its_pairs_attain(slos_serve: ModuleType) -> None:
+    jobs = [Job(0.0, 1, 1), Job(0.0, 1, 1, after=0), Job(1.0, 1, 1), Job(0.0, 1, 1, after=2), Job(2.0, 1, 1)]
+    outcomes = [
+        SimpleNamespace(tpot_slo_s=0.1, ttft_slo_s=None, worst_tpot_s=worst_s) for worst_s in (0.1, 0.1, 0.1, 0.2, 0.2)
+    ]
+    assert slos_serve.attained_share(jobs, SimpleNamespace(outcomes=outcomes)) == pytest.approx(1 / 3)

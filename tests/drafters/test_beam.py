@@ -15,9 +15,9 @@ from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.drafters.level import extend_beam
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request, RequestParams
+from hf_slospec.lab.oracle import optimal_nodes
 from hf_slospec.lab.policies.goodput import confident_length
 from hf_slospec.models.packed.model import PackedModel
-from tests.support.oracles.optimal_nodes import optimal_nodes
 from tests.support.toys.tiny_models import tiny_model
 from tests.support.toys.trees import SEEDS, path_to
 

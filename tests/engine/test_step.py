@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -103,6 +104,24 @@ def test_who_is_not_drafted_for_decodes_plainly() -> None:
     run(engine_of([alone], ToyTarget(greedy(target)), nobody, WholeTrees(Plan(2, 1, drafting=[])), Clock()))
     assert nobody.plans == []
     assert alone.stats.num_steps == 4
+
+
+def test_who_sits_a_step_out_keeps_its_tokens_and_goes_on_later() -> None:
+    class Alternating(WholeTrees):
+        """Lets one request decode in each step."""
+
+        def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
+            fewest = min(requests, key=lambda request: request.num_emitted)
+            return replace(super().plan(requests, begun_s, num_prefill_tokens), decoding=[fewest])
+
+    target = markov_model(np.random.default_rng(3), VOCAB)
+    requests = [Request(index, RequestParams([index, 1], 9)) for index in range(3)]
+    expected = [decode_plainly(greedy(target), request) for request in requests]
+    toy, drafter = ToyTarget(greedy(target)), ToyDrafter(target)
+    events = run(engine_of(requests, toy, drafter, Alternating(Plan(2, 1)), Clock()))
+    assert [request.tokens for request in requests] == expected
+    assert [len(event.decoding) for event in events[1:]] == [1] * (len(events) - 1)
+    assert all(event.num_decoding == event.num_drafted_for == 1 for event in events[1:] if event.depth)
 
 
 def test_finished_requests_leave_and_the_others_go_on() -> None:

@@ -120,6 +120,37 @@ def test_drafting_stops_where_real_drafters_do(plan: Plan) -> None:
     assert drafter_of(library).draft([request_of(0)], Plan(6, 2, 0.0, 1e-9, 0.4))[0].max_depth == 6
 
 
+@given(seed=SEEDS, depths=st.lists(st.integers(1, 4), min_size=1, max_size=4), width=st.integers(1, 3))
+@settings(deadline=None)
+def test_requests_leave_the_batch_after_their_own_levels(seed: int, depths: list[int], width: int) -> None:
+    library, clock, whole_clock = library_of(seed, *[20] * len(depths)), VirtualClock(), VirtualClock()
+    requests = [request_of(index, 3 + index) for index in range(len(depths))]
+    plan = Plan(4, width, depths=dict(zip(requests, depths, strict=True)))
+    trees = drafter_of(library, clock).draft(requests, plan)
+    whole = drafter_of(library, whole_clock).draft(requests, Plan(max(depths), width))
+    num_tokens = sum(len(request.tokens) for request in requests)
+    expected_s = float(HARDWARE.draft(num_tokens, len(depths), num_tokens))
+    for level in range(2, max(depths) + 1):
+        keys = [len(request.tokens) for request, depth in zip(requests, depths, strict=True) if depth >= level]
+        expected_s += float(HARDWARE.draft(len(keys) * width, len(keys), sum(keys)))
+    assert clock.now_s == pytest.approx(expected_s + len(depths) * 0.0001)
+    assert clock.now_s <= whole_clock.now_s + 1e-12
+    for tree, full, depth in zip(trees, whole, depths, strict=True):
+        assert tree.max_depth == depth
+        assert tree.tokens.tolist() == full.up_to(depth).tokens.tolist()
+
+
+def test_requests_that_are_unsure_leave_the_batch() -> None:
+    library, clock = library_of(0, 20, 20), VirtualClock()
+    library.child_probs[:20] = [0.9, 0.05, 0.03, 0.02]
+    library.child_probs[20:] = [0.4, 0.3, 0.2, 0.1]
+    requests = [request_of(0), request_of(1)]
+    trees = drafter_of(library, clock).draft(requests, Plan(3, 1, min_confidence=0.5))
+    assert [tree.max_depth for tree in trees] == [3, 1]
+    draft = HARDWARE.draft
+    assert clock.now_s == pytest.approx(float(draft(6, 2, 6) + 2 * draft(1, 1, 3)) + 2 * 0.0001)
+
+
 def test_verifying_takes_its_nodes_requests_and_keys() -> None:
     library, clock = library_of(0, 20, 20, 20), VirtualClock()
     target, decoding, fed = SimulatedTarget(library, HARDWARE, clock), request_of(0, 5), request_of(1, 9)

@@ -10,11 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.algo.replica_ranking import ReplicaLoad
-from hf_slospec.engine.request import Request
+from hf_slospec.algo.replica_ranking import Need, ReplicaLoad
+from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab.outcomes import Run
-from hf_slospec.lab.routers import OURS, ROUTERS, power_of_two, shortest_queue
+from hf_slospec.lab.routers import (
+    MAX_HOPS,
+    OURS,
+    ROUTERS,
+    WITHOUT_SLO,
+    Arrival,
+    power_of_two,
+    sequential,
+    shortest_queue,
+)
 from hf_slospec.lab.workload import Job
 from tests.lab.test_simulation import CHECKED, Watched, check, library_of, some_jobs
 from tests.support.toys.trees import SEEDS
@@ -51,7 +60,9 @@ def test_every_request_is_served_once_by_every_router(seed: int, number: int, re
         passed = simulation.passed[outcome.index]
         refused_by = [replica for replica, *_ in passed[:-1]]
         assert passed[-1][0] == outcome.replica and outcome.reroutes == len(refused_by)
-        assert len(set(refused_by)) == len(refused_by) <= (replicas if router == OURS else 0)
+        most = {OURS: replicas, "sequential": min(replicas, MAX_HOPS + 1)}.get(router, 0)
+        assert len(refused_by) <= most
+        assert len({*refused_by}) == len(refused_by)
         arrives_s = job.arrival_s
         for _, decides_s, now_s in passed:  # each replica decides after its present step, and the next is asked then
             assert decides_s >= now_s == arrives_s
@@ -70,6 +81,27 @@ def test_a_request_that_none_guarantees_is_offered_to_all_and_served() -> None:
     run = Watched(jobs, replicas=3, system="auto").run()
     assert [outcome.reroutes for outcome in run.outcomes] == [3] * 6
     assert run.not_guaranteed == 6 and not any(outcome.guaranteed for outcome in run.outcomes)
+
+
+@pytest.mark.parametrize(("max_hops", "asked"), [(0, 1), (1, 2), (2, 3), (9, 3)])
+def test_the_sequential_router_goes_round_and_moves_on_a_limited_number_of_times(max_hops: int, asked: int) -> None:
+    choose = sequential(max_hops)
+
+    def asked_of(is_guaranteed_by: int | None, has_slo: bool = True) -> tuple[list[int], bool]:
+        """Replicas that are asked until one takes the request, and whether it stays as best effort."""
+        refused: list[int] = []
+        while True:
+            need = Need(1, 1, tpot_slo_s=0.1) if has_slo else WITHOUT_SLO
+            choice = choose(Arrival(Request(0, RequestParams([1], 1)), need, loads_of(0, 0, 0), refused, (), 0.0))
+            if not choice.may_refuse or choice.replica == is_guaranteed_by:
+                return [*refused, choice.replica][: len(refused) + choice.may_refuse], not choice.may_refuse
+            refused.append(choice.replica)
+
+    assert asked_of(0) == ([0], False)
+    assert asked_of(None) == ([(1 + hop) % 3 for hop in range(asked)], True)  # the second one begins at the next
+    assert asked_of(0, has_slo=False) == ([], True)  # nobody is asked
+    if max_hops:
+        assert asked_of(1) == ([0, 1], False)
 
 
 def test_many_requests_at_once_are_guaranteed_as_far_as_there_is_room() -> None:

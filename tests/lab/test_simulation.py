@@ -168,6 +168,17 @@ def test_lower_priorities_take_the_room_of_higher_ones() -> None:
         assert [outcome.preempted for outcome in run.outcomes] == [is_first, 0]
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_followers_arrive_after_the_end_of_another(replicas: int) -> None:
+    jobs = [Job(0.0, 50, 10, 1.0), Job(0.5, 30, 5, 1.0, 2.0, after=0), Job(0.0, 20, 5, after=1), Job(0.1, 10, 4)]
+    simulation = Watched(jobs, "auto", replicas=replicas)
+    first, second, third, other = simulation.run().outcomes
+    assert (first.arrival_s, other.arrival_s) == (0.0, 0.1)
+    assert second.arrival_s == first.finish_s + 0.5 and third.arrival_s == second.finish_s
+    assert second.ttft_s == pytest.approx(second.first_token_s - second.arrival_s)
+    assert sum(event.committed for event in simulation.events) == 24
+
+
 def test_an_interrupt_while_tokens_are_chosen_ends_the_run() -> None:
     simulation = Watched([Job(0.0, 5, 50)])
 
@@ -188,6 +199,8 @@ JOB = Job(0.0, 100, 50)
         ([], "vllm", {}, "no requests"),
         ([JOB], "vllm", {"replicas": 0}, "replicas"),
         ([JOB], "vllm", {"replicas": 10**9}, "replicas"),
+        ([JOB, replace(JOB, after=1)], "vllm", {}, "request 1 follows request 1"),
+        ([JOB, replace(JOB, after=-1)], "vllm", {}, "request 1 follows request -1"),
         ([JOB, JOB], 'vllm {"kv_tokens": 149}', {}, "request 0 needs 150 tokens .* has 149"),
         ([JOB, replace(JOB, output_tokens=10**4)], "vllm", {}, "request 1 needs 10100 .* has 5000"),
         ([replace(JOB, max_new_tokens=10**4)], "vllm", {}, "request 0 needs 10100 .* has 5000"),

@@ -153,6 +153,8 @@ BROKEN_PLANS: dict[str, Any] = {
     "depth 1.5": lambda requests: Plan(1.5, 1),
     "depth nan": lambda requests: Plan(float("nan"), 1),
     "a request twice": lambda requests: Plan(1, 1, drafting=[*requests, *requests]),
+    "lets 1 requests decode": lambda requests: Plan(1, 1, decoding=[Request(99, requests[0].params)]),
+    "lets 0 requests decode": lambda requests: Plan(1, 1, decoding=[]),
     "do not decode": lambda requests: Plan(1, 1, drafting=[Request(99, requests[0].params)]),
 }
 BROKEN_SELECTIONS: dict[str, Any] = {

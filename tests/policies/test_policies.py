@@ -11,15 +11,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.config import SLOSpecConfig
+from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.lab.policies.thesis import ThesisOptions
 from hf_slospec.policies import max_nodes_per_request, new_policy
-from hf_slospec.policies.adaserve import AdaServeOptions
+from hf_slospec.policies.adaserve import AdaServeOptions, AdaServePolicy
 from hf_slospec.policies.auto import SpeculationHistory
+from hf_slospec.policies.limits import MAX_BUDGET, roofline_tokens
 from tests.support.paths import ROOT
 from tests.support.policy_costs import costs, late, plan_of, requests_of, selected
 from tests.support.policy_names import POLICIES
 from tests.support.toys.trees import SEEDS, UNEVEN, path_to, random_tree
+
+
+def test_the_budget_of_the_roofline_is_its_ridge() -> None:
+    def ridge(*points: tuple[int, float]) -> int:
+        curve = LatencyCurve(*(tuple(column) for column in zip(*points, strict=True)))
+        return roofline_tokens(StepCosts(ForwardCost(curve), ForwardCost(LatencyCurve((1,), (0.0,)))))
+
+    assert ridge((1, 2.0), (100, 2.0), (1000, 20.0)) == 100  # a roofline as drawn
+    assert ridge((1, 1.0), (2, 1.5), (2000, 1000.5)) == 2  # half a second more for each token
+    assert ridge((1, 1.0)) == MAX_BUDGET  # no limit was seen
+    assert AdaServePolicy(SLOSpecConfig(policy="adaserve"), costs(0.02)).budget == 48  # 1 s and 1024 / 21.46 tokens/s
+    assert AdaServePolicy(SLOSpecConfig(policy="adaserve", token_budget=7), costs(0.02)).budget == 7
 
 
 def test_every_name_is_a_policy_and_no_other() -> None:

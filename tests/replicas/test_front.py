@@ -335,7 +335,7 @@ def test_metrics_of_all_replicas_are_in_one_place(engine: ReplicatedEngine, hand
 
     text = asyncio.run(metrics())
     for replica in ("r0", "r1"):
-        assert f'hf_slospec:num_requests_running{{replica="{replica}"}} 0.0' in text
+        assert f'hf_slospec:num_requests_running{{engine="0",model_name="tiny",replica="{replica}"}} 0.0' in text
     assert text.count("# TYPE hf_slospec:num_requests_running gauge") == 1
 
 

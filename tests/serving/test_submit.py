@@ -153,6 +153,18 @@ def test_stages_and_metrics(served: SLOSpecGenerator) -> None:
     assert metrics.ttft_s > 0
 
 
+@pytest.mark.parametrize("options", [{}, dict(do_sample=True, seed=4)])
+def test_a_deadline_for_the_last_token_changes_no_token(
+    served: SLOSpecGenerator, pair: tuple[Any, Any, Any], options: dict[str, Any]
+) -> None:
+    options = dict(max_new_tokens=25) | options
+    easy, lost = (served.submit(PROMPTS[0], slo_e2e=slo_s, **options) for slo_s in (1e3, 1e-6))
+    assert easy.result(WAIT_S).token_ids == lost.result(WAIT_S).token_ids == alone(pair, PROMPTS[0], **options)
+    assert (easy.metrics.e2e_slo_s, easy.metrics.guaranteed, easy.metrics.attained) == (1e3, True, True)
+    assert (lost.metrics.guaranteed, lost.metrics.attained) == (False, False)
+    assert 0.0 < easy.metrics.ttft_s < easy.metrics.e2e_s < WAIT_S
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "error", "match"),
     [
@@ -170,6 +182,9 @@ def test_stages_and_metrics(served: SLOSpecGenerator) -> None:
         ("x", dict(slo_ttft=-1), InvalidInputError, "slo_ttft"),
         ("x", dict(slo_ttft=True), InvalidTypeError, "slo_ttft"),
         ("x", dict(slo_ttft=float("inf")), InvalidInputError, "slo_ttft"),
+        ("x", dict(slo_e2e=0.0), InvalidInputError, "slo_e2e"),
+        ("x", dict(slo_e2e=True), InvalidTypeError, "slo_e2e"),
+        ("x", dict(slo_e2e=1.0, slo_ttft=2.0), InvalidInputError, r"slo_e2e .* longer than slo_ttft, .* 1.0 and 2.0 s"),
         ("x", dict(priority=0.5), InvalidTypeError, "priority"),
         ("x", dict(priority=None), InvalidTypeError, "priority"),
         ("x", dict(best_effort=1), InvalidTypeError, "best_effort"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hf_slospec import SLOSpecGenerator
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.serving.telemetry import Telemetry
 from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S
 
@@ -65,3 +65,48 @@ def test_stats_and_prometheus(pair: tuple[Any, Any, Any]) -> None:
         'hf_slospec:time_to_first_token_seconds_bucket{le="+Inf"}',
     ):
         assert line in text, text
+
+
+def test_speculation_is_counted_by_tree_and_level_as_vllm_does(pair: tuple[Any, Any, Any]) -> None:
+    prometheus = pytest.importorskip("prometheus_client")
+    config = SLOSpecConfig(policy="fixed", max_depth=3, max_width=2, kv_tokens=5000)
+    with SLOSpecGenerator(*pair, config) as generator:
+        handles = [generator.submit(prompt, max_new_tokens=30) for prompt in PROMPTS[:3]]
+        commits = [commit for handle in handles for commit in handle.result(WAIT_S) and handle.commits]
+        stats, registry = generator.stats(), prometheus.CollectorRegistry()
+        registry.register(generator.collector("vllm:"))
+    lengths = [commit.num_accepted for commit in commits if commit.num_nodes > 1]
+    assert stats.drafts == len(lengths) > 0
+    assert stats.accepted_per_position == [sum(length > level for length in lengths) for level in range(max(lengths))]
+    assert sum(stats.accepted_per_position) == stats.accepted_tokens > 0
+    text = prometheus.generate_latest(registry).decode()
+    assert f"vllm:spec_decode_num_drafts_total {stats.drafts:.1f}" in text
+    first = f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} {stats.accepted_per_position[0]:.1f}'
+    assert first in text
+    gaps = len(commits) - len(handles)
+    for line in (
+        f"vllm:inter_token_latency_seconds_count {gaps}.0",
+        "vllm:request_queue_time_seconds_count 3.0",
+        "vllm:request_prefill_time_seconds_count 3.0",
+        "vllm:request_generation_tokens_sum 90.0",
+        "vllm:request_max_num_generation_tokens_sum 90.0",
+        'vllm:request_params_max_tokens_bucket{le="50.0"} 3.0',
+        "vllm:request_time_per_output_token_seconds_count 3.0",
+    ):
+        assert line in text, text
+
+
+def test_phases_of_a_request_add_up(pair: tuple[Any, Any, Any]) -> None:
+    with SLOSpecGenerator(*pair, CONFIG) as generator:
+        metrics = generator.submit(PROMPTS[0], max_new_tokens=12).result(WAIT_S).metrics
+        sums = {
+            family.name.removeprefix("hf_slospec:"): sample.value
+            for family in generator.collector().collect()
+            for sample in family.samples
+            if sample.name.endswith("_sum")
+        }
+    queue_s, prefill_s, decode_s = (sums[f"request_{name}_time_seconds"] for name in ("queue", "prefill", "decode"))
+    assert queue_s + prefill_s == pytest.approx(metrics.ttft_s) and min(queue_s, prefill_s) >= 0.0
+    assert prefill_s + decode_s == pytest.approx(sums["request_inference_time_seconds"])
+    assert queue_s + prefill_s + decode_s == pytest.approx(metrics.e2e_s)
+    assert sums["inter_token_latency_seconds"] == pytest.approx(decode_s)

@@ -16,10 +16,10 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import InvalidInputError, describe_validation_error
 from hf_slospec.extras import need
 from hf_slospec.serving.openai.limits import RequestLimits
-from hf_slospec.serving.openai.options import ServeOptions, SLOLimits
+from hf_slospec.serving.openai.options import Objectives, ServeOptions, SLOLimits
 
 FILES = ("chat_template", "response_template")
-COMPOSED = (*FILES, "api_keys", "limits", "bounds", "config")  # fields whose options have another form
+COMPOSED = (*FILES, "api_keys", "limits", "bounds", "objectives", "config")  # fields whose options have another form
 LIMITS = ("default_tpot", "strictest_tpot", "lowest_priority")
 KEYS = TypeAdapter(dict[str, SLOLimits])
 
@@ -29,6 +29,7 @@ KEYS = TypeAdapter(dict[str, SLOLimits])
     *(option(ServeOptions, name, kind=Path | None) for name in FILES),
     *(option(SLOLimits, name) for name in LIMITS),
     option(ServeOptions, "bounds", kind=str, default="{}"),
+    option(ServeOptions, "objectives", kind=str, default="{}"),
     option(SLOSpecConfig, "guarantee"),
 )
 def serve(
@@ -59,6 +60,7 @@ def serve(
         need("serve" if replicas is None else "ray", "the server")
         limits = SLOLimits(**{name: given.pop(name) for name in LIMITS})
         given["bounds"] = settings_of(given["bounds"], RequestLimits, "bounds")
+        given["objectives"] = settings_of(given["objectives"], Objectives, "objectives").root
         if (path := given["chat_template"]) is not None:
             given["chat_template"] = _read("--chat-template", path)
         if (path := given["response_template"]) is not None:

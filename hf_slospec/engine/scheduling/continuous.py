@@ -15,7 +15,9 @@ from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.engine.scheduling import AdmissionName, PrefillName
 from hf_slospec.engine.scheduling.guarantees import (
     MAX_CANDIDATES,
+    first_token_slo_s,
     guaranteeable,
+    lost_s,
     planned_tpot_slo_s,
     possible_slos,
     prefill_deadline_s,
@@ -255,6 +257,8 @@ class ContinuousScheduler:
             preempted += victims
             self._dequeue(request)
             self.running.append(request)
+            if request.stats.entered_s is None:
+                request.stats.entered_s = now_s
             if request in self._undecided and self._lost(now_s)(request):
                 self._undecided.remove(request)
             if rank[0] == STARVING:
@@ -264,7 +268,7 @@ class ContinuousScheduler:
         return preempted
 
     def _rank(self, request: Request, now_s: float) -> tuple[float, ...]:
-        """Return the key in the queue: starving requests, guaranteed ones, the rest with those past their TTFT last."""
+        """Return the key in the queue: starving requests, guaranteed ones, the rest with those past their SLO last."""
         due_s, waiting_since_s = prefill_deadline_s(request), self._waiting_since.get(request)
         priority = request.params.priority
         since_s = request.stats.arrived_s if waiting_since_s is None else waiting_since_s
@@ -272,13 +276,13 @@ class ContinuousScheduler:
             return STARVING, priority, since_s, request.index
         if request.is_guaranteed:
             return 1, priority, due_s if self.admission in ("slo", "edf") else since_s, since_s, request.index
-        is_too_late = not request.num_emitted and now_s > due_s
+        is_too_late = not request.num_emitted and now_s > lost_s(request)
         return LAST_RANK, priority, is_too_late, since_s, request.index
 
     def _next_rank_s(self, request: Request, now_s: float) -> float:
         """Return the time at which the rank of a waiting request changes next; inf: never."""
         starves_s = self._waiting_since[request] + self.limits.starvation_s
-        too_late_s = math.nextafter(prefill_deadline_s(request), math.inf)
+        too_late_s = math.nextafter(lost_s(request), math.inf)
         return min((change_s for change_s in (starves_s, too_late_s) if change_s > now_s), default=math.inf)
 
     def _slots_left(self) -> int:
@@ -385,8 +389,8 @@ class ContinuousScheduler:
         prefilling.sort(key=lambda request: (request not in overdue, self._rank(request, now_s)))
         guaranteed = [request for request in prefilling if not request.is_best_effort]
         max_tokens = max(int(self.limits.prefill_chunk * self._share), 1)
-        # Prompts without a TTFT SLO make no guaranteed window late.
-        due = [r for r in guaranteed if self.windows.probability is None or r.params.ttft_slo_s is not None]
+        # Prompts whose first token is not due make no guaranteed window late.
+        due = [r for r in guaranteed if self.windows.probability is None or first_token_slo_s(r) < math.inf]
         left = prefill_budget(self.prefill, self.costs, len(decoding), due, max_tokens, allowed_s, now_s)
         if overdue or guaranteed:
             left = max(left, min(OVERDUE_CHUNK if overdue else MIN_CHUNK, max_tokens))

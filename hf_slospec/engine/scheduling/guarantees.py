@@ -10,7 +10,7 @@ import numpy as np
 
 from hf_slospec.algo.admission import Candidate, admitted, prefill_rate
 from hf_slospec.algo.latency_curves import LatencyCurve
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.request import LEAST_SLO_S, Request
 from hf_slospec.engine.scheduling.window_guarantees import MARGIN, WindowGuarantees
 from hf_slospec.engine.step_times import StepCosts, rounded
 
@@ -19,18 +19,43 @@ MAX_CANDIDATES = 16  # requests of one decision: those with the earliest deadlin
 MAX_PRIORITIES = 3  # priorities that one decision tells apart; all higher numbers count as the last
 MAX_CHAIN = 8  # nodes of a chain, root included
 MAX_STEP = 1024  # tokens
+FIRST_SHARE = 0.25  # share of an E2E SLO without a TTFT SLO that is planned for queue and prefill
 
 
 def tightest_tpot_slo_s(request: Request) -> float:
-    """Return the tightest TPOT SLO over all stages; inf without any."""
-    return min((stage.tpot_slo_s for stage in request.params.stages if stage.tpot_slo_s is not None), default=math.inf)
+    """Return the tightest TPOT SLO over all stages, and what an E2E SLO leaves each token after the first.
+
+    Returns:
+        Seconds per token; inf without any.
+    """
+    params = request.params
+    slos_s = [stage.tpot_slo_s for stage in params.stages if stage.tpot_slo_s is not None]
+    if params.e2e_slo_s is not None and params.max_new_tokens > 1:
+        left_s = params.e2e_slo_s - first_token_slo_s(request)
+        slos_s.append(max(left_s / (params.max_new_tokens - 1), LEAST_SLO_S))
+    return min(slos_s, default=math.inf)
+
+
+def first_token_slo_s(request: Request) -> float:
+    """Return the TTFT SLO or, for an E2E SLO alone, the share of it that is planned for the first token; else inf.
+
+    The rest of an E2E SLO is planned for the other tokens, as many as the request may have.
+    """
+    params = request.params
+    if params.ttft_slo_s is not None:
+        return params.ttft_slo_s
+    return math.inf if params.e2e_slo_s is None else max(FIRST_SHARE, 1 / params.max_new_tokens) * params.e2e_slo_s
 
 
 def prefill_deadline_s(request: Request) -> float:
-    """Return the engine's time at which the TTFT SLO expires; inf without one and for a resumed request."""
-    if request.params.ttft_slo_s is None or request.stats.num_resumed:
-        return math.inf
-    return request.stats.arrived_s + request.params.ttft_slo_s
+    """Return the engine's time at which the first token is due; inf if no SLO says so and for a resumed request."""
+    return math.inf if request.stats.num_resumed else request.stats.arrived_s + first_token_slo_s(request)
+
+
+def lost_s(request: Request) -> float:
+    """Return the engine's time after which a request without a token has missed an SLO; inf as for the deadline."""
+    slo_s = request.params.e2e_slo_s if request.params.ttft_slo_s is None else request.params.ttft_slo_s
+    return math.inf if slo_s is None or request.stats.num_resumed else request.stats.arrived_s + slo_s
 
 
 def planned_tpot_slo_s(request: Request) -> float:

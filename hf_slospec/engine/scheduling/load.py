@@ -7,7 +7,7 @@ from collections import Counter
 from hf_slospec.algo.replica_ranking import Need, ReplicaLoad
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
-from hf_slospec.engine.scheduling.guarantees import MAX_STEP, tightest_tpot_slo_s
+from hf_slospec.engine.scheduling.guarantees import MAX_STEP, first_token_slo_s, tightest_tpot_slo_s
 
 
 def load_of(scheduler: ContinuousScheduler) -> ReplicaLoad:
@@ -30,5 +30,5 @@ def load_of(scheduler: ContinuousScheduler) -> ReplicaLoad:
 
 def need_of(request: Request, limits: Limits) -> Need:
     """Return what a request needs from a replica."""
-    ttft_slo_s = float("inf") if request.params.ttft_slo_s is None else request.params.ttft_slo_s
-    return Need(request.prompt_len, limits.kv_needed(request.params), tightest_tpot_slo_s(request), ttft_slo_s)
+    kv_tokens = limits.kv_needed(request.params)
+    return Need(request.prompt_len, kv_tokens, tightest_tpot_slo_s(request), first_token_slo_s(request))

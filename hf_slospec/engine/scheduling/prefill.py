@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -51,8 +52,8 @@ def prefill_budget(
 def required_rate(guaranteed: Sequence[Request], costs: StepCosts, now_s: float) -> float:
     """Return the prefill tokens per second at which each prompt, in this order, is prefilled in time; 0 without any.
 
-    Prompts without a TTFT SLO are due after :data:`SLOWDOWN` times their time alone, counted from arrival, or from now
-    if the request was preempted.
+    Prompts without a TTFT or E2E SLO are due after :data:`SLOWDOWN` times their time alone, counted from arrival, or
+    from now if the request was preempted.
     """
     rate, num_tokens = 0.0, 0
     for request in guaranteed:
@@ -64,6 +65,5 @@ def required_rate(guaranteed: Sequence[Request], costs: StepCosts, now_s: float)
 def _due_s(request: Request, costs: StepCosts, now_s: float) -> float:
     if request.num_emitted:
         return now_s + SLOWDOWN * costs.step_at(0, request.num_uncached)
-    if request.params.ttft_slo_s is None:
-        return request.stats.arrived_s + SLOWDOWN * costs.step_at(0, request.prompt_len)
-    return prefill_deadline_s(request)
+    due_s = prefill_deadline_s(request)
+    return due_s if due_s < math.inf else request.stats.arrived_s + SLOWDOWN * costs.step_at(0, request.prompt_len)

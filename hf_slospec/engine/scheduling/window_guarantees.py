@@ -61,8 +61,8 @@ class WindowGuarantees:
         return self.probability is not None and (len(stats.commits) > 1 or stats.has_missed_window)
 
     def give(self, request: Request, tpot_slo_s: float, now_s: float) -> None:
-        """Guarantee a TPOT SLO, if a probability is stated."""
-        if self.probability is not None and tpot_slo_s < math.inf:
+        """Guarantee the windows of a request with a TPOT SLO, planned as ``tpot_slo_s``, if a probability is stated."""
+        if self.probability is not None and any(stage.tpot_slo_s is not None for stage in request.params.stages):
             request.window_guarantee = self.probability
             self._open[request] = tpot_slo_s, now_s
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from hf_slospec.algo.tree import FloatArray, IntArray, TokenTree
+from hf_slospec.algo.tree import BoolArray, FloatArray, IntArray, TokenTree
 
 
 def chain_tokens(acceptance: float, length: IntArray | int) -> FloatArray:
@@ -76,24 +76,28 @@ def confident_length(tree: TokenTree, min_confidence: float) -> int:
     return int(tree.depths[1:][is_unsure].min(initial=tree.max_depth))
 
 
-def best_length(
-    tokens: Callable[[IntArray], FloatArray], seconds: Callable[[IntArray], FloatArray], max_length: int, bias: float
-) -> int:
-    """Return the chain length of the highest goodput, tokens over seconds (Algorithms 1 and 2).
+def best_batch(tokens: FloatArray, seconds: FloatArray, has_slots: BoolArray, bias: float) -> tuple[int, int]:
+    """Return the batch and the chain length of the highest goodput, tokens over seconds (Algorithms 1 and 2).
 
+    Batches are the first requests to come, by rows: one, two, and so on. Of equals the smaller batch, then the shorter
+    length is returned.
     [FIX] length 0 is included, so that speculation can be turned off; the printed Algorithm 1 multiplies by the number
-    of requests twice, which does not change the choice.
+    of requests twice, and the printed Algorithm 2 runs all requests whichever batch was best.
 
     Args:
-        tokens: expected tokens of a step by chain length.
-        seconds: predicted seconds of a step by chain length.
-        max_length: longest length to consider; the shortest is 0.
+        tokens: [batches, lengths] f64, expected tokens of a step.
+        seconds: [batches, lengths] f64, predicted seconds of a step.
+        has_slots: [batches, lengths] bool, K/V slots suffice.
         bias: factor on the goodput of length 0, for costs of speculation beside its forwards.
+
+    Returns:
+        Row and length.
     """
-    lengths = np.arange(max_length + 1)
-    goodput = tokens(lengths) / seconds(lengths)
-    goodput[0] *= bias
-    return int(np.argmax(goodput))
+    goodput = tokens / seconds
+    goodput[:, 0] *= bias
+    goodput[~has_slots] = -1.0
+    row, length = np.unravel_index(np.argmax(goodput), goodput.shape)
+    return int(row), int(length)
 
 
 class MovingAcceptance:

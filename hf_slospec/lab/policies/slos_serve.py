@@ -30,7 +30,7 @@ class SLOsServePolicy(SmartSpecPolicy):
     decides.
     """
 
-    name, options = "slos-serve", PolicyOptions
+    name, options, chooses_requests = "slos-serve", PolicyOptions, False
 
     def __init__(self, config: PolicySettings, costs: StepCosts):
         super().__init__(config, costs)

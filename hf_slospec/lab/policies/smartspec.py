@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 from pydantic import Field
 
 from hf_slospec.algo.tree import BoolArray, FloatArray, IntArray, TokenTree
+from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.protocols import Plan, PolicyStep, Selection
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.step_times import StepCosts
-from hf_slospec.lab.policies.goodput import MovingAcceptance, best_length, chain_tokens
+from hf_slospec.lab.policies.goodput import MovingAcceptance, best_batch, chain_tokens
 from hf_slospec.policies.registry import NamedPolicy, PolicyOptions
 from hf_slospec.policies.settings import PolicySettings
 
@@ -43,8 +45,19 @@ class Batch:
     requests: Sequence[Request]
     begun_s: float
     num_prefill_tokens: int
-    num_keys: int  # cached tokens of all requests
+    keys: IntArray  # [num_requests] int64, cached tokens
     useful: IntArray  # [num_requests] int64, maximum useful lengths; a chain of k tokens commits up to k + 1
+    slots_left: float  # K/V slots without a cached token of a decoding request, whether it runs or not
+
+    @property
+    def num_keys(self) -> int:
+        """Cached tokens of all requests."""
+        return int(self.keys.sum())
+
+    def part(self, indices: Sequence[int]) -> Batch:
+        """Return the batch of the requests at these indices."""
+        requests = [self.requests[index] for index in indices]
+        return replace(self, requests=requests, keys=self.keys[indices], useful=self.useful[indices])
 
 
 @dataclass(frozen=True)
@@ -55,10 +68,28 @@ class Chains:
     step_s: float = 0.0  # predicted seconds; 0: not known yet
 
 
-class SmartSpecPolicy(NamedPolicy):
-    """Policy that drafts chains of the length with most expected tokens per second over all requests (Algorithm 2).
+Add = Callable[[Any], Any]  # [num_requests, ...] array -> sums over requests
 
-    The acceptance rate is a moving average over all requests.
+
+def _sum(values: Any) -> Any:
+    """Return the sum over all requests.  -> [1, ...]"""
+    return values.sum(axis=0, keepdims=True)
+
+
+def _prefix_sums(values: Any) -> Any:
+    """Return the sums over the first one, two, ... requests.  -> [num_requests, ...]"""
+    return np.cumsum(values, axis=0)
+
+
+class SmartSpecPolicy(NamedPolicy):
+    """Policy that runs the first requests to come with chains of one length, as many and as long as pay (Algorithm 2).
+
+    What pays most has most expected tokens per second over all requests that run; the others sit the step out. The
+    acceptance rate is a moving average over all requests. A level of drafting costs as much as the requests that draft
+    it (equation 5).
+
+    K/V slots: a batch needs them for all cached tokens and for those that it drafts. Plain decoding always has them,
+    as requests here enter with slots for their whole output.
 
     Retry: [FIX] nothing is learned where nothing is drafted, so as printed and released, speculation that was switched
     off by low acceptance stays off as long as the batch does. Here every :data:`RETRY`-th consecutive step without
@@ -71,10 +102,13 @@ class SmartSpecPolicy(NamedPolicy):
 
     name = "smartspec"
     options: ClassVar[type[PolicyOptions]] = SmartSpecOptions
-    min_confidence = 0.0  # drafting stops after a less probable token
+    min_confidence = 0.0  # drafting for a request stops after a less probable token
+    chooses_requests = True
 
     def __init__(self, config: PolicySettings, costs: StepCosts):
         super().__init__(config, costs)
+        kv_tokens = config.kv_tokens if isinstance(config, SLOSpecConfig) else None
+        self.kv_tokens = math.inf if kv_tokens is None else kv_tokens
         self.prefill_disabling = config.options_of(SmartSpecOptions).prefill_disabling
         self.acceptance = MovingAcceptance()
         self.acceptances: WeakKeyDictionary[Request, MovingAcceptance] = WeakKeyDictionary()  # per request
@@ -85,37 +119,62 @@ class SmartSpecPolicy(NamedPolicy):
 
     def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
         self._decide_on_new(requests)
-        num_keys = sum(len(request.tokens) for request in requests)
+        keys = np.array([len(request.tokens) for request in requests])
         useful = np.array([min(self.config.max_depth, request.num_left - 1) for request in requests])
-        batch = Batch(requests, begun_s, num_prefill_tokens, num_keys, useful)
+        slots_left = self.kv_tokens - float(keys.sum())
+        batch = self._running(Batch(requests, begun_s, num_prefill_tokens, keys, useful, slots_left))
         chains = self._to_draft(batch)
-        drafting = [request for request, length in zip(requests, chains.lengths, strict=True) if length]
-        planned = Plan(int(chains.lengths.max()), 1, min_confidence=self.min_confidence, drafting=drafting)
-        candidates, plan = yield planned
+        pairs = zip(batch.requests, chains.lengths.tolist(), strict=True)
+        depths = {request: length for request, length in pairs if length}
+        candidates, plan = yield Plan(
+            int(chains.lengths.max()),
+            1,
+            min_confidence=self.min_confidence,
+            drafting=list(depths),
+            depths=depths,
+            decoding=batch.requests,
+        )
         chains = self._to_verify(batch, chains, candidates, plan)
         trees = [tree.up_to(length) for tree, length in zip(candidates, chains.lengths.tolist(), strict=True)]
         expected = [float(chain_tokens(self.acceptance.rate, tree.max_depth)) for tree in trees]
         accepted, _ = yield Selection(trees, expected, chains.step_s)
         tried = [min(len(nodes) + 1, tree.max_depth) for nodes, tree in zip(accepted, trees, strict=True)]
         self.acceptance.observe(sum(tried), sum(len(nodes) for nodes in accepted))
-        for request, num_tried, nodes in zip(requests, tried, accepted, strict=True):
+        for request, num_tried, nodes in zip(batch.requests, tried, accepted, strict=True):
             self.acceptances.setdefault(request, MovingAcceptance()).observe(num_tried, len(nodes))
+
+    def _running(self, batch: Batch) -> Batch:
+        """Return the requests that run, in the order of the batch."""
+        if not self.chooses_requests:
+            return batch
+        arrivals = [(request.stats.arrived_s, request.index) for request in batch.requests]
+        order = sorted(range(len(arrivals)), key=arrivals.__getitem__)
+        queue = batch.part(order)
+        useful = queue.useful * self._is_drafted(queue)
+        lengths = _up_to(useful)
+        tokens = _prefix_sums(chain_tokens(self.acceptance.rate, lengths))
+        last, _ = best_batch(tokens, self._step_s(queue, lengths, add=_prefix_sums), _has_slots(queue, lengths), BIAS)
+        return batch.part(sorted(order[: last + 1]))
+
+    def _is_drafted(self, batch: Batch) -> BoolArray:
+        """Return which requests may be drafted for.  -> [num_requests] bool"""
+        return np.array([request not in self.undrafted for request in batch.requests])
 
     def _to_draft(self, batch: Batch) -> Chains:
         """Return the chains to draft."""
         useful = batch.useful
-        length, step_s = self._best(batch, useful)
+        length, _ = self._best(batch, useful)
         self._was_plain.append(length == 0 and bool(useful.any()))
-        is_drafted = np.array([request not in self.undrafted for request in batch.requests])
+        is_drafted = self._is_drafted(batch)
         if not is_drafted.all():
             useful = useful * is_drafted
-            length, step_s = self._best(batch, useful)
+            length, _ = self._best(batch, useful)
         if useful.any():
             self._num_plain = 0 if length else self._num_plain + 1
             if self._num_plain and self._num_plain % RETRY == 0:
-                length, step_s = self._best(batch, useful, rate=MovingAcceptance.START)
+                length, _ = self._best(batch, useful, rate=MovingAcceptance.START)
         lengths: IntArray = np.minimum(self._lengths(batch.requests, length, useful > 0), useful)
-        return Chains(lengths, step_s)
+        return Chains(lengths, float(self._step_s(batch, lengths[:, None])[0, 0]))
 
     def _to_verify(self, batch: Batch, drafted: Chains, candidates: Sequence[TokenTree], plan: Plan) -> Chains:
         """Return the chains to verify, parts of the candidates that were drafted by the plan."""
@@ -152,24 +211,62 @@ class SmartSpecPolicy(NamedPolicy):
             drafted_s: seconds that drafting has taken; None: drafting is still to come, and depends on the length.
             rate: acceptance rate to assume; None: the observed one.
         """
-        rate = self.acceptance.rate if rate is None else rate
-        num_requests, num_drafting = len(proposed), max(int(np.count_nonzero(proposed)), 1)
+        lengths = _up_to(proposed)
+        tokens = chain_tokens(self.acceptance.rate if rate is None else rate, lengths).sum(axis=0)
+        seconds, has_slots = self._step_s(batch, lengths, drafted_s), _has_slots(batch, lengths)[-1:]
+        _, length = best_batch(tokens[None], seconds, has_slots, BIAS)
+        return length, float(seconds[0, length])
 
-        def verified(lengths: IntArray) -> IntArray:
-            each: IntArray = np.minimum(proposed[:, None], lengths)  # [num_requests, lengths]
-            return each
+    def _step_s(self, batch: Batch, lengths: IntArray, drafted_s: float | None = None, add: Add = _sum) -> FloatArray:
+        """Return the predicted seconds of steps of the batch or, with prefix sums, of its first one, two, ... requests.
 
-        def tokens(lengths: IntArray) -> FloatArray:
-            total: FloatArray = chain_tokens(rate, verified(lengths)).sum(axis=0)
-            return total
+        Args:
+            batch: the requests.
+            lengths: [num_requests, options] int64, each request's chain, in several options.
+            drafted_s: seconds that drafting has taken; None: by :meth:`_draft_s`.
+            add: adds up over requests.
 
-        def seconds(lengths: IntArray) -> FloatArray:
-            draft_s = self.costs.draft_s(num_drafting, lengths, 1, batch.num_keys) if drafted_s is None else drafted_s
-            num_nodes = (verified(lengths) + 1).sum(axis=0)
-            return draft_s + self.costs.verify_s(num_nodes + batch.num_prefill_tokens, num_requests, batch.num_keys)
+        Returns:
+            [1 or num_requests, options] f64.
+        """
+        num_requests, num_keys = add(np.ones((len(lengths), 1))), add(batch.keys[:, None])
+        num_tokens = add(lengths + 1) + batch.num_prefill_tokens
+        draft_s = self._draft_s(batch, lengths, add) if drafted_s is None else drafted_s
+        return draft_s + self.costs.verify_s(num_tokens, num_requests, num_keys)
 
-        length = best_length(tokens, seconds, int(proposed.max()), BIAS)
-        return length, float(seconds(np.array([length]))[0])
+    def _draft_s(self, batch: Batch, lengths: IntArray, add: Add = _sum) -> FloatArray:
+        """Return the seconds of drafting in such steps: of each level for the requests that draft it (equation 5)."""
+        is_drafted = lengths[..., None] > np.arange(max(int(lengths.max()), 1))  # [num_requests, options, levels]
+        num_drafting, num_keys = add(is_drafted), add(is_drafted * batch.keys[:, None, None])
+        first_s, both_s = (self.costs.draft_s(num_drafting, levels, 1, num_keys) for levels in (1, 2))
+        levels_s = both_s - first_s
+        levels_s[..., 0] = first_s[..., 0]
+        seconds: FloatArray = (levels_s * (num_drafting > 0)).sum(axis=-1)
+        return seconds
+
+
+def _up_to(longest: IntArray) -> IntArray:
+    """Return the chains under each common limit, from 0 to the longest.  -> [num_requests, limits] int64
+
+    Args:
+        longest: [num_requests] int64.
+    """
+    return np.minimum(longest[:, None], np.arange(int(longest.max()) + 1))
+
+
+def _has_slots(batch: Batch, lengths: IntArray) -> BoolArray:
+    """Return whether the first requests of the batch, one, two and so on, have slots for their chains (HasSlot).
+
+    Args:
+        batch: the requests.
+        lengths: [num_requests, limits] int64, the first of which are 0.
+
+    Returns:
+        [num_requests, limits] bool.
+    """
+    has_slots: BoolArray = _prefix_sums(lengths + 1) <= batch.slots_left
+    has_slots[:, 0] = True
+    return has_slots
 
 
 class SmartSpecRequestsPolicy(SmartSpecPolicy):

@@ -29,9 +29,12 @@ class ConfidencePolicy(SmartSpecPolicy):
 
     [FIX] The printed loop drafts one token too many, and verifies only chains that never stopped: here the proposed
     tokens of all requests are verified, up to the common length. As printed, drafting is never turned off.
+
+    Requests that have stopped leave the draft's batch in the simulator; a real drafter drafts on for all requests until
+    the last one stops, and what it drafted in vain is dropped.
     """
 
-    name, options = "smartspec-confidence", ConfidenceOptions
+    name, options, chooses_requests = "smartspec-confidence", ConfidenceOptions, False
 
     def __init__(self, config: PolicySettings, costs: StepCosts):
         super().__init__(config, costs)
@@ -41,10 +44,9 @@ class ConfidencePolicy(SmartSpecPolicy):
         return Chains(batch.useful)
 
     def _to_verify(self, batch: Batch, drafted: Chains, candidates: Sequence[TokenTree], plan: Plan) -> Chains:
-        # Drafting goes on while any request is above the threshold, so chains are cut here.
+        # Real drafters draft for all requests while any is above the threshold, so chains are cut here.
         confident = [confident_length(tree, self.min_confidence) for tree in candidates]
         proposed = np.minimum(confident, drafted.lengths)
-        num_drafting, num_levels = len(plan.drafting or ()), max(tree.max_depth for tree in candidates)
-        drafted_s = float(self.costs.draft_s(num_drafting, num_levels, 1, batch.num_keys))
-        length, step_s = self._best(batch, proposed, drafted_s)
+        levels = np.array([[tree.max_depth] for tree in candidates])
+        length, step_s = self._best(batch, proposed, float(self._draft_s(batch, levels)[0, 0]))
         return Chains(np.minimum(proposed, length), step_s)

@@ -16,7 +16,7 @@ from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.lab.policies.growth import grown_nodes, important_nodes
 from hf_slospec.policies.adaserve_selection import required_tokens
 from hf_slospec.policies.fixed import selection_of
-from hf_slospec.policies.limits import affordable_tokens, max_useful_depth, without_useless_nodes
+from hf_slospec.policies.limits import max_useful_depth, roofline_tokens, without_useless_nodes
 from hf_slospec.policies.registry import NamedPolicy, PolicyOptions
 from hf_slospec.policies.settings import PolicySettings
 
@@ -50,7 +50,7 @@ class _ThesisPolicy(NamedPolicy):
 
     def __init__(self, config: PolicySettings, costs: StepCosts):
         super().__init__(config, costs)
-        self.budget = config.token_budget or affordable_tokens(costs)
+        self.budget = config.token_budget or roofline_tokens(costs)
 
     def _shape(self, requests: Sequence[Request]) -> Plan:
         if self.budget <= len(requests):  # the roots alone fill the budget

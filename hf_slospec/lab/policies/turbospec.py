@@ -32,7 +32,7 @@ class TurboSpecPolicy(SmartSpecPolicy):
     are proposed, and goodput decides how many of them are verified.
     """
 
-    name, options = "turbospec", PolicyOptions
+    name, options, chooses_requests = "turbospec", PolicyOptions, False
 
     def __init__(self, config: PolicySettings, costs: StepCosts):
         super().__init__(config, costs)

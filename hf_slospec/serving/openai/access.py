@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from hf_slospec.serving.addresses import is_address, is_loopback
 from hf_slospec.serving.openai.answers import error_body
 from hf_slospec.serving.openai.bodies import SamplingBody
-from hf_slospec.serving.openai.options import AccessOptions, ServerOptions, SLOLimits
+from hf_slospec.serving.openai.options import AccessOptions, Objective, ServerOptions, SLOLimits
 from hf_slospec.serving.openai.orders import asked_slos
 
 ANY = "*"  # in allowed_origins or allowed_hosts: all are allowed
@@ -35,14 +35,19 @@ class Tenant:
         """
         self.limits, self._key, self._secret, self.name = limits, key, secret, name
 
-    def arguments(self, body: SamplingBody, headers: Mapping[str, str]) -> dict[str, Any]:
-        """Return the arguments of ``submit`` that depend on the tenant.
+    def arguments(self, body: SamplingBody, headers: Mapping[str, str], objective: Objective) -> dict[str, Any]:
+        """Return the arguments of ``submit`` that depend on the tenant, or on the request's objective.
 
         Raises:
             InvalidInputError: the request asks for more than the key allows.
         """
-        self.limits.check_priority(body.priority)
-        return self.limits.apply(asked_slos(body, headers)) | {"cache_salt": self.salt(body.cache_salt)}
+        ranks = {
+            name: getattr(body if name in body.model_fields_set else objective, name)
+            for name in ("priority", "best_effort")
+        }
+        self.limits.check_priority(ranks["priority"])
+        slos = self.limits.apply(asked_slos(body, headers, objective))
+        return slos | ranks | {"cache_salt": self.salt(body.cache_salt)}
 
     def salt(self, requested: str) -> str:
         """Return the cache salt: a hash of the key and of the salt that the request asks for.

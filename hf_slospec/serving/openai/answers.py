@@ -286,6 +286,7 @@ def measurements(metrics: RequestMetrics) -> dict[str, Any]:
     return {
         "time_to_first_token_ms": milliseconds(metrics.ttft_s),
         "generation_time_ms": milliseconds(decode_s),
+        "e2e_latency_ms": milliseconds(metrics.e2e_s),
         "mean_itl_ms": milliseconds(metrics.tpot_s),
         "tokens_per_second": round(1 / metrics.tpot_s, 3) if metrics.tpot_s else None,
         "speculative_decoding": {
@@ -297,6 +298,7 @@ def measurements(metrics: RequestMetrics) -> dict[str, Any]:
         },
         "slo_tpot": metrics.tpot_slo_s,
         "slo_ttft": metrics.ttft_slo_s,
+        "slo_e2e": metrics.e2e_slo_s,
         "guaranteed": metrics.guaranteed,
         "attained": metrics.attained,
         "window_guarantee": metrics.window_guarantee,

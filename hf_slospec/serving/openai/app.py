@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -21,23 +23,31 @@ from hf_slospec.serving.openai.chat_templates import ChatTemplates
 from hf_slospec.serving.openai.completions import Completions
 from hf_slospec.serving.openai.engine import ServedEngine
 from hf_slospec.serving.openai.orders import chat_prompt
+from hf_slospec.serving.openai.otel import observer_by_environment
 from hf_slospec.serving.openai.reading import Fault, RequestReader, check_framing, fault_of
 from hf_slospec.serving.openai.responses import Responses, ResponsesBody
 from hf_slospec.serving.openai.schemas import SchemaCheck
-from hf_slospec.serving.telemetry import Collector
+from hf_slospec.serving.telemetry import Collector, with_labels
 
 OPEN = ("/health", "/load_model", "/metrics", "/version")  # paths that never need an API key
 
 
 def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
     """Return the application that serves an engine."""
+    observer = observer_by_environment(settings.model_name, settings.otel)
+
+    @asynccontextmanager
+    async def flushing(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(observer.flush)  # the signal that ends a server ends the process without atexit
+
     app = FastAPI(
         title="hf_slospec", version=hf_slospec.__version__, docs_url=None, redoc_url=None,
-        dependencies=[Depends(check_framing)],
+        dependencies=[Depends(check_framing)], lifespan=flushing,
     )  # fmt: skip
     reader = RequestReader(engine, settings)
     templates, schemas = ChatTemplates(settings.special_tokens), SchemaCheck(settings.bounds)
-    completions, small = Completions(reader, templates, schemas), _SmallEndpoints(reader, templates, schemas)
+    completions, small = Completions(reader, templates, schemas, observer), _SmallEndpoints(reader, templates, schemas)
     responses, messages = Responses(completions), anthropic.Messages(completions)
     app.state.reader_s, app.state.counts = settings.bounds.reader_s, reader.counts  # read by the connections
     if settings.allowed_origins:
@@ -187,7 +197,9 @@ class _SmallEndpoints:
         """Return metrics for Prometheus."""
         from prometheus_client import CollectorRegistry, generate_latest
 
-        families = [*await self.engine.families(self.settings.metrics_prefix), *self._families()]
+        of_engine = await self.engine.families(self.settings.metrics_prefix)
+        labels = {"model_name": self.settings.model_name, "engine": "0"}  # as those of vLLM
+        families = [*with_labels(of_engine, **labels), *self._families()]
         registry = CollectorRegistry()
         registry.register(Collector(lambda: iter(families)))
         return PlainTextResponse(generate_latest(registry).decode(), media_type="text/plain; version=0.0.4")
@@ -197,10 +209,14 @@ class _SmallEndpoints:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         prefix, pools = self.settings.metrics_prefix, {"work": self.engine.work, "schemas": self.schemas.slots}
-        refused = CounterMetricFamily(prefix + "requests_refused", "Requests above a limit.", labels=["limit"])
-        for limit, count in self.reader.refused.items():
-            refused.add_metric([limit], count)
-        yield refused
+        for name, text, label, counts in (
+            ("requests_refused", "Requests above a limit.", "limit", self.reader.refused),
+            ("requests_by_objective", "Requests with a gateway's objective.", "objective", self.reader.objectives),
+        ):
+            counted = CounterMetricFamily(prefix + name, text, labels=[label])
+            for value, count in counts.items():
+                counted.add_metric([value], count)
+            yield counted
         for name, text in (
             ("clients_left", "Requests whose client left before their answer began."),
             ("readers_cut", "Connections that were closed because nothing was read."),

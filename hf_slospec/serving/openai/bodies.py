@@ -67,6 +67,9 @@ class CommonBody(BaseModel):
 
     slo_tpot: float | None = Field(None, ge=LEAST_SLO_S, allow_inf_nan=False, description="Seconds per output token.")
     slo_ttft: float | None = Field(None, ge=LEAST_SLO_S, allow_inf_nan=False, description="Seconds to the first token.")
+    slo_e2e: float | None = Field(
+        None, ge=LEAST_SLO_S, allow_inf_nan=False, description="Seconds to the last token, of as many as max_tokens."
+    )
     priority: int = Field(0, ge=-(2**31), lt=2**31, description="Lower is served earlier, as with vLLM.")
     best_effort: bool = False
     speculative: bool = Field(True, description="False: one token per step, the same output.")
@@ -280,6 +283,20 @@ class NamedTool(ClosedModel):
     function: FunctionName
 
 
+class AllowedTools(ClosedModel):
+    """The tools that the model may call, and whether it must."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, fail_fast=True)]
+
+
+class AllowedToolChoice(ClosedModel):
+    """Choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class GenerationSettings(BaseModel):
     """Settings under the names of transformers, as ``transformers chat`` sends them."""
 
@@ -314,7 +331,7 @@ class ChatBody(SamplingBody):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0)
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     add_generation_prompt: bool = True
@@ -336,8 +353,24 @@ class ChatBody(SamplingBody):
 
     @property
     def shown_tools(self) -> list[dict[str, Any]] | None:
-        """Return the tools that the model may call."""
-        return None if self.tool_choice == "none" else self.tools
+        """Return the tools that the chat template shows to the model."""
+        if self.tool_choice == "none":
+            return None
+        return self._chosen(self.tools or []) if isinstance(self.tool_choice, AllowedToolChoice) else self.tools
+
+    def _chosen(self, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the tools whose functions ``tool_choice`` names; all of them if it names none."""
+        match self.tool_choice:
+            case NamedTool(function=function):
+                names = {function.name}
+            case AllowedToolChoice(allowed_tools=allowed):
+                names = {tool.function.name for tool in allowed.tools}
+            case _:
+                return tools
+        chosen = [tool for tool in tools if _function_name(tool) in names]
+        if missing := names - {_function_name(tool) for tool in chosen}:
+            raise ValueError(f"tool_choice names {min(missing)!r}, which needs a function of that name among tools")
+        return chosen
 
     @property
     def max_calls(self) -> int | None:
@@ -347,15 +380,15 @@ class ChatBody(SamplingBody):
     @property
     def must_call(self) -> bool:
         """Return True if the answer must consist of tool calls."""
+        if isinstance(self.tool_choice, AllowedToolChoice):
+            return self.tool_choice.allowed_tools.mode == "required"
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
     def callable_functions(self) -> list[dict[str, Any]]:
         """Return the functions that an answer which must call tools may call; raises ValueError if there are none."""
-        functions = [tool["function"] for tool in self.tools or () if isinstance(tool.get("function"), dict)]
-        if isinstance(self.tool_choice, NamedTool):
-            name = self.tool_choice.function.name
-            functions = [function for function in functions if function.get("name") == name]
+        chosen = self._chosen(self.tools or [])
+        functions = [tool["function"] for tool in chosen if isinstance(tool.get("function"), dict)]
         for function in functions:
             if not isinstance(function.get("name"), str) or not isinstance(function.get("parameters") or {}, dict):
                 raise ValueError("tools: a function needs a name, and an object as parameters, to be called for sure")
@@ -377,6 +410,7 @@ class ChatBody(SamplingBody):
             raise ValueError("max_tokens must be at least 1")
         if self.add_special_tokens:
             raise ValueError(TEMPLATE_ADDS)
+        self._chosen(self.tools or [])
         if self.json_schema is not None and (self.ignore_eos or self.min_tokens):
             raise ValueError(f"{self.schema_field} ends the output with the JSON; leave ignore_eos and min_tokens out")
         return self
@@ -392,6 +426,12 @@ class ChatBody(SamplingBody):
     def schema_field(self) -> str:
         """Return the name of the field that ``json_schema`` comes from."""
         return "tools" if self.must_call else "response_format"
+
+
+def _function_name(tool: dict[str, Any]) -> Any:
+    """Return the name of a tool's function; None if it has none."""
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, dict) else None
 
 
 def call_schema(functions: list[dict[str, Any]], max_calls: int | None) -> dict[str, Any]:

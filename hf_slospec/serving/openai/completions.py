@@ -12,7 +12,6 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from hf_slospec.serving.openai.access import Tenant
 from hf_slospec.serving.openai.answers import Answer, AnswerForm, slo_headers
 from hf_slospec.serving.openai.bodies import ChatBody, CompletionBody, SamplingBody
 from hf_slospec.serving.openai.chat_templates import ChatTemplates
@@ -27,6 +26,7 @@ from hf_slospec.serving.openai.orders import (
     order_of,
     prompt_of,
 )
+from hf_slospec.serving.openai.otel import End, Observer
 from hf_slospec.serving.openai.reading import RequestReader, fault_of
 from hf_slospec.serving.openai.schemas import SchemaCheck
 
@@ -37,8 +37,9 @@ LONG_PIECE = 64  # log probabilities of more tokens than this are written in the
 class Completions:
     """Endpoints of completions and chats."""
 
-    def __init__(self, reader: RequestReader, templates: ChatTemplates, schemas: SchemaCheck):
+    def __init__(self, reader: RequestReader, templates: ChatTemplates, schemas: SchemaCheck, observer: Observer):
         self.reader, self.engine, self.templates, self.schemas = reader, reader.engine, templates, schemas
+        self.observer = observer
 
     async def chat(self, request: Request) -> Response:
         """Return the answer to a chat."""
@@ -80,28 +81,32 @@ class Completions:
         make_prompts: Sequence[Callable[[], PromptInputs]],
         answer: AnswerForm,
     ) -> Response:
-        in_pool = partial(self.reader.in_pool, request)
-        tenant: Tenant = request.state.tenant
-        terms = tenant.arguments(body, request.headers)
-        if isinstance(body, ChatBody) and body.json_schema is not None:
-            await self.schemas.check(request.state.client, body.json_schema, body.schema_field)
-        prompts = [await in_pool(make) for make in make_prompts]
-        per_prompt_orders = [
-            [order_of(body, prompt, terms, self.engine, i) for i in range(body.n)] for prompt in prompts
-        ]
+        in_pool, end = partial(self.reader.in_pool, request), self.observer.begin(body, request.headers, answer.id)
+        response: Response | None = None
         choices: list[Choice] = []
         try:
+            terms = self.reader.terms(request, body)
+            if isinstance(body, ChatBody) and body.json_schema is not None:
+                await self.schemas.check(request.state.client, body.json_schema, body.schema_field)
+            prompts = [await in_pool(make) for make in make_prompts]
+            per_prompt_orders = [
+                [order_of(body, prompt, terms, self.engine, i) for i in range(body.n)] for prompt in prompts
+            ]
             for orders in per_prompt_orders:
                 echo = self._echo(body)
                 for order in orders:
                     order = replace(order, request_id=answer.id, client=request.state.client)
                     choices.append(await self._choice(len(choices), order, body, echo, in_pool))
             if not body.stream:
-                return await self._whole(answer, merged(choices), choices, in_pool)
-        except BaseException:
+                response = await self._whole(answer, merged(choices), choices, in_pool)
+        except BaseException as error:
             _cancel(choices)
+            end(choices, error)
             raise
-        return _Stream(self._events(answer, merged(choices), choices, in_pool), choices)
+        if response is None:
+            return _Stream(self._events(answer, merged(choices), choices, in_pool), choices, end)
+        end(choices, None)
+        return response
 
     async def _choice(self, index: int, order: Order, body: SamplingBody, echo: Echo | None, in_pool: InPool) -> Choice:
         """Submit an order, and return it as a choice."""
@@ -181,15 +186,16 @@ class Completions:
 class _Stream(StreamingResponse):
     """Stream of events; its requests end with it, even if it is never begun."""
 
-    def __init__(self, events: AsyncIterator[str], choices: Sequence[Choice]):
+    def __init__(self, events: AsyncIterator[str], choices: Sequence[Choice], end: End):
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._choices = choices
+        self._choices, self._end = choices, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             _cancel(self._choices)
+            self._end(self._choices, None)
 
 
 def _cancel(choices: Sequence[Choice]) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, RootModel, field_validator, model_validator
 
 from hf_slospec.config import SLOSpecConfig
+from hf_slospec.engine.request import LEAST_SLO_S
 from hf_slospec.errors import InputModel, InvalidInputError
 from hf_slospec.serving.addresses import is_loopback
 from hf_slospec.serving.openai.limits import RequestLimits
@@ -20,6 +21,8 @@ class SLOLimits(InputModel):
     strictest_tpot: float | None = Field(None, gt=0, description="Stricter SLOs are refused, in seconds per token.")
     default_ttft: float | None = Field(None, gt=0)
     strictest_ttft: float | None = Field(None, gt=0)
+    default_e2e: float | None = Field(None, gt=0)
+    strictest_e2e: float | None = Field(None, gt=0)
     lowest_priority: int | None = Field(
         None, le=0, description="Lower numbers, which are served earlier, are refused. Default: none."
     )
@@ -27,7 +30,7 @@ class SLOLimits(InputModel):
     def apply(self, requested: dict[str, float | None]) -> dict[str, float | None]:
         """Return the SLOs, or their defaults; raises InvalidInputError if they are stricter than allowed."""
         slos = {}
-        for name in ("tpot", "ttft"):
+        for name in ("tpot", "ttft", "e2e"):
             value, strictest = requested[f"slo_{name}"], getattr(self, f"strictest_{name}")
             if value is not None and strictest is not None and value < strictest:
                 raise InvalidInputError(f"slo_{name} must be at least {strictest:g} s here, got {value:g}")
@@ -38,6 +41,20 @@ class SLOLimits(InputModel):
         """Raise InvalidInputError if a priority is lower, thus served earlier, than allowed."""
         if self.lowest_priority is not None and priority < self.lowest_priority:
             raise InvalidInputError(f"priority must be at least {self.lowest_priority} here, got {priority}")
+
+
+class Objective(InputModel):
+    """Class of requests that a header names: values of fields that the request leaves out."""
+
+    slo_tpot: float | None = Field(None, ge=LEAST_SLO_S, allow_inf_nan=False)
+    slo_ttft: float | None = Field(None, ge=LEAST_SLO_S, allow_inf_nan=False)
+    slo_e2e: float | None = Field(None, ge=LEAST_SLO_S, allow_inf_nan=False)
+    priority: int = 0
+    best_effort: bool = False
+
+
+class Objectives(RootModel[dict[str, Objective]]):
+    """Objectives by name."""
 
 
 class AccessOptions(InputModel):
@@ -67,6 +84,20 @@ class AccessOptions(InputModel):
         METRICS_PREFIX,
         pattern="^[a-zA-Z_:][a-zA-Z0-9_:]*$",
         description="Prefix of the names at /metrics; tools for vLLM look for vllm:.",
+    )
+
+    objectives: dict[str, Objective] = Field(
+        default_factory=dict,
+        description="What requests get by the name in their header x-gateway-inference-objective, as JSON: "
+        '{"interactive": {"slo_tpot": 0.05, "priority": -1}, "batch": {"best_effort": true}}.',
+    )
+    trust_gateway: bool = Field(
+        False,
+        description="Clients take turns by x-gateway-inference-fairness-id, too, which a gateway in front must set.",
+    )
+
+    otel: bool = Field(
+        False, description="Send OpenTelemetry's GenAI spans and metrics; variables OTEL_... say where, and turn it on."
     )
 
     @field_validator("api_keys")

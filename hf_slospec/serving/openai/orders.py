@@ -13,20 +13,22 @@ from hf_slospec.serving.openai.chat_templates import ChatTemplates
 from hf_slospec.serving.openai.engine import Order, ServedEngine
 from hf_slospec.serving.openai.image_urls import ImageBudget
 from hf_slospec.serving.openai.limits import RequestLimits
+from hf_slospec.serving.openai.options import Objective
 from hf_slospec.serving.submission import REFUSALS, tensors_of_one
 
 DEFAULT_MAX_TOKENS = 16  # for completions, as OpenAI's
 DEFAULT_CHAT_TOKENS = 4096  # for chats; not all that fits, as every request is admitted with its longest output
 SEEDS = 2**63
 # llm-d's headers, in milliseconds; the second of each pair is deprecated.
-SLO_HEADERS = {
+SLO_HEADERS: dict[str, tuple[str, ...]] = {
     "slo_tpot": ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"),
     "slo_ttft": ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms"),
+    "slo_e2e": (),  # only in bodies
 }
 
 
-def asked_slos(body: SamplingBody, headers: Mapping[str, str]) -> dict[str, float | None]:
-    """Return the SLOs of body and headers, in seconds; the body takes precedence.
+def asked_slos(body: SamplingBody, headers: Mapping[str, str], objective: Objective) -> dict[str, float | None]:
+    """Return the SLOs of body, headers and objective, in seconds, in this order of precedence.
 
     Raises:
         InvalidInputError: a header is not a positive number.
@@ -44,6 +46,8 @@ def asked_slos(body: SamplingBody, headers: Mapping[str, str]) -> dict[str, floa
             if not 0 < milliseconds < float("inf"):
                 raise InvalidInputError(f"header {name} must be a positive number of milliseconds, got {text!r}")
             slos[field] = milliseconds / 1e3
+        if slos[field] is None:
+            slos[field] = getattr(objective, field)
     return slos
 
 
@@ -119,7 +123,7 @@ def order_of(
     """
     prompt, arguments = inputs.tokens, _sampling(body, engine.generation_config) | terms | inputs.of_images
     arguments["max_new_tokens"] = _max_tokens(body, len(prompt), engine)
-    arguments |= {"priority": body.priority, "best_effort": body.best_effort, "speculative": body.speculative}
+    arguments["speculative"] = body.speculative
     if body.seed is not None:
         arguments["seed"] = (body.seed + choice) % SEEDS
     arguments["eos_token_id"] = end_tokens(body, engine.generation_config) or None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import reprlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import wraps
@@ -23,11 +25,12 @@ from hf_slospec.errors import (
     UnsupportedOptionError,
     describe_fault,
 )
-from hf_slospec.serving.openai.access import ServerSettings
+from hf_slospec.serving.openai.access import ServerSettings, Tenant
 from hf_slospec.serving.openai.answers import error_body
-from hf_slospec.serving.openai.bodies import ForeignBody
+from hf_slospec.serving.openai.bodies import ForeignBody, SamplingBody
 from hf_slospec.serving.openai.engine import ServedEngine
 from hf_slospec.serving.openai.limits import LimitError
+from hf_slospec.serving.openai.options import Objective
 from hf_slospec.serving.openai.work import BusyError
 
 logger = logging.getLogger(__name__)
@@ -35,6 +38,10 @@ Body = TypeVar("Body", bound=BaseModel)
 T = TypeVar("T")
 RETRY_AFTER_S = 1
 BODY_S = 30.0  # seconds for a request's body to arrive
+# Headers of Gateway API's inference extension: the name of a class of requests, and the unit of fair scheduling.
+OBJECTIVE, FAIRNESS_ID = "x-gateway-inference-objective", "x-gateway-inference-fairness-id"
+GATEWAY_NAME = re.compile(r"[!-~]{1,253}")
+OTHER = "other"  # for objectives that are not configured, whose names clients choose
 
 
 class Fault(Exception):  # noqa: N818  it is an answer
@@ -53,6 +60,7 @@ class RequestReader:
         self.engine, self.settings, self.bounds = engine, settings, settings.bounds
         self.counts: Counter[str] = Counter()  # clients that left, connections closed because the client did not read
         self.refused: Counter[str] = Counter()  # requests by the limit that they exceeded
+        self.objectives: Counter[str] = Counter()  # requests by their objective
 
     async def check_key(self, request: Request) -> None:
         """Set the request's tenant; raises Fault without a valid API key if the server has keys."""
@@ -63,6 +71,23 @@ class RequestReader:
             raise Fault(401, body, {"WWW-Authenticate": "Bearer"})
         address = request.client.host if request.client is not None else ""
         request.state.client = request.state.tenant.name or address  # the unit of fair scheduling
+        fairness_id = _gateway_name(request, FAIRNESS_ID)
+        if fairness_id is not None and self.settings.trust_gateway:
+            request.state.client += f" {fairness_id}"
+
+    def terms(self, request: Request, body: SamplingBody) -> dict[str, Any]:
+        """Return the arguments of ``submit`` that depend on the tenant or on the objective, which is counted.
+
+        Raises:
+            Fault: the name of the objective is invalid. One that is not configured has no effect.
+            InvalidInputError: the request asks for more than the key allows.
+        """
+        objective = Objective()
+        if (name := _gateway_name(request, OBJECTIVE)) is not None:
+            objective = self.settings.objectives.get(name, objective)
+            self.objectives[name if name in self.settings.objectives else OTHER] += 1
+        tenant: Tenant = request.state.tenant
+        return tenant.arguments(body, request.headers, objective)
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
         """Return the validated body.
@@ -169,6 +194,15 @@ async def check_framing(request: Request) -> None:
     if "content-length" in request.headers and "transfer-encoding" in request.headers:
         text = "Content-Length and Transfer-Encoding exclude each other; send one of them"
         raise Fault(400, error_body(text, "invalid_request_error"), {"Connection": "close"})
+
+
+def _gateway_name(request: Request, header: str) -> str | None:
+    """Return the value of a gateway's header, None without it; raises Fault unless it is a name."""
+    name = request.headers.get(header)
+    if name is not None and not GATEWAY_NAME.fullmatch(name):
+        text = f"header {header} must be 1 to 253 visible ASCII characters without spaces, got {reprlib.repr(name)}"
+        raise Fault(400, error_body(text, "invalid_request_error"))
+    return name
 
 
 async def _disconnected(request: Request) -> None:

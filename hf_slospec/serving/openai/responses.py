@@ -147,10 +147,23 @@ class FunctionTool(ClosedModel):
 
 
 class NamedFunction(ClosedModel):
-    """The function that the model must call."""
+    """The name of a function."""
 
     type: Literal["function"]
     name: str
+
+    @property
+    def of_chat(self) -> dict[str, Any]:
+        """Return it as a tool of a chat's ``tool_choice``."""
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class AllowedFunctions(ClosedModel):
+    """The functions that the model may call, and whether it must."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, fail_fast=True)]
 
 
 class TextFormat(ClosedModel):
@@ -190,7 +203,7 @@ class ResponsesBody(CommonBody, ForeignBody):
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions = "auto"
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -227,16 +240,24 @@ class ResponsesBody(CommonBody, ForeignBody):
         if self.tools or self.tool_choice != "auto":
             functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools]
             fields["tools"] = [{"type": "function", "function": function} for function in functions]
-            choice = self.tool_choice
-            fields["tool_choice"] = (
-                choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice.name}}
-            )
+            fields["tool_choice"] = self._tool_choice()
         if self.text is not None and self.text.format is not None:
             fields["response_format"] = self.text.format.response_format
         if self.reasoning is not None and self.reasoning.effort is not None:
             effort = {"reasoning_effort": self.reasoning.effort}
             fields["chat_template_kwargs"] = effort | (self.chat_template_kwargs or {})
         return ChatBody.model_validate(fields)
+
+    def _tool_choice(self) -> str | dict[str, Any]:
+        """Return the field of a chat."""
+        match self.tool_choice:
+            case NamedFunction() as function:
+                return function.of_chat
+            case AllowedFunctions(mode=mode, tools=functions):
+                allowed = {"mode": mode, "tools": [function.of_chat for function in functions]}
+                return {"type": "allowed_tools", "allowed_tools": allowed}
+            case choice:
+                return choice
 
     def _messages(self) -> list[dict[str, Any]]:
         """Return the messages of the chat; reasoning, text and calls of one turn become one message."""

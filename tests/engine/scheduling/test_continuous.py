@@ -70,6 +70,7 @@ def test_every_request_gets_what_plain_decoding_gives_within_limits(
             fields = dict(
                 tpot_slo_s=rng.choice([None, 0.5, 3.0]),
                 ttft_slo_s=rng.choice([None, 4.0, 50.0]),
+                e2e_slo_s=rng.choice([None, None, 8.0, 90.0]),
                 priority=int(rng.integers(2)),
                 is_best_effort=bool(rng.random() < 0.3),
             )

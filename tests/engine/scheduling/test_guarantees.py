@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from hf_slospec.engine.request import Stage
 from hf_slospec.engine.scheduling.continuous import MAX_PREEMPTED, Limits
-from hf_slospec.engine.scheduling.guarantees import MAX_CANDIDATES
+from hf_slospec.engine.scheduling.guarantees import (
+    MAX_CANDIDATES,
+    first_token_slo_s,
+    lost_s,
+    prefill_deadline_s,
+    tightest_tpot_slo_s,
+)
 from tests.support.toys.served import Served
 
 
@@ -163,3 +170,23 @@ def test_room_of_a_protected_request_is_booked_once_if_it_is_guaranteed_too() ->
         request.params = replace(request.params, stages=(Stage(1e3),))
     served.step()
     assert late.is_guaranteed
+
+
+def test_an_e2e_slo_is_planned_for_the_first_token_and_the_others() -> None:
+    served = Served()
+    alone = served.add(0, new=11, e2e_slo_s=40.0)
+    assert first_token_slo_s(alone) == 10.0 and tightest_tpot_slo_s(alone) == pytest.approx(3.0)
+    assert prefill_deadline_s(alone) == 10.0 and lost_s(alone) == 40.0
+    both = served.add(1, new=11, ttft_slo_s=30.0, tpot_slo_s=2.0, e2e_slo_s=40.0)
+    assert first_token_slo_s(both) == lost_s(both) == 30.0 and tightest_tpot_slo_s(both) == pytest.approx(1.0)
+    single = served.add(2, new=1, e2e_slo_s=40.0)
+    assert first_token_slo_s(single) == 40.0 and tightest_tpot_slo_s(single) == math.inf
+
+
+def test_e2e_slos_are_guaranteed_if_they_can_be_met_and_met_then() -> None:
+    served = Served()
+    impossible = served.add(0, prompt=10, new=50, e2e_slo_s=1e-3)
+    requests = [served.add(index, prompt=10, new=20, e2e_slo_s=400.0) for index in (1, 2)]
+    served.run()
+    assert impossible.is_guaranteed is False and impossible.metrics().attained is False
+    assert all(request.is_guaranteed and request.metrics().attained for request in requests)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.lab.policies.goodput import (
     MovingAcceptance,
-    best_length,
+    best_batch,
     chain_tokens,
     confident_length,
     heads_nodes,
@@ -21,7 +23,7 @@ from hf_slospec.lab.policies.goodput import (
     heads_tokens,
 )
 from hf_slospec.lab.policies.tree_shapes import StaticTree
-from tests.support.toys.trees import grow
+from tests.support.toys.trees import SEEDS, grow
 
 DRAWS = 200_000
 
@@ -43,6 +45,31 @@ def test_tokens_of_heads_match_monte_carlo(rates: tuple[float, ...], widths: tup
         drawn += alive
     assert heads_tokens(rates, widths) == pytest.approx(drawn.mean(), abs=4.0 * drawn.std() / DRAWS**0.5 + 1e-12)
     assert heads_nodes(widths) == 1 + sum(np.prod(widths[:end], dtype=int) for end in range(1, len(widths) + 1))
+
+
+def best_length(tokens: Callable[..., Any], seconds: Callable[..., Any], max_length: int, bias: float) -> int:
+    """Of one batch that has slots."""
+    lengths = np.arange(max_length + 1)
+    has_slots = np.ones((1, max_length + 1), dtype=bool)
+    return best_batch(tokens(lengths)[None], seconds(lengths)[None], has_slots, bias)[1]
+
+
+@given(seed=SEEDS, num_requests=st.integers(1, 5), max_length=st.integers(0, 4), bias=st.sampled_from([1.0, 1.1, 2.0]))
+def test_the_best_batch_equals_the_printed_loops(seed: int, num_requests: int, max_length: int, bias: float) -> None:
+    """Algorithm 2, lines 3 to 11, with ties and slots; length 0 always has slots."""
+    rng, shape = np.random.default_rng(seed), (num_requests, max_length + 1)
+    tokens, seconds = rng.integers(1, 6, shape) / 2, rng.integers(1, 4, shape) / 4
+    has_slots = rng.random(shape) < 0.6
+    has_slots[:, 0] = True
+    best_goodput, best = -1.0, (-1, -1)
+    for row in range(num_requests):
+        for length in range(max_length + 1):
+            if not has_slots[row, length]:
+                continue
+            goodput = tokens[row, length] / seconds[row, length] * (1.0 if length else bias)
+            if goodput > best_goodput:
+                best_goodput, best = goodput, (row, length)
+    assert best_batch(tokens, seconds, has_slots, bias) == best
 
 
 @given(

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.algo.tree import ROOT, Forest, TokenTree
+from hf_slospec.lab.oracle import optimal_nodes
 from hf_slospec.lab.policies.growth import grown_nodes, important_nodes
-from tests.support.oracles.optimal_nodes import optimal_nodes
 from tests.support.toys.trees import SEEDS, TIED, UNEVEN, chain, fan, grow, is_parent_closed, random_tree, total
 
 NO_LIMIT = 99

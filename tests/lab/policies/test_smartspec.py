@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.protocols import Plan, StepDecisions
 from hf_slospec.engine.request import Request, RequestParams
+from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.lab.policies.goodput import MovingAcceptance, heads_nodes
-from hf_slospec.lab.policies.smartspec import RECENT, RETRY, SmartSpecPolicy, SmartSpecRequestsPolicy
+from hf_slospec.lab.policies.smartspec import BIAS, RECENT, RETRY, SmartSpecPolicy, SmartSpecRequestsPolicy
 from hf_slospec.lab.policies.smartspec_confidence import ConfidencePolicy
 from hf_slospec.lab.policies.smartspec_tree import HeadsPolicy
+from hf_slospec.lab.policies.turbospec import TurboSpecPolicy
 from tests.support.policy_costs import EIGHT, NO_TIME, begun, costs, plan_of, requests_of, selected
 from tests.support.toys.trees import chain, grow
 
@@ -21,6 +28,75 @@ def test_speculation_shortens_with_the_batch_and_ends() -> None:
     assert depths[-1] == 0
 
 
+def stairs(edge: int, jump_s: float) -> StepCosts:
+    """A forward of more tokens than ``edge`` takes that much longer."""
+    target = LatencyCurve(
+        (1, edge, edge + 1, 1000), (1.0, 1.0 + 0.01 * edge, 1.01 + 0.01 * edge + jump_s, 40.0 + jump_s)
+    )
+    return StepCosts(ForwardCost(target, per_key_s=1e-3), ForwardCost(LatencyCurve((1, 64), (0.02, 0.4)), 0.01, 1e-4))
+
+
+@given(
+    arrivals=st.lists(st.integers(0, 3), min_size=1, max_size=6),
+    new_tokens=st.lists(st.integers(1, 6), min_size=6, max_size=6),
+    edge=st.integers(2, 30),
+    jump_s=st.sampled_from([0.0, 0.5, 5.0]),
+    rate=st.sampled_from([0.0, 0.5, 0.9]),
+    kv_tokens=st.sampled_from([None, 1, 40, 60]),
+)
+@settings(deadline=None, max_examples=80)
+def test_batch_and_length_are_the_best_of_all(
+    arrivals: list[int], new_tokens: list[int], edge: int, jump_s: float, rate: float, kv_tokens: int | None
+) -> None:
+    """Algorithm 2 with equation 5, over all first requests to come and all lengths."""
+    step_costs, config = stairs(edge, jump_s), SLOSpecConfig(max_depth=4, kv_tokens=kv_tokens)
+    requests = [
+        Request(index, RequestParams([1] * (5 + index), new), float(arrived))
+        for index, (arrived, new) in enumerate(zip(arrivals, new_tokens, strict=False))
+    ]
+    policy = SmartSpecPolicy(config, step_costs)
+    for _ in range(300):
+        policy.acceptance.observe(100, round(100 * rate))
+    rate = policy.acceptance.rate
+    queue = sorted(requests, key=lambda request: (request.stats.arrived_s, request.index))
+    held = sum(len(request.tokens) for request in requests)
+
+    def goodput(number: int, limit: int) -> float:
+        batch = [(request, min(limit, request.num_left - 1)) for request in queue[:number]]
+        if limit and kv_tokens is not None and held + sum(k + 1 for _, k in batch) > kv_tokens:
+            return -1.0
+        draft_s = 0.0
+        for level in range(1, max(k for _, k in batch) + 1):
+            drafted = [len(request.tokens) for request, k in batch if k >= level]
+            draft_s += float(step_costs.draft_level(len(drafted), len(drafted), sum(drafted)))
+        num_nodes, num_keys = sum(k + 1 for _, k in batch), sum(len(request.tokens) for request, _ in batch)
+        tokens = sum(sum(rate**i for i in range(k + 1)) for _, k in batch)
+        return tokens / (draft_s + float(step_costs.verify_s(num_nodes, number, num_keys))) * (1.0 if limit else BIAS)
+
+    plan = plan_of(policy, requests)
+    assert plan.decoding is not None and plan.depths is not None
+    assert set(plan.decoding) == set(queue[: len(plan.decoding)])
+    assert plan.decoding == [request for request in requests if request in plan.decoding]
+    best = max(goodput(number, limit) for number in range(1, len(queue) + 1) for limit in range(5))
+    assert goodput(len(plan.decoding), plan.depth) == pytest.approx(best)
+    useful = {request: min(plan.depth, request.num_left - 1) for request in plan.decoding}
+    assert plan.depths == {request: length for request, length in useful.items() if length}
+
+
+def test_the_last_to_come_sit_out_where_one_request_more_takes_a_slower_step() -> None:
+    config = SLOSpecConfig(policy="smartspec", max_depth=4)
+    requests = [Request(index, RequestParams([1, 2, 3], 100), 9.0 - index) for index in range(10)]
+    policy = SmartSpecPolicy(config, stairs(8, 5.0))
+    for _ in range(300):
+        policy.acceptance.observe(4, 0)
+    step, plan = begun(policy, requests)
+    assert plan.decoding == requests[2:] and plan.depth == 0
+    trees = step.select([chain()] * 8, plan).trees
+    assert len(trees) == 8
+    others = TurboSpecPolicy(SLOSpecConfig(max_depth=4), stairs(8, 5.0))
+    assert plan_of(others, requests).decoding == requests
+
+
 def test_requests_that_accept_more_draft_more() -> None:
     policy = SmartSpecRequestsPolicy(EIGHT, costs(0.02))
     hot, cold = requests_of(2)
@@ -28,8 +104,12 @@ def test_requests_that_accept_more_draft_more() -> None:
         policy.acceptances.setdefault(hot, MovingAcceptance()).observe(4, 4)
         policy.acceptances.setdefault(cold, MovingAcceptance()).observe(4, 1)
     step, plan = begun(policy, [hot, cold])
-    trees = step.select([chain(*[0.9] * plan.depth)] * 2, plan).trees
-    assert trees[0].num_nodes > trees[1].num_nodes
+    selection = step.select([chain(*[0.9] * plan.depth)] * 2, plan)
+    assert selection.trees[0].num_nodes > selection.trees[1].num_nodes
+    assert plan.depths == {hot: selection.trees[0].max_depth, cold: selection.trees[1].max_depth}
+    levels = (plan.depth, selection.trees[1].max_depth)  # the cold one leaves the draft's batch
+    level_s, verify_s = policy.costs.level_s(1, 1), float(policy.costs.verify_s(sum(levels) + 2, 2, 6))
+    assert selection.step_s == pytest.approx(plan.depth * level_s + verify_s)
 
 
 def test_requests_that_come_while_nothing_is_drafted_are_never_drafted_for() -> None:

@@ -241,6 +241,11 @@ def test_slos_of_bodies_and_headers(served: Served) -> None:
     headers = {"x-llm-d-slo-tpot-ms": "700", "x-slo-tpot-ms": "1", "x-slo-ttft-ms": "9000"}
     answer = served.client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 4}, headers=headers).json()
     assert (answer["usage"]["metrics"]["slo_tpot"], answer["usage"]["metrics"]["slo_ttft"]) == (0.7, 9.0)
+    found = complete(served, slo_e2e=500.0, **GREEDY)["usage"]["metrics"]
+    assert (found["slo_e2e"], found["guaranteed"], found["attained"]) == (500.0, True, True)
+    assert 0.0 < found["time_to_first_token_ms"] <= found["e2e_latency_ms"] < 500e3
+    answer = served.client.post("/v1/completions", json={"prompt": PROMPT, "slo_e2e": 1.0, "slo_ttft": 2.0})
+    assert answer.status_code == 400 and "slo_e2e" in answer.json()["error"]["message"]
     answer = served.client.post("/v1/completions", json={"prompt": PROMPT}, headers={"x-slo-tpot-ms": "soon"})
     assert answer.status_code == 400 and "x-slo-tpot-ms" in answer.json()["error"]["message"]
 
@@ -275,7 +280,8 @@ def test_small_endpoints(served: Served) -> None:
     assert client.get("/v1/models/org/other").status_code == 404
     complete(served, **GREEDY)
     metrics = client.get("/metrics").text
-    assert "hf_slospec:generation_tokens_total" in metrics and "time_to_first_token_seconds_bucket" in metrics
+    assert 'hf_slospec:generation_tokens_total{engine="0",model_name="tiny"}' in metrics
+    assert 'time_to_first_token_seconds_bucket{engine="0",le="0.01",model_name="tiny"}' in metrics
 
 
 def test_tokenizer_is_described_only_if_wanted(served: Served) -> None:

@@ -98,7 +98,7 @@ def test_the_dashboard_and_the_page_name_metrics_that_there_are(metrics: dict[st
 
 def test_the_dashboard_groups_by_labels_that_there_are(metrics: dict[str, set[str]]) -> None:
     grouped = [pair for expr in expressions() for pair in re.findall(r"by \((\w+)\) \(rate\((hf_slospec:\w+)", expr)]
-    assert {label for label, _ in grouped} == {"le", "finished_reason"}
+    assert {label for label, _ in grouped} == {"le", "finished_reason", "position"}
     assert all(label in metrics[name] for label, name in grouped)
     assert sum(expr.count(" by (") for expr in expressions()) == len(grouped)
 

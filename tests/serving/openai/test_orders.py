@@ -5,13 +5,31 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from transformers import GenerationConfig
 
+from hf_slospec import InvalidInputError
+from hf_slospec.serving.openai.access import Tenant
 from hf_slospec.serving.openai.bodies import CompletionBody
+from hf_slospec.serving.openai.options import Objective, SLOLimits
 from hf_slospec.serving.openai.orders import PromptInputs, order_of
 
 
 def test_a_lower_priority_is_earlier_as_in_the_batcher() -> None:
     engine: Any = SimpleNamespace(generation_config=GenerationConfig(), max_len=64, vocab_size=100)
     body = CompletionBody(model="tiny", prompt="x", priority=-3)
-    assert order_of(body, PromptInputs([1, 2], {}), {}, engine, 0).arguments["priority"] == -3
+    terms = Tenant(SLOLimits(), "", b"").arguments(body, {}, Objective())
+    assert order_of(body, PromptInputs([1, 2], {}), terms, engine, 0).arguments["priority"] == -3
+
+
+def test_an_objective_gives_what_the_request_leaves_out() -> None:
+    tenant, objective = Tenant(SLOLimits(default_tpot=9.0), "", b""), Objective(slo_tpot=0.5, slo_e2e=4.0, priority=-2)
+    empty = tenant.arguments(CompletionBody(prompt="x"), {}, objective)
+    assert (empty["slo_tpot"], empty["slo_ttft"], empty["slo_e2e"], empty["priority"]) == (0.5, None, 4.0, -2)
+    own = CompletionBody(prompt="x", priority=0, slo_e2e=2.0, best_effort=True)
+    found = tenant.arguments(own, {"x-slo-tpot-ms": "100"}, objective)
+    assert (found["slo_tpot"], found["slo_e2e"], found["priority"], found["best_effort"]) == (0.1, 2.0, 0, True)
+    with pytest.raises(InvalidInputError, match="priority must be at least 0"):
+        Tenant(SLOLimits(lowest_priority=0), "", b"").arguments(CompletionBody(prompt="x"), {}, objective)
+    with pytest.raises(InvalidInputError, match="slo_e2e must be at least 5 s"):
+        Tenant(SLOLimits(strictest_e2e=5.0), "", b"").arguments(own, {}, Objective())

@@ -10,6 +10,7 @@ import pytest
 
 from hf_slospec import SLOSpecGenerator
 from hf_slospec.serving.openai.app import ServerSettings, make_app
+from hf_slospec.serving.openai.bodies import ChatBody
 from hf_slospec.serving.openai.messages import CallParts, Parts
 from tests.serving.openai.conftest import Served, listening
 from tests.serving.openai.test_messages import ANSWER, Scripted
@@ -54,10 +55,19 @@ def check(calls: Any, *names: str) -> None:
             assert arguments == {}
 
 
+def allowed(mode: str, *names: str) -> Any:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize(
     ("choice", "tools", "names"),
-    [("required", [TOOLS[0], TOOLS[2]], ("weather", "later")), (NAMED, TOOLS, ("weather",))],
+    [
+        ("required", [TOOLS[0], TOOLS[2]], ("weather", "later")),
+        (NAMED, TOOLS, ("weather",)),
+        (allowed("required", "later", "weather"), TOOLS, ("weather", "later")),
+    ],
 )
 def test_forced_calls_are_made_whole_and_streamed(
     served: Served, choice: Any, tools: Any, names: tuple[str, ...], seed: int
@@ -100,10 +110,34 @@ def test_what_cannot_be_forced_is_refused_by_name(served: Served) -> None:
     refused("tool_choice", tool_choice="required", tools=[])
     refused("tool_choice", tool_choice={"type": "function", "function": {"name": "other"}}, tools=TOOLS)
     refused("tool_choice", tool_choice="any", tools=TOOLS)
+    refused("tool_choice names 'other'", tool_choice=allowed("auto", "now", "other"), tools=TOOLS)
+    refused("tool_choice", tool_choice=allowed("auto"), tools=TOOLS)
+    refused("tool_choice", tool_choice=allowed("none", "now"), tools=TOOLS)
     refused("tools", tool_choice="required", tools=[{"type": "function", "function": {"parameters": {}}}])
     wrong = {"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}
     refused("tools: the schema cannot be followed", tool_choice="required", tools=[wrong])
     refused("tools ends the output", tool_choice="required", tools=TOOLS, extra_body={"ignore_eos": True})
+
+
+def test_allowed_tools_are_the_ones_that_are_shown(served: Served) -> None:
+    body = ChatBody(messages=MESSAGES, tools=TOOLS, tool_choice=allowed("auto", "now", "weather"))
+    assert body.shown_tools == TOOLS[:2] and not body.must_call and body.json_schema is None
+    options: dict[str, Any] = dict(model="tiny", messages=MESSAGES, max_tokens=8, temperature=0)
+    with client_of(served) as client:
+        few = client.chat.completions.create(tools=TOOLS[:2], **options)
+        same = client.chat.completions.create(tools=TOOLS, tool_choice=allowed("auto", "weather", "now"), **options)
+        assert same.choices[0].message.content == few.choices[0].message.content
+        assert same.usage is not None and few.usage is not None
+        assert same.usage.prompt_tokens == few.usage.prompt_tokens
+        functions: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        choice: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "later"}]}
+        answer = client.responses.create(
+            model="tiny", input="Weather?", tools=functions, tool_choice=choice, parallel_tool_calls=False
+        )
+    assert [(item.type, item.name) for item in answer.output if item.type == "function_call"] == [
+        ("function_call", "later")
+    ]
+    assert answer.tool_choice.to_dict() == choice  # type: ignore[union-attr]
 
 
 TWO = '[{"name": "a", "arguments": {"x": "}],{"}} ,\n {"name":"b","arguments":{}}]'
