@@ -56,7 +56,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(torch|transformers|numpy|npt|np|pydantic|annotated_types)\b.*"),
     ("py:.*", r"(collections|concurrent|os|pathlib|queue|threading|weakref)\b.*"),
     ("py:.*", rf"{'|'.join(ALIASES)}|PolicySettings|SuffixDecodingDraft"),
-    ("py:.*", r"hf_slospec\.(serving\.telemetry\.Collector|engine\.request\.PromptReader)"),
+    ("py:.*", r"hf_slospec\.(serving\.telemetry\.Collector|engine\.request\.(Grammar|PromptReader))"),
 ]
 
 # The package describes fields in comments beside them, "# seconds"; autodoc reads "#: seconds" only.
