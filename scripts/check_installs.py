@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("generate", "serve", "demo", "bench", "profile", "check", "simulate")
+COMMANDS = ("generate", "serve", "demo", "bench", "profile", "check", "simulate", "train-drafter")
 START_S = 900.0  # that a server may take until it answers
 HELP = f"""
 from hf_slospec.cli.app import app
@@ -51,7 +51,7 @@ BASE_JOBS = (  # one of each command that needs no extra
     GENERATE,
     "simulate --system auto --number 4",
     "bench --size tiny --new-tokens 4 --repeats 1 --batch 1 --no-tune",
-    "profile --size tiny --seconds 1 --no-keep",
+    "profile --size tiny --seconds 1 --no-keep --no-compile",
     "check --prompts prompts.txt --max-new-tokens 2 --repeats 0",
 )
 WITHOUT = {  # commands that miss an extra

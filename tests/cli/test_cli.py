@@ -94,7 +94,7 @@ def test_bench_of_a_drafter_without_a_draft_model(tmp_path: Path) -> None:
 def test_profile_measures_fits_draws_and_keeps(tmp_path: Path) -> None:
     plot, path = tmp_path / "curve.png", tmp_path / "profile.json"
     options = ["--size", "tiny", "--dtype", "float32", "--seconds", "2", "--plot", str(plot), "--json", str(path)]
-    result = RUN.invoke(app, ["profile", *options])
+    result = RUN.invoke(app, ["profile", "--no-compile", *options])
     assert result.exit_code == 0, result.output
     assert plot.read_bytes().startswith(b"\x89PNG")
     records = json.loads(path.read_text())["results"]
@@ -225,7 +225,7 @@ def test_a_target_alone_is_drafted_for_by_its_text(command: str, tmp_path: Path)
     options = {
         "generate": [TEXT, "--max-new-tokens", "12"],
         "bench": ["--new-tokens", "4", "--repeats", "1", "--batch", "1"],
-        "profile": ["--seconds", "1", "--no-keep"],
+        "profile": ["--seconds", "1", "--no-keep", "--no-compile"],
     }
     result = RUN.invoke(app, [command, "--target", str(tmp_path / "own"), "--dtype", "float32", *options[command]])
     assert result.exit_code == 0, result.output
@@ -235,7 +235,18 @@ def test_a_target_alone_is_drafted_for_by_its_text(command: str, tmp_path: Path)
 
 def test_profile_measures_what_drafts(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    options = ["--size", "tiny", "--dtype", "float32", "--seconds", "1", "--no-keep", "--json", str(path)]
+    options = [
+        "--size",
+        "tiny",
+        "--dtype",
+        "float32",
+        "--seconds",
+        "1",
+        "--no-keep",
+        "--json",
+        str(path),
+        "--no-compile",
+    ]
     result = RUN.invoke(app, ["profile", *options, "--drafter", "lookup+mtp"])
     assert result.exit_code == 0, result.output
     assert "measuring target and draft for at most about 2 s (--seconds)" in result.stderr  # before it begins

@@ -170,7 +170,11 @@ COMMANDS: dict[str, Options] = {
         "router": st.sampled_from(("round-robin", "x", "guarantees")), "plot": paths, "csv": paths, "json": paths,
     },
 }  # fmt: skip
-FIRST = {"generate": ["--max-new-tokens", "3", "--dtype", "float32"], "simulate": ["--system", "vllm"]}
+FIRST = {
+    "generate": ["--max-new-tokens", "3", "--dtype", "float32"],
+    "profile": ["--no-compile"],
+    "simulate": ["--system", "vllm"],
+}
 
 
 @st.composite

@@ -17,6 +17,7 @@ from hf_slospec.cli.options import (
     with_models,
     write_results,
 )
+from hf_slospec.config import SLOSpecConfig
 from hf_slospec.serving.options import ModelOptions
 
 
@@ -28,6 +29,9 @@ def profile(
     json_path: ResultPath = None,
     keep: Annotated[
         bool, typer.Option(help="Store the result, which later runs use in place of a shorter measurement.")
+    ] = True,
+    compile: Annotated[
+        bool, typer.Option(help="On a CPU, compile forwards first, about a minute; later processes load them at once.")
     ] = True,
 ) -> None:
     """Measure the latencies of forwards on this machine, of target and draft model, and the error of the fit.
@@ -42,10 +46,11 @@ def profile(
     err = Console(stderr=True, soft_wrap=True)
     with usage_errors():
         options = ModelOptions(**given)
-        with err.status("loading"):
+        with err.status("loading" + (", and compiling unless that was done" if compile else "")):
             pair = load_models(options)
             method = draft_method(options, pair)
-            speculator = SLOSpecGenerator(pair.target, drafter=method).decoder.speculator
+            config = SLOSpecConfig(compile="wait" if compile else False)
+            speculator = SLOSpecGenerator(pair.target, drafter=method, config=config).decoder.speculator
     models = dict(zip(("target", "draft"), speculator.models, strict=False))
     total_s = seconds * len(models)
     err.print(f"{options.name}: {size_and_place(pair.target)}; drafts: {method.kind}", highlight=False)

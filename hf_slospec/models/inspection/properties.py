@@ -25,8 +25,9 @@ FORWARD_ERRORS = (
 
 
 def config_values(config: Any) -> dict[str, Any]:
-    """Return what a config says of the model itself, without where it came from."""
-    return {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    """Return what a config says of the model itself, without where it came from and how it is called by default."""
+    ignored = "_name_or_path", "transformers_version", "use_cache"  # trainers switch the last one off
+    return {key: value for key, value in config.to_dict().items() if key not in ignored}
 
 
 def vocab_size(model: Any) -> int:
