@@ -147,10 +147,10 @@ class Page:
                 add = gr.Button("Add user", elem_id="add", min_width=120)
             own_card = self._own_panel()
             other_cards = gr.HTML(apply_default_css=False, elem_id="others")
-            seen = gr.State({"policy": "", "versions": [None] * MAX_SIMULATED})
+            seen = gr.State({"policy": "", "shown": "", "versions": [None] * MAX_SIMULATED})
             outputs = [seen, policy, head, own_card, other_cards, *(part for panel in panels for part in panel.all)]
             for event in (page.load, gr.Timer(REFRESH_S).tick):
-                event(self.refresh, seen, outputs, show_progress="hidden", queue=False)
+                event(self.refresh, [seen, policy], outputs, show_progress="hidden", queue=False)
             set_policy = with_error_message(self.sessions.set_policy)
             policy.input(set_policy, policy, None, concurrency_limit=None, show_progress="hidden")
             add.click(with_error_message(self.add), persona, None, concurrency_limit=None)
@@ -206,21 +206,24 @@ class Page:
         """Remove the visitor."""
         self.sessions.leave(str(request.session_hash))
 
-    def refresh(self, seen: dict[str, Any], request: gr.Request) -> list[Any]:
+    def refresh(self, seen: dict[str, Any], shown: str | None, request: gr.Request) -> list[Any]:
         """Return the updates of all components for this session.
 
         Args:
-            seen: policy and versions of requests that the session shows; controls are updated only if another
-                session changed them.
+            seen: policy and versions of requests that the session was sent, and the policy that it showed before;
+                controls are updated only if another session changed them.
+            shown: policy that the session shows. Answers may overtake each other, so another one than the present one
+                is replaced once it is seen twice; the first time, the visitor may just have chosen it.
         """
         scene = self.sessions.refresh(str(request.session_hash))
         simulated, own_card, other_cards = cards.cards(scene)
-        policy = gr.skip() if scene.policy == seen["policy"] else scene.policy
+        is_current = scene.policy == seen["policy"] and (shown == scene.policy or shown != seen["shown"])
+        policy = gr.skip() if is_current else scene.policy
         updates = [policy, cards.headline(scene), own_card or EMPTY_CARD, other_cards]
         for view, html, version in zip(scene.simulated, simulated, seen["versions"], strict=True):
             updates += _panel_updates(view, html, version)
         versions = [None if view is None else view.version for view in scene.simulated]
-        return [{"policy": scene.policy, "versions": versions}, *updates]
+        return [{"policy": scene.policy, "shown": shown, "versions": versions}, *updates]
 
 
 EMPTY_CARD = '<article class="card"><h3>You</h3><p class="dim">Your stream appears here.</p></article>'
