@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -373,3 +374,16 @@ def test_the_command_says_that_gradio_is_missing(monkeypatch: pytest.MonkeyPatch
     result = CliRunner().invoke(app, ["demo", "--size", "tiny"])
     assert result.exit_code == 1, result.output
     assert "the demo needs gradio; install with: pip install" in result.output and "[demo]" in result.output
+
+
+def test_a_policy_that_a_page_shows_wrongly_is_replaced_once_it_is_seen_twice(sessions: DemoSessions) -> None:
+    page: Any = layout.Page(sessions, {}, 100.0, "")
+    request = SimpleNamespace(session_hash="a")
+    sessions.set_policy("none")
+    seen: Any = {"policy": "", "shown": "", "versions": [None] * MAX_SIMULATED}
+    is_sent = []
+    # "auto" by an answer that was overtaken; "fixed" was just chosen, and its request is lost.
+    for shown in ("auto", "auto", "none", "fixed", "fixed", "none"):
+        seen, sent, *_ = page.refresh(seen, shown, request)
+        is_sent.append(sent == "none")
+    assert is_sent == [True, True, False, False, True, False]
