@@ -232,7 +232,7 @@ def compared(found: dict[str, Any], console: Console) -> dict[str, Any]:
         rates = list(next(iter(found.values())))
         table = Table("system", *rates, "error", title=f"{figure}: simulated, with its 95 % interval / published")
         for name, own in found.items():
-            if key not in own[rates[0]]:  # of the bound and the best oracle
+            if key not in own[rates[0]]:  # Figures of the bound and the best oracle.
                 continue
             values = [factor * own[rate][key]["mean"] for rate in rates]
             theirs = [printed.get((figure, PUBLISHED.get(name, ""), rate)) for rate in rates]

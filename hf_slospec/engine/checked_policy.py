@@ -106,7 +106,7 @@ class CheckedPolicy(Policy):
             plan = replace(plan, decoding=list(plan.decoding))
             if not plan.decoding or not set(plan.decoding) <= set(requests):
                 raise InvalidInputError(
-                    f"policy.plan lets {len(plan.decoding or ())} requests decode, of which some are not in this step, "
+                    f"policy.plan lets {len(plan.decoding)} requests decode, of which some are not in this step, "
                     "or none; name in Plan.decoding at least one request, and only requests that it was given"
                 )
             requests = plan.decoding

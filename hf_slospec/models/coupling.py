@@ -71,7 +71,7 @@ def coupled(
     for index, request in enumerate(requests):
         if isinstance(request.noise, Coupling):
             groups.setdefault(request.noise.key, {})[index] = request.noise
-        elif request.params.grammar is not None:  # of coupled requests it is among the processors, in its place
+        elif request.params.grammar is not None:  # Coupled requests have it among their processors.
             grammars[index] = request.params.grammar
     if not (groups or grammars):
         return logits

@@ -48,7 +48,7 @@ def test_lengths_are_the_best_of_all(
         )
         rows = list(zip(tpot_slos_s, counts, lengths, strict=True))
         load = sum(count * length for _, count, length in rows)
-        due = sum(count / target for target, count, length in rows if length == 1)  # of these, when they are due
+        due = sum(count / target for target, count, length in rows if length == 1)  # Each takes part when it is due.
         every = sum(count * length for target, count, length in rows if length > 1 or target == math.inf)
         longest = max(length for count, length in zip(counts, lengths, strict=True) if count)
         steps = seconds + (longest - 1) * draft_level_s

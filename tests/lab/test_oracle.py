@@ -40,7 +40,7 @@ def test_hindsight_meets_what_can_be_met_and_wastes_nothing(
     selection = step.select(trees, plan)
     sizes = [tree.num_nodes for tree in selection.trees]
     for tree, chosen, nodes in zip(trees, selection.trees, hits, strict=True):
-        assert chosen.tokens.tolist() == tree.tokens[nodes[: chosen.num_nodes]].tolist()  # of the true path only
+        assert chosen.tokens.tolist() == tree.tokens[nodes[: chosen.num_nodes]].tolist()  # Only nodes on the true path.
         assert chosen.path_probs.tolist() == tree.path_probs[nodes[: chosen.num_nodes]].tolist()
     assert sum(sizes) == max(min(budget, sum(map(len, hits))), len(requests))
 

@@ -32,8 +32,15 @@ def test_all_is_counted_before_the_result_is_seen(
     assert all(num_tokens < 12 and reason is None for num_tokens, reason in seen)
 
 
-def test_stats_and_prometheus(pair: tuple[Any, Any, Any]) -> None:
+def scraped(collector: Any) -> str:
+    """Return what Prometheus reads of a collector."""
     prometheus = pytest.importorskip("prometheus_client")
+    registry = prometheus.CollectorRegistry()
+    registry.register(collector)
+    return str(prometheus.generate_latest(registry).decode())
+
+
+def test_stats_and_prometheus(pair: tuple[Any, Any, Any]) -> None:
     target, draft, tokenizer = pair
     generator = SLOSpecGenerator(target, draft, tokenizer, CONFIG)
     assert generator.stats().steps == 0
@@ -55,9 +62,7 @@ def test_stats_and_prometheus(pair: tuple[Any, Any, Any]) -> None:
     assert stats.generated_tokens >= 45
     assert stats.tpot_s is not None
     assert stats.ttft_s is not None
-    registry = prometheus.CollectorRegistry()
-    registry.register(generator.collector())
-    text = prometheus.generate_latest(registry).decode()
+    text = scraped(generator.collector())
     for line in (
         "hf_slospec:slo_attained_total 3.0",
         "hf_slospec:num_requests_running 0.0",
@@ -68,18 +73,16 @@ def test_stats_and_prometheus(pair: tuple[Any, Any, Any]) -> None:
 
 
 def test_speculation_is_counted_by_tree_and_level_as_vllm_does(pair: tuple[Any, Any, Any]) -> None:
-    prometheus = pytest.importorskip("prometheus_client")
     config = SLOSpecConfig(policy="fixed", max_depth=3, max_width=2, kv_tokens=5000)
     with SLOSpecGenerator(*pair, config) as generator:
         handles = [generator.submit(prompt, max_new_tokens=30) for prompt in PROMPTS[:3]]
         commits = [commit for handle in handles for commit in handle.result(WAIT_S) and handle.commits]
-        stats, registry = generator.stats(), prometheus.CollectorRegistry()
-        registry.register(generator.collector("vllm:"))
+        stats = generator.stats()
     lengths = [commit.num_accepted for commit in commits if commit.num_nodes > 1]
     assert stats.drafts == len(lengths) > 0
     assert stats.accepted_per_position == [sum(length > level for length in lengths) for level in range(max(lengths))]
     assert sum(stats.accepted_per_position) == stats.accepted_tokens > 0
-    text = prometheus.generate_latest(registry).decode()
+    text = scraped(generator.collector("vllm:"))
     assert f"vllm:spec_decode_num_drafts_total {stats.drafts:.1f}" in text
     first = f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} {stats.accepted_per_position[0]:.1f}'
     assert first in text
