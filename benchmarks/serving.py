@@ -59,7 +59,10 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "plain": dict(policy="none", admission="fcfs"),
     "fixed-2": dict(policy="fixed", max_depth=2, max_width=1, admission="fcfs"),
     "fixed-4": dict(policy="fixed", max_depth=4, max_width=1, admission="fcfs"),
-    "adaserve": dict(policy="adaserve", admission="fcfs"),
+    **{
+        name: dict(policy=name, admission="fcfs")
+        for name in ("adaserve", "smartspec", "turbospec", "vllm-adaptive", "thesis-slo")
+    },
 }
 # share of requests, TPOT SLO and TTFT SLO, as multiples of the time per token of plain decoding
 CLASSES = {"tight": (0.4, 0.8, 15.0), "middling": (0.4, 1.2, 30.0), "relaxed": (0.2, 3.0, 100.0)}  # at batch 8

@@ -10,6 +10,9 @@ follow the answers of stock ``generate``, so that all methods get the same promp
 Larger batches: ``generate`` gets padded batches of one task, and the batcher gets all questions of a task at once and
 admits them as others leave. A speed-up is the mean of tokens per second over that of stock ``generate`` on the same
 questions, with a bootstrap interval over questions. A file is continued where it was interrupted.
+
+A drafter with a shape, ``lookup/4`` or ``lookup/4x2``, verifies a beam of that depth and width in every step, in place
+of what the policy ``auto`` chooses: the best of such constants per task is what ``auto`` should find.
 """
 
 from __future__ import annotations
@@ -68,6 +71,8 @@ class Answer(NamedTuple):
     num_tokens: int  # new tokens of all rows
     num_steps: float  # forwards of the target after the prefill, per row
     texts: list[str]
+    expected: float = 0.0  # tokens that the policy expected of the steps with drafts
+    committed: int = 0  # and those that they gave
 
 
 Run = Callable[[dict[str, torch.Tensor]], Answer]  # encoded prompts -> answer
@@ -153,7 +158,10 @@ class Contest:
         rows = [until_end(row.tolist(), self.ends) for row in getattr(output, "sequences", output)[:, num_prompt:]]
         steps = [metrics.steps for metrics in output.slo] if is_ours else [self.num_forwards - 1]
         texts = [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
-        return Answer(seconds, sum(map(len, rows)), float(np.mean(steps)), texts)
+        drafted = [step for step in output.steps if step.depth and not step.is_prefill] if is_ours else []
+        expected = sum(request.expected for step in drafted for request in step.requests)
+        committed = sum(step.committed for step in drafted)
+        return Answer(seconds, sum(map(len, rows)), float(np.mean(steps)), texts, expected, committed)
 
     def stock(self, **extra: Any) -> Run:
         """Return stock ``generate`` with further options."""
@@ -172,8 +180,18 @@ class Contest:
         return run
 
     def generator(self, drafter: str, max_batch: int = 64) -> SLOSpecGenerator:
-        """Return a generator by the name of its drafter: none, assistant, or a source for ``load_drafter``."""
-        config = SLOSpecConfig(policy="none" if drafter == "none" else "auto", max_batch=max_batch)
+        """Return a generator by the name of its drafter: none, assistant, or a source for ``load_drafter``.
+
+        A shape after it, as in ``lookup/4x2``, fixes depth and width of its trees.
+        """
+        drafter, _, shape = drafter.partition("/")
+        options: dict[str, Any] = dict(policy="none" if drafter == "none" else "auto")
+        if shape:
+            depth, _, width = shape.partition("x")
+            options = dict(policy="fixed", max_depth=int(depth), max_width=int(width or 1))
+        config = SLOSpecConfig(
+            **options, max_batch=max_batch, compile="wait"
+        )  # a compiler beside them slows all others
         if drafter == "assistant":
             return SLOSpecGenerator(self.target, self.draft, self.tokenizer, config)
         return SLOSpecGenerator(
@@ -264,12 +282,18 @@ def speedups(records: list[dict[str, Any]], reference: str = STOCK) -> list[dict
                     # Rows of a stock batch that have ended take part in its steps.
                     "tokens_per_step": round((tokens - calls_of) / max(steps, 1.0), 3)
                     if steps and (batch == 1 or method.startswith(OURS)) else None,
+                    "expected_over_committed": _calibration([r for name in names for r in by_question[name]]),
                 })  # fmt: skip
     return rows
 
 
 def _speed(calls: list[dict[str, Any]]) -> float:
     return sum(r["tokens"] for r in calls) / sum(r["seconds"] for r in calls)
+
+
+def _calibration(calls: list[dict[str, Any]]) -> float | None:
+    committed = sum(r.get("committed", 0) for r in calls)
+    return round(sum(r.get("expected", 0.0) for r in calls) / committed, 3) if committed else None
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -323,9 +347,9 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
 def main(
     target: Annotated[str, typer.Option(help="A folder or a repository of the Hub.")],
     assistant: Annotated[str | None, typer.Option(help="A draft model.")] = None,
-    drafters: Annotated[str, typer.Option(help="Comma-separated: none, or sources for load_drafter.")] = ",".join(
-        DRAFTERS
-    ),
+    drafters: Annotated[
+        str, typer.Option(help="Comma-separated: none, or sources for load_drafter; lookup/4x2.")
+    ] = ",".join(DRAFTERS),
     lookups: Annotated[str, typer.Option(help="Comma-separated constants of stock's prompt lookup.")] = LOOKUPS,
     prompts: Annotated[Path, typer.Option(help="JSON Lines with turns; default: Spec-Bench's questions.")] = QUESTIONS,
     per_task: Annotated[int, typer.Option(help="Questions per task.")] = 10,
@@ -397,6 +421,7 @@ def answers(contest: Contest, methods: dict[str, Run], group: list[Question], nu
             {
                 "method": name, "turn": turn, "seconds": round(answer.seconds, 4), "tokens": answer.num_tokens,
                 "steps": answer.num_steps, "equal": sum(map(str.__eq__, answer.texts, by_method[STOCK].texts)),
+                "expected": round(answer.expected, 2), "committed": answer.committed,
             }
             for name, answer in by_method.items()
         ]  # fmt: skip

@@ -14,6 +14,12 @@ AMX = {1: "cpu-2core-0.6B-bf16-amx-batch1.json", 8: "cpu-2core-0.6B-bf16-amx-bat
 PEERS = "peers-batch{}-cpu-2core-0.6B{}.json"
 SPEC_BENCH = "spec-bench-smollm2-135m-cpu-2core-bf16.json"
 SPEC_BENCH_ALL = "spec-bench-smollm2-135m-all-cpu-2core-bf16.json"
+SPEC_BENCH_16 = "spec-bench-smollm2-135m-batch16-cpu-2core-bf16.json"
+SPEC_BENCH_GEMMA = "spec-bench-gemma3-270m-cpu-2core-bf16.json"
+CONSTANTS = "spec-bench-smollm2-135m-constants-cpu-2core-bf16.json"
+REAL_LOAD = "serving-load-smollm2-135m-cpu-2core-bf16.json"
+FIRST_CALL = "first-call-smollm2-135m-cpu-2core-bf16.json"
+REAL_PEERS = "peers-smollm2-135m-cpu-2core-bf16.json"
 EXACT_BITS = "exact-bits-smollm2-135m-cpu-2core.json"
 NOT_MEASURED = "not measured"
 TABLES: dict[str, Callable[[], str]] = {}
@@ -54,7 +60,7 @@ def spec_bench(temperature: float, batch: int, file: str = SPEC_BENCH) -> str:
     rows = [r for r in result(file)["results"] if (r["temperature"], r["batch"]) == (temperature, batch)]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     lines = []
-    for method in dict.fromkeys(row["method"] for row in rows):
+    for method in sorted(dict.fromkeys(row["method"] for row in rows), key=lambda name: name != "stock"):
         cells = [find(rows, method=method, task=task) for task in tasks]
         low, high = cells[-1]["interval"]
         lines.append([
@@ -88,6 +94,52 @@ def spec_bench_temperature1() -> str:
 @table
 def spec_bench_batch4() -> str:
     return spec_bench(0.0, 4)
+
+
+@table
+def spec_bench_batch16() -> str:
+    return spec_bench(0.0, 16, SPEC_BENCH_16)
+
+
+@table
+def spec_bench_gemma() -> str:
+    return spec_bench(0.0, 1, SPEC_BENCH_GEMMA)
+
+
+@table
+def constants() -> str:
+    """Return `auto` beside the best constant shape of each task in hindsight."""
+    rows = result(CONSTANTS)["results"]
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    lines = []
+    for task in tasks:
+        cells = {row["method"]: row for row in rows if row["task"] == task}
+        best = max((row for name, row in cells.items() if "/" in name), key=lambda row: row["speedup"])
+        shape = best["method"].partition("/")[2]
+        auto = cells[f"{OURS}, lookup"]
+        lines.append([
+            task, ratio(auto["speedup"]), ratio(cells[f"{OURS}, none"]["speedup"]),
+            f"{ratio(best['speedup'])} ({shape})", two_digits(auto["speedup"] / best["speedup"]),
+            f"{auto['tokens_per_step']:.2f}", two_digits(auto["expected_over_committed"]),
+        ])  # fmt: skip
+    return markdown(
+        "task | `auto` | no drafts | best constant, its shape | `auto` / best | tokens per step "
+        "| tokens expected / committed",
+        lines,
+    )
+
+
+@table
+def first_call() -> str:
+    rows = result(FIRST_CALL)["medians"]
+    return markdown(
+        "process | creating the generator, s | first call, s | second call, s | peak memory, GB (after loading)",
+        [
+            [name, *(two_digits(row[key]) for key in ("generator_s", "first_s", "second_s")),
+             f"{row['peak_gb']:.2f} ({row['loaded_gb']:.2f})"]
+            for name, row in rows.items()
+        ],
+    )  # fmt: skip
 
 
 @table
@@ -214,15 +266,18 @@ PEER = "batch | engine | of stock, fp32 | hf_slospec is | lowest-highest repeat 
 @table
 def peers_checkpoint() -> str:
     """Contestants of all groups by task; what is in every group is listed once for each."""
-    rows = result("peers-smollm2-135m-cpu-2core-bf16-batch1.json")["summary"]
+    rows = result(REAL_PEERS)["summary"]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     lines = []
-    for group, name in dict.fromkeys((row["group"], row["name"]) for row in rows):
-        cells = [find(rows, group=group, name=name, task=task) for task in tasks]
+    for batch, group, name in sorted(
+        dict.fromkeys((row["batch"], row["group"], row["name"]) for row in rows), key=lambda key: key[0]
+    ):
+        cells = [find(rows, batch=batch, group=group, name=name, task=task) for task in tasks]
         low, high = cells[-1]["interval"]
         overall = f"{ratio(cells[-1]['speedup'])} ({low:.2f}-{high:.2f})"
-        lines.append([group.split("-")[0], name, *(ratio(cell["speedup"]) for cell in cells[:-1]), overall])
-    return markdown(" | ".join(["beside", "contestant", *tasks]), lines)
+        own = f"**{name}**" if name.startswith(OURS) else name
+        lines.append([str(batch), group.split("-")[0], own, *(ratio(cell["speedup"]) for cell in cells[:-1]), overall])
+    return markdown(" | ".join(["batch", "beside", "contestant", *tasks]), lines)
 
 
 @table
@@ -465,6 +520,27 @@ def mixed_load() -> str:
 
 
 @table
+def real_load() -> str:
+    """Every policy on a published checkpoint: requests that attained, goodput, and misses against `auto`."""
+    lines = []
+    for arrivals, loads in result(REAL_LOAD)["results"].items():
+        for load, systems in loads.items():
+            for name, row in systems.items():
+                good, misses, classes = row["goodput"], row["misses_vs_ours"], row["classes"]
+                lines.append([
+                    {"poisson": "Poisson", "bursty": "bursts"}[arrivals], load,
+                    f"**{name}**" if name == "auto" else name,
+                    wilson(row), f"{good['mean']:.0f} ({good['low']:.0f} to {good['high']:.0f})", ratio(misses),
+                    *(f"{100 * classes[kind]['attained']['mean']:.0f}" for kind in ("code", "chat", "summary")),
+                ])  # fmt: skip
+    return markdown(
+        "arrivals | load | policy | attained, % | goodput, tokens/s | misses, of those of `auto` "
+        "| code | chat | summaries",
+        lines,
+    )
+
+
+@table
 def throughput() -> str:
     rows = result("serving-throughput-cpu-2core-0.3B-bf16.json")["results"]
     names = {
@@ -650,7 +726,7 @@ def summary() -> str:
     real = {
         row["method"]: ratio(row["speedup"])
         for row in result(SPEC_BENCH)["results"]
-        if (row["batch"], row["task"]) == (1, "overall")
+        if (row["temperature"], row["batch"], row["task"]) == (0.0, 1, "overall")
     }
     lookups = f"transformers' prompt lookup {max(v for k, v in real.items() if k.startswith('prompt lookup'))}"
     lines = [

@@ -90,13 +90,13 @@ PAIR_GROUPS = {
 CHECKPOINT_ANCHORS = [
     _transformers(STOCK, "fp32"),
     _transformers(STOCK_BF16, "bf16"),
-    _ours(f"{OURS_BF16}, lookup+suffix", "bf16", "lookup+suffix"),
+    *(_ours(f"{OURS_BF16}, {drafter}", "bf16", drafter) for drafter in ("none", "lookup")),
 ]
 CHECKPOINT_GROUPS = {
     "transformers": [
         *CHECKPOINT_ANCHORS,
         _transformers("stock prompt lookup 10 bf16", "bf16", prompt_lookup_num_tokens=10),
-        *(_ours(f"{OURS_BF16}, {drafter}", "bf16", drafter) for drafter in ("none", "lookup", "suffix")),
+        *(_ours(f"{OURS_BF16}, {drafter}", "bf16", drafter) for drafter in ("suffix", "lookup+suffix")),
     ],
     **{
         f"llama-{kind}": [
