@@ -24,7 +24,7 @@ from hf_slospec.models.attention import TreeAttention
 from hf_slospec.models.attention.flash_kernels import FlashKernel
 from hf_slospec.models.fused.layers import FusedLayers
 from hf_slospec.models.fused.triton_kernels import rotate
-from hf_slospec.models.packed.model import PackedModel
+from tests.support.packed import packed_model
 from tests.support.cuda_tests import (  # noqa: F401  collected here
     CUDA,
     TOLERANCE,
@@ -121,7 +121,7 @@ def test_every_attention_call_of_every_class(attention: str, name: str) -> None:
     """Against 4d_mask, in bf16; a layer that the kernel cannot do goes to sdpa and is compared all the same."""
     model = sharpened(of_class(name), 0).to(CUDA, torch.bfloat16)
     try:
-        PackedModel(model, attention)
+        packed_model(model, attention)
     except UnsupportedOptionError as error:
         pytest.skip(str(error))
     assert compare_layers(model, TOLERANCE[torch.bfloat16], attention) >= 2

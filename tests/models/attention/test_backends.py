@@ -25,6 +25,7 @@ from hf_slospec.models.attention.merge import merged_attention, weigh_sinks
 from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.packed.model import PackedModel
+from tests.support.packed import packed_model
 from tests.support.model_classes import EXACT
 from tests.support.oracles.attention_rows import BRANCHING, CHAIN, ROOT, ROWS, SPANS, Case, case
 from tests.support.oracles.layer_parity import compare_layers
@@ -205,7 +206,7 @@ def test_a_kernel_that_means_something_else_is_not_taken(
 
 def test_flash_cannot_be_had_on_cpu() -> None:
     assert PackedModel(tiny_model("llama")).backend is sdpa_attention
-    assert PackedModel(tiny_model("llama"), "4d_mask").backend is masked_attention
+    assert packed_model(tiny_model("llama"), "4d_mask").backend is masked_attention
     with pytest.raises(UnsupportedOptionError, match=r'"flash" is not available: .*CUDA device.*use attention="auto"'):
         SLOSpecGenerator(tiny_model("llama"), config=SLOSpecConfig(attention="flash"))
 

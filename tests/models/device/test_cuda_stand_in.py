@@ -21,6 +21,7 @@ from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.costs.measure import Forwards, Size
 from hf_slospec.models.packed.model import PackedModel
+from tests.support.packed import packed_model
 from hf_slospec.models.target import PackedTarget
 from tests.support import cuda_tests
 from tests.support.cuda_tests import (  # noqa: F401  collected here once more
@@ -165,7 +166,7 @@ def test_sdpa_makes_no_plans_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     for move, expected in ((on_cuda, False), (copy.deepcopy, before)):
         enabled.clear()
-        packed = PackedModel(move(tiny_model("llama")), "sdpa")
+        packed = packed_model(move(tiny_model("llama")), "sdpa")
         enabled.clear()  # set by stock forwards, with which the model is checked
         Forwards(packed)(Size(4, 2, 8))
         assert enabled and set(enabled) == {expected}

@@ -16,6 +16,7 @@ from hf_slospec.models.device import threads
 from hf_slospec.models.packed import compile_job, compiled
 from hf_slospec.models.packed.compile_job import Job
 from hf_slospec.models.packed.model import PackedModel, _packed_models
+from tests.support.packed import packed_model
 from hf_slospec.models.packed.tree_mask import chain
 from hf_slospec.models.packed.twin import Description
 from tests.support.toys.tiny_models import tiny_model
@@ -90,7 +91,7 @@ def test_a_draft_model_is_compiled_too() -> None:
 
 def test_hidden_states_for_a_drafter() -> None:
     model = tiny_model("llama")
-    packed, eager = PackedModel(model, compile="wait"), PackedModel(model)
+    packed, eager = packed_model(model, compile="wait"), packed_model(model)
     outputs = []
     for each in (packed, eager):
         cache = each.kv_cache
@@ -108,7 +109,7 @@ def test_hidden_states_for_a_drafter() -> None:
 def test_bf16() -> None:
     model = tiny_model("llama").to(torch.bfloat16)
     try:
-        packed = PackedModel(model, compile="wait")
+        packed = packed_model(model, compile="wait")
         generator(model).generate(**rows(), **OPTIONS)
         assert packed.compiled[()] == "compiled"
     finally:
@@ -258,5 +259,5 @@ def test_settings_without_compiled_forwards(model: Any, settings: dict[str, Any]
 def test_another_process_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     model = tiny_model("opt")
-    packed = PackedModel(model, compile="wait")
+    packed = packed_model(model, compile="wait")
     assert packed.compiled[()] == "compiled"
