@@ -28,7 +28,7 @@ from rich.table import Table
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.lab.comparison import COLOURS, MARKERS, Load
 from hf_slospec.lab.hardware import HARDWARE
-from hf_slospec.lab.intervals import interval_of
+from benchmarks.intervals import interval_of
 from hf_slospec.lab.routers import OURS, ROUTERS
 from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.systems import config_of

@@ -44,7 +44,7 @@ from hf_slospec.cli.benchmark import provenance
 from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from hf_slospec.engine.step_times import StepCosts
-from hf_slospec.lab.intervals import Interval, draw, scaled, wilson
+from benchmarks.intervals import Interval, draw, scaled, wilson
 from hf_slospec.serving.loading import draft_method, load_models
 from hf_slospec.serving.log_level import only_errors_logged
 from hf_slospec.serving.options import ModelOptions

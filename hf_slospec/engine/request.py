@@ -93,7 +93,7 @@ class RequestParams:
     must_guarantee: bool = False  # refuse the request unless its SLOs are guaranteed when it arrives
     cache_salt: str = ""  # K/V is shared only between requests of equal salt
     is_sampled: bool = False
-    row: int = 0  # of the batch of its call
+    row: int = 0  # index in the batch of its call
     num_padding: int = 0  # tokens by which the prompt is shorter than the longest one of its batch
     is_stop: IsOver = lambda tokens: False  # checked after every token, on all tokens
     prefill: Callable[[], Any] | None = None  # prefills the whole prompt, if that cannot be done in chunks

@@ -190,7 +190,7 @@ class ContinuousScheduler:
         if not len(self._undecided):
             return
         is_lost = self._lost(now_s)
-        # Of waiting requests, which may be many, only the earliest are checked, in `Undecided.earliest`.
+        # Only the earliest of the waiting requests, which may be many, are checked, in `Undecided.earliest`.
         for request in [request for request in self.running if request in self._undecided and is_lost(request)]:
             self._undecided.remove(request)
         if self._has_changed and len(self._undecided):

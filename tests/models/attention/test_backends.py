@@ -222,7 +222,7 @@ def test_flash_is_refused_where_no_layer_can_use_it(monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, int]]:
-    """Of all the stand-ins that are loaded while the test runs."""
+    """Calls of all the stand-ins that are loaded while the test runs."""
     noted = list[tuple[bool, int, int]]()
 
     class Noted(StandIn):
