@@ -108,7 +108,7 @@ class Clock:
 def test_what_there_is_no_time_for_is_left_out_and_named(prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 100 s: 2 outputs of 12 s within 25 s, then one of each kind, then 1 of 5 repeats of 4 calls of 6 s."""
     monkeypatch.setattr(model_check, "NEW_TOKENS", 16)
-    clock = Clock(monkeypatch, token=0.05, output=12.0, timed=6.0)
+    clock = Clock(monkeypatch, token=0.2, output=12.0, timed=6.0)
     result = RUN.invoke(app, ["check", "--dtype", "float32", "--prompts", prompts, "--config", '{"prepack": false}'])
     assert result.exit_code == 0, result.output
     found = rows(result)
