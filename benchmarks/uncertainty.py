@@ -23,7 +23,7 @@ from hf_slospec.cli.benchmark import provenance
 from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.lab.comparison import Load
 from hf_slospec.lab.hardware import HARDWARE, Hardware
-from hf_slospec.lab.models import VirtualClock
+from hf_slospec.lab.models import SlowedClock, VirtualClock
 from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.systems import config_of
 from hf_slospec.lab.texts import TextModel
@@ -38,23 +38,6 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 SYSTEMS = {name: json.dumps(options | LIMITS) for name, options in POLICIES.items()}
 SLOW_S = (60.0, 120.0)  # a minute
-
-
-class SlowedClock(VirtualClock):
-    """Clock of a machine that runs at half speed from ``begin_s`` to ``end_s``.
-
-    Forwards that begin in this interval take twice as long.
-    """
-
-    def __init__(self, begin_s: float, end_s: float) -> None:
-        self.begin_s, self.end_s = begin_s, end_s
-        super().__init__()
-
-    def __setattr__(self, name: str, value: float) -> None:
-        if name == "now_s":
-            before_s = getattr(self, name, 0.0)
-            value = before_s + (value - before_s) * (2.0 if self.begin_s <= before_s < self.end_s else 1.0)
-        super().__setattr__(name, value)
 
 
 @dataclass(frozen=True)

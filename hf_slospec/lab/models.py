@@ -25,6 +25,23 @@ class VirtualClock:
         return self.now_s
 
 
+class SlowedClock(VirtualClock):
+    """Clock of a machine that runs at half speed from ``begin_s`` to ``end_s``.
+
+    Forwards that begin in this interval take twice as long.
+    """
+
+    def __init__(self, begin_s: float, end_s: float) -> None:
+        self.begin_s, self.end_s = begin_s, end_s
+        super().__init__()
+
+    def __setattr__(self, name: str, value: float) -> None:
+        if name == "now_s":
+            before_s = getattr(self, name, 0.0)
+            value = before_s + (value - before_s) * (2.0 if self.begin_s <= before_s < self.end_s else 1.0)
+        super().__setattr__(name, value)
+
+
 class SimulatedTarget(Target):
     """Target that chooses the tokens of each request's text and advances the clock by the cost of each forward."""
 

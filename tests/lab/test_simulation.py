@@ -17,7 +17,7 @@ from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab.hardware import Hardware, lines
-from benchmarks.uncertainty import SlowedClock
+from hf_slospec.lab.models import SlowedClock
 from hf_slospec.lab.outcomes import Run
 from hf_slospec.lab.policies.smartspec import SmartSpecPolicy
 from hf_slospec.lab.simulation import Simulation
