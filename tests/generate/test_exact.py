@@ -17,8 +17,8 @@ from tests.support.toys.tiny_models import FAMILIES, ragged_prompts, tiny_model
 
 Inputs = dict[str, torch.Tensor]
 
-GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=40, pad_token_id=0)
-SAMPLED: dict[str, Any] = dict(do_sample=True, temperature=0.9, top_p=0.95, max_new_tokens=40, pad_token_id=0)
+GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=24, pad_token_id=0)
+SAMPLED: dict[str, Any] = dict(do_sample=True, temperature=0.9, top_p=0.95, max_new_tokens=24, pad_token_id=0)
 BF16_FAMILIES = ["llama", "mistral-window", "gemma3", "gpt2", "phi3", "qwen3"]
 DRAFTING: dict[str, Any] = dict(policy="fixed", max_depth=4, max_width=3, check_invariants=True)
 PATHS = [False, pytest.param("wait", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"))]
