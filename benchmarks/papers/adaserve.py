@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from benchmarks.intervals import draw, interval_of, scaled, wilson
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.lab.hardware import HARDWARE, Hardware, lines
-from benchmarks.intervals import draw, interval_of, scaled, wilson
 from hf_slospec.lab.outcomes import METRICS
 from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.systems import config_of, is_oracle

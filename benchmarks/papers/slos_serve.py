@@ -24,11 +24,11 @@ from replays import Figures, Key, bounds_of, resumed, shares_closed, shown
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.intervals import interval_of
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab.comparison import Load
 from hf_slospec.lab.hardware import HARDWARE, lines
-from benchmarks.intervals import interval_of
 from hf_slospec.lab.outcomes import METRICS, Run
 from hf_slospec.lab.routers import OURS as GUARANTEES
 from hf_slospec.lab.simulation import Simulation

@@ -23,8 +23,8 @@ from hf_slospec.drafters.shared_kv import Gemma4Method, SharedKVDrafter, cached_
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
-from tests.support.packed import packed_model
 from hf_slospec.models.sequences.request_sequences import RequestSequences
+from tests.support.packed import packed_model
 from tests.support.stand_ins.flash import StandIn
 from tests.support.toys.tiny_gemma4 import tiny_assistant, tiny_target
 from tests.support.toys.tiny_models import VOCAB, WINDOW, assert_same_as_stock, ragged_prompts, tiny_model

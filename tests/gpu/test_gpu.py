@@ -24,7 +24,6 @@ from hf_slospec.models.attention import TreeAttention
 from hf_slospec.models.attention.flash_kernels import FlashKernel
 from hf_slospec.models.fused.layers import FusedLayers
 from hf_slospec.models.fused.triton_kernels import rotate
-from tests.support.packed import packed_model
 from tests.support.cuda_tests import (  # noqa: F401  collected here
     CUDA,
     TOLERANCE,
@@ -43,6 +42,7 @@ from tests.support.cuda_tests import (  # noqa: F401  collected here
 from tests.support.model_classes import SUPPORT
 from tests.support.oracles.attention_rows import ROWS, TREES
 from tests.support.oracles.layer_parity import compare_layers
+from tests.support.packed import packed_model
 from tests.support.toys.tiny_configs import tiny_config
 from tests.support.toys.tiny_models import sharpened, tiny_model
 

@@ -17,9 +17,9 @@ from hf_slospec.models.inspection.model_changes import Fingerprint
 from hf_slospec.models.inspection.weights_version import digest
 from hf_slospec.models.linear.packed_weight import PackedWeight
 from hf_slospec.models.packed.model import PackedModel
-from tests.support.packed import packed_model
 from hf_slospec.models.packed.tree_mask import chain
 from tests.support.forced_kernels import WORKING, force_kernel
+from tests.support.packed import packed_model
 from tests.support.toys.tiny_models import tiny_model
 
 KERNELS = [name for name, dtype in WORKING if dtype is torch.bfloat16]

@@ -49,7 +49,9 @@ def texts_of(questions: dict[str, list[str]], batch: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("batch", "options"), [(1, GREEDY), (4, GREEDY), (4, SAMPLED), (1, FILTERED)], ids=["1 greedy", "greedy", "sampled", "1 filtered"]
+    ("batch", "options"),
+    [(1, GREEDY), (4, GREEDY), (4, SAMPLED), (1, FILTERED)],
+    ids=["1 greedy", "greedy", "sampled", "1 filtered"],
 )
 def test_generate(
     smollm2: Real, questions: dict[str, list[str]], stock: Stock, options: dict[str, Any], batch: int

@@ -25,9 +25,9 @@ from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.device import graphs
 from hf_slospec.models.device.deferred import DeferredFlags
 from hf_slospec.models.device.graphs import CudaGraphs, Run
-from tests.support.packed import packed_model
 from tests.support.graph_bench import Bench
 from tests.support.oracles.attention_rows import TREES, case
+from tests.support.packed import packed_model
 from tests.support.toys.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model
 
 CUDA = torch.device("cuda:0")

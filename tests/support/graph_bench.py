@@ -11,8 +11,8 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.models.attention import NewTokens
 from hf_slospec.models.device.graphs import Graphs
-from tests.support.packed import packed_model
 from hf_slospec.models.sequences.request_sequences import RequestSequences
+from tests.support.packed import packed_model
 
 CPU = torch.device("cpu")
 TREES = [(-1, 0, 0, 1, 3), (-1,), (-1, 0, 1)]

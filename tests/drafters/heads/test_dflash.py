@@ -19,8 +19,8 @@ from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
 from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.costs.measure import measure
 from hf_slospec.models.packed.model import PackedModel
-from tests.support.packed import packed_model
 from hf_slospec.models.packed.trial import check_by_trial
+from tests.support.packed import packed_model
 from tests.support.stand_ins.flash import StandIn
 from tests.support.toys.tiny_models import tiny_model
 

@@ -25,10 +25,10 @@ from hf_slospec.models.attention.merge import merged_attention, weigh_sinks
 from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.packed.model import PackedModel
-from tests.support.packed import packed_model
 from tests.support.model_classes import EXACT
 from tests.support.oracles.attention_rows import BRANCHING, CHAIN, ROOT, ROWS, SPANS, Case, case
 from tests.support.oracles.layer_parity import compare_layers
+from tests.support.packed import packed_model
 from tests.support.stand_ins import flash as flash_stand_in
 from tests.support.stand_ins.flash import StandIn
 from tests.support.toys.tiny_configs import tiny_config

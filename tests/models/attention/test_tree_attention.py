@@ -12,8 +12,8 @@ from hf_slospec.models.attention import TreeAttention, tree_attention, tree_kern
 from hf_slospec.models.attention.tree_plan import MIN_WIDTH, plan_tree
 from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.device.transfer import signature
-from tests.support.packed import packed_model
 from tests.support.oracles.attention_rows import BRANCHING, CHAIN, OPTIONS, ROOT, TOLERANCE, case
+from tests.support.packed import packed_model
 from tests.support.stand_ins.triton import tree_attention_stand_in
 from tests.support.toys.tiny_models import tiny_model
 

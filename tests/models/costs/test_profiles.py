@@ -19,8 +19,8 @@ from hf_slospec.generate.speculator import CheckedModel
 from hf_slospec.models.costs import profiles
 from hf_slospec.models.costs.profiles import identity, load_profile, save_profile
 from hf_slospec.models.packed.model import PackedModel
-from tests.support.packed import packed_model
 from tests.support.fuzzing import fuzzed
+from tests.support.packed import packed_model
 from tests.support.toys.tiny_models import tiny_model
 
 COST = ForwardCost(LatencyCurve((1, 4, 16), (0.001, 0.0015, 0.1)), per_request_s=1e-5, per_key_s=1e-8)

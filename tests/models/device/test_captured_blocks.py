@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.packed import packed_model
 from tests.drafters.heads.test_dflash import VARIANTS, config_of, random_head, texts_of
+from tests.support.packed import packed_model
 from tests.support.stand_ins.graphs import Tapes
 
 

@@ -20,9 +20,9 @@ from hf_slospec.models.device.memory import as_memory_error
 from hf_slospec.models.inspection.graph_preconditions import GraphPreconditions
 from hf_slospec.models.packed import captured as captured_forwards
 from hf_slospec.models.packed.model import PackedModel
-from tests.support.packed import packed_model
 from hf_slospec.models.sequences import room
 from tests.support.graph_bench import Bench
+from tests.support.packed import packed_model
 from tests.support.served_pair import Holds
 from tests.support.stand_ins.graphs import OpaqueStandIn, Tapes
 from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model

@@ -21,7 +21,6 @@ from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.costs.measure import Forwards, Size
 from hf_slospec.models.packed.model import PackedModel
-from tests.support.packed import packed_model
 from hf_slospec.models.target import PackedTarget
 from tests.support import cuda_tests
 from tests.support.cuda_tests import (  # noqa: F401  collected here once more
@@ -35,6 +34,7 @@ from tests.support.cuda_tests import (  # noqa: F401  collected here once more
     test_replays_are_what_forwards_compute,
     test_too_much_memory_ends_it,
 )
+from tests.support.packed import packed_model
 from tests.support.stand_ins.cuda_tensors import CUDA, Device
 from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 

@@ -22,8 +22,8 @@ from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.models.linear import prepacked
 from hf_slospec.models.linear.packed_weight import PackedWeight
 from hf_slospec.models.linear.prepacked import PrepackedLayers
-from tests.support.packed import packed_model
 from tests.support.forced_kernels import WORKING, force_kernel
+from tests.support.packed import packed_model
 from tests.support.toys.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(not WORKING, reason="no kernels for packed weights on this machine")

@@ -16,9 +16,9 @@ from hf_slospec.models.device import threads
 from hf_slospec.models.packed import compile_job, compiled
 from hf_slospec.models.packed.compile_job import Job
 from hf_slospec.models.packed.model import PackedModel, _packed_models
-from tests.support.packed import packed_model
 from hf_slospec.models.packed.tree_mask import chain
 from hf_slospec.models.packed.twin import Description
+from tests.support.packed import packed_model
 from tests.support.toys.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="forwards are compiled with g++")
