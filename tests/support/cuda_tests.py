@@ -31,8 +31,8 @@ from tests.support.packed import packed_model
 from tests.support.toys.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model
 
 CUDA = torch.device("cuda:0")
-# Share of the largest value, between flash attention in half precision and the reference in fp32: weights and outputs are
-# rounded to 8 bits (bf16) or 11 (fp16), each by up to half a spacing.
+# Shares of the largest value, between flash attention in half precision and the reference in fp32: weights and outputs
+# are rounded to 8 bits (bf16) or 11 (fp16), each by up to half a spacing.
 TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 

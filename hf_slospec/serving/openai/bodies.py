@@ -41,7 +41,7 @@ class StreamOptions(ClosedModel):
 
 
 class SamplingSettings(ClosedModel):
-    """How tokens are chosen; what is left out has the value of the model's generation config."""
+    """Choice of tokens; what is left out has the value of the model's generation config."""
 
     temperature: Temperature | None = None
     top_p: float | None = Field(None, gt=0, le=1)
