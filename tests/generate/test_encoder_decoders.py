@@ -41,7 +41,7 @@ from tests.support.toys.tiny_encoder_decoders import (
 from tests.support.toys.tiny_models import VOCAB, sharpened, tiny_model
 
 CONFIG = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=40, max_depth=4)
-NEW: dict[str, Any] = dict(max_new_tokens=16)
+NEW: dict[str, Any] = dict(max_new_tokens=24)
 SAMPLED: dict[str, Any] = NEW | dict(do_sample=True, temperature=0.9, top_k=40)
 
 

@@ -11,7 +11,7 @@ from hf_slospec import (
 from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
 DRAFTS_ALWAYS = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=40, max_depth=4)
-NEW: dict[str, Any] = dict(max_new_tokens=16, output_scores=True, output_logits=True)
+NEW: dict[str, Any] = dict(max_new_tokens=24, output_scores=True, output_logits=True)
 GREEDY: dict[str, Any] = NEW | dict(do_sample=False)
 SAMPLED: dict[str, Any] = NEW | dict(do_sample=True)
 
