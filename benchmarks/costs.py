@@ -15,7 +15,7 @@ from statistics import median
 import torch
 from tqdm import tqdm
 
-from hf_slospec import load_tiny_pair
+from hf_slospec import SLOSpecConfig, load_tiny_pair
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.models.costs.measure import Forwards, Size
 from hf_slospec.models.inspection.properties import evaluating
@@ -36,7 +36,8 @@ def measure(shape: str, repeats: int) -> list[dict[str, float | str]]:
     """Return the median milliseconds of every size, with and without prepacked weights."""
     tiny, _, _ = load_tiny_pair(torch.bfloat16)
     model = inflate(tiny, SHAPES[shape])
-    forwards = {weights: Forwards(PackedModel(model, prepack=prepack)) for weights, prepack in WEIGHTS.items()}
+    configs = {weights: SLOSpecConfig(prepack=prepack, compile=False) for weights, prepack in WEIGHTS.items()}
+    forwards = {weights: Forwards(PackedModel(model, config)) for weights, config in configs.items()}
     sizes = sorted({size for axis in AXES.values() for size in axis})
     seconds: dict[tuple[str, Size], list[float]] = {(weights, size): [] for weights in WEIGHTS for size in sizes}
     with evaluating(model):

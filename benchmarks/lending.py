@@ -16,10 +16,10 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from benchmarks.intervals import interval_of
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.lab.comparison import Load
 from hf_slospec.lab.hardware import HARDWARE
-from hf_slospec.lab.intervals import interval_of
 from hf_slospec.lab.outcomes import Run
 from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.systems import config_of

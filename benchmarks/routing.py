@@ -25,10 +25,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.intervals import interval_of
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.lab.comparison import COLOURS, MARKERS, Load
 from hf_slospec.lab.hardware import HARDWARE
-from hf_slospec.lab.intervals import interval_of
 from hf_slospec.lab.routers import OURS, ROUTERS
 from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.systems import config_of

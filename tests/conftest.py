@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")  # compiled sooner
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share what was compiled; none uses the user's own cache
     os.environ["HF_ASSETS_CACHE"] = tempfile.mkdtemp(prefix="hf_slospec-tests-")
 if shutil.which("nvidia-smi") is None:
@@ -37,7 +38,7 @@ def _settings() -> Iterator[None]:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    MEASURE_S.update(target=0.2, draft=0.1)  # step times decide the shapes of draft trees, never the text
+    MEASURE_S.update(target=0.06, draft=0.03)  # step times decide the shapes of draft trees, never the text
     kernel_choice.REPEATS, kernel_choice.MEASURED_BYTES = 1, 2**20  # neither do the kernels
     compiled.START_S = float("inf")  # nor is anything compiled beside the tests
     gc.freeze()  # the garbage collector shall not search all that was imported, again and again

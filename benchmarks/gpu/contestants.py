@@ -64,7 +64,7 @@ def contestant(bench: Bench, batch: int, name: str) -> Iterator[tuple[Method, di
 
 
 def _effective(target: Any, config: SLOSpecConfig) -> dict[str, Any]:
-    packed = PackedModel(target, config.attention, config.prepack, config.cuda_graphs)
+    packed = PackedModel(target, config.model_copy(update={"compile": False}))
     return {"attention": packed.backend.__name__, "cuda_graphs": packed.captured.is_on}
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_slospec.config import SLOSpecConfig
 from hf_slospec.models.costs.measure import Forwards, Size
 from hf_slospec.models.inspection.properties import evaluating
 from hf_slospec.models.packed.model import PackedModel
@@ -46,7 +45,7 @@ def floor(
     """
     num_tokens = max(batch, round(steps["tokens"])) if steps else batch
     with evaluating(target):
-        packed = PackedModel(target, SLOSpecConfig().attention)
+        packed = PackedModel(target)
         kv_bytes = batch * keys_each * packed.kv_bytes_per_token
         size = Size(num_tokens, batch, keys_each)
         forward_s = Forwards(packed)

@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from benchmarks.intervals import draw, interval_of, scaled, wilson
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.lab.hardware import HARDWARE, Hardware, lines
-from hf_slospec.lab.intervals import draw, interval_of, scaled, wilson
 from hf_slospec.lab.outcomes import METRICS
 from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.systems import config_of, is_oracle
@@ -46,7 +46,7 @@ OURS = ("auto", 'auto {"admission": "fcfs", "prefill": "first", "prefill_chunk":
 # Knows acceptance. With a smaller batch more requests wait, which the metric does not count; BEST is the best of all.
 ORACLES = ("oracle", 'oracle {"max_batch": 24}', 'oracle {"max_batch": 16}',
            'oracle {"admission": "fcfs", "prefill": "chunked", "prefill_chunk": 256}')  # fmt: skip
-BEST, BOUND = "oracle, best", "bound"  # the latter of any schedule, see hf_slospec.lab.bounds
+BEST, BOUND = "oracle, best", "bound"  # the latter of any schedule, see bounds.py
 FIGURES = ("attainment", "goodput", "throughput", "tokens_per_request_and_step", "tpot_ms", "ttft_s", "ttft_p99_s",
            "nodes_per_step", "depth")  # fmt: skip
 PLOTTED = {"auto": "auto", "adaserve": "AdaServe", "oracle": "oracle", BEST: BEST, BOUND: BOUND}

@@ -11,9 +11,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hf_slospec.lab.bounds import Bounds
+from benchmarks.intervals import Interval, share_closed
+from benchmarks.papers.bounds import Bounds
 from hf_slospec.lab.hardware import Hardware
-from hf_slospec.lab.intervals import Interval, share_closed
 from hf_slospec.lab.systems import config_of
 from hf_slospec.lab.texts import Library
 from hf_slospec.lab.workload import Job

@@ -24,11 +24,11 @@ from replays import Figures, Key, bounds_of, resumed, shares_closed, shown
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.intervals import interval_of
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab.comparison import Load
 from hf_slospec.lab.hardware import HARDWARE, lines
-from hf_slospec.lab.intervals import interval_of
 from hf_slospec.lab.outcomes import METRICS, Run
 from hf_slospec.lab.routers import OURS as GUARANTEES
 from hf_slospec.lab.simulation import Simulation
@@ -43,7 +43,7 @@ PAIRS = 2.7, 1.1  # mean and deviation of the prefill-decode pairs of a ToolLLM 
 TIGHT_S = 0.05  # tight TPOT SLO (table 3)
 OURS, THEIRS = "auto", "slos-serve"
 SEQUENTIAL = "sequential"  # their router
-BOUND = "bound"  # no schedule attains more at any rate, see hf_slospec.lab.bounds
+BOUND = "bound"  # no schedule attains more at any rate, see bounds.py
 BEST = "oracle, best"  # the oracle with the higher capacity, by seed
 SYSTEMS = {
     "vLLM": "vllm",

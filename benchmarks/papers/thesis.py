@@ -22,12 +22,12 @@ from replays import Figures, Key, resumed, shares_closed, shown
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.intervals import interval_of
+from benchmarks.papers.bounds import Bounds
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.lab.bounds import Bounds
 from hf_slospec.lab.comparison import Load
 from hf_slospec.lab.hardware import Hardware, lines
-from hf_slospec.lab.intervals import interval_of
 from hf_slospec.lab.outcomes import Run
 from hf_slospec.lab.policies.static_tree import StaticTreePolicy
 from hf_slospec.lab.simulation import Simulation

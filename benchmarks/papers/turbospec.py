@@ -22,11 +22,11 @@ import numpy as np
 import typer
 from replays import Figures, bounds_of, resumed, shares_closed
 
+from benchmarks.intervals import interval_of
 from hf_slospec.algo.latency_curves import ForwardCost
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.lab.comparison import Load
 from hf_slospec.lab.hardware import MAX_TOKENS, Hardware, curve, lines
-from hf_slospec.lab.intervals import interval_of
 from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.systems import config_of, is_oracle
 from hf_slospec.lab.texts import TextModel

@@ -14,23 +14,23 @@ CUSHION = 2.0  # standard deviations of the tokens that a request's remaining st
 
 @dataclass(frozen=True)
 class SLOProgress:
-    """Progress of requests against their TPOT SLOs, [num_requests] f64 each.
+    """Progress of requests against their paces, [num_requests] f64 each.
 
     Seconds and tokens count from the beginning of the current stage; the first stage begins with the first token.
     """
 
-    tpot_slo_s: FloatArray  # seconds per output token; inf: no TPOT SLO
+    pace_s: FloatArray  # seconds per output token; inf: no SLO
     elapsed_s: FloatArray
     emitted: FloatArray  # tokens
     num_left: FloatArray  # tokens
 
     def behind(self, step_s: float) -> FloatArray:
         """Return the tokens that a step of ``step_s`` must commit beyond its bonus token; negative if ahead."""
-        return (self.elapsed_s + step_s) / self.tpot_slo_s - self.emitted - 1.0
+        return (self.elapsed_s + step_s) / self.pace_s - self.emitted - 1.0
 
     def needed_rate(self, step_s: float) -> FloatArray:
-        """Return the tokens per step needed from now on to meet the TPOT SLO; inf where no number suffices."""
-        left_s = self.tpot_slo_s * (self.emitted + self.num_left) - self.elapsed_s
+        """Return the tokens per step needed from now on to keep the pace; inf where no number suffices."""
+        left_s = self.pace_s * (self.emitted + self.num_left) - self.elapsed_s
         rates = np.full(len(left_s), np.inf)
         np.divide(self.num_left * step_s, left_s, out=rates, where=left_s > 0.0)
         return rates

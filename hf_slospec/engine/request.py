@@ -93,7 +93,7 @@ class RequestParams:
     must_guarantee: bool = False  # refuse the request unless its SLOs are guaranteed when it arrives
     cache_salt: str = ""  # K/V is shared only between requests of equal salt
     is_sampled: bool = False
-    row: int = 0  # of the batch of its call
+    row: int = 0  # index in the batch of its call
     num_padding: int = 0  # tokens by which the prompt is shorter than the longest one of its batch
     is_stop: IsOver = lambda tokens: False  # checked after every token, on all tokens
     prefill: Callable[[], Any] | None = None  # prefills the whole prompt, if that cannot be done in chunks
@@ -210,8 +210,8 @@ class Request:
         return self.params.stages[self.stats.stage]
 
     @property
-    def tpot_slo_s(self) -> float | None:
-        """Seconds per output token by which to serve the current stage; None: no SLO.
+    def pace_s(self) -> float | None:
+        """Seconds per output token by which scheduling serves the current stage; None: no SLO.
 
         It is the stage's TPOT SLO or, if that is less, the time that the E2E SLO left when the stage began, for each of
         the tokens that were left then. An E2E SLO with no time left then is missed, and no longer counts.
@@ -376,14 +376,14 @@ class Request:
         begin = min(open_windows, key=lambda commit: commit.at_s - token_s * commit.num_emitted)
         return now_s - begin.at_s, self.num_emitted - begin.num_emitted
 
-    def pace(self, now_s: float) -> tuple[float, int, int]:
-        """Return seconds and tokens so far, and tokens left, of what has to meet the TPOT SLO.
+    def paced(self, now_s: float) -> tuple[float, int, int]:
+        """Return seconds and tokens so far, and tokens left, of what has to keep the pace.
 
         That is the current stage or, while windows of ten tokens are guaranteed and kept, the one furthest behind.
         """
         if not self.has_open_guarantee:
             return *self.decoded(now_s), self.num_left_in_stage
-        elapsed_s, emitted = self.tightest_window(now_s, self.tpot_slo_s or 0.0)
+        elapsed_s, emitted = self.tightest_window(now_s, self.pace_s or 0.0)
         return elapsed_s, emitted, min(WINDOW - emitted, self.num_left_in_stage)
 
     def _is_late(self, now_s: float) -> bool:

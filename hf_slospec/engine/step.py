@@ -201,7 +201,7 @@ class Engine(Generic[S]):
         for request, tree, nodes, expected, before in zip(
             schedule.choosing, selection.trees, accepted, selection.expected, num_emitted, strict=True
         ):
-            tpot_slo_s, (elapsed_s, emitted) = request.tpot_slo_s, request.decoded(now_s)  # before the stage ends
+            tpot_slo_s, (elapsed_s, emitted) = request.stage.tpot_slo_s, request.decoded(now_s)  # before the stage ends
             if request.num_emitted:  # otherwise it failed before its first token
                 request.record_step(tree.num_nodes - 1, len(nodes), expected, phases, now_s)
             committed = request.num_emitted - before

@@ -38,7 +38,7 @@ class RecentSteps:
         self.depth = 0.0  # planned draft levels
         self.draft_s = 0.0
         self.step_s = 0.0  # 0 before the first step
-        self.step_variance = 0.25  # of a step's seconds over their mean; at first, that of unknown steps
+        self.step_variance = 0.25  # variance of a step's seconds over their mean; at first, that of unknown steps
         self.committed = np.eye(1, 2, 1)[0]  # probabilities of the tokens that a request commits in a step
         self.num_steps = 1  # that decoded, and one for what is assumed at first
         self._prefilled = self._elapsed_s = 0.0  # tokens and seconds of recent steps

@@ -25,8 +25,8 @@ class OraclePolicy(Policy):
 
     It drafts only for requests with tokens that will be accepted, and knows the cost of drafting. The draft's prefill
     of prompts is not counted, since it pays in later steps. It maximises the tokens per second of each single step and
-    knows neither SLOs nor arrivals, so it shows the cost of not knowing acceptance. It is not an upper bound (see
-    :mod:`hf_slospec.lab.bounds`); the best of several settings comes closer to one.
+    knows neither SLOs nor arrivals, so it shows the cost of not knowing acceptance. It is not an upper bound (one is in
+    benchmarks/papers/bounds.py); the best of several settings comes closer to one.
     """
 
     def __init__(self, library: Library, config: SLOSpecConfig, hardware: Hardware, seed: int):

@@ -87,9 +87,9 @@ def _closeness(arrival: Arrival, index: int, is_added: bool) -> float:
     total = 0.0
     for request in requests:
         elapsed_s, emitted = request.decoded(arrival.now_s) if request.num_emitted else (0.0, 0)
-        if request.tpot_slo_s is not None:
+        if request.pace_s is not None:
             left_s = request.num_left * step_s / load.acceptance_length + prefill_s
-            total += ((elapsed_s + left_s) / (request.tpot_slo_s * (emitted + request.num_left))) ** POWER
+            total += ((elapsed_s + left_s) / (request.pace_s * (emitted + request.num_left))) ** POWER
         if request.params.ttft_slo_s is not None and not request.num_emitted:
             total += ((arrival.now_s - request.stats.arrived_s + prefill_s) / request.params.ttft_slo_s) ** POWER
     return total

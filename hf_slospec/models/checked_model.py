@@ -72,12 +72,10 @@ class CheckedModel:
                     log_idle_gpu()
                 if self._placement is not None:  # FSDP may have split it since
                     self._new_ranks(self.model)
-                config = self.config
-                options = config.attention, config.prepack, config.cuda_graphs, config.fused_layers, config.compile
-                exact = config.exact if self._is_target else None
-                packed = PackedModel(self.model, *options, exact, config.deterministic, ranks=self.ranks)
+                config = self.config if self._is_target else self.config.model_copy(update={"exact": None})
+                packed = PackedModel(self.model, config, self.ranks)
                 check_by_trial(packed)
-                if exact:
+                if config.exact:
                     check_exact(packed)
                 if self._placement is not None:  # engines that still use the old one must notice changes, too
                     packed.fingerprint = self._packed.fingerprint

@@ -57,7 +57,7 @@ class _Recycled(NamedTuple):
     request: Request
     begin: int  # index of the root in the request's tokens
     tree: TokenTree
-    rows: Rows  # of the nodes in the packed batch
+    rows: Rows  # rows of the nodes in the packed batch
 
 
 class PackedTarget(Target):

@@ -66,7 +66,7 @@ class AdaServePolicy(NamedPolicy):
         num_keys = sum(len(request.tokens) for request in requests)
         draft_s = self.costs.draft_s(len(requests), plan.depth, plan.width, num_keys)
         step_s = float(draft_s + self.costs.verify_s(self.budget, len(requests), num_keys))
-        required = [required_tokens(*request.decoded(begun_s), step_s, request.tpot_slo_s) for request in requests]
+        required = [required_tokens(*request.decoded(begun_s), step_s, request.pace_s) for request in requests]
         nodes = self._nodes(requests, candidates, required)
         yield selection_of([tree.subtree(chosen) for tree, chosen in zip(candidates, nodes, strict=True)], step_s)
 

@@ -15,13 +15,13 @@ from hf_slospec.algo.tree import FloatArray, Forest, IntArray, TokenTree
 SLOOrder = Literal["ascending", "descending"]
 
 
-def required_tokens(elapsed_s: float, emitted: int, step_time_s: float, tpot_slo_s: float | None) -> float:
+def required_tokens(elapsed_s: float, emitted: int, step_time_s: float, pace_s: float | None) -> float:
     """Return A(r), the tokens that this step must commit to meet the TPOT SLO on average (AdaServe, constraint 3).
 
     ``elapsed_s`` and ``emitted`` count from the first token on. At most 1 means that the root alone suffices; 0
     without a TPOT SLO.
     """
-    return 0.0 if tpot_slo_s is None else (elapsed_s + step_time_s) / tpot_slo_s - emitted
+    return 0.0 if pace_s is None else (elapsed_s + step_time_s) / pace_s - emitted
 
 
 def adaptive_shape(

@@ -191,10 +191,10 @@ class AutoPolicy(NamedPolicy):
 
     def _urgencies(self, requests: Sequence[Request], begun_s: float) -> FloatArray:
         """Return the weights of :func:`~hf_slospec.algo.urgency.urgency`.  -> [num_requests] f64"""
-        if all(request.tpot_slo_s is None for request in requests):
+        if all(request.pace_s is None for request in requests):
             return np.ones(len(requests))
         history, recent = self.history, self.costs.recent
-        columns = [(r.tpot_slo_s or np.inf, *r.pace(begun_s)) for r in requests]
+        columns = [(r.pace_s or np.inf, *r.paced(begun_s)) for r in requests]
         progress = SLOProgress(*np.array(columns, np.float64).T)
         needed = progress.needed_rate(recent.step_s)
         has_history = history.depths.num_observed > MIN_DRAFTED_STEPS
@@ -209,9 +209,9 @@ class AutoPolicy(NamedPolicy):
         if request not in self._warned:
             self._warned.add(request)
             logger.warning(
-                "request %d can no longer meet its TPOT SLO of %.4g s and continues without it: %s",
+                "request %d can no longer keep its pace of %.4g s per token and continues without its SLO: %s",
                 request.index,
-                request.tpot_slo_s,
+                request.pace_s,
                 f"it needs {needed:.1f} tokens per step, and whole candidate trees yield {self.history.max_tokens:.1f}"
                 if needed < MAX_NEEDED
                 else "the time that its SLO allows for all of its tokens has passed",

@@ -15,7 +15,7 @@ from hf_slospec.errors import InvalidInputError
 from hf_slospec.serving.openai.options import ServerOptions
 from hf_slospec.serving.options import AUTO
 
-OPTION = re.compile(r"--([a-z]+(?:-[a-z]+)*)\b")  # of the command line
+OPTION = re.compile(r"--([a-z]+(?:-[a-z]+)*)\b")  # an option of the command line
 
 
 class ReplicaOptions(ServerOptions):

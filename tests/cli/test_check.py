@@ -24,7 +24,7 @@ from transformers import (
 from typer.testing import CliRunner, Result
 
 from hf_slospec import load_tiny_pair
-from hf_slospec.cli import benchmark, budget
+from hf_slospec.cli import benchmark, budget, model_check
 from hf_slospec.cli.app import app
 from hf_slospec.cli.budget import TimeBudget, progress_shown
 from hf_slospec.cli.check_prompts import BUILT_IN, image_inputs, read_prompts
@@ -107,11 +107,12 @@ class Clock:
 
 def test_what_there_is_no_time_for_is_left_out_and_named(prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 100 s: 2 outputs of 12 s within 25 s, then one of each kind, then 1 of 5 repeats of 4 calls of 6 s."""
-    clock = Clock(monkeypatch, token=0.05, output=12.0, timed=6.0)
+    monkeypatch.setattr(model_check, "NEW_TOKENS", 16)
+    clock = Clock(monkeypatch, token=0.2, output=12.0, timed=6.0)
     result = RUN.invoke(app, ["check", "--dtype", "float32", "--prompts", prompts, "--config", '{"prepack": false}'])
     assert result.exit_code == 0, result.output
     found = rows(result)
-    assert found["new tokens"] == "at most 64 of every output"
+    assert found["new tokens"] == "at most 16 of every output"
     assert found["greedy, one by one"] == "exact, 2 of 2 outputs equal; 1 left out for lack of time"
     assert found["sampled, one by one"] == "exact, 1 of 1 outputs equal; 2 left out for lack of time"
     assert found["greedy, left-padded batch of 4"] == "exact, 3 of 3 outputs equal"

@@ -52,12 +52,18 @@ def browser() -> Iterator[Any]:
         started.close()
 
 
-class Visit:
-    """One browser session, and what went wrong in it."""
+@pytest.fixture(scope="module")
+def desktop(browser: Any) -> Any:
+    """A context that most visits share, so that what the page loads is read once."""
+    return browser.new_context(viewport=DESKTOP)
 
-    def __init__(self, browser: Any, url: str, **options: Any):
-        self.context = browser.new_context(**options)
-        self.page = self.context.new_page()
+
+class Visit:
+    """One page of a browser, whose session is its own, and what went wrong in it."""
+
+    def __init__(self, context: Any, url: str):
+        self.context = context
+        self.page = context.new_page()
         self.page.set_default_timeout(WAIT_MS)
         self.errors: list[str] = []
         self.outside: list[str] = []
@@ -97,18 +103,19 @@ class Visit:
 
 
 @pytest.fixture
-def visit(browser: Any, served: tuple[DemoSessions, str]) -> Iterator[Callable[..., Visit]]:
+def visit(browser: Any, desktop: Any, served: tuple[DemoSessions, str]) -> Iterator[Callable[..., Visit]]:
     visits: list[Visit] = []
 
     def begin(**options: Any) -> Visit:
-        visits.append(Visit(browser, served[1], **{"viewport": DESKTOP} | options))
+        context = browser.new_context(**options) if options else desktop
+        visits.append(Visit(context, served[1]))
         return visits[-1]
 
     yield begin
     for own in visits:
         assert not own.outside, "something was asked of another host"
         assert not own.errors
-        own.context.close()
+        own.page.close() if own.context is desktop else own.context.close()
 
 
 def test_three_streams_run_and_nothing_leaves_the_machine(visit: Callable[..., Visit]) -> None:
@@ -185,7 +192,7 @@ def test_two_visitors_write_at_once_and_see_each_other(visit: Callable[..., Visi
     one.shoot("two-visitors")
     one.page.locator("#own-stop").click()
     one.page.wait_for_selector("#own-card .state.stopped, #own-card .state.finished")
-    other.context.close()
+    other.page.close()
     one.page.wait_for_selector("#others .card", state="detached")
 
 
@@ -257,7 +264,7 @@ def test_with_a_password_nobody_else_comes_in(browser: Any, served: tuple[DemoSe
     closed = Page(sessions, {"x": (None, sessions.refresh("x").simulated[0].user_request)}, 100, "").build()  # type: ignore[dict-item, union-attr]
     url = launch(closed, options)
     try:
-        visit = Visit(browser, url, viewport=DESKTOP)
+        visit = Visit(browser.new_context(viewport=DESKTOP), url)
         name, password = visit.page.locator("input").nth(0), visit.page.locator("input[type=password]")
         for given, words in (("guess", "Incorrect"), (PASSWORD, "One model, many users")):
             name.fill("somebody")

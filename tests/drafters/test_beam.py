@@ -17,7 +17,7 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.lab.oracle import optimal_nodes
 from hf_slospec.lab.policies.goodput import confident_length
-from hf_slospec.models.packed.model import PackedModel
+from tests.support.packed import packed_model
 from tests.support.toys.tiny_models import tiny_model
 from tests.support.toys.trees import SEEDS, path_to
 
@@ -91,7 +91,7 @@ def test_drafting_stops_once_every_request_is_unsure() -> None:
     requests = [Request(index, RequestParams([1, 5 + index, 9], 40)) for index in range(4)]
 
     def trees(min_confidence: float, width: int = 1) -> list[TokenTree]:
-        drafter = AssistantDrafter(PackedModel(draft, "sdpa"), 8 * width, 101)
+        drafter = AssistantDrafter(packed_model(draft, "sdpa"), 8 * width, 101)
         return drafter.draft(requests, Plan(8, width, min_confidence=min_confidence))
 
     whole = trees(0.0)
@@ -114,8 +114,8 @@ def test_drafting_stops_where_a_plan_does_not_go_on() -> None:
         seen.append(path_probs)
         return len(seen) < 3
 
-    trees = AssistantDrafter(PackedModel(model, "sdpa"), 16, 101).draft(requests, Plan(8, 2, goes_on=goes_on))
-    whole = AssistantDrafter(PackedModel(model, "sdpa"), 16, 101).draft(requests, Plan(8, 2))
+    trees = AssistantDrafter(packed_model(model, "sdpa"), 16, 101).draft(requests, Plan(8, 2, goes_on=goes_on))
+    whole = AssistantDrafter(packed_model(model, "sdpa"), 16, 101).draft(requests, Plan(8, 2))
     for index, (tree, own) in enumerate(zip(trees, whole, strict=True)):
         assert tree.tokens.tolist() == own.up_to(3).tokens.tolist()
         given = np.concatenate([level[index] for level in seen])
@@ -205,7 +205,7 @@ def test_beams_hold_the_most_probable_of_the_allowed_paths() -> None:
     for request in requests:
         request.emit(11)
     for request, tree in zip(
-        requests, AssistantDrafter(PackedModel(model, "sdpa"), 12, 101).draft(requests, plan), strict=True
+        requests, AssistantDrafter(packed_model(model, "sdpa"), 12, 101).draft(requests, plan), strict=True
     ):
         layer: list[tuple[list[int], float]] = [([], 0.0)]
         for depth in range(1, plan.depth + 1):

@@ -23,8 +23,8 @@ from hf_slospec.drafters.shared_kv import Gemma4Method, SharedKVDrafter, cached_
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
-from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.sequences.request_sequences import RequestSequences
+from tests.support.packed import packed_model
 from tests.support.stand_ins.flash import StandIn
 from tests.support.toys.tiny_gemma4 import tiny_assistant, tiny_target
 from tests.support.toys.tiny_models import VOCAB, WINDOW, assert_same_as_stock, ragged_prompts, tiny_model
@@ -76,7 +76,7 @@ def drafter_with(
     target: PreTrainedModel, assistant: PreTrainedModel, texts: list[list[int]], attention: str = "sdpa"
 ) -> tuple[SharedKVDrafter, list[Request]]:
     """A drafter, and requests of these texts as they are after their prefill."""
-    sequences = RequestSequences(PackedModel(target, attention), 16)
+    sequences = RequestSequences(packed_model(target, attention), 16)
     requests = [Request(index, RequestParams(text, 10)) for index, text in enumerate(texts)]
     drafter = SharedKVDrafter(assistant, VOCAB)
     drafter.read_kv_of(sequences)

@@ -22,6 +22,7 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.generate.speculator import Speculator
 from hf_slospec.models.packed.model import PackedModel
+from tests.support.packed import packed_model
 from tests.support.served_pair import PROMPTS, WAIT_S, Holds, alone
 from tests.support.toys.tiny_models import FAMILIES, assert_same_as_stock, sharpened
 from tests.support.toys.tiny_tokenizers import (
@@ -61,7 +62,7 @@ TARGET = model_of(TARGET_TOKENIZER)
 DRAFT = model_of(TARGET_TOKENIZER, noise=0.03)
 OTHER_DRAFTS = {"permuted": permuted(DRAFT, IDS), "small": model_of(SMALL, 1), "spaced": model_of(SPACED, 2)}
 TOKENIZERS = {"permuted": PERMUTED, "small": SMALL, "spaced": SPACED}
-PACKED = {name: PackedModel(model, "sdpa") for name, model in OTHER_DRAFTS.items()}
+PACKED = {name: packed_model(model, "sdpa") for name, model in OTHER_DRAFTS.items()}
 
 
 def translation(draft: Any, target: Any = TARGET_TOKENIZER) -> TokenTranslation:
@@ -87,7 +88,7 @@ def assert_same_trees(some: list[TokenTree], others: list[TokenTree]) -> None:
 def test_draft_with_other_ids_proposes_the_same(seed: int, max_kept: int) -> None:
     """Texts are any tokens, which come in any number at a time, to requests that come and go."""
     rng = np.random.default_rng(seed)
-    plain = AssistantDrafter(PackedModel(DRAFT, "sdpa"), 20, len(TARGET_TOKENIZER), max_kept=max_kept)
+    plain = AssistantDrafter(packed_model(DRAFT, "sdpa"), 20, len(TARGET_TOKENIZER), max_kept=max_kept)
     other, requests = translated("permuted", max_kept=max_kept), list[Request]()
     prompt = rng.integers(2, len(TARGET_TOKENIZER), 30).tolist()
     for step in range(12):
@@ -191,7 +192,7 @@ def test_same_tokens_as_stock(draft_by: Any, name: str, num_rows: int, options: 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_other_ids_accept_as_many(draft_by: Any, options: dict[str, Any]) -> None:
     generator, counts = SLOSpecGenerator(TARGET, config=FIXED), []
-    for packed, own in ((PackedModel(DRAFT, "sdpa"), None), (PACKED["permuted"], TRANSLATIONS["permuted"])):
+    for packed, own in ((packed_model(DRAFT, "sdpa"), None), (PACKED["permuted"], TRANSLATIONS["permuted"])):
         draft_by(packed, own, len(TARGET_TOKENIZER))
         out = assert_same_as_stock(TARGET, generator.generate, batch(5), **options, max_new_tokens=24)
         counts.append([(metrics.drafted, metrics.accepted, metrics.steps) for metrics in out.slo])
@@ -199,7 +200,7 @@ def test_other_ids_accept_as_many(draft_by: Any, options: dict[str, Any]) -> Non
 
 
 def test_draft_of_few_positions(draft_by: Any) -> None:
-    draft_by(PackedModel(model_of(SMALL, 3, family="gpt2"), "sdpa"), TRANSLATIONS["small"], len(TARGET_TOKENIZER))
+    draft_by(packed_model(model_of(SMALL, 3, family="gpt2"), "sdpa"), TRANSLATIONS["small"], len(TARGET_TOKENIZER))
     tokens = torch.tensor([TARGET_TOKENIZER(PROMPTS[0])["input_ids"][:110]])
     assert translation(SMALL).translate(tokens[0].tolist()).tokens[130:]
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}

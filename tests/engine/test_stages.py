@@ -20,10 +20,10 @@ from tests.support.toys.engine import commit
 @pytest.mark.parametrize("stage", [Stage(0.5, 3), Stage(0.5, is_over=lambda tokens: tokens[-1] == 9)])
 def test_every_stage_has_to_be_attained(stage: Stage, times: list[float], attained: bool) -> None:
     request = Request(0, RequestParams([9, 9], 20, (stage, Stage(2.0))))
-    targets = [request.tpot_slo_s]
+    targets = [request.pace_s]
     for token, now_s in zip((5, 7, 9, 9, 8), times, strict=True):
         commit(request, [token], now_s)
-        targets.append(request.tpot_slo_s)
+        targets.append(request.pace_s)
     assert targets == [0.5, 0.5, 0.5, 2.0, 2.0, 2.0]
     assert request.metrics().attained is attained
     assert request.metrics().tpot_slo_s == 2.0
@@ -35,12 +35,12 @@ def test_a_stage_that_ends_within_a_step_ends_with_the_step() -> None:
     request = Request(0, RequestParams([0], 20, (Stage(1.0, 3), Stage(None, 2), Stage(1.0))))
     commit(request, [1], 0.0)
     commit(request, [1, 1, 1, 1], 4.0)  # two of these make the stage's three; all four count for it
-    assert request.tpot_slo_s is None
+    assert request.pace_s is None
     assert request.decoded(5.0) == (1.0, 0)
     commit(request, [1], 6.0)
-    assert request.tpot_slo_s is None  # its second token is still to come
+    assert request.pace_s is None  # its second token is still to come
     commit(request, [1, 1], 99.0)  # no promise, nothing to be late with
-    assert request.tpot_slo_s == 1.0
+    assert request.pace_s == 1.0
     commit(request, [1], 100.0)
     assert request.metrics().attained is True
 
@@ -55,12 +55,12 @@ def test_stages_without_targets_attain_nothing() -> None:
 
 def test_an_e2e_slo_shares_the_time_that_is_left_among_the_tokens_that_are_left() -> None:
     request = Request(0, RequestParams([0], 11, (Stage(None),), e2e_slo_s=12.0), 1.0)
-    assert request.tpot_slo_s is None and request.params.has_slo
+    assert request.pace_s is None and request.params.has_slo
     commit(request, [1], 3.0)  # 10 s for 10 tokens
-    assert request.tpot_slo_s == pytest.approx(1.0)
+    assert request.pace_s == pytest.approx(1.0)
     commit(request, [1] * 4, 12.0)
-    assert request.tpot_slo_s == pytest.approx(1.0)
-    elapsed_s, emitted, num_left = request.pace(12.0)
+    assert request.pace_s == pytest.approx(1.0)
+    elapsed_s, emitted, num_left = request.paced(12.0)
     assert 1.0 * (emitted + num_left) - elapsed_s == pytest.approx(13.0 - 12.0)  # the time to the deadline
     assert request.metrics().attained is True and request.metrics().tpot_slo_s is None
     commit(request, [1] * 6, 13.1)
@@ -72,7 +72,7 @@ def test_the_tighter_of_tpot_and_e2e_slos_sets_the_pace_and_each_counts() -> Non
     request = Request(0, RequestParams([0], 11, (Stage(0.5, 3), Stage(None)), e2e_slo_s=10.0))
     for token_s in (1.0, 1.5, 2.0):
         commit(request, [1], token_s)
-        assert request.tpot_slo_s == (0.5 if token_s < 2.0 else 1.0)  # then 8 s for 8 tokens
+        assert request.pace_s == (0.5 if token_s < 2.0 else 1.0)  # then 8 s for 8 tokens
     commit(request, [1] * 8, 10.0)
     assert request.metrics().attained is True
     late = Request(0, RequestParams([0], 3, (Stage(0.5),), e2e_slo_s=10.0))
@@ -84,16 +84,16 @@ def test_the_tighter_of_tpot_and_e2e_slos_sets_the_pace_and_each_counts() -> Non
 def test_an_e2e_slo_that_is_missed_before_the_first_token_asks_for_nothing() -> None:
     request = Request(0, RequestParams([0], 5, e2e_slo_s=2.0))
     commit(request, [1], 2.0)
-    assert request.tpot_slo_s is None
+    assert request.pace_s is None
     single = Request(0, RequestParams([0], 1, e2e_slo_s=2.0))
     commit(single, [1], 1.0)
-    assert single.tpot_slo_s is None and single.metrics().attained is True
+    assert single.pace_s is None and single.metrics().attained is True
 
 
 def test_a_resumed_request_keeps_its_e2e_deadline() -> None:
     request = Request(0, RequestParams([0], 11, e2e_slo_s=12.0), 1.0)
     commit(request, [1], 3.0)
     resumed = Request(0, request.params, 100.0, request.progress(8.0))
-    assert resumed.tpot_slo_s == pytest.approx(1.0)
+    assert resumed.pace_s == pytest.approx(1.0)
     commit(resumed, [1] * 10, 105.1)  # 7 s before it was resumed, and 5.1 s after
     assert resumed.metrics().attained is False and resumed.metrics().e2e_s == pytest.approx(12.1)

@@ -42,7 +42,7 @@ def test_windows_belong_to_their_stage() -> None:
     request = request_of(Stage(1.0, 15), Stage(5.0))
     for step in range(3):
         commit(request, [0] * 5, 5.0 * step)  # the first stage ends in time
-    assert request.tpot_slo_s == 5.0
+    assert request.pace_s == 5.0
     commit(request, [0] * 9, 10.0 + 9 * 5.0)
     commit(request, [0], 10.0 + WINDOW * 5.0)
     assert request.metrics().windows_kept is True
@@ -56,16 +56,16 @@ def test_a_guarantee_is_about_the_window_that_is_furthest_behind() -> None:
     commit(request, [0], 0.0)
     commit(request, [0] * 6, 2.0)
     commit(request, [0], 5.0)
-    assert request.pace(6.0) == (6.0, 7, 192)  # nothing was guaranteed, so the stage counts
+    assert request.paced(6.0) == (6.0, 7, 192)  # nothing was guaranteed, so the stage counts
     request.window_guarantee = 0.9
     assert request.tightest_window(6.0, 1.0) == (4.0, 1)  # 3 s behind; since 0.0 one is ahead, since 5.0 1 s behind
-    assert request.pace(6.0) == (4.0, 1, WINDOW - 1)
+    assert request.paced(6.0) == (4.0, 1, WINDOW - 1)
     commit(request, [0] * 8, 9.0)  # ends the window since 0.0, in time
     assert request.tightest_window(9.0, 1.0) == (0.0, 0)
     assert request.has_open_guarantee
     commit(request, [0], 20.0)  # too late for the window since 5.0
     assert not request.has_open_guarantee
-    assert request.pace(20.0) == (20.0, request.num_emitted - 1, request.num_left)
+    assert request.paced(20.0) == (20.0, request.num_emitted - 1, request.num_left)
 
 
 def test_another_engine_goes_on_with_what_was_missed() -> None:

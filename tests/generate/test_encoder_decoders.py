@@ -25,7 +25,6 @@ from hf_slospec import (
     UnsupportedOptionError,
 )
 from hf_slospec.generate.rows import Rows
-from hf_slospec.generate.speculator import MEASURE_S
 from tests.support.toys.tiny_configs import tiny_config
 from tests.support.toys.tiny_encoder_decoders import (
     FRAMES,
@@ -44,12 +43,6 @@ from tests.support.toys.tiny_models import VOCAB, sharpened, tiny_model
 CONFIG = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=40, max_depth=4)
 NEW: dict[str, Any] = dict(max_new_tokens=24)
 SAMPLED: dict[str, Any] = NEW | dict(do_sample=True, temperature=0.9, top_k=40)
-
-
-@pytest.fixture(autouse=True)
-def _hardly_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MEASURE_S, "target", 0.02)
-    monkeypatch.setitem(MEASURE_S, "draft", 0.02)
 
 
 @pytest.fixture

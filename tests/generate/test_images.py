@@ -19,7 +19,6 @@ from hf_slospec import (
 )
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.generate import multimodal_prompts
-from hf_slospec.generate.speculator import MEASURE_S
 from hf_slospec.models.packed.prefilled_prompts import sees_later_tokens
 from hf_slospec.models.packed.probe import probe_layers
 from tests.support.toys.tiny_image_models import IMAGE, image_inputs, prompts_with_images, tiny_image_model
@@ -30,12 +29,6 @@ OPTIONS: dict[str, Any] = dict(max_new_tokens=12, pad_token_id=0, eos_token_id=2
 SAMPLING: dict[str, Any] = dict(do_sample=True, temperature=0.8, top_k=30)
 FAMILIES = """Qwen2VL Qwen2_5_VL Qwen3VL Gemma3 Gemma4 Llava LlavaNext LlavaOnevision Mistral3 InternVL Idefics3 SmolVLM
 PaliGemma Qwen3_5 Qwen3_5Moe""".split()
-
-
-@pytest.fixture(autouse=True)
-def _hardly_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MEASURE_S, "target", 0.02)  # dozens of models
-    monkeypatch.setitem(MEASURE_S, "draft", 0.02)
 
 
 def name_of(family: str) -> str:

@@ -24,7 +24,6 @@ from hf_slospec.models.attention import TreeAttention
 from hf_slospec.models.attention.flash_kernels import FlashKernel
 from hf_slospec.models.fused.layers import FusedLayers
 from hf_slospec.models.fused.triton_kernels import rotate
-from hf_slospec.models.packed.model import PackedModel
 from tests.support.cuda_tests import (  # noqa: F401  collected here
     CUDA,
     TOLERANCE,
@@ -43,6 +42,7 @@ from tests.support.cuda_tests import (  # noqa: F401  collected here
 from tests.support.model_classes import SUPPORT
 from tests.support.oracles.attention_rows import ROWS, TREES
 from tests.support.oracles.layer_parity import compare_layers
+from tests.support.packed import packed_model
 from tests.support.toys.tiny_configs import tiny_config
 from tests.support.toys.tiny_models import sharpened, tiny_model
 
@@ -121,7 +121,7 @@ def test_every_attention_call_of_every_class(attention: str, name: str) -> None:
     """Against 4d_mask, in bf16; a layer that the kernel cannot do goes to sdpa and is compared all the same."""
     model = sharpened(of_class(name), 0).to(CUDA, torch.bfloat16)
     try:
-        PackedModel(model, attention)
+        packed_model(model, attention)
     except UnsupportedOptionError as error:
         pytest.skip(str(error))
     assert compare_layers(model, TOLERANCE[torch.bfloat16], attention) >= 2

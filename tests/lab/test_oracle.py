@@ -44,7 +44,7 @@ def test_hindsight_meets_what_can_be_met_and_wastes_nothing(
         assert chosen.path_probs.tolist() == tree.path_probs[nodes[: chosen.num_nodes]].tolist()
     assert sum(sizes) == max(min(budget, sum(map(len, hits))), len(requests))
 
-    required = [required_tokens(*r.decoded(now_s), selection.step_s, r.tpot_slo_s) for r in requests]
+    required = [required_tokens(*r.decoded(now_s), selection.step_s, r.pace_s) for r in requests]
     needed = [min(need, len(nodes)) for need, nodes in zip(required, hits, strict=True)]
     options = itertools.product(*(range(1, len(nodes) + 1) for nodes in hits))
     most = max(

@@ -19,6 +19,7 @@ from hf_slospec.models.linear.packed_weight import PackedWeight
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.tree_mask import chain
 from tests.support.forced_kernels import WORKING, force_kernel
+from tests.support.packed import packed_model
 from tests.support.toys.tiny_models import tiny_model
 
 KERNELS = [name for name, dtype in WORKING if dtype is torch.bfloat16]
@@ -93,7 +94,7 @@ WRITES: dict[str, Write] = {
 def packed_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> PackedModel:
     if KERNELS:
         force_kernel(monkeypatch, KERNELS[0])
-    packed = PackedModel(model, prepack=True)
+    packed = packed_model(model, prepack=True)
     assert not KERNELS or len(packed.prepacked)
     return packed
 

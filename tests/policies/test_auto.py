@@ -71,7 +71,7 @@ def test_hopeless_requests_are_logged_once_and_count_like_any_other(caplog: pyte
     assert not caplog.records
     assert sizes([None, 1e-9], copy.deepcopy(experience), model) == relaxed
     assert [record.message.split(" and ")[0] for record in caplog.records] == [
-        "request 1 can no longer meet its TPOT SLO of 1e-09 s"
+        "request 1 can no longer keep its pace of 1e-09 s per token"
     ]
 
 

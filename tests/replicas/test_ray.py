@@ -25,9 +25,9 @@ from tests.support.paths import ROOT
 from tests.support.served_pair import PROMPTS, alone
 
 WAIT_S = 600.0  # far more than anything here takes
-OPTIONS = ReplicaOptions(
-    dtype="float32", replicas=2, cpus=0.1, threads=1, drain_s=WAIT_S, config=SLOSpecConfig(kv_tokens=20_000)
-)
+# No compiler runs beside the replicas, and none goes on after them.
+CONFIG = SLOSpecConfig(kv_tokens=20_000, compile=False)
+OPTIONS = ReplicaOptions(dtype="float32", replicas=2, cpus=0.1, threads=1, drain_s=WAIT_S, config=CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +200,7 @@ def test_controller_that_is_killed_disturbs_nothing(url: str, pair: Any) -> None
 def test_command_deploys_to_a_cluster_and_ends_after_the_last_stream(url: str, pair: Any) -> None:
     environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     command = [sys.executable, "-m", "hf_slospec", "serve", "--replicas", "1", "--dtype", "float32",
-               "--port", url.rsplit(":", 1)[1], "--config", '{"kv_tokens": 10000}']  # fmt: skip
+               "--port", url.rsplit(":", 1)[1], "--config", '{"kv_tokens": 10000, "compile": false}']  # fmt: skip
     process = subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     lines = list[str]()

@@ -31,7 +31,11 @@ from hf_slospec import (
     load_tiny_pair,
     tiny_prompts,
 )
+from hf_slospec.serving.openai.app import ServerSettings, make_app
+from hf_slospec.serving.openai.engine import LocalEngine
 from hf_slospec.tiny.shapes import Shape
+from tests.serving.openai.conftest import listening
+from tests.serving.openai.test_serve import NO_COMPILER
 from tests.support.paths import ROOT
 
 FOLDER = ROOT / "examples"
@@ -147,7 +151,9 @@ def test_grpo(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(re.findall(r"^epoch \d: [\d.]+ tokens per step and row$", capsys.readouterr().out, re.MULTILINE)) == 2
 
 
-def test_openai_client(capsys: pytest.CaptureFixture[str]) -> None:
+def test_openai_client(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = subprocess.Popen
+    monkeypatch.setattr(openai_client.subprocess, "Popen", lambda given, **own: plain([*given, *NO_COMPILER], **own))
     openai_client.main(["--size", "tiny", "--new-tokens", "16", "--slo-tpot", "100"])
     said = capsys.readouterr().out
     rows = rows_of(said)
@@ -161,15 +167,13 @@ def test_openai_client(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^name='\w+' num_arguments=\d is_recursive=(True|False)$", said, re.MULTILINE)
 
 
-def test_openai_client_of_a_model_without_chat_template(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the default server is, which then gets prompts in place of messages."""
-    plain = subprocess.Popen
-    monkeypatch.setattr(
-        openai_client.subprocess, "Popen", lambda command, **options: plain(command[:-2], **options)
-    )  # without --chat-template
-    openai_client.main(["--size", "tiny", "--new-tokens", "8", "--slo-tpot", "100"])
+def test_openai_client_of_a_server_that_runs_a_model_without_chat_template(capsys: pytest.CaptureFixture[str]) -> None:
+    """Which then gets prompts in place of messages."""
+    with (
+        SLOSpecGenerator(*load_tiny_pair()) as generator,
+        listening(make_app(LocalEngine(generator), ServerSettings(model_name="tiny"))) as url,
+    ):
+        openai_client.main(["--url", f"{url}/v1", "--new-tokens", "8", "--slo-tpot", "100"])
     assert list(rows_of(capsys.readouterr().out)) == ["completion", *openai_client.USERS]
 
 

@@ -31,9 +31,9 @@ def test_the_import_loads_no_torch_and_limits_its_kernels() -> None:
     assert "torch" in imported_by("import hf_slospec; hf_slospec.enable")
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], *([name, "--help"] for name in COMMANDS), SIMULATED])
-def test_commands_that_need_no_model_load_no_torch(arguments: list[str]) -> None:
-    code = f"from hf_slospec.cli.app import app; app({arguments}, standalone_mode=False)"
+def test_commands_that_need_no_model_load_no_torch() -> None:
+    lines = [["--version"], ["--help"], *([name, "--help"] for name in COMMANDS), SIMULATED]
+    code = f"from hf_slospec.cli.app import app\nfor line in {lines}:\n    app(line, standalone_mode=False)"
     assert imported_by(code) == set()
 
 

@@ -14,7 +14,6 @@ import torch
 from PIL import Image
 
 from hf_slospec import InvalidInputError, SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.generate.speculator import MEASURE_S
 from hf_slospec.serving.openai.app import ServerSettings, make_app
 from hf_slospec.serving.openai.engine import LocalEngine
 from hf_slospec.serving.openai.limits import RequestLimits
@@ -66,12 +65,9 @@ class Letters:
 
 @pytest.fixture(scope="module")
 def generator() -> Iterator[SLOSpecGenerator]:
-    before = dict(MEASURE_S)
-    MEASURE_S.update(target=0.02, draft=0.02)
     model, draft = tiny_image_model(NAME), tiny_image_model(NAME, noise=0.03)
     with SLOSpecGenerator(model, draft, config=CONFIG, processor=Letters()) as made:
         yield made
-    MEASURE_S.update(before)
 
 
 def picture(seed: int, width: int = 20) -> Image.Image:

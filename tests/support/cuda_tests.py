@@ -25,14 +25,14 @@ from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.device import graphs
 from hf_slospec.models.device.deferred import DeferredFlags
 from hf_slospec.models.device.graphs import CudaGraphs, Run
-from hf_slospec.models.packed.model import PackedModel
 from tests.support.graph_bench import Bench
 from tests.support.oracles.attention_rows import TREES, case
+from tests.support.packed import packed_model
 from tests.support.toys.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model
 
 CUDA = torch.device("cuda:0")
-# Of the largest value, between flash attention in half precision and the reference in fp32: weights and outputs are
-# rounded to 8 bits (bf16) or 11 (fp16), each by up to half a spacing.
+# Shares of the largest value, between flash attention in half precision and the reference in fp32: weights and outputs
+# are rounded to 8 bits (bf16) or 11 (fp16), each by up to half a spacing.
 TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
@@ -72,12 +72,12 @@ def test_auto_is_triton_and_flash_is_flash() -> None:
     kernel = kernel_choice.kernel_on(CUDA, torch.bfloat16, 8)
     if isinstance(kernel, str):
         pytest.skip(kernel)
-    names = [PackedModel(half, attention).backend.__name__ for attention in ("auto", "triton", "flash")]
+    names = [packed_model(half, attention).backend.__name__ for attention in ("auto", "triton", "flash")]
     assert names == ["tree_attention[triton]", "tree_attention[triton]", f"flash_attention[{kernel.name}]"]
-    assert PackedModel(half, "sdpa").backend is PackedModel(full).backend is sdpa_attention
+    assert packed_model(half, "sdpa").backend is packed_model(full).backend is sdpa_attention
     for attention in ("triton", "flash"):
         with pytest.raises(UnsupportedOptionError, match=r"does not compute in torch.float32"):
-            PackedModel(full, attention)
+            packed_model(full, attention)
 
 
 def test_pieces_of_few_keys(kernel: FlashKernel, monkeypatch: pytest.MonkeyPatch) -> None:

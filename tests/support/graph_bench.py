@@ -11,8 +11,8 @@ from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.models.attention import NewTokens
 from hf_slospec.models.device.graphs import Graphs
-from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.sequences.request_sequences import RequestSequences
+from tests.support.packed import packed_model
 
 CPU = torch.device("cpu")
 TREES = [(-1, 0, 0, 1, 3), (-1,), (-1, 0, 1)]
@@ -22,7 +22,7 @@ class Bench:
     """Requests with K/V in one pool, and forwards of trees behind them."""
 
     def __init__(self, model: Any, num_cached: tuple[int, ...] = (11, 30, 7), attention: str = "flash", **options: Any):
-        self.packed = PackedModel(model, attention, **options)
+        self.packed = packed_model(model, attention, **options)
         draw = torch.Generator().manual_seed(0)
         self.requests = [
             Request(i, RequestParams(torch.randint(3, 101, (n + 1,), generator=draw).tolist(), 30))

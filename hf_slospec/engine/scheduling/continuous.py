@@ -190,7 +190,7 @@ class ContinuousScheduler:
         if not len(self._undecided):
             return
         is_lost = self._lost(now_s)
-        # Of waiting requests, which may be many, only the earliest are checked, in `Undecided.earliest`.
+        # Only the earliest of the waiting requests, which may be many, are checked, in `Undecided.earliest`.
         for request in [request for request in self.running if request in self._undecided and is_lost(request)]:
             self._undecided.remove(request)
         if self._has_changed and len(self._undecided):
@@ -342,24 +342,24 @@ class ContinuousScheduler:
         return [request for request in decoding if request in kept]
 
     def _due_s(self, request: Request, now_s: float, step_s: float) -> float:
-        """Return the seconds within which a step with the request must end to keep up with its TPOT SLO.
+        """Return the seconds within which a step with the request must end to keep its pace.
 
         A window of ten tokens that was guaranteed must leave time for the rest of it, at the planned share of the SLO.
 
         Args:
             step_s: seconds of a step of all decoding requests.
         """
-        if request.tpot_slo_s is None:
+        if request.pace_s is None:
             return math.inf
         tokens = self.costs.recent.tokens
         if not request.has_open_guarantee:
             elapsed_s, emitted = request.decoded(now_s)
-            return AHEAD * request.tpot_slo_s * (emitted + tokens) - elapsed_s
+            return AHEAD * request.pace_s * (emitted + tokens) - elapsed_s
         share, stats = self.windows.share(tightest_tpot_slo_s(request)), request.stats
         own = (request.num_emitted - stats.num_resumed + TYPICAL * tokens) / (stats.num_steps + TYPICAL)
-        token_s = min(step_s / min(own, tokens) / share, request.tpot_slo_s)
+        token_s = min(step_s / min(own, tokens) / share, request.pace_s)
         elapsed_s, emitted = request.tightest_window(now_s, token_s)
-        return AHEAD * WINDOW * request.tpot_slo_s - elapsed_s - token_s * max(WINDOW - emitted - tokens, 0.0)
+        return AHEAD * WINDOW * request.pace_s - elapsed_s - token_s * max(WINDOW - emitted - tokens, 0.0)
 
     def _allowed_s(self, decoding: list[Request], now_s: float) -> float:
         """Return the seconds that the step may take so that no guaranteed request falls behind; 0 if one already has.
@@ -368,15 +368,15 @@ class ContinuousScheduler:
         """
         if self.admission in ("fcfs", "priority"):
             return math.inf
-        guaranteed = [request for request in decoding if request.is_guaranteed and request.tpot_slo_s is not None]
+        guaranteed = [request for request in decoding if request.is_guaranteed and request.pace_s is not None]
         if not guaranteed:
             return math.inf
         allowed_s, alone_s = math.inf, self.costs.step_at(1) / self.costs.recent.tokens  # alone: seconds per token
         step_s = self.costs.step_at(len(decoding))
         for request in guaranteed:
-            assert request.tpot_slo_s is not None
-            elapsed_s, emitted, num_left = request.pace(now_s)
-            if request.tpot_slo_s * (emitted + num_left) - elapsed_s >= num_left * alone_s:
+            assert request.pace_s is not None
+            elapsed_s, emitted, num_left = request.paced(now_s)
+            if request.pace_s * (emitted + num_left) - elapsed_s >= num_left * alone_s:
                 allowed_s = min(allowed_s, max(self._due_s(request, now_s, step_s), 0.0))
         return allowed_s
 

@@ -66,7 +66,7 @@ class KVRoom:
         larger = min(number * (1.0 + self.draft_slots / self.target_slots), number + num_waiting, self.max_batch)
         plain_rate = self._plain_rate(larger)  # tokens per second, like rate
         rate = number * self.costs.recent.tokens / float(self.costs.step_s(number))
-        tightest_s = min(request.tpot_slo_s or math.inf for request in decoding)
+        tightest_s = min(request.pace_s or math.inf for request in decoding)
         if plain_rate > self.GAIN * rate and larger / plain_rate <= tightest_s:
             self.is_lent, self._number, self._rate_before = True, larger, rate
 

@@ -69,7 +69,7 @@ class AdaSpecPolicy(NamedPolicy):
 
     def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
         num_requests, num_keys = len(requests), sum(len(request.tokens) for request in requests)
-        tightest_slo_s = min(np.inf if r.tpot_slo_s is None else r.tpot_slo_s for r in requests)
+        tightest_slo_s = min(np.inf if r.pace_s is None else r.pace_s for r in requests)
         batch = _Batch(num_requests, num_keys, num_prefill_tokens, tightest_slo_s)
         chains = _Chains(num_requests, self._goodput(batch, num_requests, 0))
         max_depth = max_useful_depth(requests, self.config.max_depth)

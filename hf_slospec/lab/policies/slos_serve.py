@@ -55,7 +55,7 @@ class SLOsServePolicy(SmartSpecPolicy):
             [num_requests] int64.
         """
         requests = batch.requests
-        tpot_slos_s = np.array([request.tpot_slo_s or np.inf for request in requests])
+        tpot_slos_s = np.array([request.pace_s or np.inf for request in requests])
         if np.isinf(tpot_slos_s).all():
             return None
         num_requests, tiers = len(requests), np.array(tiers_of(tpot_slos_s.tolist()))
@@ -86,8 +86,8 @@ class SLOsServePolicy(SmartSpecPolicy):
         slacks = []
         for request in requests:
             elapsed_s, emitted = request.decoded(begun_s)
-            tpot_slo_s = request.tpot_slo_s or 0.0
-            slacks.append(np.clip(tpot_slo_s * emitted - elapsed_s, -CATCH_UP * gain * tpot_slo_s, 0.0))
+            pace_s = request.pace_s or 0.0
+            slacks.append(np.clip(pace_s * emitted - elapsed_s, -CATCH_UP * gain * pace_s, 0.0))
         return np.array(slacks)
 
     def _free_length(self, batch: Batch, solution: SpecLengths, counts: IntArray, is_free: BoolArray) -> int:

@@ -111,8 +111,8 @@ class ThesisSLOPolicy(_ThesisPolicy):
         candidates = without_useless_nodes(requests, candidates)
         nodes = important_nodes(
             candidates,
-            [required_tokens(*request.decoded(begun_s), step_s, request.tpot_slo_s) for request in requests],
-            [request.tpot_slo_s for request in requests],
+            [required_tokens(*request.decoded(begun_s), step_s, request.pace_s) for request in requests],
+            [request.pace_s for request in requests],
             min(self.budget, len(requests) + self.max_nodes(self.config)),
             slack_s=self.slack_s,
             capped=self.capped,

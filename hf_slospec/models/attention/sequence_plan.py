@@ -59,7 +59,7 @@ class SequencePlan(Plan):
     window: int | None
     chunk: int | None
     repeats: int  # queries per token
-    dtype: torch.dtype  # of the masks
+    dtype: torch.dtype  # dtype of the masks
 
     def completed(self, seen: torch.Tensor | None = None) -> SequencePlan:
         """Return a copy with masks, which are made on the layers' device, as they grow with the text."""

@@ -202,8 +202,3 @@ class Context:
             self._pool = weakref.ref(pool)
         tensors = plan.sequences, plan.mask, plan.windowed_mask, plan.positions, plan.staged_positions
         operators.set_plan(self._id, *tensors)
-
-    def forget_pool(self) -> None:
-        """Drop the references to the pool."""
-        torch.ops.hf_slospec.set_pool(self._id, [], [])
-        self._pool = None

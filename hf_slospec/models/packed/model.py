@@ -15,7 +15,7 @@ from weakref import WeakSet, ref
 import torch
 import torch.nn.functional as F
 
-from hf_slospec.config import Compile, Exact, Prepack
+from hf_slospec.config import Prepack, SLOSpecConfig
 from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.models.attention import (
     AloneForward,
@@ -53,6 +53,8 @@ from hf_slospec.models.packed.padding import MAX_PADDING_SLOTS
 from hf_slospec.models.packed.probe import probe_layers, refuse_by_declaration
 from hf_slospec.models.packed.running import packed_outputs
 
+EAGER = SLOSpecConfig(compile=False)
+
 
 class PackedModel:
     """Packed forwards of a model, and the K/V cache they use.
@@ -60,23 +62,13 @@ class PackedModel:
     All forwards and all uses of the cache require the model's lock.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        attention: str = "auto",
-        prepack: Prepack = None,
-        cuda_graphs: bool = True,
-        fused_layers: bool = True,
-        compile: Compile = False,
-        exact: Exact = None,
-        deterministic: bool = False,
-        ranks: Ranks | None = None,
-    ):
-        """Probe a model; arguments not listed are those of SLOSpecConfig.
+    def __init__(self, model: Any, config: SLOSpecConfig = EAGER, ranks: Ranks | None = None):
+        """Probe a model.
 
         Args:
             model: a causal LM.
-            exact: as in SLOSpecConfig; only ``"self"`` is compiled, which is waited for, and nothing is prepacked.
+            config: the settings. Of exact forwards only those of ``"self"`` are compiled, which is waited for, and
+                nothing is prepacked.
             ranks: processes that run the model; None: those over which it is split.
 
         Raises:
@@ -84,6 +76,8 @@ class PackedModel:
             UnsupportedOptionError: weights of several processes cannot be prepacked, or the model cannot be exact.
         """
         self.model, self.ranks = model, ranks or Ranks(model)
+        attention, prepack, compile, exact = config.attention, config.prepack, config.compile, config.exact
+        cuda_graphs, fused_layers, deterministic = config.cuda_graphs, config.fused_layers, config.deterministic
         if self.ranks.number > 1:
             if prepack:
                 raise UnsupportedOptionError(

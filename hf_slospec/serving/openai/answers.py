@@ -166,7 +166,7 @@ class BlockAnswer(ABC):
     def __init__(self, model: str, id: str):
         self.model, self.id = model, id
         self.blocks: list[dict[str, Any]] = []
-        self._kind: str | None = None  # of the last block, while more text may follow
+        self._kind: str | None = None  # kind of the last block, while more text may follow
         self.finish_reason: str | None = None
 
     def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> dict[str, Any]:

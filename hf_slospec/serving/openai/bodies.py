@@ -32,31 +32,29 @@ class ClosedModel(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(ClosedModel):
     """Options of a stream."""
-
-    model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False  # ignored: OpenAI's padding, which hides token lengths from eavesdroppers
 
 
-class CommonBody(BaseModel):
-    """Fields of all bodies that ask for output, whatever the API.
+class SamplingSettings(ClosedModel):
+    """Choice of tokens; what is left out has the value of the model's generation config."""
 
-    Fields that are left out have the values of the model's generation config.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    model: str | None = None
-    stream: bool = False
     temperature: Temperature | None = None
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100, allow_inf_nan=False)
+
+
+class CommonBody(SamplingSettings):
+    """Fields of all bodies that ask for output, whatever the API."""
+
+    model: str | None = None
+    stream: bool = False
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
@@ -157,28 +155,22 @@ class CompletionBody(SamplingBody):
         return [*texts, *lists] or [[each for each in self.prompt if isinstance(each, int)]]
 
 
-class Text(BaseModel):
+class Text(ClosedModel):
     """A part of a message."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["text"]
     text: str
 
 
-class ImageUrl(BaseModel):
+class ImageUrl(ClosedModel):
     """An image in a data URL."""
-
-    model_config = ConfigDict(extra="forbid")
 
     url: Annotated[str, AfterValidator(check_data_url)]
     detail: Literal["auto", "low", "high"] = "auto"  # ignored: the processor decides
 
 
-class ImagePart(BaseModel):
+class ImagePart(ClosedModel):
     """An image among the parts of a message."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["image_url"]
     image_url: ImageUrl
@@ -237,10 +229,8 @@ def _with_arguments(call: Any) -> Any:
     return call | {"function": function | {"arguments": arguments}}
 
 
-class JSONSchema(BaseModel):
+class JSONSchema(ClosedModel):
     """A named JSON schema."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str = ""
     description: str | None = None
@@ -248,10 +238,8 @@ class JSONSchema(BaseModel):
     strict: bool | None = None  # ignored: outputs always follow the schema
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(ClosedModel):
     """Format of the output: text, any JSON object, or JSON that follows a schema."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
@@ -297,18 +285,11 @@ class AllowedToolChoice(ClosedModel):
     allowed_tools: AllowedTools
 
 
-class GenerationSettings(BaseModel):
+class GenerationSettings(SamplingSettings):
     """Settings under the names of transformers, as ``transformers chat`` sends them."""
-
-    model_config = ConfigDict(extra="forbid")
 
     max_new_tokens: int | None = Field(None, ge=1)
     do_sample: bool | None = None
-    temperature: Temperature | None = None
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100, allow_inf_nan=False)
     transformers_version: str | None = None
 
     @model_validator(mode="before")
@@ -346,7 +327,7 @@ class ChatBody(SamplingBody):
                 self.max_tokens = settings.max_new_tokens
             if self.temperature is None:
                 self.temperature = 0.0 if settings.do_sample is False else settings.temperature
-            for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
+            for name in SamplingSettings.model_fields:
                 if getattr(self, name) is None:
                     setattr(self, name, getattr(settings, name))
         return self
@@ -464,18 +445,14 @@ class ForeignBody(ClosedModel):
         raise NotImplementedError
 
 
-class LoadBody(BaseModel):
+class LoadBody(ClosedModel):
     """Body of ``/load_model``."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: str
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(ClosedModel):
     """Body of ``/tokenize``: a text, or messages."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
     prompt: str | None = None
@@ -495,10 +472,8 @@ class TokenizeBody(BaseModel):
         return self
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(ClosedModel):
     """Body of ``/detokenize``."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]

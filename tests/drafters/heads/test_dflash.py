@@ -20,6 +20,7 @@ from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.costs.measure import measure
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.trial import check_by_trial
+from tests.support.packed import packed_model
 from tests.support.stand_ins.flash import StandIn
 from tests.support.toys.tiny_models import tiny_model
 
@@ -150,7 +151,7 @@ def texts_of(packed: PackedModel, num_texts: int) -> Iterator[Texts]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_blocks_are_those_of_the_formulas(variant: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_choice, "KERNELS", (StandIn,))
-    packed = PackedModel(random_head(config_of(variant)), attention)
+    packed = packed_model(random_head(config_of(variant)), attention)
     with texts_of(packed, 3) as texts:
         for counts, roots in (([4, 1, 9], [3, 4, 5]), ([0, 6, 2], [8, 4, 9]), ([17, 1, 20], [1, 1, 2])):
             texts.cache(counts)

@@ -15,7 +15,7 @@ from hf_slospec.drafters.heads.dspark import DSparkHead
 from hf_slospec.drafters.heads.loading import load_head
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.trial import check_by_trial
-from tests.drafters.heads.checkpoints import HIDDEN, target_of, write
+from tests.drafters.heads.checkpoints import HIDDEN, in_pairs, target_of, write
 from tests.drafters.heads.published_blocks import (
     CASES,
     RANK,
@@ -51,9 +51,7 @@ def test_trees_are_those_of_the_reference(name: str, tmp_path: Path, monkeypatch
     assert checks.num_checked > 5 and not checks.num_unready
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "options", "batch"), in_pairs(CASES, GREEDY, SAMPLED))
 def test_output_is_that_of_stock(name: str, options: dict[str, Any], batch: int, tmp_path: Path) -> None:
     target = target_of("llama")
     ours = SLOSpecGenerator(target, drafter=folder_of(CASES[name], tmp_path), config=DRAFTS_ALWAYS)

@@ -20,6 +20,7 @@ from tests.drafters.heads.checkpoints import (
     HIDDEN,
     eagle3_fields,
     eagle3_tensors,
+    in_pairs,
     published_config,
     speculators_config,
     target_of,
@@ -111,9 +112,7 @@ def test_levels_are_those_of_the_reference(name: str, tmp_path: Path) -> None:
     assert [layer.window for layer in packed.layers] == windows
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "options", "batch"), in_pairs(CASES, GREEDY, SAMPLED))
 def test_output_is_that_of_stock(name: str, options: dict[str, Any], batch: int, tmp_path: Path) -> None:
     target = target_of("llama")
     ours = SLOSpecGenerator(target, drafter=folder_of(name, tmp_path), config=DRAFTS_ALWAYS)
@@ -208,9 +207,7 @@ def test_trees_of_peagle(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert checks.num_checked > 4 and not checks.num_unready
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", PEAGLE)
+@pytest.mark.parametrize(("name", "options", "batch"), in_pairs(PEAGLE, GREEDY, SAMPLED))
 def test_output_with_peagle(name: str, options: dict[str, Any], batch: int, tmp_path: Path) -> None:
     target, (config, tensors, _) = target_of("llama"), PEAGLE[name]
     ours = SLOSpecGenerator(target, drafter=write(tmp_path, config, tensors), config=DRAFTS_ALWAYS)

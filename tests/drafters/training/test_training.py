@@ -164,7 +164,7 @@ def interrupted(function: Any, after: int) -> Any:
 
 def test_early_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "tokens_per_step", lambda *_: 1.5)
-    done = trained(tmp_path / "head", patience=2)
+    done = trained(tmp_path / "head", patience=2, eval_every=1)
     assert done.held_out and done.lengths == [1.5] * 4  # untrained, the best, two that are no better
 
 

@@ -28,6 +28,7 @@ from hf_slospec.models.packed.model import PackedModel
 from tests.support.model_classes import EXACT
 from tests.support.oracles.attention_rows import BRANCHING, CHAIN, ROOT, ROWS, SPANS, Case, case
 from tests.support.oracles.layer_parity import compare_layers
+from tests.support.packed import packed_model
 from tests.support.stand_ins import flash as flash_stand_in
 from tests.support.stand_ins.flash import StandIn
 from tests.support.toys.tiny_configs import tiny_config
@@ -205,7 +206,7 @@ def test_a_kernel_that_means_something_else_is_not_taken(
 
 def test_flash_cannot_be_had_on_cpu() -> None:
     assert PackedModel(tiny_model("llama")).backend is sdpa_attention
-    assert PackedModel(tiny_model("llama"), "4d_mask").backend is masked_attention
+    assert packed_model(tiny_model("llama"), "4d_mask").backend is masked_attention
     with pytest.raises(UnsupportedOptionError, match=r'"flash" is not available: .*CUDA device.*use attention="auto"'):
         SLOSpecGenerator(tiny_model("llama"), config=SLOSpecConfig(attention="flash"))
 
@@ -221,7 +222,7 @@ def test_flash_is_refused_where_no_layer_can_use_it(monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, int]]:
-    """Of all the stand-ins that are loaded while the test runs."""
+    """Calls of all the stand-ins that are loaded while the test runs."""
     noted = list[tuple[bool, int, int]]()
 
     class Noted(StandIn):

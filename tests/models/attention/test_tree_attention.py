@@ -12,8 +12,8 @@ from hf_slospec.models.attention import TreeAttention, tree_attention, tree_kern
 from hf_slospec.models.attention.tree_plan import MIN_WIDTH, plan_tree
 from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.device.transfer import signature
-from hf_slospec.models.packed.model import PackedModel
 from tests.support.oracles.attention_rows import BRANCHING, CHAIN, OPTIONS, ROOT, TOLERANCE, case
+from tests.support.packed import packed_model
 from tests.support.stand_ins.triton import tree_attention_stand_in
 from tests.support.toys.tiny_models import tiny_model
 
@@ -95,7 +95,7 @@ def test_tiles_hold_every_token_once() -> None:
 
 def test_refused_by_name_without_cuda() -> None:
     with pytest.raises(UnsupportedOptionError, match=r'attention="triton" is not available: .* needs a CUDA device'):
-        PackedModel(tiny_model("llama"), "triton")
+        packed_model(tiny_model("llama"), "triton")
 
 
 def test_layers_beyond_the_kernel_use_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:

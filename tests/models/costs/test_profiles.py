@@ -20,6 +20,7 @@ from hf_slospec.models.costs import profiles
 from hf_slospec.models.costs.profiles import identity, load_profile, save_profile
 from hf_slospec.models.packed.model import PackedModel
 from tests.support.fuzzing import fuzzed
+from tests.support.packed import packed_model
 from tests.support.toys.tiny_models import tiny_model
 
 COST = ForwardCost(LatencyCurve((1, 4, 16), (0.001, 0.0015, 0.1)), per_request_s=1e-5, per_key_s=1e-8)
@@ -96,7 +97,7 @@ def test_other_models_and_settings_have_profiles_of_their_own(packed: PackedMode
         PackedModel(tiny_model("qwen2")),
         PackedModel(tiny_model("mistral")),
         PackedModel(copy.deepcopy(tiny_model("llama")).double()),
-        PackedModel(tiny_model("llama"), "4d_mask"),
+        packed_model(tiny_model("llama"), "4d_mask"),
     ]
     assert [load_profile(other) for other in others] == [None] * 4
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_slospec.models.packed.model import PackedModel
 from tests.drafters.heads.test_dflash import VARIANTS, config_of, random_head, texts_of
+from tests.support.packed import packed_model
 from tests.support.stand_ins.graphs import Tapes
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_blocks_are_replayed(variant: str, tapes: Tapes) -> None:
-    packed = PackedModel(random_head(config_of(variant)), "flash", prepack=False)
+    packed = packed_model(random_head(config_of(variant)), "flash", prepack=False)
     with texts_of(packed, 2) as texts:
         for count in (3, 0, 7, 1, 12, 2):
             texts.cache([count + 1, count])

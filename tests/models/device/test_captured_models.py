@@ -22,6 +22,7 @@ from hf_slospec.models.packed import captured as captured_forwards
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.sequences import room
 from tests.support.graph_bench import Bench
+from tests.support.packed import packed_model
 from tests.support.served_pair import Holds
 from tests.support.stand_ins.graphs import OpaqueStandIn, Tapes
 from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
@@ -88,7 +89,7 @@ def test_switched_off(tapes: Tapes) -> None:
     generator = SLOSpecGenerator(model, config=CONFIG.model_copy(update=dict(cuda_graphs=False)))
     assert_same_as_stock(model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=12)
     assert not tapes.num_captured
-    cache = PackedModel(model, "flash", cuda_graphs=False).kv_cache
+    cache = packed_model(model, "flash", cuda_graphs=False).kv_cache
     cache.reserve({CachedSequence(): 10})
     assert cache.num_bytes and not cache.pool.num_padding_slots
 
@@ -154,7 +155,7 @@ def test_a_capture_that_fails_ends_it_and_nothing_else(
 
 
 def test_costs_are_those_of_replays_at_all_sizes(tapes: Tapes) -> None:
-    packed = PackedModel(tiny_model("llama"), "flash", prepack=False)
+    packed = packed_model(tiny_model("llama"), "flash", prepack=False)
     forward_s = Forwards(packed)
     forward_s(Size(1))  # the first forward says which plans the layers need
     for size in (*CURVE, *SLOPES, *HELD_OUT):

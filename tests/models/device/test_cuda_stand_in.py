@@ -34,6 +34,7 @@ from tests.support.cuda_tests import (  # noqa: F401  collected here once more
     test_replays_are_what_forwards_compute,
     test_too_much_memory_ends_it,
 )
+from tests.support.packed import packed_model
 from tests.support.stand_ins.cuda_tensors import CUDA, Device
 from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
@@ -165,7 +166,7 @@ def test_sdpa_makes_no_plans_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     for move, expected in ((on_cuda, False), (copy.deepcopy, before)):
         enabled.clear()
-        packed = PackedModel(move(tiny_model("llama")), "sdpa")
+        packed = packed_model(move(tiny_model("llama")), "sdpa")
         enabled.clear()  # set by stock forwards, with which the model is checked
         Forwards(packed)(Size(4, 2, 8))
         assert enabled and set(enabled) == {expected}

@@ -22,8 +22,8 @@ from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.models.linear import prepacked
 from hf_slospec.models.linear.packed_weight import PackedWeight
 from hf_slospec.models.linear.prepacked import PrepackedLayers
-from hf_slospec.models.packed.model import PackedModel
 from tests.support.forced_kernels import WORKING, force_kernel
+from tests.support.packed import packed_model
 from tests.support.toys.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(not WORKING, reason="no kernels for packed weights on this machine")
@@ -228,7 +228,7 @@ def test_layers_that_come_and_go() -> None:
 
 def test_copies_are_shared_by_all_who_forward_a_model_and_go_with_them() -> None:
     model = copy.deepcopy(tiny_model("llama"))
-    first, second = PackedModel(model, prepack=True).prepacked, PackedModel(model, prepack=True).prepacked
+    first, second = packed_model(model, prepack=True).prepacked, packed_model(model, prepack=True).prepacked
     assert first._copies == second._copies and len(first) > 0
     weights = {id(m.weight): m.weight.nbytes for m in model.modules() if type(m) is nn.Linear}
     assert first.num_bytes == sum(weights.values())
@@ -242,7 +242,7 @@ def test_copies_are_shared_by_all_who_forward_a_model_and_go_with_them() -> None
 
 def test_copies_of_a_target_that_drafts_for_itself_count_once() -> None:
     model = tiny_model("llama")
-    linears = PackedModel(model, prepack=True).prepacked
+    linears = packed_model(model, prepack=True).prepacked
     gen = SLOSpecGenerator(model, model, config=SLOSpecConfig(max_depth=2, prepack=True))
     assert gen.decoder.speculator.memory(0).prepacked == linears.num_bytes > 0
 

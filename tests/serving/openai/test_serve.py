@@ -25,6 +25,7 @@ from hf_slospec.serving.openai.serve import welcome
 from hf_slospec.tiny.embedded import FOLDER
 
 START_S = 240.0
+NO_COMPILER = ["--config", '{"compile": false}']  # it would go on beside other tests
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def free_port() -> int:
 
 def test_a_signal_lets_requests_finish(tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "log"
-    options = ["--size", "tiny", "--dtype", "float32", "--port", str(port), "--drafter", "lookup+mtp"]
+    options = ["--size", "tiny", "--dtype", "float32", "--port", str(port), "--drafter", "lookup+mtp", *NO_COMPILER]
     command = [sys.executable, "-m", "hf_slospec", "serve", *options]
     environment = os.environ | {"HF_SLOSPEC_API_KEY": "secret-key"}
     with log.open("w") as output:

@@ -10,8 +10,8 @@ import torch
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.models.attention import PackedBatch, masked_attention
-from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.sequences.request_sequences import RequestSequences
+from tests.support.packed import packed_model
 
 PROMPTS = (90, 7, 30)  # the first is fed as a long chain, as the causal kernel gets it
 PARENTS = ((-1, 0, 0, 1, 3), (-1, 0, 1), (-1,))
@@ -43,7 +43,7 @@ def compare_layers(model: Any, tolerance: float, attention: str = "flash") -> in
     Returns:
         How many attention calls were compared.
     """
-    packed = PackedModel(model, attention)
+    packed = packed_model(model, attention)
     packed.backend = compared = Compared(packed.backend, tolerance)
     requests = [
         Request(i, RequestParams(torch.randint(3, packed.vocab_size, (n,)).tolist(), max_new_tokens=0))

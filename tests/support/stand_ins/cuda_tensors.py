@@ -139,12 +139,12 @@ class Device:
 
     @property
     def stream(self) -> Any:
-        """Of this thread."""
+        """The stream of this thread."""
         return self._streams.get(threading.get_ident(), self.default_stream)
 
     @property
     def tape(self) -> Tape | None:
-        """Of this thread's capture."""
+        """The state of this thread's capture."""
         return self.captures.get(threading.get_ident())
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:

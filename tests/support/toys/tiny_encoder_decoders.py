@@ -30,7 +30,7 @@ T5: dict[str, Any] = dict(
     relative_attention_max_distance=20, tie_word_embeddings=False,
 )  # fmt: skip
 TEXT_MODELS = {"Bart": SIZES, "MBart": SIZES, "Marian": SIZES, "Pegasus": SIZES, "T5": T5, "MT5": T5}
-MELS, FRAMES = 8, 40  # of a segment; the encoder's outputs are half as many
+MELS, FRAMES = 8, 40  # frames of a segment; the encoder's outputs are half as many
 EN, DE, TRANSCRIBE, TRANSLATE, PREVIOUS, NO_TIMESTAMPS = 60, 61, 62, 63, 64, 70
 FAINT = 0.15  # share of what decoder layers of the second half would add
 

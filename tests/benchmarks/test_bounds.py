@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.bounds import Bounds, _most_in_time, _shortest_first_s, lines_below
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.lab.bounds import Bounds, _most_in_time, _shortest_first_s, lines_below
 from hf_slospec.lab.hardware import HARDWARE, Hardware, curve, lines
 from hf_slospec.lab.outcomes import METRICS
 from hf_slospec.lab.simulation import Simulation

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.intervals import draw, interval_of, scaled, share_closed, t_quantile, wilson
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.lab.intervals import draw, interval_of, scaled, share_closed, t_quantile, wilson
 
 
 @pytest.mark.parametrize(("degrees", "exact"), [(1, 12.7062), (9, 2.2622), (10, 2.2281), (20, 2.0860), (1000, 1.9623)])
