@@ -158,7 +158,7 @@ def _attend(
         reader = is_row
         if BY_PATH:
             owner = tl.maximum(first_key - first_own, 0) // per_token
-            is_own = first_key >= first_own
+            is_own = key >= first_own
             key = key - owner * per_token
             path = paths + (first_token + owner).to(tl.int64) * path_width
             is_key = tl.where(is_own, key < prefix_len + tl.load(path), is_key)

@@ -113,19 +113,25 @@ def test_layers_beyond_the_kernel_use_sdpa(monkeypatch: pytest.MonkeyPatch) -> N
     assert plan_tree not in {make for make, *_ in made.row.plans}
 
 
-PATHS = [(120, 1, BRANCHING), (0, 3, CHAIN), (63, 40, ROOT), (7, 70, BRANCHING)]
+PATHS = [(60, 1, CHAIN), (61, 9, ROOT), (7, 58, BRANCHING)]  # all of them pass a multiple of 64 keys
 
 
-@pytest.mark.parametrize("options", [options for name, options in OPTIONS.items() if name != "chunks"])
-@pytest.mark.parametrize("heads", [SHAPES[0], SHAPES[1], (40, 2, 8, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "options"), [(SHAPES[1], {}), ((40, 2, 8, 8), OPTIONS["window"]), (SHAPES[0], dict(window=1, has_sinks=True))]
+)
 def test_paths_are_what_masks_are(heads: tuple[int, int, int, int], options: dict[str, object]) -> None:
     check(PATHS, heads, torch.float32, by_path=True, **options)
 
 
-@pytest.mark.parametrize("options", [{}, dict(window=6, softcap=2.0), dict(window=70, has_sinks=True)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("groups", [1, 3])
-def test_bits_depend_on_the_path_only(groups: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "groups", "options"),
+    [
+        (torch.float32, 1, {}),
+        (torch.float16, 3, dict(window=6, softcap=2.0)),
+        (torch.bfloat16, 3, dict(window=63, has_sinks=True)),
+    ],
+)
+def test_bits_depend_on_the_path_only(dtype: torch.dtype, groups: int, options: dict[str, Any]) -> None:
     """Each token's result is that of decoding it alone, with all tokens before it committed in any way."""
     made = case(PATHS, 2, 16, 16, dtype)
     query = torch.randn(2 * groups, len(made.tokens), 16).to(dtype)
@@ -139,7 +145,7 @@ def test_bits_depend_on_the_path_only(groups: int, dtype: torch.dtype, options: 
         return tree_kernels.tree_attention(queries, keys, values, plan, rules)
 
     together = attended(made.row.spans, query, made.keys, made.values)
-    for index in (0, 3, 5, 6, 8, 9, 20, 48, 49, 50, 118, 121, 123):
+    for index in (0, 3, 4, 6, 7, 12, 14, 68, 70, 71, 74, 75):
         token = made.tokens[index]
         keys, values = made.keys[token.slots], made.values[token.slots]  # as if the path had been committed
         length = len(token.slots) - 1
