@@ -222,7 +222,7 @@ def test_self_is_always_the_same(
     monkeypatch.setattr(exact_trial, "PROMPTS", (61, 3))
     monkeypatch.setattr(exact_trial, "DEPTH", 4)
     model, draft = on_cuda(tiny_model(family), dtype), on_cuda(tiny_model(family, noise=0.03), dtype)
-    prompts = [row[mask.bool()].tolist() for row, mask in zip(*ragged_prompts(3).values(), strict=True)]
+    prompts = [row[mask.bool()].tolist() for row, mask in zip(*ragged_prompts(5).values(), strict=True)]
     cuda_tests.check_self(model, draft, [prompts[0], sum(prompts, [])[:61]], max_new_tokens=8, **options)
 
 
@@ -239,6 +239,16 @@ def test_what_cannot_be_exact_on_cuda_is_refused_by_name(monkeypatch: pytest.Mon
     monkeypatch.setattr(ExactProducts, "_product", lambda self, rows, weight, *_, **__: products(rows, weight))
     with pytest.raises(UnsupportedModelError, match=r'exact="self" cannot be had of LlamaForCausalLM in torch.bf'):
         SLOSpecGenerator(half, config=SLOSpecConfig(exact="self"))
+
+
+def test_means_of_a_row_are_the_same_beside_others() -> None:
+    states = torch.randn(3, 70, 40, device=CUDA)
+    with ExactProducts(as_one=False):
+        means = states.mean(-1, keepdim=True), torch.mean(states, dim=-1), states.mean(0), states.mean()
+        assert torch.equal(states[1:2, 7:8].mean(-1), means[1][1:2, 7:8])
+    expected = states.mean(-1, keepdim=True), states.mean(-1), states.mean(0), states.mean()
+    for found, right in zip(means, expected, strict=True):
+        torch.testing.assert_close(found.cpu(), right.cpu())
 
 
 def products(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
