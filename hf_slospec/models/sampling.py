@@ -147,10 +147,8 @@ class StockSampler:
         if self._noise is not None:
             self._noise.forget_before(min(request.num_emitted for request in requests))
         num_nodes = [tree.num_nodes for tree in trees]
-        if logits.device.type == "cpu":
-            is_together = logits.numel() <= MAX_BATCHED_LOGITS
-        else:  # sums over the vocabulary may depend on the number of rows there
-            is_together = not self.is_exact
+        is_cheap, on_cpu = logits.numel() <= MAX_BATCHED_LOGITS, logits.device.type == "cpu"
+        is_together = is_cheap if on_cpu else not self.is_exact  # there, sums may depend on the number of rows
         if self.ignore_sequence and (is_together or not (self.processors[0] or self.do_sample)):
             return self._choose_together(requests, logits, trees, num_nodes)
         pairs = zip(requests, logits.split(num_nodes), strict=True)

@@ -41,9 +41,7 @@ class TreePlan(Plan):
         return self if seen is None else replace(self, mask=seen[self.mask])
 
 
-def plan_tree(
-    batch: PackedBatch, has_window: bool, by_position: bool, groups: int, by_path: bool = False
-) -> TreePlan:
+def plan_tree(batch: PackedBatch, has_window: bool, by_position: bool, groups: int, by_path: bool = False) -> TreePlan:
     """Return the tiles of a batch, made on the host.
 
     The plan's sizes depend on the batch's numbers of tokens and sequences and, rounded up, on its largest tree.

@@ -117,7 +117,8 @@ PATHS = [(60, 1, CHAIN), (61, 9, ROOT), (7, 58, BRANCHING)]  # all of them pass 
 
 
 @pytest.mark.parametrize(
-    ("heads", "options"), [(SHAPES[1], {}), ((40, 2, 8, 8), OPTIONS["window"]), (SHAPES[0], dict(window=1, has_sinks=True))]
+    ("heads", "options"),
+    [(SHAPES[1], {}), ((40, 2, 8, 8), OPTIONS["window"]), (SHAPES[0], dict(window=1, has_sinks=True))],
 )
 def test_paths_are_what_masks_are(heads: tuple[int, int, int, int], options: dict[str, object]) -> None:
     check(PATHS, heads, torch.float32, by_path=True, **options)

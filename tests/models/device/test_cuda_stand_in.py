@@ -223,7 +223,8 @@ def test_self_is_always_the_same(
     monkeypatch.setattr(exact_trial, "DEPTH", 4)
     model, draft = on_cuda(tiny_model(family), dtype), on_cuda(tiny_model(family, noise=0.03), dtype)
     prompts = [row[mask.bool()].tolist() for row, mask in zip(*ragged_prompts(5).values(), strict=True)]
-    cuda_tests.check_self(model, draft, [prompts[0], sum(prompts, [])[:61]], max_new_tokens=8, **options)
+    long = [token for prompt in prompts for token in prompt][:61]
+    cuda_tests.check_self(model, draft, [prompts[0], long], max_new_tokens=8, **options)
 
 
 def test_what_cannot_be_exact_on_cuda_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
