@@ -61,7 +61,7 @@ class SLOSpecConfig(PolicySettings):
         None,
         description="What holds in bf16, too, bit for bit; output in fp32 is exact without it. bits, on CPUs only: the "
         "output is that of stock generate for each row alone. self: it is always the same, whatever the drafts, the "
-        "batch, other requests, chunks of the prompt and preemption. Refused where the machine or model cannot have it.",
+        "batch, other requests, chunks of prompts and preemption. Refused where the machine or model cannot have it.",
     )
     deterministic: bool = Field(
         False,
