@@ -59,9 +59,9 @@ class SLOSpecConfig(PolicySettings):
     )
     exact: Exact = Field(
         None,
-        description="CPU: what holds in bf16, too, bit for bit; output in fp32 is exact without it. bits: the output "
-        "is that of stock generate for each row alone. self: it is always the same, whatever the drafts, the batch, "
-        "other requests, chunks of the prompt and preemption. Refused where this machine or model cannot have it.",
+        description="What holds in bf16, too, bit for bit; output in fp32 is exact without it. bits, on CPUs only: the "
+        "output is that of stock generate for each row alone. self: it is always the same, whatever the drafts, the "
+        "batch, other requests, chunks of prompts and preemption. Refused where the machine or model cannot have it.",
     )
     deterministic: bool = Field(
         False,

@@ -99,7 +99,7 @@ class WholePrompts:
         """Return the prompts of a call, or None if they can be processed in chunks."""
         if not names and not sees_later_tokens(packed.model) and not packed.prefills_alone:
             return None
-        return cls(packed.model, prompt, model_kwargs, names, packed.state_layers, packed.prefills_alone)
+        return cls(packed.model, prompt, model_kwargs, names, packed.state_layers, packed.exact is not None)
 
     def _check_placeholders(self, what: str) -> None:
         """Refuse inputs that a model puts before the text, at positions that ``input_ids`` does not have."""

@@ -76,6 +76,7 @@ class Call:
             self.rows.record,
             seed,
             sharing,
+            self.speculator.config.exact is not None,
         )
 
     def noise_of(self, sampler: StockSampler, request: Request) -> Coupling | None:

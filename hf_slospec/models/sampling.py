@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Chooser
@@ -92,6 +94,21 @@ def _by_position(rows: list[list[torch.Tensor]] | None, num_positions: int) -> t
     return tuple(torch.stack(column) for column in zip(*(row[:num_positions] for row in rows), strict=True))
 
 
+class DoubledSums(TorchFunctionMode):
+    """Computes running sums of one row as those of two while it is entered.
+
+    On CUDA, the order in which torch adds up a single row changes from run to run; that of two rows is fixed.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch, running sums along the last dimension of two rows."""
+        if function in (torch.cumsum, torch.Tensor.cumsum) and args and args[0].ndim == 2 and len(args[0]) == 1:
+            return function(torch.cat((args[0], args[0])), *args[1:], **(kwargs or {}))[:1]
+        return function(*args, **(kwargs or {}))
+
+
 class StockSampler:
     """Greedy or sampling choice for one call's rows, after the call's logits processors, as in ``generate``."""
 
@@ -105,6 +122,7 @@ class StockSampler:
         record: Record,
         seed: int | None = None,
         sharing: int = 1,
+        is_exact: bool = False,
     ):
         """Take the call's options; ``processors`` and ``prompts`` have one entry per row of the batch.
 
@@ -116,10 +134,11 @@ class StockSampler:
             record: takes the logits and scores of committed tokens.
             seed: the noise is that after ``torch.manual_seed(seed)``; None: that of the global generator.
             sharing: number of samplers that share the memory for noise.
+            is_exact: the bits of a row's scores must not depend on the other rows.
         """
         self.processors, self.do_sample, self.prompts, self.device = processors, do_sample, prompts, device
         self.ignore_sequence, self.record, self.seed = ignore_sequence, record, seed
-        self.sharing = sharing
+        self.sharing, self.is_exact = sharing, is_exact
         self._noise: GeneratorNoise | None = None
 
     def choose(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> PendingChoices:
@@ -128,8 +147,9 @@ class StockSampler:
         if self._noise is not None:
             self._noise.forget_before(min(request.num_emitted for request in requests))
         num_nodes = [tree.num_nodes for tree in trees]
-        is_cheap = logits.numel() <= MAX_BATCHED_LOGITS or not (self.processors[0] or self.do_sample)
-        if self.ignore_sequence and (is_cheap or logits.device.type != "cpu"):
+        is_cheap, on_cpu = logits.numel() <= MAX_BATCHED_LOGITS, logits.device.type == "cpu"
+        is_together = is_cheap if on_cpu else not self.is_exact  # there, sums may depend on the number of rows
+        if self.ignore_sequence and (is_together or not (self.processors[0] or self.do_sample)):
             return self._choose_together(requests, logits, trees, num_nodes)
         pairs = zip(requests, logits.split(num_nodes), strict=True)
         return _nothing_pending([functools.partial(self._choose_by_path, *pair) for pair in pairs])
@@ -188,10 +208,12 @@ class StockSampler:
 
         Processors may have state: call this once per position, in order.
         """
-        raw = logits[None].to(device=self.device, dtype=torch.float32)
+        # The order of sums depends on the address of a view, too.
+        raw = logits[None].to(device=self.device, dtype=torch.float32, copy=self.is_exact)
         processors = self.processors[request.params.row]
         input_ids = self.input_ids(request, tokens) if processors else None
-        return raw[0], processed(processors, input_ids, self.record.unshared(raw))[0]
+        with DoubledSums() if self.is_exact and not raw.is_cpu else contextlib.nullcontext():
+            return raw[0], processed(processors, input_ids, self.record.unshared(raw))[0]
 
     def input_ids(self, request: Request, tokens: Sequence[int]) -> torch.Tensor:
         """Return a request's ``input_ids`` for processors, left padding included.  -> [1, length] int64"""

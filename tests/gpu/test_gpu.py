@@ -24,10 +24,12 @@ from hf_slospec.models.attention import TreeAttention
 from hf_slospec.models.attention.flash_kernels import FlashKernel
 from hf_slospec.models.fused.layers import FusedLayers
 from hf_slospec.models.fused.triton_kernels import rotate
+from hf_slospec.models.linear.invariant_kernels import invariant_product
 from tests.support.cuda_tests import (  # noqa: F401  collected here
     CUDA,
     TOLERANCE,
     check_row,
+    check_self,
     moved,
     serve,
     test_a_capture_that_fails_leaves_cuda_usable,
@@ -44,7 +46,7 @@ from tests.support.oracles.attention_rows import ROWS, TREES
 from tests.support.oracles.layer_parity import compare_layers
 from tests.support.packed import packed_model
 from tests.support.toys.tiny_configs import tiny_config
-from tests.support.toys.tiny_models import sharpened, tiny_model
+from tests.support.toys.tiny_models import ragged_prompts, sharpened, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -164,3 +166,39 @@ def test_graphs_part_from_stock_at_near_ties_only(captures: list[None], attentio
 def test_the_batcher_replays(captures: list[None]) -> None:
     serve(8, 40)
     assert captures
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(40, 24), (1536, 4096), (4096, 14336), (1, 4096)], ids=str)
+def test_products_of_a_row_are_the_same_beside_others(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    outputs, inputs = shape
+    rows, weight = torch.randn(200, inputs).to(CUDA, dtype), torch.randn(outputs, inputs).to(CUDA, dtype)
+    together = invariant_product(rows, weight, weight[:, 0])
+    expected = rows.double() @ weight.double().T + weight[:, 0]
+    assert (together - expected).abs().max() <= (TOLERANCE.get(dtype, 1e-5)) * expected.abs().max()
+    for begin, end in ((0, 1), (3, 20), (63, 66), (199, 200)):
+        assert torch.equal(invariant_product(rows[begin:end], weight, weight[:, 0]), together[begin:end])
+
+
+@pytest.mark.parametrize("options", [(None, None, False), (90, 2.0, True)], ids=["plain", "window-softcap-sinks"])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (8, 1, 256), (4, 2, 8)], ids=str)
+def test_paths_are_what_masks_are(heads: tuple[int, int, int], options: tuple[Any, ...]) -> None:
+    root, branching, chain = TREES
+    spans = [(1090, 2, branching), (0, 1, chain), (63, 200, root), (0, 300, root)]
+    check_row(spans, heads, torch.bfloat16, *options, backend=TreeAttention(by_path=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3", "gpt2", "phi3", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_self_is_always_the_same(dtype: torch.dtype, family: str) -> None:
+    """The trial of exact bits would refuse a device whose kernels depend on the batch."""
+    model, draft = (copy.deepcopy(tiny_model(family, noise=noise)).to(CUDA, dtype) for noise in (0.0, 0.03))
+    prompts = [row[mask.bool()].tolist() for row, mask in zip(*ragged_prompts(5).values(), strict=True)]
+    check_self(model, draft, prompts, do_sample=False, max_new_tokens=24)
+
+
+@pytest.mark.parametrize("options", [dict(do_sample=False), dict(do_sample=True, temperature=0.8, top_p=0.9, seed=7)])
+def test_self_is_always_the_same_on_text(options: dict[str, Any]) -> None:
+    target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
+    prompts = [tokenizer(text)["input_ids"][-150:] for text in tiny_prompts()[:6]]
+    check_self(target.to(CUDA), draft.to(CUDA), prompts, max_new_tokens=48, **options)

@@ -105,6 +105,20 @@ def check_row(
     torch.testing.assert_close(out.float(), made.expected(query, rules), rtol=0, atol=atol)
 
 
+def check_self(target: Any, draft: Any, prompts: list[list[int]], **options: Any) -> None:
+    """Compare outputs by ``exact="self"``: by plain decoding one by one, and by trees beside each other."""
+    alone = dict(policy="none", max_batch=1)
+    beside = dict(policy="fixed", max_depth=4, max_width=3, prefill_chunk=7, kv_tokens=2 * max(map(len, prompts)) + 150)
+    texts = []
+    for drafter, order, own in ((None, 1, alone), (draft, -1, beside)):
+        config = SLOSpecConfig(exact="self", check_invariants=True, **own)
+        with SLOSpecGenerator(target, drafter, config=config) as generator:
+            handles = [generator.submit(prompt, **options) for prompt in prompts[::order]]
+            texts.append([handle.result(300).token_ids for handle in handles[::order]])
+    assert texts[0] == texts[1]
+    assert all(texts[0])
+
+
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """One entry for each capture that succeeded while the test runs."""

@@ -8,6 +8,7 @@ import logging
 
 import torch
 
+from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.models.attention.dense import masked_attention
 from hf_slospec.models.attention.flash_kernels import HALF
 from hf_slospec.models.attention.sdpa import sdpa_attention
@@ -76,9 +77,15 @@ def trial_error(device: torch.device, dtype: torch.dtype, key_dim: int, value_di
 
 
 class TreeAttention:
-    """The ``triton`` backend; layers with too many query heads per KV head, or too large heads, use ``sdpa``."""
+    """The ``triton`` backend; layers with too many query heads per KV head, or too large heads, use ``sdpa``.
+
+    With ``by_path``, the bits of a token's result depend on its path only, and such layers are refused.
+    """
 
     __name__ = "tree_attention[triton]"  # step-time profiles are stored under this name
+
+    def __init__(self, by_path: bool = False):
+        self.by_path = by_path
 
     def __call__(
         self,
@@ -91,11 +98,15 @@ class TreeAttention:
         groups = query.shape[0] // keys.shape[1]
         is_same = query.dtype == keys.dtype == values.dtype
         if groups > MAX_ROWS or max(query.shape[-1], values.shape[-1]) > MAX_DIM or not is_same:
-            logger.debug("sdpa instead of the kernel: %s query heads per KV head, %s", groups, values.shape)
+            why = f"{groups} query heads per KV head, {query.dtype}, {values.shape}"
+            if self.by_path:
+                raise UnsupportedOptionError(f'exact="self" is not available for a layer with {why}; leave exact out')
+            logger.debug("sdpa instead of the kernel: %s", why)
             return sdpa_attention(query, keys, values, batch, rules)
         # Imported here: Triton comes with torch for CUDA only.
         from hf_slospec.models.attention.tree_kernels import tree_attention
 
         has_window = rules.window is not None
-        plan: TreePlan = batch.plan(plan_tree, query.device, has_window, has_window or rules.chunk is not None, groups)
+        kind = has_window, has_window or rules.chunk is not None, groups, self.by_path
+        plan: TreePlan = batch.plan(plan_tree, query.device, *kind)
         return tree_attention(query, keys, values, plan, rules)

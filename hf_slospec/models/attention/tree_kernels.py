@@ -26,7 +26,9 @@ def tree_attention(
     """Return attention of a packed batch, softmax in fp32.  -> [num_tokens, num_heads, value_dim]
 
     Each program reads some of a sequence's keys for one tile of tokens and for all query heads that share a KV head.
-    With few tiles, a sequence's keys are split among programs, and a second kernel merges their results.
+    With few tiles, a sequence's keys are split among programs, and a second kernel merges their results. With paths in
+    the plan, keys are not split, and their blocks begin at multiples of the blocks' size on the path of each token, so
+    that the bits of its result do not depend on other tokens, nor on how many of its keys are committed.
     """
     query, keys, values = (
         tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, keys, values)
@@ -34,7 +36,7 @@ def tree_attention(
     num_heads, num_tokens, key_dim = query.shape
     num_kv_heads, value_dim = keys.shape[1], values.shape[-1]
     num_programs = len(plan.tiles) * num_kv_heads
-    num_splits = min(MAX_SPLITS, max(1, ENOUGH_PROGRAMS // num_programs))
+    num_splits = 1 if plan.paths is not None else min(MAX_SPLITS, max(1, ENOUGH_PROGRAMS // num_programs))
     is_split = num_splits > 1
     out = query.new_empty(num_tokens, num_heads, value_dim)
     parts, lses = out, out  # unread without splits
@@ -48,14 +50,16 @@ def tree_attention(
             plan.tiles, plan.mask,
             plan.tiles if plan.positions is None else plan.positions,
             plan.tiles if plan.staged_positions is None else plan.staged_positions,
+            plan.tiles if plan.paths is None else plan.paths,
             query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-            plan.mask.shape[1], num_tokens, num_heads, rules.scaling,
+            plan.mask.shape[1], 0 if plan.paths is None else plan.paths.shape[1], num_tokens, num_heads, rules.scaling,
             rules.softcap or 0.0, rules.window or 0, rules.chunk or 0,
             GROUPS=num_heads // num_kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
             BLOCK_M=plan.num_rows, BLOCK_N=64 if largest <= 256 else 32,
             BLOCK_K=_block(key_dim), BLOCK_V=_block(value_dim), IS_SPLIT=is_split,
             HAS_WINDOW=rules.window is not None, HAS_CHUNK=rules.chunk is not None,
-            HAS_SOFTCAP=rules.softcap is not None, HAS_SINKS=rules.sinks is not None, NUM_COLUMNS=plan.tiles.shape[1],
+            HAS_SOFTCAP=rules.softcap is not None, HAS_SINKS=rules.sinks is not None, BY_PATH=plan.paths is not None,
+            NUM_COLUMNS=plan.tiles.shape[1],
             IN_FP32=query.is_cpu,  # the interpreter has no products of bf16
             num_warps=4, num_stages=2,
         )  # fmt: skip
@@ -77,15 +81,15 @@ def _block(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
-@triton.jit(do_not_specialize=["mask_width", "num_tokens", "num_heads", "window", "chunk"])
+@triton.jit(do_not_specialize=["mask_width", "path_width", "num_tokens", "num_heads", "window", "chunk"])
 def _attend(
-    query, keys, values, out, lses, sinks, tiles, mask, positions, staged_positions,
+    query, keys, values, out, lses, sinks, tiles, mask, positions, staged_positions, paths,
     query_head_stride, query_token_stride, key_slot_stride, key_head_stride, value_slot_stride, value_head_stride,
-    mask_width, num_tokens, num_heads, scaling, softcap, window, chunk,
+    mask_width, path_width, num_tokens, num_heads, scaling, softcap, window, chunk,
     GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     IS_SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, NUM_COLUMNS: tl.constexpr, IN_FP32: tl.constexpr,
+    HAS_SINKS: tl.constexpr, BY_PATH: tl.constexpr, NUM_COLUMNS: tl.constexpr, IN_FP32: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of one tile, one KV head and one part of the keys; scores are logarithms to base 2.
 
@@ -129,6 +133,11 @@ def _attend(
     per_split = tl.cdiv(tl.cdiv(num_keys - low, tl.num_programs(2)), BLOCK_N) * BLOCK_N
     begin = low + split * per_split
     end = tl.minimum(begin + per_split, num_keys)
+    if BY_PATH:  # a tree's blocks from `first_own` on are of one token's path after the other
+        begin = begin // BLOCK_N * BLOCK_N
+        first_own = tl.where(is_chain, num_keys, prefix_len // BLOCK_N * BLOCK_N)
+        per_token = tl.maximum(tl.cdiv(num_keys - first_own, BLOCK_N) * BLOCK_N, BLOCK_N)
+        end = tl.where(is_chain, num_keys, first_own + tile_tokens * per_token)
     if tile_tokens == 0:
         end = begin
     position = prefix_len + offset + token
@@ -145,6 +154,19 @@ def _attend(
         key = first_key + tl.arange(0, BLOCK_N)
         is_key = key < end
         slot = start + key
+        staged = key - prefix_len
+        reader = is_row
+        if BY_PATH:
+            owner = tl.maximum(first_key - first_own, 0) // per_token
+            is_own = key >= first_own
+            key = key - owner * per_token
+            path = paths + (first_token + owner).to(tl.int64) * path_width
+            is_key = tl.where(is_own, key < prefix_len + tl.load(path), is_key)
+            staged = key - prefix_len
+            on_path = is_own & is_key & (staged >= 0)
+            staged = tl.where(on_path, tl.load(path + 1 + staged, mask=on_path, other=0), staged)
+            slot = start + prefix_len + staged
+            reader = is_row & ((token == owner) | (first_key < first_own))
         key_block = tl.load(
             keys + slot[None, :] * key_slot_stride + kv_head * key_head_stride + key_dims[:, None],
             mask=is_key[None, :] & (key_dims < KEY_DIM)[:, None], other=0.0,
@@ -155,14 +177,17 @@ def _attend(
         if HAS_SOFTCAP:  # tanh(x) = 2 sigmoid(2x) - 1
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
         scores = scores * LOG2_E
-        seen = is_row[:, None] & is_key[None, :]
+        seen = reader[:, None] & is_key[None, :]
         key_position = key
         if first_key + BLOCK_N > prefix_len:
-            staged = key - prefix_len
             is_staged = (staged >= 0) & is_key
-            reads = is_row[:, None] & is_staged[None, :] & (not is_chain)
-            in_tree = tl.load(mask + in_batch[:, None] * mask_width + staged[None, :], mask=reads, other=0) != 0
-            in_tree = in_tree | (is_chain & (staged[None, :] <= (offset + token)[:, None]))
+            in_tree = is_chain & (staged[None, :] <= (offset + token)[:, None])
+            if BY_PATH:
+                in_tree = in_tree | (not is_chain)
+            else:
+                reads = is_row[:, None] & is_staged[None, :] & (not is_chain)
+                in_mask = tl.load(mask + in_batch[:, None] * mask_width + staged[None, :], mask=reads, other=0)
+                in_tree = in_tree | (in_mask != 0)
             seen = seen & (in_tree | (staged < 0)[None, :])
             if HAS_WINDOW or HAS_CHUNK:
                 at = tl.load(staged_positions + sequence * mask_width + staged, mask=is_staged, other=0)

@@ -22,6 +22,8 @@ class TreePlan(Plan):
     ``start`` is the sequence's first slot in the layer's K and V; ``prefix_len`` committed and ``num_staged`` staged
     tokens follow. The tile's first token has the index ``first_token`` in the batch, and ``offset`` among the
     sequence's tokens in the batch. Tiles of 0 tokens are padding.
+
+    With ``paths``, ``num_staged`` of a tree's tile is that of its tokens with the longest path.
     """
 
     tiles: torch.Tensor  # [num_tiles, len(COLUMNS)] int32
@@ -29,6 +31,9 @@ class TreePlan(Plan):
     mask: torch.Tensor
     positions: torch.Tensor | None  # [num_tokens] int32; None: the layer's attention does not depend on positions
     staged_positions: torch.Tensor | None  # [num_sequences, width] int32
+    # [num_tokens, 1 + longest] int32: number of staged tokens on the token's path, then their indices among the
+    # sequence's, read in place of the mask; None: the mask is read
+    paths: torch.Tensor | None
     num_rows: int  # rows per tile: query heads that share a KV head, times tokens
 
     def completed(self, seen: torch.Tensor | None = None) -> TreePlan:
@@ -36,7 +41,7 @@ class TreePlan(Plan):
         return self if seen is None else replace(self, mask=seen[self.mask])
 
 
-def plan_tree(batch: PackedBatch, has_window: bool, by_position: bool, groups: int) -> TreePlan:
+def plan_tree(batch: PackedBatch, has_window: bool, by_position: bool, groups: int, by_path: bool = False) -> TreePlan:
     """Return the tiles of a batch, made on the host.
 
     The plan's sizes depend on the batch's numbers of tokens and sequences and, rounded up, on its largest tree.
@@ -45,13 +50,15 @@ def plan_tree(batch: PackedBatch, has_window: bool, by_position: bool, groups: i
         has_window: for layers with a sliding window.
         by_position: for layers with a window, or with chunks.
         groups: query heads per KV head.
+        by_path: with ``paths``, and with a number of rows that does not depend on the batch, which is not padded.
     """
     spans = batch.spans
     num_tokens = spans[-1].end
     width = max((span.num_staged for span in spans if not span.is_chain or by_position), default=1)
     if batch.is_padded:
         width = max(MIN_WIDTH, 1 << (width - 1).bit_length())
-    num_rows = MIN_ROWS if groups * num_tokens <= MIN_ROWS * len(spans) else MAX_ROWS  # one kernel is compiled for each
+    is_small = groups <= MIN_ROWS if by_path else groups * num_tokens <= MIN_ROWS * len(spans)
+    num_rows = MIN_ROWS if is_small else MAX_ROWS  # one kernel is compiled for each
     tokens_per_tile = num_rows // groups
     tiles = [
         (slots.start, span.num_visible - span.num_staged, span.num_staged, span.begin + offset,
@@ -63,11 +70,25 @@ def plan_tree(batch: PackedBatch, has_window: bool, by_position: bool, groups: i
     array = np.zeros((num_tiles, len(COLUMNS)), dtype=np.int32)
     array[: len(tiles)] = tiles
     masks = [None if span.is_chain else span.staged_mask_for(0 if has_window else None) for span in spans]
-    positions = staged_positions = None
+    mask = _mask(spans, masks, width)
+    positions = staged_positions = paths = None
     if by_position:
         positions = torch.cat([span.staged_positions[-span.num_tokens :] for span in spans]).int()
         staged_positions = _stacked([span.staged_positions for span in spans], width).int()
-    return TreePlan(torch.from_numpy(array), _mask(spans, masks, width), positions, staged_positions, num_rows)
+    if by_path:
+        paths = _paths(mask)
+        lengths = np.maximum.reduceat(paths[:, 0].numpy(), array[:, 3])  # of each tile's longest path
+        array[:, 2] = np.where(array[:, 7], array[:, 2], lengths)
+    return TreePlan(torch.from_numpy(array), mask, positions, staged_positions, paths, num_rows)
+
+
+def _paths(mask: torch.Tensor) -> torch.Tensor:
+    """Return for each row of a mask the number of its true columns, then their indices.  -> [num_tokens, *] int32"""
+    lengths, (rows, columns) = mask.sum(1), mask.nonzero(as_tuple=True)
+    paths = torch.zeros(len(mask), 1 + int(lengths.max()), dtype=torch.int32)
+    paths[:, 0] = lengths
+    paths[rows, 1 + torch.arange(len(rows)) - (lengths.cumsum(0) - lengths)[rows]] = columns.int()
+    return paths
 
 
 def _mask(spans: list[Span], masks: list[torch.Tensor | None], width: int) -> torch.Tensor:

@@ -22,6 +22,7 @@ MAX_TRIED_WEIGHTS = 2**22  # elements of the weight; of larger ones, fewer outpu
 PADDED_SIZE = 16  # rows of every group where torch's product of one row has other bits than that of several
 ALIGNMENT = 64  # bytes to which torch aligns what it allocates
 Product = Callable[[torch.Tensor], torch.Tensor]  # [1, num_rows, inputs] -> [1, num_rows, outputs]
+MEANS = (torch.mean, torch.Tensor.mean)
 
 
 class Way(NamedTuple):
@@ -40,7 +41,9 @@ class ExactProducts(TorchFunctionMode):
     """Computes linear layers with rows that do not depend on each other, while it is entered.
 
     With ``as_one``, a row has the bits of torch's product of that row alone. Where the order of that product's sums is
-    known, all rows are multiplied together, by our own kernel; else, they are in groups, of one row at worst.
+    known, all rows are multiplied together, by our own kernel; else, they are in groups, of one row at worst. On CUDA,
+    which ``as_one`` is not for, products and means over the last dimension are by a kernel with fixed tiles: torch's
+    divide a row among as many threads as the number of rows leaves.
     """
 
     def __init__(self, as_one: bool):
@@ -66,6 +69,8 @@ class ExactProducts(TorchFunctionMode):
         if function is torch.addmm and not kwargs:  # transformers' Conv1D
             bias, rows, weight = args
             return self._product(rows[None], weight, bias, is_transposed=True)[0]
+        if function in MEANS and args and args[0].is_cuda and (means := _row_means(*args, **kwargs)) is not None:
+            return means
         return function(*args, **kwargs)
 
     def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -76,6 +81,8 @@ class ExactProducts(TorchFunctionMode):
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool
     ) -> torch.Tensor:
         """Return products with ``rows`` [1, num_rows, inputs].  -> [1, num_rows, outputs]"""
+        if rows.is_cuda:
+            return _on_cuda(rows[0], weight.T if is_transposed else weight, bias)[None]
         shape, threads = tuple(weight.shape), torch.get_num_threads()
         way = way_for(rows.dtype, shape, is_transposed, bias is not None, self._as_one, threads)
         if way.chunk is None:
@@ -94,6 +101,22 @@ def _plain(weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool)
         assert bias is not None
         return lambda rows: torch.addmm(bias, rows[0], weight)[None]
     return lambda rows: F.linear(rows, weight, bias)
+
+
+def _on_cuda(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return products by a weight [outputs, inputs].  -> [num_rows, outputs]"""
+    from hf_slospec.models.linear.invariant_kernels import invariant_product  # Triton comes with torch for CUDA only
+
+    return invariant_product(rows, weight, bias)
+
+
+def _row_means(input: torch.Tensor, dim: Any = None, keepdim: bool = False, **others: Any) -> torch.Tensor | None:
+    """Return means over the last dimension, as products with ones; None if means over others are wanted."""
+    if dim not in (-1, (-1,), [-1]) or others:
+        return None
+    size = input.shape[-1]
+    means = _on_cuda(input.reshape(-1, size), input.new_ones(1, size), None).view(*input.shape[:-1], 1) / size
+    return means if keepdim else means[..., 0]
 
 
 def _in_groups(rows: torch.Tensor, sizes: tuple[int, ...], product: Product) -> torch.Tensor:

@@ -16,7 +16,7 @@ from hf_slospec.models.packed.prefilled_prompts import cached_tensors
 from hf_slospec.models.packed.tree_mask import chain, chain_and_tree
 from hf_slospec.models.packed.trial import plain_steps
 
-PROMPTS = (70, 7)  # tokens of the sequences; the first tree begins and ends in different blocks of keys
+PROMPTS = (120, 7)  # tokens of the sequences; the first tree begins and ends in different blocks of 64 keys
 DEPTH, WIDTH = 12, 4  # Shape of the trees: more nodes than a group has rows.
 CHUNKS = (33, 64)  # tokens of a prompt's forwards, where prompts may be cut
 

@@ -32,12 +32,14 @@ from hf_slospec.models.attention import (
     backend_for,
     masked_attention,
 )
+from hf_slospec.models.attention.tree_attention import why_no_kernel
 from hf_slospec.models.compiled.exact_products import ExactProducts
 from hf_slospec.models.compiled.linears import Kernels
 from hf_slospec.models.device.bucket_sizes import BATCHES, bucket_for
 from hf_slospec.models.device.memory import holders_of_idle_memory
 from hf_slospec.models.device.transfer import to_device
 from hf_slospec.models.fused.layers import FusedLayers
+from hf_slospec.models.inspection.graph_preconditions import GraphPreconditions
 from hf_slospec.models.inspection.model_changes import Fingerprint
 from hf_slospec.models.inspection.properties import attends_to_encoder, input_device, vocab_size, watching_autocast
 from hf_slospec.models.inspection.ranks import Ranks
@@ -68,7 +70,7 @@ class PackedModel:
         Args:
             model: a causal LM.
             config: the settings. Of exact forwards only those of ``"self"`` are compiled, which is waited for, and
-                nothing is prepacked.
+                nothing is prepacked, fused or captured.
             ranks: processes that run the model; None: those over which it is split.
 
         Raises:
@@ -92,14 +94,15 @@ class PackedModel:
         with watching_autocast(model) as seen:
             self.layers, self.state_layers = probe_layers(model)
             self.autocast = seen()  # dtype of its products, if its forward enables autocast; otherwise None
-        self.backend = backend_for(attention, self.layers)
-        self.rope = LengthRope(model)
+        self.rope, self._is_on_cuda = LengthRope(model), self.device.type == "cuda"
         if deterministic and compile:
             compile = "wait"
         if exact:
             self._check_can_be_exact(exact, attention, prepack)
             prepack, cuda_graphs, fused_layers = False, False, False
             compile = "wait" if compile and exact == "self" else False
+        is_by_path = exact and self._is_on_cuda
+        self.backend = TreeAttention(by_path=True) if is_by_path else backend_for(attention, self.layers)
         kernels: Kernels = "invariant" if exact else "typical" if deterministic else "measured"
         self.compiled = CompiledForwards(
             model, self.layers, self._keeps_logits, compile, prepack, self._why_not_compiled(prepack), kernels
@@ -147,9 +150,15 @@ class PackedModel:
 
     def _check_can_be_exact(self, exact: str, attention: str, prepack: Prepack) -> None:
         """Raise UnsupportedOptionError if the bits of a token's logits may depend on the batch."""
+        on_cuda = self._is_on_cuda
+        no_kernel = next(filter(None, map(why_no_kernel, self.layers)), None) if on_cuda else None
         reasons = {
             "its weights are split over processes": self.ranks.number > 1,
-            "it is not on a CPU": self.device.type != "cpu",
+            "it is neither on a CPU nor on CUDA": not on_cuda and self.device.type != "cpu",
+            "stock's bits on CUDA depend on the number of rows ('self' asks for less)": on_cuda and exact == "bits",
+            "it has hooks, several devices, or weights of other classes than torch's": (
+                on_cuda and not GraphPreconditions(self.model).is_plain
+            ),
             "some layers keep a state": self.has_states,
             "it attends to an encoder's outputs": self.attends_to_encoder,
             "its forward enables autocast": self.autocast is not None,
@@ -160,8 +169,11 @@ class PackedModel:
             "its experts multiply as many tokens at a time as choose them": any(
                 len(weight_names(module)) > 1 for module in self.model.modules()
             ),
-            f"attention={attention!r} has kernels of its own": attention not in ("auto", "sdpa"),
+            f"attention={attention!r} has kernels of its own": (
+                attention not in ("auto", "triton" if on_cuda else "sdpa")
+            ),
             "prepack='only' keeps no weights that stock multiplies by": prepack == "only",
+            f"Triton's attention is not available ({no_kernel})": no_kernel is not None,
         }
         if reason := next((reason for reason, holds in reasons.items() if holds), None):
             raise UnsupportedOptionError(
@@ -185,7 +197,7 @@ class PackedModel:
     @property
     def prefills_alone(self) -> bool:
         """Return whether prompts have to be processed as stock does, each as a whole and alone."""
-        return self.exact is not None and not self._is_exact_compiled
+        return self.exact is not None and not (self._is_exact_compiled or self._is_on_cuda)
 
     @property
     def device(self) -> torch.device:
@@ -395,7 +407,7 @@ class PackedModel:
             forward = GatheredForward(pool, batch, inputs.position_ids)
         else:
             own_spans = spans if self.has_states else ()
-            kind = AloneForward if self.exact else PackedForward
+            kind = AloneForward if self.prefills_alone else PackedForward
             forward = kind(pool, batch, self.backend, self.layers, inputs.position_ids, own_spans)
             if self.attends_to_encoder and spans[0].sequence.encoded is not None:
                 forward = DecoderForward(forward, spans)

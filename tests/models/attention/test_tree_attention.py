@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
 
 from hf_slospec.errors import UnsupportedOptionError
-from hf_slospec.models.attention import TreeAttention, tree_attention, tree_kernels
+from hf_slospec.models.attention import PackedBatch, Span, TreeAttention, tree_attention, tree_kernels
 from hf_slospec.models.attention.tree_plan import MIN_WIDTH, plan_tree
 from hf_slospec.models.batch.attention_rules import AttentionRules
+from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.device.transfer import signature
 from tests.support.oracles.attention_rows import BRANCHING, CHAIN, OPTIONS, ROOT, TOLERANCE, case
 from tests.support.packed import packed_model
@@ -22,13 +24,17 @@ SPANS = [(7, 1, BRANCHING), (0, 3, CHAIN), (5, 1, ROOT)]  # tokens committed, to
 SHAPES = [(4, 2, 16, 16), (6, 2, 24, 8), (3, 1, 8, 8)]  # query heads, KV heads, key_dim, value_dim
 
 
-def check(spans, heads, dtype, is_padded=False, window=None, softcap=None, has_sinks=False, chunk=None, kernel=None):  # type: ignore[no-untyped-def]
+def check(  # type: ignore[no-untyped-def]
+    spans, heads, dtype, is_padded=False, by_path=False, window=None, softcap=None, has_sinks=False, chunk=None,
+    kernel=None,
+):  # fmt: skip
     num_heads, num_kv_heads, key_dim, value_dim = heads
     made = case(spans, num_kv_heads, key_dim, value_dim, dtype)
     made.row.is_padded = is_padded
     query = torch.randn(num_heads, len(made.tokens), key_dim, dtype=dtype)
     sinks = torch.randn(num_heads) if has_sinks else None
-    plan = plan_tree(made.row, window is not None, window is not None or chunk is not None, num_heads // num_kv_heads)
+    kind = window is not None, window is not None or chunk is not None, num_heads // num_kv_heads, by_path
+    plan = plan_tree(made.row, *kind)
     rules = AttentionRules(key_dim**-0.5, window, softcap, sinks, chunk)
     out = (kernel or tree_kernels.tree_attention)(query, made.keys, made.values, plan, rules)
     assert out.dtype == dtype
@@ -105,3 +111,53 @@ def test_layers_beyond_the_kernel_use_sdpa(monkeypatch: pytest.MonkeyPatch) -> N
     out = TreeAttention()(query, made.keys, made.values, made.row, AttentionRules(0.25))
     torch.testing.assert_close(out, made.expected(query, AttentionRules(0.25)), rtol=0, atol=1e-5)
     assert plan_tree not in {make for make, *_ in made.row.plans}
+
+
+PATHS = [(60, 1, CHAIN), (61, 9, ROOT), (7, 58, BRANCHING)]  # all of them pass a multiple of 64 keys
+
+
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [(SHAPES[1], {}), ((40, 2, 8, 8), OPTIONS["window"]), (SHAPES[0], dict(window=1, has_sinks=True))],
+)
+def test_paths_are_what_masks_are(heads: tuple[int, int, int, int], options: dict[str, object]) -> None:
+    check(PATHS, heads, torch.float32, by_path=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "groups", "options"),
+    [
+        (torch.float32, 1, {}),
+        (torch.float16, 3, dict(window=6, softcap=2.0)),
+        (torch.bfloat16, 3, dict(window=63, has_sinks=True)),
+    ],
+)
+def test_bits_depend_on_the_path_only(dtype: torch.dtype, groups: int, options: dict[str, Any]) -> None:
+    """Each token's result is that of decoding it alone, with all tokens before it committed in any way."""
+    made = case(PATHS, 2, 16, 16, dtype)
+    query = torch.randn(2 * groups, len(made.tokens), 16).to(dtype)
+    sinks = torch.randn(2 * groups) if options.get("has_sinks") else None
+    rules = AttentionRules(0.25, options.get("window"), options.get("softcap"), sinks)
+
+    def attended(spans: list[Span], queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        batch = PackedBatch(spans, [span.visible for span in spans])
+        has_window = rules.window is not None
+        plan = plan_tree(batch, has_window, has_window, groups, by_path=True)
+        return tree_kernels.tree_attention(queries, keys, values, plan, rules)
+
+    together = attended(made.row.spans, query, made.keys, made.values)
+    for index in (0, 3, 4, 6, 7, 12, 14, 68, 70, 71, 74, 75):
+        token = made.tokens[index]
+        keys, values = made.keys[token.slots], made.values[token.slots]  # as if the path had been committed
+        length = len(token.slots) - 1
+        span = Span(CachedSequence(0, length + 1, length), 0, 1, torch.ones(1, 1).bool(), torch.tensor([length]))
+        assert torch.equal(attended([span], query[:, index : index + 1], keys, values)[0], together[index])
+        span.is_chain = True
+        assert torch.equal(attended([span], query[:, index : index + 1], keys, values)[0], together[index])
+
+
+def test_paths_beyond_the_kernel_are_refused() -> None:
+    made = case(SPANS, 1, 8, 8)
+    query = torch.randn(65, len(made.tokens), 8)
+    with pytest.raises(UnsupportedOptionError, match=r'exact="self" is not available .* 65 query heads per KV head'):
+        TreeAttention(by_path=True)(query, made.keys, made.values, made.row, AttentionRules(0.25))

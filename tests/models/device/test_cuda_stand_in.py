@@ -11,16 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from typer.testing import CliRunner
 
 from benchmarks.gpu import bandwidth, floor, identity
 from benchmarks.gpu.__main__ import app
 from benchmarks.gpu.contestants import COMPILED
-from hf_slospec import SLOSpecConfig, SLOSpecGenerator
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator, UnsupportedModelError, UnsupportedOptionError
 from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.models.batch.cached_sequence import CachedSequence
+from hf_slospec.models.compiled.exact_products import ExactProducts
 from hf_slospec.models.costs.measure import Forwards, Size
+from hf_slospec.models.packed import exact_trial
 from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.models.sampling import DoubledSums
 from hf_slospec.models.target import PackedTarget
 from tests.support import cuda_tests
 from tests.support.cuda_tests import (  # noqa: F401  collected here once more
@@ -202,6 +207,73 @@ def test_policies_and_prompt_lookup(policy: str) -> None:
         inputs = moved(ragged_prompts(3))
         stock = model.generate(**inputs, **GREEDY, max_new_tokens=12)
         assert torch.equal(generator.generate(**inputs, **GREEDY, max_new_tokens=12, slo_tpot=[0.1, None, 5.0]), stock)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "options"),
+    [
+        ("gemma3", torch.float16, GREEDY),
+        ("gpt2", torch.bfloat16, SAMPLED | dict(seed=5, top_p=0.9)),
+    ],
+)
+def test_self_is_always_the_same(
+    family: str, dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Triton's interpreter, which is slow."""
+    monkeypatch.setattr(exact_trial, "PROMPTS", (61, 3))
+    monkeypatch.setattr(exact_trial, "DEPTH", 4)
+    model, draft = on_cuda(tiny_model(family), dtype), on_cuda(tiny_model(family, noise=0.03), dtype)
+    prompts = [row[mask.bool()].tolist() for row, mask in zip(*ragged_prompts(5).values(), strict=True)]
+    long = [token for prompt in prompts for token in prompt][:61]
+    cuda_tests.check_self(model, draft, [prompts[0], long], max_new_tokens=8, **options)
+
+
+def test_what_cannot_be_exact_on_cuda_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    half, full = on_cuda(tiny_model("llama"), torch.bfloat16), on_cuda(tiny_model("llama"))
+    for model, own, match in (
+        (half, dict(exact="bits"), r'exact="bits" is not available for Llama.*: stock\'s bits on CUDA'),
+        (full, dict(exact="self"), r"Triton's attention is not available \(the kernel does not compute in torch.fl"),
+        (half, dict(exact="self", attention="sdpa"), "attention='sdpa'"),
+    ):
+        with pytest.raises(UnsupportedOptionError, match=match):
+            SLOSpecGenerator(model, config=SLOSpecConfig(**own))
+    monkeypatch.setattr(exact_trial, "DEPTH", 6)
+    monkeypatch.setattr(ExactProducts, "_product", lambda self, rows, weight, *_, **__: products(rows, weight))
+    with pytest.raises(UnsupportedModelError, match=r'exact="self" cannot be had of LlamaForCausalLM in torch.bf'):
+        SLOSpecGenerator(half, config=SLOSpecConfig(exact="self"))
+
+
+def test_means_of_a_row_are_the_same_beside_others() -> None:
+    states = torch.randn(3, 70, 40, device=CUDA)
+    with ExactProducts(as_one=False):
+        means = states.mean(-1, keepdim=True), torch.mean(states, dim=-1), states.mean(0), states.mean()
+        assert torch.equal(states[1:2, 7:8].mean(-1), means[1][1:2, 7:8])
+    expected = states.mean(-1, keepdim=True), states.mean(-1), states.mean(0), states.mean()
+    for found, right in zip(means, expected, strict=True):
+        torch.testing.assert_close(found.cpu(), right.cpu())
+
+
+def products(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Products [1, num_rows, outputs] that divide sums by the number of rows, as cuBLAS's do."""
+    parts = 2 if rows.shape[1] > 16 else 1
+    pairs = zip(rows.float().chunk(parts, -1), weight.float().chunk(parts, -1), strict=True)
+    return sum(F.linear(*pair).to(rows.dtype) for pair in pairs)
+
+
+def test_running_sums_of_one_row_are_those_of_two() -> None:
+    seen = list[tuple[int, ...]]()
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in (torch.cumsum, torch.Tensor.cumsum):
+                seen.append(tuple(args[0].shape))
+            return func(*args, **(kwargs or {}))
+
+    probs = torch.rand(3, 50).softmax(-1)
+    with Watch(), DoubledSums():
+        sums = probs[:1].cumsum(-1), torch.cumsum(probs[:1], dim=-1), probs.cumsum(-1)[:1], probs[0].cumsum(0)[None]
+    assert all(torch.equal(own, sums[0]) for own in sums)
+    assert seen == [(2, 50), (2, 50), (3, 50), (50,)]
 
 
 @pytest.fixture

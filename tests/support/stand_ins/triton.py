@@ -1,4 +1,4 @@
-"""Stand-ins for the Triton kernels in plain torch, each one operator to whoever traces it."""
+"""Stand-ins for the Triton kernels, each one operator to whoever traces it; those of exact bits are interpreted."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import torch.nn.functional as F
 
 from hf_slospec.models.attention import tree_kernels
 from hf_slospec.models.attention.dense import dense_attention
+from hf_slospec.models.attention.tree_kernels import tree_attention
 from hf_slospec.models.attention.tree_plan import TreePlan
 from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.fused import triton_kernels as fused_kernels
+from hf_slospec.models.linear import invariant_kernels
+from hf_slospec.models.linear.invariant_kernels import invariant_product as product
 
 
 def tree_attention_stand_in(
@@ -25,7 +28,7 @@ def tree_attention_stand_in(
 ) -> torch.Tensor:
     """-> [num_tokens, num_heads, value_dim]"""
     out: torch.Tensor = _attend(
-        query, keys, values, plan.tiles, plan.mask, plan.positions, plan.staged_positions,
+        query, keys, values, plan.tiles, plan.mask, plan.positions, plan.staged_positions, plan.paths, plan.num_rows,
         *rules[:-1],  # layers with a bias attend by another backend
     )  # fmt: skip
     return out
@@ -40,12 +43,17 @@ def _attend(
     mask: torch.Tensor,
     positions: torch.Tensor | None,
     staged_positions: torch.Tensor | None,
+    paths: torch.Tensor | None,
+    num_rows: int,
     scaling: float,
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
     chunk: int | None,
 ) -> torch.Tensor:
+    if paths is not None:  # its bits matter
+        plan = TreePlan(tiles, mask, positions, staged_positions, paths, num_rows)
+        return tree_attention(query, keys, values, plan, AttentionRules(scaling, window, softcap, sinks, chunk))
     out = query.new_zeros(query.shape[1], query.shape[0], values.shape[-1])
     for start, prefix_len, num_staged, first, count, offset, sequence, is_chain in tiles.tolist():
         if not count:
@@ -71,6 +79,12 @@ def _attend(
 @_attend.register_fake
 def _(query, keys, values, *_):  # type: ignore[no-untyped-def]
     return query.new_empty(query.shape[1], query.shape[0], values.shape[-1])
+
+
+@torch.library.custom_op("hf_slospec_tests::invariant_product", mutates_args=())
+def invariant_product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """-> [num_rows, outputs], by Triton's interpreter"""
+    return product(rows, weight, bias)
 
 
 @torch.library.custom_op("hf_slospec_tests::rms_norm", mutates_args=())
@@ -110,6 +124,7 @@ def triton_stand_ins() -> Iterator[None]:
     """Use these instead of the kernels."""
     with (
         mock.patch.object(tree_kernels, "tree_attention", tree_attention_stand_in),
+        mock.patch.object(invariant_kernels, "invariant_product", invariant_product),
         mock.patch.object(fused_kernels, "rms_norm", rms_norm),
         mock.patch.object(fused_kernels, "rotate", rotate),
         mock.patch.object(fused_kernels, "gated_activation", gated_activation),
