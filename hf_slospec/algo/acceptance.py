@@ -99,7 +99,11 @@ class Acceptance:
 
     def predict(self, requests: Sequence[Speculated], forest: Forest) -> Prediction:
         """Return the predicted acceptance of all candidates; ``forest`` holds one tree per request."""
-        conditionals, drawings = Conditionals.of(forest), [request.drawing for request in requests]
+        drawings = [request.drawing for request in requests]
+        if len(forest.depths) == len(requests):  # roots only
+            ones = np.ones(len(requests))
+            return Prediction(forest, drawings, Conditionals(ones, np.zeros(len(requests), np.int64)), ones, ones)
+        conditionals = Conditionals.of(forest)
         shifts = np.array([self.request_shifts.get(request, 0.0) for request in requests]) + self.overall
         first, *further = dict.fromkeys(drawings)
         unshifted = self.calibrations[first](conditionals)

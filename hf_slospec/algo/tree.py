@@ -117,6 +117,10 @@ class Forest:
     @classmethod
     def of(cls, trees: Sequence[TokenTree]) -> Forest:
         """Concatenate at least one tree."""
+        if len(trees) == 1:
+            tree = trees[0]
+            parents = np.maximum(tree.parents, ROOT)
+            return cls(trees, np.zeros(len(parents), np.int64), parents, tree.depths, tree.path_probs)
         sizes = [tree.num_nodes for tree in trees]
         tree_of = np.repeat(np.arange(len(trees)), sizes)
         parents = np.concatenate([tree.parents for tree in trees])
@@ -164,6 +168,8 @@ class Forest:
         Args:
             is_taken: [num_nodes] bool, roots included and parent-closed.
         """
+        if is_taken.all():
+            return list(self.trees)
         taken = np.flatnonzero(is_taken)
         sizes = self._sizes(taken)
         new_index = np.cumsum(is_taken) - 1  # among the taken nodes of all trees

@@ -241,3 +241,23 @@ def test_steps_learned_together_teach_what_they_teach_one_by_one() -> None:
     for text in texts[1:]:
         assert together.request_shifts[text] == pytest.approx(one_by_one.request_shifts[text])
     assert together.request_shifts[texts[0]] != one_by_one.request_shifts[texts[0]]
+
+
+def test_steps_without_drafts_are_predicted_and_learned_like_others() -> None:
+    """They take a shorter way, as half of the steps of prompt lookup do."""
+    root, tree = TokenTree.root_only(3), over_confident_tree(np.random.default_rng(0))
+    texts, acceptance = [Text(0.0), Text(0.0)], Acceptance()
+    alone = acceptance.predict(texts[:1], Forest.of([root]))
+    beside = acceptance.predict(texts, Forest.of([root, tree]))
+    assert alone.path_probs.tolist() == beside.path_probs[:1].tolist() == [1.0]
+    assert alone.expected_tokens(np.array([True])).tolist() == [1.0]
+    joined = Prediction.joined([alone, acceptance.predict(texts[1:], Forest.of([tree]))])
+    assert np.array_equal(joined.path_probs, beside.path_probs)
+    is_verified, accepted = np.ones(len(beside.path_probs), dtype=np.bool_), np.array([2, 4])
+    other = Acceptance()
+    for learning, prediction in ((acceptance, joined), (other, beside)):
+        learning.observe(texts, prediction, is_verified, accepted)
+    assert acceptance.overall == other.overall != 0.0
+    for drawing, calibration in acceptance.calibrations.items():
+        assert np.array_equal(calibration.trials, other.calibrations[drawing].trials)
+        assert np.array_equal(calibration.hits, other.calibrations[drawing].hits)

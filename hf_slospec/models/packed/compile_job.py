@@ -5,6 +5,7 @@ Run as a module, it reads a :class:`Job` from its standard input.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -100,6 +101,9 @@ class Job:
     def run(self) -> None:
         """Make the package, and keep it or why that failed."""
         os.nice(self.niceness)
+        # Linux may weigh sessions against each other, and this one's niceness within it only.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(self.niceness), encoding="ascii")
         with open(self.path.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another process may compile the same
             if self.interface is not None:
