@@ -26,8 +26,8 @@ Parts = tuple[int, ...]  # indices of drafters, ascending
 
 CONFIDENT = 0.75  # share of the planned depth; later parts are skipped if one expects it to be accepted
 LOOK_GAP = 16  # one step in so many asks all parts for all requests
-WARM_LOOKS = 8  # looks at any request before parts are left out
-PRIOR_LOOKS, REQUEST_LOOKS, ALL_LOOKS = 2, 8, 64  # weight of the prior; looks in the averages of a request and of all
+PRIOR_LOOKS = 8  # looks, at a request or at others before it, until parts are left out
+REQUEST_LOOKS, ALL_LOOKS = 16, 64  # in the average yields of a request and of all
 SHIFT_RATE, MAX_SHIFT = 0.1, 3.0  # change of log-odds per unexpected acceptance or rejection; largest absolute shift
 PRICE = 0.03  # tokens that a part, or merging, must gain where times are not measured
 RISE = 1.1  # largest ratio of a time to the one before, as a measured one may contain a pause or a compilation
@@ -40,7 +40,8 @@ class Yields:
 
     def __init__(self, max_looks: int, prior: Yields | None = None):
         """``max_looks``: looks after which the oldest fade; ``prior``: yields to start from."""
-        self.max_looks, self.num_looks = max_looks, min(prior.num_looks, PRIOR_LOOKS) if prior else 0
+        self.max_looks = max_looks
+        self.num_looks: int = min(prior.num_looks, PRIOR_LOOKS) if prior else 0
         self.tokens: dict[Parts, float] = dict(prior.tokens) if prior else {}
 
     def observe(self, lengths: Mapping[int, int], sets: Iterable[Parts]) -> None:
@@ -195,12 +196,12 @@ class HybridDrafter(Drafter):
 
     def _choose(self, asked: Sequence[_Asked]) -> list[Parts]:
         """Return the parts to ask for each request."""
-        is_look = self._num_steps % LOOK_GAP == 0 or self.experience.yields.num_looks < WARM_LOOKS
+        is_look, prices = self._num_steps % LOOK_GAP == 0, self.experience.prices(self._sets)
         self._num_steps += 1
-        if is_look:
-            return [self._sets[-1]] * len(asked)
-        prices = self.experience.prices(self._sets)
-        return [each.yields.best(prices) for each in asked]
+        return [
+            self._sets[-1] if is_look or each.yields.num_looks < PRIOR_LOOKS else each.yields.best(prices)
+            for each in asked
+        ]
 
     def _merged(self, requests: Sequence[Request], asked: Sequence[_Asked], plan: Plan) -> list[TokenTree]:
         """Return one tree per request, the union of those that were proposed."""

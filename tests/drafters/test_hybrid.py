@@ -17,7 +17,7 @@ from hf_slospec.algo.calibration import Conditionals, path_products, shifted
 from hf_slospec.algo.tree import ROOT, Forest, TokenTree
 from hf_slospec.drafters import hybrid
 from hf_slospec.drafters.assistant import AssistantDrafter
-from hf_slospec.drafters.hybrid import LOOK_GAP, WARM_LOOKS, HybridDrafter, HybridMethod, Yields
+from hf_slospec.drafters.hybrid import LOOK_GAP, PRIOR_LOOKS, HybridDrafter, HybridMethod, Yields
 from hf_slospec.drafters.methods import Room
 from hf_slospec.drafters.prompt_lookup import LookupMethod, PromptLookupDrafter
 from hf_slospec.drafters.suffix import SuffixDrafter
@@ -246,7 +246,7 @@ def test_a_part_that_is_asked_alone_is_not_merged(monkeypatch: pytest.MonkeyPatc
     for _ in range(LOOK_GAP // 2):
         step(drafter, [request], Plan(4, 2))
     silent = HybridDrafter((PromptLookupDrafter(), Scripted(right)), 2.0)  # the first proposes nothing
-    for _ in range(WARM_LOOKS):
+    for _ in range(PRIOR_LOOKS):
         assert step(silent, [request_of(0)], Plan(4, 2)) == 5
 
 
@@ -263,7 +263,7 @@ def test_yields_are_averages_of_the_best_part(seed: int, lengths: list[list[int]
     values = {parts: yields.tokens.get(parts, 0.0) - price for parts, price in prices.items()}
     assert values[yields.best(prices)] == max(values.values())
     started = Yields(8, yields)
-    assert started.tokens == yields.tokens and started.num_looks <= hybrid.PRIOR_LOOKS
+    assert started.tokens == yields.tokens and started.num_looks <= PRIOR_LOOKS
 
 
 @given(seed=SEEDS, num_nodes=st.integers(1, 20), tokens=st.lists(st.integers(0, 3), min_size=1, max_size=6))
