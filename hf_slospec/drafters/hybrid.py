@@ -29,7 +29,7 @@ LOOK_GAP = 16  # one step in so many asks all parts for all requests
 PRIOR_LOOKS = 8  # looks, at a request or at others before it, until parts are left out
 REQUEST_LOOKS, ALL_LOOKS = 16, 64  # in the average yields of a request and of all
 SHIFT_RATE, MAX_SHIFT = 0.1, 3.0  # change of log-odds per unexpected acceptance or rejection; largest absolute shift
-PRICE = 0.03  # tokens that a part, or merging, must gain where times are not measured
+PRICE = 0.01  # tokens that a part, and merging, must gain at least
 RISE = 1.1  # largest ratio of a time to the one before, as a measured one may contain a pause or a compilation
 FADE = 0.1  # weight of a step in the average of committed tokens
 MERGING = -1  # stands for a part among times and prices
@@ -86,11 +86,9 @@ class Experience:
 
     def prices(self, sets: Sequence[Parts]) -> dict[Parts, float]:
         """Return the tokens that could be committed in the time that asking each set of parts takes."""
-        price = {part: self._price(part) for part in (MERGING, *sets[-1])}
+        rate, parts_and_merging = self.tokens / self.step_s, (MERGING, *sets[-1])
+        price = {part: max(self.seconds.get(part, 0.0) * rate, PRICE) for part in parts_and_merging}
         return {parts: sum(price[part] for part in parts) + (len(parts) > 1) * price[MERGING] for parts in sets}
-
-    def _price(self, part: int) -> float:
-        return self.seconds[part] * self.tokens / self.step_s if part in self.seconds else PRICE
 
 
 @dataclass
@@ -120,7 +118,7 @@ class HybridDrafter(Drafter):
         drafters: Sequence[Drafter],
         confident: float = CONFIDENT,
         experience: Experience | None = None,
-        clock: Clock | None = None,
+        clock: Clock = lambda: 0.0,
     ):
         """Set the parts in the order in which they draft: cheap ones first (prompt lookup, suffix trees), then a model.
 
@@ -128,7 +126,7 @@ class HybridDrafter(Drafter):
             drafters: at least one.
             confident: share of the planned depth, above 0; above 1: no part is skipped because of another one's tree.
             experience: what was learned before, and is added to; None: nothing.
-            clock: measures what parts cost; None: all cost ``PRICE``, so that choices depend on tokens only.
+            clock: measures what parts cost; if it stands still, all cost ``PRICE``, and choices depend on tokens only.
         """
         if not drafters:
             raise InvalidInputError("drafters must name at least one drafter")
@@ -157,9 +155,9 @@ class HybridDrafter(Drafter):
             asking = [index for index, parts in enumerate(chosen) if part in parts]
             if not asking:
                 continue
-            begun_s, shift = self._now(), self.experience.shifts[part]
+            begun_s, shift = self._clock(), self.experience.shifts[part]
             trees = drafter.draft([requests[index] for index in asking], plan)
-            self._measure(part, begun_s, len(asking))
+            self.experience.measure(part, (self._clock() - begun_s) / len(asking))
             for index, tree in zip(asking, trees, strict=True):
                 asked[index].trees[part] = tree = _shifted(tree, shift)
                 if part < chosen[index][-1] and tree.path_probs.sum() - 1.0 >= self.confident * plan.depth:
@@ -189,7 +187,7 @@ class HybridDrafter(Drafter):
 
     def _learn_step(self, num_committed: Sequence[int], plan: Plan) -> None:
         """Learn from the time and tokens of the steps since the last call; 0 tokens: the request was not in them."""
-        last_s, self._begun_s = self._begun_s, self._now()
+        last_s, self._begun_s = self._begun_s, self._clock()
         tokens = [min(number, plan.depth + 1) for number in num_committed if number]
         if tokens and self._begun_s > last_s:
             self.experience.measure_step((self._begun_s - last_s) / len(tokens), sum(tokens) / len(tokens))
@@ -209,7 +207,7 @@ class HybridDrafter(Drafter):
         roots = [TokenTree.root_only(request.tokens[-1]) for request in requests]
         merged = [trees[0] if trees else root for trees, root in zip(proposed, roots, strict=True)]
         if several := [index for index, trees in enumerate(proposed) if len(trees) > 1]:
-            begun_s = self._now()
+            begun_s = self._clock()
             columns = zip_longest(*(proposed[index] for index in several))
             forests = [
                 Forest.of([tree or roots[index] for index, tree in zip(several, column, strict=True)])
@@ -219,15 +217,8 @@ class HybridDrafter(Drafter):
             trees = merge_forests(forests, conditionals, plan.depth * plan.width)
             for index, tree in zip(several, trees, strict=True):
                 merged[index] = tree
-            self._measure(MERGING, begun_s, len(several))
+            self.experience.measure(MERGING, (self._clock() - begun_s) / len(several))
         return merged
-
-    def _now(self) -> float:
-        return self._clock() if self._clock else 0.0
-
-    def _measure(self, part: int, begun_s: float, num_requests: int) -> None:
-        if self._clock:
-            self.experience.measure(part, (self._now() - begun_s) / num_requests)
 
     def reuse(self, request: Request) -> int:
         return max(drafter.reuse(request) for drafter in self._drafters)
@@ -341,4 +332,6 @@ class HybridMethod(DraftMethod):
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         drafters = [method.new_drafter(draft, room) for method in self.methods]
-        return HybridDrafter(drafters, experience=self._experience if room.clock else None, clock=room.clock)
+        if room.clock is None:
+            return HybridDrafter(drafters)
+        return HybridDrafter(drafters, experience=self._experience, clock=room.clock)
