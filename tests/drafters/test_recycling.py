@@ -218,7 +218,7 @@ def test_same_tokens_as_stock(drafter: str, options: dict[str, Any]) -> None:
         config = SLOSpecConfig(policy=policy, max_depth=4, max_width=3, check_invariants=True)
         ours = SLOSpecGenerator(model, drafter=drafter, config=config)
         for batch in (1, 3):
-            out = assert_same_as_stock(model, ours.generate, ragged_prompts(batch), **options, max_new_tokens=24)
+            out = assert_same_as_stock(model, ours.generate, ragged_prompts(batch), **options, max_new_tokens=40)
             assert policy == "auto" or sum(metrics.drafted for metrics in out.slo) > 0
 
 
@@ -237,10 +237,12 @@ def test_models_with_states(family: str) -> None:
         assert sum(metrics.drafted for metrics in out.slo) > 0
 
 
-@pytest.mark.parametrize("shares_texts", [False, True])
-def test_the_batcher_and_preemption(shares_texts: bool) -> None:
+@pytest.mark.parametrize(
+    ("drafter", "shares_texts"), [("recycling", False), ("recycling", True), ("lookup+suffix+recycling", False)]
+)
+def test_the_batcher_and_preemption(drafter: str, shares_texts: bool) -> None:
     model = tiny_model("llama")
-    method = load_drafter("recycling", model, share_texts=shares_texts)
+    method = load_drafter(drafter, model, share_texts=shares_texts)
     options = dict(**GREEDY, max_new_tokens=40)
     prompts = [torch.randint(3, VOCAB, (length,)).tolist() for length in (40, 33, 9, 20)]
     expected = [model.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in prompts]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.errors import UnsupportedOptionError
+from hf_slospec.models.inspection.ranks import Ranks
 from hf_slospec.models.linear import cpu_kernel_choice
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
 CONFIG = SLOSpecConfig(deterministic=True, compile=False)
 
 
-def steps(inputs: dict[str, torch.Tensor], draft_noise: float) -> list[tuple[int, int, int]]:
-    generator = SLOSpecGenerator(tiny_model("llama"), tiny_model("llama", noise=draft_noise), config=CONFIG)
+def steps(inputs: dict[str, torch.Tensor], drafter: Any) -> list[tuple[int, int, int]]:
+    generator = SLOSpecGenerator(tiny_model("llama"), drafter=drafter, config=CONFIG)
     out = generator.generate(**inputs, max_new_tokens=40, do_sample=False, return_dict_in_generate=True)
     again = generator.generate(**inputs, max_new_tokens=40, do_sample=False, return_dict_in_generate=True)
     shapes = [[(step.depth, step.width, step.num_tokens) for step in run.steps] for run in (out, again)]
@@ -22,12 +25,13 @@ def steps(inputs: dict[str, torch.Tensor], draft_noise: float) -> list[tuple[int
     return shapes[0]
 
 
-def test_steps_do_not_depend_on_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = ragged_prompts(3, seed=1)
-    first = steps(inputs, 0.03)
+@pytest.mark.parametrize("names", [(), ("lookup", "recycling")], ids=["model", "sum"])
+def test_steps_do_not_depend_on_times(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, drafter = ragged_prompts(3, seed=1), [*names, tiny_model("llama", noise=0.03)]
+    first = steps(inputs, drafter)
     clock = iter(range(10**6))
-    monkeypatch.setattr("hf_slospec.generate.speculator.clock", lambda: float(next(clock)) ** 1.5)
-    assert steps(inputs, 0.03) == first
+    monkeypatch.setattr(Ranks, "clock", lambda _: float(next(clock)) ** 1.5)
+    assert steps(inputs, drafter) == first
     assert any(depth for depth, _, _ in first)
 
 
