@@ -64,10 +64,10 @@ def test_generate(
         assert torch.equal(ours.generate(**inputs, max_new_tokens=16, **options), expected), drafter
 
 
-def test_a_prompt_of_more_than_a_thousand_tokens(smollm2: Real, questions: dict[str, list[str]], stock: Stock) -> None:
-    text = "Summarize: " + " ".join(questions["summarization"][:3])
-    inputs = smollm2.encoded([text], max_tokens=1100)
-    assert inputs["input_ids"].shape[1] > 1050
+def test_a_prompt_of_two_thousand_tokens(smollm2: Real, questions: dict[str, list[str]], stock: Stock) -> None:
+    text = "Summarize: " + " ".join(questions["summarization"][:4])
+    inputs = smollm2.encoded([text], max_tokens=2100)
+    assert inputs["input_ids"].shape[1] > 2000
     expected = stock(smollm2, inputs, max_new_tokens=16, do_sample=False)
     ours = SLOSpecGenerator(smollm2.model, tokenizer=smollm2.tokenizer, drafter="suffix")
     assert torch.equal(ours.generate(**inputs, max_new_tokens=16, do_sample=False), expected)

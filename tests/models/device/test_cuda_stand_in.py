@@ -24,7 +24,6 @@ from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.compiled.exact_products import ExactProducts
 from hf_slospec.models.costs.measure import Forwards, Size
 from hf_slospec.models.packed import exact_trial
-from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.sampling import DoubledSums
 from hf_slospec.models.target import PackedTarget
 from tests.support import cuda_tests
@@ -321,7 +320,7 @@ def test_the_batcher_replays(kernel: Any, captures: list[None]) -> None:
 
 
 def test_streams_that_share_a_cache_wait_for_each_other() -> None:
-    cache = PackedModel(on_cuda(tiny_model("llama"))).kv_cache
+    cache = packed_model(on_cuda(tiny_model("llama"))).kv_cache
     cache.reserve({CachedSequence(): 9})
     default, other = torch.cuda.current_stream(), torch.cuda.Stream()
     addresses = {stack.data_ptr() for stack in cache.pool._stacks.values()}
