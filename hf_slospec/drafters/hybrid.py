@@ -25,7 +25,7 @@ from hf_slospec.models.packed.model import PackedModel
 Parts = tuple[int, ...]  # indices of drafters, ascending
 
 CONFIDENT = 0.75  # share of the planned depth; later parts are skipped if one expects it to be accepted
-LOOK_GAP = 16  # one step in so many asks all parts for all requests
+LOOK_GAP = 4  # one step in so many asks all parts for all requests
 PRIOR_LOOKS = 8  # looks, at a request or at others before it, until parts are left out
 REQUEST_LOOKS, ALL_LOOKS = 16, 64  # in the average yields of a request and of all
 SHIFT_RATE, MAX_SHIFT = 0.1, 3.0  # change of log-odds per unexpected acceptance or rejection; largest absolute shift

@@ -128,7 +128,7 @@ def test_a_request_that_changes_is_followed() -> None:
     for guesses, known in (((right, wrong), 0), ((wrong, right), 1), ((right, wrong), 0)):
         for part, guess in zip(parts, guesses, strict=True):
             part.guess = guess
-        for _ in range(8 * LOOK_GAP):
+        for _ in range(32 * LOOK_GAP):
             step(drafter, [request], plan)
         for part in parts:
             part.asked.clear()
@@ -236,7 +236,7 @@ def test_requests_that_come_pause_and_leave(seed: int, num_parts: int, gap: int)
 
 def test_a_part_that_is_asked_alone_is_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, request = HybridDrafter((Scripted(right), Scripted(wrong)), 2.0), request_of(0)
-    for _ in range(SETTLED):
+    for _ in range(SETTLED + 1):
         step(drafter, [request], Plan(4, 2))
 
     def merged(*_: object) -> None:
