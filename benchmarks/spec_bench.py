@@ -45,7 +45,7 @@ TASKS = {  # Spec-Bench's six; the categories of MT-Bench are one
     "translation": "translation", "summarization": "summarization", "qa": "QA", "math_reasoning": "maths", "rag": "RAG",
 }  # fmt: skip
 CHAT = "MT-bench"
-STOCK, STATIC = "stock", "stock, static cache, compiled"
+STOCK, STATIC = "stock", "stock, static cache"
 LOOKUPS = "3,5,10"  # constants of stock's prompt lookup
 ASSISTED = (3, 5, 10)  # constants of stock's assisted generation
 DRAFTERS = ("none", "lookup", "suffix", "lookup+suffix", "recycling", "lookup+recycling")
@@ -357,7 +357,7 @@ def main(
     batches: Annotated[str, typer.Option(help="Comma-separated.")] = "1",
     new_tokens: Annotated[int, typer.Option(help="Maximum length of an answer; Spec-Bench has 1024.")] = 128,
     max_prompt: Annotated[int, typer.Option(help="Prompts are truncated to this many tokens.")] = 2048,
-    static: Annotated[bool, typer.Option(help="Also stock with a static cache, which it compiles.")] = False,
+    static: Annotated[bool, typer.Option(help="Also stock with a static cache, which it compiles on GPUs.")] = False,
     device: Annotated[str, typer.Option()] = "auto",
     dtype: Annotated[str, typer.Option(help="fast: what the device is fast in.")] = "fast",
     minutes: Annotated[float, typer.Option(help="Stop after so long; the same command continues.")] = float("inf"),
