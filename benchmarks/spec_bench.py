@@ -189,9 +189,8 @@ class Contest:
         if shape:
             depth, _, width = shape.partition("x")
             options = dict(policy="fixed", max_depth=int(depth), max_width=int(width or 1))
-        config = SLOSpecConfig(
-            **options, max_batch=max_batch, compile="wait"
-        )  # a compiler beside them slows all others
+        # A compiler that ran beside the methods would slow them all.
+        config = SLOSpecConfig(**options, max_batch=max_batch, compile="wait")
         if drafter == "assistant":
             return SLOSpecGenerator(self.target, self.draft, self.tokenizer, config)
         return SLOSpecGenerator(

@@ -33,6 +33,8 @@ def best_ratio_nodes(
     """
     is_taken: BoolArray = forest.depths == 0
     num_roots = len(forest.trees)
+    if num_roots == len(is_taken):  # nothing was proposed, as in half of the steps of prompt lookup
+        return is_taken
     ranked = forest.canonical(values)[: max(budget - num_roots, 0)]
     total = np.cumsum(np.concatenate(([values[is_taken].sum()], values[ranked])))
     num_nodes = num_roots + np.arange(len(total))

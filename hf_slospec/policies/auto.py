@@ -138,7 +138,6 @@ class AutoPolicy(NamedPolicy):
         forest = Forest.of(candidates)
         prediction = self.history.predict(requests, forest)
         levels = int(forest.depths.max())
-        is_verified: BoolArray = forest.depths == 0
         draft_s = self.costs.draft_at(len(drafting), levels, plan.width, num_keys, num_catch_up)
 
         def step_s(num_nodes: IntArray) -> FloatArray:
@@ -147,11 +146,10 @@ class AutoPolicy(NamedPolicy):
         def mixed_s(num_nodes: IntArray) -> FloatArray:
             return step_s(num_nodes + num_prefill_tokens)
 
-        if levels:
-            # Nodes deeper than what a request may still emit are never committed.
-            is_useful = forest.depths < np.array([request.num_left for request in requests])[forest.tree_of]
-            values = weights[forest.tree_of] * prediction.path_probs * is_useful
-            is_verified = best_ratio_nodes(forest, values, self.budget, step_s, mixed_s if num_prefill_tokens else None)
+        # Nodes deeper than what a request may still emit are never committed.
+        is_useful = forest.depths < np.array([request.num_left for request in requests])[forest.tree_of]
+        values = weights[forest.tree_of] * prediction.path_probs * is_useful
+        is_verified = best_ratio_nodes(forest, values, self.budget, step_s, mixed_s if num_prefill_tokens else None)
         expected = prediction.expected_tokens(is_verified)
         predicted_s = float(mixed_s(np.array(np.count_nonzero(is_verified))))
         accepted, _ = yield Selection(forest.subtrees(is_verified), expected.tolist(), predicted_s)
