@@ -364,7 +364,7 @@ class Request:
         self._ends.clear()
 
     def _take_first(self, now_s: float) -> None:
-        """Judge the TTFT SLO of a later stage whose first token has come, and count TPOT and windows from it on."""
+        """Check the TTFT SLO of a later stage whose first token has come; TPOT and windows count from it on."""
         if self._awaits_first and self.num_emitted > self._num_before_stage:
             stats, ttft_slo_s = self.stats, self.stage.ttft_slo_s
             stats.has_missed |= ttft_slo_s is not None and self.decoded(now_s)[0] > ttft_slo_s

@@ -110,7 +110,11 @@ def test_parts_of_a_continued_request_count_together_and_the_pause_in_none() -> 
     first = Request(0, RequestParams([0], 20, (Stage(0.5),)))
     commit(first, [1], 0.0)
     commit(first, [1], 0.5)
-    for times_s, slo_s, attained in (((99.0, 99.5), 0.5, True), ((99.0, 99.6), 0.5, False), ((99.0, 200.0), None, True)):
+    for times_s, slo_s, attained in (
+        ((99.0, 99.5), 0.5, True),
+        ((99.0, 99.6), 0.5, False),
+        ((99.0, 200.0), None, True),
+    ):
         second = Request(1, RequestParams([0, 1, 1, 7], 20, (Stage(slo_s),), earlier=first.metrics()), 98.0)
         for now_s in times_s:
             commit(second, [1], now_s)
