@@ -71,6 +71,7 @@ HARDWARES = {
         HARDWARE["opt-13b-a100"], target=lines((24.5, 0.0872), (27.4, 0.0905), per_key_ms=2.24e-4)
     ),
     "llama-7b-a100": HARDWARE["llama-7b-a100"],
+    "llama-8b-h100": HARDWARE["llama-8b-h100"],
 }
 
 
