@@ -172,6 +172,8 @@ class Request:
     error: BaseException | None = None  # error of the request's processors or criteria, which ended it
     is_guaranteed: bool | None = None  # the batcher guarantees the SLOs; None: no batcher has decided
     window_guarantee: float | None = None  # probability with which every window of ten tokens meets the TPOT SLO
+    # Engine's time at which the first token of a later stage is due; inf once it has come, and without a TTFT SLO.
+    stage_due_s = math.inf
 
     def __init__(
         self,
@@ -199,7 +201,6 @@ class Request:
         self.kv, self.stats = RequestKV(), RequestStats(arrived_s)
         self._num_before_stage = 0
         self._ends: list[int] = []  # new tokens up to the end of each stage that the current step ends
-        self._awaits_first = False  # a later stage with a TTFT SLO has no token yet
         if progress is not None:
             self._resume(progress, arrived_s)
         self.noise = None if new_noise is None else new_noise(self)
@@ -230,7 +231,7 @@ class Request:
         missed, and no longer counts.
         """
         tpot_slo_s, begin = self.stage.tpot_slo_s, self.stats.stage_begin
-        if self._awaits_first:
+        if self.stage_due_s < math.inf:
             tpot_slo_s = self.stage.ttft_slo_s
         if self.params.e2e_slo_s is None or begin is None:
             return tpot_slo_s
@@ -266,9 +267,9 @@ class Request:
     def num_left_in_stage(self) -> int:
         """Tokens to the end of the current stage, if its length is known, else of the request.
 
-        1 if the TTFT SLO of a later stage waits for its first token.
+        1 while the first token of a later stage is due.
         """
-        if self._awaits_first:
+        if self.stage_due_s < math.inf:
             return 1
         stages, current = self.params.stages, self.stats.stage
         num_tokens = self.stage.num_tokens
@@ -322,7 +323,8 @@ class Request:
             for end in self._ends:
                 self._next_stage(end, now_s)
             self._ends.clear()
-        self._awaits_first &= self.num_emitted == self._num_before_stage
+        if self.num_emitted > self._num_before_stage:
+            self.stage_due_s = math.inf
         stats.arrived_s, stats.num_resumed = now_s - progress.elapsed_s, self.num_emitted
         if progress.tokens:
             stats.first_token_s, stats.last_token_s = now_s - progress.decoding_s, now_s
@@ -365,12 +367,11 @@ class Request:
 
     def _take_first(self, now_s: float) -> None:
         """Check the TTFT SLO of a later stage whose first token has come; TPOT and windows count from it on."""
-        if self._awaits_first and self.num_emitted > self._num_before_stage:
-            stats, ttft_slo_s = self.stats, self.stage.ttft_slo_s
-            stats.has_missed |= ttft_slo_s is not None and self.decoded(now_s)[0] > ttft_slo_s
-            stats.stage_begin = now_s, self._num_before_stage + 1
-            stats.first_open = max(len(stats.commits) - 1, 0)
-            self._awaits_first = False
+        if self.stage_due_s < math.inf and self.num_emitted > self._num_before_stage:
+            self.stats.has_missed |= now_s > self.stage_due_s
+            self.stats.stage_begin = now_s, self._num_before_stage + 1
+            self.stats.first_open = max(len(self.stats.commits) - 1, 0)
+            self.stage_due_s = math.inf
 
     def _end_windows(self, now_s: float) -> None:
         """End the windows of ten tokens that the latest commit completes.
@@ -385,14 +386,10 @@ class Request:
 
     def _next_stage(self, num_before: int, now_s: float) -> None:
         self.stats.stage, self._num_before_stage = self.stats.stage + 1, num_before
-        self.stats.stage_begin, self._awaits_first = (now_s, num_before), self.stage.ttft_slo_s is not None
+        self.stats.stage_begin = now_s, num_before
         self.stats.first_open = max(len(self.stats.commits) - 1, 0)
-
-    @property
-    def stage_due_s(self) -> float:
-        """Engine's time at which the first token of a later stage is due; inf if it has come or has no TTFT SLO."""
-        begin, ttft_slo_s = self.stats.stage_begin, self.stage.ttft_slo_s
-        return math.inf if not self._awaits_first or begin is None or ttft_slo_s is None else begin[0] + ttft_slo_s
+        ttft_slo_s = self.stage.ttft_slo_s
+        self.stage_due_s = math.inf if ttft_slo_s is None else now_s + ttft_slo_s
 
     def decoded(self, now_s: float) -> tuple[float, int]:
         """Return seconds and tokens since the current stage began to count.
@@ -408,8 +405,8 @@ class Request:
     @property
     def has_open_guarantee(self) -> bool:
         """Return whether windows of ten tokens are guaranteed, none was missed, and one is open."""
-        is_kept = self.window_guarantee is not None and not (self.stats.has_missed_window or self._awaits_first)
-        return is_kept and self.stage.tpot_slo_s is not None and bool(self.stats.commits)
+        is_kept = self.window_guarantee is not None and not self.stats.has_missed_window
+        return is_kept and self.stage_due_s == math.inf and self.stage.tpot_slo_s is not None and bool(self.stats.commits)
 
     def tightest_window(self, now_s: float, token_s: float) -> tuple[float, int]:
         """Return seconds and tokens since the beginning of the open window that is furthest behind a pace.
