@@ -36,7 +36,7 @@ SARATHI = 'sarathi {"prefill_chunk": 512}'
 REASONING = Scenario(("reasoning",), 60, (512, 512), {"reasoning": "poisson"}, hardware="llama-8b-h100")
 TOOLS = replace(SCENARIOS["toolllm"], number=100, pause_s=PAUSE_S)
 SYSTEMS: dict[str, tuple[Scenario, tuple[float, ...], dict[str, str]]] = {
-    "reasoning": (REASONING, (1.0, 2.0, 4.0), {"Sarathi": SARATHI, "SLOs-Serve": THEIRS, "auto": OURS}),
+    "reasoning": (REASONING, (1.0, 4.0), {"Sarathi": SARATHI, "SLOs-Serve": THEIRS, "auto": OURS}),
     "tools": (
         TOOLS,
         (1.0, 2.0, 3.0),

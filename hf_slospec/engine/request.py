@@ -406,7 +406,9 @@ class Request:
     def has_open_guarantee(self) -> bool:
         """Return whether windows of ten tokens are guaranteed, none was missed, and one is open."""
         is_kept = self.window_guarantee is not None and not self.stats.has_missed_window
-        return is_kept and self.stage_due_s == math.inf and self.stage.tpot_slo_s is not None and bool(self.stats.commits)
+        return (
+            is_kept and self.stage_due_s == math.inf and self.stage.tpot_slo_s is not None and bool(self.stats.commits)
+        )
 
     def tightest_window(self, now_s: float, token_s: float) -> tuple[float, int]:
         """Return seconds and tokens since the beginning of the open window that is furthest behind a pace.
