@@ -23,13 +23,13 @@ FIRST_SHARE = 0.25  # share of an E2E SLO without a TTFT SLO that is planned for
 
 
 def tightest_tpot_slo_s(request: Request) -> float:
-    """Return the tightest TPOT SLO over all stages, and what an E2E SLO leaves each token after the first.
+    """Return the tightest SLO that decode steps have to keep: of any stage, or what an E2E SLO leaves each token.
 
     Returns:
         Seconds per token; inf without any.
     """
     params = request.params
-    slos_s = [stage.tpot_slo_s for stage in params.stages if stage.tpot_slo_s is not None]
+    slos_s = params.stage_slos_s
     if params.e2e_slo_s is not None and params.max_new_tokens > 1:
         left_s = params.e2e_slo_s - first_token_slo_s(request)
         slos_s.append(max(left_s / (params.max_new_tokens - 1), LEAST_SLO_S))
