@@ -117,8 +117,12 @@ def guaranteeable(
     priorities = sorted({request.params.priority for request in (*candidates, *guaranteed)})
     rank = {priority: min(number, MAX_PRIORITIES - 1) for number, priority in enumerate(priorities)}
 
+    step_s = costs.recent.step_s if any(request.is_decoding for request in guaranteed) else 0.0
+
     def candidate(request: Request, is_forced: bool) -> Candidate:
         deadline_s = MARGIN * (prefill_deadline_s(request) - now_s)
+        if step_s > 0.0 and math.isfinite(deadline_s):  # the first token comes with the end of a step
+            deadline_s = deadline_s // step_s * step_s
         tokens, slots = request.num_uncached - num_reusable(request), kv_needed(request)
         return Candidate(deadline_s, tokens, slots, _tier_of(tiers, request), rank[request.params.priority], is_forced)
 
