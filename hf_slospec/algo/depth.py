@@ -29,10 +29,9 @@ def beam_ranks(forest: Forest) -> IntArray:
 class Drafted:
     """Shape and number of the trees that a step drafted."""
 
-    depth: int  # levels
+    depth: int  # levels planned; those not worth drafting count as drafted without nodes
     width: int
     num_trees: int  # trees drafted; other requests have only a root
-    planned_depth: int  # levels planned; the drafter may have stopped at ``depth``
 
 
 class _Choice(NamedTuple):
@@ -78,7 +77,6 @@ class DepthControl:
         self.mass = np.zeros((max_depth + 1, max_width))  # their path probability, which is their expected tokens
         self.nodes[0, 0] = self.mass[0, 0] = 1.0
         self.steps_since = np.full((max_depth + 1, max_width), np.inf)  # steps since the entry was last drafted
-        self.is_tried = np.zeros((max_depth + 1, max_width), dtype=np.bool_)  # a step has drafted or planned the entry
         self.num_observed = self.num_trees = 0  # steps that drafted, and their trees
         self.is_on = True
         self.goodput = 0.0  # expected tokens per second and request of the last shape chosen by averages
@@ -102,8 +100,6 @@ class DepthControl:
         num_trees = np.zeros(self.nodes.shape)  # trees for which the entry was drafted
         for step in drafted:
             num_trees[1 : step.depth + 1, : step.width] += step.num_trees
-            # Levels not worth drafting count as tried; otherwise every step would be a look until they are drafted.
-            self.is_tried[1 : max(step.depth, step.planned_depth) + 1, : step.width] = True
             self.num_trees += step.num_trees
         self.num_observed += len(drafted)
         weight = max(self.WEIGHT, 1.0 / self.num_observed)
@@ -154,7 +150,7 @@ class DepthControl:
         tokens, step_s = self._expected(max_depth, max_width, seconds)
         depth, width, best, plain = self._best_of(tokens / step_s)
         is_warm = self.num_observed >= self.WARMUP_STEPS or self.num_trees >= self.WARMUP_TREES
-        is_tried = bool(self.is_tried[1 : max_depth + 1, :max_width].all())
+        is_tried = bool(np.isfinite(self.steps_since[1 : max_depth + 1, :max_width]).all())
         is_known = is_warm and (is_tried or not self.is_on)
         if is_known:
             self._switch(best, plain)

@@ -172,7 +172,7 @@ def test_auto_does_not_switch_on_for_less_than_the_draft_has_to_process_first(
     config = SLOSpecConfig(max_depth=1, max_width=1)
     history = SpeculationHistory(config)
     history.depths.num_observed, history.depths.is_on = 99, False
-    history.depths.is_tried[1], history.depths.steps_since[1] = True, 1.0
+    history.depths.steps_since[1] = 1.0
     history.depths.mass[1] = history.depths.nodes[1] = 0.9
     draft_level = ForwardCost(LatencyCurve((1, 1001), (0.1, 10.1)))  # 0.01 s per token
     policy = new_policy(config, StepCosts(costs(1e-3).verify, draft_level), history)
