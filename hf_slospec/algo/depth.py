@@ -37,7 +37,7 @@ class Drafted:
 class _Choice(NamedTuple):
     """The shape that is best by the averages, and the conditions under which it was chosen."""
 
-    conditions: tuple[int, ...]  # number of observed steps, maximum depth and width
+    conditions: tuple[int, ...]  # observed trees, as long as they are few, maximum depth and width
     num_requests: int
     depth: int  # 0: speculation is off
     width: int
@@ -54,8 +54,8 @@ class DepthControl:
     stays below ``LOOK_SHARE`` of the time, so they are frequent where they are cheap. After speculation was switched
     off, some come earlier, at intervals that double, since the predicted cost of a look may be wrong as well.
 
-    A choice is kept for ``STANDS`` steps if nothing was observed and the number of requests is similar, since choosing
-    takes longer than all other decisions of a step with few requests.
+    A choice is kept for ``STANDS`` steps if the number of requests is similar, since choosing takes longer than all
+    other decisions of a step with few requests. As long as few trees were observed, it is renewed with each of them.
     """
 
     STANDS = 4  # steps for which a choice is kept
@@ -71,6 +71,7 @@ class DepthControl:
     MAX_WEIGHT = 0.5  # weight of a step in the averages of entries that were not drafted for long
     DOUBT = 0.5  # upper bound of the standard deviation of a node's contribution in one step
     NO_DOUBT = 0.02  # relative standard error of the averages that is ignored
+    FEW_TREES = round((DOUBT / NO_DOUBT) ** 2)  # observed trees beyond which the averages are not doubted
 
     def __init__(self, max_depth: int, max_width: int):
         self.nodes = np.zeros((max_depth + 1, max_width))  # [depth, rank in beam] verified nodes per request
@@ -129,10 +130,10 @@ class DepthControl:
         self.steps_since += 1
         self._steps_since_look += 1
         self._age += 1
-        conditions = self.num_observed, max_depth, max_width
+        conditions = min(self.num_trees, self.FEW_TREES), max_depth, max_width
         ratio = num_requests / max(self._choice.num_requests, 1)
         is_similar = conditions == self._choice.conditions and 1.0 / self.SIMILAR < ratio < self.SIMILAR
-        if not is_similar or self._age >= self.STANDS:
+        if not (is_similar and self._choice.is_known) or self._age >= self.STANDS:
             self._choice, self._age = self._chosen(conditions, num_requests, seconds), 0
         choice, self.is_look = self._choice, True
         if not choice.is_known:

@@ -257,6 +257,12 @@ def test_a_choice_stands_while_nothing_is_learned_and_about_as_many_requests_dec
     assert decode(16, 1) == decode(8, 1) == 1
     learn(control, beam(4, 1, 0.7, 0.0), 4, 1)
     assert decode(8, 1) == 1
+    control.num_trees = DepthControl.FEW_TREES
+    decode(8, stands)
+    for _ in range(stands):
+        learn(control, beam(4, 1, 0.7, 0.0), 4, 1)
+        decode(8, 1)
+    assert sum(chosen_for) <= 8  # one more step teaches little then
 
 
 def test_steps_learned_together_teach_the_places_that_some_of_them_drafted() -> None:

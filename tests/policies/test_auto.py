@@ -23,7 +23,7 @@ from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.generate.speculator import HOST_LEVEL
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import BATCH_STEPS, MIN_DRAFTED_STEPS, PROBED_REQUESTS, SpeculationHistory
-from tests.support.policy_costs import NO_TIME, begun, costs, plan_of, requests_of
+from tests.support.policy_costs import NO_TIME, begun, costs, late, plan_of, requests_of
 from tests.support.toys.engine import policy_of, run
 from tests.support.toys.models import (
     VOCAB,
@@ -48,6 +48,15 @@ def test_auto_gives_late_requests_more_nodes_of_the_same_tree(elapsed_s: float) 
     clock.now_s = elapsed_s
     first, second = (part.nodes for part in engine.step().requests)
     assert (second > first) if elapsed_s else (second <= first)
+
+
+def test_levels_are_worth_more_for_late_requests() -> None:
+    config = SLOSpecConfig(urgency=1.0)
+    policy = new_policy(config, costs(1e-3), SpeculationHistory(config))
+    hurried, relaxed = late(0, 0.5, elapsed_s=10.0), late(1, None)
+    weights = plan_of(policy, [hurried, relaxed], 10.0).weights
+    assert weights is not None and weights[hurried] > 1.0 > weights[relaxed]
+    assert sum(weights.values()) == pytest.approx(2.0)
 
 
 def sizes(
