@@ -80,8 +80,7 @@ def _limits(plan: Plan, requests: Sequence[Request], num_rows: int) -> Limits | 
     log_min = torch.tensor(log(plan.min_confidence), dtype=torch.float64) if plan.min_confidence else None
     scalars = torch.tensor((plan.min_gain, plan.min_request_gain, plan.min_path_prob), dtype=torch.float64)
     weights = torch.ones(num_rows, 1)
-    if plan.weights is not None:
-        weights[: len(requests), 0] = torch.tensor([plan.weights[request] for request in requests])
+    weights[: len(requests), 0] = torch.tensor([plan.weight_of(request) for request in requests])
     return Limits(*scalars.unbind(), weights, log_min)
 
 

@@ -39,11 +39,15 @@ class Plan:
     depths: Mapping[Request, int] | None = None  # levels of single requests, at most
     decoding: Sequence[Request] | None = None  # requests that take part, the others sit the step out; None: all
     min_request_gain: float = 0.0  # stop for a request once its gain is no larger than this
-    weights: Mapping[Request, float] | None = None  # of requests in their gains; None: all 1
+    weights: Mapping[Request, float] | None = None  # factors on path probabilities in gains; others: 1
 
     def levels_of(self, request: Request) -> int:
         """Return the number of levels to draft for a request, at most."""
         return self.depth if self.depths is None else self.depths.get(request, self.depth)
+
+    def weight_of(self, request: Request) -> float:
+        """Return the factor on the path probabilities of a request's nodes in its gain."""
+        return 1.0 if self.weights is None else self.weights.get(request, 1.0)
 
 
 READ_CHUNK = 64  # tokens per chunk of a prompt whose logits are read, each of which costs as much as a verified node

@@ -105,7 +105,7 @@ class SimulatedDrafter(Drafter):
         self._num_cached.update((request, len(request.tokens)) for request in requests)
         seconds = float(self.hardware.draft(num_uncached, num_requests, keys.sum()))
         limits = np.array([plan.levels_of(request) for request in requests])
-        weights = np.array([1.0 if plan.weights is None else plan.weights[request] for request in requests])[:, None]
+        weights = np.array([[plan.weight_of(request)] for request in requests])
         num_levels = np.ones(num_requests, dtype=np.int64)
         is_drafting: BoolArray = num_levels > 0
         levels = [self._expand(requests, None, 0, plan.width)]

@@ -253,4 +253,3 @@ class AutoPolicy(NamedPolicy):
 def _probed(requests: Sequence[Request]) -> list[Request]:
     """Return the requests to draft for in a look: those with the fewest tokens for the draft to prefill."""
     return sorted(requests, key=attrgetter("num_draft_behind"))[:PROBED_REQUESTS]
-
