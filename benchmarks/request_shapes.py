@@ -92,9 +92,7 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Simulate all loads on all machines."""
-    cases = [
-        (machine, load, seed, number) for machine in machines() for load in LOADS for seed in range(1, seeds + 1)
-    ]
+    cases = [(machine, load, seed, number) for machine in machines() for load in LOADS for seed in range(1, seeds + 1)]
     with ProcessPoolExecutor(workers) as pool:
         rows = list(pool.map(one, *zip(*cases, strict=True)))
     for machine, load in dict.fromkeys((row["machine"], row["load"]) for row in rows):

@@ -45,8 +45,7 @@ def beam_search(
     flags, trees, indices = DeferredFlags(device), dict[int, TokenTree](), np.arange(len(requests))
     may_leave = num_rows is None and not flags.lag and plan.goes_on is None
     num_rows = num_rows or len(requests)
-    limits, levels = _limits(plan, requests, num_rows), np.array([plan.levels_of(request) for request in requests])
-    nodes = to_device(_roots(requests, num_rows), device)
+    limits, nodes = _limits(plan, requests, num_rows), to_device(_roots(requests, num_rows), device)
     level = Level(network, (1,), plan.width, nodes, states, limits, is_coupled=False)
     for depth in range(1, plan.depth + 1):
         drafting = [requests[index] for index in indices]
@@ -55,17 +54,15 @@ def beam_search(
         grown = run(indices, level)
         beam = grown if isinstance(grown, Beam) else _coupled(drafting, level, grown)
         sizes = *level.sizes, beam.nodes.shape[2] - sum(level.sizes)
-        goes_on = levels[indices] > depth
-        if beam.is_worthwhile is not None and (is_worthwhile := flags.next(beam.is_worthwhile)) is not None:
-            goes_on &= is_worthwhile[: len(indices)]
-        if not goes_on.any():
+        goes_on = None if beam.is_worthwhile is None else flags.next(beam.is_worthwhile)
+        if is_last or (goes_on is not None and not goes_on.any()):
             break
         if plan.goes_on is not None:
             path_probs = beam.path_logprobs[: len(requests)].exp().double().cpu().numpy()
             if not plan.goes_on(path_probs):
                 break
         level = replace(level, sizes=sizes, nodes=beam.nodes, states=beam.states)
-        if may_leave and not goes_on.all():
+        if may_leave and goes_on is not None and not goes_on.all():
             rows = torch.from_numpy(goes_on)
             trees |= zip(indices[~goes_on].tolist(), _trees(level.nodes[~rows], sizes), strict=True)
             indices, level = indices[goes_on], level.of(rows)
@@ -75,13 +72,15 @@ def beam_search(
 
 
 def _limits(plan: Plan, requests: Sequence[Request], num_rows: int) -> Limits | None:
-    if not (plan.min_gain or plan.min_request_gain or plan.min_confidence):
+    if not (plan.min_gain or plan.min_request_gain or plan.min_confidence or plan.depths):
         return None
     log_min = torch.tensor(log(plan.min_confidence), dtype=torch.float64) if plan.min_confidence else None
     scalars = torch.tensor((plan.min_gain, plan.min_request_gain, plan.min_path_prob), dtype=torch.float64)
     weights = torch.ones(num_rows, 1)
     weights[: len(requests), 0] = torch.tensor([plan.weight_of(request) for request in requests])
-    return Limits(*scalars.unbind(), weights, log_min)
+    levels = torch.full((num_rows,), plan.depth)
+    levels[: len(requests)] = torch.tensor([plan.levels_of(request) for request in requests])
+    return Limits(*scalars.unbind(), weights, levels, log_min)
 
 
 def _roots(requests: Sequence[Request], num_rows: int) -> torch.Tensor:

@@ -74,6 +74,7 @@ class Limits(NamedTuple):
     min_request_gain: torch.Tensor  # [] f64
     min_path_prob: torch.Tensor  # [] f64
     weights: torch.Tensor  # [num_rows, 1] f32
+    levels: torch.Tensor  # [num_rows] int64, maximum depths
     log_min_confidence: torch.Tensor | None  # [] f64; None: no limit
 
 
@@ -94,9 +95,12 @@ class Level:
 
     def of(self, rows: torch.Tensor) -> Level:
         """Return the level of some rows, [num_rows] bool."""
-        limits = self.limits and self.limits._replace(weights=self.limits.weights[rows])
+        limits, states = self.limits, self.states
         return replace(
-            self, nodes=self.nodes[rows], states=None if self.states is None else self.states[rows], limits=limits
+            self,
+            nodes=self.nodes[rows],
+            states=None if states is None else states[rows],
+            limits=limits and limits._replace(weights=limits.weights[rows], levels=limits.levels[rows]),
         )
 
     @property
@@ -244,9 +248,10 @@ def _is_worthwhile(nodes: torch.Tensor, path_logprobs: torch.Tensor, depth: int,
 
     ``path_logprobs`` [num_rows, beam] f32 are those of the last layer, at ``depth``.
     """
-    values = to_device(limits.weights, nodes.device) * path_logprobs.exp()
+    weights, levels = to_device((limits.weights, limits.levels), nodes.device)
+    values = weights * path_logprobs.exp()
     gains = (values - limits.min_path_prob).clamp(min=0.0).sum(1, dtype=torch.float64)
-    is_worthwhile = gains > limits.min_request_gain
+    is_worthwhile = (gains > limits.min_request_gain) & (levels > depth)
     if limits.log_min_confidence is not None:
         paths = _paths(nodes, path_logprobs.shape[1], depth).flatten(1)
         parents = nodes[:, 1].gather(1, paths)
