@@ -42,7 +42,8 @@ def beam_search(
         num_rows: rows of the beam, padding included, which stay; None: one per request.
         states: [num_requests, 1, hidden], inputs of the roots, if the network takes states.
     """
-    flags, trees, indices = DeferredFlags(device), dict[int, TokenTree](), np.arange(len(requests))
+    flags, trees = DeferredFlags(device), dict[int, TokenTree]()
+    indices: IntArray = np.arange(len(requests))
     may_leave = num_rows is None and not flags.lag and plan.goes_on is None
     num_rows = num_rows or len(requests)
     limits, nodes = _limits(plan, requests, num_rows), to_device(_roots(requests, num_rows), device)
@@ -76,11 +77,12 @@ def _limits(plan: Plan, requests: Sequence[Request], num_rows: int) -> Limits | 
         return None
     log_min = torch.tensor(log(plan.min_confidence), dtype=torch.float64) if plan.min_confidence else None
     scalars = torch.tensor((plan.min_gain, plan.min_request_gain, plan.min_path_prob), dtype=torch.float64)
+    gain, request_gain, prob = scalars.unbind()
     weights = torch.ones(num_rows, 1)
     weights[: len(requests), 0] = torch.tensor([plan.weight_of(request) for request in requests])
     levels = torch.full((num_rows,), plan.depth)
     levels[: len(requests)] = torch.tensor([plan.levels_of(request) for request in requests])
-    return Limits(*scalars.unbind(), weights, levels, log_min)
+    return Limits(gain, request_gain, prob, weights, levels, log_min)
 
 
 def _roots(requests: Sequence[Request], num_rows: int) -> torch.Tensor:
