@@ -251,7 +251,7 @@ def _is_worthwhile(nodes: torch.Tensor, path_logprobs: torch.Tensor, depth: int,
     weights, levels = to_device((limits.weights, limits.levels), nodes.device)
     values = weights * path_logprobs.exp()
     gains: torch.Tensor = (values - limits.min_path_prob).clamp(min=0.0).sum(1, dtype=torch.float64)
-    is_worthwhile = (gains > limits.min_request_gain) & (levels > depth)
+    is_worthwhile: torch.Tensor = (gains > limits.min_request_gain) & (levels > depth)
     if limits.log_min_confidence is not None:
         paths = _paths(nodes, path_logprobs.shape[1], depth).flatten(1)
         parents = nodes[:, 1].gather(1, paths)
