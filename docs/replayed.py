@@ -360,6 +360,22 @@ def guarantees() -> str:
     return markdown(header, lines)
 
 
+@table
+def request_shapes() -> str:
+    found = result("request-shapes.json")["results"]
+    lines = []
+    for machine, load in dict.fromkeys((row["machine"], row["load"]) for row in next(iter(found.values()))):
+        before, now = (
+            {key: statistics.fmean(row[key] for row in rows if (row["machine"], row["load"]) == (machine, load))
+             for key in ("attainment", "throughput", "goodput")}
+            for rows in (found["one depth per step"], found["depth by request"])
+        )  # fmt: skip
+        missed = [f"{100 * (1 - each['attainment']):.1f} %" for each in (before, now)]
+        changes = [f"{100 * (now[key] / before[key] - 1):+.1f} %" for key in ("throughput", "goodput")]
+        lines.append([machine, load, *missed, *changes])
+    return markdown("machine | load | SLOs missed before | now | tokens/s | tokens/s of attained SLOs", lines)
+
+
 # --- The first table of papers.md ------------------------------------------------------------------------------------
 
 

@@ -29,16 +29,15 @@ def beam_ranks(forest: Forest) -> IntArray:
 class Drafted:
     """Shape and number of the trees that a step drafted."""
 
-    depth: int  # levels
+    depth: int  # levels planned; those not worth drafting count as drafted without nodes
     width: int
     num_trees: int  # trees drafted; other requests have only a root
-    planned_depth: int  # levels planned; the drafter may have stopped at ``depth``
 
 
 class _Choice(NamedTuple):
     """The shape that is best by the averages, and the conditions under which it was chosen."""
 
-    conditions: tuple[int, ...]  # number of observed steps, maximum depth and width
+    conditions: tuple[int, ...]  # observed trees, as long as they are few, maximum depth and width
     num_requests: int
     depth: int  # 0: speculation is off
     width: int
@@ -55,8 +54,8 @@ class DepthControl:
     stays below ``LOOK_SHARE`` of the time, so they are frequent where they are cheap. After speculation was switched
     off, some come earlier, at intervals that double, since the predicted cost of a look may be wrong as well.
 
-    A choice is kept for ``STANDS`` steps if nothing was observed and the number of requests is similar, since choosing
-    takes longer than all other decisions of a step with few requests.
+    A choice is kept for ``STANDS`` steps if the number of requests is similar, since choosing takes longer than all
+    other decisions of a step with few requests. As long as few trees were observed, it is renewed with each of them.
     """
 
     STANDS = 4  # steps for which a choice is kept
@@ -72,13 +71,13 @@ class DepthControl:
     MAX_WEIGHT = 0.5  # weight of a step in the averages of entries that were not drafted for long
     DOUBT = 0.5  # upper bound of the standard deviation of a node's contribution in one step
     NO_DOUBT = 0.02  # relative standard error of the averages that is ignored
+    FEW_TREES = round((DOUBT / NO_DOUBT) ** 2)  # observed trees beyond which the averages are not doubted
 
     def __init__(self, max_depth: int, max_width: int):
         self.nodes = np.zeros((max_depth + 1, max_width))  # [depth, rank in beam] verified nodes per request
         self.mass = np.zeros((max_depth + 1, max_width))  # their path probability, which is their expected tokens
         self.nodes[0, 0] = self.mass[0, 0] = 1.0
         self.steps_since = np.full((max_depth + 1, max_width), np.inf)  # steps since the entry was last drafted
-        self.is_tried = np.zeros((max_depth + 1, max_width), dtype=np.bool_)  # a step has drafted or planned the entry
         self.num_observed = self.num_trees = 0  # steps that drafted, and their trees
         self.is_on = True
         self.goodput = 0.0  # expected tokens per second and request of the last shape chosen by averages
@@ -102,8 +101,6 @@ class DepthControl:
         num_trees = np.zeros(self.nodes.shape)  # trees for which the entry was drafted
         for step in drafted:
             num_trees[1 : step.depth + 1, : step.width] += step.num_trees
-            # Levels not worth drafting count as tried; otherwise every step would be a look until they are drafted.
-            self.is_tried[1 : max(step.depth, step.planned_depth) + 1, : step.width] = True
             self.num_trees += step.num_trees
         self.num_observed += len(drafted)
         weight = max(self.WEIGHT, 1.0 / self.num_observed)
@@ -133,10 +130,10 @@ class DepthControl:
         self.steps_since += 1
         self._steps_since_look += 1
         self._age += 1
-        conditions = self.num_observed, max_depth, max_width
+        conditions = min(self.num_trees, self.FEW_TREES), max_depth, max_width
         ratio = num_requests / max(self._choice.num_requests, 1)
         is_similar = conditions == self._choice.conditions and 1.0 / self.SIMILAR < ratio < self.SIMILAR
-        if not is_similar or self._age >= self.STANDS:
+        if not (is_similar and self._choice.is_known) or self._age >= self.STANDS:
             self._choice, self._age = self._chosen(conditions, num_requests, seconds), 0
         choice, self.is_look = self._choice, True
         if not choice.is_known:
@@ -154,7 +151,7 @@ class DepthControl:
         tokens, step_s = self._expected(max_depth, max_width, seconds)
         depth, width, best, plain = self._best_of(tokens / step_s)
         is_warm = self.num_observed >= self.WARMUP_STEPS or self.num_trees >= self.WARMUP_TREES
-        is_tried = bool(self.is_tried[1 : max_depth + 1, :max_width].all())
+        is_tried = bool(np.isfinite(self.steps_since[1 : max_depth + 1, :max_width]).all())
         is_known = is_warm and (is_tried or not self.is_on)
         if is_known:
             self._switch(best, plain)

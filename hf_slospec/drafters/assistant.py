@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_slospec.algo.tree import TokenTree
+from hf_slospec.algo.tree import IntArray, TokenTree
 from hf_slospec.drafters.beam import beam_search
 from hf_slospec.drafters.level import Beam, Level, Scores, Vocabulary
 from hf_slospec.drafters.methods import DraftMethod, Room
@@ -189,9 +189,10 @@ class AssistantDrafter(Drafter):
         self.sequences.close()
         self._translated.clear()
 
-    def _run(self, requests: Sequence[RequestTokens], level: Level) -> Beam | Scores:
-        """Forward the last layer of the beam, or for roots all committed tokens that lack K/V."""
+    def _run(self, requests: Sequence[RequestTokens], indices: IntArray, level: Level) -> Beam | Scores:
+        """Forward the last layer of the beam of some requests, or for roots all committed tokens that lack K/V."""
         grown: Beam | Scores
+        requests = [requests[index] for index in indices]
         sequences = [self.sequences.of(request) for request in requests]
         if not level.is_root:
             root_positions = [len(request.tokens) - 1 for request in requests]

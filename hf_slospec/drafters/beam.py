@@ -9,7 +9,7 @@ from math import inf, log
 import numpy as np
 import torch
 
-from hf_slospec.algo.tree import TokenTree
+from hf_slospec.algo.tree import IntArray, TokenTree
 from hf_slospec.drafters.level import Beam, Level, Limits, Network, Scores
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
@@ -24,46 +24,65 @@ def beam_search(
     requests: Sequence[Request],
     plan: Plan,
     network: Network | None,
-    run: Callable[[Level], Beam | Scores],
+    run: Callable[[IntArray, Level], Beam | Scores],
     device: torch.device,
     num_rows: int | None = None,
     states: torch.Tensor | None = None,
 ) -> list[TokenTree]:
     """Return the candidate trees of requests, which hold all nodes of the beam.
 
+    Requests leave the beam once one more level is not worth its time for them. On other devices than a CPU, which
+    would have to wait for the host, all stay until it is worth its time for none.
+
     Args:
         network: the draft model; see :class:`Level`.
-        run: forwards the last layer of the beam (at first the roots), and returns ``Level.grown``.
+        run: forwards the last layer of the beam (at first the roots) of the requests at some indices, and returns
+            ``Level.grown``.
         device: of the draft model.
-        num_rows: rows of the beam, padding included; None: no padding.
+        num_rows: rows of the beam, padding included, which stay; None: one per request.
         states: [num_requests, 1, hidden], inputs of the roots, if the network takes states.
     """
-    limits, is_over = _limits(plan), DeferredFlags(device)
-    nodes = to_device(_roots(requests, num_rows or len(requests)), device)
+    flags, trees = DeferredFlags(device), dict[int, TokenTree]()
+    indices: IntArray = np.arange(len(requests))
+    may_leave = num_rows is None and not flags.lag and plan.goes_on is None
+    num_rows = num_rows or len(requests)
+    limits, nodes = _limits(plan, requests, num_rows), to_device(_roots(requests, num_rows), device)
     level = Level(network, (1,), plan.width, nodes, states, limits, is_coupled=False)
-    for depth in range(plan.depth):
-        is_last = depth == plan.depth - 1
-        is_coupled = any(map(is_ranked, requests))
+    for depth in range(1, plan.depth + 1):
+        drafting = [requests[index] for index in indices]
+        is_last, is_coupled = depth == plan.depth, any(map(is_ranked, drafting))
         level = replace(level, limits=None if is_last else limits, is_coupled=is_coupled)
-        grown = run(level)
-        beam = grown if isinstance(grown, Beam) else _coupled(requests, level, grown)
+        grown = run(indices, level)
+        beam = grown if isinstance(grown, Beam) else _coupled(drafting, level, grown)
         sizes = *level.sizes, beam.nodes.shape[2] - sum(level.sizes)
-        if is_last or (beam.is_futile is not None and is_over.next(beam.is_futile)):
+        goes_on = None if beam.is_worthwhile is None else flags.next(beam.is_worthwhile)
+        if is_last or (goes_on is not None and not goes_on.any()):
             break
         if plan.goes_on is not None:
             path_probs = beam.path_logprobs[: len(requests)].exp().double().cpu().numpy()
             if not plan.goes_on(path_probs):
                 break
         level = replace(level, sizes=sizes, nodes=beam.nodes, states=beam.states)
-    return _trees(requests, beam.nodes, sizes)
+        if may_leave and goes_on is not None and not goes_on.all():
+            rows = torch.from_numpy(goes_on)
+            trees |= zip(indices[~goes_on].tolist(), _trees(level.nodes[~rows], sizes), strict=True)
+            indices, level = indices[goes_on], level.of(rows)
+            limits = level.limits
+    trees |= zip(indices.tolist(), _trees(beam.nodes[: len(indices)], sizes), strict=True)
+    return [trees[index] for index in range(len(requests))]
 
 
-def _limits(plan: Plan) -> Limits | None:
-    if not plan.min_gain and not plan.min_confidence:
+def _limits(plan: Plan, requests: Sequence[Request], num_rows: int) -> Limits | None:
+    if not (plan.min_gain or plan.min_request_gain or plan.min_confidence or plan.depths):
         return None
     log_min = torch.tensor(log(plan.min_confidence), dtype=torch.float64) if plan.min_confidence else None
-    gain, prob = torch.tensor((plan.min_gain, plan.min_path_prob), dtype=torch.float64).unbind()
-    return Limits(gain, prob, log_min)
+    scalars = torch.tensor((plan.min_gain, plan.min_request_gain, plan.min_path_prob), dtype=torch.float64)
+    gain, request_gain, prob = scalars.unbind()
+    weights = torch.ones(num_rows, 1)
+    weights[: len(requests), 0] = torch.tensor([plan.weight_of(request) for request in requests])
+    levels = torch.full((num_rows,), plan.depth)
+    levels[: len(requests)] = torch.tensor([plan.levels_of(request) for request in requests])
+    return Limits(gain, request_gain, prob, weights, levels, log_min)
 
 
 def _roots(requests: Sequence[Request], num_rows: int) -> torch.Tensor:
@@ -81,9 +100,9 @@ def _coupled(requests: Sequence[Request], level: Level, scores: Scores) -> Beam:
     return level.extended(scores._replace(logits=logits), None)
 
 
-def _trees(requests: Sequence[Request], nodes: torch.Tensor, sizes: Sequence[int]) -> list[TokenTree]:
+def _trees(nodes: torch.Tensor, sizes: Sequence[int]) -> list[TokenTree]:
     """Return candidate trees (node 0 the root, then layer after layer), with one copy from the device."""
-    tokens, parents, bits = nodes[: len(requests)].cpu().numpy().swapaxes(0, 1)
+    tokens, parents, bits = nodes.cpu().numpy().swapaxes(0, 1)
     probs = np.exp(bits.astype(np.int32).view(np.float32).astype(np.float64))
     depths = np.repeat(np.arange(len(sizes)), sizes)
     columns = zip(tokens, parents, probs, strict=True)

@@ -101,10 +101,10 @@ class SequentialBlockDrafter(BlockDrafter):
                 outputs = outputs[:, self.head.first_slot :]
         plan = replace(plan, depth=min(plan.depth, outputs.shape[1]))
         run = partial(self._grown, outputs)
-        return beam_search(requests, plan, None, run, outputs.device, states=states)
+        return beam_search(requests, plan, None, run, outputs.device, len(requests), states)
 
-    def _grown(self, outputs: torch.Tensor, level: Level) -> Beam | Scores:
-        """Return the beam with its next layer, or the scores if the next layer needs noise; see ``Level.grown``."""
+    def _grown(self, outputs: torch.Tensor, _: IntArray, level: Level) -> Beam | Scores:
+        """Return the beam of all requests with its next layer, or scores; see ``Level.grown``."""
         depth = len(level.sizes) - 1
         scores = Scores(*self.head.after(level.tokens, outputs[:, depth], level.inherited_states))
         if level.is_coupled:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from hf_slospec.algo.tree import TokenTree
+from hf_slospec.algo.tree import IntArray, TokenTree
 from hf_slospec.drafters.beam import beam_search
 from hf_slospec.drafters.block import BlockDrafter, SequentialBlockDrafter, block_trees
 from hf_slospec.drafters.features import FeatureDrafter
@@ -67,9 +67,10 @@ class HeadDrafter(FeatureDrafter):
         network, rows = HeadNetwork(self.head, self.vocab_size), self.packed.num_draft_rows(len(requests))
         return beam_search(requests, plan, network, partial(self._run, requests), self.packed.device, rows)
 
-    def _run(self, requests: Sequence[Request], level: Level) -> Beam | Scores:
-        """Forward the last layer of the beam, or for roots the entries of all waiting features."""
+    def _run(self, requests: Sequence[Request], indices: IntArray, level: Level) -> Beam | Scores:
+        """Forward the last layer of the beam of some requests, or for roots the entries of all waiting features."""
         grown: Beam | Scores
+        requests = [requests[index] for index in indices]
         if level.is_root:
             grown = self._process(requests, level)
             return grown

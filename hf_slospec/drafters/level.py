@@ -30,7 +30,7 @@ class Beam(NamedTuple):
     nodes: torch.Tensor  # [num_rows, 3, num_nodes] int64: tokens, parents, bits of the f32 path log probabilities
     path_logprobs: torch.Tensor  # [num_rows, beam] f32, of the last layer
     states: torch.Tensor | None  # [num_rows, parent_beam, hidden], of the layer before the last
-    is_futile: torch.Tensor | None  # [1] bool: no deeper level can be worth its time
+    is_worthwhile: torch.Tensor | None  # [num_rows] bool: rows of which one more level may be worth its time
 
 
 class Vocabulary(NamedTuple):
@@ -71,7 +71,10 @@ class Limits(NamedTuple):
     """Limits below which a level is not worth its time; tensors, as they change with every step."""
 
     min_gain: torch.Tensor  # [] f64
+    min_request_gain: torch.Tensor  # [] f64
     min_path_prob: torch.Tensor  # [] f64
+    weights: torch.Tensor  # [num_rows, 1] f32
+    levels: torch.Tensor  # [num_rows] int64, maximum depths
     log_min_confidence: torch.Tensor | None  # [] f64; None: no limit
 
 
@@ -87,8 +90,18 @@ class Level:
     width: int  # maximum number of nodes per row in the next layer
     nodes: torch.Tensor  # see Beam
     states: torch.Tensor | None  # see Beam; at the root, the root's own, [num_rows, 1, hidden]
-    limits: Limits | None  # None: is_futile is not computed
+    limits: Limits | None  # None: is_worthwhile is not computed
     is_coupled: bool  # the next layer needs the requests' noise or grammars, so it is computed outside of graphs
+
+    def of(self, rows: torch.Tensor) -> Level:
+        """Return the level of some rows, [num_rows] bool."""
+        limits, states = self.limits, self.states
+        return replace(
+            self,
+            nodes=self.nodes[rows],
+            states=None if states is None else states[rows],
+            limits=limits and limits._replace(weights=limits.weights[rows], levels=limits.levels[rows]),
+        )
 
     @property
     def beam(self) -> int:
@@ -180,8 +193,9 @@ class Level:
             tokens = vocabulary.target_ids[tokens]
         layer = torch.stack((tokens, parents + sum(self.sizes[:-1]), path_logprobs.view(torch.int32).long()), dim=1)
         nodes = torch.cat((self.nodes, layer), dim=2)
-        is_futile = None if self.limits is None else _is_futile(nodes, path_logprobs, len(self.sizes), self.limits)
-        return Beam(nodes, path_logprobs, scores.states, is_futile)
+        depth, limits = len(self.sizes), self.limits
+        is_worthwhile = None if limits is None else _is_worthwhile(nodes, path_logprobs, depth, limits)
+        return Beam(nodes, path_logprobs, scores.states, is_worthwhile)
 
     def path_tokens(self, row: int) -> torch.Tensor:
         """Return the path to each node of one row's last layer, without the root.  -> [beam, depth] int64"""
@@ -229,18 +243,20 @@ def _paths(nodes: torch.Tensor, num_last: int, depth: int) -> torch.Tensor:
     return torch.stack(path[::-1], dim=-1) if depth else node[..., None][..., :0]
 
 
-def _is_futile(nodes: torch.Tensor, path_logprobs: torch.Tensor, depth: int, limits: Limits) -> torch.Tensor:
-    """Return whether no level below the last one can be worth its time.  -> [1] bool
+def _is_worthwhile(nodes: torch.Tensor, path_logprobs: torch.Tensor, depth: int, limits: Limits) -> torch.Tensor:
+    """Return the rows of which a level below the last one may be worth its time; none if it is not.  -> [num_rows] bool
 
     ``path_logprobs`` [num_rows, beam] f32 are those of the last layer, at ``depth``.
     """
-    gain = (path_logprobs.exp() - limits.min_path_prob).clamp(min=0.0).sum(dtype=torch.float64)
-    is_futile = gain < limits.min_gain
+    weights, levels = to_device((limits.weights, limits.levels), nodes.device)
+    values = weights * path_logprobs.exp()
+    gains: torch.Tensor = (values - limits.min_path_prob).clamp(min=0.0).sum(1, dtype=torch.float64)
+    is_worthwhile: torch.Tensor = (gains > limits.min_request_gain) & (levels > depth)
     if limits.log_min_confidence is not None:
         paths = _paths(nodes, path_logprobs.shape[1], depth).flatten(1)
         parents = nodes[:, 1].gather(1, paths)
         logprobs = _logprobs(nodes[:, 2])
         # Log probability of each token on the path to a node, given its parent.
         conditionals = (logprobs.gather(1, paths) - logprobs.gather(1, parents)).view(*path_logprobs.shape, depth)
-        is_futile = is_futile | ~(conditionals.amin(-1) > limits.log_min_confidence).any()
-    return is_futile.view(1)
+        is_worthwhile &= (conditionals.amin(-1) > limits.log_min_confidence).any(1)
+    return is_worthwhile & (((gains - limits.min_request_gain) * is_worthwhile).sum() >= limits.min_gain)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hf_slospec.algo.latency_curves import ForwardCost
-from hf_slospec.algo.tree import TokenTree
+from hf_slospec.algo.tree import IntArray, TokenTree
 from hf_slospec.drafters.assistant import check_device, check_vocabulary
 from hf_slospec.drafters.beam import beam_search
 from hf_slospec.drafters.level import Beam, Level, Scores
@@ -169,8 +169,8 @@ class SharedKVDrafter(Drafter):
         device = self._sequences.packed.device
         return beam_search(requests, plan, None, partial(self._run, requests), device, states=states)
 
-    def _run(self, requests: Sequence[Request], level: Level) -> Beam | Scores:
-        sequences, states = [self._sequences.of(request) for request in requests], level.inherited_states
+    def _run(self, requests: Sequence[Request], indices: IntArray, level: Level) -> Beam | Scores:
+        sequences, states = [self._sequences.of(requests[index]) for index in indices], level.inherited_states
         assert states is not None
         scores = self._model.scores(self._sequences.cache.pool, sequences, level.tokens, states)
         return level.grown(scores._replace(logits=scores.logits[..., : self.vocab_size]))

@@ -67,6 +67,7 @@ class StepEvent:
     num_drafted_for: int = 0  # requests passed to the drafter
     num_catch_up: int = 0  # their committed tokens that were new to the drafter
     draft_levels: int = 0  # depth of the deepest candidate tree
+    level_share: float = 1.0  # mean share of the requests drafted for that levels after the first draft for
 
     @property
     def is_prefill(self) -> bool:

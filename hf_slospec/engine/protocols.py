@@ -20,6 +20,11 @@ Clock = Callable[[], float]  # monotonic seconds
 class Plan:
     """The shape of one step's drafting.
 
+    Drafters that draft level by level stop for single requests where these limits say so, or, where requests cannot
+    leave a batch, once they say so for all. The gain of a request is the sum by which the last level's path
+    probabilities, times the request's weight, exceed ``min_path_prob``. Without ``min_gain`` and ``min_request_gain``,
+    gains are no limit.
+
     ``goes_on`` gets the path probabilities of each drafted level but the last planned one, [num_requests, beam] f64,
     and returns whether to draft the next. Drafters that do not draft level by level need not ask it.
     """
@@ -27,12 +32,22 @@ class Plan:
     depth: int  # draft levels; 0 decodes plainly
     width: int  # beam width per request
     min_path_prob: float = 0.0  # a node of lower path probability is not worth its share of the verify step
-    min_gain: float = 0.0  # stop drafting once the last level's nodes exceed min_path_prob by less than this in sum
-    min_confidence: float = 0.0  # stop drafting once every path holds a token that is less probable than this
+    min_gain: float = 0.0  # stop once the gains of all, each less min_request_gain, sum up to less than this
+    min_confidence: float = 0.0  # stop for a request once each path holds a token that is less probable than this
     goes_on: Callable[[FloatArray], bool] | None = None  # see above; None: no such rule
     drafting: Sequence[Request] | None = None  # requests to draft for; None: all
-    depths: Mapping[Request, int] | None = None  # levels of single requests; drafters may draft all of ``depth``
+    depths: Mapping[Request, int] | None = None  # levels of single requests, at most
     decoding: Sequence[Request] | None = None  # requests that take part, the others sit the step out; None: all
+    min_request_gain: float = 0.0  # stop for a request once its gain is no larger than this
+    weights: Mapping[Request, float] | None = None  # factors on path probabilities in gains; others: 1
+
+    def levels_of(self, request: Request) -> int:
+        """Return the number of levels to draft for a request, at most."""
+        return self.depth if self.depths is None else self.depths.get(request, self.depth)
+
+    def weight_of(self, request: Request) -> float:
+        """Return the factor on the path probabilities of a request's nodes in its gain."""
+        return 1.0 if self.weights is None else self.weights.get(request, 1.0)
 
 
 READ_CHUNK = 64  # tokens per chunk of a prompt whose logits are read, each of which costs as much as a verified node

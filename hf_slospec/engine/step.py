@@ -25,7 +25,7 @@ from hf_slospec.engine.protocols import (
     Target,
 )
 from hf_slospec.engine.request import Request
-from hf_slospec.engine.step_times import StepCosts
+from hf_slospec.engine.step_times import StepCosts, level_share
 
 S = TypeVar("S", bound=Scheduler)
 
@@ -88,6 +88,7 @@ class Engine(Generic[S]):
             num_drafted_for=len(_drafting(schedule, plan)),
             num_catch_up=num_catch_up,
             draft_levels=max((tree.max_depth for tree in candidates), default=0),
+            level_share=level_share(candidates, len(_drafting(schedule, plan))),
         )
         # The time of a step with one-off costs, such as graph captures, says nothing about later steps.
         is_typical = not self.costs.is_fixed and self._num_one_offs() == num_one_offs

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
-from hf_slospec.algo.tree import FloatArray, IntArray
+from hf_slospec.algo.tree import FloatArray, IntArray, TokenTree
 from hf_slospec.engine.events import PhaseTimes, StepEvent
 
 Count = IntArray | FloatArray | float
@@ -251,9 +251,15 @@ class StepCosts:
         profiled_s = _levels_s(self.draft_level, num_requests, depths, widths, num_keys, catch_up)
         return self._draft_correction(np.where(depths > 0, profiled_s, 0.0))
 
-    def draft_at(self, num_requests: int, depth: int, width: int, num_keys: int, num_catch_up: float) -> float:
-        """Return the seconds of one step's drafting, as :meth:`draft_s` does, but faster."""
-        return self._draft_correction.at(self._profiled_draft_at(num_requests, depth, width, num_keys, num_catch_up))
+    def draft_at(
+        self, num_requests: int, depth: int, width: int, num_keys: int, num_catch_up: float, level_share: float = 1.0
+    ) -> float:
+        """Return the seconds of one step's drafting, as :meth:`draft_s` does, but faster.
+
+        ``level_share`` is the mean share of the requests that levels after the first draft for.
+        """
+        sizes = num_requests, depth, width, num_keys, num_catch_up
+        return self._draft_correction.at(self._profiled_draft_at(*sizes, level_share))
 
     def steady_draft_s(
         self,
@@ -283,9 +289,15 @@ class StepCosts:
         seconds: FloatArray = without_s + np.minimum(arriving, 1.0) * (with_s - without_s)
         return seconds
 
-    def level_s(self, num_requests: int, width: int, num_keys: int = 0) -> float:
+    def level_s(self, num_requests: float, width: int, num_keys: float = 0) -> float:
         """Return the seconds of one more draft level."""
         return self._draft_correction.factor * self.draft_level.at(num_requests * width, num_requests, num_keys)
+
+    def level_parts_s(self, num_requests: int, width: int, num_keys: int) -> tuple[float, float]:
+        """Return the seconds of one more draft level in two parts: for up to so many requests, and for each of them."""
+        whole_s, half_s = (self.level_s(share * num_requests, width, share * num_keys) for share in (1.0, 0.5))
+        request_s = min(2.0 * (whole_s - half_s), whole_s) / num_requests
+        return whole_s - num_requests * request_s, request_s
 
     def step_s(self, num_decoding: IntArray | int, num_prefill_tokens: IntArray | int = 0) -> FloatArray:
         """Return the seconds of a step whose requests draft and verify as much as they did recently."""
@@ -311,7 +323,7 @@ class StepCosts:
 
     def predicted(self, step: StepEvent) -> PhaseTimes:
         """Return the predicted seconds of a step of this size, everything but drafting as ``verify_s``."""
-        sizes = step.num_drafted_for, step.draft_levels, step.width, step.num_keys, step.num_catch_up
+        sizes = step.num_drafted_for, step.draft_levels, step.width, step.num_keys, step.num_catch_up, step.level_share
         verify_s = self.verify_at(step.num_tokens, max(step.num_decoding, 1), step.num_keys)
         return PhaseTimes(draft_s=self.draft_at(*sizes) if step.num_drafted_for else 0.0, verify_s=verify_s)
 
@@ -344,7 +356,7 @@ class StepCosts:
 
     def _observe_draft(self, step: StepEvent) -> None:
         profiled_s = self._profiled_draft_at(
-            step.num_drafted_for, step.draft_levels, step.width, step.num_keys, step.num_catch_up
+            step.num_drafted_for, step.draft_levels, step.width, step.num_keys, step.num_catch_up, step.level_share
         )
         if profiled_s > 0.0 and step.phases.draft_s > 0.0:
             self._draft_correction.observe(profiled_s, step.phases.draft_s)
@@ -353,11 +365,11 @@ class StepCosts:
             self._replace_wrong("draft", min(logs, key=abs))  # the profile does not contain constant costs of drafting
 
     def _profiled_draft_at(
-        self, num_requests: int, depth: int, width: int, num_keys: int, num_catch_up: float
+        self, num_requests: int, depth: int, width: int, num_keys: int, num_catch_up: float, level_share: float
     ) -> float:
         if not depth:
             return 0.0
-        return _levels_s(self.draft_level.at, num_requests, depth, width, num_keys, num_catch_up)
+        return _levels_s(self.draft_level.at, num_requests, depth, width, num_keys, num_catch_up, level_share)
 
     def _replace_wrong(self, which: Literal["verify", "draft"], log_factor: float) -> None:
         """Replace a profiled cost by the measured one if its correction has stayed far from 1."""
@@ -381,12 +393,28 @@ class StepCosts:
 
 
 def _levels_s(
-    cost: Callable[..., Seconds], num_requests: Any, depth: Any, width: Any, num_keys: Count, num_catch_up: Count
+    cost: Callable[..., Seconds],
+    num_requests: Any,
+    depth: Any,
+    width: Any,
+    num_keys: Any,
+    num_catch_up: Count,
+    level_share: float = 1.0,
 ) -> Seconds:
-    """Return the profiled seconds of ``depth`` draft levels, at least one; ``cost`` takes arrays or numbers."""
-    first_s, level_s = cost(num_catch_up, num_requests, num_keys), cost(num_requests * width, num_requests, num_keys)
+    """Return the profiled seconds of ``depth`` draft levels, at least one; ``cost`` takes arrays or numbers.
+
+    Levels after the first draft for ``level_share`` of the requests on average.
+    """
+    first_s, share = cost(num_catch_up, num_requests, num_keys), level_share
+    level_s = cost(share * num_requests * width, share * num_requests, share * num_keys)
     seconds: Seconds = first_s + level_s * (depth - 1)
     return seconds
+
+
+def level_share(candidates: Sequence[TokenTree], num_drafted_for: int) -> float:
+    """Return the mean share of the requests drafted for that levels after the first draft for; 1 without such."""
+    levels = [tree.max_depth - 1 for tree in candidates if tree.max_depth > 1]
+    return sum(levels) / (num_drafted_for * max(levels)) if levels else 1.0
 
 
 def rounded(value: float) -> float:

@@ -135,26 +135,29 @@ class SimulatedDrafter(Drafter):
     def draft(self, requests: Sequence[Request], plan: Plan) -> Sequence[TokenTree]:
         """Advance the clock by the forwards of all draft levels.  -> one candidate tree per request
 
-        A request leaves the draft's batch after its last level by ``plan.depths``, and once each of its paths holds a
-        token that is less probable than ``plan.min_confidence``. Real drafters draft all levels for all requests.
+        Requests leave the draft's batch by the limits of the plan, as they do on a CPU.
         """
         num_requests, keys = len(requests), np.array([len(request.tokens) for request in requests])
         num_uncached = int(keys.sum()) - sum(self._num_cached.get(request, 0) for request in requests)
         self._num_cached.update((request, len(request.tokens)) for request in requests)
         seconds = float(self.hardware.draft(num_uncached, num_requests, keys.sum()))
-        limits = np.array([(plan.depths or {}).get(request, plan.depth) for request in requests])
+        limits = np.array([plan.levels_of(request) for request in requests])
+        weights = np.array([[plan.weight_of(request)] for request in requests])
         num_levels = np.ones(num_requests, dtype=np.int64)
         is_drafting: BoolArray = num_levels > 0
         levels = [self._expand(requests, None, 0, plan.width)]
-        for depth in range(1, plan.depth):  # with the stopping rules of the real drafters
+        for depth in range(1, plan.depth):
             path_probs = levels[-1].path_probs
-            if plan.min_gain and np.maximum(path_probs - plan.min_path_prob, 0.0).sum() < plan.min_gain:
-                break
             if plan.goes_on is not None and not plan.goes_on(path_probs):
                 break
             is_drafting = is_drafting & (limits > depth)
             if plan.min_confidence:
                 is_drafting &= (levels[-1].min_probs > plan.min_confidence).any(axis=1)
+            if plan.min_gain or plan.min_request_gain:
+                gains = np.maximum(weights * path_probs - plan.min_path_prob, 0.0).sum(axis=1) - plan.min_request_gain
+                is_drafting &= gains > 0.0
+                if gains[is_drafting].sum() < plan.min_gain:
+                    break
             if not is_drafting.any():
                 break
             num_drafting = int(is_drafting.sum())

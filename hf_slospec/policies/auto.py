@@ -18,7 +18,7 @@ from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray
 from hf_slospec.algo.urgency import SLOProgress, urgency
 from hf_slospec.engine.protocols import Plan, PolicyStep, Selection
 from hf_slospec.engine.request import Request
-from hf_slospec.engine.step_times import StepCosts
+from hf_slospec.engine.step_times import StepCosts, level_share
 from hf_slospec.policies.limits import affordable_tokens, max_useful_depth
 from hf_slospec.policies.registry import NamedPolicy
 from hf_slospec.policies.settings import PolicySettings
@@ -128,7 +128,7 @@ class AutoPolicy(NamedPolicy):
         num_requests, num_keys = len(requests), sum(len(request.tokens) for request in requests)
         urgencies = self._urgencies(requests, begun_s)
         weights = urgencies * np.array([BEST_EFFORT_WEIGHT if r.is_best_effort else 1.0 for r in requests])
-        planned, drafting = self._plan(requests, urgencies, num_keys)
+        planned, drafting = self._plan(requests, urgencies, weights / weights.mean(), num_keys)
         num_catch_up = sum(request.num_draft_behind for request in drafting)  # before the draft processes them
         candidates, plan = yield planned
         if not plan.depth:
@@ -138,7 +138,8 @@ class AutoPolicy(NamedPolicy):
         forest = Forest.of(candidates)
         prediction = self.history.predict(requests, forest)
         levels = int(forest.depths.max())
-        draft_s = self.costs.draft_at(len(drafting), levels, plan.width, num_keys, num_catch_up)
+        sizes = len(drafting), levels, plan.width, num_keys, num_catch_up
+        draft_s = self.costs.draft_at(*sizes, level_share(candidates, len(drafting)))
 
         def step_s(num_nodes: IntArray) -> FloatArray:
             return draft_s + self.costs.verify_s(num_nodes, num_requests, num_keys)
@@ -153,15 +154,13 @@ class AutoPolicy(NamedPolicy):
         expected = prediction.expected_tokens(is_verified)
         predicted_s = float(mixed_s(np.array(np.count_nonzero(is_verified))))
         accepted, _ = yield Selection(forest.subtrees(is_verified), expected.tolist(), predicted_s)
-        # If the drafter stopped because deeper levels were not worth it, nothing was learned about them.
-        depth = levels if _was_cut_short(forest, plan) else plan.depth
-        drafted = Drafted(depth, plan.width, len(drafting), plan.depth)
+        drafted = Drafted(plan.depth, plan.width, len(drafting))
         self.history.observe(_Outcome(list(map(ref, requests)), prediction, is_verified, accepted, drafted))
 
     def _plan(
-        self, requests: Sequence[Request], urgencies: FloatArray, num_keys: int
+        self, requests: Sequence[Request], urgencies: FloatArray, weights: FloatArray, num_keys: int
     ) -> tuple[Plan, Sequence[Request]]:
-        """Return the plan and the requests that it drafts for."""
+        """Return the plan and the requests that it drafts for; the mean of ``weights`` is 1."""
         num_requests, depths = len(requests), self.history.depths
         max_depth = max_useful_depth(requests, self.config.max_depth)
         max_width = min(max(self.config.draft_budget // num_requests, 1), self.config.max_width)
@@ -177,7 +176,7 @@ class AutoPolicy(NamedPolicy):
         # A node or a level is worth its time if it may gain more tokens than that time yields on average.
         goodput = depths.goodput * num_requests
         roots_s, more_s = (self.costs.verify_at(num_requests + n, num_requests, num_keys) for n in (0, SPAN))
-        level_s = self.costs.level_s(num_requests, width, num_keys)
+        level_s, request_s = self.costs.level_parts_s(num_requests, width, num_keys)
         # Drafters compare these limits with uncalibrated path probabilities of the last level, not of its children.
         to_draft_probs = 1.0 / (self.history.understated * depths.continuation(width))
         plan = Plan(
@@ -186,6 +185,8 @@ class AutoPolicy(NamedPolicy):
             min_path_prob=(more_s - roots_s) / SPAN * goodput * to_draft_probs,
             min_gain=level_s * goodput * len(drafting) / num_requests * to_draft_probs,
             drafting=drafting,
+            min_request_gain=request_s * goodput * to_draft_probs,
+            weights=dict(zip(requests, weights.tolist(), strict=True)),
         )
         return plan, drafting
 
@@ -252,9 +253,3 @@ class AutoPolicy(NamedPolicy):
 def _probed(requests: Sequence[Request]) -> list[Request]:
     """Return the requests to draft for in a look: those with the fewest tokens for the draft to prefill."""
     return sorted(requests, key=attrgetter("num_draft_behind"))[:PROBED_REQUESTS]
-
-
-def _was_cut_short(forest: Forest, plan: Plan) -> bool:
-    """Return whether the drafter stopped because deeper levels were not worth it."""
-    last = forest.path_probs[forest.depths == forest.depths.max()]
-    return bool(np.maximum(last - plan.min_path_prob, 0.0).sum() < plan.min_gain)

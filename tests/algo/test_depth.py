@@ -38,11 +38,10 @@ def beam(depth: int, width: int, favourite: float, other: float) -> Forest:
     return Forest.of([grow(parents, conditionals, range(len(parents)))])
 
 
-def learn(control: DepthControl, forest: Forest, depth: int, width: int, planned_depth: int = 0) -> None:
+def learn(control: DepthControl, forest: Forest, depth: int, width: int) -> None:
     """Let the control see a step that verified all candidates."""
     is_verified = np.ones(len(forest.depths), dtype=np.bool_)
-    drafted = Drafted(depth, width, len(forest.trees), planned_depth)
-    control.observe(forest, forest.path_probs, is_verified, [drafted])
+    control.observe(forest, forest.path_probs, is_verified, [Drafted(depth, width, len(forest.trees))])
 
 
 def run(
@@ -98,7 +97,7 @@ def test_shape_is_the_brute_force_best_of_a_stationary_draft(
 
     control = DepthControl(8, 8)
     for _ in range(12):
-        control.observe(forest, forest.path_probs, is_verified, [Drafted(8, 8, 2, 8)])
+        control.observe(forest, forest.path_probs, is_verified, [Drafted(8, 8, 2)])
     control.num_trees = num_trees
     max_depth, max_width = bounds
 
@@ -204,23 +203,23 @@ def test_levels_and_places_never_drafted_before_are_looked_at_at_once() -> None:
 
 
 def test_levels_that_were_not_worth_drafting_are_not_tried_again_at_once() -> None:
-    """A drafter stops where a level is not worth its time, so that the levels below it stay unknown."""
+    """A drafter stops where a level is not worth its time; the levels below it count as drafted without nodes."""
     control, worth = DepthControl(6, 1), 2
     picks = []
     for _ in range(FIRST + GAP - 1):
         depth, width = control.best(6, 1, 1, cheap_levels, probe)
         forest = beam(min(depth, worth), width, 0.6, 0.0)
-        learn(control, forest, min(depth, worth), width, planned_depth=depth)
+        learn(control, forest, depth, width)
         picks.append(depth)
     assert picks == [6] * FIRST + [worth + BEYOND] * (GAP - 1)
 
 
-def test_speculation_is_switched_off_although_levels_stay_unknown() -> None:
+def test_speculation_is_switched_off_although_drafters_stopped_after_a_level() -> None:
     control = DepthControl(6, 1)
     for _ in range(FIRST):
         depth, width = control.best(6, 1, 1, cheap_levels, probe)
         forest = beam(1, width, 0.01, 0.0)
-        learn(control, forest, 1, width, planned_depth=depth)
+        learn(control, forest, depth, width)
     assert control.best(6, 1, 1, cheap_levels, probe) == (0, 1)
     assert not control.is_on
 
@@ -258,6 +257,12 @@ def test_a_choice_stands_while_nothing_is_learned_and_about_as_many_requests_dec
     assert decode(16, 1) == decode(8, 1) == 1
     learn(control, beam(4, 1, 0.7, 0.0), 4, 1)
     assert decode(8, 1) == 1
+    control.num_trees = DepthControl.FEW_TREES
+    decode(8, stands)
+    for _ in range(stands):
+        learn(control, beam(4, 1, 0.7, 0.0), 4, 1)
+        decode(8, 1)
+    assert sum(chosen_for) <= 8  # one more step teaches little then
 
 
 def test_steps_learned_together_teach_the_places_that_some_of_them_drafted() -> None:
@@ -265,12 +270,12 @@ def test_steps_learned_together_teach_the_places_that_some_of_them_drafted() -> 
     both = Forest.of([*deep.trees, *flat.trees])
     control = DepthControl(4, 2)
     is_verified = np.ones(len(both.depths), dtype=np.bool_)
-    control.observe(both, both.path_probs, is_verified, [Drafted(3, 1, 1, 3), Drafted(1, 2, 1, 1)])
+    control.observe(both, both.path_probs, is_verified, [Drafted(3, 1, 1), Drafted(1, 2, 1)])
     assert control.mass[:, 0].tolist() == pytest.approx([1.0, (0.5 + 0.6) / 2, 0.25, 0.125, 0.0])
     assert control.mass[:, 1].tolist() == pytest.approx([0.0, 0.2, 0.0, 0.0, 0.0])
     assert control.nodes[1].tolist() == [1.0, 1.0]
     assert control.num_observed == control.num_trees == 2
-    assert not control.is_tried[2:, 1].any() and control.is_tried[1].all()
+    assert np.isinf(control.steps_since[2:, 1]).all() and not control.steps_since[1].any()
 
 
 def test_paths_go_on_by_the_average_of_the_first_level_and_without_levels_too() -> None:

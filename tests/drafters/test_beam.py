@@ -22,6 +22,7 @@ from tests.support.toys.tiny_models import tiny_model
 from tests.support.toys.trees import SEEDS, path_to
 
 NEVER = -torch.inf
+DRAFT = tiny_model("llama")
 
 
 def random_beam(seed: int, beam: int, vocab: int, is_tied: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,7 +87,7 @@ def test_extend_beam_never_raises_a_path_probability() -> None:
     assert (extended <= paths).all()
 
 
-def test_drafting_stops_once_every_request_is_unsure() -> None:
+def test_requests_leave_the_beam_once_they_are_unsure() -> None:
     draft = tiny_model("llama")
     requests = [Request(index, RequestParams([1, 5 + index, 9], 40)) for index in range(4)]
 
@@ -98,12 +99,47 @@ def test_drafting_stops_once_every_request_is_unsure() -> None:
     confidences = np.sort(np.concatenate([tree.path_probs[1:] / tree.path_probs[:-1] for tree in whole]))
     depths = set()
     for threshold in ((confidences[:-1] + confidences[1:]) / 2).tolist():
-        depth = max(confident_length(tree, threshold) for tree in whole)
-        depths.add(depth)
         for cut, tree in zip(trees(threshold), whole, strict=True):
+            depths.add(depth := confident_length(tree, threshold))
             assert cut.tokens.tolist() == tree.up_to(depth).tokens.tolist()
     assert {1, 8} <= depths and len(depths) > 2
     assert trees(0.999, width=3)[0].max_depth < 8  # beams stop, too: no path is sure all along
+
+
+def worthwhile_levels(tree: TokenTree, weight: float, plan: Plan) -> list[float]:
+    """The gain of every level of one request's whole tree, less what it must exceed."""
+    gains = np.maximum(weight * tree.path_probs - plan.min_path_prob, 0.0)
+    return [float(gains[tree.depths == depth].sum()) - plan.min_request_gain for depth in range(1, plan.depth + 1)]
+
+
+@given(
+    weights=st.lists(st.sampled_from([0.2, 1.0, 3.0]), min_size=3, max_size=3),
+    levels=st.lists(st.integers(1, 5), min_size=3, max_size=3),
+    request_gain=st.sampled_from([0.0, 0.01, 0.05, 0.2]),
+    min_gain=st.sampled_from([1e-9, 0.05, 0.3]),
+)
+@settings(deadline=None, max_examples=25)
+def test_every_request_is_drafted_for_as_deep_as_it_is_worth_and_no_deeper(
+    weights: list[float], levels: list[int], request_gain: float, min_gain: float
+) -> None:
+    requests = [Request(index, RequestParams([1, 5 + index, 9 + index], 40)) for index in range(3)]
+    plan = Plan(
+        5, 2, 0.02, min_gain, min_request_gain=request_gain,
+        depths=dict(zip(requests, levels, strict=True)), weights=dict(zip(requests, weights, strict=True)),
+    )  # fmt: skip
+    whole = AssistantDrafter(packed_model(DRAFT, "sdpa"), 10, 101).draft(requests, Plan(5, 2))
+    gains = np.array([worthwhile_levels(*pair, plan) for pair in zip(whole, weights, strict=True)])
+    goes_on, depths = np.ones(3, dtype=np.bool_), np.zeros(3, dtype=np.int64)
+    for depth in range(1, 6):
+        depths += goes_on
+        goes_on &= (gains[:, depth - 1] > 0.0) & (np.array(levels) > depth)
+        goes_on &= gains[goes_on, depth - 1].sum() >= min_gain
+    trees = AssistantDrafter(packed_model(DRAFT, "sdpa"), 10, 101).draft(requests, plan)
+    assert [tree.max_depth for tree in trees] == depths.tolist()
+    for tree, full in zip(trees, whole, strict=True):
+        cut = full.up_to(tree.max_depth)
+        assert tree.tokens.tolist() == cut.tokens.tolist() and tree.parents.tolist() == cut.parents.tolist()
+        assert tree.path_probs == pytest.approx(cut.path_probs, rel=1e-5)
 
 
 def test_drafting_stops_where_a_plan_does_not_go_on() -> None:

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
+from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.events import PhaseTimes, RequestStep, StepEvent
-from hf_slospec.engine.step_times import PATIENCE, DraftCorrection, SizeCorrection, StepCosts
+from hf_slospec.engine.step_times import PATIENCE, DraftCorrection, SizeCorrection, StepCosts, level_share
 from hf_slospec.generate.speculator import HOST_LEVEL
 
 POINTS = st.dictionaries(st.integers(1, 600), st.floats(0.001, 10.0), min_size=1, max_size=8)
@@ -170,6 +171,30 @@ def test_draft_costs_add_up_level_by_level(
     deeper = float(costs.draft_s(num_requests, depth + 1, width, 50))
     if depth:
         assert costs.level_s(num_requests, width, 50) == pytest.approx(deeper - expected)
+
+
+@given(depths=st.lists(st.integers(0, 8), min_size=1, max_size=6), width=st.integers(1, 8), catch_up=st.integers(1, 99))
+def test_levels_draft_for_fewer_and_fewer_requests(depths: list[int], width: int, catch_up: int) -> None:
+    cost, number = ForwardCost(LatencyCurve((1, 1001), (0.5, 1.5)), 0.01, 0.001), len(depths)  # 0.001 s per token
+    costs = StepCosts(verify=cost, draft_level=cost)
+    in_level = [sum(depth > level for depth in depths) for level in range(1, max(depths))]
+    expected = cost.at(catch_up, number, 20 * number) + sum(cost.at(n * width, n, 20 * n) for n in in_level)
+    share = level_share([TokenTree.chain(0, [1] * depth, 0.5) for depth in depths], number)
+    levels = max(depths), width, 20 * number, catch_up, share
+    assert costs.draft_at(number, *levels) == pytest.approx(expected if max(depths) else 0.0)
+    level_s, request_s = costs.level_parts_s(number, width, 20 * number)
+    assert level_s + number * request_s == pytest.approx(costs.level_s(number, width, 20 * number))
+    assert request_s == pytest.approx(0.001 * width + 0.01 + 0.001 * 20, rel=0.05)
+
+
+@given(points=POINTS, **SIZES)
+@settings(deadline=None)
+def test_no_part_of_a_level_takes_less_than_no_time(
+    points: dict[int, float], num_requests: int, depth: int, width: int
+) -> None:
+    cost = ForwardCost(LatencyCurve.fit(list(points), list(points.values())), 0.01, 0.001)
+    parts = StepCosts(verify=cost, draft_level=cost).level_parts_s(num_requests, width, 20 * num_requests)
+    assert min(parts) >= -1e-12
 
 
 @given(points=POINTS, **SIZES)

@@ -151,6 +151,18 @@ def test_requests_that_are_unsure_leave_the_batch() -> None:
     assert clock.now_s == pytest.approx(float(draft(6, 2, 6) + 2 * draft(1, 1, 3)) + 2 * 0.0001)
 
 
+@pytest.mark.parametrize(("weights", "depths"), [((1.0, 1.0), [3, 1]), ((0.5, 2.0), [1, 2])])
+def test_requests_leave_the_batch_where_a_level_is_not_worth_its_time(
+    weights: tuple[float, float], depths: list[int]
+) -> None:
+    library = library_of(0, 20, 20)
+    library.child_probs[:20] = [0.9, 0.05, 0.03, 0.02]
+    library.child_probs[20:] = [0.4, 0.3, 0.2, 0.1]
+    requests = [request_of(0), request_of(1)]
+    plan = Plan(3, 1, min_request_gain=0.5, weights=dict(zip(requests, weights, strict=True)))
+    assert [tree.max_depth for tree in drafter_of(library).draft(requests, plan)] == depths
+
+
 def test_verifying_takes_its_nodes_requests_and_keys() -> None:
     library, clock = library_of(0, 20, 20, 20), VirtualClock()
     target, decoding, fed = SimulatedTarget(library, HARDWARE, clock), request_of(0, 5), request_of(1, 9)

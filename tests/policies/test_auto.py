@@ -23,7 +23,7 @@ from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.generate.speculator import HOST_LEVEL
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import BATCH_STEPS, MIN_DRAFTED_STEPS, PROBED_REQUESTS, SpeculationHistory
-from tests.support.policy_costs import NO_TIME, begun, costs, plan_of, requests_of
+from tests.support.policy_costs import NO_TIME, begun, costs, late, plan_of, requests_of
 from tests.support.toys.engine import policy_of, run
 from tests.support.toys.models import (
     VOCAB,
@@ -48,6 +48,15 @@ def test_auto_gives_late_requests_more_nodes_of_the_same_tree(elapsed_s: float) 
     clock.now_s = elapsed_s
     first, second = (part.nodes for part in engine.step().requests)
     assert (second > first) if elapsed_s else (second <= first)
+
+
+def test_levels_are_worth_more_for_late_requests() -> None:
+    config = SLOSpecConfig(urgency=1.0)
+    policy = new_policy(config, costs(1e-3), SpeculationHistory(config))
+    hurried, relaxed = late(0, 0.5, elapsed_s=10.0), late(1, None)
+    weights = plan_of(policy, [hurried, relaxed], 10.0).weights
+    assert weights is not None and weights[hurried] > 1.0 > weights[relaxed]
+    assert sum(weights.values()) == pytest.approx(2.0)
 
 
 def sizes(
@@ -172,7 +181,7 @@ def test_auto_does_not_switch_on_for_less_than_the_draft_has_to_process_first(
     config = SLOSpecConfig(max_depth=1, max_width=1)
     history = SpeculationHistory(config)
     history.depths.num_observed, history.depths.is_on = 99, False
-    history.depths.is_tried[1], history.depths.steps_since[1] = True, 1.0
+    history.depths.steps_since[1] = 1.0
     history.depths.mass[1] = history.depths.nodes[1] = 0.9
     draft_level = ForwardCost(LatencyCurve((1, 1001), (0.1, 10.1)))  # 0.01 s per token
     policy = new_policy(config, StepCosts(costs(1e-3).verify, draft_level), history)

@@ -30,8 +30,8 @@ class ConfidencePolicy(SmartSpecPolicy):
     [FIX] The printed loop drafts one token too many, and verifies only chains that never stopped: here the proposed
     tokens of all requests are verified, up to the common length. As printed, drafting is never turned off.
 
-    Requests that have stopped leave the draft's batch in the simulator; a real drafter drafts on for all requests until
-    the last one stops, and what it drafted in vain is dropped.
+    Requests that have stopped leave the draft's batch in the simulator and on a CPU. Other devices draft on for all
+    requests until the last one stops, and what they drafted in vain is dropped.
     """
 
     name, options, chooses_requests = "smartspec-confidence", ConfidenceOptions, False
@@ -44,7 +44,7 @@ class ConfidencePolicy(SmartSpecPolicy):
         return Chains(batch.useful)
 
     def _to_verify(self, batch: Batch, drafted: Chains, candidates: Sequence[TokenTree], plan: Plan) -> Chains:
-        # Real drafters draft for all requests while any is above the threshold, so chains are cut here.
+        # Not all drafters stop for single requests, so chains are cut here.
         confident = [confident_length(tree, self.min_confidence) for tree in candidates]
         proposed = np.minimum(confident, drafted.lengths)
         levels = np.array([[tree.max_depth] for tree in candidates])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
 import torch
 
 
@@ -15,18 +16,18 @@ class DeferredFlags:
         self._on_cuda = device.type == "cuda"
         self._pending: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
 
-    def next(self, flag: torch.Tensor) -> bool:
-        """Enqueue ``flag`` ([] bool) and return the flag that is due, or False if none is."""
-        host = torch.empty(flag.shape, dtype=torch.bool, pin_memory=self._on_cuda)
-        host.copy_(flag, non_blocking=self._on_cuda)
+    def next(self, flags: torch.Tensor) -> np.ndarray | None:
+        """Enqueue ``flags`` (bool, any shape) and return those that are due, or None if none are."""
+        host = torch.empty(flags.shape, dtype=torch.bool, pin_memory=self._on_cuda)
+        host.copy_(flags, non_blocking=self._on_cuda)
         arrival = None
         if self._on_cuda:
             arrival = torch.cuda.Event()
-            arrival.record(torch.cuda.current_stream(flag.device))
+            arrival.record(torch.cuda.current_stream(flags.device))
         self._pending.append((host, arrival))
         if len(self._pending) <= self.lag:
-            return False
+            return None
         host, arrival = self._pending.popleft()
         if arrival is not None:
             arrival.synchronize()
-        return bool(host.numpy())
+        return host.numpy()

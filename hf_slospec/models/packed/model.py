@@ -335,9 +335,12 @@ class PackedModel:
         """
         return self._run(pool, parts, F.pad(logit_rows, (0, level.num_logits - len(logit_rows))), (), level)
 
-    def num_draft_rows(self, num_requests: int) -> int:
-        """Return the number of rows, with padding, for a level of this many requests; few sizes need few graphs."""
-        return bucket_for(num_requests, BATCHES) if self.captured.is_on else num_requests
+    def num_draft_rows(self, num_requests: int) -> int | None:
+        """Return the rows, with padding, of captured levels of this many requests; few sizes need few graphs.
+
+        None if levels are not captured, and may have any number of rows.
+        """
+        return bucket_for(num_requests, BATCHES) if self.captured.is_on else None
 
     def _run(
         self,

@@ -45,8 +45,8 @@ def test_drafting_and_verifying_wait_for_nothing(
     bench.verify()
     found = list[Any]()
     # In the place of the copy to the host.
-    monkeypatch.setattr(beam, "_trees", lambda requests, nodes, sizes: found.append(nodes.clone()) or [])
-    monkeypatch.setattr(DeferredFlags, "next", lambda self, answer: False)  # what waits is a level behind
+    monkeypatch.setattr(beam, "_trees", lambda nodes, sizes: found.append(nodes.clone()) or list(nodes))
+    monkeypatch.setattr(DeferredFlags, "next", lambda self, flags: None)  # what waits is a level behind
     bench.graphs.patience = patience  # for both, as they share the model's K/V cache
     for request in bench.requests:
         drafter.sequences.of(request).length -= 1
