@@ -291,7 +291,8 @@ def measurements(metrics: RequestMetrics) -> dict[str, Any]:
         "tokens_per_second": round(1 / metrics.tpot_s, 3) if metrics.tpot_s else None,
         "speculative_decoding": {
             "mean_acceptance_length": metrics.acceptance_length,
-            "draft_acceptance_rate": metrics.accepted / metrics.drafted if metrics.drafted else None,
+            "draft_acceptance_rate": metrics.accepted / max(metrics.drafted, 1),
+            "acceptance_histogram": list(metrics.acceptance_histogram or (0,)),
             "num_spec_steps": metrics.steps,
             "num_accepted_draft_tokens": metrics.accepted,
             "num_draft_tokens": metrics.drafted,
