@@ -7,7 +7,7 @@ of :mod:`hf_slospec.models.compiled`; all other weights are inputs of the graph.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from hf_slospec.models.packed.running import packed_outputs
 LINEAR = (nn.Linear, Conv1D)  # classes of layers whose products are operators
 MIN_SIZE, MAX_TOKENS = 2, 2**20  # tokens and logits of a forward; the compiler makes another graph for 1
 TRACED_TOKENS, TRACED_LOGITS = 7, 5
+LORA = "peft.tuners.lora.layer.Linear"
 Shape = tuple[int, ...]
 
 
@@ -34,7 +35,8 @@ class Description:
 
     model_class: type[Any]
     config: Any
-    modules: dict[str, str]  # classes of all modules, by name
+    modules: dict[str, str]  # classes of all modules, by name; of LoRA layers, that of the layer inside
+    lora: dict[str, dict[str, float]]  # scaling of each adapter that is added, by the name of the LoRA layer
     tensors: dict[str, tuple[torch.dtype, Shape]]  # parameters and buffers, by name
     layers: tuple[AttentionLayer, ...]  # in the order in which the pool stores them
     feature_layers: tuple[int, ...]  # hidden states to return
@@ -45,11 +47,12 @@ class Description:
         cls, model: Any, layers: Sequence[AttentionLayer], feature_layers: tuple[int, ...], keeps_logits: bool
     ) -> Description:
         """Return the description of a model as it is now."""
-        named = [*model.named_parameters(), *model.named_buffers()]
+        named, lora = [*model.named_parameters(), *model.named_buffers()], _lora_layers(model)
         return cls(
             plain_class(model),
             model.config,
-            _module_classes(model),
+            _module_classes(model, lora),
+            lora,
             {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in named},
             tuple(layers),
             feature_layers,
@@ -62,15 +65,40 @@ class Description:
         name = f"{self.model_class.__module__}.{self.model_class.__qualname__}"
         layers = [str(layer) for layer in self.layers]
         return {"class": name, "config": config, "modules": self.modules, "tensors": self.tensors, "layers": layers} | {
-            "feature_layers": self.feature_layers
+            "feature_layers": self.feature_layers,
+            "lora": self.lora,
         }
 
 
-def _module_classes(model: nn.Module) -> dict[str, str]:
-    return {
-        name: f"{(kind := plain_class(module)).__module__}.{kind.__qualname__}"
-        for name, module in model.named_modules()
-    }
+def _module_classes(model: nn.Module, lora: Collection[str] = ()) -> dict[str, str]:
+    """Return the classes of all modules by name, as they would be without adapters in the layers ``lora``."""
+    classes = dict[str, str]()
+    inside: str | None = None  # prefix of the names inside of a LoRA layer
+    for name, module in model.named_modules():
+        if inside is None or not name.startswith(inside):
+            inside = f"{name}." if name in lora else None
+            classes[name] = _class_name(module.get_submodule("base_layer") if name in lora else module)
+    return classes
+
+
+def _class_name(module: nn.Module) -> str:
+    kind = plain_class(module)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _lora_layers(model: nn.Module) -> dict[str, dict[str, float]]:
+    """Return :attr:`Description.lora` of a model, without layers that compute otherwise: the graph lacks these."""
+    found = dict[str, dict[str, float]]()
+    for name, module in model.named_modules():
+        if _class_name(module) != LORA:
+            continue
+        layer: Any = module
+        is_other = layer.lora_variant or any(layer.lora_bias.values()) or type(layer.base_layer) not in LINEAR
+        is_to_be_unmerged = layer.merged and layer.disable_adapters  # by its next forward
+        if not (is_other or is_to_be_unmerged or not getattr(layer, "cast_input_dtype_enabled", True)):
+            added = () if layer.merged or layer.disable_adapters else layer.active_adapters
+            found[name] = {adapter: layer.scaling[adapter] for adapter in added if adapter in layer.lora_A}
+    return found
 
 
 @dataclass(frozen=True)
@@ -124,14 +152,36 @@ class TracedForward:
 class _TracedLinear(nn.Module):
     """Linear layer that calls the operator."""
 
-    def __init__(self, step: _Step, index: int, layer: Any):
+    def __init__(self, step: _Step, name: str, outputs: int, bias: torch.Tensor | None = None):
         super().__init__()
-        self._step, self._index, self.bias = [step], index, layer.bias  # in a list: the step is no submodule
-        self._outputs = layer.out_features if isinstance(layer, nn.Linear) else layer.nf
+        self._step, self._index = [step], len(step.linears)  # in a list: the step is no submodule
+        self._outputs, self.bias = outputs, bias
+        step.linears.append(name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.hf_slospec.linear(x, self._step[0].context[0], self._index, self._outputs)
         return out if self.bias is None else out + self.bias
+
+
+class _TracedLoRA(nn.Module):
+    """Linear layer with adapters that are added to it."""
+
+    def __init__(self, step: _Step, name: str, base: _TracedLinear, scalings: dict[str, float]):
+        super().__init__()
+        self.base_layer, self._added = base, list[tuple[nn.Module, nn.Module, torch.dtype, float]]()
+        for adapter, scaling in scalings.items():
+            names = [f"{name}.{part}.{adapter}" for part in ("lora_A", "lora_B")]
+            (dtype, (rank, _)), (_, (outputs, _)) = (step.description.tensors[f"{each}.weight"] for each in names)
+            parts = _TracedLinear(step, names[0], rank), _TracedLinear(step, names[1], outputs)
+            self._added.append((*parts, dtype, scaling))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base_layer(x)
+        dtype = out.dtype
+        for down, up, own_dtype, scaling in self._added:
+            x = x.to(own_dtype)
+            out = out + up(down(x)) * scaling
+        return out.to(dtype)
 
 
 class _Step(nn.Module):
@@ -139,24 +189,28 @@ class _Step(nn.Module):
 
     def __init__(self, description: Description):
         super().__init__()
-        self._description = description
+        self.description, self.linears = description, list[str]()  # names by index
         self.context: list[torch.Tensor] = []  # that of the forward that is traced
         with torch.device("meta"):
             twin = description.model_class(description.config).eval()
         if (modules := _module_classes(twin)) != description.modules:
             changed = sorted(name for name, _ in modules.items() ^ description.modules.items())
             raise ValueError(f"modules were changed since the model was made: {', '.join(changed[:5])}")
-        names = [name for name, module in twin.named_modules() if type(module) in LINEAR]
-        self.linears = names
-        for index, name in enumerate(names):
+        for name in [name for name, module in twin.named_modules() if type(module) in LINEAR]:
             parent, _, attribute = name.rpartition(".")
             holder = twin.get_submodule(parent)
-            setattr(holder, attribute, _TracedLinear(self, index, getattr(holder, attribute)))
+            setattr(holder, attribute, self._traced(name, getattr(holder, attribute)))
         named = [*twin.named_parameters(), *twin.named_buffers()]
         self.weights = [name for name, _ in named]
         if missing := [name for name in self.weights if name not in description.tensors]:
             raise ValueError(f"the model has no {', '.join(missing[:5])}")
         self._twin = [twin]  # in a list: its weights are arguments
+
+    def _traced(self, name: str, layer: Any) -> nn.Module:
+        outputs = layer.out_features if isinstance(layer, nn.Linear) else layer.nf
+        if (scalings := self.description.lora.get(name)) is None:
+            return _TracedLinear(self, name, outputs, layer.bias)
+        return _TracedLoRA(self, name, _TracedLinear(self, f"{name}.base_layer", outputs, layer.bias), scalings)
 
     def forward(
         self,
@@ -167,7 +221,7 @@ class _Step(nn.Module):
         weights: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """Return logits [num_logits, vocab], and features [num_tokens, num_feature_layers * hidden] if any."""
-        self.context[:], described, twin = [context], self._description, self._twin[0]
+        self.context[:], described, twin = [context], self.description, self._twin[0]
         forward = TracedForward(context, described.layers, position_ids)
         arguments = position_ids, logit_rows, described.feature_layers, described.keeps_logits
         with nn.utils.stateless._reparametrize_module(twin, dict(zip(self.weights, weights, strict=True))):

@@ -17,6 +17,7 @@ from hf_slospec.engine.request import RequestMetrics
 from hf_slospec.serving.openai.choices import Choice, Piece
 from hf_slospec.serving.openai.messages import Parts
 
+_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode  # json.dumps would make one per event
 IMPOSSIBLE = -9999.0  # log probability of tokens that cannot be drawn, as OpenAI writes it
 
 
@@ -44,7 +45,7 @@ class AnswerForm(Protocol):
 
 def event(body: dict[str, Any]) -> str:
     """Return a server-sent event."""
-    return f"data: {json.dumps(body, separators=(',', ':'), ensure_ascii=False)}\n\n"
+    return f"data: {_encode(body)}\n\n"
 
 
 def named_event(body: dict[str, Any]) -> str:
