@@ -1,7 +1,7 @@
 """Positions of packed tokens, for modules that count tokens by their index in the input.
 
-While a packed forward runs, the ``forward`` of such classes is wrapped. The wrapped method differs from the plain one in
-the thread of the packed forward only. Modules do not change.
+While a packed forward runs, the ``forward`` of such classes is wrapped. The wrapped method differs from the plain one
+in the thread of the packed forward only. Modules do not change.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def given_positions(model: nn.Module, positions: Positions) -> Iterator[None]:
 
 def _change_of(module: nn.Module) -> Change | None:
     """Return how the arguments of a module change; None: they do not."""
-    if isinstance(module, nn.Embedding) and "position_ids" in _arguments(type(module)):
+    kind: Any = type(module)  # mypy takes classes of modules for unhashable
+    if isinstance(module, nn.Embedding) and "position_ids" in _arguments(kind):
         return _set_position_ids
     # Blocks may pass the bias on; only the innermost one reads it.
     if _has_bias(module) and not any(_has_bias(part) for part in module.modules() if part is not module):

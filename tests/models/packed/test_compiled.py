@@ -82,6 +82,7 @@ def test_tokens_of_stock_generate(family: str) -> None:
     assert with_compiled.stats().forwards == {"target": "compiled"}
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # of the adapters
 def test_lora_is_compiled_as_it_is_at_first(model: Any, dtype: torch.dtype) -> None:
     peft = pytest.importorskip("peft")
@@ -103,6 +104,7 @@ def test_lora_is_compiled_as_it_is_at_first(model: Any, dtype: torch.dtype) -> N
     assert generated(ours.generate) == generated(adapted.generate) != expected
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_lora_of_other_kinds_is_not_compiled(model: Any) -> None:
     peft = pytest.importorskip("peft")
     options = dict(r=4, target_modules=["q_proj"], init_lora_weights=False, use_dora=True)

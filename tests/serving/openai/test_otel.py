@@ -191,7 +191,7 @@ def test_spans_and_histograms_arrive_by_otlp_over_http() -> None:
     received: dict[str, bytes] = {}
 
     class Receiver(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:  # noqa: N802  http.server's name
+        def do_POST(self) -> None:
             received[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
             self.send_response(200)
             self.end_headers()
@@ -216,6 +216,8 @@ def test_names_are_those_of_the_semantic_conventions(observed: Observed) -> None
     metrics = pytest.importorskip("opentelemetry.semconv._incubating.metrics.gen_ai_metrics")
     known = {value for module in (attributes, metrics) for value in vars(module).values() if isinstance(value, str)}
     with observed.client as client:
-        client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=6, temperature=0.5, top_p=0.9, seed=1)
+        client.chat.completions.create(
+            model="tiny", messages=MESSAGES, max_tokens=6, temperature=0.5, top_p=0.9, seed=1
+        )
     written = {*observed.span().attributes, *otel.HISTOGRAMS, "gen_ai.token.type"}
     assert {name for name in written if name.startswith("gen_ai.")} <= known
