@@ -259,8 +259,9 @@ def _join_linears(program: ExportedProgram, names: Sequence[str]) -> list[list[s
         if node.op == "call_function" and node.target is torch.ops.hf_slospec.linear.default:
             by_input[node.args[0]].append(node)
     linears = list[list[str]]()
-    for x, nodes in by_input.items():
-        context, outputs, index = nodes[0].args[1], [node.args[3] for node in nodes], len(linears)
+    for nodes in by_input.values():
+        x, context = nodes[0].args[:2]  # the input may be an output of a joined layer by now
+        outputs, index = [node.args[3] for node in nodes], len(linears)
         linears.append([names[node.args[2]] for node in nodes])
         if len(nodes) == 1:
             nodes[0].args = x, context, index, outputs[0]
