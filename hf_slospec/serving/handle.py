@@ -278,7 +278,7 @@ class Waker:
 
 
 def wake(wakers: Iterable[Waker]) -> None:
-    """Wake tasks from another thread, those of an event loop by one call: each call may hand the GIL to the loop."""
+    """Let tasks of other threads go on, those of an event loop by one call: each call may hand the GIL to the loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Waker]] = {}
     for waker in wakers:
         by_loop.setdefault(waker.loop, []).append(waker)
