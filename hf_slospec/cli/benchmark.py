@@ -31,8 +31,8 @@ from hf_slospec.models.device.machine import cpu_info, native_dtypes
 from hf_slospec.serving.generator import SLOSpecGenerator
 
 OURS = "hf_slospec"
-PREPACK_OFF = "hf_slospec, prepack off"  # CPU only
-NO_DRAFTS = "hf_slospec, no drafts"  # packed weights and CUDA graphs alone
+PREPACK_OFF = "hf_slospec, prepack off"  # CPU only: neither packed weights nor compiled forwards
+NO_DRAFTS = "hf_slospec, no drafts"  # packed weights, compiled forwards and CUDA graphs alone
 UNCOUPLED = "hf_slospec, uncoupled"  # sampled text only
 PLAIN = "generate"
 ASSISTED = "assisted, defaults"
@@ -50,6 +50,7 @@ class Method:
     batch: int
     run: GenerateCall
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext  # entered before timing
+    is_ours: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Sample:
     """One timed call."""
 
     seconds: float
-    forward_s: float | None  # seconds of them in the models' forwards; None if forwards were not timed
+    # Seconds of them in the models' forwards, of hf_slospec in drafting and verifying; None if they were not timed
+    forward_s: float | None
     sequences: torch.Tensor  # [batch, length] int64
     slo: Any  # metrics per row; None for stock
     steps: Any  # step events; None for stock
@@ -100,9 +102,10 @@ class Bench:
     def methods(self, batches: list[int], constants: list[int]) -> list[Method]:
         """Return all methods; at batch 1 they include assisted generation with ``constants`` of assistant tokens."""
         methods, ours = [], {OURS: self.ours(self.config)}
-        ours[NO_DRAFTS] = self.ours(SLOSpecConfig(policy="none", prepack=self.config.prepack))
+        plain = SLOSpecConfig(policy="none", prepack=self.config.prepack, compile=self.config.compile)
+        ours[NO_DRAFTS] = self.ours(plain)
         if self.target.device.type == "cpu":
-            ours[PREPACK_OFF] = self.ours(self.config.model_copy(update={"prepack": False}))
+            ours[PREPACK_OFF] = self.ours(self.config.model_copy(update={"prepack": False, "compile": False}))
         if self.sampling["do_sample"]:
             ours[UNCOUPLED] = self.ours(self.config.model_copy(update={"coupling": False}))
         for batch in batches:
@@ -112,7 +115,7 @@ class Bench:
                     methods.append(Method(ASSISTED, 1, self._assisted(None)))
                     methods += [Method(f"assisted, {k} constant", 1, self._assisted(k)) for k in constants]
                 methods.append(Method("prompt lookup, 10", 1, self.stock(prompt_lookup_num_tokens=10)))
-            methods += [Method(name, batch, run) for name, run in ours.items()]
+            methods += [Method(name, batch, run, is_ours=True) for name, run in ours.items()]
         return methods
 
     def run(
@@ -157,21 +160,19 @@ class Bench:
         """Time one call with the repeat's prompts."""
         inputs = self._inputs(method.batch, repeat)
         torch.manual_seed(repeat)  # all methods that draw as stock does sample the same text
-        timing = forward_time(*self.timed) if self.times_forwards else contextlib.nullcontext()
+        is_hooked = self.times_forwards and not method.is_ours  # a model with hooks is not compiled
+        timing = forward_time(*self.timed) if is_hooked else contextlib.nullcontext()
         with method.around(), timing as spent:
             synchronize(self.target.device)
             started_s = time.perf_counter()
             output: Any = method.run(inputs)
             synchronize(self.target.device)
             seconds = time.perf_counter() - started_s
-        sequences = getattr(output, "sequences", output)
-        return Sample(
-            seconds,
-            spent[0] if spent else None,
-            sequences,
-            getattr(output, "slo", None),
-            getattr(output, "steps", None),
-        )
+        steps = getattr(output, "steps", None)
+        if self.times_forwards and steps is not None:
+            spent = [sum(step.phases.draft_s + step.phases.verify_s for step in steps)]
+        sequences, slo = getattr(output, "sequences", output), getattr(output, "slo", None)
+        return Sample(seconds, spent[0] if spent else None, sequences, slo, steps)
 
     def stock(self, **options: Any) -> GenerateCall:
         """Return stock ``generate`` with further options."""
@@ -192,8 +193,14 @@ class Bench:
 
         return run_constant
 
-    def ours(self, config: SLOSpecConfig | None, method: DraftMethod | None = None) -> GenerateCall:
-        """Return ``generate`` of an SLOSpecGenerator with this config, and another draft method if one is given."""
+    def ours(self, config: SLOSpecConfig | None, method: DraftMethod | None = None, waits: bool = True) -> GenerateCall:
+        """Return ``generate`` of an SLOSpecGenerator with this config, and another draft method if one is given.
+
+        With ``waits``, forwards are compiled first: a compiler that ran beside the methods would slow them all.
+        """
+        config = config or SLOSpecConfig()
+        if config.compile and waits:
+            config = config.model_copy(update={"compile": "wait"})
         generator = SLOSpecGenerator(self.target, None, self.tokenizer, config, drafter=method or self.method)
 
         def run(inputs: dict[str, Any]) -> Any:

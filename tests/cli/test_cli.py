@@ -22,6 +22,9 @@ from hf_slospec.tiny.embedded import FOLDER
 RUN = CliRunner(env={"COLUMNS": "200"})  # as wide in every terminal
 
 
+EAGER = ["--config", '{"compile": false}']  # compiling takes long
+
+
 def test_bench_writes_table_and_json(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "result.json"
     options = "--size tiny --dtype float32 --new-tokens 8 --repeats 2 --no-tune --batch 1 --batch 2".split()
@@ -46,7 +49,7 @@ def test_bench_writes_table_and_json(tmp_path: Path) -> None:
 def test_bench_of_sampled_text(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     options = "--size tiny --dtype float32 --new-tokens 8 --repeats 2 --no-tune --batch 2 --temperature 0.8 --top-p 0.9"
-    result = RUN.invoke(app, ["bench", *options.split(), "--json", str(path)])
+    result = RUN.invoke(app, ["bench", *options.split(), "--json", str(path), *EAGER])
     assert result.exit_code == 0, result.output
     written = json.loads(path.read_text())
     assert written["provenance"]["sampling"] == {"temperature": 0.8, "top_p": 0.9, "top_k": 0}
@@ -62,7 +65,7 @@ def test_bench_where_forwards_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> 
         benchmark.Bench, "__init__", lambda *a, **options: plain(*a, **options | {"times_forwards": False})
     )
     options = "--size tiny --dtype float32 --new-tokens 4 --repeats 1 --no-tune --batch 2".split()
-    result = RUN.invoke(app, ["bench", *options])
+    result = RUN.invoke(app, ["bench", *options, *EAGER])
     assert result.exit_code == 0, result.output
     assert "%" not in result.output
 
@@ -70,7 +73,7 @@ def test_bench_where_forwards_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> 
 def test_bench_writes_a_trace_of_our_steps(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     options = "--size tiny --dtype float32 --new-tokens 6 --repeats 1 --no-tune --batch 2".split()
-    result = RUN.invoke(app, ["bench", *options, "--trace", str(path)])
+    result = RUN.invoke(app, ["bench", *options, "--trace", str(path), *EAGER])
     assert result.exit_code == 0, result.output
     names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
     assert {"prefill", "verify", "draft"} <= names
@@ -82,7 +85,7 @@ def test_bench_of_a_drafter_without_a_draft_model(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "target")
     path = tmp_path / "result.json"
     options = f"--target {tmp_path / 'target'} --dtype float32 --new-tokens 4 --repeats 1 --batch 1 --json {path}"
-    result = RUN.invoke(app, ["bench", "--drafter", f"lookup+{FOLDER / 'mtp'}", *options.split()])
+    result = RUN.invoke(app, ["bench", "--drafter", f"lookup+{FOLDER / 'mtp'}", *options.split(), *EAGER])
     assert result.exit_code == 0, result.output
     written = json.loads(path.read_text())
     assert written["provenance"]["drafter"] == "prompt lookup + MTP layer"
@@ -127,7 +130,7 @@ def test_profile_measures_fits_draws_and_keeps(tmp_path: Path) -> None:
     ],
 )
 def test_bad_options_are_named(options: list[str], word: str) -> None:
-    result = CliRunner(env={"COLUMNS": "400"}).invoke(app, ["bench", *options])
+    result = CliRunner(env={"COLUMNS": "400"}).invoke(app, ["bench", *options, *EAGER])
     assert result.exit_code == 2
     assert word in result.output
 
@@ -224,7 +227,7 @@ def test_a_target_alone_is_drafted_for_by_its_text(command: str, tmp_path: Path)
     tokenizer.save_pretrained(tmp_path / "own")
     options = {
         "generate": [TEXT, "--max-new-tokens", "12"],
-        "bench": ["--new-tokens", "4", "--repeats", "1", "--batch", "1"],
+        "bench": ["--new-tokens", "4", "--repeats", "1", "--batch", "1", *EAGER],
         "profile": ["--seconds", "1", "--no-keep", "--no-compile"],
     }
     result = RUN.invoke(app, [command, "--target", str(tmp_path / "own"), "--dtype", "float32", *options[command]])

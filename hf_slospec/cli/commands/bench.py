@@ -102,7 +102,7 @@ def _table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> Table:
 
     title = f"Speed against stock generate at the same batch size, medians over repeats, {facts['dtype']}"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=0)
-    table.caption = "host: time outside of forwards; equal: rows with the tokens of generate"
+    table.caption = "host: time outside of forwards, drafting and verifying; equal: rows with the tokens of generate"
     table.add_column("batch", justify="right", no_wrap=True)
     table.add_column("method", no_wrap=True)
     for heading in ("speed-up", "tokens/s", "ms/token", "host", "tok/step", "equal"):

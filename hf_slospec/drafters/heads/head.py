@@ -41,6 +41,12 @@ class DraftHead(PreTrainedModel):
         """Size of one hidden state of the target."""
         return self.hidden_size
 
+    @property
+    def packed_input_size(self) -> int:
+        """Size of an entry's inputs, which packed forwards take in place of ids: an embedding and a hidden state."""
+        weight: Any = self.embed_tokens.weight
+        return int(weight.shape[-1]) + self.hidden_size
+
     def combine(self, features: torch.Tensor) -> torch.Tensor:
         """Return the hidden states that entries take, computed from features of the target.
 

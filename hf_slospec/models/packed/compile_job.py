@@ -47,7 +47,7 @@ class Job:
         Raises:
             OSError: the cache directory cannot be written.
         """
-        sources = [Path(module.__file__ or "").read_text() for module in (operators, twin)]
+        sources = [Path(module.__file__ or "").read_text() for module in (operators, twin)] + description.sources
         sources.append(operators.SOURCE.read_text().partition("TORCH_LIBRARY")[2])  # the operators' arguments
         num_threads = torch.get_num_threads()
         key = {**description.identity(), **operators.instructions(), "sources": sources, "threads": num_threads}

@@ -1,14 +1,19 @@
 """A model's forward as a graph for torch's compiler, traced on a copy of the model without weights.
 
-The copy is made of the model's class and config on the meta device. Its linear layers and its attention are operators
-of :mod:`hf_slospec.models.compiled`; all other weights are inputs of the graph.
+The copy is made of the model's class and config on the meta device, or for this package's own networks of the modules
+themselves. Its linear layers and its attention are operators of :mod:`hf_slospec.models.compiled`; all other weights
+are inputs of the graph.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +24,11 @@ from transformers.pytorch_utils import Conv1D
 from hf_slospec.models.attention import AttentionLayer, Positions
 from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.inspection.layer_classes import plain_class
+from hf_slospec.models.inspection.model_changes import NOT_SETTINGS
 from hf_slospec.models.inspection.properties import config_values
 from hf_slospec.models.packed.running import packed_outputs
 
+SETTINGS = (bool, int, float, str, tuple)  # types of attributes that are settings
 LINEAR = (nn.Linear, Conv1D)  # classes of layers whose products are operators
 MIN_SIZE, MAX_TOKENS = 2, 2**20  # tokens and logits of a forward; the compiler makes another graph for 1
 TRACED_TOKENS, TRACED_LOGITS = 7, 5
@@ -41,6 +48,9 @@ class Description:
     layers: tuple[AttentionLayer, ...]  # in the order in which the pool stores them
     feature_layers: tuple[int, ...]  # hidden states to return
     keeps_logits: bool  # the model's forward takes logits_to_keep
+    input_size: int | None = None  # of a token's input; None: tokens are ids
+    settings: dict[str, str] | None = None  # of the modules, if they are not made of the config alone
+    modules_only: bytes | None = None  # the pickled model without weights, if it cannot be made of class and config
 
     @classmethod
     def of(
@@ -48,6 +58,7 @@ class Description:
     ) -> Description:
         """Return the description of a model as it is now."""
         named, lora = [*model.named_parameters(), *model.named_buffers()], _lora_layers(model)
+        is_own = _is_own(plain_class(model))
         return cls(
             plain_class(model),
             model.config,
@@ -57,7 +68,30 @@ class Description:
             tuple(layers),
             feature_layers,
             keeps_logits,
+            getattr(model, "packed_input_size", None),
+            _settings(model) if is_own else None,
+            _without_weights(model) if is_own else None,
         )
+
+    @property
+    def input_name(self) -> str:
+        """Name of the argument of the model's forward that takes tokens."""
+        return "input_ids" if self.input_size is None else "inputs_embeds"
+
+    @property
+    def sources(self) -> list[str]:
+        """Sources of this package that the graph was made from, besides the operators' and this file's."""
+        if self.settings is None:
+            return []
+        files = {str(sys.modules[kind.__module__].__file__) for kind in self.model_class.__mro__ if _is_own(kind)}
+        return [Path(file).read_text(encoding="utf-8") for file in sorted(files)]
+
+    def twin(self) -> Any:
+        """Return a copy of the model on the meta device."""
+        if self.modules_only is not None:
+            return pickle.loads(self.modules_only)
+        with torch.device("meta"):
+            return self.model_class(self.config).eval()
 
     def identity(self) -> dict[str, Any]:
         """Return what tells this graph from others, as values for JSON."""
@@ -66,6 +100,7 @@ class Description:
         layers = [str(layer) for layer in self.layers]
         return {"class": name, "config": config, "modules": self.modules, "tensors": self.tensors, "layers": layers} | {
             "feature_layers": self.feature_layers,
+            "settings": self.settings,
             "lora": self.lora,
         }
 
@@ -99,6 +134,45 @@ def _lora_layers(model: nn.Module) -> dict[str, dict[str, float]]:
             added = () if layer.merged or layer.disable_adapters else layer.active_adapters
             found[name] = {adapter: layer.scaling[adapter] for adapter in added if adapter in layer.lora_A}
     return found
+
+
+def _is_own(kind: type[Any]) -> bool:
+    """Return whether a class is one of this package, as those of draft heads."""
+    return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _settings(model: nn.Module) -> dict[str, str]:
+    """Return the plain attributes of all modules, by name."""
+    return {
+        f"{name}.{attribute}": repr(value)
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if attribute not in NOT_SETTINGS and (isinstance(value, SETTINGS) or is_dataclass(value))
+    }
+
+
+def _without_weights(model: nn.Module) -> bytes | None:
+    """Return the pickled modules, with tensors on the meta device; None if they cannot be pickled."""
+    file = io.BytesIO()
+    try:
+        _ModulesPickler(file).dump(model)
+    except (pickle.PicklingError, TypeError, AttributeError):  # locks, or functions that were defined in others
+        return None
+    return file.getvalue()
+
+
+class _ModulesPickler(pickle.Pickler):
+    """Pickler that leaves out the values of tensors."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return _on_meta, (isinstance(value, nn.Parameter), tuple(value.shape), value.dtype)
+        return NotImplemented
+
+
+def _on_meta(is_parameter: bool, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    tensor = torch.empty(shape, dtype=dtype, device="meta")
+    return nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
 
 
 @dataclass(frozen=True)
@@ -191,8 +265,7 @@ class _Step(nn.Module):
         super().__init__()
         self.description, self.linears = description, list[str]()  # names by index
         self.context: list[torch.Tensor] = []  # that of the forward that is traced
-        with torch.device("meta"):
-            twin = description.model_class(description.config).eval()
+        twin = description.twin()
         if (modules := _module_classes(twin)) != description.modules:
             changed = sorted(name for name, _ in modules.items() ^ description.modules.items())
             raise ValueError(f"modules were changed since the model was made: {', '.join(changed[:5])}")
@@ -214,7 +287,7 @@ class _Step(nn.Module):
 
     def forward(
         self,
-        input_ids: torch.Tensor,  # [1, num_tokens] int64
+        tokens: torch.Tensor,  # [1, num_tokens] int64 or, if the model's inputs are no ids, [1, num_tokens, input_size]
         position_ids: torch.Tensor,  # [1, num_tokens] int64
         logit_rows: torch.Tensor,  # [num_logits] int64
         context: torch.Tensor,  # [1] int64
@@ -225,7 +298,7 @@ class _Step(nn.Module):
         forward = TracedForward(context, described.layers, position_ids)
         arguments = position_ids, logit_rows, described.feature_layers, described.keeps_logits
         with nn.utils.stateless._reparametrize_module(twin, dict(zip(self.weights, weights, strict=True))):
-            outputs = packed_outputs(twin, forward, {"input_ids": input_ids}, *arguments)
+            outputs = packed_outputs(twin, forward, {described.input_name: tokens}, *arguments)
         return tuple(tensor for tensor in outputs if tensor is not None)
 
 
@@ -238,9 +311,15 @@ def export_graph(description: Description) -> tuple[ExportedProgram, Interface]:
     """
     step = _Step(description)
     weights = [torch.zeros(shape, dtype=dtype) for dtype, shape in (description.tensors[name] for name in step.weights)]
+    size, dtype = description.input_size, next(iter(description.tensors.values()))[0]
+    traced = (
+        torch.zeros(1, TRACED_TOKENS, dtype=torch.int64)
+        if size is None
+        else torch.zeros(1, TRACED_TOKENS, size, dtype=dtype)
+    )
     tokens, logits = Dim("tokens", min=MIN_SIZE, max=MAX_TOKENS), Dim("logits", min=MIN_SIZE, max=MAX_TOKENS)
     arguments = (
-        torch.zeros(1, TRACED_TOKENS, dtype=torch.int64),
+        traced,
         torch.arange(TRACED_TOKENS)[None],
         torch.arange(TRACED_LOGITS),
         torch.zeros(1, dtype=torch.int64),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,9 @@ from hf_slospec.models.packed.compile_job import Job
 from hf_slospec.models.packed.model import PackedModel, _packed_models
 from hf_slospec.models.packed.tree_mask import chain
 from hf_slospec.models.packed.twin import Description
+from tests.drafters.heads.checkpoints import target_of
 from tests.support.packed import packed_model
+from tests.support.toys.feature_heads import random_head
 from tests.support.toys.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="forwards are compiled with g++")
@@ -117,6 +121,14 @@ def test_a_draft_model_is_compiled_too() -> None:
     model, draft = tiny_model("llama"), tiny_model("llama", noise=0.2)
     ours = SLOSpecGenerator(model, assistant_model=draft, config=SLOSpecConfig(compile="wait"))
     assert generated(ours.generate) == generated(model.generate)
+    assert ours.stats().forwards == {"target": "compiled", "draft": "compiled"}
+
+
+def test_a_head_is_compiled_too(tmp_path: Path) -> None:
+    target = target_of("llama")
+    head = random_head("eagle3", tmp_path, target)
+    ours = SLOSpecGenerator(target, drafter=head, config=SLOSpecConfig(compile="wait", policy="fixed"))
+    assert generated(ours.generate) == generated(target.generate)
     assert ours.stats().forwards == {"target": "compiled", "draft": "compiled"}
 
 
@@ -255,6 +267,21 @@ def test_a_setting_that_the_graph_lacks_is_found_by_comparison(model: Any, caplo
     assert generated(ours.generate) == generated(model.generate)
     assert ours.stats().forwards["target"].startswith("eager: its logits differ")
     assert "is no longer computed by compiled forwards: its logits differ" in caplog.text
+
+
+@pytest.mark.parametrize(("share", "path"), [(0.3, "compiled"), (0.9, "eager")])
+def test_rounding_that_differs_now_and_then_is_none_of_the_graphs_faults(
+    monkeypatch: pytest.MonkeyPatch, share: float, path: str
+) -> None:
+    draws = random.Random(1)
+    monkeypatch.setattr(compiled, "relative_error", lambda ours, _: torch.tensor([float(draws.random() < share)]))
+    model = tiny_model("llama").to(torch.bfloat16)
+    try:
+        ours = generator(model)
+        generated(ours.generate)
+        assert ours.stats().forwards["target"].startswith(path)
+    finally:
+        model.float()
 
 
 def test_failures_are_kept_and_told(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
