@@ -1,0 +1,114 @@
+"""What decoding loses while its forwards are compiled, how long that takes, and what later processes wait for it.
+
+    python -m benchmarks.compiling --target CHECKPOINT [--batch 1] [--json FILE]
+
+One process finds an empty cache and decodes until its forwards are compiled; another one after it finds them compiled.
+Each decodes short texts one after the other, without drafts: with eager forwards only, while the compiler runs or the
+package is loaded, and compiled. Stock ``generate`` decodes in turns with the first two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import psutil
+import torch
+import typer
+
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator
+from hf_slospec.cli.benchmark import provenance
+from hf_slospec.cli.options import write_results
+
+NEW_TOKENS, TURNS = 16, 12
+LIMIT_S = 400.0  # within which forwards must be compiled
+
+
+def measure(target: str, dtype: str, batch: int) -> dict[str, Any]:
+    """Return the figures of this process."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=getattr(torch, dtype))
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    inputs = tokenizer(["Tell me a story about a"] * batch, return_tensors="pt")
+    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
+
+    def stock() -> list[float]:
+        begun_s = time.perf_counter()
+        model.generate(**inputs, **options)
+        return [(time.perf_counter() - begun_s) / NEW_TOKENS]
+
+    def generator(compile: bool) -> Callable[[], list[float]]:
+        ours = SLOSpecGenerator(model, None, tokenizer, SLOSpecConfig(policy="none", compile=compile), drafter="lookup")
+
+        def steps() -> list[float]:
+            output = ours.generate(**inputs, **options, return_dict_in_generate=True)
+            return [step.phases.total_s for step in output.steps if not step.is_prefill]
+
+        steps.path = lambda: ours.stats().forwards["target"]  # type: ignore[attr-defined]
+        return steps
+
+    def ms(samples: list[float]) -> dict[str, float]:
+        return {"median_ms": round(1e3 * median(samples), 2), "longest_ms": round(1e3 * max(samples), 2)}
+
+    figures = dict[str, Any]()
+    for name, decode in (("stock", stock), ("eager", generator(False))):
+        decode()
+        figures[name] = ms([sample for _ in range(TURNS) for sample in decode()])
+    begun_s = time.perf_counter()
+    ours: Any = generator(True)
+    during, stock_during, compiler_bytes, path = list[float](), list[float](), 0, ""
+    while (path := ours.path()) != "compiled" and time.perf_counter() - begun_s < LIMIT_S:
+        during += ours()
+        children = psutil.Process().children(recursive=True)
+        compiler_bytes = max(compiler_bytes, sum(child.memory_info().rss for child in children))
+        if "compiling" in path:
+            stock_during += stock()
+    figures["until_compiled_s"] = round(time.perf_counter() - begun_s, 1)
+    if path != "compiled":
+        raise RuntimeError(f"forwards were not compiled within {LIMIT_S:.0f} s: {path}")
+    figures["meanwhile"] = ms(during) if during else None
+    figures["stock_meanwhile"] = ms(stock_during) if stock_during else None
+    figures["compiled"] = ms([sample for _ in range(TURNS) for sample in ours()])
+    figures["compiler_gb"] = round(compiler_bytes / 2**30, 2)
+    return figures
+
+
+def in_own_process(cache: str, *arguments: str) -> dict[str, Any]:
+    """Return what a new process measures that keeps packages in ``cache``."""
+    environment = os.environ | {"HF_ASSETS_CACHE": cache, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "benchmarks.compiling", *arguments, "--measure"]
+    output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    figures: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return figures
+
+
+def main(
+    target: Annotated[str, typer.Option(help="A checkpoint.")],
+    dtype: Annotated[str, typer.Option()] = "bfloat16",
+    batch: Annotated[int, typer.Option()] = 1,
+    json_path: Annotated[Path | None, typer.Option("--json")] = None,
+    here: Annotated[bool, typer.Option("--measure", hidden=True)] = False,
+) -> None:
+    """Measure in a process with an empty cache, and in one after it."""
+    if here:
+        print(json.dumps(measure(target, dtype, batch)))
+        return
+    arguments = "--target", target, "--dtype", dtype, "--batch", str(batch)
+    with tempfile.TemporaryDirectory() as cache:
+        results = {name: in_own_process(cache, *arguments) for name in ("first process", "later process")}
+    print(json.dumps(results, indent=2))
+    if json_path is not None:
+        write_results(json_path, provenance(target=Path(target).name, dtype=dtype, batch=batch), results)
+
+
+if __name__ == "__main__":
+    typer.run(main)
