@@ -209,7 +209,7 @@ def attribution() -> str:
                     for other in (assisted, best)
                 ]
             lines.append([str(batch), cpu, *cells])
-    header = "batch | CPU | packed weights, no drafts | drafts, prepack off | both (hf_slospec)"
+    header = "batch | CPU | compiled, packed weights, no drafts | drafts, prepack off | both (hf_slospec)"
     for name in ("both", "prepack off"):
         header += f" | {name} / assisted, defaults | {name} / assisted, best constant"
     return markdown(header, lines)

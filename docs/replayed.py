@@ -248,6 +248,21 @@ def slos_serve_replicas() -> str:
 
 
 @table
+def stages() -> str:
+    lines = []
+    for part, name in (("reasoning", "Reasoning"), ("tools", "ToolLLM with pauses")):
+        for system, by_rate in result("stages.json")[part].items():
+            for rate, run in by_rate.items():
+                shares = (f"{100 * run[key]:.0f} %" for key in ("attained", "first_token_in_time", "windows_kept"))
+                kept = f"{100 * run['reused_share']:.0f} %"
+                cells = [f"{run['latency_s']:.1f} s", f"{run['tpot_ms']:.1f} ms", f"{run['step_ms']:.1f} ms", kept]
+                lines.append([name, system.replace("auto", "`auto`"), rate, *shares, *cells])
+    return markdown(
+        " |  | requests/s | attained | first token in time | windows kept | latency | TPOT | step | prompts kept", lines
+    )
+
+
+@table
 def thesis_throughput() -> str:
     measured = result("papers-thesis.json")
     sizes = ("1", "2", "4", "8", "16", "32")

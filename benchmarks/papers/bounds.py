@@ -84,8 +84,11 @@ class Bounds:
             raise InvalidInputError(
                 f"every request needs a text, got {len(jobs)} requests, {len(library.lengths)} texts"
             )
-        if any(job.after is not None for job in jobs):
-            raise InvalidInputError("arrivals of requests that follow others depend on the schedule; leave them out")
+        if any(job.after is not None or job.think_tokens for job in jobs):
+            raise InvalidInputError(
+                "arrivals of requests that follow others depend on the schedule, and stages have no bound here; leave "
+                "both out"
+            )
         if max_depth < 0 or max_width < 1 or max_batch < 1:
             raise InvalidInputError(
                 "max_depth must be at least 0, max_width and max_batch at least 1, "

@@ -34,7 +34,7 @@ from hf_slospec.lab.routers import OURS as GUARANTEES
 from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.systems import config_of, is_oracle
 from hf_slospec.lab.texts import TextModel
-from hf_slospec.lab.workload import Job, arrivals, jobs_of, mix_of
+from hf_slospec.lab.workload import Job, arrivals, in_rounds, jobs_of, mix_of
 
 RESULTS = Path(__file__).parent.parent / "results" / "papers-slos-serve.json"
 ATTAINED = 0.9
@@ -71,6 +71,7 @@ HARDWARES = {
         HARDWARE["opt-13b-a100"], target=lines((24.5, 0.0872), (27.4, 0.0905), per_key_ms=2.24e-4)
     ),
     "llama-7b-a100": HARDWARE["llama-7b-a100"],
+    "llama-8b-h100": HARDWARE["llama-8b-h100"],
 }
 
 
@@ -85,6 +86,9 @@ class Scenario:
     variation: float = 1.0  # coefficient of variation in a gamma process
     acceptance: float = 0.7
     is_in_pairs: bool = False  # each request is several, one after the other: calls of tools, then the answer
+    pause_s: float | None = (
+        None  # mean seconds of a tool, after which a request goes on with its text; None: see in_pairs
+    )
     hardware: str = "opt-13b-a100"
 
     def prompt_s(self, num_tokens: int) -> float:
@@ -102,25 +106,19 @@ class Scenario:
             jobs += jobs_of(mix_of(mix), times_s, jobs_rng, self.prompt_s)
         jobs.sort(key=lambda job: job.arrival_s)
         if self.is_in_pairs:
-            jobs = in_pairs(jobs, self.prompt_s, np.random.default_rng([seed, 98]))
+            jobs = in_pairs(jobs, self.prompt_s, np.random.default_rng([seed, 98]), self.pause_s)
         return Load.of(f"{rate:g}/s", jobs, TextModel(acceptance=self.acceptance), np.random.default_rng([seed, 99]))
 
 
-def in_pairs(jobs: Sequence[Job], prompt_s: Callable[[int], float], rng: np.random.Generator) -> list[Job]:
-    """Return the prefill-decode pairs of requests with tools; each arrives at the end of the one before it.
+def in_pairs(
+    jobs: Sequence[Job], prompt_s: Callable[[int], float], rng: np.random.Generator, pause_s: float | None
+) -> list[Job]:
+    """Return the prefill-decode pairs of requests with tools; see :func:`in_rounds` for ``pause_s``.
 
-    The given requests are the answers, with a loose TPOT SLO. The calls before them have the tight one. The time that
-    tools take is not published, and is 0 here.
+    The given requests are the answers, with a loose TPOT SLO. The calls before them have the tight one.
     """
-    pairs: list[Job] = []
-    for job in jobs:
-        number = max(round(rng.normal(*PAIRS)), 1)
-        calls = jobs_of(mix_of("toolllm"), np.zeros(number - 1), rng, prompt_s)
-        first = len(pairs)
-        for place, pair in enumerate([*(replace(call, tpot_slo_s=TIGHT_S) for call in calls), job]):
-            arrival_s, after = (0.0, first + place - 1) if place else (job.arrival_s, None)
-            pairs.append(replace(pair, arrival_s=arrival_s, after=after))
-    return pairs
+    (call,) = mix_of("toolllm")
+    return in_rounds(jobs, replace(call, tpot_slo_s=TIGHT_S), PAIRS, rng, prompt_s, pause_s)
 
 
 STABLE, BURSTY = "poisson", "on-off"

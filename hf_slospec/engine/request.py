@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -18,11 +19,14 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True)
 class Stage:
-    """Part of a request's output with a TPOT SLO."""
+    """Part of a request's output with SLOs of its own."""
 
     tpot_slo_s: float | None  # seconds per output token; None: no SLO
     num_tokens: int | None = None  # the stage ends after so many tokens
     is_over: IsOver = lambda tokens: False  # or with the token for which this returns True
+    # Seconds from the end of the stage before to the first token; with one, TPOT counts from that token on. The first
+    # stage has the TTFT SLO of the request in its place.
+    ttft_slo_s: float | None = None
 
 
 class Noise(Protocol):
@@ -101,6 +105,7 @@ class RequestParams:
     may_draft: bool = True  # False: one token per step, whatever the policy plans
     e2e_slo_s: float | None = None  # seconds from arrival to the last token
     grammar: Grammar | None = None  # what drafts follow, as the output does; None: the output is free
+    earlier: RequestMetrics | None = None  # those of the request that this one continues after a pause
 
     @property
     def max_len(self) -> int:
@@ -109,9 +114,14 @@ class RequestParams:
 
     @property
     def has_slo(self) -> bool:
-        """Return whether there is a TTFT SLO, an E2E SLO, or a TPOT SLO in any stage."""
-        slos_s = self.ttft_slo_s, self.e2e_slo_s, *(stage.tpot_slo_s for stage in self.stages)
-        return any(slo_s is not None for slo_s in slos_s)
+        """Return whether there is a TTFT SLO, an E2E SLO, or an SLO of any stage."""
+        return self.ttft_slo_s is not None or self.e2e_slo_s is not None or bool(self.stage_slos_s)
+
+    @property
+    def stage_slos_s(self) -> list[float]:
+        """TPOT SLOs of all stages, and TTFT SLOs of all but the first: what decode steps have to keep, in seconds."""
+        slos_s = [stage.tpot_slo_s for stage in self.stages] + [stage.ttft_slo_s for stage in self.stages[1:]]
+        return [slo_s for slo_s in slos_s if slo_s is not None]
 
 
 @dataclass
@@ -170,6 +180,8 @@ class Request:
     error: BaseException | None = None  # error of the request's processors or criteria, which ended it
     is_guaranteed: bool | None = None  # the batcher guarantees the SLOs; None: no batcher has decided
     window_guarantee: float | None = None  # probability with which every window of ten tokens meets the TPOT SLO
+    # Engine's time at which the first token of a later stage is due; inf once it has come, and without a TTFT SLO.
+    stage_due_s = math.inf
 
     def __init__(
         self,
@@ -195,7 +207,8 @@ class Request:
         """
         self.index, self.params, self.tokens = index, params, list(params.prompt)
         self.kv, self.stats = RequestKV(), RequestStats(arrived_s)
-        self._num_before_stage, self._is_stage_over = 0, False
+        self._num_before_stage = 0
+        self._ends: list[int] = []  # new tokens up to the end of each stage that the current step ends
         if progress is not None:
             self._resume(progress, arrived_s)
         self.noise = None if new_noise is None else new_noise(self)
@@ -221,10 +234,13 @@ class Request:
     def pace_s(self) -> float | None:
         """Seconds per output token by which scheduling serves the current stage; None: no SLO.
 
-        It is the stage's TPOT SLO or, if that is less, the time that the E2E SLO left when the stage began, for each of
-        the tokens that were left then. An E2E SLO with no time left then is missed, and no longer counts.
+        It is the stage's TPOT SLO (its TTFT SLO up to its first token) or, if that is less, the time that the E2E SLO
+        left when the stage began, for each of the tokens that were left then. An E2E SLO with no time left then is
+        missed, and no longer counts.
         """
         tpot_slo_s, begin = self.stage.tpot_slo_s, self.stats.stage_begin
+        if self.stage_due_s < math.inf:
+            tpot_slo_s = self.stage.ttft_slo_s
         if self.params.e2e_slo_s is None or begin is None:
             return tpot_slo_s
         begun_s, num_before = begin
@@ -257,7 +273,12 @@ class Request:
 
     @property
     def num_left_in_stage(self) -> int:
-        """Tokens to the end of the current stage, if its length is known, else of the request."""
+        """Tokens to the end of the current stage, if its length is known, else of the request.
+
+        1 while the first token of a later stage is due.
+        """
+        if self.stage_due_s < math.inf:
+            return 1
         stages, current = self.params.stages, self.stats.stage
         num_tokens = self.stage.num_tokens
         if num_tokens is None or current + 1 == len(stages):  # no stage follows the last one
@@ -292,11 +313,12 @@ class Request:
             self.finish_reason = "stop"
         elif self.num_left <= 0:
             self.finish_reason = "length"
-        stages, current = self.params.stages, self.stats.stage
-        if current + 1 < len(stages) and not self._is_stage_over:
-            num_tokens, num_emitted = stages[current].num_tokens, self.num_emitted - self._num_before_stage
-            is_full = num_tokens is not None and num_emitted >= num_tokens
-            self._is_stage_over = is_full or stages[current].is_over(self.tokens)
+        stages, current = self.params.stages, self.stats.stage + len(self._ends)
+        if current + 1 < len(stages):
+            num_tokens, num_before = stages[current].num_tokens, [self._num_before_stage, *self._ends][-1]
+            is_full = num_tokens is not None and self.num_emitted - num_before >= num_tokens
+            if is_full or stages[current].is_over(self.tokens):
+                self._ends.append(self.num_emitted)
         return self.is_finished
 
     def _resume(self, progress: Progress, now_s: float) -> None:
@@ -306,8 +328,11 @@ class Request:
                 raise InvalidInputError(
                     f"progress has a finished output, of {self.num_emitted} tokens; resume only unfinished requests"
                 )
-            if self._is_stage_over:
-                self._next_stage(now_s)
+            for end in self._ends:
+                self._next_stage(end, now_s)
+            self._ends.clear()
+        if self.num_emitted > self._num_before_stage:
+            self.stage_due_s = math.inf
         stats.arrived_s, stats.num_resumed = now_s - progress.elapsed_s, self.num_emitted
         if progress.tokens:
             stats.first_token_s, stats.last_token_s = now_s - progress.decoding_s, now_s
@@ -341,10 +366,21 @@ class Request:
         stats.num_drafted += num_drafted
         stats.phases += phases
         stats.commits.append(Commit(self.num_emitted, now_s, num_drafted + 1, num_accepted))
+        self._take_first(now_s)
         self._end_windows(now_s)
-        if self._is_stage_over:
-            stats.has_missed |= self._is_late(now_s)
-            self._next_stage(now_s)
+        for end in self._ends:
+            stats.has_missed |= self._is_late(end, now_s)
+            self._next_stage(end, now_s)
+            self._take_first(now_s)
+        self._ends.clear()
+
+    def _take_first(self, now_s: float) -> None:
+        """Check the TTFT SLO of a later stage whose first token has come; TPOT and windows count from it on."""
+        if self.stage_due_s < math.inf and self.num_emitted > self._num_before_stage:
+            self.stats.has_missed |= now_s > self.stage_due_s
+            self.stats.stage_begin = now_s, self._num_before_stage + 1
+            self.stats.first_open = max(len(self.stats.commits) - 1, 0)
+            self.stage_due_s = math.inf
 
     def _end_windows(self, now_s: float) -> None:
         """End the windows of ten tokens that the latest commit completes.
@@ -357,13 +393,19 @@ class Request:
             if tpot_slo_s is not None:
                 stats.has_missed_window |= now_s - begin.at_s > WINDOW * tpot_slo_s
 
-    def _next_stage(self, now_s: float) -> None:
-        self.stats.stage, self._num_before_stage, self._is_stage_over = self.stats.stage + 1, self.num_emitted, False
-        self.stats.stage_begin = now_s, self.num_emitted
+    def _next_stage(self, num_before: int, now_s: float) -> None:
+        self.stats.stage, self._num_before_stage = self.stats.stage + 1, num_before
+        self.stats.stage_begin = now_s, num_before
         self.stats.first_open = max(len(self.stats.commits) - 1, 0)
+        ttft_slo_s = self.stage.ttft_slo_s
+        self.stage_due_s = math.inf if ttft_slo_s is None else now_s + ttft_slo_s
 
     def decoded(self, now_s: float) -> tuple[float, int]:
-        """Return seconds and tokens since the current stage began; the first stage begins with the first token."""
+        """Return seconds and tokens since the current stage began to count.
+
+        That is its first token in the first stage, and in others with a TTFT SLO once it has come; else the end of the
+        stage before.
+        """
         if self.stats.stage_begin is None:
             return 0.0, 0
         begun_s, num_before = self.stats.stage_begin
@@ -373,7 +415,9 @@ class Request:
     def has_open_guarantee(self) -> bool:
         """Return whether windows of ten tokens are guaranteed, none was missed, and one is open."""
         is_kept = self.window_guarantee is not None and not self.stats.has_missed_window
-        return is_kept and self.stage.tpot_slo_s is not None and bool(self.stats.commits)
+        return (
+            is_kept and self.stage_due_s == math.inf and self.stage.tpot_slo_s is not None and bool(self.stats.commits)
+        )
 
     def tightest_window(self, now_s: float, token_s: float) -> tuple[float, int]:
         """Return seconds and tokens since the beginning of the open window that is furthest behind a pace.
@@ -395,9 +439,13 @@ class Request:
         elapsed_s, emitted = self.tightest_window(now_s, self.pace_s or 0.0)
         return elapsed_s, emitted, min(WINDOW - emitted, self.num_left_in_stage)
 
-    def _is_late(self, now_s: float) -> bool:
-        elapsed_s, emitted = self.decoded(now_s)
-        return is_attained(elapsed_s / emitted if emitted else None, self.stage.tpot_slo_s) is False
+    def _is_late(self, end: int, now_s: float) -> bool:
+        """Return whether the current stage missed its TPOT SLO if its last token is the new token number ``end``."""
+        if self.stats.stage_begin is None:
+            return False
+        begun_s, num_before = self.stats.stage_begin
+        measured_s = (now_s - begun_s) / (end - num_before) if end > num_before else None
+        return is_attained(measured_s, self.stage.tpot_slo_s) is False
 
     def end(self, error: BaseException | None) -> None:
         """End the request early, as failed with an error or, without one, as cancelled."""
@@ -415,7 +463,7 @@ class Request:
         elapsed_s, emitted = self.decoded(stats.last_token_s)
         ttft_s, e2e_s = first_s - stats.arrived_s, stats.last_token_s - stats.arrived_s
         tpot_slo_s = self.stage.tpot_slo_s
-        is_late = stats.has_missed or self._is_late(stats.last_token_s)
+        is_late = stats.has_missed or self._is_late(self.num_emitted, stats.last_token_s)
         is_late |= params.ttft_slo_s is not None and ttft_s > params.ttft_slo_s
         is_late |= params.e2e_slo_s is not None and e2e_s > params.e2e_slo_s
         return RequestMetrics(
@@ -441,6 +489,7 @@ class Request:
             e2e_slo_s=params.e2e_slo_s,
             e2e_s=e2e_s if has_begun else None,
             acceptance_histogram=tuple(stats.acceptance_histogram),
+            earlier=params.earlier,
         )
 
     def _has_kept_windows(self) -> bool | None:
@@ -456,7 +505,7 @@ class RequestMetrics:
     tpot_slo_s: float | None  # seconds per output token in the last stage; None: no SLO
     tpot_s: float | None  # seconds, (last - first token) / (tokens - 1); None for fewer than two tokens
     ttft_s: float | None  # seconds from arrival to the first token; None before it
-    attained: bool | None  # TPOT SLOs of every stage, TTFT and E2E SLOs were met; None without an SLO or a token
+    attained: bool | None  # SLOs of every stage, TTFT and E2E SLOs were met; None without an SLO or a token
     tokens: int  # committed, the first one included
     steps: int  # verify steps after the prefill
     drafted: int  # draft tokens verified: nodes of all verified trees, roots not counted
@@ -475,6 +524,13 @@ class RequestMetrics:
     e2e_slo_s: float | None = None  # seconds from arrival to the last token
     e2e_s: float | None = None  # seconds from arrival to the latest token; None before the first
     acceptance_histogram: tuple[int, ...] = ()  # verify steps that accepted 0 drafted nodes, 1, and so on
+    earlier: RequestMetrics | None = None  # those of the request that this one continues; the pause is in neither
+
+    @property
+    def attained_throughout(self) -> bool | None:
+        """Return whether this request and those that it continues attained their SLOs; None without any SLO."""
+        before = None if self.earlier is None else self.earlier.attained_throughout
+        return self.attained if before is None else before and self.attained is not False
 
     @property
     def acceptance_length(self) -> float | None:

@@ -58,6 +58,7 @@ class Call:
     speculator: Speculator
     encoder: EncoderInputs | None = None
     is_part: bool = False  # a generate of the model's class, which takes stock's output, puts the call's parts together
+    has_images: bool = False  # the prompts hold images, audio or video
 
     def sampler(self, seed: int | None = None, sharing: int = 1) -> StockSampler:
         """Return the sampler of the call's rows.
@@ -166,17 +167,17 @@ def _call(
     prompt = PromptInputs.of(stock.input_ids, inputs, stock.config, model.get_input_embeddings(), bool(names))
     whole = None if encoder is not None else WholePrompts.of(speculator.target.packed, prompt, inputs, names)
     stages = stages_by_row(slo, len(stock.input_ids), stock.config.num_return_sequences, arguments.get("tokenizer"))
-    if speculator.config.deterministic and any(stage.tpot_slo_s is not None for row in stages for stage in row):
-        raise UnsupportedOptionError(
-            'deterministic=True cannot be combined with slo_tpot, which steers by the clock; exact="self" can'
-        )
     grammars = [draft_grammar(stock.processors) for _ in stages]
     rows = Rows(
         stock.input_ids, prompt, whole, encoder, stock.config, stock.criteria, stages, grammars, arrived_s,
         arguments.get("streamer"),
     )  # fmt: skip
+    if speculator.config.deterministic and any(params.has_slo for params in rows.params):
+        raise UnsupportedOptionError(
+            'deterministic=True cannot be combined with slo_tpot, which steers by the clock; exact="self" can'
+        )
     check_prompts(rows, speculator.target, has_placeholders=bool(names))
-    return Call(rows, stock, speculator, encoder, is_part)
+    return Call(rows, stock, speculator, encoder, is_part, bool(names))
 
 
 def stock_generate(model: PreTrainedModel) -> Callable[..., Any]:

@@ -148,6 +148,7 @@ class Rows:
                 tokens,
                 criteria.max_length - input_ids.shape[1],
                 stages[row],
+                stages[row][0].ttft_slo_s,
                 is_sampled=bool(config.do_sample),
                 row=row,
                 num_padding=max(map(len, prompts)) - len(tokens),

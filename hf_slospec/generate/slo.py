@@ -5,19 +5,19 @@ from __future__ import annotations
 import numbers
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from transformers import PreTrainedTokenizerBase
-from transformers.generation import StopStringCriteria
 
 from hf_slospec.engine.request import LEAST_SLO_S, IsOver, Stage
 from hf_slospec.errors import InvalidInputError, InvalidTypeError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 class SLOStage(BaseModel):
-    """A part of a row's output with its own TPOT SLO; a list of stages is the SLO of one row.
+    """A part of a row's output with its own SLOs; a list of stages is the SLO of one row.
 
     For example thinking fast and answering at reading speed:
     ``[SLOStage(slo_tpot=0.01, until="</think>"), SLOStage(slo_tpot=0.05)]``. In a generation config that is saved,
@@ -27,7 +27,12 @@ class SLOStage(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     slo_tpot: float | None = Field(strict=True, description="Seconds per output token; None: no SLO.")
-    until: str | None = Field(None, min_length=1, description="The stage ends with the token that completes this text.")
+    slo_ttft: float | None = Field(
+        None, strict=True, description="Seconds to its first token, from the end of the stage before, or from arrival."
+    )
+    until: Annotated[str, Field(min_length=1)] | Annotated[int, Field(ge=0, strict=True)] | None = Field(
+        None, description="The stage ends with the token that completes this text, or with the token of this id."
+    )
     tokens: int | None = Field(None, ge=1, description="The stage ends after this many tokens.")
 
     @model_validator(mode="after")
@@ -73,23 +78,23 @@ def _parsed(slo: Any) -> _Parsed:
         raise InvalidInputError(f"slo_tpot has an invalid stage: {error}") from error
     for stage in stages:
         _check_seconds(stage.slo_tpot)
+        _check_seconds(stage.slo_ttft, "slo_ttft of a stage", "seconds")
     if any(stage.until is None and stage.tokens is None for stage in stages[:-1]):
         raise InvalidInputError("slo_tpot has a stage without an end that is not the last; give it `until` or `tokens`")
     return stages
 
 
-def _check_seconds(seconds: Any) -> None:
+def _check_seconds(seconds: Any, name: str = "slo_tpot", unit: str = "seconds per output token") -> None:
     if seconds is None:
         return
     if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real):
         raise InvalidTypeError(
-            f"slo_tpot must be seconds per output token, None, a list of SLOStage, or a list of those per row; "
-            f"got {seconds!r}"
+            f"{name} must be {unit}, None, a list of SLOStage, or a list of those per row; got {seconds!r}"
         )
     number: Any = seconds  # numbers.Real declares no comparison with floats
     if not LEAST_SLO_S <= number <= sys.float_info.max:
         raise InvalidInputError(
-            f"slo_tpot must be a positive, finite number of seconds per output token (at least {LEAST_SLO_S:g}), "
+            f"{name} must be a positive, finite number of {unit} (at least {LEAST_SLO_S:g}), "
             f"got {seconds!r}; use None for a row without an SLO"
         )
 
@@ -119,14 +124,18 @@ def stages_by_row(
 def _stages(slo: _Parsed, tokenizer: PreTrainedTokenizerBase | None) -> tuple[Stage, ...]:
     if not isinstance(slo, tuple):
         return (Stage(slo),)
-    return tuple(
-        Stage(s.slo_tpot, s.tokens) if s.until is None else Stage(s.slo_tpot, None, _completes(s.until, tokenizer))
-        for s in slo
-    )
+    return tuple(Stage(s.slo_tpot, s.tokens, _is_over(s.until, tokenizer), s.slo_ttft) for s in slo)
 
 
-def _completes(text: str, tokenizer: PreTrainedTokenizerBase | None) -> IsOver:
+def _is_over(until: str | int | None, tokenizer: PreTrainedTokenizerBase | None) -> IsOver:
+    """Return the function that says whether a text or token id ends a stage with the last of a request's tokens."""
+    if until is None or isinstance(until, int):
+        return lambda tokens: tokens[-1] == until
     if tokenizer is None:
         raise InvalidInputError("slo_tpot has a stage with `until`, which needs a tokenizer; pass tokenizer=...")
-    criterion = StopStringCriteria(tokenizer, [text])
-    return lambda tokens: bool(criterion(torch.tensor([tokens]), None).all())
+    from hf_slospec.generate.stop_strings import StopStrings  # loads torch, which a server's options do without
+
+    try:
+        return StopStrings(tokenizer, until).ends
+    except ValueError as error:
+        raise InvalidInputError(f"slo_tpot has a stage whose `until` {until!r} cannot occur: {error}") from error

@@ -64,12 +64,13 @@ class StopStrings(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Return for each row whether its last token completes a stop string.  -> [batch] bool"""
-        is_complete = [self._is_complete(row) for row in input_ids[:, -self._max_tokens :].tolist()]
+        is_complete = [self.ends(row) for row in input_ids[:, -self._max_tokens :].tolist()]
         return torch.tensor(is_complete, device=input_ids.device)
 
-    def _is_complete(self, tokens: list[int]) -> bool:
+    def ends(self, tokens: list[int]) -> bool:
+        """Return whether the last of the tokens completes a stop string."""
         texts: list[Text] = []
-        for token in reversed(tokens):
+        for token in reversed(tokens[-self._max_tokens :]):
             if (text := self._texts.get(token)) is None:  # such as padding of the vocabulary: no match goes across it
                 break
             texts.append(text)

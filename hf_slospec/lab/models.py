@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,10 +44,25 @@ class SlowedClock(VirtualClock):
 
 
 class SimulatedTarget(Target):
-    """Target that chooses the tokens of each request's text and advances the clock by the cost of each forward."""
+    """Target that chooses the tokens of each request's text and advances the clock by the cost of each forward.
 
-    def __init__(self, library: Library, hardware: Hardware, clock: VirtualClock):
-        self.library, self.hardware, self.clock = library, hardware, clock
+    It keeps the K/V of finished requests that others continue, while running requests at their longest leave room.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        hardware: Hardware,
+        clock: VirtualClock,
+        kv_tokens: float = math.inf,
+        continued: Mapping[int, int] | None = None,
+    ):
+        """Create a target without K/V; ``continued`` maps indices of requests to those of the ones they continue."""
+        self.library, self.hardware, self.clock, self.kv_tokens = library, hardware, clock, kv_tokens
+        self._continued = continued or {}
+        self._to_come = set(self._continued.values())
+        self._held: dict[int, int] = {}  # tokens of running requests at their longest, by index
+        self._kept: dict[int, int] = {}  # tokens of finished requests with K/V, by index, the oldest first
 
     def verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
@@ -69,7 +85,28 @@ class SimulatedTarget(Target):
         """Do nothing: there is no K/V cache."""
 
     def release(self, request: Request) -> None:
-        """Do nothing: there is no K/V cache."""
+        """Keep the K/V of a finished request that another one continues; drop other K/V."""
+        self._held.pop(request.index, None)
+        if request.is_finished and request.index in self._to_come:
+            self._kept[request.index] = len(request.tokens) - 1
+
+    def reuse(self, request: Request) -> int:
+        """Give a request the K/V kept of the one it continues; drop the oldest K/V for which no room is left."""
+        num_cached = request.kv.num_cached or self.num_reusable(request)
+        self._kept.pop(self._continued.get(request.index, -1), None)
+        self._held[request.index] = request.params.max_len
+        while self._kept and sum(self._held.values()) + self.num_kept > self.kv_tokens:
+            del self._kept[next(iter(self._kept))]
+        return num_cached
+
+    def num_reusable(self, request: Request) -> int:
+        """Return the tokens kept of the request that this one continues."""
+        return self._kept.get(self._continued.get(request.index, -1), 0)
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens of finished requests whose K/V is kept."""
+        return sum(self._kept.values())
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,8 @@ class Outcome:
     attained: bool | None  # by the definition of RequestMetrics
     window_guarantee: float | None  # probability with which windows_kept was guaranteed
     windows_kept: bool | None  # every window of 10 tokens met the TPOT SLO
+    think_tokens: int  # output tokens before the answer, whose SLO is tpot_slo_s
+    reused: int  # tokens of the prompt whose K/V was kept
 
     @classmethod
     def of(cls, request: Request, job: Job, replica: int, decode_begun_s: float, reroutes: int) -> Outcome:
@@ -72,6 +74,8 @@ class Outcome:
             attained=metrics.attained,
             window_guarantee=metrics.window_guarantee,
             windows_kept=metrics.windows_kept,
+            think_tokens=job.think_tokens,
+            reused=metrics.reused,
         )
 
 
@@ -89,15 +93,19 @@ def attained(outcome: Outcome) -> bool | None:
 def adaserve_attained(outcome: Outcome) -> bool | None:
     """Return whether (finish - first decode iteration) / tokens is within the TPOT SLO (AdaServe).
 
-    Queueing and prefill do not count.
+    Queueing and prefill do not count. It knows no stages: requests with several are judged by :func:`attained`.
     """
+    if outcome.think_tokens:
+        return outcome.attained
     if outcome.tpot_slo_s is None:
         return None
     return (outcome.finish_s - outcome.decode_begun_s) / outcome.output_tokens <= outcome.tpot_slo_s
 
 
 def slos_serve_attained(outcome: Outcome) -> bool | None:
-    """Return whether TTFT and the TPOT of any 10 consecutive tokens are within the SLOs (SLOs-Serve)."""
+    """Return whether TTFT and the TPOT of any 10 consecutive tokens of a stage are within the SLOs (SLOs-Serve)."""
+    if outcome.think_tokens:
+        return None if outcome.attained is None else outcome.attained and outcome.windows_kept is not False
     if outcome.tpot_slo_s is None and outcome.ttft_slo_s is None:
         return None
     is_late = outcome.ttft_slo_s is not None and outcome.ttft_s > outcome.ttft_slo_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hf_slospec.algo.replica_ranking import Need, ReplicaLoad
@@ -62,6 +62,7 @@ class Replica:
         oracle: bool,
         make_policy: NewPolicy | None,
         clock: VirtualClock,
+        continued: Mapping[int, int],
     ):
         self.clock, costs = clock, hardware.costs()
         max_nodes = max_nodes_per_request(config, make_policy)
@@ -77,7 +78,7 @@ class Replica:
         else:  # tokens are ranks, so every id is known
             config = config.model_copy(update={"kv_tokens": kv_tokens})
             policy = new_policy(config, costs, SpeculationHistory(config), make_policy, sys.maxsize)
-        target = SimulatedTarget(library, hardware, self.clock)
+        target = SimulatedTarget(library, hardware, self.clock, kv_tokens, continued)
         drafter = SimulatedDrafter(library, hardware, self.clock, seed)
         self.engine = continuous_engine(config, Parts(target, drafter, policy, costs, self.clock), limits)
         self.scheduler = self.engine.scheduler
@@ -187,8 +188,9 @@ class Simulation:
             )
         if not all(0.0 <= job.arrival_s <= MAX_TIME_S for job in jobs):
             raise InvalidInputError(f"requests must arrive within 0..{MAX_TIME_S:g} seconds")
+        continued = {index: job.after for index, job in enumerate(jobs) if job.continues and job.after is not None}
         self.replicas = [
-            Replica(config, hardware, library, seed + index, oracle, make_policy, new_clock())
+            Replica(config, hardware, library, seed + index, oracle, make_policy, new_clock(), continued)
             for index in range(replicas)
         ]
         limits = self.replicas[0].scheduler.limits
@@ -209,6 +211,12 @@ class Simulation:
                         f"request {index} follows request {job.after}; a request can only follow one before it"
                     )
                 self._followers.setdefault(job.after, []).append(index)
+            before = None if job.after is None else jobs[job.after]
+            if job.continues and (before is None or job.input_tokens <= before.input_tokens + before.output_tokens):
+                raise InvalidInputError(
+                    f"request {index} continues another, so `after` must name that one, and its own input_tokens must "
+                    "exceed input_tokens + output_tokens of that one"
+                )
         self._requests = [_RoutedRequest(_request(index, job), job) for index, job in enumerate(jobs)]
 
     def run(self, system: str = "", on_end: Callable[[], object] = lambda: None) -> Run:
@@ -288,13 +296,22 @@ def _request(index: int, job: Job) -> Request:
     params = RequestParams(
         [0] * job.input_tokens,
         job.max_output_tokens,
-        (Stage(job.tpot_slo_s),),
+        _stages(job),
         job.ttft_slo_s,
         job.priority,
         is_sampled=job.is_sampled,
         is_stop=lambda tokens: len(tokens) >= end,
     )
     return Request(index, params, job.arrival_s)
+
+
+def _stages(job: Job) -> tuple[Stage, ...]:
+    """Return the stages of a request; the scheduler does not know where the marker between two will come."""
+    if not job.think_tokens:
+        return (Stage(job.tpot_slo_s),)
+    end = job.input_tokens + job.think_tokens
+    think = Stage(job.think_tpot_slo_s, is_over=lambda tokens: len(tokens) >= end)
+    return think, Stage(job.tpot_slo_s, ttft_slo_s=job.answer_ttft_slo_s)
 
 
 def _add_step(totals: Totals, event: StepEvent) -> None:

@@ -26,6 +26,10 @@ class Job:
     max_new_tokens: int | None = None  # limit that the scheduler knows; None: output_tokens
     is_sampled: bool = True  # the text was sampled, like synthetic texts, not decoded greedily
     after: int | None = None  # index of a request; this one arrives ``arrival_s`` seconds after its end
+    continues: bool = False  # the prompt begins with that request's prompt and output, whose K/V may still be kept
+    think_tokens: int = 0  # first output tokens, up to a marker; the others are the answer, with the SLOs above
+    think_tpot_slo_s: float | None = None
+    answer_ttft_slo_s: float | None = None  # seconds from the marker to the answer's first token
 
     @property
     def max_output_tokens(self) -> int:
@@ -148,6 +152,9 @@ class Kind:
     ttft_slo_s: float | None = None
     ttft_slowdown: float | None = None  # without ttft_slo_s: TTFT SLO as a multiple of the prompt's prefill time alone
     priority: int = 0
+    think: Length | None = None  # tokens before those of ``output``, up to a marker
+    think_tpot_slo_s: float | None = None
+    answer_ttft_slo_s: float | None = None
 
 
 def _slos_serve(name: str, share: float, slowdown: float, tpot_slo_s: float, *lengths: float) -> Kind:
@@ -177,6 +184,18 @@ MIXES: dict[str, tuple[Kind, ...]] = {
         _slos_serve("coder", 1 / 3, 5.0, 0.05, *CODER),
         _slos_serve("summarizer", 1 / 3, 3.0, 0.1, *SUMMARIZER),
     ),
+    "reasoning": (
+        Kind(
+            "reasoning",
+            1.0,
+            Length(127, 83, 421, 8),
+            Length(803, 280, 1650, 4),
+            tpot_slo_s=0.1,
+            ttft_slowdown=3.0,
+            think=Length(4693, 1442, 7297, 4),
+            think_tpot_slo_s=0.05,
+        ),
+    ),
     "azure-code": (Kind("code", 1.0, Length(2048, 1900, 7400), Length(28, 60, 1000, 1), tpot_slo_s=0.05),),
     "azure-conversation": (Kind("chat", 1.0, Length(1155, 1100, 8000), Length(211, 160, 1500, 2), tpot_slo_s=0.1),),
 }
@@ -199,7 +218,44 @@ def jobs_of(
         ttft_slo_s = kind.ttft_slo_s
         if ttft_slo_s is None and kind.ttft_slowdown is not None:
             ttft_slo_s = kind.ttft_slowdown * prompt_s(num_input)
-        jobs.append(Job(float(time_s), num_input, num_output, kind.tpot_slo_s, ttft_slo_s, kind.name, kind.priority))
+        num_think = 0 if kind.think is None else kind.think.draw(rng)
+        jobs.append(
+            Job(
+                float(time_s), num_input, num_think + num_output, kind.tpot_slo_s, ttft_slo_s, kind.name, kind.priority,
+                think_tokens=num_think, think_tpot_slo_s=kind.think_tpot_slo_s,
+                answer_ttft_slo_s=kind.answer_ttft_slo_s,
+            )
+        )  # fmt: skip
+    return jobs
+
+
+def in_rounds(
+    answers: Sequence[Job],
+    call: Kind,
+    rounds: tuple[float, float],
+    rng: np.random.Generator,
+    prompt_s: Callable[[int], float],
+    pause_s: float | None = None,
+) -> list[Job]:
+    """Return requests in several rounds, one after the other: calls of tools, then the given request, the answer.
+
+    Args:
+        call: lengths and SLOs of the calls.
+        rounds: mean and standard deviation of a request's rounds.
+        prompt_s: as for :func:`jobs_of`.
+        pause_s: mean seconds that a tool takes, exponentially distributed. Each round then continues the one before
+            with its own input appended. None: rounds share no text, and tools take no time.
+    """
+    jobs: list[Job] = []
+    for answer in answers:
+        number = max(round(rng.normal(*rounds)), 1)
+        first, num_before = len(jobs), 0
+        for place, job in enumerate([*jobs_of((call,), np.zeros(number - 1), rng, prompt_s), answer]):
+            arrival_s = answer.arrival_s if not place else 0.0 if pause_s is None else rng.exponential(pause_s)
+            after, continues = (first + place - 1, pause_s is not None) if place else (None, False)
+            num_input = job.input_tokens + num_before * continues
+            jobs.append(replace(job, arrival_s=arrival_s, after=after, continues=continues, input_tokens=num_input))
+            num_before = num_input + job.output_tokens
     return jobs
 
 

@@ -187,6 +187,7 @@ class SLOSpecGenerator:
         cache_salt: str = "",
         must_guarantee: bool = False,
         resume: Progress | None = None,
+        continues: RequestHandle | None = None,
         **kwargs: Any,
     ) -> RequestHandle:
         """Queue one request for the batcher; may be called from any thread.
@@ -217,6 +218,11 @@ class SLOSpecGenerator:
                 when it arrives; see ``await handle.aguaranteed()``.
             resume: the ``handle.progress`` of a request elsewhere: this one continues after its last token. With the
                 same prompt, options and seed, the output is that of one generator.
+            continues: the handle of a request that has ended, at a stop string, at its length or cancelled. This one
+                goes on behind its last token with ``prompt`` appended, such as a tool's result: a text, to which no
+                special tokens are added, or ids. K/V that is still kept is reused (``metrics.reused``), other K/V is
+                computed again. SLOs count from now, so the pause is in none; ``metrics.earlier`` has the part before
+                it. Options are those of this call, except that ``cache_salt`` is the earlier one if left out.
             kwargs: everything else ``generate`` takes for one row (``max_new_tokens``, ``stop_strings``,
                 ``logits_processor``, ``streamer``, ...).
 
@@ -231,7 +237,7 @@ class SLOSpecGenerator:
             block=bool(block), speculative=speculative, timeout=timeout, logprobs=logprobs,
             prompt_logprobs=prompt_logprobs, cache_salt=cache_salt, must_guarantee=must_guarantee, resume=resume,
         )  # fmt: skip
-        return self._service.submit(prompt, slo_tpot, options, kwargs, images)
+        return self._service.submit(prompt, slo_tpot, options, kwargs, images, continues)
 
     def start(self) -> SLOSpecGenerator:
         """Start the batcher unless it runs. Step times are measured first if no profile is stored.

@@ -48,6 +48,7 @@ class RequestHandle:
     ):
         self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
         self.replica: str | None = None  # name of the replica that serves it, if there are replicas
+        self.has_images = False  # its prompt holds images, audio or video
         self.request, self._to_text, self._abort = request, to_text, abort
         self.seed = seed  # seed of sampling; None for greedy decoding
         self._changed = threading.Condition()

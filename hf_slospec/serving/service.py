@@ -48,7 +48,7 @@ from hf_slospec.models.sampling import RequestSamplers, TokenLogprobs
 from hf_slospec.policies import max_nodes_per_request
 from hf_slospec.serving.batcher import Batcher
 from hf_slospec.serving.handle import RequestHandle
-from hf_slospec.serving.submission import Prompt, SubmitOptions, check_arguments_of_one, inputs_of
+from hf_slospec.serving.submission import Prompt, SubmitOptions, check_arguments_of_one, inputs_after, inputs_of
 from hf_slospec.serving.telemetry import Collector, Stats, Telemetry
 
 logger = logging.getLogger(__name__)
@@ -219,6 +219,7 @@ class BatchingService:
         options: SubmitOptions,
         arguments: dict[str, Any],
         images: Sequence[Any] | None = None,
+        continues: RequestHandle | None = None,
     ) -> RequestHandle:
         """Prepare one request and queue it; see :meth:`SLOSpecGenerator.submit`."""
         batcher = self.batcher
@@ -229,7 +230,10 @@ class BatchingService:
                 "submit outside of it, and let Accelerator.prepare turn autocast on within the model's forward"
             )
         streamer = arguments.pop("streamer", None)
-        inputs = inputs_of(prompt, images, self.tokenizer, self.processor)
+        if continues is None:
+            inputs = inputs_of(prompt, images, self.tokenizer, self.processor)
+        else:
+            inputs = inputs_after(continues, prompt, images, self.tokenizer)
         inputs["attention_mask"] = torch.ones_like(inputs["inputs"])
         inputs = {name: value.to(self.decoder.model.device) if isinstance(value, torch.Tensor) else value
                   for name, value in inputs.items()}  # fmt: skip
@@ -239,6 +243,9 @@ class BatchingService:
         params, record, seed = self._params(call, options), call.rows.record, options.seed
         reader = None if options.prompt_logprobs is None else prompt_logprobs_of(call, options.prompt_logprobs)
         params, record.num_top = replace(params, prompt_reader=reader), options.logprobs
+        if continues is not None:
+            cache_salt = options.cache_salt or continues.request.params.cache_salt  # its K/V is found under its salt
+            params = replace(params, earlier=continues.metrics, cache_salt=cache_salt)
         if options.resume is not None:
             check_ids("resume", options.resume.tokens, vocab_size(self.decoder.model))
             if record.num_top is not None:  # the log probabilities of earlier tokens are not known
@@ -255,6 +262,7 @@ class BatchingService:
             request, self._to_text, batcher.abort, seed if params.is_sampled else None, record.logprobs[0],
             [] if reader is None else reader.logprobs,
         )  # fmt: skip
+        handle.has_images = call.has_images
         try:
             batcher.submit(handle, options.block, options.timeout)
         except BaseException:
@@ -277,9 +285,9 @@ class BatchingService:
                 f"{self.limits.kv_tokens}; lower max_new_tokens or raise SLOSpecConfig(kv_tokens=...)"
             )
         return replace(
-            params, ttft_slo_s=options.slo_ttft, e2e_slo_s=options.slo_e2e, priority=options.priority,
-            is_best_effort=options.best_effort, must_guarantee=options.must_guarantee, cache_salt=options.cache_salt,
-            may_draft=options.speculative,
+            params, ttft_slo_s=params.ttft_slo_s or options.slo_ttft, e2e_slo_s=options.slo_e2e,
+            priority=options.priority, is_best_effort=options.best_effort, must_guarantee=options.must_guarantee,
+            cache_salt=options.cache_salt, may_draft=options.speculative,
         )  # fmt: skip
 
     @property

@@ -20,6 +20,7 @@ from hf_slospec.errors import (
     UnsupportedOptionError,
     describe_validation_error,
 )
+from hf_slospec.serving.handle import RequestHandle
 
 Prompt = str | Sequence[int] | torch.Tensor | Sequence[dict[str, Any]]
 IMPOSSIBLE = "impossible"  # type and range are right, and the value contradicts itself or others
@@ -157,6 +158,23 @@ def inputs_of(
     return tensors_of_one(processed)
 
 
+def inputs_after(
+    earlier: RequestHandle, prompt: Prompt, images: Sequence[Any] | None, tokenizer: PreTrainedTokenizerBase | None
+) -> dict[str, Any]:
+    """Return the tensors of an ended request's tokens with a text or token ids appended, as :func:`inputs_of` does.
+
+    Raises:
+        InvalidInputError, InvalidTypeError: the request cannot be continued, or not with this.
+    """
+    if not earlier.done():
+        raise InvalidInputError("continues is a request that has not ended; wait for its result(), or cancel() it")
+    if earlier.request.error is not None:
+        raise InvalidInputError(f"continues is a request that failed ({earlier.request.error}); submit its prompt anew")
+    if images is not None or earlier.has_images:
+        raise InvalidInputError("continues takes texts without images; submit the whole prompt with its images")
+    return {"inputs": torch.tensor([[*earlier.request.tokens, *prompt_ids(prompt, tokenizer, is_appended=True)]])}
+
+
 def tensors_of_one(processed: Mapping[str, Any]) -> dict[str, Any]:
     """Return a processor's output for one prompt as arguments of ``generate``."""
     inputs = {name: value for name, value in processed.items() if name not in ("input_ids", "attention_mask")}
@@ -170,8 +188,10 @@ def _has_images(message: dict[str, Any]) -> bool:
     )
 
 
-def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, is_appended: bool = False) -> list[int]:
     """Return the token ids of a text, of chat messages or of ids.
+
+    Text that ``is_appended`` to other tokens gets no special tokens; chat messages cannot be appended.
 
     Raises:
         InvalidInputError: it is empty, or needs a tokenizer or chat template that is missing.
@@ -180,10 +200,14 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> lis
     if isinstance(prompt, str):
         given = _tokenizer_for("a text", tokenizer)
         try:
-            ids = given(prompt)["input_ids"]
+            ids = given(prompt, add_special_tokens=False)["input_ids"] if is_appended else given(prompt)["input_ids"]
         except REFUSALS as error:  # such as half of a surrogate pair
             raise InvalidInputError(f"the tokenizer refused the prompt: {error}") from error
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(message, dict) for message in prompt):
+        if is_appended:
+            raise InvalidTypeError(
+                "chat messages cannot be appended by continues; append a text, or submit the whole chat"
+            )
         given = _tokenizer_for("chat messages", tokenizer)
         if getattr(given, "chat_template", None) is None:
             raise InvalidInputError("the tokenizer has no chat template; submit a text or token ids")

@@ -96,6 +96,7 @@ def test_requests_with_tools_are_pairs_one_after_the_other(slos_serve: ModuleTyp
 def test_a_request_with_tools_attains_what_all_its_pairs_attain(slos_serve: ModuleType) -> None:
     jobs = [Job(0.0, 1, 1), Job(0.0, 1, 1, after=0), Job(1.0, 1, 1), Job(0.0, 1, 1, after=2), Job(2.0, 1, 1)]
     outcomes = [
-        SimpleNamespace(tpot_slo_s=0.1, ttft_slo_s=None, worst_tpot_s=worst_s) for worst_s in (0.1, 0.1, 0.1, 0.2, 0.2)
+        SimpleNamespace(tpot_slo_s=0.1, ttft_slo_s=None, worst_tpot_s=worst_s, think_tokens=0)
+        for worst_s in (0.1, 0.1, 0.1, 0.2, 0.2)
     ]
     assert slos_serve.attained_share(jobs, SimpleNamespace(outcomes=outcomes)) == pytest.approx(1 / 3)

@@ -39,7 +39,7 @@ def test_target_from_generation_config(model: Any, tmp_path: Any) -> None:
 
 STAGES: list[Any] = [
     {"slo_tpot": 1e-6, "until": " = name\n"},
-    {"slo_tpot": 50.0, "tokens": 4},
+    {"slo_tpot": 50.0, "tokens": 12},  # more than one step commits
     {"slo_tpot": 60.0},
 ]
 

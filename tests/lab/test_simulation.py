@@ -18,7 +18,7 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab.hardware import Hardware, lines
 from hf_slospec.lab.models import SlowedClock
-from hf_slospec.lab.outcomes import Run
+from hf_slospec.lab.outcomes import METRICS, Run
 from hf_slospec.lab.policies.smartspec import SmartSpecPolicy
 from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.systems import SYSTEMS, config_of
@@ -275,3 +275,42 @@ def test_the_oracle_verifies_what_is_accepted_and_nobody_is_faster() -> None:
         other = Watched(jobs, system)
         assert run.seconds < other.run().seconds
         assert other.tokens == oracle.tokens
+
+
+def test_thinking_ends_at_a_marker_and_each_stage_has_its_own_slo() -> None:
+    job = Job(0.0, 50, 60, 0.5, think_tokens=40, think_tpot_slo_s=0.01, answer_ttft_slo_s=0.03)
+    (slow,) = Watched([job]).run().outcomes  # a step takes 20 ms
+    assert slow.attained is False and slow.tpot_slo_s == 0.5 and slow.think_tokens == 40
+    assert METRICS["slos-serve"](slow) is False and METRICS["adaserve"](slow) is False
+    simulation = Watched([replace(job, think_tpot_slo_s=0.03)])
+    (outcome,) = simulation.run().outcomes
+    assert outcome.attained is True and METRICS["slos-serve"](outcome) is True
+    paces = [part.tpot_slo_s for event in simulation.events for part in event.requests]
+    assert paces == [0.03] * 40 + [0.5] * 20
+    (late,) = Watched([replace(job, think_tpot_slo_s=0.03, answer_ttft_slo_s=0.01)]).run().outcomes
+    assert late.attained is False
+
+
+@pytest.mark.parametrize("kv_tokens", [5000, 420])
+@pytest.mark.parametrize("system", ["vllm", "auto"])
+def test_a_pause_keeps_kv_while_there_is_room(kv_tokens: int, system: str) -> None:
+    hardware = replace(HARDWARE, kv_tokens=kv_tokens)
+    jobs = [
+        Job(0.0, 200, 10),
+        Job(2.0, 240, 10, after=0, continues=True),
+        Job(1.0, 250, 10, 1.0, 1.0),  # during the pause
+    ]
+    simulation = Watched(jobs, system, hardware)
+    first, second, other = simulation.run().outcomes
+    is_kept = kv_tokens == 5000
+    assert second.arrival_s == first.finish_s + 2.0 > other.finish_s
+    assert (first.reused, second.reused) == (0, 209 if is_kept else 0)
+    prefills = [event.prefill_tokens for event in simulation.events if event.prefill_tokens]
+    assert sum(prefills) == 200 + 250 + 240 - second.reused
+    assert (second.ttft_s < first.ttft_s) == is_kept
+
+
+@pytest.mark.parametrize("job", [Job(0.0, 400, 5, continues=True), Job(0.0, 210, 5, after=0, continues=True)])
+def test_a_request_continues_only_one_before_it_and_with_more_text(job: Job) -> None:
+    with pytest.raises(InvalidInputError, match="continues another"):
+        Watched([Job(0.0, 200, 10), job])

@@ -20,6 +20,7 @@ from hf_slospec.lab.workload import (
     Length,
     arrivals,
     early_ends,
+    in_rounds,
     jobs_of,
     mix_of,
     on_off,
@@ -100,7 +101,8 @@ def test_mixes_have_the_mean_lengths_and_shares_of_their_sources(name: str) -> N
         assert len(own) / number == pytest.approx(kind.share / shares, abs=0.03)
         for length, drawn in (
             (kind.input, [j.input_tokens for j in own]),
-            (kind.output, [j.output_tokens for j in own]),
+            (kind.output, [j.output_tokens - j.think_tokens for j in own]),
+            *([] if kind.think is None else [(kind.think, [j.think_tokens for j in own])]),
         ):
             assert length.min_tokens <= min(drawn) and max(drawn) <= length.max_tokens
             cut = 1.0 - math.exp(-((length.max_tokens - length.mean) / length.std))  # most cut off only little
@@ -116,6 +118,24 @@ def test_slowdowns_multiply_what_a_prompt_takes_alone() -> None:
     plain = dataclasses.replace(exact, ttft_slo_s=None, ttft_slowdown=None)
     none = jobs_of([plain], np.zeros(1), np.random.default_rng(0), float)
     assert none[0].ttft_slo_s is None and none[0].input_tokens == 5
+
+
+@pytest.mark.parametrize("pause_s", [None, 3.0])
+def test_rounds_follow_one_another_and_continue_after_a_pause(pause_s: float | None) -> None:
+    call = Kind("call", 1.0, Length(50, 0, 99), Length(20, 0, 99), tpot_slo_s=0.05, ttft_slowdown=3.0)
+    answers = [Job(float(at), 30, 10, 0.1, kind="answer") for at in range(300)]
+    jobs = in_rounds(answers, call, (2.7, 1.1), np.random.default_rng(0), float, pause_s)
+    assert [(j.kind, j.tpot_slo_s, j.output_tokens) for j in jobs if j.kind == "answer"] == [("answer", 0.1, 10)] * 300
+    assert [job.arrival_s for job in jobs if job.after is None] == list(range(300))
+    assert len(jobs) / 300 == pytest.approx(2.7, abs=0.2)
+    followers = [(job, jobs[job.after]) for job in jobs if job.after is not None]
+    assert all(job.after == index - 1 for index, job in enumerate(jobs) if job.after is not None)
+    for job, before in followers:
+        own = 50 if job.kind == "call" else 30
+        assert job.continues == (pause_s is not None)
+        assert job.input_tokens == own + (before.input_tokens + before.output_tokens if pause_s else 0)
+        assert job.kind == "answer" or job.ttft_slo_s == 3.0 * 50  # the prefill of what is new
+    assert np.mean([job.arrival_s for job, _ in followers]) == pytest.approx(pause_s or 0.0, rel=0.15)
 
 
 def test_unknown_mixes_list_the_known_ones() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hf_slospec import InvalidInputError, NotRunningError, QueueFull
+from hf_slospec import InvalidInputError, NotRunningError, QueueFull, SLOStage
 from hf_slospec.generate.penalties import OccurrencePenalties
 from hf_slospec.replicas.failover import MAX_FAULTS, ReplicatedDecoding, ReplicatedEngine
 from hf_slospec.replicas.messages import Offer
@@ -65,7 +65,7 @@ async def decoded(engine: ReplicatedEngine, order: Any) -> tuple[list[int], Repl
 CASES: list[dict[str, Any]] = [
     dict(),
     dict(do_sample=True, temperature=1.2, seed=3),
-    dict(slo_tpot=0.5, logprobs=1),
+    dict(slo_tpot=[SLOStage(slo_tpot=0.5, until="\n"), SLOStage(slo_tpot=1.0, slo_ttft=2.0)], logprobs=1),
     dict(logits_processor=[OccurrencePenalties(8, 0.5, 0.5)]),
 ]
 

@@ -351,7 +351,8 @@ class ContinuousScheduler:
         """
         if request.pace_s is None:
             return math.inf
-        tokens = self.costs.recent.tokens
+        # However many tokens the step commits, the first one of a stage comes with its end.
+        tokens = self.costs.recent.tokens if request.stage_due_s == math.inf else 1.0
         if not request.has_open_guarantee:
             elapsed_s, emitted = request.decoded(now_s)
             return AHEAD * request.pace_s * (emitted + tokens) - elapsed_s

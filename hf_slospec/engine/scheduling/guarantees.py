@@ -23,13 +23,13 @@ FIRST_SHARE = 0.25  # share of an E2E SLO without a TTFT SLO that is planned for
 
 
 def tightest_tpot_slo_s(request: Request) -> float:
-    """Return the tightest TPOT SLO over all stages, and what an E2E SLO leaves each token after the first.
+    """Return the tightest SLO that decode steps have to keep: of any stage, or what an E2E SLO leaves each token.
 
     Returns:
         Seconds per token; inf without any.
     """
     params = request.params
-    slos_s = [stage.tpot_slo_s for stage in params.stages if stage.tpot_slo_s is not None]
+    slos_s = params.stage_slos_s
     if params.e2e_slo_s is not None and params.max_new_tokens > 1:
         left_s = params.e2e_slo_s - first_token_slo_s(request)
         slos_s.append(max(left_s / (params.max_new_tokens - 1), LEAST_SLO_S))
@@ -117,8 +117,12 @@ def guaranteeable(
     priorities = sorted({request.params.priority for request in (*candidates, *guaranteed)})
     rank = {priority: min(number, MAX_PRIORITIES - 1) for number, priority in enumerate(priorities)}
 
+    step_s = costs.recent.step_s if any(request.is_decoding for request in guaranteed) else 0.0
+
     def candidate(request: Request, is_forced: bool) -> Candidate:
         deadline_s = MARGIN * (prefill_deadline_s(request) - now_s)
+        if step_s > 0.0 and math.isfinite(deadline_s):  # the first token comes with the end of a step
+            deadline_s = deadline_s // step_s * step_s
         tokens, slots = request.num_uncached - num_reusable(request), kv_needed(request)
         return Candidate(deadline_s, tokens, slots, _tier_of(tiers, request), rank[request.params.priority], is_forced)
 

@@ -53,7 +53,7 @@ def required_rate(guaranteed: Sequence[Request], costs: StepCosts, now_s: float)
     """Return the prefill tokens per second at which each prompt, in this order, is prefilled in time; 0 without any.
 
     Prompts without a TTFT or E2E SLO are due after :data:`SLOWDOWN` times their time alone, counted from arrival, or
-    from now if the request was preempted.
+    from now if the request was preempted, then no later than the first token of its stage.
     """
     rate, num_tokens = 0.0, 0
     for request in guaranteed:
@@ -64,6 +64,6 @@ def required_rate(guaranteed: Sequence[Request], costs: StepCosts, now_s: float)
 
 def _due_s(request: Request, costs: StepCosts, now_s: float) -> float:
     if request.num_emitted:
-        return now_s + SLOWDOWN * costs.step_at(0, request.num_uncached)
+        return min(now_s + SLOWDOWN * costs.step_at(0, request.num_uncached), request.stage_due_s)
     due_s = prefill_deadline_s(request)
     return due_s if due_s < math.inf else request.stats.arrived_s + SLOWDOWN * costs.step_at(0, request.prompt_len)

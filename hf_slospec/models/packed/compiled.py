@@ -7,6 +7,7 @@ forwards are compared with eager ones on the same inputs, and again after any ch
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import subprocess
 import threading
@@ -299,7 +300,10 @@ class _Graph:
         """
         from torch._inductor import aoti_load_package  # the operators must have been loaded
 
-        self._run = aoti_load_package(str(job.path), run_single_threaded=True).loader.boxed_run
+        parameters = inspect.signature(aoti_load_package).parameters  # torch 2.6 knows no threads
+        options: dict[str, Any] = {"run_single_threaded": True} if "run_single_threaded" in parameters else {}
+        loader: Any = aoti_load_package(str(job.path), **options).loader
+        self._run = getattr(loader, "boxed_run", loader.run)
         job.path.touch()  # packages that are used are kept
         self._model, self._names, self._linears = model, interface.weights, linears
         self._find_weights()

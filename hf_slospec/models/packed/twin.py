@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -233,7 +234,7 @@ class _TracedLinear(nn.Module):
         step.linears.append(name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.hf_slospec.linear(x, self._step[0].context[0], self._index, self._outputs)
+        out: torch.Tensor = torch.ops.hf_slospec.linear(x, self._step[0].traced.context, self._index, self._outputs)
         return out if self.bias is None else out + self.bias
 
 
@@ -264,7 +265,7 @@ class _Step(nn.Module):
     def __init__(self, description: Description):
         super().__init__()
         self.description, self.linears = description, list[str]()  # names by index
-        self.context: list[torch.Tensor] = []  # that of the forward that is traced
+        self.traced = SimpleNamespace(context=None)  # of the forward that is traced; export inspects tensors in lists
         twin = description.twin()
         if (modules := _module_classes(twin)) != description.modules:
             changed = sorted(name for name, _ in modules.items() ^ description.modules.items())
@@ -294,7 +295,7 @@ class _Step(nn.Module):
         weights: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """Return logits [num_logits, vocab], and features [num_tokens, num_feature_layers * hidden] if any."""
-        self.context[:], described, twin = [context], self.description, self._twin[0]
+        self.traced.context, described, twin = context, self.description, self._twin[0]
         forward = TracedForward(context, described.layers, position_ids)
         arguments = position_ids, logit_rows, described.feature_layers, described.keeps_logits
         with nn.utils.stateless._reparametrize_module(twin, dict(zip(self.weights, weights, strict=True))):

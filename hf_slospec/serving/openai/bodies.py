@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from hf_slospec.engine.request import LEAST_SLO_S
+from hf_slospec.generate.slo import SLOStage
 from hf_slospec.serving.openai.image_urls import ImageBudget, check_data_url
 
 TEMPLATE_ADDS = "add_special_tokens must be false for messages, whose special tokens the chat template writes"
@@ -63,7 +64,11 @@ class CommonBody(SamplingSettings):
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
 
-    slo_tpot: float | None = Field(None, ge=LEAST_SLO_S, allow_inf_nan=False, description="Seconds per output token.")
+    slo_tpot: (
+        Annotated[float, Field(ge=LEAST_SLO_S, allow_inf_nan=False)]
+        | Annotated[list[SLOStage], Field(min_length=1, fail_fast=True)]
+        | None
+    ) = Field(None, description="Seconds per output token, or stages with SLOs of their own.")
     slo_ttft: float | None = Field(None, ge=LEAST_SLO_S, allow_inf_nan=False, description="Seconds to the first token.")
     slo_e2e: float | None = Field(
         None, ge=LEAST_SLO_S, allow_inf_nan=False, description="Seconds to the last token, of as many as max_tokens."
@@ -79,6 +84,11 @@ class CommonBody(SamplingSettings):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     request_id: str | None = None
+
+    @property
+    def stages(self) -> list[SLOStage]:
+        """Return the stages of ``slo_tpot``, none if it is a number."""
+        return self.slo_tpot if isinstance(self.slo_tpot, list) else []
 
     @property
     def common(self) -> dict[str, Any]:

@@ -27,13 +27,14 @@ class SLOLimits(InputModel):
         None, le=0, description="Lower numbers, which are served earlier, are refused. Default: none."
     )
 
-    def apply(self, requested: dict[str, float | None]) -> dict[str, float | None]:
-        """Return the SLOs, or their defaults; raises InvalidInputError if they are stricter than allowed."""
-        slos = {}
+    def apply(self, requested: dict[str, Any]) -> dict[str, Any]:
+        """Return the SLOs, or their defaults; raises InvalidInputError if any is stricter than allowed."""
+        slos, stages = dict[str, Any](), requested["slo_tpot"] if isinstance(requested["slo_tpot"], list) else []
         for name in ("tpot", "ttft", "e2e"):
             value, strictest = requested[f"slo_{name}"], getattr(self, f"strictest_{name}")
-            if value is not None and strictest is not None and value < strictest:
-                raise InvalidInputError(f"slo_{name} must be at least {strictest:g} s here, got {value:g}")
+            for asked in [getattr(each, f"slo_{name}", None) for each in stages] + [value]:
+                if strictest is not None and isinstance(asked, (int, float)) and asked < strictest:
+                    raise InvalidInputError(f"slo_{name} must be at least {strictest:g} s here, got {asked:g}")
             slos[f"slo_{name}"] = getattr(self, f"default_{name}") if value is None else value
         return slos
 

@@ -27,13 +27,13 @@ SLO_HEADERS: dict[str, tuple[str, ...]] = {
 }
 
 
-def asked_slos(body: SamplingBody, headers: Mapping[str, str], objective: Objective) -> dict[str, float | None]:
-    """Return the SLOs of body, headers and objective, in seconds, in this order of precedence.
+def asked_slos(body: SamplingBody, headers: Mapping[str, str], objective: Objective) -> dict[str, Any]:
+    """Return the SLOs of body, headers and objective, in seconds or stages, in this order of precedence.
 
     Raises:
         InvalidInputError: a header is not a positive number.
     """
-    slos: dict[str, float | None] = {}
+    slos: dict[str, Any] = {}
     for field, names in SLO_HEADERS.items():
         slos[field] = getattr(body, field)
         header = next(((name, headers[name]) for name in names if name in headers), None)

@@ -8,10 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.engine.request import Request
-from hf_slospec.engine.scheduling.continuous import MAX_PREEMPTED, MAX_SKIPPED, MIN_CHUNK, Limits
+from hf_slospec.engine.request import Request, RequestParams, Stage
+from hf_slospec.engine.scheduling.continuous import (
+    AHEAD,
+    MAX_PREEMPTED,
+    MAX_SKIPPED,
+    MIN_CHUNK,
+    ContinuousScheduler,
+    Limits,
+)
+from hf_slospec.engine.scheduling.guarantees import tightest_tpot_slo_s
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import SpeculationHistory
+from tests.support.toys.engine import commit
 from tests.support.toys.models import new_costs, sampled
 from tests.support.toys.served import Served
 from tests.support.toys.trees import SEEDS
@@ -33,6 +42,18 @@ def test_steps_in_which_drafting_is_paused_teach_nothing_of_drafts() -> None:
     assert (history.depths.mass == known).all() and history.depths.num_observed == number
     served.run()
     assert history.depths.num_observed > number
+
+
+def test_a_step_has_to_end_in_time_for_the_first_token_of_a_stage() -> None:
+    costs = new_costs()
+    scheduler = ContinuousScheduler(Limits(4, 1000, 6, 8, 1e9), costs, "edf")
+    request = Request(0, RequestParams([0], 40, (Stage(9.0, 1), Stage(9.0, ttft_slo_s=2.0))))
+    commit(request, [1], 0.0)
+    costs.recent.tokens = 4.0  # they come together, so no earlier
+    assert scheduler._due_s(request, 0.5, 1.0) == pytest.approx(AHEAD * 2.0 - 0.5)
+    commit(request, [1], 1.0)
+    assert scheduler._due_s(request, 1.0, 1.0) == pytest.approx(AHEAD * 9.0 * 4.0)
+    assert tightest_tpot_slo_s(request) == 2.0  # admission plans with it, since it is one of a decode step
 
 
 @given(

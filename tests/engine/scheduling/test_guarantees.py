@@ -16,6 +16,7 @@ from hf_slospec.engine.scheduling.guarantees import (
     prefill_deadline_s,
     tightest_tpot_slo_s,
 )
+from hf_slospec.engine.step_times import RecentSteps
 from tests.support.toys.served import Served
 
 
@@ -35,6 +36,20 @@ def test_more_than_can_be_met_in_time_is_not_promised() -> None:
     promised = [request for request in requests if request.metrics().guaranteed]
     assert 0 < len(promised) < len(requests)
     assert all(request.metrics().attained for request in promised)
+
+
+@pytest.mark.parametrize(("step_s", "guaranteed"), [(0.0, True), (10.0, True), (30.0, False)])
+def test_a_first_token_is_promised_for_the_end_of_a_step(
+    monkeypatch: pytest.MonkeyPatch, step_s: float, guaranteed: bool
+) -> None:
+    monkeypatch.setattr(RecentSteps, "observe", lambda self, _: setattr(self, "step_s", step_s))
+    served = Served()
+    served.add(0, new=60, tpot_slo_s=1e3, ttft_slo_s=1e3)
+    for _ in range(8):
+        served.step()
+    late = served.add(1, prompt=1, new=2, ttft_slo_s=20.0)
+    served.run()
+    assert late.metrics().guaranteed is guaranteed
 
 
 def test_a_promise_takes_the_room_of_best_effort_which_resumes_without_repeating() -> None:

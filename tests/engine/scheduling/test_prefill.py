@@ -12,6 +12,7 @@ from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.prefill import IN_TIME, SLOWDOWN, STALL, prefill_budget, required_rate
 from hf_slospec.engine.step_times import StepCosts
+from tests.support.toys.engine import commit
 
 
 def new_costs() -> StepCosts:
@@ -61,6 +62,14 @@ def test_a_prompt_is_due_when_it_was_due_before_it_was_fed_in_part() -> None:
     assert required_rate([half_fed], new_costs(), 5.0) == pytest.approx(10 / (IN_TIME * (SLOWDOWN * 3.0 - 5.0)))
     fed_again.emit(1)  # its first token is out; 21 tokens take 3.1 s
     assert required_rate([fed_again], new_costs(), 99.0) == pytest.approx(21 / (IN_TIME * SLOWDOWN * 3.1))
+
+
+def test_a_preempted_request_is_fed_again_by_the_time_of_its_stages_first_token() -> None:
+    request = Request(0, RequestParams([1] * 20, 9, (Stage(1.0, 1), Stage(1.0, ttft_slo_s=4.0))))
+    commit(request, [1], 10.0)
+    assert required_rate([request], new_costs(), 11.0) == pytest.approx(21 / (IN_TIME * 3.0))
+    commit(request, [1], 12.0)
+    assert required_rate([request], new_costs(), 13.0) == pytest.approx(22 / (IN_TIME * SLOWDOWN * 3.2))
 
 
 def test_a_prompt_waits_for_those_before_it() -> None:

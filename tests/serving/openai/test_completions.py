@@ -245,6 +245,10 @@ def test_slos_of_bodies_and_headers(served: Served) -> None:
     headers = {"x-llm-d-slo-tpot-ms": "700", "x-slo-tpot-ms": "1", "x-slo-ttft-ms": "9000"}
     answer = served.client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 4}, headers=headers).json()
     assert (answer["usage"]["metrics"]["slo_tpot"], answer["usage"]["metrics"]["slo_ttft"]) == (0.7, 9.0)
+    stages = [{"slo_tpot": 1e-6, "tokens": 4}, {"slo_tpot": 600.0, "slo_ttft": 600.0}]
+    for first, attained in ((stages[0], False), (stages[0] | {"slo_tpot": 600.0, "slo_ttft": 500.0}, True)):
+        found = complete(served, slo_tpot=[first, stages[1]], **GREEDY)["usage"]["metrics"]
+        assert (found["slo_tpot"], found["slo_ttft"], found["attained"]) == (600.0, first.get("slo_ttft"), attained)
     found = complete(served, slo_e2e=500.0, **GREEDY)["usage"]["metrics"]
     assert (found["slo_e2e"], found["guaranteed"], found["attained"]) == (500.0, True, True)
     assert 0.0 < found["time_to_first_token_ms"] <= found["e2e_latency_ms"] < 500e3

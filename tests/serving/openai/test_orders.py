@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from hf_slospec import InvalidInputError
+from hf_slospec import InvalidInputError, SLOStage
 from hf_slospec.serving.openai.access import Tenant
 from hf_slospec.serving.openai.bodies import CompletionBody
+from hf_slospec.serving.openai.limits import RequestLimits
 from hf_slospec.serving.openai.options import Objective, SLOLimits
 from hf_slospec.serving.openai.orders import PromptInputs, order_of
 
@@ -33,3 +34,16 @@ def test_an_objective_gives_what_the_request_leaves_out() -> None:
         Tenant(SLOLimits(lowest_priority=0), "", b"").arguments(CompletionBody(prompt="x"), {}, objective)
     with pytest.raises(InvalidInputError, match="slo_e2e must be at least 5 s"):
         Tenant(SLOLimits(strictest_e2e=5.0), "", b"").arguments(own, {}, Objective())
+
+
+def test_a_keys_limits_hold_for_every_stage() -> None:
+    stages = [{"slo_tpot": 0.2, "until": "</think>"}, {"slo_tpot": 0.5, "slo_ttft": 0.4}]
+    body = CompletionBody.model_validate({"prompt": "x", "slo_tpot": stages})
+    found = Tenant(SLOLimits(strictest_tpot=0.2, strictest_ttft=0.4), "", b"").arguments(body, {}, Objective())
+    assert found["slo_tpot"] == body.stages == [SLOStage(**stage) for stage in stages]
+    for limits, named in ((SLOLimits(strictest_tpot=0.3), "slo_tpot"), (SLOLimits(strictest_ttft=1), "slo_ttft")):
+        with pytest.raises(InvalidInputError, match=f"{named} must be at least"):
+            Tenant(limits, "", b"").arguments(body, {}, Objective())
+    for limits in (RequestLimits(stop_chars=7), RequestLimits(stop_strings=1)):
+        with pytest.raises(InvalidInputError, match="slo_tpot"):
+            limits.check_body(body, 100)

@@ -1,0 +1,95 @@
+"""Requests in stages at given rates: SLOs-Serve's Reasoning, and its ToolLLM with pauses in which K/V is kept.
+
+    python benchmarks/papers/stages.py
+
+Lengths and SLOs are the paper's. Reasoning runs on the latencies of an 8B model on one H100, as those of the paper's
+model of 1.5B are not published; tools take two seconds on average, which is assumed. All systems get the same requests.
+Times are those of the virtual clock.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from replays import Figures, Key, resumed
+from rich.console import Console
+from rich.table import Table
+from slos_serve import HARDWARES, OURS, SCENARIOS, THEIRS, WITHOUT_DRAFTS, Scenario, attained_share
+
+from hf_slospec.cli.benchmark import provenance
+from hf_slospec.lab.simulation import Simulation
+from hf_slospec.lab.systems import config_of
+
+RESULTS = Path(__file__).parent.parent / "results" / "stages.json"
+PAUSE_S = 2.0  # mean seconds of a tool
+PLAIN = WITHOUT_DRAFTS["ours"].format()  # as in the paper, ToolLLM has no draft model
+SARATHI = 'sarathi {"prefill_chunk": 512}'
+REASONING = Scenario(("reasoning",), 60, (512, 512), {"reasoning": "poisson"}, hardware="llama-8b-h100")
+TOOLS = replace(SCENARIOS["toolllm"], number=100, pause_s=PAUSE_S)
+SYSTEMS: dict[str, tuple[Scenario, tuple[float, ...], dict[str, str]]] = {
+    "reasoning": (REASONING, (1.0, 4.0), {"Sarathi": SARATHI, "SLOs-Serve": THEIRS, "auto": OURS}),
+    "tools": (
+        TOOLS,
+        (1.0, 2.0, 3.0),
+        {"Sarathi": SARATHI, "auto": PLAIN, "auto, K/V dropped": PLAIN},
+    ),
+}
+
+
+def measured(scenario: Scenario, system: str, rate: float, keeps_kv: bool, seed: int) -> Figures:
+    """Return what becomes of a load: shares of requests by what they attained, and means."""
+    load = scenario.load(rate, 1, seed)
+    jobs = [replace(job, continues=job.continues and keeps_kv) for job in load.jobs]
+    hardware = HARDWARES[scenario.hardware]
+    run = Simulation(jobs, load.library, hardware, config_of(system), seed=seed).run(system)
+    outcomes, summary = run.outcomes, run.summary()
+    return {
+        "attained": attained_share(jobs, run),
+        "first_token_in_time": float(np.mean([o.ttft_slo_s is None or o.ttft_s <= o.ttft_slo_s for o in outcomes])),
+        "windows_kept": float(np.mean([o.windows_kept is not False for o in outcomes])),
+        "guaranteed": summary["guaranteed"],
+        "tpot_ms": summary["tpot_ms"],
+        "latency_s": summary["latency_s"],
+        "depth": summary["depth"],
+        "step_ms": summary["step_ms"],
+        "reused_share": sum(o.reused for o in outcomes) / sum(o.input_tokens for o in outcomes),
+    }
+
+
+def main(
+    seed: Annotated[int, typer.Option(help="Seed of the loads.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    kept: Annotated[Path | None, typer.Option("--runs", help="File of finished runs, to resume from.")] = None,
+    json_path: Annotated[Path, typer.Option("--json")] = RESULTS,
+) -> None:
+    """Simulate all systems at all rates, and write the results."""
+    logging.disable(logging.WARNING)  # above capacity many requests miss their SLOs
+    tasks: dict[Key, Callable[[], Figures]] = {
+        (part, name, rate): partial(measured, scenario, system, rate, "dropped" not in name, seed)
+        for part, (scenario, rates, systems) in SYSTEMS.items()
+        for name, system in systems.items()
+        for rate in rates
+    }
+    found = resumed(tasks, workers, kept)
+    results: dict[str, Any] = {"provenance": provenance(seed=seed)}
+    for part, (_, rates, systems) in SYSTEMS.items():
+        results[part] = {name: {f"{rate:g}": found[part, name, rate] for rate in rates} for name in systems}
+        table = Table("system", "rate", *found[part, next(iter(systems)), rates[0]], title=part)
+        for name in systems:
+            for rate in rates:
+                table.add_row(name, f"{rate:g}", *(f"{value:.3g}" for value in found[part, name, rate].values()))
+        Console(width=160, file=sys.stdout).print(table)
+    json_path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
