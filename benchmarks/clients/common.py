@@ -46,12 +46,12 @@ class Work:
         return self.folder / "logs" / f"{name}.log"
 
 
-def parse(description: str | None, **numbers: int | float) -> Work:
-    """Return the work folder, the JSON file, and an option for each of ``numbers``, which are the defaults."""
+def parse(description: str | None, **defaults: str | int | float) -> Work:
+    """Return the work folder, the JSON file, and an option for each of ``defaults``."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="gets environments, models, logs and the client's own output")
     parser.add_argument("--json", type=Path, help="file of the result")
-    for name, default in numbers.items():
+    for name, default in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     options = parser.parse_args()
     folder = options.folder.resolve()
@@ -121,15 +121,15 @@ def save_pair(work: Work) -> Path:
 
 
 @contextlib.contextmanager
-def server(work: Work, *options: str) -> Iterator[str]:
-    """Yield the address of a server of the embedded pair in fp32, which is stopped afterwards.
+def server(work: Work, *options: str, chat_template: str = CHAT_TEMPLATE) -> Iterator[str]:
+    """Yield the address of a server in fp32, of the embedded pair by default, which is stopped afterwards.
 
     Raises:
         RuntimeError: it did not start; its log says why.
     """
     with (
         work.log("server").open("w") as log,
-        local_server("--dtype", "float32", *options, chat_template=CHAT_TEMPLATE, log=log) as (url, _),
+        local_server("--dtype", "float32", *options, chat_template=chat_template, log=log) as (url, _),
     ):
         yield url
 
@@ -151,9 +151,9 @@ def report(work: Work, client: str, version: str, checks: dict[str, bool], **fig
     checks = checks | {"the server logged no exception": not server_faults(work)}
     for name, holds in checks.items():
         print("ok    " if holds else "FAILED", name)
-    print(json.dumps(figures, indent=1))
+    print(json.dumps(figures, indent=1, ensure_ascii=False))
     if work.json is not None:
         facts = provenance(client=client, client_version=version)
         found = {"provenance": facts, "checks": checks, "figures": figures, "server_faults": server_faults(work)}
-        work.json.write_text(json.dumps(found, indent=1) + "\n")
+        work.json.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return sum(not holds for holds in checks.values())

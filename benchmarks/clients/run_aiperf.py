@@ -1,16 +1,20 @@
-"""aiperf: streamed chats with a target of time per token, and goodput by that target.
+"""aiperf: streamed chats with a TPOT SLO, goodput by that SLO, and aiperf's own table of speculation.
 
-python benchmarks/clients/run_aiperf.py FOLDER --json aiperf.json
+    python benchmarks/clients/run_aiperf.py FOLDER --json aiperf.json
+
+``--target`` is the folder of a checkpoint with a chat template; without it, the embedded pair is served.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
-from common import MODEL, Client, parse, report, save_pair, server
+from common import CHAT_TEMPLATE, MODEL, Client, parse, report, save_pair, server
 
 METRICS = (
     "request_count", "good_request_count", "goodput", "error_request_count", "request_throughput",
@@ -21,14 +25,19 @@ STATISTICS = ("unit", "avg", "min", "p50", "p99", "max")
 
 
 def main() -> int:
-    work = parse(__doc__, requests=16, concurrency=2, input_tokens=16, output_tokens=24, slo_tpot=0.2)
+    work = parse(__doc__, target="", requests=16, concurrency=2, input_tokens=16, output_tokens=24, slo_tpot=0.2)
     given = work.options
     client = Client(work, "aiperf")
-    target, output = save_pair(work), work.folder / "aiperf"
+    output = work.folder / "aiperf"
     shutil.rmtree(output, ignore_errors=True)
-    with server(work) as url:
+    if given.target:
+        target, model = Path(given.target).resolve(), Path(given.target).resolve().name
+        options, template = ["--target", str(target)], (target / "chat_template.jinja").read_text()
+    else:
+        target, model, options, template = save_pair(work), MODEL, [], CHAT_TEMPLATE
+    with server(work, *options, chat_template=template) as url:
         status = client.run(
-            "aiperf", "profile", "--model", MODEL, "--url", url, "--endpoint-type", "chat", "--streaming",
+            "aiperf", "profile", "--model", model, "--url", url, "--endpoint-type", "chat", "--streaming",
             "--tokenizer", target, "--isl", given.input_tokens, "--osl", given.output_tokens,
             "--request-count", given.requests, "--concurrency", given.concurrency,
             "--extra-inputs", f"slo_tpot:{given.slo_tpot}",
@@ -39,18 +48,29 @@ def main() -> int:
     files = sorted(output.rglob("profile_export_aiperf.json"))
     found: dict[str, Any] = json.loads(files[0].read_text()) if files else {}
     figures = {name: _chosen(found[name]) for name in METRICS if name in found}
+    table = _table(work.log("aiperf").read_text())
     answered = figures.get("request_count", {}).get("avg", 0)
     checks = {
         "aiperf ended with status 0": status == 0,
         "all requests were answered": answered == given.requests and not found.get("error_summary"),
         "goodput was counted": "goodput" in figures,
+        "the table of speculation was printed": any("Acceptance Length" in line for line in table),
     }
     setting = {name: value for name, value in vars(given).items() if name not in ("folder", "json")}
-    speculation = {name: _chosen(value) for name, value in found.items() if "specul" in name or "accept" in name}
+    speculation = {name: _chosen(value) for name, value in found.items() if "spec_decode" in name or "accept" in name}
     return report(
         work, "aiperf", client.version(), checks, setting=setting, metrics=figures, speculation=speculation,
-        errors=found.get("error_summary") or [],
+        table=table, errors=found.get("error_summary") or [],
     )  # fmt: skip
+
+
+def _table(printed: str) -> list[str]:
+    """Return the lines of aiperf's table of speculation in what it printed; none if it printed no such table."""
+    lines = iter(printed.splitlines())
+    for line in lines:
+        if "Spec Decode" in line:
+            return [line.strip(), *itertools.takewhile(str.strip, lines)]
+    return []
 
 
 def _chosen(metric: Any) -> Any:

@@ -263,6 +263,7 @@ def _metrics(usage: dict[str, Any]) -> RequestMetrics:
         windows_kept=measured.get("windows_kept"),
         e2e_slo_s=measured.get("slo_e2e"),
         e2e_s=seconds(measured.get("e2e_latency_ms")),
+        acceptance_histogram=tuple(measured["speculative_decoding"].get("acceptance_histogram", ())),
     )
 
 

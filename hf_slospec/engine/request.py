@@ -77,9 +77,8 @@ class Progress:
     tokens: list[int]  # new tokens
     elapsed_s: float = 0.0  # since the request arrived
     decoding_s: float = 0.0  # since its first token
-    steps: int = 0  # verify steps
     drafted: int = 0  # nodes verified, roots not counted
-    accepted: int = 0  # nodes that were committed
+    acceptance_histogram: Sequence[int] = ()  # verify steps by the number of drafted nodes that they committed
     has_missed: bool = False  # a finished stage missed its SLO
     has_missed_window: bool = False  # a window of ten tokens missed the SLO of its stage
 
@@ -147,9 +146,8 @@ class RequestStats:
     last_token_s: float = 0.0
     num_resumed: int = 0  # new tokens that another engine had committed
     num_preempted: int = 0  # times the request was preempted
-    num_steps: int = 0  # verify steps, prefill not counted
     num_drafted: int = 0  # nodes verified, roots not counted
-    num_accepted: int = 0  # drafted nodes that were committed
+    acceptance_histogram: list[int] = field(default_factory=list)  # verify steps by committed drafted nodes
     expected_tokens: float = 0.0  # sum over its verify steps of the tokens that the policy expected
     phases: PhaseTimes = field(default_factory=PhaseTimes)  # sum over its steps
     commits: list[Commit] = field(default_factory=list)  # one per step that committed tokens
@@ -158,6 +156,16 @@ class RequestStats:
     has_missed: bool = False  # a finished stage missed its SLO
     first_open: int = 0  # index of the commit that begins the oldest window of ten tokens of this stage without an end
     has_missed_window: bool = False  # a window of ten tokens missed the SLO of its stage
+
+    @property
+    def num_steps(self) -> int:
+        """Return the number of verify steps, prefill not counted."""
+        return sum(self.acceptance_histogram)
+
+    @property
+    def num_accepted(self) -> int:
+        """Return the number of drafted nodes that were committed."""
+        return sum(number * count for number, count in enumerate(self.acceptance_histogram))
 
 
 class Request:
@@ -329,7 +337,7 @@ class Request:
         if progress.tokens:
             stats.first_token_s, stats.last_token_s = now_s - progress.decoding_s, now_s
             stats.stage_begin = (now_s, self.num_emitted) if stats.stage else (stats.first_token_s, 1)
-        stats.num_steps, stats.num_drafted, stats.num_accepted = progress.steps, progress.drafted, progress.accepted
+        stats.num_drafted, stats.acceptance_histogram = progress.drafted, list(progress.acceptance_histogram)
         stats.has_missed, stats.has_missed_window = progress.has_missed, progress.has_missed_window
 
     def progress(self, now_s: float) -> Progress:
@@ -338,7 +346,7 @@ class Request:
         begun_s = now_s if stats.first_token_s is None else stats.first_token_s
         return Progress(
             self.tokens[self.prompt_len :], now_s - stats.arrived_s, now_s - begun_s,
-            stats.num_steps, stats.num_drafted, stats.num_accepted, stats.has_missed, stats.has_missed_window,
+            stats.num_drafted, tuple(stats.acceptance_histogram), stats.has_missed, stats.has_missed_window,
         )  # fmt: skip
 
     def record_step(
@@ -350,11 +358,12 @@ class Request:
             stats.first_token_s = now_s
             stats.stage_begin = now_s, self.num_emitted
         else:
-            stats.num_steps += 1
+            histogram = stats.acceptance_histogram
+            histogram.extend([0] * (num_accepted + 1 - len(histogram)))
+            histogram[num_accepted] += 1
             stats.expected_tokens += expected_tokens
         stats.last_token_s = now_s
         stats.num_drafted += num_drafted
-        stats.num_accepted += num_accepted
         stats.phases += phases
         stats.commits.append(Commit(self.num_emitted, now_s, num_drafted + 1, num_accepted))
         self._take_first(now_s)
@@ -479,6 +488,7 @@ class Request:
             windows_kept=self._has_kept_windows(),
             e2e_slo_s=params.e2e_slo_s,
             e2e_s=e2e_s if has_begun else None,
+            acceptance_histogram=tuple(stats.acceptance_histogram),
             earlier=params.earlier,
         )
 
@@ -513,6 +523,7 @@ class RequestMetrics:
     windows_kept: bool | None = None  # every window of 10 tokens met the TPOT SLO of its stage; None without an SLO
     e2e_slo_s: float | None = None  # seconds from arrival to the last token
     e2e_s: float | None = None  # seconds from arrival to the latest token; None before the first
+    acceptance_histogram: tuple[int, ...] = ()  # verify steps that accepted 0 drafted nodes, 1, and so on
     earlier: RequestMetrics | None = None  # those of the request that this one continues; the pause is in neither
 
     @property

@@ -92,6 +92,7 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
         ("custom_generate", "call generate without slo_tpot"),
         ("token_healing", "heal the prompt first"),
         ("synced_gpus", "processes may take different numbers of speculated steps"),
+        ("compile_config", "SLOSpecConfig(compile=...) is for the forwards of speculation"),
     ):
         value = configured(name, model, arguments)
         if value is not None and value is not False:

@@ -195,7 +195,7 @@ class ReplicatedDecoding:
         now_s, metrics = time.monotonic(), self.metrics
         decoding_s = now_s - self._first_token_s if self.tokens else 0.0
         elapsed_s = max(now_s - self._begun_s, decoding_s)
-        return Progress(self.tokens.copy(), elapsed_s, decoding_s, metrics.steps, metrics.drafted, metrics.accepted)
+        return Progress(self.tokens.copy(), elapsed_s, decoding_s, metrics.drafted, metrics.acceptance_histogram)
 
     async def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
         """Yield newly committed tokens, and whether they are the last."""

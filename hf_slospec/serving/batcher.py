@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -24,7 +25,7 @@ from hf_slospec.engine.scheduling.continuous import ContinuousScheduler
 from hf_slospec.engine.scheduling.load import load_of
 from hf_slospec.engine.step import Engine
 from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, SLOSpecError, UnsupportedModelError
-from hf_slospec.serving.handle import RequestHandle
+from hf_slospec.serving.handle import RequestHandle, wake
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -308,7 +309,7 @@ class Batcher:
                 return
         else:
             engine.scheduler.add(request)
-        handle.advance()
+        wake(handle.advance())
 
     def _step(self, engine: Engine[ContinuousScheduler]) -> None:
         try:
@@ -328,12 +329,11 @@ class Batcher:
         with self._state:
             self._count(engine)
         self._notify(self.observer.on_step, event)
-        for part in event.requests:
-            request = self._handles[part.index].request
-            if request.is_finished:
-                self._end(request)
-            else:
-                self._handles[part.index].advance()
+        handles = [self._handles[part.index] for part in event.requests]
+        wake(itertools.chain.from_iterable(each.advance() for each in handles if not each.request.is_finished))
+        for handle in handles:
+            if handle.request.is_finished:
+                self._end(handle.request)
 
     def _count(self, engine: Engine[ContinuousScheduler]) -> None:
         scheduler = engine.scheduler
@@ -369,7 +369,7 @@ class Batcher:
         try:
             self._notify(self.observer.on_end, request)
         finally:
-            handle.advance()
+            wake(handle.advance())
 
     def _notify(self, callback: Callable[[T], None], event: T) -> None:
         """Pass an event to the observer; requests continue if that raises."""

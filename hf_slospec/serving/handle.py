@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
@@ -55,23 +55,20 @@ class RequestHandle:
         self._num_ready = -1  # published new tokens; -1 until the engine has taken the request
         self._traceback: TracebackType | None = None  # traceback of the request's error
         self._is_done = False
-        self._wakers: list[_Waker] = []
+        self._wakers: list[Waker] = []
         self._pid = os.getpid()
         self.thread: threading.Thread | None = None  # the batcher's
 
     # ---- for the engine
 
-    def advance(self) -> None:
-        """Publish the tokens committed so far, and wake all waiting threads and tasks."""
+    def advance(self) -> list[Waker]:
+        """Publish the tokens committed so far, wake all waiting threads, and return the tasks to :func:`wake`."""
         with self._changed:
             self._num_ready, self._is_done = self.request.num_emitted, self.request.is_finished
             if self.request.error is not None:
                 self._traceback = self.request.error.__traceback__
-            wakers = [waker for waker in self._wakers if self._is_done or self._num_ready > waker.num_known]
             self._changed.notify_all()
-        for waker in wakers:
-            with contextlib.suppress(RuntimeError):  # its loop was closed
-                waker.loop.call_soon_threadsafe(waker.wake)
+            return [waker for waker in self._wakers if self._is_done or self._num_ready > waker.num_known]
 
     # ---- for the caller
 
@@ -239,7 +236,7 @@ class RequestHandle:
     async def _more(self, num_known: float) -> None:
         """Wait for more than ``num_known`` new tokens, or the end."""
         self._check_waiting()
-        waker = _Waker(num_known)
+        waker = Waker(num_known)
         with self._changed:
             if self._is_done or self._num_ready > num_known:
                 return
@@ -273,16 +270,28 @@ class RequestHandle:
             raise RequestCancelledError(f"request {self.request.index} was cancelled")
 
 
-class _Waker:
+class Waker:
     """A task in an event loop that waits for more than ``num_known`` tokens."""
 
     def __init__(self, num_known: float):
         self.num_known, self.loop = num_known, asyncio.get_running_loop()
         self.future: asyncio.Future[None] = self.loop.create_future()
 
-    def wake(self) -> None:
-        if not self.future.done():
-            self.future.set_result(None)
+
+def wake(wakers: Iterable[Waker]) -> None:
+    """Let tasks of other threads go on, those of an event loop by one call: each call may hand the GIL to the loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Waker]] = {}
+    for waker in wakers:
+        by_loop.setdefault(waker.loop, []).append(waker)
+    for loop, its_wakers in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # it was closed
+            loop.call_soon_threadsafe(_resolve, its_wakers)
+
+
+def _resolve(wakers: Sequence[Waker]) -> None:
+    for waker in wakers:
+        if not waker.future.done():
+            waker.future.set_result(None)
 
 
 class TextStream:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import CompileConfig, DynamicCache
 
 from hf_slospec import (
     FallbackWarning,
@@ -31,6 +31,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     (dict(cache_implementation="quantized"), "cache_implementation"),
     (dict(token_healing=True), "token_healing"),
     (dict(synced_gpus=True), "synced_gpus"),
+    (dict(compile_config=CompileConfig()), "compile_config"),
     (dict(past_key_values=DynamicCache(), use_cache=False), "use_cache"),
 ]
 

@@ -36,7 +36,7 @@ def test_output_goes_on_as_one_generator_would_have_written_it(
 ) -> None:
     whole = served.submit(PROMPT, max_new_tokens=40, slo_tpot=1.0, logprobs=2, **options)
     expected = whole.result(WAIT_S)
-    progress = Progress(expected.token_ids[:num_before], 3.0, 2.0, steps=4, drafted=9, accepted=5)
+    progress = Progress(expected.token_ids[:num_before], 3.0, 2.0, drafted=9, acceptance_histogram=(1, 2, 0, 1))
     for generator in (other, other):  # the second finds the text's K/V
         handle = generator.submit(PROMPT, max_new_tokens=40, slo_tpot=1.0, logprobs=2, resume=progress, **options)
         result = handle.result(WAIT_S)
@@ -50,6 +50,7 @@ def test_output_goes_on_as_one_generator_would_have_written_it(
         metrics = result.metrics
         assert metrics.resumed == num_before and metrics.tokens == len(expected.token_ids)
         assert metrics.steps > 4 - (not num_before) and metrics.drafted >= 9
+        assert metrics.acceptance_histogram[1] >= 2 and sum(metrics.acceptance_histogram) == metrics.steps
         assert metrics.ttft_s == pytest.approx(1.0, abs=0.1) if num_before else metrics.ttft_s > 3.0
         if num_before:
             assert metrics.tpot_s is not None and metrics.tpot_s > 2.0 / len(expected.token_ids)

@@ -31,7 +31,7 @@ from tests.support.toys.tiny_tokenizers import byte_level
 
 SEED = 7
 DRAFTING = ("assistant_model", "prompt_lookup_num_tokens")
-WITHOUT_EFFECT = ("disable_compile", "compile_config", "num_assistant_tokens", "max_matching_ngram_size")
+WITHOUT_EFFECT = ("disable_compile", "num_assistant_tokens", "max_matching_ngram_size")
 STOCK = GenerationMixin.generate.__wrapped__.__code__.co_filename
 
 

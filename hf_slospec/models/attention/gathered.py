@@ -18,6 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_slospec.models.attention.positions import Positions
 from hf_slospec.models.batch.packed_batch import PackedBatch, Plan, Plans, plan_own
+from hf_slospec.models.inspection.replaced_attributes import Attribute, ReplacedAttributes
 from hf_slospec.models.kv_cache.pool import KVPool
 
 MASKING = ("eager", "sdpa")  # attention implementations that read a mask
@@ -146,21 +147,26 @@ _source: ContextVar[MaskSource | None] = ContextVar("hf_slospec_mask_source", de
 @contextlib.contextmanager
 def own_attention(source: MaskSource) -> Iterator[None]:
     """Make transformers' mask builders return masks of ``source`` inside this context, in this thread only."""
-    _register_masks()
+    _replaced.replace([MASK_BUILDERS], _packed_builders)
     token = _source.set(source)
     try:
         yield
     finally:
         _source.reset(token)
+        _replaced.restore([MASK_BUILDERS])
+
+
+MASK_BUILDERS: Attribute = (ALL_MASK_ATTENTION_FUNCTIONS, "_local_mapping")  # goes before what is registered
+_replaced = ReplacedAttributes()
+
+
+def _packed_builders(builders: dict[str, Any], attribute: Attribute) -> dict[str, Any]:
+    """Return mask builders of the active source, under the same names, as layers compare these with names they know."""
+    plain = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping | builders
+    return builders | {name: _packed_or(plain[name], name == "sdpa") for name in MASKING}
 
 
 @functools.cache
-def _register_masks() -> None:
-    """Replace the mask builders permanently, under the same names, as layers compare these with names they know."""
-    for name in MASKING:
-        ALL_MASK_ATTENTION_FUNCTIONS.register(name, _packed_or(ALL_MASK_ATTENTION_FUNCTIONS[name], name == "sdpa"))
-
-
 def _packed_or(plain: Callable[..., Any], is_bool: bool) -> Callable[..., Any]:
     @functools.wraps(plain)
     def mask(*arguments: Any, **options: Any) -> Any:

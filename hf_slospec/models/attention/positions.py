@@ -1,7 +1,7 @@
 """Positions of packed tokens, for modules that count tokens by their index in the input.
 
-At a model's first packed forward, the ``forward`` of such classes is wrapped permanently. The wrapped method differs
-from the plain one only while a packed forward runs, in its thread. Modules do not change.
+While a packed forward runs, the ``forward`` of such classes is wrapped. The wrapped method differs from the plain one
+in the thread of the packed forward only. Modules do not change.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from hf_slospec.models.inspection.replaced_attributes import Attribute, ReplacedAttributes
 
 KEY_BIASES = ("alibi", "position_bias")  # names of attention modules' arguments that hold a bias per key
 
@@ -36,31 +38,37 @@ class Positions(NamedTuple):
         return positions - torch.arange(len(positions), device=positions.device)
 
 
+Change = Callable[[Positions, dict[str, Any]], None]  # changes the keyword arguments of a module's forward
 _positions: ContextVar[Positions | None] = ContextVar("hf_slospec_positions", default=None)
-_wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose classes are wrapped
+_replaced = ReplacedAttributes()
+_changes: weakref.WeakKeyDictionary[nn.Module, dict[Attribute, Change]] = weakref.WeakKeyDictionary()  # by model
 
 
 @contextlib.contextmanager
 def given_positions(model: nn.Module, positions: Positions) -> Iterator[None]:
     """Let position tables and key biases of the model use these positions inside this context, in this thread."""
-    if model not in _wrapped:
-        for module in model.modules():
-            _wrap_class_of(module)
-        _wrapped.add(model)
+    if model not in _changes:
+        found = ((type(module), _change_of(module)) for module in model.modules())
+        _changes[model] = {(kind, "forward"): change for kind, change in found if change is not None}
+    changes = _changes[model]
+    _replaced.replace(list(changes), lambda plain, attribute: _changed(plain, changes[attribute]))
     token = _positions.set(positions)
     try:
         yield
     finally:
         _positions.reset(token)
+        _replaced.restore(list(changes))
 
 
-def _wrap_class_of(module: nn.Module) -> None:
+def _change_of(module: nn.Module) -> Change | None:
+    """Return how the arguments of a module change; None: they do not."""
     kind: Any = type(module)  # mypy takes classes of modules for unhashable
     if isinstance(module, nn.Embedding) and "position_ids" in _arguments(kind):
-        _wrap(kind, _set_position_ids)
+        return _set_position_ids
     # Blocks may pass the bias on; only the innermost one reads it.
-    elif _has_bias(module) and not any(_has_bias(part) for part in module.modules() if part is not module):
-        _wrap(kind, _take_biases)
+    if _has_bias(module) and not any(_has_bias(part) for part in module.modules() if part is not module):
+        return _take_biases
+    return None
 
 
 @functools.cache
@@ -74,16 +82,14 @@ def _has_bias(module: nn.Module) -> bool:
 
 
 @functools.cache
-def _wrap(kind: Any, change: Callable[[Positions, dict[str, Any]], None]) -> None:
-    plain = kind.forward
-
+def _changed(plain: Callable[..., Any], change: Change) -> Callable[..., Any]:
     @functools.wraps(plain)
     def forward(self: nn.Module, *arguments: Any, **options: Any) -> Any:
         if (positions := _positions.get()) is not None:
             change(positions, options)
         return plain(self, *arguments, **options)
 
-    kind.forward = forward
+    return forward
 
 
 def _set_position_ids(positions: Positions, options: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import io
 import pickle
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +33,7 @@ SETTINGS = (bool, int, float, str, tuple)  # types of attributes that are settin
 LINEAR = (nn.Linear, Conv1D)  # classes of layers whose products are operators
 MIN_SIZE, MAX_TOKENS = 2, 2**20  # tokens and logits of a forward; the compiler makes another graph for 1
 TRACED_TOKENS, TRACED_LOGITS = 7, 5
+LORA = "peft.tuners.lora.layer.Linear"
 Shape = tuple[int, ...]
 
 
@@ -42,7 +43,8 @@ class Description:
 
     model_class: type[Any]
     config: Any
-    modules: dict[str, str]  # classes of all modules, by name
+    modules: dict[str, str]  # classes of all modules, by name; of LoRA layers, that of the layer inside
+    lora: dict[str, dict[str, float]]  # scaling of each adapter that is added, by the name of the LoRA layer
     tensors: dict[str, tuple[torch.dtype, Shape]]  # parameters and buffers, by name
     layers: tuple[AttentionLayer, ...]  # in the order in which the pool stores them
     feature_layers: tuple[int, ...]  # hidden states to return
@@ -56,12 +58,13 @@ class Description:
         cls, model: Any, layers: Sequence[AttentionLayer], feature_layers: tuple[int, ...], keeps_logits: bool
     ) -> Description:
         """Return the description of a model as it is now."""
-        named = [*model.named_parameters(), *model.named_buffers()]
+        named, lora = [*model.named_parameters(), *model.named_buffers()], _lora_layers(model)
         is_own = _is_own(plain_class(model))
         return cls(
             plain_class(model),
             model.config,
-            _module_classes(model),
+            _module_classes(model, lora),
+            lora,
             {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in named},
             tuple(layers),
             feature_layers,
@@ -99,14 +102,39 @@ class Description:
         return {"class": name, "config": config, "modules": self.modules, "tensors": self.tensors, "layers": layers} | {
             "feature_layers": self.feature_layers,
             "settings": self.settings,
+            "lora": self.lora,
         }
 
 
-def _module_classes(model: nn.Module) -> dict[str, str]:
-    return {
-        name: f"{(kind := plain_class(module)).__module__}.{kind.__qualname__}"
-        for name, module in model.named_modules()
-    }
+def _module_classes(model: nn.Module, lora: Collection[str] = ()) -> dict[str, str]:
+    """Return the classes of all modules by name, as they would be without adapters in the layers ``lora``."""
+    classes = dict[str, str]()
+    inside: str | None = None  # prefix of the names inside of a LoRA layer
+    for name, module in model.named_modules():
+        if inside is None or not name.startswith(inside):
+            inside = f"{name}." if name in lora else None
+            classes[name] = _class_name(module.get_submodule("base_layer") if name in lora else module)
+    return classes
+
+
+def _class_name(module: nn.Module) -> str:
+    kind = plain_class(module)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _lora_layers(model: nn.Module) -> dict[str, dict[str, float]]:
+    """Return :attr:`Description.lora` of a model, without layers that compute otherwise: the graph lacks these."""
+    found = dict[str, dict[str, float]]()
+    for name, module in model.named_modules():
+        if _class_name(module) != LORA:
+            continue
+        layer: Any = module
+        is_other = layer.lora_variant or any(layer.lora_bias.values()) or type(layer.base_layer) not in LINEAR
+        is_to_be_unmerged = layer.merged and layer.disable_adapters  # by its next forward
+        if not (is_other or is_to_be_unmerged or not getattr(layer, "cast_input_dtype_enabled", True)):
+            added = () if layer.merged or layer.disable_adapters else layer.active_adapters
+            found[name] = {adapter: layer.scaling[adapter] for adapter in added if adapter in layer.lora_A}
+    return found
 
 
 def _is_own(kind: type[Any]) -> bool:
@@ -199,14 +227,36 @@ class TracedForward:
 class _TracedLinear(nn.Module):
     """Linear layer that calls the operator."""
 
-    def __init__(self, step: _Step, index: int, layer: Any):
+    def __init__(self, step: _Step, name: str, outputs: int, bias: torch.Tensor | None = None):
         super().__init__()
-        self._step, self._index, self.bias = [step], index, layer.bias  # in a list: the step is no submodule
-        self._outputs = layer.out_features if isinstance(layer, nn.Linear) else layer.nf
+        self._step, self._index = [step], len(step.linears)  # in a list: the step is no submodule
+        self._outputs, self.bias = outputs, bias
+        step.linears.append(name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.hf_slospec.linear(x, self._step[0].traced.context, self._index, self._outputs)
         return out if self.bias is None else out + self.bias
+
+
+class _TracedLoRA(nn.Module):
+    """Linear layer with adapters that are added to it."""
+
+    def __init__(self, step: _Step, name: str, base: _TracedLinear, scalings: dict[str, float]):
+        super().__init__()
+        self.base_layer, self._added = base, list[tuple[nn.Module, nn.Module, torch.dtype, float]]()
+        for adapter, scaling in scalings.items():
+            names = [f"{name}.{part}.{adapter}" for part in ("lora_A", "lora_B")]
+            (dtype, (rank, _)), (_, (outputs, _)) = (step.description.tensors[f"{each}.weight"] for each in names)
+            parts = _TracedLinear(step, names[0], rank), _TracedLinear(step, names[1], outputs)
+            self._added.append((*parts, dtype, scaling))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base_layer(x)
+        dtype = out.dtype
+        for down, up, own_dtype, scaling in self._added:
+            x = x.to(own_dtype)
+            out = out + up(down(x)) * scaling
+        return out.to(dtype)
 
 
 class _Step(nn.Module):
@@ -214,23 +264,27 @@ class _Step(nn.Module):
 
     def __init__(self, description: Description):
         super().__init__()
-        self._description = description
+        self.description, self.linears = description, list[str]()  # names by index
         self.traced = SimpleNamespace(context=None)  # of the forward that is traced; export inspects tensors in lists
         twin = description.twin()
         if (modules := _module_classes(twin)) != description.modules:
             changed = sorted(name for name, _ in modules.items() ^ description.modules.items())
             raise ValueError(f"modules were changed since the model was made: {', '.join(changed[:5])}")
-        names = [name for name, module in twin.named_modules() if type(module) in LINEAR]
-        self.linears = names
-        for index, name in enumerate(names):
+        for name in [name for name, module in twin.named_modules() if type(module) in LINEAR]:
             parent, _, attribute = name.rpartition(".")
             holder = twin.get_submodule(parent)
-            setattr(holder, attribute, _TracedLinear(self, index, getattr(holder, attribute)))
+            setattr(holder, attribute, self._traced(name, getattr(holder, attribute)))
         named = [*twin.named_parameters(), *twin.named_buffers()]
         self.weights = [name for name, _ in named]
         if missing := [name for name in self.weights if name not in description.tensors]:
             raise ValueError(f"the model has no {', '.join(missing[:5])}")
         self._twin = [twin]  # in a list: its weights are arguments
+
+    def _traced(self, name: str, layer: Any) -> nn.Module:
+        outputs = layer.out_features if isinstance(layer, nn.Linear) else layer.nf
+        if (scalings := self.description.lora.get(name)) is None:
+            return _TracedLinear(self, name, outputs, layer.bias)
+        return _TracedLoRA(self, name, _TracedLinear(self, f"{name}.base_layer", outputs, layer.bias), scalings)
 
     def forward(
         self,
@@ -241,7 +295,7 @@ class _Step(nn.Module):
         weights: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """Return logits [num_logits, vocab], and features [num_tokens, num_feature_layers * hidden] if any."""
-        self.traced.context, described, twin = context, self._description, self._twin[0]
+        self.traced.context, described, twin = context, self.description, self._twin[0]
         forward = TracedForward(context, described.layers, position_ids)
         arguments = position_ids, logit_rows, described.feature_layers, described.keeps_logits
         with nn.utils.stateless._reparametrize_module(twin, dict(zip(self.weights, weights, strict=True))):
@@ -285,8 +339,9 @@ def _join_linears(program: ExportedProgram, names: Sequence[str]) -> list[list[s
         if node.op == "call_function" and node.target is torch.ops.hf_slospec.linear.default:
             by_input[node.args[0]].append(node)
     linears = list[list[str]]()
-    for x, nodes in by_input.items():
-        context, outputs, index = nodes[0].args[1], [node.args[3] for node in nodes], len(linears)
+    for nodes in by_input.values():
+        x, context = nodes[0].args[:2]  # the input may be an output of a joined layer by now
+        outputs, index = [node.args[3] for node in nodes], len(linears)
         linears.append([names[node.args[2]] for node in nodes])
         if len(nodes) == 1:
             nodes[0].args = x, context, index, outputs[0]

@@ -17,6 +17,7 @@ from hf_slospec.engine.request import RequestMetrics
 from hf_slospec.serving.openai.choices import Choice, Piece
 from hf_slospec.serving.openai.messages import Parts
 
+_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode  # json.dumps would make one per event
 IMPOSSIBLE = -9999.0  # log probability of tokens that cannot be drawn, as OpenAI writes it
 
 
@@ -44,7 +45,7 @@ class AnswerForm(Protocol):
 
 def event(body: dict[str, Any]) -> str:
     """Return a server-sent event."""
-    return f"data: {json.dumps(body, separators=(',', ':'), ensure_ascii=False)}\n\n"
+    return f"data: {_encode(body)}\n\n"
 
 
 def named_event(body: dict[str, Any]) -> str:
@@ -291,7 +292,8 @@ def measurements(metrics: RequestMetrics) -> dict[str, Any]:
         "tokens_per_second": round(1 / metrics.tpot_s, 3) if metrics.tpot_s else None,
         "speculative_decoding": {
             "mean_acceptance_length": metrics.acceptance_length,
-            "draft_acceptance_rate": metrics.accepted / metrics.drafted if metrics.drafted else None,
+            "draft_acceptance_rate": metrics.accepted / max(metrics.drafted, 1),
+            "acceptance_histogram": list(metrics.acceptance_histogram or (0,)),
             "num_spec_steps": metrics.steps,
             "num_accepted_draft_tokens": metrics.accepted,
             "num_draft_tokens": metrics.drafted,

@@ -16,6 +16,7 @@ from hf_slospec.serving.openai.answers import BlockAnswer, Events, named_event, 
 from hf_slospec.serving.openai.bodies import ChatBody, ClosedModel, CommonBody, ForeignBody
 from hf_slospec.serving.openai.choices import Choice
 from hf_slospec.serving.openai.completions import Completions
+from hf_slospec.serving.openai.reading import while_connected
 
 PATH = "/v1/messages"
 ERROR_TYPES = {"service_unavailable_error": "overloaded_error", "internal_error": "api_error"}
@@ -353,7 +354,7 @@ class Messages:
     async def count_tokens(self, request: Request) -> Response:
         """Return the number of tokens of an input."""
         body = await self.reader.read(request, CountTokensBody)
-        return await self.reader.while_connected(request, self.reader.in_pool(request, self._counted, body.chat))
+        return await while_connected(request.receive, self.reader.in_pool(request, self._counted, body.chat))
 
     def _counted(self, chat: ChatBody) -> Response:
         return JSONResponse({"input_tokens": len(self.completions.chat_inputs(chat).tokens)})

@@ -24,7 +24,7 @@ from hf_slospec.serving.openai.completions import Completions
 from hf_slospec.serving.openai.engine import ServedEngine
 from hf_slospec.serving.openai.orders import chat_prompt
 from hf_slospec.serving.openai.otel import observer_by_environment
-from hf_slospec.serving.openai.reading import Fault, RequestReader, check_framing, fault_of
+from hf_slospec.serving.openai.reading import Fault, RequestReader, check_framing, fault_of, while_connected
 from hf_slospec.serving.openai.responses import Responses, ResponsesBody
 from hf_slospec.serving.openai.schemas import SchemaCheck
 from hf_slospec.serving.telemetry import Collector, with_labels
@@ -124,7 +124,7 @@ class _SmallEndpoints:
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a text or of messages."""
         body = await self.reader.read(request, TokenizeBody)
-        return await self.reader.while_connected(request, self.reader.in_pool(request, self._tokenized, body))
+        return await while_connected(request.receive, self.reader.in_pool(request, self._tokenized, body))
 
     def _tokenized(self, body: TokenizeBody) -> Response:
         tokenizer = self.engine.tokenizer
@@ -147,7 +147,7 @@ class _SmallEndpoints:
         if body.tokens and max(body.tokens) >= self.engine.vocab_size:
             text = f"tokens has {max(body.tokens)}, and the vocabulary has {self.engine.vocab_size} tokens"
             raise Fault(400, error_body(text, "invalid_request_error", "tokens"))
-        return await self.reader.while_connected(request, self.reader.in_pool(request, self._detokenized, body.tokens))
+        return await while_connected(request.receive, self.reader.in_pool(request, self._detokenized, body.tokens))
 
     def _detokenized(self, tokens: list[int]) -> Response:
         return JSONResponse({"prompt": self.engine.tokenizer.decode(tokens)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from hf_slospec.serving.openai.answers import Answer, AnswerForm, slo_headers
@@ -27,7 +29,7 @@ from hf_slospec.serving.openai.orders import (
     prompt_of,
 )
 from hf_slospec.serving.openai.otel import End, Observer
-from hf_slospec.serving.openai.reading import RequestReader, fault_of
+from hf_slospec.serving.openai.reading import RequestReader, fault_of, while_connected
 from hf_slospec.serving.openai.schemas import SchemaCheck
 
 InPool = Callable[..., Awaitable[Any]]  # calls a function with its arguments in the thread pool
@@ -49,7 +51,7 @@ class Completions:
     async def answer_chat(self, request: Request, body: ChatBody, answer: AnswerForm) -> Response:
         """Return the answer to a chat in a form; other APIs translate their bodies into chats."""
         prompts = [partial(self.chat_inputs, body)]
-        return await self.reader.while_connected(request, self._answer(request, body, prompts, answer))
+        return await while_connected(request.receive, self._answer(request, body, prompts, answer))
 
     def chat_inputs(self, body: ChatBody) -> PromptInputs:
         """Return the prompt of a chat."""
@@ -65,7 +67,7 @@ class Completions:
         """Return the completions of one prompt or several."""
         body = await self.reader.read(request, CompletionBody)
         prompts = [partial(prompt_of, prompt, body, self.engine) for prompt in body.prompts]
-        return await self.reader.while_connected(request, self._answer(request, body, prompts, self._form(body)))
+        return await while_connected(request.receive, self._answer(request, body, prompts, self._form(body)))
 
     def _form(self, body: SamplingBody) -> Answer:
         return Answer(
@@ -192,7 +194,8 @@ class _Stream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            with contextlib.suppress(ClientDisconnect):
+                await while_connected(receive, self.stream_response(send))  # without the task group of starlette
         finally:
             _cancel(self._choices)
             self._end(self._choices, None)

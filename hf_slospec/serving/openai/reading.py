@@ -15,6 +15,7 @@ from fastapi import Request, Response
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive
 
 from hf_slospec.errors import (
     InvalidInputError,
@@ -136,20 +137,6 @@ class RequestReader:
         """Return what a function returns in the thread pool, which clients share fairly."""
         return await self.engine.work.run(request.state.client, function, *arguments)
 
-    async def while_connected(self, request: Request, answering: Coroutine[Any, Any, Response]) -> Response:
-        """Return an answer; cancel its computation when the client disconnects."""
-        work, gone = asyncio.ensure_future(answering), asyncio.ensure_future(_disconnected(request))
-        try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                return work.result()
-            work.cancel()
-            await asyncio.wait((work,))
-            raise ClientDisconnect
-        finally:
-            gone.cancel()
-            work.cancel()
-
     def with_faults(self, endpoint: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
         """Return an endpoint that raises all errors as Fault; for unknown ones FastAPI would close the connection."""
 
@@ -167,6 +154,21 @@ class RequestReader:
                 raise fault_of(error) from error
 
         return answer
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return what a coroutine returns; cancel it, and raise ClientDisconnect, when the client disconnects."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        working.cancel()
+        await asyncio.wait((working,))
+        raise ClientDisconnect
+    finally:
+        gone.cancel()
+        working.cancel()
 
 
 def fault_of(error: Exception) -> Fault:
@@ -205,7 +207,7 @@ def _gateway_name(request: Request, header: str) -> str | None:
     return name
 
 
-async def _disconnected(request: Request) -> None:
+async def _disconnected(receive: Receive) -> None:
     """Wait until the client has disconnected."""
-    while (await request.receive())["type"] != "http.disconnect":
+    while (await receive())["type"] != "http.disconnect":
         pass

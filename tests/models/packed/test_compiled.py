@@ -86,6 +86,37 @@ def test_tokens_of_stock_generate(family: str) -> None:
     assert with_compiled.stats().forwards == {"target": "compiled"}
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # of the adapters
+def test_lora_is_compiled_as_it_is_at_first(model: Any, dtype: torch.dtype) -> None:
+    peft = pytest.importorskip("peft")
+    modules = ["q_proj", "v_proj", "down_proj"]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=modules, init_lora_weights=False)).eval()
+    for name, weight in adapted.named_parameters():
+        if "lora_" in name:
+            weight.data = weight.to(dtype)
+    ours, expected = generator(adapted), generated(adapted.generate)
+    assert generated(ours.generate) == expected and ours.stats().forwards == {"target": "compiled"}
+    with adapted.disable_adapter():
+        plain = generated(adapted.generate)
+        assert generated(ours.generate) == plain != expected
+        assert "changed" in ours.stats().forwards["target"]
+    assert generated(ours.generate) == expected and ours.stats().forwards == {"target": "compiled"}
+    for weight in adapted.parameters():
+        if weight.requires_grad:
+            weight.data.mul_(-1.5)
+    assert generated(ours.generate) == generated(adapted.generate) != expected
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_lora_of_other_kinds_is_not_compiled(model: Any) -> None:
+    peft = pytest.importorskip("peft")
+    options = dict(r=4, target_modules=["q_proj"], init_lora_weights=False, use_dora=True)
+    ours = generator(adapted := peft.get_peft_model(model, peft.LoraConfig(**options)).eval())
+    assert generated(ours.generate) == generated(adapted.generate)
+    assert "modules were changed" in ours.stats().forwards["target"]
+
+
 def test_a_draft_model_is_compiled_too() -> None:
     model, draft = tiny_model("llama"), tiny_model("llama", noise=0.2)
     ours = SLOSpecGenerator(model, assistant_model=draft, config=SLOSpecConfig(compile="wait"))

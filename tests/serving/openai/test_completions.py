@@ -70,7 +70,11 @@ def test_a_greedy_completion_is_that_of_generate(served: Served) -> None:
     usage = found["usage"]
     assert usage["completion_tokens"] == len(new)
     assert usage["total_tokens"] == usage["prompt_tokens"] + len(new)
-    assert usage["metrics"]["speculative_decoding"]["mean_acceptance_length"] >= 1.0
+    speculation = usage["metrics"]["speculative_decoding"]
+    assert speculation["mean_acceptance_length"] >= 1.0 >= speculation["draft_acceptance_rate"] > 0
+    histogram = speculation["acceptance_histogram"]
+    assert sum(histogram) == speculation["num_spec_steps"]
+    assert sum(j * count for j, count in enumerate(histogram)) == speculation["num_accepted_draft_tokens"] > 0
     assert found["metrics"] == usage["metrics"]
 
 

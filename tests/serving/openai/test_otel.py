@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any, NamedTuple
 
 import openai
@@ -158,17 +160,64 @@ def test_it_is_off_unless_turned_on(monkeypatch: pytest.MonkeyPatch, caplog: pyt
         otel.observer_by_environment("tiny", True)
 
 
-def test_the_environment_names_the_exporters() -> None:
-    code = (
-        "from hf_slospec.serving.openai import otel\n"
-        "from hf_slospec.serving.openai.bodies import CompletionBody\n"
-        "observer = otel.observer_by_environment('tiny', False)\n"
-        "observer.begin(CompletionBody(prompt='x', max_tokens=3), {}, 'id')([], ValueError('x'))\n"
-    )
-    environment = {"OTEL_TRACES_EXPORTER": "console", "OTEL_METRICS_EXPORTER": "console", "OTEL_SERVICE_NAME": "here"}
+ONE_REQUEST = (
+    "from hf_slospec.serving.openai import otel\n"
+    "from hf_slospec.serving.openai.bodies import CompletionBody\n"
+    "observer = otel.observer_by_environment('tiny', False)\n"
+    "observer.begin(CompletionBody(prompt='x', max_tokens=3), {}, 'id')([], ValueError('x'))\n"
+)
+
+
+def record_one_request(**variables: str) -> str:
+    """Record a request in a process with these variables, and return what it printed."""
     run = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment,
+        [sys.executable, "-c", ONE_REQUEST], env=os.environ | {"OTEL_SERVICE_NAME": "here"} | variables,
         check=True, capture_output=True, text=True,
     )  # fmt: skip
-    assert '"text_completion tiny"' in run.stdout and '"service.name": "here"' in run.stdout
-    assert "gen_ai.server.request.duration" in run.stdout
+    return run.stdout
+
+
+def test_the_environment_names_the_exporters() -> None:
+    printed = record_one_request(OTEL_TRACES_EXPORTER="console", OTEL_METRICS_EXPORTER="console")
+    assert '"text_completion tiny"' in printed and '"service.name": "here"' in printed
+    assert "gen_ai.server.request.duration" in printed
+
+
+def test_spans_and_histograms_arrive_by_otlp_over_http() -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    received: dict[str, bytes] = {}
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+
+    with HTTPServer(("127.0.0.1", 0), Receiver) as receiver:
+        threading.Thread(target=receiver.serve_forever, daemon=True).start()
+        record_one_request(OTEL_EXPORTER_OTLP_ENDPOINT=f"http://127.0.0.1:{receiver.server_port}")
+        receiver.shutdown()
+    (spans,) = ExportTraceServiceRequest.FromString(received["/v1/traces"]).resource_spans
+    (span,) = spans.scope_spans[0].spans
+    attributes = {each.key: each.value for each in span.attributes}
+    assert any(each.key == "service.name" and each.value.string_value == "here" for each in spans.resource.attributes)
+    assert span.name == "text_completion tiny" and attributes["gen_ai.request.max_tokens"].int_value == 3
+    (metrics,) = ExportMetricsServiceRequest.FromString(received["/v1/metrics"]).resource_metrics
+    (metric,) = metrics.scope_metrics[0].metrics
+    assert (metric.name, metric.unit) == ("gen_ai.server.request.duration", "s")
+    assert metric.histogram.data_points[0].count == 1
+
+
+def test_names_are_those_of_the_semantic_conventions(observed: Observed) -> None:
+    attributes = pytest.importorskip("opentelemetry.semconv._incubating.attributes.gen_ai_attributes")
+    metrics = pytest.importorskip("opentelemetry.semconv._incubating.metrics.gen_ai_metrics")
+    known = {value for module in (attributes, metrics) for value in vars(module).values() if isinstance(value, str)}
+    with observed.client as client:
+        client.chat.completions.create(
+            model="tiny", messages=MESSAGES, max_tokens=6, temperature=0.5, top_p=0.9, seed=1
+        )
+    written = {*observed.span().attributes, *otel.HISTOGRAMS, "gen_ai.token.type"}
+    assert {name for name in written if name.startswith("gen_ai.")} <= known
