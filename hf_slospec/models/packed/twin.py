@@ -29,7 +29,8 @@ from hf_slospec.models.inspection.model_changes import NOT_SETTINGS
 from hf_slospec.models.inspection.properties import config_values
 from hf_slospec.models.packed.running import packed_outputs
 
-SETTINGS = (bool, int, float, str, tuple)  # types of attributes that are settings
+SETTINGS = (bool, int, float, str, tuple)  # types of attributes that are settings, besides dataclasses
+UNREAD = NOT_SETTINGS | {"config", "name_or_path"}  # the config is described by itself, without the model's path
 LINEAR = (nn.Linear, Conv1D)  # classes of layers whose products are operators
 MIN_SIZE, MAX_TOKENS = 2, 2**20  # tokens and logits of a forward; the compiler makes another graph for 1
 TRACED_TOKENS, TRACED_LOGITS = 7, 5
@@ -90,7 +91,7 @@ class Description:
     def twin(self) -> Any:
         """Return a copy of the model on the meta device."""
         if self.modules_only is not None:
-            return pickle.loads(self.modules_only)
+            return pickle.loads(self.modules_only).eval()
         with torch.device("meta"):
             return self.model_class(self.config).eval()
 
@@ -148,7 +149,7 @@ def _settings(model: nn.Module) -> dict[str, str]:
         f"{name}.{attribute}": repr(value)
         for name, module in model.named_modules()
         for attribute, value in vars(module).items()
-        if attribute not in NOT_SETTINGS and (isinstance(value, SETTINGS) or is_dataclass(value))
+        if attribute not in UNREAD and (isinstance(value, SETTINGS) or is_dataclass(value))
     }
 
 
