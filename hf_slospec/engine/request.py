@@ -315,7 +315,8 @@ class Request:
             self.finish_reason = "length"
         stages, current = self.params.stages, self.stats.stage + len(self._ends)
         if current + 1 < len(stages):
-            num_tokens, num_before = stages[current].num_tokens, [self._num_before_stage, *self._ends][-1]
+            num_tokens = stages[current].num_tokens
+            num_before = self._ends[-1] if self._ends else self._num_before_stage
             is_full = num_tokens is not None and self.num_emitted - num_before >= num_tokens
             if is_full or stages[current].is_over(self.tokens):
                 self._ends.append(self.num_emitted)
@@ -367,7 +368,7 @@ class Request:
         stats.phases += phases
         stats.commits.append(Commit(self.num_emitted, now_s, num_drafted + 1, num_accepted))
         self._take_first(now_s)
-        self._end_windows(now_s)
+        self._end_windows(self._ends[0] if self._ends else self.num_emitted, now_s)
         for end in self._ends:
             stats.has_missed |= self._is_late(end, now_s)
             self._next_stage(end, now_s)
@@ -382,13 +383,13 @@ class Request:
             self.stats.first_open = max(len(self.stats.commits) - 1, 0)
             self.stage_due_s = math.inf
 
-    def _end_windows(self, now_s: float) -> None:
-        """End the windows of ten tokens that the latest commit completes.
+    def _end_windows(self, end: int, now_s: float) -> None:
+        """End the windows of ten tokens that the latest commit completes, with this stage's tokens up to ``end``.
 
         A window begins with the last token of a commit; those that begin with its other tokens end no later.
         """
         stats, tpot_slo_s = self.stats, self.stage.tpot_slo_s
-        while self.num_emitted - (begin := stats.commits[stats.first_open]).num_emitted >= WINDOW:
+        while end - (begin := stats.commits[stats.first_open]).num_emitted >= WINDOW:
             stats.first_open += 1
             if tpot_slo_s is not None:
                 stats.has_missed_window |= now_s - begin.at_s > WINDOW * tpot_slo_s
@@ -529,8 +530,12 @@ class RequestMetrics:
     @property
     def attained_throughout(self) -> bool | None:
         """Return whether this request and those that it continues attained their SLOs; None without any SLO."""
-        before = None if self.earlier is None else self.earlier.attained_throughout
-        return self.attained if before is None else before and self.attained is not False
+        known = list[bool]()
+        part: RequestMetrics | None = self
+        while part is not None:
+            known += [] if part.attained is None else [part.attained]
+            part = part.earlier
+        return all(known) if known else None
 
     @property
     def acceptance_length(self) -> float | None:

@@ -129,16 +129,17 @@ class AutoPolicy(NamedPolicy):
         urgencies = self._urgencies(requests, begun_s)
         weights = urgencies * np.array([BEST_EFFORT_WEIGHT if r.is_best_effort else 1.0 for r in requests])
         planned, drafting = self._plan(requests, urgencies, weights / weights.mean(), num_keys)
-        num_catch_up = sum(request.num_draft_behind for request in drafting)  # before the draft processes them
+        num_behind = {request: request.num_draft_behind for request in drafting}  # before the draft processes them
         candidates, plan = yield planned
-        if not plan.depth:
+        drafting = drafting if plan.drafting is None else plan.drafting  # without those that must not draft
+        if not (plan.depth and drafting):
             plain_s = self.costs.verify_at(num_requests + num_prefill_tokens, num_requests, num_keys)
             yield replace(Selection.of_roots(candidates), step_s=plain_s)
             return
         forest = Forest.of(candidates)
         prediction = self.history.predict(requests, forest)
         levels = int(forest.depths.max())
-        sizes = len(drafting), levels, plan.width, num_keys, num_catch_up
+        sizes = len(drafting), levels, plan.width, num_keys, sum(num_behind[request] for request in drafting)
         draft_s = self.costs.draft_at(*sizes, level_share(candidates, len(drafting)))
 
         def step_s(num_nodes: IntArray) -> FloatArray:
@@ -176,14 +177,15 @@ class AutoPolicy(NamedPolicy):
         # A node or a level is worth its time if it may gain more tokens than that time yields on average.
         goodput = depths.goodput * num_requests
         roots_s, more_s = (self.costs.verify_at(num_requests + n, num_requests, num_keys) for n in (0, SPAN))
-        level_s, request_s = self.costs.level_parts_s(num_requests, width, num_keys)
+        num_drafted_keys = num_keys * len(drafting) // num_requests
+        level_s, request_s = self.costs.level_parts_s(len(drafting), width, num_drafted_keys)
         # Drafters compare these limits with uncalibrated path probabilities of the last level, not of its children.
         to_draft_probs = 1.0 / (self.history.understated * depths.continuation(width))
         plan = Plan(
             depth,
             width,
             min_path_prob=(more_s - roots_s) / SPAN * goodput * to_draft_probs,
-            min_gain=level_s * goodput * len(drafting) / num_requests * to_draft_probs,
+            min_gain=level_s * goodput * to_draft_probs,
             drafting=drafting,
             min_request_gain=request_s * goodput * to_draft_probs,
             weights=dict(zip(requests, weights.tolist(), strict=True)),

@@ -19,10 +19,10 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from hf_slospec.algo.replica_ranking import Need
-from hf_slospec.engine.request import FinishReason, Progress, Request, RequestMetrics, RequestParams
+from hf_slospec.engine.request import FinishReason, Progress, Request, RequestMetrics, RequestParams, Stage
 from hf_slospec.engine.scheduling.guarantees import first_token_slo_s, tightest_tpot_slo_s
 from hf_slospec.errors import NotRunningError, QueueFull, RequestCancelledError
-from hf_slospec.generate.slo import parse_slo, stages_by_row
+from hf_slospec.generate.slo import SLOStage, parse_slo
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.replicas.messages import Broken, Declined, Description, Failed, Offer, Taken, ToReplica, Update
 from hf_slospec.serving.openai.engine import Order
@@ -73,7 +73,11 @@ class ReplicatedEngine:
 
     def _need(self, order: Order) -> Need:
         arguments = order.arguments
-        (stages,) = stages_by_row(parse_slo(arguments.get("slo_tpot")), 1, tokenizer=self.tokenizer)
+        # How stages end does not matter here, and texts that end them take long to prepare.
+        slo = parse_slo(arguments.get("slo_tpot"))
+        (row,) = slo if isinstance(slo, list) else (slo,)
+        asked = row if isinstance(row, tuple) else (SLOStage(slo_tpot=row),)
+        stages = tuple(Stage(stage.slo_tpot, ttft_slo_s=stage.slo_ttft) for stage in asked)
         params = RequestParams(
             order.prompt, arguments["max_new_tokens"], stages, stages[0].ttft_slo_s or arguments.get("slo_ttft"),
             e2e_slo_s=arguments.get("slo_e2e"),

@@ -166,6 +166,8 @@ def inputs_after(
     Raises:
         InvalidInputError, InvalidTypeError: the request cannot be continued, or not with this.
     """
+    if not isinstance(earlier, RequestHandle):
+        raise InvalidTypeError(f"continues must be the handle of a request, got {type(earlier).__name__}")
     if not earlier.done():
         raise InvalidInputError("continues is a request that has not ended; wait for its result(), or cancel() it")
     if earlier.request.error is not None:

@@ -106,6 +106,15 @@ def test_windows_of_ten_tokens_leave_out_the_wait_for_a_first_token() -> None:
     assert request.metrics().windows_kept is False
 
 
+def test_tokens_of_the_next_stage_complete_no_window() -> None:
+    request = Request(0, RequestParams([0], 40, (Stage(0.1, 6), Stage(None))))
+    request.window_guarantee = 0.9
+    commit(request, [1], 0.0)
+    commit(request, [1] * 4, 2.0)  # late, but five tokens are no window
+    commit(request, [1] * 9, 2.1)
+    assert request.metrics().windows_kept is True
+
+
 def test_parts_of_a_continued_request_count_together_and_the_pause_in_none() -> None:
     first = Request(0, RequestParams([0], 20, (Stage(0.5),)))
     commit(first, [1], 0.0)

@@ -114,7 +114,8 @@ def test_what_cannot_be_continued_is_refused_with_the_reason(served: SLOSpecGene
         running = served.submit(PROMPT, max_new_tokens=2, stopping_criteria=[holds])
         assert holds.is_reached.wait(WAIT_S)
         refused(served, InvalidInputError, "has not ended", RESULT, running)
-    running.result(WAIT_S)
+    result: Any = running.result(WAIT_S)
+    refused(served, InvalidTypeError, "must be the handle", RESULT, result)
     refused(served, InvalidTypeError, "chat messages", [{"role": "tool", "content": "42"}], running)
     refused(served, InvalidInputError, "empty", "", running)
     with pytest.raises(InvalidInputError, match="without images"):

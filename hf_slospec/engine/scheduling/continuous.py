@@ -377,7 +377,9 @@ class ContinuousScheduler:
         for request in guaranteed:
             assert request.pace_s is not None
             elapsed_s, emitted, num_left = request.paced(now_s)
-            if request.pace_s * (emitted + num_left) - elapsed_s >= num_left * alone_s:
+            # Without other requests; a stage's first token takes a whole step.
+            least_s = num_left * alone_s if request.stage_due_s == math.inf else self.costs.step_at(1)
+            if request.pace_s * (emitted + num_left) - elapsed_s >= least_s:
                 allowed_s = min(allowed_s, max(self._due_s(request, now_s, step_s), 0.0))
         return allowed_s
 

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import transformers
 
 from hf_slospec.models.compiled import operators
 from hf_slospec.models.device.machine import kept_file, write_atomically
@@ -50,7 +51,8 @@ class Job:
         sources = [Path(module.__file__ or "").read_text() for module in (operators, twin)] + description.sources
         sources.append(operators.SOURCE.read_text().partition("TORCH_LIBRARY")[2])  # the operators' arguments
         num_threads = torch.get_num_threads()
-        key = {**description.identity(), **operators.instructions(), "sources": sources, "threads": num_threads}
+        versions = {"transformers": transformers.__version__, "sources": sources}
+        key = {**description.identity(), **operators.instructions(), **versions, "threads": num_threads}
         path = kept_file("compiled", description.model_class.__name__, key).with_suffix(".pt2")
         return cls(description, path, num_threads, niceness)
 

@@ -92,6 +92,8 @@ class Description:
         """Return a copy of the model on the meta device."""
         if self.modules_only is not None:
             return pickle.loads(self.modules_only).eval()
+        if self.settings is not None:
+            raise ValueError("its modules cannot be pickled")
         with torch.device("meta"):
             return self.model_class(self.config).eval()
 
@@ -130,7 +132,7 @@ def _lora_layers(model: nn.Module) -> dict[str, dict[str, float]]:
         if _class_name(module) != LORA:
             continue
         layer: Any = module
-        is_other = layer.lora_variant or any(layer.lora_bias.values()) or type(layer.base_layer) not in LINEAR
+        is_other = layer.lora_variant or any(layer.lora_bias.values()) or plain_class(layer.base_layer) not in LINEAR
         is_to_be_unmerged = layer.merged and layer.disable_adapters  # by its next forward
         if not (is_other or is_to_be_unmerged or not getattr(layer, "cast_input_dtype_enabled", True)):
             added = () if layer.merged or layer.disable_adapters else layer.active_adapters

@@ -194,7 +194,7 @@ class _Stream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with contextlib.suppress(ClientDisconnect):
+            with contextlib.suppress(ClientDisconnect, OSError):  # servers may raise OSError from send
                 await while_connected(receive, self.stream_response(send))  # without the task group of starlette
         finally:
             _cancel(self._choices)

@@ -110,11 +110,11 @@ class RequestLimits(InputModel):
             raise LimitError("prompt_bytes", f"tokens: {len(body.tokens)}, and this server takes at most {max_tokens}")
 
     def _check_sampling(self, body: SamplingBody) -> None:
+        self.check("stop_strings", len(body.stages), "slo_tpot", "stages")
         markers = [stage.until for stage in body.stages if isinstance(stage.until, str)]
         for field, strings in (("stop", body.stop_strings), ("slo_tpot", markers)):
             self.check("stop_strings", len(strings), field, "strings")
             self.check("stop_chars", max(map(len, strings), default=0), field, "characters in one string")
-        self.check("stop_strings", len(body.stages), "slo_tpot", "stages")
         self.check("stop_token_ids", len(body.stop_token_ids or ()), "stop_token_ids", "token ids")
         self.check("logit_bias", len(body.logit_bias or ()), "logit_bias", "token ids")
         self.check("salt_chars", len(body.cache_salt), "cache_salt", "characters")
