@@ -80,7 +80,7 @@ def test_a_run_is_continued_and_all_methods_write_the_same(tmp_path: Path) -> No
         "--prompts",
         tmp_path / "own.jsonl",
     ]
-    options += ["--drafters", "none,lookup,lookup/3,lookup/2x2"]
+    options += ["--drafters", "none,lookup,assistant/3,lookup/2x2"]
     options += "--new-tokens 6 --temperatures 0 --dtype float32 --batches 1,2 --json".split()
     options.append(file)
     run = CliRunner().invoke(APP, [*map(str, options), "--minutes", "0"])
@@ -95,7 +95,7 @@ def test_a_run_is_continued_and_all_methods_write_the_same(tmp_path: Path) -> No
     }  # fmt: skip
     assert all(r["equal"] == r["batch"] for r in records) and all(r["tokens"] for r in records)
     assert {row["task"] for row in content["results"]} == {"prompts", "overall"}
-    drafting = [row for row in content["results"] if row["method"].endswith("assistant")]
+    drafting = [row for row in content["results"] if row["method"].endswith("assistant/3")]
     assert drafting and all(row["expected_over_committed"] > 0 for row in drafting)
     assert (tmp_path / "plot.png").stat().st_size > 10_000
     again = CliRunner().invoke(APP, [*map(str, options)])

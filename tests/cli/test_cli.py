@@ -65,7 +65,7 @@ def test_bench_where_forwards_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> 
         benchmark.Bench, "__init__", lambda *a, **options: plain(*a, **options | {"times_forwards": False})
     )
     options = "--size tiny --dtype float32 --new-tokens 4 --repeats 1 --no-tune --batch 2".split()
-    result = RUN.invoke(app, ["bench", *options, *EAGER])
+    result = RUN.invoke(app, ["bench", *EAGER, *options])
     assert result.exit_code == 0, result.output
     assert "%" not in result.output
 
@@ -130,7 +130,7 @@ def test_profile_measures_fits_draws_and_keeps(tmp_path: Path) -> None:
     ],
 )
 def test_bad_options_are_named(options: list[str], word: str) -> None:
-    result = CliRunner(env={"COLUMNS": "400"}).invoke(app, ["bench", *options, *EAGER])
+    result = CliRunner(env={"COLUMNS": "400"}).invoke(app, ["bench", *EAGER, *options])
     assert result.exit_code == 2
     assert word in result.output
 

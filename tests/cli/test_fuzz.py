@@ -172,6 +172,7 @@ COMMANDS: dict[str, Options] = {
 }  # fmt: skip
 FIRST = {
     "generate": ["--max-new-tokens", "3", "--dtype", "float32"],
+    "bench": ["--config", '{"compile": false}'],
     "profile": ["--no-compile"],
     "simulate": ["--system", "vllm"],
 }

@@ -119,7 +119,7 @@ def test_time_goes_on_over_deaths(engine: ReplicatedEngine, handle: FakeHandle) 
     assert metrics.ttft_s is not None and metrics.tpot_s is not None
     assert 0 < metrics.ttft_s + metrics.tpot_s * (metrics.tokens - 1) <= seconds + 0.1
     progress = handle.offers[-1].progress
-    assert progress.steps <= metrics.steps and progress.drafted <= metrics.drafted
+    assert sum(progress.acceptance_histogram) <= metrics.steps and progress.drafted <= metrics.drafted
 
 
 def test_request_that_kills_replicas_is_given_back(engine: ReplicatedEngine, handle: FakeHandle) -> None:
