@@ -55,7 +55,7 @@ napoleon_numpy_docstring = False
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|transformers|numpy|npt|np|pydantic|annotated_types)\b.*"),
     ("py:.*", r"(collections|concurrent|os|pathlib|queue|threading|weakref)\b.*"),
-    ("py:class", r"FieldInfo|Ge|MinLen|NoneType|Strict"),  # of pydantic, in annotations within unions
+    ("py:class", r"FieldInfo|Ge|MinLen|NoneType|Strict"),  # pydantic's, in annotations within unions
     ("py:.*", rf"{'|'.join(ALIASES)}|PolicySettings|SuffixDecodingDraft"),
     ("py:.*", r"hf_slospec\.(serving\.telemetry\.Collector|engine\.request\.(Grammar|PromptReader))"),
 ]

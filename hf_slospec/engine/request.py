@@ -442,11 +442,9 @@ class Request:
 
     def _is_late(self, end: int, now_s: float) -> bool:
         """Return whether the current stage missed its TPOT SLO if its last token is the new token number ``end``."""
-        if self.stats.stage_begin is None:
-            return False
-        begun_s, num_before = self.stats.stage_begin
-        measured_s = (now_s - begun_s) / (end - num_before) if end > num_before else None
-        return is_attained(measured_s, self.stage.tpot_slo_s) is False
+        elapsed_s, emitted = self.decoded(now_s)
+        emitted -= self.num_emitted - end
+        return is_attained(elapsed_s / emitted if emitted > 0 else None, self.stage.tpot_slo_s) is False
 
     def end(self, error: BaseException | None) -> None:
         """End the request early, as failed with an error or, without one, as cancelled."""

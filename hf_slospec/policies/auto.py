@@ -128,10 +128,9 @@ class AutoPolicy(NamedPolicy):
         num_requests, num_keys = len(requests), sum(len(request.tokens) for request in requests)
         urgencies = self._urgencies(requests, begun_s)
         weights = urgencies * np.array([BEST_EFFORT_WEIGHT if r.is_best_effort else 1.0 for r in requests])
-        planned, drafting = self._plan(requests, urgencies, weights / weights.mean(), num_keys)
-        num_behind = {request: request.num_draft_behind for request in drafting}  # before the draft processes them
-        candidates, plan = yield planned
-        drafting = drafting if plan.drafting is None else plan.drafting  # without those that must not draft
+        num_behind = {request: request.num_draft_behind for request in requests}  # before the draft processes them
+        candidates, plan = yield self._plan(requests, urgencies, weights / weights.mean(), num_keys)
+        drafting = requests if plan.drafting is None else plan.drafting  # without those that must not draft
         if not (plan.depth and drafting):
             plain_s = self.costs.verify_at(num_requests + num_prefill_tokens, num_requests, num_keys)
             yield replace(Selection.of_roots(candidates), step_s=plain_s)
@@ -158,10 +157,8 @@ class AutoPolicy(NamedPolicy):
         drafted = Drafted(plan.depth, plan.width, len(drafting))
         self.history.observe(_Outcome(list(map(ref, requests)), prediction, is_verified, accepted, drafted))
 
-    def _plan(
-        self, requests: Sequence[Request], urgencies: FloatArray, weights: FloatArray, num_keys: int
-    ) -> tuple[Plan, Sequence[Request]]:
-        """Return the plan and the requests that it drafts for; the mean of ``weights`` is 1."""
+    def _plan(self, requests: Sequence[Request], urgencies: FloatArray, weights: FloatArray, num_keys: int) -> Plan:
+        """Return the plan; the mean of ``weights`` is 1."""
         num_requests, depths = len(requests), self.history.depths
         max_depth = max_useful_depth(requests, self.config.max_depth)
         max_width = min(max(self.config.draft_budget // num_requests, 1), self.config.max_width)
@@ -181,7 +178,7 @@ class AutoPolicy(NamedPolicy):
         level_s, request_s = self.costs.level_parts_s(len(drafting), width, num_drafted_keys)
         # Drafters compare these limits with uncalibrated path probabilities of the last level, not of its children.
         to_draft_probs = 1.0 / (self.history.understated * depths.continuation(width))
-        plan = Plan(
+        return Plan(
             depth,
             width,
             min_path_prob=(more_s - roots_s) / SPAN * goodput * to_draft_probs,
@@ -190,7 +187,6 @@ class AutoPolicy(NamedPolicy):
             min_request_gain=request_s * goodput * to_draft_probs,
             weights=dict(zip(requests, weights.tolist(), strict=True)),
         )
-        return plan, drafting
 
     def _urgencies(self, requests: Sequence[Request], begun_s: float) -> FloatArray:
         """Return the weights of :func:`~hf_slospec.algo.urgency.urgency`.  -> [num_requests] f64"""

@@ -197,7 +197,7 @@ class _Package:
         self.num_compared = 0
         self._agreed = {False: 0, True: 0}  # forwards that agreed, less those that differed; by whether they had a tree
         try:
-            self._job = Job.of(description, 0 if waits else NICENESS)
+            self._job = Job.of(description.with_modules(model), 0 if waits else NICENESS)
             if waits and self._job.interface is None and self._job.failure is None:
                 self._job.start().wait()
             if self._job.interface is not None:

@@ -12,7 +12,7 @@ import pickle
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,8 +50,8 @@ class Description:
     layers: tuple[AttentionLayer, ...]  # in the order in which the pool stores them
     feature_layers: tuple[int, ...]  # hidden states to return
     keeps_logits: bool  # the model's forward takes logits_to_keep
-    input_size: int | None = None  # of a token's input; None: tokens are ids
-    settings: dict[str, str] | None = None  # of the modules, if they are not made of the config alone
+    input_size: int | None = None  # length of a token's input; None: tokens are ids
+    settings: dict[str, str] | None = None  # attributes of modules that are not made of the config alone
     modules_only: bytes | None = None  # the pickled model without weights, if it cannot be made of class and config
 
     @classmethod
@@ -60,7 +60,6 @@ class Description:
     ) -> Description:
         """Return the description of a model as it is now."""
         named, lora = [*model.named_parameters(), *model.named_buffers()], _lora_layers(model)
-        is_own = _is_own(plain_class(model))
         return cls(
             plain_class(model),
             model.config,
@@ -71,9 +70,12 @@ class Description:
             feature_layers,
             keeps_logits,
             getattr(model, "packed_input_size", None),
-            _settings(model) if is_own else None,
-            _without_weights(model) if is_own else None,
+            _settings(model) if _is_own(plain_class(model)) else None,
         )
+
+    def with_modules(self, model: Any) -> Description:
+        """Return this description of a model with all that a process needs to trace its graph."""
+        return self if self.settings is None else replace(self, modules_only=_without_weights(model))
 
     @property
     def input_name(self) -> str:
@@ -268,7 +270,7 @@ class _Step(nn.Module):
     def __init__(self, description: Description):
         super().__init__()
         self.description, self.linears = description, list[str]()  # names by index
-        self.traced = SimpleNamespace(context=None)  # of the forward that is traced; export inspects tensors in lists
+        self.traced = SimpleNamespace(context=None)  # the traced forward's; export inspects tensors in lists
         twin = description.twin()
         if (modules := _module_classes(twin)) != description.modules:
             changed = sorted(name for name, _ in modules.items() ^ description.modules.items())
