@@ -14,6 +14,7 @@ import pytest
 from hf_slospec.demo.serve import Options, launch, prepare
 from hf_slospec.demo.sessions import DemoSessions
 from hf_slospec.serving.options import ModelOptions
+from tests.support.fixed_policy import always_drafting
 from tests.support.paths import ROOT
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -118,13 +119,14 @@ def visit(browser: Any, desktop: Any, served: tuple[DemoSessions, str]) -> Itera
         own.page.close() if own.context is desktop else own.context.close()
 
 
-def test_three_streams_run_and_nothing_leaves_the_machine(visit: Callable[..., Visit]) -> None:
+def test_three_streams_run_and_nothing_leaves_the_machine(visit: Callable[..., Visit], served: Any) -> None:
     page = visit()
     for place in range(3):
         page.writes(f"#user-{place}")
         page.grows(f"#user-{place}")
     page.says("#headline", "tokens/s in total")
-    page.page.wait_for_selector(".text .d")  # tokens that the draft had guessed
+    with always_drafting(served[0].generator.generator):
+        page.page.wait_for_selector(".text .d")  # tokens that the draft had guessed
     page.shoot("desktop")
 
 

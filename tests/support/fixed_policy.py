@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from hf_slospec import SLOSpecGenerator
 
-FIXED = {"policy": "fixed", "max_depth": 4, "max_width": 1}  # settings: a chain of four nodes in every step
+FIXED: dict[str, Any] = {"policy": "fixed", "max_depth": 4, "max_width": 1}  # settings: four nodes in every step
 
 
 @contextmanager
