@@ -85,8 +85,8 @@ def test_what_is_wrong_with_a_drafters_trees_is_said(why: str) -> None:
         def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
             return BROKEN[why](requests[0], plan)
 
+    ours = SLOSpecGenerator(tiny_model("llama"), drafter=Broken(), config=SLOSpecConfig(**FIXED))
     with pytest.raises(InvalidInputError, match=f"drafter .*{why}"):
-        ours = SLOSpecGenerator(tiny_model("llama"), drafter=Broken(), config=SLOSpecConfig(**FIXED))
         ours.generate(**ragged_prompts(1), max_new_tokens=9)
 
 
