@@ -7,13 +7,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers.cache_utils import DynamicCache
-from transformers.generation.utils import ALL_CACHE_NAMES
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from hf_slospec.models.inspection.properties import argument_names
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 # The name that this transformers' own functions, layers and outputs have for it.
-CACHE_NAME: str = next(name for name in CACHE_NAMES if name in ALL_CACHE_NAMES)
+CACHE_NAME: str = next(name for name in CACHE_NAMES if name in BaseModelOutputWithPast.__dataclass_fields__)
 
 
 def cache_option(cache: Any, model: Any = None) -> dict[str, Any]:
