@@ -442,6 +442,7 @@ def counts(results: dict[str, Verdict]) -> dict[str, collections.Counter[str]]:
 def page(results: dict[str, Verdict]) -> str:
     """docs/support.md."""
     columns = counts(results)
+    not_run = [f"`{name}`" for name in NAMED if not any(name in verdict.drafters for verdict in results.values())]
     lines = [
         "# Supported model classes",
         "",
@@ -461,7 +462,8 @@ def page(results: dict[str, Verdict]) -> str:
         "- **Drafters**: those that were run on the tiny model and gave stock's greedy output: `assistant` is the "
         "noisy copy, `lookup` and `suffix` draft from a prompt that repeats itself, and `mtp` is a random MTP layer, "
         "where checkpoints of the class have one. Drafters that need trained files ([EAGLE-3, DFlash, "
-        "...](drafters.md)) are not part of this test.",
+        "...](drafters.md)) are not part of this test"
+        + (f", and {', '.join(not_run)} was not part of the run that is shown." if not_run else "."),
         "",
         "A class is exact for the settings tested here. A checkpoint may use other settings, so each model is checked "
         "by a trial when it is enabled. `python -m hf_slospec check org/name` compares a checkpoint of yours with "
