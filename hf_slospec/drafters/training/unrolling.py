@@ -98,7 +98,7 @@ def unrolled_blocks(
         input_ids=tokens.flatten(1),
         attention_mask=bias.expand(len(ids), 1, -1, -1),
         position_ids=(roots[:, None] + torch.arange(levels, device=device)).flatten()[None],
-        past_key_values=cache,
+        cache=cache,
     ).logits.view(len(ids), len(roots), levels, -1)
     for level in range(levels):
         read = ids[:, roots + level]
