@@ -97,7 +97,7 @@ def _config_of_layer(target: PreTrainedModel) -> LlamaConfig:
 def _config_of_block(
     options: TrainingOptions, target: PreTrainedModel, layers: tuple[int, ...], draft_vocab: int, counts: torch.Tensor
 ) -> Qwen3Config:
-    return Qwen3Config(
+    own: dict[str, Any] = dict(
         num_hidden_layers=BLOCK_LAYERS,
         block_size=options.levels,
         mask_token_id=len(counts) - 1 - int(counts.flip(0).argmin()),  # of the rarest tokens the last
@@ -109,8 +109,8 @@ def _config_of_block(
         markov_head_type="vanilla",
         enable_confidence_head=True,
         confidence_head_with_markov=True,
-        **_sizes(target),
     )
+    return Qwen3Config(**own, **_sizes(target))
 
 
 def _sizes(target: PreTrainedModel) -> dict[str, Any]:
