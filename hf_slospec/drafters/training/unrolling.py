@@ -32,7 +32,7 @@ class Rows(NamedTuple):
 
 
 class Level(NamedTuple):
-    """What a head says at one level of drafting."""
+    """Predictions of a head at one level of drafting."""
 
     logits: torch.Tensor  # [batch, num_entries, draft_vocab]
     positions: torch.Tensor  # [num_entries] int64, whose next tokens are predicted
