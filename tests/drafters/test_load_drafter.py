@@ -280,15 +280,19 @@ NOT_LOADED: dict[str, tuple[Callable[[Path], str], str]] = {
               "an EAGLE-1, EAGLE-2 or HASS head"),
     "deepspec for gemma": (
         lambda folder: draft_folder_with(folder, {"architectures": ["Gemma4DSparkModel"], "markov_rank": 0}),
-        "a DSpark head of DeepSpec with layers of Gemma 4",
+        "a DSpark head of DeepSpec with layers of Gemma 4, .* as these layers .* are not implemented",
     ),
     "domino": (
         lambda folder: other_format(folder, dict(dflash_config={"projector_type": "domino"}), "fc.weight"),
-        "a Domino head",
+        "a Domino head of SpecForge, .* as the GRU that corrects the block's logits is not implemented",
+    ),
+    "domino by its class": (
+        lambda folder: other_format(folder, dict(architectures=["DominoDraftModel"]), "fc.weight"),
+        "a Domino head of SpecForge",
     ),
     "mlp speculator": (
         lambda folder: other_format(folder, dict(architectures=["MLPSpeculatorPreTrainedModel"]), "head.0.weight"),
-        "an MLP speculator",
+        "an MLP speculator of IBM, .* as its MLPs over the last hidden state are not implemented",
     ),
     "base model": (lambda folder: draft_folder_with(folder, {"architectures": ["LlamaModel"]}),
                    "neither a known head nor a causal LM: its class is LlamaModel"),

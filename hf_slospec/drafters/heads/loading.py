@@ -26,7 +26,12 @@ from hf_slospec.drafters.heads.unsupported import refuse_unsupported_head
 from hf_slospec.errors import IncompatibleDraftError, InvalidInputError, UnsupportedModelError
 from hf_slospec.models.inspection.properties import input_device
 
-MTP_PREFIX = "mtp."
+# Prefixes of the first MTP layer's tensors: of Qwen3-Next, whose names MtpHead has, of MiMo and of speculators.
+MTP_PREFIX, MIMO_PREFIX, SPECULATORS_PREFIX = "mtp.", "model.mtp_layers.0.", "mtp_layers.0."
+MIMO_NAMES = {
+    "token_layernorm": "pre_fc_norm_embedding", "hidden_layernorm": "pre_fc_norm_hidden", "input_proj": "fc",
+    "final_layernorm": "norm",
+}  # fmt: skip
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -88,27 +93,46 @@ def load_mtp(target: PreTrainedModel) -> DraftHead:
         )
     checkpoint = open_checkpoint(source)
     if not _is_mtp(checkpoint):
-        raise UnsupportedModelError(f"{source} has no MTP layer: there is no tensor named {MTP_PREFIX}fc.weight")
+        others = sorted(name for name in checkpoint.files if "mtp" in name or "nextn" in name)
+        raise UnsupportedModelError(
+            f"{source} has MTP layers in a layout that is not implemented, with tensors such as {others[0]}; those of "
+            f"Qwen3-Next ({MTP_PREFIX}fc.weight) and MiMo ({MIMO_PREFIX}input_proj.weight) can be loaded"
+            if others
+            else f"{source} has no MTP layer: there is no tensor named {MTP_PREFIX}fc.weight"
+        )
     return _load_mtp(checkpoint, target)
 
 
 def _is_mtp(checkpoint: Checkpoint) -> bool:
-    return f"{MTP_PREFIX}fc.weight" in checkpoint.files
+    ends = {MTP_PREFIX: "fc.weight", MIMO_PREFIX: "input_proj.weight", SPECULATORS_PREFIX: "input_proj.weight"}
+    return any(prefix + end in checkpoint.files for prefix, end in ends.items())
 
 
 def _load_mtp(checkpoint: Checkpoint, target: PreTrainedModel) -> DraftHead:
     size, expected = checkpoint.config.get("hidden_size"), hidden_size_of(target)
     if size not in (None, expected):
         raise IncompatibleDraftError(f"{checkpoint.source} is for a hidden size of {size}; the target's is {expected}")
-    tensors = _with_joined_experts(checkpoint.read(MTP_PREFIX))
+    tensors = _with_joined_experts(checkpoint.read(MTP_PREFIX) or _renamed(checkpoint))
     return filled(checkpoint, target, lambda: MtpHead(target), tensors, IncompatibleDraftError)
+
+
+def _renamed(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Return the tensors of an MTP layer of MiMo or speculators under Qwen3-Next's names."""
+    of_mimo = checkpoint.read(MIMO_PREFIX)
+    tensors = {}
+    for name, tensor in (of_mimo or checkpoint.read(SPECULATORS_PREFIX)).items():
+        part, _, rest = name.partition(".")
+        tensors[f"{MIMO_NAMES[part]}.{rest}" if part in MIMO_NAMES else f"layers.0.{name}"] = tensor
+    if of_mimo:  # its hidden state comes before the embedding
+        tensors["fc.weight"] = tensors["fc.weight"].roll(tensors["fc.weight"].shape[1] // 2, dims=1)
+    return tensors
 
 
 LAYOUTS = (
     Layout("EAGLE-3 and P-EAGLE in the layout of speculators", is_speculators_eagle3, load_speculators_eagle3),
     Layout("EAGLE-3 (LlamaForCausalLMEagle3)", is_eagle3, load_published_eagle3),
     Layout("DFlash, DFlash2 and DSpark", is_block, load_block),
-    Layout("an MTP layer (mtp.*)", _is_mtp, _load_mtp),
+    Layout("an MTP layer of Qwen3-Next (mtp.*), MiMo or speculators (mtp_layers.*)", _is_mtp, _load_mtp),
 )
 
 

@@ -15,13 +15,17 @@ CAUSAL_LMS = {
     for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     for name in ([names] if isinstance(names, str) else names)
 }
-LOADED = "EAGLE-3 and P-EAGLE with Llama or Qwen3 layers, DFlash, DFlash2, DSpark and MTP layers"
+LOADED = (
+    "EAGLE-3 and P-EAGLE with Llama or Qwen3 layers, DFlash, DFlash2, DSpark, and MTP layers of Qwen3-Next, MiMo and "
+    "speculators"
+)
 
 
 class Format(NamedTuple):
     """A published format of heads that cannot be loaded."""
 
-    name: str
+    name: str  # with its publisher
+    lacking: str  # what is not implemented here
     recognises: Callable[[Checkpoint], bool]
 
 
@@ -30,7 +34,8 @@ def refuse_unsupported_head(checkpoint: Checkpoint) -> None:
     for kind in FORMATS:
         if kind.recognises(checkpoint):
             raise UnsupportedModelError(
-                f"{checkpoint.source} is {kind.name}, which cannot be loaded; these heads can: {LOADED}"
+                f"{checkpoint.source} is {kind.name}, which cannot be loaded, as {kind.lacking} not implemented; "
+                f"these heads can: {LOADED}"
             )
 
 
@@ -68,12 +73,19 @@ def _has(*tensors: str) -> Callable[[Checkpoint], bool]:
     return lambda checkpoint: any(name.startswith(tensors) for name in checkpoint.files)
 
 
+DOMINO = "the GRU that corrects the block's logits is"
+MEDUSA = "its residual blocks, one for each position, are"
 FORMATS = (
-    Format("a DSpark head of DeepSpec with layers of Gemma 4", _named("gemma4dspark")),
-    Format("a Domino head", _projects_as("domino")),
-    Format("a Medusa head", _has("medusa_head.")),
-    Format("a Medusa head", _named("medusa")),
-    Format("a Hydra head", _named("hydra")),
-    Format("an MLP speculator", _named("mlpspeculator")),
-    Format("a MuseGlimmer assistant", _named("museglimmerassistant")),
+    Format(
+        "a DSpark head of DeepSpec with layers of Gemma 4",
+        "these layers (keys as values, two head sizes, scaled outputs) are",
+        _named("gemma4dspark"),
+    ),
+    Format("a Domino head of SpecForge", DOMINO, _projects_as("domino")),
+    Format("a Domino head of SpecForge", DOMINO, _named("domino")),
+    Format("a Medusa head (FasterDecoding)", MEDUSA, _has("medusa_head.")),
+    Format("a Medusa head (FasterDecoding)", MEDUSA, _named("medusa")),
+    Format("a Hydra head", "its MLPs over the tokens drafted before are", _named("hydra")),
+    Format("an MLP speculator of IBM", "its MLPs over the last hidden state are", _named("mlpspeculator")),
+    Format("a MuseGlimmer assistant of transformers", "its network is", _named("museglimmerassistant")),
 )

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hf_slospec.drafters.heads.dspark import DSparkHead
 from hf_slospec.drafters.heads.eagle3 import Eagle3Head, Eagle3Settings, default_feature_layers
 from hf_slospec.drafters.heads.fitting import hidden_size_of, num_layers_of
-from hf_slospec.drafters.heads.head import DraftHead, own_modules
+from hf_slospec.drafters.heads.head import own_modules
+from hf_slospec.drafters.heads.loading_blocks import BLOCK_SETTINGS
 from hf_slospec.drafters.heads.mtp import MtpHead
 from hf_slospec.drafters.training.options import TrainingOptions
 from hf_slospec.errors import UnsupportedModelError
@@ -20,9 +22,13 @@ from hf_slospec.models.inspection.properties import input_device, vocab_size
 
 MIN_DRAFT_VOCAB = 1024  # Smallest draft vocabulary that is chosen by default.
 WRITTEN_DTYPE = torch.bfloat16
+BLOCK_LAYERS = 2  # Layers of a DSpark head.
+MAX_RANK = 256  # Largest rank of a Markov head, for hidden states of 2048 and more.
+
+Student = Eagle3Head | MtpHead | DSparkHead
 
 
-def new_head(options: TrainingOptions, target: PreTrainedModel, counts: torch.Tensor) -> DraftHead:
+def new_head(options: TrainingOptions, target: PreTrainedModel, counts: torch.Tensor) -> Student:
     """Return a head that starts from the target's final norm and, where it has logits of its own, output rows.
 
     Args:
@@ -34,15 +40,15 @@ def new_head(options: TrainingOptions, target: PreTrainedModel, counts: torch.Te
         UnsupportedModelError: there is no such head for this target.
     """
     torch.manual_seed(options.seed)
-    head: Any = _mtp(target) if options.kind == "mtp" else _eagle3(options, target, counts)
+    head: Any = _mtp(target) if options.kind == "mtp" else _reading_layers(options, target, counts)
     # The backward pass of fused attention with a mask is slow on CPUs.
     head.config._attn_implementation = "eager"
     head.to(input_device(target))
-    made: DraftHead = head
+    made: Student = head
     return made
 
 
-def _mtp(target: PreTrainedModel) -> DraftHead:
+def _mtp(target: PreTrainedModel) -> MtpHead:
     decoder: Any = target.get_decoder()
     try:
         head = MtpHead(target)
@@ -54,17 +60,22 @@ def _mtp(target: PreTrainedModel) -> DraftHead:
     return head
 
 
-def _eagle3(options: TrainingOptions, target: PreTrainedModel, counts: torch.Tensor) -> DraftHead:
+def _reading_layers(options: TrainingOptions, target: PreTrainedModel, counts: torch.Tensor) -> Eagle3Head | DSparkHead:
+    """Return a head that reads several layers of the target."""
     size, vocab, layers = hidden_size_of(target), vocab_size(target), default_feature_layers(num_layers_of(target))
     if min(layers) < 0:
-        raise UnsupportedModelError(
-            f"an EAGLE-3 head reads layers {layers}, and the target has too few; give --kind mtp"
-        )
+        name = {"eagle3": "an EAGLE-3", "dspark": "a DSpark"}[options.kind]
+        raise UnsupportedModelError(f"{name} head reads layers {layers}, and the target has too few; give --kind mtp")
     output: Any = target.get_output_embeddings()
     draft_vocab = max(MIN_DRAFT_VOCAB, vocab // 4) if options.draft_vocab is None else options.draft_vocab
     is_reduced = 0 < draft_vocab < vocab
-    settings = Eagle3Settings(layers, size, draft_vocab if is_reduced else vocab)
-    head = Eagle3Head(_config_of_layer(target), settings, target.get_input_embeddings(), None if is_reduced else output)
+    shared: Any = target.get_input_embeddings(), None if is_reduced else output
+    own_vocab = draft_vocab if is_reduced else vocab
+    head: Any
+    if options.kind == "dspark":
+        head = DSparkHead(_config_of_block(options, target, layers, own_vocab, counts), *shared)
+    else:
+        head = Eagle3Head(_config_of_layer(target), Eagle3Settings(layers, size, own_vocab), *shared)
     with torch.no_grad():
         if is_reduced:
             frequent = counts.argsort(descending=True, stable=True)[:draft_vocab].sort().values
@@ -75,19 +86,42 @@ def _eagle3(options: TrainingOptions, target: PreTrainedModel, counts: torch.Ten
             head.norm.weight.copy_(norm(torch.ones(1, size, dtype=target.dtype, device=input_device(target)))[0])
         # Random layers shall not be sure of anything: their logits begin with a standard deviation of 1.
         head.norm.weight.div_((head.lm_head.weight.to(head.norm.weight) * head.norm.weight).norm(dim=-1).mean())
-    return head
+    read: Eagle3Head | DSparkHead = head
+    return read
 
 
 def _config_of_layer(target: PreTrainedModel) -> LlamaConfig:
-    """Return the config of a Llama layer of the target's size; fields that the target lacks are Llama's defaults."""
+    return LlamaConfig(num_hidden_layers=1, **_sizes(target))
+
+
+def _config_of_block(
+    options: TrainingOptions, target: PreTrainedModel, layers: tuple[int, ...], draft_vocab: int, counts: torch.Tensor
+) -> Qwen3Config:
+    own: dict[str, Any] = dict(
+        num_hidden_layers=BLOCK_LAYERS,
+        block_size=options.levels,
+        mask_token_id=len(counts) - 1 - int(counts.flip(0).argmin()),  # of the rarest tokens the last
+        aux_hidden_state_layer_ids=list(layers),
+        draft_vocab_size=draft_vocab,
+        sample_from_anchor=True,
+        sliding_window_non_causal=False,
+        markov_rank=min(MAX_RANK, max(8, hidden_size_of(target) // 8)),
+        markov_head_type="vanilla",
+        enable_confidence_head=True,
+        confidence_head_with_markov=True,
+    )
+    return Qwen3Config(**own, **_sizes(target))
+
+
+def _sizes(target: PreTrainedModel) -> dict[str, Any]:
+    """Return the config of a layer of the target's size; fields that the target lacks are Llama's defaults."""
     own: Any = target.config.get_text_config(decoder=True)
     rope = getattr(own, "rope_parameters", None) or {}
     size, num_heads = hidden_size_of(target), own.num_attention_heads
-    return LlamaConfig(
+    return dict(
         vocab_size=vocab_size(target),
         hidden_size=size,
         intermediate_size=getattr(own, "intermediate_size", None) or 4 * size,
-        num_hidden_layers=1,
         num_attention_heads=num_heads,
         num_key_value_heads=getattr(own, "num_key_value_heads", None) or num_heads,
         head_dim=getattr(own, "head_dim", None) or size // num_heads,
@@ -100,7 +134,7 @@ def _config_of_layer(target: PreTrainedModel) -> LlamaConfig:
     )
 
 
-def write_head(head: DraftHead, target: PreTrainedModel, options: TrainingOptions) -> None:
+def write_head(head: Student, target: PreTrainedModel, options: TrainingOptions) -> None:
     """Write a head to the folder of the options, config.json and model.safetensors, in bf16; replaces older ones."""
     tensors = {
         name: tensor.detach().to("cpu", WRITTEN_DTYPE).contiguous()
@@ -108,19 +142,18 @@ def write_head(head: DraftHead, target: PreTrainedModel, options: TrainingOption
     }
     layer = {name: value for name, value in head.config.to_diff_dict().items() if not name.startswith("_")}
     layer |= {"model_type": head.config.model_type, "dtype": str(WRITTEN_DTYPE).removeprefix("torch.")}
-    if isinstance(head, Eagle3Head):
-        if head.target_ids is not None:
-            ids = head.target_ids.cpu()
-            tensors["d2t"], tensors["t2d"] = ids - torch.arange(len(ids)), torch.zeros(vocab_size(target)).bool()
-            tensors["t2d"][ids] = True
-        if options.layout == "speculators":
-            tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-        config = (_speculators_config if options.layout == "speculators" else _sglang_config)(
-            head, target, layer, options
-        )
-    else:
+    if head.target_ids is not None:
+        ids = head.target_ids.cpu()
+        tensors["d2t"], tensors["t2d"] = ids - torch.arange(len(ids)), torch.zeros(vocab_size(target)).bool()
+        tensors["t2d"][ids] = True
+    if isinstance(head, MtpHead):
         tensors = {f"mtp.{name}": tensor for name, tensor in tensors.items()}
         config = layer | {"architectures": [type(head).__name__], "num_mtp_layers": 1}
+    elif options.layout == "sglang":
+        config = _sglang_config(head, layer)
+    else:
+        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+        config = _speculators_config(head, target, layer, options)
     partial = options.out / "training" / "model.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
     (options.out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -128,14 +161,22 @@ def write_head(head: DraftHead, target: PreTrainedModel, options: TrainingOption
 
 
 def _speculators_config(
-    head: Eagle3Head, target: PreTrainedModel, layer: dict[str, Any], options: TrainingOptions
+    head: Eagle3Head | DSparkHead, target: PreTrainedModel, layer: dict[str, Any], options: TrainingOptions
 ) -> dict[str, Any]:
     proposals = {"proposal_type": "greedy", "speculative_tokens": options.levels}
+    if isinstance(head, DSparkHead):
+        own = {name: layer.pop(name) for name in BLOCK_SETTINGS if name in layer}
+    else:
+        own = {
+            "draft_vocab_size": head.settings.draft_vocab_size,
+            "eagle_aux_hidden_state_layer_ids": list(head.feature_layers),
+            "norm_before_residual": False,  # vLLM's default is True
+        }
     return {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
+        "architectures": ["DSparkDraftModel" if isinstance(head, DSparkHead) else "Eagle3DraftModel"],
+        "speculators_model_type": options.kind,
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": options.kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposals | {"accept_tolerance": 0.0, "verifier_accept_k": 1}],
             "verifier": {
@@ -144,17 +185,13 @@ def _speculators_config(
             },
         },
         "transformer_layer_config": layer,
-        "draft_vocab_size": head.settings.draft_vocab_size,
-        "eagle_aux_hidden_state_layer_ids": list(head.feature_layers),
-        "norm_before_residual": False,  # vLLM's default is True
+        **own,
         "tie_word_embeddings": False,
         "dtype": layer["dtype"],
     }
 
 
-def _sglang_config(
-    head: Eagle3Head, target: PreTrainedModel, layer: dict[str, Any], options: TrainingOptions
-) -> dict[str, Any]:
+def _sglang_config(head: Any, layer: dict[str, Any]) -> dict[str, Any]:
     layers = [layer - 1 for layer in head.feature_layers]  # layers by number, whose outputs are read
     return layer | {
         "architectures": ["LlamaForCausalLMEagle3"],

@@ -19,9 +19,10 @@ class TrainingOptions(InputModel):
         InvalidInputError: they do not fit together; the message has the names of the command line.
     """
 
-    kind: Literal["eagle3", "mtp"] = Field(
+    kind: Literal["eagle3", "dspark", "mtp"] = Field(
         "eagle3",
-        description="eagle3: an EAGLE-3 head. mtp: a multi-token prediction layer, of the target's own layer class.",
+        description="eagle3: an EAGLE-3 head. dspark: a DSpark head, which drafts a block of --levels tokens in one "
+        "forward. mtp: a multi-token prediction layer, of the target's own layer class.",
     )
     out: Path = Field(
         Path("drafter"),
@@ -46,8 +47,8 @@ class TrainingOptions(InputModel):
     draft_vocab: int | None = Field(
         None,
         ge=0,
-        description="eagle3: number of tokens that it can draft, the most frequent ones of the texts, with an output "
-        "layer of its own. 0: all, by the target's output layer. Default: a quarter of the target's.",
+        description="eagle3 and dspark: number of tokens that it can draft, the most frequent ones of the texts, with "
+        "an output layer of its own. 0: all, by the target's output layer. Default: a quarter of the target's.",
     )
     layout: Literal["speculators", "sglang"] = Field(
         "speculators",
@@ -71,5 +72,9 @@ class TrainingOptions(InputModel):
     @model_validator(mode="after")
     def _fit_together(self) -> TrainingOptions:
         if self.kind == "mtp" and self.draft_vocab is not None:
-            raise InvalidInputError("--draft-vocab is for --kind eagle3; an MTP layer has the target's output layer")
+            raise InvalidInputError(
+                "--draft-vocab is for --kind eagle3 and dspark; an MTP layer has the target's output layer"
+            )
+        if self.kind != "eagle3" and self.layout != "speculators":
+            raise InvalidInputError(f"--layout {self.layout} is for --kind eagle3; leave it out")
         return self

@@ -16,8 +16,9 @@ from accelerate import Accelerator
 from tqdm import tqdm
 from transformers import PreTrainedModel, get_wsd_schedule
 
-from hf_slospec.drafters.heads.head import DraftHead, own_modules
-from hf_slospec.drafters.training.heads import new_head, write_head
+from hf_slospec.drafters.heads.head import own_modules
+from hf_slospec.drafters.training.heads import Student, new_head, write_head
+from hf_slospec.drafters.training.muon import Muon
 from hf_slospec.drafters.training.options import WITHOUT_EFFECT, TrainingOptions
 from hf_slospec.drafters.training.teacher import Teacher
 from hf_slospec.drafters.training.texts import (
@@ -30,13 +31,13 @@ from hf_slospec.drafters.training.texts import (
     read_excluded,
     shuffled,
 )
-from hf_slospec.drafters.training.unrolling import loss_of, tokens_per_step
-from hf_slospec.errors import InvalidInputError, UnsupportedOptionError
+from hf_slospec.drafters.training.unrolling import STRIDE, loss_of, tokens_per_step
+from hf_slospec.errors import InvalidInputError
 from hf_slospec.models.inspection.properties import vocab_size
 from hf_slospec.models.inspection.weights_version import digest
 
 FOLDER, SETTINGS, CHECKPOINT, PROGRESS = "training", "settings.json", "checkpoint-", "progress.json"
-STRIDE = 5  # Distance of the entries that go on below the first level.
+PER_TOKEN = ("lm_head.", "markov_head.")  # modules whose matrices have a row per token
 MATRICES_RATE, OTHERS_RATE = 0.02, 3e-3  # learning rates of Muon and AdamW
 WARM_UP, DECAY = 0.05, 0.4  # shares of the steps
 SMOOTHING = 0.95  # Weight of earlier steps in the loss that is shown.
@@ -73,17 +74,13 @@ def train_drafter(
 
     Raises:
         InvalidInputError: the folder holds something else, or the texts cannot be used.
-        UnsupportedModelError, UnsupportedOptionError: this target or torch cannot be trained with.
+        UnsupportedModelError: this target cannot be trained with.
     """
     begun_s, limit_s = time.monotonic(), 60 * (options.minutes or float("inf"))
 
     def is_late() -> bool:
         return time.monotonic() - begun_s >= limit_s
 
-    if not hasattr(torch.optim, "Muon"):
-        raise UnsupportedOptionError(
-            f"training needs torch 2.9 or later, for its optimizer Muon; this is {torch.__version__}"
-        )
     excluded = read_excluded(options.exclude)
     source = (
         own_texts(tokenizer, write)
@@ -150,7 +147,7 @@ def _begin(folder: Path, options: TrainingOptions, target: PreTrainedModel) -> N
 
 
 class Trainer:
-    """Trains a head with AdamW for norms and output rows, Muon for other matrices.
+    """Trains a head with AdamW for vectors and for what has a row per token, Muon for other matrices.
 
     Rates rise, stay, and fall to zero. All that is drawn follows from seed and step, so that a run that was interrupted
     gives the same weights.
@@ -160,7 +157,7 @@ class Trainer:
         self,
         options: TrainingOptions,
         target: PreTrainedModel,
-        head: DraftHead,
+        head: Student,
         training: Sequence[Text],
         held_out: Sequence[Text],
         show: Show,
@@ -172,11 +169,14 @@ class Trainer:
         self.place = shuffled(options.seed, len(training))
         module = own_modules(head, target)
         named = list(module.named_parameters())
-        is_matrix = [parameter.ndim == 2 and "lm_head" not in name for name, parameter in named]
+        is_matrix = [
+            parameter.ndim == 2 and min(parameter.shape) > 1 and not name.startswith(PER_TOKEN)
+            for name, parameter in named
+        ]
         matrices = [parameter for (_, parameter), own in zip(named, is_matrix, strict=True) if own]
         others = [parameter for (_, parameter), own in zip(named, is_matrix, strict=True) if not own]
         optimizers = (
-            torch.optim.Muon(matrices, lr=MATRICES_RATE, weight_decay=0.01, momentum=0.95),
+            Muon(matrices, lr=MATRICES_RATE, weight_decay=0.01, momentum=0.95),
             torch.optim.AdamW(others, lr=OTHERS_RATE, betas=(0.9, 0.95), weight_decay=0.0),
         )
         warm_up, decay = int(WARM_UP * options.steps), int(DECAY * options.steps)
@@ -224,7 +224,7 @@ class Trainer:
         indices = [self.place(step * options.batch + index) for index in range(options.batch)]
         rows = self.teacher.rows(indices)
         with self._autocast():
-            loss = loss_of(self.head, rows, options.levels, step % STRIDE, STRIDE)
+            loss = loss_of(self.head, rows, options.levels, step % STRIDE)
         self.accelerator.backward(loss)
         self.accelerator.clip_grad_norm_(self.module.parameters(), 1.0)
         for stepping in (*self.optimizers, *self.schedules):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from hf_slospec.drafters.heads.dflash import DFlashHead
 from hf_slospec.drafters.heads.fitting import hidden_size_of, num_layers_of
 from hf_slospec.drafters.heads.head import DraftHead
 from hf_slospec.drafters.training.texts import Text
@@ -28,7 +29,14 @@ class Teacher:
     alone, so that they do not depend on whether a run was interrupted.
     """
 
-    def __init__(self, target: PreTrainedModel, head: DraftHead, texts: Sequence[Text], folder: Path, limit_gb: float):
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        head: DraftHead | DFlashHead,
+        texts: Sequence[Text],
+        folder: Path,
+        limit_gb: float,
+    ):
         """Make a teacher.
 
         Args:

@@ -112,6 +112,29 @@ def test_mtp(tmp_path: Path, family: str) -> None:
     assert_same(head, features, reference, VOCAB)
 
 
+@pytest.mark.parametrize("publisher", ["mimo", "speculators"])
+def test_mtp_of_other_publishers(tmp_path: Path, publisher: str) -> None:
+    """Their names; MiMo's projection takes the hidden state before the embedding."""
+    weights, target = mtp_tensors("llama"), target_of("llama")
+    names = {"pre_fc_norm_embedding": "token_layernorm", "pre_fc_norm_hidden": "hidden_layernorm"}
+    names |= {"fc": "input_proj", "norm": "final_layernorm"}
+    prefix = "model.mtp_layers.0." if publisher == "mimo" else "mtp_layers.0."
+    theirs = {}
+    for name, tensor in weights.items():
+        part = name.split(".")[0]
+        theirs[prefix + (name.replace(part, names[part], 1) if part in names else name.removeprefix("layers.0."))] = (
+            torch.cat((tensor[:, HIDDEN:], tensor[:, :HIDDEN]), dim=1)
+            if publisher == "mimo" and part == "fc"
+            else tensor
+        )
+    assert f"{prefix}self_attn.q_proj.weight" in theirs and f"{prefix}input_proj.weight" in theirs
+    config = {"speculators_model_type": "mtp"} if publisher == "speculators" else {"architectures": ["MiMoForCausalLM"]}
+    head = load_head(write(tmp_path, config, theirs), target)
+    lm_head = target.get_output_embeddings().weight
+    reference: Reference = lambda *entries: references.mtp(*entries, weights, head.config, lm_head)  # noqa: E731
+    assert_same(head, torch.randn(PROMPT, HIDDEN), reference, VOCAB)
+
+
 @torch.no_grad()
 def test_shipped_mtp() -> None:
     """The first level is that of transformers; levels below it apply the same layer."""

@@ -189,6 +189,13 @@ def test_mtp_of_the_targets_own_checkpoint(tmp_path: Path, family: str) -> None:
     target.config.name_or_path = str(tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"no tensor named mtp\.fc\.weight"):
         load_mtp(target)
+    stock = load_file(tmp_path / "model.safetensors")
+    save_file(stock | {"model.mtp.layers.0.eh_proj.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        UnsupportedModelError, match=r"a layout that is not implemented, with tensors such as model\.mtp"
+    ):
+        load_mtp(target)
+    save_file(stock, tmp_path / "model.safetensors")
     own = {f"mtp.{name}": tensor.contiguous() for name, tensor in mtp_tensors(family).items()}
     save_file(load_file(tmp_path / "model.safetensors") | own, tmp_path / "model.safetensors")
     head: Any = load_mtp(target)

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import DynamicCache, LlamaConfig
+from transformers import DynamicCache, LlamaConfig, Qwen3Config
 from typer.testing import CliRunner
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_drafter, load_tiny_pair, tiny_prompts
 from hf_slospec.cli.app import app
 from hf_slospec.cli.commands.train_drafter import writer
 from hf_slospec.drafters.heads.eagle3 import Eagle3Head
+from hf_slospec.drafters.heads.head import own_modules
 from hf_slospec.drafters.heads.loading import load_head
 from hf_slospec.drafters.training import run, texts
 from hf_slospec.drafters.training.heads import new_head, write_head
@@ -26,9 +27,13 @@ from hf_slospec.drafters.training.options import TrainingOptions
 from hf_slospec.drafters.training.run import train_drafter
 from hf_slospec.drafters.training.teacher import Teacher
 from hf_slospec.drafters.training.texts import Text
-from hf_slospec.drafters.training.unrolling import unrolled
+from hf_slospec.drafters.training.unrolling import Rows, loss_of, unrolled, unrolled_blocks
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.tiny.embedded import FOLDER
+from tests.drafters.heads import references
+from tests.drafters.heads.checkpoints import target_of
+from tests.drafters.heads.checkpoints import write as written
+from tests.drafters.heads.published_blocks import BLOCK, CASES, HEAD_DIM, MASK
 from tests.support.toys.tiny_models import assert_same_as_stock
 
 SHORT: dict[str, Any] = dict(texts=8, seq_len=96, batch=4, steps=12, levels=3, eval_every=4, draft_vocab=256)
@@ -44,11 +49,11 @@ class Run(NamedTuple):
         return (self.options.out / "model.safetensors").read_bytes()
 
     @property
-    def lengths(self) -> list[float]:
-        """Tokens per step in all evaluations, that of the untrained head first."""
+    def evaluations(self) -> list[dict[str, float]]:
+        """All evaluations, that of the untrained head first."""
         (checkpoint,) = (self.options.out / run.FOLDER).glob("checkpoint-*")
-        evaluations = json.loads((checkpoint / run.PROGRESS).read_text())["evaluations"]
-        return [evaluation["tokens_per_step"] for evaluation in evaluations]
+        found: list[dict[str, float]] = json.loads((checkpoint / run.PROGRESS).read_text())["evaluations"]
+        return found
 
 
 def trained(out: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Run:
@@ -69,11 +74,11 @@ def _small_batches() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["eagle3", "mtp"])
+@pytest.fixture(scope="module", params=["eagle3", "mtp", "dspark"])
 def learned(request: Any, tmp_path_factory: Any) -> Run:
     """A head that has learned something."""
     size: dict[str, Any] = dict(steps=20, texts=24, batch=8, levels=2, eval_every=10)
-    vocab = {"draft_vocab": 512 if request.param == "eagle3" else None}
+    vocab = {"draft_vocab": None if request.param == "mtp" else 512}
     out = tmp_path_factory.mktemp("learned") / "head"
     return trained(out, kind=request.param, **size | vocab)
 
@@ -81,6 +86,11 @@ def learned(request: Any, tmp_path_factory: Any) -> Run:
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: Any) -> Run:
     return trained(tmp_path_factory.mktemp("short") / "head")
+
+
+@pytest.fixture(scope="module")
+def short_block(tmp_path_factory: Any) -> Run:
+    return trained(tmp_path_factory.mktemp("short") / "head", kind="dspark")
 
 
 @pytest.mark.parametrize("options", [dict(do_sample=False), dict(do_sample=True, top_k=0)], ids=["greedy", "sampled"])
@@ -94,8 +104,10 @@ def test_text_with_the_trained_head_is_that_of_generate(learned: Run, options: d
 
 
 def test_training_raises_acceptance(learned: Run) -> None:
-    untrained, *_, last = learned.lengths
-    assert last > untrained + 0.03 and len(learned.lengths) == 3
+    untrained, *_, last = (evaluation["tokens_per_step"] for evaluation in learned.evaluations)
+    assert last > untrained + 0.03 and len(learned.evaluations) == 3
+    _, half, whole = (evaluation["loss"] for evaluation in learned.evaluations)
+    assert whole < half - 0.1
     assert learned.held_out and any("tokens per step" in line for line in learned.said)
 
 
@@ -106,7 +118,7 @@ def test_levels_are_unrolled_as_they_are_drafted() -> None:
     ids = torch.tensor([tokenizer(tiny_prompts()[0])["input_ids"][:24]])
     states = target(ids, output_hidden_states=True).hidden_states
     features = torch.cat([states[layer] for layer in head.feature_layers], dim=-1)
-    levels = [(logits[0], positions.tolist()) for logits, positions in unrolled(head, ids, features, 3, 2, 5)]
+    levels = [(logits[0], positions.tolist()) for logits, positions, _ in unrolled(head, ids, features, 3, 2, 5)]
     assert [positions for _, positions in levels] == [[*range(1, 21)], [4, 9, 14, 19], [5, 10, 15, 20]]
     for begin in (2, 7, 12, 17):
         cache, hidden, first = DynamicCache(), head.combine(features[:, : begin + 1]), 0
@@ -120,6 +132,57 @@ def test_levels_are_unrolled_as_they_are_drafted() -> None:
             first = end
 
 
+@torch.no_grad()
+def test_blocks_are_unrolled_as_the_reference_drafts_them(tmp_path: Path) -> None:
+    case, target = CASES["specforge"], target_of("llama")
+    head: Any = load_head(written(tmp_path, case.config, case.tensors), target)
+    head.config._attn_implementation = "eager"
+    ids = torch.randint(3, MASK, (2, 20), generator=torch.Generator().manual_seed(1))
+    states = target(ids, output_hidden_states=True).hidden_states
+    features = torch.cat([states[layer] for layer in case.features], dim=-1)
+    levels = list(unrolled_blocks(head, ids, features, BLOCK, 2, 5))
+    assert [level.positions.tolist() for level in levels] == [[3 + k, 8 + k, 13 + k] for k in range(BLOCK)]
+    embed, lm_head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    for row in range(2):
+        for number, root in enumerate((3, 8, 13)):
+            block = embed[[int(ids[row, root])] + [MASK] * (BLOCK - 1)]
+            own = references.block_states(features[row, :root], block, case.tensors, case.layers, HEAD_DIM)
+            for level, (logits, _, log_acceptance) in enumerate(levels):
+                path = ids[row, root : root + level + 1].tolist()
+                expected, confidence = references.dspark(path, own[: level + 1], lm_head, case.tensors)
+                torch.testing.assert_close(logits[row, number], expected, rtol=1e-4, atol=1e-4)
+                assert log_acceptance is not None
+                assert float(log_acceptance[row, number].exp()) == pytest.approx(confidence, abs=1e-4)
+
+
+def test_confidence_learns_the_share_of_accepted_tokens(tmp_path: Path) -> None:
+    """With all else fixed, its loss has its minimum where each confidence is the overlap of the distributions."""
+    case, target = CASES["specforge"], target_of("llama")
+    head: Any = load_head(written(tmp_path, case.config, case.tensors), target)
+    head.config._attn_implementation = "eager"
+    ids = torch.randint(3, MASK, (1, 12), generator=torch.Generator().manual_seed(1))
+    features = torch.randn(1, 12, 2 * 32, generator=torch.Generator().manual_seed(2))
+    probs = torch.randn(1, 12, 101, generator=torch.Generator().manual_seed(3)).mul(2).softmax(-1)
+    counts = torch.zeros(1, 12, dtype=torch.bool)
+    counts[0, 1] = True  # one level of one block counts
+    rows = Rows(ids, counts, features, probs)
+    head.requires_grad_(False)
+    head.confidence_head.requires_grad_(True)
+    optimizer = torch.optim.LBFGS(head.confidence_head.parameters(), max_iter=50)
+
+    def loss() -> Any:
+        optimizer.zero_grad()
+        found = loss_of(head, rows, BLOCK, 0)
+        found.backward()
+        return found
+
+    optimizer.step(loss)
+    level = next(unrolled_blocks(head, ids, features, BLOCK, 0, 5))
+    overlap = torch.minimum(level.logits.softmax(-1), probs[:, level.positions]).sum(-1)[0, 0]
+    assert level.log_acceptance is not None
+    torch.testing.assert_close(level.log_acceptance[0, 0].exp(), overlap, rtol=1e-3, atol=1e-3)
+
+
 class Clock:
     """Time that passes whenever it is read."""
 
@@ -131,11 +194,15 @@ class Clock:
         return self.now_s
 
 
-def test_interruptions_change_no_weight(short: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_interruptions_change_no_weight(
+    kind: str, request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Time runs out again and again, a step fails behind a checkpoint, and a line of the texts is torn."""
+    whole: Run = request.getfixturevalue("short" if kind == "eagle3" else "short_block")
     monkeypatch.setattr(run, "time", Clock())
     out, runs = tmp_path / "head", 0
-    while trained(out, minutes=0.15).held_out is None:
+    while trained(out, kind=kind, minutes=0.15).held_out is None:
         runs += 1
         path = out / run.FOLDER / "texts.jsonl"
         if runs == 1:
@@ -144,10 +211,10 @@ def test_interruptions_change_no_weight(short: Run, tmp_path: Path, monkeypatch:
             with monkeypatch.context() as patch:
                 patch.setattr(run, "loss_of", interrupted(run.loss_of, 2))
                 with pytest.raises(KeyboardInterrupt):
-                    trained(out)
+                    trained(out, kind=kind)
     assert runs >= 2
-    assert Run(short.options.model_copy(update={"out": out}), None, []).weights == short.weights
-    assert trained(out).held_out is not None  # nothing is left to do
+    assert Run(whole.options.model_copy(update={"out": out}), None, []).weights == whole.weights
+    assert trained(out, kind=kind).held_out is not None  # nothing is left to do
 
 
 def interrupted(function: Any, after: int) -> Any:
@@ -165,7 +232,8 @@ def interrupted(function: Any, after: int) -> Any:
 def test_early_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "tokens_per_step", lambda *_: 1.5)
     done = trained(tmp_path / "head", patience=2, eval_every=1)
-    assert done.held_out and done.lengths == [1.5] * 4  # untrained, the best, two that are no better
+    lengths = [evaluation["tokens_per_step"] for evaluation in done.evaluations]
+    assert done.held_out and lengths == [1.5] * 4  # untrained, the best, two that are no better
 
 
 def test_a_drafter_in_bf16_with_states_on_a_disk(tmp_path: Path) -> None:
@@ -220,6 +288,45 @@ def test_the_folder_has_the_layout_of_speculators(short: Run) -> None:
     assert isinstance(head, Eagle3Head) and head.target_ids is not None and torch.equal(head.target_ids, ids)
 
 
+def test_a_block_head_has_the_layout_of_speculators(short_block: Run) -> None:
+    config = json.loads((short_block.options.out / "config.json").read_text())
+    assert config["architectures"] == ["DSparkDraftModel"]
+    assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == "dspark"
+    (proposals,) = config["speculators_config"]["proposal_methods"]
+    assert proposals["speculative_tokens"] == config["block_size"] == 3 and config["sample_from_anchor"] is True
+    assert config["draft_vocab_size"] == 256 and config["aux_hidden_state_layer_ids"] == [2, 4, 5]
+    assert (config["markov_rank"], config["markov_head_type"]) == (32, "vanilla")
+    assert config["enable_confidence_head"] and config["confidence_head_with_markov"]
+    layers = Qwen3Config(**config["transformer_layer_config"])
+    assert (layers.num_hidden_layers, layers.hidden_size, layers.vocab_size) == (2, 256, 2048)
+    assert not {"block_size", "markov_rank"} & config["transformer_layer_config"].keys()
+    tensors = load_file(short_block.options.out / "model.safetensors")
+    assert {name for name in tensors if not name.startswith("layers.")} == {
+        "fc.weight", "hidden_norm.weight", "norm.weight", "lm_head.weight", "d2t", "t2d",
+        "markov_head.markov_w1.weight", "markov_head.markov_w2.weight",
+        "confidence_head.proj.weight", "confidence_head.proj.bias",
+    }  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("draft_vocab", [None, 0])
+def test_a_written_block_head_is_loaded_as_it_was(tmp_path: Path, draft_vocab: int | None) -> None:
+    target, options = load_tiny_pair()[0], options_of(tmp_path, kind="dspark", draft_vocab=draft_vocab)
+    counts = torch.arange(2048) % 1000
+    counts[7] = counts[9] = -1
+    head: Any = new_head(options, target, counts)
+    for parameter in own_modules(head, target).parameters():
+        parameter.copy_(torch.randn_like(parameter).bfloat16() / 8)
+    write_head(head, target, options)
+    loaded: Any = load_head(str(tmp_path), target)
+    assert loaded.mask_token_id == head.mask_token_id == 9 and loaded.feature_layers == head.feature_layers
+    ids, features = torch.randint(2048, (2, 12)), torch.randn(2, 12, 3 * 256)
+    levels = [list(unrolled_blocks(each, ids, features, 3)) for each in (head, loaded)]
+    for ours, theirs in zip(*levels, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other)
+
+
 def test_the_layout_of_sglang_is_the_same_head(short: Run, tmp_path: Path) -> None:
     target = load_tiny_pair()[0]
     head: Any = load_head(str(short.options.out), target)
@@ -256,6 +363,8 @@ def test_what_a_folder_holds_is_checked(short: Run, tmp_path: Path) -> None:
             trained(other)
     with pytest.raises(InvalidInputError, match="--draft-vocab is for --kind eagle3"):
         trained(tmp_path / "head", kind="mtp")
+    with pytest.raises(InvalidInputError, match="--layout sglang is for --kind eagle3; leave it out"):
+        trained(tmp_path / "head", kind="dspark", layout="sglang")
 
 
 def test_the_command_and_commands_that_use_its_drafter(tmp_path: Path) -> None:
