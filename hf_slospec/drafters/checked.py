@@ -16,9 +16,7 @@ from hf_slospec.errors import InvalidInputError
 from hf_slospec.models.packed.model import PackedModel
 
 # Passed on to the user's drafter.
-METHODS = (
-    "release", "take_features", "reads_successors", "take_successors", "read_kv_of", "reuse", "relieve", "close",
-)  # fmt: skip
+METHODS = ("release", "take_features", "take_successors", "read_kv_of", "reuse", "relieve", "close")
 
 
 class CheckedDrafter(Drafter):

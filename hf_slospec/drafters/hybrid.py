@@ -99,7 +99,6 @@ class _Asked:
     trees: dict[int, TokenTree] = field(default_factory=dict)  # by part, calibrated; empty once they are learned from
     num_tokens: int = 0  # of the text before the trees
     is_look: bool = False
-    parts: Parts = ()  # that were chosen last, also those that were skipped then
 
 
 class HybridDrafter(Drafter):
@@ -151,7 +150,7 @@ class HybridDrafter(Drafter):
         self._learn_step([self._learn(*pair) for pair in zip(requests, asked, strict=True)], plan)
         chosen = self._choose(asked)
         for request, each, parts in zip(requests, asked, chosen, strict=True):
-            each.num_tokens, each.is_look, each.parts = len(request.tokens), parts == self._sets[-1], parts
+            each.num_tokens, each.is_look = len(request.tokens), parts == self._sets[-1]
         for part, drafter in enumerate(self._drafters):
             asking = [index for index, parts in enumerate(chosen) if part in parts]
             if not asking:
@@ -235,12 +234,6 @@ class HybridDrafter(Drafter):
     @property
     def num_successors(self) -> int:
         return max(drafter.num_successors for drafter in self._drafters)
-
-    def reads_successors(self, request: Request) -> bool:
-        """Return whether a part that reads successors is asked for the request; of prompts, those are always read."""
-        parts = range(len(self._drafters)) if (asked := self._asked.get(request)) is None else asked.parts
-        drafters = (self._drafters[part] for part in parts)
-        return any(drafter.num_successors and drafter.reads_successors(request) for drafter in drafters)
 
     def take_successors(
         self, request: Request, begin: int, tree: TokenTree, successors: IntArray, probs: FloatArray

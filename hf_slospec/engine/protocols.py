@@ -232,13 +232,6 @@ class Drafter(ABC):
         """Most probable next tokens that the drafter reads for every verified node; 0: none."""
         return 0
 
-    def reads_successors(self, request: Request) -> bool:
-        """Return whether the drafter reads the successors of this request's nodes in this step, if it reads any.
-
-        It is asked after ``draft``, and for requests that are prefilled. Those of others are not computed.
-        """
-        return True
-
     @property
     def num_one_off_forwards(self) -> int:
         """Forwards so far with one-off costs, such as the capture of a CUDA graph."""

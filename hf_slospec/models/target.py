@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -175,18 +174,13 @@ class PackedTarget(Target):
             if (reader := request.params.prompt_reader) is not None and len(read):
                 reader.take(read)
         recycler = self._recycler
-        if recycler is not None:
-            begins = [len(request.tokens) - 1 for request in requests]
-            verified = list(map(_Recycled, requests, begins, trees, logit_rows))
-            are_read = [recycler.reads_successors(request) for request in requests]
-            if not all(are_read):
-                in_step = np.repeat([True, *are_read], [num_prompt, *map(len, logit_rows)]).nonzero()[0]
-                recycled = recycled[to_device(torch.from_numpy(in_step), recycled.device)]
-            successors = most_probable(recycled, recycler.num_successors)
+        successors = () if recycler is None else most_probable(recycled, recycler.num_successors)
         choices, make_choosers = self.sampler.choose(requests, logits, trees)
         choosers = make_choosers(choices.tolist())  # the host waits for the device
         if recycler is not None:
-            _recycle(recycler, [*prompts, *itertools.compress(verified, are_read)], *successors)
+            begins = [len(request.tokens) - 1 for request in requests]
+            verified = map(_Recycled, requests, begins, trees, logit_rows)
+            _recycle(recycler, [*prompts, *verified], *successors)
         if not expected:
             return choosers
         return [
@@ -196,13 +190,11 @@ class PackedTarget(Target):
 
     def _prompts_to_recycle(self, requests: Sequence[Request], chunks: Sequence[Chunk]) -> list[_Recycled]:
         """Return the last tokens of prompts in the packed batch, as chains, if the drafter reads successors."""
-        if (recycler := self._recycler) is None:
+        if self._recycler is None:
             return []
         lengths = {request: len(self.sequences.uncached(request)) - 1 for request in requests}
         lengths |= {chunk.request: chunk.num_tokens for chunk in chunks}
-        lengths = {
-            request: length for request, length in lengths.items() if length and recycler.reads_successors(request)
-        }
+        lengths = {request: length for request, length in lengths.items() if length}
         prompts = []
         for request, length in lengths.items():
             num_cached, num_rows = self.sequences.num_cached(request), min(length, MAX_PROMPT_ROWS // len(lengths))

@@ -122,24 +122,6 @@ def test_each_request_asks_the_part_that_knows_it() -> None:
     assert counts[0] >= 0.98 * counts[1]
 
 
-def test_successors_are_read_in_steps_that_ask_a_part_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of two requests asks the part that reads successors in looks only; of prompts, all are read."""
-    monkeypatch.setattr(Scripted, "num_successors", property(lambda part: 3 if part is reader else 0))
-    reader = Scripted(odd)
-    drafter, requests, plan = HybridDrafter((Scripted(even), reader), 2.0), [request_of(0), request_of(1)], Plan(4, 2)
-    assert drafter.num_successors == 3 and all(map(drafter.reads_successors, requests))
-    for _ in range(SETTLED):
-        step(drafter, requests, plan)
-    num_read = [0, 0]
-    for _ in range(4 * LOOK_GAP):
-        reader.asked.clear()
-        step(drafter, requests, plan)
-        for index, request in enumerate(requests):
-            assert drafter.reads_successors(request) == (index in reader.asked)
-            num_read[index] += drafter.reads_successors(request)
-    assert num_read == [4, 4 * LOOK_GAP]
-
-
 def test_a_request_that_changes_is_followed() -> None:
     parts = Scripted(right), Scripted(wrong)
     drafter, request, plan = HybridDrafter(parts, 2.0), request_of(0), Plan(4, 1)

@@ -174,36 +174,6 @@ def test_drafters_are_told_the_targets_most_probable_tokens(monkeypatch: pytest.
     assert any(tree.num_nodes == 4 for _, tree, *_ in listener.told)  # rejected nodes as well
 
 
-def test_successors_that_are_not_read_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three requests, the drafter reads those of two; of one prompt, no logits are computed for it."""
-
-    class Choosy(Listener):
-        def reads_successors(self, request: Request) -> bool:
-            return request.params.prompt[-1] != skipped[-1]
-
-    model, inputs, rows = tiny_model("llama"), ragged_prompts(3), list[int]()
-    skipped = inputs["input_ids"][1].tolist()
-    drafter, whole = Choosy(), Listener()
-
-    def counted(logits: torch.Tensor, number: int) -> Any:
-        rows.append(len(logits))
-        return most_probable(logits, number)
-
-    monkeypatch.setattr(target_module, "most_probable", counted)
-    told = []
-    for each in (whole, drafter):
-        rows.clear()
-        ours = SLOSpecGenerator(model, drafter=each, config=WHOLE)
-        assert_same_as_stock(model, ours.generate, inputs, **GREEDY, max_new_tokens=6)
-        assert sum(rows) == sum(tree.num_nodes for _, tree, *_ in each.told)
-        told.append({(*before, *tree.tokens.tolist()): tokens.tolist() for before, tree, tokens, _ in each.told})
-    prompts = [
-        ids[mask.bool()].tolist() for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
-    ]
-    expected = {key: tokens for key, tokens in told[0].items() if key[: len(prompts[1]) - 1] != tuple(prompts[1][:-1])}
-    assert told[1] == expected and 0 < len(expected) < len(told[0])
-
-
 @pytest.mark.parametrize("vocab", [5, 64, 101, 1000])
 def test_most_probable_tokens(vocab: int) -> None:
     logits = 4.0 * torch.randn(7, vocab)
