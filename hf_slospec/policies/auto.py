@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -24,6 +24,8 @@ from hf_slospec.policies.registry import NamedPolicy
 from hf_slospec.policies.settings import PolicySettings
 
 logger = logging.getLogger(__name__)
+
+Price = Callable[[FloatArray], FloatArray]  # seconds of steps -> what their length costs beyond them, in seconds
 
 SPAN = 16  # nodes over which the cost of one more node is averaged
 UNATTAINABLE = 2.0  # an SLO is unattainable if it needs this many times the tokens of whole candidate trees
@@ -129,7 +131,9 @@ class AutoPolicy(NamedPolicy):
         urgencies = self._urgencies(requests, begun_s)
         weights = urgencies * np.array([BEST_EFFORT_WEIGHT if r.is_best_effort else 1.0 for r in requests])
         num_behind = {request: request.num_draft_behind for request in requests}  # before the draft processes them
-        candidates, plan = yield self._plan(requests, urgencies, weights / weights.mean(), num_keys)
+        price_s = self._price_s(requests, begun_s, num_keys)
+        shares = weights / weights.mean()
+        candidates, plan = yield self._plan(requests, urgencies, shares, num_keys, num_prefill_tokens, price_s)
         drafting = requests if plan.drafting is None else plan.drafting  # without those that must not draft
         if not (plan.depth and drafting):
             plain_s = self.costs.verify_at(num_requests + num_prefill_tokens, num_requests, num_keys)
@@ -144,32 +148,51 @@ class AutoPolicy(NamedPolicy):
         def step_s(num_nodes: IntArray) -> FloatArray:
             return draft_s + self.costs.verify_s(num_nodes, num_requests, num_keys)
 
+        def priced_s(num_nodes: IntArray) -> FloatArray:
+            return (seconds := step_s(num_nodes)) + price_s(seconds)
+
         def mixed_s(num_nodes: IntArray) -> FloatArray:
-            return step_s(num_nodes + num_prefill_tokens)
+            return priced_s(num_nodes + num_prefill_tokens)
 
         # Nodes deeper than what a request may still emit are never committed.
         is_useful = forest.depths < np.array([request.num_left for request in requests])[forest.tree_of]
         values = weights[forest.tree_of] * prediction.path_probs * is_useful
-        is_verified = best_ratio_nodes(forest, values, self.budget, step_s, mixed_s if num_prefill_tokens else None)
+        is_verified = best_ratio_nodes(forest, values, self.budget, priced_s, mixed_s if num_prefill_tokens else None)
         expected = prediction.expected_tokens(is_verified)
-        predicted_s = float(mixed_s(np.array(np.count_nonzero(is_verified))))
+        predicted_s = float(step_s(np.array(np.count_nonzero(is_verified) + num_prefill_tokens)))
         accepted, _ = yield Selection(forest.subtrees(is_verified), expected.tolist(), predicted_s)
         drafted = Drafted(plan.depth, plan.width, len(drafting))
         self.history.observe(_Outcome(list(map(ref, requests)), prediction, is_verified, accepted, drafted))
 
-    def _plan(self, requests: Sequence[Request], urgencies: FloatArray, weights: FloatArray, num_keys: int) -> Plan:
+    def _price_s(self, requests: Sequence[Request], begun_s: float, num_keys: int) -> Price:
+        """Return what the length of a step costs first tokens, by its seconds."""
+        return self.costs.first_tokens.price_s
+
+    def _plan(
+        self,
+        requests: Sequence[Request],
+        urgencies: FloatArray,
+        weights: FloatArray,
+        num_keys: int,
+        num_prefill_tokens: int,
+        price_s: Price,
+    ) -> Plan:
         """Return the plan; the mean of ``weights`` is 1."""
         num_requests, depths = len(requests), self.history.depths
         max_depth = max_useful_depth(requests, self.config.max_depth)
         max_width = min(max(self.config.draft_budget // num_requests, 1), self.config.max_width)
-        shape_time = self._shape_time(requests, num_requests, num_keys)
+        shape_time = self._shape_time(requests, num_requests, num_keys, price_s)
         probe_s = partial(self._probe_s, requests)
         depth, width = depths.best(max_depth, max_width, num_requests, shape_time, probe_s)
         drafting = requests if depths.is_on else _probed(requests)
         if depth == 0 and (num_urgent := int((urgencies > 1.0).sum())):
             # Speculation that does not pay for all requests may still pay if urgent requests get all nodes.
-            drafting, urgent_time = requests, self._shape_time(requests, num_urgent, num_keys)
+            drafting, urgent_time = requests, self._shape_time(requests, num_urgent, num_keys, price_s)
             depth, width, best, plain = depths.best_shape(max_depth, max_width, urgent_time)
+            depth, width = (depth, width) if best > plain else (0, 1)
+        if depth and self.costs.first_tokens.is_due:
+            due_time = self._shape_time(requests, num_requests, num_keys, price_s, num_prefill_tokens)
+            depth, width, best, plain = depths.best_shape(max_depth, max_width, due_time)
             depth, width = (depth, width) if best > plain else (0, 1)
         # A node or a level is worth its time if it may gain more tokens than that time yields on average.
         goodput = depths.goodput * num_requests
@@ -222,8 +245,15 @@ class AutoPolicy(NamedPolicy):
         num_keys, num_behind = sum(len(r.tokens) for r in probed), sum(r.num_draft_behind for r in probed)
         return self.costs.draft_at(len(probed), depth, width, num_keys, num_behind)
 
-    def _shape_time(self, requests: Sequence[Request], num_drafting: int, num_keys: int) -> ShapeTime:
-        """Return the step time by shape if ``num_drafting`` requests get nodes besides their roots.
+    def _shape_time(
+        self,
+        requests: Sequence[Request],
+        num_drafting: int,
+        num_keys: int,
+        price_s: Price,
+        num_prefill_tokens: int = 0,
+    ) -> ShapeTime:
+        """Return the step time by shape, with its price, if ``num_drafting`` requests get nodes besides their roots.
 
         The time of what the draft has to prefill first is spread over ``SETTLED_STEPS`` steps, so that speculation is
         not switched on unless it gains more than that.
@@ -243,7 +273,11 @@ class AutoPolicy(NamedPolicy):
             draft_s = self.costs.steady_draft_s(
                 num_requests, depths, widths, num_keys, num_committed, verify_s, prompt_len
             )
-            return draft_s + first_s * (depths > 0) + verify_s
+            step_s = draft_s + first_s * (depths > 0) + verify_s
+            mixed_s = step_s
+            if num_prefill_tokens:
+                mixed_s = step_s - verify_s + self.costs.verify_s(num_nodes + num_prefill_tokens, num_requests, num_keys)
+            return step_s + price_s(mixed_s)
 
         return seconds
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_slospec.algo.metrics import WINDOW
+from hf_slospec.algo.tree import FloatArray
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.protocols import Chunk, Schedule
 from hf_slospec.engine.request import Request, RequestParams
@@ -24,7 +25,7 @@ from hf_slospec.engine.scheduling.guarantees import (
     tightest_tpot_slo_s,
 )
 from hf_slospec.engine.scheduling.kv_room import KVRoom
-from hf_slospec.engine.scheduling.prefill import prefill_budget
+from hf_slospec.engine.scheduling.prefill import IN_TIME, prefill_budget
 from hf_slospec.engine.scheduling.queue import Undecided, WaitingQueue
 from hf_slospec.engine.scheduling.window_guarantees import WindowGuarantees
 from hf_slospec.engine.step_times import StepCosts
@@ -95,6 +96,7 @@ class ContinuousScheduler:
         self._has_changed = False  # requests came or left since the last decision on guarantees
         self._share = 1.0  # share of a full step's work that memory allows
         self.room = KVRoom(limits.kv_tokens, limits.draft_slots, limits.max_batch, costs)
+        self._busy_until_s = -math.inf  # end of the latest step that decoded
         self.output_tokens = 100.0  # per request, averaged over those that finished recently
 
     def add(self, request: Request) -> None:
@@ -105,6 +107,15 @@ class ContinuousScheduler:
             self._undecided.add(request)
         self._queue(request, request.stats.arrived_s)
         self._has_changed = True
+        self._count_arrival(request)
+
+    def _count_arrival(self, request: Request) -> None:
+        """Count a request whose first token a step has already delayed, or could have."""
+        ttft_slo_s, arrived_s = request.params.ttft_slo_s, request.stats.arrived_s
+        if ttft_slo_s is None or request.stats.num_resumed or arrived_s > self._busy_until_s:
+            self.costs.first_tokens.arrived(math.inf, 0)
+        else:
+            self.costs.first_tokens.arrived(ttft_slo_s, request.num_uncached - self.num_reusable(request))
 
     def _queue(self, request: Request, since_s: float) -> None:
         self._waiting_since[request] = since_s
@@ -147,6 +158,8 @@ class ContinuousScheduler:
     def observe(self, step: StepEvent) -> None:
         """Raise the share of work again after a step that fitted into memory, and learn from missed windows."""
         self._share = min(1.0, self._share * 1.05)
+        if step.num_decoding:
+            self._busy_until_s = step.begun_s + step.phases.total_s
         self.windows.observe()
 
     def enter(self, now_s: float) -> list[Request]:
@@ -161,7 +174,44 @@ class ContinuousScheduler:
         allowed_s = self._allowed_s(decoding, now_s)
         decoding = self._taking_part(decoding, allowed_s, now_s)
         chunks = self._chunks(decoding, allowed_s, now_s)
-        return Schedule([] if chunks and self.prefill == "first" else decoding, chunks)
+        decoding = [] if chunks and self.prefill == "first" else decoding
+        return Schedule(self._leaving_time(decoding, chunks, now_s), chunks)
+
+    def _leaving_time(self, decoding: list[Request], chunks: Sequence[Chunk], now_s: float) -> list[Request]:
+        """Return the requests that decode beside the chunks, and tell the policy which first tokens it must not delay.
+
+        Requests that can wait are skipped if a first token of the step is in time without them only.
+        """
+        first_tokens = self.costs.first_tokens
+        first = [chunk.request for chunk in chunks if chunk.is_last and not chunk.request.num_emitted]
+        dues_s = [lost_s(request) - now_s for request in first]
+        dues_s += [request.stage_due_s - now_s for request in decoding]
+        if not first_tokens.is_expected and all(due_s == math.inf for due_s in dues_s):
+            first_tokens.begin(math.inf, None)
+            return decoding
+        num_prefill_tokens = sum(chunk.num_tokens for chunk in chunks)
+        all_s = self.costs.verify_at(len(decoding) + num_prefill_tokens, max(len(decoding), 1), _num_keys(decoding))
+        must = [request for request in decoding if not self._can_wait(request, now_s, all_s)]
+        number, num_keys = len(must), _num_keys(must)
+
+        def own_s(num_tokens: FloatArray) -> FloatArray:
+            return self.costs.verify_s(number + num_tokens, max(number, 1), num_keys)
+
+        step_s, least_s = all_s, float(own_s(np.array(num_prefill_tokens)))
+        if any(least_s <= due_s < all_s for due_s in dues_s):
+            for request in set(decoding) - set(must):
+                self._num_skipped[request] += 1
+            decoding, step_s = must, least_s
+        due_s = min((max(IN_TIME * due_s, step_s) for due_s in dues_s if due_s >= step_s), default=math.inf)
+        first_tokens.begin(due_s, None if len(self.waiting) else own_s)
+        return decoding
+
+    def _can_wait(self, request: Request, now_s: float, step_s: float) -> bool:
+        """Return whether a decoding request may be skipped for a first token."""
+        if self.admission in ("fcfs", "priority") or self._num_skipped.get(request, 0) >= MAX_SKIPPED:
+            return False
+        is_due = request.stage_due_s < math.inf
+        return not is_due and (request.is_best_effort or self._due_s(request, now_s, step_s) > WAIT * step_s)
 
     @property
     def lent_slots(self) -> int:
@@ -428,3 +478,7 @@ class ContinuousScheduler:
         if not is_minimal:  # a smaller share would only take more steps to recover
             self._share /= 2.0
         return not is_minimal
+
+
+def _num_keys(requests: Iterable[Request]) -> int:
+    return sum(len(request.tokens) for request in requests)
