@@ -203,8 +203,17 @@ class ContinuousScheduler:
                 self._num_skipped[request] += 1
             decoding, step_s = must, least_s
         due_s = min((max(IN_TIME * due_s, step_s) for due_s in dues_s if due_s >= step_s), default=math.inf)
-        first_tokens.begin(due_s, None if len(self.waiting) else own_s)
+        has_time = not len(self.waiting) and not any(self._needs_drafts(request, now_s, all_s) for request in must)
+        first_tokens.begin(due_s, own_s if has_time else None)
         return decoding
+
+    def _needs_drafts(self, request: Request, now_s: float, plain_s: float) -> bool:
+        """Return whether a request keeps its pace, which is still possible, only by steps of several tokens."""
+        if request.pace_s is None:
+            return False
+        elapsed_s, emitted, num_left = request.paced(now_s)
+        left_s = AHEAD * request.pace_s * (emitted + num_left) - elapsed_s
+        return plain_s * num_left > left_s >= self.costs.step_at(1) / self.costs.recent.tokens * num_left
 
     def _can_wait(self, request: Request, now_s: float, step_s: float) -> bool:
         """Return whether a decoding request may be skipped for a first token."""
