@@ -12,12 +12,13 @@ from hf_slospec.algo.tree import FloatArray
 
 IN_TIME = 0.95  # share of a TTFT SLO within which a first token is planned
 MEMORY = 64  # requests that tell which will arrive
-PRICE = 10.0  # tokens of other requests that are worth one of a request that keeps its TTFT SLO
-LATE = 1e3  # price of a second by which a step's own first tokens would be late
+PRICE = 10.0  # tokens that are given up, at most, for each token of requests that keep their TTFT SLOs thereby
+LATE = 1e3  # price of each second by which the first tokens of a step itself would be late
+FAR_S = 1e6  # seconds beyond which no step lasts
 
 
 class FirstTokens:
-    """TTFT SLOs that a step should leave time for. The scheduler writes them, the policy reads :meth:`priced_s`.
+    """TTFT SLOs that a step should leave time for. The scheduler writes them, the policy reads :meth:`price_s`.
 
     A request that arrives during a step waits for its end, and gets its first token with the end of the next step at
     the earliest. So a TTFT SLO *s* is missed by those that arrive in a step's first ``T - (s - own)`` seconds, *T* being
@@ -30,7 +31,7 @@ class FirstTokens:
         # TTFT SLO in seconds and prompt tokens of recent requests; inf: none, or it arrived while nothing was decoded.
         self._recent = deque[tuple[float, int]](maxlen=MEMORY)
         self._due_s = math.inf  # seconds within which the step should end for the first tokens that it commits
-        self._knots, self._prices = np.zeros(1), np.zeros(1)  # seconds of a step, and what its length costs
+        self._knots, self._prices = np.zeros(1), np.zeros(1)  # seconds of a step, and the price of so many
 
     @property
     def is_expected(self) -> bool:
@@ -49,15 +50,13 @@ class FirstTokens:
             own_s: seconds of a step without drafts that prefills so many further tokens; None: requests that arrive
                 now would wait for other reasons.
         """
-        self._due_s = due_s
-        slacks_s = np.zeros(0)
+        self._due_s, slacks_s = due_s, np.zeros(0)
         if own_s is not None and self.is_expected:
             recent = np.array([each for each in self._recent if each[0] < math.inf])
             slacks_s = np.sort(IN_TIME * recent[:, 0] - own_s(recent[:, 1]))
-            slacks_s = slacks_s[slacks_s > 0.0]  # others are missed whatever the step does
-        slope = PRICE / max(len(self._recent), 1)
-        self._knots = np.concatenate(([0.0], slacks_s, [1e6]))
-        slopes = slope * np.arange(len(slacks_s) + 1)
+            slacks_s = slacks_s[slacks_s > 0.0]  # what is missed whatever the step does has no price
+        self._knots = np.concatenate(([0.0], slacks_s, [FAR_S]))
+        slopes = PRICE / max(len(self._recent), 1) * np.arange(len(slacks_s) + 1)
         self._prices = np.concatenate(([0.0], np.cumsum(slopes * np.diff(self._knots))))
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -24,8 +24,6 @@ from hf_slospec.policies.registry import NamedPolicy
 from hf_slospec.policies.settings import PolicySettings
 
 logger = logging.getLogger(__name__)
-
-Price = Callable[[FloatArray], FloatArray]  # seconds of steps -> what their length costs beyond them, in seconds
 
 SPAN = 16  # nodes over which the cost of one more node is averaged
 UNATTAINABLE = 2.0  # an SLO is unattainable if it needs this many times the tokens of whole candidate trees
@@ -131,9 +129,8 @@ class AutoPolicy(NamedPolicy):
         urgencies = self._urgencies(requests, begun_s)
         weights = urgencies * np.array([BEST_EFFORT_WEIGHT if r.is_best_effort else 1.0 for r in requests])
         num_behind = {request: request.num_draft_behind for request in requests}  # before the draft processes them
-        price_s = self._price_s(requests, begun_s, num_keys)
         shares = weights / weights.mean()
-        candidates, plan = yield self._plan(requests, urgencies, shares, num_keys, num_prefill_tokens, price_s)
+        candidates, plan = yield self._plan(requests, urgencies, shares, num_keys, num_prefill_tokens)
         drafting = requests if plan.drafting is None else plan.drafting  # without those that must not draft
         if not (plan.depth and drafting):
             plain_s = self.costs.verify_at(num_requests + num_prefill_tokens, num_requests, num_keys)
@@ -149,7 +146,7 @@ class AutoPolicy(NamedPolicy):
             return draft_s + self.costs.verify_s(num_nodes, num_requests, num_keys)
 
         def priced_s(num_nodes: IntArray) -> FloatArray:
-            return (seconds := step_s(num_nodes)) + price_s(seconds)
+            return (seconds := step_s(num_nodes)) + self.costs.first_tokens.price_s(seconds)
 
         def mixed_s(num_nodes: IntArray) -> FloatArray:
             return priced_s(num_nodes + num_prefill_tokens)
@@ -164,10 +161,6 @@ class AutoPolicy(NamedPolicy):
         drafted = Drafted(plan.depth, plan.width, len(drafting))
         self.history.observe(_Outcome(list(map(ref, requests)), prediction, is_verified, accepted, drafted))
 
-    def _price_s(self, requests: Sequence[Request], begun_s: float, num_keys: int) -> Price:
-        """Return what the length of a step costs first tokens, by its seconds."""
-        return self.costs.first_tokens.price_s
-
     def _plan(
         self,
         requests: Sequence[Request],
@@ -175,23 +168,22 @@ class AutoPolicy(NamedPolicy):
         weights: FloatArray,
         num_keys: int,
         num_prefill_tokens: int,
-        price_s: Price,
     ) -> Plan:
         """Return the plan; the mean of ``weights`` is 1."""
         num_requests, depths = len(requests), self.history.depths
         max_depth = max_useful_depth(requests, self.config.max_depth)
         max_width = min(max(self.config.draft_budget // num_requests, 1), self.config.max_width)
-        shape_time = self._shape_time(requests, num_requests, num_keys, price_s)
+        shape_time = self._shape_time(requests, num_requests, num_keys)
         probe_s = partial(self._probe_s, requests)
         depth, width = depths.best(max_depth, max_width, num_requests, shape_time, probe_s)
         drafting = requests if depths.is_on else _probed(requests)
         if depth == 0 and (num_urgent := int((urgencies > 1.0).sum())):
             # Speculation that does not pay for all requests may still pay if urgent requests get all nodes.
-            drafting, urgent_time = requests, self._shape_time(requests, num_urgent, num_keys, price_s)
+            drafting, urgent_time = requests, self._shape_time(requests, num_urgent, num_keys)
             depth, width, best, plain = depths.best_shape(max_depth, max_width, urgent_time)
             depth, width = (depth, width) if best > plain else (0, 1)
         if depth and self.costs.first_tokens.is_due:
-            due_time = self._shape_time(requests, num_requests, num_keys, price_s, num_prefill_tokens)
+            due_time = self._shape_time(requests, num_requests, num_keys, num_prefill_tokens)
             depth, width, best, plain = depths.best_shape(max_depth, max_width, due_time)
             depth, width = (depth, width) if best > plain else (0, 1)
         # A node or a level is worth its time if it may gain more tokens than that time yields on average.
@@ -250,7 +242,6 @@ class AutoPolicy(NamedPolicy):
         requests: Sequence[Request],
         num_drafting: int,
         num_keys: int,
-        price_s: Price,
         num_prefill_tokens: int = 0,
     ) -> ShapeTime:
         """Return the step time by shape, with its price, if ``num_drafting`` requests get nodes besides their roots.
@@ -277,7 +268,7 @@ class AutoPolicy(NamedPolicy):
             mixed_s = step_s
             if num_prefill_tokens:
                 mixed_s = step_s - verify_s + self.costs.verify_s(num_nodes + num_prefill_tokens, num_requests, num_keys)
-            return step_s + price_s(mixed_s)
+            return step_s + self.costs.first_tokens.price_s(mixed_s)
 
         return seconds
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from hf_slospec.algo.metrics import WINDOW
-from hf_slospec.algo.tree import FloatArray
+from hf_slospec.algo.tree import FloatArray, IntArray
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.protocols import Chunk, Schedule
 from hf_slospec.engine.request import Request, RequestParams
@@ -189,26 +190,28 @@ class ContinuousScheduler:
         if not first_tokens.is_expected and all(due_s == math.inf for due_s in dues_s):
             first_tokens.begin(math.inf, None)
             return decoding
+        plain_s = float(self._plain_s(decoding, 0))
+        must = [request for request in decoding if not self._can_wait(request, now_s, plain_s)]
         num_prefill_tokens = sum(chunk.num_tokens for chunk in chunks)
-        all_s = self.costs.verify_at(len(decoding) + num_prefill_tokens, max(len(decoding), 1), _num_keys(decoding))
-        must = [request for request in decoding if not self._can_wait(request, now_s, all_s)]
-        number, num_keys = len(must), _num_keys(must)
-
-        def own_s(num_tokens: FloatArray) -> FloatArray:
-            return self.costs.verify_s(number + num_tokens, max(number, 1), num_keys)
-
-        step_s, least_s = all_s, float(own_s(np.array(num_prefill_tokens)))
-        if any(least_s <= due_s < all_s for due_s in dues_s):
+        step_s, least_s = (float(self._plain_s(requests, num_prefill_tokens)) for requests in (decoding, must))
+        taking_part = decoding
+        if any(least_s <= due_s < step_s for due_s in dues_s):
+            taking_part, step_s = must, least_s
             for request in set(decoding) - set(must):
                 self._num_skipped[request] += 1
-            decoding, step_s = must, least_s
         due_s = min((max(IN_TIME * due_s, step_s) for due_s in dues_s if due_s >= step_s), default=math.inf)
-        has_time = not len(self.waiting) and not any(self._needs_drafts(request, now_s, all_s) for request in must)
-        first_tokens.begin(due_s, own_s if has_time else None)
-        return decoding
+        # Requests that arrive now would wait for slots, or only drafts keep others in time.
+        is_lost = len(self.waiting) > 0 or any(self._needs_drafts(request, now_s, plain_s) for request in decoding)
+        first_tokens.begin(due_s, None if is_lost else partial(self._plain_s, must))
+        return taking_part
+
+    def _plain_s(self, decoding: Sequence[Request], num_prefill_tokens: IntArray | int) -> FloatArray:
+        """Return the seconds of steps without drafts that prefill so many tokens."""
+        number, num_keys = len(decoding), sum(len(request.tokens) for request in decoding)
+        return self.costs.verify_s(number + num_prefill_tokens, max(number, 1), num_keys)
 
     def _needs_drafts(self, request: Request, now_s: float, plain_s: float) -> bool:
-        """Return whether a request keeps its pace, which is still possible, only by steps of several tokens."""
+        """Return whether a request keeps its pace, if that is still possible, only by steps of several tokens."""
         if request.pace_s is None:
             return False
         elapsed_s, emitted, num_left = request.paced(now_s)
@@ -487,7 +490,3 @@ class ContinuousScheduler:
         if not is_minimal:  # a smaller share would only take more steps to recover
             self._share /= 2.0
         return not is_minimal
-
-
-def _num_keys(requests: Iterable[Request]) -> int:
-    return sum(len(request.tokens) for request in requests)
