@@ -21,10 +21,10 @@ class FirstTokens:
     """TTFT SLOs that a step should leave time for. The scheduler writes them, the policy reads :meth:`price_s`.
 
     A request that arrives during a step waits for its end, and gets its first token with the end of the next step at
-    the earliest. So a TTFT SLO *s* is missed by those that arrive in a step's first ``T - (s - own)`` seconds, *T* being
-    the seconds of the step and *own* those of a step of plain decoding that prefills the prompt. In the long run as many
-    tokens are written as arrive, so a share *q* of requests with that SLO is a share *q* of the tokens, and the step
-    loses what the engine commits in ``q * max(T - (s - own), 0)`` seconds.
+    the earliest. So a TTFT SLO *s* is missed by those that arrive in a step's first ``T - (s - own)`` seconds, *T*
+    being the seconds of the step and *own* those of a step that prefills the prompt beside the requests that cannot
+    wait. In the long run as many tokens are written as arrive, so a share *q* of requests with that SLO is a share *q*
+    of the tokens, and the step loses what the engine commits in ``q * max(T - (s - own), 0)`` seconds.
     """
 
     def __init__(self) -> None:

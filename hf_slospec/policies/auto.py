@@ -265,10 +265,10 @@ class AutoPolicy(NamedPolicy):
                 num_requests, depths, widths, num_keys, num_committed, verify_s, prompt_len
             )
             step_s = draft_s + first_s * (depths > 0) + verify_s
-            mixed_s = step_s
+            prefill_s: FloatArray | float = 0.0
             if num_prefill_tokens:
-                mixed_s = step_s - verify_s + self.costs.verify_s(num_nodes + num_prefill_tokens, num_requests, num_keys)
-            return step_s + self.costs.first_tokens.price_s(mixed_s)
+                prefill_s = self.costs.verify_s(num_nodes + num_prefill_tokens, num_requests, num_keys) - verify_s
+            return step_s + self.costs.first_tokens.price_s(step_s + prefill_s)
 
         return seconds
 

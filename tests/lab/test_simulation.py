@@ -329,3 +329,11 @@ def test_first_tokens_are_in_time_though_others_are_drafted_for(monkeypatch: pyt
         depths.append(run.summary()["depth"])
     assert missed[0] <= 1 and missed[1] >= 5, missed
     assert depths[0] > 0.5, depths
+
+
+def test_first_tokens_change_nothing_without_ttft_slos(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(6)
+    jobs = [Job(float(time_s), 40, 60, 0.03) for time_s in np.cumsum(rng.exponential(0.2, 12))]
+    run = Watched(jobs, "auto").run()
+    monkeypatch.setattr(FirstTokens, "begin", lambda self, due_s, own_s: None)
+    assert Watched(jobs, "auto").run().outcomes == run.outcomes

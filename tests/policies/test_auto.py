@@ -242,9 +242,7 @@ def test_what_is_still_to_be_learned_keeps_no_request_alive() -> None:
     assert history.depths.num_observed == now + 1
 
 
-@pytest.mark.parametrize(
-    ("due_s", "num_levels"), [(float("inf"), 4), (1.25, 4), (1.12, 2), (1.04, 0)], ids=str
-)
+@pytest.mark.parametrize(("due_s", "num_levels"), [(float("inf"), 4), (1.25, 4), (1.12, 2), (1.04, 0)], ids=str)
 def test_drafts_leave_time_for_first_tokens_that_are_due(due_s: float, num_levels: int) -> None:
     """A step of plain decoding takes 1 s, a level of drafting 0.05 s."""
     config = SLOSpecConfig(max_depth=4, max_width=1)

@@ -173,10 +173,14 @@ class ContinuousScheduler:
         """Return the decoding requests and the prefill of the next step."""
         decoding = [request for request in self.running if request.is_decoding]
         allowed_s = self._allowed_s(decoding, now_s)
-        decoding = self._taking_part(decoding, allowed_s, now_s)
-        chunks = self._chunks(decoding, allowed_s, now_s)
-        decoding = [] if chunks and self.prefill == "first" else decoding
-        return Schedule(self._leaving_time(decoding, chunks, now_s), chunks)
+        kept = self._taking_part(decoding, allowed_s, now_s)
+        chunks = self._chunks(kept, allowed_s, now_s)
+        if not (chunks and self.prefill == "first"):
+            kept = self._leaving_time(kept, chunks, now_s)
+        taking_part = set(kept)
+        for request in decoding:
+            self._num_skipped[request] = 0 if request in taking_part else self._num_skipped.get(request, 0) + 1
+        return Schedule([] if chunks and self.prefill == "first" else kept, chunks)
 
     def _leaving_time(self, decoding: list[Request], chunks: Sequence[Chunk], now_s: float) -> list[Request]:
         """Return the requests that decode beside the chunks, and tell the policy which first tokens it must not delay.
@@ -197,8 +201,6 @@ class ContinuousScheduler:
         taking_part = decoding
         if any(least_s <= due_s < step_s for due_s in dues_s):
             taking_part, step_s = must, least_s
-            for request in set(decoding) - set(must):
-                self._num_skipped[request] += 1
         due_s = min((max(IN_TIME * due_s, step_s) for due_s in dues_s if due_s >= step_s), default=math.inf)
         # Requests that arrive now would wait for slots, or only drafts keep others in time.
         is_lost = len(self.waiting) > 0 or any(self._needs_drafts(request, now_s, plain_s) for request in decoding)
@@ -399,8 +401,6 @@ class ContinuousScheduler:
             kept = set(decoding) - {r for r in spare[num_spare:] if self._num_skipped.get(r, 0) < MAX_SKIPPED}
         else:
             kept = set(decoding)
-        for request in decoding:
-            self._num_skipped[request] = 0 if request in kept else self._num_skipped.get(request, 0) + 1
         return [request for request in decoding if request in kept]
 
     def _due_s(self, request: Request, now_s: float, step_s: float) -> float:

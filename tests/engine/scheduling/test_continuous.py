@@ -44,6 +44,20 @@ def test_steps_in_which_drafting_is_paused_teach_nothing_of_drafts() -> None:
     assert history.depths.num_observed > number
 
 
+def test_requests_make_room_for_first_tokens_only_so_often_in_a_row() -> None:
+    served = Served()
+    decoding = [served.add(index, new=400) for index in range(4)]
+    for _ in range(8):
+        served.step()
+    costs, num_skipped = served.scheduler.costs, 0
+    for index in range(MAX_SKIPPED + 1):
+        num_keys = sum(len(request.tokens) for request in decoding)
+        ttft_slo_s = (costs.verify_at(3) + costs.verify_at(7, 4, num_keys)) / 2
+        served.add(10 + index, new=1, ttft_slo_s=ttft_slo_s)
+        num_skipped += not served.step().num_decoding
+    assert num_skipped == MAX_SKIPPED  # not in the last of these steps
+
+
 def test_only_requests_that_arrive_while_others_decode_tell_which_steps_are_too_long() -> None:
     served = Served()
     served.add(0, ttft_slo_s=9.0)

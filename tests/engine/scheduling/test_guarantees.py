@@ -39,7 +39,8 @@ def test_more_than_can_be_met_in_time_is_not_promised() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step_s", "ttft_slo_s", "guaranteed"), [(0.0, 20.0, True), (10.0, 20.0, True), (30.0, 20.0, True), (30.0, 1.1, False)]
+    ("step_s", "ttft_slo_s", "guaranteed"),
+    [(0.0, 20.0, True), (10.0, 20.0, True), (30.0, 20.0, True), (30.0, 1.1, False)],
 )
 def test_a_first_token_is_promised_for_the_end_of_a_step(
     monkeypatch: pytest.MonkeyPatch, step_s: float, ttft_slo_s: float, guaranteed: bool
