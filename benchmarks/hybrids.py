@@ -25,6 +25,7 @@ from transformers import DynamicCache
 
 from hf_slospec import Plan, Request, SLOSpecConfig, SLOSpecGenerator, TokenTree, disable
 from hf_slospec.cli.benchmark import provenance
+from hf_slospec.models.inspection.cache_names import cache_option
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.tree_mask import chain
 from hf_slospec.models.recurrent.states import RecurrentStates
@@ -102,7 +103,7 @@ def verify_costs(model: Any, repeats: int) -> dict[str, Any]:
     """Return the cost of verifying chains of tokens, as multiples of stock's forward of one token."""
     packed = PackedModel(model)
     cache = DynamicCache(config=model.config)
-    model(torch.zeros(1, KEYS, dtype=torch.int64), past_key_values=cache, use_cache=True)
+    model(torch.zeros(1, KEYS, dtype=torch.int64), **cache_option(cache), use_cache=True)
     sizes = (1, 2, 4, 6, 8, 16, 32)
 
     def packed_forward(num_tokens: int) -> None:
@@ -111,7 +112,7 @@ def verify_costs(model: Any, repeats: int) -> dict[str, Any]:
             packed.forward(packed.kv_cache.pool, [chain(packed, own, [5] * num_tokens)], torch.arange(num_tokens))
 
     def stock() -> None:
-        model(torch.zeros(1, 1, dtype=torch.int64), past_key_values=cache, use_cache=True)
+        model(torch.zeros(1, 1, dtype=torch.int64), **cache_option(cache), use_cache=True)
 
     for size in sizes:
         packed_forward(size)

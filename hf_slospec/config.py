@@ -25,7 +25,7 @@ class SLOSpecConfig(PolicySettings):
     attention: Literal["auto", "sdpa", "4d_mask", "flash", "triton"] = Field(
         "auto",
         description="Tree attention. sdpa: torch's, one call per request. triton: a kernel of our own (CUDA); "
-        "flash: flash-attention kernels (the flash-attn package or else torch's own; CUDA, bf16 or fp16); both use "
+        "flash: flash-attention kernels (FlashAttention 2 to 4 or torch's own; CUDA, bf16 or fp16); both use "
         "sdpa for layers they do not support. 4d_mask: the plain reference. auto: triton, flash or sdpa, the first "
         "that works.",
     )

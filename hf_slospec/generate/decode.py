@@ -29,6 +29,7 @@ from hf_slospec.generate.validation import (
     configured,
 )
 from hf_slospec.models.checked_model import CheckedModel
+from hf_slospec.models.inspection.cache_names import CACHE_NAME
 from hf_slospec.models.inspection.loaded import check_causal_lm
 from hf_slospec.models.linear.packed_layers import restore_weights
 
@@ -193,7 +194,7 @@ def decode(call: Call) -> Any:
         sequences=rows.sequences(),
         scores=record.scores(rows.num_new),
         logits=record.logits(rows.num_new),
-        past_key_values=cache if cache is None or call.encoder is None else call.encoder.fill(stock.model_kwargs),
+        **{CACHE_NAME: cache if cache is None or call.encoder is None else call.encoder.fill(stock.model_kwargs)},
     )
 
 

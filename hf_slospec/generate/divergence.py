@@ -24,6 +24,7 @@ from hf_slospec.generate.prepare import Call, StockCall, stock_generate
 from hf_slospec.generate.processors import is_stateless, processors_of_row
 from hf_slospec.generate.rows import pad_token
 from hf_slospec.generate.validation import check_decoder_only
+from hf_slospec.models.inspection.cache_names import CACHE_NAME, CACHE_NAMES, cache_option
 from hf_slospec.models.inspection.properties import input_device
 from hf_slospec.models.sampling import Processor
 
@@ -186,7 +187,7 @@ def divergence_report(
         raise InvalidInputError("the model does not speculate yet; call hf_slospec.enable(model, draft) first")
     check_decoder_only(decoder.model, "divergence_report")
     options = {"tokenizer": getattr(speculated, "tokenizer", None), **generate_options, **inputs}
-    for name in ("inputs_embeds", "past_key_values"):
+    for name in ("inputs_embeds", *CACHE_NAMES):
         if options.get(name) is not None:
             raise UnsupportedOptionError(f"divergence_report compares texts as tokens; pass input_ids, not {name}")
     slo_tpot = options.pop("slo_tpot", None)
@@ -320,7 +321,7 @@ def _equal_forwards(model: PreTrainedModel, wide: Any, prompt: list[int], new: l
     def in_pieces(size: int) -> Any:
         output = model(input_ids=ids[:, : len(prompt)], use_cache=True, **keep)
         for piece in ids[:, len(prompt) :].split(size, dim=1) if new else ():
-            output = model(input_ids=piece, past_key_values=output.past_key_values, use_cache=True, **keep)
+            output = model(input_ids=piece, use_cache=True, **cache_option(output[CACHE_NAME], model), **keep)
         return output.logits[0, -1]
 
     logits = [whole(model, 1), *(whole(model, rows) for rows in BATCHES), *(in_pieces(size) for size in PIECES)]

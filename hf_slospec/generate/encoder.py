@@ -13,6 +13,7 @@ from transformers.models.whisper.generation_whisper import WhisperGenerationMixi
 
 from hf_slospec.errors import UnsupportedInputError, UnsupportedOptionError
 from hf_slospec.models.batch.cached_sequence import Encoded
+from hf_slospec.models.inspection.cache_names import given_cache
 from hf_slospec.models.inspection.properties import attends_to_encoder
 from hf_slospec.models.packed.running import encode
 
@@ -37,8 +38,9 @@ def decoder_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
             "decoder_inputs_embeds cannot be combined with slo_tpot; pass the text so far as decoder_input_ids"
         )
     own = {name: value for name, value in model_kwargs.items() if name not in ENCODER_INPUTS}
-    if (cache := own.get("past_key_values")) is not None:
-        own["past_key_values"] = cache.self_attention_cache
+    name, cache = given_cache(own)
+    if cache is not None:
+        own[name] = cache.self_attention_cache
     return {name.removeprefix("decoder_"): value for name, value in own.items()}
 
 
@@ -96,7 +98,7 @@ class EncoderInputs:
 
     def fill(self, model_kwargs: dict[str, Any]) -> Any:
         """Add K and V of the encoder's outputs to the cache that stock prepared, as stock does, and return it."""
-        cache = model_kwargs["past_key_values"]
+        _, cache = given_cache(model_kwargs)
         for layer_idx, (keys, values) in self._of_target.items():
             cache.cross_attention_cache.update(keys, values, layer_idx)
             cache.is_updated[layer_idx] = True

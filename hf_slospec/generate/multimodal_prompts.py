@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_slospec.errors import UnsupportedInputError, UnsupportedOptionError
 from hf_slospec.generate.prompt import PromptInputs
+from hf_slospec.models.inspection.cache_names import CACHE_NAME, CACHE_NAMES, cache_option
 from hf_slospec.models.inspection.properties import vocab_size
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.prefilled_prompts import Prefilled, cached_tensors, own_cache, sees_later_tokens
@@ -68,7 +69,7 @@ class WholePrompts:
         """
         self._model: Any = model
         self._prompt, self._state_layers = prompt, state_layers
-        self._inputs = {name: value for name, value in model_kwargs.items() if name != "past_key_values"}
+        self._inputs = {name: value for name, value in model_kwargs.items() if name not in CACHE_NAMES}
         self._inputs["use_cache"] = True
         self._is_exact = is_exact
         if is_exact and names and len(prompt.tokens) > 1:
@@ -84,7 +85,7 @@ class WholePrompts:
             )
         if prompt.num_cached:
             raise UnsupportedOptionError(
-                f"past_key_values that holds tokens cannot be combined with slo_tpot and {what}; pass the whole text "
+                f"{CACHE_NAME} that holds tokens cannot be combined with slo_tpot and {what}; pass the whole text "
                 "with all of its images, without the cache"
             )
         if names:
@@ -158,7 +159,7 @@ class WholePrompts:
         inputs = {name: dict(value) if isinstance(value, dict) else value for name, value in self._inputs.items()}
         inputs |= {name: part(value) for name, value in inputs.items() if _is_by_token(value, ids)}
         inputs = self._model.prepare_inputs_for_generation(
-            part(ids), past_key_values=cache, is_first_iteration=True, **inputs
+            part(ids), is_first_iteration=True, **cache_option(cache), **inputs
         )
         return cache, inputs, self._model(**inputs, return_dict=True).logits[:, -1]
 

@@ -11,6 +11,7 @@ from transformers.generation import GenerationConfig
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.static_batch import CHUNK
 from hf_slospec.errors import InvalidInputError, UnsupportedInputError, UnsupportedOptionError
+from hf_slospec.models.inspection.cache_names import CACHE_NAME, given_cache
 from hf_slospec.models.inspection.ranks import whole
 from hf_slospec.models.packed.prefilled_prompts import cached_layers, cached_tensors
 from hf_slospec.models.recurrent.stock_cache import read_states, write_states
@@ -42,7 +43,7 @@ class PromptInputs:
             InvalidInputError, UnsupportedOptionError: they contradict each other, or cannot be speculated.
         """
         embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
-        cache = model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))  # Mamba's name for it
+        cache_name, cache = given_cache(model_kwargs)
         num_cached = 0 if cache is None or all(cache.is_linear) else int(cache.get_seq_length())
         tokens = input_ids
         if embeds is not None:
@@ -58,7 +59,7 @@ class PromptInputs:
                 tokens = torch.cat((input_ids.new_zeros(len(input_ids), num_cached), input_ids), dim=1)
         if tokens.shape[1] <= num_cached:
             raise InvalidInputError(
-                f"past_key_values holds {num_cached} tokens, which is all of the prompt; at least one must be left "
+                f"{cache_name} holds {num_cached} tokens, which is all of the prompt; at least one must be left "
                 "to process, so pass the whole text so far, or new tokens with an attention_mask over old and new ones"
             )
         if mask is None:
@@ -77,7 +78,7 @@ class PromptInputs:
         rows = {len(layer.keys) for layer in cached_layers(self.cache)} if self.num_cached else set()
         if rows - {len(self.tokens)}:
             raise InvalidInputError(
-                f"past_key_values holds {rows.pop()} rows, and this batch has {len(self.tokens)}; use a cache per batch"
+                f"{CACHE_NAME} holds {rows.pop()} rows, and this batch has {len(self.tokens)}; use a cache per batch"
             )
 
     def _check_positions(self, position_ids: torch.Tensor | None) -> None:
@@ -89,7 +90,7 @@ class PromptInputs:
         if given.shape[-1] != expected.shape[1] or bool(((given != expected) & self.mask).any()):
             raise UnsupportedOptionError(
                 "slo_tpot needs position_ids that count each row's tokens from 0, padding left out; leave position_ids "
-                "out, and where past_key_values holds images, pass the whole text with its images in its place"
+                f"out, and where {CACHE_NAME} holds images, pass the whole text with its images in its place"
             )
 
     @property

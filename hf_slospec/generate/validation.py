@@ -27,20 +27,20 @@ from hf_slospec.errors import (
 )
 from hf_slospec.generate.rows import Rows
 from hf_slospec.models.checked_model import CheckedModel
+from hf_slospec.models.inspection.cache_names import CACHE_NAME, CACHE_NAMES, given_cache
 from hf_slospec.models.inspection.loaded import check_tokenizer
 from hf_slospec.models.length_rope import varying_ropes
 from hf_slospec.models.packed.model import PackedModel
 
 # Keyword arguments from stock that the package handles, or that do not affect the output.
 PREPARED = {
+    *CACHE_NAMES,
     "attention_mask",
-    "cache_params",
     "inputs_embeds",
     "labels",
     "logits_to_keep",
     "output_attentions",
     "output_hidden_states",
-    "past_key_values",
     "position_ids",
     "use_cache",
 }
@@ -103,15 +103,16 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
             "leave it out"
         )
     check_tokenizer(arguments.get("tokenizer"))
-    _check_cache(arguments.get("past_key_values"))
-    if arguments.get("past_key_values") is not None and configured("use_cache", model, arguments) is False:
-        raise UnsupportedOptionError("past_key_values and use_cache=False contradict each other; leave one out")
+    cache_name, cache = given_cache(arguments)
+    _check_cache(cache_name, cache)
+    if cache is not None and configured("use_cache", model, arguments) is False:
+        raise UnsupportedOptionError(f"{cache_name} and use_cache=False contradict each other; leave one out")
     for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length"):
         value = configured(name, model, arguments)
         if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
             raise InvalidTypeError(f"{name} must be an integer, got {value!r}")
     _check_lookup(configured("prompt_lookup_num_tokens", model, arguments))
-    embeds, has_cache = arguments.get("inputs_embeds"), arguments.get("past_key_values") is not None
+    embeds, has_cache = arguments.get("inputs_embeds"), cache is not None
     if embeds is not None and not (isinstance(embeds, torch.Tensor) and embeds.ndim == 3 and embeds.numel()):
         raise InvalidInputError("inputs_embeds must be a tensor of shape [batch, length, hidden], none of them 0")
     hidden = getattr(model.get_input_embeddings(), "embedding_dim", None)
@@ -173,17 +174,17 @@ def _drops(module: torch.nn.Module) -> bool:
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
-def _check_cache(cache: Any) -> None:
+def _check_cache(name: str, cache: Any) -> None:
     if cache is None:
         return
     if not isinstance(cache, Cache):
         raise InvalidTypeError(
-            f"past_key_values must be a transformers Cache, such as DynamicCache(), got {type(cache).__name__}"
+            f"{name} must be a transformers Cache, such as DynamicCache(), got {type(cache).__name__}"
         )
     for layer in getattr(cache, "layers", [cache]):
         if not isinstance(layer, CACHE_LAYERS) or isinstance(layer, BaseQuantizedLayer):
             raise UnsupportedOptionError(
-                f"past_key_values with layers of type {type(layer).__name__} cannot be combined with slo_tpot; use a "
+                f"{name} with layers of type {type(layer).__name__} cannot be combined with slo_tpot; use a "
                 "DynamicCache, or pass the whole text as input_ids"
             )
 
@@ -272,7 +273,7 @@ def check_prompts(rows: Rows, checked: CheckedModel, has_placeholders: bool = Fa
     cached = rows.prompt.cached_shapes
     if cached and cached != [(layer.shape.key.num_heads, layer.shape.key.dim) for layer in target.layers]:
         raise InvalidInputError(
-            f"past_key_values holds {len(cached)} layers, whose shapes are not those of this model's "
+            f"{CACHE_NAME} holds {len(cached)} layers, whose shapes are not those of this model's "
             f"{len(target.layers)}; pass a cache that the same model wrote"
         )
 

@@ -20,6 +20,7 @@ from hf_slospec.errors import (
     UnsupportedOptionError,
     describe_validation_error,
 )
+from hf_slospec.models.inspection.cache_names import CACHE_NAMES
 from hf_slospec.serving.handle import RequestHandle
 
 Prompt = str | Sequence[int] | torch.Tensor | Sequence[dict[str, Any]]
@@ -30,12 +31,12 @@ REFUSALS = (
     TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, OSError, RuntimeError,
 )  # fmt: skip
 NOT_FOR_ONE = (  # arguments of generate that do not apply to the tokens of a single request
+    *CACHE_NAMES,
     "assistant_model",
     "attention_mask",
     "input_ids",
     "inputs",
     "inputs_embeds",
-    "past_key_values",
     "prompt_lookup_num_tokens",
     "return_dict_in_generate",
 )

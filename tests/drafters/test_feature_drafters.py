@@ -15,6 +15,7 @@ from hf_slospec.drafters import features as features_module
 from hf_slospec.drafters.features import FeatureDrafter
 from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.drafters.heads.dflash import DFlashHead
+from hf_slospec.models.inspection.cache_names import cache_option
 from hf_slospec.models.target import PackedTarget
 from tests.drafters.heads.checkpoints import target_of
 from tests.drafters.test_features import texts_of
@@ -60,7 +61,7 @@ def best_of_block(
     block = torch.tensor([[tokens[-1], *[head.mask_token_id] * (size - 1)]])
     mask = torch.zeros(1, 1, size, len(features) + size)
     positions = torch.arange(len(tokens) - 1, len(tokens) - 1 + size)[None]
-    probs = head(block, attention_mask=mask, position_ids=positions, past_key_values=cache).logits[0].softmax(-1)
+    probs = head(block, attention_mask=mask, position_ids=positions, cache=cache).logits[0].softmax(-1)
     beam, every = {(): 1.0}, dict[tuple[int, ...], float]()
     num_nodes = plan.depth * plan.width
     for depth in range(1, min(plan.depth + 1, size)):
@@ -160,10 +161,10 @@ def test_behind_a_cache_that_was_given(setting: Setting, monkeypatch: pytest.Mon
     text = setting.text(prompt, 14)
     cache = DynamicCache(config=setting.target.config)
     with torch.no_grad():
-        setting.target(torch.tensor([prompt[:20]]), past_key_values=cache)
+        setting.target(torch.tensor([prompt[:20]]), **cache_option(cache))
     setting.checks.texts, setting.checks.first = [text], {0: 20}
     with setting.checks.on(monkeypatch) as checks:
-        out = setting.generator().generate(torch.tensor([prompt]), past_key_values=cache, **OPTIONS)
+        out = setting.generator().generate(torch.tensor([prompt]), **cache_option(cache), **OPTIONS)
     assert out[0].tolist() == text and checks.num_checked > 4
 
 

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from hf_slospec import Plan, Request, RequestParams, SLOSpecConfig, SLOSpecGenerator, TokenTree, UnsupportedModelError
 from hf_slospec.drafters.features import FeatureQueue
+from hf_slospec.models.inspection.cache_names import cache_option
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
 
 LAYERS = (0, 2, 1)
@@ -90,8 +91,8 @@ def test_features_of_chunked_prompts_and_of_preempted_requests() -> None:
 def test_features_begin_behind_a_given_cache() -> None:
     model, reader, text = tiny_model("llama"), Reader(), torch.randint(3, VOCAB, (1, 30))
     cache = DynamicCache(config=model.config)
-    model(text[:, :20], past_key_values=cache)
-    SLOSpecGenerator(model, drafter=reader).generate(text, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    model(text[:, :20], **cache_option(cache))
+    SLOSpecGenerator(model, drafter=reader).generate(text, **cache_option(cache), max_new_tokens=6, do_sample=False)
     (parts,) = reader.features.values()
     assert parts[0][0] == 20
 

@@ -25,6 +25,7 @@ from hf_slospec import (
     UnsupportedOptionError,
 )
 from hf_slospec.generate.rows import Rows
+from hf_slospec.models.inspection.cache_names import CACHE_NAME, cache_option
 from tests.support.toys.tiny_configs import tiny_config
 from tests.support.toys.tiny_encoder_decoders import (
     FRAMES,
@@ -276,8 +277,8 @@ def test_what_is_refused() -> None:
     padded = dict(decoder_input_ids=torch.tensor([[0, 3, 5]]), decoder_attention_mask=torch.tensor([[0, 1, 1]]))
     with pytest.raises(hf_slospec.UnsupportedInputError, match="counts them as text"):
         bart.generate(**texts(1), **padded, **NEW, decoder_start_token_id=0)
-    with pytest.raises(UnsupportedOptionError, match="past_key_values"):
-        bart.generate(**texts(1), **NEW, past_key_values=EncoderDecoderCache([]))
+    with pytest.raises(UnsupportedOptionError, match=CACHE_NAME):
+        bart.generate(**texts(1), **NEW, **cache_option(EncoderDecoderCache([])))
 
 
 def test_audio_of_the_usual_size_has_the_encoders_positions() -> None:

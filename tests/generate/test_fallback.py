@@ -17,6 +17,7 @@ from hf_slospec import (
     disable,
     enable,
 )
+from hf_slospec.models.inspection.cache_names import CACHE_NAME, cache_option
 from tests.support.against_stock import generator
 from tests.support.streamers import Recorder
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
@@ -32,7 +33,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     (dict(token_healing=True), "token_healing"),
     (dict(synced_gpus=True), "synced_gpus"),
     (dict(compile_config=CompileConfig()), "compile_config"),
-    (dict(past_key_values=DynamicCache(), use_cache=False), "use_cache"),
+    (cache_option(DynamicCache()) | dict(use_cache=False), "use_cache"),
 ]
 
 
@@ -101,7 +102,7 @@ def test_fallback_does_not_stream_the_prompt_twice() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "name"),
     [
-        (dict(past_key_values=object()), InvalidTypeError, "past_key_values"),
+        (cache_option(object()), InvalidTypeError, CACHE_NAME),
         (dict(inputs_embeds=torch.zeros(2, 32)), InvalidInputError, "inputs_embeds"),
         (dict(inputs_embeds=torch.zeros(2, 3, 32)), UnsupportedOptionError, "inputs_embeds"),
     ],

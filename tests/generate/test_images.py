@@ -19,6 +19,7 @@ from hf_slospec import (
 )
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.generate import multimodal_prompts
+from hf_slospec.models.inspection.cache_names import CACHE_NAME, cache_option
 from hf_slospec.models.packed.prefilled_prompts import sees_later_tokens
 from hf_slospec.models.packed.probe import probe_layers
 from tests.support.toys.tiny_image_models import IMAGE, image_inputs, prompts_with_images, tiny_image_model
@@ -124,7 +125,7 @@ def test_stock_generate_continues_as_if_nothing_had_run() -> None:
         ids = torch.cat((first.sequences, more), dim=1)
         mask = torch.ones_like(ids)
         second = type(model).generate
-        return second(model, input_ids=ids, attention_mask=mask, past_key_values=first.past_key_values, **OPTIONS)
+        return second(model, input_ids=ids, attention_mask=mask, **cache_option(first[CACHE_NAME]), **OPTIONS)
 
     assert torch.equal(two_turns(ours.generate), two_turns(type(model).generate.__get__(model)))
 
@@ -195,8 +196,8 @@ def test_what_cannot_be_combined_with_images() -> None:
     ids = torch.cat((first.sequences, inputs["input_ids"]), dim=1)
     both = {name: torch.cat((inputs[name], inputs[name])) for name in ("pixel_values", "image_grid_thw")}
     both |= {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == IMAGE).long()}
-    with pytest.raises(UnsupportedOptionError, match="past_key_values that holds tokens"):
-        ours.generate(**both, past_key_values=first.past_key_values, **OPTIONS)
+    with pytest.raises(UnsupportedOptionError, match=f"{CACHE_NAME} that holds tokens"):
+        ours.generate(**both, **cache_option(first[CACHE_NAME]), **OPTIONS)
     text = SLOSpecGenerator(tiny_model("llama"), config=CONFIG)
     with pytest.raises(ValueError, match="pixel_values"):
         text.generate(**inputs, **OPTIONS)

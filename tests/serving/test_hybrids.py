@@ -10,6 +10,7 @@ import transformers
 from transformers import DynamicCache
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, UnsupportedOptionError, load_drafter
+from hf_slospec.models.inspection.cache_names import CACHE_NAME, cache_option
 from tests.support.served_pair import WAIT_S, Holds
 from tests.support.toys.tiny_configs import tiny_config
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, sharpened
@@ -40,7 +41,7 @@ def test_a_call_and_its_cache_are_those_of_stock(family: str) -> None:
 
     def generate(**options: Any) -> Any:
         output = generator.generate(**options)
-        caches.append(output.past_key_values)
+        caches.append(output[CACHE_NAME])
         return output
 
     for batch in (1, 3):
@@ -51,7 +52,7 @@ def test_a_call_and_its_cache_are_those_of_stock(family: str) -> None:
         own, text = caches.pop(), output.sequences
         mask = torch.cat((inputs["attention_mask"], torch.ones(batch, text.shape[1] - inputs["input_ids"].shape[1])), 1)
         options: Any = dict(attention_mask=mask.long(), max_new_tokens=9, do_sample=False, eos_token_id=None)
-        again = type(generator.model).generate(generator.model, text, past_key_values=own, **options)
+        again = type(generator.model).generate(generator.model, text, **cache_option(own), **options)
         assert torch.equal(again, type(generator.model).generate(generator.model, text, **options))
 
 
@@ -62,7 +63,7 @@ def test_a_turn_goes_on_from_a_cache_of_stock(family: str) -> None:
     stock = type(generator.model).generate
     for generate in (lambda **o: stock(generator.model, **o), generator.generate):
         cache = DynamicCache(config=generator.model.config)
-        options: Any = dict(do_sample=False, eos_token_id=None, past_key_values=cache)
+        options: Any = dict(do_sample=False, eos_token_id=None, **cache_option(cache))
         text = stock(generator.model, **inputs, max_new_tokens=6, **options)
         mask = torch.cat((inputs["attention_mask"], torch.ones(3, 10).long()), 1)
         ids = torch.cat((text, torch.full((3, 4), 7)), 1)

@@ -20,7 +20,7 @@ from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.models.attention import FlashAttention, packing, sdpa_attention
 from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
-from hf_slospec.models.attention.flash_kernels import FlashAttnPackage, FlashKernel, KernelUnavailable, TorchVarlen
+from hf_slospec.models.attention.flash_kernels import FlashKernel, KernelUnavailable
 from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.device import graphs
 from hf_slospec.models.device.deferred import DeferredFlags
@@ -36,7 +36,7 @@ CUDA = torch.device("cuda:0")
 TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
-@pytest.fixture(params=[FlashAttnPackage, TorchVarlen])
+@pytest.fixture(params=kernel_choice.KERNELS)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FlashKernel:
     """Each kernel that can be loaded here, being the only one that there is."""
     try:

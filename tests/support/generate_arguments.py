@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from hf_slospec import SLOSpecError, SLOStage
+from hf_slospec.models.inspection.cache_names import CACHE_NAME, cache_option
 from tests.support.fuzzing import HUGE
 from tests.support.toys.tiny_models import VOCAB, ragged_prompts, tiny_model
 from tests.support.toys.tiny_tokenizers import byte_level
@@ -152,7 +153,7 @@ VALID: dict[str, st.SearchStrategy[Any]] = dict(
     logits_to_keep=st.integers(0, 2),
     cache_implementation=st.sampled_from(("static", "dynamic", "quantized", "paged", "offloaded", "hybrid", "x")),
     cache_config=st.just({"backend": "quanto"}),
-    past_key_values=st.sampled_from(("dynamic", "static", "filled")),  # made by `ready`
+    **cache_option(st.sampled_from(("dynamic", "static", "filled"))),  # made by `ready`
     position_ids=st.sampled_from([torch.arange(12)[None], torch.zeros(1, 3, dtype=torch.int64)]),
     logits_processor=st.sampled_from(
         [LogitsProcessorList([Shifts()]), LogitsProcessorList([fails]), [Shifts()],
@@ -253,13 +254,13 @@ def ready(arguments: dict[str, Any]) -> dict[str, Any]:
         name: value if name in ("assistant_model", "tokenizer") else copy.deepcopy(value)
         for name, value in arguments.items()
     }
-    cache, config = found.get("past_key_values"), tiny_model("llama").config
+    cache, config = found.get(CACHE_NAME), tiny_model("llama").config
     if cache == "dynamic":
-        found["past_key_values"] = DynamicCache(config=config)
+        found[CACHE_NAME] = DynamicCache(config=config)
     elif cache == "static":
-        found["past_key_values"] = StaticCache(config=config, max_cache_len=64)
+        found[CACHE_NAME] = StaticCache(config=config, max_cache_len=64)
     elif cache == "filled":
-        found["past_key_values"] = tiny_model("llama")(torch.tensor([[5, 6, 7]])).past_key_values
+        found[CACHE_NAME] = tiny_model("llama")(torch.tensor([[5, 6, 7]]))[CACHE_NAME]
     found.setdefault("stopping_criteria", StoppingCriteriaList([Ends(45)]))
     for name in ("max_new_tokens", "max_length"):
         if "stopping_criteria" in arguments and type(found.get(name)) is int and found[name] > 100:

@@ -33,6 +33,7 @@ def train_drafter(given: dict[str, Any]) -> None:
     Example:  hf_slospec train-drafter --target org/target --out org-target-eagle3 --minutes 120
     """
     from hf_slospec.drafters.training.run import FOLDER, train_drafter
+    from hf_slospec.models.device.machine import native_dtypes
     from hf_slospec.serving.loading import load_models, size_and_place
 
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
@@ -40,6 +41,8 @@ def train_drafter(given: dict[str, Any]) -> None:
         models = ModelOptions(**{field: given.pop(field) for field in MODEL})
         options = TrainingOptions(**given)
         target, _, tokenizer = load_models(models)
+        if models.dtype == "fast" and target.device.type == "cpu" and not native_dtypes()[target.dtype]:
+            target = target.float()  # bf16 is fast by packed weights here, which cannot be trained on
         console.print(f"{models.name}: {size_and_place(target)}")
         write = writer(_generator(target, tokenizer))
         held_out = train_drafter(options, target, tokenizer, write, console.print)

@@ -16,6 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from hf_slospec.errors import UnsupportedModelError
+from hf_slospec.models.inspection.cache_names import cache_option
 
 # Entries of dflash_config that are read here, or that do not change the forward.
 KNOWN = {"block_size", "mask_token_id", "target_layer_ids", "causal", "is_causal", "causal_head"}
@@ -164,13 +165,13 @@ class DFlashHead(PreTrainedModel):
         combined: torch.Tensor = self.hidden_norm(self.fc(features))
         return combined
 
-    def cache_context(self, combined: torch.Tensor, position_ids: torch.Tensor, past_key_values: Any) -> None:
+    def cache_context(self, combined: torch.Tensor, position_ids: torch.Tensor, cache: Any) -> None:
         """Cache every layer's K and V of context tokens.
 
         Args:
             combined: [1, num_tokens, hidden], from :meth:`combine`.
             position_ids: [1, num_tokens] int64.
-            past_key_values: cache to update.
+            cache: cache to update.
         """
         # [1, 1, num_tokens, head_dim] each
         cos, sin = (part[:, None] for part in self.rotary_emb(combined, position_ids))
@@ -178,7 +179,7 @@ class DFlashHead(PreTrainedModel):
             per_head = (*combined.shape[:-1], -1, attention.head_dim)
             keys = attention.k_norm(attention.k_proj(combined).view(per_head)).transpose(1, 2)
             values = attention.v_proj(combined).view(per_head).transpose(1, 2)
-            past_key_values.update(keys * cos + rotate_half(keys) * sin, values, index)
+            cache.update(keys * cos + rotate_half(keys) * sin, values, index)
 
     def layer_options(self, input_ids: torch.Tensor) -> dict[str, Any]:
         """Return further arguments of the layers, by the ids of block tokens, [batch, num_tokens] int64."""
@@ -213,7 +214,7 @@ class DFlashHead(PreTrainedModel):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: torch.Tensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **_: Any,
@@ -226,7 +227,7 @@ class DFlashHead(PreTrainedModel):
             input_ids: [batch, num_tokens] int64, block tokens.
             attention_mask: additive or boolean mask for all layers; packed attention does not read it.
             position_ids: [1, num_tokens] int64; None: counted from 0.
-            past_key_values: cache that the layers update.
+            cache: cache that the layers update.
             inputs_embeds: [1, num_tokens, hidden], combined features of context tokens, which have no logits.
             logits_to_keep: [num_rows] int64, the block tokens whose logits to return; 0: all. For context tokens, its
                 length is the number of rows of zeros to return.
@@ -236,7 +237,7 @@ class DFlashHead(PreTrainedModel):
         """
         if inputs_embeds is not None:
             assert isinstance(logits_to_keep, torch.Tensor) and position_ids is not None
-            self.cache_context(inputs_embeds, position_ids, past_key_values)
+            self.cache_context(inputs_embeds, position_ids, cache)
             return CausalLMOutput(logits=inputs_embeds.new_zeros(1, len(logits_to_keep), self.output_size))
         assert input_ids is not None
         states = self.embed(input_ids)
@@ -249,7 +250,7 @@ class DFlashHead(PreTrainedModel):
                 states,
                 attention_mask=mask,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
+                **cache_option(cache),
                 position_embeddings=position_embeddings,
                 **options,
             )

@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from hf_slospec.drafters.heads.head import DraftHead
+from hf_slospec.models.inspection.cache_names import cache_option
 
 SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers
 LAYERS: dict[str, Any] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}  # by model_type
@@ -141,7 +142,7 @@ class Eagle3Head(DraftHead):
         embeds: torch.Tensor,
         hidden: torch.Tensor,
         position_ids: torch.Tensor,
-        past_key_values: Any,
+        cache: Any,
         attention_mask: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         position_embeddings = self.rotary_emb(hidden, position_ids)
@@ -149,7 +150,7 @@ class Eagle3Head(DraftHead):
             options: dict[str, Any] = dict(
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask[kind],
-                past_key_values=past_key_values,
+                **cache_option(cache),
             )
             if self.config.model_type == "llama":  # its layers do not read the window in the config
                 options["sliding_window"] = self.config.sliding_window if kind == SLIDING else None

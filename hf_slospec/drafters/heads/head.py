@@ -10,6 +10,8 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutput
 
+from hf_slospec.models.inspection.cache_names import cache_option
+
 
 class DraftHead(PreTrainedModel):
     """Network that drafts from hidden states of the target (features), one token after another.
@@ -63,7 +65,7 @@ class DraftHead(PreTrainedModel):
         embeds: torch.Tensor,
         hidden: torch.Tensor,
         position_ids: torch.Tensor,
-        past_key_values: Any,
+        cache: Any,
         attention_mask: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the states of the logits and the children's hidden states, [1, num_tokens, hidden] each.
@@ -72,7 +74,7 @@ class DraftHead(PreTrainedModel):
             embeds: [1, num_tokens, embedding].
             hidden: [1, num_tokens, hidden], combined features, or hidden states that the parents' entries returned.
             position_ids: [1, num_tokens] int64.
-            past_key_values: cache that the layers update; None: entries attend to each other only.
+            cache: cache that the layers update; None: entries attend to each other only.
             attention_mask: from :meth:`mask`.
         """
         raise NotImplementedError
@@ -94,7 +96,7 @@ class DraftHead(PreTrainedModel):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: torch.Tensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **_: Any,
@@ -121,10 +123,10 @@ class DraftHead(PreTrainedModel):
             config=self.config,
             inputs_embeds=hidden,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
+            **cache_option(cache),
             position_ids=position_ids,
         )
-        states, next_hidden = self.run(embeds, hidden, position_ids, past_key_values, mask)
+        states, next_hidden = self.run(embeds, hidden, position_ids, cache, mask)
         rows = slice(None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutput(logits=torch.cat((self.logits(states[:, rows]), next_hidden[:, rows]), dim=-1))
 

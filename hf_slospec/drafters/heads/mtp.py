@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 from hf_slospec.drafters.heads.head import DraftHead
+from hf_slospec.models.inspection.cache_names import cache_option
 
 
 class _TargetLayerHead(DraftHead):
@@ -65,7 +66,7 @@ class MtpHead(_TargetLayerHead):
         embeds: torch.Tensor,
         hidden: torch.Tensor,
         position_ids: torch.Tensor,
-        past_key_values: Any,
+        cache: Any,
         attention_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.fc(torch.cat((self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(hidden)), dim=-1))
@@ -74,7 +75,7 @@ class MtpHead(_TargetLayerHead):
             position_embeddings=self.rotary_emb(hidden, position_ids),
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            **cache_option(cache),
         )
         hidden = self.norm(hidden)
         return hidden, hidden
@@ -93,7 +94,7 @@ class ShippedMtpHead(_TargetLayerHead):
         embeds: torch.Tensor,
         hidden: torch.Tensor,
         position_ids: torch.Tensor,
-        past_key_values: Any,
+        cache: Any,
         attention_mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.mtp.layers[0](
@@ -102,7 +103,7 @@ class ShippedMtpHead(_TargetLayerHead):
             position_embeddings=self._position_embeddings(embeds, position_ids),
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            **cache_option(cache),
         )
         if self.mtp.use_shared_post_norm:
             hidden = self.mtp.shared_post_norm(hidden)

@@ -58,7 +58,7 @@ def unrolled(
             inputs_embeds=torch.cat((embeds, hidden), dim=-1),
             attention_mask=bias.expand(len(ids), 1, -1, -1),
             position_ids=index[None] + level,
-            past_key_values=cache,
+            cache=cache,
         ).logits
         logits, hidden = outputs.split([outputs.shape[-1] - head.hidden_size, head.hidden_size], dim=-1)
         yield logits, index + 1 + level

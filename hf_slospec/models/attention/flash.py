@@ -42,12 +42,7 @@ def _kernel_for(
     key_dim, value_dim = dims
     if key_dim != value_dim or key_dim > MAX_DIM or key_dim % DIM_STEP:
         return f"no kernel takes heads of size {key_dim} with values of size {value_dim}"
-    kernel = kernel_on(device, dtypes[0], key_dim)
-    if isinstance(kernel, str):
-        return kernel
-    if has_softcap and not kernel.has_softcap:
-        return f"{kernel.name} has no softcap"
-    return kernel
+    return kernel_on(device, dtypes[0], key_dim, has_softcap)
 
 
 class FlashAttention:

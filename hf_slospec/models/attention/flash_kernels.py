@@ -14,6 +14,7 @@ from hf_slospec.models.batch.attention_rules import AttentionRules
 
 HALF: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 AMPERE = (8, 0)  # compute capability
+LSE_OPTIONS = ("return_attn_probs", "return_softmax", "return_lse")  # by which versions are asked for the log-sum-exp
 
 
 class KernelUnavailable(Exception):  # noqa: N818  not an error: the next kernel is tried
@@ -39,16 +40,23 @@ class FlashKernel(Protocol):
         """Return out [num_queries, num_heads, head_dim] and lse [num_heads, num_queries] f32, the natural logarithm."""
 
 
-class FlashAttnPackage:
-    """FlashAttention-2 from the ``flash-attn`` package."""
+class FlashAttn2:
+    """``flash_attn_varlen_func`` of the ``flash-attn`` package, which later versions have with other options."""
 
-    name, dtypes, has_softcap = "flash-attn", HALF, True
+    name, module, dtypes, has_softcap = "flash-attn", "flash_attn", HALF, True
 
     def __init__(self, device: torch.device):
         _require_cuda(device)
-        self._function: Any = _import_from("flash_attn", "flash_attn_varlen_func")
-        if "softcap" not in inspect.signature(self._function).parameters:
-            raise KernelUnavailable("flash-attn is older than 2.6; upgrade it")
+        self._function: Any = self._load()
+        parameters = inspect.signature(self._function).parameters
+        if missing := {"softcap", "window_size"} - parameters.keys():
+            raise KernelUnavailable(f"{self.name} has no {', '.join(sorted(missing))}; upgrade it")
+        # The first versions of FlashAttention-3 return the log-sum-exp without being asked.
+        self._lse_options = {option: True for option in LSE_OPTIONS if option in parameters}
+        self._no_window = parameters["window_size"].default  # -1 or None on both sides
+
+    def _load(self) -> Any:
+        return _import_from(self.module, "flash_attn_varlen_func")
 
     def __call__(
         self,
@@ -59,21 +67,52 @@ class FlashAttnPackage:
         is_causal: bool,
         rules: AttentionRules,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse, _ = self._function(
+        has_window = is_causal and rules.window is not None
+        out, lse, *_ = self._function(
             query,
             key,
             value,
-            entries.cu_queries,
-            entries.cu_keys,
-            entries.max_queries,
-            entries.max_keys,
+            cu_seqlens_q=entries.cu_queries,
+            cu_seqlens_k=entries.cu_keys,
+            max_seqlen_q=entries.max_queries,
+            max_seqlen_k=entries.max_keys,
             softmax_scale=rules.scaling,
             causal=is_causal,
-            window_size=_window_size(is_causal, rules),
+            window_size=_window_size(is_causal, rules) if has_window else self._no_window,
             softcap=rules.softcap or 0.0,
-            return_attn_probs=True,
+            **self._lse_options,
         )
         return out, lse
+
+
+class FlashAttn3(FlashAttn2):
+    """FlashAttention-3, built from its sources (Hopper)."""
+
+    name, module = "flash-attn-3", "flash_attn_interface"
+
+
+class FlashAttn4(FlashAttn2):
+    """FlashAttention-4 from the ``flash-attn-4`` package, which compiles its kernels when they are first called."""
+
+    name, module = "flash-attn-4", "flash_attn.cute"
+
+
+class HubFlashAttn(FlashAttn2):
+    """The build of flash-attn that transformers would load from the Hub by the ``kernels`` package."""
+
+    name = "flash-attn by kernels"
+
+    def _load(self) -> Any:
+        get_kernel = _import_from("kernels", "get_kernel")
+        repositories, versions = (
+            _import_from("transformers.modeling_flash_attention_utils", f"FLASH_ATTN_KERNEL_{table}")
+            for table in ("FALLBACK", "VERSIONS")
+        )
+        repository = repositories["flash_attention_2"]
+        try:
+            return get_kernel(repository, version=versions.get(repository)).flash_attn_varlen_func
+        except (OSError, ValueError, RuntimeError, AttributeError) as error:
+            raise KernelUnavailable(f"{repository} cannot be loaded from the Hub ({error})") from error
 
 
 class TorchVarlen:

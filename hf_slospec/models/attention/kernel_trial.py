@@ -25,7 +25,7 @@ def check_kernel(kernel: FlashKernel, device: torch.device, dtype: torch.dtype, 
     ]
     try:
         errors = [_error(kernel, device, dtype, head_dim, *case) for case in cases]
-    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+    except Exception as error:  # compilers of kernels raise classes of their own
         raise KernelUnavailable(f"{kernel.name} failed in a trial with {error!r}") from error
     if not max(errors) <= TRIAL_TOLERANCE:  # also refuses NaN
         raise KernelUnavailable(f"{kernel.name} was off by {max(errors):.2g} in a trial")

@@ -9,7 +9,7 @@
 #include <ATen/native/quantized/PackedParams.h>
 #include <torch/library.h>
 
-#ifdef __AVX512BF16__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -129,10 +129,16 @@ void set_plan(int64_t id, const Tensor& sequences, const Tensor& mask, const Ten
   context_of(id)->plan = {sequences, mask, windowed_mask, positions, staged_positions};
 }
 
-// Vectors of floats, as wide as AVX-512's; compilers split them where the CPU's are narrower.
+// Vectors of floats, as wide as the CPU's: compilers split wider ones badly.
+#ifdef __AVX512F__
 constexpr int64_t WIDTH = 16;  // floats per vector
+#elif defined(__AVX__)
+constexpr int64_t WIDTH = 8;
+#else
+constexpr int64_t WIDTH = 4;
+#endif
 constexpr int64_t MAX_ROWS = 128;  // queries per tile
-constexpr int64_t BLOCK = 64;  // keys, or elements of values, per block of a product: four vectors
+constexpr int64_t BLOCK = 64;  // keys, or elements of values, per block of a product
 typedef float vec __attribute__((vector_size(WIDTH * sizeof(float))));
 typedef int32_t ivec __attribute__((vector_size(WIDTH * sizeof(int32_t))));
 
@@ -150,7 +156,11 @@ typedef uint32_t uvec __attribute__((vector_size(WIDTH * sizeof(uint32_t))));
 inline vec load(const at::BFloat16* from) {
   half_vec halves;
   std::memcpy(&halves, from, sizeof halves);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const uvec bits = (uvec)_mm256_cvtepu16_epi32((__m128i)halves) << 16;  // compilers need three instructions for it
+#else
   const uvec bits = __builtin_convertvector(halves, uvec) << 16;
+#endif
   vec v;
   std::memcpy(&v, &bits, sizeof v);
   return v;
@@ -228,36 +238,50 @@ inline vec add_products(vec, pair, vec) { return vec{}; }
 inline void store_rounded(pair*, vec) {}
 #endif
 inline vec add_products(vec sum, float a, vec b) { return sum + a * b; }
+inline vec load(const pair* from) {
+  vec v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
 
-// As many sums as the CPU's registers hold: MAX_R times MAX_C vectors.
-#ifdef __AVX512F__
-constexpr int MAX_R = 6, MAX_C = 4;
-#else
-constexpr int MAX_R = 6, MAX_C = 1;
-#endif
+constexpr int MAX_R = 6;
+// Number of vectors of columns for R rows: of 32 registers, 24 hold sums; of 16, 12.
+constexpr int columns_of(int R) {
+  if (WIDTH == 16) return 4;
+  return R == 1 ? 8 : R <= 3 ? 4 : 2;
+}
 
 // out[r][0:BLOCK] += sum over i of a[r][i] * b[i][0:BLOCK], for R rows.
-template <int R, typename E>
-inline void add_rows(const E* a, int64_t a_stride, const E* b, int64_t b_stride, int64_t n, float* out,
+template <int R, typename A, typename B>
+inline void add_rows(const A* a, int64_t a_stride, const B* b, int64_t b_stride, int64_t n, float* out,
                      int64_t out_stride) {
-  for (int64_t column = 0; column < BLOCK; column += MAX_C * WIDTH) {
-    vec sums[R][MAX_C];
+  constexpr int C = columns_of(R);
+  for (int64_t column = 0; column < BLOCK; column += C * WIDTH) {
+    vec sums[R][C];
     for (int r = 0; r < R; ++r)
-      for (int c = 0; c < MAX_C; ++c) sums[r][c] = load(out + r * out_stride + column + c * WIDTH);
+      for (int c = 0; c < C; ++c) sums[r][c] = load(out + r * out_stride + column + c * WIDTH);
     for (int64_t i = 0; i < n; ++i) {
-      vec x[MAX_C];
-      for (int c = 0; c < MAX_C; ++c) std::memcpy(&x[c], b + i * b_stride + column + c * WIDTH, sizeof x[c]);
-      for (int r = 0; r < R; ++r)
-        for (int c = 0; c < MAX_C; ++c) sums[r][c] = add_products(sums[r][c], a[r * a_stride + i], x[c]);
+      const B* x = b + i * b_stride + column;
+      if constexpr (R < C) {  // the loop that leaves fewer vectors beside the sums in registers
+        for (int c = 0; c < C; ++c) {
+          const vec one = load(x + c * WIDTH);
+          for (int r = 0; r < R; ++r) sums[r][c] = add_products(sums[r][c], a[r * a_stride + i], one);
+        }
+      } else {
+        vec all[C];
+        for (int c = 0; c < C; ++c) all[c] = load(x + c * WIDTH);
+        for (int r = 0; r < R; ++r)
+          for (int c = 0; c < C; ++c) sums[r][c] = add_products(sums[r][c], a[r * a_stride + i], all[c]);
+      }
     }
     for (int r = 0; r < R; ++r)
-      for (int c = 0; c < MAX_C; ++c) store(out + r * out_stride + column + c * WIDTH, sums[r][c]);
+      for (int c = 0; c < C; ++c) store(out + r * out_stride + column + c * WIDTH, sums[r][c]);
   }
 }
 
 // The same for any number of rows.
-template <int R = MAX_R, typename E>
-inline void add_product(int64_t rows, const E* a, int64_t a_stride, const E* b, int64_t b_stride, int64_t n, float* out,
+template <int R = MAX_R, typename A, typename B>
+inline void add_product(int64_t rows, const A* a, int64_t a_stride, const B* b, int64_t b_stride, int64_t n, float* out,
                         int64_t out_stride) {
   for (; rows >= R; rows -= R, a += R * a_stride, out += R * out_stride)
     add_rows<R>(a, a_stride, b, b_stride, n, out, out_stride);
@@ -276,14 +300,18 @@ inline void store_as(T* to, const float* from, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = T(from[i]);
 }
 
-// out = x @ weight.T + bias for a weight as blocks of outputs, [num_blocks, inputs / elements of E, BLOCK] in E. A row's
-// sums do not depend on the number of rows. Every `chunk` elements of E are summed by themselves and then added.
+// out = x @ weight.T + bias for a weight as blocks of outputs, [num_blocks, inputs / elements of E, BLOCK] in E, or in T
+// where E is float. A row's sums do not depend on the number of rows. Every `chunk` elements of E are summed by
+// themselves and then added.
 template <typename T>
 void multiply_blocks(const Tensor& x, const Tensor& blocks, int64_t chunk, const T* bias, Tensor& out) {
   using E = Element<T>;
+  constexpr bool IS_PAIR = std::is_same_v<E, pair>;
+  using W = std::conditional_t<IS_PAIR, E, T>;
   const int64_t num_rows = x.numel() / x.size(-1), width = blocks.size(1), outputs = out.size(-1);
-  const E* a = reinterpret_cast<const E*>(x.const_data_ptr<T>());
-  const E* b = reinterpret_cast<const E*>(blocks.const_data_ptr<T>());
+  const Tensor factors = IS_PAIR ? x : x.to(at::kFloat);
+  const E* a = static_cast<const E*>(factors.const_data_ptr());
+  const W* b = reinterpret_cast<const W*>(blocks.const_data_ptr<T>());
   T* to = out.mutable_data_ptr<T>();
   at::parallel_for(0, blocks.size(0), 1, [&](int64_t begin, int64_t end) {
     std::vector<float> sums(std::min(num_rows, MAX_ROWS) * BLOCK), parts(chunk < width ? sums.size() : 0);
@@ -292,7 +320,7 @@ void multiply_blocks(const Tensor& x, const Tensor& blocks, int64_t chunk, const
         const int64_t rows = std::min(MAX_ROWS, num_rows - row);
         std::fill(sums.begin(), sums.end(), 0.0f);
         const E* from = a + row * width;
-        const E* weights = b + block * width * BLOCK;
+        const W* weights = b + block * width * BLOCK;
         add_product(rows, from, width, weights, BLOCK, std::min(chunk, width), sums.data(), BLOCK);
         for (int64_t begin = chunk; begin < width; begin += chunk) {
           std::fill(parts.begin(), parts.end(), 0.0f);
@@ -329,8 +357,8 @@ Tensor block_product(const Tensor& x, const Tensor& blocks, int64_t outputs, int
   return out;
 }
 
-// Elements of a weight's dtype that blocks keep together; 0: this CPU has no products of blocks in this dtype.
-int64_t block_elements(bool is_bf16) { return is_bf16 ? (HAS_PAIRS ? 2 : 0) : 1; }
+// Elements of a weight's dtype that blocks keep together.
+int64_t block_elements(bool is_bf16) { return is_bf16 && HAS_PAIRS ? 2 : 1; }
 
 Tensor product(const Tensor& x, const Weight& weight) {
   using Scalars = c10::List<std::optional<at::Scalar>>;

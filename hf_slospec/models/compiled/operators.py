@@ -143,8 +143,8 @@ class Blocks:
         self.outputs, inputs = weight.shape
         self.chunk = chunk
         size = torch.ops.hf_slospec.block_elements(weight.dtype == torch.bfloat16)
-        if weight.dtype not in (torch.float32, torch.bfloat16) or not size or inputs % size:
-            raise OverflowError(f"no blocks of {weight.dtype} with {inputs} inputs on this CPU")
+        if weight.dtype not in (torch.float32, torch.bfloat16) or inputs % size:
+            raise OverflowError(f"no blocks of {weight.dtype} with {inputs} inputs")
         rows = F.pad(weight, (0, 0, 0, -self.outputs % BLOCK))
         # [num_blocks, inputs / size, BLOCK, size]
         self.packed = rows.view(-1, BLOCK, inputs // size, size).transpose(1, 2).contiguous()

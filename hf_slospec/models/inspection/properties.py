@@ -63,7 +63,7 @@ def input_device(model: Any) -> torch.device:
 
 def given_position_ids(model: Any, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the positions as an argument of the model's forward; nothing if it takes none and counts tokens itself."""
-    names = [name for name in ("decoder_position_ids", "position_ids") if name in _arguments(model)]
+    names = [name for name in ("decoder_position_ids", "position_ids") if name in argument_names(model)]
     return dict.fromkeys(names[:1], position_ids)
 
 
@@ -74,10 +74,11 @@ def takes_position_ids(model: Any) -> bool:
 
 def attends_to_encoder(model: Any) -> bool:
     """Return whether the model is an encoder-decoder, or a decoder that takes the outputs of another one's encoder."""
-    return "encoder_outputs" in _arguments(model)
+    return "encoder_outputs" in argument_names(model)
 
 
-def _arguments(model: Any) -> frozenset[str]:
+def argument_names(model: Any) -> frozenset[str]:
+    """Return the names that the model's forward has for its arguments."""
     return _arguments_of(type(model).forward)
 
 

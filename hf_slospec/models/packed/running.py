@@ -17,7 +17,8 @@ from hf_slospec.models.attention import (
     own_attention,
 )
 from hf_slospec.models.batch.cached_sequence import Encoded
-from hf_slospec.models.inspection.properties import _arguments, given_position_ids, hidden_states
+from hf_slospec.models.inspection.cache_names import cache_option, has_states_only
+from hf_slospec.models.inspection.properties import given_position_ids, hidden_states
 from hf_slospec.models.packed.inputs import Outputs
 
 # Mask builders return a 4D mask unchanged, and packed attention does not read it.
@@ -56,17 +57,18 @@ def run_model(
     With ``attention_mask=None``, models that use the attention interface get a mask that keeps them from building one.
     """
     options = dict(inputs, use_cache=True, return_dict=True) | given_position_ids(model, position_ids)
-    if "cache_params" in _arguments(model):  # models whose layers all keep a state
+    options |= cache_option(forward, model)
+    if has_states_only(model):
         with active_forward(model, forward):
-            return model(**options, cache_params=forward)
+            return model(**options)
     if isinstance(forward, MaskSource):
         if any(name.endswith("token_type_ids") for name, _ in model.named_buffers()):
             options["token_type_ids"] = torch.zeros_like(position_ids)  # the buffer may be shorter than a packed batch
         with own_attention(forward), given_positions(model, forward.positions):
-            return model(**options, past_key_values=forward)
+            return model(**options)
     if attention_mask is None:
         attention_mask = torch.ones(UNREAD_MASK_SHAPE, dtype=torch.bool, device=position_ids.device)
-    options |= {"past_key_values": forward, "attention_mask": attention_mask}
+    options["attention_mask"] = attention_mask
     if isinstance(forward, DecoderForward):  # which has what the layers need of the encoder's outputs
         options = decoder_arguments(model, options, torch.zeros(1, 1, 1, device=position_ids.device), attention_mask)
     with active_forward(model, forward), given_positions(model, Positions(position_ids)):
@@ -104,7 +106,7 @@ def encode(
     cache = EncodedCache()
     zeros = torch.zeros(len(encoded), 1, dtype=torch.int64, device=encoded.device)
     mask = torch.ones(UNREAD_MASK_SHAPE, dtype=torch.bool, device=encoded.device)
-    options = dict(input_ids=zeros, attention_mask=mask, past_key_values=cache, use_cache=True, return_dict=True)
+    options = dict(input_ids=zeros, attention_mask=mask, use_cache=True, return_dict=True) | cache_option(cache, model)
     with active_forward(model, cache):
         model(**decoder_arguments(model, options, encoded, encoder_mask))
     rows: list[Encoded] = []

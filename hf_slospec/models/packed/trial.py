@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_slospec.algo.tree import TokenTree
+from hf_slospec.models.inspection.cache_names import cache_option
 from hf_slospec.models.inspection.checkpoints import listed, not_finite
 from hf_slospec.models.inspection.properties import (
     cannot_be_packed,
@@ -166,7 +167,7 @@ def plain_steps(packed: PackedModel, prompt: list[int], tokens: list[int]) -> tu
     for piece in (prompt, *([token] for token in tokens)):
         input_ids = torch.tensor([piece], device=packed.device)
         options = given_position_ids(packed.model, torch.arange(begin, begin + len(piece), device=packed.device)[None])
-        output = packed.model(input_ids=input_ids, past_key_values=cache, use_cache=True, **options)
+        output = packed.model(input_ids=input_ids, use_cache=True, **cache_option(cache, packed.model), **options)
         logits.append(output.logits[0, -1].cpu())
         begin += len(piece)
     return torch.stack(logits), cache

@@ -45,7 +45,7 @@ def chain_of(head: Any, features: torch.Tensor, text: torch.Tensor, begin: int) 
     tokens, hidden, positions = text[:, 1:begin], head.combine(features[:, : begin - 1]), torch.arange(begin - 1)[None]
     for _ in range(LEVELS):
         inputs = torch.cat((head.embed_tokens(tokens), hidden), dim=-1)
-        out = head(inputs_embeds=inputs, position_ids=positions, past_key_values=cache).logits[:, -1:]
+        out = head(inputs_embeds=inputs, position_ids=positions, cache=cache).logits[:, -1:]
         logits, hidden = out.split([out.shape[-1] - head.hidden_size, head.hidden_size], dim=-1)
         tokens, positions = logits.argmax(-1), positions[:, -1:] + 1
         tokens = tokens if head.target_ids is None else head.target_ids[tokens]

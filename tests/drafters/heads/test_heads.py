@@ -66,7 +66,7 @@ def assert_same(head: DraftHead, combined: torch.Tensor, reference: Reference, v
     for num_entries in (PROMPT, *[1] * LEVELS):
         positions = torch.arange(done, done + num_entries)
         inputs = torch.cat((embeds[positions], hidden[positions]), dim=-1)[None]
-        out = head(inputs_embeds=inputs, position_ids=positions[None], past_key_values=cache).logits[0]
+        out = head(inputs_embeds=inputs, position_ids=positions[None], cache=cache).logits[0]
         done += num_entries
         logits, following = reference(embeds[:done], hidden, torch.arange(done))
         torch.testing.assert_close(out[:, :vocab], logits[positions], rtol=1e-4, atol=5e-5)

@@ -114,7 +114,7 @@ def test_levels_are_unrolled_as_they_are_drafted() -> None:
             end = begin + 1 + level
             embeds, own = head.embed_tokens(ids[:, first + 1 : end + 1]), torch.arange(first, end)[None]
             inputs = torch.cat((embeds, hidden), dim=-1)
-            out = head(inputs_embeds=inputs, position_ids=own, past_key_values=cache).logits[:, -1:]
+            out = head(inputs_embeds=inputs, position_ids=own, cache=cache).logits[:, -1:]
             expected, hidden = out.split([out.shape[-1] - head.hidden_size, head.hidden_size], dim=-1)
             torch.testing.assert_close(logits[positions.index(end)], expected[0, 0], rtol=1e-4, atol=1e-4)
             first = end

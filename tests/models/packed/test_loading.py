@@ -20,6 +20,7 @@ from hf_slospec import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
+from hf_slospec.models.inspection.cache_names import cache_option
 from tests.support.against_stock import DRAFTS_ALWAYS
 from tests.support.toys.tiny_configs import tiny_config
 from tests.support.toys.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, sharpened, tiny_model
@@ -225,6 +226,6 @@ def test_second_turn_where_layers_share_k_and_v(family: str) -> None:
             text = torch.cat((text, torch.full((1, 3), 5 + turn)), 1)
             mask = torch.ones_like(text)  # a text may hold the pad token
             options = dict(do_sample=False, max_new_tokens=9, eos_token_id=None)
-            text = generate(text, attention_mask=mask, past_key_values=cache, **options)
+            text = generate(text, attention_mask=mask, **cache_option(cache), **options)
         texts.append(text)
     assert torch.equal(*texts)

@@ -12,6 +12,7 @@ import transformers
 
 from hf_slospec import SLOSpecGenerator, UnsupportedInputError, UnsupportedModelError, UnsupportedOptionError
 from hf_slospec.config import SLOSpecConfig
+from hf_slospec.models.inspection.cache_names import cache_option
 from hf_slospec.models.packed.probe import probe_layers
 from tests.support.against_stock import DRAFTS_ALWAYS, GREEDY, SAMPLED
 from tests.support.toys.tiny_configs import tiny_config
@@ -59,10 +60,10 @@ def test_index_keys_of_a_given_cache_are_kept() -> None:
     texts = []
     for generate in (functools.partial(type(ours.model).generate, ours.model), ours.generate):
         cache = transformers.DynamicCache(config=ours.model.config)
-        first = generate(**prompts, past_key_values=cache, do_sample=False, max_new_tokens=6)
+        first = generate(**prompts, **cache_option(cache), do_sample=False, max_new_tokens=6)
         more = torch.cat((first, prompts["input_ids"][:, :4]), dim=1)
         mask = torch.ones_like(more)
-        texts.append(generate(more, attention_mask=mask, past_key_values=cache, do_sample=False, max_new_tokens=6))
+        texts.append(generate(more, attention_mask=mask, **cache_option(cache), do_sample=False, max_new_tokens=6))
     assert torch.equal(*texts)
 
 

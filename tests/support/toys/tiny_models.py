@@ -11,6 +11,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_slospec.models.inspection.cache_names import CACHE_NAME
+
 VOCAB, POSITIONS = 101, 160
 SMALL: dict[str, Any] = dict(
     vocab_size=VOCAB,
@@ -106,7 +108,7 @@ def assert_same_as_stock(model: PreTrainedModel, generate: Any, inputs: dict[str
         if theirs is not None:
             assert len(own) == len(theirs)
             torch.testing.assert_close(own, theirs, rtol=1e-3, atol=1e-3)
-    assert_same_cache(ours.past_key_values, stock.past_key_values, inputs.get("attention_mask"))
+    assert_same_cache(ours[CACHE_NAME], stock[CACHE_NAME], inputs.get("attention_mask"))
     return ours
 
 
