@@ -12,7 +12,7 @@ from hf_slospec.algo.tree import FloatArray
 
 IN_TIME = 0.95  # share of a TTFT SLO within which a first token is planned
 MEMORY = 64  # requests that tell which will arrive
-PRICE = 10.0  # tokens that are given up, at most, for each token of requests that keep their TTFT SLOs thereby
+PRICE = 10.0  # tokens of any request that count as much as one of a request whose TTFT SLO is missed
 LATE = 1e3  # price of each second by which the first tokens of a step itself would be late
 FAR_S = 1e6  # seconds beyond which no step lasts
 
