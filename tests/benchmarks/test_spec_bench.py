@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from benchmarks import spec_bench
 from benchmarks.spec_bench import CHAT, OURS, QUESTIONS, STOCK, Question, groups_of, questions_of, speedups
-from hf_slospec import load_tiny_pair
+from hf_slospec import SLOSpecConfig, load_tiny_pair
 
 APP = typer.Typer()
 APP.command()(spec_bench.main)
@@ -59,7 +59,9 @@ def test_speedups_are_ratios_of_mean_speeds_of_the_same_questions() -> None:
     assert rows["overall", OURS + "suffix"]["tokens_per_step"] == 2.5 and rows["QA", STOCK]["tokens_per_step"] == 1.0
 
 
-def test_a_run_is_continued_and_all_methods_write_the_same(tmp_path: Path) -> None:
+def test_a_run_is_continued_and_all_methods_write_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager = {"compile": False}  # compiling takes long
+    monkeypatch.setattr(spec_bench, "SLOSpecConfig", lambda **options: SLOSpecConfig(**options | eager))
     target, draft, tokenizer = load_tiny_pair()
     for part in (target, tokenizer):
         part.save_pretrained(tmp_path / "target")

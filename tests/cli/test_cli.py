@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hf_slospec import __version__, load_tiny_pair
+from hf_slospec import SLOSpecConfig, __version__, load_tiny_pair, tiny_prompts
 from hf_slospec.cli import benchmark
 from hf_slospec.cli.app import app
 from hf_slospec.serving.handle import RequestHandle
@@ -28,7 +28,7 @@ EAGER = ["--config", '{"compile": false}']  # compiling takes long
 def test_bench_writes_table_and_json(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "result.json"
     options = "--size tiny --dtype float32 --new-tokens 8 --repeats 2 --no-tune --batch 1 --batch 2".split()
-    result = CliRunner(env={"COLUMNS": "30"}).invoke(app, ["bench", *options, "--json", str(path)])
+    result = CliRunner(env={"COLUMNS": "30"}).invoke(app, ["bench", *EAGER, *options, "--json", str(path)])
     assert result.exit_code == 0, result.output
     assert "hf_slospec, prepack off" in result.output
     assert "…" not in result.output  # complete in a narrow terminal
@@ -44,6 +44,15 @@ def test_bench_writes_table_and_json(tmp_path: Path) -> None:
         assert row["rows_equal_to_generate"] == f"{2 * row['batch']}/{2 * row['batch']}"
         assert 0 <= row["host_share"] <= 1
         assert row["name"] != "hf_slospec, no drafts" or row["acceptance_length"] == 1.0
+
+
+def test_bench_waits_for_the_compiler_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[Any]()
+    monkeypatch.setattr(benchmark, "SLOSpecGenerator", lambda *given, **_: seen.append(given[3].compile))
+    bench = benchmark.Bench(*load_tiny_pair(), tiny_prompts(), 8, 4, times_forwards=False)
+    for config, waits in ((None, True), (SLOSpecConfig(compile=False), True), (None, False)):
+        bench.ours(config, waits=waits)
+    assert seen == ["wait", False, True]
 
 
 def test_bench_of_sampled_text(tmp_path: Path) -> None:

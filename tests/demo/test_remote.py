@@ -36,6 +36,7 @@ from hf_slospec.serving.openai.engine import LocalEngine
 from tests.demo.test_demo import LONG, SHORT, WAIT_S, Clock, at, until
 from tests.serving.openai.conftest import KEY, Served, generator, guarded, listening, served
 from tests.serving.openai.test_completions import alone, text_of
+from tests.support.fixed_policy import always_drafting
 
 __all__ = ["generator", "guarded", "served"]  # fixtures
 PROMPT = tiny_prompts()[0][:120]
@@ -44,10 +45,8 @@ NUM_TOKENS = 40
 
 @pytest.fixture(scope="module", autouse=True)
 def _drafts_always(generator: SLOSpecGenerator) -> Iterator[None]:
-    """Lets a policy that knows no times draft: on a busy machine ``auto`` may not."""
-    generator.set_policy(generator.config.model_copy(update={"policy": "fixed", "max_depth": 4, "max_width": 1}))
-    yield
-    generator.set_policy(generator.config)
+    with always_drafting(generator):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,13 @@ from hf_slospec import (
     InvalidTypeError,
     Plan,
     Request,
+    SLOSpecConfig,
     SLOSpecGenerator,
     TokenTree,
     disable,
     enable,
 )
+from tests.support.fixed_policy import FIXED
 from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
 
@@ -53,7 +55,7 @@ def test_own_drafter() -> None:
         )
     ]  # fmt: skip
     parrot: Drafter = Parrot(texts)
-    ours = SLOSpecGenerator(model, drafter=parrot)
+    ours = SLOSpecGenerator(model, drafter=parrot, config=SLOSpecConfig(**FIXED))
     out = assert_same_as_stock(model, ours.generate, inputs, **options)
     assert all(metrics.accepted >= 12 for metrics in out.slo if metrics.tokens == 24)
     assert parrot.released == 3
@@ -83,8 +85,9 @@ def test_what_is_wrong_with_a_drafters_trees_is_said(why: str) -> None:
         def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
             return BROKEN[why](requests[0], plan)
 
+    ours = SLOSpecGenerator(tiny_model("llama"), drafter=Broken(), config=SLOSpecConfig(**FIXED))
     with pytest.raises(InvalidInputError, match=f"drafter .*{why}"):
-        SLOSpecGenerator(tiny_model("llama"), drafter=Broken()).generate(**ragged_prompts(1), max_new_tokens=9)
+        ours.generate(**ragged_prompts(1), max_new_tokens=9)
 
 
 def test_one_way_to_draft_at_a_time() -> None:

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import DynamicCache, StaticCache
 
-from hf_slospec import InvalidInputError, SLOSpecGenerator
+from hf_slospec import InvalidInputError, SLOSpecGenerator, UnsupportedOptionError
 from hf_slospec.models.inspection.cache_names import CACHE_NAME, cache_option
 from tests.support.against_stock import DRAFTS_ALWAYS, GREEDY, check, generator
 from tests.support.toys.tiny_configs import tiny_config
@@ -46,6 +46,22 @@ def test_second_turn_on_a_cache(family: str, batch: int, is_whole_text: bool) ->
     assert torch.equal(outputs[0].sequences, outputs[1].sequences)
     assert outputs[1][CACHE_NAME] is caches[1]
     assert_same_cache(caches[1], caches[0], mask)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # transformers' own
+@pytest.mark.parametrize(
+    "name", [name for name in ("cache", "past_key_values") if name in (CACHE_NAME, "past_key_values")]
+)
+def test_a_cache_by_both_of_its_names(name: str) -> None:
+    ours, cache = generator("llama"), DynamicCache(config=tiny_model("llama").config)
+    text, mask = text_and_cache("llama", 1, cache)
+    expected = ours.model.generate(text, attention_mask=mask, **GREEDY, max_new_tokens=10)
+    assert torch.equal(ours.generate(text, attention_mask=mask, **GREEDY, max_new_tokens=10, **{name: cache}), expected)
+    assert cache.get_seq_length() == expected.shape[1] - 1
+    with pytest.raises(InvalidInputError, match=f"{CACHE_NAME} holds"):
+        ours.generate(text, attention_mask=mask, max_new_tokens=10, **{name: cache})
+    with pytest.raises(UnsupportedOptionError, match=f"{name} and use_cache=False contradict"):
+        ours.generate(text, attention_mask=mask, max_new_tokens=10, use_cache=False, **{name: cache})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

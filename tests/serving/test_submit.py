@@ -17,6 +17,7 @@ from hf_slospec import (
     SLOStage,
     UnsupportedOptionError,
 )
+from tests.support.fixed_policy import always_drafting
 from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, alone
 
 
@@ -69,10 +70,11 @@ def test_requests_that_must_not_speculate_run_beside_others(
 ) -> None:
     options = dict(max_new_tokens=40, min_new_tokens=40)
     expected = [alone(pair, prompt, **options) for prompt in PROMPTS[:4]]
-    handles = [
-        served.submit(prompt, **options, speculative=bool(index % 2)) for index, prompt in enumerate(PROMPTS[:4])
-    ]
-    assert [handle.result(WAIT_S).token_ids for handle in handles] == expected
+    with always_drafting(served):
+        handles = [
+            served.submit(prompt, **options, speculative=bool(index % 2)) for index, prompt in enumerate(PROMPTS[:4])
+        ]
+        assert [handle.result(WAIT_S).token_ids for handle in handles] == expected
     assert [handle.metrics.steps for handle in handles[::2]] == [39, 39]
     assert [handle.metrics.drafted for handle in handles[::2]] == [0, 0]
     assert sum(handle.metrics.drafted for handle in handles[1::2]) > 0

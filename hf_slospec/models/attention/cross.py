@@ -110,7 +110,7 @@ class EncodedCache(_TwoCaches):
         self.encoded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # K and V, [batch, num_heads, length, dim]
         self.allowed: torch.Tensor | None = None  # [batch, length] bool; None: all
         self.self_attention_cache: Any = SimpleNamespace(
-            update=lambda key, value, *_: (key, value), get_seq_length=lambda *_: 0, is_initialized=True
+            update=lambda key, value, *_, **__: (key, value), get_seq_length=lambda *_: 0, is_initialized=True
         )
         self.cross_attention_cache: Any = SimpleNamespace(update=self._keep)
         self.is_updated: dict[int, bool] = {}
@@ -120,7 +120,9 @@ class EncodedCache(_TwoCaches):
         del layer_idx
         return 0
 
-    def _keep(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _keep(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.encoded[layer_idx] = key, value
         return key, value
 

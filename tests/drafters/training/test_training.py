@@ -75,7 +75,7 @@ def learned(request: Any, tmp_path_factory: Any) -> Run:
     size: dict[str, Any] = dict(steps=20, texts=24, batch=8, levels=2, eval_every=10)
     vocab = {"draft_vocab": 512 if request.param == "eagle3" else None}
     out = tmp_path_factory.mktemp("learned") / "head"
-    return trained(out, torch.bfloat16, kind=request.param, **size | vocab)
+    return trained(out, kind=request.param, **size | vocab)
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_early_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_drafter_in_bf16_with_states_on_a_disk(tmp_path: Path) -> None:
-    done = trained(tmp_path / "head", torch.bfloat16, features_gb=0.1)
+    done = trained(tmp_path / "head", torch.bfloat16, features_gb=0.1, steps=4)
     kept = (done.options.out / run.FOLDER / "kept.bin").read_bytes()
     assert kept == b"\1" * 8
     load_drafter(done.options.out, load_tiny_pair(torch.bfloat16)[0])

@@ -10,10 +10,11 @@ import httpx
 import pytest
 import torch
 
-from hf_slospec import SLOSpecConfig, tiny_prompts
+from hf_slospec import tiny_prompts
 from hf_slospec.serving.openai.app import ServerSettings, make_app
 from hf_slospec.serving.openai.engine import LocalEngine
 from tests.serving.openai.conftest import Served, listening
+from tests.support.fixed_policy import always_drafting
 
 PROMPT = tiny_prompts()[0][:120]
 
@@ -62,7 +63,8 @@ GREEDY: dict[str, Any] = dict(temperature=0)
 
 
 def test_a_greedy_completion_is_that_of_generate(served: Served) -> None:
-    found = complete(served, **GREEDY, max_tokens=20)
+    with always_drafting(served.generator):
+        found = complete(served, **GREEDY, max_tokens=20)
     new = alone(served, PROMPT, do_sample=False, max_new_tokens=20)
     assert found["object"] == "text_completion" and found["model"] == "tiny"
     (choice,) = found["choices"]
@@ -359,11 +361,8 @@ def test_every_choice_has_its_measurements(served: Served) -> None:
 
 def test_a_request_may_switch_speculation_off(served: Served) -> None:
     body = dict(max_tokens=40, min_tokens=40, temperature=0)
-    served.generator.set_policy(SLOSpecConfig(policy="fixed", max_depth=2, max_width=1))  # auto may draft nothing
-    try:
+    with always_drafting(served.generator):
         answers = [complete(served, **body, speculative=speculative) for speculative in (True, False)]
-    finally:
-        served.generator.set_policy(served.generator.config)
     assert answers[0]["choices"] == answers[1]["choices"]
     details = [answer["usage"]["completion_tokens_details"] for answer in answers]
     drafted = [one["accepted_prediction_tokens"] + one["rejected_prediction_tokens"] for one in details]

@@ -1,0 +1,21 @@
+"""A policy whose trees do not depend on measured times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hf_slospec import SLOSpecGenerator
+
+FIXED: dict[str, Any] = {"policy": "fixed", "max_depth": 4, "max_width": 1}  # settings: four nodes in every step
+
+
+@contextmanager
+def always_drafting(generator: SLOSpecGenerator) -> Iterator[None]:
+    """Draft in every step of ``generator`` inside of the context; ``auto`` may draft nothing on a busy machine."""
+    generator.set_policy(generator.config.model_copy(update=FIXED))
+    try:
+        yield
+    finally:
+        generator.set_policy(generator.config)
