@@ -12,6 +12,7 @@ import numpy as np
 from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.algo.tree import FloatArray, IntArray, TokenTree
 from hf_slospec.engine.events import PhaseTimes, StepEvent
+from hf_slospec.engine.first_tokens import FirstTokens
 
 Count = IntArray | FloatArray | float
 Seconds = TypeVar("Seconds", float, FloatArray)
@@ -206,14 +207,14 @@ class StepCosts:
             is_fixed: the times of steps are not learned from, so that equal steps are always planned alike.
         """
         self.verify, self.draft_level, self.on_replaced, self.is_fixed = verify, draft_level, on_replaced, is_fixed
-        self.recent = RecentSteps()
+        self.recent, self.first_tokens = RecentSteps(), FirstTokens()
         self._verify_correction, self._draft_correction = SizeCorrection(), DraftCorrection()
         self._num_far = {"verify": 0, "draft": 0}  # observations in a row with a correction far from 1
 
     def for_own_engine(self) -> StepCosts:
         """Return a copy with separate averages over recent steps, for one of several engines on the same models."""
         costs = copy.copy(self)
-        costs.recent = RecentSteps()
+        costs.recent, costs.first_tokens = RecentSteps(), FirstTokens()
         return costs
 
     def verify_s(self, num_tokens: Count, num_requests: Count = 1, num_keys: Count = 0) -> FloatArray:

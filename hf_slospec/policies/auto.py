@@ -129,7 +129,8 @@ class AutoPolicy(NamedPolicy):
         urgencies = self._urgencies(requests, begun_s)
         weights = urgencies * np.array([BEST_EFFORT_WEIGHT if r.is_best_effort else 1.0 for r in requests])
         num_behind = {request: request.num_draft_behind for request in requests}  # before the draft processes them
-        candidates, plan = yield self._plan(requests, urgencies, weights / weights.mean(), num_keys)
+        shares = weights / weights.mean()
+        candidates, plan = yield self._plan(requests, urgencies, shares, num_keys, num_prefill_tokens)
         drafting = requests if plan.drafting is None else plan.drafting  # without those that must not draft
         if not (plan.depth and drafting):
             plain_s = self.costs.verify_at(num_requests + num_prefill_tokens, num_requests, num_keys)
@@ -144,20 +145,30 @@ class AutoPolicy(NamedPolicy):
         def step_s(num_nodes: IntArray) -> FloatArray:
             return draft_s + self.costs.verify_s(num_nodes, num_requests, num_keys)
 
+        def priced_s(num_nodes: IntArray) -> FloatArray:
+            return (seconds := step_s(num_nodes)) + self.costs.first_tokens.price_s(seconds)
+
         def mixed_s(num_nodes: IntArray) -> FloatArray:
-            return step_s(num_nodes + num_prefill_tokens)
+            return priced_s(num_nodes + num_prefill_tokens)
 
         # Nodes deeper than what a request may still emit are never committed.
         is_useful = forest.depths < np.array([request.num_left for request in requests])[forest.tree_of]
         values = weights[forest.tree_of] * prediction.path_probs * is_useful
-        is_verified = best_ratio_nodes(forest, values, self.budget, step_s, mixed_s if num_prefill_tokens else None)
+        is_verified = best_ratio_nodes(forest, values, self.budget, priced_s, mixed_s if num_prefill_tokens else None)
         expected = prediction.expected_tokens(is_verified)
-        predicted_s = float(mixed_s(np.array(np.count_nonzero(is_verified))))
+        predicted_s = float(step_s(np.array(np.count_nonzero(is_verified) + num_prefill_tokens)))
         accepted, _ = yield Selection(forest.subtrees(is_verified), expected.tolist(), predicted_s)
         drafted = Drafted(plan.depth, plan.width, len(drafting))
         self.history.observe(_Outcome(list(map(ref, requests)), prediction, is_verified, accepted, drafted))
 
-    def _plan(self, requests: Sequence[Request], urgencies: FloatArray, weights: FloatArray, num_keys: int) -> Plan:
+    def _plan(
+        self,
+        requests: Sequence[Request],
+        urgencies: FloatArray,
+        weights: FloatArray,
+        num_keys: int,
+        num_prefill_tokens: int,
+    ) -> Plan:
         """Return the plan; the mean of ``weights`` is 1."""
         num_requests, depths = len(requests), self.history.depths
         max_depth = max_useful_depth(requests, self.config.max_depth)
@@ -170,6 +181,10 @@ class AutoPolicy(NamedPolicy):
             # Speculation that does not pay for all requests may still pay if urgent requests get all nodes.
             drafting, urgent_time = requests, self._shape_time(requests, num_urgent, num_keys)
             depth, width, best, plain = depths.best_shape(max_depth, max_width, urgent_time)
+            depth, width = (depth, width) if best > plain else (0, 1)
+        if depth and self.costs.first_tokens.is_due:
+            due_time = self._shape_time(requests, num_requests, num_keys, num_prefill_tokens)
+            depth, width, best, plain = depths.best_shape(max_depth, max_width, due_time)
             depth, width = (depth, width) if best > plain else (0, 1)
         # A node or a level is worth its time if it may gain more tokens than that time yields on average.
         goodput = depths.goodput * num_requests
@@ -222,8 +237,14 @@ class AutoPolicy(NamedPolicy):
         num_keys, num_behind = sum(len(r.tokens) for r in probed), sum(r.num_draft_behind for r in probed)
         return self.costs.draft_at(len(probed), depth, width, num_keys, num_behind)
 
-    def _shape_time(self, requests: Sequence[Request], num_drafting: int, num_keys: int) -> ShapeTime:
-        """Return the step time by shape if ``num_drafting`` requests get nodes besides their roots.
+    def _shape_time(
+        self,
+        requests: Sequence[Request],
+        num_drafting: int,
+        num_keys: int,
+        num_prefill_tokens: int = 0,
+    ) -> ShapeTime:
+        """Return the step time by shape, with its price, if ``num_drafting`` requests get nodes besides their roots.
 
         The time of what the draft has to prefill first is spread over ``SETTLED_STEPS`` steps, so that speculation is
         not switched on unless it gains more than that.
@@ -243,7 +264,11 @@ class AutoPolicy(NamedPolicy):
             draft_s = self.costs.steady_draft_s(
                 num_requests, depths, widths, num_keys, num_committed, verify_s, prompt_len
             )
-            return draft_s + first_s * (depths > 0) + verify_s
+            step_s = draft_s + first_s * (depths > 0) + verify_s
+            prefill_s: FloatArray | float = 0.0
+            if num_prefill_tokens:
+                prefill_s = self.costs.verify_s(num_nodes + num_prefill_tokens, num_requests, num_keys) - verify_s
+            return step_s + self.costs.first_tokens.price_s(step_s + prefill_s)
 
         return seconds
 

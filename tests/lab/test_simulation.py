@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.engine.events import StepEvent
+from hf_slospec.engine.first_tokens import FirstTokens
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab.hardware import Hardware, lines
@@ -314,3 +315,25 @@ def test_a_pause_keeps_kv_while_there_is_room(kv_tokens: int, system: str) -> No
 def test_a_request_continues_only_one_before_it_and_with_more_text(job: Job) -> None:
     with pytest.raises(InvalidInputError, match="continues another"):
         Watched([Job(0.0, 200, 10), job])
+
+
+def test_first_tokens_are_in_time_though_others_are_drafted_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(5)
+    jobs = [Job(float(time_s), 40, 150, 0.2, 0.055) for time_s in np.cumsum(rng.exponential(0.3, 25))]
+    missed, depths = [], []
+    for is_watched in (True, False):
+        if not is_watched:
+            monkeypatch.setattr(FirstTokens, "begin", lambda self, due_s, own_s: None)
+        run = Watched(jobs, "auto").run()
+        missed.append(sum(outcome.ttft_s > 0.055 for outcome in run.outcomes))
+        depths.append(run.summary()["depth"])
+    assert missed[0] <= 1 and missed[1] >= 5, missed
+    assert depths[0] > 0.5, depths
+
+
+def test_first_tokens_change_nothing_without_ttft_slos(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(6)
+    jobs = [Job(float(time_s), 40, 60, 0.03) for time_s in np.cumsum(rng.exponential(0.2, 12))]
+    run = Watched(jobs, "auto").run()
+    monkeypatch.setattr(FirstTokens, "begin", lambda self, due_s, own_s: None)
+    assert Watched(jobs, "auto").run().outcomes == run.outcomes

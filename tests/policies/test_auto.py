@@ -240,3 +240,34 @@ def test_what_is_still_to_be_learned_keeps_no_request_alive() -> None:
     assert known() is None
     assert history.acceptance.record.after.count.sum() > 0  # to ask is to learn
     assert history.depths.num_observed == now + 1
+
+
+@pytest.mark.parametrize(("due_s", "num_levels"), [(float("inf"), 4), (1.25, 4), (1.12, 2), (1.04, 0)], ids=str)
+def test_drafts_leave_time_for_first_tokens_that_are_due(due_s: float, num_levels: int) -> None:
+    """A step of plain decoding takes 1 s, a level of drafting 0.05 s."""
+    config = SLOSpecConfig(max_depth=4, max_width=1)
+    step_costs, history = costs(1e-6, 0.05), SpeculationHistory(config)
+    policy, requests = new_policy(config, step_costs, history), requests_of(2)
+    for _ in range(40):  # whole chains are accepted
+        step, plan = begun(policy, requests)
+        step.select([chain(*[0.99] * plan.depth) for _ in requests], plan)
+        step.observe([range(1, plan.depth + 1) for _ in requests], NO_TIME)
+    step_costs.first_tokens.begin(due_s, None)
+    _, plan = begun(policy, requests)
+    assert plan.depth == num_levels
+
+
+def test_steps_are_shorter_where_requests_with_tight_ttft_slos_arrive() -> None:
+    config = SLOSpecConfig(max_depth=4, max_width=1)
+    depths = []
+    for ttft_slo_s in (float("inf"), 3.0, 2.2):
+        step_costs = costs(1e-6, 0.05)
+        policy, requests = new_policy(config, step_costs, SpeculationHistory(config)), requests_of(2)
+        step_costs.first_tokens.arrived(ttft_slo_s, 1)
+        for _ in range(60):
+            step_costs.first_tokens.begin(float("inf"), lambda num_tokens: 1.0 + 0.0 * num_tokens)
+            step, plan = begun(policy, requests)
+            step.select([chain(*[0.99] * plan.depth) for _ in requests], plan)
+            step.observe([range(1, plan.depth + 1) for _ in requests], NO_TIME)
+        depths.append(plan.depth)
+    assert depths[0] == depths[1] == 4 > depths[2] > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,3 +135,14 @@ def test_counts_are_those_of_calls_under_way(acts: list[tuple[str, str, bool]]) 
     sent.keep(["a"])
     assert sent.on("b", ReplicaLoad(), {}).num_requests == 0
     assert sent.on("a", ReplicaLoad(), {}).num_requests == list(under_way.values()).count("a")
+
+
+def test_conversation_that_comes_back_goes_to_the_replica_that_has_its_kv() -> None:
+    router, replicas = Router(), [replica(name) for name in "abc"]
+    router.on_request_routed(call("c0", offer()), SimpleNamespace(unique_id="b"), None)
+    router.on_request_completed(SimpleNamespace(unique_id="b"), "c0")
+    longer = [*PROMPT, *range(900, 1000)]
+    assert order(router, replicas, call("c1", offer(1, longer)))[0] == "b"
+    salted = replace(offer(2, longer), order=Order(longer, {"cache_salt": "another client"}))
+    assert order(router, replicas, call("c2", salted))[0] != "b"  # where the call before it is under way
+    assert order(router, replicas, call("c3", offer(3, longer, failed=["b"])))[0] != "b"  # its text is prefilled again

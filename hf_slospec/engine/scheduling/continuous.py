@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from hf_slospec.algo.metrics import WINDOW
+from hf_slospec.algo.tree import FloatArray, IntArray
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.protocols import Chunk, Schedule
 from hf_slospec.engine.request import Request, RequestParams
@@ -24,7 +26,7 @@ from hf_slospec.engine.scheduling.guarantees import (
     tightest_tpot_slo_s,
 )
 from hf_slospec.engine.scheduling.kv_room import KVRoom
-from hf_slospec.engine.scheduling.prefill import prefill_budget
+from hf_slospec.engine.scheduling.prefill import IN_TIME, prefill_budget
 from hf_slospec.engine.scheduling.queue import Undecided, WaitingQueue
 from hf_slospec.engine.scheduling.window_guarantees import WindowGuarantees
 from hf_slospec.engine.step_times import StepCosts
@@ -95,6 +97,7 @@ class ContinuousScheduler:
         self._has_changed = False  # requests came or left since the last decision on guarantees
         self._share = 1.0  # share of a full step's work that memory allows
         self.room = KVRoom(limits.kv_tokens, limits.draft_slots, limits.max_batch, costs)
+        self._busy_until_s = -math.inf  # end of the latest step that decoded
         self.output_tokens = 100.0  # per request, averaged over those that finished recently
 
     def add(self, request: Request) -> None:
@@ -105,6 +108,15 @@ class ContinuousScheduler:
             self._undecided.add(request)
         self._queue(request, request.stats.arrived_s)
         self._has_changed = True
+        self._count_arrival(request)
+
+    def _count_arrival(self, request: Request) -> None:
+        """Count a request whose first token a step has already delayed, or could have."""
+        ttft_slo_s, arrived_s = request.params.ttft_slo_s, request.stats.arrived_s
+        if ttft_slo_s is None or request.stats.num_resumed or arrived_s > self._busy_until_s:
+            self.costs.first_tokens.arrived(math.inf, 0)
+        else:
+            self.costs.first_tokens.arrived(ttft_slo_s, request.num_uncached - self.num_reusable(request))
 
     def _queue(self, request: Request, since_s: float) -> None:
         self._waiting_since[request] = since_s
@@ -147,6 +159,8 @@ class ContinuousScheduler:
     def observe(self, step: StepEvent) -> None:
         """Raise the share of work again after a step that fitted into memory, and learn from missed windows."""
         self._share = min(1.0, self._share * 1.05)
+        if step.num_decoding:
+            self._busy_until_s = step.begun_s + step.phases.total_s
         self.windows.observe()
 
     def enter(self, now_s: float) -> list[Request]:
@@ -159,9 +173,59 @@ class ContinuousScheduler:
         """Return the decoding requests and the prefill of the next step."""
         decoding = [request for request in self.running if request.is_decoding]
         allowed_s = self._allowed_s(decoding, now_s)
-        decoding = self._taking_part(decoding, allowed_s, now_s)
-        chunks = self._chunks(decoding, allowed_s, now_s)
-        return Schedule([] if chunks and self.prefill == "first" else decoding, chunks)
+        kept = self._taking_part(decoding, allowed_s, now_s)
+        chunks = self._chunks(kept, allowed_s, now_s)
+        if not (chunks and self.prefill == "first"):
+            kept = self._leaving_time(kept, chunks, now_s)
+        taking_part = set(kept)
+        for request in decoding:
+            self._num_skipped[request] = 0 if request in taking_part else self._num_skipped.get(request, 0) + 1
+        return Schedule([] if chunks and self.prefill == "first" else kept, chunks)
+
+    def _leaving_time(self, decoding: list[Request], chunks: Sequence[Chunk], now_s: float) -> list[Request]:
+        """Return the requests that decode beside the chunks, and tell the policy which first tokens it must not delay.
+
+        Requests that can wait are skipped if a first token of the step is in time without them only.
+        """
+        first_tokens = self.costs.first_tokens
+        first = [chunk.request for chunk in chunks if chunk.is_last and not chunk.request.num_emitted]
+        dues_s = [lost_s(request) - now_s for request in first]
+        dues_s += [request.stage_due_s - now_s for request in decoding]
+        if not first_tokens.is_expected and all(due_s == math.inf for due_s in dues_s):
+            first_tokens.begin(math.inf, None)
+            return decoding
+        plain_s = float(self._plain_s(decoding, 0))
+        must = [request for request in decoding if not self._can_wait(request, now_s, plain_s)]
+        num_prefill_tokens = sum(chunk.num_tokens for chunk in chunks)
+        step_s, least_s = (float(self._plain_s(requests, num_prefill_tokens)) for requests in (decoding, must))
+        taking_part = decoding
+        if any(least_s <= due_s < step_s for due_s in dues_s):
+            taking_part, step_s = must, least_s
+        due_s = min((max(IN_TIME * due_s, step_s) for due_s in dues_s if due_s >= step_s), default=math.inf)
+        # Requests that arrive now would wait for slots, or only drafts keep others in time.
+        is_lost = len(self.waiting) > 0 or any(self._needs_drafts(request, now_s, plain_s) for request in decoding)
+        first_tokens.begin(due_s, None if is_lost else partial(self._plain_s, must))
+        return taking_part
+
+    def _plain_s(self, decoding: Sequence[Request], num_prefill_tokens: IntArray | int) -> FloatArray:
+        """Return the seconds of steps without drafts that prefill so many tokens."""
+        number, num_keys = len(decoding), sum(len(request.tokens) for request in decoding)
+        return self.costs.verify_s(number + num_prefill_tokens, max(number, 1), num_keys)
+
+    def _needs_drafts(self, request: Request, now_s: float, plain_s: float) -> bool:
+        """Return whether a request keeps its pace, if that is still possible, only by steps of several tokens."""
+        if request.pace_s is None:
+            return False
+        elapsed_s, emitted, num_left = request.paced(now_s)
+        left_s = AHEAD * request.pace_s * (emitted + num_left) - elapsed_s
+        return plain_s * num_left > left_s >= self.costs.step_at(1) / self.costs.recent.tokens * num_left
+
+    def _can_wait(self, request: Request, now_s: float, step_s: float) -> bool:
+        """Return whether a decoding request may be skipped for a first token."""
+        if self.admission in ("fcfs", "priority") or self._num_skipped.get(request, 0) >= MAX_SKIPPED:
+            return False
+        is_due = request.stage_due_s < math.inf
+        return not is_due and (request.is_best_effort or self._due_s(request, now_s, step_s) > WAIT * step_s)
 
     @property
     def lent_slots(self) -> int:
@@ -337,8 +401,6 @@ class ContinuousScheduler:
             kept = set(decoding) - {r for r in spare[num_spare:] if self._num_skipped.get(r, 0) < MAX_SKIPPED}
         else:
             kept = set(decoding)
-        for request in decoding:
-            self._num_skipped[request] = 0 if request in kept else self._num_skipped.get(request, 0) + 1
         return [request for request in decoding if request in kept]
 
     def _due_s(self, request: Request, now_s: float, step_s: float) -> float:

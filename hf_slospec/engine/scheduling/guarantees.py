@@ -121,9 +121,10 @@ def guaranteeable(
 
     def candidate(request: Request, is_forced: bool) -> Candidate:
         deadline_s = MARGIN * (prefill_deadline_s(request) - now_s)
-        if step_s > 0.0 and math.isfinite(deadline_s):  # the first token comes with the end of a step
-            deadline_s = deadline_s // step_s * step_s
         tokens, slots = request.num_uncached - num_reusable(request), kv_needed(request)
+        # The first token comes with the end of a step; the next one can be as short as that of the prompt alone.
+        if step_s > 0.0 and math.isfinite(deadline_s) and not costs.verify_at(tokens) <= deadline_s < step_s:
+            deadline_s = deadline_s // step_s * step_s
         return Candidate(deadline_s, tokens, slots, _tier_of(tiers, request), rank[request.params.priority], is_forced)
 
     running = [0] * len(tiers)

@@ -44,6 +44,36 @@ def test_steps_in_which_drafting_is_paused_teach_nothing_of_drafts() -> None:
     assert history.depths.num_observed > number
 
 
+def test_requests_make_room_for_first_tokens_only_so_often_in_a_row() -> None:
+    served = Served()
+    decoding = [served.add(index, new=400) for index in range(4)]
+    for _ in range(8):
+        served.step()
+    costs, num_skipped = served.scheduler.costs, 0
+    for index in range(MAX_SKIPPED + 1):
+        num_keys = sum(len(request.tokens) for request in decoding)
+        ttft_slo_s = (costs.verify_at(3) + costs.verify_at(7, 4, num_keys)) / 2
+        served.add(10 + index, new=1, ttft_slo_s=ttft_slo_s)
+        num_skipped += not served.step().num_decoding
+    assert num_skipped == MAX_SKIPPED  # not in the last of these steps
+
+
+def test_only_requests_that_arrive_while_others_decode_tell_which_steps_are_too_long() -> None:
+    served = Served()
+    served.add(0, ttft_slo_s=9.0)
+    served.run()
+    served.add(1, new=20)
+    served.step()
+    assert not served.scheduler.costs.first_tokens.is_expected
+    decoding = served.step()
+    assert decoding.num_decoding
+    served.clock.now_s = decoding.begun_s  # the toy's clock goes on after the step, so this is its end as well
+    served.add(2, ttft_slo_s=9.0)
+    assert served.scheduler.costs.first_tokens.is_expected
+    served.run()
+    assert not served.scheduler.costs.for_own_engine().first_tokens.is_expected
+
+
 def test_a_step_has_to_end_in_time_for_the_first_token_of_a_stage() -> None:
     costs = new_costs()
     scheduler = ContinuousScheduler(Limits(4, 1000, 6, 8, 1e9), costs, "edf")
@@ -54,6 +84,30 @@ def test_a_step_has_to_end_in_time_for_the_first_token_of_a_stage() -> None:
     commit(request, [1], 1.0)
     assert scheduler._due_s(request, 1.0, 1.0) == pytest.approx(AHEAD * 9.0 * 4.0)
     assert tightest_tpot_slo_s(request) == 2.0  # admission plans with it, since it is one of a decode step
+
+
+@pytest.mark.parametrize(
+    ("admission", "tpot_slo_s", "can_wait"),
+    [("slo", 1e3, True), ("slo", None, True), ("slo", 2.0, False), ("fcfs", 1e3, False)],
+)
+@pytest.mark.parametrize("place", [0.9, 1.5, 3.0], ids=["lost", "in time alone", "in time anyway"])
+def test_requests_that_can_wait_make_room_for_a_first_token(
+    admission: str, tpot_slo_s: float | None, can_wait: bool, place: float
+) -> None:
+    served = Served(admission=admission)
+    decoding = [served.add(index, new=60, tpot_slo_s=tpot_slo_s) for index in range(4)]
+    for _ in range(8):
+        served.step()
+    costs, now_s = served.scheduler.costs, served.clock.now_s
+    alone_s, step_s = costs.verify_at(3), costs.verify_at(7, 4, sum(len(request.tokens) for request in decoding))
+    assert alone_s < step_s
+    hurried = served.add(9, ttft_slo_s=alone_s + (place - 1.0) * (step_s - alone_s))
+    served.scheduler.enter(now_s)
+    schedule = served.scheduler.schedule(now_s)
+    assert schedule.finishing_prefill == [hurried]
+    assert len(schedule.decoding) == (0 if can_wait and place == 1.5 else 4)
+    if place == 3.0:  # the policy may draft as much as leaves time
+        assert costs.first_tokens.is_due
 
 
 @given(

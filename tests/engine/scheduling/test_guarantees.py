@@ -38,16 +38,20 @@ def test_more_than_can_be_met_in_time_is_not_promised() -> None:
     assert all(request.metrics().attained for request in promised)
 
 
-@pytest.mark.parametrize(("step_s", "guaranteed"), [(0.0, True), (10.0, True), (30.0, False)])
+@pytest.mark.parametrize(
+    ("step_s", "ttft_slo_s", "guaranteed"),
+    [(0.0, 20.0, True), (10.0, 20.0, True), (30.0, 20.0, True), (30.0, 1.1, False)],
+)
 def test_a_first_token_is_promised_for_the_end_of_a_step(
-    monkeypatch: pytest.MonkeyPatch, step_s: float, guaranteed: bool
+    monkeypatch: pytest.MonkeyPatch, step_s: float, ttft_slo_s: float, guaranteed: bool
 ) -> None:
+    """The next step may be as short as that of the prompt alone, which takes 1 s."""
     monkeypatch.setattr(RecentSteps, "observe", lambda self, _: setattr(self, "step_s", step_s))
     served = Served()
     served.add(0, new=60, tpot_slo_s=1e3, ttft_slo_s=1e3)
     for _ in range(8):
         served.step()
-    late = served.add(1, prompt=1, new=2, ttft_slo_s=20.0)
+    late = served.add(1, prompt=1, new=2, ttft_slo_s=ttft_slo_s)
     served.run()
     assert late.metrics().guaranteed is guaranteed
 
