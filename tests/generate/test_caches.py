@@ -49,19 +49,18 @@ def test_second_turn_on_a_cache(family: str, batch: int, is_whole_text: bool) ->
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # transformers' own
-@pytest.mark.parametrize(
-    "name", [name for name in ("cache", "past_key_values") if name in (CACHE_NAME, "past_key_values")]
-)
+@pytest.mark.parametrize("name", sorted({CACHE_NAME, "past_key_values"}))
 def test_a_cache_by_both_of_its_names(name: str) -> None:
     ours, cache = generator("llama"), DynamicCache(config=tiny_model("llama").config)
     text, mask = text_and_cache("llama", 1, cache)
-    expected = ours.model.generate(text, attention_mask=mask, **GREEDY, max_new_tokens=10)
-    assert torch.equal(ours.generate(text, attention_mask=mask, **GREEDY, max_new_tokens=10, **{name: cache}), expected)
+    options: dict[str, Any] = dict(attention_mask=mask, do_sample=False, eos_token_id=None, max_new_tokens=10)
+    expected = ours.model.generate(text, **options)
+    assert torch.equal(ours.generate(text, **options, **{name: cache}), expected)
     assert cache.get_seq_length() == expected.shape[1] - 1
     with pytest.raises(InvalidInputError, match=f"{CACHE_NAME} holds"):
-        ours.generate(text, attention_mask=mask, max_new_tokens=10, **{name: cache})
+        ours.generate(text, **options, **{name: cache})
     with pytest.raises(UnsupportedOptionError, match=f"{name} and use_cache=False contradict"):
-        ours.generate(text, attention_mask=mask, max_new_tokens=10, use_cache=False, **{name: cache})
+        ours.generate(text, **options, use_cache=False, **{name: cache})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
