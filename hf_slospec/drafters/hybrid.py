@@ -97,7 +97,7 @@ class _Asked:
 
     yields: Yields
     trees: dict[int, TokenTree] = field(default_factory=dict)  # by part, calibrated; empty once they are learned from
-    num_tokens: int = 0  # of the text before the trees
+    num_tokens: int = 0  # length of the text before the trees
     is_look: bool = False
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from hf_slospec.algo.tree import FloatArray
 
-IN_TIME = 0.95  # share of a TTFT SLO within which a first token is planned
+IN_TIME = 0.95  # share of a TTFT SLO, or of the time that is left of it, within which a first token is planned
 MEMORY = 64  # requests that tell which will arrive
 PRICE = 10.0  # tokens of any request that count as much as one of a request whose TTFT SLO is missed
 LATE = 1e3  # price of each second by which the first tokens of a step itself would be late

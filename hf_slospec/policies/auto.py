@@ -177,15 +177,18 @@ class AutoPolicy(NamedPolicy):
         probe_s = partial(self._probe_s, requests)
         depth, width = depths.best(max_depth, max_width, num_requests, shape_time, probe_s)
         drafting = requests if depths.is_on else _probed(requests)
+
+        def paying_shape(num_drafting: int, num_prefill_tokens: int = 0) -> tuple[int, int]:
+            time = self._shape_time(requests, num_drafting, num_keys, num_prefill_tokens)
+            depth, width, best, plain = depths.best_shape(max_depth, max_width, time)
+            return (depth, width) if best > plain else (0, 1)
+
         if depth == 0 and (num_urgent := int((urgencies > 1.0).sum())):
             # Speculation that does not pay for all requests may still pay if urgent requests get all nodes.
-            drafting, urgent_time = requests, self._shape_time(requests, num_urgent, num_keys)
-            depth, width, best, plain = depths.best_shape(max_depth, max_width, urgent_time)
-            depth, width = (depth, width) if best > plain else (0, 1)
+            drafting = requests
+            depth, width = paying_shape(num_urgent)
         if depth and self.costs.first_tokens.is_due:
-            due_time = self._shape_time(requests, num_requests, num_keys, num_prefill_tokens)
-            depth, width, best, plain = depths.best_shape(max_depth, max_width, due_time)
-            depth, width = (depth, width) if best > plain else (0, 1)
+            depth, width = paying_shape(num_requests, num_prefill_tokens)
         # A node or a level is worth its time if it may gain more tokens than that time yields on average.
         goodput = depths.goodput * num_requests
         roots_s, more_s = (self.costs.verify_at(num_requests + n, num_requests, num_keys) for n in (0, SPAN))

@@ -73,18 +73,26 @@ def _has(*tensors: str) -> Callable[[Checkpoint], bool]:
     return lambda checkpoint: any(name.startswith(tensors) for name in checkpoint.files)
 
 
-DOMINO = "the GRU that corrects the block's logits is"
-MEDUSA = "its residual blocks, one for each position, are"
+def _either(*recognise: Callable[[Checkpoint], bool]) -> Callable[[Checkpoint], bool]:
+    return lambda checkpoint: any(recognises(checkpoint) for recognises in recognise)
+
+
 FORMATS = (
     Format(
         "a DSpark head of DeepSpec with layers of Gemma 4",
         "these layers (keys as values, two head sizes, scaled outputs) are",
         _named("gemma4dspark"),
     ),
-    Format("a Domino head of SpecForge", DOMINO, _projects_as("domino")),
-    Format("a Domino head of SpecForge", DOMINO, _named("domino")),
-    Format("a Medusa head (FasterDecoding)", MEDUSA, _has("medusa_head.")),
-    Format("a Medusa head (FasterDecoding)", MEDUSA, _named("medusa")),
+    Format(
+        "a Domino head of SpecForge",
+        "the GRU that corrects the block's logits is",
+        _either(_projects_as("domino"), _named("domino")),
+    ),
+    Format(
+        "a Medusa head (FasterDecoding)",
+        "its residual blocks, one for each position, are",
+        _either(_has("medusa_head."), _named("medusa")),
+    ),
     Format("a Hydra head", "its MLPs over the tokens drafted before are", _named("hydra")),
     Format("an MLP speculator of IBM", "its MLPs over the last hidden state are", _named("mlpspeculator")),
     Format("a MuseGlimmer assistant of transformers", "its network is", _named("museglimmerassistant")),

@@ -100,7 +100,7 @@ def _config_of_block(
     own: dict[str, Any] = dict(
         num_hidden_layers=BLOCK_LAYERS,
         block_size=options.levels,
-        mask_token_id=len(counts) - 1 - int(counts.flip(0).argmin()),  # of the rarest tokens the last
+        mask_token_id=len(counts) - 1 - int(counts.flip(0).argmin()),  # the last of the rarest tokens
         aux_hidden_state_layer_ids=list(layers),
         draft_vocab_size=draft_vocab,
         sample_from_anchor=True,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the iteration that makes singular values equal
+COEFFICIENTS = 3.4445, -4.7750, 2.0315  # powers 1, 3 and 5 in the iteration that makes singular values equal
 NUM_ITERATIONS, EPS = 5, 1e-7
 
 

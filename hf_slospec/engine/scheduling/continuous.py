@@ -12,6 +12,7 @@ import numpy as np
 from hf_slospec.algo.metrics import WINDOW
 from hf_slospec.algo.tree import FloatArray, IntArray
 from hf_slospec.engine.events import StepEvent
+from hf_slospec.engine.first_tokens import IN_TIME
 from hf_slospec.engine.protocols import Chunk, Schedule
 from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.engine.scheduling import AdmissionName, PrefillName
@@ -26,7 +27,7 @@ from hf_slospec.engine.scheduling.guarantees import (
     tightest_tpot_slo_s,
 )
 from hf_slospec.engine.scheduling.kv_room import KVRoom
-from hf_slospec.engine.scheduling.prefill import IN_TIME, prefill_budget
+from hf_slospec.engine.scheduling.prefill import prefill_budget
 from hf_slospec.engine.scheduling.queue import Undecided, WaitingQueue
 from hf_slospec.engine.scheduling.window_guarantees import WindowGuarantees
 from hf_slospec.engine.step_times import StepCosts
@@ -175,12 +176,13 @@ class ContinuousScheduler:
         allowed_s = self._allowed_s(decoding, now_s)
         kept = self._taking_part(decoding, allowed_s, now_s)
         chunks = self._chunks(kept, allowed_s, now_s)
-        if not (chunks and self.prefill == "first"):
+        prefills_only = bool(chunks) and self.prefill == "first"
+        if not prefills_only:
             kept = self._leaving_time(kept, chunks, now_s)
         taking_part = set(kept)
         for request in decoding:
             self._num_skipped[request] = 0 if request in taking_part else self._num_skipped.get(request, 0) + 1
-        return Schedule([] if chunks and self.prefill == "first" else kept, chunks)
+        return Schedule([] if prefills_only else kept, chunks)
 
     def _leaving_time(self, decoding: list[Request], chunks: Sequence[Chunk], now_s: float) -> list[Request]:
         """Return the requests that decode beside the chunks, and tell the policy which first tokens it must not delay.

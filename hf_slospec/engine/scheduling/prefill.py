@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hf_slospec.engine.first_tokens import IN_TIME
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling import PrefillName
 from hf_slospec.engine.scheduling.guarantees import prefill_deadline_s
 from hf_slospec.engine.step_times import StepCosts
 
-IN_TIME = 0.95  # share of the time to its deadline within which a prompt should be prefilled
 SLOWDOWN = 5.0  # without a deadline: multiple of the prompt's time alone (SLOs-Serve's loose SLO)
 STALL = 3.0  # multiple of a step without prefill that a step with prefill may take while no request is late
 

@@ -40,7 +40,7 @@ class WindowGuarantees:
         self.output_tokens = 100.0  # mean per request, which the scheduler writes
         self.refused_s = -math.inf  # time of the last refusal, which the scheduler writes
         self._open: dict[Request, tuple[float, float]] = {}  # TPOT SLO, and time of the guarantee
-        self._corrections: defaultdict[float, float] = defaultdict(float)  # of log shares, by rounded TPOT SLO
+        self._corrections: defaultdict[float, float] = defaultdict(float)  # added to log shares, by rounded TPOT SLO
         self._spread_variance = SPREAD**2
         self._planned, self._review_at = MARGIN, 0  # share by the model, and steps at which it is computed again
 

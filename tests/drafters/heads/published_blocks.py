@@ -96,7 +96,7 @@ class Case:
     first_slot: int = 1
     layers: list[tuple[int | None, bool]] = field(default_factory=lambda: [(None, False)] * 2)
     has_own_modules: bool = False  # embeddings and output layer of a whole vocabulary
-    cap: float = 0.0  # of logits of DFlash2, which are halved then
+    cap: float = 0.0  # bound of the logits of DFlash2, which are halved then
     saved: Callable[[Tensors], Tensors] = lambda tensors: tensors  # the publisher's names
 
     def expected(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hf_slospec.models.linear.invariant_kernels import BLOCK_M, invariant_product
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled: see tests/gpu")
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # of the largest value
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # share of the largest value
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
