@@ -41,6 +41,10 @@ def _settings() -> Iterator[None]:
     MEASURE_S.update(target=0.06, draft=0.03)  # step times decide the shapes of draft trees, never the text
     kernel_choice.REPEATS, kernel_choice.MEASURED_BYTES = 1, 2**20  # neither do the kernels
     compiled.START_S = float("inf")  # nor is anything compiled beside the tests
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.support.stand_ins.interpreter import multiply_by_rows
+
+        multiply_by_rows()
     gc.freeze()  # the garbage collector shall not search all that was imported, again and again
     yield
     gc.unfreeze()

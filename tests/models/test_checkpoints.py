@@ -101,12 +101,8 @@ def test_a_loaded_model_with_such_weights_is_refused_by_name(value: float, tmp_p
 def test_gemma4_assistants_load_from_disk(unified: bool, tmp_path: Path) -> None:
     target, folder = tiny_target(unified=unified), str(tmp_path)
     tiny_assistant(unified=unified).save_pretrained(folder)
-    with pytest.raises(ValueError, match="layer types producing a cache"):  # then the patch can go
-        AutoModelForCausalLM.from_pretrained(folder)
     method = load_drafter(folder, target)
     assert method.kind == "Gemma 4 assistant"
     ours = SLOSpecGenerator(target, drafter=method, config=DRAFTS_ALWAYS)
     out = assert_same_as_stock(target, ours.generate, ragged_prompts(2), do_sample=False, max_new_tokens=8)
     assert sum(metrics.drafted for metrics in out.slo) > 0
-    with pytest.raises(ValueError, match="layer types producing a cache"):
-        AutoModelForCausalLM.from_pretrained(folder)  # nothing stays patched
