@@ -1,4 +1,4 @@
-"""Triton's interpreter with products of tiles that are the same for a row wherever in the tile it stands, as on GPUs."""
+"""Triton's interpreter with products of tiles in which a row has the same bits wherever it stands, as on GPUs."""
 
 from __future__ import annotations
 
