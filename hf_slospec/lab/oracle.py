@@ -9,11 +9,10 @@ import numpy as np
 
 from hf_slospec.algo.tree import ROOT, Forest, IntArray, TokenTree
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.engine.protocols import Plan, Policy, Selection
+from hf_slospec.engine.protocols import Drafter, Plan, Policy, Selection
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.lab.hardware import Hardware
-from hf_slospec.lab.models import SimulatedDrafter, VirtualClock
 from hf_slospec.lab.texts import Library
 from hf_slospec.policies.adaserve import AdaServePolicy
 from hf_slospec.policies.adaserve_selection import count_until, expected_tokens
@@ -29,9 +28,10 @@ class OraclePolicy(Policy):
     benchmarks/papers/bounds.py); the best of several settings comes closer to one.
     """
 
-    def __init__(self, library: Library, config: SLOSpecConfig, hardware: Hardware, seed: int):
+    def __init__(self, library: Library, config: SLOSpecConfig, hardware: Hardware, trial: Drafter):
+        """Create a policy that tries the drafts of ``trial``, whose clock is not that of the simulation."""
         self.library, self.config, self.costs = library, config, hardware.costs()
-        self._trial = SimulatedDrafter(library, hardware, VirtualClock(), seed)
+        self._trial = trial
 
     def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
         """Return the shape with the most committed tokens per second in trials of this step's drafting."""

@@ -12,7 +12,7 @@ from hf_slospec.algo.replica_ranking import Need, ReplicaLoad
 from hf_slospec.assembly import Parts, continuous_engine, limits_of
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.engine.events import StepEvent
-from hf_slospec.engine.protocols import Policy
+from hf_slospec.engine.protocols import Drafter, Policy
 from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.load import load_of, need_of
 from hf_slospec.errors import InvalidInputError
@@ -26,6 +26,8 @@ from hf_slospec.lab.workload import MAX_TIME_S, Job
 from hf_slospec.policies import max_nodes_per_request, new_policy
 from hf_slospec.policies.adaserve import AdaServePolicy
 from hf_slospec.policies.auto import SpeculationHistory
+
+NewDrafter = Callable[[Library, Hardware, VirtualClock, int], Drafter]  # texts, costs, clock and seed
 
 MAX_REPLICAS = 1000
 
@@ -62,6 +64,7 @@ class Replica:
         oracle: bool,
         make_policy: NewPolicy | None,
         clock: VirtualClock,
+        new_drafter: NewDrafter,
         continued: Mapping[int, int],
     ):
         self.clock, costs = clock, hardware.costs()
@@ -74,12 +77,12 @@ class Replica:
         if oracle and config.policy == AdaServePolicy.name:
             policy = AdaServeOraclePolicy(library, config, costs)
         elif oracle:
-            policy = OraclePolicy(library, config, hardware, seed)
+            policy = OraclePolicy(library, config, hardware, new_drafter(library, hardware, VirtualClock(), seed))
         else:  # tokens are ranks, so every id is known
             config = config.model_copy(update={"kv_tokens": kv_tokens})
             policy = new_policy(config, costs, SpeculationHistory(config), make_policy, sys.maxsize)
         target = SimulatedTarget(library, hardware, self.clock, kv_tokens, continued)
-        drafter = SimulatedDrafter(library, hardware, self.clock, seed)
+        drafter = new_drafter(library, hardware, self.clock, seed)
         self.engine = continuous_engine(config, Parts(target, drafter, policy, costs, self.clock), limits)
         self.scheduler = self.engine.scheduler
         self._reported = self._next_report = load_of(self.scheduler)  # before and after the latest step
@@ -152,6 +155,7 @@ class Simulation:
         make_policy: makes a custom policy in place of the config's; its plans are limited by the config's
             ``max_depth`` and ``max_width``.
         new_clock: makes the clock of a replica, for example of a machine whose speed changes.
+        new_drafter: makes the drafter of a replica.
 
     Raises:
         InvalidInputError: an argument is out of its range, or the arguments do not fit together.
@@ -170,6 +174,7 @@ class Simulation:
         oracle: bool = False,
         make_policy: NewPolicy | None = None,
         new_clock: Callable[[], VirtualClock] = VirtualClock,
+        new_drafter: NewDrafter = SimulatedDrafter,
     ):
         if not jobs:
             raise InvalidInputError("the load contains no requests; give at least one")
@@ -190,7 +195,7 @@ class Simulation:
             raise InvalidInputError(f"requests must arrive within 0..{MAX_TIME_S:g} seconds")
         continued = {index: job.after for index, job in enumerate(jobs) if job.continues and job.after is not None}
         self.replicas = [
-            Replica(config, hardware, library, seed + index, oracle, make_policy, new_clock(), continued)
+            Replica(config, hardware, library, seed + index, oracle, make_policy, new_clock(), new_drafter, continued)
             for index in range(replicas)
         ]
         limits = self.replicas[0].scheduler.limits

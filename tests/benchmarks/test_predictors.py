@@ -1,0 +1,50 @@
+"""Tests of the recording and the replay of drafters' chains on real texts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.predictors import AVERAGE, CONSTANTS, ORACLE, OURS, PLAIN, RANDOM, Chains, agreeing, latency_s, recorded
+from tests.support.toys.tiny_models import tiny_model
+
+
+def test_agreeing() -> None:
+    assert agreeing([3, 4, 5], [3, 4, 6, 5]) == 2
+    assert agreeing([3, 4], [3]) == 1
+    assert agreeing([], [3]) == agreeing([4], [3, 4]) == 0
+
+
+def test_chains_of_prompt_lookup() -> None:
+    """They continue the latest place with the same two tokens, or one; what follows is compared with the text."""
+    prompts = [("task", np.random.default_rng(seed).integers(3, 101, 12).tolist() * 2) for seed in range(3)]
+    model = tiny_model("llama")
+    texts = recorded(model, "lookup", prompts, 12)
+    assert [text.input_tokens for text in texts] == [24, 24, 24]
+    for text in texts:
+        assert len(text.accepted) == len(text.path_probs) <= 12 and text.path_probs[0] == []
+        for accepted, probs in zip(text.accepted, text.path_probs, strict=True):
+            assert accepted <= len(probs) <= 8 and probs == sorted(probs, reverse=True)
+    assert any(probs for text in texts for probs in text.path_probs)
+
+
+def repeated(probs: list[float], accepted: list[int], times: int) -> Chains:
+    return Chains(task="task", input_tokens=5, path_probs=[probs] * (len(accepted) * times), accepted=accepted * times)
+
+
+@pytest.mark.parametrize("rate", [1.0, 50.0])
+def test_who_knows_more_is_not_slower(rate: float) -> None:
+    chains = [repeated([0.5**depth for depth in range(1, 9)], [0, 0, 3, 2, 1, 0, 0, 8], times=8)]
+    latencies = {
+        name: latency_s(chains, "llama-7b-a100", rate, name, 30, 0)
+        for name in (PLAIN, RANDOM, AVERAGE, OURS, ORACLE, *CONSTANTS)
+    }
+    assert latencies[ORACLE] == min(latencies.values())
+    assert latencies[OURS] < latencies[PLAIN]
+
+
+def test_a_drafter_that_is_never_right_costs_nothing_to_who_knows() -> None:
+    chains = [repeated([0.9**depth for depth in range(1, 9)], [0], times=40)]
+    plain, known = (latency_s(chains, "llama-7b-a100", 20.0, name, 20, 0) for name in (PLAIN, ORACLE))
+    assert known == pytest.approx(plain, rel=0.02)  # the oracle tries the drafts at no cost but the host's
+    assert latency_s(chains, "llama-7b-a100", 20.0, RANDOM, 20, 0) > plain
