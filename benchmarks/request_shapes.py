@@ -3,7 +3,9 @@
     python benchmarks/request_shapes.py --name "one depth per step" --json benchmarks/results/request-shapes.json
 
 Run it on checkouts of several versions (``PYTHONPATH``), each under a name of its own, to compare them; the file keeps
-the runs of all names. More requests wait than can decode at a time, so tokens per second do not depend on arrivals.
+the runs of all names. With ``--free-widths`` only the first node of a request's draft level costs: what that gains, no
+choice of widths for single requests could exceed. More requests wait than can decode at a time, so tokens per second do
+not depend on arrivals.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.lab import HARDWARE, Load, Simulation, TextModel, jobs_of
 from hf_slospec.lab.hardware import Hardware, hardware_of
@@ -27,6 +30,7 @@ from hf_slospec.lab.systems import config_of
 from hf_slospec.lab.workload import Kind, Length
 
 PROFILE = Path(__file__).parent / "results" / "profile-cpu-2core-0.6B-bf16.json"
+MAX_DRAFTED = 96  # tokens of a draft level, about
 INPUT, OUTPUT = Length(150, 60, 1000), Length(206, 80, 256, 5)
 FIGURES = ("attainment", "goodput", "throughput", "tpot_ms", "tokens_per_request_and_step", "nodes_per_step", "depth",
            "draft_share")  # fmt: skip
@@ -54,6 +58,13 @@ def machines() -> dict[str, Machine]:
     }
 
 
+def without_widths(cost: ForwardCost) -> ForwardCost:
+    """Return the cost of draft levels in which each request pays for one token, however many it has."""
+    first_s, second_s = cost.curve.at(1), cost.curve.at(MAX_DRAFTED) / MAX_DRAFTED
+    per_request_s = cost.per_request_s + max(second_s - first_s / MAX_DRAFTED, 0.0)
+    return replace(cost, curve=LatencyCurve((1,), (first_s,)), per_request_s=per_request_s)
+
+
 def times(cost: Any, factor: float) -> Any:
     """Return a cost that is larger by a factor."""
     return cost.scaled([factor] * len(cost.curve.num_tokens), factor)
@@ -72,15 +83,17 @@ LOADS: dict[str, tuple[tuple[tuple[float, float], ...], TextModel, float]] = {
 }
 
 
-def one(machine: str, load: str, seed: int, number: int) -> dict[str, Any]:
+def one(machine: str, load: str, seed: int, number: int, free_widths: bool) -> dict[str, Any]:
     """Simulate one load.  -> its figures"""
     logging.disable(logging.WARNING)  # requests that can no longer meet their SLOs are logged
     chosen, (tiers, texts, slower), rng = machines()[machine], LOADS[load], np.random.default_rng(seed)
     config = config_of("auto").model_copy(update={"max_batch": chosen.max_batch, "admission": "fcfs"})
     mix = kinds(*tiers, tpot_s=slower * chosen.tpot_s)
     jobs = jobs_of(mix, np.arange(number) * 1e-3, rng, lambda tokens: 0.0)
-    work = Load.of(load, jobs, texts, rng)
-    figures = Simulation(work.jobs, work.library, chosen.hardware, config, seed=seed).run().summary(METRICS["adaserve"])
+    work, hardware = Load.of(load, jobs, texts, rng), chosen.hardware
+    if free_widths:
+        hardware = replace(hardware, draft=without_widths(hardware.draft))
+    figures = Simulation(work.jobs, work.library, hardware, config, seed=seed).run().summary(METRICS["adaserve"])
     return {"machine": machine, "load": load, "seed": seed, **{key: figures[key] for key in FIGURES}}
 
 
@@ -88,11 +101,17 @@ def main(
     name: Annotated[str, typer.Option(help="Of this version in the file.")],
     number: Annotated[int, typer.Option(help="Requests of each load.")] = 300,
     seeds: Annotated[int, typer.Option(help="Runs of each load.")] = 3,
+    free_widths: Annotated[bool, typer.Option(help="Draft levels cost no more for being wide.")] = False,
     workers: Annotated[int, typer.Option(help="Processes.")] = 1,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Simulate all loads on all machines."""
-    cases = [(machine, load, seed, number) for machine in machines() for load in LOADS for seed in range(1, seeds + 1)]
+    cases = [
+        (machine, load, seed, number, free_widths)
+        for machine in machines()
+        for load in LOADS
+        for seed in range(1, seeds + 1)
+    ]
     with ProcessPoolExecutor(workers) as pool:
         rows = list(pool.map(one, *zip(*cases, strict=True)))
     for machine, load in dict.fromkeys((row["machine"], row["load"]) for row in rows):
