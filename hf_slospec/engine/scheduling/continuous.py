@@ -5,20 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-import numpy as np
-
-from hf_slospec.algo.metrics import WINDOW
-from hf_slospec.algo.tree import FloatArray, IntArray
 from hf_slospec.engine.events import StepEvent
-from hf_slospec.engine.first_tokens import IN_TIME
-from hf_slospec.engine.protocols import Chunk, Schedule
+from hf_slospec.engine.protocols import Schedule
 from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.engine.scheduling import AdmissionName, PrefillName
+from hf_slospec.engine.scheduling.batch_formation import BatchFormation
 from hf_slospec.engine.scheduling.guarantees import (
     MAX_CANDIDATES,
-    first_token_slo_s,
     guaranteeable,
     lost_s,
     planned_tpot_slo_s,
@@ -27,22 +21,14 @@ from hf_slospec.engine.scheduling.guarantees import (
     tightest_tpot_slo_s,
 )
 from hf_slospec.engine.scheduling.kv_room import KVRoom
-from hf_slospec.engine.scheduling.prefill import prefill_budget
 from hf_slospec.engine.scheduling.queue import Undecided, WaitingQueue
 from hf_slospec.engine.scheduling.window_guarantees import WindowGuarantees
 from hf_slospec.engine.step_times import StepCosts
 
 STARVING = 0  # first rank in the queue
 LAST_RANK = 2  # rank of requests that may preempt no other
-MIN_CHUNK = 8  # minimum prefill tokens of a step for guaranteed requests, even if decoding requests become late
-OVERDUE_CHUNK = 16  # minimum prefill tokens of a step for a request that was skipped MAX_SKIPPED times
-AHEAD = 0.95  # share of its TPOT SLO that a guaranteed request is served at
-SAVES = 1.05  # factor of a step's seconds that skipping best-effort requests must save
-WAIT = 8.0  # steps that a guaranteed request must be ahead of its SLO to be skipped in one
-TYPICAL = 8.0  # steps of its own that count as much as the average over requests in a request's tokens per step
 MAX_PREEMPTED = 3  # times a request is preempted before it keeps its slots
 OUTPUT_WEIGHT = 0.1  # weight of a finished request in the average length of outputs
-MAX_SKIPPED = 32  # consecutive steps in which a running request is skipped for others
 
 
 @dataclass(frozen=True)
@@ -86,7 +72,8 @@ class ContinuousScheduler:
             guarantee: probability with which guaranteed requests keep their TPOT SLOs over every window of ten tokens.
         """
         self.num_reusable, self.windows = num_reusable, WindowGuarantees(guarantee, costs.recent)
-        self.limits, self.costs, self.admission, self.prefill = limits, costs, admission, prefill
+        self.limits, self.costs, self.admission = limits, costs, admission
+        self.batches = BatchFormation(limits.prefill_chunk, costs, admission, prefill, self.windows)
         self.waiting = WaitingQueue(self._rank, self._next_rank_s)
         self.running: list[Request] = []
         # Requests that are best effort until their SLOs can be guaranteed.
@@ -94,9 +81,7 @@ class ContinuousScheduler:
         self._guaranteed_waiting: dict[Request, None] = {}
         self._waiting_since: dict[Request, float] = {}
         self._protected: set[Request] = set()  # requests that are never preempted again
-        self._num_skipped: dict[Request, int] = {}  # consecutive steps in which a running request was skipped
         self._has_changed = False  # requests came or left since the last decision on guarantees
-        self._share = 1.0  # share of a full step's work that memory allows
         self.room = KVRoom(limits.kv_tokens, limits.draft_slots, limits.max_batch, costs)
         self._busy_until_s = -math.inf  # end of the latest step that decoded
         self.output_tokens = 100.0  # per request, averaged over those that finished recently
@@ -154,12 +139,12 @@ class ContinuousScheduler:
         self._undecided.remove(request)
         if request in self.running:
             self.running.remove(request)
-        self._num_skipped.pop(request, None)
+        self.batches.forget(request)
         self._protected.discard(request)
 
     def observe(self, step: StepEvent) -> None:
         """Raise the share of work again after a step that fitted into memory, and learn from missed windows."""
-        self._share = min(1.0, self._share * 1.05)
+        self.batches.recover()
         if step.num_decoding:
             self._busy_until_s = step.begun_s + step.phases.total_s
         self.windows.observe()
@@ -172,62 +157,7 @@ class ContinuousScheduler:
 
     def schedule(self, now_s: float) -> Schedule:
         """Return the decoding requests and the prefill of the next step."""
-        decoding = [request for request in self.running if request.is_decoding]
-        allowed_s = self._allowed_s(decoding, now_s)
-        kept = self._taking_part(decoding, allowed_s, now_s)
-        chunks = self._chunks(kept, allowed_s, now_s)
-        prefills_only = bool(chunks) and self.prefill == "first"
-        if not prefills_only:
-            kept = self._leaving_time(kept, chunks, now_s)
-        taking_part = set(kept)
-        for request in decoding:
-            self._num_skipped[request] = 0 if request in taking_part else self._num_skipped.get(request, 0) + 1
-        return Schedule([] if prefills_only else kept, chunks)
-
-    def _leaving_time(self, decoding: list[Request], chunks: Sequence[Chunk], now_s: float) -> list[Request]:
-        """Return the requests that decode beside the chunks, and tell the policy which first tokens it must not delay.
-
-        Requests that can wait are skipped if a first token of the step is in time without them only.
-        """
-        first_tokens = self.costs.first_tokens
-        first = [chunk.request for chunk in chunks if chunk.is_last and not chunk.request.num_emitted]
-        dues_s = [lost_s(request) - now_s for request in first]
-        dues_s += [request.stage_due_s - now_s for request in decoding]
-        if not first_tokens.is_expected and all(due_s == math.inf for due_s in dues_s):
-            first_tokens.begin(math.inf, None)
-            return decoding
-        plain_s = float(self._plain_s(decoding, 0))
-        must = [request for request in decoding if not self._can_wait(request, now_s, plain_s)]
-        num_prefill_tokens = sum(chunk.num_tokens for chunk in chunks)
-        step_s, least_s = (float(self._plain_s(requests, num_prefill_tokens)) for requests in (decoding, must))
-        taking_part = decoding
-        if any(least_s <= due_s < step_s for due_s in dues_s):
-            taking_part, step_s = must, least_s
-        due_s = min((max(IN_TIME * due_s, step_s) for due_s in dues_s if due_s >= step_s), default=math.inf)
-        # Requests that arrive now would wait for slots, or only drafts keep others in time.
-        is_lost = len(self.waiting) > 0 or any(self._needs_drafts(request, now_s, plain_s) for request in decoding)
-        first_tokens.begin(due_s, None if is_lost else partial(self._plain_s, must))
-        return taking_part
-
-    def _plain_s(self, decoding: Sequence[Request], num_prefill_tokens: IntArray | int) -> FloatArray:
-        """Return the seconds of steps without drafts that prefill so many tokens."""
-        number, num_keys = len(decoding), sum(len(request.tokens) for request in decoding)
-        return self.costs.verify_s(number + num_prefill_tokens, max(number, 1), num_keys)
-
-    def _needs_drafts(self, request: Request, now_s: float, plain_s: float) -> bool:
-        """Return whether a request keeps its pace, if that is still possible, only by steps of several tokens."""
-        if request.pace_s is None:
-            return False
-        elapsed_s, emitted, num_left = request.paced(now_s)
-        left_s = AHEAD * request.pace_s * (emitted + num_left) - elapsed_s
-        return plain_s * num_left > left_s >= self.costs.step_at(1) / self.costs.recent.tokens * num_left
-
-    def _can_wait(self, request: Request, now_s: float, step_s: float) -> bool:
-        """Return whether a decoding request may be skipped for a first token."""
-        if self.admission in ("fcfs", "priority") or self._num_skipped.get(request, 0) >= MAX_SKIPPED:
-            return False
-        is_due = request.stage_due_s < math.inf
-        return not is_due and (request.is_best_effort or self._due_s(request, now_s, step_s) > WAIT * step_s)
+        return self.batches.form(self.running, self._rank, len(self.waiting) > 0, now_s)
 
     @property
     def lent_slots(self) -> int:
@@ -381,95 +311,10 @@ class ContinuousScheduler:
 
     def _stop_running(self, request: Request) -> None:
         self.running.remove(request)
-        self._num_skipped.pop(request, None)
+        self.batches.forget(request)
         request.stats.num_preempted += 1
         if request.stats.num_preempted >= MAX_PREEMPTED:
             self._protected.add(request)
-
-    # ---- the step
-
-    def _taking_part(self, decoding: list[Request], allowed_s: float, now_s: float) -> list[Request]:
-        """Return the requests that decode now: requests that can wait are skipped if they would make others late."""
-        if self._share < 1.0:  # after running out of memory: the requests skipped longest first
-            in_order = sorted(decoding, key=lambda request: -self._num_skipped.get(request, 0))
-            kept = set(in_order[: max(math.ceil(self._share * len(decoding)), 1)])
-        elif decoding and (all_s := self.costs.step_at(len(decoding))) > allowed_s:
-            spare = [r for r in decoding if r.is_best_effort or self._due_s(r, now_s, all_s) > WAIT * all_s]
-            spare.sort(key=lambda request: -self._num_skipped.get(request, 0))  # stable: otherwise in order of arrival
-            num_must = len(decoding) - len(spare)
-            least_s = self.costs.step_at(max(num_must, 1))
-            times_s = self.costs.step_s(num_must + np.arange(1, len(spare) + 1))
-            num_spare = int(np.count_nonzero(times_s <= max(allowed_s, SAVES * least_s)))
-            kept = set(decoding) - {r for r in spare[num_spare:] if self._num_skipped.get(r, 0) < MAX_SKIPPED}
-        else:
-            kept = set(decoding)
-        return [request for request in decoding if request in kept]
-
-    def _due_s(self, request: Request, now_s: float, step_s: float) -> float:
-        """Return the seconds within which a step with the request must end to keep its pace.
-
-        A window of ten tokens that was guaranteed must leave time for the rest of it, at the planned share of the SLO.
-
-        Args:
-            step_s: seconds of a step of all decoding requests.
-        """
-        if request.pace_s is None:
-            return math.inf
-        # However many tokens the step commits, the first one of a stage comes with its end.
-        tokens = self.costs.recent.tokens if request.stage_due_s == math.inf else 1.0
-        if not request.has_open_guarantee:
-            elapsed_s, emitted = request.decoded(now_s)
-            return AHEAD * request.pace_s * (emitted + tokens) - elapsed_s
-        share, stats = self.windows.share(tightest_tpot_slo_s(request)), request.stats
-        own = (request.num_emitted - stats.num_resumed + TYPICAL * tokens) / (stats.num_steps + TYPICAL)
-        token_s = min(step_s / min(own, tokens) / share, request.pace_s)
-        elapsed_s, emitted = request.tightest_window(now_s, token_s)
-        return AHEAD * WINDOW * request.pace_s - elapsed_s - token_s * max(WINDOW - emitted - tokens, 0.0)
-
-    def _allowed_s(self, decoding: list[Request], now_s: float) -> float:
-        """Return the seconds that the step may take so that no guaranteed request falls behind; 0 if one already has.
-
-        Requests that would miss their SLO even if they decoded alone from now on do not count.
-        """
-        if self.admission in ("fcfs", "priority"):
-            return math.inf
-        guaranteed = [request for request in decoding if request.is_guaranteed and request.pace_s is not None]
-        if not guaranteed:
-            return math.inf
-        allowed_s, alone_s = math.inf, self.costs.step_at(1) / self.costs.recent.tokens  # alone: seconds per token
-        step_s = self.costs.step_at(len(decoding))
-        for request in guaranteed:
-            assert request.pace_s is not None
-            elapsed_s, emitted, num_left = request.paced(now_s)
-            # Without other requests; a stage's first token takes a whole step.
-            least_s = num_left * alone_s if request.stage_due_s == math.inf else self.costs.step_at(1)
-            if request.pace_s * (emitted + num_left) - elapsed_s >= least_s:
-                allowed_s = min(allowed_s, max(self._due_s(request, now_s, step_s), 0.0))
-        return allowed_s
-
-    def _chunks(self, decoding: list[Request], allowed_s: float, now_s: float) -> list[Chunk]:
-        """Return the prefill: overdue requests, then guaranteed ones by deadline, then best effort by arrival."""
-        prefilling = [request for request in self.running if not request.is_decoding]
-        if not prefilling:
-            return []
-        overdue = {request for request in prefilling if self._num_skipped.get(request, 0) >= MAX_SKIPPED}
-        prefilling.sort(key=lambda request: (request not in overdue, self._rank(request, now_s)))
-        guaranteed = [request for request in prefilling if not request.is_best_effort]
-        max_tokens = max(int(self.limits.prefill_chunk * self._share), 1)
-        # Prompts whose first token is not due make no guaranteed window late.
-        due = [r for r in guaranteed if self.windows.probability is None or first_token_slo_s(r) < math.inf]
-        left = prefill_budget(self.prefill, self.costs, len(decoding), due, max_tokens, allowed_s, now_s)
-        if overdue or guaranteed:
-            left = max(left, min(OVERDUE_CHUNK if overdue else MIN_CHUNK, max_tokens))
-        chunks = list[Chunk]()
-        for request in prefilling:
-            if left > 0:
-                chunks.append(Chunk.of(request, min(left, OVERDUE_CHUNK) if request in overdue else left))
-                left -= chunks[-1].num_tokens
-        prefilled = {chunk.request for chunk in chunks}
-        for request in prefilling:
-            self._num_skipped[request] = 0 if request in prefilled else self._num_skipped.get(request, 0) + 1
-        return chunks
 
     # ---- memory
 
@@ -488,7 +333,4 @@ class ContinuousScheduler:
 
     def shrink(self) -> bool:
         """Halve the work of the next steps; return False if it is already down to one request or token per step."""
-        is_minimal = self._share * len(self.running) <= 1.0 and self._share * self.limits.prefill_chunk <= 1.0
-        if not is_minimal:  # a smaller share would only take more steps to recover
-            self._share /= 2.0
-        return not is_minimal
+        return self.batches.shrink(len(self.running))

@@ -9,14 +9,8 @@ from hypothesis import strategies as st
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.request import Request, RequestParams, Stage
-from hf_slospec.engine.scheduling.continuous import (
-    AHEAD,
-    MAX_PREEMPTED,
-    MAX_SKIPPED,
-    MIN_CHUNK,
-    ContinuousScheduler,
-    Limits,
-)
+from hf_slospec.engine.scheduling.batch_formation import AHEAD, MAX_SKIPPED, MIN_CHUNK
+from hf_slospec.engine.scheduling.continuous import MAX_PREEMPTED, ContinuousScheduler, Limits
 from hf_slospec.engine.scheduling.guarantees import tightest_tpot_slo_s
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import SpeculationHistory
@@ -80,9 +74,9 @@ def test_a_step_has_to_end_in_time_for_the_first_token_of_a_stage() -> None:
     request = Request(0, RequestParams([0], 40, (Stage(9.0, 1), Stage(9.0, ttft_slo_s=2.0))))
     commit(request, [1], 0.0)
     costs.recent.tokens = 4.0  # they come together, so no earlier
-    assert scheduler._due_s(request, 0.5, 1.0) == pytest.approx(AHEAD * 2.0 - 0.5)
+    assert scheduler.batches._due_s(request, 0.5, 1.0) == pytest.approx(AHEAD * 2.0 - 0.5)
     commit(request, [1], 1.0)
-    assert scheduler._due_s(request, 1.0, 1.0) == pytest.approx(AHEAD * 9.0 * 4.0)
+    assert scheduler.batches._due_s(request, 1.0, 1.0) == pytest.approx(AHEAD * 9.0 * 4.0)
     assert tightest_tpot_slo_s(request) == 2.0  # admission plans with it, since it is one of a decode step
 
 
@@ -283,7 +277,7 @@ def test_shortage_of_memory_that_ends_is_soon_forgotten() -> None:
     served.add(0, new=30)
     for _ in range(40):
         served.scheduler.shrink()
-    assert served.scheduler._share >= 1 / 8
+    assert served.scheduler.batches._share >= 1 / 8
 
 
 def test_requests_leave_room_for_as_many_nodes_as_steps_verify() -> None:

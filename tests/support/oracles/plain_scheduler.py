@@ -35,8 +35,8 @@ class PlainScheduler(ContinuousScheduler):
         for requests in (self.waiting, self.running, self._undecided):
             if request in requests:
                 requests.remove(request)
-        for record in (self._waiting_since, self._num_skipped):
-            record.pop(request, None)
+        self._waiting_since.pop(request, None)
+        self.batches.forget(request)
         self._protected.discard(request)
 
     def decide_guarantees(self, now_s: float) -> None:

@@ -17,7 +17,8 @@ from hf_slospec.engine.protocols import Plan as DraftPlan
 from hf_slospec.engine.protocols import Policy, PolicyStep, StepDecisions
 from hf_slospec.engine.protocols import Schedule as StepSchedule
 from hf_slospec.engine.request import Request
-from hf_slospec.engine.scheduling.continuous import MAX_SKIPPED, ContinuousScheduler
+from hf_slospec.engine.scheduling.batch_formation import MAX_SKIPPED
+from hf_slospec.engine.scheduling.continuous import ContinuousScheduler
 from hf_slospec.engine.step import Engine
 from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.generate.speculator import Speculator
@@ -67,7 +68,7 @@ class CheckedScheduler(ContinuousScheduler):
         schedule = super().schedule(now_s)
         taking_part = {*schedule.decoding, *(chunk.request for chunk in schedule.chunks)}
         assert taking_part or not self.running, "a step does nothing"
-        if self.prefill == "first":  # which leaves all others out as long as prompts come
+        if self.batches.prefill == "first":  # which leaves all others out as long as prompts come
             return schedule
         most = (MAX_SKIPPED + 1) * self.limits.max_batch  # each of them may be left out before one takes part
         for request in self.running:
