@@ -46,8 +46,8 @@ def test_a_load_on_a_named_target_is_continued(tmp_path: Path) -> None:
     for part in (target, tokenizer):
         part.save_pretrained(tmp_path / "target")
     file, plot = tmp_path / "load.json", tmp_path / "load.png"
-    options: list[Any] = ["load", "--target", tmp_path / "target", "--systems", "auto,adaserve,plain", "--number", 5]
-    options += "--new-tokens 8 --max-prompt 40 --pressures 1.0 --kinds poisson --dtype float32 --json".split()
+    options: list[Any] = ["load", "--target", tmp_path / "target", "--systems", "auto,plain", "--number", 3]
+    options += "--new-tokens 5 --max-prompt 40 --pressures 1.0 --kinds poisson --dtype float32 --json".split()
     options = [*map(str, options), str(file)]
     run = CliRunner().invoke(app, [*options, "--repeats", "1", "--minutes", "0"])
     assert run.exit_code == 0 and not file.exists(), run.output  # no time for a load
@@ -60,7 +60,7 @@ def test_a_load_on_a_named_target_is_continued(tmp_path: Path) -> None:
     second = json.loads(file.read_text(encoding="utf-8"))
     assert len(first["runs"]) == 1 and second["runs"][:1] == first["runs"] and len(second["runs"]) == 2
     for own in second["results"]["poisson"]["1.0"].values():
-        assert own["requests"] == 10 == sum(run["requests"] for r in second["runs"] for run in [r["systems"]["plain"]])
+        assert own["requests"] == 6 == sum(run["requests"] for r in second["runs"] for run in [r["systems"]["plain"]])
         assert own["goodput"]["low"] <= own["goodput"]["mean"] <= own["goodput"]["high"]
         assert all(0 <= c["attained_tpot"]["mean"] <= 1 for c in own["classes"].values())
     assert plot.stat().st_size > 10_000

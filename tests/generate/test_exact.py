@@ -34,7 +34,7 @@ def pair() -> Any:
     """The embedded pair in bf16, and prompts that share beginnings."""
     target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
     texts = [*tiny_prompts()[:4], tiny_prompts()[0] + tiny_prompts()[4], tiny_prompts()[0] + tiny_prompts()[5]]
-    return target, draft, tokenizer, [tokenizer(text)["input_ids"][-150:] for text in texts]
+    return target, draft, tokenizer, [tokenizer(text)["input_ids"][-90:] for text in texts]
 
 
 @pytest.fixture
@@ -92,11 +92,11 @@ def submitted(generator: SLOSpecGenerator, prompts: list[list[int]], order: Sequ
 
 def test_bits_in_the_batcher(pair: Any) -> None:
     target, draft, tokenizer, prompts = pair
-    options: dict[str, Any] = dict(max_new_tokens=16, do_sample=False)
+    options: dict[str, Any] = dict(max_new_tokens=8, do_sample=False)
     inputs = [dict(input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids))) for ids in prompts]
     expected = [alone(target, one, **options)[0] for one in inputs]
     config = SLOSpecConfig(exact="bits", prefill_chunk=16, **DRAFTING)
-    for seed, (kv_tokens, drafter) in enumerate([(20_000, draft), (400, draft), (20_000, None)]):
+    for seed, (kv_tokens, drafter) in enumerate([(20_000, draft), (260, draft), (20_000, None)]):
         order = random.Random(seed).sample(range(len(prompts)), len(prompts))
         generator = SLOSpecGenerator(target, drafter, tokenizer, config.model_copy(update=dict(kv_tokens=kv_tokens)))
         assert submitted(generator, prompts, order, **options) == expected
@@ -104,10 +104,10 @@ def test_bits_in_the_batcher(pair: Any) -> None:
 
 def test_self_is_the_same_whatever_runs_beside(pair: Any, compile: Any, drafter: Any) -> None:
     target, _, tokenizer, prompts = pair
-    options: dict[str, Any] = dict(max_new_tokens=24, do_sample=False)
+    options: dict[str, Any] = dict(max_new_tokens=10, do_sample=False)
     policies = dict(policy="none"), dict(policy="fixed", max_depth=5, max_width=1), DRAFTING
     texts = []
-    for seed, (own, kv_tokens, chunk) in enumerate(zip(policies, (20_000, 400, 400), (512, 512, 7), strict=True)):
+    for seed, (own, kv_tokens, chunk) in enumerate(zip(policies, (20_000, 260, 260), (512, 512, 7), strict=True)):
         config = SLOSpecConfig(exact="self", compile=compile, kv_tokens=kv_tokens, prefill_chunk=chunk, **own)
         generator = SLOSpecGenerator(target, drafter if seed else None, tokenizer, config)
         order = random.Random(seed).sample(range(len(prompts)), len(prompts))
@@ -121,7 +121,7 @@ def test_self_is_the_same_whatever_runs_beside(pair: Any, compile: Any, drafter:
 
 def test_self_with_seeds(pair: Any, compile: Any, drafter: Any) -> None:
     target, _, tokenizer, prompts = pair
-    options: dict[str, Any] = dict(max_new_tokens=24, do_sample=True, temperature=0.8, seed=7)
+    options: dict[str, Any] = dict(max_new_tokens=12, do_sample=True, temperature=0.8, seed=7)
     texts = [
         submitted(SLOSpecGenerator(target, own, tokenizer, config), prompts, order, **options)
         for own, config, order in (
