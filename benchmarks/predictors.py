@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 from benchmarks.spec_bench import QUESTIONS, encoded_chats, questions_of
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.algo.tree import TokenTree
+from hf_slospec.algo.tree import ROOT, TokenTree
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.engine.protocols import Plan, Policy, Selection
 from hf_slospec.engine.request import Request
@@ -89,7 +89,7 @@ class Recorder(Policy):
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
         for request, tree in zip(requests, candidates, strict=True):
             drafted = self.drafted.setdefault(tuple(request.params.prompt), {})
-            drafted[request.num_emitted] = tree.tokens[1:].tolist(), tree.path_probs[1:].tolist()
+            drafted[request.num_emitted] = most_probable_path(tree)
         return Selection.of_roots([tree.up_to(0) for tree in candidates])
 
     def chains(self, task: str, prompt: Sequence[int], output: Sequence[int]) -> Chains:
@@ -102,6 +102,15 @@ class Recorder(Policy):
             path_probs=[[round(prob, 4) for prob in probs] for _, probs in at],
             accepted=[agreeing(tokens, output[position:]) for position, (tokens, _) in enumerate(at)],
         )
+
+
+def most_probable_path(tree: TokenTree) -> tuple[list[int], list[float]]:
+    """Return the tokens and path probabilities of the path of the most probable children; sums of drafters branch."""
+    path, node = list[int](), ROOT
+    while len(children := np.flatnonzero(tree.parents == node)):
+        node = int(children[tree.path_probs[children].argmax()])
+        path.append(node)
+    return tree.tokens[path].tolist(), tree.path_probs[path].tolist()
 
 
 def agreeing(tokens: Sequence[int], text: Sequence[int]) -> int:

@@ -5,7 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.predictors import AVERAGE, CONSTANTS, ORACLE, OURS, PLAIN, RANDOM, Chains, agreeing, latency_s, recorded
+from benchmarks.predictors import (
+    AVERAGE,
+    CONSTANTS,
+    ORACLE,
+    OURS,
+    PLAIN,
+    RANDOM,
+    Chains,
+    agreeing,
+    latency_s,
+    most_probable_path,
+    recorded,
+)
+from hf_slospec.algo.tree import TokenTree
 from tests.support.toys.tiny_models import tiny_model
 
 
@@ -15,8 +28,14 @@ def test_agreeing() -> None:
     assert agreeing([], [3]) == agreeing([4], [3, 4]) == 0
 
 
+def test_the_most_probable_path_of_a_tree() -> None:
+    parents, probs = np.array([-1, 0, 0, 1, 2, 2, 5]), np.array([1.0, 0.4, 0.5, 0.4, 0.1, 0.3, 0.3])
+    tree = TokenTree(np.arange(10, 17), parents, np.array([0, 1, 1, 2, 2, 2, 3]), probs)
+    assert most_probable_path(tree) == ([12, 15, 16], [0.5, 0.3, 0.3])
+    assert most_probable_path(TokenTree.root_only(3)) == ([], [])
+
+
 def test_chains_of_prompt_lookup() -> None:
-    """They continue the latest place with the same two tokens, or one; what follows is compared with the text."""
     prompts = [("task", np.random.default_rng(seed).integers(3, 101, 12).tolist() * 2) for seed in range(3)]
     model = tiny_model("llama")
     texts = recorded(model, "lookup", prompts, 12)
