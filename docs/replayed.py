@@ -378,6 +378,17 @@ def request_shapes() -> str:
     return markdown(header + "| SLOs missed with free widths | tokens/s to now", lines)
 
 
+@table
+def predictors() -> str:
+    names = ("random", "smartspec", "auto", "oracle")
+    lines = []
+    for row in result("predictors.json")["results"]:
+        own, best = row["speedups"], row["best"]
+        cells = [f"{own[name]:.2f}" for name in names]
+        lines.append([row["drafter"], row["hardware"], f"{row['rate']:g}", *cells, f"{own[best]:.2f} ({best})"])
+    return markdown("drafter | costs of | requests/s | random | moving average | `auto` | known | best constant", lines)
+
+
 # --- The first table of papers.md ------------------------------------------------------------------------------------
 
 
