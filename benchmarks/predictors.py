@@ -28,6 +28,7 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from benchmarks.spec_bench import QUESTIONS, encoded_chats, questions_of
+from benchmarks.uncertainty import LIMITS
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.algo.tree import ROOT, TokenTree
 from hf_slospec.cli.benchmark import provenance
@@ -57,14 +58,13 @@ POLICIES: dict[str, dict[str, Any]] = {
     ORACLE: dict(policy="auto", max_depth=DEPTH),
     **CONSTANTS,
 }
-LIMITS = dict(max_width=1, max_batch=256, admission="fcfs", prefill_chunk=2048)
+RIGHT, WRONG = 0, 1  # tokens of simulated texts, and of chains that differ
 app = typer.Typer(help=__doc__, rich_markup_mode=None)
 
 
 class Chains(BaseModel):
     """One text, and the chain that a drafter drafts at every token of it."""
 
-    task: str
     input_tokens: int
     path_probs: list[list[float]]  # by position in the text: of each token of the chain
     accepted: list[int]  # tokens of the chain that the text agrees with
@@ -80,7 +80,7 @@ class Recordings(BaseModel):
 class Recorder(Policy):
     """Policy that has chains drafted at every token, and verifies none of them."""
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self) -> None:
         self.drafted: dict[tuple[int, ...], dict[int, tuple[list[int], list[float]]]] = {}  # by prompt and position
 
     def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
@@ -92,12 +92,11 @@ class Recorder(Policy):
             drafted[request.num_emitted] = most_probable_path(tree)
         return Selection.of_roots([tree.up_to(0) for tree in candidates])
 
-    def chains(self, task: str, prompt: Sequence[int], output: Sequence[int]) -> Chains:
+    def chains(self, prompt: Sequence[int], output: Sequence[int]) -> Chains:
         """Return the chains of one text; there is none where its first token comes from the prefill."""
         drafted = self.drafted[tuple(prompt)]
         at = [drafted.get(position, ([], [])) for position in range(len(output))]
         return Chains(
-            task=task,
             input_tokens=len(prompt),
             path_probs=[[round(prob, 4) for prob in probs] for _, probs in at],
             accepted=[agreeing(tokens, output[position:]) for position, (tokens, _) in enumerate(at)],
@@ -119,13 +118,13 @@ def agreeing(tokens: Sequence[int], text: Sequence[int]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def recorded(target: Any, drafter: str, prompts: Sequence[tuple[str, list[int]]], new_tokens: int) -> list[Chains]:
-    """Return the target's greedy answers to prompts, each with its task, and a drafter's chains along them."""
+def recorded(target: Any, drafter: str, prompts: Sequence[list[int]], new_tokens: int) -> list[Chains]:
+    """Return the target's greedy answers to prompts, and a drafter's chains along them."""
     recorder, config = Recorder(), SLOSpecConfig(max_depth=DEPTH, max_width=1, compile=False)
     with SLOSpecGenerator(target, config=config, drafter=drafter, make_policy=lambda *_: recorder) as generator:
-        handles = [generator.submit(prompt, do_sample=False, max_new_tokens=new_tokens) for _, prompt in prompts]
+        handles = [generator.submit(prompt, do_sample=False, max_new_tokens=new_tokens) for prompt in prompts]
         waiting = tqdm(list(zip(prompts, handles, strict=True)), desc=drafter)
-        return [recorder.chains(task, prompt, handle.result().token_ids) for (task, prompt), handle in waiting]
+        return [recorder.chains(prompt, handle.result().token_ids) for prompt, handle in waiting]
 
 
 @app.command()
@@ -142,7 +141,7 @@ def record(
     prompts = []
     for question in questions_of(QUESTIONS, per_task):
         encoded = encoded_chats(pair.tokenizer, [question.turns[:1]], MAX_PROMPT, torch.device("cpu"))
-        prompts.append((question.task, encoded["input_ids"][0].tolist()))
+        prompts.append(encoded["input_ids"][0].tolist())
     found = {name: recorded(pair.target, name, prompts, new_tokens) for name in drafters.split(",")}
     facts = provenance(target=Path(target).name, per_task=per_task, new_tokens=new_tokens, depth=DEPTH)
     to.write_text(Recordings(provenance=facts, drafters=found).model_dump_json() + "\n", encoding="utf-8")
@@ -168,9 +167,6 @@ class RecordedDrafter(SimulatedDrafter):
         tokens = np.where(is_wrong, WRONG, RIGHT)
         tokens[0] = request.tokens[-1]
         return TokenTree(tokens, depths - 1, depths, np.array([1.0, *probs]))
-
-
-RIGHT, WRONG = 0, 1  # tokens of simulated texts, and of chains that differ
 
 
 @dataclass(frozen=True)
@@ -219,8 +215,8 @@ def latency_s(chains: Sequence[Chains], hardware: str, rate: float, policy: str,
 @app.command()
 def replay(
     recording: Annotated[Path, typer.Option(help="A file of record.")],
-    seeds: Annotated[int, typer.Option()] = 2,
-    number: Annotated[int, typer.Option(help="Requests of one simulation.")] = 100,
+    seeds: Annotated[int, typer.Option()] = 3,
+    number: Annotated[int, typer.Option(help="Requests of one simulation.")] = 60,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Simulate all policies on the recorded texts of each drafter, machine and rate."""

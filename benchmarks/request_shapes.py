@@ -60,9 +60,9 @@ def machines() -> dict[str, Machine]:
 
 def without_widths(cost: ForwardCost) -> ForwardCost:
     """Return the cost of draft levels in which each request pays for one token, however many it has."""
-    first_s, second_s = cost.curve.at(1), cost.curve.at(MAX_DRAFTED) / MAX_DRAFTED
-    per_request_s = cost.per_request_s + max(second_s - first_s / MAX_DRAFTED, 0.0)
-    return replace(cost, curve=LatencyCurve((1,), (first_s,)), per_request_s=per_request_s)
+    first_s = cost.curve.at(1)
+    token_s = (cost.curve.at(MAX_DRAFTED) - first_s) / MAX_DRAFTED
+    return replace(cost, curve=LatencyCurve((1,), (first_s,)), per_request_s=cost.per_request_s + token_s)
 
 
 def times(cost: Any, factor: float) -> Any:

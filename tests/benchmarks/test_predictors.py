@@ -36,7 +36,7 @@ def test_the_most_probable_path_of_a_tree() -> None:
 
 
 def test_chains_of_prompt_lookup() -> None:
-    prompts = [("task", np.random.default_rng(seed).integers(3, 101, 12).tolist() * 2) for seed in range(3)]
+    prompts = [np.random.default_rng(seed).integers(3, 101, 12).tolist() * 2 for seed in range(3)]
     model = tiny_model("llama")
     texts = recorded(model, "lookup", prompts, 12)
     assert [text.input_tokens for text in texts] == [24, 24, 24]
@@ -48,7 +48,7 @@ def test_chains_of_prompt_lookup() -> None:
 
 
 def repeated(probs: list[float], accepted: list[int], times: int) -> Chains:
-    return Chains(task="task", input_tokens=5, path_probs=[probs] * (len(accepted) * times), accepted=accepted * times)
+    return Chains(input_tokens=5, path_probs=[probs] * (len(accepted) * times), accepted=accepted * times)
 
 
 @pytest.mark.parametrize("rate", [1.0, 50.0])

@@ -238,7 +238,7 @@ def test_bf16_pair_diverges_at_near_ties_only() -> None:
     generator = SLOSpecGenerator(target, draft, tokenizer)
     inputs = tokenizer(tiny_prompts()[:8], return_tensors="pt", padding=True)
     report = divergence_report(generator, inputs, max_new_tokens=24, do_sample=False)
-    assert report.num_rows == 8 and report.num_tokens > 24 and report.dtype == torch.bfloat16
+    assert report.num_rows == 8 and report.num_tokens > 48 and report.dtype == torch.bfloat16
     assert report.all_near_ties, str(report)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma4TextConfig, Gemma4UnifiedTextConfig
 
 from hf_slospec import InvalidInputError, SLOSpecGenerator, UnsupportedModelError, enable, load_drafter
 from hf_slospec.models.inspection.checkpoints import load_model
@@ -101,7 +101,10 @@ def test_a_loaded_model_with_such_weights_is_refused_by_name(value: float, tmp_p
 def test_gemma4_assistants_load_from_disk(unified: bool, tmp_path: Path) -> None:
     target, folder = tiny_target(unified=unified), str(tmp_path)
     tiny_assistant(unified=unified).save_pretrained(folder)
+    configs = Gemma4TextConfig, Gemma4UnifiedTextConfig
+    before = [vars(config)["kv_sharing_modes"] for config in configs]
     method = load_drafter(folder, target)
+    assert [vars(config)["kv_sharing_modes"] for config in configs] == before  # nothing stays patched
     assert method.kind == "Gemma 4 assistant"
     ours = SLOSpecGenerator(target, drafter=method, config=DRAFTS_ALWAYS)
     out = assert_same_as_stock(target, ours.generate, ragged_prompts(2), do_sample=False, max_new_tokens=8)

@@ -25,8 +25,7 @@ from hf_slospec.models.sequences import room
 from tests.support.graph_bench import Bench
 from tests.support.packed import packed_model
 from tests.support.served_pair import Holds
-from tests.support.stand_ins.flash import WithoutSoftcap
-from tests.support.stand_ins.graphs import Tapes
+from tests.support.stand_ins.graphs import OpaqueStandIn, Tapes
 from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
 GREEDY: dict[str, Any] = dict(do_sample=False)
@@ -125,8 +124,12 @@ def test_a_model_once_asked_for_hidden_states_has_graphs(tapes: Tapes) -> None:
     assert tapes.num_replayed
 
 
+class OpaqueWithoutSoftcap(OpaqueStandIn):
+    has_softcap = False
+
+
 def test_layers_that_go_to_sdpa_are_not_captured(tapes: Tapes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_kernel_choice, "KERNELS", (WithoutSoftcap,))
+    monkeypatch.setattr(flash_kernel_choice, "KERNELS", (OpaqueWithoutSoftcap,))
     generator = SLOSpecGenerator(tiny_model("gemma2"), config=CONFIG)
     assert_same_as_stock(tiny_model("gemma2"), generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=20)
     assert not tapes.num_captured

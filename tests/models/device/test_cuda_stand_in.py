@@ -219,11 +219,11 @@ def test_self_is_always_the_same(
     family: str, dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By Triton's interpreter, which is slow."""
-    monkeypatch.setattr(exact_trial, "PROMPTS", (33, 3))
-    monkeypatch.setattr(exact_trial, "DEPTH", 2)
+    monkeypatch.setattr(exact_trial, "PROMPTS", (61, 3))
+    monkeypatch.setattr(exact_trial, "DEPTH", 4)
     model, draft = on_cuda(tiny_model(family), dtype), on_cuda(tiny_model(family, noise=0.03), dtype)
     prompts = [row[mask.bool()].tolist() for row, mask in zip(*ragged_prompts(5).values(), strict=True)]
-    long = [token for prompt in prompts for token in prompt][:40]
+    long = [token for prompt in prompts for token in prompt][:61]
     cuda_tests.check_self(model, draft, [prompts[0], long], max_new_tokens=5, **options)
 
 
