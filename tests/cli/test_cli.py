@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from hf_slospec import SLOSpecConfig, __version__, load_tiny_pair, tiny_prompts
 from hf_slospec.cli import benchmark
 from hf_slospec.cli.app import app
+from hf_slospec.models.costs.measure import CURVE, HELD_OUT
 from hf_slospec.serving.handle import RequestHandle
 from hf_slospec.tiny.embedded import FOLDER
 
@@ -111,7 +112,8 @@ def test_profile_measures_fits_draws_and_keeps(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
     records = json.loads(path.read_text())["results"]
     for name in ("target", "draft"):
-        assert records[name]["measured"] and records[name]["held_out"]
+        sizes = {size["tokens"] for size in (*records[name]["measured"], *records[name]["held_out"])}
+        assert {size.num_tokens for size in (*CURVE, *HELD_OUT)} <= {*sizes, *records[name]["not_measured"]}
         assert records[name]["fit"]["ms"] == sorted(records[name]["fit"]["ms"])
 
 
