@@ -42,6 +42,11 @@ class TrainingOptions(InputModel):
     texts: int = Field(2000, ge=1, description="Number of texts.")
     seq_len: int = Field(512, ge=96, description="Maximum tokens of a text.")
     batch: int = Field(8, ge=1, description="Texts per training step.")
+    write_batch: int = Field(
+        16,
+        ge=1,
+        description="Texts that the target writes at once, of which the first are held out; more are faster on a GPU.",
+    )
     steps: int = Field(1000, ge=1, description="Training steps, at most.")
     levels: int = Field(5, ge=1, le=16, description="Levels of drafting that are trained.")
     draft_vocab: int | None = Field(

@@ -83,9 +83,9 @@ def train_drafter(
 
     excluded = read_excluded(options.exclude)
     source = (
-        own_texts(tokenizer, write)
+        own_texts(tokenizer, write, options.write_batch)
         if options.data is None
-        else read_data(options.data, tokenizer, options.seq_len, options.seed)
+        else read_data(options.data, tokenizer, options.seq_len, options.seed, options.write_batch)
     )
     folder = options.out / FOLDER
     _begin(folder, options, target)

@@ -16,7 +16,6 @@ from hf_slospec.drafters.training.options import TrainingOptions
 from hf_slospec.errors import InvalidFileError, InvalidInputError
 from hf_slospec.models.sequences.kept_prefixes import num_common
 
-BATCH = 16  # texts that are written at once
 BEGINNING = 48  # tokens of a plain text that the target continues
 TURN = 96  # maximum tokens of a user's turn that the target writes
 MIN_NEW, MIN_LEN = 4, 24  # tokens of an answer, and with its prompt; shorter texts are left out
@@ -128,8 +127,8 @@ def _answered(items: Sequence[Item], mode: str, write: Write, seq_len: int, seed
 # ---------------------------------------------------------------- a user's texts
 
 
-def read_data(path: Path, tokenizer: Any, seq_len: int, seed: int) -> Source:
-    """Return the prompts in a file of conversations (.jsonl) or of plain text.
+def read_data(path: Path, tokenizer: Any, seq_len: int, seed: int, batch: int) -> Source:
+    """Return the prompts in a file of conversations (.jsonl) or of plain text, ``batch`` at once.
 
     Raises:
         InvalidInputError: the file cannot be read, holds too little, or the tokenizer has no chat template.
@@ -149,11 +148,11 @@ def read_data(path: Path, tokenizer: Any, seq_len: int, seed: int) -> Source:
     if len(items) < 2:
         raise InvalidInputError(f"--data {path} holds too little text: one for training and one to hold out are needed")
     random.Random(seed).shuffle(items)
-    num_held_out = min(BATCH, max(1, len(items) // 8))
+    num_held_out = min(batch, max(1, len(items) // 8))
     held_out, training = items[:num_held_out], items[num_held_out:]
     place = shuffled(seed, len(training))
     return Source(
-        lambda number, _: [training[place((number - 1) * BATCH + i)] for i in range(BATCH)] if number else held_out,
+        lambda number, _: [training[place((number - 1) * batch + i)] for i in range(batch)] if number else held_out,
         (SAMPLED, GIVEN, GREEDY, GIVEN) if any(item.given for item in items) else (SAMPLED, GREEDY),
     )
 
@@ -219,8 +218,10 @@ def _read(path: Path) -> str:
 # ---------------------------------------------------------------- the target's own texts
 
 
-def own_texts(tokenizer: Any, write: Write) -> Source:
+def own_texts(tokenizer: Any, write: Write, batch: int) -> Source:
     """Return prompts that the target writes: user's turns behind its chat template's beginning, or any text without.
+
+    It writes ``batch`` of them at once.
 
     Raises:
         InvalidInputError: the chat template does not show turns, or there is no token to begin with.
@@ -234,7 +235,7 @@ def own_texts(tokenizer: Any, write: Write) -> Source:
             )
 
         def items(_: int, seed: int) -> list[Item]:
-            begun = write([[first]] * BATCH, BEGINNING, False, seed)
+            begun = write([[first]] * batch, BEGINNING, False, seed)
             return [Item([first, *ids]) for ids in begun if len(ids) == BEGINNING]
 
         return Source(items, (SAMPLED, GREEDY))
@@ -249,7 +250,7 @@ def own_texts(tokenizer: Any, write: Write) -> Source:
     beginning = _encoded(tokenizer, before)
 
     def asked_items(_: int, seed: int) -> list[Item]:
-        written = write([beginning] * BATCH, TURN, False, seed)
+        written = write([beginning] * batch, TURN, False, seed)
         turns = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in written]
         return [Item(_encoded(tokenizer, asking(turn))) for turn in turns if turn]
 

@@ -16,6 +16,7 @@ from hf_slospec.drafters.training.texts import Source, Text, collect, is_exclude
 from hf_slospec.errors import InvalidFileError, InvalidInputError
 
 SEQ_LEN = 96
+BATCH = 16
 CHAT_TEMPLATE = (
     "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}# assistant: {% endif %}"
@@ -75,7 +76,7 @@ def collected(
     ],
 )  # fmt: skip
 def test_conversations_of_either_form(record: Any, tmp_path: Path, tokenizer: Any) -> None:
-    source = read_data(lines(tmp_path / "own.jsonl", record, record), tokenizer, SEQ_LEN, 0)
+    source = read_data(lines(tmp_path / "own.jsonl", record, record), tokenizer, SEQ_LEN, 0, BATCH)
     (item, *_) = source.items(1, 0)
     assert tokenizer.decode(item.prompt) == "# user: Who goes there?\n# assistant: "
     assert item.given is not None
@@ -84,7 +85,7 @@ def test_conversations_of_either_form(record: Any, tmp_path: Path, tokenizer: An
 
 
 def test_turns_are_only_asked(tmp_path: Path, tokenizer: Any) -> None:
-    source = read_data(lines(tmp_path / "own.jsonl", *[{"turns": ["One?", "Two?"]}] * 2), tokenizer, SEQ_LEN, 0)
+    source = read_data(lines(tmp_path / "own.jsonl", *[{"turns": ["One?", "Two?"]}] * 2), tokenizer, SEQ_LEN, 0, BATCH)
     (item, *_) = source.items(1, 0)
     assert (
         item.given is None and "One?" in tokenizer.decode(item.prompt) and "Two?" not in tokenizer.decode(item.prompt)
@@ -93,7 +94,7 @@ def test_turns_are_only_asked(tmp_path: Path, tokenizer: Any) -> None:
 
 def test_plain_text_is_cut_into_windows(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "own.txt").write_text("def function(x):\n    return x + 1\n" * 80)
-    source = read_data(tmp_path / "own.txt", tokenizer, SEQ_LEN, 0)
+    source = read_data(tmp_path / "own.txt", tokenizer, SEQ_LEN, 0, BATCH)
     for item in (*source.items(0, 0), *source.items(1, 0)):
         assert item.given is not None and item.given.ids[: texts.BEGINNING] == item.prompt
         assert len(item.given.ids) <= SEQ_LEN
@@ -102,7 +103,7 @@ def test_plain_text_is_cut_into_windows(tmp_path: Path, tokenizer: Any) -> None:
 def test_half_of_the_texts_are_written_by_the_target_greedy_and_sampled_in_turn(tmp_path: Path, tokenizer: Any) -> None:
     data = lines(tmp_path / "own.jsonl", *[chat(f"Is {number} more than {number + 1} times?") for number in range(40)])
     write = Writer()
-    held_out, training = collected(tmp_path / "texts", read_data(data, tokenizer, SEQ_LEN, 0), write, tokenizer)
+    held_out, training = collected(tmp_path / "texts", read_data(data, tokenizer, SEQ_LEN, 0, BATCH), write, tokenizer)
     assert [is_greedy for _, _, is_greedy, _ in write.calls] == [True, True, False]
     assert len({seed for *_, seed in write.calls}) == 3
     assert sum(text.ids[-1] > 2000 for text in training) == 32 and len(training) == 64
@@ -114,19 +115,21 @@ def test_half_of_the_texts_are_written_by_the_target_greedy_and_sampled_in_turn(
 
 def test_the_target_writes_the_users_turns_and_answers_them(tmp_path: Path, tokenizer: Any) -> None:
     write = Writer()
-    held_out, training = collected(tmp_path / "texts", own_texts(tokenizer, write), write, tokenizer, num_texts=20)
+    held_out, training = collected(
+        tmp_path / "texts", own_texts(tokenizer, write, BATCH), write, tokenizer, num_texts=20
+    )
     beginning, turn = write.calls[0][0][0], tokenizer.decode([2001] * 30).strip()
     assert tokenizer.decode(beginning) == "# user: "
     assert tokenizer.decode(held_out[0].ids[: held_out[0].begin]) == f"# user: {turn}\n# assistant: "
     assert held_out[0].ids[held_out[0].begin :] == [2002] * 30
     assert [is_greedy for _, _, is_greedy, _ in write.calls] == [False, True] * 2 + [False, False]
-    assert len(held_out) == texts.BATCH and len(training) == 20
+    assert len(held_out) == BATCH and len(training) == 20
 
 
 def test_a_base_model_begins_with_any_text(tmp_path: Path, tokenizer: Any) -> None:
     tokenizer.chat_template = None
     write = Writer(length=texts.BEGINNING)
-    held_out, _ = collected(tmp_path / "texts", own_texts(tokenizer, write), write, tokenizer, num_texts=1)
+    held_out, _ = collected(tmp_path / "texts", own_texts(tokenizer, write, BATCH), write, tokenizer, num_texts=1)
     assert held_out[0] == Text([tokenizer.bos_token_id, *[2001] * texts.BEGINNING, *[2002] * 47], texts.BEGINNING + 1)
 
 
@@ -135,7 +138,7 @@ def test_texts_with_excluded_turns_are_left_out(tmp_path: Path, tokenizer: Any) 
     data = lines(tmp_path / "own.jsonl", *[chat(secret if number % 2 else f"{number}?" * 9) for number in range(20)])
     excluded = read_excluded([lines(tmp_path / "bench.jsonl", {"turns": ["Hi", secret.upper()]})])
     assert len(excluded) == 1
-    source, write = read_data(data, tokenizer, SEQ_LEN, 0), Writer()
+    source, write = read_data(data, tokenizer, SEQ_LEN, 0, BATCH), Writer()
     held_out, training = collected(tmp_path / "texts", source, write, tokenizer, excluded=excluded, num_texts=32)
     shown = [tokenizer.decode(text.ids) for text in (*held_out, *training)]
     assert len(training) == 32 and not any("ultimate" in text for text in shown)
@@ -143,14 +146,14 @@ def test_texts_with_excluded_turns_are_left_out(tmp_path: Path, tokenizer: Any) 
 
 def test_an_interrupted_collection_goes_on(tmp_path: Path, tokenizer: Any) -> None:
     whole, write = tmp_path / "whole", Writer()
-    expected = collected(whole, own_texts(tokenizer, write), write, tokenizer)
+    expected = collected(whole, own_texts(tokenizer, write, BATCH), write, tokenizer)
     part = tmp_path / "part"
     part.write_text(whole.read_text().split("\n", 1)[0] + "\n[[[1, 2")
     # Calls are counted from those that wrote the first line.
     again = Writer()
     again.calls = write.calls[:2]
-    assert collected(part, own_texts(tokenizer, again), again, tokenizer, is_late=True) is None
-    assert collected(part, own_texts(tokenizer, again), again, tokenizer) == expected
+    assert collected(part, own_texts(tokenizer, again, BATCH), again, tokenizer, is_late=True) is None
+    assert collected(part, own_texts(tokenizer, again, BATCH), again, tokenizer) == expected
     assert part.read_text() == whole.read_text() and again.calls == write.calls
 
 
@@ -168,30 +171,30 @@ def test_a_bad_line_is_named_by_its_number(content: str, message: str, tmp_path:
     path = lines(tmp_path / "own.jsonl", chat("Who?"))
     path.write_text(path.read_text() + content)
     with pytest.raises(InvalidFileError, match=message):
-        read_data(path, tokenizer, SEQ_LEN, 0)
+        read_data(path, tokenizer, SEQ_LEN, 0, BATCH)
 
 
 def test_data_that_cannot_be_used(tmp_path: Path, tokenizer: Any) -> None:
     path = lines(tmp_path / "own.jsonl", chat("Who?"))
     with pytest.raises(InvalidInputError, match="holds too little text"):
-        read_data(path, tokenizer, SEQ_LEN, 0)
+        read_data(path, tokenizer, SEQ_LEN, 0, BATCH)
     with pytest.raises(InvalidInputError, match="nowhere cannot be read"):
-        read_data(tmp_path / "nowhere", tokenizer, SEQ_LEN, 0)
+        read_data(tmp_path / "nowhere", tokenizer, SEQ_LEN, 0, BATCH)
     tokenizer.chat_template = "{{ raise_exception('no') }}"
     with pytest.raises(InvalidInputError, match=r"own.jsonl:1: the target's chat template cannot render this: no"):
-        read_data(path, tokenizer, SEQ_LEN, 0)
+        read_data(path, tokenizer, SEQ_LEN, 0, BATCH)
     tokenizer.chat_template = "nothing"
     with pytest.raises(InvalidInputError, match="does not show the user's turn; give texts with --data"):
-        own_texts(tokenizer, Writer())
+        own_texts(tokenizer, Writer(), BATCH)
     tokenizer.chat_template = None
     with pytest.raises(InvalidInputError, match="holds conversations, and the target's tokenizer has no chat template"):
-        read_data(path, tokenizer, SEQ_LEN, 0)
+        read_data(path, tokenizer, SEQ_LEN, 0, BATCH)
     tokenizer.bos_token = tokenizer.eos_token = None
     with pytest.raises(InvalidInputError, match="no bos_token and no eos_token"):
-        own_texts(tokenizer, Writer())
+        own_texts(tokenizer, Writer(), BATCH)
 
 
 def test_texts_without_answers_are_refused(tmp_path: Path, tokenizer: Any) -> None:
     write = Writer(length=1)
     with pytest.raises(InvalidInputError, match=f"at least {texts.MIN_LEN} tokens"):
-        collected(tmp_path / "texts", own_texts(tokenizer, write), write, tokenizer)
+        collected(tmp_path / "texts", own_texts(tokenizer, write, BATCH), write, tokenizer)

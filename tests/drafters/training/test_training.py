@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from hf_slospec.cli.commands.train_drafter import writer
 from hf_slospec.drafters.heads.eagle3 import Eagle3Head
 from hf_slospec.drafters.heads.head import own_modules
 from hf_slospec.drafters.heads.loading import load_head
-from hf_slospec.drafters.training import run, texts
+from hf_slospec.drafters.training import run
 from hf_slospec.drafters.training.heads import new_head, write_head
 from hf_slospec.drafters.training.options import TrainingOptions
 from hf_slospec.drafters.training.run import train_drafter
@@ -36,7 +35,9 @@ from tests.drafters.heads.checkpoints import write as written
 from tests.drafters.heads.published_blocks import BLOCK, CASES, HEAD_DIM, MASK
 from tests.support.toys.tiny_models import assert_same_as_stock
 
-SHORT: dict[str, Any] = dict(texts=8, seq_len=96, batch=4, steps=12, levels=3, eval_every=4, draft_vocab=256)
+SHORT: dict[str, Any] = dict(
+    texts=8, seq_len=96, write_batch=4, batch=4, steps=12, levels=3, eval_every=4, draft_vocab=256
+)
 
 
 class Run(NamedTuple):
@@ -65,13 +66,6 @@ def trained(out: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Ru
     target.requires_grad_(False)
     write = writer(SLOSpecGenerator(target, tokenizer=tokenizer))
     return Run(options, train_drafter(options, target, tokenizer, write, said.append), said)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _small_batches() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(texts, "BATCH", 4)
-        yield
 
 
 @pytest.fixture(scope="module", params=["eagle3", "mtp", "dspark"])
@@ -372,7 +366,7 @@ def test_the_command_and_commands_that_use_its_drafter(tmp_path: Path) -> None:
     data = tmp_path / "own.txt"
     data.write_text("\n".join(tiny_prompts()))
     line = f"train-drafter --out {out} --data {data} --dtype float32 --texts 4 --seq-len 96 --steps 4 --batch 2"
-    command = [*line.split(), "--eval-every", "4", "--levels", "3"]
+    command = [*line.split(), "--write-batch", "4", "--eval-every", "4", "--levels", "3"]
     runner = CliRunner(env={"COLUMNS": "400"})
     result = runner.invoke(app, command)
     assert result.exit_code == 0, result.output
