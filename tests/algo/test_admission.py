@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hf_slospec.algo.admission import FAR_S, Candidate, Counts, admitted, prefill_rate
 from hf_slospec.algo.latency_curves import LatencyCurve
+from tests.support.breadth import EXHAUSTIVE
 from tests.support.oracles.admission_search import (
     AMPLE,
     at,
@@ -26,9 +27,11 @@ from tests.support.oracles.admission_search import (
 )
 from tests.support.toys.trees import SEEDS
 
+EXAMPLES = 400 if EXHAUSTIVE else 120
+
 
 @given(candidates=candidates_of(1), running=st.integers(0, 4), kv_free=st.integers(0, 30))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=EXAMPLES // 2)
 def test_equals_exhaustive_search(candidates: list[Candidate], running: int, kv_free: int) -> None:
     check(candidates, toy_rate, (running,), kv_free)
 
@@ -38,7 +41,7 @@ def test_equals_exhaustive_search(candidates: list[Candidate], running: int, kv_
     running=st.tuples(st.integers(0, 3), st.integers(0, 3)),
     kv_free=st.integers(-1, 30),
 )
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=EXAMPLES)
 def test_equals_exhaustive_search_with_tiers_priorities_and_forced_candidates(
     candidates: list[Candidate], running: Counts, kv_free: int
 ) -> None:
@@ -49,7 +52,7 @@ def test_equals_exhaustive_search_with_tiers_priorities_and_forced_candidates(
 
 
 @given(candidates=candidates_of(2, max_priority=1, forced_share=1), seed=SEEDS, kv_free=st.integers(0, 40))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=EXAMPLES // 2)
 def test_equals_exhaustive_search_for_any_rates(candidates: list[Candidate], seed: int, kv_free: int) -> None:
     table = np.random.default_rng(seed).integers(-1, 10, (9, 9)) * 4.0  # need not fall with more requests
     check(candidates, lambda counts: float(table[counts]), (0, 1), kv_free)

@@ -187,7 +187,7 @@ def test_work_is_shared_by_the_batch_or_by_the_kv(kv_tokens: int, seconds: float
     assert Simulation(jobs, library, flat, config).run().seconds >= bounds.seconds() - 1e-9
 
 
-@pytest.mark.parametrize("ttft_slo_s", [0.4, None])
+@pytest.mark.parametrize("ttft_slo_s", [0.4, pytest.param(None, marks=pytest.mark.nightly)])
 def test_no_simulated_system_exceeds_a_bound(ttft_slo_s: float | None) -> None:
     rng, hardware = np.random.default_rng(5), HARDWARE["opt-13b-a100"]
     jobs = [

@@ -44,6 +44,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bandwidth.READ_BYTES, "cpu", 2**20)  # times say nothing here
     monkeypatch.setattr(floor, "NUM_FORWARDS", 2)
     monkeypatch.setattr(identity_phase, "BATCH", 2)
+    monkeypatch.setattr(identity_phase, "tiny_prompts", lambda: [text[:30] for text in tiny_prompts()])
     for name, config in VARIANTS.items():  # on a CPU, each would wait for the compiler
         monkeypatch.setitem(VARIANTS, name, config.model_copy(update={"compile": False}))
 

@@ -19,7 +19,10 @@ Inputs = dict[str, torch.Tensor]
 
 GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=24, pad_token_id=0)
 SAMPLED: dict[str, Any] = dict(do_sample=True, temperature=0.9, top_p=0.95, max_new_tokens=24, pad_token_id=0)
-BF16_FAMILIES = ["llama", "mistral-window", "gemma3", "gpt2", "phi3", "qwen3"]
+BF16_FAMILIES = [
+    "llama", "gemma3", "gpt2",
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("mistral-window", "phi3", "qwen3")),
+]  # fmt: skip
 DRAFTING: dict[str, Any] = dict(policy="fixed", max_depth=4, max_width=3, check_invariants=True)
 PATHS = [False, pytest.param("wait", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"))]
 

@@ -174,7 +174,16 @@ LONG = {"type": "array", "minItems": 3, "items": SCHEMA}
 @pytest.mark.parametrize(
     "options", [dict(do_sample=False), dict(do_sample=True, temperature=1.2)], ids=["greedy", "sampled"]
 )
-@pytest.mark.parametrize("drafting", DRAFTERS.values(), ids=DRAFTERS)
+@pytest.mark.parametrize(
+    "drafting",
+    [
+        DRAFTERS["lookup"],
+        pytest.param(DRAFTERS["lookup+recycling"], marks=pytest.mark.nightly),
+        pytest.param(DRAFTERS["model"], marks=pytest.mark.nightly),
+        DRAFTERS["head"],
+    ],
+    ids=DRAFTERS,
+)
 def test_batches_equal_stock_and_take_fewer_steps_than_without_the_grammar(
     pair: tuple[Any, Any, Any],
     grammars: Grammars,

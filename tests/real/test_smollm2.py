@@ -50,7 +50,7 @@ def texts_of(questions: dict[str, list[str]], batch: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("batch", "options"),
-    [(1, GREEDY), (4, GREEDY), (4, SAMPLED), (1, FILTERED)],
+    [(1, GREEDY), pytest.param(4, GREEDY, marks=pytest.mark.nightly), (4, SAMPLED), (1, FILTERED)],
     ids=["1 greedy", "greedy", "sampled", "1 filtered"],
 )
 def test_generate(
@@ -64,6 +64,7 @@ def test_generate(
         assert torch.equal(ours.generate(**inputs, max_new_tokens=16, **options), expected), drafter
 
 
+@pytest.mark.nightly
 def test_a_prompt_of_two_thousand_tokens(smollm2: Real, questions: dict[str, list[str]], stock: Stock) -> None:
     text = "Summarize: " + " ".join(questions["summarization"][:4])
     inputs = smollm2.encoded([text], max_tokens=2100)
@@ -157,6 +158,7 @@ def test_the_demo_asks_in_the_chat_template_and_answers_end(smollm2: Real) -> No
         assert text.startswith("```python\nclass Stack:") and "<|im_" not in text
 
 
+@pytest.mark.nightly
 def test_a_gguf_file_has_the_tokenizer_of_its_folder(smollm2: Real) -> None:
     tokenizer = load_pair(str(smollm2.folder / "model.gguf"), None, "tiny", "bfloat16", "cpu").tokenizer
     assert tokenizer.chat_template == smollm2.tokenizer.chat_template

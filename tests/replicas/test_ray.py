@@ -197,6 +197,7 @@ def test_controller_that_is_killed_disturbs_nothing(url: str, pair: Any) -> None
     assert replica_processes() == replicas
 
 
+@pytest.mark.nightly
 def test_command_deploys_to_a_cluster_and_ends_after_the_last_stream(url: str, pair: Any) -> None:
     environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     command = [sys.executable, "-m", "hf_slospec", "serve", "--replicas", "1", "--dtype", "float32",

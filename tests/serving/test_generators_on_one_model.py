@@ -27,7 +27,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return found
 
 
-@pytest.mark.parametrize("shares_draft", [True, False])
+@pytest.mark.parametrize("shares_draft", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_they_take_turns_whatever_their_load(
     pair: tuple[Any, Any, Any], turns: list[object], shares_draft: bool
 ) -> None:

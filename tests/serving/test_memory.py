@@ -89,7 +89,7 @@ def test_running_out_of_memory_while_committing_is_made_good(
     assert raised == [0, 2]
 
 
-@pytest.mark.parametrize("kv_tokens", [None, 300])
+@pytest.mark.parametrize("kv_tokens", [None, pytest.param(300, marks=pytest.mark.nightly)])
 def test_the_memory_of_an_idle_drafter_is_lent_and_returned(
     pair: tuple[Any, Any, Any], kv_tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,7 @@ def _no_messages() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("block", range(BLOCKS))
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.nightly) for block in range(1, BLOCKS))])
 def test_every_schedule_gives_what_plain_decoding_gives(block: int) -> None:
     for seed in range(block, SEEDS, BLOCKS):
         if (error := fault_of(schedule_of(seed))) is not None:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from benchmarks.gpu import bandwidth, floor, identity
 from benchmarks.gpu.__main__ import app
 from benchmarks.gpu.contestants import COMPILED
-from hf_slospec import SLOSpecConfig, SLOSpecGenerator, UnsupportedModelError, UnsupportedOptionError
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator, UnsupportedModelError, UnsupportedOptionError, tiny_prompts
 from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.compiled.exact_products import ExactProducts
@@ -211,8 +211,8 @@ def test_policies_and_prompt_lookup(policy: str) -> None:
 @pytest.mark.parametrize(
     ("family", "dtype", "options"),
     [
-        ("gemma3", torch.float16, GREEDY),
-        ("gpt2", torch.bfloat16, SAMPLED | dict(seed=5, top_p=0.9)),
+        pytest.param("gemma3", torch.float16, GREEDY, marks=pytest.mark.nightly),
+        pytest.param("gpt2", torch.bfloat16, SAMPLED | dict(seed=5, top_p=0.9), marks=pytest.mark.nightly),
     ],
 )
 def test_self_is_always_the_same(
@@ -227,6 +227,13 @@ def test_self_is_always_the_same(
     cuda_tests.check_self(model, draft, [prompts[0], long], max_new_tokens=5, **options)
 
 
+def test_self_is_the_same_for_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_trial, "PROMPTS", (3, 2))
+    monkeypatch.setattr(exact_trial, "DEPTH", 1)
+    model, draft = (on_cuda(tiny_model("llama", noise=noise), torch.bfloat16) for noise in (0.0, 0.03))
+    cuda_tests.check_self(model, draft, [[5, 6, 7, 8, 9], [17, 4]], max_new_tokens=3, **GREEDY)
+
+
 def test_what_cannot_be_exact_on_cuda_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     half, full = on_cuda(tiny_model("llama"), torch.bfloat16), on_cuda(tiny_model("llama"))
     for model, own, match in (
@@ -236,7 +243,8 @@ def test_what_cannot_be_exact_on_cuda_is_refused_by_name(monkeypatch: pytest.Mon
     ):
         with pytest.raises(UnsupportedOptionError, match=match):
             SLOSpecGenerator(model, config=SLOSpecConfig(**own))
-    monkeypatch.setattr(exact_trial, "DEPTH", 6)
+    monkeypatch.setattr(exact_trial, "PROMPTS", (9, 2))
+    monkeypatch.setattr(exact_trial, "DEPTH", 3)  # rows of both trees: more than 16
     monkeypatch.setattr(ExactProducts, "_product", lambda self, rows, weight, *_, **__: products(rows, weight))
     with pytest.raises(UnsupportedModelError, match=r'exact="self" cannot be had of LlamaForCausalLM in torch.bf'):
         SLOSpecGenerator(half, config=SLOSpecConfig(exact="self"))
@@ -362,6 +370,7 @@ def test_gpu_check_runs_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(bandwidth.READ_BYTES, "cuda", 2**20)
     monkeypatch.setattr(floor, "NUM_FORWARDS", 2)
     monkeypatch.setattr(identity, "BATCH", 2)
+    monkeypatch.setattr(identity, "tiny_prompts", lambda: [text[:30] for text in tiny_prompts()])
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # there is no compiler for the stand-in
     path = tmp_path / "result.json"
     shapes = ["--shapes", "tiny", "--identity-shape", "tiny", "--batches", "1", "--skip-tests"]

@@ -26,7 +26,7 @@ from tests.support.packed import packed_model
 from tests.support.toys.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="forwards are compiled with g++")
-FAMILIES = ["llama", "gemma3"]  # grouped heads; windows
+FAMILIES = ["llama", pytest.param("gemma3", marks=pytest.mark.nightly)]  # grouped heads; windows
 FEATURES = (0, 1, 2)  # hidden states; all tests of features need one package
 OPTIONS: dict[str, Any] = dict(max_new_tokens=24, pad_token_id=0)
 
@@ -150,6 +150,7 @@ def test_hidden_states_for_a_drafter() -> None:
     torch.testing.assert_close(outputs[0].features, outputs[1].features)
 
 
+@pytest.mark.nightly
 def test_bf16() -> None:
     model = tiny_model("llama").to(torch.bfloat16)
     try:
