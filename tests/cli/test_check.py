@@ -155,7 +155,7 @@ def test_a_wrong_token_is_found_where_it_is(prompts: str, monkeypatch: pytest.Mo
         return plain(self, requests, logits, trees)
 
     monkeypatch.setattr(StockSampler, "choose", wrong)
-    result = check("--dtype", "float32", "--prompts", prompts)
+    result = check("--dtype", "float32", "--prompts", prompts, "--repeats", "0")
     assert result.exit_code == 1, result.output
     assert result.stdout.startswith("### hf_slospec check: WRONG: greedy, one by one, prompt 2, new token 5: ")
     assert rows(result)["greedy, one by one"].startswith("WRONG, 2 of 3 outputs equal; prompt 2, new token 5: ")

@@ -19,6 +19,7 @@ from hf_slospec.cli.app import app
 from hf_slospec.models.costs.measure import CURVE, HELD_OUT
 from hf_slospec.serving.handle import RequestHandle
 from hf_slospec.tiny.embedded import FOLDER
+from tests.support.breadth import nightly_but
 
 RUN = CliRunner(env={"COLUMNS": "200"})  # as wide in every terminal
 
@@ -274,7 +275,10 @@ def test_profile_measures_what_drafts(tmp_path: Path) -> None:
         assert not {one["tokens"] for one in record["measured"]} & set(record["not_measured"])
 
 
-@pytest.mark.parametrize("drafter", ["lookup", "mtp", "assistant", "lookup+mtp", "suffix+assistant"])
+@pytest.mark.parametrize(
+    "drafter",
+    nightly_but(("mtp", "suffix+assistant"), ("lookup", "mtp", "assistant", "lookup+mtp", "suffix+assistant")),
+)
 def test_generate_drafts_as_it_is_told(drafter: str) -> None:
     result = RUN.invoke(app, ["generate", TEXT, "--drafter", drafter, *FAST])
     assert result.exit_code == 0, result.output

@@ -24,6 +24,7 @@ from hf_slospec.drafters.suffix import SuffixDrafter
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.models.checked_model import CheckedModel
+from tests.support.breadth import nightly_but, nightly_rows_but
 from tests.support.toys.models import Clock
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
 from tests.support.toys.trees import SEEDS, UNEVEN, path_to, random_tree
@@ -333,8 +334,10 @@ def test_no_drafter() -> None:
         HybridDrafter([])
 
 
-@pytest.mark.parametrize("cheap", [PromptLookupDrafter, SuffixDrafter])
-@pytest.mark.parametrize(("confident", "gap"), [(0.3, LOOK_GAP), (2.0, LOOK_GAP), (2.0, 3)])
+@pytest.mark.parametrize("cheap", nightly_but([SuffixDrafter], [PromptLookupDrafter, SuffixDrafter]))
+@pytest.mark.parametrize(
+    ("confident", "gap"), nightly_rows_but([(0.3, LOOK_GAP), (2.0, 3)], [(0.3, LOOK_GAP), (2.0, LOOK_GAP), (2.0, 3)])
+)
 def test_same_tokens_as_stock(
     cheap: Callable[[], Drafter], confident: float, gap: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
 from hf_slospec.models.sequences.request_sequences import RequestSequences
+from tests.support.breadth import nightly_but
 from tests.support.packed import packed_model
 from tests.support.stand_ins.flash import StandIn
 from tests.support.toys.tiny_gemma4 import tiny_assistant, tiny_target
@@ -176,7 +177,7 @@ def test_requests_whose_state_is_not_known_get_roots() -> None:
     drafter.close()
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", nightly_but(("shared", "unified"), PAIRS))
 def test_same_tokens_as_stock(name: str) -> None:
     target, assistant = pair(name)
     generator = SLOSpecGenerator(target, assistant, config=CHECKED)

@@ -15,6 +15,7 @@ from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.generate.speculator import Speculator
 from hf_slospec.models.packed.model import PackedModel
 from tests.drafters.heads.checkpoints import target_of
+from tests.support.breadth import nightly_but
 from tests.support.toys.feature_heads import DRAFTS_ALWAYS, random_head
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
 
@@ -79,7 +80,7 @@ def expected_of(model: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", ["draft", "verify"])
-@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("make", nightly_but(("eagle3", "assistant"), MAKES))
 def test_drafters_give_way_in_generate(make: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafting pauses, comes back, and fails again: output stays the same."""
     monkeypatch.setattr("hf_slospec.engine.step.PAUSE", 4)
@@ -94,7 +95,7 @@ def test_drafters_give_way_in_generate(make: str, kind: str, tmp_path: Path, mon
     assert has_drafted[begin : begin + 3] == [False] * 3 and True in has_drafted[:begin] and True in has_drafted[begin:]
 
 
-@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("make", nightly_but(("eagle3", "assistant"), MAKES))
 def test_a_drafter_without_any_room_is_not_needed(make: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every forward of the drafter fails, the first one as well."""
     monkeypatch.setattr("hf_slospec.engine.step.PAUSE", 4)
@@ -144,7 +145,7 @@ def test_memory_that_stays_short_ends_the_call(make: str, tmp_path: Path, monkey
     assert_same_as_stock(generator.model, generator.generate, ragged_prompts(2), **OPTIONS)
 
 
-@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("make", nightly_but(("eagle3", "assistant"), MAKES))
 def test_the_batcher_frees_the_drafter_before_it_preempts(
     make: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,11 +12,12 @@ from hf_slospec import (
     UnsupportedOptionError,
 )
 from tests.support.against_stock import GREEDY, SAMPLED, generator
+from tests.support.breadth import nightly_but
 from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("family", nightly_but(["llama", "gemma2"], ["llama", "gemma2", "gpt2"]))
+@pytest.mark.parametrize("batch", nightly_but([3], [1, 3]))
 @pytest.mark.parametrize("with_ids", [False, True])
 def test_prompt_given_as_embeddings(family: str, batch: int, with_ids: bool) -> None:
     ours = generator(family)

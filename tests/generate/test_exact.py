@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import shutil
 from collections.abc import Sequence
@@ -13,23 +14,32 @@ import torch
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
 from hf_slospec.errors import UnsupportedModelError, UnsupportedOptionError
 from hf_slospec.models.packed.model import PackedModel
+from tests.support.breadth import nightly_but
 from tests.support.toys.tiny_models import FAMILIES, ragged_prompts, tiny_model
 
 Inputs = dict[str, torch.Tensor]
 
 GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=24, pad_token_id=0)
 SAMPLED: dict[str, Any] = dict(do_sample=True, temperature=0.9, top_p=0.95, max_new_tokens=24, pad_token_id=0)
-BF16_FAMILIES = [
-    "llama", "gemma3", "gpt2",
-    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("mistral-window", "phi3", "qwen3")),
-]  # fmt: skip
+BF16_FAMILIES = ["llama", "mistral-window", "gemma3", "gpt2", "phi3", "qwen3"]
 DRAFTING: dict[str, Any] = dict(policy="fixed", max_depth=4, max_width=3, check_invariants=True)
-PATHS = [False, pytest.param("wait", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"))]
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+PATHS = [
+    pytest.param(("embedded", False), id="eager"),
+    pytest.param(("small", "wait"), id="compiled", marks=NEEDS_COMPILER),
+    pytest.param(("embedded", "wait"), id="embedded pair compiled", marks=[NEEDS_COMPILER, pytest.mark.nightly]),
+]
 
 
-@pytest.fixture(params=PATHS, ids=["eager", "compiled"])
-def compile(request: pytest.FixtureRequest) -> Any:
+@pytest.fixture(params=PATHS)
+def path(request: pytest.FixtureRequest) -> Any:
+    """Whose forwards, and the setting ``compile``."""
     return request.param
+
+
+@pytest.fixture
+def compile(path: Any) -> Any:
+    return path[1]
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +51,17 @@ def pair() -> Any:
 
 
 @pytest.fixture
-def drafter(pair: Any, compile: Any) -> Any:
-    """The embedded draft or, beside a compiled target, prompt lookup: the draft would have to be compiled, too."""
-    return None if compile else pair[1]
+def models(pair: Any, path: Any) -> Any:
+    """A target, a drafter, a tokenizer and prompts of which some share beginnings.
+
+    Beside a compiled target, prompt lookup drafts: a draft model would have to be compiled, too.
+    """
+    if path[0] == "small":
+        ids = torch.randint(3, 100, (2, 90), generator=torch.Generator().manual_seed(0)).tolist()
+        prompts = [ids[0], ids[0][:50] + ids[1][:30], ids[1][:70], ids[1][:20], ids[0][:40], ids[0][:41] + ids[1][:40]]
+        return copy.deepcopy(tiny_model("llama")).to(torch.bfloat16), None, None, prompts
+    target, draft, tokenizer, prompts = pair
+    return target, None if path[1] else draft, tokenizer, prompts
 
 
 def alone(model: Any, inputs: Inputs, seed: int = 0, **options: Any) -> list[list[int]]:
@@ -67,7 +85,7 @@ def new_tokens(sequences: torch.Tensor, inputs: Inputs) -> list[list[int]]:
     return rows
 
 
-@pytest.mark.parametrize("family", BF16_FAMILIES)
+@pytest.mark.parametrize("family", nightly_but(["llama", "gemma3", "gpt2"], BF16_FAMILIES))
 def test_bits_are_those_of_stock_for_every_row_alone(family: str) -> None:
     assert family in FAMILIES
     model, draft = (tiny_model(family, noise=noise).to(torch.bfloat16) for noise in (0.0, 0.03))
@@ -105,9 +123,9 @@ def test_bits_in_the_batcher(pair: Any) -> None:
         assert submitted(generator, prompts, order, **options) == expected
 
 
-def test_self_is_the_same_whatever_runs_beside(pair: Any, compile: Any, drafter: Any) -> None:
-    target, _, tokenizer, prompts = pair
-    options: dict[str, Any] = dict(max_new_tokens=10, do_sample=False)
+def test_self_is_the_same_whatever_runs_beside(models: Any, compile: Any) -> None:
+    target, drafter, tokenizer, prompts = models
+    options: dict[str, Any] = dict(max_new_tokens=6, do_sample=False)
     policies = dict(policy="none"), dict(policy="fixed", max_depth=5, max_width=1), DRAFTING
     texts = []
     for seed, (own, kv_tokens, chunk) in enumerate(zip(policies, (20_000, 260, 260), (512, 512, 7), strict=True)):
@@ -122,9 +140,9 @@ def test_self_is_the_same_whatever_runs_beside(pair: Any, compile: Any, drafter:
     assert all(text == texts[0] for text in texts)
 
 
-def test_self_with_seeds(pair: Any, compile: Any, drafter: Any) -> None:
-    target, _, tokenizer, prompts = pair
-    options: dict[str, Any] = dict(max_new_tokens=12, do_sample=True, temperature=0.8, seed=7)
+def test_self_with_seeds(models: Any, compile: Any) -> None:
+    target, drafter, tokenizer, prompts = models
+    options: dict[str, Any] = dict(max_new_tokens=6, do_sample=True, temperature=0.8, seed=7)
     texts = [
         submitted(SLOSpecGenerator(target, own, tokenizer, config), prompts, order, **options)
         for own, config, order in (

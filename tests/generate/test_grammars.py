@@ -172,7 +172,9 @@ LONG = {"type": "array", "minItems": 3, "items": SCHEMA}
 
 
 @pytest.mark.parametrize(
-    "options", [dict(do_sample=False), dict(do_sample=True, temperature=1.2)], ids=["greedy", "sampled"]
+    "options",
+    [pytest.param(dict(do_sample=False), marks=pytest.mark.nightly), dict(do_sample=True, temperature=1.2)],
+    ids=["greedy", "sampled"],
 )
 @pytest.mark.parametrize(
     "drafting",

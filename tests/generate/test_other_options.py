@@ -18,6 +18,7 @@ from hf_slospec import (
     enable,
 )
 from tests.support.against_stock import DRAFTS_ALWAYS, GREEDY, NEW, SAMPLED, check, generator
+from tests.support.breadth import nightly_but
 from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
 
@@ -27,7 +28,7 @@ def test_text_may_be_far_shorter_than_its_limit() -> None:
     assert_same_as_stock(ours.model, ours.generate, ragged_prompts(3), **options, max_new_tokens=10**9)
 
 
-@pytest.mark.parametrize("family", ["mistral-window", "gpt2"])
+@pytest.mark.parametrize("family", nightly_but(["mistral-window"], ["mistral-window", "gpt2"]))
 def test_storage_grows_with_the_text(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     monkeypatch.setattr("hf_slospec.models.sequences.room.FIRST_ROOM", 5)
     check(GREEDY | dict(max_new_tokens=36, eos_token_id=[2, 17]), (1, 3), family=family)

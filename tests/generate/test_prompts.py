@@ -14,6 +14,7 @@ from hf_slospec import (
     SLOSpecGenerator,
     load_drafter,
 )
+from tests.support.breadth import nightly_but
 from tests.support.enabled_model import OPTIONS, with_slo
 from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
@@ -107,10 +108,10 @@ def test_tokenizer_output_passed_whole(model: Any) -> None:
         model.generate(ragged_prompts(1), **OPTIONS, slo_tpot=0.1)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+@pytest.mark.parametrize("family", nightly_but(["mistral-window"], ["llama", "mistral-window"]))
 @pytest.mark.parametrize(
     "options",
-    [{}, dict(do_sample=True), dict(do_sample=True, repetition_penalty=1.2)],
+    [{}, pytest.param(dict(do_sample=True), marks=pytest.mark.nightly), dict(do_sample=True, repetition_penalty=1.2)],
     ids=["greedy", "sampled", "seen"],
 )
 @pytest.mark.parametrize("chunk", [5, 16])  # all prompts are longer, or some

@@ -12,5 +12,10 @@ EXHAUSTIVE = "EXHAUSTIVE" in os.environ  # set by make nightly
 
 
 def nightly_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
-    """Return parameters of a test, marked as nightly but for the quick ones."""
-    return [value if value in quick else pytest.param(value, marks=pytest.mark.nightly) for value in values]
+    """Return values of one parameter, marked as nightly but for the quick ones."""
+    return nightly_rows_but([(value,) for value in quick], [(value,) for value in values])
+
+
+def nightly_rows_but(quick: Collection[tuple[Any, ...]], rows: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Return values of several parameters at once, marked as nightly but for the quick ones."""
+    return [pytest.param(*row, marks=() if row in quick else pytest.mark.nightly) for row in rows]

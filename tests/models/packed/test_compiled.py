@@ -318,6 +318,7 @@ def test_settings_without_compiled_forwards(model: Any, settings: dict[str, Any]
     hf_slospec.disable(model)
 
 
+@pytest.mark.nightly
 def test_another_process_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     model = tiny_model("gpt2")  # weights as [inputs, outputs]
