@@ -110,7 +110,7 @@ class HeadDrafter(FeatureDrafter):
             if masks is not None:
                 embeds = torch.cat((embeds, masks))
                 entry_ids = pad(entry_ids, (0, num_masks))
-            positions = self.packed.clamp_positions(torch.arange(begin, begin + len(embeds)))
+            positions = torch.from_numpy(self.packed.clamp_positions(np.arange(begin, begin + len(embeds))))
             causal = torch.from_numpy(np.tri(len(embeds), dtype=np.bool_))
             parts.append(NewTokens(sequence, entry_ids, positions, causal, embeds, is_chain=True))
         last_rows = torch.from_numpy(np.cumsum(np.array(lengths) + num_masks) - 1)

@@ -76,7 +76,7 @@ def plan_tree(batch: PackedBatch, has_window: bool, by_position: bool, groups: i
         positions = torch.cat([span.staged_positions[-span.num_tokens :] for span in spans]).int()
         staged_positions = _stacked([span.staged_positions for span in spans], width).int()
     if by_path:
-        paths = _paths(mask)
+        paths = _paths(mask.cpu())
         lengths = np.maximum.reduceat(paths[:, 0].numpy(), array[:, 3])  # each tile's longest path
         array[:, 2] = np.where(array[:, 7], array[:, 2], lengths)
     return TreePlan(torch.from_numpy(array), mask, positions, staged_positions, paths, num_rows)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from hf_slospec.models.batch.cached_sequence import CachedSequence, LayerShape
@@ -150,8 +151,9 @@ class SlotPlan(Plan):
 
 def plan_own(batch: PackedBatch) -> SlotPlan:
     """Return the slots in which the K and V of the batch's tokens are staged."""
-    pairs = zip(batch.spans, batch.visible, strict=True)
-    return SlotPlan(torch.cat([torch.arange(slots.stop - span.num_tokens, slots.stop) for span, slots in pairs]))
+    stops, ends = ([slots.stop for slots in batch.visible], [span.end for span in batch.spans])
+    offsets = np.subtract(stops, ends)  # from a token's index in the batch to its slot
+    return SlotPlan(torch.from_numpy(np.repeat(offsets, np.diff(ends, prepend=0)) + np.arange(ends[-1])))
 
 
 def plan_visible(batch: PackedBatch) -> SlotPlan:

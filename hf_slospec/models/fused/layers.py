@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from hf_slospec.models.attention.flash_kernels import HALF
+from hf_slospec.models.fused.few_rows import JointProjections, Way, are_few, is_plain, max_rows
 from hf_slospec.models.inspection.replaced_attributes import Attribute, ReplacedAttributes
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ def _fusable_in(model: nn.Module) -> Iterator[tuple[Attribute, Fused]]:
         if all(map(_is_norm, modules)):
             candidates.append(((kind, "forward"), (_norm(False), _norm(True)), functools.partial(_try_layers, modules)))
         elif all(map(_is_gated_mlp, modules)):
-            candidates.append(((kind, "forward"), (_gated_mlp,), functools.partial(_try_layers, modules)))
+            candidates.append(((kind, "forward"), (GatedMlps(modules),), functools.partial(_try_layers, modules)))
     weight = next(model.parameters())
     sources = dict.fromkeys(sys.modules[kind.__module__] for kind in by_class)
     candidates += [
@@ -96,17 +97,20 @@ def _fusable_in(model: nn.Module) -> Iterator[tuple[Attribute, Fused]]:
                 yield attribute, fused
                 break
             logger.debug("%s.%s is not fused: %s", attribute[0].__name__, attribute[1], why)
+    if (projections := JointProjections(model)).max_rows:
+        yield (nn.Linear, "forward"), projections
 
 
 @torch.no_grad()
 def _why_not(fused: Fused, trial: Trial) -> str | None:
     """Return why a function cannot replace the original; None if it can."""
     try:
-        errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in trial(fused)]
+        pairs = [((a.float() - b.float()).norm(), b.float().norm()) for a, b in trial(fused)]
     except Exception as error:  # noqa: BLE001  layers of any signature, and Triton fails in many ways
         return repr(error)
-    # Also refuses NaN.
-    return None if all(e <= TRIAL_TOLERANCE for e in errors) else f"it is off by {max(errors):.2g}"
+    # Also refuses NaN, but no layer whose output is zero.
+    off = [f"{float(error):.2g} of {float(size):.2g}" for error, size in pairs if not error <= TRIAL_TOLERANCE * size]
+    return f"it is off by {off[0]}" if off else None
 
 
 def _try_layers(modules: list[Any], fused: Fused) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -159,14 +163,39 @@ def _norm(adds_one: bool) -> Fused:
     return forward
 
 
-def _gated_mlp(original: Fused, module: Any, states: torch.Tensor) -> Any:
-    activation = _activations().get(type(module.act_fn))
-    if activation is None:
-        return original(module, states)
+class GatedMlps:
+    """Gated MLPs of one class: for few rows gate, up and activation are one kernel, otherwise the activation is."""
+
+    def __init__(self, mlps: list[Any]):
+        linear = [mlp for mlp in mlps if type(mlp.gate_proj) is nn.Linear]
+        with_few = [mlp for mlp in linear if self._takes_few(mlp, mlp.gate_proj.weight)]
+        self.max_rows = max_rows(Way(_gated, _gated_separately), with_few, [mlp.gate_proj for mlp in with_few])
+
+    def __call__(self, original: Fused, mlp: Any, states: torch.Tensor) -> Any:
+        """Return an MLP's output; the signature is that of fused layers."""
+        if type(mlp.act_fn) not in _activations():
+            return original(mlp, states)
+        is_one = are_few(states, self.max_rows) and self._takes_few(mlp, states)
+        (gated,) = (_gated if is_one else _gated_separately)(mlp, states.flatten(0, -2) if is_one else states)
+        return mlp.down_proj(gated.view(*states.shape[:-1], -1))
+
+    @staticmethod
+    def _takes_few(mlp: Any, states: torch.Tensor) -> bool:
+        layers = mlp.gate_proj, mlp.up_proj
+        return type(mlp.act_fn) in _activations() and all(is_plain(x, states) and x.bias is None for x in layers)
+
+
+def _gated(mlp: Any, states: torch.Tensor) -> tuple[torch.Tensor]:
+    from hf_slospec.models.fused.few_row_kernels import gated_product
+
+    return (gated_product(states, mlp.gate_proj.weight, mlp.up_proj.weight, _activations()[type(mlp.act_fn)]),)
+
+
+def _gated_separately(mlp: Any, states: torch.Tensor) -> tuple[torch.Tensor]:
     from hf_slospec.models.fused.triton_kernels import gated_activation
 
-    gate, up = module.gate_proj(states), module.up_proj(states)
-    return module.down_proj(gated_activation(gate.contiguous(), up.contiguous(), activation))
+    gate, up = mlp.gate_proj(states), mlp.up_proj(states)
+    return (gated_activation(gate.contiguous(), up.contiguous(), _activations()[type(mlp.act_fn)]),)
 
 
 @functools.cache

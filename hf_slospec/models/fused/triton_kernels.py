@@ -107,15 +107,20 @@ def _rotate(
 
 
 @triton.jit
+def activated(gates, ACTIVATION: tl.constexpr):
+    """Return an activation of values in fp32."""
+    if ACTIVATION == 0:
+        result = gates * tl.sigmoid(gates)
+    else:  # GELU, approximated by tanh(x) = 2 sigmoid(2x) - 1
+        result = gates * tl.sigmoid(1.5957691216057308 * (gates + 0.044715 * gates * gates * gates))
+    return result
+
+
+@triton.jit
 def _gated_activation(gate, up, out, num_values, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_valid = index < num_values
-    gates = tl.load(gate + index, mask=is_valid, other=0.0).to(tl.float32)
-    if ACTIVATION == 0:
-        active = gates * tl.sigmoid(gates)
-    else:  # GELU, approximated by tanh(x) = 2 sigmoid(2x) - 1
-        inner = 0.7978845608028654 * (gates + 0.044715 * gates * gates * gates)
-        active = gates * tl.sigmoid(2.0 * inner)
+    active = activated(tl.load(gate + index, mask=is_valid, other=0.0).to(tl.float32), ACTIVATION)
     factor = tl.load(up + index, mask=is_valid, other=0.0).to(tl.float32)
     active = active.to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + index, (active * factor).to(out.dtype.element_ty), mask=is_valid)

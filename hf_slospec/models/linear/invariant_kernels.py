@@ -19,7 +19,7 @@ def invariant_product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
         weight: [outputs, inputs], of the dtype of ``rows``; a view of a transposed one is not copied.
         bias: [outputs]; None: none is added.
     """
-    rows = rows.contiguous()
+    rows, bias = rows.contiguous(), None if bias is None else bias.contiguous()
     (num_rows, inputs), outputs = rows.shape, len(weight)
     out = rows.new_empty(num_rows, outputs)
     with on_device_of(rows):

@@ -65,12 +65,17 @@ class Inputs:
         embeds = [part.embeds for part in parts if part.embeds is not None]
         assert not embeds or len(embeds) == len(parts), "all sequences of a prefill have embeddings, or none"
         tokens = torch.cat(embeds or [part.input_ids for part in parts])[None]
-        positions = [part.positions[-len(part.input_ids) :] + part.sequence.position_offset for part in parts]
         return cls(
             {"inputs_embeds" if embeds else "input_ids": tokens},
-            torch.cat(positions)[None],
+            torch.cat([_positions(part) for part in parts])[None],
             logit_rows,
             {key: key[0](batch, *key[2:]) for key in requested},
             feature_layers,
             level,
         )
+
+
+def _positions(part: NewTokens) -> torch.Tensor:
+    """Return the positions of a part's new tokens.  -> [num_tokens] int64"""
+    positions = part.positions[-len(part.input_ids) :]
+    return positions + part.sequence.position_offset if part.sequence.position_offset else positions

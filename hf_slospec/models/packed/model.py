@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet, ref
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -121,6 +122,7 @@ class PackedModel:
         can_replay = can_replay and not (self.has_states or self.attends_to_encoder) and self.autocast is None
         self.captured = CapturedForwards(model, cuda_graphs and can_replay)
         self.forget_cache()
+        self._read_sizes()
         self.fingerprint = Fingerprint(model)
         # Those which the copies of weights were made from, and with which compiled forwards were compared.
         self._state, self._modules_state = self.fingerprint.state, self.fingerprint.modules_state
@@ -131,6 +133,16 @@ class PackedModel:
         self._lock = threading.Lock()
         self._shared: Callable[[], KVCache | None] = lambda: None  # a weak reference
         self._idle_pool: KVPool | None = None  # kept for its graphs while it has no user
+
+    def _read_sizes(self) -> None:
+        """Read what every part of a batch needs of the config, whose attributes take microseconds to read."""
+        config = self.model.config.get_text_config()
+        self.vocab_size = vocab_size(self.model)
+        names = ("max_position_embeddings", "max_target_positions")
+        lengths = (getattr(config, name) for name in names if hasattr(config, name))
+        is_rotary = getattr(config, "rope_parameters", None) is not None
+        # Number of entries of the learned position table; None if the model has none.
+        self.max_positions: int | None = None if is_rotary else next(lengths, None)
 
     def renew(self, is_idle: bool = True) -> bool:
         """Take in changes of weights and modules; argument and result are those of :meth:`Fingerprint.renew`."""
@@ -144,6 +156,7 @@ class PackedModel:
         if self._state != self.fingerprint.state:
             self._state, before = self.fingerprint.state, self._modules_state
             self._modules_state = self.fingerprint.modules_state
+            self._read_sizes()  # embeddings may have been resized
             self.prepacked.renew()
             self.compiled.renew(compares=before != self._modules_state)
             self.exact_products.renew()
@@ -205,11 +218,6 @@ class PackedModel:
         return input_device(self.model)
 
     @property
-    def vocab_size(self) -> int:
-        """Size of the vocabulary in the model's config."""
-        return vocab_size(self.model)
-
-    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V per token, over all layers."""
         return sum(stored.num_bytes for layer in self.layers for stored in layer.shape.stored)
@@ -231,21 +239,14 @@ class PackedModel:
             return None
         return int(self.model.config.get_text_config().index_topk)
 
-    @property
-    def max_positions(self) -> int | None:
-        """Number of entries of the learned position table; None if the model has none."""
-        config = self.model.config.get_text_config()
-        is_rotary = getattr(config, "rope_parameters", None) is not None
-        names = ("max_position_embeddings", "max_target_positions")
-        return None if is_rotary else next((getattr(config, name) for name in names if hasattr(config, name)), None)
-
-    def clamp_positions(self, positions: torch.Tensor) -> torch.Tensor:
+    def clamp_positions(self, positions: np.ndarray) -> np.ndarray:
         """Clamp the positions of tokens that will not be committed to those of a learned position table."""
-        return positions if self.max_positions is None else positions.clamp(max=self.max_positions - 1)
+        return positions if self.max_positions is None else np.minimum(positions, self.max_positions - 1)
 
-    def clamp_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+    def clamp_tokens(self, tokens: np.ndarray) -> np.ndarray:
         """Clamp ids to the embedding table, which may be smaller than the target's."""
-        return tokens.clamp(max=self.vocab_size - 1)
+        clamped: np.ndarray = np.minimum(tokens, self.vocab_size - 1)
+        return clamped
 
     @property
     def kv_cache(self) -> KVCache:

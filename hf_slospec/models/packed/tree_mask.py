@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +13,8 @@ from hf_slospec.models.attention import FIRST_SEEN, NewTokens
 from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.packed.model import PackedModel
 
+MAX_KEPT = 16  # tokens of chains whose masks are kept, as most parts of a step are short
+
 
 def chain(
     packed: PackedModel, sequence: CachedSequence, tokens: Sequence[int], embeds: torch.Tensor | None = None
@@ -20,8 +23,8 @@ def chain(
 
     ``embeds`` [prompt_len, hidden] replace the embeddings of the sequence's first tokens.
     """
-    causal = np.tri(len(tokens), dtype=np.bool_)
-    return _new_tokens(packed, sequence, tokens, np.arange(len(tokens)), causal, embeds, is_chain=True)
+    mask = _causal(len(tokens)) if len(tokens) <= MAX_KEPT else torch.from_numpy(np.tri(len(tokens), dtype=np.bool_))
+    return _new_tokens(packed, sequence, tokens, np.arange(len(tokens)), mask, embeds, is_chain=True)
 
 
 def chain_and_tree(
@@ -33,7 +36,7 @@ def chain_and_tree(
 ) -> NewTokens:
     """Return a chain of tokens that ends with the tree's root, followed by the tree's other nodes."""
     mask, offsets = tree_after_chain(len(tokens), tree)
-    return _new_tokens(packed, sequence, [*tokens, *tree.tokens[1:]], offsets, mask, embeds)
+    return _new_tokens(packed, sequence, [*tokens, *tree.tokens[1:]], offsets, torch.from_numpy(mask), embeds)
 
 
 def tree_after_chain(chain_len: int, tree: TokenTree) -> tuple[np.ndarray, np.ndarray]:
@@ -65,11 +68,17 @@ def draft_nodes(
     """
     num_requests, beam, num_staged = len(sequences), sizes[-1], sum(sizes[1:])
     depths = np.repeat(np.arange(len(sizes)), sizes)[1:]
-    positions = packed.clamp_positions(torch.from_numpy(np.add.outer(root_positions, depths)))
+    positions = torch.from_numpy(packed.clamp_positions(np.add.outer(root_positions, depths)))
     indices = torch.arange(num_requests * beam).view(num_requests, beam)
     masks = torch.arange(FIRST_SEEN, FIRST_SEEN + num_requests * beam * num_staged)
     columns = zip(sequences, indices, positions, masks.view(num_requests, beam, num_staged), strict=True)
     return [NewTokens(*column) for column in columns]
+
+
+@functools.cache
+def _causal(length: int) -> torch.Tensor:
+    """Return the mask of a chain, which is only read.  -> [length, length] bool"""
+    return torch.from_numpy(np.tri(length, dtype=np.bool_))
 
 
 def _new_tokens(
@@ -77,7 +86,7 @@ def _new_tokens(
     sequence: CachedSequence,
     tokens: Sequence[int],
     offsets: np.ndarray,
-    mask: np.ndarray,
+    mask: torch.Tensor,
     embeds: torch.Tensor | None,
     is_chain: bool = False,
 ) -> NewTokens:
@@ -85,9 +94,9 @@ def _new_tokens(
     assert embeds is None or len(embeds) in (0, len(tokens)), "a prompt given as embeddings is prefilled by itself"
     return NewTokens(
         sequence,
-        packed.clamp_tokens(torch.tensor(tokens)),
-        packed.clamp_positions(torch.from_numpy(sequence.length + offsets)),
-        torch.from_numpy(mask),
+        torch.from_numpy(packed.clamp_tokens(np.array(tokens, dtype=np.int64))),
+        torch.from_numpy(packed.clamp_positions(sequence.length + offsets)),
+        mask,
         embeds if embeds is not None and len(embeds) else None,
         is_chain,
     )

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
 from hf_slospec.models.attention.flash_kernels import TorchVarlen
+from hf_slospec.models.fused import few_rows
 from tests.support.cuda_tests import on_cuda
 from tests.support.graph_bench import Bench
 from tests.support.stand_ins.device_ops import device_operations
@@ -54,4 +55,6 @@ def test_what_the_kernels_save(monkeypatch: pytest.MonkeyPatch) -> None:
         launches_per_layer("llama", attention, fused_layers).total()
         for attention, fused_layers in (("flash", False), ("triton", False), ("triton", True))
     ]
-    assert totals == [69, 40, 16]  # where keys are split, attention is two kernels instead of one
+    monkeypatch.setattr(few_rows, "is_faster", lambda *_: True)
+    totals.append(launches_per_layer("llama", "triton", True).total())
+    assert totals == [69, 40, 16, 12]  # where keys are split, attention is two kernels instead of one

@@ -102,7 +102,7 @@ class SimulatedModel:
         if cache.pool.num_slots and not cache.pool.sequences:
             cache._pool = self._empty()
 
-    def clamp_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+    def clamp_tokens(self, tokens: np.ndarray) -> np.ndarray:
         return tokens
 
     clamp_positions = clamp_tokens

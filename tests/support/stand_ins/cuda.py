@@ -23,6 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_slospec.models.fused import few_rows
 from hf_slospec.models.inspection import graph_preconditions
 from tests.support.stand_ins import cuda_tensors
 from tests.support.stand_ins.cuda_tensors import CUDA, Device, OnDevice, flash_attn_varlen_func
@@ -204,7 +205,9 @@ def stand_in_cuda() -> Iterator[Device]:
         # patch.dict would also take away modules that are first imported meanwhile, such as those of models.
         stack.enter_context(pytest.MonkeyPatch.context()).setitem(sys.modules, "flash_attn", package)
         stack.enter_context(mock.patch.object(threading.Thread, "run", run))
-        stack.enter_context(mock.patch.object(graph_preconditions, "PLAIN", (*graph_preconditions.PLAIN, OnDevice)))
+        stack.enter_context(mock.patch.object(few_rows, "is_faster", lambda *_: False))  # nothing can be timed
+        for module in (graph_preconditions, few_rows):
+            stack.enter_context(mock.patch.object(module, "PLAIN", (*module.PLAIN, OnDevice)))
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrites)
         stack.enter_context(triton_stand_ins())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from unittest import mock
 
 import torch
@@ -14,6 +15,7 @@ from hf_slospec.models.attention.dense import dense_attention
 from hf_slospec.models.attention.tree_kernels import tree_attention
 from hf_slospec.models.attention.tree_plan import TreePlan
 from hf_slospec.models.batch.attention_rules import AttentionRules
+from hf_slospec.models.fused import few_row_kernels
 from hf_slospec.models.fused import triton_kernels as fused_kernels
 from hf_slospec.models.linear import invariant_kernels
 from hf_slospec.models.linear.invariant_kernels import invariant_product as product
@@ -113,6 +115,31 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: int) -> t
     return (F.silu(gate) if activation == fused_kernels.SILU else F.gelu(gate, approximate="tanh")) * up
 
 
+@torch.library.custom_op("hf_slospec_tests::gated_product", mutates_args=())
+def gated_product(rows: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
+    """-> [num_rows, outputs]"""
+    function = F.silu if activation == fused_kernels.SILU else functools.partial(F.gelu, approximate="tanh")
+    return function(F.linear(rows, gate)) * F.linear(rows, up)
+
+
+@gated_product.register_fake
+def _(rows, gate, up, activation):  # type: ignore[no-untyped-def]
+    return rows.new_empty(len(rows), len(gate))
+
+
+@torch.library.custom_op("hf_slospec_tests::joint_products", mutates_args=())
+def joint_products(
+    rows: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    """-> [num_rows, outputs] for each weight"""
+    return [F.linear(rows, *own) for own in zip(weights, biases, strict=True)]
+
+
+@joint_products.register_fake
+def _(rows, weights, biases):  # type: ignore[no-untyped-def]
+    return [rows.new_empty(len(rows), len(weight)) for weight in weights]
+
+
 for op, shapes in ((rms_norm, 1), (rotate, 2), (gated_activation, 1)):
     op.register_fake(
         lambda *given, n=shapes: torch.empty_like(given[0]) if n == 1 else (*map(torch.empty_like, given[:2]),)
@@ -128,5 +155,7 @@ def triton_stand_ins() -> Iterator[None]:
         mock.patch.object(fused_kernels, "rms_norm", rms_norm),
         mock.patch.object(fused_kernels, "rotate", rotate),
         mock.patch.object(fused_kernels, "gated_activation", gated_activation),
+        mock.patch.object(few_row_kernels, "joint_products", joint_products),
+        mock.patch.object(few_row_kernels, "gated_product", gated_product),
     ):
         yield
