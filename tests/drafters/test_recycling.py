@@ -20,6 +20,7 @@ from hf_slospec.engine.request import RequestParams
 from hf_slospec.models import target as target_module
 from hf_slospec.models.sampling import most_probable
 from tests.serving.test_hybrids import tiny
+from tests.support.breadth import nightly_but
 from tests.support.served_pair import WAIT_S, Holds
 from tests.support.toys.noise import KnownNoise
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
@@ -210,7 +211,13 @@ def test_known_successors_are_accepted_from_the_second_time_on() -> None:
     assert out.slo[0].steps < 24  # 9 until the cycle is known, then 5 tokens a step
 
 
-@pytest.mark.parametrize("drafter", ["recycling", "lookup+recycling", "suffix+recycling", "lookup+suffix+recycling"])
+@pytest.mark.parametrize(
+    "drafter",
+    nightly_but(
+        ("recycling", "lookup+suffix+recycling"),
+        ("recycling", "lookup+recycling", "suffix+recycling", "lookup+suffix+recycling"),
+    ),
+)
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_same_tokens_as_stock(drafter: str, options: dict[str, Any]) -> None:
     model = tiny_model("llama")

@@ -15,6 +15,7 @@ from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.models.linear.packed_layers import Released
 from hf_slospec.models.packed.model import PackedModel
 from tests.drafters.heads.checkpoints import target_of
+from tests.support.breadth import nightly_but
 from tests.support.served_pair import PROMPTS, WAIT_S, Holds, alone
 from tests.support.toys.feature_heads import DRAFTS_ALWAYS, FOLDERS, random_head
 from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts
@@ -52,7 +53,7 @@ def inputs_of(tokenizer: Any, num_prompts: int = 3) -> dict[str, torch.Tensor]:
     return dict(tokenizer(PROMPTS[:num_prompts], return_tensors="pt", padding=True, padding_side="left"))
 
 
-@pytest.mark.parametrize("policy", ["adaserve", "sequoia"])
+@pytest.mark.parametrize("policy", nightly_but(["adaserve"], ["adaserve", "sequoia"]))
 def test_trained_layer_with_policies(policy: Any, trained: tuple[Any, Any, Any]) -> None:
     target, method, tokenizer = trained
     ours = SLOSpecGenerator(target, drafter=method, config=TRAINED.model_copy(update={"policy": policy}))
@@ -70,7 +71,7 @@ def test_trained_layer_is_accepted(trained: tuple[Any, Any, Any]) -> None:
     assert sum(metrics.tokens for metrics in out.slo) / steps > 2.0
 
 
-@pytest.mark.parametrize("source", ["lookup", "suffix"])
+@pytest.mark.parametrize("source", nightly_but(["suffix"], ["lookup", "suffix"]))
 def test_trained_layer_behind_cheap_drafters(source: str, trained: tuple[Any, Any, Any]) -> None:
     target, method, tokenizer = trained
     ours = SLOSpecGenerator(target, drafter=load_drafter([source, method], target), config=TRAINED)

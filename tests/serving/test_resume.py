@@ -11,6 +11,7 @@ import pytest
 
 from hf_slospec import InvalidInputError, InvalidTypeError, NotGuaranteedError, Progress, SLOSpecGenerator
 from hf_slospec.generate.penalties import OccurrencePenalties
+from tests.support.breadth import nightly_but
 from tests.support.served_pair import CONFIG, WAIT_S, alone
 
 PROMPT = "def main(argv):\n    "
@@ -30,7 +31,7 @@ def other(pair: tuple[Any, Any, Any]) -> Iterator[SLOSpecGenerator]:
 
 
 @pytest.mark.parametrize("options", CASES, ids=["-".join(case) or "greedy" for case in CASES])
-@pytest.mark.parametrize("num_before", [0, 1, 7])
+@pytest.mark.parametrize("num_before", nightly_but([7], [0, 1, 7]))
 def test_output_goes_on_as_one_generator_would_have_written_it(
     served: SLOSpecGenerator, other: SLOSpecGenerator, options: dict[str, Any], num_before: int
 ) -> None:

@@ -23,7 +23,8 @@ def alone_ids(pair: tuple[Any, ...], ids: list[int], **options: Any) -> list[int
     return out[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("kv_tokens", [20_000, 1_400])  # with room for all turns, and for hardly more than one
+# With room for hardly more than one turn, and for all of them.
+@pytest.mark.parametrize("kv_tokens", [1_400, pytest.param(20_000, marks=pytest.mark.nightly)])
 def test_every_turn_of_a_chat_gets_the_answer_it_gets_alone(pair: tuple[Any, Any, Any], kv_tokens: int) -> None:
     config = CONFIG.model_copy(update={"kv_tokens": kv_tokens})
     with SLOSpecGenerator(*pair, config) as generator:

@@ -124,6 +124,7 @@ def test_a_draft_model_is_compiled_too() -> None:
     assert ours.stats().forwards == {"target": "compiled", "draft": "compiled"}
 
 
+@pytest.mark.nightly
 def test_a_head_is_compiled_too(tmp_path: Path) -> None:
     target = tiny_model("llama")
     config = speculators_config(norm_before_residual=True, eagle_aux_hidden_state_layer_ids=list(FEATURES))
@@ -271,6 +272,7 @@ def test_a_setting_that_the_graph_lacks_is_found_by_comparison(model: Any, caplo
     assert "is no longer computed by compiled forwards: its logits differ" in caplog.text
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("share", "path"), [(0.3, "compiled"), (0.9, "eager")])
 def test_rounding_that_differs_now_and_then_is_none_of_the_graphs_faults(
     monkeypatch: pytest.MonkeyPatch, share: float, path: str
