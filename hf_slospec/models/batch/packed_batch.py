@@ -151,9 +151,12 @@ class SlotPlan(Plan):
 
 def plan_own(batch: PackedBatch) -> SlotPlan:
     """Return the slots in which the K and V of the batch's tokens are staged."""
-    stops, ends = ([slots.stop for slots in batch.visible], [span.end for span in batch.spans])
-    offsets = np.subtract(stops, ends)  # from a token's index in the batch to its slot
-    return SlotPlan(torch.from_numpy(np.repeat(offsets, np.diff(ends, prepend=0)) + np.arange(ends[-1])))
+    pairs = zip(batch.spans, batch.visible, strict=True)
+    offsets = np.array(
+        [slots.stop - span.end for span, slots in pairs]
+    )  # from a token's index in the batch to its slot
+    lengths = [span.num_tokens for span in batch.spans]
+    return SlotPlan(torch.from_numpy(offsets.repeat(lengths) + np.arange(batch.spans[-1].end)))
 
 
 def plan_visible(batch: PackedBatch) -> SlotPlan:
