@@ -84,10 +84,10 @@ def test_the_batcher_with_stop_strings_and_schemas(
     def options_of(index: int) -> dict[str, Any]:
         length = prompts[index]["input_ids"].shape[1]
         return [
-            dict(do_sample=False, max_new_tokens=32),
-            dict(do_sample=False, max_new_tokens=32, stop_strings=["the", "."]),
+            dict(do_sample=False, max_new_tokens=14),
+            dict(do_sample=False, max_new_tokens=14, stop_strings=["the", "."]),
             dict(do_sample=False, max_new_tokens=48, logits_processor=[grammars.processor(SCHEMA, length)]),
-            dict(max_new_tokens=32, **FILTERED),
+            dict(max_new_tokens=14, **FILTERED),
         ][index]
 
     with SLOSpecGenerator(smollm2.model, tokenizer=tokenizer, drafter="lookup+suffix") as generator:

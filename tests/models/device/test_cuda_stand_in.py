@@ -351,12 +351,12 @@ def test_streams_that_share_a_cache_wait_for_each_other() -> None:
 def test_calls_on_another_stream_beside_the_batcher() -> None:
     model, draft = on_cuda(tiny_model("llama")), on_cuda(tiny_model("llama", noise=0.03))
     inputs, other = moved(ragged_prompts(2)), torch.cuda.Stream()
-    alone = model.generate(**inputs, **GREEDY, max_new_tokens=12)
+    alone = model.generate(**inputs, **GREEDY, max_new_tokens=6)
     config = SLOSpecConfig(policy="fixed", check_invariants=True)
     with SLOSpecGenerator(model, draft, config=config) as generator, torch.cuda.stream(other):
-        handle = generator.submit([5, 6, 7], max_new_tokens=24, **GREEDY)
+        handle = generator.submit([5, 6, 7], max_new_tokens=16, **GREEDY)
         for _ in range(2):
-            assert torch.equal(generator.generate(**inputs, **GREEDY, max_new_tokens=12), alone)
+            assert torch.equal(generator.generate(**inputs, **GREEDY, max_new_tokens=6), alone)
         handle.result(120)
     assert other.waited_for and torch.cuda.current_stream().waited_for
 
@@ -375,6 +375,7 @@ def test_the_batcher_gives_what_generate_gives(waits: Counter[str]) -> None:
         assert stock[0, len(prompt) :].tolist() == list(tokens)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, for static caches
 def test_gpu_check_runs_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but its own tests, and times that say nothing."""
