@@ -49,7 +49,8 @@ class SLOSpecConfig(PolicySettings):
     fused_layers: bool = Field(
         True,
         description="CUDA in bf16 or fp16: compute norms, rotary embeddings and gated activations of packed forwards "
-        "by one kernel each, where a trial gives the same as the model's own layers up to rounding.",
+        "by one kernel each, and projections of the same inputs by one for all where that is measured to be faster. A "
+        "trial must give the same as the model's own layers up to rounding.",
     )
     compile: Compile = Field(
         True,

@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,14 +20,21 @@ import torch
 from torch import nn
 
 from hf_slospec.models.attention.flash_kernels import HALF
-from hf_slospec.models.fused.few_rows import JointProjections, Way, are_few, is_plain, max_rows
+from hf_slospec.models.fused.few_rows import (
+    JointProjections,
+    Way,
+    are_few,
+    is_plain,
+    is_small,
+    max_rows,
+    shape_of,
+)
 from hf_slospec.models.inspection.replaced_attributes import Attribute, ReplacedAttributes
 
 logger = logging.getLogger(__name__)
 
 ROTARY = "apply_rotary_pos_emb"  # the function's name in transformers' modules
 GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")  # attributes of gated MLPs in transformers
-TRIAL_TOLERANCE = 0.02  # relative; two roundings of bf16 are 0.008
 TRIAL_TOKENS = 3
 DEVICE = "cuda"
 
@@ -40,11 +47,18 @@ _replaced = ReplacedAttributes()
 class FusedLayers:
     """The fused layers of one model on CUDA in half precision; none elsewhere."""
 
-    def __init__(self, model: nn.Module, wanted: bool):
+    def __init__(self, model: nn.Module, wanted: bool, tries_few: bool = True):
+        """Try which layers can be fused.
+
+        Args:
+            model: the model.
+            wanted: try it at all.
+            tries_few: also join layers of the same inputs for few rows, if times that are measured say so.
+        """
         self._fused: dict[Any, Fused] = {}  # by attribute
         weights = {(weight.dtype, weight.device.type) for weight in model.parameters()}
         if wanted and weights <= {(dtype, DEVICE) for dtype in HALF} and importlib.util.find_spec("triton"):
-            self._fused = dict(_fusable_in(model))
+            self._fused = dict(_fusable_in(model, tries_few))
         self.attributes: list[Attribute] = list(self._fused)
 
     @contextlib.contextmanager
@@ -67,13 +81,15 @@ def _fused_or(original: Fused, attribute: Attribute) -> Fused:
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a compiler in another thread, which cannot trace what follows
+            return original(*args, **kwargs)
         fused = (_active.get() or {}).get(attribute)
         return original(*args, **kwargs) if fused is None else fused(original, *args, **kwargs)
 
     return function
 
 
-def _fusable_in(model: nn.Module) -> Iterator[tuple[Attribute, Fused]]:
+def _fusable_in(model: nn.Module, tries_few: bool) -> Iterator[tuple[Attribute, Fused]]:
     """Yield attributes of the model's classes and modules that can be fused, and the functions to use instead."""
     by_class: dict[type, list[Any]] = {}
     for module in model.modules():
@@ -83,7 +99,9 @@ def _fusable_in(model: nn.Module) -> Iterator[tuple[Attribute, Fused]]:
         if all(map(_is_norm, modules)):
             candidates.append(((kind, "forward"), (_norm(False), _norm(True)), functools.partial(_try_layers, modules)))
         elif all(map(_is_gated_mlp, modules)):
-            candidates.append(((kind, "forward"), (GatedMlps(modules),), functools.partial(_try_layers, modules)))
+            candidates.append(
+                ((kind, "forward"), (GatedMlps(modules, tries_few),), functools.partial(_try_layers, modules))
+            )
     weight = next(model.parameters())
     sources = dict.fromkeys(sys.modules[kind.__module__] for kind in by_class)
     candidates += [
@@ -97,7 +115,7 @@ def _fusable_in(model: nn.Module) -> Iterator[tuple[Attribute, Fused]]:
                 yield attribute, fused
                 break
             logger.debug("%s.%s is not fused: %s", attribute[0].__name__, attribute[1], why)
-    if (projections := JointProjections(model)).max_rows:
+    if tries_few and (projections := JointProjections(model)):
         yield (nn.Linear, "forward"), projections
 
 
@@ -108,8 +126,7 @@ def _why_not(fused: Fused, trial: Trial) -> str | None:
         pairs = [((a.float() - b.float()).norm(), b.float().norm()) for a, b in trial(fused)]
     except Exception as error:  # noqa: BLE001  layers of any signature, and Triton fails in many ways
         return repr(error)
-    # Also refuses NaN, but no layer whose output is zero.
-    off = [f"{float(error):.2g} of {float(size):.2g}" for error, size in pairs if not error <= TRIAL_TOLERANCE * size]
+    off = [f"{float(error):.2g} of {float(size):.2g}" for error, size in pairs if not is_small(error, size)]
     return f"it is off by {off[0]}" if off else None
 
 
@@ -166,23 +183,25 @@ def _norm(adds_one: bool) -> Fused:
 class GatedMlps:
     """Gated MLPs of one class: for few rows gate, up and activation are one kernel, otherwise the activation is."""
 
-    def __init__(self, mlps: list[Any]):
-        linear = [mlp for mlp in mlps if type(mlp.gate_proj) is nn.Linear]
-        with_few = [mlp for mlp in linear if self._takes_few(mlp, mlp.gate_proj.weight)]
-        self.max_rows = max_rows(Way(_gated, _gated_separately), with_few, [mlp.gate_proj for mlp in with_few])
+    def __init__(self, mlps: Sequence[Any], tries_few: bool):
+        with_few = [mlp for mlp in mlps if type(mlp.act_fn) in _activations() and type(mlp.gate_proj) is nn.Linear]
+        pairs = [(mlp, (mlp.gate_proj, mlp.up_proj)) for mlp in with_few if _takes_few(mlp, mlp.gate_proj.weight)]
+        self._by_shape = max_rows(Way(_gated, _gated_separately), pairs if tries_few else ())
 
     def __call__(self, original: Fused, mlp: Any, states: torch.Tensor) -> Any:
         """Return an MLP's output; the signature is that of fused layers."""
         if type(mlp.act_fn) not in _activations():
             return original(mlp, states)
-        is_one = are_few(states, self.max_rows) and self._takes_few(mlp, states)
-        (gated,) = (_gated if is_one else _gated_separately)(mlp, states.flatten(0, -2) if is_one else states)
-        return mlp.down_proj(gated.view(*states.shape[:-1], -1))
+        if self._by_shape and _takes_few(mlp, states):
+            most = self._by_shape.get(shape_of((mlp.gate_proj, mlp.up_proj)), 0)
+            if are_few(states, mlp.gate_proj, most):
+                (gated,) = _gated(mlp, states.flatten(0, -2))
+                return mlp.down_proj(gated.view(*states.shape[:-1], gated.shape[-1]))
+        return mlp.down_proj(*_gated_separately(mlp, states))
 
-    @staticmethod
-    def _takes_few(mlp: Any, states: torch.Tensor) -> bool:
-        layers = mlp.gate_proj, mlp.up_proj
-        return type(mlp.act_fn) in _activations() and all(is_plain(x, states) and x.bias is None for x in layers)
+
+def _takes_few(mlp: Any, states: torch.Tensor) -> bool:
+    return all(is_plain(layer, states) and layer.bias is None for layer in (mlp.gate_proj, mlp.up_proj))
 
 
 def _gated(mlp: Any, states: torch.Tensor) -> tuple[torch.Tensor]:

@@ -113,7 +113,7 @@ class PackedModel:
         self.exact, self._is_exact_compiled = exact, bool(exact) and self.compiled.is_used
         self.exact_products = ExactProducts(as_one=exact == "bits")
         self.prepacked = PrepackedLayers(model, prepack, self.autocast, not self.compiled.is_used)
-        self.fused = FusedLayers(model, fused_layers and self.autocast is None)
+        self.fused = FusedLayers(model, fused_layers and self.autocast is None, not deterministic)
         self._requested_plans: dict[Any, None] = {}  # (make, device, *arguments) that layers have requested
         self._is_on_one_device = all(
             stored.device == self.device for layer in self.layers for stored in layer.shape.stored

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import os
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -109,16 +112,111 @@ def test_hooks_of_joint_and_gated_layers_run() -> None:
     assert seen == ["k", "up"]
 
 
-@pytest.mark.usefixtures("_faster")
-def test_weights_that_change_count_at_once() -> None:
-    model, ids = half("llama"), torch.arange(3, 9)[None]
-    fused = FusedLayers(model, True)
-    for parameter in model.model.layers[1].parameters():
-        parameter.data.mul_(1.5)
-    model.model.layers[0].mlp.up_proj = nn.Linear(32, model.config.intermediate_size, dtype=torch.bfloat16)
+def assert_as_without(model: Any, fused: FusedLayers) -> None:
+    ids = torch.arange(3, 9)[None]
     plain = model(ids).logits
     with fused.in_use():
         assert (model(ids).logits - plain).norm() < 0.03 * plain.norm()
+
+
+def _bias_gone(model: Any) -> None:
+    model.model.layers[0].self_attn.k_proj.bias = None
+    model.model.layers[1].self_attn.q_proj.bias = None
+
+
+def _bias_with_gaps(model: Any) -> None:
+    projection = model.model.layers[0].self_attn.v_proj
+    projection.bias = nn.Parameter(torch.randn(2 * len(projection.bias), dtype=torch.bfloat16)[::2])
+
+
+def _own_forward(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.forward = torch.zeros_like
+    model.model.layers[0].mlp.gate_proj.forward = torch.zeros_like
+    model.model.layers[0].mlp.down_proj.forward = torch.zeros_like
+
+
+def _other_layers(model: Any) -> None:
+    for parameter in model.model.layers[1].parameters():
+        parameter.data.mul_(1.5)
+    mlp, attention = model.model.layers[0].mlp, model.model.layers[0].self_attn
+    mlp.up_proj = nn.Linear(*mlp.up_proj.weight.shape[::-1], dtype=torch.bfloat16)
+    attention.k_proj = nn.Linear(*attention.k_proj.weight.shape[::-1], dtype=torch.bfloat16)
+
+
+@pytest.mark.usefixtures("_faster")
+@pytest.mark.parametrize("change", [_bias_gone, _bias_with_gaps, _own_forward, _other_layers])
+def test_changes_count_at_once(change: Callable[[Any], None]) -> None:
+    model = half("qwen2")
+    fused = FusedLayers(model, True)
+    change(model)
+    for _ in range(3):
+        assert_as_without(model, fused)
+
+
+@pytest.mark.usefixtures("_faster")
+def test_global_hooks_see_gated_layers() -> None:
+    model, seen = half("llama"), set[int]()
+    fused = FusedLayers(model, True)
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.add(id(module)))
+    try:
+        with fused.in_use():
+            model(torch.arange(3, 9)[None])
+    finally:
+        handle.remove()
+    assert {id(layer) for layer in model.modules() if isinstance(layer, nn.Linear)} <= seen
+
+
+@pytest.mark.usefixtures("_faster")
+def test_calls_of_other_forms() -> None:
+    model = half("llama")
+    attention, mlp, fused = model.model.layers[0].self_attn, model.model.layers[0].mlp, FusedLayers(model, True)
+    states = torch.randn(4, 32, dtype=torch.bfloat16)
+    with fused.in_use():
+        assert_close(attention.q_proj(input=states), F.linear(states, attention.q_proj.weight))
+        assert mlp(states[None, :0]).shape == (1, 0, 32)
+        assert attention.q_proj(states[:0]).shape == (0, 32)
+        assert_close(attention.q_proj(states[0]), F.linear(states[0], attention.q_proj.weight))
+        with pytest.raises(RuntimeError):
+            attention.q_proj(states[:, :30])
+        attention.q_proj(states)
+        states.mul_(3)
+        assert_close(attention.k_proj(states), F.linear(states, attention.k_proj.weight))
+
+
+@pytest.mark.usefixtures("_faster")
+def test_projections_that_are_not_all_called_become_separate(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = half("llama"), list[int]()
+    attention, fused = model.model.layers[0].self_attn, FusedLayers(model, True)
+    plain = few_rows._joint
+    monkeypatch.setattr(few_rows, "_joint", lambda *given: calls.append(1) or plain(*given))
+    states = torch.randn(1, 4, 32, dtype=torch.bfloat16)
+    with fused.in_use():
+        for _ in range(3):
+            assert_close(attention.q_proj(states), F.linear(states, attention.q_proj.weight))
+    assert len(calls) == 1
+
+
+@pytest.mark.usefixtures("_faster")
+def test_replaced_layers_are_freed() -> None:
+    model = half("llama")
+    fused, old = FusedLayers(model, True), weakref.ref(model.model.layers[0].self_attn.q_proj)
+    model.model.layers[0].self_attn.q_proj = nn.Identity()
+    gc.collect()
+    assert old() is None and JOINT in fused.attributes
+
+
+@pytest.mark.usefixtures("_faster")
+def test_compilers_of_other_threads_see_torchs_own_layers() -> None:
+    fused = FusedLayers(half("llama"), True)
+    layer, states = nn.Linear(4, 3), torch.randn(2, 4)
+    with fused.in_use():
+        compiled = torch.compile(layer, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(states), F.linear(states, layer.weight, layer.bias))
+
+
+@pytest.mark.usefixtures("_faster")
+def test_measured_times_decide_nothing_if_results_must_be_the_same() -> None:
+    assert JOINT not in FusedLayers(half("llama"), True, tries_few=False).attributes
 
 
 def test_without_a_gain_layers_stay_separate(monkeypatch: pytest.MonkeyPatch) -> None:
