@@ -80,7 +80,7 @@ def trained(out: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Ru
     return Run(options, train_drafter(options, target, tokenizer, remembered, said.append), said)
 
 
-@pytest.fixture(scope="module", params=["eagle3", pytest.param("mtp", marks=pytest.mark.nightly), "dspark"])
+@pytest.fixture(scope="module", params=["eagle3", "mtp", "dspark"])
 def learned(request: Any, tmp_path_factory: Any) -> Run:
     """A head that has learned something."""
     size: dict[str, Any] = dict(steps=20, texts=24, batch=8, levels=2, eval_every=10)

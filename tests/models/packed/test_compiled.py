@@ -124,7 +124,6 @@ def test_a_draft_model_is_compiled_too() -> None:
     assert ours.stats().forwards == {"target": "compiled", "draft": "compiled"}
 
 
-@pytest.mark.nightly
 def test_a_head_is_compiled_too(tmp_path: Path) -> None:
     target = tiny_model("llama")
     config = speculators_config(norm_before_residual=True, eagle_aux_hidden_state_layer_ids=list(FEATURES))
@@ -151,7 +150,6 @@ def test_hidden_states_for_a_drafter() -> None:
     torch.testing.assert_close(outputs[0].features, outputs[1].features)
 
 
-@pytest.mark.nightly
 def test_bf16() -> None:
     model = tiny_model("llama").to(torch.bfloat16)
     try:
