@@ -205,7 +205,7 @@ def stand_in_cuda() -> Iterator[Device]:
         # patch.dict would also take away modules that are first imported meanwhile, such as those of models.
         stack.enter_context(pytest.MonkeyPatch.context()).setitem(sys.modules, "flash_attn", package)
         stack.enter_context(mock.patch.object(threading.Thread, "run", run))
-        stack.enter_context(mock.patch.object(few_rows, "is_faster", lambda *_: False))  # nothing can be timed
+        stack.enter_context(mock.patch.object(few_rows, "is_faster", return_value=False))  # without timing
         for module in (graph_preconditions, few_rows):
             stack.enter_context(mock.patch.object(module, "PLAIN", (*module.PLAIN, OnDevice)))
         torch.__future__.set_overwrite_module_params_on_conversion(True)
