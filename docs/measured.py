@@ -16,6 +16,7 @@ SPEC_BENCH = "spec-bench-smollm2-135m-cpu-2core-bf16.json"
 SPEC_BENCH_ALL = "spec-bench-smollm2-135m-all-cpu-2core-bf16.json"
 SPEC_BENCH_16 = "spec-bench-smollm2-135m-batch16-cpu-2core-bf16.json"
 SPEC_BENCH_GEMMA = "spec-bench-gemma3-270m-cpu-2core-bf16.json"
+SPEC_BENCH_HEAD = "spec-bench-smollm2-135m-head-cpu-2core-fp32-avx2.json"
 CONSTANTS = "spec-bench-smollm2-135m-constants-cpu-2core-bf16.json"
 REAL_LOAD = "serving-load-smollm2-135m-cpu-2core-bf16.json"
 FIRST_CALL = "first-call-smollm2-135m-cpu-2core-bf16.json"
@@ -104,6 +105,16 @@ def spec_bench_batch16() -> str:
 @table
 def spec_bench_gemma() -> str:
     return spec_bench(0.0, 1, SPEC_BENCH_GEMMA)
+
+
+@table
+def spec_bench_head() -> str:
+    return spec_bench(0.0, 1, SPEC_BENCH_HEAD)
+
+
+@table
+def spec_bench_head_temperature1() -> str:
+    return spec_bench(1.0, 1, SPEC_BENCH_HEAD)
 
 
 @table
