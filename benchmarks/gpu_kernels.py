@@ -1,6 +1,6 @@
 """Where the time of a packed forward goes on a GPU: its kernels, and what linear layers of few rows could take.
 
-    python -m benchmarks.gpu_kernels --json benchmarks/results/gpu-kernels-h100-8b.json
+    python -m benchmarks.gpu_kernels --json benchmarks/results/gpu-kernels-h200-8b.json
 
 Two models of random and trained weights in the shapes of Llama-3.1-8B and Llama-3.2-1B, in bf16. Their packed forwards
 are captured and replayed, and a profiler adds up the time of their kernels by name, beside the time to read the weights
@@ -30,6 +30,7 @@ from benchmarks.gpu.floor import weight_bytes
 from hf_slospec import SLOSpecConfig
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.models.costs.measure import Forwards, Size
+from hf_slospec.models.device.graphs import capturer_for, replayed_s
 from hf_slospec.models.fused.few_row_kernels import joint_products
 from hf_slospec.models.inspection.properties import evaluating
 from hf_slospec.models.packed.model import PackedModel
@@ -42,7 +43,7 @@ SHAPES = {  # outputs and inputs of linear layers of Llama-3.1-8B
 }  # fmt: skip
 ROWS = (1, 10, 64)
 Product = Callable[[torch.Tensor], torch.Tensor]  # takes a weight
-NUM_WEIGHTS, NUM_REPEATS = 8, 7
+NUM_WEIGHTS = 8
 LONGEST_NAME = 90
 
 
@@ -74,23 +75,10 @@ def kernels_of(packed: PackedModel, size: Size, repeats: int = 5) -> dict[str, A
 
 def product_us(product: Product, weights: list[torch.Tensor]) -> float:
     """Return the median microseconds of a product, of those by all weights in one captured graph."""
-    for weight in weights:
-        product(weight)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for weight in weights:
-            product(weight)
-    graph.replay()
-    times = []
-    for _ in range(NUM_REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * begin.elapsed_time(end) / len(weights))
-    return round(statistics.median(times), 2)
+    device = weights[0].device
+    capturer = capturer_for(device)
+    assert capturer is not None, "there are no CUDA graphs here"
+    return round(1e6 * replayed_s(capturer, lambda: [product(weight) for weight in weights], device) / len(weights), 2)
 
 
 def ways_for(states: torch.Tensor) -> dict[str, Product]:

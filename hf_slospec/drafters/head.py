@@ -27,7 +27,7 @@ from hf_slospec.models.attention import NewTokens
 from hf_slospec.models.device.transfer import to_device
 from hf_slospec.models.inspection.properties import vocab_size
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.tree_mask import draft_nodes
+from hf_slospec.models.packed.tree_mask import causal_mask, draft_nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,8 +111,7 @@ class HeadDrafter(FeatureDrafter):
                 embeds = torch.cat((embeds, masks))
                 entry_ids = pad(entry_ids, (0, num_masks))
             positions = torch.from_numpy(self.packed.clamp_positions(np.arange(begin, begin + len(embeds))))
-            causal = torch.from_numpy(np.tri(len(embeds), dtype=np.bool_))
-            parts.append(NewTokens(sequence, entry_ids, positions, causal, embeds, is_chain=True))
+            parts.append(NewTokens(sequence, entry_ids, positions, causal_mask(len(embeds)), embeds, is_chain=True))
         last_rows = torch.from_numpy(np.cumsum(np.array(lengths) + num_masks) - 1)
         if num_masks:
             last_rows = (last_rows[:, None] + torch.arange(-num_masks, 1)).flatten()

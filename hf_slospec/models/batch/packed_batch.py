@@ -152,9 +152,7 @@ class SlotPlan(Plan):
 def plan_own(batch: PackedBatch) -> SlotPlan:
     """Return the slots in which the K and V of the batch's tokens are staged."""
     pairs = zip(batch.spans, batch.visible, strict=True)
-    offsets = np.array(
-        [slots.stop - span.end for span, slots in pairs]
-    )  # from a token's index in the batch to its slot
+    offsets = np.array([slots.stop - span.end for span, slots in pairs])  # a token's slot, less its index in the batch
     lengths = [span.num_tokens for span in batch.spans]
     return SlotPlan(torch.from_numpy(offsets.repeat(lengths) + np.arange(batch.spans[-1].end)))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import statistics
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -35,6 +36,7 @@ MEMORY_SHARE = 16  # graphs may use 1/16 of a device's memory, and so may an idl
 TOLERANCE = 0.05  # relative error allowed in a first replay; larger than rounding in any dtype
 CHUNK = 16  # rows of logits that are compared at a time, as an fp32 copy of 640 rows of 128k is 328 MB
 LARGEST = 1e9  # larger outputs, such as mask values, are not compared, as they would outweigh all others
+NUM_REPLAYS = 5  # of which the median time is taken
 
 Run = Callable[[], Any]  # returns a tree of tensors
 
@@ -127,6 +129,22 @@ class CudaGraphs:
 def capturer_for(device: torch.device) -> GraphCapturer | None:
     """Return a capturer for a device; None where there are no CUDA graphs."""
     return CudaGraphs(device) if device.type == "cuda" and torch.version.hip is None else None
+
+
+def replayed_s(capturer: GraphCapturer, run: Run, device: torch.device) -> float:
+    """Return the median seconds of replays of a captured function on a CUDA device."""
+    with capturer.on_stream():
+        run()
+    replay, times = capturer.capture(run), list[float]()
+    with torch.cuda.device(device):
+        for _ in range(NUM_REPLAYS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
 
 
 class _Captured(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import statistics
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -15,13 +14,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_slospec.models.attention.flash_kernels import HALF
-from hf_slospec.models.device.graphs import GraphCapturer, capturer_for
+from hf_slospec.models.device.graphs import capturer_for, replayed_s
 from hf_slospec.models.inspection.model_changes import PLAIN
 
 logger = logging.getLogger(__name__)
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # attributes of attention layers in transformers
-MEASURED_BYTES, REPEATS = 2**28, 5  # weights of timed layers: more than caches hold
+MEASURED_BYTES = 2**28  # weights of timed layers: more than caches hold
 WORTHWHILE = 0.97  # of the time of separate kernels
 TOLERANCE = 0.02  # relative; two roundings of bf16 are 0.008
 
@@ -144,32 +143,18 @@ def is_faster(way: Way, layers: Sequence[Any], states: torch.Tensor) -> bool:
     """
     if (capturer := _capturer(states.device)) is None:
         return False
-    fused_s, plain_s = (_replayed_s(capturer, compute, layers, states) for compute in way)
+    fused_s, plain_s = (
+        replayed_s(capturer, functools.partial(_run, compute, layers, states), states.device) for compute in way
+    )
     return fused_s <= WORTHWHILE * plain_s
 
 
 _capturer = functools.cache(capturer_for)  # one stream per device: libraries keep a workspace for each
 
 
-def _replayed_s(capturer: GraphCapturer, compute: Compute, layers: Sequence[Any], states: torch.Tensor) -> float:
-    """Return the median seconds of a captured run over all layers."""
-
-    def run() -> None:
-        for layer in layers:
-            compute(layer, states)
-
-    with capturer.on_stream():
-        run()
-    replay, times = capturer.capture(run), list[float]()
-    with torch.cuda.device(states.device):
-        for _ in range(REPEATS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+def _run(compute: Compute, layers: Sequence[Any], states: torch.Tensor) -> None:
+    for layer in layers:
+        compute(layer, states)
 
 
 def _groups_in(model: nn.Module) -> Iterator[list[nn.Linear]]:

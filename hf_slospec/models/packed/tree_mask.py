@@ -23,7 +23,7 @@ def chain(
 
     ``embeds`` [prompt_len, hidden] replace the embeddings of the sequence's first tokens.
     """
-    mask = _causal(len(tokens)) if len(tokens) <= MAX_KEPT else torch.from_numpy(np.tri(len(tokens), dtype=np.bool_))
+    mask = causal_mask(len(tokens))
     return _new_tokens(packed, sequence, tokens, np.arange(len(tokens)), mask, embeds, is_chain=True)
 
 
@@ -75,10 +75,16 @@ def draft_nodes(
     return [NewTokens(*column) for column in columns]
 
 
-@functools.cache
-def _causal(length: int) -> torch.Tensor:
-    """Return the mask of a chain, which is only read.  -> [length, length] bool"""
+def causal_mask(length: int) -> torch.Tensor:
+    """Return the mask of a chain, which is only to be read.  -> [length, length] bool"""
+    return _kept_mask(length) if length <= MAX_KEPT else _new_mask(length)
+
+
+def _new_mask(length: int) -> torch.Tensor:
     return torch.from_numpy(np.tri(length, dtype=np.bool_))
+
+
+_kept_mask = functools.cache(_new_mask)
 
 
 def _new_tokens(

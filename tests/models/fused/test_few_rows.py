@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
 import os
@@ -19,7 +18,7 @@ from hf_slospec.models.fused import few_rows, layers
 from hf_slospec.models.fused.few_row_kernels import MAX_ROWS, MIN_TILE_ROWS, gated_product, joint_products
 from hf_slospec.models.fused.layers import FusedLayers
 from hf_slospec.models.fused.triton_kernels import GELU_TANH, SILU
-from tests.support.toys.tiny_models import tiny_model
+from tests.models.fused.parity import assert_same_up_to_rounding, half
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled: see tests/gpu")
 JOINT = (nn.Linear, "forward")
@@ -29,10 +28,6 @@ JOINT = (nn.Linear, "forward")
 def _faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "DEVICE", "cpu")
     monkeypatch.setattr(few_rows, "is_faster", lambda *_: True)
-
-
-def half(family: str) -> Any:
-    return copy.deepcopy(tiny_model(family)).to(torch.bfloat16)
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -67,12 +62,7 @@ def test_models_compute_the_same_up_to_rounding(family: str) -> None:
     fused = FusedLayers(model, True)
     assert JOINT in fused.attributes
     for length in (6, MIN_TILE_ROWS + 1, MAX_ROWS + 1):
-        ids = torch.arange(length)[None] + 3
-        plain = model(ids).logits
-        with fused.in_use():
-            found = model(ids).logits
-        assert model(ids).logits.equal(plain)
-        assert (found - plain).norm() < 0.03 * plain.norm()
+        assert_same_up_to_rounding(model, fused, length)
 
 
 @pytest.mark.usefixtures("_faster")
@@ -90,7 +80,7 @@ def test_one_kernel_for_three_layers_and_one_for_a_gate(monkeypatch: pytest.Monk
 @pytest.mark.usefixtures("_faster")
 def test_layers_asked_for_other_states_compute_those() -> None:
     model = half("llama")
-    attention, (fused,) = model.model.layers[0].self_attn, [FusedLayers(model, True)]
+    attention, fused = model.model.layers[0].self_attn, FusedLayers(model, True)
     states, others = torch.randn(2, 1, 4, 32, dtype=torch.bfloat16)
     with fused.in_use():
         attention.q_proj(states)
@@ -110,13 +100,6 @@ def test_hooks_of_joint_and_gated_layers_run() -> None:
     with fused.in_use():
         model(torch.arange(3, 9)[None])
     assert seen == ["k", "up"]
-
-
-def assert_as_without(model: Any, fused: FusedLayers) -> None:
-    ids = torch.arange(3, 9)[None]
-    plain = model(ids).logits
-    with fused.in_use():
-        assert (model(ids).logits - plain).norm() < 0.03 * plain.norm()
 
 
 def _bias_gone(model: Any) -> None:
@@ -150,7 +133,7 @@ def test_changes_count_at_once(change: Callable[[Any], None]) -> None:
     fused = FusedLayers(model, True)
     change(model)
     for _ in range(3):
-        assert_as_without(model, fused)
+        assert_same_up_to_rounding(model, fused)
 
 
 @pytest.mark.usefixtures("_faster")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import os
 import threading
@@ -19,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from hf_slospec.models.fused import layers
 from hf_slospec.models.fused.layers import FusedLayers
 from hf_slospec.models.fused.triton_kernels import GELU_TANH, SILU, gated_activation, rms_norm, rotate
+from tests.models.fused.parity import assert_same_up_to_rounding, half
 from tests.support.toys.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled: see tests/gpu")
@@ -27,10 +27,6 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reaso
 @pytest.fixture
 def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "DEVICE", "cpu")
-
-
-def half(family: str) -> Any:
-    return copy.deepcopy(tiny_model(family)).to(torch.bfloat16)
 
 
 def places(fused: FusedLayers) -> set[str]:
@@ -66,14 +62,10 @@ def test_gated_activations(activation: int, function: Any) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_models_compute_the_same_up_to_rounding(family: str) -> None:
     model = half(family)
-    fused, ids = FusedLayers(model, True), torch.arange(3, 9)[None]
+    fused = FusedLayers(model, True)
     assert {name.split(".")[-1] for name in places(fused)} == {"forward", layers.ROTARY}
     assert len(fused.attributes) == 3
-    plain = model(ids).logits
-    with fused.in_use():
-        found = model(ids).logits
-    assert model(ids).logits.equal(plain)
-    assert (found - plain).norm() < 0.03 * plain.norm()
+    assert_same_up_to_rounding(model, fused)
 
 
 @pytest.mark.usefixtures("_on_cpu")
