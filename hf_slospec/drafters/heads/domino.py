@@ -10,7 +10,7 @@ from torch import nn
 from hf_slospec.drafters.heads.dflash import KNOWN, SequentialHead
 from hf_slospec.errors import UnsupportedModelError
 
-SIZES = ("gru_hidden_dim", "emb_dim")
+SETTINGS = {"gru_hidden_dim": 1, "emb_dim": 1, "pure_draft_prefix_len": 0}  # their least values
 
 
 class DominoHead(SequentialHead):
@@ -21,18 +21,21 @@ class DominoHead(SequentialHead):
     """
 
     kind: ClassVar[str] = "Domino"
-    known = KNOWN | {*SIZES, "pure_draft_prefix_len", "shift_label"}
+    known = KNOWN | {*SETTINGS, "shift_label"}
     is_recurrent = True
 
     def _refuse_unsupported(self) -> None:
         super()._refuse_unsupported()
-        for name in SIZES:
-            if self._setting(name) is None:
-                raise UnsupportedModelError(f"the {self.kind} head's config lacks {name}")
+        for name, least in SETTINGS.items():
+            value = self._setting(name, None if least else 0)
+            if not isinstance(value, int) or value < least:
+                raise UnsupportedModelError(
+                    f"the {self.kind} head's config has {name} {value!r}; it must be an integer of at least {least}"
+                )
 
     def _add_modules(self) -> None:
-        hidden, size, rank = self.config.hidden_size, *(int(self._setting(name)) for name in SIZES)
-        self.num_uncorrected = int(self._setting("pure_draft_prefix_len", 0))
+        hidden, (size, rank) = self.config.hidden_size, map(self._setting, ("gru_hidden_dim", "emb_dim"))
+        self.num_uncorrected: int = self._setting("pure_draft_prefix_len", 0)
         self.prefix_gru = nn.GRUCell(hidden, size, bias=False)
         self.embed_proj = nn.Sequential(
             nn.Linear(hidden + size, rank, bias=False),

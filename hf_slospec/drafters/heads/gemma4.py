@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Gemma4TextConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gemma4.modeling_gemma4 import (
     Gemma4RMSNorm,
     Gemma4TextDecoderLayer,
@@ -18,26 +19,33 @@ from transformers.models.gemma4.modeling_gemma4 import (
 from hf_slospec.drafters.heads.dflash import DFlashHead
 from hf_slospec.drafters.heads.dspark import DSparkHead
 from hf_slospec.drafters.heads.eagle3 import FULL, Eagle3Head, widen_inputs
+from hf_slospec.drafters.heads.fitting import read_config
 from hf_slospec.errors import UnsupportedModelError
 
-MODEL_TYPES = ("gemma4_text", "gemma4_unified_text")
+MODEL_TYPES = ("gemma4_text", "gemma4_unified_text")  # of targets, which configs of heads keep
 # Settings of targets with which DeepSpec makes no heads.
 UNSUPPORTED = ("enable_moe_block", "hidden_size_per_layer_input", "num_kv_shared_layers")
 
 
-def fields_of_gemma4(source: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a head's :class:`Gemma4TextConfig`; they are copied from the target's config.
+def config_of_gemma4(source: str, fields: Mapping[str, Any]) -> Any:
+    """Return a head's :class:`Gemma4TextConfig` by its fields, most of which are copied from the target's config.
 
     Raises:
-        UnsupportedModelError: the layers are none that DeepSpec's heads have.
+        UnsupportedModelError: the fields are invalid, or the layers are none that DeepSpec's heads have.
     """
     for name in UNSUPPORTED:
         if fields.get(name):
             raise UnsupportedModelError(f"{source} has {name} {fields[name]!r}; its layers must be dense and whole")
     # Every layer attends to the whole text, whatever the config says; absent, per-layer inputs would have a size.
-    layers = [FULL] * int(fields.get("num_hidden_layers") or 0)
+    num_layers = fields.get("num_hidden_layers")
+    layers = [FULL] * num_layers if isinstance(num_layers, int) else None
     own = {"layer_types": layers, "hidden_size_per_layer_input": 0}
-    return {name: value for name, value in fields.items() if name != "model_type"} | own
+    known = {name: value for name, value in fields.items() if name != "model_type"}
+    config = read_config(source, Gemma4TextConfig, known | own)
+    rope = config.rope_parameters.get(FULL) or {}
+    if (kind := rope.get("rope_type")) not in ("default", *ROPE_INIT_FUNCTIONS):
+        raise UnsupportedModelError(f"{source} has rotary embeddings of unknown type {kind!r} in its layers of Gemma 4")
+    return config
 
 
 class FullRotaryEmbedding(Gemma4TextRotaryEmbedding):
@@ -66,7 +74,6 @@ class Gemma4DFlashHead(DFlashHead):
     layer_class = Gemma4TextDecoderLayer
     norm_class = Gemma4RMSNorm
     rotary_class = FullRotaryEmbedding
-
     default_embedding_scale = None
 
     def _own_embeddings(self) -> nn.Module:

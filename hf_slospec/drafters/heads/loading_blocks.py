@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import Gemma4TextConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import PreTrainedModel, Qwen3Config
 
 from hf_slospec.drafters.heads import gemma4
 from hf_slospec.drafters.heads.checkpoint import Checkpoint
@@ -84,12 +84,12 @@ def load_block(checkpoint: Checkpoint, target: PreTrainedModel) -> DFlashHead:
     if any(name.startswith("candidate_selector.") for name in tensors):
         kind, options = DFlash2Head, {**fields, **(fields.get("dflash_config") or {})}
         fields |= {name: options.get(name, default) for name, default in DFLASH2_DEFAULTS.items()}
-    config_class: type[PreTrainedConfig] = Qwen3Config
-    if fields.get("model_type") in gemma4.MODEL_TYPES and kind in gemma4.BLOCKS:
-        kind, config_class = gemma4.BLOCKS[kind], Gemma4TextConfig
-        fields = gemma4.fields_of_gemma4(source, fields)
     unread = {name: value for name, value in fields.items() if name not in ("model_type", "architectures", "auto_map")}
-    config = read_config(source, config_class, unread | {"target_hidden_size": hidden_size_of(target)})
+    unread |= {"target_hidden_size": hidden_size_of(target)}
+    if checkpoint.is_named("gemma4dspark") and kind in gemma4.BLOCKS:
+        kind, config = gemma4.BLOCKS[kind], gemma4.config_of_gemma4(source, unread)
+    else:
+        config = read_config(source, Qwen3Config, unread)
     check_vocabulary(source, config.vocab_size, target)
     num_layers, options = num_layers_of(target), unread | (unread.get("dflash_config") or {})
     if is_published_by_speculators and not options.get("aux_hidden_state_layer_ids"):

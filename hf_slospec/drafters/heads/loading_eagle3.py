@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Gemma4TextConfig, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_slospec.drafters.heads import gemma4
@@ -155,7 +155,7 @@ def _config_of_layers(source: str, fields: Mapping[str, Any]) -> Any:
     if kind in gemma4.MODEL_TYPES:
         if (num_layers := fields.get("num_hidden_layers")) != 1:
             raise UnsupportedModelError(f"{source} has {num_layers} layers of Gemma 4; a head with 1 can be loaded")
-        return read_config(source, Gemma4TextConfig, gemma4.fields_of_gemma4(source, fields))
+        return gemma4.config_of_gemma4(source, fields)
     if kind not in ("llama", "qwen3"):
         raise UnsupportedModelError(
             f"{source} has layers of type {kind!r}; only Llama, Qwen3 and Gemma 4 layers can be loaded"

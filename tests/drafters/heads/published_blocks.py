@@ -212,10 +212,10 @@ def deepspec(**changes: Any) -> dict[str, Any]:
     return dict(architectures=["Qwen3DSparkModel"], model_type="qwen3") | SIZES | own | changes
 
 
-def domino(**own: Any) -> dict[str, Any]:
-    """The config of SpecForge's Domino."""
+def domino(name: str = "DominoDraftModel", **own: Any) -> dict[str, Any]:
+    """The config of Domino by SpecForge; by ModelOpt, and as SGLang loads it, the class is that of DFlash."""
     sizes = dict(projector_type="domino", gru_hidden_dim=GRU, emb_dim=RANK)
-    return flat("DominoDraftModel", own=sizes | own)
+    return flat(name, own=sizes | own)
 
 
 def gemma4(name: str = "Gemma4DSparkModel", **changes: Any) -> dict[str, Any]:
@@ -290,8 +290,8 @@ CASES = {
         layers=[(WINDOW, False)] * 2,
     ),
     "domino": Case(
-        domino(shift_label=True, pure_draft_prefix_len=1), block_tensors("domino"), "domino", first_slot=0,
-        num_uncorrected=1,
+        domino("DFlashDraftModel", shift_label=True, pure_draft_prefix_len=1), block_tensors("domino"), "domino",
+        first_slot=0, num_uncorrected=1,
     ),
     "domino from the first mask": Case(
         domino(shift_label=False), block_tensors("domino"), "domino", saved=under_logit_head,
