@@ -1,4 +1,4 @@
-"""Drafting with heads that predict a block of tokens at a time (DFlash, DFlash2, DSpark)."""
+"""Drafting with heads that predict a block of tokens at a time (DFlash, DFlash2, DSpark, Domino)."""
 
 from __future__ import annotations
 
@@ -87,18 +87,14 @@ class SequentialBlockDrafter(BlockDrafter):
         return head
 
     def _rows(self, num_requests: int, depth: int) -> torch.Tensor:
-        # The root's own row begins the states of recurrent heads that predict from the second token on.
-        first = 0 if self.head.is_recurrent else self.head.first_slot
-        return block_rows(self.head, num_requests, depth, first)
+        return block_rows(self.head, num_requests, depth, self.head.first_read_slot)
 
     def _trees(self, requests: Sequence[Request], outputs: torch.Tensor, plan: Plan) -> list[TokenTree]:
-        states = None
-        if self.head.is_recurrent:
-            states = self.head.initial_states(len(requests))
-            if self.head.first_slot:
-                roots = torch.tensor([[request.tokens[-1]] for request in requests], device=outputs.device)
-                _, states, _ = self.head.after(roots, outputs[:, 0], states)
-                outputs = outputs[:, self.head.first_slot :]
+        states = self.head.initial_states(len(requests)) if self.head.is_recurrent else None
+        if self.head.first_read_slot < self.head.first_slot:
+            roots = torch.tensor([[request.tokens[-1]] for request in requests], device=outputs.device)
+            _, states, _ = self.head.after(roots, outputs[:, 0], states, 0)
+            outputs = outputs[:, self.head.first_slot :]
         plan = replace(plan, depth=min(plan.depth, outputs.shape[1]))
         run = partial(self._grown, outputs)
         return beam_search(requests, plan, None, run, outputs.device, len(requests), states)
@@ -106,7 +102,7 @@ class SequentialBlockDrafter(BlockDrafter):
     def _grown(self, outputs: torch.Tensor, _: IntArray, level: Level) -> Beam | Scores:
         """Return the beam of all requests with its next layer, or scores; see ``Level.grown``."""
         depth = len(level.sizes) - 1
-        scores = Scores(*self.head.after(level.tokens, outputs[:, depth], level.inherited_states))
+        scores = Scores(*self.head.after(level.tokens, outputs[:, depth], level.inherited_states, depth))
         if level.is_coupled:
             return scores._replace(logits=self._spread(scores.logits))
         if (vocabulary := self._vocabulary) is None:

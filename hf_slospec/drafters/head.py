@@ -146,7 +146,7 @@ class PEagleDrafter(HeadDrafter):
 
 @dataclass(frozen=True, repr=False)
 class HeadMethod(DraftMethod):
-    """A trained head that reads hidden states of the target: EAGLE-3, P-EAGLE, MTP, DFlash, DFlash2 or DSpark."""
+    """A trained head that reads hidden states of the target, of any format in ``drafters/heads``."""
 
     head: DraftHead | DFlashHead
 

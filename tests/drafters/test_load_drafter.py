@@ -278,17 +278,9 @@ EAGLE = dict(fc__weight=torch.ones(HIDDEN, 2 * HIDDEN))
 NOT_LOADED: dict[str, tuple[Callable[[Path], str], str]] = {
     "eagle": (lambda folder: draft_folder_with(folder, {}, "lm_head.weight", "model.norm.weight", **EAGLE),
               "an EAGLE-1, EAGLE-2 or HASS head"),
-    "deepspec for gemma": (
-        lambda folder: draft_folder_with(folder, {"architectures": ["Gemma4DSparkModel"], "markov_rank": 0}),
-        "a DSpark head of DeepSpec with layers of Gemma 4, .* as these layers .* are not implemented",
-    ),
-    "domino": (
-        lambda folder: other_format(folder, dict(dflash_config={"projector_type": "domino"}), "fc.weight"),
-        "a Domino head of SpecForge, .* as the GRU that corrects the block's logits is not implemented",
-    ),
-    "domino by its class": (
-        lambda folder: other_format(folder, dict(architectures=["DominoDraftModel"]), "fc.weight"),
-        "a Domino head of SpecForge",
+    "medusa": (
+        lambda folder: other_format(folder, {}, "medusa_head.0.0.linear.weight"),
+        "a Medusa head .*, which cannot be loaded, as its residual blocks, one for each position, are not implemented",
     ),
     "mlp speculator": (
         lambda folder: other_format(folder, dict(architectures=["MLPSpeculatorPreTrainedModel"]), "head.0.weight"),

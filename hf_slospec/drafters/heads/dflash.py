@@ -37,12 +37,15 @@ class DFlashHead(PreTrainedModel):
     and a block is staged like a draft tree and never committed.
     """
 
-    config_class = Qwen3Config
+    config_class: Any = Qwen3Config
     _supports_sdpa = True
     _supports_attention_backend = True
     kind: ClassVar[str] = "DFlash"  # name in errors and descriptions
     known: ClassVar[set[str]] = KNOWN
-    layer_class: ClassVar[type[Qwen3DecoderLayer]] = Qwen3DecoderLayer
+    layer_class: ClassVar[Any] = Qwen3DecoderLayer
+    norm_class: ClassVar[Any] = Qwen3RMSNorm
+    rotary_class: ClassVar[Any] = Qwen3RotaryEmbedding
+    default_embedding_scale: ClassVar[float | None] = 1.0  # None: the factor of the embeddings themselves
 
     def __init__(self, config: Qwen3Config, embed_tokens: nn.Module | None = None, lm_head: nn.Module | None = None):
         """Make a head with random weights.
@@ -75,8 +78,8 @@ class DFlashHead(PreTrainedModel):
         self.sees_later = not is_causal
         is_causal = not self._setting("sliding_window_non_causal") if is_causal is None else is_causal
         self.sees_later_in_window = not is_causal
-        # None: the factor of the embeddings themselves, if they apply one.
-        scale = self._setting("input_embedding_scale", None if self._setting("causal_head") else 1.0)
+        default_scale = None if self._setting("causal_head") else self.default_embedding_scale
+        scale = self._setting("input_embedding_scale", default_scale)
         self.embedding_scale = None if scale is None else float(scale)
         self.logit_scale = float(self._setting("output_multiplier", 1.0))
         self.softcap = float(self._setting("final_logit_softcapping", 0.0))
@@ -84,11 +87,11 @@ class DFlashHead(PreTrainedModel):
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.target_hidden_size = int(getattr(config, "target_hidden_size", hidden))
         self.fc = nn.Linear(len(self.feature_layers) * self.target_hidden_size, hidden, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(hidden, eps=eps)
+        self.hidden_norm = self.norm_class(hidden, eps=eps)
         self.layers = nn.ModuleList([self.layer_class(config, index) for index in range(config.num_hidden_layers)])
-        self.norm = Qwen3RMSNorm(hidden, eps=eps)
-        self.rotary_emb = Qwen3RotaryEmbedding(config)
-        self.embed_tokens: Any = nn.Embedding(config.vocab_size, hidden) if embed_tokens is None else None
+        self.norm = self.norm_class(hidden, eps=eps)
+        self.rotary_emb = self.rotary_class(config)
+        self.embed_tokens: Any = self._own_embeddings() if embed_tokens is None else None
         self.draft_vocab_size = int(self._setting("draft_vocab_size", config.vocab_size))
         self.lm_head: Any = nn.Linear(hidden, self.draft_vocab_size, bias=False) if lm_head is None else None
         self.register_buffer("target_ids", None, persistent=False)
@@ -100,6 +103,9 @@ class DFlashHead(PreTrainedModel):
 
     def _add_modules(self) -> None:
         """Add the modules of a variant, before weights are initialised."""
+
+    def _own_embeddings(self) -> nn.Module:
+        return nn.Embedding(self.config.vocab_size, self.config.hidden_size)
 
     def set_vocabulary(self, target_ids: torch.Tensor) -> None:
         """Set the target's ids of a reduced vocabulary, [draft_vocab] int64."""
@@ -176,10 +182,19 @@ class DFlashHead(PreTrainedModel):
         # [1, 1, num_tokens, head_dim] each
         cos, sin = (part[:, None] for part in self.rotary_emb(combined, position_ids))
         for index, attention in enumerate(self._attentions):
-            per_head = (*combined.shape[:-1], -1, attention.head_dim)
-            keys = attention.k_norm(attention.k_proj(combined).view(per_head)).transpose(1, 2)
-            values = attention.v_proj(combined).view(per_head).transpose(1, 2)
+            keys, values = (part.transpose(1, 2) for part in self.keys_and_values(attention, combined))
             cache.update(keys * cos + rotate_half(keys) * sin, values, index)
+
+    def keys_and_values(self, attention: Any, combined: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a layer's K, before rotation, and V of context tokens.
+
+        [1, num_tokens, hidden] -> [1, num_tokens, num_kv_heads, head_dim] each
+        """
+        keys, values = (
+            projection(combined).unflatten(-1, (-1, attention.head_dim))
+            for projection in (attention.k_proj, attention.v_proj)
+        )
+        return attention.k_norm(keys), values
 
     def layer_options(self, input_ids: torch.Tensor) -> dict[str, Any]:
         """Return further arguments of the layers, by the ids of block tokens, [batch, num_tokens] int64."""
@@ -268,6 +283,11 @@ class SequentialHead(DFlashHead):
     is_recurrent: bool = False  # nodes have states
 
     @property
+    def first_read_slot(self) -> int:
+        """First token of a block whose outputs are read: the first that predicts, or the one before it."""
+        return self.first_slot
+
+    @property
     def output_size(self) -> int:
         return int(self.draft_vocab_size + self.config.hidden_size)
 
@@ -280,7 +300,7 @@ class SequentialHead(DFlashHead):
         raise NotImplementedError
 
     def after(
-        self, tokens: torch.Tensor, outputs: torch.Tensor, states: torch.Tensor | None
+        self, tokens: torch.Tensor, outputs: torch.Tensor, states: torch.Tensor | None, depth: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Return logits of nodes' children, the children's states, and log probabilities that a child is accepted.
 
@@ -288,6 +308,7 @@ class SequentialHead(DFlashHead):
             tokens: [num_rows, beam] int64, ids of the target.
             outputs: [num_rows, output_size], of the block token that predicts the children.
             states: [num_rows, beam, rank]; None unless nodes have states.
+            depth: depth of the nodes; 0: roots.
 
         Returns:
             [num_rows, beam, draft_vocab], [num_rows, beam, rank] or None, and [num_rows, beam] f32 or None if the head

@@ -126,7 +126,7 @@ class DFlash2Head(SequentialHead):
         return {"is_behind": is_mask & (pad(is_mask, (1, 0))[:, :-1] | pad(is_mask, (0, 1))[:, 1:])}
 
     def after(
-        self, tokens: torch.Tensor, outputs: torch.Tensor, states: torch.Tensor | None
+        self, tokens: torch.Tensor, outputs: torch.Tensor, states: torch.Tensor | None, depth: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         logits, hidden = outputs.tensor_split((self.draft_vocab_size,), dim=-1)
         best = logits.topk(self.num_candidates, dim=-1)

@@ -83,13 +83,18 @@ class DSparkHead(SequentialHead):
         if config.enable_confidence_head:
             self.confidence_head = ConfidenceHead(hidden + rank if self.reads_embeds else hidden)
 
+    @property
+    def first_read_slot(self) -> int:
+        # The root's own outputs begin the states of recurrent heads that predict from the second token on.
+        return 0 if self.is_recurrent else self.first_slot
+
     def initial_states(self, num_rows: int) -> torch.Tensor:
         assert self.markov_head is not None
         weight = self.markov_head.markov_w1.weight
         return weight.new_zeros(num_rows, 1, weight.shape[1])
 
     def after(
-        self, tokens: torch.Tensor, outputs: torch.Tensor, states: torch.Tensor | None
+        self, tokens: torch.Tensor, outputs: torch.Tensor, states: torch.Tensor | None, depth: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         logits, hidden = (
             part[:, None].expand(-1, tokens.shape[1], -1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -33,6 +33,13 @@ class Eagle3Settings:
     fc_bias: bool = False
 
 
+def widen_inputs(attention: nn.Module, size: int) -> None:
+    """Let attention read two states of this size, concatenated."""
+    for name in ("q_proj", "k_proj", "v_proj"):
+        if (plain := getattr(attention, name)) is not None:
+            setattr(attention, name, nn.Linear(2 * size, plain.out_features, bias=plain.bias is not None))
+
+
 class Eagle3Layer(nn.Module):
     """Decoder layer whose attention reads an embedding and a hidden state, concatenated."""
 
@@ -44,9 +51,7 @@ class Eagle3Layer(nn.Module):
         self.input_layernorm = LlamaRMSNorm(size, eps=eps)
         self.hidden_norm = LlamaRMSNorm(size, eps=eps)
         self.self_attn = layer.self_attn
-        for name in ("q_proj", "k_proj", "v_proj"):
-            plain = getattr(self.self_attn, name)
-            setattr(self.self_attn, name, nn.Linear(2 * size, plain.out_features, bias=plain.bias is not None))
+        widen_inputs(self.self_attn, size)
         self.post_attention_layernorm = LlamaRMSNorm(size, eps=eps)
         self.mlp = layer.mlp
 
@@ -73,6 +78,8 @@ class Eagle3Head(DraftHead):
     """EAGLE-3 network with the parameter names of published checkpoints."""
 
     kind = "EAGLE-3 head"
+    norm_class: ClassVar[Any] = LlamaRMSNorm
+    rotary_class: ClassVar[Any] = LlamaRotaryEmbedding
 
     def __init__(
         self,
@@ -101,14 +108,17 @@ class Eagle3Head(DraftHead):
             norms = [LlamaRMSNorm(settings.target_hidden_size, eps=eps) for _ in range(num_features)]
             self.fc_norm = nn.ModuleList(norms)
         self.fc = nn.Linear(features_size, size, bias=settings.fc_bias)
-        self.midlayer = Eagle3Layer(config, settings.norm_before_residual)
+        self.midlayer = self._first_layer()
         later = range(1, config.num_hidden_layers)  # plain layers, named by their numbers
         self.layers = nn.ModuleDict({str(index): LAYERS[config.model_type](config, index) for index in later})
-        self.norm = LlamaRMSNorm(size, eps=eps)
+        self.norm = self.norm_class(size, eps=eps)
         self.lm_head = nn.Linear(size, settings.draft_vocab_size, bias=False) if lm_head is None else lm_head
-        either: Any = config  # the class is the same for both families
-        self.rotary_emb = LlamaRotaryEmbedding(either)
+        self.rotary_emb = self.rotary_class(config)
         self.register_buffer("target_ids", None, persistent=False)
+
+    def _first_layer(self) -> nn.Module:
+        config: Any = self.config
+        return Eagle3Layer(config, self.settings.norm_before_residual)
 
     def set_vocabulary(self, target_ids: torch.Tensor) -> None:
         """Set the target's ids of a reduced vocabulary, [draft_vocab] int64."""

@@ -131,7 +131,7 @@ def _renamed(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 LAYOUTS = (
     Layout("EAGLE-3 and P-EAGLE in the layout of speculators", is_speculators_eagle3, load_speculators_eagle3),
     Layout("EAGLE-3 (LlamaForCausalLMEagle3)", is_eagle3, load_published_eagle3),
-    Layout("DFlash, DFlash2 and DSpark", is_block, load_block),
+    Layout("DFlash, DFlash2, DSpark and Domino", is_block, load_block),
     Layout("an MTP layer of Qwen3-Next (mtp.*), MiMo or speculators (mtp_layers.*)", _is_mtp, _load_mtp),
 )
 

@@ -1,4 +1,4 @@
-"""Loading of block heads: DFlash, DFlash2 and DSpark, in the layouts of their publishers."""
+"""Loading of block heads: DFlash, DFlash2, DSpark and Domino, in the layouts of their publishers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Qwen3Config
 
+from hf_slospec.drafters.heads import gemma4
 from hf_slospec.drafters.heads.checkpoint import Checkpoint
 from hf_slospec.drafters.heads.dflash import DFlashHead, default_block_layers
 from hf_slospec.drafters.heads.dflash2 import DFlash2Head
+from hf_slospec.drafters.heads.domino import DominoHead
 from hf_slospec.drafters.heads.dspark import MARKOV_KINDS, DSparkHead
 from hf_slospec.drafters.heads.eagle3 import default_feature_layers
 from hf_slospec.drafters.heads.fitting import (
@@ -37,20 +39,22 @@ BLOCK_SETTINGS = (
     "confidence_head_with_markov", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
     "output_multiplier", "final_logit_softcapping",
 )  # fmt: skip
+PROJECTORS = ("dflash", "dspark", "domino")
 DFLASH2_DEFAULTS = {
     "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16,
     "sliding_window_non_causal": True,
 }  # fmt: skip
 MARKOV = re.compile(r"^(markov_w[12]|gate_proj|joint_proj)\.")  # ModelOpt's names, without the module's
+GRU = re.compile(r"^(prefix_gru\.weight_[ih]h)_l0$")  # Domino's names, of a GRU with layers
 CODEBOOK = re.compile(r"^(candidate_selector\.\w+_codebook)\.weight$")  # z-lab's names, of embeddings
 
 
 def is_block(checkpoint: Checkpoint) -> bool:
-    """Return whether this is a head of DFlash, DFlash2 or DSpark."""
+    """Return whether this is a head of DFlash, DFlash2, DSpark or Domino."""
     kind = checkpoint.config.get("speculators_model_type")
     if kind is not None:
         return kind in ("dflash", "dflash2", "dspark")
-    is_named = checkpoint.is_named("dflash", "dspark") or "dflash_config" in checkpoint.config
+    is_named = checkpoint.is_named("dflash", "dspark", "domino") or "dflash_config" in checkpoint.config
     return is_named or any("markov_w1." in name or "candidate_selector." in name for name in checkpoint.files)
 
 
@@ -58,26 +62,34 @@ def load_block(checkpoint: Checkpoint, target: PreTrainedModel) -> DFlashHead:
     """Return the head; raises as ``load_head``."""
     source, fields = checkpoint.source, checkpoint.config
     is_published_by_speculators = "speculators_model_type" in fields
-    tensors = {MARKOV.sub(r"markov_head.\1.", name): tensor for name, tensor in tensors_of(checkpoint).items()}
-    tensors = {CODEBOOK.sub(r"\1", name): tensor for name, tensor in tensors.items()}
+    tensors = {_plain_name(name): tensor for name, tensor in tensors_of(checkpoint).items()}
     if is_published_by_speculators:
         check_verifier(checkpoint, target)
         settings = {name: fields[name] for name in BLOCK_SETTINGS if name in fields}
         fields = fields_of_layers(source, fields) | settings
-    projector = str((fields.get("dflash_config") or {}).get("projector_type") or "dflash").lower()
-    if projector not in ("dflash", "dspark"):
-        raise UnsupportedModelError(f"{source} has a projector of type {projector!r}; dflash and dspark can be loaded")
+    own = fields.get("dflash_config") or {}
+    projector = str(own.get("projector_type") or ("domino" if checkpoint.is_named("domino") else "dflash")).lower()
+    if projector not in PROJECTORS:
+        raise UnsupportedModelError(
+            f"{source} has a projector of type {projector!r}; {', '.join(PROJECTORS)} can be loaded"
+        )
     sequential = _sequential_settings(source, fields, tensors)
     is_sequential = bool(sequential["markov_rank"] or sequential["enable_confidence_head"])
     is_dspark = is_sequential or projector == "dspark" or checkpoint.is_named("dspark")
-    # Publishers of DSpark but speculators leave the setting out, and predict from the root on.
-    fields = {"sample_from_anchor": is_dspark and not is_published_by_speculators} | fields | sequential
-    kind: type[DFlashHead] = DSparkHead if is_sequential else DFlashHead
+    # Publishers of DSpark but speculators leave the setting out, and predict from the root on; Domino's has a name of
+    # its own.
+    is_shifted = own.get("shift_label") if projector == "domino" else is_dspark
+    fields = {"sample_from_anchor": bool(is_shifted) and not is_published_by_speculators} | fields | sequential
+    kind: type[DFlashHead] = DominoHead if projector == "domino" else DSparkHead if is_sequential else DFlashHead
     if any(name.startswith("candidate_selector.") for name in tensors):
         kind, options = DFlash2Head, {**fields, **(fields.get("dflash_config") or {})}
         fields |= {name: options.get(name, default) for name, default in DFLASH2_DEFAULTS.items()}
     unread = {name: value for name, value in fields.items() if name not in ("model_type", "architectures", "auto_map")}
-    config = read_config(source, Qwen3Config, unread | {"target_hidden_size": hidden_size_of(target)})
+    unread |= {"target_hidden_size": hidden_size_of(target)}
+    if checkpoint.is_named("gemma4dspark") and kind in gemma4.BLOCKS:
+        kind, config = gemma4.BLOCKS[kind], gemma4.config_of_gemma4(source, unread)
+    else:
+        config = read_config(source, Qwen3Config, unread)
     check_vocabulary(source, config.vocab_size, target)
     num_layers, options = num_layers_of(target), unread | (unread.get("dflash_config") or {})
     if is_published_by_speculators and not options.get("aux_hidden_state_layer_ids"):
@@ -99,6 +111,11 @@ def load_block(checkpoint: Checkpoint, target: PreTrainedModel) -> DFlashHead:
     if target_ids is not None:
         head.set_vocabulary(target_ids.to(input_device(target)))
     return head
+
+
+def _plain_name(name: str) -> str:
+    name = MARKOV.sub(r"markov_head.\1.", name.removeprefix("logit_head."))  # the prefix of early heads of SpecForge
+    return CODEBOOK.sub(r"\1", GRU.sub(r"\1", name))
 
 
 def _sequential_settings(source: str, fields: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hf_slospec.drafters.heads import gemma4
 from hf_slospec.drafters.heads.checkpoint import Checkpoint
 from hf_slospec.drafters.heads.eagle3 import SLIDING, Eagle3Head, Eagle3Settings, PEagleHead, default_feature_layers
 from hf_slospec.drafters.heads.fitting import (
@@ -109,6 +110,9 @@ def _load_eagle3(
         tensors["mask_entry.hidden"] = tensors.pop("mask_hidden")
 
     def build() -> Eagle3Head:
+        if config.model_type in gemma4.MODEL_TYPES:
+            scaled = gemma4.scaled_embeddings(config) if embeddings is None else embeddings
+            return gemma4.Gemma4Eagle3Head(config, settings, scaled, lm_head)
         own = nn.Embedding(config.vocab_size, config.hidden_size) if embeddings is None else embeddings
         return (
             Eagle3Head(config, settings, own, lm_head)
@@ -148,8 +152,14 @@ def _with_midlayer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
 
 def _config_of_layers(source: str, fields: Mapping[str, Any]) -> Any:
     kind = fields.get("model_type", "llama")
+    if kind in gemma4.MODEL_TYPES:
+        if (num_layers := fields.get("num_hidden_layers")) != 1:
+            raise UnsupportedModelError(f"{source} has {num_layers} layers of Gemma 4; a head with 1 can be loaded")
+        return gemma4.config_of_gemma4(source, fields)
     if kind not in ("llama", "qwen3"):
-        raise UnsupportedModelError(f"{source} has layers of type {kind!r}; only Llama and Qwen3 layers can be loaded")
+        raise UnsupportedModelError(
+            f"{source} has layers of type {kind!r}; only Llama, Qwen3 and Gemma 4 layers can be loaded"
+        )
     config: Any = read_config(source, Qwen3Config if kind == "qwen3" else LlamaConfig, fields)
     # A window counts in layers that the config names only, as for the publishers' classes.
     if SLIDING not in (getattr(config, "layer_types", None) or ()):

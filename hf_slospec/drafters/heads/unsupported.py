@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -16,8 +16,8 @@ CAUSAL_LMS = {
     for name in ([names] if isinstance(names, str) else names)
 }
 LOADED = (
-    "EAGLE-3 and P-EAGLE with Llama or Qwen3 layers, DFlash, DFlash2, DSpark, and MTP layers of Qwen3-Next, MiMo and "
-    "speculators"
+    "EAGLE-3 and P-EAGLE with Llama or Qwen3 layers, DFlash, DFlash2, DSpark, Domino, DeepSpec's heads with Gemma 4 "
+    "layers, and MTP layers of Qwen3-Next, MiMo and speculators"
 )
 
 
@@ -60,15 +60,6 @@ def _named(*parts: str) -> Callable[[Checkpoint], bool]:
     return lambda checkpoint: checkpoint.is_named(*parts)
 
 
-def _section(checkpoint: Checkpoint, name: str) -> Mapping[str, Any]:
-    section = checkpoint.config.get(name)
-    return section if isinstance(section, Mapping) else {}
-
-
-def _projects_as(kind: str) -> Callable[[Checkpoint], bool]:
-    return lambda checkpoint: str(_section(checkpoint, "dflash_config").get("projector_type")).lower() == kind
-
-
 def _has(*tensors: str) -> Callable[[Checkpoint], bool]:
     return lambda checkpoint: any(name.startswith(tensors) for name in checkpoint.files)
 
@@ -78,16 +69,6 @@ def _either(*recognise: Callable[[Checkpoint], bool]) -> Callable[[Checkpoint], 
 
 
 FORMATS = (
-    Format(
-        "a DSpark head of DeepSpec with layers of Gemma 4",
-        "these layers (keys as values, two head sizes, scaled outputs) are",
-        _named("gemma4dspark"),
-    ),
-    Format(
-        "a Domino head of SpecForge",
-        "the GRU that corrects the block's logits is",
-        _either(_projects_as("domino"), _named("domino")),
-    ),
     Format(
         "a Medusa head (FasterDecoding)",
         "its residual blocks, one for each position, are",

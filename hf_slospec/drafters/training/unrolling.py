@@ -102,7 +102,8 @@ def unrolled_blocks(
     ).logits.view(len(ids), len(roots), levels, -1)
     for level in range(levels):
         read = ids[:, roots + level]
-        logits, _, log_acceptance = head.after(read.flatten()[:, None], outputs[:, :, level].flatten(0, 1), None)
+        parents = read.flatten()[:, None]
+        logits, _, log_acceptance = head.after(parents, outputs[:, :, level].flatten(0, 1), None, level)
         yield Level(
             logits.view(*read.shape, -1),
             roots + level,

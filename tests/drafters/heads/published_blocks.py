@@ -1,4 +1,4 @@
-"""Random DFlash and DSpark checkpoints in their publishers' layouts, with the trees that they must draft."""
+"""Random DFlash, DSpark and Domino checkpoints in their publishers' layouts, and the trees that they must draft."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.drafters.heads.checkpoints import DRAFT_VOCAB, HIDDEN, target_of
 from tests.support.toys.tiny_models import VOCAB
 
 BLOCK, MASK, RANK, HEAD_DIM, INNER, WINDOW = 5, 100, 6, 8, 48, 6
+GRU, GLOBAL_DIM = 7, 16  # sizes of Domino's state, and of heads of Gemma 4's layers that attend to the whole text
 SIZES: dict[str, Any] = dict(
     hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     head_dim=HEAD_DIM, vocab_size=VOCAB, max_position_embeddings=160,
@@ -39,25 +40,45 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 5) -> Tensors
     }
 
 
+def layer_shapes(head_dim: int = HEAD_DIM, num_kv_heads: int = 2, input_size: int = HIDDEN) -> dict[str, Any]:
+    """Shapes of a Qwen3 layer's weights."""
+    kv_size = num_kv_heads * head_dim
+    return {
+        "self_attn.q_proj": (4 * head_dim, input_size), "self_attn.k_proj": (kv_size, input_size),
+        "self_attn.v_proj": (kv_size, input_size), "self_attn.o_proj": (HIDDEN, 4 * head_dim),
+        "self_attn.q_norm": (head_dim,), "self_attn.k_norm": (head_dim,), "mlp.gate_proj": (INNER, HIDDEN),
+        "mlp.up_proj": (INNER, HIDDEN), "mlp.down_proj": (HIDDEN, INNER), "input_layernorm": (HIDDEN,),
+        "post_attention_layernorm": (HIDDEN,),
+    }  # fmt: skip
+
+
+def with_gemma4_layers(tensors: Tensors, num_layers: int, keys_are_values: bool, input_size: int = HIDDEN) -> Tensors:
+    """Replace the layers by those of Gemma 4."""
+    layer = layer_shapes(GLOBAL_DIM, 1 if keys_are_values else 2, input_size)
+    layer |= dict.fromkeys(("pre_feedforward_layernorm", "post_feedforward_layernorm"), (HIDDEN,))
+    if keys_are_values:
+        del layer["self_attn.v_proj"]
+    own = {f"layers.{index}.{name}.weight": shape for index in range(num_layers) for name, shape in layer.items()}
+    scalars = {f"layers.{index}.layer_scalar": torch.tensor([0.7 + 0.2 * index]) for index in range(num_layers)}
+    rest = {name: tensor for name, tensor in tensors.items() if not name.startswith("layers.")}
+    return rest | random_tensors(own, seed=7) | scalars
+
+
 def block_tensors(markov: str = "", confidence: int = 0, draft_vocab: int = VOCAB, num_features: int = 2) -> Tensors:
     """Tensors of a head; ``confidence`` is the size of the confidence head's input, 0: there is none."""
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, num_features * HIDDEN)}
     shapes |= {"hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
     for index in range(2):
-        layer = {
-            "self_attn.q_proj": (4 * HEAD_DIM, HIDDEN), "self_attn.k_proj": (2 * HEAD_DIM, HIDDEN),
-            "self_attn.v_proj": (2 * HEAD_DIM, HIDDEN), "self_attn.o_proj": (HIDDEN, 4 * HEAD_DIM),
-            "self_attn.q_norm": (HEAD_DIM,), "self_attn.k_norm": (HEAD_DIM,), "mlp.gate_proj": (INNER, HIDDEN),
-            "mlp.up_proj": (INNER, HIDDEN), "mlp.down_proj": (HIDDEN, INNER), "input_layernorm": (HIDDEN,),
-            "post_attention_layernorm": (HIDDEN,),
-        }  # fmt: skip
-        shapes |= {f"layers.{index}.{name}.weight": shape for name, shape in layer.items()}
+        shapes |= {f"layers.{index}.{name}.weight": shape for name, shape in layer_shapes().items()}
     if markov == "selector":
         for index, part in ((index, part) for index in range(2) for part in ("attention_conv", "mlp_conv")):
             shapes[f"layers.{index}.{part}.base_kernel"] = (2, 2, HIDDEN)
             shapes[f"layers.{index}.{part}.kernel_projection.weight"] = (2 * 2 * HIDDEN // 16, HIDDEN)
         shapes |= {f"candidate_selector.{part}_codebook": (VOCAB, RANK) for part in ("predecessor", "successor")}
         shapes |= {"candidate_selector.hidden_projection.weight": (RANK, HIDDEN)}
+    elif markov == "domino":
+        shapes |= {"prefix_gru.weight_ih_l0": (3 * GRU, HIDDEN), "prefix_gru.weight_hh_l0": (3 * GRU, GRU)}
+        shapes |= {"embed_proj.0.weight": (RANK, HIDDEN + GRU), "embed_proj.2.weight": (VOCAB, RANK)}
     elif markov:
         shapes |= {f"markov_head.{name}": shape for name, shape in MARKOV_TENSORS[markov].items()}
         shapes |= {"markov_head.markov_w1.weight": (VOCAB, RANK), "markov_head.markov_w2.weight": (draft_vocab, RANK)}
@@ -96,7 +117,9 @@ class Case:
     first_slot: int = 1
     layers: list[tuple[int | None, bool]] = field(default_factory=lambda: [(None, False)] * 2)
     has_own_modules: bool = False  # embeddings and output layer of a whole vocabulary
-    cap: float = 0.0  # bound of the logits of DFlash2, which are halved then
+    cap: float = 0.0  # bound of the logits; those of DFlash2 are halved before
+    num_uncorrected: int = 0  # positions that Domino leaves as they are
+    is_gemma4: bool = False
     saved: Callable[[Tensors], Tensors] = lambda tensors: tensors  # the publisher's names
 
     def expected(
@@ -113,10 +136,14 @@ class Case:
             lm_head, ids = self.tensors["lm_head.weight"], torch.arange(DRAFT_VOCAB) + self.tensors["d2t"]
         block = embed[[tokens[-1]] + [MASK] * (BLOCK - 1)]
         with torch.no_grad():
-            states = references.block_states(features, block, self.tensors, self.layers, HEAD_DIM)
+            if self.is_gemma4:
+                block = block * HIDDEN**0.5
+                states = references.gemma4_block_states(features, block, self.tensors, len(self.layers), GLOBAL_DIM)
+            else:
+                states = references.block_states(features, block, self.tensors, self.layers, HEAD_DIM)
             if self.markov:
                 return self._beam(tokens[-1], states, lm_head, ids, plan)
-            probs = (states[self.first_slot :] @ lm_head.T).softmax(-1)
+            probs = references.capped(states[self.first_slot :] @ lm_head.T, self.cap).softmax(-1)
         return best_products(probs, ids, plan)
 
     def _beam(
@@ -126,12 +153,7 @@ class Case:
         for depth in range(min(plan.depth, BLOCK - self.first_slot)):
             following = {}
             for path, prob in beam.items():
-                read = [root] * (1 + self.first_slot) + list(path)  # the first slot may predict nothing
-                weights = read, states[: len(read)], lm_head, self.tensors
-                is_dflash2 = self.markov == "selector"
-                logits, confidence = (
-                    references.dflash2(*weights, self.cap) if is_dflash2 else references.dspark(*weights)
-                )
+                logits, confidence = self._after(root, path, states, lm_head)
                 best = logits.softmax(-1).topk(plan.width)
                 for own, index in zip(best.values.tolist(), best.indices.tolist(), strict=True):
                     following[*path, int(ids[index])] = prob * confidence * own
@@ -139,6 +161,19 @@ class Case:
             beam = dict(sorted(following.items(), key=lambda item: -item[1])[: plan.width])
             every |= beam
         return every
+
+    def _after(
+        self, root: int, path: tuple[int, ...], states: torch.Tensor, lm_head: torch.Tensor
+    ) -> tuple[torch.Tensor, float]:
+        """Logits after a path, and the probability that a child is accepted."""
+        if self.markov == "domino":
+            embed = target_of("llama").get_input_embeddings().weight
+            hidden = states[self.first_slot + len(path)]
+            own = references.domino([root, *path], hidden, embed, lm_head, self.tensors, self.num_uncorrected)
+            return own, 1.0
+        read = [root] * (1 + self.first_slot) + list(path)  # the first slot may predict nothing
+        reference = references.dflash2 if self.markov == "selector" else references.dspark
+        return reference(read, states[: len(read)], lm_head, self.tensors, self.cap)
 
 
 def best_products(probs: torch.Tensor, ids: torch.Tensor, plan: Plan) -> dict[tuple[int, ...], float]:
@@ -175,6 +210,27 @@ def deepspec(**changes: Any) -> dict[str, Any]:
     own = dict(block_size=BLOCK, mask_token_id=MASK, target_layer_ids=[-1, 4], num_anchors=8, num_target_layers=8)
     own |= dict(markov_rank=RANK, markov_head_type="vanilla", enable_confidence_head=False)
     return dict(architectures=["Qwen3DSparkModel"], model_type="qwen3") | SIZES | own | changes
+
+
+def domino(name: str = "DominoDraftModel", **own: Any) -> dict[str, Any]:
+    """The config of Domino by SpecForge; by ModelOpt, and as SGLang loads it, the class is that of DFlash."""
+    sizes = dict(projector_type="domino", gru_hidden_dim=GRU, emb_dim=RANK)
+    return flat(name, own=sizes | own)
+
+
+def gemma4(name: str = "Gemma4DSparkModel", **changes: Any) -> dict[str, Any]:
+    """The config of DeepSpec's heads for Gemma 4: a copy of the target's, with the head's settings."""
+    copied = dict(
+        model_type="gemma4_unified_text", global_head_dim=GLOBAL_DIM, num_global_key_value_heads=1,
+        attention_k_eq_v=True, hidden_size_per_layer_input=0, sliding_window=1024, final_logit_softcapping=3.0,
+        layer_types=["full_attention"] * 2, enable_moe_block=False, num_kv_shared_layers=0, tie_word_embeddings=False,
+    )  # fmt: skip
+    return deepspec(architectures=[name]) | copied | changes
+
+
+def under_logit_head(tensors: Tensors) -> Tensors:
+    own = ("prefix_gru.", "embed_proj.")
+    return {f"logit_head.{name}" if name.startswith(own) else name: tensor for name, tensor in tensors.items()}
 
 
 def without_module(tensors: Tensors) -> Tensors:
@@ -232,6 +288,23 @@ CASES = {
     "speculators dflash2": Case(
         speculators("dflash2", ALL_SLIDING, **SELECTOR), block_tensors("selector"), "selector",
         layers=[(WINDOW, False)] * 2,
+    ),
+    "domino": Case(
+        domino("DFlashDraftModel", shift_label=True, pure_draft_prefix_len=1), block_tensors("domino"), "domino",
+        first_slot=0, num_uncorrected=1,
+    ),
+    "domino from the first mask": Case(
+        domino(shift_label=False), block_tensors("domino"), "domino", saved=under_logit_head,
+    ),
+    "deepspec gemma 4": Case(
+        gemma4(enable_confidence_head=True, confidence_head_with_markov=True),
+        with_gemma4_layers(whole(block_tensors("vanilla", HIDDEN + RANK)), 2, keys_are_values=True), "vanilla", (0, 5),
+        0, has_own_modules=True, cap=3.0, is_gemma4=True,
+    ),
+    "deepspec dflash gemma 4": Case(
+        gemma4(markov_rank=0, markov_head_type=None, attention_k_eq_v=False, final_logit_softcapping=None),
+        with_gemma4_layers(whole(block_tensors()), 2, keys_are_values=False), "", (0, 5), 0, has_own_modules=True,
+        is_gemma4=True,
     ),
     "speculators dspark": Case(
         speculators("dspark", draft_vocab_size=DRAFT_VOCAB, sample_from_anchor=True, markov_head_type="gated",

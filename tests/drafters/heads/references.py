@@ -16,9 +16,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def rotated(x: torch.Tensor, positions: torch.Tensor, theta: float, size: int) -> torch.Tensor:
-    """Rotate the first ``size`` channels of [num_tokens, num_heads, head_dim], in halves."""
+def rotated(x: torch.Tensor, positions: torch.Tensor, theta: float, size: int, share: float = 1.0) -> torch.Tensor:
+    """Rotate the first ``size`` channels of [num_tokens, num_heads, head_dim], in halves.
+
+    ``share`` is the part of the pairs that turn; others stay as they are.
+    """
     angles = positions[:, None] * theta ** (-torch.arange(0, size, 2) / size)  # [num_tokens, size / 2]
+    angles[:, int(share * size / 2) :] = 0.0
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     first, second, rest = x[..., : size // 2], x[..., size // 2 : size], x[..., size:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
@@ -176,6 +180,94 @@ def block_states(
     return rms_norm(states, weights["norm.weight"], eps)
 
 
+def gemma4_attention(
+    x: torch.Tensor, sources: torch.Tensor, seen: torch.Tensor, weights: Weights, name: str, head_dim: int
+) -> torch.Tensor:
+    """Return Gemma 4's attention of the last tokens of some sources, with a mask [num_tokens, num_sources]."""
+    eps, theta, share = 1e-6, 1e6, 0.25
+    positions = torch.arange(len(sources))
+    q, k = heads(x, weights, f"{name}.q_proj", head_dim), heads(sources, weights, f"{name}.k_proj", head_dim)
+    v = heads(sources, weights, f"{name}.v_proj", head_dim) if f"{name}.v_proj.weight" in weights else k
+    q = rotated(rms_norm(q, weights[f"{name}.q_norm.weight"], eps), positions[-len(x) :], theta, head_dim, share)
+    k = rotated(rms_norm(k, weights[f"{name}.k_norm.weight"], eps), positions, theta, head_dim, share)
+    v = rms_norm(v, torch.ones(head_dim), eps)
+    k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, k).masked_fill(~seen, -torch.inf)  # not scaled
+    return linear(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1), weights, f"{name}.o_proj")
+
+
+def gemma4_rest(states: torch.Tensor, attended: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:
+    """Return a Gemma 4 layer's output, by its input and what its attention returned."""
+
+    def norm(x: torch.Tensor, part: str) -> torch.Tensor:
+        return rms_norm(x, weights[f"{name}.{part}.weight"], 1e-6)
+
+    states = states + norm(attended, "post_attention_layernorm")
+    x = norm(states, "pre_feedforward_layernorm")
+    x = F.gelu(linear(x, weights, f"{name}.mlp.gate_proj"), approximate="tanh") * linear(
+        x, weights, f"{name}.mlp.up_proj"
+    )
+    states = states + norm(linear(x, weights, f"{name}.mlp.down_proj"), "post_feedforward_layernorm")
+    return states * weights[f"{name}.layer_scalar"]
+
+
+def gemma4_block_states(
+    features: torch.Tensor, embeds: torch.Tensor, weights: Weights, num_layers: int, head_dim: int
+) -> torch.Tensor:
+    """Return the normed states of a block of scaled embeddings, as :func:`block_states` does."""
+    context = rms_norm(features @ weights["fc.weight"].T, weights["hidden_norm.weight"], 1e-6)
+    states, seen = embeds, torch.ones(len(embeds), len(context) + len(embeds), dtype=torch.bool)
+    for name in (f"layers.{index}" for index in range(num_layers)):
+        x = rms_norm(states, weights[f"{name}.input_layernorm.weight"], 1e-6)
+        sources = torch.cat((context, x))
+        attended = gemma4_attention(x, sources, seen, weights, f"{name}.self_attn", head_dim)
+        states = gemma4_rest(states, attended, weights, name)
+    return rms_norm(states, weights["norm.weight"], 1e-6)
+
+
+def gemma4_eagle3(
+    embeds: torch.Tensor, hidden: torch.Tensor, weights: Weights, head_dim: int, cap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits and next hidden states, [num_tokens, hidden], of a Gemma 4 layer and scaled embeddings."""
+    name, seen = "layers.0", torch.ones(len(embeds), len(embeds), dtype=torch.bool).tril()
+    embeds = rms_norm(embeds, weights[f"{name}.input_layernorm.weight"], 1e-6)
+    both = torch.cat((embeds, rms_norm(hidden, weights[f"{name}.hidden_norm.weight"], 1e-6)), dim=-1)
+    attended = gemma4_attention(both, both, seen, weights, f"{name}.self_attn", head_dim)
+    hidden = gemma4_rest(hidden, attended, weights, name)
+    logits = rms_norm(hidden, weights["norm.weight"], 1e-6) @ weights["lm_head.weight"].T
+    return capped(logits, cap), hidden
+
+
+def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+def domino(
+    path: list[int], hidden: torch.Tensor, embed: torch.Tensor, lm_head: torch.Tensor, weights: Weights, prefix: int
+) -> torch.Tensor:
+    """Return the logits after a path from the root on.
+
+    Args:
+        path: ids of the target.
+        hidden: [hidden], of the block token that predicts.
+        embed: [vocab, hidden].
+        lm_head: [vocab, hidden].
+        weights: tensors of the GRU and of the projection.
+        prefix: number of positions that are not corrected.
+    """
+    logits = lm_head @ hidden
+    if len(path) <= prefix:
+        return logits
+    state = torch.zeros(weights["prefix_gru.weight_hh_l0"].shape[1])
+    for token in path:
+        reset, update, new = (weights["prefix_gru.weight_ih_l0"] @ embed[token]).chunk(3)
+        own_reset, own_update, own_new = (weights["prefix_gru.weight_hh_l0"] @ state).chunk(3)
+        gate = (update + own_update).sigmoid()
+        state = (1 - gate) * (new + (reset + own_reset).sigmoid() * own_new).tanh() + gate * state
+    correction = weights["embed_proj.2.weight"] @ F.silu(weights["embed_proj.0.weight"] @ torch.cat((hidden, state)))
+    return logits + correction
+
+
 def dflash2(
     path: list[int], states: torch.Tensor, lm_head: torch.Tensor, weights: Weights, cap: float = 0.0
 ) -> tuple[torch.Tensor, float]:
@@ -191,7 +283,7 @@ def dflash2(
 
 
 def dspark(
-    path: list[int], states: torch.Tensor, lm_head: torch.Tensor, weights: Weights
+    path: list[int], states: torch.Tensor, lm_head: torch.Tensor, weights: Weights, cap: float = 0.0
 ) -> tuple[torch.Tensor, float]:
     """Return the logits after a path from the root on, and the probability that a child is accepted.
 
@@ -200,6 +292,7 @@ def dspark(
         states: [len(path), hidden], of these block tokens.
         lm_head: [draft_vocab, hidden].
         weights: tensors of the Markov and confidence heads.
+        cap: bound of the output layer's logits; 0: none.
     """
     embeds, state = (
         weights["markov_head.markov_w1.weight"],
@@ -214,7 +307,8 @@ def dspark(
             gate, candidate, output = joint.chunk(3)
             state = gate.sigmoid() * state + (1 - gate.sigmoid()) * candidate.tanh()
             latent = output.tanh()
-    logits, confidence = lm_head @ hidden + weights["markov_head.markov_w2.weight"] @ latent, 1.0
+    bias, confidence = weights["markov_head.markov_w2.weight"] @ latent, 1.0
+    logits = capped(lm_head @ hidden, cap) + bias
     if (proj := weights.get("confidence_head.proj.weight")) is not None:
         features = torch.cat((hidden, embed))[: proj.shape[1]]
         confidence = float((proj[0] @ features + weights["confidence_head.proj.bias"]).sigmoid())

@@ -23,7 +23,9 @@ from tests.drafters.heads.published_blocks import (
     Case,
     block_tensors,
     deepspec,
+    domino,
     flat,
+    gemma4,
     speculators,
 )
 from tests.drafters.test_features import texts_of
@@ -43,7 +45,8 @@ def test_trees_are_those_of_the_reference(name: str, tmp_path: Path, monkeypatch
     case, target, inputs = CASES[name], target_of("llama"), ragged_prompts(3)
     method = load_drafter(folder_of(case, tmp_path), target)
     assert isinstance(method, HeadMethod) and method.feature_layers == case.features
-    assert method.kind == ("DFlash2" if case.markov == "selector" else "DSpark" if case.markov else "DFlash")
+    kinds = {"": "DFlash", "selector": "DFlash2", "domino": "Domino"}
+    assert method.kind == kinds.get(case.markov, "DSpark")
     checks = Checks(target, case.expected, texts_of(target, inputs, **GREEDY))
     ours = SLOSpecGenerator(target, drafter=method, config=DRAFTS_ALWAYS.model_copy(update=dict(max_depth=6)))
     with checks.on(monkeypatch):
@@ -70,7 +73,7 @@ def test_siblings_have_children_of_their_own(tmp_path: Path) -> None:
     head: Any = load_head(folder_of(case, tmp_path), target_of("llama"))
     assert isinstance(head, DSparkHead)
     outputs = torch.randn(1, head.output_size)
-    logits, _, log_acceptance = head.after(torch.tensor([[3, 4]]), outputs, None)
+    logits, _, log_acceptance = head.after(torch.tensor([[3, 4]]), outputs, None, 0)
     assert log_acceptance is not None and log_acceptance.shape == (1, 2) and bool((log_acceptance < 0).all())
     assert float((logits[:, 0] - logits[:, 1]).abs().max()) > 0.1
 
@@ -110,7 +113,19 @@ CONFIDENT = dict(enable_confidence_head=True, confidence_head_with_markov=True)
         (deepspec(**CONFIDENT, markov_head_type="gated"), MARKOV, UnsupportedModelError, "markov_head_type 'gated'"),
         (deepspec(), MARKOV, UnsupportedModelError, "enable_confidence_head False"),
         (deepspec(), block_tensors(), UnsupportedModelError, "has markov_rank 6 .* 0"),
-        (flat("DFlashDraftModel", own=dict(projector_type="domino")), block_tensors(), UnsupportedModelError, "Domino"),
+        (flat("DFlashDraftModel", own=dict(projector_type="domino")), block_tensors(), UnsupportedModelError,
+         "config has gru_hidden_dim None; it must be an integer"),
+        (domino(pure_draft_prefix_len=-1), block_tensors("domino"), UnsupportedModelError, "integer of at least 0"),
+        (gemma4(**CONFIDENT, rope_parameters={"rope_type": "default"}), MARKOV, UnsupportedModelError,
+         "unknown type None"),
+        (gemma4(**CONFIDENT, num_hidden_layers="2"), MARKOV, UnsupportedModelError, "invalid config"),
+        (domino(), block_tensors(), UnsupportedModelError, "it lacks embed_proj.0.weight"),
+        (domino(gru_hidden_dim=9), block_tensors("domino"), UnsupportedModelError, "prefix_gru.weight_hh has shape"),
+        (flat("DFlashDraftModel"), block_tensors("domino"), UnsupportedModelError, "it has unknown embed_proj"),
+        (gemma4(**CONFIDENT, enable_moe_block=True), MARKOV, UnsupportedModelError, "has enable_moe_block True"),
+        (gemma4(**CONFIDENT, hidden_size_per_layer_input=8), MARKOV, UnsupportedModelError,
+         "hidden_size_per_layer_input 8"),
+        (gemma4(**CONFIDENT), MARKOV, UnsupportedModelError, "unknown layers.0.self_attn.v_proj"),
         (flat("DFlashDraftModel", own=dict(projector_type="other")), block_tensors(), UnsupportedModelError, "'other'"),
         (flat("DFlashDraftModel", own=dict(use_swa=True)), block_tensors(), UnsupportedModelError, "swa_window_size"),
         (speculators("dflash", dict(vocab_size=VOCAB + 1)), block_tensors(), IncompatibleDraftError, "of 102 tokens"),

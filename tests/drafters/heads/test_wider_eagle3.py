@@ -1,4 +1,4 @@
-"""EAGLE-3 heads of several layers, with Qwen3 layers or sliding windows, and P-EAGLE, against a reference and stock."""
+"""EAGLE-3 heads of several layers, of Qwen3 or Gemma 4, or with windows, and P-EAGLE, against a reference and stock."""
 
 from __future__ import annotations
 
@@ -26,10 +26,19 @@ from tests.drafters.heads.checkpoints import (
     target_of,
     write,
 )
-from tests.drafters.heads.published_blocks import best_products, random_tensors
+from tests.drafters.heads.published_blocks import CASES as CASES_OF_BLOCKS
+from tests.drafters.heads.published_blocks import (
+    GLOBAL_DIM,
+    best_products,
+    gemma4,
+    random_tensors,
+    whole,
+    with_gemma4_layers,
+)
 from tests.drafters.heads.test_heads import PROMPT, Reference, assert_same
 from tests.drafters.test_features import texts_of
 from tests.support.toys.feature_heads import DRAFTS_ALWAYS, Checks
+from tests.support.toys.tiny_gemma4 import tiny_target
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts
 
 WINDOW = 4
@@ -137,9 +146,55 @@ def test_the_targets_output_layer_and_a_bias(tmp_path: Path) -> None:
     assert_same_as_stock(target, ours.generate, ragged_prompts(2), **GREEDY)
 
 
+def gemma4_eagle3(**changes: Any) -> dict[str, Any]:
+    """The config of DeepSpec's EAGLE-3 for Gemma 4."""
+    own = dict(target_layer_ids=[0, 1, 2], ttt_length=4, step_loss_decay=0.8, draft_num_hidden_layers=1)
+    return gemma4("Gemma4Eagle3Model", num_hidden_layers=1, layer_types=["full_attention"]) | own | changes
+
+
+def gemma4_tensors(keys_are_values: bool) -> Tensors:
+    tensors = whole(with_gemma4_layers(tensors_of(1), 1, keys_are_values, 2 * HIDDEN))
+    return tensors | random_tensors({"layers.0.hidden_norm.weight": (HIDDEN,)}, seed=9)
+
+
+@pytest.mark.parametrize("keys_are_values", [False, True])
+def test_levels_with_a_layer_of_gemma4(keys_are_values: bool, tmp_path: Path) -> None:
+    weights, cap = gemma4_tensors(keys_are_values), 3.0 if keys_are_values else None
+    config = gemma4_eagle3(attention_k_eq_v=keys_are_values, final_logit_softcapping=cap)
+    head: Any = load_head(write(tmp_path, config, weights), target_of("llama"))
+    assert head.feature_layers == (1, 2, 3)
+    ids = torch.arange(VOCAB)
+    torch.testing.assert_close(head.embed_tokens(ids), weights["embed_tokens.weight"] * HIDDEN**0.5)
+    features = torch.randn(PROMPT, 3 * HIDDEN)
+    combined = features @ weights["fc.weight"].T
+    torch.testing.assert_close(head.combine(features), combined, rtol=1e-5, atol=1e-5)
+    reference: Reference = lambda embeds, hidden, _: references.gemma4_eagle3(  # noqa: E731
+        embeds, hidden, weights, GLOBAL_DIM, cap or 0.0
+    )
+    assert_same(head, combined, reference, VOCAB)
+    check_by_trial(PackedModel(head))
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["eagle3", "dspark", "dflash"])
+def test_output_of_gemma4_with_heads_of_its_layers(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    target = tiny_target("own")
+    config, tensors = gemma4_eagle3(), gemma4_tensors(keys_are_values=True)
+    if kind != "eagle3":
+        case = CASES_OF_BLOCKS["deepspec gemma 4" if kind == "dspark" else "deepspec dflash gemma 4"]
+        config, tensors = case.config | dict(target_layer_ids=[-1, 2]), case.tensors
+    ours = SLOSpecGenerator(target, drafter=write(tmp_path, config, tensors), config=DRAFTS_ALWAYS)
+    out = assert_same_as_stock(target, ours.generate, ragged_prompts(2), **options)
+    assert sum(metrics.drafted for metrics in out.slo) > 0
+
+
 @pytest.mark.parametrize(
     ("config", "tensors", "error", "message"),
     [
+        (gemma4_eagle3(num_hidden_layers=2), gemma4_tensors(True), UnsupportedModelError, "has 2 layers of Gemma 4"),
+        (gemma4_eagle3(enable_moe_block=True), gemma4_tensors(True), UnsupportedModelError, "enable_moe_block True"),
+        (gemma4_eagle3(attention_k_eq_v=False), gemma4_tensors(True), UnsupportedModelError,
+         r"it lacks midlayer\.self_attn\.v_proj"),
         (nested(num_hidden_layers=2), reduced(tensors_of(3)), UnsupportedModelError, r"it has unknown layers\.2"),
         (nested(num_hidden_layers=3), reduced(tensors_of(2)), UnsupportedModelError, r"it lacks layers\.2"),
         (nested(), reduced(tensors_of(1, qwen3=True)), UnsupportedModelError, "unknown midlayer.self_attn.k_norm"),
