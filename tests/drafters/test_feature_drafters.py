@@ -183,11 +183,11 @@ def test_turns_of_a_conversation_keep_the_whole_text(setting: Setting, monkeypat
 def test_a_prompt_shared_with_a_running_request(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     (shared,), ends = prompts_of(1, 32), prompts_of(3, 6, seed=1)
     prompts = [shared + end for end in ends]
-    texts = setting.checks.texts = [setting.text(prompt, 30) for prompt in prompts]
+    texts = setting.checks.texts = [setting.text(prompt, 20) for prompt in prompts]
     with setting.checks.on(monkeypatch) as checks, setting.generator(BATCHED) as generator:
-        first = generator.submit(prompts[0], do_sample=False, max_new_tokens=30)
+        first = generator.submit(prompts[0], do_sample=False, max_new_tokens=20)
         next(first.tokens())
-        others = [generator.submit(prompt, do_sample=False, max_new_tokens=30) for prompt in prompts[1:]]
+        others = [generator.submit(prompt, do_sample=False, max_new_tokens=20) for prompt in prompts[1:]]
         results = [handle.result(60) for handle in (first, *others)]
     assert [prompt + own.token_ids for prompt, own in zip(prompts, results, strict=True)] == texts
     assert checks.num_checked > 9 and not checks.num_unready

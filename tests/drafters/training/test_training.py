@@ -35,6 +35,7 @@ from tests.drafters.heads import references
 from tests.drafters.heads.checkpoints import target_of
 from tests.drafters.heads.checkpoints import write as written
 from tests.drafters.heads.published_blocks import BLOCK, CASES, HEAD_DIM, MASK
+from tests.support.breadth import quick_or
 from tests.support.toys.tiny_models import assert_same_as_stock
 
 SHORT: dict[str, Any] = dict(
@@ -243,9 +244,11 @@ def test_early_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_drafter_in_bf16_with_states_on_a_disk(tmp_path: Path) -> None:
-    done = trained(tmp_path / "head", torch.bfloat16, features_gb=0.1, steps=4)
+    done = trained(
+        tmp_path / "head", torch.bfloat16, features_gb=0.1, steps=4, **quick_or(dict(texts=4, seq_len=64), {})
+    )
     kept = (done.options.out / run.FOLDER / "kept.bin").read_bytes()
-    assert kept == b"\1" * 8
+    assert kept == b"\1" * done.options.texts
     load_drafter(done.options.out, load_tiny_pair(torch.bfloat16)[0])
 
 
