@@ -59,14 +59,14 @@ def test_bench_waits_for_the_compiler_unless_told_otherwise(monkeypatch: pytest.
 
 def test_bench_of_sampled_text(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    options = "--size tiny --dtype float32 --new-tokens 8 --repeats 2 --no-tune --batch 2 --temperature 0.8 --top-p 0.9"
+    options = "--size tiny --dtype float32 --new-tokens 6 --repeats 1 --no-tune --batch 2 --temperature 0.8 --top-p 0.9"
     result = RUN.invoke(app, ["bench", *options.split(), "--json", str(path), *EAGER])
     assert result.exit_code == 0, result.output
     written = json.loads(path.read_text())
     assert written["provenance"]["sampling"] == {"temperature": 0.8, "top_p": 0.9, "top_k": 0}
     rows = {row["name"]: row for row in written["results"]}
     for name in ("hf_slospec", "hf_slospec, prepack off", "hf_slospec, uncoupled"):
-        assert rows[name]["rows_equal_to_generate"] == "4/4"
+        assert rows[name]["rows_equal_to_generate"] == "2/2"
 
 
 def test_bench_where_forwards_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_bench_of_a_drafter_without_a_draft_model(tmp_path: Path) -> None:
 
 def test_profile_measures_fits_draws_and_keeps(tmp_path: Path) -> None:
     plot, path = tmp_path / "curve.png", tmp_path / "profile.json"
-    options = ["--size", "tiny", "--dtype", "float32", "--seconds", "2", "--plot", str(plot), "--json", str(path)]
+    options = ["--size", "tiny", "--dtype", "float32", "--seconds", "1", "--plot", str(plot), "--json", str(path)]
     result = RUN.invoke(app, ["profile", "--no-compile", *options])
     assert result.exit_code == 0, result.output
     assert plot.read_bytes().startswith(b"\x89PNG")
