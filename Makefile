@@ -14,6 +14,9 @@ COMPILE = $(VENV)/bin/python -m compileall -qq -j 0 -x '/(tests|transformers/mod
 
 NOTEBOOKS = $(filter-out README,$(notdir $(basename $(wildcard docs/notebooks/*.md))))
 
+# One more than the cores that CI has: tests wait for servers, browsers and other processes.
+WORKERS ?= 3
+
 # Folders whose tests load no model.
 FAST_TESTS = tests/algo tests/engine tests/policies tests/lab tests/repository/test_layers.py \
     tests/repository/test_language.py tests/repository/test_module_map.py
@@ -38,11 +41,11 @@ test: $(VENV)/installed-dev
 	QUICK_DOCS=1 $(MAKE) --jobs 3 lint docs pytest
 
 pytest: $(VENV)/installed-dev
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Tests marked as nightly, too, which repeat at full breadth what others check on a few cases.
 nightly: $(VENV)/installed-dev
-	EXHAUSTIVE=1 $(VENV)/bin/python -m pytest -m "" -n 2 --dist loadfile --no-loadscope-reorder
+	EXHAUSTIVE=1 $(VENV)/bin/python -m pytest -m "" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Ten minutes of hostile clients; `make pytest` has a short form.
 hostile: $(VENV)/installed-dev

@@ -276,7 +276,7 @@ def test_a_kept_pool_takes_no_more_than_is_needed_and_goes_when_memory_is_short(
 def test_calls_of_several_threads_share_a_pool(tapes: Tapes) -> None:
     model = tiny_model("llama")
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
-    inputs = [ragged_prompts(2, seed) for seed in range(6)]
+    inputs = [ragged_prompts(2, seed) for seed in range(quick_or(4, 6))]
     with ThreadPoolExecutor(3) as threads:
         found = list(threads.map(lambda own: generator.generate(**own, **GREEDY, max_new_tokens=20), inputs))
     for own, output in zip(inputs, found, strict=True):
