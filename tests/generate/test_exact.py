@@ -13,6 +13,7 @@ import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
 from hf_slospec.errors import UnsupportedModelError, UnsupportedOptionError
+from hf_slospec.models.packed import exact_trial
 from hf_slospec.models.packed.model import PackedModel
 from tests.support.breadth import nightly_but, quick_or
 from tests.support.toys.tiny_models import FAMILIES, ragged_prompts, tiny_model
@@ -113,7 +114,9 @@ def submitted(generator: SLOSpecGenerator, prompts: list[list[int]], order: Sequ
         return [handles[index].result(timeout=300).token_ids for index in range(len(prompts))]
 
 
-def test_bits_in_the_batcher(pair: Any) -> None:
+def test_bits_in_the_batcher(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in quick_or(dict(PROMPTS=(61, 3), DEPTH=4), {}).items():  # shapes of the trial
+        monkeypatch.setattr(exact_trial, name, value)
     target, draft, tokenizer, prompts = pair
     prompts = [ids[-quick_or(40, 90) :] for ids in prompts]
     options: dict[str, Any] = dict(max_new_tokens=quick_or(5, 8), do_sample=False)

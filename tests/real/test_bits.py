@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
+from hf_slospec.models.packed import exact_trial
 from tests.real.conftest import Real, load
 from tests.support.breadth import quick_or
 from tests.support.served_pair import WAIT_S
@@ -40,7 +41,11 @@ def alone(real: Real, prompt: torch.Tensor, **options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("real", ["SmolLM2-135M-Instruct"], indirect=True)
-def test_a_padded_batch_and_a_sampled_row(real: Real, prompts: list[torch.Tensor]) -> None:
+def test_a_padded_batch_and_a_sampled_row(
+    real: Real, prompts: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in quick_or(dict(PROMPTS=(9, 2), DEPTH=3), {}).items():  # the whole trial takes a minute
+        monkeypatch.setattr(exact_trial, name, value)
     expected = [alone(real, prompt, do_sample=False) for prompt in prompts]
     ours = SLOSpecGenerator(real.model, tokenizer=real.tokenizer, drafter="lookup+suffix", config=BITS)
     longest, pad = max(prompt.shape[1] for prompt in prompts), real.tokenizer.pad_token_id

@@ -161,6 +161,7 @@ def test_the_demo_asks_in_the_chat_template_and_answers_end(smollm2: Real) -> No
         assert text.startswith("```python\nclass Stack:") and "<|im_" not in text
 
 
+@pytest.mark.nightly
 def test_a_gguf_file_has_the_tokenizer_of_its_folder(smollm2: Real) -> None:
     tokenizer = load_pair(str(smollm2.folder / "model.gguf"), None, "tiny", "bfloat16", "cpu").tokenizer
     assert tokenizer.chat_template == smollm2.tokenizer.chat_template

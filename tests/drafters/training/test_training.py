@@ -245,7 +245,7 @@ def test_early_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_drafter_in_bf16_with_states_on_a_disk(tmp_path: Path) -> None:
     done = trained(
-        tmp_path / "head", torch.bfloat16, features_gb=0.1, steps=4, **quick_or(dict(texts=4, seq_len=64), {})
+        tmp_path / "head", torch.bfloat16, features_gb=0.1, steps=4, **quick_or(dict(texts=4), {})
     )
     kept = (done.options.out / run.FOLDER / "kept.bin").read_bytes()
     assert kept == b"\1" * done.options.texts
