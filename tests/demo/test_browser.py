@@ -161,6 +161,7 @@ def test_a_user_is_stopped_started_removed_and_added(visit: Callable[..., Visit]
     page.grows("#user-1")
 
 
+@pytest.mark.nightly
 def test_a_target_is_moved_for_everybody(visit: Callable[..., Visit]) -> None:
     one, other = visit(), visit()
     other.writes("#user-2")

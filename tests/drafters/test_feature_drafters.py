@@ -19,6 +19,7 @@ from hf_slospec.models.inspection.cache_names import cache_option
 from hf_slospec.models.target import PackedTarget
 from tests.drafters.heads.checkpoints import target_of
 from tests.drafters.test_features import texts_of
+from tests.support.breadth import nightly_but
 from tests.support.toys.feature_heads import DRAFTS_ALWAYS, Checks, Expected, random_head
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts
 
@@ -96,7 +97,7 @@ class Setting:
         assert_same_as_stock(self.target, self.generator().generate, inputs, **OPTIONS)
 
 
-@pytest.fixture(params=["eagle3", "dflash"])
+@pytest.fixture(params=nightly_but(["eagle3"], ["eagle3", "dflash"]))
 def setting(request: pytest.FixtureRequest, tmp_path: Path) -> Setting:
     return Setting(request.param, tmp_path)
 

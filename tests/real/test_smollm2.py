@@ -21,7 +21,7 @@ from hf_slospec.serving.openai.engine import LocalEngine
 from hf_slospec.tiny.load import load_pair
 from tests.real.conftest import Real
 from tests.serving.openai.conftest import listening
-from tests.support.breadth import EXHAUSTIVE, quick_or
+from tests.support.breadth import EXHAUSTIVE, nightly_rows_but, quick_or
 from tests.support.served_pair import WAIT_S
 
 Stock = Callable[..., torch.Tensor]
@@ -51,7 +51,7 @@ def texts_of(questions: dict[str, list[str]], batch: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("batch", "options"),
-    [(1, GREEDY), pytest.param(4, GREEDY, marks=pytest.mark.nightly), (quick_or(2, 4), SAMPLED), (1, FILTERED)],
+    nightly_rows_but([(1, GREEDY)], [(1, GREEDY), (4, GREEDY), (4, SAMPLED), (1, FILTERED)]),
     ids=["1 greedy", "greedy", "sampled", "1 filtered"],
 )
 def test_generate(

@@ -31,17 +31,18 @@ class Ban:
         return scores
 
 
+SOME = quick_or(14, 30)
 MIXED: list[dict[str, Any]] = [
-    dict(max_new_tokens=30),
+    dict(max_new_tokens=SOME),
     dict(max_new_tokens=25, do_sample=True, seed=11),
-    dict(max_new_tokens=40, do_sample=True, seed=5, temperature=0.7, top_k=20, top_p=0.9),
-    dict(max_new_tokens=30, repetition_penalty=1.3),
-    dict(max_new_tokens=60, stop_strings=["return"]),
+    dict(max_new_tokens=SOME + 10, do_sample=True, seed=5, temperature=0.7, top_k=20, top_p=0.9),
+    dict(max_new_tokens=SOME, repetition_penalty=1.3),
+    dict(max_new_tokens=2 * SOME, stop_strings=["return"]),
     dict(max_new_tokens=20, do_sample=True, seed=11, repetition_penalty=1.2, no_repeat_ngram_size=3),
     dict(max_new_tokens=1),
-    dict(max_new_tokens=50, eos_token_id=[5, 17, 200, 300, 301, 302]),
+    dict(max_new_tokens=SOME + 20, eos_token_id=[5, 17, 200, 300, 301, 302]),
     dict(max_new_tokens=20, logits_processor=LogitsProcessorList([Ban()])),
-    dict(max_new_tokens=33, min_new_tokens=20),
+    dict(max_new_tokens=SOME + 3, min_new_tokens=12),
 ]
 
 
