@@ -49,6 +49,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(VARIANTS, name, config.model_copy(update={"compile": False}))
 
 
+@pytest.mark.nightly
 def test_all_phases_on_a_cpu_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "result.json"
     options = ["--batches", "1", "--prompt-tokens", "12", "--new-tokens", "6", "--repeats", "1", "--budget-s", "5000"]

@@ -57,6 +57,7 @@ def test_bench_waits_for_the_compiler_unless_told_otherwise(monkeypatch: pytest.
     assert seen == ["wait", False, True]
 
 
+@pytest.mark.nightly
 def test_bench_of_sampled_text(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     options = "--size tiny --dtype float32 --new-tokens 6 --repeats 1 --no-tune --batch 2 --temperature 0.8 --top-p 0.9"
