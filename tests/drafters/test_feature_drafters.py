@@ -19,6 +19,7 @@ from hf_slospec.models.inspection.cache_names import cache_option
 from hf_slospec.models.target import PackedTarget
 from tests.drafters.heads.checkpoints import target_of
 from tests.drafters.test_features import texts_of
+from tests.support.breadth import nightly_but
 from tests.support.toys.feature_heads import DRAFTS_ALWAYS, Checks, Expected, random_head
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts
 
@@ -96,7 +97,7 @@ class Setting:
         assert_same_as_stock(self.target, self.generator().generate, inputs, **OPTIONS)
 
 
-@pytest.fixture(params=["eagle3", "dflash"])
+@pytest.fixture(params=nightly_but(["eagle3"], ["eagle3", "dflash"]))
 def setting(request: pytest.FixtureRequest, tmp_path: Path) -> Setting:
     return Setting(request.param, tmp_path)
 
@@ -183,11 +184,11 @@ def test_turns_of_a_conversation_keep_the_whole_text(setting: Setting, monkeypat
 def test_a_prompt_shared_with_a_running_request(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     (shared,), ends = prompts_of(1, 32), prompts_of(3, 6, seed=1)
     prompts = [shared + end for end in ends]
-    texts = setting.checks.texts = [setting.text(prompt, 30) for prompt in prompts]
+    texts = setting.checks.texts = [setting.text(prompt, 20) for prompt in prompts]
     with setting.checks.on(monkeypatch) as checks, setting.generator(BATCHED) as generator:
-        first = generator.submit(prompts[0], do_sample=False, max_new_tokens=30)
+        first = generator.submit(prompts[0], do_sample=False, max_new_tokens=20)
         next(first.tokens())
-        others = [generator.submit(prompt, do_sample=False, max_new_tokens=30) for prompt in prompts[1:]]
+        others = [generator.submit(prompt, do_sample=False, max_new_tokens=20) for prompt in prompts[1:]]
         results = [handle.result(60) for handle in (first, *others)]
     assert [prompt + own.token_ids for prompt, own in zip(prompts, results, strict=True)] == texts
     assert checks.num_checked > 9 and not checks.num_unready

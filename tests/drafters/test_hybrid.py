@@ -24,7 +24,7 @@ from hf_slospec.drafters.suffix import SuffixDrafter
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.models.checked_model import CheckedModel
-from tests.support.breadth import nightly_but, nightly_rows_but
+from tests.support.breadth import nightly_but, nightly_rows_but, quick_or
 from tests.support.toys.models import Clock
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
 from tests.support.toys.trees import SEEDS, UNEVEN, path_to, random_tree
@@ -348,7 +348,7 @@ def test_same_tokens_as_stock(
     config = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=40)
     ours = SLOSpecGenerator(model, drafter=drafter, config=config)
     for options in (dict(do_sample=False), dict(do_sample=True, temperature=0.7)):
-        out = assert_same_as_stock(model, ours.generate, ragged_prompts(3), **options, max_new_tokens=30)
+        out = assert_same_as_stock(model, ours.generate, ragged_prompts(3), **options, max_new_tokens=quick_or(16, 30))
         assert sum(metrics.accepted for metrics in out.slo) > 0
     prompts = [torch.randint(3, VOCAB, (9,)).repeat(2).tolist() for _ in range(3)]
     expected = [

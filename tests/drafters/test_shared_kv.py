@@ -24,16 +24,17 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
 from hf_slospec.models.sequences.request_sequences import RequestSequences
-from tests.support.breadth import nightly_but
+from tests.support.breadth import nightly_but, quick_or
 from tests.support.packed import packed_model
 from tests.support.stand_ins.flash import StandIn
 from tests.support.toys.tiny_gemma4 import tiny_assistant, tiny_target
 from tests.support.toys.tiny_models import VOCAB, WINDOW, assert_same_as_stock, ragged_prompts, tiny_model
 
 DEPTH = 5
-CHECKED = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=40, max_depth=4)
-GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=20)
-SAMPLED: dict[str, Any] = dict(do_sample=True, temperature=0.8, top_k=30, max_new_tokens=20)
+CHECKED = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=40, max_depth=quick_or(2, 4))
+NEW_TOKENS = quick_or(12, 20)
+GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=NEW_TOKENS)
+SAMPLED: dict[str, Any] = dict(do_sample=True, temperature=0.8, top_k=30, max_new_tokens=NEW_TOKENS)
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shared": ({}, {}),
     "own": (dict(variant="own"), dict(variant="own")),
@@ -127,8 +128,10 @@ def test_chains_are_those_of_stock_generate_in_every_round(monkeypatch: pytest.M
 
     monkeypatch.setattr(SinglePositionMultiTokenCandidateGenerator, "get_candidates", get_candidates)
     prompt = torch.tensor(texts_of((6,)))
-    target.generate(prompt, assistant_model=assistant, max_new_tokens=30, do_sample=False, eos_token_id=None)
-    assert len(rounds) > 20
+    target.generate(
+        prompt, assistant_model=assistant, max_new_tokens=quick_or(18, 30), do_sample=False, eos_token_id=None
+    )
+    assert len(rounds) > quick_or(10, 20)
     for text, candidates, num_keys in rounds:
         drafter, requests = drafter_with(target, assistant, [text])
         drafter._model.max_keys["sliding_attention"] = min(num_keys, WINDOW + 1)  # all that stock's cache still has
@@ -206,7 +209,7 @@ def test_trees_after_steps_are_those_of_a_new_prefill(monkeypatch: pytest.Monkey
         assert len(tokens) > 1
         drafter, requests = drafter_with(target, assistant, [text])
         assert drafter.draft(requests, plan)[0].tokens.tolist() == tokens
-    assert len(drafted) > 20
+    assert len(drafted) > quick_or(10, 20)
 
 
 def test_the_batcher_writes_what_stock_writes() -> None:
@@ -216,9 +219,9 @@ def test_the_batcher_writes_what_stock_writes() -> None:
     prompts.append(torch.cat((prompts[0][:, :30], prompts[1]), dim=1))  # begins as another one
     with SLOSpecGenerator(target, assistant, config=CHECKED.model_copy(update=dict(prefill_chunk=16))) as server:
         for _ in range(2):  # the second time K/V of the prompts is reused
-            handles = [server.submit(prompt[0], max_new_tokens=20, do_sample=False) for prompt in prompts]
+            handles = [server.submit(prompt[0], max_new_tokens=NEW_TOKENS, do_sample=False) for prompt in prompts]
             for prompt, handle in zip(prompts, handles, strict=True):
-                stock = target.generate(prompt, max_new_tokens=20, do_sample=False)
+                stock = target.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
                 result = handle.result(60)
                 assert result.token_ids == stock[0, prompt.shape[1] :].tolist()
                 assert result.metrics.drafted > 0

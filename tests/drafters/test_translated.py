@@ -22,7 +22,7 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.generate.speculator import Speculator
 from hf_slospec.models.packed.model import PackedModel
-from tests.support.breadth import nightly_but
+from tests.support.breadth import nightly_but, quick_or
 from tests.support.packed import packed_model
 from tests.support.served_pair import PROMPTS, WAIT_S, Holds, alone
 from tests.support.toys.tiny_models import FAMILIES, assert_same_as_stock, sharpened
@@ -85,7 +85,7 @@ def assert_same_trees(some: list[TokenTree], others: list[TokenTree]) -> None:
 
 
 @given(seed=SEEDS, max_kept=st.sampled_from([0, 300]))
-@settings(max_examples=6)
+@settings(max_examples=quick_or(3, 6))
 def test_draft_with_other_ids_proposes_the_same(seed: int, max_kept: int) -> None:
     """Texts are any tokens, which come in any number at a time, to requests that come and go."""
     rng = np.random.default_rng(seed)
@@ -181,13 +181,13 @@ def batch(num_rows: int) -> dict[str, torch.Tensor]:
     return {name: inputs[name] for name in ("input_ids", "attention_mask")}
 
 
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("options", nightly_but([SAMPLED], [GREEDY, SAMPLED]), ids=["greedy", "sampled"])
 @pytest.mark.parametrize("num_rows", nightly_but([5], [1, 5]))
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_same_tokens_as_stock(draft_by: Any, name: str, num_rows: int, options: dict[str, Any]) -> None:
     generator = SLOSpecGenerator(TARGET, config=FIXED)
     draft_by(PACKED[name], TRANSLATIONS[name], len(TARGET_TOKENIZER))
-    assert_same_as_stock(TARGET, generator.generate, batch(num_rows), **options, max_new_tokens=24)
+    assert_same_as_stock(TARGET, generator.generate, batch(num_rows), **options, max_new_tokens=quick_or(14, 24))
 
 
 @pytest.mark.parametrize("options", nightly_but([SAMPLED], [GREEDY, SAMPLED]), ids=["greedy", "sampled"])
@@ -195,7 +195,7 @@ def test_other_ids_accept_as_many(draft_by: Any, options: dict[str, Any]) -> Non
     generator, counts = SLOSpecGenerator(TARGET, config=FIXED), []
     for packed, own in ((packed_model(DRAFT, "sdpa"), None), (PACKED["permuted"], TRANSLATIONS["permuted"])):
         draft_by(packed, own, len(TARGET_TOKENIZER))
-        out = assert_same_as_stock(TARGET, generator.generate, batch(5), **options, max_new_tokens=24)
+        out = assert_same_as_stock(TARGET, generator.generate, batch(5), **options, max_new_tokens=quick_or(14, 24))
         counts.append([(metrics.drafted, metrics.accepted, metrics.steps) for metrics in out.slo])
     assert counts[0] == counts[1] and sum(accepted for _, accepted, _ in counts[0]) > 0
 
@@ -205,7 +205,9 @@ def test_draft_of_few_positions(draft_by: Any) -> None:
     tokens = torch.tensor([TARGET_TOKENIZER(PROMPTS[0])["input_ids"][:110]])
     assert translation(SMALL).translate(tokens[0].tolist()).tokens[130:]
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    assert_same_as_stock(TARGET, SLOSpecGenerator(TARGET, config=FIXED).generate, inputs, **GREEDY, max_new_tokens=45)
+    assert_same_as_stock(
+        TARGET, SLOSpecGenerator(TARGET, config=FIXED).generate, inputs, **GREEDY, max_new_tokens=quick_or(24, 45)
+    )
 
 
 @pytest.mark.parametrize("is_permuted", nightly_but([False], [True, False]), ids=["other ids", "fewer merges"])

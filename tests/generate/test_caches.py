@@ -12,6 +12,7 @@ from transformers import DynamicCache, StaticCache
 from hf_slospec import InvalidInputError, SLOSpecGenerator, UnsupportedOptionError
 from hf_slospec.models.inspection.cache_names import CACHE_NAME, cache_option
 from tests.support.against_stock import DRAFTS_ALWAYS, GREEDY, check, generator
+from tests.support.breadth import quick_or
 from tests.support.toys.tiny_configs import tiny_config
 from tests.support.toys.tiny_models import assert_same_cache, ragged_prompts, sharpened, tiny_model
 
@@ -39,8 +40,8 @@ def test_second_turn_on_a_cache(family: str, batch: int, is_whole_text: bool) ->
         ids = text if is_whole_text else text[:, caches[-1].get_seq_length() :]
         outputs.append(
             generate(
-                input_ids=ids, attention_mask=mask, **cache_option(caches[-1]), do_sample=False, max_new_tokens=20,
-                eos_token_id=None, return_dict_in_generate=True,
+                input_ids=ids, attention_mask=mask, **cache_option(caches[-1]), do_sample=False,
+                max_new_tokens=quick_or(12, 20), eos_token_id=None, return_dict_in_generate=True,
             )
         )  # fmt: skip
     assert torch.equal(outputs[0].sequences, outputs[1].sequences)

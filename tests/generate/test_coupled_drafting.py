@@ -14,7 +14,7 @@ from transformers import LogitsProcessor
 from transformers.generation.logits_process import LogitsProcessorList
 
 from hf_slospec import Plan, Request, SLOSpecConfig, SLOSpecGenerator, TokenTree
-from tests.support.breadth import nightly_but
+from tests.support.breadth import nightly_but, quick_or
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
 
 CHAIN = SLOSpecConfig(policy="fixed", max_depth=3, max_width=1, check_invariants=True)
@@ -113,7 +113,9 @@ def test_own_processors_that_draw_switch_coupling_off() -> None:
 def accepted(config: SLOSpecConfig, options: dict[str, Any], noise: float = 0.01) -> int:
     model = tiny_model("llama")
     ours = SLOSpecGenerator(model, tiny_model("llama", noise=noise), config=config)
-    out = assert_same_as_stock(model, ours.generate, ragged_prompts(6), **NEW | options | dict(max_new_tokens=60))
+    out = assert_same_as_stock(
+        model, ours.generate, ragged_prompts(6), **NEW | options | dict(max_new_tokens=quick_or(36, 60))
+    )
     return sum(metrics.accepted for metrics in out.slo)
 
 
@@ -131,7 +133,7 @@ def test_coupling_accepts_more(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("num_bytes", [0, 10**4])
 def test_with_little_noise_at_hand(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     monkeypatch.setattr("hf_slospec.models.noise.MAX_NOISE_BYTES", num_bytes)
-    accepted(SLOSpecConfig(policy="adaserve", token_budget=40, max_depth=4), {})
+    accepted(SLOSpecConfig(policy="adaserve", token_budget=40, max_depth=quick_or(2, 4)), {})
 
 
 @pytest.mark.parametrize("options", [dict(top_h=0.5), dict(eta_cutoff=0.3)], ids=str)

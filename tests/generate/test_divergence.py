@@ -25,6 +25,7 @@ from hf_slospec import (
 )
 from hf_slospec.generate import divergence
 from hf_slospec.generate.divergence import first_difference, margin_noise, spacing
+from tests.support.breadth import quick_or
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
 OPTIONS: dict[str, Any] = dict(max_new_tokens=20, do_sample=False, eos_token_id=None)
@@ -178,7 +179,7 @@ def test_a_slightly_different_target_is_told_from_rounding(replace_output: Repla
     for parameter in other.parameters():
         if parameter.ndim > 1:
             parameter.data.add_(0.04 * parameter.data.std() * torch.randn_like(parameter))
-    inputs = tokenizer([text[:100] for text in tiny_prompts()[:6]], return_tensors="pt", padding=True)
+    inputs = tokenizer([text[:100] for text in tiny_prompts()[: quick_or(3, 6)]], return_tensors="pt", padding=True)
     options = OPTIONS
     others = SLOSpecGenerator(other, draft).generate(**inputs, **options)
     replace_output(lambda _: others[:, padded_len(inputs) :])
@@ -240,9 +241,10 @@ def test_output_that_ends_too_early_or_too_late_differs(replace_output: Replace)
 def test_bf16_pair_diverges_at_near_ties_only() -> None:
     target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
     generator = SLOSpecGenerator(target, draft, tokenizer)
-    inputs = tokenizer([text[:100] for text in tiny_prompts()[:6]], return_tensors="pt", padding=True)
+    num_rows = quick_or(4, 6)
+    inputs = tokenizer([text[:100] for text in tiny_prompts()[:num_rows]], return_tensors="pt", padding=True)
     report = divergence_report(generator, inputs, max_new_tokens=24, do_sample=False)
-    assert report.num_rows == 6 and report.num_tokens > 48 and report.dtype == torch.bfloat16
+    assert report.num_rows == num_rows and report.num_tokens > 48 and report.dtype == torch.bfloat16
     assert report.all_near_ties, str(report)
 
 

@@ -13,8 +13,9 @@ import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
 from hf_slospec.errors import UnsupportedModelError, UnsupportedOptionError
+from hf_slospec.models.packed import exact_trial
 from hf_slospec.models.packed.model import PackedModel
-from tests.support.breadth import nightly_but
+from tests.support.breadth import nightly_but, quick_or
 from tests.support.toys.tiny_models import FAMILIES, ragged_prompts, tiny_model
 
 Inputs = dict[str, torch.Tensor]
@@ -25,8 +26,9 @@ BF16_FAMILIES = ["llama", "mistral-window", "gemma3", "gpt2", "phi3", "qwen3"]
 DRAFTING: dict[str, Any] = dict(policy="fixed", max_depth=4, max_width=3, check_invariants=True)
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 PATHS = [
-    pytest.param(("embedded", False), id="eager"),
+    pytest.param(("small", False), id="eager"),
     pytest.param(("small", "wait"), id="compiled", marks=NEEDS_COMPILER),
+    pytest.param(("embedded", False), id="embedded pair", marks=pytest.mark.nightly),
     pytest.param(("embedded", "wait"), id="embedded pair compiled", marks=[NEEDS_COMPILER, pytest.mark.nightly]),
 ]
 
@@ -59,7 +61,8 @@ def models(pair: Any, path: Any) -> Any:
     if path[0] == "small":
         ids = torch.randint(3, 100, (2, 90), generator=torch.Generator().manual_seed(0)).tolist()
         prompts = [ids[0], ids[0][:50] + ids[1][:30], ids[1][:70], ids[1][:20], ids[0][:40], ids[0][:41] + ids[1][:40]]
-        return copy.deepcopy(tiny_model("llama")).to(torch.bfloat16), None, None, prompts
+        draft = None if path[1] else copy.deepcopy(tiny_model("llama", noise=0.03)).to(torch.bfloat16)
+        return copy.deepcopy(tiny_model("llama")).to(torch.bfloat16), draft, None, prompts
     target, draft, tokenizer, prompts = pair
     return target, None if path[1] else draft, tokenizer, prompts
 
@@ -111,13 +114,16 @@ def submitted(generator: SLOSpecGenerator, prompts: list[list[int]], order: Sequ
         return [handles[index].result(timeout=300).token_ids for index in range(len(prompts))]
 
 
-def test_bits_in_the_batcher(pair: Any) -> None:
+def test_bits_in_the_batcher(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in quick_or(dict(PROMPTS=(61, 3), DEPTH=4), {}).items():  # shapes of the trial
+        monkeypatch.setattr(exact_trial, name, value)
     target, draft, tokenizer, prompts = pair
-    options: dict[str, Any] = dict(max_new_tokens=8, do_sample=False)
+    prompts = [ids[-quick_or(40, 90) :] for ids in prompts]
+    options: dict[str, Any] = dict(max_new_tokens=quick_or(5, 8), do_sample=False)
     inputs = [dict(input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids))) for ids in prompts]
     expected = [alone(target, one, **options)[0] for one in inputs]
     config = SLOSpecConfig(exact="bits", prefill_chunk=16, **DRAFTING)
-    for seed, (kv_tokens, drafter) in enumerate([(20_000, draft), (260, draft), (20_000, None)]):
+    for seed, (kv_tokens, drafter) in enumerate([(20_000, draft), (quick_or(170, 260), draft), (20_000, None)]):
         order = random.Random(seed).sample(range(len(prompts)), len(prompts))
         generator = SLOSpecGenerator(target, drafter, tokenizer, config.model_copy(update=dict(kv_tokens=kv_tokens)))
         assert submitted(generator, prompts, order, **options) == expected

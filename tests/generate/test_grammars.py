@@ -13,6 +13,7 @@ from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.generate import prepare
 from hf_slospec.generate.grammars import Grammars
+from tests.support.breadth import quick_or
 from tests.support.toys.tiny_models import assert_same_as_stock
 
 SCHEMA = {
@@ -156,7 +157,7 @@ def test_rows_that_end_before_others_are_padded(
     pair: tuple[Any, Any, Any], grammars: Grammars, schema: dict[str, Any]
 ) -> None:
     inputs, ours = batch(pair), SLOSpecGenerator(pair[0], tokenizer=pair[2], config=SLOSpecConfig(policy="fixed"))
-    for seed in range(3):
+    for seed in range(quick_or(2, 3)):
         constraint = grammars.processor(schema, inputs["input_ids"].shape[1])
         options = dict(do_sample=True, temperature=1.5 + seed, max_new_tokens=16)
         assert_same_as_stock(pair[0], ours.generate, inputs, logits_processor=[constraint], **options)
@@ -168,7 +169,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "model": {"is_model": True},
     "head": {"drafter": "mtp"},
 }
-LONG = {"type": "array", "minItems": 3, "items": SCHEMA}
+LONG = {"type": "array", "minItems": quick_or(2, 3), "items": SCHEMA}
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,9 @@ def test_batches_equal_stock_and_take_fewer_steps_than_without_the_grammar(
             target, draft if "is_model" in drafting else None, tokenizer, drafter=method,
             config=SLOSpecConfig(policy="fixed", max_depth=8, max_width=2, check_invariants=True),
         )  # fmt: skip
-        given = dict(logits_processor=[grammars.processor(LONG, inputs["input_ids"].shape[1])], max_new_tokens=80)
+        given = dict(
+            logits_processor=[grammars.processor(LONG, inputs["input_ids"].shape[1])], max_new_tokens=quick_or(56, 80)
+        )
         if knows:
             runs.append(assert_same_as_stock(target, ours.generate, inputs, **given, **options))
         else:

@@ -14,7 +14,7 @@ from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_pro
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.policies.fixed import FixedPolicy
-from tests.support.breadth import nightly_but, nightly_rows_but
+from tests.support.breadth import nightly_but, nightly_rows_but, quick_or
 from tests.support.toys.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model
 
 GREEDY: dict[str, Any] = dict(do_sample=False)
@@ -22,7 +22,7 @@ SAMPLED: dict[str, Any] = dict(do_sample=True, temperature=0.8, top_k=30, top_p=
 DRAFTS = {"perfect": dict(seed=0), "useless": dict(seed=1), "fair": dict(seed=0, noise=0.03)}
 BATCHES = 1, 3, 8
 # This policy always drafts; four levels cost half as many draft forwards as the default.
-CHECKED = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=40, max_depth=4)
+CHECKED = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=40, max_depth=quick_or(3, 4))
 
 
 ALL_DRAFTS = ("llama", "mistral-window", "gpt2", "gemma3")
@@ -50,7 +50,7 @@ def test_same_tokens_as_stock(family: str, draft: str, batch: int) -> None:
             lambda **kwargs: generator.generate(**kwargs, slo_tpot=targets),
             ragged_prompts(batch, seed=batch),
             **options,
-            max_new_tokens=18,
+            max_new_tokens=quick_or(12, 18),
         )
         assert all(metrics.accepted <= metrics.drafted for metrics in out.slo)
 
@@ -62,7 +62,7 @@ def test_same_tokens_for_every_tree_shape_and_backend(shape: tuple[int, int], at
     config = SLOSpecConfig(max_depth=shape[0], max_width=shape[1], attention=attention, check_invariants=True)
     for options in (GREEDY, SAMPLED):
         generator = SLOSpecGenerator(model, draft, config=config)
-        assert_same_as_stock(model, generator.generate, ragged_prompts(4), **options, max_new_tokens=20)
+        assert_same_as_stock(model, generator.generate, ragged_prompts(4), **options, max_new_tokens=quick_or(12, 20))
 
 
 def test_perfect_draft_commits_whole_chains() -> None:
@@ -80,7 +80,7 @@ def test_draft_of_another_family_and_fewer_positions() -> None:
     model, draft = tiny_model("llama"), tiny_model("gpt2")
     long = {"input_ids": torch.randint(3, 101, (2, 110)), "attention_mask": torch.ones(2, 110, dtype=torch.int64)}
     generator = SLOSpecGenerator(model, draft, config=CHECKED)
-    assert_same_as_stock(model, generator.generate, long, **GREEDY, max_new_tokens=50)
+    assert_same_as_stock(model, generator.generate, long, **GREEDY, max_new_tokens=quick_or(20, 50))
 
 
 @pytest.mark.parametrize("eos", [2, [2, 17, 40, 41, 42]])
@@ -97,10 +97,10 @@ def test_rows_stop_at_any_eos_and_are_padded_as_stock_pads(eos: Any) -> None:
 def test_embedded_pair_is_exact_on_real_text() -> None:
     target, draft, tokenizer = load_tiny_pair(torch.float32)
     generator = SLOSpecGenerator(target, draft, tokenizer, SLOSpecConfig(check_invariants=True))
-    for batch in (1, 6):
+    for batch in quick_or((4,), (1, 6)):
         inputs = tokenizer(tiny_prompts()[:batch], return_tensors="pt", padding=True)
-        for options in (GREEDY, SAMPLED):
-            assert_same_as_stock(target, generator.generate, dict(inputs), **options, max_new_tokens=24)
+        for options in quick_or((SAMPLED,), (GREEDY, SAMPLED)):
+            assert_same_as_stock(target, generator.generate, dict(inputs), **options, max_new_tokens=quick_or(16, 24))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_processors_that_look_at_the_sequence() -> None:
     generator = SLOSpecGenerator(model, tiny_model("qwen2", noise=0.03), config=CHECKED)
     for options in (GREEDY, SAMPLED):
         assert_same_as_stock(
-            model, generator.generate, ragged_prompts(3), **options, max_new_tokens=30, min_new_tokens=10,
+            model, generator.generate, ragged_prompts(3), **options, max_new_tokens=quick_or(16, 30), min_new_tokens=10,
             repetition_penalty=1.3, no_repeat_ngram_size=3,
         )  # fmt: skip
 
@@ -141,5 +141,7 @@ def test_drafting_for_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     model = tiny_model("llama")
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CHECKED)
     for options in (GREEDY, SAMPLED):
-        out = assert_same_as_stock(model, generator.generate, ragged_prompts(5), **options, max_new_tokens=32)
+        out = assert_same_as_stock(
+            model, generator.generate, ragged_prompts(5), **options, max_new_tokens=quick_or(20, 32)
+        )
         assert sum(metrics.accepted for metrics in out.slo) > 0

@@ -22,12 +22,12 @@ from hf_slospec.generate import multimodal_prompts
 from hf_slospec.models.inspection.cache_names import CACHE_NAME, cache_option
 from hf_slospec.models.packed.prefilled_prompts import sees_later_tokens
 from hf_slospec.models.packed.probe import probe_layers
-from tests.support.breadth import nightly_but
+from tests.support.breadth import nightly_but, quick_or
 from tests.support.toys.tiny_image_models import IMAGE, image_inputs, prompts_with_images, tiny_image_model
 from tests.support.toys.tiny_models import assert_same_as_stock, sharpened, tiny_model
 
 CONFIG = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=24, max_depth=3, max_width=2)
-OPTIONS: dict[str, Any] = dict(max_new_tokens=12, pad_token_id=0, eos_token_id=2)
+OPTIONS: dict[str, Any] = dict(max_new_tokens=quick_or(9, 12), pad_token_id=0, eos_token_id=2)
 SAMPLING: dict[str, Any] = dict(do_sample=True, temperature=0.8, top_k=30)
 FAMILIES = """Qwen2VL Qwen2_5_VL Qwen3VL Gemma3 Gemma4 Llava LlavaNext LlavaOnevision Mistral3 InternVL Idefics3 SmolVLM
 PaliGemma Qwen3_5 Qwen3_5Moe""".split()

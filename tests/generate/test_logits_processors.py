@@ -17,7 +17,7 @@ from hf_slospec import (
     InvalidInputError,
 )
 from tests.support.against_stock import GREEDY, SAMPLED, check, generator
-from tests.support.breadth import nightly_but
+from tests.support.breadth import nightly_but, quick_or
 from tests.support.generate_arguments import Returns
 from tests.support.toys.tiny_models import ragged_prompts
 
@@ -31,8 +31,8 @@ from tests.support.toys.tiny_models import ragged_prompts
         dict(no_repeat_ngram_size=2),
         dict(encoder_no_repeat_ngram_size=2),
         dict(bad_words_ids=[[5], [7, 8], [11, 12, 13]]),
-        dict(min_length=40),
-        dict(min_new_tokens=15, eos_token_id=[2, 9, 30]),
+        dict(min_length=quick_or(25, 40)),
+        dict(min_new_tokens=quick_or(8, 15), eos_token_id=[2, 9, 30]),
         dict(forced_bos_token_id=17),
         dict(forced_eos_token_id=2),
         dict(suppress_tokens=[4, 5, 6]),
@@ -46,7 +46,7 @@ from tests.support.toys.tiny_models import ragged_prompts
 def test_processors(mode: dict[str, Any], options: dict[str, Any]) -> None:
     if mode is GREEDY and "temperature" in options:
         options = {k: v for k, v in options.items() if k not in ("temperature", "top_k")}
-    check(mode | options)
+    check(mode | options, batches=quick_or((3,), (1, 3)))
 
 
 class Countdown(LogitsProcessor):
@@ -159,9 +159,9 @@ def test_prefix_allowed_tokens() -> None:
 
 @pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_classifier_free_guidance(mode: dict[str, Any]) -> None:
-    check(mode, guidance_scale=1.6)
+    check(mode, batches=quick_or((3,), (1, 3)), guidance_scale=1.6)
     negative = ragged_prompts(3, seed=9)
-    for batch in (1, 3):
+    for batch in quick_or((3,), (1, 3)):
         check(
             mode, batches=(batch,), guidance_scale=1.6, negative_prompt_ids=negative["input_ids"][:batch],
             negative_prompt_attention_mask=negative["attention_mask"][:batch],

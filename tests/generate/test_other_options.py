@@ -18,7 +18,7 @@ from hf_slospec import (
     enable,
 )
 from tests.support.against_stock import DRAFTS_ALWAYS, GREEDY, NEW, SAMPLED, check, generator
-from tests.support.breadth import nightly_but
+from tests.support.breadth import nightly_but, quick_or
 from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
 
@@ -31,8 +31,8 @@ def test_text_may_be_far_shorter_than_its_limit() -> None:
 @pytest.mark.parametrize("family", nightly_but(["mistral-window"], ["mistral-window", "gpt2"]))
 def test_storage_grows_with_the_text(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     monkeypatch.setattr("hf_slospec.models.sequences.room.FIRST_ROOM", 5)
-    check(GREEDY | dict(max_new_tokens=36, eos_token_id=[2, 17]), (1, 3), family=family)
-    check(SAMPLED | dict(max_new_tokens=36, eos_token_id=[2, 17]), (3,), family=family)
+    check(GREEDY | dict(max_new_tokens=quick_or(20, 36), eos_token_id=[2, 17]), (1, 3), family=family)
+    check(SAMPLED | dict(max_new_tokens=quick_or(20, 36), eos_token_id=[2, 17]), (3,), family=family)
 
 
 def test_model_in_training_mode() -> None:
@@ -49,9 +49,10 @@ def test_model_in_training_mode() -> None:
 
 
 def test_arguments_that_change_nothing() -> None:
-    check(GREEDY, logits_to_keep=1)
-    check(GREEDY, prefill_chunk_size=4)
-    check(GREEDY, output_attentions=True, return_dict_in_generate=False)
+    batches = quick_or((3,), (1, 3))
+    check(GREEDY, batches, logits_to_keep=1)
+    check(GREEDY, batches, prefill_chunk_size=4)
+    check(GREEDY, batches, output_attentions=True, return_dict_in_generate=False)
     ours, inputs = generator(), ragged_prompts(3)
     positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     assert_same_as_stock(ours.model, ours.generate, inputs, **GREEDY, position_ids=positions)

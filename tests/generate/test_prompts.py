@@ -14,7 +14,7 @@ from hf_slospec import (
     SLOSpecGenerator,
     load_drafter,
 )
-from tests.support.breadth import nightly_but
+from tests.support.breadth import nightly_but, quick_or
 from tests.support.enabled_model import OPTIONS, with_slo
 from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
@@ -132,5 +132,5 @@ def test_rows_far_behind_have_their_noise_drawn_again(monkeypatch: pytest.Monkey
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.01), config=config)
     assert_same_as_stock(
         model, lambda **k: generator.generate(**k, slo_tpot=[1e-6, None, None, None]), ragged_prompts(4),
-        do_sample=True, temperature=0.3, max_new_tokens=60,
+        do_sample=True, temperature=0.3, max_new_tokens=quick_or(30, 60),
     )  # fmt: skip

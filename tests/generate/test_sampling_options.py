@@ -9,6 +9,7 @@ import torch
 
 from hf_slospec.generate.processors import IGNORE_SEQUENCE
 from tests.support.against_stock import SAMPLED, check, generator
+from tests.support.breadth import quick_or
 from tests.support.toys.tiny_models import ragged_prompts
 
 WARPERS: list[dict[str, Any]] = [
@@ -29,7 +30,7 @@ WARPERS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("warpers", WARPERS, ids=str)
 def test_sampling(warpers: dict[str, Any]) -> None:
-    check(SAMPLED | warpers)
+    check(SAMPLED | warpers, batches=quick_or((3,), (1, 3)))
 
 
 @pytest.mark.parametrize("warpers", [WARPERS[0], WARPERS[4]], ids=str)

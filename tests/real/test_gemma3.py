@@ -10,12 +10,13 @@ import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_drafter
 from tests.real.conftest import Real
+from tests.support.breadth import quick_or
 
 Stock = Callable[..., torch.Tensor]
 
 GREEDY: dict[str, Any] = dict(do_sample=False)
 SAMPLED: dict[str, Any] = dict(do_sample=True, temperature=0.7, top_p=0.9, repetition_penalty=1.1)
-ALWAYS = SLOSpecConfig(policy="fixed", max_depth=4, max_width=2, check_invariants=True)
+ALWAYS = SLOSpecConfig(policy="fixed", max_depth=quick_or(2, 4), max_width=2, check_invariants=True)
 
 
 @pytest.mark.parametrize(
@@ -35,22 +36,24 @@ def test_texts_on_both_sides_of_the_window(
     texts = [questions["summarization"][3], questions["qa"][1]]
     inputs = gemma3.encoded(texts[:batch], max_tokens=max_tokens)
     assert inputs["input_ids"].shape[1] == max_tokens
-    expected = stock(gemma3, inputs, max_new_tokens=14, **options)
+    num_new = quick_or(10, 14)
+    expected = stock(gemma3, inputs, max_new_tokens=num_new, **options)
     ours = SLOSpecGenerator(gemma3.model, tokenizer=gemma3.tokenizer, drafter=drafter, config=ALWAYS)
     torch.manual_seed(7)
-    assert torch.equal(ours.generate(**inputs, max_new_tokens=14, **options), expected)
+    assert torch.equal(ours.generate(**inputs, max_new_tokens=num_new, **options), expected)
 
 
 @pytest.mark.parametrize("options", [GREEDY, pytest.param(SAMPLED, marks=pytest.mark.nightly)])
 def test_smollm2_drafts_over_two_tokenizers(
     gemma3: Real, smollm2: Real, questions: dict[str, list[str]], stock: Stock, options: dict[str, Any]
 ) -> None:
-    inputs = gemma3.encoded([questions["qa"][2], questions["writing"][0]], max_tokens=60)
+    texts = [questions["qa"][2], questions["writing"][0]]
+    inputs = gemma3.encoded(texts, max_tokens=quick_or(30, 60))
     drafter = load_drafter(smollm2.folder, gemma3.model, tokenizer=gemma3.tokenizer)  # reads the draft's tokenizer
     ours = SLOSpecGenerator(gemma3.model, tokenizer=gemma3.tokenizer, drafter=drafter, config=ALWAYS)
-    expected = stock(gemma3, inputs, max_new_tokens=7, **options)
+    expected = stock(gemma3, inputs, max_new_tokens=quick_or(5, 7), **options)
     torch.manual_seed(7)
-    assert torch.equal(ours.generate(**inputs, max_new_tokens=7, **options), expected)
+    assert torch.equal(ours.generate(**inputs, max_new_tokens=quick_or(5, 7), **options), expected)
 
 
 @pytest.mark.nightly

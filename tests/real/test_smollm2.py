@@ -21,6 +21,7 @@ from hf_slospec.serving.openai.engine import LocalEngine
 from hf_slospec.tiny.load import load_pair
 from tests.real.conftest import Real
 from tests.serving.openai.conftest import listening
+from tests.support.breadth import EXHAUSTIVE, nightly_rows_but, quick_or
 from tests.support.served_pair import WAIT_S
 
 Stock = Callable[..., torch.Tensor]
@@ -50,7 +51,7 @@ def texts_of(questions: dict[str, list[str]], batch: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("batch", "options"),
-    [(1, GREEDY), pytest.param(4, GREEDY, marks=pytest.mark.nightly), (4, SAMPLED), (1, FILTERED)],
+    nightly_rows_but([(1, GREEDY)], [(1, GREEDY), (4, GREEDY), (4, SAMPLED), (1, FILTERED)]),
     ids=["1 greedy", "greedy", "sampled", "1 filtered"],
 )
 def test_generate(
@@ -58,7 +59,7 @@ def test_generate(
 ) -> None:
     inputs = smollm2.encoded(texts_of(questions, batch))
     expected = stock(smollm2, inputs, max_new_tokens=16, **options)
-    for drafter in DRAFTERS if options is GREEDY and batch == 1 else DRAFTERS[-1:]:
+    for drafter in DRAFTERS if EXHAUSTIVE and options is GREEDY and batch == 1 else DRAFTERS[-1:]:
         ours = SLOSpecGenerator(smollm2.model, tokenizer=smollm2.tokenizer, drafter=drafter, config=ALWAYS)
         torch.manual_seed(7)
         assert torch.equal(ours.generate(**inputs, max_new_tokens=16, **options), expected), drafter
@@ -79,15 +80,16 @@ def test_the_batcher_with_stop_strings_and_schemas(
 ) -> None:
     tokenizer = smollm2.tokenizer
     grammars = Grammars(tokenizer, smollm2.model.config.vocab_size, [tokenizer.eos_token_id])
-    prompts = [smollm2.encoded([text]) for text in texts_of(questions, 4)]
+    prompts = [smollm2.encoded([text], max_tokens=quick_or(60, 200)) for text in texts_of(questions, 4)]
+    num_new = quick_or(8, 14)
 
     def options_of(index: int) -> dict[str, Any]:
         length = prompts[index]["input_ids"].shape[1]
         return [
-            dict(do_sample=False, max_new_tokens=14),
-            dict(do_sample=False, max_new_tokens=14, stop_strings=["the", "."]),
+            dict(do_sample=False, max_new_tokens=num_new),
+            dict(do_sample=False, max_new_tokens=num_new, stop_strings=["the", "."]),
             dict(do_sample=False, max_new_tokens=48, logits_processor=[grammars.processor(SCHEMA, length)]),
-            dict(max_new_tokens=14, **FILTERED),
+            dict(max_new_tokens=num_new, **FILTERED),
         ][index]
 
     with SLOSpecGenerator(smollm2.model, tokenizer=tokenizer, drafter="lookup+suffix") as generator:
@@ -147,6 +149,7 @@ def test_the_server_answers_chats(smollm2: Real, stock: Stock) -> None:
             tokenizer.chat_template = own_template
 
 
+@pytest.mark.nightly
 def test_the_demo_asks_in_the_chat_template_and_answers_end(smollm2: Real) -> None:
     with SLOSpecGenerator(smollm2.model, tokenizer=smollm2.tokenizer, drafter="suffix") as generator:
         demo = LocalGenerator(generator)
@@ -158,12 +161,14 @@ def test_the_demo_asks_in_the_chat_template_and_answers_end(smollm2: Real) -> No
         assert text.startswith("```python\nclass Stack:") and "<|im_" not in text
 
 
+@pytest.mark.nightly
 def test_a_gguf_file_has_the_tokenizer_of_its_folder(smollm2: Real) -> None:
     tokenizer = load_pair(str(smollm2.folder / "model.gguf"), None, "tiny", "bfloat16", "cpu").tokenizer
     assert tokenizer.chat_template == smollm2.tokenizer.chat_template
     assert tokenizer.eos_token == smollm2.tokenizer.eos_token
 
 
+@pytest.mark.nightly
 def test_check_finds_it_exact(smollm2: Real, tmp_path: Any) -> None:
     (tmp_path / "prompts.txt").write_text("The capital of France is\nOnce upon a time\n", encoding="utf-8")
     options = ["--dtype", "float32", "--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "8"]

@@ -25,6 +25,7 @@ from hf_slospec.replicas.messages import Offer
 from hf_slospec.replicas.options import ReplicaOptions
 from hf_slospec.replicas.router import GuaranteeRouter, SentOffers
 from hf_slospec.serving.openai.options import ServerOptions
+from tests.support.breadth import quick_or
 from tests.support.paths import ROOT
 from tests.support.served_pair import WAIT_S, alone
 from tests.support.stand_ins.replicas import FakeHandle, FakeStream, order_of, replicated
@@ -125,12 +126,15 @@ def test_replica_whose_batcher_died_and_that_serve_still_lists_is_not_asked_agai
         assert own.offers
 
 
+NEW_TOKENS = quick_or(60, 100)
+
+
 def test_begun_request_waits_where_all_queues_are_full_for_a_moment(pair: Any) -> None:
     """r0 dies with a request that has written tokens; r1's queue is full just then; the request is lost."""
     with replicated(2, max_queue=1, max_batch=1) as (engine, handle):
 
         async def run() -> list[int]:
-            decoding = await engine.submit(order_of(ids(engine), max_new_tokens=100))
+            decoding = await engine.submit(order_of(ids(engine), max_new_tokens=NEW_TOKENS))
             tokens = []
             async for new, _ in decoding.asteps():
                 if not tokens:
@@ -139,14 +143,14 @@ def test_begun_request_waits_where_all_queues_are_full_for_a_moment(pair: Any) -
                     (other,) = handle.replicas.values()
                     for _ in range(3):
                         with contextlib.suppress(QueueFull):
-                            other.generator.submit(PROMPT, max_new_tokens=100)
+                            other.generator.submit(PROMPT, max_new_tokens=NEW_TOKENS)
                         await asyncio.sleep(0.05)
                     await asyncio.to_thread(dead.generator.stop, False)
                     assert len(names) == 2
                 tokens += new
             return tokens
 
-        assert asyncio.run(run()) == alone(pair, PROMPT, max_new_tokens=100)
+        assert asyncio.run(run()) == alone(pair, PROMPT, max_new_tokens=NEW_TOKENS)
 
 
 def test_stream_that_ends_without_an_answer_is_a_fault_of_the_replica(pair: Any) -> None:

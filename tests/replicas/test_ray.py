@@ -187,6 +187,7 @@ def test_replica_that_is_killed_loses_nothing_and_is_replaced(url: str, pair: An
     assert any(some_were_resumed() for _ in range(5))
 
 
+@pytest.mark.nightly
 def test_controller_that_is_killed_disturbs_nothing(url: str, pair: Any) -> None:
     async def kill() -> None:
         ray.kill(ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve"), no_restart=False)

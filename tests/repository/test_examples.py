@@ -151,6 +151,7 @@ def test_grpo(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(re.findall(r"^epoch \d: [\d.]+ tokens per step and row$", capsys.readouterr().out, re.MULTILINE)) == 2
 
 
+@pytest.mark.nightly
 def test_openai_client(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = subprocess.Popen
     monkeypatch.setattr(openai_client.subprocess, "Popen", lambda given, **own: plain([*given, *NO_COMPILER], **own))

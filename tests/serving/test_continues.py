@@ -11,7 +11,7 @@ import torch
 
 from hf_slospec import InvalidInputError, InvalidTypeError, SLOSpecGenerator, SLOStage
 from hf_slospec.serving.handle import RequestHandle
-from tests.support.breadth import nightly_but
+from tests.support.breadth import nightly_but, quick_or
 from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, Fails, Holds
 
 PROMPT = "\n".join(PROMPTS[:2])
@@ -39,13 +39,13 @@ def test_output_after_a_pause_is_that_of_generate_over_the_same_tokens(
     pair: tuple[Any, Any, Any], options: dict[str, Any], kept_tokens: int | None
 ) -> None:
     with SLOSpecGenerator(*pair, CONFIG.model_copy(update={"kept_tokens": kept_tokens})) as generator:
-        ids, handle = pair[2](PROMPT)["input_ids"], generator.submit(PROMPT, max_new_tokens=20, **options)
-        for _ in range(3):
+        ids, handle = pair[2](PROMPT)["input_ids"], generator.submit(PROMPT, max_new_tokens=quick_or(12, 20), **options)
+        for _ in range(quick_or(2, 3)):
             output = handle.result(WAIT_S).token_ids
-            assert output == stock(pair, ids, max_new_tokens=20, **options)
+            assert output == stock(pair, ids, max_new_tokens=quick_or(12, 20), **options)
             num_known = len(ids) + len(output) - 1  # the K/V of the last token was never needed
             ids = ids + output + pair[2](RESULT, add_special_tokens=False)["input_ids"]
-            handle = generator.submit(RESULT, continues=handle, max_new_tokens=20, **options)
+            handle = generator.submit(RESULT, continues=handle, max_new_tokens=quick_or(12, 20), **options)
             assert list(handle.request.params.prompt) == ids
             handle.result(WAIT_S)
             assert handle.metrics.reused == (0 if kept_tokens == 0 else num_known)

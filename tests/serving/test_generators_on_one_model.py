@@ -11,7 +11,10 @@ import torch
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.serving.service import BatchingService
+from tests.support.breadth import quick_or
 from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, alone
+
+LONG = quick_or(60, 120)  # tokens of the heavy load
 
 
 @pytest.fixture
@@ -34,14 +37,14 @@ def test_they_take_turns_whatever_their_load(
     target, draft, tokenizer = pair
     light = SLOSpecGenerator(target, draft, tokenizer, CONFIG)
     heavy = SLOSpecGenerator(target, draft if shares_draft else None, tokenizer, SLOSpecConfig(max_batch=4))
-    expected = [alone(pair, prompt, max_new_tokens=120, eos_token_id=None) for prompt in PROMPTS[:6]]
-    expected.append(alone(pair, PROMPTS[6], max_new_tokens=30))
+    expected = [alone(pair, prompt, max_new_tokens=LONG, eos_token_id=None) for prompt in PROMPTS[:6]]
+    expected.append(alone(pair, PROMPTS[6], max_new_tokens=LONG // 4))
     with light, heavy:
         light.submit(PROMPTS[7], max_new_tokens=2).result(WAIT_S)  # its service has started before the load comes
         turns.clear()
-        handles = [heavy.submit(prompt, max_new_tokens=120, eos_token_id=None) for prompt in PROMPTS[:6]]
+        handles = [heavy.submit(prompt, max_new_tokens=LONG, eos_token_id=None) for prompt in PROMPTS[:6]]
         next(handles[0].tokens())
-        handles.append(light.submit(PROMPTS[6], max_new_tokens=30))
+        handles.append(light.submit(PROMPTS[6], max_new_tokens=LONG // 4))
         assert [handle.result(WAIT_S).token_ids for handle in handles] == expected
         first, last = turns.index(light._service), len(turns) - turns[::-1].index(light._service)
         meanwhile = turns[first:last]
@@ -53,21 +56,21 @@ def test_they_take_turns_whatever_their_load(
 def test_generate_calls_of_threads_and_batchers_give_what_stock_gives(pair: tuple[Any, Any, Any]) -> None:
     target, draft, tokenizer = pair
     generators = [SLOSpecGenerator(target, draft, tokenizer, CONFIG), SLOSpecGenerator(target, None, tokenizer, CONFIG)]
-    expected = [alone(pair, prompt, max_new_tokens=20) for prompt in PROMPTS[:4]]
+    expected = [alone(pair, prompt, max_new_tokens=quick_or(12, 20)) for prompt in PROMPTS[:4]]
     found = dict[tuple[int, int], list[int]]()
 
     def call(number: int) -> None:
         for index in range(2):
             inputs = tokenizer(PROMPTS[2 + index], return_tensors="pt")
             inputs.pop("token_type_ids", None)
-            out = generators[number].generate(**inputs, max_new_tokens=20)
+            out = generators[number].generate(**inputs, max_new_tokens=quick_or(12, 20))
             found[number, index] = torch.as_tensor(out)[0, inputs["input_ids"].shape[1] :].tolist()
 
     with generators[0], generators[1]:
         threads = [threading.Thread(target=call, args=(number,)) for number in range(2)]
         for thread in threads:
             thread.start()
-        handles = [own.submit(prompt, max_new_tokens=20) for own in generators for prompt in PROMPTS[:2]]
+        handles = [own.submit(prompt, max_new_tokens=quick_or(12, 20)) for own in generators for prompt in PROMPTS[:2]]
         assert [handle.result(WAIT_S).token_ids for handle in handles] == 2 * expected[:2]
         for thread in threads:
             thread.join(WAIT_S)

@@ -11,13 +11,16 @@ from transformers import DynamicCache
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, UnsupportedOptionError, load_drafter
 from hf_slospec.models.inspection.cache_names import CACHE_NAME, cache_option
-from tests.support.breadth import nightly_rows_but
+from tests.support.breadth import nightly_rows_but, quick_or
 from tests.support.served_pair import WAIT_S, Holds
 from tests.support.toys.tiny_configs import tiny_config
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, sharpened
 
-CONFIG = SLOSpecConfig(policy="adaserve", check_invariants=True, max_depth=4, token_budget=40, kv_tokens=2_000)
+CONFIG = SLOSpecConfig(
+    policy="adaserve", check_invariants=True, max_depth=quick_or(2, 4), token_budget=40, kv_tokens=2_000
+)
 FAMILIES = ["Lfm2", "Qwen3_5", "FalconH1"]
+LONG = quick_or(30, 60)
 
 
 def tiny(family: str, noise: float = 0.0) -> Any:
@@ -103,8 +106,8 @@ def test_requests_of_the_batcher_are_decoded_as_alone(family: str, draft: str) -
 def test_preempted_requests_resume_exactly() -> None:
     target = tiny("Qwen3_5")
     prompts = [random_ids(60, seed) for seed in range(4)]
-    expected = [alone(target, ids, max_new_tokens=60, eos_token_id=None) for ids in prompts]
-    config, options = CONFIG.model_copy(update={"max_batch": 2}), dict(max_new_tokens=60, eos_token_id=None)
+    expected = [alone(target, ids, max_new_tokens=LONG, eos_token_id=None) for ids in prompts]
+    config, options = CONFIG.model_copy(update={"max_batch": 2}), dict(max_new_tokens=LONG, eos_token_id=None)
     with SLOSpecGenerator(target, tiny("Qwen3_5", 0.02), config=config) as generator:
         with Holds() as holds:
             spare = [generator.submit(ids, **options, stopping_criteria=[holds]) for ids in prompts[:2]]

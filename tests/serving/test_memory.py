@@ -15,6 +15,7 @@ from hf_slospec import (
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.target import PackedTarget
+from tests.support.breadth import quick_or
 from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, Holds, alone
 from tests.support.toys.hasty_room import HastyRoom
 from tests.support.toys.models import NowAndThen
@@ -25,9 +26,9 @@ def test_long_prompts_are_fed_in_chunks_beside_running_streams(pair: tuple[Any, 
     config = CONFIG.model_copy(update={"prefill_chunk": 64})
     long = "\n".join(tiny_prompts()[:8])
     expected = alone(pair, long, max_new_tokens=12)
-    streams = [alone(pair, prompt, max_new_tokens=60) for prompt in PROMPTS[:3]]
+    streams = [alone(pair, prompt, max_new_tokens=quick_or(30, 60)) for prompt in PROMPTS[:3]]
     with SLOSpecGenerator(target, draft, tokenizer, config) as generator:
-        handles = [generator.submit(prompt, max_new_tokens=60) for prompt in PROMPTS[:3]]
+        handles = [generator.submit(prompt, max_new_tokens=quick_or(30, 60)) for prompt in PROMPTS[:3]]
         late = generator.submit(long, max_new_tokens=12)
         assert late.result(WAIT_S).token_ids == expected
         assert [handle.result(WAIT_S).token_ids for handle in handles] == streams
@@ -35,13 +36,14 @@ def test_long_prompts_are_fed_in_chunks_beside_running_streams(pair: tuple[Any, 
 
 def test_preempted_requests_resume_exactly(pair: tuple[Any, Any, Any]) -> None:
     target, draft, tokenizer = pair
-    expected = [alone(pair, prompt, max_new_tokens=40) for prompt in PROMPTS[:4]]
+    expected = [alone(pair, prompt, max_new_tokens=quick_or(20, 40)) for prompt in PROMPTS[:4]]
     config = CONFIG.model_copy(update={"max_batch": 2})
     with SLOSpecGenerator(target, draft, tokenizer, config) as generator:
         with Holds() as holds:
-            spare = [generator.submit(p, max_new_tokens=40, stopping_criteria=[holds]) for p in PROMPTS[:2]]
+            options = dict(max_new_tokens=quick_or(20, 40))
+            spare = [generator.submit(p, **options, stopping_criteria=[holds]) for p in PROMPTS[:2]]
             assert holds.is_reached.wait(WAIT_S)
-            urgent = [generator.submit(p, max_new_tokens=40, slo_tpot=10.0, slo_ttft=100.0) for p in PROMPTS[2:4]]
+            urgent = [generator.submit(p, **options, slo_tpot=10.0, slo_ttft=100.0) for p in PROMPTS[2:4]]
         assert [handle.result(WAIT_S).token_ids for handle in (*spare, *urgent)] == expected
         assert sum(handle.metrics.preempted for handle in spare) > 0
         assert generator.stats().preempted > 0

@@ -11,6 +11,7 @@ from hf_slospec import (
     SLOSpecConfig,
     SLOSpecGenerator,
 )
+from tests.support.breadth import quick_or
 from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, alone
 
 SWITCHED = [
@@ -23,9 +24,9 @@ SWITCHED = [
 
 
 def test_switching_the_policy_loses_and_changes_nothing_that_runs(pair: tuple[Any, Any, Any]) -> None:
-    expected = [alone(pair, prompt, max_new_tokens=80) for prompt in PROMPTS[:3]]
+    expected = [alone(pair, prompt, max_new_tokens=quick_or(40, 80)) for prompt in PROMPTS[:3]]
     with SLOSpecGenerator(*pair, CONFIG) as generator:
-        handles = [generator.submit(prompt, max_new_tokens=80) for prompt in PROMPTS[:3]]
+        handles = [generator.submit(prompt, max_new_tokens=quick_or(40, 80)) for prompt in PROMPTS[:3]]
         stream = handles[0].tokens()
         for config in SWITCHED:
             generator.set_policy(config)

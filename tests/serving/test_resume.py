@@ -11,9 +11,10 @@ import pytest
 
 from hf_slospec import InvalidInputError, InvalidTypeError, NotGuaranteedError, Progress, SLOSpecGenerator
 from hf_slospec.generate.penalties import OccurrencePenalties
-from tests.support.breadth import nightly_but
+from tests.support.breadth import nightly_but, quick_or
 from tests.support.served_pair import CONFIG, WAIT_S, alone
 
+NEW = quick_or(24, 40)
 PROMPT = "def main(argv):\n    "
 CASES: list[dict[str, Any]] = [
     dict(),
@@ -35,11 +36,11 @@ def other(pair: tuple[Any, Any, Any]) -> Iterator[SLOSpecGenerator]:
 def test_output_goes_on_as_one_generator_would_have_written_it(
     served: SLOSpecGenerator, other: SLOSpecGenerator, options: dict[str, Any], num_before: int
 ) -> None:
-    whole = served.submit(PROMPT, max_new_tokens=40, slo_tpot=1.0, logprobs=2, **options)
+    whole = served.submit(PROMPT, max_new_tokens=NEW, slo_tpot=1.0, logprobs=2, **options)
     expected = whole.result(WAIT_S)
     progress = Progress(expected.token_ids[:num_before], 3.0, 2.0, drafted=9, acceptance_histogram=(1, 2, 0, 1))
     for generator in (other, other):  # the second finds the text's K/V
-        handle = generator.submit(PROMPT, max_new_tokens=40, slo_tpot=1.0, logprobs=2, resume=progress, **options)
+        handle = generator.submit(PROMPT, max_new_tokens=NEW, slo_tpot=1.0, logprobs=2, resume=progress, **options)
         result = handle.result(WAIT_S)
         assert (result.token_ids, result.text) == (expected.token_ids, expected.text)
         assert result.finish_reason == expected.finish_reason

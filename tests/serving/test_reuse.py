@@ -11,6 +11,7 @@ import torch
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, tiny_prompts
 from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
+from tests.support.breadth import quick_or
 from tests.support.served_pair import CONFIG, WAIT_S, Holds, alone
 from tests.support.toys.models import new_costs
 from tests.support.toys.tiny_models import tiny_model
@@ -29,7 +30,7 @@ def test_every_turn_of_a_chat_gets_the_answer_it_gets_alone(pair: tuple[Any, Any
     config = CONFIG.model_copy(update={"kv_tokens": kv_tokens})
     with SLOSpecGenerator(*pair, config) as generator:
         ids, reused = pair[2](SYSTEM)["input_ids"], list[int]()
-        for turn in range(4):
+        for turn in range(quick_or(3, 4)):
             ids = ids + pair[2](f"\n# turn {turn}\n", add_special_tokens=False)["input_ids"]
             handle = generator.submit(ids, max_new_tokens=24)
             answer = handle.result(WAIT_S).token_ids
@@ -43,18 +44,18 @@ def test_every_turn_of_a_chat_gets_the_answer_it_gets_alone(pair: tuple[Any, Any
 
 def test_users_of_one_system_prompt_share_it_while_they_run_and_afterwards(pair: tuple[Any, Any, Any]) -> None:
     prompts = [f"{SYSTEM}\n# {name}\n" for name in ("ada", "bob", "cleo", "dan")]
-    expected = [alone(pair, prompt, max_new_tokens=30) for prompt in prompts]
+    expected = [alone(pair, prompt, max_new_tokens=quick_or(16, 30)) for prompt in prompts]
     with SLOSpecGenerator(*pair, CONFIG) as generator:
-        first = generator.submit(prompts[0], max_new_tokens=30)
+        first = generator.submit(prompts[0], max_new_tokens=quick_or(16, 30))
         next(first.tokens())
-        others = [generator.submit(prompt, max_new_tokens=30) for prompt in prompts[1:]]
+        others = [generator.submit(prompt, max_new_tokens=quick_or(16, 30)) for prompt in prompts[1:]]
         assert [handle.result(WAIT_S).token_ids for handle in (first, *others)] == expected
         shared = len(pair[2](SYSTEM)["input_ids"])
         assert first.metrics.reused == 0
         assert all(handle.metrics.reused >= shared - 1 for handle in others)
-        assert generator.submit(prompts[1], max_new_tokens=30, do_sample=True, seed=3).result(
+        assert generator.submit(prompts[1], max_new_tokens=quick_or(16, 30), do_sample=True, seed=3).result(
             WAIT_S
-        ).token_ids == alone(pair, prompts[1], 3, max_new_tokens=30, do_sample=True)
+        ).token_ids == alone(pair, prompts[1], 3, max_new_tokens=quick_or(16, 30), do_sample=True)
         stats = generator.stats()
         assert stats.kept_tokens > shared and stats.kv_tokens == 0
         sample = {s.name: s.value for family in generator.collector().collect() for s in family.samples}
@@ -84,9 +85,9 @@ def test_nothing_is_reused_after_the_weights_have_changed(pair: tuple[Any, Any, 
         for change in (0.0, 0.05, 0.0):
             with torch.no_grad():
                 target.model.layers[0].self_attn.v_proj.weight.add_(change)
-            expected = alone((target, draft, tokenizer), SYSTEM, max_new_tokens=24)
+            expected = alone((target, draft, tokenizer), SYSTEM, max_new_tokens=quick_or(12, 24))
             for is_first in (True, False):
-                handle = generator.submit(SYSTEM, max_new_tokens=24)
+                handle = generator.submit(SYSTEM, max_new_tokens=quick_or(12, 24))
                 assert handle.result(WAIT_S).token_ids == expected
                 assert (handle.metrics.reused == 0) == is_first
 

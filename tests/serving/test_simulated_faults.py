@@ -16,6 +16,7 @@ from hf_slospec.engine.scheduling import AdmissionName
 from hf_slospec.engine.scheduling.continuous import Limits
 from hf_slospec.models.kv_cache.pool import KVPool
 from scripts import simulate_faults
+from tests.support.breadth import quick_or
 from tests.support.simulation.batcher import Simulation, fault_of, simulate
 from tests.support.simulation.schedules import Fault, Generate, Job, Schedule, Stop, schedule_of, shrunk
 
@@ -31,7 +32,7 @@ def _no_messages() -> Iterator[None]:
 
 @pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.nightly) for block in range(1, BLOCKS))])
 def test_every_schedule_gives_what_plain_decoding_gives(block: int) -> None:
-    for seed in range(block, SEEDS, BLOCKS):
+    for seed in range(block, quick_or(SEEDS // 2, SEEDS), BLOCKS):
         if (error := fault_of(schedule_of(seed))) is not None:
             raise AssertionError(
                 f"seed {seed} fails; run scripts/simulate_faults.py --seeds {seed}:{seed + 1}"
@@ -81,7 +82,7 @@ def simulated(*faults: Fault, jobs: int = 3, **changes: object) -> Simulation:
 @pytest.mark.parametrize("kind", ["memory", "torch"])
 def test_memory_that_runs_short_once_ends_nothing(point: str, kind: str) -> None:
     num_struck = 0
-    for number in range(6):
+    for number in range(quick_or(3, 6)):
         simulation = simulated(Fault(point, number, kind))
         num_struck += len(simulation.world.struck)
         assert [own.handle.finish_reason for own in simulation.submitted] == ["length"] * 3
@@ -104,7 +105,7 @@ def test_where_texts_fill_the_slots_they_are_decoded_without_drafts(
     first = replace(JOB, own_tokens=0, new=5, ttft_slo_s=1e7)
     jobs = [first, replace(JOB, prompt_len=42, own_tokens=5, new=2, tpot_slo_s=1e3)]
     plan = replace(PLAIN, limits=Limits(4, 73, 3, 16, 20.0), depth=3, width=1, users=tuple((job,) for job in jobs))
-    for seed in range(8):
+    for seed in range(quick_or(4, 8)):
         simulation = Simulation(replace(plan, seed=seed, has_assistant=has_assistant, admission=admission))
         simulation.run()
         assert [own.handle.finish_reason for own in simulation.submitted] == ["length"] * 2

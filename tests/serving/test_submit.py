@@ -17,6 +17,7 @@ from hf_slospec import (
     SLOStage,
     UnsupportedOptionError,
 )
+from tests.support.breadth import quick_or
 from tests.support.fixed_policy import always_drafting
 from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, alone
 
@@ -30,17 +31,18 @@ class Ban:
         return scores
 
 
+SOME = quick_or(14, 30)
 MIXED: list[dict[str, Any]] = [
-    dict(max_new_tokens=30),
+    dict(max_new_tokens=SOME),
     dict(max_new_tokens=25, do_sample=True, seed=11),
-    dict(max_new_tokens=40, do_sample=True, seed=5, temperature=0.7, top_k=20, top_p=0.9),
-    dict(max_new_tokens=30, repetition_penalty=1.3),
-    dict(max_new_tokens=60, stop_strings=["return"]),
+    dict(max_new_tokens=SOME + 10, do_sample=True, seed=5, temperature=0.7, top_k=20, top_p=0.9),
+    dict(max_new_tokens=SOME, repetition_penalty=1.3),
+    dict(max_new_tokens=2 * SOME, stop_strings=["return"]),
     dict(max_new_tokens=20, do_sample=True, seed=11, repetition_penalty=1.2, no_repeat_ngram_size=3),
     dict(max_new_tokens=1),
-    dict(max_new_tokens=50, eos_token_id=[5, 17, 200, 300, 301, 302]),
+    dict(max_new_tokens=SOME + 20, eos_token_id=[5, 17, 200, 300, 301, 302]),
     dict(max_new_tokens=20, logits_processor=LogitsProcessorList([Ban()])),
-    dict(max_new_tokens=33, min_new_tokens=20),
+    dict(max_new_tokens=SOME + 3, min_new_tokens=12),
 ]
 
 
@@ -68,14 +70,15 @@ def test_mixed_requests_give_what_generate_gives_for_each_alone(
 def test_requests_that_must_not_speculate_run_beside_others(
     served: SLOSpecGenerator, pair: tuple[Any, Any, Any]
 ) -> None:
-    options = dict(max_new_tokens=40, min_new_tokens=40)
+    length = quick_or(24, 40)
+    options = dict(max_new_tokens=length, min_new_tokens=length)
     expected = [alone(pair, prompt, **options) for prompt in PROMPTS[:4]]
     with always_drafting(served):
         handles = [
             served.submit(prompt, **options, speculative=bool(index % 2)) for index, prompt in enumerate(PROMPTS[:4])
         ]
         assert [handle.result(WAIT_S).token_ids for handle in handles] == expected
-    assert [handle.metrics.steps for handle in handles[::2]] == [39, 39]
+    assert [handle.metrics.steps for handle in handles[::2]] == [length - 1] * 2
     assert [handle.metrics.drafted for handle in handles[::2]] == [0, 0]
     assert sum(handle.metrics.drafted for handle in handles[1::2]) > 0
 
@@ -84,16 +87,16 @@ def test_a_guarantee_with_a_probability_changes_no_token_and_is_reported(pair: t
     target, draft, tokenizer = pair
     with SLOSpecGenerator(target, draft, tokenizer, CONFIG.model_copy(update={"guarantee": 0.9})) as generator:
         options: list[dict[str, Any]] = [dict(slo_tpot=60.0), dict(slo_tpot=1e-9), dict()]
-        sampled = dict(do_sample=True, seed=3, max_new_tokens=25)
+        sampled = dict(do_sample=True, seed=3, max_new_tokens=quick_or(14, 25))
         results = [generator.submit(prompt, **sampled, **own) for prompt, own in zip(PROMPTS, options, strict=False)]
         for prompt, handle in zip(PROMPTS, results, strict=False):
             assert handle.result(WAIT_S).token_ids == alone(pair, prompt, **sampled)
         reported = [(handle.metrics.window_guarantee, handle.metrics.windows_kept) for handle in results]
         assert reported == [(0.9, True), (None, False), (None, None)]
         inputs = tokenizer(PROMPTS[:2], return_tensors="pt", padding=True, padding_side="left")
-        out = generator.generate(**inputs, max_new_tokens=25, slo_tpot=[60.0, None], return_dict_in_generate=True)
-        late = generator.generate(**inputs, max_new_tokens=25, slo_tpot=[60.0, 1e-9], return_dict_in_generate=True)
-    assert out.sequences.tolist() == target.generate(**inputs, max_new_tokens=25).tolist()
+        out = generator.generate(**inputs, max_new_tokens=14, slo_tpot=[60.0, None], return_dict_in_generate=True)
+        late = generator.generate(**inputs, max_new_tokens=14, slo_tpot=[60.0, 1e-9], return_dict_in_generate=True)
+    assert out.sequences.tolist() == target.generate(**inputs, max_new_tokens=14).tolist()
     assert [(row.window_guarantee, row.windows_kept) for row in out.slo] == [(0.9, True), (None, None)]
     assert [row.window_guarantee for row in late.slo] == [None, None]  # all of them or none
 

@@ -13,6 +13,7 @@ from hf_slospec import (
     SLOSpecGenerator,
     TokenTree,
 )
+from tests.support.breadth import quick_or
 from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, Fails, alone
 
 
@@ -93,8 +94,8 @@ def test_a_users_drafter_leaves_the_global_generator_to_others(pair: tuple[Any, 
     target, _, tokenizer = pair
     drawn = list[float]()
     with SLOSpecGenerator(target, None, tokenizer, CONFIG, drafter=Draws()) as generator:
-        handle = generator.submit(PROMPTS[0], max_new_tokens=60)
+        handle = generator.submit(PROMPTS[0], max_new_tokens=quick_or(30, 60))
         while not handle.done():
             drawn.append(float(torch.rand((), dtype=torch.float64)))  # float32 has too few values for many draws
-        assert handle.result(WAIT_S).token_ids == alone(pair, PROMPTS[0], max_new_tokens=60)
+        assert handle.result(WAIT_S).token_ids == alone(pair, PROMPTS[0], max_new_tokens=quick_or(30, 60))
     assert len(set(drawn)) > 0.99 * len(drawn)

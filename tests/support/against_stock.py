@@ -8,10 +8,11 @@ from hf_slospec import (
     SLOSpecConfig,
     SLOSpecGenerator,
 )
+from tests.support.breadth import quick_or
 from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
-DRAFTS_ALWAYS = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=40, max_depth=4)
-NEW: dict[str, Any] = dict(max_new_tokens=24, output_scores=True, output_logits=True)
+DRAFTS_ALWAYS = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=40, max_depth=quick_or(2, 4))
+NEW: dict[str, Any] = dict(max_new_tokens=quick_or(14, 24), output_scores=True, output_logits=True)
 GREEDY: dict[str, Any] = NEW | dict(do_sample=False)
 SAMPLED: dict[str, Any] = NEW | dict(do_sample=True)
 

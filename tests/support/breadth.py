@@ -11,6 +11,11 @@ import pytest
 EXHAUSTIVE = "EXHAUSTIVE" in os.environ  # set by make nightly
 
 
+def quick_or(quick: Any, full: Any) -> Any:
+    """Return a size: the quick one, which is enough for the mechanism, or the full one in ``make nightly``."""
+    return full if EXHAUSTIVE else quick
+
+
 def nightly_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
     """Return values of one parameter, marked as nightly but for the quick ones."""
     return nightly_rows_but([(value,) for value in quick], [(value,) for value in values])

@@ -136,7 +136,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     return made
 
 
-@pytest.mark.parametrize("family", nightly_but(("llama", "gemma3"), ("llama", "gpt2", "gemma3")))
+@pytest.mark.parametrize("family", nightly_but(("gemma3",), ("llama", "gpt2", "gemma3")))
 def test_replays_are_what_forwards_compute(kernel: FlashKernel, captures: list[None], family: str) -> None:
     model = on_cuda(tiny_model(family), torch.bfloat16)
     replayed, plain = Bench(model), Bench(model)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-OPTIONS: dict[str, Any] = dict(do_sample=False, max_new_tokens=20)
+from tests.support.breadth import quick_or
+
+OPTIONS: dict[str, Any] = dict(do_sample=False, max_new_tokens=quick_or(12, 20))
 
 
 def with_slo(model: Any) -> Any:

@@ -20,13 +20,14 @@ from transformers.utils import logging
 
 from hf_slospec import SLOSpecConfig, SLOSpecError, SLOSpecGenerator
 from hf_slospec.generate.speculator import MEASURE_S
+from tests.support.breadth import quick_or
 from tests.support.toys.tiny_models import ragged_prompts
 
 NUM_RANKS = 2
 CONFIG = SLOSpecConfig(policy="adaserve", token_budget=24, max_depth=3, check_invariants=True)  # drafts at any cost
 PROMPTS = ragged_prompts(3)
 IDS = PROMPTS["input_ids"]
-NEW_TOKENS = 12
+NEW_TOKENS = quick_or(8, 12)
 SLOW = 5.0  # times as much time as on the first rank passes on the others, by their clocks
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": dict(do_sample=False),

@@ -11,18 +11,17 @@ from hf_slospec.tiny.inflate import config_of, inflate
 from hf_slospec.tiny.shapes import DRAFT_SHAPES, SHAPES, Shape
 
 LLAMA = dict(num_heads=16, num_kv_heads=4, head_dim=128, vocab_size=5000)  # as in Llama 3, all but the sizes
+ONE_SIZE = Shape(256, 704, 10), Shape(256, 1024, 8), Shape(512, 704, 8)  # only one of them is another
 
 
 @pytest.mark.parametrize(
     "shape",
     [
-        Shape(256, 704, 10),
-        Shape(256, 1024, 8),
-        Shape(512, 704, 8),
+        *(pytest.param(own, marks=pytest.mark.nightly) for own in ONE_SIZE),
         Shape(1024, 1024, 9),
         Shape(256, 704, 8, num_heads=16, num_kv_heads=4),
         Shape(256, 704, 8, head_dim=192),
-        Shape(1024, 704, 8, **LLAMA),
+        pytest.param(Shape(1024, 704, 8, **LLAMA), marks=pytest.mark.nightly),
         Shape(1024, 704, 9, **LLAMA, tie_word_embeddings=False),
     ],
 )

@@ -15,6 +15,7 @@ from hf_slospec.drafters.heads.loading import load_head
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.trial import check_by_trial
 from hf_slospec.tiny.embedded import FOLDER, tiny_prompts
+from tests.support.breadth import quick_or
 
 LEVELS, NEW_TOKENS, STRIDE = 4, 64, 6
 KINDS = ["eagle3", "mtp"]
@@ -26,7 +27,7 @@ pair = functools.cache(load_tiny_pair)
 def greedy_texts() -> list[torch.Tensor]:
     """Prompts with greedy text of the target.  [1, length] int64 each"""
     target, _, tokenizer = pair()
-    prompts = [tokenizer(prompt, return_tensors="pt") for prompt in tiny_prompts()[:6]]
+    prompts = [tokenizer(prompt, return_tensors="pt") for prompt in tiny_prompts()[: quick_or(3, 6)]]
     return [
         target.generate(**prompt, do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
         for prompt in prompts

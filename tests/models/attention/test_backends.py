@@ -25,6 +25,7 @@ from hf_slospec.models.attention.merge import merged_attention, weigh_sinks
 from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.packed.model import PackedModel
+from tests.support.breadth import nightly_but, quick_or
 from tests.support.model_classes import EXACT
 from tests.support.oracles.attention_rows import BRANCHING, CHAIN, ROOT, ROWS, SPANS, Case, case
 from tests.support.oracles.layer_parity import compare_layers
@@ -245,7 +246,7 @@ def long_prompts() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", nightly_but(("llama", "gpt2", "gemma3", "gpt-oss", "mixtral"), sorted(FAMILIES)))
 def test_whole_models_token_for_token(family: str, calls: list[tuple[bool, int, int]]) -> None:
     """Trees and prompts in one batch, with windows, softcap and sinks."""
     config = SLOSpecConfig(attention="flash", policy="fixed", max_depth=3, max_width=2, check_invariants=True)
@@ -270,10 +271,11 @@ def test_tiny_pair_token_for_token(calls: list[tuple[bool, int, int]]) -> None:
     config = SLOSpecConfig(attention="flash", policy="fixed", max_depth=4, max_width=3, check_invariants=True)
     generator = SLOSpecGenerator(target, draft, config=config)
     calls.clear()
-    options = dict(do_sample=False, max_new_tokens=32, return_dict_in_generate=True)
+    num_new = quick_or(20, 32)
+    options = dict(do_sample=False, max_new_tokens=num_new, return_dict_in_generate=True)
     output = generator.generate(**inputs, **options)
     assert torch.equal(output.sequences, target.generate(**inputs, **options).sequences)
-    assert max(row.steps for row in output.slo) < 31  # trees were accepted
+    assert max(row.steps for row in output.slo) < num_new - 1  # trees were accepted
     assert {is_causal for is_causal, _, _ in calls} == {True, False}
 
 
@@ -283,6 +285,6 @@ def test_tiny_pair_in_bf16_parts_at_near_ties_only() -> None:
     inputs = tokenizer(tiny_prompts()[:3], return_tensors="pt", padding=True, padding_side="left")
     config = SLOSpecConfig(attention="flash", policy="fixed", max_depth=4, max_width=3)
     report = divergence_report(
-        SLOSpecGenerator(target, draft, config=config), inputs, do_sample=False, max_new_tokens=32
+        SLOSpecGenerator(target, draft, config=config), inputs, do_sample=False, max_new_tokens=quick_or(20, 32)
     )
     assert report.all_near_ties, report

@@ -13,6 +13,7 @@ from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.models.packed.model import Outputs
 from tests.drafters.heads.checkpoints import target_of
+from tests.support.breadth import quick_or
 from tests.support.graph_bench import Bench
 from tests.support.stand_ins.graphs import Tapes
 from tests.support.toys.feature_heads import FOLDERS, random_head
@@ -36,7 +37,7 @@ def test_replays_return_the_hidden_states_that_were_asked_for(family: str, tapes
     """Signatures differ by the layers and their order; results do not share memory with those of later replays."""
     ours, plain = Bench(tiny_model(family)), Bench(tiny_model(family), cuda_graphs=False)
     held = list[tuple[Outputs, Outputs]]()
-    for layers in itertools.chain.from_iterable([LAYERS] * 4):
+    for layers in itertools.chain.from_iterable([LAYERS] * quick_or(3, 4)):
         held.append((forward(ours, layers), forward(plain, layers)))
         for bench in (ours, plain):
             bench.grow(1)
@@ -60,7 +61,9 @@ def test_heads_draft_by_captured_forwards(kind: str, tapes: Tapes, tmp_path: Pat
         drafted = list[int]()
         options: tuple[dict[str, Any], ...] = (dict(do_sample=False), dict(do_sample=True, temperature=0.8))
         for own in options:
-            out = assert_same_as_stock(target, generator.generate, ragged_prompts(3), **own, max_new_tokens=14)
+            out = assert_same_as_stock(
+                target, generator.generate, ragged_prompts(3), **own, max_new_tokens=quick_or(10, 14)
+            )
             drafted += [number for metrics in out.slo for number in (metrics.drafted, metrics.accepted)]
         trees.append(drafted)
         if captures:

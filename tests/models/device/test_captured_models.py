@@ -22,6 +22,7 @@ from hf_slospec.models.inspection.graph_preconditions import GraphPreconditions
 from hf_slospec.models.packed import captured as captured_forwards
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.sequences import room
+from tests.support.breadth import nightly_but, quick_or
 from tests.support.graph_bench import Bench
 from tests.support.packed import packed_model
 from tests.support.served_pair import Holds
@@ -36,7 +37,13 @@ CONFIG = SLOSpecConfig(
 )
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral-window", "gemma2", "gemma3", "mixtral", "gpt-oss"])
+@pytest.mark.parametrize(
+    "family",
+    nightly_but(
+        ["llama", "gpt2", "gemma3", "gpt-oss"],
+        ["llama", "gpt2", "mistral-window", "gemma2", "gemma3", "mixtral", "gpt-oss"],
+    ),
+)
 def test_whole_models_token_for_token(family: str, tapes: Tapes) -> None:
     model = tiny_model(family)
     generator = SLOSpecGenerator(model, tiny_model(family, noise=0.03), config=CONFIG)
@@ -51,7 +58,7 @@ def test_pools_that_grow(tapes: Tapes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "FIRST_ROOM", 12)
     model = tiny_model("llama")
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
-    assert_same_as_stock(model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=60)
+    assert_same_as_stock(model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=quick_or(40, 60))
     assert tapes.num_replayed > tapes.num_captured > 0
 
 
@@ -198,7 +205,7 @@ def test_calls_take_over_the_graphs_of_those_before(tapes: Tapes) -> None:
     generator = SLOSpecGenerator(model, draft, config=CONFIG)
     inputs = ragged_prompts(2)
     captured = []
-    for _ in range(6):
+    for _ in range(quick_or(4, 6)):
         before = tapes.num_captured
         assert_same_as_stock(model, generator.generate, inputs, **GREEDY, max_new_tokens=20)
         captured.append(tapes.num_captured - before)
@@ -246,7 +253,7 @@ def test_what_changes_between_calls_is_seen(tapes: Tapes) -> None:
 def test_calls_with_and_without_inference_mode(tapes: Tapes) -> None:
     model = tiny_model("llama")
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
-    for is_inference in (True, False, True, False):
+    for is_inference in (True, False, *quick_or((), (True, False))):
         with torch.inference_mode(is_inference):
             assert_same_as_stock(model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=20)
     assert tapes.num_replayed
@@ -269,7 +276,7 @@ def test_a_kept_pool_takes_no_more_than_is_needed_and_goes_when_memory_is_short(
 def test_calls_of_several_threads_share_a_pool(tapes: Tapes) -> None:
     model = tiny_model("llama")
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
-    inputs = [ragged_prompts(2, seed) for seed in range(6)]
+    inputs = [ragged_prompts(2, seed) for seed in range(quick_or(4, 6))]
     with ThreadPoolExecutor(3) as threads:
         found = list(threads.map(lambda own: generator.generate(**own, **GREEDY, max_new_tokens=20), inputs))
     for own, output in zip(inputs, found, strict=True):

@@ -27,7 +27,7 @@ from hf_slospec.models.packed import exact_trial
 from hf_slospec.models.sampling import DoubledSums
 from hf_slospec.models.target import PackedTarget
 from tests.support import cuda_tests
-from tests.support.breadth import nightly_but, nightly_rows_but
+from tests.support.breadth import nightly_but, nightly_rows_but, quick_or
 from tests.support.cuda_tests import (  # noqa: F401  collected here once more
     moved,
     on_cuda,
@@ -181,7 +181,7 @@ def test_sdpa_makes_no_plans_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("family", "options"),
     nightly_rows_but(
-        [("llama", SAMPLED), ("gemma3", GREEDY)],
+        [("gemma3", GREEDY)],
         [("llama", GREEDY), ("llama", SAMPLED), ("gemma3", GREEDY), ("gpt2", SAMPLED), ("mixtral", GREEDY)],
     ),
 )
@@ -202,7 +202,7 @@ def test_options_that_look_at_the_text(options: dict[str, Any]) -> None:
     assert_same_as_stock(model, generator.generate, moved(ragged_prompts(2)), **options, max_new_tokens=12)
 
 
-@pytest.mark.parametrize("policy", nightly_but(("adaserve", "auto"), ("adaserve", "auto", "sequoia", "turbospec")))
+@pytest.mark.parametrize("policy", nightly_but(("auto",), ("adaserve", "auto", "sequoia", "turbospec")))
 def test_policies_and_prompt_lookup(policy: str) -> None:
     model = on_cuda(tiny_model("llama"))
     for draft in (None, on_cuda(tiny_model("llama", noise=0.03))):
@@ -234,8 +234,11 @@ def test_self_is_always_the_same(
 def test_self_is_the_same_for_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact_trial, "PROMPTS", (3, 2))
     monkeypatch.setattr(exact_trial, "DEPTH", 1)
-    model, draft = (on_cuda(tiny_model("llama", noise=noise), torch.bfloat16) for noise in (0.0, 0.03))
-    cuda_tests.check_self(model, draft, [[5, 6, 7, 8, 9], [17, 4]], max_new_tokens=3, **GREEDY)
+    models = [on_cuda(tiny_model("llama", noise=noise), torch.bfloat16) for noise in (0.0, 0.03)]
+    for model in models:  # one layer: the interpreter is slow
+        del model.model.layers[1:]
+        model.config.num_hidden_layers = 1
+    cuda_tests.check_self(*models, [[5, 6, 7, 8, 9], [17, 4]], max_new_tokens=3, **GREEDY)
 
 
 def test_what_cannot_be_exact_on_cuda_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +319,7 @@ def assert_one_wait_each(waits: Counter[str]) -> None:
 @pytest.mark.parametrize(
     ("dtype", "attention", "options"),
     [
-        (torch.float32, "sdpa", SAMPLED),
+        pytest.param(torch.float32, "sdpa", SAMPLED, marks=pytest.mark.nightly),
         (torch.bfloat16, "flash", GREEDY),
         pytest.param(torch.float32, "sdpa", GREEDY, marks=pytest.mark.nightly),
         pytest.param(torch.bfloat16, "flash", SAMPLED, marks=pytest.mark.nightly),
@@ -334,7 +337,7 @@ def test_the_host_waits_twice_a_step(
 
 
 def test_the_batcher_replays(kernel: Any, captures: list[None]) -> None:
-    cuda_tests.serve(4, 6)
+    cuda_tests.serve(*quick_or((3, 5), (4, 6)))
     assert captures
 
 
@@ -354,8 +357,8 @@ def test_calls_on_another_stream_beside_the_batcher() -> None:
     alone = model.generate(**inputs, **GREEDY, max_new_tokens=6)
     config = SLOSpecConfig(policy="fixed", check_invariants=True)
     with SLOSpecGenerator(model, draft, config=config) as generator, torch.cuda.stream(other):
-        handle = generator.submit([5, 6, 7], max_new_tokens=16, **GREEDY)
-        for _ in range(2):
+        handle = generator.submit([5, 6, 7], max_new_tokens=quick_or(10, 16), **GREEDY)
+        for _ in range(quick_or(1, 2)):
             assert torch.equal(generator.generate(**inputs, **GREEDY, max_new_tokens=6), alone)
         handle.result(120)
     assert other.waited_for and torch.cuda.current_stream().waited_for

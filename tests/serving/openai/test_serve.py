@@ -23,6 +23,7 @@ from hf_slospec.cli.app import app
 from hf_slospec.serving.openai.options import ServeOptions
 from hf_slospec.serving.openai.serve import welcome
 from hf_slospec.tiny.embedded import FOLDER
+from tests.support.breadth import quick_or
 
 START_S = 240.0
 NO_COMPILER = ["--config", '{"compile": false}']  # it would go on beside other tests
@@ -98,6 +99,9 @@ def free_port() -> int:
         return port
 
 
+NEW_TOKENS = quick_or(120, 300)
+
+
 def test_a_signal_lets_requests_finish(tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "log"
     options = ["--size", "tiny", "--dtype", "float32", "--port", str(port), "--drafter", "lookup+mtp", *NO_COMPILER]
@@ -110,14 +114,14 @@ def test_a_signal_lets_requests_finish(tmp_path: Path) -> None:
             base_url=f"http://127.0.0.1:{port}", headers={"Authorization": "Bearer secret-key"}
         ) as client:
             wait_for(client, process)
-            body = {"prompt": "def main():", "max_tokens": 300, "ignore_eos": True, "temperature": 0, "stream": True,
-                    "stream_options": {"include_usage": True}}  # fmt: skip
+            body = {"prompt": "def main():", "max_tokens": NEW_TOKENS, "ignore_eos": True, "temperature": 0,
+                    "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
             with client.stream("POST", "/v1/completions", json=body, timeout=START_S) as answer:
                 lines = answer.iter_lines()
                 first = next(lines)
                 process.send_signal(signal.SIGTERM)
                 *_, last, done = [first, *filter(None, lines)]
-        assert done == "data: [DONE]" and json.loads(last[6:])["usage"]["completion_tokens"] == 300
+        assert done == "data: [DONE]" and json.loads(last[6:])["usage"]["completion_tokens"] == NEW_TOKENS
         process.wait(START_S)
     finally:
         process.kill()

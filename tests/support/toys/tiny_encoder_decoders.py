@@ -16,6 +16,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
+from tests.support.breadth import quick_or
 from tests.support.toys.tiny_models import POSITIONS, VOCAB, sharpened
 
 SIZES: dict[str, Any] = dict(
@@ -53,8 +54,9 @@ def tiny_whisper(seed: int = 0) -> WhisperForConditionalGeneration:
     model: Any = faint(sharpened(lambda: WhisperForConditionalGeneration(config), seed))
     settings: dict[str, Any] = dict(
         no_timestamps_token_id=NO_TIMESTAMPS, lang_to_id={"<|en|>": EN, "<|de|>": DE}, is_multilingual=True,
-        task_to_id={"transcribe": TRANSCRIBE, "translate": TRANSLATE}, prev_sot_token_id=PREVIOUS, max_length=64,
-        suppress_tokens=[5, 6], begin_suppress_tokens=[2, 7], max_initial_timestamp_index=5,
+        task_to_id={"transcribe": TRANSCRIBE, "translate": TRANSLATE}, prev_sot_token_id=PREVIOUS,
+        max_length=quick_or(32, 64), suppress_tokens=[5, 6], begin_suppress_tokens=[2, 7],
+        max_initial_timestamp_index=5,
     )  # fmt: skip
     for name, value in settings.items():
         setattr(model.generation_config, name, value)

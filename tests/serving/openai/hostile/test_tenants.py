@@ -16,13 +16,14 @@ from hf_slospec.serving.openai.app import ServerSettings, make_app
 from hf_slospec.serving.openai.engine import LocalEngine
 from hf_slospec.serving.openai.options import SLOLimits
 from tests.serving.openai.conftest import listening
+from tests.support.breadth import quick_or
 
 ONE, OTHER = "key-of-one", "key-of-another"
 KEYS = {ONE: SLOLimits(), OTHER: SLOLimits(lowest_priority=0, strictest_tpot=1.0)}
 TOKENIZER = load_tiny_pair()[2]
 KNOWN: list[int] = TOKENIZER(f"{tiny_prompts()[0][:200]}\npassword = '")["input_ids"]  # what an attacker knows
 DIGITS: list[int] = [TOKENIZER(digit)["input_ids"][0] for digit in "0123456789"]
-SECRET = [DIGITS[digit] for digit in (4, 0, 7, 1, 9, 3)]
+SECRET = [DIGITS[digit] for digit in quick_or((4, 0, 7), (4, 0, 7, 1, 9, 3))]
 END: list[int] = TOKENIZER("'\n")["input_ids"]
 PROMPT = KNOWN + SECRET + KNOWN  # its end is long, so that its K/V is copied for probes, and none takes it over
 
