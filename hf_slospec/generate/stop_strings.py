@@ -52,9 +52,11 @@ class StopStrings(StoppingCriteria):
         """Prepare the search for strings in the tokens of a tokenizer.
 
         Raises:
-            ValueError: the tokenizer has no token with which one of the strings could end.
+            ValueError: there is none, one is empty, or the tokenizer has no token with which one could end.
         """
         strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+        if not strings or not all(strings):
+            raise ValueError("at least one is needed, and none may be empty")
         vocabulary = _vocabulary(tokenizer)
         self._texts = vocabulary.texts
         self._stops = StopStringCriteria._get_stop_strings_for_matching(tuple(strings), vocabulary.mode)

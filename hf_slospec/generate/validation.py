@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -88,6 +89,8 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
     Raises:
         InvalidInputError, InvalidTypeError, UnsupportedOptionError: the message names the argument.
     """
+    if not isinstance(given := arguments.get("generation_config"), (GenerationConfig, NoneType)):
+        raise InvalidTypeError(f"generation_config must be a GenerationConfig, got {type(given).__name__}")
     for name, instead in (
         ("custom_generate", "call generate without slo_tpot"),
         ("token_healing", "heal the prompt first"),
@@ -106,7 +109,11 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
     cache_name, cache = given_cache(arguments)
     _check_cache(cache_name, cache)
     if cache is not None and configured("use_cache", model, arguments) is False:
-        raise UnsupportedOptionError(f"{cache_name} and use_cache=False contradict each other; leave one out")
+        whose = "" if arguments.get("use_cache") is False else ", the default of this model's generation config,"
+        raise UnsupportedOptionError(
+            f"{cache_name} and use_cache=False{whose} contradict each other; leave {cache_name} out, or pass "
+            "use_cache=True"
+        )
     for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length"):
         value = configured(name, model, arguments)
         if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
@@ -262,10 +269,10 @@ def check_prompts(rows: Rows, checked: CheckedModel, has_placeholders: bool = Fa
                 f"attention_mask masks tokens of row {params.row}, and {type(target.model).__name__} counts them as "
                 "text, so its output would depend on the other rows; pass rows of one length, or one row at a time"
             )
-        if counts_all and bool((mask[:-1] & ~mask[1:]).any()):
+        if bool((mask[:-1] & ~mask[1:]).any()) and (counts_all or checked.counts_gaps):
             raise UnsupportedOptionError(
-                f"attention_mask masks tokens inside row {params.row}, which a sliding window, a chunk or a "
-                "recurrent state would count; pad on the left only, or call generate without slo_tpot"
+                f"attention_mask masks tokens inside row {params.row}, which a sliding window, a chunk, a recurrent "
+                "state or a bias by place would count; pad on the left only, or call generate without slo_tpot"
             )
     _check_rope(rows, target)
     ids = rows.prompt.tokens.clamp(max=0) if has_placeholders else rows.prompt.tokens

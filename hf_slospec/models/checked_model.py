@@ -13,12 +13,12 @@ from hf_slospec.models.costs.measure import measure
 from hf_slospec.models.costs.profiles import drop_profile, load_profile, save_profile
 from hf_slospec.models.device.machine import log_idle_gpu
 from hf_slospec.models.device.threads import release_openmp_threads, warn_if_oversubscribed
-from hf_slospec.models.inspection.hooks import changing_hooks
+from hf_slospec.models.inspection.hooks import changing_hooks, is_compiled
 from hf_slospec.models.inspection.properties import autocast_dtype, check_embeds_tokens, evaluating, input_device
 from hf_slospec.models.inspection.ranks import Ranks
 from hf_slospec.models.packed.exact_trial import check_exact
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.trial import check_by_trial, counts_padding
+from hf_slospec.models.packed.trial import check_by_trial, counts_gaps, counts_padding
 
 RENEWED_S = 1.0  # seconds of measuring between two calls, once compiled forwards have replaced eager ones
 
@@ -64,7 +64,7 @@ class CheckedModel:
     def packed(self) -> PackedModel:
         """The packed forwards for the model's present device and dtype."""
         hooks = sum(len(changing_hooks(module)) for module in self.model.modules())
-        placement = *self.place, hooks, autocast_dtype(input_device(self.model).type)
+        placement = *self.place, hooks, is_compiled(self.model), autocast_dtype(input_device(self.model).type)
         with self._renewing:
             if placement != self._placement:
                 if input_device(self.model).type == "cpu":
@@ -86,6 +86,11 @@ class CheckedModel:
     def counts_padding(self) -> bool:
         """Return whether a row of stock's batches depends on its padding."""
         return counts_padding(self.packed)
+
+    @functools.cached_property
+    def counts_gaps(self) -> bool:
+        """Return whether masked tokens inside a prompt change what the model computes, by their places."""
+        return counts_gaps(self.packed)
 
     @property
     def cost(self) -> ForwardCost:

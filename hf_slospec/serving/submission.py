@@ -222,14 +222,18 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, is_app
         ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         if isinstance(ids, (list, tuple)) and len(ids) == 1 and isinstance(ids[0], (list, tuple)):
             ids = ids[0]
-    if not isinstance(ids, (list, tuple, range)) or not all(type(i) is int and i >= 0 for i in ids):
+    if not isinstance(ids, (list, tuple, range)) or not all(map(_is_token_id, ids)):
         raise InvalidTypeError(
             "prompt must be a text, token ids of one request (such as tokenizer(text)['input_ids']), or a list of "
             f"chat messages; got {type(prompt).__name__}"
         )
     if not len(ids):
         raise InvalidInputError("prompt is empty; give it at least one token")
-    return list(ids)
+    return list(map(int, ids))
+
+
+def _is_token_id(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
 def _tokenizer_for(what: str, tokenizer: PreTrainedTokenizerBase | None) -> Any:

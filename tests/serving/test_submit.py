@@ -6,6 +6,7 @@ import copy
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessorList
@@ -225,3 +226,17 @@ def test_without_a_tokenizer_token_ids_stream(pair: tuple[Any, Any, Any]) -> Non
         handle = generator.submit(ids, max_new_tokens=7)
         assert list(handle) == handle.result(WAIT_S).token_ids == alone(pair, PROMPTS[0], max_new_tokens=7)
         assert handle.result().text is None
+
+
+def test_ids_may_be_those_of_numpy(served: SLOSpecGenerator) -> None:
+    plain, from_numpy = ([kind(token) for token in (3, 4, 5)] for kind in (int, np.int64))
+    first, second = (served.submit(ids, max_new_tokens=4).result(WAIT_S).token_ids for ids in (plain, from_numpy))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    "options", [dict(stop_strings=""), dict(stop_strings=[]), dict(stop_strings=["a", ""]), dict(generation_config={})]
+)
+def test_options_without_meaning_are_named(served: SLOSpecGenerator, options: dict[str, Any]) -> None:
+    with pytest.raises((InvalidInputError, InvalidTypeError), match=next(iter(options))):
+        served.submit("def f(", max_new_tokens=4, **options)

@@ -7,7 +7,7 @@ from hf_slospec.models.attention.dense import masked_attention
 from hf_slospec.models.attention.flash import FlashAttention
 from hf_slospec.models.attention.forward import PackedForward
 from hf_slospec.models.attention.gathered import GatheredForward, MaskSource, own_attention
-from hf_slospec.models.attention.hook import active_forward
+from hf_slospec.models.attention.hook import active_forward, forget_attributes
 from hf_slospec.models.attention.packing import MAX_DENSE, pack
 from hf_slospec.models.attention.positions import Positions, given_positions
 from hf_slospec.models.attention.sdpa import sdpa_attention
@@ -43,6 +43,7 @@ __all__ = [
     "TreeAttention",
     "active_forward",
     "backend_for",
+    "forget_attributes",
     "given_positions",
     "masked_attention",
     "own_attention",

@@ -34,7 +34,9 @@ class AloneForward(PackedForward):
         self, plain: PlainAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Return attention of the layer that cached these K and V.  -> [1, num_tokens, num_heads, value_dim]"""
-        pool_idx, layer = self._layers[self._layer_of[id(key), id(value)]]
+        layer_idx = self._layer_of[id(key), id(value)]
+        self._unattended.discard(layer_idx)
+        pool_idx, layer = self._layers[layer_idx]
         keys, values = self.pool.keys[pool_idx], self.pool.values[pool_idx]
         attended: list[Any] = [None] * query.shape[2]
         for span, paths in zip(self.batch.spans, self._paths, strict=True):

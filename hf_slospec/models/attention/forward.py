@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.models.attention.backends import Backend
 from hf_slospec.models.attention.positions import Positions
 from hf_slospec.models.attention.sdpa import sdpa_attention
@@ -34,6 +35,7 @@ class PackedForward(RecurrentForward):
         self._positions = Positions(position_ids)
         self._layer_of: dict[tuple[int, int], int] = {}  # (id(K), id(V)) -> layer_idx; layers may share K and V
         self._held: list[torch.Tensor] = []  # keeps these ids from being reused for other tensors
+        self._unattended = set[int]()  # layers that have cached K and V and not attended yet
         self._latent: int | None = None  # layer_idx of a latent layer between update and attend
 
     # transformers reads it to build masks, which packed forwards do not use.
@@ -47,7 +49,13 @@ class PackedForward(RecurrentForward):
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stage a layer's K and V of the batch, each [1, num_kv_heads, num_tokens, dim]."""
+        if layer_idx not in self._layers:
+            raise UnsupportedModelError(
+                f"the model had {len(self._layers)} attention layers and now has one of index {layer_idx}; call "
+                "disable and enable, or make a new generator, after its layers have changed"
+            )
         pool_idx, layer = self._layers[layer_idx]
+        self._unattended.add(layer_idx)
         keys, values = self.pool.keys[pool_idx], self.pool.values[pool_idx]
         slots = self.batch.plan(plan_own, keys.device).slots
         keys.index_copy_(0, slots, key[0].transpose(0, 1))
@@ -82,6 +90,15 @@ class PackedForward(RecurrentForward):
             keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
         else:
             raise RuntimeError("an attention layer attends to keys that were not cached")
+        self._unattended.discard(layer_idx)
         _, layer = self._layers[layer_idx]
         backend = self.backend if rules.bias is None else sdpa_attention  # the only one that adds a bias
         return backend(query[0], keys, values, batch, rules._replace(window=layer.window, chunk=layer.chunk))[None]
+
+    def check_attended(self) -> None:
+        """Raise UnsupportedModelError if a layer has cached K and V, but attended to its own tokens only."""
+        if self._unattended:
+            raise UnsupportedModelError(
+                f"the layers {sorted(self._unattended)} no longer attend through transformers' attention interface; "
+                "call disable and enable, or make a new generator, after they were replaced"
+            )

@@ -48,6 +48,11 @@ _replaced = ReplacedAttributes()
 _attributes: weakref.WeakKeyDictionary[torch.nn.Module, list[Attribute]] = weakref.WeakKeyDictionary()
 
 
+def forget_attributes(model: torch.nn.Module) -> None:
+    """Search the model's modules anew in its next forward, as some were replaced: copies have configs of their own."""
+    _attributes.pop(model, None)
+
+
 def _attributes_of(model: torch.nn.Module) -> list[Attribute]:
     """Return the attributes that name a model's attention implementation, and the mixers of its layers."""
     if model not in _attributes:

@@ -35,6 +35,13 @@ def vocab_size(model: Any) -> int:
     return int(model.config.get_text_config().vocab_size)
 
 
+def num_embeddings(model: Any) -> int:
+    """Return the rows of the table that embeds the tokens of outputs, which may be more than the config says."""
+    decoder = model.get_decoder() if getattr(model.config, "is_encoder_decoder", False) else None
+    table = getattr(decoder, "embed_tokens", None)
+    return len((model.get_input_embeddings() if table is None else table).weight)
+
+
 def trained_len(model: Any) -> int | None:
     """Return the length in tokens that the model was trained for at most; None if its config does not say."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)

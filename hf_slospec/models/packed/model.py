@@ -31,6 +31,7 @@ from hf_slospec.models.attention import (
     Span,
     TreeAttention,
     backend_for,
+    forget_attributes,
     masked_attention,
 )
 from hf_slospec.models.attention.tree_attention import why_no_kernel
@@ -42,7 +43,13 @@ from hf_slospec.models.device.transfer import to_device
 from hf_slospec.models.fused.layers import FusedLayers
 from hf_slospec.models.inspection.graph_preconditions import GraphPreconditions
 from hf_slospec.models.inspection.model_changes import Fingerprint
-from hf_slospec.models.inspection.properties import attends_to_encoder, input_device, vocab_size, watching_autocast
+from hf_slospec.models.inspection.properties import (
+    attends_to_encoder,
+    input_device,
+    num_embeddings,
+    vocab_size,
+    watching_autocast,
+)
 from hf_slospec.models.inspection.ranks import Ranks
 from hf_slospec.models.kv_cache.cache import KVCache
 from hf_slospec.models.kv_cache.pool import KVPool
@@ -137,7 +144,7 @@ class PackedModel:
     def _read_sizes(self) -> None:
         """Read what every part of a batch needs of the config, whose attributes take microseconds to read."""
         config = self.model.config.get_text_config()
-        self.vocab_size = vocab_size(self.model)
+        self.vocab_size = max(vocab_size(self.model), num_embeddings(self.model))
         names = ("max_position_embeddings", "max_target_positions")
         lengths = (getattr(config, name) for name in names if hasattr(config, name))
         is_rotary = getattr(config, "rope_parameters", None) is not None
@@ -156,6 +163,8 @@ class PackedModel:
         if self._state != self.fingerprint.state:
             self._state, before = self.fingerprint.state, self._modules_state
             self._modules_state = self.fingerprint.modules_state
+            if before != self._modules_state:
+                forget_attributes(self.model)
             self._read_sizes()  # embeddings may have been resized
             self.prepacked.renew()
             self.compiled.renew(compares=before != self._modules_state)
@@ -407,18 +416,22 @@ class PackedModel:
     def _compute(self, pool: KVPool, batch: Plans, inputs: Inputs, spans: Sequence[Span] = ()) -> Outputs:
         """Run the model; ``spans`` are sequences whose states and encoders its layers read; none when replayed."""
         forward: PackedForward | GatheredForward | DecoderForward
+        interface: PackedForward | None = None
         if any(layer.is_own for layer in self.layers):
             forward = GatheredForward(pool, batch, inputs.position_ids)
         else:
             own_spans = spans if self.has_states else ()
             kind = AloneForward if self.prefills_alone else PackedForward
-            forward = kind(pool, batch, self.backend, self.layers, inputs.position_ids, own_spans)
+            forward = interface = kind(pool, batch, self.backend, self.layers, inputs.position_ids, own_spans)
             if self.attends_to_encoder and spans[0].sequence.encoded is not None:
                 forward = DecoderForward(forward, spans)
         tokens = inputs.tokens if inputs.level is None else inputs.level.inputs(inputs.tokens)
         arguments = inputs.position_ids, inputs.logit_rows, inputs.feature_layers, self._keeps_logits
         with self.exact_products if self.exact else contextlib.nullcontext():
-            return packed_outputs(self.model, forward, tokens, *arguments)
+            outputs = packed_outputs(self.model, forward, tokens, *arguments)
+        if interface is not None:
+            interface.check_attended()
+        return outputs
 
 
 _packed_models: WeakSet[PackedModel] = WeakSet()

@@ -29,7 +29,7 @@ NOISE = 4.0  # times the error between plain forwards of different shapes, if th
 DRAWS = 5  # random prompts tried if the first shows errors: rerouted experts change with the prompt, a fault does not
 PROMPTS = (5, 4)  # lengths of two sequences in one packed batch
 PARENTS = ((-1, 0, 0, 1), (-1, 0, 1))  # parents in their trees: one branches after its root, one is a chain
-PADDING = 3  # padding tokens
+PADDING, GAP_AT = 3, 2  # masked tokens, and tokens before them where they are a gap
 LEAVES = ((0, 2), (0, 3), (1, 2))  # (sequence, node); together their paths have all nodes
 ENCODED = 6  # length of the encoder's outputs for each sequence
 
@@ -60,11 +60,23 @@ def counts_padding(packed: PackedModel) -> bool:
     model = packed.model
     if any(layer.counts_tokens for layer in packed.layers):  # the effect may begin after thousands of tokens
         return True
-    if takes_position_ids(model):
-        return False
-    prompt = _random_prompt(packed)
-    ids = torch.tensor([[prompt[0]] * PADDING + prompt], device=packed.device)
-    mask = (torch.arange(ids.shape[1], device=packed.device) >= PADDING)[None].long()
+    return not takes_position_ids(model) and _counts_masked(packed, 0)
+
+
+def counts_gaps(packed: PackedModel) -> bool:
+    """Return whether tokens that are masked inside a prompt change what a model without position ids computes.
+
+    ALiBi by the places of keys counts them, as MPT's does.
+    """
+    return not takes_position_ids(packed.model) and _counts_masked(packed, GAP_AT)
+
+
+def _counts_masked(packed: PackedModel, begin: int) -> bool:
+    """Return whether masked tokens, put in before the token number ``begin`` of a prompt, change its last logits."""
+    model, prompt = packed.model, _random_prompt(packed)
+    ids = torch.tensor([prompt[:begin] + [prompt[0]] * PADDING + prompt[begin:]], device=packed.device)
+    places = torch.arange(ids.shape[1], device=packed.device)
+    mask = ((places < begin) | (places >= begin + PADDING))[None].long()
     with evaluating(model), torch.no_grad():
         padded = _logits(packed, [0], input_ids=ids, attention_mask=mask)[0, -1:]
         error = relative_error(padded, _plain(packed, [prompt])[0][-1:])

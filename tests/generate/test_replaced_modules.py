@@ -1,0 +1,115 @@
+"""Modules that are replaced after ``enable``: outputs equal stock's, or the call is refused by name."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import MptConfig, MptForCausalLM
+
+import hf_slospec
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator, UnsupportedModelError, UnsupportedOptionError
+from tests.support.toys.tiny_models import tiny_model
+
+CONFIG = SLOSpecConfig(compile=False)
+CALL: dict[str, Any] = dict(input_ids=torch.arange(3, 15)[None], max_new_tokens=12, eos_token_id=None)
+
+
+def enabled(family: str = "llama", **options: Any) -> Any:
+    model: Any = copy.deepcopy(tiny_model(family))
+    hf_slospec.enable(model, config=CONFIG, **options)
+    return model
+
+
+def check_like_stock(model: Any, **call: Any) -> None:
+    call = CALL | call
+    assert torch.equal(model.generate(**call, slo_tpot=0.1), model.generate(**call))
+
+
+@pytest.mark.parametrize("name", ["model", "model.layers.1", "model.layers.0.self_attn"])
+def test_copies_of_modules_attend_in_trees(name: str) -> None:
+    model = enabled()
+    check_like_stock(model)
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, copy.deepcopy(model.get_submodule(name)))
+    check_like_stock(model)
+
+
+def test_further_layers_are_refused() -> None:
+    model = enabled()
+    layer = copy.deepcopy(model.model.layers[-1])
+    layer.self_attn.layer_idx = model.config.num_hidden_layers
+    model.model.layers.append(layer)
+    model.config.num_hidden_layers += 1
+    with pytest.raises(UnsupportedModelError, match="attention layers and now has one of index"):
+        model.generate(**CALL, slo_tpot=0.1)
+    hf_slospec.enable(model, config=CONFIG)
+    check_like_stock(model)
+
+
+def test_layers_that_leave_the_interface_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that attends without transformers' interface would see the tokens of its step only."""
+    model = enabled()
+    attention = model.model.layers[1].self_attn
+    monkeypatch.setattr(attention, "config", copy.deepcopy(attention.config))
+    with monkeypatch.context() as patch:  # as if nothing had noticed the new config
+        patch.setattr("hf_slospec.models.packed.model.forget_attributes", lambda _: None)
+        with pytest.raises(UnsupportedModelError, match=r"layers \[1\] no longer attend"):
+            model.generate(**CALL, slo_tpot=0.1)
+
+
+def test_compiled_models_are_refused_after_enable() -> None:
+    model = enabled()
+    check_like_stock(model)
+    model.compile(backend="eager")
+    with pytest.raises(UnsupportedModelError, match="compiled with compile"):
+        model.generate(**CALL, slo_tpot=0.1)
+
+
+def test_compiled_models_fall_back_after_enable() -> None:
+    model = enabled(fallback=True)
+    expected = model.generate(**CALL)
+    model.compile(backend="eager")
+    with pytest.warns(hf_slospec.FallbackWarning):
+        assert torch.equal(model.generate(**CALL, slo_tpot=0.1), expected)
+
+
+def test_a_batcher_refuses_a_model_that_was_compiled_meanwhile() -> None:
+    model: Any = copy.deepcopy(tiny_model("llama"))
+    with SLOSpecGenerator(model, config=CONFIG) as generator:
+        generator.submit([3, 4, 5], max_new_tokens=4).result(60)
+        model.compile(backend="eager")
+        for _ in range(2):
+            with pytest.raises(UnsupportedModelError, match="compiled with compile"):
+                generator.submit([3, 4, 5], max_new_tokens=4).result(60)
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "recycling"])
+def test_tables_may_have_more_rows_than_the_config_says(drafter: str) -> None:
+    model: Any = copy.deepcopy(tiny_model("llama"))
+    torch.manual_seed(0)
+    rows = model.config.vocab_size + 80
+    model.set_input_embeddings(nn.Embedding(rows, model.config.hidden_size))
+    model.set_output_embeddings(nn.Linear(model.config.hidden_size, rows, bias=False))
+    hf_slospec.enable(model, drafter=drafter, config=CONFIG)
+    output = model.generate(**CALL)
+    assert (output >= model.config.vocab_size).any(), "the further rows are written"
+    check_like_stock(model)
+    check_like_stock(model, input_ids=output)
+
+
+def test_alibi_by_place_refuses_gaps() -> None:
+    torch.manual_seed(0)
+    model: Any = MptForCausalLM(MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, initializer_range=0.2))
+    model.eval()
+    model.generation_config.pad_token_id = 0
+    hf_slospec.enable(model, config=CONFIG)
+    left, gap = torch.ones(2, 1, 12, dtype=torch.int64)
+    left[0, :4] = 0
+    gap[0, 4:8] = 0
+    check_like_stock(model, attention_mask=left)
+    with pytest.raises(UnsupportedOptionError, match="masks tokens inside row 0"):
+        model.generate(**CALL, attention_mask=gap, slo_tpot=0.1)
