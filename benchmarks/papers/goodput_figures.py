@@ -123,7 +123,7 @@ class Task:
         return found | {figure: summary[figure] for figure in ("requests_per_step", "draft_share", "throughput")}
 
 
-def even(acceptance: float, num_in: float, num_out: float, rate: float = 0.0, seconds: float = 60.0) -> list[Phase]:
+def even(acceptance: float, num_in: float, num_out: float, rate: float = 0.0, seconds: float = 30.0) -> list[Phase]:
     """Return a single phase in which all requests are alike."""
     return [Phase("all", rate, seconds, (num_in, 1e-9), (num_out, 1e-9), constant(acceptance))]
 
@@ -136,27 +136,26 @@ def tasks() -> Iterator[tuple[Key, Task]]:
     for level, ms in LEVELS_MS.items():
         h100, l40s = (replace(hardware, draft=lines((ms, 0.002))) for hardware in (H100, L40S))
         for acceptance, (name, system) in itertools.product((0.5, 0.7, 0.9), CHAINS.items()):
-            for batch in (1, 16, 64):
+            for batch in (1, 16):
                 phases = even(acceptance, 256, 256)
                 yield ("batches", level, f"{acceptance:g}", f"{batch}", name), Task(phases, h100, system, batch)
-            if level == FITTING:
-                for part, hardware, size in (("L40S", l40s, (256, 256)), ("H100", h100, (1024, 128))):
-                    yield (
-                        ("offline", part, f"{acceptance:g}", name),
-                        Task(even(acceptance, *size), hardware, system, 200),
-                    )
+            for part, hardware, size in (("L40S", l40s, (256, 256)), ("H100", h100, (1024, 128))):
+                if level == FITTING and name != "k=7":
+                    phases = even(acceptance, *size)
+                    yield ("offline", part, f"{acceptance:g}", name), Task(phases, hardware, system, 120)
         for source, (chat, poems) in ACCEPTANCE.items():
-            growing = [Phase(f"{rate:g}", rate, 20.0, SHAREGPT, CHAT, chat) for rate in (1.0, 4.0, 8.0, 12.0)]
-            yield ("growth", source, level, "TS"), Task(growing, h100, CHAINS["TS"])
-            shifted = [Phase("Sonnet", 6.0, 60.0, SONNET, POEMS, poems)]
-            shifted.append(Phase("ShareGPT", 6.0, 60.0, SHAREGPT, CHAT, chat))
+            if source == "table 3":
+                growing = [Phase(f"{rate:g}", rate, 20.0, SHAREGPT, CHAT, chat) for rate in (1.0, 4.0, 8.0, 12.0)]
+                yield ("growth", level, "TS"), Task(growing, h100, CHAINS["TS"])
+            shifted = [Phase("Sonnet", 6.0, 30.0, SONNET, POEMS, poems)]
+            shifted.append(Phase("ShareGPT", 6.0, 30.0, SHAREGPT, CHAT, chat))
             for name in ("Org", "k=3", "k=7", "TS", "auto") if level == FITTING else ():
                 yield ("shift", source, name), Task(shifted, h100, CHAINS[name])
-    for acceptance, rate, (name, system) in itertools.product((0.6, 0.8), (4.0, 16.0, 48.0), HEADS.items()):
-        phase = replace(even(acceptance, 128, 128, rate, 500 / rate)[0], texts=constant(acceptance, 8))
+    for acceptance, rate, (name, system) in itertools.product((0.6, 0.8), (4.0, 48.0), HEADS.items()):
+        phase = replace(even(acceptance, 128, 128, rate, 150 / rate)[0], texts=constant(acceptance, 8))
         free = replace(A100, draft=lines((0.0, 0.0)))
         yield ("heads", f"{acceptance:g}", f"{rate:g}", name), Task([phase], free, system)
-    steps = [Phase(f"{rate:g}", rate, 40.0, SHAREGPT, (227.0, 208.0), EAGLE_TEXTS) for rate in (1.0, 16.0, 48.0)]
+    steps = [Phase(f"{rate:g}", rate, 15.0, SHAREGPT, (227.0, 208.0), EAGLE_TEXTS) for rate in (1.0, 16.0, 48.0)]
     for name, system in SHORTER.items():
         yield ("rate steps", name), Task(steps, EAGLE, system)
 
