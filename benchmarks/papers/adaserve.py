@@ -13,7 +13,6 @@ from __future__ import annotations
 import csv
 import json
 import logging
-import math
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -77,7 +76,7 @@ class Parameters:
     budget: int | None = 256  # token budget B of AdaServe; the artifact has 512. None: the ridge of the roofline
     urgent: float | None = None  # share of urgent requests, the others in equal parts; None: as in the trace
     slo_scale: float = 1.2  # SLO of urgent requests, relative to the base
-    span_s: float = math.inf  # only requests that arrive within it
+    span_s: float | None = None  # only requests that arrive within it
 
     def hardware(self, system: str) -> Hardware:
         """Return the latencies for a system."""
@@ -97,7 +96,7 @@ def jobs_at(rate: str, parameters: Parameters, seed: int) -> list[Job]:
         number = int(360 * float(rate))
         jobs = jobs_of(mix_of("adaserve"), gamma(rng, float(rate), number, 1.2), rng, lambda tokens: 0.0)
         jobs = [replace(job, output_tokens=256) for job in jobs]
-    jobs = [job for job in jobs if job.arrival_s < parameters.span_s]
+    jobs = [job for job in jobs if parameters.span_s is None or job.arrival_s < parameters.span_s]
     return early_ends(of_kinds(jobs, parameters, rng), rng, parameters.whole)
 
 
@@ -154,7 +153,7 @@ def main(
     workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
     parameters: Annotated[str, typer.Option(help="Fields of Parameters as JSON.")] = "{}",
     sensitivity: Annotated[bool, typer.Option(help="Also vary the unpublished parameters, at two rates.")] = False,
-    workloads: Annotated[bool, typer.Option(help="Only figures 1, 10, 11 and 15, one run of each.")] = False,
+    workloads: Annotated[bool, typer.Option(help="Only figures 1, 10, 11 and 15, a third of the trace.")] = False,
     kept: Annotated[Path | None, typer.Option("--runs", help="File of finished runs, to resume from.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also plot attainment and goodput to this PNG.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
