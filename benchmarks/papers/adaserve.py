@@ -56,10 +56,10 @@ KINDS = ("urgent", "chat", "summary")  # in order of their SLOs
 PRIORITY = 'vllm-priority {"max_batch": 16}'  # figure 1; a larger batch never preempts, so priorities do nothing
 # Of figures 10 and 11, and as published (figures 1 and 15), at 4 requests per second.
 WORKLOADS: dict[str, dict[str, float]] = {
-    "as published": {}, "urgent 0.3": {"urgent": 0.3}, "urgent 0.9": {"urgent": 0.9}, "scale 0.8": {"slo_scale": 0.8},
+    "as published": {}, "urgent 0.9": {"urgent": 0.9}, "scale 0.8": {"slo_scale": 0.8},
 }  # fmt: skip
 SPAN_S = 120.0  # of the trace, a third
-COMPARED = ("vllm", "sarathi", "vllm-spec4", "vllm-spec6", "adaserve", "auto")
+COMPARED = ("vllm", "sarathi", "vllm-spec4", "adaserve", "auto")
 
 
 @dataclass(frozen=True)
