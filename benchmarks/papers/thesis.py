@@ -127,21 +127,23 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, help="Loads of each figure, the first of seed 1.")] = 1,
     workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
     acceptance: Annotated[float, typer.Option(help="Of a drafted token; higher after fine-tuning.")] = ACCEPTANCE,
+    only: Annotated[str, typer.Option("--batches", help="Comma-separated sizes; all by default.")] = "",
     kept: Annotated[Path | None, typer.Option("--runs", help="File of finished runs, to resume from.")] = None,
     json_path: Annotated[Path, typer.Option("--json")] = RESULTS,
 ) -> None:
     logging.disable(logging.WARNING)  # SLOs of 20 ms cannot be attained
     numbers = range(1, seeds + 1)
+    batches = tuple(map(int, only.split(","))) if only else BATCHES
     tasks: dict[Key, Callable[[], Figures]] = {
         **{
             ("throughput", batch, seed): partial(throughput, batch, seed, acceptance)
-            for batch in BATCHES
+            for batch in batches
             for seed in numbers
         },
         **{("targets", 4, seed): partial(targets, seed, acceptance) for seed in numbers},
     }
     found = resumed(tasks, workers, kept)
-    by_batch = {str(batch): [found["throughput", batch, seed] for seed in numbers] for batch in BATCHES}
+    by_batch = {str(batch): [found["throughput", batch, seed] for seed in numbers] for batch in batches}
     by_policy, closed = means([found["targets", 4, seed] for seed in numbers]), {}
     for reference in ("oracle", "bound"):
         for batch, runs in by_batch.items():
@@ -157,10 +159,10 @@ def main(
     )  # fmt: skip
     json_path.write_text(json.dumps(record, indent=1) + "\n")
     console = Console(width=140, file=sys.stdout)
-    table = Table("tokens/s at batch", *map(str, BATCHES), title="Throughput")
+    table = Table("tokens/s at batch", *map(str, batches), title="Throughput")
     for name, published in PUBLISHED.items():
-        table.add_row(f"{name}, published", *map(str, published))
-    for name in averages[str(BATCHES[0])]:
+        table.add_row(f"{name}, published", *(str(published[BATCHES.index(batch)]) for batch in batches))
+    for name in averages[str(batches[0])]:
         table.add_row(name, *(shown(averages[batch][name]["throughput"], 0) for batch in averages))
     for reference, own in closed.items():
         table.add_row(f"ours: % of the way to the {reference}", *(shown(share, 0, 100.0) for share in own.values()))

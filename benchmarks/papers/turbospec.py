@@ -1,7 +1,6 @@
-"""TurboSpec's table of mean latencies on H100 (arXiv 2406.14066, table 5) in the simulator, and rows of table 4.
+"""TurboSpec's table of mean latencies on H100 (arXiv 2406.14066, table 5) in the simulator.
 
     python benchmarks/papers/turbospec.py [--seeds 3] [--json ...] [--sensitivity] [--no-auto] [--runs FILE]
-    python benchmarks/papers/turbospec.py --table 4 --columns Org,k=1,k=3,k=5,k=7,TS,auto-1
 
 Poisson arrivals over two minutes; prompts first and unchunked; latency from arrival to the last token, mean over all
 requests. Published values are read from ``../shared/papers/turbospec.txt`` beside the checkout, or from
@@ -147,13 +146,6 @@ SETUPS = (
     Setup("70B", "Sonnet", LLAMA_70B, SONNET, (135, 18), 1.28, drafting(0.905, 9.7)),
     Setup("70B", LOOKUP, lookup(LLAMA_70B, 0.2), CNN, (85, 48), 1.08, matching(0.644, 9.2, 0.56), 0.80),
 )
-# Table 4 (L40S): weights of 26 GB at 864 GB/s, 26 GFLOP a token at three fifths of 362 TFLOP/s, K/V of 0.82 MB a token.
-VICUNA_13B = Hardware(lines((30.1, 0.004), (0.0, 0.12), per_key_ms=9.5e-4), lines((2.2, 0.004)), kv_tokens=21_000)
-TABLE_4 = (
-    Setup("13B", "ShareGPT", VICUNA_13B, SHAREGPT, (274, 255), 0.93, drafting(0.72, 8.0)),
-    Setup("13B", "Sonnet", VICUNA_13B, SONNET, (145, 19), 1.35, drafting(0.86, 27.0)),
-)
-RATES_4 = (0.5, 1, 2, 4)
 
 
 # ---- the paper's values
@@ -162,12 +154,12 @@ HEADER = "(Target, Data) QPS Org k=1 k=3 k=5 k=7 TS"
 Cells = dict[tuple[str, float, str], float]  # (setup, rate, column) -> mean latency in seconds
 
 
-def published(path: Path, table: int = 5) -> Cells:
-    """Parse table 4 or 5 of the paper's text: three heading lines per setup, then a line of figures per rate."""
+def published(path: Path) -> Cells:
+    """Parse table 5 of the paper's text: three heading lines per setup, then a line of figures per rate."""
     cells: Cells = {}
     heading: list[str] = []
     name = ""
-    for line in path.read_text(encoding="utf-8").split(HEADER)[table - 6].splitlines()[1:]:
+    for line in path.read_text(encoding="utf-8").rpartition(HEADER)[2].splitlines()[1:]:
         fields = line.split()
         if line.startswith("Table"):
             break
@@ -247,9 +239,8 @@ def closed(runs: Sequence[dict[str, float]], column: str, best: str) -> list[flo
 
 
 def is_fitted(name: str, rate: float, column: str) -> bool:
-    """Return whether parameters were fitted on this cell: fixed lengths at the lowest and, in table 5, highest rate."""
-    fitted = RATES_4[:1] if name in {setup.name for setup in TABLE_4} else (min(RATES), max(RATES))
-    return column in FIXED and rate in fitted
+    """Return whether parameters were fitted on this cell: fixed lengths at the lowest and the highest rate."""
+    return column in FIXED and rate in (min(RATES), max(RATES))
 
 
 def varied(setups: Sequence[Setup]) -> dict[str, list[Setup]]:
@@ -328,23 +319,22 @@ def main(
         bool, typer.Option(help="Also change draft times and acceptance by 20 %, one seed.")
     ] = False,
     only: Annotated[str, typer.Option(help="Only setups whose names contain this.")] = "",
-    rates: Annotated[str, typer.Option(help="Comma-separated QPS; the table's by default.")] = "",
-    table: Annotated[int, typer.Option(min=4, max=5, help="5, or 4 for its rows of the 13B model.")] = 5,
+    rates: Annotated[str, typer.Option(help="Comma-separated QPS.")] = ",".join(map(str, RATES)),
     only_columns: Annotated[str, typer.Option("--columns", help="Comma-separated; all by default.")] = "",
     kept: Annotated[Path | None, typer.Option("--runs", help="File of finished runs, to resume from.")] = None,
     path: Annotated[Path, typer.Option("--published", help="The paper's text.")] = PUBLISHED,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Simulate the table."""
-    theirs = published(path, table) if path.exists() else {}
+    theirs = published(path) if path.exists() else {}
     if not theirs:
         print(f"{path} does not exist: only simulated values are printed")
     known = (*SYSTEMS, BOUND) if auto else tuple(COLUMNS)
     columns = tuple(only_columns.split(",")) if only_columns else known
     if unknown := {*columns} - {*known}:
         raise typer.BadParameter(f"--columns must be among {', '.join(known)}, got {', '.join(sorted(unknown))}")
-    setups = [setup for setup in (SETUPS if table == 5 else TABLE_4) if only in setup.name]
-    at = tuple(map(float, rates.split(","))) if rates else RATES if table == 5 else RATES_4
+    setups = [setup for setup in SETUPS if only in setup.name]
+    at = tuple(map(float, rates.split(",")))
     figures = simulated(setups, columns, at, seeds, workers, kept)
     ours = latencies(figures)
     print(markdown(ours, theirs, columns))
