@@ -118,6 +118,24 @@ def adaserve_sensitivity() -> str:
     return markdown("changed | AdaServe 3.4 | AdaServe 4.8 | `auto` 3.4 | `auto` 4.8", lines)
 
 
+WORKLOADS = {"as published": "6 in 10 urgent, SLO 1.2", "urgent 0.9": "9 in 10 urgent", "scale 0.8": "SLO 0.8"}
+
+
+@table
+def adaserve_workloads() -> str:
+    results = result("papers-adaserve-workloads.json")["results"]
+    lines = []
+    for system in results["as published"]:
+        cells = []
+        for workload in WORKLOADS:
+            if own := results[workload].get(system):
+                attained, urgent = 100 * own["attainment"], 100 * own["kinds"]["urgent"]
+                cells.append(f"{attained:.1f} ({urgent:.1f}), {own['goodput']:.0f}")
+        name = {"vllm-priority": "vLLM, by priority"}.get(system.split(" ")[0], SYSTEMS.get(system, system))
+        lines.append([name, *cells, *[""] * (len(WORKLOADS) - len(cells))])
+    return markdown(f" | {' | '.join(WORKLOADS.values())}", lines)
+
+
 # --- TurboSpec -------------------------------------------------------------------------------------------------------
 
 
@@ -175,6 +193,89 @@ def turbospec_auto() -> str:
                 row += [f"{best} {latencies[best]:.2f}", f"{slower:+.1f} %"]
             lines.append([setup, rate, *row])
     return markdown("target, data | QPS | best fixed, seed 0 | auto-1 | best fixed, seed 1 | auto-1", lines)
+
+
+def faster(cells: dict[str, Any], names: Sequence[str], figure: str = "latency_s") -> str:
+    """Return by how much each of some columns is faster than plain decoding."""
+    power = 1 if figure == "latency_s" else -1
+    return " / ".join(f"{(cells['Org'][figure] / cells[name][figure]) ** power:.2f}" for name in names)
+
+
+def of_columns(cells: dict[str, Any], names: Sequence[str], figure: str, form: str = ".1f") -> str:
+    """Return a figure of each of some columns."""
+    return " / ".join(format(cells[name][figure], form).replace("%", " %") for name in names)
+
+
+@table
+def goodput_figures() -> str:
+    found = result("papers-goodput-figures.json")
+    rates, batches, offline, growth = (found[part] for part in ("rates", "batches", "offline", "growth"))
+    chains = LENGTHS[1:]
+    slow, fast = "2.2", "0.47"  # milliseconds of a draft level
+
+    def at_rates(name: str) -> str:
+        return " / ".join(faster(cells, [name]) for cells in rates.values())
+
+    def of_both(row: Callable[[str], str]) -> list[str]:
+        return [row(slow), row(fast)]
+
+    def lengths(level: str) -> str:
+        return " / ".join(of_columns(batches[level][a]["1"], ["TS"], "drafted") for a in ("0.5", "0.9"))
+
+    lines = [
+        ["SmartSpec 1", "k=3 at 4 / 12 / 16 / 24 requests/s, speed-up", "below 1 beyond 16", at_rates("k=3"), ""],
+        ["SmartSpec 1", "k=5, the same", "at most 1 beyond 12", at_rates("k=5"), ""],
+        ["SmartSpec 3", "requests per step at 16 requests/s, Org / k=1 / 3 / 5", "",
+         of_columns(rates["16"], LENGTHS[:4], "requests_per_step"), ""],
+        ["SmartSpec 3", "steps per request, the same", "", of_columns(rates["16"], LENGTHS[:4], "steps", ".0f"), ""],
+        ["TurboSpec 9", "k=1 / 3 / 5 / 7 at batch 16, acceptance 0.5, speed-up", "below 1",
+         *of_both(lambda level: faster(batches[level]["0.5"]["16"], chains))],
+        ["TurboSpec 9", "`TS`, the same", "0.97", *of_both(lambda level: faster(batches[level]["0.5"]["16"], ["TS"]))],
+        ["TurboSpec 10", "length of `TS` at batch 1, acceptance 0.5 / 0.9", "3 / 7", *of_both(lengths)],
+        ["TurboSpec 11", "L40S, acceptance 0.9, throughput with k=1 / 3 / 5 / `TS`", "up to nearly 2", "",
+         faster(offline["L40S"]["0.9"], ("k=1", "k=3", "k=5", "TS"), "throughput")],
+        *(["TurboSpec 11", f"H100, prompts of 1024, acceptance {a}, the same", "1.1 to 1.5", "",
+           faster(offline["H100"][a], ("k=1", "k=3", "k=5", "TS"), "throughput")] for a in ("0.5", "0.9")),
+        ["TurboSpec 15", "length of `TS` at 1 / 4 / 8 / 12 requests/s, ShareGPT", "0 from 8 on",
+         *of_both(lambda level: " / ".join(f"{growth[level]['TS'][f'{r}, drafted']:.1f}" for r in (1, 4, 8, 12)))],
+        *(["TurboSpec 15", f"length of `TS` in Sonnet / ShareGPT, acceptance of {name}", "6 / 2 to 3", "",
+           " / ".join(f"{found['shift'][source]['TS'][f'{data}, drafted']:.1f}" for data in ("Sonnet", "ShareGPT"))]
+          for source, name in (("table 3", "table 3"), ("33B", "the 33B's rows"))),
+        ["TurboSpec 16", "share of a step that k=1 / 7 draft, batch 16", "15 % / 35 %",
+         *of_both(lambda level: of_columns(batches[level]["0.5"]["16"], ("k=1", "k=7"), "draft_share", ".0%"))],
+    ]  # fmt: skip
+    return markdown("figure | what | published | here, 2.2 ms a level | here, 0.47 ms", lines)
+
+
+@table
+def goodput_shift() -> str:
+    lines = []
+    for source, name in (("table 3", "as table 3"), ("33B", "as the 33B's")):
+        for data in ("Sonnet", "ShareGPT"):
+            cells = result("papers-goodput-figures.json")["shift"][source].values()
+            lines.append([f"{data}, acceptance {name}", *(f"{own[f'{data}, latency_s']:.2f}" for own in cells)])
+    return markdown(" | Org | k=3 | k=7 | TS | `auto`", lines)
+
+
+@table
+def goodput_steps() -> str:
+    found = result("papers-goodput-figures.json")["rate steps"]
+    lines = []
+    for figure, unit in (("latency_s", "mean"), ("p99_s", "99th percentile")):
+        for rate in ("1", "16", "48"):
+            cells = (f"{own[f'{rate}, {figure}']:.2f}" for own in found.values())
+            lines.append([f"{rate} per second, {unit}", *cells])
+    return markdown(f" | {' | '.join(found)}".replace("auto", "`auto`"), lines)
+
+
+@table
+def goodput_heads() -> str:
+    lines = []
+    for acceptance, by_rate in result("papers-goodput-figures.json")["heads"].items():
+        for rate, cells in by_rate.items():
+            row = (f"{own['latency_s']:.2f} ({1 + own['drafted']:.1f})" for own in cells.values())
+            lines.append([acceptance, rate, *row])
+    return markdown("acceptance | requests/s | Org | top 1 | SmartSpec | `auto`", lines)
 
 
 # --- SLOs-Serve and Delacourt's thesis -------------------------------------------------------------------------------
@@ -286,6 +387,23 @@ def thesis_slos() -> str:
         shares = (f"{100 * row[key]['mean']:.0f} %" for key in ("attained", "tight_attained", "below_20_ms"))
         lines.append([name.replace("ours", "`auto`"), f"{row['mean_tpot_ms']['mean']:.1f} ms", *shares])
     return markdown(" | mean time per token | attained | attained, 20 ms | all below 20 ms", lines)
+
+
+@table
+def thesis_tuned() -> str:
+    sizes = list(result("papers-thesis-tuned.json")["throughput"])
+    lines = []
+    for file, name in (("papers-thesis.json", "before"), ("papers-thesis-tuned.json", "after")):
+        measured = result(file)
+        dynamic, static = (
+            [measured["throughput"][size][key]["throughput"]["mean"] for size in sizes] for key in ("dynamic", "static")
+        )
+        lines += [
+            [f"dynamic, {name}", *(f"{value:.0f}" for value in dynamic)],
+            [f"static, {name}", *(f"{value:.0f}" for value in static)],
+            [f"dynamic to static, {name}", *(f"{a / b:.2f}" for a, b in zip(dynamic, static, strict=True))],
+        ]
+    return markdown(f" | {' | '.join(sizes)}", lines)
 
 
 # --- Routing, and the simulator beside real runs ---------------------------------------------------------------------
@@ -475,6 +593,54 @@ def _slos_serve_summary() -> list[list[str]]:
     return lines
 
 
+def _further_summary() -> list[list[str]]:
+    goodput, workloads = result("papers-goodput-figures.json"), result("papers-adaserve-workloads.json")
+    link, made = "[SmartSpec, TurboSpec](#smartspec-and-turbospec-figures-without-tables)", _made(
+        "goodput_figures.py", goodput["provenance"]
+    )  # fmt: skip
+    lines = []
+    at_16 = goodput["rates"]["16"]
+    k5, auto = (at_16["Org"]["latency_s"] / at_16[name]["latency_s"] for name in ("k=5", "auto"))
+    lines.append([
+        f"{link}, SmartSpec's figure 1, speed-up of k=5 at 16 requests/s", "at most 1", f"{k5:.2f}", _off(k5, 0.0, 1.0),
+        f"{auto:.2f}", made,
+    ])  # fmt: skip
+    for acceptance, theirs in (("0.5", 3.0), ("0.9", 7.0)):
+        cells = goodput["batches"]["0.47"][acceptance]["1"]
+        own, auto = (cells[name]["drafted"] for name in ("TS", "auto"))
+        lines.append([
+            f"{link}, TurboSpec's figure 10, length at acceptance {acceptance}", f"{theirs:.0f}", f"{own:.1f}",
+            _off(own, theirs, theirs), f"{auto:.1f}", made,
+        ])  # fmt: skip
+    link = "[AdaServe](#adaserve-figures-1-10-11-and-15)"
+    made = _made("adaserve.py --workloads", workloads["provenance"])
+    for figure, workload, theirs in (("10", "urgent 0.9", 4.3), ("11", "scale 0.8", 4.61)):
+        cells = workloads["results"][workload]
+        own, auto = ((1 - cells["vllm-spec4"]["attainment"]) / (1 - cells[name]["attainment"])
+                     for name in ("adaserve", "auto"))  # fmt: skip
+        lines.append([
+            f"{link}, figure {figure}, {WORKLOADS[workload]}: SLO misses of vLLM-Spec4 to AdaServe's",
+            f"up to {theirs} (best other)", f"{own:.1f}", _off(own, 1.0, theirs), f"{auto:.1f}", made,
+        ])  # fmt: skip
+    own, auto = (100 * workloads["results"]["as published"][name]["draft_share"] for name in ("adaserve", "auto"))
+    lines.append([
+        f"{link}, figure 15, share of speculation in a step", "31.5 %", f"{own:.1f} %", _off(own, 31.5, 31.5),
+        f"{auto:.1f} %", made,
+    ])  # fmt: skip
+    return lines
+
+
+def _tuned_summary() -> list[str]:
+    record = result("papers-thesis-tuned.json")
+    own, auto = (record["targets"][name]["mean_tpot_ms"]["mean"] for name in ("Algorithm 2", "ours"))
+    before = result("papers-thesis.json")["targets"]["Algorithm 2"]["mean_tpot_ms"]["mean"]
+    return [
+        "[Thesis](#after-fine-tuning), Algorithm 2 after fine-tuning, time per token to that before (fitted)",
+        f"{27.8 / 30.4:.2f}", f"{own / before:.2f}", _off(own / before, 27.8 / 30.4, 27.8 / 30.4), f"{auto:.1f} ms",
+        _made(f"thesis.py --acceptance {record['provenance']['acceptance']}", record["provenance"]),
+    ]  # fmt: skip
+
+
 def _thesis_summary() -> list[list[str]]:
     record, link = result("papers-thesis.json"), "[Thesis](#delacourts-thesis-dynamic-against-static-trees)"
     made, theirs = _made("thesis.py", record["provenance"]), record["published_tokens_per_s"]["dynamic"]
@@ -495,5 +661,6 @@ def _thesis_summary() -> list[list[str]]:
 
 @table
 def papers_summary() -> str:
-    lines = [*_adaserve_summary(), *_turbospec_summary(), *_slos_serve_summary(), *_thesis_summary()]
+    lines = [*_adaserve_summary(), *_turbospec_summary(), *_further_summary()]
+    lines += [*_slos_serve_summary(), *_thesis_summary(), _tuned_summary()]
     return markdown("experiment | published | reproduced | error | `auto` | made by, on", lines)

@@ -1,7 +1,8 @@
-"""AdaServe's figures 8, 9 and 12 (Llama-3.1-70B on four A100) in the simulator, with the published values.
+"""AdaServe's figures 8 to 12 and 15 (Llama-3.1-70B on four A100) in the simulator, with the published values.
 
     python benchmarks/papers/adaserve.py --runs runs.jsonl --json benchmarks/results/papers-adaserve.json \
         --plot docs/images/adaserve.png
+    python benchmarks/papers/adaserve.py --workloads --json benchmarks/results/papers-adaserve-workloads.json
 
 Uses the paper's arrival traces and values read from its figures if they are in ../shared/reference, and otherwise only
 synthetic traces with the same statistics. All points have the same parameters.
@@ -48,9 +49,17 @@ ORACLES = ("oracle", 'oracle {"max_batch": 24}', 'oracle {"max_batch": 16}',
            'oracle {"admission": "fcfs", "prefill": "chunked", "prefill_chunk": 256}')  # fmt: skip
 BEST, BOUND = "oracle, best", "bound"  # the latter of any schedule, see bounds.py
 FIGURES = ("attainment", "goodput", "throughput", "tokens_per_request_and_step", "tpot_ms", "ttft_s", "ttft_p99_s",
-           "nodes_per_step", "depth")  # fmt: skip
+           "nodes_per_step", "depth", "step_ms", "requests_per_step", "draft_share")  # fmt: skip
 PLOTTED = {"auto": "auto", "adaserve": "AdaServe", "oracle": "oracle", BEST: BEST, BOUND: BOUND}
 FIXED = ("vllm", "vllm-spec4", "vllm-spec6", "vllm-spec8")  # the best of them is plotted, by rate
+KINDS = ("urgent", "chat", "summary")  # in order of their SLOs
+PRIORITY = 'vllm-priority {"max_batch": 16}'  # figure 1; a larger batch never preempts, so priorities do nothing
+# Of figures 10 and 11, and as published (figures 1 and 15), at 4 requests per second.
+WORKLOADS: dict[str, dict[str, float]] = {
+    "as published": {}, "urgent 0.9": {"urgent": 0.9}, "scale 0.8": {"slo_scale": 0.8},
+}  # fmt: skip
+SPAN_S = 120.0  # of the trace, a third
+COMPARED = ("vllm", "sarathi", "vllm-spec4", "adaserve", "auto")
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,9 @@ class Parameters:
     vllm_request_ms: float = 0.7  # for every request of a drafting step in vLLM 0.8.4
     mixed_ms: float = 10.0  # for a step with prompt chunks and decoding, for Sarathi and hf_slospec
     budget: int | None = 256  # token budget B of AdaServe; the artifact has 512. None: the ridge of the roofline
+    urgent: float | None = None  # share of urgent requests, the others in equal parts; None: as in the trace
+    slo_scale: float = 1.2  # SLO of urgent requests, relative to the base
+    span_s: float | None = None  # only requests that arrive within it
 
     def hardware(self, system: str) -> Hardware:
         """Return the latencies for a system."""
@@ -84,7 +96,24 @@ def jobs_at(rate: str, parameters: Parameters, seed: int) -> list[Job]:
         number = int(360 * float(rate))
         jobs = jobs_of(mix_of("adaserve"), gamma(rng, float(rate), number, 1.2), rng, lambda tokens: 0.0)
         jobs = [replace(job, output_tokens=256) for job in jobs]
-    return early_ends(jobs, rng, parameters.whole)
+    jobs = [job for job in jobs if parameters.span_s is None or job.arrival_s < parameters.span_s]
+    return early_ends(of_kinds(jobs, parameters, rng), rng, parameters.whole)
+
+
+def of_kinds(jobs: list[Job], parameters: Parameters, rng: np.random.Generator) -> list[Job]:
+    """Return the requests with their classes, with other shares of these or other SLOs where the parameters say so."""
+    slos_s = sorted({job.tpot_slo_s or 0.0 for job in jobs})
+    jobs = [replace(job, kind=KINDS[slos_s.index(job.tpot_slo_s or 0.0)]) for job in jobs]
+    if parameters.urgent is not None:
+        by_kind = [[job for job in jobs if job.kind == kind] for kind in KINDS]
+        rest = (1.0 - parameters.urgent) / 2.0
+        drawn = rng.choice(len(KINDS), size=len(jobs), p=(parameters.urgent, rest, rest))
+        chosen = [by_kind[kind][rng.integers(len(by_kind[kind]))] for kind in drawn]
+        jobs = [replace(new, arrival_s=job.arrival_s) for new, job in zip(chosen, jobs, strict=True)]
+    if parameters.slo_scale != Parameters.slo_scale:
+        slo_s = parameters.slo_scale * BASE_TPOT_S
+        jobs = [replace(job, tpot_slo_s=slo_s) if job.kind == KINDS[0] else job for job in jobs]
+    return jobs
 
 
 def simulated(system: str, rate: str, parameters: Parameters, seed: int) -> Figures:
@@ -97,6 +126,8 @@ def simulated(system: str, rate: str, parameters: Parameters, seed: int) -> Figu
         own = {"attainment": bounds.attainment("adaserve"), "goodput": bounds.goodput("adaserve")}
         return {**own, "throughput": bounds.throughput(), "requests": len(jobs)}
     config = config_of(system)
+    if config.admission == "priority":  # elsewhere priorities would change what the figures compare
+        jobs = [replace(job, priority=KINDS.index(job.kind)) for job in jobs]
     if config.policy == "adaserve":
         config = config.model_copy(update={"token_budget": parameters.budget})
     simulation = Simulation(jobs, library, parameters.hardware(system), config, seed=seed, oracle=is_oracle(system))
@@ -122,6 +153,7 @@ def main(
     workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
     parameters: Annotated[str, typer.Option(help="Fields of Parameters as JSON.")] = "{}",
     sensitivity: Annotated[bool, typer.Option(help="Also vary the unpublished parameters, at two rates.")] = False,
+    workloads: Annotated[bool, typer.Option(help="Only figures 1, 10, 11 and 15, a third of the trace.")] = False,
     kept: Annotated[Path | None, typer.Option("--runs", help="File of finished runs, to resume from.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also plot attainment and goodput to this PNG.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
@@ -129,6 +161,12 @@ def main(
     """Simulate the figures."""
     logging.disable(logging.WARNING)
     chosen = Parameters(**json.loads(parameters))
+    if workloads:
+        other = by_workload(chosen, workers, kept)
+        if json_path is not None:
+            facts = provenance(parameters=vars(chosen), rate="4.0", span_s=SPAN_S)
+            json_path.write_text(json.dumps({"provenance": facts, "results": other}, indent=1) + "\n")
+        return
     every = [*PUBLISHED, TRUE_PROBS, *OURS, *ORACLES, BOUND]
     names = {"all": every, "published": list(PUBLISHED)}.get(systems) or systems.split(";")
     at = {"all": RATES, "fitted": FITTED}.get(rates) or tuple(rates.split(","))
@@ -150,6 +188,21 @@ def main(
         draw({label: lines_of(found, at, key, factor) for label, key, factor in (
             ("requests that attain their SLO, %", "attainment", 100.0), ("goodput, tokens/s", "goodput", 1.0)
         )}, "requests per second", plot)  # fmt: skip
+
+
+def by_workload(chosen: Parameters, workers: int, kept: Path | None) -> dict[str, dict[str, Figures]]:
+    """Print and return the figures of every workload and system."""
+    tasks: dict[Key, partial[Figures]] = {
+        (name, system): partial(simulated, system, "4.0", replace(chosen, span_s=SPAN_S, **change), 0)
+        for name, change in WORKLOADS.items()
+        for system in (*COMPARED, *(() if change else (PRIORITY,)))
+    }
+    found, results = resumed(tasks, workers, kept), dict[str, dict[str, Figures]]()
+    for name, system in tasks:
+        own = results.setdefault(name, {})[system] = found[name, system]
+        kinds = ", ".join(f"{kind} {100.0 * share:.1f}" for kind, share in own["kinds"].items())
+        print(f"{name}, {system}: attained {100.0 * own['attainment']:.1f} % ({kinds}), {own['goodput']:.0f} tokens/s")
+    return results
 
 
 Runs = dict[str, dict[str, list[Figures]]]  # by system and rate, one for each seed

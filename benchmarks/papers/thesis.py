@@ -1,6 +1,7 @@
 """Dynamic trees and a static one by batch size, and SLOs at batch 4, as in Delacourt's thesis.
 
     python benchmarks/papers/thesis.py [--seeds 3] [--runs runs.jsonl]
+    python benchmarks/papers/thesis.py --acceptance 0.55 --json benchmarks/results/papers-thesis-tuned.json
 
 Everything is simulated. The thesis publishes throughputs but no latencies, so the latencies are fitted to the static
 tree's throughput at batch sizes 8 to 32; all other figures are predictions. Further assumptions: docs/papers.md.
@@ -39,7 +40,7 @@ PUBLISHED = {"dynamic": (36, 51, 116, 209, 376, 709), "static": (32, 91, 147, 22
 NEW_TOKENS = 256
 BATCHES = (1, 2, 4, 8, 16, 32)
 HARDWARE = Hardware(target=lines((35.0, 0.0), (0.0, 0.39)), draft=lines((5.5, 0.004)))
-TEXTS = TextModel(acceptance=0.52, num_children=16)
+ACCEPTANCE, NUM_CHILDREN = 0.52, 16
 SERVED: dict[str, Any] = dict(admission="fcfs", prefill="first", prefill_chunk=8192)
 TREES: dict[str, Any] = dict(token_budget=64, max_depth=8, max_width=16)
 DYNAMIC: dict[str, Any] = dict(policy="thesis", max_tree_nodes=64, **TREES)
@@ -56,7 +57,7 @@ def systems() -> dict[str, dict[str, Any]]:
     }
 
 
-def load(number: int, seed: int, with_targets: bool = False) -> Load:
+def load(number: int, seed: int, acceptance: float, with_targets: bool = False) -> Load:
     """Return simultaneous requests, prompts of 64 to 128 tokens; equal output lengths keep the batch full."""
     rng = np.random.default_rng(seed)
     shares, tpot_slos_s = zip(*TARGETS_S, strict=True)
@@ -66,7 +67,7 @@ def load(number: int, seed: int, with_targets: bool = False) -> Load:
         else Job(0.0, int(rng.integers(64, 129)), NEW_TOKENS)
         for _ in range(number)
     ]
-    return Load.of("all at once", jobs, TEXTS, rng)
+    return Load.of("all at once", jobs, TextModel(acceptance, num_children=NUM_CHILDREN), rng)
 
 
 def run(own: Load, batch: int, oracle: bool = False, **settings: Any) -> Run:
@@ -75,13 +76,13 @@ def run(own: Load, batch: int, oracle: bool = False, **settings: Any) -> Run:
     simulation = Simulation(own.jobs, own.library, HARDWARE, config, oracle=oracle)
     policy = simulation.replicas[0].engine.policy
     if isinstance(policy, StaticTreePolicy):
-        policy.width = TEXTS.num_children  # a beam of the tree's own width rarely contains the whole tree
+        policy.width = NUM_CHILDREN  # a beam of the tree's own width rarely contains the whole tree
     return simulation.run()
 
 
-def throughput(batch: int, seed: int) -> dict[str, dict[str, float]]:
+def throughput(batch: int, seed: int, acceptance: float = ACCEPTANCE) -> dict[str, dict[str, float]]:
     """Return throughput and further figures by system at a batch size, and the bound of the throughput."""
-    own = load(max(2 * batch, 8), seed)
+    own = load(max(2 * batch, 8), seed, acceptance)
     found = {}
     for name, settings in systems().items():
         figures = run(own, batch, oracle=name == "oracle", **settings).summary()
@@ -94,9 +95,9 @@ def throughput(batch: int, seed: int) -> dict[str, dict[str, float]]:
     return {**found, "bound": {"throughput": round(bounds.throughput(), 3)}}
 
 
-def targets(seed: int) -> dict[str, dict[str, float]]:
+def targets(seed: int, acceptance: float = ACCEPTANCE) -> dict[str, dict[str, float]]:
     """Return figures at batch 4: attainment of the requests' SLOs and of the thesis' two thresholds."""
-    own, found = load(80, seed, with_targets=True), {}
+    own, found = load(80, seed, acceptance, with_targets=True), {}
     policies = {
         "Algorithm 1": DYNAMIC,
         "Algorithm 2": dict(policy="thesis-slo", slack=0.010, **TREES),
@@ -125,17 +126,24 @@ def means(runs: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, dict[s
 def main(
     seeds: Annotated[int, typer.Option(min=1, help="Loads of each figure, the first of seed 1.")] = 1,
     workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    acceptance: Annotated[float, typer.Option(help="Of a drafted token; higher after fine-tuning.")] = ACCEPTANCE,
+    only: Annotated[str, typer.Option("--batches", help="Comma-separated sizes; all by default.")] = "",
     kept: Annotated[Path | None, typer.Option("--runs", help="File of finished runs, to resume from.")] = None,
     json_path: Annotated[Path, typer.Option("--json")] = RESULTS,
 ) -> None:
     logging.disable(logging.WARNING)  # SLOs of 20 ms cannot be attained
     numbers = range(1, seeds + 1)
+    batches = tuple(map(int, only.split(","))) if only else BATCHES
     tasks: dict[Key, Callable[[], Figures]] = {
-        **{("throughput", batch, seed): partial(throughput, batch, seed) for batch in BATCHES for seed in numbers},
-        **{("targets", 4, seed): partial(targets, seed) for seed in numbers},
+        **{
+            ("throughput", batch, seed): partial(throughput, batch, seed, acceptance)
+            for batch in batches
+            for seed in numbers
+        },
+        **{("targets", 4, seed): partial(targets, seed, acceptance) for seed in numbers},
     }
     found = resumed(tasks, workers, kept)
-    by_batch = {str(batch): [found["throughput", batch, seed] for seed in numbers] for batch in BATCHES}
+    by_batch = {str(batch): [found["throughput", batch, seed] for seed in numbers] for batch in batches}
     by_policy, closed = means([found["targets", 4, seed] for seed in numbers]), {}
     for reference in ("oracle", "bound"):
         for batch, runs in by_batch.items():
@@ -145,15 +153,16 @@ def main(
             closed.setdefault(reference, {})[batch] = interval_of(shares) if shares else None
     averages = {batch: means(runs) for batch, runs in by_batch.items()}
     record = dict(
-        provenance=provenance(seeds=seeds), published_tokens_per_s=PUBLISHED, throughput=averages, targets=by_policy,
+        provenance=provenance(seeds=seeds, acceptance=acceptance),
+        published_tokens_per_s=PUBLISHED, throughput=averages, targets=by_policy,
         share_of_the_distance_from_the_best_other=closed,
     )  # fmt: skip
     json_path.write_text(json.dumps(record, indent=1) + "\n")
     console = Console(width=140, file=sys.stdout)
-    table = Table("tokens/s at batch", *map(str, BATCHES), title="Throughput")
+    table = Table("tokens/s at batch", *map(str, batches), title="Throughput")
     for name, published in PUBLISHED.items():
-        table.add_row(f"{name}, published", *map(str, published))
-    for name in averages[str(BATCHES[0])]:
+        table.add_row(f"{name}, published", *(str(published[BATCHES.index(batch)]) for batch in batches))
+    for name in averages[str(batches[0])]:
         table.add_row(name, *(shown(averages[batch][name]["throughput"], 0) for batch in averages))
     for reference, own in closed.items():
         table.add_row(f"ours: % of the way to the {reference}", *(shown(share, 0, 100.0) for share in own.values()))

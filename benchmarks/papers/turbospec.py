@@ -74,8 +74,8 @@ class Setup:
         """Return a load; lengths are shuffled quantiles of log-normal distributions, so all seeds have equal means."""
         rng = np.random.default_rng(seed)
         number = round(SPAN_S * rate)
-        inputs = _lengths(rng, _scaled(self.input_tokens, self.input_scale), number)
-        outputs = _lengths(rng, _scaled(self.output_tokens, self.output_scale), number)
+        inputs = lengths(rng, _scaled(self.input_tokens, self.input_scale), number)
+        outputs = lengths(rng, _scaled(self.output_tokens, self.output_scale), number)
         jobs = [Job(*job) for job in zip(poisson(rng, rate, number).tolist(), inputs, outputs, strict=True)]
         return Load.of(f"{rate:g}", jobs, self.texts, rng)
 
@@ -84,7 +84,8 @@ def _scaled(moments: tuple[float, float], factor: float) -> tuple[float, float]:
     return factor * moments[0], factor * moments[1]
 
 
-def _lengths(rng: np.random.Generator, moments: tuple[float, float], number: int) -> list[int]:
+def lengths(rng: np.random.Generator, moments: tuple[float, float], number: int) -> list[int]:
+    """Return shuffled quantiles of a log-normal distribution with this mean and standard deviation."""
     average, deviation = moments
     variance = math.log1p((deviation / average) ** 2)
     normal = NormalDist(math.log(average) - variance / 2.0, variance**0.5)

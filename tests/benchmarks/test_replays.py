@@ -100,3 +100,57 @@ def test_a_request_with_tools_attains_what_all_its_pairs_attain(slos_serve: Modu
         for worst_s in (0.1, 0.1, 0.1, 0.2, 0.2)
     ]
     assert slos_serve.attained_share(jobs, SimpleNamespace(outcomes=outcomes)) == pytest.approx(1 / 3)
+
+
+@pytest.fixture
+def goodput_figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "papers"))
+    import goodput_figures
+
+    for name in ("goodput_figures", "turbospec", "replays"):
+        monkeypatch.delitem(sys.modules, name)
+    return goodput_figures
+
+
+def test_figures_of_goodput_are_kept_by_phase(goodput_figures: ModuleType) -> None:
+    keys = [key for key, _ in goodput_figures.tasks()]
+    assert len(keys) == len(set(keys))
+    phases = [
+        goodput_figures.Phase(name, 4.0, 1.0, (20.0, 5.0), (output, 1.0), goodput_figures.constant(acceptance))
+        for name, output, acceptance in (("hard", 10.0, 0.05), ("easy", 30.0, 0.95))
+    ]
+    found = goodput_figures.Task(phases, goodput_figures.H100, goodput_figures.CHAINS["k=3"]).run()
+    assert found["hard, steps"] == pytest.approx(9, abs=1)  # a token per step, the first by the prefill
+    assert found["easy, steps"] == pytest.approx(29 / 3.7, abs=1.5)
+    assert found["hard, latency_s"] < found["p99_s"] <= max(found["easy, p99_s"], found["hard, p99_s"])
+    tree = goodput_figures.nested({("a", "1", "Org"): {"x": 0.12345}, ("a", "1", "k=1"): {"x": 1.0}})
+    assert tree == {"a": {"1": {"Org": {"x": 0.1235}, "k=1": {"x": 1.0}}}}
+
+
+def test_further_candidates_have_the_acceptance_of_the_first(goodput_figures: ModuleType) -> None:
+    text = goodput_figures.constant(0.6, 3).write(np.random.default_rng(0), 4000)
+    assert text.child_probs[0] == pytest.approx([0.6, 0.24, 0.096])
+    assert np.bincount(text.ranks) / 4000 == pytest.approx([0.6, 0.24, 0.096, 0.064], abs=0.03)
+
+
+@pytest.fixture
+def adaserve(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "papers"))
+    import adaserve
+
+    for name in ("adaserve", "replays"):
+        monkeypatch.delitem(sys.modules, name)
+    return adaserve
+
+
+def test_workloads_change_shares_and_slos(adaserve: ModuleType) -> None:
+    jobs = [Job(float(at), 10 * (at % 3 + 1), 5, (0.036, 0.05, 0.15)[at % 3]) for at in range(300)]
+    rng = np.random.default_rng(0)
+    as_published = adaserve.of_kinds(jobs, adaserve.Parameters(), rng)
+    assert [job.kind for job in as_published[:3]] == ["urgent", "chat", "summary"]
+    urgent = adaserve.of_kinds(jobs, adaserve.Parameters(urgent=0.9), rng)
+    assert sum(job.kind == "urgent" for job in urgent) == pytest.approx(270, abs=20)
+    assert [job.arrival_s for job in urgent] == [job.arrival_s for job in jobs]
+    assert all(job.input_tokens == 10 for job in urgent if job.kind == "urgent")
+    scaled = adaserve.of_kinds(jobs, adaserve.Parameters(slo_scale=0.8), rng)
+    assert {job.tpot_slo_s for job in scaled} == {0.8 * adaserve.BASE_TPOT_S, 0.05, 0.15}
