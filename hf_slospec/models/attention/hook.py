@@ -49,7 +49,7 @@ _attributes: weakref.WeakKeyDictionary[torch.nn.Module, list[Attribute]] = weakr
 
 
 def forget_attributes(model: torch.nn.Module) -> None:
-    """Search the model's modules anew in its next forward, as some were replaced: copies have configs of their own."""
+    """Read the model's modules anew in its next forward, as some were replaced: copies have configs of their own."""
     _attributes.pop(model, None)
 
 
