@@ -35,7 +35,9 @@ def test_prompt_given_as_embeddings(family: str, batch: int, with_ids: bool) -> 
 
 def test_embeddings_of_tokens_are_drafted_for_as_those_tokens() -> None:
     model = tiny_model("llama")
-    ours = SLOSpecGenerator(model, model, config=SLOSpecConfig(policy="adaserve", max_depth=4, max_width=1))
+    ours = SLOSpecGenerator(
+        model, model, config=SLOSpecConfig(policy="adaserve", max_depth=4, max_width=1, token_budget=64)
+    )
     embeds = model.get_input_embeddings()(ragged_prompts(1)["input_ids"]).detach()
     out = ours.generate(
         inputs_embeds=embeds, do_sample=False, max_new_tokens=21, eos_token_id=None, return_dict_in_generate=True
