@@ -41,6 +41,7 @@ class DFlashHead(PreTrainedModel):
     _supports_sdpa = True
     _supports_attention_backend = True
     kind: ClassVar[str] = "DFlash"  # name in errors and descriptions
+    caches_context = True  # a forward of context tokens caches K and V, and attends to none
     known: ClassVar[set[str]] = KNOWN
     layer_class: ClassVar[Any] = Qwen3DecoderLayer
     norm_class: ClassVar[Any] = Qwen3RMSNorm

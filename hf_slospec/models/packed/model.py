@@ -429,7 +429,7 @@ class PackedModel:
         arguments = inputs.position_ids, inputs.logit_rows, inputs.feature_layers, self._keeps_logits
         with self.exact_products if self.exact else contextlib.nullcontext():
             outputs = packed_outputs(self.model, forward, tokens, *arguments)
-        if interface is not None:
+        if interface is not None and not getattr(self.model, "caches_context", False):
             interface.check_attended()
         return outputs
 
