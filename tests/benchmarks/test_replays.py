@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from functools import partial
 from pathlib import Path
@@ -16,13 +17,18 @@ from hf_slospec.lab.workload import Job
 from tests.support.paths import ROOT
 
 
+def script(monkeypatch: pytest.MonkeyPatch, name: str, *imported: str) -> ModuleType:
+    """Import a script of the replays; it and the scripts that it imports are not in ``sys.modules`` during the test."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "papers"))
+    module = importlib.import_module(name)
+    for each in (name, *imported):
+        monkeypatch.delitem(sys.modules, each)
+    return module
+
+
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "papers"))
-    import replays
-
-    monkeypatch.delitem(sys.modules, "replays")
-    return replays
+    return script(monkeypatch, "replays")
 
 
 def test_finished_runs_are_not_repeated(replays: ModuleType, tmp_path: Path) -> None:
@@ -75,12 +81,7 @@ def test_bounds_hold_for_the_widest_system(replays: ModuleType) -> None:
 
 @pytest.fixture
 def slos_serve(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "papers"))
-    import slos_serve
-
-    for name in ("slos_serve", "replays"):
-        monkeypatch.delitem(sys.modules, name)
-    return slos_serve
+    return script(monkeypatch, "slos_serve", "replays")
 
 
 def test_requests_with_tools_are_pairs_one_after_the_other(slos_serve: ModuleType) -> None:
@@ -104,12 +105,7 @@ def test_a_request_with_tools_attains_what_all_its_pairs_attain(slos_serve: Modu
 
 @pytest.fixture
 def goodput_figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "papers"))
-    import goodput_figures
-
-    for name in ("goodput_figures", "turbospec", "replays"):
-        monkeypatch.delitem(sys.modules, name)
-    return goodput_figures
+    return script(monkeypatch, "goodput_figures", "turbospec", "replays")
 
 
 def test_figures_of_goodput_are_kept_by_phase(goodput_figures: ModuleType) -> None:
@@ -135,12 +131,7 @@ def test_further_candidates_have_the_acceptance_of_the_first(goodput_figures: Mo
 
 @pytest.fixture
 def adaserve(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "papers"))
-    import adaserve
-
-    for name in ("adaserve", "replays"):
-        monkeypatch.delitem(sys.modules, name)
-    return adaserve
+    return script(monkeypatch, "adaserve", "replays")
 
 
 def test_workloads_change_shares_and_slos(adaserve: ModuleType) -> None:

@@ -300,6 +300,11 @@ class SequentialHead(DFlashHead):
         """Return the states of roots.  -> [num_rows, 1, rank]"""
         raise NotImplementedError
 
+    def by_node(self, outputs: torch.Tensor, beam: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits and hidden states of a block token for each node: [num_rows, output_size] -> [.., beam, ..]."""
+        logits, hidden = outputs.tensor_split((self.draft_vocab_size,), dim=-1)
+        return logits[:, None].expand(-1, beam, -1), hidden[:, None].expand(-1, beam, -1)
+
     def after(
         self, tokens: torch.Tensor, outputs: torch.Tensor, states: torch.Tensor | None, depth: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:

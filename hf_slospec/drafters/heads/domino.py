@@ -50,10 +50,7 @@ class DominoHead(SequentialHead):
         self, tokens: torch.Tensor, outputs: torch.Tensor, states: torch.Tensor | None, depth: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         assert states is not None, "nodes have states"
-        logits, hidden = (
-            part[:, None].expand(-1, tokens.shape[1], -1)
-            for part in outputs.tensor_split((self.draft_vocab_size,), dim=-1)
-        )
+        logits, hidden = self.by_node(outputs, tokens.shape[1])
         embeds = self.embed(tokens)
         states = self.prefix_gru(embeds.flatten(0, 1), states.flatten(0, 1)).view(*tokens.shape, -1)
         if depth >= self.num_uncorrected:

@@ -96,10 +96,7 @@ class DSparkHead(SequentialHead):
     def after(
         self, tokens: torch.Tensor, outputs: torch.Tensor, states: torch.Tensor | None, depth: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        logits, hidden = (
-            part[:, None].expand(-1, tokens.shape[1], -1)
-            for part in outputs.tensor_split((self.draft_vocab_size,), dim=-1)
-        )
+        logits, hidden = self.by_node(outputs, tokens.shape[1])
         features: Any = hidden
         if self.markov_head is not None:
             embeds = self.markov_head.markov_w1(tokens)
