@@ -80,13 +80,14 @@ class Speculator:
 
         Raises:
             IncompatibleDraftError: they were moved apart.
+            UnsupportedModelError: packed forwards of a changed model are not those of its own forward.
         """
         self.method.check(self.target.model)
-        has_changed = self.target.packed.renew(is_idle)
+        has_changed = self.target.renew(self.lock, is_idle)
         if self.draft is not None:
-            draft = self.draft.packed
-            if not draft.renew(is_idle) and has_changed and self.method.feature_layers:
-                draft.fingerprint.count()  # its K/V is computed from hidden states of the target
+            is_same = not self.draft.renew(self.lock, is_idle)
+            if is_same and has_changed and self.method.feature_layers:  # its K/V comes from hidden states of the target
+                self.draft.packed.fingerprint.count(modules=False)
 
     @property
     def costs(self) -> StepCosts:

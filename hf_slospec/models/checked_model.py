@@ -24,7 +24,7 @@ RENEWED_S = 1.0  # seconds of measuring between two calls, once compiled forward
 
 
 class CheckedModel:
-    """A model that passed the trial of packed forwards, which is repeated after the model was moved or cast.
+    """A model that passed the trial of packed forwards, which is repeated after it was moved, cast or changed.
 
     Engines hold the target's ``lock`` while they use the K/V caches of the target and of its drafts.
     """
@@ -74,13 +74,41 @@ class CheckedModel:
                     self._new_ranks(self.model)
                 config = self.config if self._is_target else self.config.model_copy(update={"exact": None})
                 packed = PackedModel(self.model, config, self.ranks)
-                check_by_trial(packed)
-                if config.exact:
-                    check_exact(packed)
+                self._try(packed)
                 if self._placement is not None:  # engines that still use the old one must notice changes, too
                     packed.fingerprint = self._packed.fingerprint
                 self._packed, self._placement, self._cost = packed, placement, None
+                self._tried = packed.fingerprint.modules_state
             return self._packed
+
+    def renew(self, lock: FairLock, is_idle: bool = True) -> bool:
+        """Take in changes of the model, and repeat the trial if they were of more than its weights.
+
+        Args:
+            lock: the lock of the engines that use the model's cache.
+            is_idle: no request runs; see :meth:`Fingerprint.renew`.
+
+        Returns:
+            Whether something has changed.
+
+        Raises:
+            UnsupportedModelError: its packed forwards are no longer those of the model.
+        """
+        packed = self.packed
+        has_changed = packed.renew(is_idle)
+        if self._tried != packed.fingerprint.modules_state:
+            with lock, self._renewing:
+                tried = packed.fingerprint.modules_state
+                self._try(packed)
+                self._tried = tried
+        return has_changed
+
+    def _try(self, packed: PackedModel) -> None:
+        for name in ("counts_padding", "counts_gaps"):
+            vars(self).pop(name, None)
+        check_by_trial(packed)
+        if packed.exact:
+            check_exact(packed)
 
     @functools.cached_property
     def counts_padding(self) -> bool:

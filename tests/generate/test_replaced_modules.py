@@ -113,3 +113,52 @@ def test_alibi_by_place_refuses_gaps() -> None:
     check_like_stock(model, attention_mask=left)
     with pytest.raises(UnsupportedOptionError, match="masks tokens inside row 0"):
         model.generate(**CALL, attention_mask=gap, slo_tpot=0.1)
+
+
+class TokenShift(nn.Module):
+    """Adds a part of the token before, which is another one in a packed row."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden + nn.functional.pad(hidden, (0, 0, 1, -1)))
+
+
+def test_layers_that_mix_tokens_are_refused_until_they_are_put_back() -> None:
+    model = enabled()
+    check_like_stock(model)
+    layer = model.model.layers[0]
+    plain, layer.mlp = layer.mlp, TokenShift(layer.mlp)
+    for _ in range(2):
+        with pytest.raises(UnsupportedModelError, match="its logits differed"):
+            model.generate(**CALL, slo_tpot=0.1)
+    layer.mlp = plain
+    check_like_stock(model)
+
+
+def test_drafts_that_mix_tokens_are_refused() -> None:
+    model, draft = copy.deepcopy(tiny_model("llama")), copy.deepcopy(tiny_model("llama"))
+    hf_slospec.enable(model, assistant_model=draft, config=CONFIG)
+    check_like_stock(model)
+    draft.model.layers[0].mlp = TokenShift(draft.model.layers[0].mlp)
+    with pytest.raises(UnsupportedModelError, match="its logits differed"):
+        model.generate(**CALL, slo_tpot=0.1)
+
+
+def test_the_trial_is_repeated_for_changes_of_modules_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, trials = enabled(), []
+    monkeypatch.setattr("hf_slospec.models.checked_model.check_by_trial", trials.append)
+    check_like_stock(model)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.01)
+    check_like_stock(model)
+    model.train()
+    model.eval()
+    check_like_stock(model)
+    assert not trials
+    model.model.layers[0].mlp.act_fn = nn.GELU()
+    check_like_stock(model)
+    check_like_stock(model)
+    assert len(trials) == 1

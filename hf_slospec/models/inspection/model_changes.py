@@ -19,8 +19,9 @@ from hf_slospec.models.inspection.weights_version import Weights, may_be_trained
 # Attributes whose changes do not count. Models in training mode with dropout or gradient checkpointing are refused, and
 # others compute the same in it. Packed forwards replace a config's attention implementation. Weights are read
 # separately. Stock `generate` stores the positions of its last prompt with images in `rope_deltas`, and has a compiled
-# forward and a manager of continuous batching for its next call; packed forwards read none of them.
-IGNORED = {"training", "_attn_implementation_internal", "_parameters", "_buffers", "rope_deltas"} | {
+# forward and a manager of continuous batching for its next call, and `enable` replaces `generate`; packed forwards read
+# none of them.
+IGNORED = {"training", "_attn_implementation_internal", "_parameters", "_buffers", "rope_deltas", "generate"} | {
     "gradient_checkpointing",
     "_gradient_checkpointing_func",
     "_cached_continuous_batching_manager",

@@ -96,6 +96,35 @@ class CommonBody(SamplingSettings):
         return {name: getattr(self, name) for name in CommonBody.model_fields if name in self.model_fields_set}
 
 
+class JSONSchema(ClosedModel):
+    """A named JSON schema."""
+
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None  # ignored: outputs always follow the schema
+
+
+class ResponseFormat(ClosedModel):
+    """Format of the output: text, any JSON object, or JSON that follows a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to type json_schema, and to no other")
+        return self
+
+    @property
+    def schema_to_follow(self) -> dict[str, Any] | None:
+        """Return the JSON schema of the output; None for text."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+
 class SamplingBody(CommonBody):
     """Fields of completions and chats."""
 
@@ -107,6 +136,7 @@ class SamplingBody(CommonBody):
     skip_special_tokens: bool = True
     add_special_tokens: bool | None = None
     store: bool | None = None
+    response_format: ResponseFormat | None = None
 
     @field_validator("stop")
     @classmethod
@@ -121,6 +151,22 @@ class SamplingBody(CommonBody):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options has no effect without stream")
         return self
+
+    @model_validator(mode="after")
+    def _check_schema_ends(self) -> SamplingBody:
+        if self.json_schema is not None and (self.ignore_eos or self.min_tokens):
+            raise ValueError(f"{self.schema_field} ends the output with the JSON; leave ignore_eos and min_tokens out")
+        return self
+
+    @property
+    def json_schema(self) -> dict[str, Any] | None:
+        """Return the JSON schema of the output; None for text."""
+        return None if self.response_format is None else self.response_format.schema_to_follow
+
+    @property
+    def schema_field(self) -> str:
+        """Return the name of the field that ``json_schema`` comes from."""
+        return "response_format"
 
     @property
     def stop_strings(self) -> list[str]:
@@ -239,35 +285,6 @@ def _with_arguments(call: Any) -> Any:
     return call | {"function": function | {"arguments": arguments}}
 
 
-class JSONSchema(ClosedModel):
-    """A named JSON schema."""
-
-    name: str = ""
-    description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None  # ignored: outputs always follow the schema
-
-
-class ResponseFormat(ClosedModel):
-    """Format of the output: text, any JSON object, or JSON that follows a schema."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JSONSchema | None = None
-
-    @model_validator(mode="after")
-    def _check_schema(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema belongs to type json_schema, and to no other")
-        return self
-
-    @property
-    def schema_to_follow(self) -> dict[str, Any] | None:
-        """Return the JSON schema of the output; None for text."""
-        if self.json_schema is not None:
-            return self.json_schema.schema_
-        return {"type": "object"} if self.type == "json_object" else None
-
-
 class FunctionName(ClosedModel):
     """Name of a function."""
 
@@ -324,7 +341,6 @@ class ChatBody(SamplingBody):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -402,8 +418,6 @@ class ChatBody(SamplingBody):
         if self.add_special_tokens:
             raise ValueError(TEMPLATE_ADDS)
         self._chosen(self.tools or [])
-        if self.json_schema is not None and (self.ignore_eos or self.min_tokens):
-            raise ValueError(f"{self.schema_field} ends the output with the JSON; leave ignore_eos and min_tokens out")
         return self
 
     @property
@@ -411,12 +425,11 @@ class ChatBody(SamplingBody):
         """Return the JSON schema of the output, which is that of tool calls if there must be some; None for text."""
         if self.must_call:
             return call_schema(self.callable_functions, self.max_calls)
-        return None if self.response_format is None else self.response_format.schema_to_follow
+        return super().json_schema
 
     @property
     def schema_field(self) -> str:
-        """Return the name of the field that ``json_schema`` comes from."""
-        return "tools" if self.must_call else "response_format"
+        return "tools" if self.must_call else super().schema_field
 
 
 def _function_name(tool: dict[str, Any]) -> Any:

@@ -88,7 +88,7 @@ class Completions:
         choices: list[Choice] = []
         try:
             terms = self.reader.terms(request, body)
-            if isinstance(body, ChatBody) and body.json_schema is not None:
+            if body.json_schema is not None:
                 await self.schemas.check(request.state.client, body.json_schema, body.schema_field)
             prompts = [await in_pool(make) for make in make_prompts]
             per_prompt_orders = [

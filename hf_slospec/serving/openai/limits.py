@@ -101,8 +101,6 @@ class RequestLimits(InputModel):
             self.check("choices", body.n, "n", "choices")
             self.check("top_logprobs", body.top_logprobs or 0, "top_logprobs", "tokens at each position")
             self._check_messages(body.messages, [body.tools, body.chat_template_kwargs], max_len)
-            if body.json_schema is not None:
-                self.check("schema_bytes", len(json.dumps(body.json_schema)), body.schema_field, "bytes of schema")
         elif isinstance(body, TokenizeBody):
             self.check_prompt(body.prompt or "", max_len)
             self._check_messages(body.messages or [], [], max_len)
@@ -110,6 +108,8 @@ class RequestLimits(InputModel):
             raise LimitError("prompt_bytes", f"tokens: {len(body.tokens)}, and this server takes at most {max_tokens}")
 
     def _check_sampling(self, body: SamplingBody) -> None:
+        if body.json_schema is not None:
+            self.check("schema_bytes", len(json.dumps(body.json_schema)), body.schema_field, "bytes of schema")
         self.check("stop_strings", len(body.stages), "slo_tpot", "stages")
         markers = [stage.until for stage in body.stages if isinstance(stage.until, str)]
         for field, strings in (("stop", body.stop_strings), ("slo_tpot", markers)):

@@ -145,7 +145,7 @@ def order_of(
         arguments["logits_processor"] = [penalties]
     if (num_top := num_top_logprobs(body)) is not None:
         arguments["logprobs"] = num_top
-    return Order(prompt, arguments, body.json_schema if isinstance(body, ChatBody) else None)
+    return Order(prompt, arguments, body.json_schema)
 
 
 def num_top_logprobs(body: SamplingBody) -> int | None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
@@ -42,6 +43,8 @@ BODY_S = 30.0  # seconds for a request's body to arrive
 # Headers of Gateway API's inference extension: the name of a class of requests, and the unit of fair scheduling.
 OBJECTIVE, FAIRNESS_ID = "x-gateway-inference-objective", "x-gateway-inference-fairness-id"
 GATEWAY_NAME = re.compile(r"[!-~]{1,253}")
+# Pydantic names the types of a union in the path of a fault, such as "constrained-float", "list[SLOStage]" or "str".
+TYPE_NAME = re.compile(r"str|int|float|bool|.*[^a-z0-9_].*")
 OTHER = "other"  # for objectives that are not configured, whose names clients choose
 
 
@@ -120,8 +123,13 @@ class RequestReader:
             checked = body.chat if isinstance(body, ForeignBody) else body
         except ValidationError as error:
             faults = error.errors(include_url=False)
+            for fault in faults:
+                fault["loc"] = _fields(fault)
+            paths = [fault["loc"] for fault in faults]
+            # A list is no number: of the types that a value may have, only those count that it seems to be of.
+            faults = [fault for fault in faults if not any(_is_within(path, fault["loc"]) for path in paths)]
             param = ".".join(map(str, faults[0]["loc"])) or None
-            message = "; ".join(map(describe_fault, faults[:5]))
+            message = "; ".join(dict.fromkeys(map(describe_fault, faults[:5])))
             raise Fault(400, error_body(message, "invalid_request_error", param)) from error
         self.check_model(getattr(body, "model", None))
         self.bounds.check_body(checked, self.engine.max_len)
@@ -154,6 +162,18 @@ class RequestReader:
                 raise fault_of(error) from error
 
         return answer
+
+
+def _fields(fault: ErrorDetails) -> tuple[int | str, ...]:
+    """Return the path of a fault in the body, without names of types."""
+    *path, last = fault["loc"] or ("",)
+    is_key = fault["type"] in ("missing", "extra_forbidden")
+    fields = [part for part in path if isinstance(part, int) or not TYPE_NAME.fullmatch(part)]
+    return (*fields, last) if is_key or isinstance(last, int) or not TYPE_NAME.fullmatch(last) else tuple(fields)
+
+
+def _is_within(path: tuple[int | str, ...], other: tuple[int | str, ...]) -> bool:
+    return len(path) > len(other) and path[: len(other)] == other
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -367,3 +367,14 @@ def test_a_request_may_switch_speculation_off(served: Served) -> None:
     details = [answer["usage"]["completion_tokens_details"] for answer in answers]
     drafted = [one["accepted_prediction_tokens"] + one["rejected_prediction_tokens"] for one in details]
     assert drafted[0] > 0 == drafted[1]
+
+
+def test_completions_follow_a_schema(served: Served) -> None:
+    form = {
+        "type": "json_schema",
+        "json_schema": {"schema": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}},
+    }
+    answer = complete(served, prompt=["x = ", "y = "], response_format=form, max_tokens=60, **GREEDY)
+    for choice in answer["choices"]:
+        first, second = json.loads(choice["text"])
+        assert {type(first), type(second)} == {bool}

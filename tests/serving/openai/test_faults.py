@@ -53,6 +53,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("completions", dict(prompt="x", slo_tpot=[{"slo_tpot": 1.0, "until": "x", "tokens": 1}]), "slo_tpot"),
     ("completions", dict(prompt="x", stream_options={"include_usage": True}), "stream_options"),
     ("completions", dict(prompt="x", guided_json={}), "guided_json"),
+    ("completions", dict(prompt="x", response_format={"type": "json_object"}, ignore_eos=True), "response_format"),
     ("completions", dict(prompt="x " * 30_000), "prompt of"),
     ("chat/completions", dict(messages=[]), "messages"),
     ("chat/completions", CHAT | dict(response_format={"type": "json_schema"}), "response_format"),
@@ -74,6 +75,20 @@ def test_bad_fields_are_named(served: Served, path: str, body: dict[str, Any], n
     error = answer.json()["error"]
     assert answer.status_code == 400, answer.text
     assert named in error["message"] and error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("slo_tpot", "fast", "slo_tpot"),
+        ("slo_tpot", [{"slo_tpot": "fast"}], "slo_tpot.0.slo_tpot"),
+        ("stop", 3, "stop"),
+    ],
+)
+def test_errors_name_fields_and_no_types(served: Served, field: str, value: Any, param: str) -> None:
+    error = served.client.post("/v1/completions", json={"prompt": "x", field: value}).json()["error"]
+    assert error["param"] == param
+    assert not any(name in error["message"] for name in ("constrained", "list[", "SLOStage", ".str")), error
 
 
 @pytest.mark.parametrize(
