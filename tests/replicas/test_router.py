@@ -146,3 +146,12 @@ def test_conversation_that_comes_back_goes_to_the_replica_that_has_its_kv() -> N
     salted = replace(offer(2, longer), order=Order(longer, {"cache_salt": "another client"}))
     assert order(router, replicas, call("c2", salted))[0] != "b"  # where the call before it is under way
     assert order(router, replicas, call("c3", offer(3, longer, failed=["b"])))[0] != "b"  # its text is prefilled again
+
+
+def test_replicas_have_two_names() -> None:
+    from hf_slospec import replicas
+    from hf_slospec.serving import replicas as public
+
+    assert {name: getattr(public, name) for name in public.__all__} == {
+        name: getattr(replicas, name) for name in replicas.__all__
+    }

@@ -22,7 +22,7 @@ LAYERS: tuple[str | tuple[str, ...], ...] = (
     *("models/compiled", "models/packed"),
     ("models/sequences", "models/costs", "models/checked_model"),
     *("models", "drafters", "tiny", "generate", "serving", "__init__", "lab"),
-    *("serving/openai", "replicas", "demo", "cli", "__main__"),
+    *("serving/openai", "replicas", "serving/replicas", "demo", "cli", "__main__"),
 )
 NO_TORCH = {
     "errors",
