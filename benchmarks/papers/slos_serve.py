@@ -62,6 +62,12 @@ WITHOUT_DRAFTS = {
     "SLOs-Serve": THEIRS + ' {{"policy": "none"}}',
     "ours": OURS + ' {{"max_depth": 0}}',
 }
+# The paper's figure 14 takes one part off after the other; what is left starts all prefill before any decoding.
+ABLATION = {
+    "SLOs-Serve": THEIRS,
+    "without speculation": THEIRS + ' {{"policy": "none"}}',
+    "without admission": THEIRS + ' {{"policy": "none", "admission": "fcfs", "prefill": "first", "guarantee": null}}',
+}
 ORACLES = ("oracle", "oracle, larger chunk")
 REFERENCES = (*ORACLES, BEST, "bound")
 # The paper's 13B runs on two GPUs, so the load per GPU is half of theirs.
@@ -193,9 +199,9 @@ def capacity_of(system: str, scenario: Scenario, replicas: int, guess: float, se
 Part = dict[str, Callable[..., Figures]]  # by system or number of replicas; takes a seed
 
 
-def capacities(scenario: Scenario) -> Part:
+def capacities(scenario: Scenario, systems: dict[str, str]) -> Part:
     """Return the measurements of every system's capacity."""
-    systems, (small, large) = WITHOUT_DRAFTS if scenario.is_in_pairs else SYSTEMS, scenario.chunks
+    small, large = scenario.chunks
     return {
         name: partial(capacity_of, system.format(small=small, large=large), scenario, 1, 1.5)
         for name, system in systems.items()
@@ -208,7 +214,11 @@ def scaling(scenario: Scenario, system: str) -> Part:
 
 
 PARTS: dict[str, Part] = {
-    **{name: capacities(scenario) for name, scenario in {**SCENARIOS, **SENSITIVITY}.items()},
+    **{
+        name: capacities(scenario, WITHOUT_DRAFTS if scenario.is_in_pairs else SYSTEMS)
+        for name, scenario in {**SCENARIOS, **SENSITIVITY}.items()
+    },
+    **{f"ablation, {name}": capacities(SCENARIOS[name], ABLATION) for name in ("chatbot", "coder")},
     **{
         f"replicas, {name}, {system}": scaling(replace(SCENARIOS[name], number=number), system)
         for name, number in (("chatbot", 150), ("coder", 300))
