@@ -99,6 +99,7 @@ class CheckedModel:
         if self._tried != packed.fingerprint.modules_state:
             with lock, self._renewing:
                 tried = packed.fingerprint.modules_state
+                packed.check_layers()
                 self._try(packed)
                 self._tried = tried
         return has_changed

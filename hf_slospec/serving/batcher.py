@@ -25,7 +25,7 @@ from hf_slospec.engine.scheduling.continuous import ContinuousScheduler
 from hf_slospec.engine.scheduling.load import load_of
 from hf_slospec.engine.step import Engine
 from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, SLOSpecError, UnsupportedModelError
-from hf_slospec.serving.handle import RequestHandle, wake
+from hf_slospec.serving.handle import RequestHandle, waiting_s, wake
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -141,9 +141,8 @@ class Batcher:
         self.check_running()
         with self._state:
             may_wait = block and threading.current_thread() is not self._thread  # only that thread makes room
-            is_room = self._state.wait_for(
-                lambda: self.num_waiting < self.max_queue or not self._is_taking, timeout if may_wait else 0.0
-            )
+            limit_s = waiting_s(timeout) if may_wait else 0.0
+            is_room = self._state.wait_for(lambda: self.num_waiting < self.max_queue or not self._is_taking, limit_s)
             self.check_running()
             if not is_room:
                 raise QueueFull(

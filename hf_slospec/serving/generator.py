@@ -32,7 +32,7 @@ from hf_slospec.models.inspection.hub import hub_options
 from hf_slospec.models.inspection.loaded import check_tokenizer
 from hf_slospec.models.inspection.properties import input_device
 from hf_slospec.models.sampling import TokenLogprobs
-from hf_slospec.serving.handle import RequestHandle
+from hf_slospec.serving.handle import RequestHandle, waiting_s
 from hf_slospec.serving.options import METRICS_PREFIX
 from hf_slospec.serving.service import BatchingService
 from hf_slospec.serving.submission import Prompt, SubmitOptions
@@ -259,7 +259,7 @@ class SLOSpecGenerator:
         It takes no more requests and finishes those it has; after ``timeout`` seconds, or without ``drain``, it cancels
         them.
         """
-        self._service.stop(drain, timeout)
+        self._service.stop(drain, waiting_s(timeout))
 
     def set_policy(self, config: SLOSpecConfig) -> None:
         """Use this config's policy, with its settings, from the batcher's next step on. Running requests continue.

@@ -5,19 +5,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import numbers
 import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import Any
 
 from hf_slospec.engine.events import Commit
 from hf_slospec.engine.request import FinishReason, Progress, Request, RequestMetrics
-from hf_slospec.errors import NotRunningError, RequestCancelledError
+from hf_slospec.errors import InvalidInputError, InvalidTypeError, NotRunningError, RequestCancelledError
 from hf_slospec.models.sampling import TokenLogprobs
 
 ToText = Callable[[list[int]], str]
+MAX_WAIT_S = threading.TIMEOUT_MAX / 2  # until a time that threads can wait for
+
+
+def waiting_s(timeout: Any) -> float | None:
+    """Return a number of seconds that threads can wait; None waits without limit.
+
+    Raises:
+        InvalidTypeError, InvalidInputError: ``timeout`` is no number, or not a number of seconds.
+    """
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
+        raise InvalidTypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
+    seconds = float(timeout)
+    if math.isnan(seconds):
+        raise InvalidInputError("timeout must be a number of seconds or None, got nan")
+    return None if seconds > MAX_WAIT_S else seconds
 
 
 @dataclass(frozen=True)
@@ -149,9 +168,10 @@ class RequestHandle:
             TimeoutError: the request continues; call again.
             RequestCancelledError: it was cancelled; ``token_ids`` has the tokens until then.
         """
+        limit_s = waiting_s(timeout)
         self._check_waiting()
         with self._changed:
-            if not self._changed.wait_for(lambda: self._is_done, timeout):
+            if not self._changed.wait_for(lambda: self._is_done, limit_s):
                 raise TimeoutError(f"the request was not finished within {timeout} s; it goes on")
         return self._result()
 
@@ -202,7 +222,7 @@ class RequestHandle:
     async def aresult(self, timeout: float | None = None) -> RequestResult:
         """Await the output; see :meth:`result`."""
         try:
-            await asyncio.wait_for(self._more(math.inf), timeout)
+            await asyncio.wait_for(self._more(math.inf), waiting_s(timeout))
         except TimeoutError:
             raise TimeoutError(f"the request was not finished within {timeout} s; it goes on") from None
         return self._result()

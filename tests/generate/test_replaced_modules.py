@@ -44,7 +44,7 @@ def test_further_layers_are_refused() -> None:
     layer.self_attn.layer_idx = model.config.num_hidden_layers
     model.model.layers.append(layer)
     model.config.num_hidden_layers += 1
-    with pytest.raises(UnsupportedModelError, match="attention layers and now has one of index"):
+    with pytest.raises(UnsupportedModelError, match="have changed: their number"):
         model.generate(**CALL, slo_tpot=0.1)
     hf_slospec.enable(model, config=CONFIG)
     check_like_stock(model)
@@ -57,6 +57,7 @@ def test_layers_that_leave_the_interface_are_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(attention, "config", copy.deepcopy(attention.config))
     with monkeypatch.context() as patch:  # as if nothing had noticed the new config
         patch.setattr("hf_slospec.models.packed.model.forget_attributes", lambda _: None)
+        patch.setattr("hf_slospec.models.packed.model.PackedModel.check_layers", lambda _: None)
         with pytest.raises(UnsupportedModelError, match=r"layers \[1\] no longer attend"):
             model.generate(**CALL, slo_tpot=0.1)
 
@@ -162,3 +163,43 @@ def test_the_trial_is_repeated_for_changes_of_modules_only(monkeypatch: pytest.M
     check_like_stock(model)
     check_like_stock(model)
     assert len(trials) == 1
+
+
+@pytest.mark.parametrize(("family", "window"), [("mistral", 9), ("gemma3", 30), ("gpt-oss", 40)])
+def test_other_windows_are_refused_until_enabled_again(family: str, window: int) -> None:
+    model, call = enabled(family), dict(input_ids=torch.arange(3, 73)[None])
+    check_like_stock(model, **call)
+    before, model.config.sliding_window = model.config.sliding_window, window
+    for _ in range(2):
+        with pytest.raises(UnsupportedModelError, match="the attention layers of"):
+            model.generate(**CALL | call, slo_tpot=0.1)
+    hf_slospec.enable(model, config=CONFIG)
+    check_like_stock(model, **call)
+    model.config.sliding_window = before
+    with pytest.raises(UnsupportedModelError, match="the attention layers of"):
+        model.generate(**CALL | call, slo_tpot=0.1)
+    model.config.sliding_window = window
+    check_like_stock(model, **call)
+
+
+def test_a_part_of_another_dtype_is_refused_and_does_no_harm() -> None:
+    model: Any = copy.deepcopy(tiny_model("llama"))
+    with SLOSpecGenerator(model, config=CONFIG) as generator:
+        expected = generator.submit([3, 4, 5], max_new_tokens=4).result(60).token_ids
+        model.lm_head.half()
+        with pytest.raises(UnsupportedModelError, match="dtype"):
+            generator.submit([3, 4, 5], max_new_tokens=4)
+        model.float()
+        assert generator.submit([3, 4, 5], max_new_tokens=4).result(60).token_ids == expected
+
+
+@pytest.mark.parametrize("name", ["generation_config", "use_cache"])
+def test_settings_of_trainers_repeat_no_trial(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    model, trials = enabled(), []
+    monkeypatch.setattr("hf_slospec.models.checked_model.check_by_trial", trials.append)
+    if name == "use_cache":
+        model.config.use_cache = not model.config.use_cache
+    else:
+        model.generation_config = copy.deepcopy(model.generation_config)
+    check_like_stock(model)
+    assert not trials

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import weakref
 
 import pytest
 
 from hf_slospec.engine.events import Commit, PhaseTimes
 from hf_slospec.engine.request import Request, RequestParams
+from hf_slospec.errors import InvalidInputError, InvalidTypeError
 from hf_slospec.serving.handle import RequestHandle, TextStream
 from tests.support.toys.server import WAIT_S, Server, alone
 
@@ -22,6 +24,17 @@ def test_results_streams_and_awaits_agree(server: Server) -> None:
         assert result.text == "".join(handle) == "".join(map(str, alone(new)))
         assert (result.finish_reason, handle.done(), result.metrics.tokens) == ("length", True, new)
     assert {request.index for request in server.books.ended} == {1, 2, 3}
+
+
+def test_timeouts_are_numbers_of_seconds(server: Server) -> None:
+    handle = server.submit(7)
+    for wrong, error in ((float("nan"), InvalidInputError), ("1", InvalidTypeError), (True, InvalidTypeError)):
+        with pytest.raises(error, match="timeout must be a number of seconds"):
+            handle.result(wrong)  # type: ignore[arg-type]
+        with pytest.raises(error, match="timeout must be a number of seconds"):
+            asyncio.run(handle.aresult(wrong))  # type: ignore[arg-type]
+    for endless in (math.inf, 1e10, None):
+        assert handle.result(endless).token_ids == asyncio.run(handle.aresult(endless)).token_ids == alone(7)
 
 
 def test_a_handle_says_which_tokens_the_draft_had_proposed(server: Server) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_slospec import SLOSpecConfig, SLOSpecGenerator, tiny_prompts
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator, tiny_prompts, weights_changed
 from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from tests.support.breadth import quick_or
@@ -106,12 +106,16 @@ CHANGES: list[Any] = [
     lambda model: setattr(model.model.layers[0].mlp, "act_fn", torch.nn.Tanh()),
     lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.01),
     lambda model: model.model.layers[0].mlp.up_proj.weight.detach().mul_(-1.0),
+    lambda model: model.model.layers[0].mlp.offset.fill_(3.0),
 ]
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_nothing_is_reused_after_anything_of_the_model_has_changed(change: Any) -> None:
     model: Any = copy.deepcopy(tiny_model("llama"))
+    mlp = model.model.layers[0].mlp
+    mlp.offset = torch.tensor(0.0)  # neither a parameter nor a buffer
+    mlp.register_forward_hook(lambda module, inputs, out: out + module.offset)
     ids = torch.randint(3, 101, (80,), generator=torch.Generator().manual_seed(1)).tolist()
     with SLOSpecGenerator(model, config=CONFIG) as generator:
         generator.submit(ids, max_new_tokens=24).result(WAIT_S)
@@ -137,6 +141,53 @@ def test_an_adapter_that_is_switched_off_and_on_again_meanwhile_leaves_nothing_w
             handle.result(WAIT_S)
             handle = generator.submit(ids, max_new_tokens=24)
             assert handle.result(WAIT_S).token_ids == alone_ids((base,), ids, max_new_tokens=24)
+
+
+def wrapped(model: Any) -> Any:
+    """Replace a layer's MLP, and return what puts it back."""
+    layer = model.model.layers[0]
+    plain, layer.mlp = layer.mlp, torch.nn.Sequential(layer.mlp, torch.nn.Tanh())
+    return lambda: setattr(layer, "mlp", plain)
+
+
+TEMPORARY: list[Any] = [
+    lambda model: model.model.layers[0].register_forward_hook(lambda module, inputs, out: out + 3.0).remove,
+    wrapped,
+]
+
+
+@pytest.mark.parametrize("change", TEMPORARY)
+def test_a_change_that_is_undone_while_a_request_runs_leaves_nothing_wrong(change: Any) -> None:
+    model: Any = copy.deepcopy(tiny_model("llama"))
+    ids = torch.randint(3, 101, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+    with SLOSpecGenerator(model, config=CONFIG) as generator:
+        handle = generator.submit(ids, max_new_tokens=150, eos_token_id=None)
+        tokens = handle.tokens()
+        next(tokens)
+        undo = change(model)
+        for _ in range(60):
+            next(tokens)
+        undo()
+        ids += handle.result(WAIT_S).token_ids
+        for _ in range(2):
+            handle = generator.submit(ids, max_new_tokens=24)
+            assert handle.result(WAIT_S).token_ids == alone_ids((model,), ids, max_new_tokens=24)
+
+
+def test_told_changes_of_what_a_hook_reads_are_noticed_each_time() -> None:
+    model: Any = copy.deepcopy(tiny_model("llama"))
+    model.requires_grad_(False)
+    scale = torch.tensor(1.0)
+    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, out: out * scale)
+    ids = torch.randint(3, 101, (80,), generator=torch.Generator().manual_seed(1)).tolist()
+    with SLOSpecGenerator(model, config=CONFIG) as generator:
+        for value in (1.0, -4.0, 2.0):
+            scale.fill_(value)
+            weights_changed()
+            for is_first in (True, False):
+                handle = generator.submit(ids, max_new_tokens=24)
+                assert handle.result(WAIT_S).token_ids == alone_ids((model,), ids, max_new_tokens=24)
+                assert (handle.metrics.reused == 0) == is_first
 
 
 def test_resumed_requests_find_their_own_k_v(pair: tuple[Any, Any, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import threading
 import types
@@ -19,9 +20,12 @@ from hf_slospec.models.inspection.weights_version import Weights, may_be_trained
 # Attributes whose changes do not count. Models in training mode with dropout or gradient checkpointing are refused, and
 # others compute the same in it. Packed forwards replace a config's attention implementation. Weights are read
 # separately. Stock `generate` stores the positions of its last prompt with images in `rope_deltas`, and has a compiled
-# forward and a manager of continuous batching for its next call, and `enable` replaces `generate`; packed forwards read
-# none of them.
+# forward and a manager of continuous batching for its next call, `enable` replaces `generate`, and trainers set the
+# generation config, `use_cache` and `warnings_issued`; packed forwards read none of them.
 IGNORED = {"training", "_attn_implementation_internal", "_parameters", "_buffers", "rope_deltas", "generate"} | {
+    "generation_config",
+    "use_cache",
+    "warnings_issued",
     "gradient_checkpointing",
     "_gradient_checkpointing_func",
     "_cached_continuous_batching_manager",
@@ -50,6 +54,7 @@ class Fingerprint:
         self._lock, self._renewing = threading.Lock(), threading.Lock()
         self._adapters: list[torch.nn.Module] = []
         self._adapter_attributes: list[Any] = []
+        self._structure: list[Any] = []
         weights = self._read()
         self._weights = Weights(weights, self._may_be_written(weights))
 
@@ -77,12 +82,19 @@ class Fingerprint:
             return True
 
     def notice(self) -> None:
-        """Advance ``state`` if an adapter has changed, as it may be changed back before the next ``renew``."""
+        """Advance ``state`` if adapters, hooks or submodules have changed, as they may be changed back later."""
         with self._lock:
-            if not self._adapters or _are_same(self._adapter_attributes, now := _held_by(self._adapters)):
+            structure, attributes = self._read_structure(), _held_by(self._adapters)
+            if _are_same(self._structure, structure) and _are_same(self._adapter_attributes, attributes):
                 return
-            self._adapter_attributes = now
+            self._structure, self._adapter_attributes = structure, attributes
         self.count()
+
+    def _read_structure(self) -> list[Any]:
+        """Return the modules and their hooks, for which each step of an engine has time."""
+        hooks = itertools.chain.from_iterable(hooks.values() for hooks in self._hooks if hooks)
+        submodules = itertools.chain.from_iterable(parts.values() for parts in self._parts)
+        return [*submodules, *(hook for hook in list(hooks) if not is_unchanging(hook))]
 
     def count(self, modules: bool = True) -> None:
         """Advance ``state`` for a change that the caller noticed, of weights only unless ``modules``."""
@@ -100,11 +112,23 @@ class Fingerprint:
         for module in modules:  # torch's own traversal takes most of the time
             modules.extend(part for part in list(module._modules.values()) if part is not None)
         dicts = [weights for module in modules for weights in (module._parameters, module._buffers) if weights]
-        self._held = [*map(plain_class, modules), *_held_by(modules), *_held_by(_configs(modules))]
-        adapters = [module for module in modules if plain_class(module).__module__.split(".")[0] not in LIBRARIES]
+        classes = list(map(plain_class, modules))
+        attributes = [*_held_by(modules), *_held_by(_configs(modules))]
+        tensors = [value for value in attributes if type(value) is torch.Tensor]
+        weights = [*(weight for weights in dicts for weight in weights.values() if weight is not None), *tensors]
+        forwards = (kind.forward for kind in dict.fromkeys(classes))  # of classes, which may be patched
+        self._held = [*classes, *forwards, *attributes, *(weight.dtype for weight in weights)]
+        adapters = [module for module, kind in zip(modules, classes, strict=True) if _is_foreign(kind)]
         with self._lock:
             self._adapters, self._adapter_attributes = adapters, _held_by(adapters)
-        return [weight for weights in dicts for weight in weights.values() if weight is not None]
+            self._parts = [module._modules for module in modules if module._modules]
+            self._hooks = [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
+            self._structure = self._read_structure()
+        return weights
+
+
+def _is_foreign(kind: Any) -> bool:
+    return kind.__module__.split(".")[0] not in LIBRARIES
 
 
 def _configs(modules: Iterable[Any]) -> list[Any]:

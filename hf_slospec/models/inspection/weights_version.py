@@ -19,21 +19,28 @@ FACTOR = 0x2C1B3C6D  # 5 modulo 8: its powers repeat after 2**14 even in the two
 CPU_WORDS, DEVICE_WORDS = 2**18, 2**23  # words per addition: they fit a core's cache; few kernel launches
 WIDTH = 1024  # sums per row
 
-_num_writes = 0
+_num_writes = _num_told = 0
 
 
 def weights_changed() -> None:
-    """Check all weights of every model before its next step.
+    """Count every model as changed, and read its weights again before its next step.
 
-    Needed after writes that leave no trace: those through ``weight.data``, or to weights on a disk, of a model none of
-    whose parameters requires a gradient, or while submitted requests run. The next call notices all other writes.
+    Needed after changes that leave no trace: writes through ``weight.data``, or to weights on a disk, of a model none
+    of whose parameters requires a gradient, or while submitted requests run; and changes of what hooks read from
+    elsewhere, such as the strength of a steering vector. The next call notices all others.
     """
+    global _num_told
+    _num_told += 1
+    _count_write()
+
+
+def _count_write(*_: object) -> None:
     global _num_writes
     _num_writes += 1
 
 
 # An optimizer's step counts for every model: weights that are not trained may be copies or averages of trained ones.
-register_optimizer_step_post_hook(lambda *_: weights_changed())
+register_optimizer_step_post_hook(_count_write)
 
 
 class Weights:
@@ -43,7 +50,7 @@ class Weights:
         """Read the weights; the arguments are those of :meth:`renew`."""
         self._state: tuple[State, ...] = ()
         self._digest: Digest | None = None
-        self._num_writes = _num_writes
+        self._num_writes, self._num_told = _num_writes, _num_told
         self.renew(weights, may_be_written)
 
     @property
@@ -58,12 +65,12 @@ class Weights:
             weights: parameters and buffers, always in the same order.
             may_be_written: they may have been written without a trace, so all bits are compared.
         """
-        before = self._state, self._digest
-        is_behind, self._num_writes = self.is_behind, _num_writes
+        before = self._state, self._digest, self._num_told
+        is_behind, self._num_writes, self._num_told = self.is_behind, _num_writes, _num_told
         self._state = tuple(map(_state_of, weights))
         if is_behind or may_be_written:
             self._digest = digest(weights)
-        return before != (self._state, self._digest)
+        return before != (self._state, self._digest, self._num_told)
 
 
 def may_be_trained(weights: Iterable[torch.Tensor]) -> bool:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_slospec.config import Prepack, SLOSpecConfig
-from hf_slospec.errors import UnsupportedOptionError
+from hf_slospec.errors import UnsupportedModelError, UnsupportedOptionError
 from hf_slospec.models.attention import (
     AloneForward,
     DecoderForward,
@@ -169,6 +169,16 @@ class PackedModel:
             self.prepacked.renew()
             self.compiled.renew(compares=before != self._modules_state)
             self.exact_products.renew()
+
+    def check_layers(self) -> None:
+        """Raise UnsupportedModelError if the layers no longer attend as they did when the model was probed."""
+        refuse_by_declaration(self.model)
+        if probe_layers(self.model) != (self.layers, self.state_layers):
+            name = type(self.model).__name__
+            raise UnsupportedModelError(
+                f"the attention layers of {name} have changed: their number, or the window or type of one; undo the "
+                "change, call disable and enable, or make a new generator"
+            )
 
     def _check_can_be_exact(self, exact: str, attention: str, prepack: Prepack) -> None:
         """Raise UnsupportedOptionError if the bits of a token's logits may depend on the batch."""

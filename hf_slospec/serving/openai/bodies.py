@@ -114,7 +114,7 @@ class ResponseFormat(ClosedModel):
     @model_validator(mode="after")
     def _check_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema belongs to type json_schema, and to no other")
+            raise ValueError("type json_schema needs a json_schema, and the other types take none")
         return self
 
     @property

@@ -135,7 +135,7 @@ def order_of(
         arguments["stop_strings"] = body.stop_strings
     for name, ids in (("logit_bias", body.logit_bias or ()), ("stop_token_ids", body.stop_token_ids or ())):
         if wrong := [token for token in ids if not 0 <= token < engine.vocab_size]:
-            raise InvalidInputError(f"{name}: token ids must be below {engine.vocab_size}, got {wrong[0]}")
+            raise InvalidInputError(f"{name}: token ids must be from 0 to {engine.vocab_size - 1}, got {wrong[0]}")
     if body.logit_bias:
         arguments["sequence_bias"] = {(token,): float(bias) for token, bias in body.logit_bias.items()}
     if body.repetition_penalty is not None:

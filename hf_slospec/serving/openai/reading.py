@@ -125,9 +125,9 @@ class RequestReader:
             faults = error.errors(include_url=False)
             for fault in faults:
                 fault["loc"] = _fields(fault)
-            paths = [fault["loc"] for fault in faults]
-            # A list is no number: of the types that a value may have, only those count that it seems to be of.
-            faults = [fault for fault in faults if not any(_is_within(path, fault["loc"]) for path in paths)]
+            # Of the types that a value may have, those count that it is most like.
+            depths = {path[:1]: len(path) for path in sorted((fault["loc"] for fault in faults), key=len)}
+            faults = [fault for fault in faults if len(fault["loc"]) == depths[fault["loc"][:1]]]
             param = ".".join(map(str, faults[0]["loc"])) or None
             message = "; ".join(dict.fromkeys(map(describe_fault, faults[:5])))
             raise Fault(400, error_body(message, "invalid_request_error", param)) from error
@@ -170,10 +170,6 @@ def _fields(fault: ErrorDetails) -> tuple[int | str, ...]:
     is_key = fault["type"] in ("missing", "extra_forbidden")
     fields = [part for part in path if isinstance(part, int) or not TYPE_NAME.fullmatch(part)]
     return (*fields, last) if is_key or isinstance(last, int) or not TYPE_NAME.fullmatch(last) else tuple(fields)
-
-
-def _is_within(path: tuple[int | str, ...], other: tuple[int | str, ...]) -> bool:
-    return len(path) > len(other) and path[: len(other)] == other
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
