@@ -221,8 +221,9 @@ class RequestHandle:
 
     async def aresult(self, timeout: float | None = None) -> RequestResult:
         """Await the output; see :meth:`result`."""
+        limit_s = waiting_s(timeout)
         try:
-            await asyncio.wait_for(self._more(math.inf), waiting_s(timeout))
+            await asyncio.wait_for(self._more(math.inf), limit_s)
         except TimeoutError:
             raise TimeoutError(f"the request was not finished within {timeout} s; it goes on") from None
         return self._result()
