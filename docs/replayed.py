@@ -341,11 +341,30 @@ def slos_serve_ratios() -> str:
 
 @table
 def slos_serve_replicas() -> str:
-    lines: list[list[str]] = [["published", "", "", "", "", "2.18 / 3.36 / 4.61"]]
-    for key, name in (("slos-serve", "SLOs-Serve"), ("auto", "`auto`")):
-        values = [capacities(f"replicas, chatbot, {key}")[number] for number in ("1", "2", "3", "4")]
-        lines.append([name, *(f"{v:.2f}" for v in values), " / ".join(f"{v / values[0]:.2f}" for v in values[1:])])
-    return markdown("replicas, ChatBot | 1 | 2 | 3 | 4 | times one: 2 / 3 / 4", lines)
+    lines: list[list[str]] = []
+    for part, published in (("chatbot", "2.18 / 3.36 / 4.61"), ("coder", "four: 6.2")):
+        lines.append([f"{part_name(part)}, published", "", "", "", "", published])
+        for key, name in (("slos-serve", "SLOs-Serve"), ("auto", "`auto`")):
+            values = [capacities(f"replicas, {part}, {key}")[number] for number in ("1", "2", "3", "4")]
+            scaled = " / ".join(f"{value / values[0]:.2f}" for value in values[1:])
+            lines.append([f"{part_name(part)}, {name}", *(f"{value:.2f}" for value in values), scaled])
+    return markdown("replicas | 1 | 2 | 3 | 4 | times one: 2 / 3 / 4", lines)
+
+
+def ablation_gains(part: str) -> list[float]:
+    """Return how many times the capacity is with routing, with speculation, and with admission."""
+    by_number, found = capacities(f"replicas, {part}, slos-serve"), capacities(f"ablation, {part}")
+    whole, plain, unchecked = (found[name] for name in ("SLOs-Serve", "without speculation", "without admission"))
+    return [by_number["4"] / (4 * by_number["1"]), whole / plain, plain / unchecked]
+
+
+@table
+def slos_serve_ablation() -> str:
+    lines = [["mean of four scenarios, published", "1.19", "1.66", "1.34"]]
+    for part, published in (("chatbot", ["", "2.01", ""]), ("coder", ["1.92", "", "1.66"])):
+        lines.append([f"{part_name(part)}, published", *published])
+        lines.append([f"{part_name(part)}, here", *(f"{gain:.2f}" for gain in ablation_gains(part))])
+    return markdown(" | routing over four replicas | speculation | admission in bursts", lines)
 
 
 @table
@@ -584,12 +603,23 @@ def _slos_serve_summary() -> list[list[str]]:
             _made(f"slos_serve.py --parts {part}", record[part]["provenance"]),
         ])  # fmt: skip
     lines.append([f"{link}, figure 9, Reasoning", "2.4", "not simulated: no latencies of its model", "", "", ""])
-    parts = [f"replicas, chatbot, {system}" for system in ("slos-serve", "auto")]
-    own, auto = (capacities(part)["4"] / capacities(part)["1"] for part in parts)
-    lines.append([
-        f"{link}, figure 13, ChatBot: capacity of four replicas to one", "4.61", f"{own:.2f}", _off(own, 4.61, 4.61),
-        f"{auto:.2f}", _made("slos_serve.py", *(record[part]["provenance"] for part in parts)),
-    ])  # fmt: skip
+    for app, published in (("chatbot", 4.61), ("coder", 6.2)):
+        parts = [f"replicas, {app}, {system}" for system in ("slos-serve", "auto")]
+        own, auto = (capacities(part)["4"] / capacities(part)["1"] for part in parts)
+        lines.append([
+            f"{link}, figure 13, {part_name(app)}: capacity of four replicas to one", f"{published:.2f}", f"{own:.2f}",
+            _off(own, published, published), f"{auto:.2f}",
+            _made("slos_serve.py", *(record[part]["provenance"] for part in parts)),
+        ])  # fmt: skip
+    routing, _, admission = ablation_gains("coder")
+    for name, gain, published, part in (
+        ("ChatBot: capacity to that without speculation", ablation_gains("chatbot")[1], 2.01, "ablation, chatbot"),
+        ("Coder: capacity of four replicas to four times one", routing, 1.92, "replicas, coder, slos-serve"),
+        ("Coder: capacity with admission to that of prefill first", admission, 1.66, "ablation, coder"),
+    ):
+        made = _made(f'slos_serve.py --parts "{part}"', record[part]["provenance"])
+        error = _off(gain, published, published)
+        lines.append([f"{link}, figure 14, {name}", f"{published:.2f}", f"{gain:.2f}", error, "", made])
     return lines
 
 
