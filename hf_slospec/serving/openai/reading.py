@@ -45,6 +45,7 @@ OBJECTIVE, FAIRNESS_ID = "x-gateway-inference-objective", "x-gateway-inference-f
 GATEWAY_NAME = re.compile(r"[!-~]{1,253}")
 # Pydantic names the types of a union in the path of a fault, such as "constrained-float", "list[SLOStage]" or "str".
 TYPE_NAME = re.compile(r"str|int|float|bool|.*[^a-z0-9_].*")
+FIELD = re.compile(r"[a-z_]+(?=: )")  # errors about one field begin with its name
 OTHER = "other"  # for objectives that are not configured, whose names clients choose
 
 
@@ -202,7 +203,8 @@ def fault_of(error: Exception) -> Fault:
     if isinstance(error, NotRunningError | RequestCancelledError):
         return Fault(503, error_body(str(error), "service_unavailable_error"))
     if isinstance(error, InvalidInputError | InvalidTypeError | UnsupportedOptionError):
-        return Fault(400, error_body(str(error), "invalid_request_error"))
+        field = FIELD.match(str(error))
+        return Fault(400, error_body(str(error), "invalid_request_error", field and field[0]))
     logger.error("a request failed", exc_info=error)
     return Fault(500, error_body("the request failed; the server's log says why", "internal_error"))
 

@@ -83,6 +83,9 @@ def test_bad_fields_are_named(served: Served, path: str, body: dict[str, Any], n
         ("slo_tpot", "fast", "slo_tpot"),
         ("slo_tpot", [{"slo_tpot": "fast"}], "slo_tpot.0.slo_tpot"),
         ("stop", 3, "stop"),
+        ("prompt", [[5], [6, "x"]], "prompt.1.1"),
+        ("logit_bias", {"-1": 1}, "logit_bias"),
+        ("n", 1000, "n"),
     ],
 )
 def test_errors_name_fields_and_no_types(served: Served, field: str, value: Any, param: str) -> None:
