@@ -49,6 +49,8 @@ class CheckedModel:
         self.lock = FairLock(release_openmp_threads)
         self._renewing = FairLock()  # taken after `lock` where both are held
         self._placement: tuple[Any, ...] | None = None
+        self._tried = self._seen = 0  # states of the fingerprint at the last trial, and at the last renewal
+        self._sets_attributes = False  # its own forwards change attributes of its modules
         self._packed: PackedModel
         self._cost: ForwardCost | None = None
         self._is_cost_compiled = False  # the cost is that of compiled forwards
@@ -72,14 +74,23 @@ class CheckedModel:
                     log_idle_gpu()
                 if self._placement is not None:  # FSDP may have split it since
                     self._new_ranks(self.model)
+                    if self._placement[:3] == placement[:3]:  # engines go on with the old one
+                        self._packed.check_layers()
+                    self._packed.fingerprint.renew(is_idle=False)
                 config = self.config if self._is_target else self.config.model_copy(update={"exact": None})
                 packed = PackedModel(self.model, config, self.ranks)
                 self._try(packed)
                 if self._placement is not None:  # engines that still use the old one must notice changes, too
                     packed.fingerprint = self._packed.fingerprint
                 self._packed, self._placement, self._cost = packed, placement, None
-                self._tried = packed.fingerprint.modules_state
+                self._tried = self._to_try
             return self._packed
+
+    @property
+    def _to_try(self) -> int:
+        """The state of the model that needs a trial."""
+        fingerprint = self._packed.fingerprint
+        return fingerprint.structure_state if self._sets_attributes else fingerprint.modules_state
 
     def renew(self, lock: FairLock, is_idle: bool = True) -> bool:
         """Take in changes of the model, and repeat the trial if they were of more than its weights.
@@ -94,15 +105,19 @@ class CheckedModel:
         Raises:
             UnsupportedModelError: its packed forwards are no longer those of the model.
         """
-        packed = self.packed
-        has_changed = packed.renew(is_idle)
-        if self._tried != packed.fingerprint.modules_state:
+        self.packed.renew(is_idle)
+        if self._tried != self._to_try:
             with lock, self._renewing:
-                tried = packed.fingerprint.modules_state
-                packed.check_layers()
-                self._try(packed)
-                self._tried = tried
-        return has_changed
+                packed = self.packed
+                if self._tried != self._to_try:  # no other thread was faster
+                    packed.check_layers()
+                    self._try(packed)
+                    before = packed.fingerprint.modules_state
+                    packed.renew(is_idle=False)
+                    self._sets_attributes |= before != packed.fingerprint.modules_state
+                    self._tried = self._to_try
+        before, self._seen = self._seen, self._packed.fingerprint.state
+        return before != self._seen
 
     def _try(self, packed: PackedModel) -> None:
         for name in ("counts_padding", "counts_gaps"):

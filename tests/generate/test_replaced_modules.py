@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from transformers import MptConfig, MptForCausalLM
 
 import hf_slospec
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, UnsupportedModelError, UnsupportedOptionError
+from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.models.packed.trial import check_by_trial
 from tests.support.toys.tiny_models import tiny_model
 
 CONFIG = SLOSpecConfig(compile=False)
@@ -58,6 +61,7 @@ def test_layers_that_leave_the_interface_are_refused(monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:  # as if nothing had noticed the new config
         patch.setattr("hf_slospec.models.packed.model.forget_attributes", lambda _: None)
         patch.setattr("hf_slospec.models.packed.model.PackedModel.check_layers", lambda _: None)
+        patch.setattr("hf_slospec.models.checked_model.check_by_trial", lambda _: None)
         with pytest.raises(UnsupportedModelError, match=r"layers \[1\] no longer attend"):
             model.generate(**CALL, slo_tpot=0.1)
 
@@ -203,3 +207,55 @@ def test_settings_of_trainers_repeat_no_trial(monkeypatch: pytest.MonkeyPatch, n
         model.generation_config = copy.deepcopy(model.generation_config)
     check_like_stock(model)
     assert not trials
+
+
+class Counting(nn.Module):
+    """Stores a new attribute in every forward."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner, self.seen = inner, 0.0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.seen += 0.1
+        return self.inner(hidden)
+
+
+def test_layers_that_set_attributes_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, trials = enabled(), []
+
+    def counted(packed: PackedModel) -> None:
+        trials.append(packed)
+        check_by_trial(packed)
+
+    monkeypatch.setattr("hf_slospec.models.checked_model.check_by_trial", counted)
+    layer = model.model.layers[0]
+    plain, layer.mlp = layer.mlp, Counting(layer.mlp)
+    for _ in range(3):
+        check_like_stock(model)
+    assert len(trials) == 1
+    layer.mlp = TokenShift(plain)
+    with pytest.raises(UnsupportedModelError, match="its logits differed"):
+        model.generate(**CALL, slo_tpot=0.1)
+
+
+def test_windows_of_a_running_generator_are_refused_beside_new_hooks() -> None:
+    model: Any = copy.deepcopy(tiny_model("mistral"))
+    with SLOSpecGenerator(model, config=CONFIG) as generator:
+        generator.submit(list(range(3, 73)), max_new_tokens=4).result(60)
+        model.config.sliding_window = 9
+        model.model.layers[0].register_forward_hook(lambda module, inputs, out: out + 1.0)
+        for _ in range(2):
+            with pytest.raises(UnsupportedModelError, match="the attention layers of"):
+                generator.submit(list(range(3, 73)), max_new_tokens=4)
+
+
+def test_threads_repeat_a_trial_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, trials = copy.deepcopy(tiny_model("llama")), []
+    with SLOSpecGenerator(model, config=CONFIG) as generator:
+        monkeypatch.setattr("hf_slospec.models.checked_model.check_by_trial", trials.append)
+        model.model.layers[0].mlp.act_fn = nn.GELU()
+        with ThreadPoolExecutor(4) as pool:
+            handles = pool.map(lambda _: generator.submit([3, 4, 5], max_new_tokens=4), range(8))
+            assert len({tuple(handle.result(60).token_ids) for handle in handles}) == 1
+    assert len(trials) == 1

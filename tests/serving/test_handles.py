@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import threading
 import weakref
 
 import pytest
@@ -33,7 +34,11 @@ def test_timeouts_are_numbers_of_seconds(server: Server) -> None:
             handle.result(wrong)  # type: ignore[arg-type]
         with pytest.raises(error, match="timeout must be a number of seconds"):
             asyncio.run(handle.aresult(wrong))  # type: ignore[arg-type]
+    handle.result(WAIT_S)
     for endless in (math.inf, 1e10, None):
+        server.toy.gate.clear()
+        handle = server.submit(7)
+        threading.Timer(0.05, server.toy.gate.set).start()
         assert handle.result(endless).token_ids == asyncio.run(handle.aresult(endless)).token_ids == alone(7)
 
 

@@ -160,6 +160,7 @@ TEMPORARY: list[Any] = [
 def test_a_change_that_is_undone_while_a_request_runs_leaves_nothing_wrong(change: Any) -> None:
     model: Any = copy.deepcopy(tiny_model("llama"))
     ids = torch.randint(3, 101, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+    plain = alone_ids((model,), ids, max_new_tokens=150, eos_token_id=None)
     with SLOSpecGenerator(model, config=CONFIG) as generator:
         handle = generator.submit(ids, max_new_tokens=150, eos_token_id=None)
         tokens = handle.tokens()
@@ -169,6 +170,7 @@ def test_a_change_that_is_undone_while_a_request_runs_leaves_nothing_wrong(chang
             next(tokens)
         undo()
         ids += handle.result(WAIT_S).token_ids
+        assert ids[20:] != plain, "the change came too late"
         for _ in range(2):
             handle = generator.submit(ids, max_new_tokens=24)
             assert handle.result(WAIT_S).token_ids == alone_ids((model,), ids, max_new_tokens=24)

@@ -15,6 +15,7 @@ import torch
 
 from hf_slospec.models.inspection.hooks import is_unchanging
 from hf_slospec.models.inspection.layer_classes import plain_class
+from hf_slospec.models.inspection.replaced_attributes import is_temporary
 from hf_slospec.models.inspection.weights_version import Weights, may_be_trained
 
 # Attributes whose changes do not count. Models in training mode with dropout or gradient checkpointing are refused, and
@@ -22,7 +23,13 @@ from hf_slospec.models.inspection.weights_version import Weights, may_be_trained
 # separately. Stock `generate` stores the positions of its last prompt with images in `rope_deltas`, and has a compiled
 # forward and a manager of continuous batching for its next call, `enable` replaces `generate`, and trainers set the
 # generation config, `use_cache` and `warnings_issued`; packed forwards read none of them.
-IGNORED = {"training", "_attn_implementation_internal", "_parameters", "_buffers", "rope_deltas", "generate"} | {
+IGNORED = {
+    "training",
+    "_attn_implementation_internal",
+    "_parameters",
+    "_buffers",
+    "rope_deltas",
+    "generate",
     "generation_config",
     "use_cache",
     "warnings_issued",
@@ -49,8 +56,11 @@ class Fingerprint:
     """
 
     def __init__(self, model: torch.nn.Module):
-        """Read the model; ``state`` and ``modules_state``, which changes of weights do not advance, are 0."""
-        self._model, self.state, self.modules_state = model, 0, 0
+        """Read the model; all states are 0.
+
+        ``modules_state`` does not count changes of weights, ``structure_state`` those of submodules and hooks only.
+        """
+        self._model, self.state, self.modules_state, self.structure_state = model, 0, 0, 0
         self._lock, self._renewing = threading.Lock(), threading.Lock()
         self._adapters: list[torch.nn.Module] = []
         self._adapter_attributes: list[Any] = []
@@ -70,37 +80,41 @@ class Fingerprint:
             is_idle: no request runs; otherwise, writes to weights that leave no trace are not searched for.
         """
         with self._renewing:
-            held = self._held
+            held, structure = self._held, self._structure
             weights = self._read()
+            if have_modules := not _are_same(held, self._held):  # counted first, as reading weights may fail
+                self.count(structure=not _are_same(structure, self._structure))
             has_changed = self._weights.renew(weights, is_idle and self._may_be_written(weights))
-            if not _are_same(held, self._held):
-                self.count()
-            elif has_changed:
+            if has_changed and not have_modules:
                 self.count(modules=False)
-            else:
-                return False
-            return True
+            return has_changed or have_modules
 
-    def notice(self) -> None:
-        """Advance ``state`` if adapters, hooks or submodules have changed, as they may be changed back later."""
+    def notice(self, structure: bool = True) -> None:
+        """Advance the states if adapters have changed, as they may be changed back later.
+
+        With ``structure``, the same for submodules and hooks, which takes a twentieth of a millisecond.
+        """
         with self._lock:
-            structure, attributes = self._read_structure(), _held_by(self._adapters)
-            if _are_same(self._structure, structure) and _are_same(self._adapter_attributes, attributes):
-                return
-            self._structure, self._adapter_attributes = structure, attributes
-        self.count()
+            attributes, parts = _held_by(self._adapters), self._read_structure() if structure else self._structure
+            has_other_parts = not _are_same(self._structure, parts)
+            if has_other_parts or not _are_same(self._adapter_attributes, attributes):
+                self._structure, self._adapter_attributes = parts, attributes
+                self._advance(True, has_other_parts)
 
     def _read_structure(self) -> list[Any]:
-        """Return the modules and their hooks, for which each step of an engine has time."""
         hooks = itertools.chain.from_iterable(hooks.values() for hooks in self._hooks if hooks)
         submodules = itertools.chain.from_iterable(parts.values() for parts in self._parts)
         return [*submodules, *(hook for hook in list(hooks) if not is_unchanging(hook))]
 
-    def count(self, modules: bool = True) -> None:
-        """Advance ``state`` for a change that the caller noticed, of weights only unless ``modules``."""
+    def count(self, modules: bool = True, structure: bool = False) -> None:
+        """Advance the states for a change that the caller noticed, of weights only unless ``modules``."""
         with self._lock:
-            self.state += 1
-            self.modules_state += modules
+            self._advance(modules, structure)
+
+    def _advance(self, modules: bool, structure: bool) -> None:
+        self.state += 1
+        self.modules_state += modules
+        self.structure_state += structure
 
     def _may_be_written(self, weights: Sequence[torch.Tensor]) -> bool:
         """Return whether the model is one whose weights may be written without a trace."""
@@ -113,18 +127,18 @@ class Fingerprint:
             modules.extend(part for part in list(module._modules.values()) if part is not None)
         dicts = [weights for module in modules for weights in (module._parameters, module._buffers) if weights]
         classes = list(map(plain_class, modules))
-        attributes = [*_held_by(modules), *_held_by(_configs(modules))]
-        tensors = [value for value in attributes if type(value) is torch.Tensor]
-        weights = [*(weight for weights in dicts for weight in weights.values() if weight is not None), *tensors]
-        forwards = (kind.forward for kind in dict.fromkeys(classes))  # of classes, which may be patched
-        self._held = [*classes, *forwards, *attributes, *(weight.dtype for weight in weights)]
         adapters = [module for module, kind in zip(modules, classes, strict=True) if _is_foreign(kind)]
         with self._lock:
             self._adapters, self._adapter_attributes = adapters, _held_by(adapters)
             self._parts = [module._modules for module in modules if module._modules]
             self._hooks = [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
             self._structure = self._read_structure()
-        return weights
+        attributes = [*_held_by(modules), *_held_by(_configs(modules))]
+        weights = [weight for weights in dicts for weight in weights.values() if weight is not None]
+        self._held = [*classes, *attributes, *(weight.dtype for weight in weights)]
+        # Tensors that are neither parameters nor buffers, except for activations that a forward has stored.
+        tensors = (value for value in attributes if type(value) is torch.Tensor)
+        return [*weights, *(tensor for tensor in tensors if not (tensor.requires_grad or tensor.is_inference()))]
 
 
 def _is_foreign(kind: Any) -> bool:
@@ -142,7 +156,7 @@ def _held_by(owners: Iterable[Any]) -> list[Any]:
     for owner in owners:
         attributes = vars(owner)
         for name, value in list(attributes.items()):  # other threads may add some
-            if name not in IGNORED:
+            if name not in IGNORED and not (name == "forward" and is_temporary(value)):
                 held.append(value)
                 if type(value) in CONTAINERS:
                     values = list(value.values() if isinstance(value, dict) else value)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 Attribute = tuple[Any, str]  # an object and the name of one of its attributes
 
 _MISSING = object()
+TEMPORARY = "_hf_slospec_temporary"  # attribute of functions that are set while a context lasts
 
 
 class ReplacedAttributes:
@@ -29,6 +31,8 @@ class ReplacedAttributes:
             values = [replacement(value, attribute) for (value, _, _), attribute in zip(users, attributes, strict=True)]
             for (owner, name), (value, stored, count), new in zip(attributes, users, values, strict=True):
                 self._users[id(owner), name] = value, stored, count + 1
+                if isinstance(new, FunctionType):
+                    vars(new)[TEMPORARY] = True
                 setattr(owner, name, new)
 
     def restore(self, attributes: Sequence[Attribute]) -> None:
@@ -42,6 +46,11 @@ class ReplacedAttributes:
                     delattr(owner, name)
                 else:
                     setattr(owner, name, stored)
+
+
+def is_temporary(value: Any) -> bool:
+    """Return whether a function was set by a context of :class:`ReplacedAttributes`."""
+    return isinstance(value, FunctionType) and TEMPORARY in vars(value)
 
 
 def _unused(owner: Any, name: str) -> tuple[Any, Any, int]:

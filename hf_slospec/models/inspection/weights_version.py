@@ -66,10 +66,10 @@ class Weights:
             may_be_written: they may have been written without a trace, so all bits are compared.
         """
         before = self._state, self._digest, self._num_told
-        is_behind, self._num_writes, self._num_told = self.is_behind, _num_writes, _num_told
-        self._state = tuple(map(_state_of, weights))
-        if is_behind or may_be_written:
-            self._digest = digest(weights)
+        num_writes, num_told, state = _num_writes, _num_told, tuple(map(_state_of, weights))
+        if num_writes != self._num_writes or may_be_written:
+            self._digest = digest(weights)  # which may run out of memory, and is then computed again
+        self._state, self._num_writes, self._num_told = state, num_writes, num_told
         return before != (self._state, self._digest, self._num_told)
 
 

@@ -173,11 +173,13 @@ class PackedModel:
     def check_layers(self) -> None:
         """Raise UnsupportedModelError if the layers no longer attend as they did when the model was probed."""
         refuse_by_declaration(self.model)
-        if probe_layers(self.model) != (self.layers, self.state_layers):
+        rope, layers = LengthRope(self.model), probe_layers(self.model)
+        has_same_rope = (rope.max_plain, rope.modules) == (self.rope.max_plain, self.rope.modules)
+        if layers != (self.layers, self.state_layers) or not has_same_rope:
             name = type(self.model).__name__
             raise UnsupportedModelError(
-                f"the attention layers of {name} have changed: their number, or the window or type of one; undo the "
-                "change, call disable and enable, or make a new generator"
+                f"the attention layers of {name} have changed: their number, or window, type or rotary embedding; "
+                "undo the change, call disable and enable, or make a new generator"
             )
 
     def _check_can_be_exact(self, exact: str, attention: str, prepack: Prepack) -> None:

@@ -78,7 +78,7 @@ class PrefixReuse(SequenceRoom):
         params = request.params
         if self.max_kept is None or not self._is_plain(len(params.prompt) + params.num_padding):
             return None, 0
-        self.packed.fingerprint.notice()
+        self.packed.fingerprint.notice(structure=False)
         if self._kept_state != self.packed.fingerprint.state:
             self._keep_at_most(0)
         wanted = request.tokens[:-1][: self.packed.rope.max_plain]

@@ -30,7 +30,7 @@ class RequestSequences(PrefixReuse):
     def draft(self, parts: Sequence[NewTokens], logit_rows: torch.Tensor, level: DraftLevel) -> Any:
         """Forward a level of draft nodes of requests; see :meth:`PackedModel.draft`."""
         if self.max_kept is not None:
-            self.packed.fingerprint.notice()
+            self.packed.fingerprint.notice(structure=False)
         return self.packed.draft(self.cache.pool, parts, logit_rows, level)
 
     def uncached(self, request: RequestTokens) -> list[int]:

@@ -123,14 +123,9 @@ class RequestReader:
             body = kind.model_validate_json(content)
             checked = body.chat if isinstance(body, ForeignBody) else body
         except ValidationError as error:
-            faults = error.errors(include_url=False)
-            for fault in faults:
-                fault["loc"] = _fields(fault)
-            # Of the types that a value may have, those count that it is most like.
-            depths = {path[:1]: len(path) for path in sorted((fault["loc"] for fault in faults), key=len)}
-            faults = [fault for fault in faults if len(fault["loc"]) == depths[fault["loc"][:1]]]
+            faults = _of_likeliest_types(error.errors(include_url=False))
             param = ".".join(map(str, faults[0]["loc"])) or None
-            message = "; ".join(dict.fromkeys(map(describe_fault, faults[:5])))
+            message = "; ".join(list(dict.fromkeys(map(describe_fault, faults)))[:5])
             raise Fault(400, error_body(message, "invalid_request_error", param)) from error
         self.check_model(getattr(body, "model", None))
         self.bounds.check_body(checked, self.engine.max_len)
@@ -165,12 +160,25 @@ class RequestReader:
         return answer
 
 
+def _of_likeliest_types(faults: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Return faults with the paths of their fields; of types that a value may have, those that it is most like."""
+    shown, deepest = list[tuple[ErrorDetails, bool]](), dict[tuple[int | str, ...], int]()
+    for fault in faults:
+        path = _fields(fault)
+        if is_of_a_type := path != fault["loc"]:
+            deepest[path[:1]] = max(deepest.get(path[:1], 0), len(path))
+        shown.append((ErrorDetails(**(fault | {"loc": path})), is_of_a_type))
+    return [fault for fault, of_type in shown if not of_type or len(fault["loc"]) == deepest[fault["loc"][:1]]]
+
+
 def _fields(fault: ErrorDetails) -> tuple[int | str, ...]:
     """Return the path of a fault in the body, without names of types."""
     *path, last = fault["loc"] or ("",)
     is_key = fault["type"] in ("missing", "extra_forbidden")
     fields = [part for part in path if isinstance(part, int) or not TYPE_NAME.fullmatch(part)]
-    return (*fields, last) if is_key or isinstance(last, int) or not TYPE_NAME.fullmatch(last) else tuple(fields)
+    if is_key or isinstance(last, int) or not TYPE_NAME.fullmatch(last):
+        fields.append(last)
+    return tuple(fields)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
