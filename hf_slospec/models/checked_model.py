@@ -66,7 +66,8 @@ class CheckedModel:
     def packed(self) -> PackedModel:
         """The packed forwards for the model's present device and dtype."""
         hooks = sum(len(changing_hooks(module)) for module in self.model.modules())
-        placement = *self.place, hooks, is_compiled(self.model), autocast_dtype(input_device(self.model).type)
+        autocast = autocast_dtype(input_device(self.model).type)
+        placement = *self.place, is_compiled(self.model), autocast, hooks
         with self._renewing:
             if placement != self._placement:
                 if input_device(self.model).type == "cpu":
@@ -74,7 +75,7 @@ class CheckedModel:
                     log_idle_gpu()
                 if self._placement is not None:  # FSDP may have split it since
                     self._new_ranks(self.model)
-                    if self._placement[:3] == placement[:3]:  # engines go on with the old one
+                    if self._placement[:-1] == placement[:-1]:  # engines go on with the old one beside new hooks
                         self._packed.check_layers()
                     self._packed.fingerprint.renew(is_idle=False)
                 config = self.config if self._is_target else self.config.model_copy(update={"exact": None})

@@ -79,7 +79,7 @@ class SimulatedModel:
         """``seconds`` that forwards take, in turn."""
         self.world, self.name, self.seconds = world, name, seconds
         self.model, self.num_forwards = torch.nn.Module(), 0
-        self.fingerprint = SimpleNamespace(state=0, notice=lambda: None)
+        self.fingerprint = SimpleNamespace(state=0, notice=lambda structure=True: None)
         self._shared: Any = lambda: None
 
     @property
