@@ -59,6 +59,7 @@ def test_speedups_are_ratios_of_mean_speeds_of_the_same_questions() -> None:
     assert rows["overall", OURS + "suffix"]["tokens_per_step"] == 2.5 and rows["QA", STOCK]["tokens_per_step"] == 1.0
 
 
+@pytest.mark.nightly
 def test_a_run_is_continued_and_all_methods_write_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     eager = {"compile": False}  # compiling takes long
     monkeypatch.setattr(spec_bench, "SLOSpecConfig", lambda **options: SLOSpecConfig(**options | eager))

@@ -243,6 +243,7 @@ def test_early_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.held_out and lengths == [1.5] * 4  # untrained, the best, two that are no better
 
 
+@pytest.mark.nightly
 def test_a_drafter_in_bf16_with_states_on_a_disk(tmp_path: Path) -> None:
     done = trained(tmp_path / "head", torch.bfloat16, features_gb=0.1, steps=4, **quick_or(dict(texts=4), {}))
     kept = (done.options.out / run.FOLDER / "kept.bin").read_bytes()

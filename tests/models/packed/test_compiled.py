@@ -87,6 +87,7 @@ def test_tokens_of_stock_generate(family: str) -> None:
     assert with_compiled.stats().forwards == {"target": "compiled"}
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_lora_is_compiled_as_it_is_at_first(model: Any) -> None:
     peft = pytest.importorskip("peft")
