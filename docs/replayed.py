@@ -353,9 +353,9 @@ def slos_serve_replicas() -> str:
 
 def ablation_gains(part: str) -> list[float]:
     """Return how many times the capacity is with routing, with speculation, and with admission."""
-    by_number, found = capacities(f"replicas, {part}, slos-serve"), capacities(f"ablation, {part}")
-    whole, plain, unchecked = (found[name] for name in ("SLOs-Serve", "without speculation", "without admission"))
-    return [by_number["4"] / (4 * by_number["1"]), whole / plain, plain / unchecked]
+    by_number, ablated = capacities(f"replicas, {part}, slos-serve"), capacities(f"ablation, {part}")
+    whole, plain = capacities(part)["SLOs-Serve"], ablated["without speculation"]
+    return [by_number["4"] / (4 * by_number["1"]), whole / plain, plain / ablated["without admission"]]
 
 
 @table

@@ -41,7 +41,7 @@ def test_copies_of_modules_attend_in_trees(name: str) -> None:
     check_like_stock(model)
 
 
-def test_further_layers_are_refused() -> None:
+def test_further_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = enabled()
     layer = copy.deepcopy(model.model.layers[-1])
     layer.self_attn.layer_idx = model.config.num_hidden_layers
@@ -49,6 +49,11 @@ def test_further_layers_are_refused() -> None:
     model.config.num_hidden_layers += 1
     with pytest.raises(UnsupportedModelError, match="have changed: their number"):
         model.generate(**CALL, slo_tpot=0.1)
+    with monkeypatch.context() as patch:  # as in requests that run on while a layer is added
+        patch.setattr("hf_slospec.models.packed.model.PackedModel.check_layers", lambda _: None)
+        patch.setattr("hf_slospec.models.checked_model.check_by_trial", lambda _: None)
+        with pytest.raises(UnsupportedModelError, match="attention layers and now has one of index"):
+            model.generate(**CALL, slo_tpot=0.1)
     hf_slospec.enable(model, config=CONFIG)
     check_like_stock(model)
 

@@ -82,12 +82,12 @@ class Fingerprint:
         with self._renewing:
             held, structure = self._held, self._structure
             weights = self._read()
-            if have_modules := not _are_same(held, self._held):  # counted first, as reading weights may fail
+            if has_other_modules := not _are_same(held, self._held):  # counted first, as reading weights may fail
                 self.count(structure=not _are_same(structure, self._structure))
             has_changed = self._weights.renew(weights, is_idle and self._may_be_written(weights))
-            if has_changed and not have_modules:
+            if has_changed and not has_other_modules:
                 self.count(modules=False)
-            return has_changed or have_modules
+            return has_changed or has_other_modules
 
     def notice(self, structure: bool = True) -> None:
         """Advance the states if adapters have changed, as they may be changed back later.

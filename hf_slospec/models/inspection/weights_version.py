@@ -67,7 +67,7 @@ class Weights:
         """
         before = self._state, self._digest, self._num_told
         num_writes, num_told, state = _num_writes, _num_told, tuple(map(_state_of, weights))
-        if num_writes != self._num_writes or may_be_written:
+        if self.is_behind or may_be_written:
             self._digest = digest(weights)  # which may run out of memory, and is then computed again
         self._state, self._num_writes, self._num_told = state, num_writes, num_told
         return before != (self._state, self._digest, self._num_told)

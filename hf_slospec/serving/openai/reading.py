@@ -173,12 +173,10 @@ def _of_likeliest_types(faults: list[ErrorDetails]) -> list[ErrorDetails]:
 
 def _fields(fault: ErrorDetails) -> tuple[int | str, ...]:
     """Return the path of a fault in the body, without names of types."""
-    *path, last = fault["loc"] or ("",)
-    is_key = fault["type"] in ("missing", "extra_forbidden")
-    fields = [part for part in path if isinstance(part, int) or not TYPE_NAME.fullmatch(part)]
-    if is_key or isinstance(last, int) or not TYPE_NAME.fullmatch(last):
-        fields.append(last)
-    return tuple(fields)
+    path = fault["loc"]
+    keys = path[-1:] if fault["type"] in ("missing", "extra_forbidden") else ()  # a client's own name is never a type's
+    fields = (part for part in path[: len(path) - len(keys)] if isinstance(part, int) or not TYPE_NAME.fullmatch(part))
+    return (*fields, *keys)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
