@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -96,6 +96,13 @@ class Acceptance:
         self.overall = 0.0  # log-odds shift of all requests
         self.request_shifts: WeakKeyDictionary[Speculated, float] = WeakKeyDictionary()  # log-odds
         self.record = AcceptanceRecord(max_depth, max_rank)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process can use: not the shifts of this one's requests."""
+        return {name: value for name, value in vars(self).items() if name != "request_shifts"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, request_shifts=WeakKeyDictionary())
 
     def predict(self, requests: Sequence[Speculated], forest: Forest) -> Prediction:
         """Return the predicted acceptance of all candidates; ``forest`` holds one tree per request."""

@@ -82,6 +82,11 @@ class Decoder:
                 raise
             self._refusal = str(error)
 
+    @property
+    def is_led(self) -> bool:
+        """Return whether the model's processes follow a batcher, so that none of them can generate."""
+        return self._target is not None and self._target.ranks.is_led
+
     def restore_drafts(self) -> None:
         """Give back to draft models the weights that ``prepack="only"`` released."""
         for speculator in (self._speculator, None if self._override is None else self._override[1]):
@@ -91,6 +96,11 @@ class Decoder:
     def generate(self, slo_tpot: SLOTpot, arguments: dict[str, Any], fallback: bool | None = None) -> Any:
         """Return what stock ``generate`` returns for these arguments, given by name."""
         may_fall_back = self.fallback if fallback is None else check_flag("fallback", fallback)
+        if self.is_led:
+            raise UnsupportedOptionError(
+                "generate was called while the batcher of this tensor-parallel model runs, which uses its processes; "
+                "submit the prompts, or stop() the batcher first"
+            )
         try:
             if generates_in_parts(self.model):
                 return generate_in_parts(self._speculator_of(arguments), slo_tpot, arguments, self._decode)

@@ -85,7 +85,7 @@ def enable(
             return stock_generate(self)(*args, **kwargs)
         bound = signature.bind_partial(*args, **kwargs).arguments
         arguments = bound | bound.pop("kwargs", {})
-        if not always and slo_tpot is None and configured("slo_tpot", owner, arguments) is None:
+        if not always and slo_tpot is None and configured("slo_tpot", owner, arguments) is None and not decoder.is_led:
             return (replaced or stock)(*args, **kwargs)
         return decoder.generate(slo_tpot, arguments, fallback)
 

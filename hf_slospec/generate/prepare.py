@@ -28,6 +28,7 @@ from hf_slospec.generate.validation import (
     check_arguments,
     check_criteria,
     check_evaluating,
+    check_forwards,
     check_options,
     check_prompts,
     configured,
@@ -102,6 +103,11 @@ def prepare(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any]
     arrived_s, model = speculator.target.ranks.clock(), speculator.target.model
     slo = _check(speculator, slo_tpot, arguments, is_idle)
     has_images = names_beside_text(model, {k: v for k, v in arguments.items() if k not in TEXT_ARGUMENTS})
+    if has_images and speculator.target.ranks.is_led:
+        raise UnsupportedOptionError(
+            "images, audio and video cannot be submitted to the batcher of a tensor-parallel model, as its encoder "
+            "would run in one of its processes only; call generate with them in every process, while no batcher runs"
+        )
     with speculator.lock if has_images else contextlib.nullcontext():  # stock may forward the image encoder
         stock = stock_generate(model)(**_for_stock(model, arguments), custom_generate=_as_decoding_method)
     if not isinstance(stock, StockCall):
@@ -163,9 +169,11 @@ def _call(
     else:
         names = names_beside_text(model, {k: v for k, v in inputs.items() if k not in PREPARED})
     check_options(stock.config, inputs, names)
-    check_criteria(stock.criteria, speculator.target.ranks.number)
+    check_criteria(stock.criteria, speculator.target.ranks.num_deciding)
     prompt = PromptInputs.of(stock.input_ids, inputs, stock.config, model.get_input_embeddings(), bool(names))
     whole = None if encoder is not None else WholePrompts.of(speculator.target.packed, prompt, inputs, names)
+    if speculator.target.ranks.is_led:
+        check_forwards(model, stock.processors, whole is not None)
     stages = stages_by_row(slo, len(stock.input_ids), stock.config.num_return_sequences, arguments.get("tokenizer"))
     grammars = [draft_grammar(stock.processors) for _ in stages]
     rows = Rows(

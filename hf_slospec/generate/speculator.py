@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
@@ -32,6 +33,15 @@ from hf_slospec.policies.auto import SpeculationHistory
 HOST_LEVEL = ForwardCost(LatencyCurve((1,), (2e-5,)), per_request_s=2e-5)
 MEASURE_S = {"target": 2.0, "draft": 0.5}
 clock = time.perf_counter  # the clock of requests and engine: monotonic seconds
+
+
+class Learned(NamedTuple):
+    """Statistics and costs that a speculator has learned."""
+
+    history: SpeculationHistory
+    costs: StepCosts | None
+    verify: ForwardCost | None
+    draft_level: ForwardCost | None
 
 
 class Speculator:
@@ -120,6 +130,28 @@ class Speculator:
             self._level = self._level[0], cost
 
     @property
+    def learned(self) -> Learned:
+        """Acceptance and costs that runs have taught until now; they can be pickled."""
+        costs = copy.copy(self._costs)
+        if costs is not None:
+            del costs.on_replaced
+        level = self._level and self._level[1]
+        return Learned(
+            self.history, costs, self.target.known_cost, level if self.draft is None else self.draft.known_cost
+        )
+
+    def take_over(self, learned: Learned) -> None:
+        """Continue with what another process has learned."""
+        self.history, self._costs = learned.history, learned.costs
+        if self._costs is not None:
+            self._costs.on_replaced = self._replace_cost
+        self.target.take_cost(learned.verify)
+        if self.draft is not None:
+            self.draft.take_cost(learned.draft_level)
+        elif self._level is not None and learned.draft_level is not None:
+            self._level = self._level[0], learned.draft_level
+
+    @property
     def max_nodes(self) -> int:
         """Maximum number of nodes of one request's draft tree, its root not counted."""
         return max_nodes_per_request(self.config, self.make_policy)
@@ -142,7 +174,9 @@ class Speculator:
     def new_drafter(self, max_slots: int | None = None, max_kept: float | None = 0, keeps_rng: bool = True) -> Drafter:
         """Return the drafter for one engine; the arguments are those of :class:`Room`."""
         draft = None if self.draft is None else self.draft.packed
-        drafter_clock = None if self.config.deterministic else self.target.ranks.clock
+        # Times and earlier runs of a batcher are known to the first of several processes only.
+        is_alike = self.config.deterministic or self.target.ranks.number > 1
+        drafter_clock = None if is_alike else self.target.ranks.clock
         room = Room(self.max_nodes, vocab_size(self.target.model), max_slots, max_kept, keeps_rng, drafter_clock)
         drafter = self.method.new_drafter(draft, room)
         with self._counting:

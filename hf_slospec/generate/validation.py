@@ -234,6 +234,21 @@ def check_criteria(criteria: StoppingCriteriaList, num_ranks: int) -> None:
         )
 
 
+def check_forwards(model: Any, processors: Sequence[Any], prefills_whole: bool) -> None:
+    """Raise UnsupportedOptionError if a request needs forwards of the model in one of its processes alone."""
+    if prefills_whole:
+        raise UnsupportedOptionError(
+            f"{type(model).__name__} processes prompts as a whole, and the batcher of a tensor-parallel model cannot; "
+            "call generate in every process, while no batcher runs"
+        )
+    for each in processors:
+        if any(isinstance(value, torch.nn.Module) for value in getattr(each, "__dict__", {}).values()):
+            raise UnsupportedOptionError(
+                f"{type(each).__name__} forwards a model, and the batcher of a tensor-parallel model runs processors "
+                "in its first process alone; leave out what asks for it, such as guidance_scale"
+            )
+
+
 def check_prompts(rows: Rows, checked: CheckedModel, has_placeholders: bool = False) -> None:
     """Refuse prompts that the target cannot process exactly.
 

@@ -9,6 +9,7 @@ from typing import Any
 from hf_slospec.algo.latency_curves import ForwardCost
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.fair_lock import FairLock
+from hf_slospec.errors import InvalidInputError
 from hf_slospec.models.costs.measure import measure
 from hf_slospec.models.costs.profiles import drop_profile, load_profile, save_profile
 from hf_slospec.models.device.machine import log_idle_gpu
@@ -73,6 +74,7 @@ class CheckedModel:
                 if input_device(self.model).type == "cpu":
                     warn_if_oversubscribed()
                     log_idle_gpu()
+                self._check_deciding()
                 if self._placement is not None:  # FSDP may have split it since
                     self._new_ranks(self.model)
                     if self._placement[:-1] == placement[:-1]:  # engines go on with the old one beside new hooks
@@ -107,10 +109,11 @@ class CheckedModel:
             UnsupportedModelError: its packed forwards are no longer those of the model.
         """
         self.packed.renew(is_idle)
-        if self._tried != self._to_try:
+        if self.ranks.any(self._tried != self._to_try):  # all ranks try the model, or none
             with lock, self._renewing:
                 packed = self.packed
-                if self._tried != self._to_try:  # no other thread was faster
+                if self._tried != self._to_try or self.ranks.num_deciding > 1:  # no other thread was faster
+                    self._check_deciding()
                     packed.check_layers()
                     self._try(packed)
                     before = packed.fingerprint.modules_state
@@ -119,6 +122,14 @@ class CheckedModel:
                     self._tried = self._to_try
         before, self._seen = self._seen, self._packed.fingerprint.state
         return before != self._seen
+
+    def _check_deciding(self) -> None:
+        """Raise InvalidInputError if this process cannot forward the model by itself, to try it."""
+        if self._is_target and self.ranks.is_led:
+            raise InvalidInputError(
+                f"{type(self.model).__name__} has to be tried, as it is new or was changed, and the batcher of this "
+                "tensor-parallel model uses its processes; stop() it, and start() it again in all processes"
+            )
 
     def _try(self, packed: PackedModel) -> None:
         for name in ("counts_padding", "counts_gaps"):
@@ -153,6 +164,15 @@ class CheckedModel:
                     self._cost = measure(packed, seconds).fit()
                 save_profile(packed, self._cost)
             return self._cost
+
+    @property
+    def known_cost(self) -> ForwardCost | None:
+        """Cost of the forwards as far as it is known; None before the first use of :attr:`cost`."""
+        return self._cost
+
+    def take_cost(self, cost: ForwardCost | None) -> None:
+        """Use the cost that another process has learned."""
+        self._cost = cost
 
     def replace_cost(self, old: ForwardCost, new: ForwardCost) -> None:
         """Replace a profile that turned out wrong by what steps measured; the next process measures again."""

@@ -127,10 +127,10 @@ class PackedTarget(Target):
     def _verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk]
     ) -> Sequence[Chooser]:
+        num_nodes = [tree.num_nodes - 1 for tree in trees] + [0] * len(chunks)
         if self.sequences.packed.ranks.number > 1:
             self._check_ranks(requests, trees, chunks)
-        num_nodes = [tree.num_nodes - 1 for tree in trees] + [0] * len(chunks)
-        self.sequences.reserve([*requests, *(chunk.request for chunk in chunks)], num_nodes)
+        self._reserve([*requests, *(chunk.request for chunk in chunks)], num_nodes)
         whole = {request: done for request in requests if (done := self._prefill_whole(request)) is not None}
         self._begins, self._features = {}, None
         parts, logit_rows, read_rows, begin = [], list[Rows](), dict[Request, Rows](), 0
@@ -211,6 +211,16 @@ class PackedTarget(Target):
         if not request.num_unread or reader is None:
             return NO_ROWS
         return np.arange(begin + reader.num_read - length, begin + min(num_tokens, request.prompt_len - 1 - length))
+
+    def _reserve(self, requests: Sequence[Request], num_nodes: Sequence[int]) -> None:
+        """Reserve slots; raise MemoryError in all processes of the model if one of them has too few."""
+        lacks: MemoryError | None = None
+        try:
+            self.sequences.reserve(requests, num_nodes)
+        except MemoryError as error:
+            lacks = error
+        if not self.sequences.packed.ranks.least(lacks is None):
+            raise lacks or MemoryError("another process of the tensor-parallel model lacks memory")
 
     def _check_ranks(self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk]) -> None:
         """Raise InvalidInputError unless all processes of the model verify the same."""

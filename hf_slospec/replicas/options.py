@@ -46,6 +46,13 @@ class ReplicaOptions(ServerOptions):
             raise ValueError("replicas take no images; leave it out")
         return images
 
+    @field_validator("tensor_parallel_size")
+    @classmethod
+    def _is_one_process(cls, number: int) -> int:
+        if number > 1:
+            raise ValueError("replicas run a model in one process each; leave it out")
+        return number
+
     @field_validator("cpus", "gpus")
     @classmethod
     def _is_allocatable(cls, number: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -22,7 +23,17 @@ from hf_slospec.tiny.load import Pair, load_pair
 
 
 def load_models(options: ModelOptions) -> Pair:
-    """Return the models and the tokenizer; raises InvalidInputError if they or the drafter cannot be found."""
+    """Return the models and the tokenizer.
+
+    Raises:
+        InvalidInputError: they or the drafter cannot be found, or there are other processes than the options say.
+    """
+    size, world_size = options.tensor_parallel_size, int(os.environ.get("WORLD_SIZE", 1))
+    if size > 1 and size != world_size:
+        raise InvalidInputError(
+            f"--tensor-parallel-size {size} needs as many processes, and the number of them here is {world_size}; "
+            f"start them by torchrun --nproc-per-node {size} -m hf_slospec ..."
+        )
     try:
         check_drafter(options)
     except SLOSpecError as error:
@@ -30,7 +41,7 @@ def load_models(options: ModelOptions) -> Pair:
     device = str(chosen_device(options.device))
     return load_pair(
         options.target, options.assistant, options.size, options.dtype, device, options.allow_pickle, options.images,
-        options.allow_missing,
+        options.allow_missing, size,
     )  # fmt: skip
 
 

@@ -56,6 +56,9 @@ class ModelOptions(InputModel):
     allow_missing: bool = Field(
         False, description="Load checkpoints that lack tensors, which stay random, or have unknown ones."
     )
+    tensor_parallel_size: int = Field(
+        1, ge=1, description="Processes, started by torchrun, that hold a part of every layer of the target each."
+    )
     allow_pickle: bool = True  # load weights that are not safetensors, which may run code; never a drafter's
 
     @field_validator(*CHOICES)
@@ -79,6 +82,11 @@ class ModelOptions(InputModel):
             raise InvalidInputError(
                 f"--drafter {self.drafter}: {ASSISTANT!r} is the embedded draft; with --target write the draft model's "
                 "name or folder in its place"
+            )
+        if self.tensor_parallel_size > 1 and (self.target is None or self.device != AUTO or self.images):
+            raise InvalidInputError(
+                "--tensor-parallel-size goes with --target, and without --images and --device: each process uses the "
+                "GPU of its number, or the CPU where there is none"
             )
         if self.images and self.target is None:
             raise InvalidInputError("--images needs a model that takes images; give --target, too")

@@ -45,11 +45,13 @@ from hf_slospec.models.device.host_memory import return_freed_memory
 from hf_slospec.models.device.memory import free_memory
 from hf_slospec.models.inspection.properties import autocast_dtype, trained_len, vocab_size
 from hf_slospec.models.sampling import RequestSamplers, TokenLogprobs
+from hf_slospec.models.target import PackedTarget
 from hf_slospec.policies import max_nodes_per_request
 from hf_slospec.serving.batcher import Batcher
 from hf_slospec.serving.handle import RequestHandle
 from hf_slospec.serving.submission import Prompt, SubmitOptions, check_arguments_of_one, inputs_after, inputs_of
 from hf_slospec.serving.telemetry import Collector, Stats, Telemetry
+from hf_slospec.serving.tensor_parallel import Follower, LeadingTarget, check_draft_is_whole
 
 logger = logging.getLogger(__name__)
 STREAMER_S = 5.0  # seconds that stop() waits for a streamer to receive the remaining tokens
@@ -66,11 +68,12 @@ class BatchingService:
         self.telemetry = Telemetry()
         self._samplers = RequestSamplers()
         self._streaming: WeakSet[threading.Thread] = WeakSet()
-        self._batcher: Batcher | None = None
+        self._batcher: Batcher | Follower | None = None  # a follower in all but the first process of the model
         self._limits: Limits | None = None
         self._policy_config: SLOSpecConfig | None = None  # set by `set_policy`
         self._engine: Callable[[], Engine[ContinuousScheduler] | None] = lambda: None  # weak: it holds all K/V
         self._placements: list[tuple[Any, ...]] = []  # placements of the models when the engine was made
+        self._is_led = False  # by this service's batcher; see Ranks
         self._index = itertools.count()
         self._lock = FairLock()
 
@@ -79,30 +82,33 @@ class BatchingService:
     def start(self) -> None:
         """Start the batcher unless it runs.
 
+        All processes of a tensor-parallel model must call it.
+
         Raises:
-            UnsupportedModelError: the model is an encoder-decoder or is split over processes, or the decoder can only
-                fall back to stock ``generate``.
+            UnsupportedModelError: the model is an encoder-decoder, or the decoder can only fall back to stock
+                ``generate``.
+            UnsupportedOptionError: the draft is split over processes.
             UnsupportedInputError: every request would fail because of the model's generation config.
         """
         with self._lock:
             if self._batcher is None:
                 check_decoder_only(self.decoder.model, "the batcher")
                 speculator = self.decoder.speculator
-                if speculator.target.ranks.number > 1:
-                    raise UnsupportedModelError(
-                        "the batcher cannot run a tensor-parallel model: requests reach its processes at different "
-                        "times, and all of them must take the same steps; call generate with all prompts in every "
-                        "process"
-                    )
+                ranks = speculator.target.ranks
+                check_draft_is_whole(speculator)
                 self._check_defaults()
                 kv_tokens, draft_slots = self.config.kv_tokens, 0  # a limit that was set is never exceeded
                 if kv_tokens is None:
-                    kv_tokens = _affordable_kv_tokens(speculator, self.config.max_batch)
+                    kv_tokens = ranks.least(_affordable_kv_tokens(speculator, self.config.max_batch))
                     draft_slots = int(kv_tokens * _draft_share(speculator))
                 self._limits = limits_of(self.config, kv_tokens, speculator.max_nodes, draft_slots)
-                self._batcher = Batcher(
-                    self._new_engine, self.config.max_queue, speculator.lock, self, _batcher_thread, self._is_current
-                )
+                new_engine, lock, max_queue = self._new_engine, speculator.lock, self.config.max_queue
+                if ranks.is_first:
+                    self._batcher = Batcher(new_engine, max_queue, lock, self, _batcher_thread, self._is_current)
+                else:
+                    self._batcher = Follower(new_engine, speculator, _batcher_thread)
+            if not self._batcher.is_running:
+                self._end_leading()
             self._batcher.start()
 
     def _check_defaults(self) -> None:
@@ -122,7 +128,11 @@ class BatchingService:
     def stop(self, drain: bool, timeout: float | None) -> None:
         """Stop the batcher, and wait for streamers to receive their remaining tokens."""
         if self._batcher is not None:
-            self._batcher.stop(drain, timeout)
+            try:
+                self._batcher.stop(drain, timeout)
+            finally:
+                if not self._batcher.is_running:  # a batcher that stops itself is refused
+                    self._end_leading()
             for thread in list(self._streaming):
                 if thread is not threading.current_thread():  # a streamer may stop the batcher
                     thread.join(STREAMER_S)
@@ -132,6 +142,10 @@ class BatchingService:
         """The running batcher; raises NotRunningError without one."""
         if self._batcher is None:
             raise NotRunningError("the batcher has not been started; call start(), or use `with generator:`")
+        if isinstance(self._batcher, Follower):
+            raise NotRunningError(
+                "the batcher of a tensor-parallel model takes requests in its first process; call it there"
+            )
         self._batcher.check_running()
         return self._batcher
 
@@ -148,16 +162,36 @@ class BatchingService:
 
     def _new_engine(self) -> Engine[ContinuousScheduler]:
         speculator, slots = self.decoder.speculator, self.limits.kv_tokens
+        ranks = speculator.target.ranks
+        if ranks.number > 1:
+            if ranks.is_led:
+                raise InvalidInputError(
+                    "the processes of this tensor-parallel model follow a batcher, and cannot follow another or a new "
+                    "one; stop() it first, in all processes"
+                )
+            speculator.renew()
         self._placements = speculator.placements
         max_kept = math.inf if self.config.kept_tokens is None else self.config.kept_tokens or None
-        target = speculator.new_target(self._samplers, slots, max_kept)
+        others = self._samplers, slots, max_kept
+        if ranks.number > 1 and ranks.is_first:
+            target: PackedTarget = LeadingTarget(speculator, *others)
+        else:
+            target = speculator.new_target(*others)
         drafter = speculator.new_drafter(slots, max_kept, keeps_rng=False)  # every request has its own noise
         costs = speculator.costs.for_own_engine()  # concurrent generate calls have other batches
         engine = continuous_engine(
             self.config, speculator.parts(target, drafter, costs, self._policy_config), self.limits
         )
         self._engine = ref(engine)
+        ranks.begin_to_lead()
+        self._is_led = True
         return engine
+
+    def _end_leading(self) -> None:
+        """Let all processes of the model decide again, once the batcher has ended."""
+        if self._is_led:
+            self.decoder.speculator.target.ranks.end_leading()
+            self._is_led = False
 
     def _is_current(self) -> bool:
         return self._placements == self.decoder.speculator.placements
@@ -168,6 +202,8 @@ class BatchingService:
         Raises:
             InvalidInputError: its trees may be larger than those of the generator's own config.
         """
+        if isinstance(self._batcher, Follower):
+            self.batcher.check_running()
         speculator = self.decoder.speculator
         if (needed := max_nodes_per_request(config)) > speculator.max_nodes:
             raise InvalidInputError(
@@ -194,7 +230,7 @@ class BatchingService:
     def stats(self) -> Stats:
         """Return a snapshot."""
         batcher, limits, forwards = self._batcher, self._limits, self.decoder.speculator.forwards
-        if batcher is None or limits is None:
+        if not isinstance(batcher, Batcher) or limits is None:
             return self.telemetry.stats(
                 running=0, waiting=0, kv_tokens=0, kept_tokens=0, kv_limit=0, memory=None, forwards=forwards
             )

@@ -13,6 +13,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed import DistributedConfig
 
 from hf_slospec.drafters.heads.checkpoint import LOADING_ERRORS
 from hf_slospec.errors import InvalidInputError
@@ -20,6 +21,7 @@ from hf_slospec.models.device.machine import native_dtypes
 from hf_slospec.models.device.threads import available_cores
 from hf_slospec.models.inspection.checkpoints import load_model
 from hf_slospec.models.inspection.hub import loading_hint, located
+from hf_slospec.models.inspection.properties import input_device
 from hf_slospec.models.linear.cpu_kernels import works
 from hf_slospec.tiny.embedded import load_tiny_pair
 from hf_slospec.tiny.inflate import inflate
@@ -49,6 +51,7 @@ def load_pair(
     may_unpickle: bool = True,
     images: bool = False,
     allow_missing: bool = False,
+    tensor_parallel_size: int = 1,
 ) -> Pair:
     """Load models from the Hub or from folders, or else the embedded pair with its target inflated to ``size``.
 
@@ -60,7 +63,9 @@ def load_pair(
     dequantized; the tokenizer is that of its folder, if there is one. Without ``may_unpickle``, weights are read from
     safetensors and GGUF files only, as pickled files may run code. A named target has no draft unless an assistant is
     named; with ``images`` it is loaded with its image encoder. ``allow_missing`` is that of
-    :func:`~hf_slospec.models.inspection.checkpoints.load_model`. No weight requires a gradient.
+    :func:`~hf_slospec.models.inspection.checkpoints.load_model`. No weight requires a gradient. With
+    ``tensor_parallel_size``, this is one of so many processes, which split a named target among their GPUs, or on the
+    CPU where there is none, and have the whole draft each.
 
     Raises:
         InvalidInputError: a model cannot be loaded; the message has the names of the command line.
@@ -83,7 +88,11 @@ def load_pair(
                     source, hub = files[name]
                     if not may_unpickle and "gguf_file" not in hub:
                         hub = {"use_safetensors": True, **hub}
+                    if tensor_parallel_size > 1 and not models:
+                        hub = {"distributed_config": DistributedConfig(tp_size=tensor_parallel_size), **hub}
                     models.append(load_model(auto, source, allow_missing, dtype=dtype, **hub))
+            if tensor_parallel_size > 1:
+                device = str(input_device(models[0]))
             models = [model.to(device) for model in models]
         except LOADING_ERRORS as error:
             raise InvalidInputError(f"{options}: {loading_hint(error, may_unpickle)}") from error

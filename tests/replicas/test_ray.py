@@ -175,6 +175,7 @@ def test_client_that_goes_away_frees_its_replica(url: str) -> None:
     wait_until(is_idle)
 
 
+@pytest.mark.nightly  # test_faults.py kills stand-ins
 def test_replica_that_is_killed_loses_nothing_and_is_replaced(url: str, pair: Any) -> None:
     async def kill() -> None:
         os.kill(replica_processes()[0].pid, signal.SIGKILL)

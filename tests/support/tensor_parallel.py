@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
-from hf_slospec import SLOSpecConfig, SLOSpecError, SLOSpecGenerator
+from hf_slospec import SLOSpecConfig, SLOSpecError, SLOSpecGenerator, load_drafter, weights_changed
 from hf_slospec.generate.speculator import MEASURE_S
 from tests.support.breadth import quick_or
 from tests.support.toys.tiny_models import ragged_prompts
@@ -29,6 +29,9 @@ PROMPTS = ragged_prompts(3)
 IDS = PROMPTS["input_ids"]
 NEW_TOKENS = quick_or(8, 12)
 SLOW = 5.0  # times as much time as on the first rank passes on the others, by their clocks
+# Requests wait, and are preempted.
+SMALL = CONFIG.model_copy(update={"kv_tokens": 96, "max_batch": 1, "admission": "priority"})
+SLOS = 0.001, None, 9.0
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": dict(do_sample=False),
     "sampled": dict(do_sample=True, temperature=0.8, top_k=20, num_return_sequences=2),
@@ -95,14 +98,159 @@ def _found(rank: int, folder: Path) -> dict[str, Any]:
         "prompts": _error(lambda: by_draft.generate(IDS[rank + 1 :][:1], **one)),
         "seeds": _error(lambda: [torch.manual_seed(rank), by_draft.generate(IDS[1:2], **one)]),
         "max_time": _error(lambda: by_draft.generate(IDS[1:2], max_time=9.0, **one)),
-        "batcher": _error(by_draft.start),
+        "batcher with a split draft": _error(SLOSpecGenerator(target, load("draft")).start),
         "prepack": _error(lambda: SLOSpecGenerator(target, config=SLOSpecConfig(prepack=True))),
         "features": _error(lambda: SLOSpecGenerator(target, drafter=Reader())),
         "split draft only": _error(lambda: SLOSpecGenerator(whole_draft, load("draft"))),
         "FSDP": _error(lambda: SLOSpecGenerator(fully_shard(load("draft", is_split=False)))),
     }
     found["after errors"] = generated(by_draft, OPTIONS["greedy"]).sequences
+    found["batcher"] = _batched(rank, by_draft)
+    found["small batcher"] = _batched(rank, SLOSpecGenerator(target, whole_draft, config=SMALL))
+    found["changed weights"] = _changed(rank, folder, by_draft)
+    found["parted"] = _parted(rank, folder, by_draft)
+    found["sum"] = _by_sum(rank, target)
+    found["hooked"] = _hooked(rank, by_draft)
+    found["after batchers"] = generated(by_draft, OPTIONS["greedy"], slo_tpot=0.1).sequences
     return found
+
+
+def _batched(rank: int, generator: SLOSpecGenerator) -> dict[str, Any]:
+    """Return what the first process gets of its batcher, and what is refused in each."""
+    found: dict[str, Any] = {}
+    generator.start().stop()
+    other = SLOSpecGenerator(generator.model)
+    with generator:
+        found["other batcher"] = _error(other.start)
+        found["new generator"] = _error(lambda: SLOSpecGenerator(generator.model, fallback=True))
+        found["submit"] = _error(lambda: generator.submit([] if rank == 0 else texts()[0]))
+        found["generate"] = _error(lambda: generated(generator, OPTIONS["greedy"]))
+        if rank == 0:
+            found["guidance"] = _error(lambda: generator.submit(texts()[0], guidance_scale=1.5))
+            found |= _answers(generator)
+    return found
+
+
+def _by_sum(rank: int, target: Any) -> torch.Tensor:
+    """Return what ``generate`` returns after a batcher whose drafter learns from requests."""
+    generator = SLOSpecGenerator(target, drafter=load_drafter("lookup+recycling", target), config=CONFIG)
+    with generator:
+        if rank == 0:
+            for text in texts():
+                generator.submit(text, max_new_tokens=NEW_TOKENS, do_sample=False).result(60)
+    sequences: torch.Tensor = generated(generator, OPTIONS["greedy"]).sequences
+    return sequences
+
+
+def _hooked(rank: int, generator: SLOSpecGenerator) -> dict[str, Any]:
+    """Return how a request ends after a hook was added to the model of a batcher, and after its restart."""
+    found, hooks, options = dict[str, Any](), list[Any](), dict(max_new_tokens=4, do_sample=False)
+    for attempt in ("refused", "restarted"):
+        with generator:
+            if not hooks:
+                hooks.append(generator.model.model.layers[0].register_forward_hook(lambda *_: None))
+            if rank == 0:
+                found[attempt] = _message(lambda: generator.submit(texts()[0], **options).result(60))
+    hooks[0].remove()
+    return found
+
+
+def _answers(generator: SLOSpecGenerator) -> dict[str, Any]:
+    """Return the tokens of requests that come, are cancelled, fail and go on beside each other."""
+    options = dict(max_new_tokens=NEW_TOKENS, do_sample=False)
+    first = generator.submit(texts()[0], slo_tpot=SLOS[0], priority=1, **options)
+    next(first.tokens())
+    cancelled = generator.submit(texts()[0], max_new_tokens=40, do_sample=False)
+    further = zip(texts()[1:], SLOS[1:], strict=True)
+    greedy = [first, *(generator.submit(text, slo_tpot=slo, **options) for text, slo in further)]
+    failing = generator.submit(texts()[1], logits_processor=[_fail], **options)
+    sampled = generator.submit(texts()[2], seed=5, do_sample=True, max_new_tokens=NEW_TOKENS, max_time=99.0)
+    cancelled.cancel()
+    read = generator.submit(texts()[2], prompt_logprobs=2, **options)
+    tokens = [handle.result(60).token_ids for handle in (*greedy, read)]
+    continuing = generator.submit([7, 8], continues=greedy[0], **options)
+    return {
+        "greedy": tokens,
+        "sampled": sampled.result(60).token_ids,
+        "prompt logprobs": [entry and entry.logprob for entry in read.prompt_logprobs],
+        "continued": continuing.result(60).token_ids,
+        "preempted": sum(handle.metrics.preempted for handle in (*greedy, read, sampled)),
+        "cancelled": cancelled.finish_reason,
+        "failed": _message(lambda: failing.result(60)),
+    }
+
+
+def _changed(rank: int, folder: Path, generator: SLOSpecGenerator) -> list[list[int]]:
+    """Return the tokens of one prompt with two states of the weights, which the first process alone is told of."""
+    norm = generator.model.model.norm.weight
+    before = norm.detach().clone()
+    has_answered, has_changed, options = (
+        folder / "answered",
+        folder / "changed",
+        dict(max_new_tokens=4, do_sample=False),
+    )
+    found = []
+    with generator:
+        if rank == 0:
+            found.append(generator.submit(texts()[0] * 3, **options).result(60).token_ids)
+            has_answered.touch()
+        while not has_answered.exists() or (rank == 0 and not has_changed.exists()):
+            time.sleep(0.01)
+        with torch.no_grad():
+            norm.mul_(other_norm(before))
+        has_changed.touch()
+        if rank == 0:
+            weights_changed()
+            found.append(generator.submit(texts()[0] * 3, **options).result(60).token_ids)
+    with torch.no_grad():
+        norm.copy_(before)
+    return found
+
+
+def other_norm(norm: torch.Tensor) -> torch.Tensor:
+    """Return factors of a norm's weights with which a model writes other texts."""
+    return torch.linspace(-1.0, 1.0, norm.numel(), dtype=norm.dtype)
+
+
+def _parted(rank: int, folder: Path, generator: SLOSpecGenerator) -> dict[str, Any]:
+    """Return how the batcher ends after a process lost K/V that the others have, and a request after its restart."""
+    has_parted, options, found = folder / "parted", dict(max_new_tokens=4, do_sample=False), dict[str, Any]()
+    generator.start()
+    if rank == 0:
+        generator.submit(texts()[0] * 3, **options).result(60)
+        has_parted.touch()
+        while has_parted.exists():
+            time.sleep(0.01)
+        found["submit"] = _message(lambda: generator.submit(texts()[0] * 3, **options).result(60))
+    else:
+        while not has_parted.exists():
+            time.sleep(0.01)
+        generator._service._engine().target.sequences._keep_at_most(0)  # type: ignore[union-attr]
+        has_parted.unlink()
+    found["stop"] = _message(generator.stop)
+    with generator:
+        if rank == 0:
+            found["again"] = generator.submit(texts()[0], **options).result(60).token_ids
+    return found
+
+
+def texts() -> list[list[int]]:
+    """Return the prompts without their padding."""
+    rows = zip(IDS.tolist(), PROMPTS["attention_mask"].tolist(), strict=True)
+    return [[token for token, is_real in zip(*row, strict=True) if is_real] for row in rows]
+
+
+def _fail(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("a processor that fails")
+
+
+def _message(call: Callable[[], Any]) -> str:
+    """Return the message of the error that a call raises."""
+    try:
+        call()
+    except (SLOSpecError, RuntimeError) as error:
+        return str(error)
+    return "none"
 
 
 def _shapes(out: Any) -> list[Any]:

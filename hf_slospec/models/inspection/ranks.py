@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
+import functools
 import time
 import zlib
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from hf_slospec.errors import IncompatibleDraftError, InvalidInputError, Unsuppo
 from hf_slospec.models.inspection.properties import input_device
 
 T = TypeVar("T")
+IDLE = datetime.timedelta(days=365)  # for which a process may wait for an order; one that ends breaks the connection
 OTHER_SPLITS = {  # sizes in transformers' DistributedConfig, beside `tp_size`
     "pp_size": "pipeline parallelism",
     "fsdp_size": "FSDP",
@@ -27,8 +30,11 @@ class Ranks:
     """The ranks of a model: one process, or those of a tensor-parallel group, which all run the same calls.
 
     Each rank holds a part of every layer, and a forward is a collective operation, so all ranks must draft, verify and
-    stop alike. They would measure different times; the first rank's clock counts for all.
+    stop alike. They would measure different times; the first rank's clock counts for all. While they are led, the first
+    rank decides alone, and the others repeat the forwards that it orders.
     """
+
+    _led: ClassVar[set[str]] = set()  # names of groups that are led, whatever object knows them
 
     def __init__(self, model: torch.nn.Module):
         """Find the processes among which transformers has split a model.
@@ -57,6 +63,37 @@ class Ranks:
         """Number of processes."""
         return 1 if self._group is None else self._group.size()
 
+    @property
+    def is_led(self) -> bool:
+        """Return whether the first rank decides alone."""
+        return self._group is not None and self._group.group_name in self._led
+
+    def begin_to_lead(self) -> None:
+        """Let the first rank decide alone from now on; all ranks must call this, as for :meth:`end_leading`."""
+        if self._group is not None:
+            _ = self.orders
+            self._led.add(self._group.group_name)
+
+    def end_leading(self) -> None:
+        """Let all ranks decide again."""
+        if self._group is not None:
+            self._led.discard(self._group.group_name)
+
+    @property
+    def num_deciding(self) -> int:
+        """Number of processes that take decisions, which have to be the same."""
+        return 1 if self.is_led else self.number
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this is the process whose clock counts, and that leads."""
+        return self._group is None or dist.get_rank(self._group) == 0
+
+    @functools.cached_property
+    def orders(self) -> Orders:
+        """Orders of the first rank; made by a collective operation."""
+        return Orders(self._global)
+
     def with_draft(self, draft: torch.nn.Module) -> Ranks:
         """Return these ranks, checked for a draft: each runs the whole of it, or all run one that is split over them.
 
@@ -78,7 +115,7 @@ class Ranks:
 
     def clock(self) -> float:
         """Return monotonic seconds of the first rank's clock, in all ranks."""
-        if self._group is None:
+        if self._group is None or self.is_led:
             return time.perf_counter()
         now = torch.tensor(time.perf_counter(), dtype=torch.float64, device=self._device)
         dist.broadcast(now, self._global[0], group=self._group)
@@ -86,12 +123,24 @@ class Ranks:
 
     def first(self, value: T) -> T:
         """Return the first rank's value, which can be pickled."""
-        if self._group is None:
+        if self._group is None or self.is_led:
             return value
         values: list[Any] = [value]
         dist.broadcast_object_list(values, self._global[0], group=self._group, device=self._device)
         first: T = values[0]
         return first
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set in any of the ranks that decide."""
+        return flag if self.is_led else not self.least(not flag)
+
+    def least(self, value: int) -> int:
+        """Return the least value of all ranks."""
+        if self._group is None:
+            return value
+        least = torch.tensor(value, device=self._device)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._group)
+        return int(least)
 
     def check_equal(self, work: Sequence[Sequence[int]]) -> None:
         """Compare what the ranks are about to compute, by a checksum.
@@ -105,12 +154,43 @@ class Ranks:
         checksum = zlib.crc32(np.concatenate([lengths, *work]).astype(np.int64).tobytes())
         largest = torch.tensor([checksum, -checksum], device=self._device)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        if largest[0] != -largest[1] and self.is_led:
+            raise InvalidInputError(
+                f"the {self.number} processes of a tensor-parallel model no longer hold the same K/V, so their batcher "
+                "ends; the error of stop() in the other processes has the reason; start() it again in all of them"
+            )
         if largest[0] != -largest[1]:
             raise InvalidInputError(
                 f"the {self.number} processes of a tensor-parallel model do not decode the same tokens; call "
                 "generate in all of them with the same prompts, options and seed (torch.manual_seed), and with the "
                 "same draft"
             )
+
+
+class Orders:
+    """Messages of the first of some processes to the others, which wait for them as long as it lives.
+
+    They have connections between hosts' memories of their own: a GPU that waits in a collective operation is busy.
+    """
+
+    def __init__(self, ranks: list[int]):
+        """Connect the processes, by their global ranks; all of them must call this."""
+        self._first = ranks[0]
+        self._group = dist.new_group(ranks, IDLE, "gloo", use_local_synchronization=True)
+
+    def send(self, order: Any) -> None:
+        """Send an order, which can be pickled, to all others."""
+        dist.broadcast_object_list([order], self._first, group=self._group)
+
+    def receive(self) -> Any:
+        """Wait for the next order, and return it.
+
+        Raises:
+            RuntimeError: the first process has ended.
+        """
+        received: list[Any] = [None]
+        dist.broadcast_object_list(received, self._first, group=self._group)
+        return received[0]
 
 
 def whole(weight: torch.Tensor) -> torch.Tensor:

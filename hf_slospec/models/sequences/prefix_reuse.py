@@ -79,7 +79,7 @@ class PrefixReuse(SequenceRoom):
         if self.max_kept is None or not self._is_plain(len(params.prompt) + params.num_padding):
             return None, 0
         self.packed.fingerprint.notice(structure=False)
-        if self._kept_state != self.packed.fingerprint.state:
+        if self._kept_state != self.weights_state:
             self._keep_at_most(0)
         wanted = request.tokens[:-1][: self.packed.rope.max_plain]
         matches = list[tuple[KeptPrefix | CachedSequence, int]]()
@@ -95,7 +95,7 @@ class PrefixReuse(SequenceRoom):
         return max(matches, key=lambda pair: pair[1], default=(None, 0))
 
     def _is_shareable(self, sequence: CachedSequence, state: int | None) -> bool:
-        is_known = sequence.length >= MIN_SHARED and state == self.packed.fingerprint.state
+        is_known = sequence.length >= MIN_SHARED and state == self.weights_state
         return self.max_kept is not None and is_known and self._is_plain(sequence.prompt_len + sequence.num_padding)
 
     def _is_plain(self, length: int) -> bool:
@@ -123,9 +123,9 @@ class PrefixReuse(SequenceRoom):
                 self.cache.pool.copy(source, self.of(request), length)
 
     def _keep(self, prefix: KeptPrefix) -> None:
-        if self._kept_state != self.packed.fingerprint.state:
+        if self._kept_state != self.weights_state:
             self._keep_at_most(0)
-            self._kept_state = self.packed.fingerprint.state
+            self._kept_state = self.weights_state
         prefix.sequence.capacity = prefix.sequence.length
         if prefix.sequence.states is not None:  # free what is staged
             prefix.sequence.states.take_in(prefix.sequence.length)

@@ -35,7 +35,7 @@ class RequestSequences(PrefixReuse):
 
     def uncached(self, request: RequestTokens) -> list[int]:
         """Return the request's committed tokens without K/V."""
-        return request.tokens[self.of(request).length :]
+        return request.tokens[self.num_cached(request) :]
 
     def prefill(self, request: RequestTokens, num_tokens: int) -> None:
         """Compute the K/V of the request's next ``num_tokens`` tokens."""

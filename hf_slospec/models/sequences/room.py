@@ -63,6 +63,12 @@ class SequenceRoom:
         self._embeds: dict[RequestTokens, torch.Tensor] = {}
         self._states: dict[RequestTokens, int] = {}  # the model's fingerprint state when the first tokens were cached
         self._kept, self._kept_state = KeptPrefixes(), 0
+        self.decided_state: int | None = None  # state of the weights on which several processes agreed, if they must
+
+    @property
+    def weights_state(self) -> int:
+        """State of the model's weights; K/V of one is of no use in another."""
+        return self.packed.fingerprint.state if self.decided_state is None else self.decided_state
 
     @property
     def cache(self) -> KVCache:
@@ -177,7 +183,7 @@ class SequenceRoom:
             sequence.prompt_len, sequence.num_padding = len(request.params.prompt), request.params.num_padding
             if sequence.encoded is None and request.params.encoded_for is not None:
                 sequence.encoded = request.params.encoded_for(self.packed.model)
-            self._states.setdefault(request, self.packed.fingerprint.state)
+            self._states.setdefault(request, self.weights_state)
 
     def _reserve(self, slots: dict[CachedSequence, int], limit: int | None) -> None:
         with as_memory_error():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from collections import Counter
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -92,6 +94,16 @@ class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # 
 
 class SignalledServer(uvicorn.Server):
     """uvicorn's server; a second signal of any kind ends the process."""
+
+    def __init__(self, config: uvicorn.Config, at_end: Callable[[], object] = lambda: None):
+        """Make a server; ``at_end`` is called after the last response, as the first signal then ends the process."""
+        super().__init__(config)
+        self._at_end = at_end
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Finish the responses that have begun."""
+        await super().shutdown(sockets)
+        await asyncio.to_thread(self._at_end)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to stop at the first signal, and end the process at the second."""

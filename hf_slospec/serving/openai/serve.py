@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -25,17 +28,25 @@ EMBEDDED_PROMPT = "def main():"  # the embedded target continues Python
 
 
 def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
-    """Load the models, serve until a signal ends it, and finish the requests that have begun."""
+    """Load the models, serve until a signal ends it, and finish the requests that have begun.
+
+    Of the processes of a tensor-parallel model, the first one serves, and the others compute until it ends.
+    """
     sys.setswitchinterval(SWITCH_S)
-    say(f"loading and measuring {options.name}; the first start on a machine takes some seconds longer")
+    if options.tensor_parallel_size == 1 or os.environ.get("RANK") == "0":
+        say(f"loading and measuring {options.name}; the first start on a machine takes some seconds longer")
     with load_generator(options, options.config, options.chat_template) as generator:
+        if not generator.decoder.speculator.target.ranks.is_first:
+            for number in (signal.SIGINT, signal.SIGTERM):  # the first process gets them, too
+                signal.signal(number, signal.SIG_IGN)
+            return
         engine = LocalEngine(generator, options.response_template, options.bounds.new_work())
         say(welcome(options, generator))
         config = uvicorn.Config(
             make_app(engine, ServerSettings.of(options)), host=options.host, port=options.port, http=ImpatientProtocol,
             log_level="warning", timeout_graceful_shutdown=DRAIN_S, root_path=options.root_path,
         )  # fmt: skip
-        SignalledServer(config).run()
+        SignalledServer(config, partial(generator.stop, drain=False)).run()
 
 
 def welcome(options: ServeOptions, generator: SLOSpecGenerator) -> str:

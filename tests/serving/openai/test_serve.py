@@ -39,7 +39,11 @@ NO_COMPILER = ["--config", '{"compile": false}']  # it would go on beside other 
         (["--target", "pickled", "--drafter", "lookup"], "need --allow-pickle"),
         (["--share-texts"], "--drafter suffix"),
         (["--images"], "--target"),
-        (["--images", "--replicas", "2", "--target", "./nowhere", "--drafter", "lookup"], "--images: replicas take no"),
+        pytest.param(
+            ["--images", "--replicas", "2", "--target", "./nowhere", "--drafter", "lookup"],
+            "--images: replicas take no",
+            marks=pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of Ray, as it is imported
+        ),
         (["--share-texts", "--drafter", "lookup+mtp"], "--drafter suffix"),
         (["--drafter", "pickled"], "safetensors"),
         (["--metrics-prefix", "no name"], "--metrics-prefix: String"),
@@ -53,6 +57,12 @@ NO_COMPILER = ["--config", '{"compile": false}']  # it would go on beside other 
         (["--response-template", "template.json"], "--response-template"),
         (["--special-tokens", "forbid"], "--special-tokens: Input"),
         (["--lowest-priority", "1"], "--lowest-priority"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size goes with --target, and without"),
+        (
+            ["--tensor-parallel-size", "2", "--target", "pickled", "--replicas", "1"],
+            "--tensor-parallel-size: replicas run a model in one process each",
+        ),
+        (["--tensor-parallel-size", "2", "--target", "pickled"], "torchrun --nproc-per-node 2 -m hf_slospec"),
     ],
 )
 def test_what_is_refused_before_it_listens(
@@ -100,12 +110,21 @@ def free_port() -> int:
 
 
 NEW_TOKENS = quick_or(120, 300)
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
-def test_a_signal_lets_requests_finish(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_a_signal_lets_requests_finish(num_processes: int, tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "log"
-    options = ["--size", "tiny", "--dtype", "float32", "--port", str(port), "--drafter", "lookup+mtp", *NO_COMPILER]
-    command = [sys.executable, "-m", "hf_slospec", "serve", *options]
+    options, drafter = ["--size", "tiny", "--drafter", "lookup+mtp"], "prompt lookup + MTP layer, "
+    if num_processes > 1:
+        target, _, tokenizer = load_tiny_pair()
+        for part in (target, tokenizer):
+            part.save_pretrained(tmp_path / "target")
+        options, drafter = ["--target", str(tmp_path / "target"), "--tensor-parallel-size", "2"], "prompt lookup"
+    options += ["--dtype", "float32", "--port", str(port), *NO_COMPILER]
+    torchrun = TORCHRUN if num_processes > 1 else []
+    command = [sys.executable, *torchrun, "-m", "hf_slospec", "serve", *options]
     environment = os.environ | {"HF_SLOSPEC_API_KEY": "secret-key"}
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
@@ -127,7 +146,7 @@ def test_a_signal_lets_requests_finish(tmp_path: Path) -> None:
         process.kill()
         process.wait()
     said = log.read_text()
-    assert "drafter  prompt lookup + MTP layer, " in said
+    assert said.count(f"drafter  {drafter}") == said.count("loading and measuring") == 1
     assert f"http://127.0.0.1:{port}/v1" in said and "API key required" in said and "secret-key" not in said
 
 
