@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -78,31 +79,29 @@ def adaserve_accepted() -> str:
 @table
 def adaserve_oracle() -> str:
     results = result("papers-adaserve.json")["results"]
-    shares = result("papers-adaserve.json")["share of the distance from the best other system"]
-    known = result("papers-adaserve-oracle.json")["results"]["adaserve-oracle"]
+    files = dict.fromkeys(("oracle, best", "bound"), "papers-adaserve-bounds.json") | {"oracle": "papers-adaserve.json"}
 
     def attained(name: str) -> list[float]:
         return [100 * results[name][rate]["attainment"]["mean"] for rate in RATES]
 
     def share(figure: str, to: str) -> list[str]:
-        return [f"{100 * shares[figure]['auto'][to][rate]['mean']:.0f}" for rate in RATES]
+        shares = result(files[to])["share of the distance from the best other system"][figure]["auto"][to]
+        return [f"{100 * shares[rate]['mean']:.0f}" for rate in RATES]
 
     best = [max(values) for values in zip(*(attained(name) for name in OTHERS), strict=True)]
     lines: list[Sequence[str]] = [
         [name, *(f"{value:.1f}" for value in values)]
         for name, values in (
-            ("best other system, attained %", best), ("`auto`", attained("auto")), ("oracle", attained("oracle"))
+            ("best other system, attained %", best), ("`auto`", attained("auto")), ("oracle", attained("oracle")),
+            ("AdaServe, acceptance known, attained %", attained("adaserve-oracle")),
         )
     ]  # fmt: skip
-    lines.append(
-        ["AdaServe, acceptance known, attained %", *(f"{100 * known[r]['attainment']['mean']:.1f}" for r in RATES)]
-    )
     lines += [
         ["share of the distance to the oracle, %", *share("attainment", "oracle")],
-        ["share to the best oracle, %", *share("attainment", "oracle, best")],
-        ["share to the bound, %", *share("attainment", "bound")],
-        ["the same for goodput, to the oracle, %", *share("goodput", "oracle")],
-        ["goodput, to the bound, %", *share("goodput", "bound")],
+        ["the same for goodput, %", *share("goodput", "oracle")],
+        ["November 23: share to the best oracle, %", *share("attainment", "oracle, best")],
+        ["November 23: share to the bound, %", *share("attainment", "bound")],
+        ["November 23: goodput, to the bound, %", *share("goodput", "bound")],
     ]
     return markdown(f" | {' | '.join(RATES)}", lines)
 
@@ -352,18 +351,23 @@ def slos_serve_replicas() -> str:
 
 
 def ablation_gains(part: str) -> list[float]:
-    """Return how many times the capacity is with routing, with speculation, and with admission."""
-    by_number, ablated = capacities(f"replicas, {part}, slos-serve"), capacities(f"ablation, {part}")
+    """Return how many times the capacity is with routing (NaN: not simulated), with speculation, and with admission."""
+    routing, ablated = math.nan, capacities(f"ablation, {part}")
+    if (replicas := f"replicas, {part}, slos-serve") in result("papers-slos-serve.json"):
+        routing = capacities(replicas)["4"] / (4 * capacities(replicas)["1"])
     whole, plain = capacities(part)["SLOs-Serve"], ablated["without speculation"]
-    return [by_number["4"] / (4 * by_number["1"]), whole / plain, plain / ablated["without admission"]]
+    return [routing, whole / plain, plain / ablated["without admission"]]
 
 
 @table
 def slos_serve_ablation() -> str:
     lines = [["mean of four scenarios, published", "1.19", "1.66", "1.34"]]
-    for part, published in (("chatbot", ["", "2.01", ""]), ("coder", ["1.92", "", "1.66"])):
-        lines.append([f"{part_name(part)}, published", *published])
-        lines.append([f"{part_name(part)}, here", *(f"{gain:.2f}" for gain in ablation_gains(part))])
+    for part, published in (
+        ("chatbot", ["", "2.01", ""]), ("coder", ["1.92", "", "1.66"]), ("summarizer", ["", "2.02", ""]), ("mixed", [])
+    ):  # fmt: skip
+        lines += [[f"{part_name(part)}, published", *published]] if published else []
+        gains = ("" if math.isnan(gain) else f"{gain:.2f}" for gain in ablation_gains(part))
+        lines.append([f"{part_name(part)}, here", *gains])
     return markdown(" | routing over four replicas | speculation | admission in bursts", lines)
 
 
@@ -543,7 +547,7 @@ def _off(value: float, low: float, high: float) -> str:
 
 
 def _adaserve_summary() -> list[list[str]]:
-    record, known = result("papers-adaserve.json"), result("papers-adaserve-oracle.json")
+    record = result("papers-adaserve.json")
     link = "[AdaServe](#adaserve-figures-8-9-and-12-llama-3-1-70b-with-a-1b-draft-four-a100)"
     lines = []
     for figure, name, scale, digits, unit in (
@@ -562,10 +566,10 @@ def _adaserve_summary() -> list[list[str]]:
             f"{error:.{max(digits, 1)}f}{unit.replace(' %', ' points')}, mean over rates",
             f"{auto['4.8']:.{digits}f}{unit}", _made("adaserve.py", record["provenance"]),
         ])  # fmt: skip
-    attained = 100 * known["results"]["adaserve-oracle"]["4.8"]["attainment"]["mean"]
+    attained = 100 * record["results"]["adaserve-oracle"]["4.8"]["attainment"]["mean"]
     lines.insert(1, [
         f"{link}, figure 8 with true path probabilities (Algorithm 1)", "not published", f"{attained:.1f} %", "",
-        lines[0][4], _made("adaserve.py --systems adaserve-oracle", known["provenance"]),
+        lines[0][4], _made("adaserve.py", record["provenance"]),
     ])  # fmt: skip
     return lines
 
@@ -614,6 +618,12 @@ def _slos_serve_summary() -> list[list[str]]:
     routing, _, admission = ablation_gains("coder")
     for name, gain, published, part in (
         ("ChatBot: capacity to that without speculation", ablation_gains("chatbot")[1], 2.01, "ablation, chatbot"),
+        (
+            "Summarizer: capacity to that without speculation",
+            ablation_gains("summarizer")[1],
+            2.02,
+            "ablation, summarizer",
+        ),
         ("Coder: capacity of four replicas to four times one", routing, 1.92, "replicas, coder, slos-serve"),
         ("Coder: capacity with admission to that of prefill first", admission, 1.66, "ablation, coder"),
     ):

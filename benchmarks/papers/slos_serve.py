@@ -218,7 +218,10 @@ PARTS: dict[str, Part] = {
         name: capacities(scenario, WITHOUT_DRAFTS if scenario.is_in_pairs else SYSTEMS)
         for name, scenario in {**SCENARIOS, **SENSITIVITY}.items()
     },
-    **{f"ablation, {name}": capacities(SCENARIOS[name], ABLATION) for name in ("chatbot", "coder")},
+    **{
+        f"ablation, {name}": capacities(SCENARIOS[name], ABLATION)
+        for name in ("chatbot", "coder", "summarizer", "mixed")
+    },
     **{
         f"replicas, {name}, {system}": scaling(replace(SCENARIOS[name], number=number), system)
         for name, number in (("chatbot", 150), ("coder", 300))

@@ -273,7 +273,8 @@ def errors(ours: Cells, theirs: Cells) -> dict[tuple[str, float, str], float]:
 def orders(ours: Cells, theirs: Cells) -> Iterator[tuple[tuple[str, float, str, str], bool]]:
     """Yield pairs of columns that clearly differ in the paper, and whether the simulation has the same order."""
     for name, rate in dict.fromkeys((name, rate) for name, rate, _ in theirs if (name, rate, "Org") in ours):
-        for faster, slower in itertools.permutations(COLUMNS, 2):
+        columns = [column for column in COLUMNS if (name, rate, column) in ours]
+        for faster, slower in itertools.permutations(columns, 2):
             if theirs[name, rate, slower] > CLEAR * theirs[name, rate, faster]:
                 yield (name, rate, faster, slower), ours[name, rate, slower] > ours[name, rate, faster]
 
