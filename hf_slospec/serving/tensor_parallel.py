@@ -73,7 +73,7 @@ class LeadingTarget(PackedTarget):
         self._ranks, self._num_known = packed.ranks, dict[Request, int]()  # tokens of each request that others know
 
     def _begin(self) -> None:
-        """Notice changes of weights; until the next call, all processes know this state of them."""
+        """Update the state of the weights that all processes know until the next call."""
         fingerprint = self.sequences.packed.fingerprint
         fingerprint.notice(structure=False)
         self.sequences.decided_state = fingerprint.state

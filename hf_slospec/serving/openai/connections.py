@@ -101,7 +101,7 @@ class SignalledServer(uvicorn.Server):
         self._at_end = at_end
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Finish the responses that have begun."""
+        """Wait for the responses that have begun, then call ``at_end``."""
         await super().shutdown(sockets)
         await asyncio.to_thread(self._at_end)
 
