@@ -83,6 +83,13 @@ class Prediction:
         return np.bincount(self.forest.tree_of, verified).astype(np.float64)
 
 
+class RequestShifts(WeakKeyDictionary["Speculated", float]):
+    """Log-odds by request; pickled, it is empty, as another process has other requests."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RequestShifts, ()
+
+
 class Acceptance:
     """Model of acceptance: the draft's conditionals, calibrated over all requests and shifted for each.
 
@@ -94,15 +101,8 @@ class Acceptance:
     def __init__(self, max_depth: int = 32, max_rank: int = 8) -> None:
         self.calibrations = {drawing: Calibration(FAVOURITE_EXPONENTS[drawing]) for drawing in Drawing}
         self.overall = 0.0  # log-odds shift of all requests
-        self.request_shifts: WeakKeyDictionary[Speculated, float] = WeakKeyDictionary()  # log-odds
+        self.request_shifts = RequestShifts()
         self.record = AcceptanceRecord(max_depth, max_rank)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what another process can use: not the shifts of this one's requests."""
-        return {name: value for name, value in vars(self).items() if name != "request_shifts"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, request_shifts=WeakKeyDictionary())
 
     def predict(self, requests: Sequence[Speculated], forest: Forest) -> Prediction:
         """Return the predicted acceptance of all candidates; ``forest`` holds one tree per request."""

@@ -135,6 +135,7 @@ class Speculator:
         costs = copy.copy(self._costs)
         if costs is not None:
             del costs.on_replaced
+        _ = self.history.acceptance  # learns from the last outcomes, which refer to requests
         level = self._level and self._level[1]
         return Learned(
             self.history, costs, self.target.known_cost, level if self.draft is None else self.draft.known_cost

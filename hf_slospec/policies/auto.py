@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any
 from weakref import WeakSet, ref
 
 import numpy as np
@@ -57,11 +56,6 @@ class SpeculationHistory:
         """Acceptance of all steps until now."""
         self._learn()
         return self._acceptance
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what another process can use: outcomes refer to requests, and are learned from before."""
-        self._learn()
-        return vars(self)
 
     def predict(self, requests: Sequence[Request], forest: Forest) -> Prediction:
         """Return the predicted acceptance of candidates."""

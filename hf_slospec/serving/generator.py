@@ -242,6 +242,8 @@ class SLOSpecGenerator:
     def start(self) -> SLOSpecGenerator:
         """Start the batcher unless it runs. Step times are measured first if no profile is stored.
 
+        All processes of a tensor-parallel model call it; the first one then takes requests, and the others compute.
+
         Raises:
             UnsupportedOptionError: with ``deterministic=True``.
         """
@@ -257,7 +259,8 @@ class SLOSpecGenerator:
         """Stop the batcher, which may be started again.
 
         It takes no more requests and finishes those it has; after ``timeout`` seconds, or without ``drain``, it cancels
-        them.
+        them. In other processes of a tensor-parallel model than the first, it waits until the first one calls it, and
+        raises the error that ended their part.
         """
         self._service.stop(drain, waiting_s(timeout))
 

@@ -225,7 +225,10 @@ def _parted(rank: int, folder: Path, generator: SLOSpecGenerator) -> dict[str, A
     else:
         while not has_parted.exists():
             time.sleep(0.01)
-        generator._service._engine().target.sequences._keep_at_most(0)  # type: ignore[union-attr]
+        sequences: Any = generator._service._engine().target.sequences  # type: ignore[union-attr]
+        while not sequences.num_kept:  # the last order may be under way
+            time.sleep(0.01)
+        sequences._keep_at_most(0)
         has_parted.unlink()
     found["stop"] = _message(generator.stop)
     with generator:
