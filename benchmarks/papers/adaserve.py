@@ -58,7 +58,7 @@ PRIORITY = 'vllm-priority {"max_batch": 16}'  # figure 1; a larger batch never p
 WORKLOADS: dict[str, dict[str, float]] = {
     "as published": {}, "urgent 0.9": {"urgent": 0.9}, "scale 0.8": {"slo_scale": 0.8},
 }  # fmt: skip
-SPAN_S = 120.0  # of the trace, a third
+SPAN_S = 120.0  # seconds: a third of the trace
 COMPARED = ("vllm", "sarathi", "vllm-spec4", "adaserve", "auto")
 
 

@@ -41,7 +41,7 @@ HEADS = {
     "auto": f'auto {{"max_depth": 3, "max_width": 8, {LIMITS}}}',
 }
 
-KEY_BYTES = 2**19  # of the K/V of one token of a 7B model
+KEY_BYTES = 2**19  # bytes of the K/V of one token of a 7B model
 LEVELS_MS = {"2.2": 2.2, "0.47": 0.47}  # figure 2 (7.4 and 12.6 ms a step); figure 16 (7 levels: 35 % to 60 %)
 FITTING = "0.47"  # the one with which the published lengths of chains are the best ones
 

@@ -107,6 +107,7 @@ class CheckedModel:
 
         Raises:
             UnsupportedModelError: its packed forwards are no longer those of the model.
+            InvalidInputError: it has to be tried, and its processes follow a batcher.
         """
         self.packed.renew(is_idle)
         if self.ranks.any(self._tried != self._to_try):  # all ranks try the model, or none

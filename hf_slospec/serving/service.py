@@ -143,9 +143,7 @@ class BatchingService:
         if self._batcher is None:
             raise NotRunningError("the batcher has not been started; call start(), or use `with generator:`")
         if isinstance(self._batcher, Follower):
-            raise NotRunningError(
-                "the batcher of a tensor-parallel model takes requests in its first process; call it there"
-            )
+            self._batcher.refuse()
         self._batcher.check_running()
         return self._batcher
 
@@ -203,7 +201,7 @@ class BatchingService:
             InvalidInputError: its trees may be larger than those of the generator's own config.
         """
         if isinstance(self._batcher, Follower):
-            self.batcher.check_running()
+            self._batcher.refuse()
         speculator = self.decoder.speculator
         if (needed := max_nodes_per_request(config)) > speculator.max_nodes:
             raise InvalidInputError(

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Chooser, Chunk
@@ -26,12 +26,8 @@ from hf_slospec.models.inspection.ranks import Ranks
 from hf_slospec.models.target import PackedTarget
 
 logger = logging.getLogger(__name__)
-READ = (
-    "prompt",
-    "max_new_tokens",
-    "cache_salt",
-    "num_padding",
-)  # what a target reads of params, beside a prompt reader
+# Parameters of a request that a target reads, beside a prompt reader.
+READ = ("prompt", "max_new_tokens", "cache_salt", "num_padding")
 
 
 @dataclass
@@ -53,8 +49,8 @@ class News(NamedTuple):
     params: dict[str, Any] | None  # those that a target reads, of a new request
 
 
-class Order(NamedTuple):
-    """A call of the first process's target; requests are given by their indices."""
+class TargetCall(NamedTuple):
+    """An order: a call of the first process's target; requests are given by their indices."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -80,7 +76,7 @@ class LeadingTarget(PackedTarget):
 
     def _send(self, name: str, *arguments: Any, about: Iterable[Request] = ()) -> None:
         news = tuple(self._news(about))
-        self._ranks.orders.send(Order(name, arguments, news, self.sequences.weights_state))
+        self._ranks.orders.send(TargetCall(name, arguments, news, self.sequences.weights_state))
 
     def _news(self, requests: Iterable[Request]) -> Iterable[News]:
         for request in requests:
@@ -183,6 +179,12 @@ class Follower:
         """Return whether it follows the first process."""
         return self._thread is not None and self._thread.is_alive() and not self._is_closed
 
+    def refuse(self) -> NoReturn:
+        """Raise NotRunningError, as there is no batcher in this process."""
+        raise NotRunningError(
+            "the batcher of a tensor-parallel model takes requests in its first process; call it there"
+        )
+
     def stop(self, drain: bool, timeout: float | None) -> None:
         """Wait until the first process stops its batcher, as only that one can; the arguments are those it takes.
 
@@ -213,7 +215,7 @@ class Follower:
                 with self._lock:
                     engine.close()
 
-    def _carry_out(self, engine: Engine[ContinuousScheduler], order: Order) -> None:
+    def _carry_out(self, engine: Engine[ContinuousScheduler], order: TargetCall) -> None:
         """Run a call of the first process's target on this one's.
 
         A step that does not fit into memory fails there, too, and that process decides what follows. If this process's

@@ -13,7 +13,7 @@ from transformers.distributed import DistributedConfig
 from hf_slospec import UnsupportedModelError, enable, load_tiny_pair
 from hf_slospec.models.inspection.ranks import Ranks
 from tests.support import tensor_parallel
-from tests.support.tensor_parallel import NEW_TOKENS, OPTIONS, generated, other_norm, texts
+from tests.support.tensor_parallel import NEW_TOKENS, OPTIONS, TEXTS, generated, other_norm
 from tests.support.toys.tiny_models import tiny_model
 
 SEED = 3  # gives a target whose texts are not all one token
@@ -78,12 +78,12 @@ def test_calls_after_an_error_are_exact(found: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("batcher", ["batcher", "small batcher"])
 def test_the_first_process_submits_what_all_compute(batcher: str, found: list[dict[str, Any]]) -> None:
     model, got = tiny_model("llama", SEED), found[0][batcher]
-    greedy = [_alone(model, text) for text in texts()]
+    greedy = [_alone(model, text) for text in TEXTS]
     assert got["greedy"] == [*greedy, greedy[2]]
-    assert got["sampled"] == _alone(model, texts()[2], seed=5)
-    assert got["continued"] == _alone(model, [*texts()[0], *greedy[0], 7, 8])
-    (logits,) = model(torch.tensor([texts()[2]])).logits
-    logprobs = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(texts()[2][1:])[:, None])[:, 0]
+    assert got["sampled"] == _alone(model, TEXTS[2], seed=5)
+    assert got["continued"] == _alone(model, [*TEXTS[0], *greedy[0], 7, 8])
+    (logits,) = model(torch.tensor([TEXTS[2]])).logits
+    logprobs = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(TEXTS[2][1:])[:, None])[:, 0]
     assert got["prompt logprobs"][0] is None
     assert torch.allclose(torch.tensor(got["prompt logprobs"][1:]), logprobs, atol=1e-4)
     assert (got["cancelled"], got["failed"]) == ("cancelled", "a processor that fails")
@@ -93,7 +93,7 @@ def test_the_first_process_submits_what_all_compute(batcher: str, found: list[di
 def test_generate_and_submits_elsewhere_are_refused_while_the_batcher_runs(found: list[dict[str, Any]]) -> None:
     first, second = (own["batcher"] for own in found)
     assert second["submit"][0] == "NotRunningError" and "takes requests in its first process" in second["submit"][1]
-    assert first["submit"][0] == "InvalidInputError"  # of the request itself
+    assert first["submit"][0] == "InvalidInputError"  # the request itself is wrong
     for own in (first, second):
         assert own["generate"][0] == "UnsupportedOptionError" and "stop() the batcher first" in own["generate"][1]
         assert own["other batcher"][0] == "InvalidInputError" and "cannot follow another" in own["other batcher"][1]
@@ -111,10 +111,10 @@ def test_changed_modules_are_refused_until_the_batcher_is_restarted(found: list[
 
 def test_the_first_process_decides_for_all_which_k_v_is_of_old_weights(found: list[dict[str, Any]]) -> None:
     model = copy.deepcopy(tiny_model("llama", SEED))
-    expected = [_alone(model, texts()[0] * 3)[:4]]
+    expected = [_alone(model, TEXTS[0] * 3)[:4]]
     with torch.no_grad():
         model.model.norm.weight.mul_(other_norm(model.model.norm.weight))
-    expected.append(_alone(model, texts()[0] * 3)[:4])
+    expected.append(_alone(model, TEXTS[0] * 3)[:4])
     assert found[0]["changed weights"] == expected and expected[0] != expected[1]
 
 
@@ -122,7 +122,7 @@ def test_processes_that_hold_other_k_v_end_the_batcher_which_starts_again(found:
     first, second = (own["parted"] for own in found)
     assert "no longer hold the same K/V" in first["submit"] and first["stop"] == "none"
     assert re.search("has K/V of .* and this one of 0; change weights in all processes", second["stop"])
-    assert first["again"] == _alone(tiny_model("llama", SEED), texts()[0])[:4]
+    assert first["again"] == _alone(tiny_model("llama", SEED), TEXTS[0])[:4]
 
 
 def _alone(model: Any, text: list[int], seed: int | None = None) -> list[int]:

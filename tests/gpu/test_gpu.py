@@ -47,7 +47,7 @@ from tests.support.oracles.attention_rows import ROWS, TREES
 from tests.support.oracles.layer_parity import compare_layers
 from tests.support.packed import packed_model
 from tests.support.toys.tiny_configs import tiny_config
-from tests.support.toys.tiny_models import ragged_prompts, sharpened, tiny_model
+from tests.support.toys.tiny_models import ragged_texts, sharpened, tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -208,7 +208,7 @@ def test_paths_are_what_masks_are(heads: tuple[int, int, int], options: tuple[An
 def test_self_is_always_the_same(dtype: torch.dtype, family: str) -> None:
     """The trial of exact bits would refuse a device whose kernels depend on the batch."""
     model, draft = (copy.deepcopy(tiny_model(family, noise=noise)).to(CUDA, dtype) for noise in (0.0, 0.03))
-    prompts = [row[mask.bool()].tolist() for row, mask in zip(*ragged_prompts(5).values(), strict=True)]
+    prompts = ragged_texts(5)
     check_self(model, draft, prompts, do_sample=False, max_new_tokens=24)
 
 

@@ -21,11 +21,11 @@ from transformers.utils import logging
 from hf_slospec import SLOSpecConfig, SLOSpecError, SLOSpecGenerator, load_drafter, weights_changed
 from hf_slospec.generate.speculator import MEASURE_S
 from tests.support.breadth import quick_or
-from tests.support.toys.tiny_models import ragged_prompts
+from tests.support.toys.tiny_models import ragged_prompts, ragged_texts
 
 NUM_RANKS = 2
 CONFIG = SLOSpecConfig(policy="adaserve", token_budget=24, max_depth=3, check_invariants=True)  # drafts at any cost
-PROMPTS = ragged_prompts(3)
+PROMPTS, TEXTS = ragged_prompts(3), ragged_texts(3)
 IDS = PROMPTS["input_ids"]
 NEW_TOKENS = quick_or(8, 12)
 SLOW = 5.0  # times as much time as on the first rank passes on the others, by their clocks
@@ -123,10 +123,10 @@ def _batched(rank: int, generator: SLOSpecGenerator) -> dict[str, Any]:
     with generator:
         found["other batcher"] = _error(other.start)
         found["new generator"] = _error(lambda: SLOSpecGenerator(generator.model, fallback=True))
-        found["submit"] = _error(lambda: generator.submit([] if rank == 0 else texts()[0]))
+        found["submit"] = _error(lambda: generator.submit([] if rank == 0 else TEXTS[0]))
         found["generate"] = _error(lambda: generated(generator, OPTIONS["greedy"]))
         if rank == 0:
-            found["guidance"] = _error(lambda: generator.submit(texts()[0], guidance_scale=1.5))
+            found["guidance"] = _error(lambda: generator.submit(TEXTS[0], guidance_scale=1.5))
             found |= _answers(generator)
     return found
 
@@ -136,7 +136,7 @@ def _by_sum(rank: int, target: Any) -> torch.Tensor:
     generator = SLOSpecGenerator(target, drafter=load_drafter("lookup+recycling", target), config=CONFIG)
     with generator:
         if rank == 0:
-            for text in texts():
+            for text in TEXTS:
                 generator.submit(text, max_new_tokens=NEW_TOKENS, do_sample=False).result(60)
     sequences: torch.Tensor = generated(generator, OPTIONS["greedy"]).sequences
     return sequences
@@ -150,7 +150,7 @@ def _hooked(rank: int, generator: SLOSpecGenerator) -> dict[str, Any]:
             if not hooks:
                 hooks.append(generator.model.model.layers[0].register_forward_hook(lambda *_: None))
             if rank == 0:
-                found[attempt] = _message(lambda: generator.submit(texts()[0], **options).result(60))
+                found[attempt] = _message(lambda: generator.submit(TEXTS[0], **options).result(60))
     hooks[0].remove()
     return found
 
@@ -158,15 +158,15 @@ def _hooked(rank: int, generator: SLOSpecGenerator) -> dict[str, Any]:
 def _answers(generator: SLOSpecGenerator) -> dict[str, Any]:
     """Return the tokens of requests that come, are cancelled, fail and go on beside each other."""
     options = dict(max_new_tokens=NEW_TOKENS, do_sample=False)
-    first = generator.submit(texts()[0], slo_tpot=SLOS[0], priority=1, **options)
+    first = generator.submit(TEXTS[0], slo_tpot=SLOS[0], priority=1, **options)
     next(first.tokens())
-    cancelled = generator.submit(texts()[0], max_new_tokens=40, do_sample=False)
-    further = zip(texts()[1:], SLOS[1:], strict=True)
+    cancelled = generator.submit(TEXTS[0], max_new_tokens=40, do_sample=False)
+    further = zip(TEXTS[1:], SLOS[1:], strict=True)
     greedy = [first, *(generator.submit(text, slo_tpot=slo, **options) for text, slo in further)]
-    failing = generator.submit(texts()[1], logits_processor=[_fail], **options)
-    sampled = generator.submit(texts()[2], seed=5, do_sample=True, max_new_tokens=NEW_TOKENS, max_time=99.0)
+    failing = generator.submit(TEXTS[1], logits_processor=[_fail], **options)
+    sampled = generator.submit(TEXTS[2], seed=5, do_sample=True, max_new_tokens=NEW_TOKENS, max_time=99.0)
     cancelled.cancel()
-    read = generator.submit(texts()[2], prompt_logprobs=2, **options)
+    read = generator.submit(TEXTS[2], prompt_logprobs=2, **options)
     tokens = [handle.result(60).token_ids for handle in (*greedy, read)]
     continuing = generator.submit([7, 8], continues=greedy[0], **options)
     return {
@@ -184,15 +184,11 @@ def _changed(rank: int, folder: Path, generator: SLOSpecGenerator) -> list[list[
     """Return the tokens of one prompt with two states of the weights, which the first process alone is told of."""
     norm = generator.model.model.norm.weight
     before = norm.detach().clone()
-    has_answered, has_changed, options = (
-        folder / "answered",
-        folder / "changed",
-        dict(max_new_tokens=4, do_sample=False),
-    )
-    found = []
+    has_answered, has_changed, found = folder / "answered", folder / "changed", list[list[int]]()
+    options = dict(max_new_tokens=4, do_sample=False)
     with generator:
         if rank == 0:
-            found.append(generator.submit(texts()[0] * 3, **options).result(60).token_ids)
+            found.append(generator.submit(TEXTS[0] * 3, **options).result(60).token_ids)
             has_answered.touch()
         while not has_answered.exists() or (rank == 0 and not has_changed.exists()):
             time.sleep(0.01)
@@ -201,7 +197,7 @@ def _changed(rank: int, folder: Path, generator: SLOSpecGenerator) -> list[list[
         has_changed.touch()
         if rank == 0:
             weights_changed()
-            found.append(generator.submit(texts()[0] * 3, **options).result(60).token_ids)
+            found.append(generator.submit(TEXTS[0] * 3, **options).result(60).token_ids)
     with torch.no_grad():
         norm.copy_(before)
     return found
@@ -217,11 +213,11 @@ def _parted(rank: int, folder: Path, generator: SLOSpecGenerator) -> dict[str, A
     has_parted, options, found = folder / "parted", dict(max_new_tokens=4, do_sample=False), dict[str, Any]()
     generator.start()
     if rank == 0:
-        generator.submit(texts()[0] * 3, **options).result(60)
+        generator.submit(TEXTS[0] * 3, **options).result(60)
         has_parted.touch()
         while has_parted.exists():
             time.sleep(0.01)
-        found["submit"] = _message(lambda: generator.submit(texts()[0] * 3, **options).result(60))
+        found["submit"] = _message(lambda: generator.submit(TEXTS[0] * 3, **options).result(60))
     else:
         while not has_parted.exists():
             time.sleep(0.01)
@@ -233,14 +229,8 @@ def _parted(rank: int, folder: Path, generator: SLOSpecGenerator) -> dict[str, A
     found["stop"] = _message(generator.stop)
     with generator:
         if rank == 0:
-            found["again"] = generator.submit(texts()[0], **options).result(60).token_ids
+            found["again"] = generator.submit(TEXTS[0], **options).result(60).token_ids
     return found
-
-
-def texts() -> list[list[int]]:
-    """Return the prompts without their padding."""
-    rows = zip(IDS.tolist(), PROMPTS["attention_mask"].tolist(), strict=True)
-    return [[token for token, is_real in zip(*row, strict=True) if is_real] for row in rows]
 
 
 def _fail(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -249,11 +239,7 @@ def _fail(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 def _message(call: Callable[[], Any]) -> str:
     """Return the message of the error that a call raises."""
-    try:
-        call()
-    except (SLOSpecError, RuntimeError) as error:
-        return str(error)
-    return "none"
+    return _error(call)[1] or "none"
 
 
 def _shapes(out: Any) -> list[Any]:
@@ -276,6 +262,6 @@ def _error(call: Callable[[], Any]) -> tuple[str, str]:
     """Return the class and the message of the error that a call raises."""
     try:
         call()
-    except SLOSpecError as error:
+    except (SLOSpecError, RuntimeError) as error:
         return type(error).__name__, str(error)
     return "none", ""

@@ -22,7 +22,7 @@ from hf_slospec.drafters.heads.eagle3 import FULL, Eagle3Head, widen_inputs
 from hf_slospec.drafters.heads.fitting import read_config
 from hf_slospec.errors import UnsupportedModelError
 
-MODEL_TYPES = ("gemma4_text", "gemma4_unified_text")  # of targets, which configs of heads keep
+MODEL_TYPES = ("gemma4_text", "gemma4_unified_text")  # types of targets, which configs of heads keep
 # Settings of targets with which DeepSpec makes no heads.
 UNSUPPORTED = ("enable_moe_block", "hidden_size_per_layer_input", "num_kv_shared_layers")
 

@@ -36,7 +36,7 @@ MEMORY_SHARE = 16  # graphs may use 1/16 of a device's memory, and so may an idl
 TOLERANCE = 0.05  # relative error allowed in a first replay; larger than rounding in any dtype
 CHUNK = 16  # rows of logits that are compared at a time, as an fp32 copy of 640 rows of 128k is 328 MB
 LARGEST = 1e9  # larger outputs, such as mask values, are not compared, as they would outweigh all others
-NUM_REPLAYS = 5  # of which the median time is taken
+NUM_REPLAYS = 5  # replays whose median time is taken
 
 Run = Callable[[], Any]  # returns a tree of tensors
 

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # attributes of attention layers in transformers
 MEASURED_BYTES = 2**28  # weights of timed layers: more than caches hold
-WORTHWHILE = 0.97  # of the time of separate kernels
+WORTHWHILE = 0.97  # share of the time of separate kernels
 TOLERANCE = 0.02  # relative; two roundings of bf16 are 0.008
 
 Compute = Callable[[Any, torch.Tensor], Sequence[torch.Tensor]]  # takes a layer or a group of layers, and states

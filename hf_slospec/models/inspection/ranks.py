@@ -71,7 +71,7 @@ class Ranks:
     def begin_to_lead(self) -> None:
         """Let the first rank decide alone from now on; all ranks must call this, as for :meth:`end_leading`."""
         if self._group is not None:
-            _ = self.orders
+            _ = self.orders  # connected here, where all ranks are
             self._led.add(self._group.group_name)
 
     def end_leading(self) -> None:
@@ -114,7 +114,7 @@ class Ranks:
         return [] if self._group is None else dist.get_process_group_ranks(self._group)
 
     def clock(self) -> float:
-        """Return monotonic seconds of the first rank's clock, in all ranks."""
+        """Return monotonic seconds of the first rank's clock, in all ranks that decide."""
         if self._group is None or self.is_led:
             return time.perf_counter()
         now = torch.tensor(time.perf_counter(), dtype=torch.float64, device=self._device)
@@ -122,7 +122,7 @@ class Ranks:
         return float(now)
 
     def first(self, value: T) -> T:
-        """Return the first rank's value, which can be pickled."""
+        """Return the first rank's value, which can be pickled, in all ranks that decide."""
         if self._group is None or self.is_led:
             return value
         values: list[Any] = [value]

@@ -41,7 +41,7 @@ from tests.support.cuda_tests import (  # noqa: F401  collected here once more
 )
 from tests.support.packed import packed_model
 from tests.support.stand_ins.cuda_tensors import CUDA, Device
-from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, ragged_texts, tiny_model
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
@@ -226,7 +226,7 @@ def test_self_is_always_the_same(
     monkeypatch.setattr(exact_trial, "PROMPTS", (61, 3))
     monkeypatch.setattr(exact_trial, "DEPTH", 4)
     model, draft = on_cuda(tiny_model(family), dtype), on_cuda(tiny_model(family, noise=0.03), dtype)
-    prompts = [row[mask.bool()].tolist() for row, mask in zip(*ragged_prompts(5).values(), strict=True)]
+    prompts = ragged_texts(5)
     long = [token for prompt in prompts for token in prompt][:61]
     cuda_tests.check_self(model, draft, [prompts[0], long], max_new_tokens=5, **options)
 
@@ -367,7 +367,7 @@ def test_calls_on_another_stream_beside_the_batcher() -> None:
 def test_the_batcher_gives_what_generate_gives(waits: Counter[str]) -> None:
     """And waits once for all sampled requests."""
     model, draft = on_cuda(tiny_model("llama")), on_cuda(tiny_model("llama", noise=0.03))
-    prompts = [row[mask.bool()].tolist() for row, mask in zip(*ragged_prompts(4).values(), strict=True)]
+    prompts = ragged_texts(4)
     with SLOSpecGenerator(model, draft, config=SLOSpecConfig(max_batch=3, check_invariants=True)) as generator:
         handles = [generator.submit(prompt, max_new_tokens=12, seed=3, **SAMPLED) for prompt in prompts]
         found = [handle.result(120).token_ids for handle in handles]

@@ -42,7 +42,7 @@ NO_COMPILER = ["--config", '{"compile": false}']  # it would go on beside other 
         pytest.param(
             ["--images", "--replicas", "2", "--target", "./nowhere", "--drafter", "lookup"],
             "--images: replicas take no",
-            marks=pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of Ray, as it is imported
+            marks=pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Ray's, when it is imported
         ),
         (["--share-texts", "--drafter", "lookup+mtp"], "--drafter suffix"),
         (["--drafter", "pickled"], "safetensors"),

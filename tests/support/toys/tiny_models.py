@@ -86,6 +86,12 @@ def ragged_prompts(batch: int, seed: int = 0) -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "attention_mask": attention_mask}
 
 
+def ragged_texts(batch: int) -> list[list[int]]:
+    """Return the tokens of :func:`ragged_prompts`, without padding."""
+    rows = zip(*ragged_prompts(batch).values(), strict=True)
+    return [row[mask.bool()].tolist() for row, mask in rows]
+
+
 def assert_same_as_stock(model: PreTrainedModel, generate: Any, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
     """Stock and ours on the same inputs and seed: equal outputs, and the global generator left in the same state.
 
