@@ -36,6 +36,9 @@ def gpu_check(
     budget_s: Annotated[
         float, typer.Option(min=1.0, help="Time limit in seconds; what is left then is skipped.")
     ] = 480.0,
+    methods: Annotated[
+        str, typer.Option(help="Time these methods only, separated by semicolons; check neither identity nor tests.")
+    ] = "",
     skip_tests: Annotated[bool, typer.Option("--skip-tests", help="Do not run the tests marked gpu.")] = False,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also count device operations and host waits of a step, by phase.")
@@ -67,6 +70,10 @@ def gpu_check(
     numbers = dict.fromkeys(batches.replace(" ", "").split(","))
     if not all(number.isdecimal() and len(number) <= MAX_DIGITS and int(number) for number in numbers):
         raise typer.BadParameter(f"--batches must be positive numbers such as 1,4, got {batches!r}")
+    named = [name.strip() for name in methods.split(";") if name.strip()]
+    chosen = tuple(name for name in checking.METHODS if name in named) or checking.METHODS
+    if unknown := set(named) - set(chosen):
+        raise typer.BadParameter(f"--methods must be among {'; '.join(checking.METHODS)}, got {'; '.join(unknown)}")
     output = console()
     if (reason := checking.why_no_device(device)) is not None:
         output.print(reason, style="bold red", markup=False, soft_wrap=True)
@@ -82,6 +89,7 @@ def gpu_check(
         runs_tests=not skip_tests,
         identity_size=identity_shape,
         profiles=profile,
+        methods=chosen,
     )
     facts = benchmark.provenance(hf_slospec=hf_slospec.__version__, **vars(plan))
     with usage_errors():
@@ -102,7 +110,7 @@ def gpu_check(
         markup=False,
         soft_wrap=True,
     )
-    raise typer.Exit(checking.exit_code(results))
+    raise typer.Exit(checking.exit_code(results, plan.checks))
 
 
 def _restart(plan: Plan, json_path: Path, left_s: float) -> None:
@@ -117,6 +125,7 @@ def _restart(plan: Plan, json_path: Path, left_s: float) -> None:
         "--json": json_path,
         "--device": plan.device,
         "--identity-shape": plan.identity_size,
+        "--methods": ";".join(plan.methods if not plan.checks else ()),
     }
     flags = {"--skip-tests": not plan.runs_tests, "--profile": plan.profiles, "--resume": True}
     command = [sys.executable, "-m", "benchmarks.gpu", *(flag for flag, is_set in flags.items() if is_set)]

@@ -69,12 +69,12 @@ class Comparison:
     def run_first(self) -> Iterator[None]:
         """Measure the most important methods of the first cell; yield whenever there are new results."""
         first = self.results["speed"][0]
-        return self._cell(first, [name for name in names_at(first["batch"]) if name in IMPORTANT])
+        return self._cell(first, [name for name in self._names(first) if name in IMPORTANT])
 
     def run(self) -> Iterator[None]:
         """Measure what is not measured yet; yield whenever there are new results."""
         for cell in self.results["speed"]:
-            yield from self._cell(cell, names_at(cell["batch"]))
+            yield from self._cell(cell, self._names(cell))
             if (missing := self._missing(cell)) and self._reason_not_to(cell) is None:
                 yield from self._complete(cell, missing)
         self.close()
@@ -84,6 +84,9 @@ class Comparison:
         self._bench = self._built = None
         release_memory()
 
+    def _names(self, cell: Results) -> list[str]:
+        return names_at(cell["batch"], self.plan.methods)
+
     def _cell(self, cell: Results, names: list[str]) -> Iterator[None]:
         found = {record["name"]: record for record in cell["contestants"]}
         for name in names:
@@ -92,7 +95,7 @@ class Comparison:
             blank = {"name": name, "batch": cell["batch"]}
             found[name] = blank | (self._reason_not_to(cell) or {"status": STARTED})
             # In the order of importance, whatever the order in which they were measured.
-            cell["contestants"] = [found[other] for other in names_at(cell["batch"]) if other in found]
+            cell["contestants"] = [found[other] for other in self._names(cell) if other in found]
             if found[name]["status"] == STARTED:
                 yield
                 self.report(f"{cell['size']} at batch {cell['batch']}: {name}; {self.budget.left_s:.0f} s left")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,12 @@ class SameAsError(Exception):
     """A variant has the same effective settings as another one."""
 
 
-def names_at(batch: int) -> list[str]:
-    """Return the names of all methods at a batch size, most important first."""
-    names = dict.fromkeys((*IMPORTANT, CONTINUOUS, *VARIANTS))
-    return [name for name in names if name != ASSISTED or batch == 1]  # it supports no larger batch
+METHODS = tuple(dict.fromkeys((*IMPORTANT, CONTINUOUS, *VARIANTS)))
+
+
+def names_at(batch: int, methods: Sequence[str] = METHODS) -> list[str]:
+    """Return the names of those of ``methods`` that support a batch size, most important first."""
+    return [name for name in METHODS if name in methods and (name != ASSISTED or batch == 1)]
 
 
 @contextlib.contextmanager

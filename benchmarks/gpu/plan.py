@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.gpu.contestants import METHODS
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -19,3 +21,9 @@ class Plan:
     runs_tests: bool
     identity_size: str
     profiles: bool = False
+    methods: tuple[str, ...] = METHODS
+
+    @property
+    def checks(self) -> bool:
+        """Return whether identity and tests are checked: not where only some methods are timed."""
+        return self.methods == METHODS

@@ -51,12 +51,15 @@ def beam_search(
     for depth in range(1, plan.depth + 1):
         drafting = [requests[index] for index in indices]
         is_last, is_coupled = depth == plan.depth, any(map(is_ranked, drafting))
-        level = replace(level, limits=None if is_last else limits, is_coupled=is_coupled)
+        # Limits also at the last level, which does without: it is the same graph as one that is not the last.
+        level = replace(level, limits=limits, is_coupled=is_coupled)
         grown = run(indices, level)
         beam = grown if isinstance(grown, Beam) else _coupled(drafting, level, grown)
         sizes = *level.sizes, beam.nodes.shape[2] - sum(level.sizes)
+        if is_last:
+            break
         goes_on = None if beam.is_worthwhile is None else flags.next(beam.is_worthwhile)
-        if is_last or (goes_on is not None and not goes_on.any()):
+        if goes_on is not None and not goes_on.any():
             break
         if plan.goes_on is not None:
             path_probs = beam.path_logprobs[: len(requests)].exp().double().cpu().numpy()

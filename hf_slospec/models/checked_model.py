@@ -17,6 +17,7 @@ from hf_slospec.models.device.threads import release_openmp_threads, warn_if_ove
 from hf_slospec.models.inspection.hooks import changing_hooks, is_compiled
 from hf_slospec.models.inspection.properties import autocast_dtype, check_embeds_tokens, evaluating, input_device
 from hf_slospec.models.inspection.ranks import Ranks
+from hf_slospec.models.inspection.traversal import all_modules
 from hf_slospec.models.packed.exact_trial import check_exact
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.trial import check_by_trial, counts_gaps, counts_padding
@@ -66,7 +67,7 @@ class CheckedModel:
     @property
     def packed(self) -> PackedModel:
         """The packed forwards for the model's present device and dtype."""
-        hooks = sum(len(changing_hooks(module)) for module in self.model.modules())
+        hooks = sum(len(changing_hooks(module)) for module in all_modules(self.model))
         autocast = autocast_dtype(input_device(self.model).type)
         placement = *self.place, is_compiled(self.model), autocast, hooks
         with self._renewing:

@@ -71,7 +71,7 @@ class LengthRope:
 
 
 def _lengths(part: NewTokens) -> torch.Tensor:
-    lengths = part.positions[-len(part.input_ids) :] + 1
+    lengths = part.positions[-part.num_tokens :] + 1
     return lengths.clamp(min=part.sequence.prompt_len) + part.sequence.num_padding
 
 

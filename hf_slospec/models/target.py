@@ -138,7 +138,9 @@ class PackedTarget(Target):
             chain = self.sequences.uncached(request)  # the last one is the root
             parts.append(self.sequences.chain_and_tree(request, chain, tree))
             logit_rows.append(begin + len(chain) - 1 + np.arange(tree.num_nodes))
-            self._begins[request], read_rows[request] = begin, self._rows_to_read(request, begin, len(chain))
+            self._begins[request] = begin
+            if request.num_unread:
+                read_rows[request] = self._rows_to_read(request, begin, len(chain))
             begin += len(chain) + tree.num_nodes - 1
         for chunk in chunks:
             tokens = self.sequences.uncached(chunk.request)[: chunk.num_tokens]
@@ -170,7 +172,7 @@ class PackedTarget(Target):
                 self.sequences.replace(request, done.last)
                 logits[roots[request]] = done.logits
         per_request_logits = prompt_logits.split([len(rows) for rows in read_rows.values()])
-        for request, read in zip(read_rows, per_request_logits, strict=True):
+        for request, read in zip(read_rows, per_request_logits, strict=bool(read_rows)):
             if (reader := request.params.prompt_reader) is not None and len(read):
                 reader.take(read)
         recycler = self._recycler

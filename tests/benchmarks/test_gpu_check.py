@@ -101,6 +101,21 @@ def test_all_phases_on_a_cpu_and_again(tmp_path: Path, monkeypatch: pytest.Monke
     assert refused.exit_code == 2 and "new_tokens: 6, now 7" in refused.output
 
 
+def test_only_some_methods_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(_: Bench, batch: int, name: str, *__: Any) -> dict[str, Any]:
+        return {"name": name, "batch": batch, "status": "skipped", "reason": "of no interest"}
+
+    monkeypatch.setattr(comparison, "measure", measured)
+    path = tmp_path / "check.json"
+    result = RUN.invoke(app, [*ON_CPU, "--methods", f"{OURS}, no drafts;{PLAIN}", "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    found = json.loads(path.read_text())["results"]
+    assert [row["name"] for row in contestants(found)] == [PLAIN, f"{OURS}, no drafts"]
+    assert found["identity"] == [] and found["tests"]["reason"] == "--methods was given"
+    refused = RUN.invoke(app, [*ON_CPU, "--methods", "vLLM", "--json", str(path)])
+    assert refused.exit_code == 2 and "got vLLM" in refused.output
+
+
 def test_there_must_be_results_to_go_on_from(tmp_path: Path) -> None:
     result = RUN.invoke(app, [*ON_CPU, "--resume", "--json", str(tmp_path / "missing.json")])
     assert result.exit_code == 2

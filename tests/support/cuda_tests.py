@@ -24,7 +24,7 @@ from hf_slospec.models.attention.flash_kernels import FlashKernel, KernelUnavail
 from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.device import graphs
 from hf_slospec.models.device.deferred import DeferredFlags
-from hf_slospec.models.device.graphs import CudaGraphs, Run
+from hf_slospec.models.device.graphs import Graphs
 from tests.support.breadth import nightly_but
 from tests.support.graph_bench import Bench
 from tests.support.oracles.attention_rows import TREES, case
@@ -124,15 +124,15 @@ def check_self(target: Any, draft: Any, prompts: list[list[int]], **options: Any
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """One entry for each capture that succeeded while the test runs."""
-    made, capture = list[None](), CudaGraphs.capture
+    """One entry for each forward that was captured while the test runs."""
+    made, capture = list[None](), Graphs._capture
 
-    def counted(self: CudaGraphs, run: Run) -> Run:
-        replay = capture(self, run)
-        made.append(None)
-        return replay
+    def counted(self: Graphs, *arguments: Any) -> Any:
+        outputs = capture(self, *arguments)
+        made.extend([None] * (outputs is not None))
+        return outputs
 
-    monkeypatch.setattr(CudaGraphs, "capture", counted)
+    monkeypatch.setattr(Graphs, "_capture", counted)
     return made
 
 

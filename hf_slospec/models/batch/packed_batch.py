@@ -42,6 +42,11 @@ class NewTokens:
     is_chain: bool = False  # nothing else is staged, and the mask is causal
     windowed_mask: torch.Tensor | None = None  # same shape; mask in layers with a sliding window; None: ``mask``
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in this forward."""
+        return self.input_ids.shape[0]  # ``len`` of a tensor takes several times as long
+
 
 @dataclass(eq=False)
 class Span:
@@ -63,7 +68,7 @@ class Span:
     @property
     def num_staged(self) -> int:
         """Tokens staged in this step, those of this forward included."""
-        return len(self.staged_positions)
+        return self.staged_positions.shape[0]
 
     @property
     def num_visible(self) -> int:
@@ -116,8 +121,8 @@ class PackedBatch:
         """Return the batch of these sequences' tokens, in this order, for layers that see the whole pool."""
         spans, begin = [], 0
         for part in parts:
-            assert part.sequence.length + len(part.positions) <= part.sequence.capacity
-            end = begin + len(part.input_ids)
+            assert part.sequence.length + part.positions.shape[0] <= part.sequence.capacity
+            end = begin + part.num_tokens
             span = Span(part.sequence, begin, end, part.mask, part.positions, part.is_chain, part.windowed_mask)
             spans.append(span)
             begin = end

@@ -22,7 +22,7 @@ import torch
 from hf_slospec.models.device.device_calls import apart_from_captures
 from hf_slospec.models.device.memory import is_out_of_memory
 from hf_slospec.models.device.sync_guard import SyncGuard
-from hf_slospec.models.device.transfer import DeviceCopy, map_tensors, signature, tensors_in
+from hf_slospec.models.device.transfer import DeviceCopy, flattened, map_tensors, tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -230,22 +230,24 @@ class Graphs:
         if preconditions != self._preconditions:
             self._captured.clear()
             self._preconditions = preconditions
-        key, seen = signature(inputs), self._history.seen
+        (tensors, key), seen = flattened(inputs), self._history.seen
         if key not in self._captured:
             seen[key] += 1
-            return self._capture(key, inputs, compute) if seen[key] > self.patience else None
+            return self._capture(key, inputs, tensors, compute) if seen[key] > self.patience else None
         self._captured.move_to_end(key)
         captured = self._captured[key]
-        captured.inputs.fill(inputs)
+        captured.inputs.fill(tensors)
         self._history.counts.replays += 1
         return map_tensors(captured.replay(), torch.clone) if is_kept else captured.replay()
 
-    def _capture(self, key: Hashable, inputs: Any, compute: Callable[[Any], Any]) -> Any | None:
+    def _capture(
+        self, key: Hashable, inputs: Any, tensors: Sequence[torch.Tensor], compute: Callable[[Any], Any]
+    ) -> Any | None:
         """Capture this forward and return its result; None if it could not be captured."""
         try:
             with torch.inference_mode(False):  # replays outside of inference mode write to the same tensors
                 static = DeviceCopy(inputs, self._device)
-            static.fill(inputs)
+            static.fill(tensors)
             # An eager run warms up libraries and raises errors early: a failed capture leaves CUDA in a poor state.
             with self._capturer.on_stream(), SyncGuard():
                 expected = compute(static.content)

@@ -7,7 +7,7 @@ forward are therefore copied together, from pinned memory, without blocking.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,31 +33,46 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     return tree
 
 
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors of a tree in traversal order."""
+def flattened(tree: Any) -> tuple[list[torch.Tensor], Hashable]:
+    """Return a tree's tensors in traversal order, and its signature.
+
+    Signatures are equal for two trees only if these differ in nothing but the values in their tensors.
+    """
+    tensors, key = list[torch.Tensor](), list[Any]()
+    _flatten(tree, tensors, key)
+    return tensors, tuple(key)
+
+
+def _flatten(tree: Any, tensors: list[torch.Tensor], key: list[Any]) -> None:
+    kind = type(tree)  # is a part of the key, because 1, 1.0 and True are equal
     if isinstance(tree, torch.Tensor):
-        return [tree]
+        tensors.append(tree)
+        key += tree.shape, tree.dtype, tree.device
+        return
     parts: Iterable[Any] = ()
     if isinstance(tree, dict):
         parts = tree.values()
+        key += kind, tuple(tree)
     elif isinstance(tree, (list, tuple)):
         parts = tree
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        parts = [getattr(tree, name) for name in tree.__dataclass_fields__]
-    return [tensor for part in parts for tensor in tensors_in(part)]
+        key += kind, len(tree)
+    elif (fields := getattr(kind, "__dataclass_fields__", None)) is not None:
+        parts = [getattr(tree, name) for name in fields]
+        key.append(kind)
+    else:
+        key += kind, tree
+    for part in parts:
+        _flatten(part, tensors, key)
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors of a tree in traversal order."""
+    return flattened(tree)[0]
 
 
 def signature(tree: Any) -> Hashable:
-    """Return a key, equal for two trees only if they differ in nothing but the values in their tensors."""
-    if isinstance(tree, torch.Tensor):
-        return tree.shape, tree.dtype, tree.device
-    if isinstance(tree, dict):
-        return dict, tuple((key, signature(value)) for key, value in tree.items())
-    if isinstance(tree, (list, tuple)):
-        return type(tree), tuple(map(signature, tree))
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return type(tree), tuple(signature(getattr(tree, field.name)) for field in dataclasses.fields(tree))
-    return type(tree), tree  # the type, because 1, 1.0 and True are equal
+    """Return the signature of a tree; see :func:`flattened`."""
+    return flattened(tree)[1]
 
 
 class DeviceCopy:
@@ -78,9 +93,8 @@ class DeviceCopy:
         self.content = map_tensors(tree, lambda tensor: next(views) if tensor.is_cpu else torch.empty_like(tensor))
         self._buffers = tensors_in(self.content)
 
-    def fill(self, tree: Any) -> None:
-        """Copy in the values of a tree of the same signature, without blocking."""
-        tensors = tensors_in(tree)
+    def fill(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy in the values of the tensors of a tree of the same signature, without blocking."""
         # Torch reuses pinned memory only after copies from it are done.
         flat = torch.empty(self._flat.shape, dtype=torch.uint8, pin_memory=self._is_pinned)
         content, starts = flat.numpy(), iter(self._starts)

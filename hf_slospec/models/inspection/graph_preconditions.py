@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
+from typing import Any
 
 import torch
 
 from hf_slospec.models.inspection.hooks import changing_hooks
 from hf_slospec.models.inspection.model_changes import PLAIN, named_weights, settings
+from hf_slospec.models.inspection.traversal import all_modules
 
 
 class GraphPreconditions:
@@ -21,10 +23,11 @@ class GraphPreconditions:
 
     def renew(self) -> None:
         """Read the modules again: replaced ones, hooks, and plain attributes such as an adapter's switches."""
-        modules = list(self._model.modules())
+        modules = all_modules(self._model)
         has_hooks = any(changing_hooks(module) or hasattr(module, "_hf_hook") for module in modules)
-        self._named = list(named_weights(self._model))
-        weights = [holder[name] for holder, name in self._named]
+        named = list(named_weights(self._model))
+        self._named = [holder for holder, _ in named], [name for _, name in named]
+        weights = [holder[name] for holder, name in named]
         are_plain = all(type(weight) in PLAIN for weight in weights)
         self.is_plain = are_plain and not has_hooks and len({weight.device for weight in weights}) == 1
         if (now := settings(self._model)) != self._settings:  # thousands of values, too many for every forward
@@ -33,5 +36,8 @@ class GraphPreconditions:
 
     def now(self) -> Hashable:
         """Return a value that stays equal as long as no change is noticed."""
-        weights = (holder.get(name) for holder, name in self._named)
-        return self._version, tuple(None if weight is None else weight.data_ptr() for weight in weights)
+        try:  # at C's speed, as every forward asks
+            weights: Iterable[Any] = map(dict.get, *self._named)
+            return self._version, tuple(map(torch.Tensor.data_ptr, weights))
+        except TypeError:  # a weight is gone
+            return self._version, None

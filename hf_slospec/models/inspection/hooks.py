@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from hf_slospec.models.inspection.traversal import all_modules
+
 # Module of transformers' hooks that collect hidden states and attentions. They stay on a model after its first such
 # output, and never change a result.
 COLLECTING = "transformers.utils.output_capturing"
@@ -19,11 +21,13 @@ def is_compiled(model: nn.Module) -> bool:
 
     Packed forwards change modules while they run, for which the compiler would compile the model again.
     """
-    return hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in model.modules())
+    return hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in all_modules(model))
 
 
 def changing_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """Return the module's forward hooks and pre-hooks that may change what it computes."""
+    if not (module._forward_pre_hooks or module._forward_hooks):
+        return []
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     return [hook for hook in hooks if not is_unchanging(hook)]
 

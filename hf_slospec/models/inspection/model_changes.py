@@ -16,6 +16,7 @@ import torch
 from hf_slospec.models.inspection.hooks import is_unchanging
 from hf_slospec.models.inspection.layer_classes import plain_class
 from hf_slospec.models.inspection.replaced_attributes import is_temporary
+from hf_slospec.models.inspection.traversal import all_modules
 from hf_slospec.models.inspection.weights_version import Weights, may_be_trained
 
 # Attributes whose changes do not count. Models in training mode with dropout or gradient checkpointing are refused, and
@@ -122,9 +123,7 @@ class Fingerprint:
 
     def _read(self) -> list[torch.Tensor]:
         """Read the attributes of all modules and configs, and return the weights."""
-        modules = [self._model]
-        for module in modules:  # torch's own traversal takes most of the time
-            modules.extend(part for part in list(module._modules.values()) if part is not None)
+        modules = all_modules(self._model)
         dicts = [weights for module in modules for weights in (module._parameters, module._buffers) if weights]
         classes = list(map(plain_class, modules))
         adapters = [module for module, kind in zip(modules, classes, strict=True) if _is_foreign(kind)]
@@ -158,9 +157,18 @@ def _held_by(owners: Iterable[Any]) -> list[Any]:
         for name, value in list(attributes.items()):  # other threads may add some
             if name not in IGNORED and not (name == "forward" and is_temporary(value)):
                 held.append(value)
-                if type(value) in CONTAINERS:
-                    values = list(value.values() if isinstance(value, dict) else value)
-                    held.extend(values if name != "_forward_hooks" else (v for v in values if not is_unchanging(v)))
+                if type(value) in CONTAINERS and value:
+                    within = _within(value)
+                    held.extend(itertools.filterfalse(is_unchanging, within) if "hooks" in name else within)
+    return held
+
+
+def _within(container: Any) -> list[Any]:
+    """Return the values in a container, and in containers in it."""
+    held, containers = list[Any](), [container]
+    for each in containers:  # which may hold itself
+        held.extend(list(each.values() if isinstance(each, dict) else each))
+        containers.extend(v for v in held if type(v) in CONTAINERS and not any(v is other for other in containers))
     return held
 
 
@@ -170,14 +178,14 @@ def _are_same(before: Sequence[Any], after: Sequence[Any]) -> bool:
 
 def named_weights(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the module's dict that holds a parameter or buffer, and the name in it, for all of them."""
-    for module in model.modules():
+    for module in all_modules(model):
         for weights in (module._parameters, module._buffers):
             yield from ((weights, name) for name, tensor in weights.items() if tensor is not None)
 
 
 def settings(model: torch.nn.Module) -> Hashable:
     """Return the settings of all modules and configs: plain attributes such as an adapter's switches."""
-    modules = list(model.modules())
+    modules = all_modules(model)
     return (
         *((plain_class(module), _settings_of(vars(module))) for module in modules),
         *((type(config), _settings_of(vars(config))) for config in _configs(modules)),

@@ -12,6 +12,7 @@ import torch
 
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.models.device.memory import DEVICE_ERRORS, is_out_of_memory
+from hf_slospec.models.inspection.traversal import all_modules
 
 FORWARD_ERRORS = (
     TypeError,
@@ -120,7 +121,7 @@ def cannot_be_packed(model: Any, why: str) -> UnsupportedModelError:
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """Set all modules to evaluation mode inside this context: dropout would also draw from the global generator."""
-    training: list[Any] = [module for module in model.modules() if module.training]
+    training: list[Any] = [module for module in all_modules(model) if module.training]
     for module in training:
         module.training = False
     try:

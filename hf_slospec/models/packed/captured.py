@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,6 +32,7 @@ class CapturedForwards:
         self._model = model
         self.is_on = is_on and capturer_for(input_device(model)) is not None
         self._preconditions = GraphPreconditions(model) if self.is_on else None
+        self._now: Hashable = None  # the preconditions when they were read last
         self._history = GraphHistory()
         self.by_pool = WeakKeyDictionary[KVPool, Graphs]()  # by the pool whose memory they use
 
@@ -39,6 +40,11 @@ class CapturedForwards:
         """Take in changes of the model's modules."""
         if self._preconditions is not None:
             self._preconditions.renew()
+
+    def read_preconditions(self) -> None:
+        """Read what the next forwards depend on beside their inputs, until this is called again."""
+        if self._preconditions is not None:
+            self._now = self._preconditions.now()
 
     @property
     def counts(self) -> GraphCounts:
@@ -79,7 +85,6 @@ class CapturedForwards:
             self.by_pool.clear()
             return None
         graphs = self.by_pool[pool]
-        assert self._preconditions is not None, "only forwards that may be captured are padded"
-        outputs = graphs.run(inputs, compute, self._preconditions.now(), is_kept=inputs.level is None)
+        outputs = graphs.run(inputs, compute, self._now, is_kept=inputs.level is None)
         self.is_on &= not graphs.has_failed  # captures on another pool would fail as well
         return outputs

@@ -16,6 +16,10 @@ class DraftLevel(Protocol):
     """Computation before and after a forward of draft nodes, in one CUDA graph with it."""
 
     @property
+    def is_root(self) -> bool:
+        """Return whether it is the first level of its beam; the others follow at once."""
+
+    @property
     def num_logits(self) -> int:
         """Rows of logits that ``outputs`` takes."""
 
@@ -77,5 +81,7 @@ class Inputs:
 
 def _positions(part: NewTokens) -> torch.Tensor:
     """Return the positions of a part's new tokens.  -> [num_tokens] int64"""
-    positions = part.positions[-len(part.input_ids) :]
+    positions = part.positions
+    if positions.shape[0] > part.num_tokens:
+        positions = positions[-part.num_tokens :]
     return positions + part.sequence.position_offset if part.sequence.position_offset else positions

@@ -86,6 +86,7 @@ class PackedModel:
             UnsupportedOptionError: weights of several processes cannot be prepacked, or the model cannot be exact.
         """
         self.model, self.ranks = model, ranks or Ranks(model)
+        self.device = input_device(model)  # of the input tokens
         attention, prepack, compile, exact = config.attention, config.prepack, config.compile, config.exact
         cuda_graphs, fused_layers, deterministic = config.cuda_graphs, config.fused_layers, config.deterministic
         if self.ranks.number > 1:
@@ -155,7 +156,6 @@ class PackedModel:
         """Take in changes of weights and modules; argument and result are those of :meth:`Fingerprint.renew`."""
         has_changed = self.fingerprint.renew(is_idle)
         self._take_in_changes()
-        self.captured.renew()
         return has_changed
 
     def _take_in_changes(self) -> None:
@@ -169,6 +169,7 @@ class PackedModel:
             self.prepacked.renew()
             self.compiled.renew(compares=before != self._modules_state)
             self.exact_products.renew()
+            self.captured.renew()
 
     def check_layers(self) -> None:
         """Raise UnsupportedModelError if the layers no longer attend as they did when the model was probed."""
@@ -232,11 +233,6 @@ class PackedModel:
     def prefills_alone(self) -> bool:
         """Return whether prompts have to be processed as stock does, each as a whole and alone."""
         return self.exact is not None and not (self._is_exact_compiled or self._is_on_cuda)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the input tokens."""
-        return input_device(self.model)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -338,7 +334,7 @@ class PackedModel:
             logit_rows: [num_logits] int64, tokens of the packed batch whose logits to return.
             feature_layers: hidden states to return, numbered as in the model's ``output_hidden_states``.
         """
-        num_tokens, num_logits = sum(len(part.input_ids) for part in parts), len(logit_rows)
+        num_tokens, num_logits = sum(part.num_tokens for part in parts), len(logit_rows)
         logits, features = self._run(pool, parts, logit_rows, feature_layers, None)
         return Outputs(logits[:num_logits], None if features is None else features[:num_tokens])
 
@@ -355,7 +351,9 @@ class PackedModel:
                 the level's rows of padding.
             level: computation before and after the forward.
         """
-        return self._run(pool, parts, F.pad(logit_rows, (0, level.num_logits - len(logit_rows))), (), level)
+        if level.num_logits > len(logit_rows):
+            logit_rows = F.pad(logit_rows, (0, level.num_logits - len(logit_rows)))
+        return self._run(pool, parts, logit_rows, (), level)
 
     def num_draft_rows(self, num_requests: int) -> int | None:
         """Return the rows, with padding, of captured levels of this many requests; few sizes need few graphs.
@@ -375,19 +373,21 @@ class PackedModel:
         if self.fingerprint.is_behind:
             self.renew()
         self._take_in_changes()
+        if level is None or level.is_root:  # a beam's other levels follow at once
+            self.captured.read_preconditions()
         self.prepacked.need(not self.compiled.is_used)
         rope_lengths = self.rope.lengths(parts)
+        padding = self.captured.padded(pool, parts, logit_rows) if rope_lengths is None else None
+        if padding is not None:
+            padded_parts, padded_rows = padding
+            batch = PackedBatch.of(padded_parts, is_padded=True)
+            # The number of a level's rows is padded already.
+            rows = padded_rows if level is None else logit_rows
+            inputs = self._inputs(padded_parts, batch, rows, feature_layers, level)
+            outputs = self.captured.run(pool, inputs, functools.partial(self._replayable, pool))
+            if outputs is not None:
+                return outputs
         with self.prepacked.in_use(), self.fused.in_use(), self.rope.following(rope_lengths):
-            padding = self.captured.padded(pool, parts, logit_rows) if rope_lengths is None else None
-            if padding is not None:
-                padded_parts, padded_rows = padding
-                batch = PackedBatch.of(padded_parts, is_padded=True)
-                # The number of a level's rows is padded already.
-                rows = padded_rows if level is None else logit_rows
-                inputs = self._inputs(padded_parts, batch, rows, feature_layers, level)
-                outputs = self.captured.run(pool, inputs, functools.partial(self._replayable, pool))
-                if outputs is not None:
-                    return outputs
             parts = parts if level is None else level.resolved(parts)
             batch = PackedBatch.of(parts)
             arguments = logit_rows, feature_layers, level
@@ -421,9 +421,10 @@ class PackedModel:
 
     def _replayable(self, pool: KVPool, inputs: Inputs) -> Any:
         """Compute a forward that reads tensors only, of inputs on the device; layers with states cannot."""
-        seen = None if inputs.level is None else inputs.level.seen
-        outputs = self._compute(pool, PlannedBatch(inputs.plans, seen), inputs)
-        return outputs if inputs.level is None else inputs.level.outputs(outputs.logits)
+        with self.prepacked.in_use(), self.fused.in_use():
+            seen = None if inputs.level is None else inputs.level.seen
+            outputs = self._compute(pool, PlannedBatch(inputs.plans, seen), inputs)
+            return outputs if inputs.level is None else inputs.level.outputs(outputs.logits)
 
     def _compute(self, pool: KVPool, batch: Plans, inputs: Inputs, spans: Sequence[Span] = ()) -> Outputs:
         """Run the model; ``spans`` are sequences whose states and encoders its layers read; none when replayed."""

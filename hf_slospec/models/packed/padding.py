@@ -6,7 +6,9 @@ Attention and layers treat them like any other sequence.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,7 @@ from hf_slospec.models.device.bucket_sizes import BATCHES, BUCKETS, bucket_for
 from hf_slospec.models.kv_cache.pool import KVPool
 
 MAX_PADDING_SLOTS = 144  # tokens: the largest step between two sizes, and one for each of 16 padding sequences
+MAX_KEPT = 256  # padding sequences that are kept for later batches
 SHORT = 16  # tokens; shorter padding sequences do not make attention faster
 
 
@@ -27,7 +30,7 @@ def padded(
 
     Returns None if the batch exceeds the largest size, or needs more padding slots than the pool has.
     """
-    lengths = [len(part.input_ids) for part in parts]
+    lengths = [part.num_tokens for part in parts]
     num_padding, missing = _missing(len(parts), sum(lengths), max(lengths))
     total = sum(lengths) + missing
     if total > BUCKETS[-1] or missing > pool.num_padding_slots:
@@ -35,10 +38,12 @@ def padded(
     padding, start, like = [], pool.num_slots, parts[0]
     for index in range(num_padding):
         length = missing * (index + 1) // num_padding - missing * index // num_padding
-        padding.append(_padding_sequence(CachedSequence(start, length), like))
+        padding.append(_padding_sequence(start, length, like))
         start += length
     num_rows = total if 2 * len(logit_rows) > total else bucket_for(len(logit_rows))
-    return [*parts, *padding], F.pad(logit_rows, (0, num_rows - len(logit_rows)))
+    if num_rows > len(logit_rows):
+        logit_rows = F.pad(logit_rows, (0, num_rows - len(logit_rows)))
+    return [*parts, *padding], logit_rows
 
 
 def _missing(num_parts: int, num_tokens: int, longest: int) -> tuple[int, int]:
@@ -54,9 +59,16 @@ def _missing(num_parts: int, num_tokens: int, longest: int) -> tuple[int, int]:
     return num_padding, bucket_for(num_tokens + num_padding) - num_tokens
 
 
-def _padding_sequence(sequence: CachedSequence, like: NewTokens) -> NewTokens:
+def _padding_sequence(start: int, length: int, like: NewTokens) -> NewTokens:
     """Return a padding sequence on the device of ``like``, with embeddings if that has some."""
-    device = like.mask.device
-    zeros = torch.zeros(sequence.capacity, dtype=torch.int64, device=device)
-    embeds = None if like.embeds is None else like.embeds.new_zeros(sequence.capacity, like.embeds.shape[-1])
-    return NewTokens(sequence, zeros, zeros, torch.eye(sequence.capacity, dtype=like.mask.dtype, device=device), embeds)
+    made = _without_embeds(start, length, like.mask.dtype, like.mask.device)
+    if like.embeds is None:
+        return made
+    return replace(made, embeds=like.embeds.new_zeros(length, like.embeds.shape[-1]))
+
+
+@functools.lru_cache(maxsize=MAX_KEPT)
+def _without_embeds(start: int, length: int, dtype: torch.dtype, device: torch.device) -> NewTokens:
+    """Return a padding sequence, which is only to be read."""
+    zeros = torch.zeros(length, dtype=torch.int64, device=device)
+    return NewTokens(CachedSequence(start, length), zeros, zeros, torch.eye(length, dtype=dtype, device=device))

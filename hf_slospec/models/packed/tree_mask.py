@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.packed.model import PackedModel
 
 MAX_KEPT = 16  # tokens of chains whose masks are kept, as most parts of a step are short
+MAX_PLACES = 256  # shapes of draft levels whose ids and masks are kept
 
 
 def chain(
@@ -35,6 +37,8 @@ def chain_and_tree(
     embeds: torch.Tensor | None = None,
 ) -> NewTokens:
     """Return a chain of tokens that ends with the tree's root, followed by the tree's other nodes."""
+    if tree.num_nodes == 1:
+        return chain(packed, sequence, tokens, embeds)
     mask, offsets = tree_after_chain(len(tokens), tree)
     return _new_tokens(packed, sequence, [*tokens, *tree.tokens[1:]], offsets, torch.from_numpy(mask), embeds)
 
@@ -66,13 +70,19 @@ def draft_nodes(
         One part per request. Its ids are indices into the last layers' tokens, [num_requests * beam]; its mask holds
         indices into the level's table of mask values, which begins with :data:`FIRST_SEEN` other values.
     """
-    num_requests, beam, num_staged = len(sequences), sizes[-1], sum(sizes[1:])
-    depths = np.repeat(np.arange(len(sizes)), sizes)[1:]
+    depths, indices, masks = _places(len(sequences), tuple(sizes))
     positions = torch.from_numpy(packed.clamp_positions(np.add.outer(root_positions, depths)))
+    return list(map(NewTokens, sequences, indices, positions.unbind(), masks))
+
+
+@functools.lru_cache(maxsize=MAX_PLACES)
+def _places(num_requests: int, sizes: tuple[int, ...]) -> tuple[np.ndarray, Sequence[torch.Tensor], Any]:
+    """Return depths of draft nodes, and each request's ids and masks, which are only to be read."""
+    beam, num_staged = sizes[-1], sum(sizes[1:])
+    depths = np.repeat(np.arange(len(sizes)), sizes)[1:]
     indices = torch.arange(num_requests * beam).view(num_requests, beam)
     masks = torch.arange(FIRST_SEEN, FIRST_SEEN + num_requests * beam * num_staged)
-    columns = zip(sequences, indices, positions, masks.view(num_requests, beam, num_staged), strict=True)
-    return [NewTokens(*column) for column in columns]
+    return depths, indices.unbind(), masks.view(num_requests, beam, num_staged).unbind()
 
 
 def causal_mask(length: int) -> torch.Tensor:

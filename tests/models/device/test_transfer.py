@@ -63,7 +63,7 @@ def test_a_parcel_holds_what_is_put_in() -> None:
 
     parcel = DeviceCopy(made(0), CPU)
     for start in (3, 9):
-        parcel.fill(made(start))
+        parcel.fill(tensors_in(made(start)))
         assert signature(parcel.content) == signature(made(start))
         for found, right in zip(tensors_in(parcel.content), tensors_in(made(start)), strict=True):
             assert torch.equal(found, right)
