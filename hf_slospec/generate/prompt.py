@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers.generation import GenerationConfig
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.static_batch import CHUNK
 from hf_slospec.errors import InvalidInputError, UnsupportedInputError, UnsupportedOptionError
+from hf_slospec.models.device.transfer import to_device
 from hf_slospec.models.inspection.cache_names import CACHE_NAME, given_cache
 from hf_slospec.models.inspection.ranks import whole
 from hf_slospec.models.packed.prefilled_prompts import cached_layers, cached_tensors
@@ -107,18 +109,24 @@ class PromptInputs:
         """Return the columns of a row's tokens, padding left out.  -> [prompt_len] int64"""
         return self.mask[row].nonzero()[:, 0]
 
+    @functools.cached_property
+    def _on_host(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and mask, copied once: each read of a row would wait for the device."""
+        return self.tokens.cpu(), self.mask.cpu()
+
     def tokens_of(self, row: int) -> list[int]:
         """Return a row's tokens, padding left out.
 
         Raises:
             UnsupportedInputError: the row is padded on the right.
         """
-        columns = self.columns_of(row)
-        if len(columns) and int(columns[-1]) != self.tokens.shape[1] - 1:
+        tokens, mask = (each[row] for each in self._on_host)
+        columns = mask.nonzero()[:, 0]
+        if len(columns) and int(columns[-1]) != len(tokens) - 1:
             raise UnsupportedInputError(
                 f"attention_mask masks the last token of row {row}; pad on the left (tokenizer.padding_side = 'left')"
             )
-        return self.tokens[row, columns].tolist()
+        return tokens[columns].tolist()
 
     def load_into(self, requests: list[Request], sequences: RequestSequences) -> None:
         """Pass embeddings and cached K/V to the sequences of the requests, one per row."""
@@ -140,21 +148,23 @@ class PromptInputs:
         Args:
             num_new: new tokens of every row.
         """
-        length = self.tokens.shape[1]
-        indices = []  # per request: its processed tokens among the columns that the cache lacks, int64
-        for request in requests:
-            columns = self.columns_of(request.index)
-            new = torch.arange(length, length + num_new - 1, device=columns.device)
-            indices.append(torch.cat((columns[columns >= self.num_cached], new)) - self.num_cached)
-        per_request = [sequences.read(request) for request in requests]
-        for layer, stored in zip(sequences.packed.layers, zip(*per_request, strict=True), strict=True):
+        length = self.tokens.shape[1] + num_new - 1
+        lacking = torch.ones(len(requests), length, dtype=torch.bool)
+        lacking[:, : self.tokens.shape[1]] = self._on_host[1][[request.index for request in requests]]
+        rows, columns = lacking[:, self.num_cached :].nonzero(as_tuple=True)  # of the processed tokens, row after row
+        num_lacking = lacking[:, self.num_cached :].sum(1).tolist()
+        slots = torch.cat([sequences.last_slots(*each) for each in zip(requests, num_lacking, strict=True)])
+        places = dict[torch.device, Any]()
+        for layer, stored in zip(sequences.packed.layers, sequences.cache.pool.layers, strict=True):
             filled = []
-            for tensors in zip(*stored, strict=True):  # K, V, index keys: [num_heads, length, dim] per request
-                num_heads, _, dim = tensors[0].shape
-                lacking = tensors[0].new_zeros(len(requests), num_heads, length + num_new - 1 - self.num_cached, dim)
-                for row, columns, tensor in zip(lacking, indices, tensors, strict=True):
-                    row[:, columns.to(row.device)] = tensor[:, tensor.shape[1] - len(columns) :]
-                filled.append(lacking)
+            for tensor in stored:  # K, V, index keys: [num_slots, num_heads, dim]
+                if tensor.device not in places:
+                    places[tensor.device] = to_device((rows, columns, slots), tensor.device)
+                to_rows, to_columns, from_slots = places[tensor.device]
+                _, num_heads, dim = tensor.shape
+                new = tensor.new_zeros(len(requests), num_heads, length - self.num_cached, dim)
+                new.transpose(1, 2)[to_rows, to_columns] = tensor[from_slots]
+                filled.append(new)
             cache.update(*filled[:2], layer.layer_idx)
             if len(filled) > 2:
                 cache.update_indexer(filled[2][:, 0], layer.layer_idx)

@@ -107,7 +107,9 @@ def test_only_some_methods_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(comparison, "measure", measured)
     path = tmp_path / "check.json"
-    result = RUN.invoke(app, [*ON_CPU, "--methods", f"{OURS}, no drafts;{PLAIN}", "--json", str(path)])
+    result = RUN.invoke(
+        app, [*ON_CPU, "--batches", "1", "--methods", f"{OURS}, no drafts;{PLAIN}", "--json", str(path)]
+    )
     assert result.exit_code == 0, result.output
     found = json.loads(path.read_text())["results"]
     assert [row["name"] for row in contestants(found)] == [PLAIN, f"{OURS}, no drafts"]

@@ -1,12 +1,22 @@
-"""Packed models with some settings, computed eagerly unless compilation is asked for."""
+"""Packed models with some settings, computed eagerly unless compilation is asked for, and what they have cached."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from hf_slospec import SLOSpecConfig
+from hf_slospec.models.batch.cached_sequence import CachedSequence
+from hf_slospec.models.kv_cache.cache import KVCache
 from hf_slospec.models.packed.model import PackedModel
 
 
 def packed_model(model: Any, attention: str = "auto", **settings: Any) -> PackedModel:
     return PackedModel(model, SLOSpecConfig(**{"attention": attention, "compile": False} | settings))
+
+
+def cached(cache: KVCache, sequence: CachedSequence) -> list[tuple[torch.Tensor, ...]]:
+    """Return views of a sequence's K, V and index keys, [num_heads, length, dim] each, for each layer."""
+    slots = slice(sequence.start, sequence.start + sequence.length)
+    return [tuple(stored[slots].transpose(0, 1) for stored in layer) for layer in cache.pool.layers]

@@ -143,8 +143,3 @@ class KVCache:
         for layer, given in zip(self.pool.layers, layers, strict=True):
             for stored, tensor in zip(layer, given, strict=True):
                 stored[end - tensor.shape[1] : end] = tensor.transpose(0, 1).to(stored)
-
-    def read(self, sequence: CachedSequence) -> list[tuple[torch.Tensor, ...]]:
-        """Return views of a sequence's cached K, V and index keys, [num_heads, length, dim] each, for each layer."""
-        slots = slice(sequence.start, sequence.start + sequence.length)
-        return [tuple(stored[slots].transpose(0, 1) for stored in layer) for layer in self.pool.layers]

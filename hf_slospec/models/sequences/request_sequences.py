@@ -76,9 +76,11 @@ class RequestSequences(PrefixReuse):
         sequence = self.of(request)
         self.cache.write(sequence, layers, sequence.length + 1)
 
-    def read(self, request: RequestTokens) -> list[tuple[torch.Tensor, ...]]:
-        """Return views of the K/V of the request's cached tokens, each layer's [num_heads, length, dim]."""
-        return self.cache.read(self.of(request))
+    def last_slots(self, request: RequestTokens, number: int) -> torch.Tensor:
+        """Return the slots of the last cached tokens of a request.  -> [number] int64, on the host"""
+        sequence = self.of(request)
+        end = sequence.start + sequence.length
+        return torch.arange(end - number, end)
 
     def states(self, request: RequestTokens) -> RecurrentStates | None:
         """Return the states after the request's cached tokens; None if the model has none."""

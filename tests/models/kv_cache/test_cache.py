@@ -24,6 +24,7 @@ from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.sequences import room
 from hf_slospec.models.sequences.request_sequences import RequestSequences
+from tests.support.packed import cached
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 from tests.support.toys.trees import SEEDS, stored
 
@@ -50,7 +51,7 @@ def check(cache: KVCache, written: dict[CachedSequence, tuple[float, int]]) -> N
     assert set(cache.pool.sequences) == set(written)
     assert cache.num_held == sum(sequence.capacity for sequence in written)
     for sequence, (marker, length) in written.items():
-        ((key, value),) = cache.read(sequence)
+        ((key, value),) = cached(cache, sequence)
         assert key.shape == (1, length, 2) and value.shape == (1, length, 3)
         assert (key == marker).all() and (value == -marker).all()
 

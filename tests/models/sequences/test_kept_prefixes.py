@@ -15,6 +15,7 @@ from hf_slospec.models.sequences import room as rooms
 from hf_slospec.models.sequences.kept_prefixes import KeptPrefix, KeptPrefixes, num_common
 from hf_slospec.models.sequences.request_sequences import RequestSequences
 from tests.models.sequences.test_request_sequences import MAX_NODES, Packed
+from tests.support.packed import cached
 from tests.support.toys.trees import SEEDS
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=8)
@@ -80,7 +81,7 @@ class Text:
     def check(self, requests: list[Request]) -> None:
         self.sequences.check(requests)
         for request in requests:
-            (key, _), *_ = self.sequences.read(request)
+            (key, _), *_ = cached(self.sequences.cache, self.sequences.of(request))
             assert key.flatten().tolist() == self.right(request, len(key.flatten()))
 
 

@@ -17,6 +17,7 @@ from hf_slospec.models.kv_cache.cache import KVCache
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.sequences import room as rooms
 from hf_slospec.models.sequences.request_sequences import RequestSequences
+from tests.support.packed import cached
 from tests.support.toys.trees import SEEDS
 
 MAX_NODES = 3
@@ -46,7 +47,7 @@ def mark(sequences: RequestSequences, request: Request) -> None:
 def check(sequences: RequestSequences, requests: list[Request]) -> None:
     sequences.check(requests)
     for request in requests:
-        (key, _), *_ = sequences.read(request)
+        (key, _), *_ = cached(sequences.cache, sequences.of(request))
         assert key.flatten().tolist() == [1000.0 * request.index + i for i in range(sequences.of(request).length)]
 
 
