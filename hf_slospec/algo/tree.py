@@ -17,6 +17,12 @@ BoolArray = npt.NDArray[np.bool_]
 ROOT = 0
 
 
+# Parent, depth and path probability of a root, which all trees of a root alone share.
+_ROOT = np.array([-1]), np.array([0]), np.array([1.0])
+for _array in _ROOT:
+    _array.flags.writeable = False
+
+
 @dataclass(frozen=True)
 class TokenTree:
     """Token tree of one request. Node 0 is the root, the last committed token; parents precede their children.
@@ -34,7 +40,7 @@ class TokenTree:
     @classmethod
     def root_only(cls, token: int) -> TokenTree:
         """Return a tree of the root alone, which is plain decoding."""
-        return cls(np.array([token]), np.array([-1]), np.array([0]), np.array([1.0]))
+        return cls(np.array([token]), *_ROOT)
 
     @classmethod
     def chain(cls, root_token: int, tokens: Sequence[int], conditional: float) -> TokenTree:
@@ -50,7 +56,7 @@ class TokenTree:
     @property
     def max_depth(self) -> int:
         """Depth of the deepest node; 0 if there is only a root."""
-        return int(self.depths.max())
+        return int(self.depths.max()) if len(self.depths) > 1 else 0
 
     @cached_property
     def _child_by_token(self) -> dict[tuple[int, int], int]:
@@ -60,7 +66,7 @@ class TokenTree:
 
     def child(self, node: int, token: int) -> int | None:
         """Return the child of ``node`` that carries ``token``; None if there is none."""
-        return self._child_by_token.get((node, token))
+        return self._child_by_token.get((node, token)) if self.num_nodes > 1 else None
 
     def subtree(self, nodes: IntArray) -> TokenTree:
         """Return the tree of ``nodes`` (root included, parent-closed), in ascending order of node."""

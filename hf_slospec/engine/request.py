@@ -206,6 +206,7 @@ class Request:
             InvalidInputError: the output of the other engine is finished.
         """
         self.index, self.params, self.tokens = index, params, list(params.prompt)
+        self.prompt_len = len(params.prompt)  # tokens of the prompt
         self.kv, self.stats = RequestKV(), RequestStats(arrived_s)
         self._num_before_stage = 0
         self._ends: list[int] = []  # new tokens up to the end of each stage that the current step ends
@@ -255,11 +256,6 @@ class Request:
     def is_best_effort(self) -> bool:
         """Return whether a batcher serves the request from leftover budget, and may preempt it."""
         return self.is_guaranteed is False
-
-    @property
-    def prompt_len(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.params.prompt)
 
     @property
     def num_emitted(self) -> int:
