@@ -4,13 +4,15 @@
 
 Two models of random and trained weights in the shapes of Llama-3.1-8B and Llama-3.2-1B, in bf16. Their packed forwards
 are captured and replayed, and a profiler adds up the time of their kernels by name, beside the time to read the weights
-at the bandwidth that is measured. Products of the model's linear layers are timed by themselves: by cuBLAS, cuBLASLt
-and the Triton kernel for few rows, each over eight weights in turn, so that none is in a cache.
+at the bandwidth that is measured; the same for some sizes without the kernels that join layers of few rows. Products of
+the model's linear layers are timed by themselves: by cuBLAS, cuBLASLt and the Triton kernel for few rows, each over
+eight weights in turn, so that none is in a cache.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import statistics
 import time
@@ -36,7 +38,8 @@ from hf_slospec.models.inspection.properties import evaluating
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.tiny.load import load_pair
 
-SIZES = (Size(1), Size(10), Size(8, 8), Size(72, 8), Size(64, 64))
+SIZES = (Size(1), Size(10), Size(16), Size(8, 8), Size(72, 8), Size(64, 64), Size(128, 64))
+NUM_APART = 3  # of them also with every layer by itself
 SHAPES = {  # outputs and inputs of linear layers of Llama-3.1-8B
     "q, o": (4096, 4096), "k, v": (1024, 4096), "q+k+v": (6144, 4096), "gate, up": (14336, 4096),
     "gate+up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096),
@@ -71,6 +74,23 @@ def kernels_of(packed: PackedModel, size: Size, repeats: int = 5) -> dict[str, A
         "forward_ms": round(host_ms, 4), "kernels_ms": round(sum(total_us.values()) / repeats / 1e3, 4),
         "captures": graphs.captures, "replays": graphs.replays, "kernels": kernels[:25],
     }  # fmt: skip
+
+
+def replay_ms(packed: PackedModel, repeats: int = 7) -> tuple[float, float]:
+    """Return milliseconds of the last captured forward's graph, on the device and until its launch returns."""
+    graphs = packed.captured.on(packed.kv_cache.pool)
+    assert graphs is not None, "there are no CUDA graphs here"
+    replay, times, launches = next(reversed(graphs._captured.values())).replay, list[float](), list[float]()
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        begun_s = time.perf_counter()
+        replay()
+        launches.append(1e3 * (time.perf_counter() - begun_s))
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return round(statistics.median(times), 4), round(statistics.median(launches), 4)
 
 
 def product_us(product: Product, weights: list[torch.Tensor]) -> float:
@@ -132,19 +152,23 @@ def main(
 
     pair = load_pair(None, None, shape, "bfloat16", "cuda")
     for name, model in (("target", pair.target), ("draft", pair.draft)):
-        with evaluating(model):
-            packed = PackedModel(model, SLOSpecConfig())
-            floor_ms = 1e3 * weight_bytes(model) / results["bandwidth"]
-            results[name] = {"floor_ms": round(floor_ms, 4), "forwards": []}
-            for size in SIZES:
-                results[name]["forwards"].append(kernels_of(packed, size))
-                write()
-    for name in ("target", "draft"):
-        for row in results[name]["forwards"]:
-            print(name, f"floor {results[name]['floor_ms']}", {k: v for k, v in row.items() if k != "kernels"})
+        results[name] = {"floor_ms": round(1e3 * weight_bytes(model) / results["bandwidth"], 4)}
+        for kind, sizes in (("forwards", SIZES), ("apart", SIZES[:NUM_APART])):
+            with evaluating(model):
+                packed = PackedModel(model, SLOSpecConfig(deterministic=kind == "apart"))
+                cache, rows = packed.kv_cache, list[dict[str, Any]]()  # the cache keeps the graphs
+                results[name][kind] = rows
+                for size in sizes:
+                    rows.append(kernels_of(packed, size))
+                    rows[-1]["graph_ms"], rows[-1]["launch_ms"] = replay_ms(packed)
+                    write()
+                del packed, cache
+    for name, kind in itertools.product(("target", "draft"), ("forwards", "apart")):
+        for row in results[name][kind]:
+            print(name, kind, f"floor {results[name]['floor_ms']}", {k: v for k, v in row.items() if k != "kernels"})
             for kernel in row["kernels"][:12] if row["requests"] in (1, 8) else ():
                 print("   ", kernel)
-    del pair, packed, model
+    del pair, model
     torch.cuda.empty_cache()
     results["products"] = products(seconds)
     write()

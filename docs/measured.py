@@ -21,6 +21,8 @@ CONSTANTS = "spec-bench-smollm2-135m-constants-cpu-2core-bf16.json"
 REAL_LOAD = "serving-load-smollm2-135m-cpu-2core-bf16.json"
 FIRST_CALL = "first-call-smollm2-135m-cpu-2core-bf16.json"
 REAL_PEERS = "peers-smollm2-135m-cpu-2core-bf16.json"
+GPU = "gpu-check-h100-8b-batch1.json", "gpu-check-h100-8b-batches-8-64.json"
+GPU_ALL = "gpu-check-h100-8b.json"  # all methods at batch 1
 EXACT_BITS = "exact-bits-smollm2-135m-cpu-2core.json"
 NOT_MEASURED = "not measured"
 TABLES: dict[str, Callable[[], str]] = {}
@@ -228,31 +230,39 @@ def attribution() -> str:
 
 @table
 def h100() -> str:
+    return _checked_gpu([run for file in GPU for run in result(file)["results"]["speed"]])
+
+
+@table
+def h100_all_methods() -> str:
+    return _checked_gpu(result(GPU_ALL)["results"]["speed"][:1])
+
+
+def _checked_gpu(runs: Iterable[dict[str, Any]]) -> str:
     lines = []
-    for run in result("gpu-check-h100-8b.json")["results"]["speed"]:
+    for run in runs:
         measured = [row for row in run["contestants"] if row["status"] == "measured"]
         ours, plain = (find(measured, name=name) for name in (OURS, f"{OURS}, no drafts"))
         for row in measured:
             repeats = row["speedup_per_repeat"]
-            both = [
-                "" if other is None or other is row or len(repeats) < 3
-                else ratio(paired(other["speedup_per_repeat"], repeats)) for other in (ours, plain)
-            ]  # fmt: skip
+            both = ["" if other is row else _of_gpu(other, row) for other in (ours, plain)]
             length, warm = row["acceptance_length"], row["warm_up"]
             lines.append([
                 str(run["batch"]), bold(row["name"]), ratio(row["speedup_vs_generate"]), spread(repeats), *both,
                 f"{row['tokens_per_s']:.1f}", "" if length is None else f"{length:.2f}", row["rows_equal_to_generate"],
                 f"{warm['calls']} calls, {warm['seconds']:.0f} s",
             ])  # fmt: skip
-        lines += [
-            [str(run["batch"]), row["name"], NOT_MEASURED, *[""] * 7]
-            for row in run["contestants"] if row["name"] == f"{OURS}, no drafts" and row["status"] != "measured"
-        ]  # fmt: skip
     return markdown(
         "batch | method | of stock | lowest-highest repeat | hf_slospec is | without drafts it is | tokens/s "
         "| acceptance length | rows equal | warm-up",
         lines,
     )
+
+
+def _of_gpu(ours: dict[str, Any], other: dict[str, Any]) -> str:
+    """Return how many times as fast one method is as another, by the repeats that both have."""
+    both = list(zip(ours["speedup_per_repeat"], other["speedup_per_repeat"], strict=False))
+    return ratio(paired(*zip(*both, strict=True))) + ("" if len(both) > 1 else " (one repeat)")
 
 
 def peer_rows(file: str, number: int | None = None) -> list[list[str]]:
@@ -706,20 +716,20 @@ def _peer(batch: int, engine: str, isa: str = "", *, run: int | None = None) -> 
 @table
 def summary() -> str:
     off = f"{OURS}, prepack off"
-    one, eight = (run["contestants"] for run in result("gpu-check-h100-8b.json")["results"]["speed"])
-    gpu = {
-        (batch, row["name"]): row.get("speedup_per_repeat")
-        for batch, rows in ((1, one), (8, eight)) for row in rows
-    }  # fmt: skip
-    compiled = "generate, static cache, compiled"
-    h100_1 = (
-        f"{find(one, name=OURS)['speedup_vs_generate']:.2f}x of stock, {paired(gpu[1, OURS], gpu[1, compiled]):.2f}x "
-        f"of compiled stock, {paired(gpu[1, OURS], gpu[1, f'{OURS}, no drafts']):.2f}x of itself without drafts"
-    )
-    h100_8 = (
-        f"{find(eight, name=OURS)['speedup_vs_generate']:.2f}x of stock, "
-        f"{gpu[8, OURS][0] / gpu[8, compiled][0]:.2f}x of compiled stock (one repeat); without drafts {NOT_MEASURED}"
-    )
+    gpu = {run["batch"]: run["contestants"] for file in GPU for run in result(file)["results"]["speed"]}
+
+    def h100(batch: int) -> str:
+        rows = gpu[batch]
+        ours, plain, compiled = (
+            find(rows, name=name) for name in (OURS, f"{OURS}, no drafts", "generate, static cache, compiled")
+        )
+        both = [(ours, ""), (plain, "; without drafts ")]
+        return "".join(
+            f"{words}{ratio(row['speedup_vs_generate'])} of stock"
+            + ("" if compiled is None else f", {_of_gpu(row, compiled)} of compiled stock")
+            for row, words in both
+        )
+
     slo = {name: percent(row["attained"]) for name, row in result("slo-cpu-2core-0.6B-bf16.json")["results"].items()}
     load = [
         row
@@ -759,8 +769,10 @@ def summary() -> str:
             f"{batched['auto']}; {batched['plain']} without drafts",
             "[batcher](#the-batcher)",
         ),
-        ("one text, 8B-shaped, H100", h100_1, "[GPU](#on-a-gpu)"),
-        ("batch of 8, 8B-shaped, H100", h100_8, "[GPU](#on-a-gpu)"),
+        *(
+            (f"{what}, 8B-shaped, H100", h100(batch), "[GPU](#on-a-gpu)")
+            for batch, what in ((1, "one text"), (8, "batch of 8"), (64, "batch of 64"))
+        ),
         (
             "against llama.cpp f16 as it is fastest, batch 1",
             f"{_peer(1, 'llama.cpp f16')} (AMX), {_peer(1, 'llama.cpp f16', '-avx2')} (AVX2)",
