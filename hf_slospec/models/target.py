@@ -172,7 +172,7 @@ class PackedTarget(Target):
                 self.sequences.replace(request, done.last)
                 logits[roots[request]] = done.logits
         per_request_logits = prompt_logits.split([len(rows) for rows in read_rows.values()])
-        for request, read in zip(read_rows, per_request_logits, strict=bool(read_rows)):
+        for request, read in zip(read_rows, per_request_logits, strict=True):
             if (reader := request.params.prompt_reader) is not None and len(read):
                 reader.take(read)
         recycler = self._recycler

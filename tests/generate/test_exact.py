@@ -88,7 +88,7 @@ def new_tokens(sequences: torch.Tensor, inputs: Inputs) -> list[list[int]]:
     return rows
 
 
-@pytest.mark.parametrize("family", nightly_but(["gemma3", "gpt2"], BF16_FAMILIES))
+@pytest.mark.parametrize("family", nightly_but(["gpt2"], BF16_FAMILIES))
 def test_bits_are_those_of_stock_for_every_row_alone(family: str) -> None:
     assert family in FAMILIES
     model, draft = (tiny_model(family, noise=noise).to(torch.bfloat16) for noise in (0.0, 0.03))

@@ -13,7 +13,7 @@ from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.models.packed.model import Outputs
 from tests.drafters.heads.checkpoints import target_of
-from tests.support.breadth import quick_or
+from tests.support.breadth import nightly_but, quick_or
 from tests.support.graph_bench import Bench
 from tests.support.stand_ins.graphs import Tapes
 from tests.support.toys.feature_heads import FOLDERS, random_head
@@ -51,7 +51,7 @@ def test_replays_return_the_hidden_states_that_were_asked_for(family: str, tapes
             torch.testing.assert_close(found.features, expected.features, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", FOLDERS)
+@pytest.mark.parametrize("kind", nightly_but(["eagle3", "dflash"], FOLDERS))
 def test_heads_draft_by_captured_forwards(kind: str, tapes: Tapes, tmp_path: Path) -> None:
     target, head = target_of("llama"), random_head(kind, tmp_path)
     trees = list[list[int]]()

@@ -57,7 +57,7 @@ def test_gated_products(num_rows: int, activation: int, function: Any) -> None:
 
 
 @pytest.mark.usefixtures("_faster")
-@pytest.mark.parametrize("family", nightly_but(["gemma3"], ["llama", "qwen2", "qwen3", "gemma3"]))
+@pytest.mark.parametrize("family", nightly_but(["llama"], ["llama", "qwen2", "qwen3", "gemma3"]))
 def test_models_compute_the_same_up_to_rounding(family: str) -> None:
     model = half(family)
     fused = FusedLayers(model, True)
