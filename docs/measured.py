@@ -245,7 +245,7 @@ def _checked_gpu(runs: Iterable[dict[str, Any]]) -> str:
         ours, plain = (find(measured, name=name) for name in (OURS, f"{OURS}, no drafts"))
         for row in measured:
             repeats = row["speedup_per_repeat"]
-            both = ["" if other is row else _of_gpu(other, row) for other in (ours, plain)]
+            both = ["" if other is row else times_as_fast(other, row) for other in (ours, plain)]
             length, warm = row["acceptance_length"], row["warm_up"]
             lines.append([
                 str(run["batch"]), bold(row["name"]), ratio(row["speedup_vs_generate"]), spread(repeats), *both,
@@ -259,9 +259,9 @@ def _checked_gpu(runs: Iterable[dict[str, Any]]) -> str:
     )
 
 
-def _of_gpu(ours: dict[str, Any], other: dict[str, Any]) -> str:
+def times_as_fast(method: dict[str, Any], other: dict[str, Any]) -> str:
     """Return how many times as fast one method is as another, by the repeats that both have."""
-    both = list(zip(ours["speedup_per_repeat"], other["speedup_per_repeat"], strict=False))
+    both = list(zip(method["speedup_per_repeat"], other["speedup_per_repeat"], strict=False))
     return ratio(paired(*zip(*both, strict=True))) + ("" if len(both) > 1 else " (one repeat)")
 
 
@@ -726,7 +726,7 @@ def summary() -> str:
         both = [(ours, ""), (plain, "; without drafts ")]
         return "".join(
             f"{words}{ratio(row['speedup_vs_generate'])} of stock"
-            + ("" if compiled is None else f", {_of_gpu(row, compiled)} of compiled stock")
+            + ("" if compiled is None else f", {times_as_fast(row, compiled)} of compiled stock")
             for row, words in both
         )
 

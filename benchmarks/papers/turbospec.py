@@ -279,6 +279,14 @@ def orders(ours: Cells, theirs: Cells) -> Iterator[tuple[tuple[str, float, str, 
                 yield (name, rate, faster, slower), ours[name, rate, slower] > ours[name, rate, faster]
 
 
+def compared(ratios: Sequence[float]) -> dict[str, Any]:
+    """Return in how many cells one column is faster than another, and the ratios of their latencies."""
+    limits = {"median": median(ratios), "lowest": min(ratios), "highest": max(ratios)}
+    return {"faster": sum(each < 1.0 for each in ratios), "of": len(ratios)} | {
+        k: round(v, 4) for k, v in limits.items()
+    }
+
+
 def summary(ours: Cells, theirs: Cells) -> dict[str, Any]:
     """Return median errors, by the use of the cells, and the number of clear orders that are reproduced."""
     own, ranked = errors(ours, theirs), list(orders(ours, theirs))
@@ -353,6 +361,9 @@ def main(
     }
     if theirs:
         record["summary"] = summary(ours, theirs)
+    if {"auto-1", "TS"} <= {*columns}:
+        means = {cell: mean(run["latency_s"] for run in runs) for cell, runs in figures.items()}
+        record["auto-1 to TS"] = compared([means[n, r, "auto-1"] / means[n, r, c] for n, r, c in ours if c == "TS"])
     own_columns = [column for column in AUTO if column in columns]
     if {*FIXED} <= {*columns} and own_columns:
         record |= {"over best fixed": {}, "share of the distance from the best other": {}}

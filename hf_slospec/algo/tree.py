@@ -17,12 +17,6 @@ BoolArray = npt.NDArray[np.bool_]
 ROOT = 0
 
 
-# Parent, depth and path probability of a root, which all trees of a root alone share.
-_ROOT = np.array([-1]), np.array([0]), np.array([1.0])
-for _array in _ROOT:
-    _array.flags.writeable = False
-
-
 @dataclass(frozen=True)
 class TokenTree:
     """Token tree of one request. Node 0 is the root, the last committed token; parents precede their children.
@@ -40,7 +34,7 @@ class TokenTree:
     @classmethod
     def root_only(cls, token: int) -> TokenTree:
         """Return a tree of the root alone, which is plain decoding."""
-        return cls(np.array([token]), *_ROOT)
+        return cls(np.array([token]), np.array([-1]), np.array([0]), np.array([1.0]))
 
     @classmethod
     def chain(cls, root_token: int, tokens: Sequence[int], conditional: float) -> TokenTree:

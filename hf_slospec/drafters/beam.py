@@ -45,14 +45,14 @@ def beam_search(
     flags, trees = DeferredFlags(device), dict[int, TokenTree]()
     indices: IntArray = np.arange(len(requests))
     may_leave = num_rows is None and not flags.lag and plan.goes_on is None
-    num_rows = num_rows or len(requests)
+    has_graphs, num_rows = num_rows is not None, num_rows or len(requests)
     limits, nodes = _limits(plan, requests, num_rows), to_device(_roots(requests, num_rows), device)
     level = Level(network, (1,), plan.width, nodes, states, limits, is_coupled=False)
     for depth in range(1, plan.depth + 1):
         drafting = [requests[index] for index in indices]
         is_last, is_coupled = depth == plan.depth, any(map(is_ranked, drafting))
-        # Limits also at the last level, which does without: it is the same graph as one that is not the last.
-        level = replace(level, limits=limits, is_coupled=is_coupled)
+        # With graphs also at the last level, so that it is the graph of one that is not the last.
+        level = replace(level, limits=limits if has_graphs or not is_last else None, is_coupled=is_coupled)
         grown = run(indices, level)
         beam = grown if isinstance(grown, Beam) else _coupled(drafting, level, grown)
         sizes = *level.sizes, beam.nodes.shape[2] - sum(level.sizes)

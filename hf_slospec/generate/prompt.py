@@ -106,8 +106,8 @@ class PromptInputs:
         return [(layer.keys.shape[1], layer.keys.shape[-1]) for layer in cached_layers(self.cache) if self.num_cached]
 
     def columns_of(self, row: int) -> torch.Tensor:
-        """Return the columns of a row's tokens, padding left out.  -> [prompt_len] int64"""
-        return self.mask[row].nonzero()[:, 0]
+        """Return the columns of a row's tokens, padding left out.  -> [prompt_len] int64, on the host"""
+        return self._on_host[1][row].nonzero()[:, 0]
 
     @functools.cached_property
     def _on_host(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,8 +120,7 @@ class PromptInputs:
         Raises:
             UnsupportedInputError: the row is padded on the right.
         """
-        tokens, mask = (each[row] for each in self._on_host)
-        columns = mask.nonzero()[:, 0]
+        tokens, columns = self._on_host[0][row], self.columns_of(row)
         if len(columns) and int(columns[-1]) != len(tokens) - 1:
             raise UnsupportedInputError(
                 f"attention_mask masks the last token of row {row}; pad on the left (tokenizer.padding_side = 'left')"
@@ -131,6 +130,8 @@ class PromptInputs:
     def load_into(self, requests: list[Request], sequences: RequestSequences) -> None:
         """Pass embeddings and cached K/V to the sequences of the requests, one per row."""
         sequences.reserve(requests)
+        if self.embeds is None and not self.num_cached:
+            return
         for request in requests:
             columns = self.columns_of(request.index)
             if self.embeds is not None:

@@ -146,7 +146,8 @@ class PackedTarget(Target):
             tokens = self.sequences.uncached(chunk.request)[: chunk.num_tokens]
             parts.append(self.sequences.chain(chunk.request, tokens))
             self._begins[chunk.request] = begin
-            read_rows[chunk.request] = self._rows_to_read(chunk.request, begin, len(tokens))
+            if chunk.request.num_unread:
+                read_rows[chunk.request] = self._rows_to_read(chunk.request, begin, len(tokens))
             begin += len(tokens)
         prompts = self._prompts_to_recycle(requests, chunks)
         # Rows of prompts whose successors are read, rows that tokens are chosen from, and rows for prompt readers.
@@ -210,8 +211,7 @@ class PackedTarget(Target):
     def _rows_to_read(self, request: Request, begin: int, num_tokens: int) -> Rows:
         """Return the rows whose logits the prompt reader takes; the request's rows begin at ``begin``."""
         reader, length = request.params.prompt_reader, self.sequences.num_cached(request)
-        if not request.num_unread or reader is None:
-            return NO_ROWS
+        assert reader is not None, "only prompts with unread rows have a reader"
         return np.arange(begin + reader.num_read - length, begin + min(num_tokens, request.prompt_len - 1 - length))
 
     def _reserve(self, requests: Sequence[Request], num_nodes: Sequence[int]) -> None:

@@ -41,6 +41,21 @@ def test_copies_of_modules_attend_in_trees(name: str) -> None:
     check_like_stock(model)
 
 
+def test_modules_and_settings_may_hold_themselves_and_many_others() -> None:
+    model = enabled()
+    layer = model.model.layers[0]
+    layer.mlp.owner = model.model
+    layer.held = {"itself": {}, "many": [[number] for number in range(2000)]}
+    layer.held["itself"]["again"] = layer.held
+    shared = nn.Identity()
+    for _ in range(30):  # as many ways to the first one as 2**30
+        pair = nn.Module()
+        pair.left = pair.right = shared
+        shared = pair
+    model.model.extra = shared
+    check_like_stock(model)
+
+
 def test_further_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = enabled()
     layer = copy.deepcopy(model.model.layers[-1])

@@ -44,6 +44,7 @@ def flattened(tree: Any) -> tuple[list[torch.Tensor], Hashable]:
 
 
 def _flatten(tree: Any, tensors: list[torch.Tensor], key: list[Any]) -> None:
+    """Append to the tensors and the signature of trees before."""
     kind = type(tree)  # is a part of the key, because 1, 1.0 and True are equal
     if isinstance(tree, torch.Tensor):
         tensors.append(tree)
@@ -68,11 +69,6 @@ def _flatten(tree: Any, tensors: list[torch.Tensor], key: list[Any]) -> None:
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors of a tree in traversal order."""
     return flattened(tree)[0]
-
-
-def signature(tree: Any) -> Hashable:
-    """Return the signature of a tree; see :func:`flattened`."""
-    return flattened(tree)[1]
 
 
 class DeviceCopy:

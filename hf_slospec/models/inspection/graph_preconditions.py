@@ -36,8 +36,9 @@ class GraphPreconditions:
 
     def now(self) -> Hashable:
         """Return a value that stays equal as long as no change is noticed."""
-        try:  # at C's speed, as every forward asks
+        try:  # at C's speed, as every verify step and every beam asks
             weights: Iterable[Any] = map(dict.get, *self._named)
             return self._version, tuple(map(torch.Tensor.data_ptr, weights))
         except TypeError:  # a weight is gone
-            return self._version, None
+            found = (holder.get(name) for holder, name in zip(*self._named, strict=True))
+            return self._version, tuple(None if weight is None else weight.data_ptr() for weight in found)

@@ -1,4 +1,4 @@
-"""Detection of changes to what a model's forwards depend on: by identity for cached K/V, by value for graphs."""
+"""Detection of changes to what a model's forwards depend on: by identity, and then by value for graphs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import itertools
 import operator
 import threading
 import types
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -46,7 +45,7 @@ NOT_SETTINGS = IGNORED | {"_modules", *(name for name in vars(torch.nn.Module())
 FUNCTIONS = types.FunctionType, types.MethodType, functools.partial  # such as a forward set on an instance
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # quantised weights have classes of their own and may have no address
 LIBRARIES = ("torch", "transformers")  # modules from elsewhere are adapters, or written by users
-CONTAINERS = (dict, OrderedDict, list)
+CONTAINERS = (dict, list, tuple)
 
 
 class Fingerprint:
@@ -135,9 +134,13 @@ class Fingerprint:
         attributes = [*_held_by(modules), *_held_by(_configs(modules))]
         weights = [weight for weights in dicts for weight in weights.values() if weight is not None]
         self._held = [*classes, *attributes, *(weight.dtype for weight in weights)]
-        # Tensors that are neither parameters nor buffers, except for activations that a forward has stored.
-        tensors = (value for value in attributes if type(value) is torch.Tensor)
-        return [*weights, *(tensor for tensor in tensors if not (tensor.requires_grad or tensor.is_inference()))]
+        return [*weights, *filter(_is_weight, attributes)]
+
+
+def _is_weight(value: Any) -> bool:
+    """Return whether an attribute is a tensor, except for activations that a forward has stored."""
+    is_stored = type(value) is torch.Tensor and (value.requires_grad or value.is_inference())
+    return type(value) in PLAIN and not is_stored
 
 
 def _is_foreign(kind: Any) -> bool:
@@ -150,25 +153,30 @@ def _configs(modules: Iterable[Any]) -> list[Any]:
 
 
 def _held_by(owners: Iterable[Any]) -> list[Any]:
-    """Return the values of all attributes of modules and configs, with the contents of containers, without weights."""
+    """Return names and values of all attributes of modules and configs, with what containers hold, without weights."""
     held: list[Any] = []
     for owner in owners:
         attributes = vars(owner)
         for name, value in list(attributes.items()):  # other threads may add some
             if name not in IGNORED and not (name == "forward" and is_temporary(value)):
-                held.append(value)
-                if type(value) in CONTAINERS and value:
-                    within = _within(value)
-                    held.extend(itertools.filterfalse(is_unchanging, within) if "hooks" in name else within)
+                held += name, value
+                if "hooks" in name and isinstance(value, dict):
+                    held.extend(itertools.filterfalse(is_unchanging, list(value.values())))
+                elif isinstance(value, CONTAINERS) and value:
+                    held += _within(value)
     return held
 
 
 def _within(container: Any) -> list[Any]:
-    """Return the values in a container, and in containers in it."""
-    held, containers = list[Any](), [container]
+    """Return the keys and values in a container, and in containers in it."""
+    held, containers, known = list[Any](), [container], {id(container)}
     for each in containers:  # which may hold itself
-        held.extend(list(each.values() if isinstance(each, dict) else each))
-        containers.extend(v for v in held if type(v) in CONTAINERS and not any(v is other for other in containers))
+        values = list(itertools.chain.from_iterable(list(each.items())) if isinstance(each, dict) else each)
+        held += values
+        for value in values:
+            if isinstance(value, CONTAINERS) and id(value) not in known:
+                known.add(id(value))
+                containers.append(value)
     return held
 
 
@@ -196,14 +204,20 @@ def _settings_of(attributes: dict[str, Any]) -> Hashable:
     return tuple((name, _fixed(value)) for name, value in attributes.items() if name not in NOT_SETTINGS)
 
 
-def _fixed(value: Any) -> Hashable:
-    """Return a hashable value, equal for attributes with the same effect on a forward as far as their types show it."""
+def _fixed(value: Any, holders: tuple[int, ...] = ()) -> Hashable:
+    """Return a hashable value, equal for attributes with the same effect on a forward as far as their types show it.
+
+    ``holders`` are the ids of the containers that hold the value, which may be one of them.
+    """
     if isinstance(value, PLAIN):
         return value.data_ptr(), value.shape, value.dtype  # graphs read it at its address
-    if isinstance(value, dict):
-        return dict, tuple((key, _fixed(part)) for key, part in value.items())
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(_fixed, value))
+    if isinstance(value, CONTAINERS):
+        if (own := id(value)) in holders:
+            return type(value), holders.index(own)
+        holders = *holders, own
+        if isinstance(value, dict):
+            return dict, tuple((key, _fixed(part, holders)) for key, part in value.items())
+        return type(value), tuple(_fixed(part, holders) for part in value)
     if isinstance(value, (bool, int, float, str, type(None), *FUNCTIONS)):
         return type(value), value
     return (type(value),)

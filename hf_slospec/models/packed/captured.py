@@ -14,7 +14,6 @@ from hf_slospec.models.attention import MAX_DENSE, NewTokens, pack, plan_tree
 from hf_slospec.models.batch.packed_batch import plan_own
 from hf_slospec.models.device.graphs import GraphCounts, GraphHistory, Graphs, capturer_for
 from hf_slospec.models.inspection.graph_preconditions import GraphPreconditions
-from hf_slospec.models.inspection.properties import input_device
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.packed.inputs import Inputs
 from hf_slospec.models.packed.padding import padded
@@ -27,10 +26,10 @@ REPLAYABLE = {pack, plan_tree, plan_own}  # plans of padded batches whose sizes 
 class CapturedForwards:
     """CUDA graphs of a model's packed forwards, and the conditions under which a forward is replayed."""
 
-    def __init__(self, model: Any, is_on: bool):
+    def __init__(self, model: Any, device: torch.device, is_on: bool):
         """``is_on``: capture forwards, if the model's device can."""
-        self._model = model
-        self.is_on = is_on and capturer_for(input_device(model)) is not None
+        self._device = device
+        self.is_on = is_on and capturer_for(device) is not None
         self._preconditions = GraphPreconditions(model) if self.is_on else None
         self._now: Hashable = None  # the preconditions when they were read last
         self._history = GraphHistory()
@@ -40,10 +39,11 @@ class CapturedForwards:
         """Take in changes of the model's modules."""
         if self._preconditions is not None:
             self._preconditions.renew()
+            self.read_preconditions()
 
     def read_preconditions(self) -> None:
         """Read what the next forwards depend on beside their inputs, until this is called again."""
-        if self._preconditions is not None:
+        if self.is_on and self._preconditions is not None and self._preconditions.is_plain:
             self._now = self._preconditions.now()
 
     @property
@@ -53,10 +53,8 @@ class CapturedForwards:
 
     def on(self, pool: KVPool) -> Graphs | None:
         """Return the captured forwards on a pool; None if this model captures none."""
-        if self.is_on and pool not in self.by_pool:
-            device = input_device(self._model)
-            if (capturer := capturer_for(device)) is not None:
-                self.by_pool[pool] = Graphs(capturer, device, self._history)
+        if self.is_on and pool not in self.by_pool and (capturer := capturer_for(self._device)) is not None:
+            self.by_pool[pool] = Graphs(capturer, self._device, self._history)
         return self.by_pool.get(pool)
 
     def padded(
@@ -66,7 +64,7 @@ class CapturedForwards:
         graphs, preconditions = self.on(pool), self._preconditions
         if graphs is None or graphs.is_off or preconditions is None or not preconditions.is_plain:
             return None
-        if torch.is_autocast_enabled(input_device(self._model).type):
+        if torch.is_autocast_enabled(self._device.type):
             return None
         if any(part.is_chain and len(part.mask) > MAX_DENSE for part in parts):
             return None

@@ -128,7 +128,7 @@ class PackedModel:
         )
         can_replay = isinstance(self.backend, (FlashAttention, TreeAttention)) and self._is_on_one_device
         can_replay = can_replay and not (self.has_states or self.attends_to_encoder) and self.autocast is None
-        self.captured = CapturedForwards(model, cuda_graphs and can_replay)
+        self.captured = CapturedForwards(model, self.device, cuda_graphs and can_replay)
         self.forget_cache()
         self._read_sizes()
         self.fingerprint = Fingerprint(model)
@@ -421,7 +421,7 @@ class PackedModel:
 
     def _replayable(self, pool: KVPool, inputs: Inputs) -> Any:
         """Compute a forward that reads tensors only, of inputs on the device; layers with states cannot."""
-        with self.prepacked.in_use(), self.fused.in_use():
+        with self.prepacked.in_use(), self.fused.in_use():  # for modules, which replays do not call
             seen = None if inputs.level is None else inputs.level.seen
             outputs = self._compute(pool, PlannedBatch(inputs.plans, seen), inputs)
             return outputs if inputs.level is None else inputs.level.outputs(outputs.logits)

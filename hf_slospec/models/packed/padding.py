@@ -61,14 +61,14 @@ def _missing(num_parts: int, num_tokens: int, longest: int) -> tuple[int, int]:
 
 def _padding_sequence(start: int, length: int, like: NewTokens) -> NewTokens:
     """Return a padding sequence on the device of ``like``, with embeddings if that has some."""
-    made = _without_embeds(start, length, like.mask.dtype, like.mask.device)
+    made = _kept_padding(start, length, like.mask.dtype, like.mask.device)
     if like.embeds is None:
         return made
     return replace(made, embeds=like.embeds.new_zeros(length, like.embeds.shape[-1]))
 
 
 @functools.lru_cache(maxsize=MAX_KEPT)
-def _without_embeds(start: int, length: int, dtype: torch.dtype, device: torch.device) -> NewTokens:
+def _kept_padding(start: int, length: int, dtype: torch.dtype, device: torch.device) -> NewTokens:
     """Return a padding sequence, which is only to be read."""
     zeros = torch.zeros(length, dtype=torch.int64, device=device)
     return NewTokens(CachedSequence(start, length), zeros, zeros, torch.eye(length, dtype=dtype, device=device))

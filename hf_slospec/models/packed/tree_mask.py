@@ -15,7 +15,7 @@ from hf_slospec.models.batch.cached_sequence import CachedSequence
 from hf_slospec.models.packed.model import PackedModel
 
 MAX_KEPT = 16  # tokens of chains whose masks are kept, as most parts of a step are short
-MAX_PLACES = 256  # shapes of draft levels whose ids and masks are kept
+MAX_PLACES = 64  # shapes of draft levels whose ids and masks are kept
 
 
 def chain(

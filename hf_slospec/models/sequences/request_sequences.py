@@ -79,6 +79,7 @@ class RequestSequences(PrefixReuse):
     def last_slots(self, request: RequestTokens, number: int) -> torch.Tensor:
         """Return the slots of the last cached tokens of a request.  -> [number] int64, on the host"""
         sequence = self.of(request)
+        assert number <= sequence.length, "slots before a sequence are another's"
         end = sequence.start + sequence.length
         return torch.arange(end - number, end)
 

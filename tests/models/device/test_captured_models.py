@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -218,12 +219,18 @@ def test_calls_take_over_the_graphs_of_those_before(tapes: Tapes) -> None:
     assert_same_as_stock(model, generator.generate, inputs, **GREEDY, max_new_tokens=20)
 
 
-def test_what_changes_between_calls_is_seen(tapes: Tapes) -> None:
+@pytest.mark.parametrize(
+    "held", [lambda scaling: scaling, lambda scaling: {"all": scaling}, lambda scaling: ([scaling],)]
+)
+def test_what_changes_between_calls_is_seen(held: Callable[[dict[str, float]], Any], tapes: Tapes) -> None:
     """Also where it is no parameter: an adapter's scale, a forward of a layer's own, a tensor, the config."""
     model: Any = copy.deepcopy(tiny_model("llama"))
-    layer = model.model.layers[0].mlp
-    layer.scaling, layer.shift, plain = {"default": 1.0}, torch.zeros(32), layer.forward
-    layer.forward = lambda hidden: plain(hidden) * layer.scaling["default"] + layer.shift
+    layer, scaling = model.model.layers[0].mlp, defaultdict[str, float](float, default=1.0)
+    layer.scaling, layer.shift, plain = held(scaling), torch.zeros(32), layer.forward
+    layer.forward = lambda hidden: (
+        plain(hidden) * scaling["default"] * (1 if hasattr(layer, "is_plain") else -0.7) + layer.shift
+    )
+    layer.is_plain = True
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
 
     def check() -> torch.Tensor:
@@ -233,7 +240,10 @@ def test_what_changes_between_calls_is_seen(tapes: Tapes) -> None:
         return output.sequences
 
     found = [check()]
-    layer.scaling["default"] = -3.0
+    scaling["default"] = -3.0
+    found.append(check())
+    del layer.is_plain
+    layer.is_other = True  # the same value in the same place
     found.append(check())
     layer.shift = torch.linspace(-4, 4, 32)
     found.append(check())
@@ -248,6 +258,31 @@ def test_what_changes_between_calls_is_seen(tapes: Tapes) -> None:
     model.config.some_softcapping = 3.0
     preconditions.renew()
     assert preconditions.now() != before
+
+
+def test_what_changes_between_the_levels_of_a_beam_is_seen(tapes: Tapes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The preconditions are read once per beam, and again if a change is noticed in it."""
+    draft: Any = copy.deepcopy(tiny_model("llama", noise=0.03))
+    draft.model.layers[0].mlp.scaling = num_later = 0
+    generator = SLOSpecGenerator(tiny_model("llama"), draft, config=CONFIG)
+    packed = generator.decoder.speculator.models[1]
+    captured = packed.captured
+    run = captured.run
+
+    def watched(pool: Any, inputs: Any, compute: Any) -> Any:
+        nonlocal num_later
+        if inputs.level is not None and not inputs.level.is_root:
+            num_later += 1
+            assert captured._preconditions is not None and captured._now == captured._preconditions.now()
+        outputs = run(pool, inputs, compute)
+        if inputs.level is not None and inputs.level.is_root:
+            draft.model.layers[0].mlp.scaling += 1  # as another thread may do
+            packed.renew()
+        return outputs
+
+    monkeypatch.setattr(captured, "run", watched)
+    assert_same_as_stock(generator.model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=12)
+    assert num_later
 
 
 def test_calls_with_and_without_inference_mode(tapes: Tapes) -> None:
