@@ -22,7 +22,8 @@ from hf_slospec.models.inspection.weights_version import Weights, may_be_trained
 # others compute the same in it. Packed forwards replace a config's attention implementation. Weights are read
 # separately. Stock `generate` stores the positions of its last prompt with images in `rope_deltas`, and has a compiled
 # forward and a manager of continuous batching for its next call, `enable` replaces `generate`, and trainers set the
-# generation config, `use_cache` and `warnings_issued`; packed forwards read none of them.
+# generation config, `use_cache` and `warnings_issued`; packed forwards read none of them, nor hooks of gradients and state
+# dicts.
 IGNORED = {
     "training",
     "_attn_implementation_internal",
@@ -39,6 +40,7 @@ IGNORED = {
     "_compiled_call",
     "_last_compile_config",
     "_previous_max_cache_length",
+    *(name for name in vars(torch.nn.Module()) if "backward" in name or "state_dict" in name),
 }
 # Submodules and hooks are read separately too.
 NOT_SETTINGS = IGNORED | {"_modules", *(name for name in vars(torch.nn.Module()) if "hooks" in name)}
@@ -46,6 +48,7 @@ FUNCTIONS = types.FunctionType, types.MethodType, functools.partial  # such as a
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # quantised weights have classes of their own and may have no address
 LIBRARIES = ("torch", "transformers")  # modules from elsewhere are adapters, or written by users
 CONTAINERS = (dict, list, tuple)
+SIMPLE = frozenset((type(None), bool, int, float, str, *PLAIN))  # most attributes are
 
 
 class Fingerprint:
@@ -134,13 +137,12 @@ class Fingerprint:
         attributes = [*_held_by(modules), *_held_by(_configs(modules))]
         weights = [weight for weights in dicts for weight in weights.values() if weight is not None]
         self._held = [*classes, *attributes, *(weight.dtype for weight in weights)]
-        return [*weights, *filter(_is_weight, attributes)]
+        return [*weights, *(value for value in attributes if type(value) in PLAIN and not _is_stored(value))]
 
 
-def _is_weight(value: Any) -> bool:
-    """Return whether an attribute is a tensor, except for activations that a forward has stored."""
-    is_stored = type(value) is torch.Tensor and (value.requires_grad or value.is_inference())
-    return type(value) in PLAIN and not is_stored
+def _is_stored(tensor: torch.Tensor) -> bool:
+    """Return whether an attribute is an activation that a forward has stored."""
+    return type(tensor) is torch.Tensor and (tensor.requires_grad or tensor.is_inference())
 
 
 def _is_foreign(kind: Any) -> bool:
@@ -159,10 +161,13 @@ def _held_by(owners: Iterable[Any]) -> list[Any]:
         attributes = vars(owner)
         for name, value in list(attributes.items()):  # other threads may add some
             if name not in IGNORED and not (name == "forward" and is_temporary(value)):
-                held += name, value
+                held.append(name)
+                held.append(value)
+                if type(value) in SIMPLE or not (value and isinstance(value, CONTAINERS)):
+                    continue
                 if "hooks" in name and isinstance(value, dict):
                     held.extend(itertools.filterfalse(is_unchanging, list(value.values())))
-                elif isinstance(value, CONTAINERS) and value:
+                else:
                     held += _within(value)
     return held
 
