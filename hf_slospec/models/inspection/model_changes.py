@@ -22,8 +22,8 @@ from hf_slospec.models.inspection.weights_version import Weights, may_be_trained
 # others compute the same in it. Packed forwards replace a config's attention implementation. Weights are read
 # separately. Stock `generate` stores the positions of its last prompt with images in `rope_deltas`, and has a compiled
 # forward and a manager of continuous batching for its next call, `enable` replaces `generate`, and trainers set the
-# generation config, `use_cache` and `warnings_issued`; packed forwards read none of them, nor hooks of gradients and state
-# dicts.
+# generation config, `use_cache` and `warnings_issued`; packed forwards read none of them, nor hooks of gradients
+# and state dicts.
 IGNORED = {
     "training",
     "_attn_implementation_internal",
