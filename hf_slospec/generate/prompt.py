@@ -152,9 +152,10 @@ class PromptInputs:
         length = self.tokens.shape[1] + num_new - 1
         lacking = torch.ones(len(requests), length, dtype=torch.bool)
         lacking[:, : self.tokens.shape[1]] = self._on_host[1][[request.index for request in requests]]
-        rows, columns = lacking[:, self.num_cached :].nonzero(as_tuple=True)  # of the processed tokens, row after row
-        num_lacking = lacking[:, self.num_cached :].sum(1).tolist()
-        slots = torch.cat([sequences.last_slots(*each) for each in zip(requests, num_lacking, strict=True)])
+        lacking = lacking[:, self.num_cached :]
+        rows, columns = lacking.nonzero(as_tuple=True)  # of the processed tokens, row after row
+        lengths = lacking.sum(1).tolist()
+        slots = torch.cat([sequences.last_slots(*each) for each in zip(requests, lengths, strict=True)])
         places = dict[torch.device, Any]()
         for layer, stored in zip(sequences.packed.layers, sequences.cache.pool.layers, strict=True):
             filled = []

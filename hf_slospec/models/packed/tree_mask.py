@@ -72,7 +72,8 @@ def draft_nodes(
     """
     depths, indices, masks = _places(len(sequences), tuple(sizes))
     positions = torch.from_numpy(packed.clamp_positions(np.add.outer(root_positions, depths)))
-    return list(map(NewTokens, sequences, indices, positions.unbind(), masks))
+    columns = zip(sequences, indices, positions.unbind(), masks, strict=True)
+    return [NewTokens(*column) for column in columns]
 
 
 @functools.lru_cache(maxsize=MAX_PLACES)
