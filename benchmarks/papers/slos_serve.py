@@ -224,8 +224,13 @@ PARTS: dict[str, Part] = {
     },
     **{
         f"replicas, {name}, {system}": scaling(replace(SCENARIOS[name], number=number), system)
-        for name, number in (("chatbot", 150), ("coder", 300))
-        for system in (THEIRS, OURS)
+        for name, number, systems in (
+            ("chatbot", 150, (THEIRS, OURS)),
+            ("coder", 300, (THEIRS, OURS)),
+            ("summarizer", 150, (THEIRS,)),
+            ("mixed", 180, (THEIRS,)),  # for the ablation
+        )
+        for system in systems
     },
 }
 
