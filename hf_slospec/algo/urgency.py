@@ -1,4 +1,4 @@
-"""Weights of requests' tokens by how far the requests are behind their TPOT SLOs."""
+"""Weights of requests' tokens: by how far the requests are behind their TPOT SLOs, or by when their call ends."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from hf_slospec.algo.tree import BoolArray, FloatArray
 
 MAX_BEHIND = 2.0  # tokens behind the SLO beyond which the weight rises no more
 CUSHION = 2.0  # standard deviations of the tokens that a request's remaining steps commit
+END_NORM = 8.0  # exponent of the norm of the rows' remaining steps that stands for their maximum
+PRIOR_STEPS = 8  # steps at the mean rate of all rows that count as if a row had made them
 
 
 @dataclass(frozen=True)
@@ -65,3 +67,31 @@ def urgency(behind: FloatArray, cushion: FloatArray, is_unattainable: BoolArray,
         [num_requests] f64, each at least 1.
     """
     return 1.0 + strength * np.where(is_unattainable, 0.0, np.clip(behind + cushion, 0.0, MAX_BEHIND))
+
+
+def end_weights(
+    num_left: FloatArray, committed: FloatArray, num_steps: FloatArray, fixed_s: float, row_s: float
+) -> FloatArray:
+    """Return the weights of rows that are decoded until the last one ends: the seconds that a token saves their call.
+
+    A row needs as many more steps as it has tokens left over its tokens per step. The call takes the fixed part of a
+    step as often as its slowest row needs steps, here a smooth maximum, and the row's part for every row and step. The
+    weights are the gradient of this time. Equal weights, which maximise tokens per second, would spend steps on rows
+    that end early anyway.
+
+    Args:
+        num_left, committed, num_steps: tokens that may still be emitted, steps made, and tokens that these committed,
+            [num_rows] f64.
+        fixed_s: seconds of a step that do not depend on the number of rows.
+        row_s: seconds that one more row adds to a step.
+
+    Returns:
+        [num_rows] f64, seconds per token.
+    """
+    mean_rate = (committed.sum() + 1.0) / (num_steps.sum() + 1.0)
+    rates = (committed + PRIOR_STEPS * mean_rate) / (num_steps + PRIOR_STEPS)
+    steps_left = num_left / rates
+    longest = steps_left.max()
+    norm = longest * ((steps_left / longest) ** END_NORM).sum() ** (1.0 / END_NORM)
+    seconds: FloatArray = (fixed_s * (steps_left / norm) ** (END_NORM - 1.0) + row_s) / rates
+    return seconds

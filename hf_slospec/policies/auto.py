@@ -15,7 +15,7 @@ from hf_slospec.algo.acceptance import Acceptance, Prediction
 from hf_slospec.algo.depth import DepthControl, Drafted, ShapeTime
 from hf_slospec.algo.select import best_ratio_nodes
 from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray
-from hf_slospec.algo.urgency import SLOProgress, urgency
+from hf_slospec.algo.urgency import SLOProgress, end_weights, urgency
 from hf_slospec.engine.protocols import Plan, PolicyStep, Selection
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.step_times import StepCosts, level_share
@@ -83,7 +83,8 @@ class SpeculationHistory:
         requests = [request() for outcome in outcomes for request in outcome.requests]
         drafted, forest = [outcome.drafted for outcome in outcomes], prediction.forest
         self._acceptance.observe(requests, prediction, is_verified, verified[np.array(indices, np.int64)])
-        self.depths.observe(forest, prediction.path_probs, is_verified, drafted)
+        shares = np.concatenate([outcome.shares for outcome in outcomes])
+        self.depths.observe(forest, prediction.path_probs * shares[forest.tree_of], is_verified, drafted)
         # Sums of the path probabilities of all candidates, roots left out.
         mass, draft_mass = (float(probs.sum()) - len(accepted) for probs in (prediction.path_probs, forest.path_probs))
         weight = 1.0 - (1.0 - FADE) ** len(outcomes)
@@ -105,6 +106,7 @@ class _Outcome:
     is_verified: BoolArray  # [num_nodes]
     accepted: Sequence[Sequence[int]]  # accepted nodes of each verified tree
     drafted: Drafted
+    shares: FloatArray  # [num_trees] f64, weights of the trees' tokens, with a mean of 1 over the trees drafted
 
 
 class AutoPolicy(NamedPolicy):
@@ -127,10 +129,13 @@ class AutoPolicy(NamedPolicy):
     def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
         num_requests, num_keys = len(requests), sum(len(request.tokens) for request in requests)
         urgencies = self._urgencies(requests, begun_s)
-        weights = urgencies * np.array([BEST_EFFORT_WEIGHT if r.is_best_effort else 1.0 for r in requests])
-        num_behind = {request: request.num_draft_behind for request in requests}  # before the draft processes them
-        shares = weights / weights.mean()
-        candidates, plan = yield self._plan(requests, urgencies, shares, num_keys, num_prefill_tokens)
+        plan = self._shape(requests, urgencies, num_keys, num_prefill_tokens)
+        if plan.depth:
+            ends = self._end_weights(requests, num_keys)
+            weights = urgencies * ends * np.array([BEST_EFFORT_WEIGHT if r.is_best_effort else 1.0 for r in requests])
+            num_behind = {request: request.num_draft_behind for request in requests}  # before the draft processes them
+            plan = self._limited(plan, requests, weights / weights.mean(), num_keys)
+        candidates, plan = yield plan
         drafting = requests if plan.drafting is None else plan.drafting  # without those that must not draft
         if not (plan.depth and drafting):
             plain_s = self.costs.verify_at(num_requests + num_prefill_tokens, num_requests, num_keys)
@@ -159,17 +164,14 @@ class AutoPolicy(NamedPolicy):
         predicted_s = float(step_s(np.array(np.count_nonzero(is_verified) + num_prefill_tokens)))
         accepted, _ = yield Selection(forest.subtrees(is_verified), expected.tolist(), predicted_s)
         drafted = Drafted(plan.depth, plan.width, len(drafting))
-        self.history.observe(_Outcome(list(map(ref, requests)), prediction, is_verified, accepted, drafted))
+        is_drafting = np.isin([id(request) for request in requests], [id(request) for request in drafting])
+        shares = ends / ends[is_drafting].mean()
+        self.history.observe(_Outcome(list(map(ref, requests)), prediction, is_verified, accepted, drafted, shares))
 
-    def _plan(
-        self,
-        requests: Sequence[Request],
-        urgencies: FloatArray,
-        weights: FloatArray,
-        num_keys: int,
-        num_prefill_tokens: int,
+    def _shape(
+        self, requests: Sequence[Request], urgencies: FloatArray, num_keys: int, num_prefill_tokens: int
     ) -> Plan:
-        """Return the plan; the mean of ``weights`` is 1."""
+        """Return the plan's depth, width and requests to draft for."""
         num_requests, depths = len(requests), self.history.depths
         max_depth = max_useful_depth(requests, self.config.max_depth)
         max_width = min(max(self.config.draft_budget // num_requests, 1), self.config.max_width)
@@ -189,19 +191,22 @@ class AutoPolicy(NamedPolicy):
             depth, width = paying_shape(num_urgent)
         if depth and self.costs.first_tokens.is_due:
             depth, width = paying_shape(num_requests, num_prefill_tokens)
+        return Plan(depth, width, drafting=drafting)
+
+    def _limited(self, plan: Plan, requests: Sequence[Request], weights: FloatArray, num_keys: int) -> Plan:
+        """Return the plan with limits at which drafting stops; the mean of ``weights`` is 1."""
+        num_requests, depths, drafting = len(requests), self.history.depths, plan.drafting or ()
         # A node or a level is worth its time if it may gain more tokens than that time yields on average.
         goodput = depths.goodput * num_requests
         roots_s, more_s = (self.costs.verify_at(num_requests + n, num_requests, num_keys) for n in (0, SPAN))
         num_drafted_keys = num_keys * len(drafting) // num_requests
-        level_s, request_s = self.costs.level_parts_s(len(drafting), width, num_drafted_keys)
+        level_s, request_s = self.costs.level_parts_s(len(drafting), plan.width, num_drafted_keys)
         # Drafters compare these limits with uncalibrated path probabilities of the last level, not of its children.
-        to_draft_probs = 1.0 / (self.history.understated * depths.continuation(width))
-        return Plan(
-            depth,
-            width,
+        to_draft_probs = 1.0 / (self.history.understated * depths.continuation(plan.width))
+        return replace(
+            plan,
             min_path_prob=(more_s - roots_s) / SPAN * goodput * to_draft_probs,
             min_gain=level_s * goodput * to_draft_probs,
-            drafting=drafting,
             min_request_gain=request_s * goodput * to_draft_probs,
             weights=dict(zip(requests, weights.tolist(), strict=True)),
         )
@@ -221,6 +226,19 @@ class AutoPolicy(NamedPolicy):
                 self._warn_once(requests[index], float(needed[index]))
         cushion = progress.cushion(needed, recent.tokens, history.variance**0.5)
         return urgency(progress.behind(recent.step_s), cushion, is_unattainable, self.config.urgency)
+
+    def _end_weights(self, requests: Sequence[Request], num_keys: int) -> FloatArray:
+        """Return the weights of rows that end together, with a mean of 1, or ones.  -> [num_requests] f64"""
+        num_requests = len(requests)
+        if num_requests == 1 or not self.ends_together:
+            return np.ones(num_requests)
+        all_s, one_s = (self.costs.verify_at(n, n, num_keys * n // num_requests) for n in (num_requests, 1))
+        row_s = max(all_s - one_s, 0.0) / (num_requests - 1)
+        columns = [(r.num_left, r.num_emitted - 1, r.stats.num_steps) for r in requests]
+        num_left, committed, num_steps = np.array(columns, np.float64).T
+        weights = end_weights(num_left, committed, num_steps, max(all_s - num_requests * row_s, 0.0), row_s)
+        shares: FloatArray = weights / weights.mean()
+        return shares
 
     def _warn_once(self, request: Request, needed: float) -> None:
         if request not in self._warned:

@@ -34,7 +34,8 @@ class AloneForward(PackedForward):
         self, plain: PlainAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Return attention of the layer that cached these K and V.  -> [1, num_tokens, num_heads, value_dim]"""
-        layer_idx = self._layer_of[id(key), id(value)]
+        layer_idx = self.layer_of(key, value)
+        assert layer_idx is not None, "an attention layer attends to keys that were not cached"
         self._unattended.discard(layer_idx)
         pool_idx, layer = self._layers[layer_idx]
         keys, values = self.pool.keys[pool_idx], self.pool.values[pool_idx]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -33,8 +34,8 @@ class PackedForward(RecurrentForward):
         self.pool, self.batch, self.backend = pool, batch, backend
         self._layers = {layer.layer_idx: (pool_idx, layer) for pool_idx, layer in enumerate(layers)}
         self._positions = Positions(position_ids)
-        self._layer_of: dict[tuple[int, int], int] = {}  # (id(K), id(V)) -> layer_idx; layers may share K and V
-        self._held: list[torch.Tensor] = []  # keeps these ids from being reused for other tensors
+        # (id(K), id(V)) -> both and layer_idx; layers may share K and V. They are not kept alive: prompts are long.
+        self._cached: dict[tuple[int, int], tuple[ref[torch.Tensor], ref[torch.Tensor], int]] = {}
         self._unattended = set[int]()  # layers that have cached K and V and not attended yet
         self._latent: int | None = None  # layer_idx of a latent layer between update and attend
 
@@ -64,9 +65,15 @@ class PackedForward(RecurrentForward):
             self._latent = layer_idx
             visible = self.batch.plan(plan_visible, keys.device).slots
             return keys[visible].transpose(0, 1)[None], values[visible].transpose(0, 1)[None]
-        self._layer_of[id(key), id(value)] = layer_idx
-        self._held += key, value
+        self._cached[id(key), id(value)] = ref(key), ref(value), layer_idx
         return key, value
+
+    def layer_of(self, key: torch.Tensor, value: torch.Tensor) -> int | None:
+        """Return the index of the layer that cached these K and V; None if none did."""
+        cached = self._cached.get((id(key), id(value)))
+        if cached is None or cached[0]() is not key or cached[1]() is not value:  # ids are used again
+            return None
+        return cached[2]
 
     def attend(
         self,
@@ -81,7 +88,7 @@ class PackedForward(RecurrentForward):
         Returns:
             [1, num_tokens, num_heads, value_dim].
         """
-        layer_idx, batch = self._layer_of.get((id(key), id(value))), self.batch
+        layer_idx, batch = self.layer_of(key, value), self.batch
         if layer_idx is not None:
             pool_idx, _ = self._layers[layer_idx]
             keys, values = self.pool.keys[pool_idx], self.pool.values[pool_idx]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import subprocess
 import sys
@@ -54,8 +55,10 @@ class SchemaCheck:
             [sys.executable, "-P", str(PROGRAM), str(seconds), str(memory)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
+        wait = functools.partial(_outcome, process, given, WALL_TIMES * (seconds + 1))
+        outcome = asyncio.get_running_loop().run_in_executor(None, wait)
         try:
-            fault = await asyncio.to_thread(_outcome, process, given, WALL_TIMES * (seconds + 1))
+            fault = await asyncio.shield(outcome)  # the thread also reaps the process of a client that left before
         finally:
             process.kill()  # if it still runs because the client left; the thread above then returns
         if process.returncode:

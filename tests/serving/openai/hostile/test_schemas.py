@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -83,6 +86,31 @@ def test_the_process_ends_with_its_client_and_the_next_one_has_its_turn() -> Non
         assert check.slots.num_running == check.slots.num_waiting == 0
 
     run(story())
+
+
+def test_a_process_whose_wait_has_not_begun_is_reaped_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[subprocess.Popen[bytes]]()
+
+    class Recorded(subprocess.Popen[bytes]):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            made.append(self)
+
+    async def story() -> None:
+        is_free, threads = threading.Event(), ThreadPoolExecutor(1)
+        asyncio.get_running_loop().set_default_executor(threads)
+        threads.submit(is_free.wait, WAIT_S)
+        left = asyncio.ensure_future(SchemaCheck(LONG).check("a", HARD_SCHEMA))
+        while not made:
+            await asyncio.sleep(0.01)
+        left.cancel()
+        await asyncio.wait([left])
+        is_free.set()
+
+    monkeypatch.setattr(schemas.subprocess, "Popen", Recorded)
+    run(story())  # which waits for the threads
+    (process,) = made
+    assert process.returncode and process.stdin is not None and process.stdin.closed
 
 
 def test_six_abandoned_schemas_leave_nothing_behind(served: Served) -> None:
