@@ -1,10 +1,10 @@
-"""Requests in stages at given rates: SLOs-Serve's Reasoning, and its ToolLLM with pauses in which K/V is kept.
+"""Requests in stages at given rates: SLOs-Serve's Reasoning, alone and on replicas, and its ToolLLM with pauses.
 
     python benchmarks/papers/stages.py
 
 Lengths and SLOs are the paper's. Reasoning runs on the latencies of an 8B model on one H100, as those of the paper's
-model of 1.5B are not published; tools take two seconds on average, which is assumed. All systems get the same requests.
-Times are those of the virtual clock.
+model of 1.5B are not published; tools take two seconds on average, which is assumed, and K/V is kept meanwhile. All
+systems get the same requests. Times are those of the virtual clock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,9 +23,10 @@ import typer
 from replays import Figures, Key, resumed
 from rich.console import Console
 from rich.table import Table
-from slos_serve import HARDWARES, OURS, SCENARIOS, THEIRS, WITHOUT_DRAFTS, Scenario, attained_share
+from slos_serve import HARDWARES, OURS, SCENARIOS, SEQUENTIAL, THEIRS, WITHOUT_DRAFTS, Scenario, attained_share
 
 from hf_slospec.cli.benchmark import provenance
+from hf_slospec.lab.routers import OURS as GUARANTEES
 from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.systems import config_of
 
@@ -35,22 +36,41 @@ PLAIN = WITHOUT_DRAFTS["ours"].format()  # as in the paper, ToolLLM has no draft
 SARATHI = 'sarathi {"prefill_chunk": 512}'
 REASONING = Scenario(("reasoning",), 60, (512, 512), {"reasoning": "poisson"}, hardware="llama-8b-h100")
 TOOLS = replace(SCENARIOS["toolllm"], number=100, pause_s=PAUSE_S)
-SYSTEMS: dict[str, tuple[Scenario, tuple[float, ...], dict[str, str]]] = {
-    "reasoning": (REASONING, (1.0, 4.0), {"Sarathi": SARATHI, "SLOs-Serve": THEIRS, "auto": OURS}),
-    "tools": (
-        TOOLS,
-        (1.0, 2.0, 3.0),
-        {"Sarathi": SARATHI, "auto": PLAIN, "auto, K/V dropped": PLAIN},
+
+
+@dataclass(frozen=True)
+class Part:
+    """A load, the rates at which it comes to each replica, and the systems that serve it."""
+
+    scenario: Scenario
+    rates: tuple[float, ...]
+    systems: dict[str, str]
+    routers: dict[str, str] = field(default_factory=dict)  # by system, of those with several replicas
+    replicas: int = 1
+
+
+PARTS = {
+    "reasoning": Part(REASONING, (1.0, 4.0), {"Sarathi": SARATHI, "SLOs-Serve": THEIRS, "auto": OURS}),
+    "reasoning, three replicas": Part(
+        replace(REASONING, number=200), (0.7, 1.0),
+        {"SLOs-Serve": THEIRS, "auto": OURS, "auto, sequential": OURS, "auto, oracle router": OURS},
+        {"SLOs-Serve": SEQUENTIAL, "auto, sequential": SEQUENTIAL, "auto, oracle router": "oracle"},
+        replicas=3,
     ),
-}
+    "tools": Part(TOOLS, (1.0, 2.0, 3.0), {"Sarathi": SARATHI, "auto": PLAIN, "auto, K/V dropped": PLAIN}),
+}  # fmt: skip
 
 
-def measured(scenario: Scenario, system: str, rate: float, keeps_kv: bool, seed: int) -> Figures:
+def measured(part: Part, name: str, rate: float, seed: int) -> Figures:
     """Return what becomes of a load: shares of requests by what they attained, and means."""
-    load = scenario.load(rate, 1, seed)
+    scenario, keeps_kv = part.scenario, "dropped" not in name
+    load = scenario.load(rate, part.replicas, seed)
     jobs = [replace(job, continues=job.continues and keeps_kv) for job in load.jobs]
-    hardware = HARDWARES[scenario.hardware]
-    run = Simulation(jobs, load.library, hardware, config_of(system), seed=seed).run(system)
+    system, router = part.systems[name], part.routers.get(name, GUARANTEES)
+    run = Simulation(
+        jobs, load.library, HARDWARES[scenario.hardware], config_of(system),
+        replicas=part.replicas, router=router, seed=seed,
+    ).run(system)  # fmt: skip
     outcomes, summary = run.outcomes, run.summary()
     return {
         "attained": attained_share(jobs, run),
@@ -74,19 +94,20 @@ def main(
     """Simulate all systems at all rates, and write the results."""
     logging.disable(logging.WARNING)  # above capacity many requests miss their SLOs
     tasks: dict[Key, Callable[[], Figures]] = {
-        (part, name, rate): partial(measured, scenario, system, rate, "dropped" not in name, seed)
-        for part, (scenario, rates, systems) in SYSTEMS.items()
-        for name, system in systems.items()
-        for rate in rates
+        (title, name, rate): partial(measured, part, name, rate, seed)
+        for title, part in PARTS.items()
+        for name in part.systems
+        for rate in part.rates
     }
     found = resumed(tasks, workers, kept)
     results: dict[str, Any] = {"provenance": provenance(seed=seed)}
-    for part, (_, rates, systems) in SYSTEMS.items():
-        results[part] = {name: {f"{rate:g}": found[part, name, rate] for rate in rates} for name in systems}
-        table = Table("system", "rate", *found[part, next(iter(systems)), rates[0]], title=part)
-        for name in systems:
-            for rate in rates:
-                table.add_row(name, f"{rate:g}", *(f"{value:.3g}" for value in found[part, name, rate].values()))
+    for title, part in PARTS.items():
+        own = {name: {f"{rate:g}": found[title, name, rate] for rate in part.rates} for name in part.systems}
+        results[title], figures = own, next(iter(next(iter(own.values())).values()))
+        table = Table("system", "rate", *figures, title=title)
+        for name, by_rate in own.items():
+            for rate, values in by_rate.items():
+                table.add_row(name, rate, *(f"{value:.3g}" for value in values.values()))
         Console(width=160, file=sys.stdout).print(table)
     json_path.write_text(json.dumps(results, indent=1) + "\n")
 
