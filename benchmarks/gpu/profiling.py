@@ -1,4 +1,4 @@
-"""Device operations and host waits of hf_slospec's steps, by phase."""
+"""Device operations and host waits of hf_slospec's steps, by phase, and what takes the memory of a call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import bisect
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ METHODS = {
 }
 KINDS = {"kernel": "kernels", "gpu_memcpy": "copies", "gpu_memset": "fills"}  # on the device
 WARM_UP = 4  # calls
+MAX_ALLOCATIONS = 500_000  # of one call
+NUM_PLACES, NUM_FRAMES = 12, 4  # that are recorded
 
 Span = tuple[float, float]  # begin and end, in the trace's microseconds
 
@@ -53,11 +55,58 @@ def profile(bench: Bench, batch: int, limit_s: float, on_hang: Callable[[], None
             with tempfile.TemporaryDirectory() as folder:
                 profiler.export_chrome_trace(path := str(Path(folder) / "trace.json"))
                 trace = json.loads(Path(path).read_text())["traceEvents"]
+            memory = _memory_of(lambda: bench.time(method, 0), bench.target.device)
     except TimedOutError as error:
         return {"status": "timed out", "reason": str(error)}
     except Exception as error:  # noqa: BLE001  recorded
         return outcome_of(error)
-    return {"status": "measured", "counts": counts.as_record()} | count_events(trace)
+    return {"status": "measured", "counts": counts.as_record(), "memory": memory} | count_events(trace)
+
+
+def _memory_of(run: Callable[[], Any], device: torch.device) -> list[dict[str, Any]] | None:
+    """Return what a call allocates at its peak, by place in the code; None where torch does not record that."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return None
+    torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MAX_ALLOCATIONS)
+    try:
+        run()
+        traces = torch.cuda.memory._snapshot(device)["device_traces"]
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    return places_at_peak(traces[torch.cuda.current_device() if device.index is None else device.index])
+
+
+def places_at_peak(trace: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the mebibytes that were allocated when most were, by the frames that did it, the largest first.
+
+    ``trace`` is that of one device, with actions in their order; what was allocated before it began does not count.
+    """
+    live, totals = dict[int, dict[str, Any]](), [0]
+    for event in trace:
+        totals.append(totals[-1] + _replayed(event, live))
+    live.clear()
+    for event in trace[: totals.index(max(totals))]:
+        _replayed(event, live)
+    sizes, numbers = Counter[str](), Counter[str]()
+    for own in live.values():
+        frames = [f"{frame['filename'].split('site-packages/')[-1]}:{frame['line']}" for frame in own.get("frames", ())]
+        place = " < ".join(frames[:NUM_FRAMES])
+        sizes[place] += own["size"]
+        numbers[place] += 1
+    return [
+        {"mib": round(size / 2**20, 1), "tensors": numbers[place], "at": place}
+        for place, size in sizes.most_common(NUM_PLACES)
+    ]
+
+
+def _replayed(event: dict[str, Any], live: dict[int, dict[str, Any]]) -> int:
+    """Replay an action on what is allocated, by address, and return by how many bytes that has changed."""
+    if event["action"] == "alloc":
+        live[event["addr"]] = event
+        return int(event["size"])
+    if event["action"] == "free_requested" and event["addr"] in live:
+        return -int(live.pop(event["addr"])["size"])
+    return 0
 
 
 def count_events(trace: Iterable[dict[str, Any]]) -> dict[str, Any]:

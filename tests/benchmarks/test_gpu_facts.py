@@ -15,7 +15,7 @@ from benchmarks.gpu.bandwidth import datasheet_bandwidth
 from benchmarks.gpu.comparison import order_of
 from benchmarks.gpu.failures import outcome_of
 from benchmarks.gpu.floor import weight_bytes
-from benchmarks.gpu.profiling import count_events
+from benchmarks.gpu.profiling import count_events, places_at_peak
 from benchmarks.gpu.suite import gpu_tests
 from hf_slospec import UnsupportedModelError, UnsupportedOptionError, load_tiny_pair
 
@@ -27,6 +27,23 @@ def test_bandwidth_of_known_devices() -> None:
     }  # fmt: skip
     assert {name: datasheet_bandwidth(name) for name in names} == {name: rate * 1e12 for name, rate in names.items()}
     assert datasheet_bandwidth("NVIDIA A1000") is None and datasheet_bandwidth(None) is None
+
+
+def test_what_is_allocated_at_the_peak() -> None:
+    def action(name: str, addr: int, mib: int = 0, *lines: int) -> dict[str, Any]:
+        frames = [{"filename": "/lib/site-packages/torch/nn.py", "line": line} for line in lines]
+        return {"action": name, "addr": addr, "size": mib * 2**20, "frames": frames}
+
+    trace = [
+        action("alloc", 1, 5, 10, 20), action("segment_alloc", 9, 100), action("alloc", 2, 3, 11, 20),
+        action("free_requested", 1), action("free_completed", 1), action("free_requested", 7),  # of before
+        action("alloc", 1, 4, 11, 20), action("alloc", 3, 2, 12), action("free_requested", 2), action("alloc", 4, 1),
+    ]  # fmt: skip
+    assert places_at_peak(trace) == [  # 3 + 4 + 2 MiB; at the end there are 7
+        {"mib": 7.0, "tensors": 2, "at": "torch/nn.py:11 < torch/nn.py:20"},
+        {"mib": 2.0, "tensors": 1, "at": "torch/nn.py:12"},
+    ]
+    assert places_at_peak([]) == []
 
 
 def test_profile_of_a_trace() -> None:
