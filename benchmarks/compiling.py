@@ -3,8 +3,9 @@
     python -m benchmarks.compiling --target CHECKPOINT [--batch 1] [--json FILE]
 
 One process finds an empty cache and decodes until its forwards are compiled; another one after it finds them compiled.
-Each decodes short texts one after the other, without drafts: with eager forwards only, while the compiler runs or the
-package is loaded, and compiled. Stock ``generate`` decodes in turns with the first two.
+Both decode short texts one after the other, without drafts: with eager forwards only, while the compiler runs or the
+package is loaded, and compiled. Stock ``generate`` decodes in turns with the first two of these. A third process finds
+an empty cache, and waits for the compiler (``compile="wait"``).
 """
 
 from __future__ import annotations
@@ -32,12 +33,28 @@ NEW_TOKENS, TURNS = 16, 12
 LIMIT_S = 400.0  # within which forwards must be compiled
 
 
-def measure(target: str, dtype: str, batch: int) -> dict[str, Any]:
-    """Return the figures of this process."""
+def loaded(target: str, dtype: str) -> tuple[Any, Any]:
+    """Return model and tokenizer of a checkpoint."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(target, dtype=getattr(torch, dtype))
-    tokenizer = AutoTokenizer.from_pretrained(target)
+    return model, AutoTokenizer.from_pretrained(target)
+
+
+def measure_waiting(target: str, dtype: str, batch: int) -> dict[str, Any]:
+    """Return the seconds that this process waits for the compiler alone."""
+    model, tokenizer = loaded(target, dtype)
+    begun_s = time.perf_counter()
+    ours = SLOSpecGenerator(model, None, tokenizer, SLOSpecConfig(policy="none", compile="wait"), drafter="lookup")
+    ours.generate(**tokenizer(["Tell me"] * batch, return_tensors="pt"), do_sample=False, max_new_tokens=1)
+    if (path := ours.stats().forwards["target"]) != "compiled":
+        raise RuntimeError(f"forwards were not compiled: {path}")
+    return {"until_compiled_s": round(time.perf_counter() - begun_s, 1)}
+
+
+def measure(target: str, dtype: str, batch: int) -> dict[str, Any]:
+    """Return the figures of this process, which decodes meanwhile."""
+    model, tokenizer = loaded(target, dtype)
     inputs = tokenizer(["Tell me a story about a"] * batch, return_tensors="pt")
     options: dict[str, Any] = dict(do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
 
@@ -81,10 +98,13 @@ def measure(target: str, dtype: str, batch: int) -> dict[str, Any]:
     return figures
 
 
-def in_own_process(cache: str, *arguments: str) -> dict[str, Any]:
-    """Return what a new process measures that keeps packages in ``cache``."""
+MEASURED = {"decoding": measure, "waiting": measure_waiting}
+
+
+def in_own_process(cache: str, kind: str, *arguments: str) -> dict[str, Any]:
+    """Return what a new process of this kind, of :data:`MEASURED`, measures that keeps packages in ``cache``."""
     environment = os.environ | {"HF_ASSETS_CACHE": cache, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "benchmarks.compiling", *arguments, "--measure"]
+    command = [sys.executable, "-m", "benchmarks.compiling", *arguments, "--measure", kind]
     output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
     figures: dict[str, Any] = json.loads(output.splitlines()[-1])
     return figures
@@ -95,15 +115,16 @@ def main(
     dtype: Annotated[str, typer.Option()] = "bfloat16",
     batch: Annotated[int, typer.Option()] = 1,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
-    here: Annotated[bool, typer.Option("--measure", hidden=True)] = False,
+    here: Annotated[str, typer.Option("--measure", hidden=True)] = "",
 ) -> None:
-    """Measure in a process with an empty cache, and in one after it."""
+    """Measure in a process with an empty cache, in one after it, and in one that waits."""
     if here:
-        print(json.dumps(measure(target, dtype, batch)))
+        print(json.dumps(MEASURED[here](target, dtype, batch)))
         return
     arguments = "--target", target, "--dtype", dtype, "--batch", str(batch)
-    with tempfile.TemporaryDirectory() as cache:
-        results = {name: in_own_process(cache, *arguments) for name in ("first process", "later process")}
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as other_cache:
+        results = {name: in_own_process(cache, "decoding", *arguments) for name in ("first process", "later process")}
+        results["waiting process"] = in_own_process(other_cache, "waiting", *arguments)
     print(json.dumps(results, indent=2))
     if json_path is not None:
         write_results(json_path, provenance(target=Path(target).name, dtype=dtype, batch=batch), results)
