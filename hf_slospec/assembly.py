@@ -32,7 +32,6 @@ def static_engine(
 ) -> Engine[StaticScheduler]:
     """Return an engine that decodes a fixed batch of requests; see :class:`StaticScheduler`."""
     target, drafter, policy, costs, clock = parts
-    policy.ends_together = True
     windows = WindowGuarantees(config.guarantee, costs.recent)
     begin = None if config.guarantee is None else partial(guarantee_windows, costs=costs, windows=windows)
     scheduler = StaticScheduler(requests, begin, shares_prompts)

@@ -10,8 +10,10 @@ from hf_slospec.algo.tree import BoolArray, FloatArray
 
 MAX_BEHIND = 2.0  # tokens behind the SLO beyond which the weight rises no more
 CUSHION = 2.0  # standard deviations of the tokens that a request's remaining steps commit
-END_NORM = 8.0  # exponent of the norm of the rows' remaining steps that stands for their maximum
-PRIOR_STEPS = 8  # steps at the mean rate of all rows that count as if a row had made them
+# Exponent of the norm of the rows' remaining steps that stands for their maximum. In simulations 8 gains a quarter more
+# if all rows emit as many tokens as they may, but loses 4 % if the rows that end early are those that accept little.
+END_NORM = 3.0
+PRIOR_STEPS = 8  # steps at the mean rate of all rows that count as if a row had made them; a guess
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,8 @@ def end_weights(
     that end early anyway.
 
     Args:
-        num_left, committed, num_steps: tokens that may still be emitted, steps made, and tokens that these committed,
-            [num_rows] f64.
+        num_left: tokens that may still be emitted, for those to come, which are unknown, [num_rows] f64.
+        committed, num_steps: tokens that steps have committed, and the number of these steps, [num_rows] f64.
         fixed_s: seconds of a step that do not depend on the number of rows.
         row_s: seconds that one more row adds to a step.
 

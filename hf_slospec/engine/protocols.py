@@ -315,8 +315,6 @@ class Policy:
     policy that passes data from its plan to its selection defines ``step`` in place of them.
     """
 
-    ends_together = False  # requests are the rows of one call, which ends with the last one; the engine's maker sets it
-
     def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
         """Make the decisions of one step: yield a plan, then a selection, and learn from the outcome.
 

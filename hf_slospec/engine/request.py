@@ -103,6 +103,7 @@ class RequestParams:
     encoded_for: Callable[[Any], Any] | None = None  # model -> what its decoder attends to of an encoder's outputs
     prompt_reader: PromptReader | None = None  # takes the prompt's logits; None: they are not needed
     may_draft: bool = True  # False: one token per step, whatever the policy plans
+    ends_with_others: bool = False  # the output is returned with those of all other requests, once the last one ends
     e2e_slo_s: float | None = None  # seconds from arrival to the last token
     grammar: Grammar | None = None  # what drafts follow, as the output does; None: the output is free
     earlier: RequestMetrics | None = None  # those of the request that this one continues after a pause

@@ -156,6 +156,7 @@ class Rows:
                 prefill=None if whole is None else whole.prefill(row),
                 encoded_for=None if encoder is None else encoder.of_row(row),
                 grammar=grammars[row],
+                ends_with_others=True,
             )
             for row, tokens in enumerate(prompts)
         ]

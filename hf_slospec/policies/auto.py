@@ -83,8 +83,7 @@ class SpeculationHistory:
         requests = [request() for outcome in outcomes for request in outcome.requests]
         drafted, forest = [outcome.drafted for outcome in outcomes], prediction.forest
         self._acceptance.observe(requests, prediction, is_verified, verified[np.array(indices, np.int64)])
-        shares = np.concatenate([outcome.shares for outcome in outcomes])
-        self.depths.observe(forest, prediction.path_probs * shares[forest.tree_of], is_verified, drafted)
+        self.depths.observe(forest, prediction.path_probs, is_verified, drafted)
         # Sums of the path probabilities of all candidates, roots left out.
         mass, draft_mass = (float(probs.sum()) - len(accepted) for probs in (prediction.path_probs, forest.path_probs))
         weight = 1.0 - (1.0 - FADE) ** len(outcomes)
@@ -106,11 +105,10 @@ class _Outcome:
     is_verified: BoolArray  # [num_nodes]
     accepted: Sequence[Sequence[int]]  # accepted nodes of each verified tree
     drafted: Drafted
-    shares: FloatArray  # [num_trees] f64, weights of the trees' tokens, with a mean of 1 over the trees drafted
 
 
 class AutoPolicy(NamedPolicy):
-    """Policy that maximises expected tokens per second, with higher weights for late requests.
+    """Policy that maximises expected tokens per second, with higher weights for late requests and a call's last rows.
 
     Nodes are added, best first, while the ratio of expected tokens to seconds rises, which also sets the budget of a
     step. Depth and width are those that pay by running averages, but no deeper than this step's trees are worth; if
@@ -131,8 +129,9 @@ class AutoPolicy(NamedPolicy):
         urgencies = self._urgencies(requests, begun_s)
         plan = self._shape(requests, urgencies, num_keys, num_prefill_tokens)
         if plan.depth:
-            ends = self._end_weights(requests, num_keys)
-            weights = urgencies * ends * np.array([BEST_EFFORT_WEIGHT if r.is_best_effort else 1.0 for r in requests])
+            weights = urgencies * np.array([BEST_EFFORT_WEIGHT if r.is_best_effort else 1.0 for r in requests])
+            if num_requests > 1 and all(r.params.ends_with_others and r.pace_s is None for r in requests):
+                weights = self._end_weights(requests)
             num_behind = {request: request.num_draft_behind for request in requests}  # before the draft processes them
             plan = self._limited(plan, requests, weights / weights.mean(), num_keys)
         candidates, plan = yield plan
@@ -164,9 +163,7 @@ class AutoPolicy(NamedPolicy):
         predicted_s = float(step_s(np.array(np.count_nonzero(is_verified) + num_prefill_tokens)))
         accepted, _ = yield Selection(forest.subtrees(is_verified), expected.tolist(), predicted_s)
         drafted = Drafted(plan.depth, plan.width, len(drafting))
-        is_drafting = np.isin([id(request) for request in requests], [id(request) for request in drafting])
-        shares = ends / ends[is_drafting].mean()
-        self.history.observe(_Outcome(list(map(ref, requests)), prediction, is_verified, accepted, drafted, shares))
+        self.history.observe(_Outcome(list(map(ref, requests)), prediction, is_verified, accepted, drafted))
 
     def _shape(
         self, requests: Sequence[Request], urgencies: FloatArray, num_keys: int, num_prefill_tokens: int
@@ -195,7 +192,8 @@ class AutoPolicy(NamedPolicy):
 
     def _limited(self, plan: Plan, requests: Sequence[Request], weights: FloatArray, num_keys: int) -> Plan:
         """Return the plan with limits at which drafting stops; the mean of ``weights`` is 1."""
-        num_requests, depths, drafting = len(requests), self.history.depths, plan.drafting or ()
+        num_requests, depths, drafting = len(requests), self.history.depths, plan.drafting
+        assert drafting is not None
         # A node or a level is worth its time if it may gain more tokens than that time yields on average.
         goodput = depths.goodput * num_requests
         roots_s, more_s = (self.costs.verify_at(num_requests + n, num_requests, num_keys) for n in (0, SPAN))
@@ -227,18 +225,14 @@ class AutoPolicy(NamedPolicy):
         cushion = progress.cushion(needed, recent.tokens, history.variance**0.5)
         return urgency(progress.behind(recent.step_s), cushion, is_unattainable, self.config.urgency)
 
-    def _end_weights(self, requests: Sequence[Request], num_keys: int) -> FloatArray:
-        """Return the weights of rows that end together, with a mean of 1, or ones.  -> [num_requests] f64"""
-        num_requests = len(requests)
-        if num_requests == 1 or not self.ends_together:
-            return np.ones(num_requests)
-        all_s, one_s = (self.costs.verify_at(n, n, num_keys * n // num_requests) for n in (num_requests, 1))
-        row_s = max(all_s - one_s, 0.0) / (num_requests - 1)
+    def _end_weights(self, requests: Sequence[Request]) -> FloatArray:
+        """Return the weights of :func:`~hf_slospec.algo.urgency.end_weights`.  -> [num_requests] f64"""
+        all_s, one_s = self.costs.step_at(len(requests)), self.costs.step_at(1)
+        row_s = max(all_s - one_s, 0.0) / max(len(requests) - 1, 1)
+        # The first token came with the prompt.
         columns = [(r.num_left, r.num_emitted - 1, r.stats.num_steps) for r in requests]
         num_left, committed, num_steps = np.array(columns, np.float64).T
-        weights = end_weights(num_left, committed, num_steps, max(all_s - num_requests * row_s, 0.0), row_s)
-        shares: FloatArray = weights / weights.mean()
-        return shares
+        return end_weights(num_left, committed, num_steps, max(one_s - row_s, 0.0), row_s)
 
     def _warn_once(self, request: Request, needed: float) -> None:
         if request not in self._warned:

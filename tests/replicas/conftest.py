@@ -11,7 +11,7 @@ import pytest
 from hf_slospec import load_tiny_pair
 
 os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
-os.environ["RAY_worker_niceness"] = "0"  # 15, Ray's default, lets the tests beside them take all cores
+os.environ.update({"RAY_worker_niceness": "0"})  # 15, Ray's default, lets the tests beside them take all cores
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

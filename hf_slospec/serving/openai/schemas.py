@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import subprocess
 import sys
@@ -55,10 +54,10 @@ class SchemaCheck:
             [sys.executable, "-P", str(PROGRAM), str(seconds), str(memory)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        wait = functools.partial(_outcome, process, given, WALL_TIMES * (seconds + 1))
-        outcome = asyncio.get_running_loop().run_in_executor(None, wait)
+        loop, timeout_s = asyncio.get_running_loop(), WALL_TIMES * (seconds + 1)
         try:
-            fault = await asyncio.shield(outcome)  # the thread also reaps the process of a client that left before
+            # Shielded, so that the process is waited for even if its client leaves before a thread begins to.
+            fault = await asyncio.shield(loop.run_in_executor(None, _outcome, process, given, timeout_s))
         finally:
             process.kill()  # if it still runs because the client left; the thread above then returns
         if process.returncode:
