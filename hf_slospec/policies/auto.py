@@ -83,7 +83,8 @@ class SpeculationHistory:
         requests = [request() for outcome in outcomes for request in outcome.requests]
         drafted, forest = [outcome.drafted for outcome in outcomes], prediction.forest
         self._acceptance.observe(requests, prediction, is_verified, verified[np.array(indices, np.int64)])
-        self.depths.observe(forest, prediction.path_probs, is_verified, drafted)
+        weights = np.concatenate([outcome.weights for outcome in outcomes])
+        self.depths.observe(forest, weights[forest.tree_of] * prediction.path_probs, is_verified, drafted)
         # Sums of the path probabilities of all candidates, roots left out.
         mass, draft_mass = (float(probs.sum()) - len(accepted) for probs in (prediction.path_probs, forest.path_probs))
         weight = 1.0 - (1.0 - FADE) ** len(outcomes)
@@ -105,6 +106,7 @@ class _Outcome:
     is_verified: BoolArray  # [num_nodes]
     accepted: Sequence[Sequence[int]]  # accepted nodes of each verified tree
     drafted: Drafted
+    weights: FloatArray  # [num_trees] f64, of rows that end together, with a mean of 1 over the trees drafted; else 1
 
 
 class AutoPolicy(NamedPolicy):
@@ -129,9 +131,8 @@ class AutoPolicy(NamedPolicy):
         urgencies = self._urgencies(requests, begun_s)
         plan = self._shape(requests, urgencies, num_keys, num_prefill_tokens)
         if plan.depth:
-            weights = urgencies * np.array([BEST_EFFORT_WEIGHT if r.is_best_effort else 1.0 for r in requests])
-            if num_requests > 1 and all(r.params.ends_with_others and r.pace_s is None for r in requests):
-                weights = self._end_weights(requests)
+            ends = self._end_weights(requests)
+            weights = urgencies * ends * np.array([BEST_EFFORT_WEIGHT if r.is_best_effort else 1.0 for r in requests])
             num_behind = {request: request.num_draft_behind for request in requests}  # before the draft processes them
             plan = self._limited(plan, requests, weights / weights.mean(), num_keys)
         candidates, plan = yield plan
@@ -163,7 +164,10 @@ class AutoPolicy(NamedPolicy):
         predicted_s = float(step_s(np.array(np.count_nonzero(is_verified) + num_prefill_tokens)))
         accepted, _ = yield Selection(forest.subtrees(is_verified), expected.tolist(), predicted_s)
         drafted = Drafted(plan.depth, plan.width, len(drafting))
-        self.history.observe(_Outcome(list(map(ref, requests)), prediction, is_verified, accepted, drafted))
+        if len(drafting) < num_requests:
+            drafted_for = set(drafting)
+            ends /= ends[[request in drafted_for for request in requests]].mean()
+        self.history.observe(_Outcome(list(map(ref, requests)), prediction, is_verified, accepted, drafted, ends))
 
     def _shape(
         self, requests: Sequence[Request], urgencies: FloatArray, num_keys: int, num_prefill_tokens: int
@@ -226,13 +230,19 @@ class AutoPolicy(NamedPolicy):
         return urgency(progress.behind(recent.step_s), cushion, is_unattainable, self.config.urgency)
 
     def _end_weights(self, requests: Sequence[Request]) -> FloatArray:
-        """Return the weights of :func:`~hf_slospec.algo.urgency.end_weights`.  -> [num_requests] f64"""
+        """Return the weights of :func:`~hf_slospec.algo.urgency.end_weights`, with a mean of 1.  -> [num_requests] f64
+
+        They are 1 for requests that end one by one, and if any has an SLO.
+        """
+        if len(requests) == 1 or not all(r.params.ends_with_others and r.pace_s is None for r in requests):
+            return np.ones(len(requests))
         all_s, one_s = self.costs.step_at(len(requests)), self.costs.step_at(1)
-        row_s = max(all_s - one_s, 0.0) / max(len(requests) - 1, 1)
+        row_s = max(all_s - one_s, 0.0) / (len(requests) - 1)
         # The first token came with the prompt.
         columns = [(r.num_left, r.num_emitted - 1, r.stats.num_steps) for r in requests]
         num_left, committed, num_steps = np.array(columns, np.float64).T
-        return end_weights(num_left, committed, num_steps, max(one_s - row_s, 0.0), row_s)
+        weights = end_weights(num_left, committed, num_steps, max(one_s - row_s, 0.0), row_s)
+        return np.asarray(weights / weights.mean())
 
     def _warn_once(self, request: Request, needed: float) -> None:
         if request not in self._warned:
