@@ -42,14 +42,14 @@ def loaded(target: str, dtype: str) -> tuple[Any, Any]:
 
 
 def measure_waiting(target: str, dtype: str, batch: int) -> dict[str, Any]:
-    """Return the seconds that this process waits for the compiler alone."""
+    """Return the seconds in which this process makes a generator that waits for the compiler, and calls it once."""
     model, tokenizer = loaded(target, dtype)
     begun_s = time.perf_counter()
     ours = SLOSpecGenerator(model, None, tokenizer, SLOSpecConfig(policy="none", compile="wait"), drafter="lookup")
     ours.generate(**tokenizer(["Tell me"] * batch, return_tensors="pt"), do_sample=False, max_new_tokens=1)
     if (path := ours.stats().forwards["target"]) != "compiled":
         raise RuntimeError(f"forwards were not compiled: {path}")
-    return {"until_compiled_s": round(time.perf_counter() - begun_s, 1)}
+    return {"until_called_s": round(time.perf_counter() - begun_s, 1)}
 
 
 def measure(target: str, dtype: str, batch: int) -> dict[str, Any]:
@@ -102,7 +102,7 @@ MEASURED = {"decoding": measure, "waiting": measure_waiting}
 
 
 def in_own_process(cache: str, kind: str, *arguments: str) -> dict[str, Any]:
-    """Return what a new process of this kind, of :data:`MEASURED`, measures that keeps packages in ``cache``."""
+    """Return what a new process measures by a function of :data:`MEASURED`, with its packages in ``cache``."""
     environment = os.environ | {"HF_ASSETS_CACHE": cache, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "benchmarks.compiling", *arguments, "--measure", kind]
     output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -115,11 +115,11 @@ def main(
     dtype: Annotated[str, typer.Option()] = "bfloat16",
     batch: Annotated[int, typer.Option()] = 1,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
-    here: Annotated[str, typer.Option("--measure", hidden=True)] = "",
+    kind: Annotated[str, typer.Option("--measure", hidden=True)] = "",
 ) -> None:
     """Measure in a process with an empty cache, in one after it, and in one that waits."""
-    if here:
-        print(json.dumps(MEASURED[here](target, dtype, batch)))
+    if kind:
+        print(json.dumps(MEASURED[kind](target, dtype, batch)))
         return
     arguments = "--target", target, "--dtype", dtype, "--batch", str(batch)
     with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as other_cache:

@@ -35,14 +35,17 @@ METHODS = {
 }
 KINDS = {"kernel": "kernels", "gpu_memcpy": "copies", "gpu_memset": "fills"}  # on the device
 WARM_UP = 4  # calls
-MAX_ALLOCATIONS = 500_000  # of one call
+MAX_ACTIONS = 500_000  # of the allocator in one call
 NUM_PLACES, NUM_FRAMES = 12, 4  # that are recorded
 
 Span = tuple[float, float]  # begin and end, in the trace's microseconds
 
 
 def profile(bench: Bench, batch: int, limit_s: float, on_hang: Callable[[], None]) -> dict[str, Any]:
-    """Record a call of hf_slospec's default by a profiler, after some calls without; see :func:`count_events`."""
+    """Record a call of hf_slospec's default by a profiler, after some calls without.
+
+    See :func:`count_events`, and for ``memory``, of another call, :func:`places_at_peak`.
+    """
     wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA} & supported_activities()
     try:
         with at_most(limit_s, on_hang), contestant(bench, batch, OURS) as (method, _), ExitStack() as stack:
@@ -63,17 +66,23 @@ def profile(bench: Bench, batch: int, limit_s: float, on_hang: Callable[[], None
     return {"status": "measured", "counts": counts.as_record(), "memory": memory} | count_events(trace)
 
 
-def _memory_of(run: Callable[[], Any], device: torch.device) -> list[dict[str, Any]] | None:
+def _memory_of(run: Callable[[], Any], device: torch.device) -> Any:
     """Return what a call allocates at its peak, by place in the code; None where torch does not record that."""
     if device.type != "cuda" or torch.version.cuda is None:
         return None
-    torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MAX_ALLOCATIONS)
     try:
+        torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MAX_ACTIONS)
         run()
         traces = torch.cuda.memory._snapshot(device)["device_traces"]
-    finally:
         torch.cuda.memory._record_memory_history(enabled=None)
-    return places_at_peak(traces[torch.cuda.current_device() if device.index is None else device.index])
+        trace = traces[torch.cuda.current_device() if device.index is None else device.index]
+        if len(trace) >= MAX_ACTIONS:
+            raise RuntimeError(
+                f"the call had more than {MAX_ACTIONS} actions of the allocator, of which the first are lost"
+            )
+        return places_at_peak(trace)
+    except Exception as error:  # noqa: BLE001  recorded, as these functions are no part of torch's interface
+        return outcome_of(error)
 
 
 def places_at_peak(trace: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

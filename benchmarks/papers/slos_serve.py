@@ -227,8 +227,8 @@ PARTS: dict[str, Part] = {
         for name, number, systems in (
             ("chatbot", 150, (THEIRS, OURS)),
             ("coder", 300, (THEIRS, OURS)),
-            ("summarizer", 150, (THEIRS,)),
-            ("mixed", 180, (THEIRS,)),  # for the ablation
+            ("summarizer", 150, (THEIRS,)),  # this and the next one for the ablation only
+            ("mixed", 180, (THEIRS,)),
         )
         for system in systems
     },

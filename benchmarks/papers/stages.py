@@ -39,37 +39,37 @@ TOOLS = replace(SCENARIOS["toolllm"], number=100, pause_s=PAUSE_S)
 
 
 @dataclass(frozen=True)
-class Part:
+class Experiment:
     """A load, the rates at which it comes to each replica, and the systems that serve it."""
 
     scenario: Scenario
     rates: tuple[float, ...]
     systems: dict[str, str]
-    routers: dict[str, str] = field(default_factory=dict)  # by system, of those with several replicas
+    routers: dict[str, str] = field(default_factory=dict)  # by system; others: guarantees
     replicas: int = 1
 
 
-PARTS = {
-    "reasoning": Part(REASONING, (1.0, 4.0), {"Sarathi": SARATHI, "SLOs-Serve": THEIRS, "auto": OURS}),
-    "reasoning, three replicas": Part(
+EXPERIMENTS = {
+    "reasoning": Experiment(REASONING, (1.0, 4.0), {"Sarathi": SARATHI, "SLOs-Serve": THEIRS, "auto": OURS}),
+    "reasoning, three replicas": Experiment(
         replace(REASONING, number=200), (0.7, 1.0),
         {"SLOs-Serve": THEIRS, "auto": OURS, "auto, sequential": OURS, "auto, oracle router": OURS},
         {"SLOs-Serve": SEQUENTIAL, "auto, sequential": SEQUENTIAL, "auto, oracle router": "oracle"},
         replicas=3,
     ),
-    "tools": Part(TOOLS, (1.0, 2.0, 3.0), {"Sarathi": SARATHI, "auto": PLAIN, "auto, K/V dropped": PLAIN}),
+    "tools": Experiment(TOOLS, (1.0, 2.0, 3.0), {"Sarathi": SARATHI, "auto": PLAIN, "auto, K/V dropped": PLAIN}),
 }  # fmt: skip
 
 
-def measured(part: Part, name: str, rate: float, seed: int) -> Figures:
+def measured(experiment: Experiment, name: str, rate: float, seed: int) -> Figures:
     """Return what becomes of a load: shares of requests by what they attained, and means."""
-    scenario, keeps_kv = part.scenario, "dropped" not in name
-    load = scenario.load(rate, part.replicas, seed)
+    scenario, keeps_kv = experiment.scenario, "dropped" not in name
+    load = scenario.load(rate, experiment.replicas, seed)
     jobs = [replace(job, continues=job.continues and keeps_kv) for job in load.jobs]
-    system, router = part.systems[name], part.routers.get(name, GUARANTEES)
+    system, router = experiment.systems[name], experiment.routers.get(name, GUARANTEES)
     run = Simulation(
         jobs, load.library, HARDWARES[scenario.hardware], config_of(system),
-        replicas=part.replicas, router=router, seed=seed,
+        replicas=experiment.replicas, router=router, seed=seed,
     ).run(system)  # fmt: skip
     outcomes, summary = run.outcomes, run.summary()
     return {
@@ -94,17 +94,20 @@ def main(
     """Simulate all systems at all rates, and write the results."""
     logging.disable(logging.WARNING)  # above capacity many requests miss their SLOs
     tasks: dict[Key, Callable[[], Figures]] = {
-        (title, name, rate): partial(measured, part, name, rate, seed)
-        for title, part in PARTS.items()
-        for name in part.systems
-        for rate in part.rates
+        (title, name, rate): partial(measured, experiment, name, rate, seed)
+        for title, experiment in EXPERIMENTS.items()
+        for name in experiment.systems
+        for rate in experiment.rates
     }
     found = resumed(tasks, workers, kept)
     results: dict[str, Any] = {"provenance": provenance(seed=seed)}
-    for title, part in PARTS.items():
-        own = {name: {f"{rate:g}": found[title, name, rate] for rate in part.rates} for name in part.systems}
-        results[title], figures = own, next(iter(next(iter(own.values())).values()))
-        table = Table("system", "rate", *figures, title=title)
+    for title, experiment in EXPERIMENTS.items():
+        own = {
+            name: {f"{rate:g}": found[title, name, rate] for rate in experiment.rates} for name in experiment.systems
+        }
+        results[title] = own
+        (first, *_), *_ = (by_rate.values() for by_rate in own.values())
+        table = Table("system", "rate", *first, title=title)
         for name, by_rate in own.items():
             for rate, values in by_rate.items():
                 table.add_row(name, rate, *(f"{value:.3g}" for value in values.values()))

@@ -75,7 +75,7 @@ class DepthControl:
 
     def __init__(self, max_depth: int, max_width: int):
         self.nodes = np.zeros((max_depth + 1, max_width))  # [depth, rank in beam] verified nodes per request
-        self.mass = np.zeros((max_depth + 1, max_width))  # their path probability, which is their expected tokens
+        self.mass = np.zeros((max_depth + 1, max_width))  # their weighted path probability, i.e. expected tokens
         self.nodes[0, 0] = self.mass[0, 0] = 1.0
         self.steps_since = np.full((max_depth + 1, max_width), np.inf)  # steps since the entry was last drafted
         self.num_observed = self.num_trees = 0  # steps that drafted, and their trees
@@ -93,7 +93,7 @@ class DepthControl:
 
         Args:
             forest: candidate trees.
-            path_probs: [num_nodes] f64, calibrated path probabilities.
+            path_probs: [num_nodes] f64, calibrated path probabilities, times weights of the trees with a mean of 1.
             is_verified: [num_nodes] bool, the nodes that were verified.
             drafted: one per step.
         """
