@@ -12,6 +12,7 @@ OURS = "hf_slospec"
 EPYC = "cpu-2core-0.6B-bf16.json"
 AMX = {1: "cpu-2core-0.6B-bf16-amx-batch1.json", 8: "cpu-2core-0.6B-bf16-amx-batch8.json"}
 PEERS = "peers-batch{}-cpu-2core-0.6B{}.json"
+PEERS_VLLM = "peers-vllm-cpu-2core-0.6B-bf16.json"
 SPEC_BENCH = "spec-bench-smollm2-135m-cpu-2core-bf16.json"
 SPEC_BENCH_ALL = "spec-bench-smollm2-135m-all-cpu-2core-bf16.json"
 SPEC_BENCH_16 = "spec-bench-smollm2-135m-batch16-cpu-2core-bf16.json"
@@ -265,11 +266,11 @@ def times_as_fast(method: dict[str, Any], other: dict[str, Any]) -> str:
     return ratio(paired(*zip(*both, strict=True))) + ("" if len(both) > 1 else " (one repeat)")
 
 
-def peer_rows(file: str, number: int | None = None) -> list[list[str]]:
+def peer_rows(file: str) -> list[list[str]]:
     """Return the rows of a comparison with other engines, ours against each in the same precision."""
     lines = []
     for row in result(file)["summary"]:
-        if row["name"].startswith("stock") or (number is not None and row["batch"] != number):
+        if row["name"].startswith("stock"):
             continue
         key = "ours_fp32_vs_it" if "fp32" in row["name"] else "ours_bf16_vs_it"
         ours = row["name"].startswith(OURS)
@@ -314,6 +315,11 @@ def peers_avx2() -> str:
 @table
 def peers_batch8() -> str:
     return markdown(PEER, peer_rows(PEERS.format(8, "")))
+
+
+@table
+def peers_vllm() -> str:
+    return markdown(PEER, peer_rows(PEERS_VLLM))
 
 
 @table
@@ -702,15 +708,21 @@ def _of_assisted(name: str) -> str:
     return ", ".join(texts)
 
 
-def _peer(batch: int, engine: str, isa: str = "", *, run: int | None = None) -> str:
-    """Return our speed against an engine as it is fastest, with its best draft length if it drafts.
+def _peer(batch: int, engine: str) -> str:
+    """Return our speed in bf16 against an engine as it is fastest on the pair, with drafts or without."""
+    rows = [row for row in result(PEERS_VLLM)["summary"] if row["batch"] == batch and row["name"].startswith(engine)]
+    return ratio(max(rows, key=lambda row: row["vs_stock"])["ours_bf16_vs_it"])
 
-    Args:
-        run: the batch size of the file, where it has further ones.
-    """
-    rows = [row for row in result(PEERS.format(run or batch, isa))["summary"] if row["batch"] == batch]
-    row = max((row for row in rows if row["name"].startswith(engine)), key=lambda row: row["vs_stock"])
-    return ratio(row["ours_fp32_vs_it" if "fp32" in engine else "ours_bf16_vs_it"])
+
+def _peers_on_checkpoint(batch: int) -> str:
+    """Return our speed as we are fastest on the published checkpoint against each engine as it is, in one run each."""
+    texts = []
+    for group, engine in (("llama-bf16", "llama.cpp"), ("openvino-bf16", "OpenVINO"), ("vllm-bf16", "vLLM")):
+        rows = [row for row in result(REAL_PEERS)["summary"] if (row["group"], row["task"]) == (group, "overall")]
+        rows = [row for row in rows if row["batch"] == batch]
+        ours, theirs = (max(row["speedup"] for row in rows if row["name"].startswith(name)) for name in (OURS, engine))
+        texts.append(f"{ours / theirs:.2f}x ({engine})")
+    return ", ".join(texts)
 
 
 @table
@@ -773,19 +785,17 @@ def summary() -> str:
             (f"{what}, 8B-shaped, H100", h100(batch), "[GPU](#on-a-gpu)")
             for batch, what in ((1, "one text"), (8, "batch of 8"), (64, "batch of 64"))
         ),
-        (
-            "against llama.cpp f16 as it is fastest, batch 1",
-            f"{_peer(1, 'llama.cpp f16')} (AMX), {_peer(1, 'llama.cpp f16', '-avx2')} (AVX2)",
-            "[engines](#other-engines-on-a-cpu)",
+        *(
+            (
+                f"against engines in bf16 on a CPU, a published checkpoint, each as it is fastest, batch {batch}",
+                _peers_on_checkpoint(batch),
+                "[published checkpoint](#a-published-checkpoint)",
+            )
+            for batch in (1, 8)
         ),
         (
-            "against OpenVINO fp32 as it is fastest",
-            f"{_peer(1, 'OpenVINO fp32')} at batch 1, {_peer(8, 'OpenVINO fp32')} at batch 8",
-            "[engines](#other-engines-on-a-cpu)",
-        ),
-        (
-            "against vLLM bf16 on a CPU as it is fastest",
-            f"{_peer(1, 'vLLM bf16', run=8)} at batch 1, {_peer(8, 'vLLM bf16')} at batch 8",
+            "against vLLM in bf16 on a CPU as it is fastest, with a draft model",
+            f"{_peer(1, 'vLLM bf16')} at batch 1, {_peer(8, 'vLLM bf16')} at batch 8",
             "[engines](#other-engines-on-a-cpu)",
         ),
         (
