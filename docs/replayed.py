@@ -375,7 +375,8 @@ def slos_serve_ablation() -> str:
 @table
 def stages() -> str:
     lines = []
-    for part, name in (("reasoning", "Reasoning"), ("tools", "ToolLLM with pauses")):
+    names = {"reasoning": "Reasoning", "reasoning, three replicas": "on three replicas", "tools": "ToolLLM with pauses"}
+    for part, name in names.items():
         for system, by_rate in result("stages.json")[part].items():
             for rate, run in by_rate.items():
                 shares = (f"{100 * run[key]:.0f} %" for key in ("attained", "first_token_in_time", "windows_kept"))
