@@ -708,9 +708,9 @@ def _of_assisted(name: str) -> str:
     return ", ".join(texts)
 
 
-def _peer(batch: int, engine: str) -> str:
-    """Return our speed in bf16 against an engine as it is fastest on the pair, with drafts or without."""
-    rows = [row for row in result(PEERS_VLLM)["summary"] if row["batch"] == batch and row["name"].startswith(engine)]
+def _vllm_on_pair(batch: int) -> str:
+    """Return our speed in bf16 against vLLM as it is fastest on the pair, with drafts or without."""
+    rows = [row for row in result(PEERS_VLLM)["summary"] if row["batch"] == batch and row["name"].startswith("vLLM")]
     return ratio(max(rows, key=lambda row: row["vs_stock"])["ours_bf16_vs_it"])
 
 
@@ -795,7 +795,7 @@ def summary() -> str:
         ),
         (
             "against vLLM in bf16 on a CPU as it is fastest, with a draft model",
-            f"{_peer(1, 'vLLM bf16')} at batch 1, {_peer(8, 'vLLM bf16')} at batch 8",
+            f"{_vllm_on_pair(1)} at batch 1, {_vllm_on_pair(8)} at batch 8",
             "[engines](#other-engines-on-a-cpu)",
         ),
         (

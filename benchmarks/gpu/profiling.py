@@ -72,9 +72,11 @@ def _memory_of(run: Callable[[], Any], device: torch.device) -> Any:
         return None
     try:
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MAX_ACTIONS)
-        run()
-        traces = torch.cuda.memory._snapshot(device)["device_traces"]
-        torch.cuda.memory._record_memory_history(enabled=None)
+        try:
+            run()
+            traces = torch.cuda.memory._snapshot(device)["device_traces"]
+        finally:  # what is timed later shall not be slowed down
+            torch.cuda.memory._record_memory_history(enabled=None)
         trace = traces[torch.cuda.current_device() if device.index is None else device.index]
         if len(trace) >= MAX_ACTIONS:
             raise RuntimeError(

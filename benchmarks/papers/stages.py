@@ -3,8 +3,8 @@
     python benchmarks/papers/stages.py
 
 Lengths and SLOs are the paper's. Reasoning runs on the latencies of an 8B model on one H100, as those of the paper's
-model of 1.5B are not published; tools take two seconds on average, which is assumed, and K/V is kept meanwhile. All
-systems get the same requests. Times are those of the virtual clock.
+model of 1.5B are not published; tools take two seconds on average, which is assumed, and K/V is kept
+meanwhile, if it is not said to be dropped. All systems get the same requests. Times are those of the virtual clock.
 """
 
 from __future__ import annotations
@@ -23,10 +23,19 @@ import typer
 from replays import Figures, Key, resumed
 from rich.console import Console
 from rich.table import Table
-from slos_serve import HARDWARES, OURS, SCENARIOS, SEQUENTIAL, THEIRS, WITHOUT_DRAFTS, Scenario, attained_share
+from slos_serve import (
+    GUARANTEES,
+    HARDWARES,
+    OURS,
+    SCENARIOS,
+    SEQUENTIAL,
+    THEIRS,
+    WITHOUT_DRAFTS,
+    Scenario,
+    attained_share,
+)
 
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.lab.routers import OURS as GUARANTEES
 from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.systems import config_of
 

@@ -33,9 +33,8 @@ class Calls:
         for _ in range(number):
             texts = [TextModel(acceptance, np.inf).write(self.rng, LENGTH) for acceptance in self.acceptances]
             library, clock = Library(texts), VirtualClock()
-            target, drafter = SimulatedTarget(library, self.hardware, clock), SimulatedDrafter(
-                library, self.hardware, clock, int(self.rng.integers(100))
-            )  # fmt: skip
+            target = SimulatedTarget(library, self.hardware, clock)
+            drafter = SimulatedDrafter(library, self.hardware, clock, int(self.rng.integers(100)))
             requests = [
                 Request(row, self.params(None if lengths is None else lengths[row])) for row in range(len(texts))
             ]
