@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import StoppingCriteria
 
 from hf_slospec import (
     SLOSpecGenerator,
@@ -47,6 +48,31 @@ def test_preempted_requests_resume_exactly(pair: tuple[Any, Any, Any]) -> None:
         assert [handle.result(WAIT_S).token_ids for handle in (*spare, *urgent)] == expected
         assert sum(handle.metrics.preempted for handle in spare) > 0
         assert generator.stats().preempted > 0
+
+
+def test_requests_that_may_emit_far_more_than_fits_run_together_and_stay_exact(pair: tuple[Any, Any, Any]) -> None:
+    """Each alone might fill nearly all slots; some go on until they run out, and one of these is preempted."""
+    target, draft, tokenizer = pair
+    limits = [200, 200, 200, 30, 30]  # tokens
+    expected = [alone(pair, prompt, max_new_tokens=n) for prompt, n in zip(PROMPTS[:5], limits, strict=True)]
+    config, running = CONFIG.model_copy(update={"kv_tokens": 1100}), list[int]()
+
+    class EndsAt(StoppingCriteria):
+        def __init__(self, prompt: str, num_tokens: int):
+            self.length = len(tokenizer(prompt)["input_ids"]) + num_tokens
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **options: Any) -> torch.Tensor:
+            running.append(generator.stats().running)
+            return torch.tensor([input_ids.shape[1] >= self.length])
+
+    with SLOSpecGenerator(target, draft, tokenizer, config) as generator:
+        handles = [
+            generator.submit(prompt, max_new_tokens=1000, stopping_criteria=[EndsAt(prompt, n)])
+            for prompt, n in zip(PROMPTS[:5], limits, strict=True)
+        ]
+        assert [handle.result(WAIT_S).token_ids for handle in handles] == expected
+    assert max(running) >= 4
+    assert sum(handle.metrics.preempted for handle in handles)
 
 
 def test_running_out_of_memory_between_draft_and_verify_is_made_good(

@@ -53,7 +53,11 @@ class ContinuousScheduler:
     Admission ``slo`` guarantees the SLOs of the requests that SLOs-Serve's dynamic programme selects; ``edf``, ``fcfs``
     and ``priority`` guarantee all SLOs and serve requests by earliest deadline, arrival or priority. Other requests are
     best effort: they use the leftover budget, and are preempted if a guaranteed request needs their K/V; their tokens
-    stay. A request that has waited ``starvation_s`` goes first and is then never preempted.
+    stay. A request that has waited ``starvation_s`` goes first and is then not preempted for others.
+
+    Guaranteed requests have slots at their maximum length. That is often far more than a request emits, so others are
+    admitted as if they emitted as much as requests did lately; should slots run out, the last to arrive are preempted.
+    One that was preempted often gets slots as if it were guaranteed, and stays.
     """
 
     def __init__(
@@ -153,7 +157,11 @@ class ContinuousScheduler:
         """Give guarantees and slots to waiting requests, in order; return the requests preempted for them."""
         self.room.settle(self._held(self.running), not len(self.waiting))
         self.decide_guarantees(now_s)
-        return self._enter(now_s)
+        preempted = self._make_room()
+        preempted += self._enter(now_s)
+        for request in preempted:  # only now, so that none of them enters again before the step
+            self._queue(request, now_s)
+        return preempted
 
     def schedule(self, now_s: float) -> Schedule:
         """Return the decoding requests and the prefill of the next step."""
@@ -166,18 +174,38 @@ class ContinuousScheduler:
 
     @property
     def kv_held(self) -> int:
-        """Slots that running requests hold at their maximum lengths."""
-        return sum(request.params.max_len for request in self.running)
+        """Slots with which running requests were admitted, without those for nodes."""
+        return self._held(self.running) - len(self.running) * self._num_nodes
 
-    def _kv_needed(self, request: Request) -> int:
-        """Return the slots of the request at its maximum length, and of as many nodes as recent steps verified.
+    @property
+    def _num_nodes(self) -> int:
+        """Slots for the nodes of a request: as many as recent steps verified.
 
         If speculation does not pay, requests need no slots for trees, so more of them can run together.
         """
-        return request.params.max_len + min(math.ceil(self.costs.recent.nodes) - 1, self.limits.max_nodes)
+        return min(math.ceil(self.costs.recent.nodes) - 1, self.limits.max_nodes)
+
+    def _is_firm(self, request: Request) -> bool:
+        """Return whether the request is never preempted as long as it is in no other's way."""
+        return bool(request.is_guaranteed) or request.stats.num_preempted >= MAX_PREEMPTED
+
+    def _kv_needed(self, request: Request) -> int:
+        """Return the slots of the request at its maximum length."""
+        return request.params.max_len + self._num_nodes
+
+    def _kv_expected(self, request: Request) -> int:
+        """Return the slots with which the request is admitted."""
+        if self._is_firm(request):
+            return self._kv_needed(request)
+        left = max(math.ceil(self.output_tokens), self.limits.max_nodes)
+        return self._len_after(request, left) + self._num_nodes
+
+    def _len_after(self, request: Request, num_tokens: int) -> int:
+        """Return the length of the request once it has emitted so many more tokens, or ended before."""
+        return min(len(request.tokens) + num_tokens, request.params.max_len)
 
     def _held(self, requests: Iterable[Request]) -> int:
-        return sum(map(self._kv_needed, requests))
+        return sum(map(self._kv_expected, requests))
 
     # ---- guarantees
 
@@ -237,6 +265,21 @@ class ContinuousScheduler:
 
     # ---- slots
 
+    def _make_room(self) -> list[Request]:
+        """Preempt the last to arrive until the slots suffice for whatever a step may emit, and return them.
+
+        Those that have slots at their maximum lengths fit in, so it ends before them.
+        """
+        needed = {request: self._len_after(request, self.limits.max_nodes) for request in self.running}
+        lacking = sum(needed.values()) - self.room.target_slots - self.room.lent
+        preempted = list[Request]()
+        while lacking > 0:
+            spare = self._spare() or _by_arrival(request for request in self.running if not self._is_firm(request))
+            lacking -= needed[spare[0]]
+            self._stop_running(spare[0])
+            preempted.append(spare[0])
+        return preempted
+
     def _enter(self, now_s: float) -> list[Request]:
         """Give slots to waiting requests, in order, and return the requests that were preempted for them."""
         preempted: list[Request] = []
@@ -259,8 +302,6 @@ class ContinuousScheduler:
                 self._undecided.remove(request)
             if rank[0] == STARVING:
                 self._protected.add(request)
-        for victim in preempted:  # only now, so that none of them enters again before the step
-            self._queue(victim, now_s)
         return preempted
 
     def _rank(self, request: Request, now_s: float) -> tuple[float, ...]:
@@ -285,16 +326,16 @@ class ContinuousScheduler:
         return (self.room.slots if self.running else self.limits.kv_tokens) - self._held(self.running)
 
     def _lacks_slots(self, request: Request) -> bool:
-        return len(self.running) < self.limits.max_batch and self._slots_left() < self._kv_needed(request)
+        return len(self.running) < self.limits.max_batch and self._slots_left() < self._kv_expected(request)
 
     def _victims(self, request: Request, spare: list[Request]) -> list[Request] | None:
         """Return the first requests of ``spare`` whose preemption lets the request fit; None if all do not suffice."""
         num_free, slots = self.limits.max_batch - len(self.running), self._slots_left()
         for count in range(len(spare) + 1):
-            if num_free > 0 and slots >= self._kv_needed(request):
+            if num_free > 0 and slots >= self._kv_expected(request):
                 return spare[:count]
             if count < len(spare):
-                num_free, slots = num_free + 1, slots + self._kv_needed(spare[count])
+                num_free, slots = num_free + 1, slots + self._kv_expected(spare[count])
         return None
 
     def _spare(self, priority: float = math.inf) -> list[Request]:
@@ -302,7 +343,7 @@ class ContinuousScheduler:
         limit = priority if self.admission == "priority" else math.inf
         movable = (request for request in self.running if request not in self._protected)
         spare = [request for request in movable if request.is_best_effort or request.params.priority > limit]
-        return sorted(spare, key=lambda request: (-request.params.priority, -request.stats.arrived_s, -request.index))
+        return _by_arrival(spare)
 
     def preempt(self, request: Request, now_s: float) -> None:
         """Move a running request back to the queue; its tokens stay, and the engine drops its K/V."""
@@ -334,3 +375,8 @@ class ContinuousScheduler:
     def shrink(self) -> bool:
         """Halve the work of the next steps; return False if it is already down to one request or token per step."""
         return self.batches.shrink(len(self.running))
+
+
+def _by_arrival(requests: Iterable[Request]) -> list[Request]:
+    """Return requests with the least important first, and of these the last to arrive."""
+    return sorted(requests, key=lambda request: (-request.params.priority, -request.stats.arrived_s, -request.index))

@@ -50,7 +50,7 @@ class CachedSequence:
     """A sequence's range of slots: committed tokens, then room for the tokens that a step stages.
 
     Only ``length`` tells which tokens are committed, so dropping a rejected token's K/V touches no memory. ``start``
-    and ``capacity`` change when the pool is repacked or enlarged.
+    and ``capacity`` change when room is made for others or the pool is enlarged.
     """
 
     start: int = 0

@@ -11,6 +11,7 @@ from types import FrameType
 import torch
 
 from hf_slospec.models.batch.cached_sequence import CachedSequence
+from hf_slospec.models.device.memory import DEVICE_ERRORS
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.recurrent.states import RecurrentStates
 
@@ -64,28 +65,31 @@ class KVCache:
     def reserve(self, capacities: Mapping[CachedSequence, int], max_slots: int | None = None) -> None:
         """Give sequences, including new ones, at least these capacities; K/V of all sequences may move.
 
-        The pool is enlarged if repacking it is not enough: to twice its size, but not beyond ``max_slots`` unless that
-        is less than what the sequences need.
+        The pool is enlarged if too few slots are free: to twice its size, but not beyond ``max_slots`` unless that is
+        less than what the sequences need.
 
         Raises:
             MemoryError: there is not enough memory; all sequences keep their K/V and new ones have no slots.
         """
         larger = {sequence: slots for sequence, slots in capacities.items() if slots > sequence.capacity}
         pool = self.pool
-        if sum(larger.values()) > pool.largest_free:
-            held = {sequence: sequence.capacity for sequence in pool.sequences}
-            if (needed := sum((held | larger).values())) > pool.num_slots:
-                if pool.num_slots and not held:
-                    pool = self._pool = self._new_pool(0)  # frees its memory before the new one is allocated
-                doubled = 2 * pool.num_slots
-                grown = self._new_pool(max(needed, doubled if max_slots is None else min(doubled, max_slots)))
-                grown.take_over(pool, held | larger)
-                self._pool = grown
-                return
-            pool.repack({sequence: larger.get(sequence, capacity) for sequence, capacity in held.items()})
-        for sequence, capacity in larger.items():
-            if sequence.capacity < capacity:
+        held = {sequence: sequence.capacity for sequence in pool.sequences}
+        if (needed := sum((held | larger).values())) > pool.num_slots:
+            if pool.num_slots and not held:
+                pool = self._pool = self._new_pool(0)  # frees its memory before the new one is allocated
+            doubled = 2 * pool.num_slots
+            grown = self._new_pool(max(needed, doubled if max_slots is None else min(doubled, max_slots)))
+            grown.take_over(pool, held | larger)
+            self._pool = grown
+            return
+        try:
+            for sequence, capacity in larger.items():
                 pool.place(sequence, capacity)
+        except DEVICE_ERRORS:
+            for sequence in larger:
+                if sequence in pool.sequences and sequence not in held:
+                    pool.release(sequence)
+            raise
 
     def release(self, sequence: CachedSequence) -> None:
         """Free a sequence's slots."""

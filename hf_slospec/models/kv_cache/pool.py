@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 from weakref import WeakSet
 
 import numpy as np
@@ -12,6 +13,16 @@ import torch
 
 from hf_slospec.models.batch.cached_sequence import CachedSequence, LayerShape
 from hf_slospec.models.device.transfer import to_device
+
+
+class _Gaps(NamedTuple):
+    """Free ranges of slots, and the sequences between them."""
+
+    first: int  # index, by their starts, of the first sequence between them
+    end: int  # index behind the last one
+    slots_begin: int
+    slots_end: int
+    num_moved: int  # committed tokens of the sequences
 
 
 class KVPool:
@@ -41,21 +52,9 @@ class KVPool:
         self._streams = {device: torch.cuda.current_stream(device) for device in devices}  # last users of the pool
 
     @property
-    def _free(self) -> list[tuple[int, int]]:
-        """Free ranges of slots [start, end), in ascending order."""
-        held = sorted((sequence.start, sequence.start + sequence.capacity) for sequence in self.sequences)
-        starts, ends = [0, *(end for _, end in held)], [*(start for start, _ in held), self.num_slots]
-        return [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
-
-    @property
     def num_free(self) -> int:
         """Slots that no sequence holds."""
-        return sum(end - start for start, end in self._free)
-
-    @property
-    def largest_free(self) -> int:
-        """Slots of the longest free range."""
-        return max((end - start for start, end in self._free), default=0)
+        return self.num_slots - sum(sequence.capacity for sequence in self.sequences)
 
     @property
     def num_bytes(self) -> int:
@@ -73,19 +72,62 @@ class KVPool:
                 self._streams[device] = current
 
     def place(self, sequence: CachedSequence, capacity: int) -> None:
-        """Move a sequence, or add a new one, to the first free range of ``capacity`` slots.
+        """Give a sequence, known or new, a range of ``capacity`` slots, and move as few committed tokens as possible.
 
         Raises:
-            MemoryError: no free range is that long; nothing has changed.
+            MemoryError: not so many slots are free; nothing has changed.
+            torch.OutOfMemoryError: there was no memory for a copy; the sequence keeps its slots, if it had any.
         """
-        start = next((start for start, end in self._free if end - start >= capacity), None)
-        if start is None:
-            raise MemoryError(
-                f"no range of {capacity} KV slots is free ({self.num_free} of {self.num_slots} are, in pieces)"
-            )
+        if (more := capacity - sequence.capacity) > self.num_free:
+            raise MemoryError(f"{more} more KV slots are needed, and {self.num_free} of {self.num_slots} are free")
+        ranges = sorted(self.sequences, key=lambda other: other.start)
+        at = ranges.index(sequence) if sequence in self.sequences else None
+        elsewhere = self._gathered(ranges, capacity, None)
+        if at is not None:
+            beside = self._gathered(ranges, more, at)
+            assert beside is not None, "all gaps together suffice"
+            if elsewhere is None or beside.num_moved <= elsewhere.num_moved + sequence.length:
+                self._make_gap(ranges[beside.first : beside.end], beside, at + 1 - beside.first)
+                sequence.capacity = capacity
+                return
+        assert elsewhere is not None, "so many slots are free"
+        start = self._make_gap(ranges[elsewhere.first : elsewhere.end], elsewhere, elsewhere.end - elsewhere.first)
         self._copy(self, {sequence: start})
         sequence.start, sequence.capacity = start, capacity
         self.sequences.add(sequence)
+
+    def _gathered(self, ranges: Sequence[CachedSequence], num_slots: int, at: int | None) -> _Gaps | None:
+        """Return the gaps, one after the other, that have ``num_slots`` slots with the fewest tokens between them.
+
+        Args:
+            ranges: all sequences by their starts.
+            num_slots: least number of slots.
+            at: index of a sequence behind or around which the gaps must be; None: anywhere.
+
+        Returns:
+            None if there are none.
+        """
+        starts, ends = [0, *(r.start + r.capacity for r in ranges)], [*(r.start for r in ranges), self.num_slots]
+        best, first, size, num_moved = None, 0, 0, 0
+        for last, (start, end) in enumerate(zip(starts, ends, strict=True)):  # gap `last` is before ranges[last]
+            size, num_moved = size + end - start, num_moved + (ranges[last - 1].length if last > first else 0)
+            while first < last and size - (ends[first] - starts[first]) >= num_slots and (at is None or first <= at):
+                size, num_moved = size - (ends[first] - starts[first]), num_moved - ranges[first].length
+                first += 1
+            if size >= num_slots and (at is None or last > at) and (best is None or num_moved < best.num_moved):
+                best = _Gaps(first, last, starts[first], end, num_moved)
+        return best
+
+    def _make_gap(self, between: Sequence[CachedSequence], gaps: _Gaps, num_before: int) -> int:
+        """Join gaps into one behind the first ``num_before`` of the sequences between them; return its start."""
+        start, end = gaps.slots_begin, gaps.slots_end
+        for sequence in between[:num_before]:
+            self._shift(sequence, start)
+            start += sequence.capacity
+        for sequence in reversed(between[num_before:]):
+            end -= sequence.capacity
+            self._shift(sequence, end)
+        return start
 
     def release(self, sequence: CachedSequence) -> None:
         """Free a sequence's slots; KeyError if it has none here."""
@@ -93,26 +135,11 @@ class KVPool:
         sequence.start = sequence.capacity = sequence.length = sequence.position_offset = 0
         sequence.states = None
 
-    def repack(self, capacities: Mapping[CachedSequence, int]) -> None:
-        """Lay out all sequences of the pool side by side from slot 0, with capacities no smaller than theirs.
-
-        Raises:
-            torch.OutOfMemoryError: there was no memory for a copy; every sequence still has its K/V.
-        """
-        in_order = sorted(capacities, key=lambda sequence: sequence.start)
-        # First close all gaps from the start, then move apart from the end, so that nothing is overwritten.
-        starts = itertools.accumulate((sequence.capacity for sequence in in_order), initial=0)
-        for sequence, start in zip(in_order, starts, strict=False):
-            self._shift(sequence, start)
-        starts = itertools.accumulate((capacities[sequence] for sequence in in_order), initial=0)
-        for sequence, start in reversed(list(zip(in_order, starts, strict=False))):
-            self._shift(sequence, start)
-            sequence.capacity = capacities[sequence]
-
     def _shift(self, sequence: CachedSequence, start: int) -> None:
         if sequence.start != start:
             slots = slice(sequence.start, sequence.start + sequence.length)
-            cached = [stack[:, slots].clone() for stack in self._stacks.values()]  # the two ranges may overlap
+            overlaps = abs(sequence.start - start) < sequence.length
+            cached = [stack[:, slots].clone() if overlaps else stack[:, slots] for stack in self._stacks.values()]
             for stack, tokens in zip(self._stacks.values(), cached, strict=True):
                 stack[:, start : start + sequence.length] = tokens
             sequence.start = start

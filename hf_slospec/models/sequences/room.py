@@ -104,7 +104,8 @@ class SequenceRoom:
         """Reserve slots for one more step of these requests, known or new, while nothing is staged.
 
         ``max_new_tokens`` is often far more than a request emits, so a request starts with few slots. When they are
-        used up, it gets as many more as it has tokens. If slots are short, it gets only what this step's tree needs.
+        used up, it gets as many more as it has tokens. If slots are short, each request has what this step needs, and
+        an equal share of the others.
 
         Args:
             requests: those of the step.
@@ -116,12 +117,14 @@ class SequenceRoom:
         sizes = [self.max_nodes] * len(requests) if num_nodes is None else num_nodes
         needed = {request: len(request.tokens) + size for request, size in zip(requests, sizes, strict=True)}
         try:
-            self._provide({request: self._roomy_capacity(request) for request in self._short(needed)})
+            self._provide({request: self._roomy_capacity(request) for request in self._lacking(needed)})
         except MemoryError:
-            self._take_back_room_for_nodes()
-            short = self._short(needed)  # others may have lost theirs just now
-            roomy = {request: self._roomy_capacity(request) - self.max_nodes for request in short}
-            self._provide({request: max(roomy[request], slots) for request, slots in short.items()})
+            needed = self._used() | {request: max(needed[request], self.num_cached(request)) for request in needed}
+            shared = 0 if self.max_slots is None else max(self.max_slots - sum(needed.values()), 0) // len(needed)
+            try:
+                self._provide_exactly(needed, shared)
+            except MemoryError:
+                self._provide_exactly(needed, 0)
 
     def reserve_for(self, request: RequestTokens, length: int) -> None:
         """Reserve slots for ``length`` tokens of one request."""
@@ -132,21 +135,26 @@ class SequenceRoom:
         """Set ``max_slots``, evict prefixes beyond it and free the memory; requests keep their slots."""
         self.max_slots = max_slots
         if self.num_held > max_slots:
-            self._take_back_room_for_nodes()
+            self._provide_exactly(self._used(), 0)
         self._keep_at_most(max(max_slots - self.num_held, 0))
         other_engines = self.cache.num_held - self.num_held - self._kept.num_tokens  # their slots in the same pool
         with contextlib.suppress(MemoryError), as_memory_error():  # no memory to copy; it is freed with the cache then
             self.cache.shrink(max_slots + other_engines)
 
-    def _short(self, needed: Mapping[RequestTokens, int]) -> dict[RequestTokens, int]:
+    def _lacking(self, needed: Mapping[RequestTokens, int]) -> dict[RequestTokens, int]:
         """Return the slots needed by the requests that have fewer."""
         return {request: slots for request, slots in needed.items() if self._room_of(request) < slots}
 
-    def _take_back_room_for_nodes(self) -> None:
-        """Take the slots for nodes back: requests keep those of their tokens, future ones included."""
+    def _provide_exactly(self, needed: Mapping[RequestTokens, int], room: int) -> None:
+        """Give all requests the slots that they need and those of up to ``room`` further tokens; take others back."""
+        capacities = {request: slots + min(request.num_left, room) for request, slots in needed.items()}
         for request, sequence in self._by_request.items():
-            longest = max(len(request.tokens) + request.num_left, sequence.length)
-            sequence.capacity = min(sequence.capacity, longest)
+            sequence.capacity = min(sequence.capacity, capacities[request])
+        self._provide(self._lacking(capacities))
+
+    def _used(self) -> dict[RequestTokens, int]:
+        """Return the slots of the tokens of all requests, with and without K/V."""
+        return {request: max(len(request.tokens), sequence.length) for request, sequence in self._by_request.items()}
 
     def _room_of(self, request: RequestTokens) -> int:
         return self._by_request[request].capacity if request in self._by_request else 0

@@ -131,6 +131,7 @@ def test_every_request_gets_what_plain_decoding_gives_within_limits(
     config = SLOSpecConfig(policy=policy_name, max_depth=3, max_width=2)
     limits = Limits(max_batch, kv_tokens, 6, prefill_chunk, starvation_s)
     served = Served(limits, admission, new_policy(config, new_costs(), SpeculationHistory(config)), seed)
+    served.scheduler.output_tokens = rng.choice([0.0, 4.0, 100.0])
     if is_sampled:
         served.toy.choose = sampled(served.target_model, seed)
     requests = list[Request]()
@@ -147,7 +148,7 @@ def test_every_request_gets_what_plain_decoding_gives_within_limits(
         running = served.scheduler.running
         served.step()
         assert len(running) <= max_batch
-        assert served.scheduler.kv_held <= kv_tokens
+        assert sum(len(request.tokens) for request in running) <= kv_tokens
         assert served.events[-1].prefill_tokens <= prefill_chunk
         assert len(served.events) < 5000
     assert not served.toy.cached, "K/V was left behind"
@@ -290,3 +291,49 @@ def test_requests_leave_room_for_as_many_nodes_as_steps_verify() -> None:
         served.scheduler.enter(0.0)
         assert len(served.scheduler.running) == num_running
         assert served.scheduler.kv_held == 10 * num_running
+
+
+@pytest.mark.parametrize(("tpot_slo_s", "most_guaranteed"), [(None, 0), (1e3, 2)])
+def test_only_guaranteed_requests_hold_slots_at_their_maximum_lengths(
+    tpot_slo_s: float | None, most_guaranteed: int
+) -> None:
+    """1,000 slots for requests that may emit 400 tokens and emit 20."""
+    served = Served(Limits(8, 1000, 4, 64, 1e9))
+    ends = dict(is_stop=lambda tokens: len(tokens) == 30, tpot_slo_s=tpot_slo_s)
+    requests = [served.add(index, prompt=10, new=400, **ends) for index in range(30)]
+    running = list[list[Request]]()
+    while served.scheduler.running or served.scheduler.waiting:
+        served.step()
+        running.append(list(served.scheduler.running))
+    assert max(map(len, running)) == (8 if tpot_slo_s is None else 6)
+    assert max(sum(bool(request.is_guaranteed) for request in own) for own in running) == most_guaranteed
+    assert all(request.finish_reason == "stop" and not request.stats.num_preempted for request in requests)
+    assert served.scheduler.output_tokens < 30  # of 100 in the beginning
+
+
+def test_where_slots_run_out_the_last_to_arrive_are_preempted_and_guaranteed_requests_are_not() -> None:
+    served = Served(Limits(8, 300, 4, 64, 1e9))
+    served.scheduler.output_tokens = 10.0
+    guaranteed = [served.add(index, prompt=10, new=60, tpot_slo_s=1e3) for index in range(2)]
+    others = [served.add(index, prompt=10, new=90) for index in range(2, 8)]
+    served.step()
+    assert len(served.scheduler.running) == 8 and all(request.is_guaranteed for request in guaranteed)
+    while not any(request.stats.num_preempted for request in others):
+        served.step()
+        assert sum(len(request.tokens) for request in served.scheduler.running) <= 300
+    assert [request.stats.num_preempted for request in others] == [0, 0, 0, 0, 0, 1]
+    served.run()
+    assert all(request.finish_reason == "length" for request in [*guaranteed, *others])
+    assert not any(request.stats.num_preempted for request in guaranteed)
+    assert max(request.stats.num_preempted for request in others) <= MAX_PREEMPTED
+    assert not served.toy.cached
+
+
+def test_a_request_that_was_preempted_often_gets_slots_at_its_maximum_length() -> None:
+    served = Served(Limits(8, 300, 4, 64, 1e9))
+    served.scheduler.output_tokens = 1.0
+    request = served.add(0, prompt=10, new=200)
+    served.step()
+    assert served.scheduler.kv_held == 10 + 1 + 4
+    request.stats.num_preempted = MAX_PREEMPTED
+    assert served.scheduler.kv_held == 210

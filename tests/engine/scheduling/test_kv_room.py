@@ -77,6 +77,7 @@ def test_nothing_is_lent_while_memory_is_short_or_where_there_is_none() -> None:
 def served(draft_slots: int, policy: object = None, own_slots: int = 220) -> Served:
     found = Served(Limits(8, own_slots, 2, 64, 1e9, draft_slots), policy=policy)
     hasten(found.scheduler)
+    found.scheduler.output_tokens = 1e9  # requests are admitted at their maximum lengths
     return found
 
 

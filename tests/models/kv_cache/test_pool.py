@@ -37,6 +37,7 @@ class Allocations(RuleBasedStateMachine):
         super().__init__()
         self.pool = new_pool()
         self.sequences = list[CachedSequence]()
+        self.written, self.number = dict[CachedSequence, float](), 0
 
     def ranges(self) -> list[tuple[int, int]]:
         return sorted((sequence.start, sequence.start + sequence.capacity) for sequence in self.sequences)
@@ -45,17 +46,54 @@ class Allocations(RuleBasedStateMachine):
         edges = [0, *itertools.chain.from_iterable(self.ranges()), NUM_SLOTS]
         return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if end > start]
 
+    @property
+    def num_free(self) -> int:
+        return sum(end - start for start, end in self.gaps())
+
     @rule(target=live, capacity=st.integers(1, NUM_SLOTS))
     def allocate(self, capacity: int) -> Any:
-        fitting = [start for start, end in self.gaps() if end - start >= capacity]
-        if not fitting:
-            with pytest.raises(MemoryError, match=f"{capacity} KV slots"):
-                self.pool.place(CachedSequence(), capacity)
+        sequence = CachedSequence()
+        if capacity > self.num_free:
+            with pytest.raises(MemoryError, match=f"{capacity} more KV slots"):
+                self.pool.place(sequence, capacity)
             return multiple()
-        self.pool.place(sequence := CachedSequence(), capacity)
-        assert (sequence.start, sequence.capacity, sequence.length) == (fitting[0], capacity, 0)
+        self.check_place(sequence, capacity)
         self.sequences.append(sequence)
+        self.write(sequence, capacity)
         return sequence
+
+    @rule(sequence=live, more=st.integers(1, 8))
+    def grow(self, sequence: CachedSequence, more: int) -> None:
+        if more <= self.num_free:
+            self.check_place(sequence, sequence.capacity + more)
+            self.write(sequence, sequence.capacity)
+
+    @rule(sequence=live, length=st.integers(0, NUM_SLOTS))
+    def truncate(self, sequence: CachedSequence, length: int) -> None:
+        sequence.truncate(length)
+
+    def check_place(self, sequence: CachedSequence, capacity: int) -> None:
+        """Compare what is moved with the least of all ways to join gaps that lie one after the other."""
+        ranges = sorted(self.sequences, key=lambda own: own.start)
+        edges = [0, *(edge for own in ranges for edge in (own.start, own.start + own.capacity)), NUM_SLOTS]
+        gaps = [end - start for start, end in zip(edges[::2], edges[1::2], strict=True)]
+        place, least = ranges.index(sequence) if sequence in ranges else None, float("inf")
+        for first, last in itertools.combinations_with_replacement(range(len(gaps)), 2):
+            size, moved = sum(gaps[first : last + 1]), sum(own.length for own in ranges[first:last])
+            if size >= capacity:
+                least = min(least, moved + sequence.length)
+            if place is not None and first <= place + 1 <= last and size >= capacity - sequence.capacity:
+                least = min(least, moved)
+        before = {own: own.start for own in ranges}
+        self.pool.place(sequence, capacity)
+        assert sequence.capacity == capacity
+        assert sum(own.length for own in ranges if own.start != before[own]) <= least
+
+    def write(self, sequence: CachedSequence, length: int) -> None:
+        sequence.length, self.number = length, self.number + 1
+        for stack in (*self.pool.keys, *self.pool.values):
+            stack[sequence.start : sequence.start + sequence.capacity] = self.number
+        self.written[sequence] = self.number
 
     @rule(sequence=consumes(live))
     def release(self, sequence: CachedSequence) -> None:
@@ -65,12 +103,19 @@ class Allocations(RuleBasedStateMachine):
     @invariant()
     def slots_are_live_or_free(self) -> None:
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(self.ranges()))
-        assert self.pool.num_free == sum(end - start for start, end in self.gaps())
+        assert self.pool.num_free == self.num_free
+        self.pool.check()
+
+    @invariant()
+    def tokens_are_kept(self) -> None:
+        for sequence in self.sequences:
+            for stack in (*self.pool.keys, *self.pool.values):
+                assert (stack[sequence.start : sequence.start + sequence.length] == self.written[sequence]).all()
 
     def teardown(self) -> None:
         for sequence in self.sequences:
             self.pool.release(sequence)
-        assert self.pool.largest_free == NUM_SLOTS  # merged back into one range
+        assert self.pool.num_free == NUM_SLOTS
 
 
 TestAllocations = Allocations.TestCase

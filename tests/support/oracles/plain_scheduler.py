@@ -72,8 +72,8 @@ class PlainScheduler(ContinuousScheduler):
             if victims is None:
                 break
             for victim in victims:
-                self.preempt(victim, now_s)
-                preempted.append(victim)
+                self._stop_running(victim)
+            preempted += victims
             self.waiting.remove(request)
             self.running.append(request)
             del self._waiting_since[request]

@@ -41,6 +41,7 @@ class CheckedScheduler(ContinuousScheduler):
         super().__init__(*arguments)
         hasten(self)
         self.left_out = dict[Request, int]()  # steps in a row
+        self.counts = Counter[str]()
 
     def enter(self, now_s: float) -> list[Request]:
         waited = dict.fromkeys(self.waiting)
@@ -52,7 +53,7 @@ class CheckedScheduler(ContinuousScheduler):
         assert len(set(present)) == len(present), "a request is held twice"
         assert {*waited} <= {*present}, "a request was lost"
         assert len(self.running) <= self.limits.max_batch
-        assert self.kv_held <= self.limits.kv_tokens + self.lent_slots
+        assert sum(len(request.tokens) for request in self.running) <= self.limits.kv_tokens + self.lent_slots
         booked = [request for request in present if request.is_guaranteed]
         if self.admission == "slo":
             assert len(booked) <= self.limits.max_batch, "more is guaranteed than there are places"
@@ -62,6 +63,12 @@ class CheckedScheduler(ContinuousScheduler):
         left = [request for request in starving if request in self.waiting]
         if left:
             assert all(request in starving for request in entered), "a starving request was overtaken"
+        return preempted
+
+    def _make_room(self) -> list[Request]:
+        preempted = super()._make_room()
+        self.counts["preempted as slots ran out"] += len(preempted)
+        assert not any(request.is_guaranteed for request in preempted), "a guaranteed request was preempted for room"
         return preempted
 
     def schedule(self, now_s: float) -> StepSchedule:
@@ -152,6 +159,7 @@ class Server:
         drafter = engines.new_drafter(plan.limits.kv_tokens, plan.kept)
         engine = continuous_engine(engines.config, engines.parts(target, drafter, costs), plan.limits)
         engine.scheduler = CheckedScheduler(plan.limits, costs, plan.admission, plan.prefill, target.num_reusable)
+        engine.scheduler.counts, engine.scheduler.output_tokens = engines.counts, plan.output_tokens
         close, self.engine = engine.close, engine
 
         def closed() -> None:

@@ -119,6 +119,7 @@ class Schedule:
     users: tuple[tuple[Action, ...], ...]
     faults: tuple[Fault, ...]
     switching: float
+    output_tokens: float  # at which the length of outputs is estimated at first
 
 
 def schedule_of(seed: int) -> Schedule:
@@ -128,7 +129,7 @@ def schedule_of(seed: int) -> Schedule:
     depth, width = rng.choice([(0, 1), (1, 1), (2, 2), (2, 2), (3, 1), (3, 2)])
     has_assistant = rng.random() < 0.6
     max_nodes = depth * width
-    kv_tokens = rng.choice([70, 90, 130, 400]) + max_nodes
+    kv_tokens = rng.choice([45, 70, 90, 130, 400]) + max_nodes
     chunk, starvation_s = rng.choice([1, 4, 16, 16, 64, 64]), rng.choice([2.0, 20.0, 1e9])
     draft_slots = rng.choice([0, kv_tokens // 2]) if has_assistant else 0
     limits = Limits(rng.randrange(1, 5), kv_tokens, max_nodes, chunk, starvation_s, draft_slots)
@@ -144,7 +145,7 @@ def schedule_of(seed: int) -> Schedule:
         rng.choice(["beside", "beside", "first", "chunked"]),
         rng.choice(["whole", "whole", "now and then", "auto"]), depth, width, has_assistant, num_batchers,
         tuple(rng.choice([0.0, 0.1, 1.0, 1.0, 1.0, 3.0, 1e5]) for _ in range(7)),
-        users, _faults(rng), rng.choice([0.1, 0.5, 0.9]),
+        users, _faults(rng), rng.choice([0.1, 0.5, 0.9]), rng.choice([0.0, 3.0, 100.0]),
     )  # fmt: skip
 
 
