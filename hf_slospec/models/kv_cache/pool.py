@@ -16,13 +16,13 @@ from hf_slospec.models.device.transfer import to_device
 
 
 class _Gaps(NamedTuple):
-    """Free ranges of slots, and the sequences between them."""
+    """Free ranges of slots that lie one after the other, with sequences between them."""
 
     first: int  # index, by their starts, of the first sequence between them
     end: int  # index behind the last one
     slots_begin: int
     slots_end: int
-    num_moved: int  # committed tokens of the sequences
+    num_moved: int  # committed tokens of the sequences between them
 
 
 class KVPool:
@@ -81,28 +81,27 @@ class KVPool:
         if (more := capacity - sequence.capacity) > self.num_free:
             raise MemoryError(f"{more} more KV slots are needed, and {self.num_free} of {self.num_slots} are free")
         ranges = sorted(self.sequences, key=lambda other: other.start)
-        at = ranges.index(sequence) if sequence in self.sequences else None
-        elsewhere = self._gathered(ranges, capacity, None)
-        if at is not None:
-            beside = self._gathered(ranges, more, at)
-            assert beside is not None, "all gaps together suffice"
-            if elsewhere is None or beside.num_moved <= elsewhere.num_moved + sequence.length:
-                self._make_gap(ranges[beside.first : beside.end], beside, at + 1 - beside.first)
+        elsewhere = self._gathered(ranges, capacity)
+        if sequence in self.sequences:
+            behind = self._gathered(ranges, more, at := ranges.index(sequence))
+            assert behind is not None, "all gaps together suffice"
+            if elsewhere is None or behind.num_moved <= elsewhere.num_moved + sequence.length:
+                self._join(ranges, behind, at + 1)
                 sequence.capacity = capacity
                 return
         assert elsewhere is not None, "so many slots are free"
-        start = self._make_gap(ranges[elsewhere.first : elsewhere.end], elsewhere, elsewhere.end - elsewhere.first)
+        start = self._join(ranges, elsewhere, elsewhere.end)
         self._copy(self, {sequence: start})
         sequence.start, sequence.capacity = start, capacity
         self.sequences.add(sequence)
 
-    def _gathered(self, ranges: Sequence[CachedSequence], num_slots: int, at: int | None) -> _Gaps | None:
-        """Return the gaps, one after the other, that have ``num_slots`` slots with the fewest tokens between them.
+    def _gathered(self, ranges: Sequence[CachedSequence], num_slots: int, at: int | None = None) -> _Gaps | None:
+        """Return the neighbouring gaps that have ``num_slots`` slots, with the fewest tokens between them.
 
         Args:
             ranges: all sequences by their starts.
             num_slots: least number of slots.
-            at: index of a sequence behind or around which the gaps must be; None: anywhere.
+            at: index of a sequence; the gap behind it must be one of them.
 
         Returns:
             None if there are none.
@@ -118,13 +117,13 @@ class KVPool:
                 best = _Gaps(first, last, starts[first], end, num_moved)
         return best
 
-    def _make_gap(self, between: Sequence[CachedSequence], gaps: _Gaps, num_before: int) -> int:
-        """Join gaps into one behind the first ``num_before`` of the sequences between them; return its start."""
+    def _join(self, ranges: Sequence[CachedSequence], gaps: _Gaps, at: int) -> int:
+        """Make one gap of several before the sequence of index ``at``, and return its start."""
         start, end = gaps.slots_begin, gaps.slots_end
-        for sequence in between[:num_before]:
+        for sequence in ranges[gaps.first : at]:
             self._shift(sequence, start)
             start += sequence.capacity
-        for sequence in reversed(between[num_before:]):
+        for sequence in reversed(ranges[at : gaps.end]):
             end -= sequence.capacity
             self._shift(sequence, end)
         return start
