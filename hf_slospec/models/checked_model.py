@@ -13,7 +13,7 @@ from hf_slospec.errors import InvalidInputError
 from hf_slospec.models.costs.measure import measure
 from hf_slospec.models.costs.profiles import drop_profile, load_profile, save_profile
 from hf_slospec.models.device.machine import log_idle_gpu
-from hf_slospec.models.device.threads import release_openmp_threads, warn_if_oversubscribed
+from hf_slospec.models.device.threads import release_openmp_threads, warn_if_contended, warn_if_oversubscribed
 from hf_slospec.models.inspection.hooks import changing_hooks, is_compiled
 from hf_slospec.models.inspection.properties import autocast_dtype, check_embeds_tokens, evaluating, input_device
 from hf_slospec.models.inspection.ranks import Ranks
@@ -182,3 +182,5 @@ class CheckedModel:
             if self._cost is old:  # otherwise the model was moved or measured since
                 self._cost = new
                 drop_profile(self._packed)
+                if input_device(self.model).type == "cpu":
+                    warn_if_contended(new.at(1) / old.at(1))

@@ -17,6 +17,8 @@ import torch
 logger = logging.getLogger(__name__)
 
 QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))  # files of control groups, version 2 and 1
+WAITING = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"  # variables that say how threads wait for each other
+CONTENDED = 4.0  # factor by which forwards must take longer than alone to be blamed on other processes
 SOFT = 1  # omp_pause_soft: releases nothing but the threads
 
 
@@ -79,3 +81,18 @@ def warn_if_oversubscribed() -> None:
             num_cores,
             num_cores,
         )
+
+
+@functools.cache
+def _warn_of_contention() -> None:
+    logger.warning(
+        "forwards take many times as long as when they were measured; if other processes are busy on these cores, set "
+        "GOMP_SPINCOUNT=1000 in the environment before Python starts, so that torch's threads do not spin while they "
+        "wait for each other"
+    )
+
+
+def warn_if_contended(slower: float) -> None:
+    """Log one warning per process if forwards take ``slower`` times as long as alone, and threads spin by default."""
+    if slower > CONTENDED and _pause() is not None and not any(name in os.environ for name in WAITING):
+        _warn_of_contention()

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_slospec.models.device.threads import available_cores, release_openmp_threads, warn_if_oversubscribed
+from hf_slospec.models.device import threads
+from hf_slospec.models.device.threads import (
+    available_cores,
+    release_openmp_threads,
+    warn_if_contended,
+    warn_if_oversubscribed,
+)
 
 SCRIPT = """
 import json, os, time
@@ -102,3 +108,33 @@ def test_a_crowd_is_warned_of_once(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     warn_if_oversubscribed()
     assert caplog.text.count("10000 threads") == 1
     warn_if_oversubscribed.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("slower", "variables", "has_runtime", "expected"),
+    [
+        (5.0, {}, True, 1),
+        (3.0, {}, True, 0),
+        (5.0, {"GOMP_SPINCOUNT": "1000"}, True, 0),
+        (5.0, {"OMP_WAIT_POLICY": "passive"}, True, 0),
+        (5.0, {}, False, 0),
+    ],
+)
+def test_threads_that_spin_beside_other_processes_are_warned_of_once(
+    slower: float,
+    variables: dict[str, str],
+    has_runtime: bool,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in threads.WAITING:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(threads, "_pause", lambda: print if has_runtime else None)
+    threads._warn_of_contention.cache_clear()
+    for _ in range(2):
+        warn_if_contended(slower)
+    assert caplog.text.count("GOMP_SPINCOUNT=1000") == expected
+    threads._warn_of_contention.cache_clear()
