@@ -155,9 +155,10 @@ class ContinuousScheduler:
 
     def enter(self, now_s: float) -> list[Request]:
         """Give guarantees and slots to waiting requests, in order; return the requests preempted for them."""
-        self.room.settle(self._held(self.running), not len(self.waiting))
+        held = self._held(self.running)
+        self.room.settle(held, not len(self.waiting))
         self.decide_guarantees(now_s)
-        preempted = self._make_room()
+        preempted = self._make_room() if held > self.room.available else []
         preempted += self._enter(now_s)
         for request in preempted:  # only now, so that none of them enters again before the step
             self._queue(request, now_s)
@@ -271,7 +272,7 @@ class ContinuousScheduler:
         Those that have slots at their maximum lengths fit in, so it ends before them.
         """
         needed = {request: self._len_after(request, self.limits.max_nodes) for request in self.running}
-        lacking = sum(needed.values()) - self.room.target_slots - self.room.lent
+        lacking = sum(needed.values()) - self.room.available
         preempted = list[Request]()
         while lacking > 0:
             spare = self._spare() or _by_arrival(request for request in self.running if not self._is_firm(request))

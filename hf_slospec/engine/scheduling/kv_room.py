@@ -43,9 +43,14 @@ class KVRoom:
         return self.draft_slots if self.is_lent else 0
 
     @property
+    def available(self) -> int:
+        """Slots that requests may hold now."""
+        return self.target_slots + self.lent
+
+    @property
     def slots(self) -> int:
         """Slots of all requests up to which further requests are admitted."""
-        slots = self.target_slots if self.is_recalled else self.target_slots + self.lent
+        slots = self.target_slots if self.is_recalled else self.available
         return slots if self._max_slots is None else min(slots, self._max_slots)
 
     @property
