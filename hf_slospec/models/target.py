@@ -134,21 +134,19 @@ class PackedTarget(Target):
         whole = {request: done for request in requests if (done := self._prefill_whole(request)) is not None}
         self._begins, self._features = {}, None
         parts, logit_rows, read_rows, begin = [], list[Rows](), dict[Request, Rows](), 0
-        for request, tree in zip(requests, trees, strict=True):
-            chain = self.sequences.uncached(request)  # the last one is the root
-            parts.append(self.sequences.chain_and_tree(request, chain, tree))
-            logit_rows.append(begin + len(chain) - 1 + np.arange(tree.num_nodes))
-            self._begins[request] = begin
+        for request, tree, length in (
+            *((request, tree, None) for request, tree in zip(requests, trees, strict=True)),
+            *((chunk.request, None, chunk.num_tokens) for chunk in chunks),
+        ):
+            tokens, self._begins[request] = self.sequences.uncached(request)[:length], begin
             if request.num_unread:
-                read_rows[request] = self._rows_to_read(request, begin, len(chain))
-            begin += len(chain) + tree.num_nodes - 1
-        for chunk in chunks:
-            tokens = self.sequences.uncached(chunk.request)[: chunk.num_tokens]
-            parts.append(self.sequences.chain(chunk.request, tokens))
-            self._begins[chunk.request] = begin
-            if chunk.request.num_unread:
-                read_rows[chunk.request] = self._rows_to_read(chunk.request, begin, len(tokens))
-            begin += len(tokens)
+                read_rows[request] = self._rows_to_read(request, begin, len(tokens))
+            if tree is None:
+                parts.append(self.sequences.chain(request, tokens))
+            else:  # the last token is the root
+                parts.append(self.sequences.chain_and_tree(request, tokens, tree))
+                logit_rows.append(begin + len(tokens) - 1 + np.arange(tree.num_nodes))
+            begin += len(tokens) + (0 if tree is None else tree.num_nodes - 1)
         prompts = self._prompts_to_recycle(requests, chunks)
         # Rows of prompts whose successors are read, rows that tokens are chosen from, and rows for prompt readers.
         wanted = np.concatenate([NO_ROWS, *(part.rows for part in prompts), *logit_rows, *read_rows.values()])
