@@ -88,11 +88,12 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=4096, help="max_new_tokens where lengths are not known")
     parser.add_argument("--longest", type=int, default=256, help="maximum tokens of an answer")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
 
     loaded: Any = AutoModelForCausalLM
-    model = loaded.from_pretrained(arguments.target, dtype=torch.bfloat16).requires_grad_(False)
+    model = loaded.from_pretrained(arguments.target, dtype=torch.bfloat16).requires_grad_(False).to(arguments.device)
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
     texts = [question.turns[0] for question in questions_of(QUESTIONS, arguments.questions)]
     chats = [[{"role": "user", "content": text}] for text in texts]
