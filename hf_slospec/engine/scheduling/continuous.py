@@ -154,7 +154,7 @@ class ContinuousScheduler:
         self.windows.observe()
 
     def enter(self, now_s: float) -> list[Request]:
-        """Give guarantees and slots to waiting requests, in order; return the requests preempted for them."""
+        """Give guarantees and slots to waiting requests, in order; return the requests that were preempted."""
         held = self._held(self.running)
         self.room.settle(held, not len(self.waiting))
         self.decide_guarantees(now_s)
@@ -187,7 +187,7 @@ class ContinuousScheduler:
         return min(math.ceil(self.costs.recent.nodes) - 1, self.limits.max_nodes)
 
     def _is_firm(self, request: Request) -> bool:
-        """Return whether the request is never preempted as long as it is in no other's way."""
+        """Return whether the request has slots at its maximum length, so that it never lacks any."""
         return bool(request.is_guaranteed) or request.stats.num_preempted >= MAX_PREEMPTED
 
     def _kv_needed(self, request: Request) -> int:
