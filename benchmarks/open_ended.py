@@ -3,8 +3,8 @@
     python benchmarks/open_ended.py --target build/checkpoints/SmolLM2-135M-Instruct \
         --json benchmarks/results/open-ended-smollm2-135m-cpu-2core-bf16.json
 
-All requests arrive at once and decode the same tokens in every variant: ``known`` has their lengths as max_new_tokens;
-the others have one limit that none of them reaches. The variants take turns.
+All requests arrive at once and emit as many tokens in every variant: ``known`` has their lengths as max_new_tokens; the
+others have one limit that none of them reaches. The variants take turns.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ class AtLength(StoppingCriteria):
 @contextlib.contextmanager
 def counting(variant: str, moved: list[int]) -> Iterator[None]:
     """Let the batcher count requests at their maximum lengths if the variant says so; add up moved tokens."""
-    shift = KVPool._shift
+    place = KVPool.place
 
-    def counted(pool: KVPool, sequence: Any, start: int) -> None:
-        moved.append(sequence.length * (sequence.start != start))
-        shift(pool, sequence, start)
+    def counted(pool: KVPool, placed: Any, capacity: int) -> None:
+        before = {sequence: sequence.start for sequence in pool.sequences}
+        place(pool, placed, capacity)
+        moved.append(sum(sequence.length for sequence, start in before.items() if sequence.start != start))
 
-    at_most = mock.patch.object(ContinuousScheduler, "_kv_expected", ContinuousScheduler._kv_needed)
-    with mock.patch.object(KVPool, "_shift", counted), at_most if variant == "at most" else contextlib.nullcontext():
+    at_most = mock.patch.object(ContinuousScheduler, "_kv_after", lambda own, request, _: own._kv_needed(request))
+    with mock.patch.object(KVPool, "place", counted), at_most if variant == "at most" else contextlib.nullcontext():
         yield
 
 
@@ -83,7 +84,7 @@ def serve(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="a model with a chat template")
-    parser.add_argument("--questions", type=int, default=12, help="of each task of Spec-Bench")
+    parser.add_argument("--questions", type=int, default=8, help="of each task of Spec-Bench")
     parser.add_argument("--kv-tokens", type=int, default=16_384)
     parser.add_argument("--limit", type=int, default=4096, help="max_new_tokens where lengths are not known")
     parser.add_argument("--longest", type=int, default=256, help="maximum tokens of an answer")

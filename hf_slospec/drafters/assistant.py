@@ -132,7 +132,7 @@ class AssistantDrafter(Drafter):
         have_room = dict[Request, RequestTokens]()
         for request, draft_tokens in by_request.items():
             with suppress(MemoryError):
-                self.sequences.reserve([draft_tokens])
+                self.sequences.reserve([*have_room.values(), draft_tokens])
                 have_room[request] = draft_tokens
         return have_room
 

@@ -202,7 +202,7 @@ class Scheduler(Protocol):
         """Slots of the drafter that the target may use in the next step, which then must not draft."""
 
     def enter(self, now_s: float) -> Sequence[Request]:
-        """Give slots to waiting requests before a step; return the requests that are preempted for them."""
+        """Give slots to waiting requests before a step; return the requests that are preempted."""
 
     def schedule(self, now_s: float) -> Schedule:
         """Return which requests decode and which prompts are prefilled in the step that begins now."""

@@ -80,7 +80,7 @@ class Batcher:
         self._ending: str | None = None  # "drain": take no more requests; "now": cancel all
         self._handles: dict[int, RequestHandle] = {}  # unfinished requests, by index
         self._num_waiting = 0  # requests in the scheduler's queue
-        self.num_running = self.kv_held = 0  # running requests, and the K/V slots with which they were admitted
+        self.num_running = self.kv_held = 0  # running requests, and their tokens
         self.lent_slots = 0  # slots of the drafter's K/V memory that requests may use in addition
         self.num_kept = 0  # tokens of finished requests whose K/V is kept
         self.step_begun_s: float | None = None  # by the monotonic clock; None between steps

@@ -39,10 +39,7 @@ class Stats(BaseModel):
 
     running: int = Field(description="Requests that hold K/V.")
     waiting: int = Field(description="Requests that wait for room, preempted ones included.")
-    kv_tokens: int = Field(
-        description="Tokens of K/V with which running requests were admitted: guaranteed ones at their longest, others "
-        "at the length that is expected."
-    )
+    kv_tokens: int = Field(description="Tokens of running requests, whose K/V is held or computed next.")
     kept_tokens: int = Field(description="Tokens of finished requests whose K/V is kept for reuse by later ones.")
     kv_limit: int = Field(description="Maximum tokens of K/V.")
     memory: MemoryUse | None = Field(description="None before the batcher was first started.")
@@ -195,11 +192,10 @@ class Telemetry:
         """Yield Prometheus metric families; needs the extra ``metrics``."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        kv_share = stats.kv_tokens / max(stats.kv_limit, 1)
         for name, text, value in (
             ("num_requests_running", "Requests that hold K/V.", stats.running),
             ("num_requests_waiting", "Requests that wait for room.", stats.waiting),
-            ("kv_cache_usage_perc", "Share of the K/V limit in use, 0 to 1.", min(kv_share, 1.0)),
+            ("kv_cache_usage_perc", "Share of the K/V limit in use, 0 to 1.", stats.kv_tokens / max(stats.kv_limit, 1)),
         ):
             yield GaugeMetricFamily(prefix + name, text, value=value)
         compiled = GaugeMetricFamily(prefix + "compiled", "Forwards are compiled, 0 or 1.", labels=["model"])

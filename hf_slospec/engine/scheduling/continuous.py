@@ -84,7 +84,7 @@ class ContinuousScheduler:
         self._undecided = Undecided(planned_tpot_slo_s, prefill_deadline_s)
         self._guaranteed_waiting: dict[Request, None] = {}
         self._waiting_since: dict[Request, float] = {}
-        self._protected: set[Request] = set()  # requests that are never preempted again
+        self._protected: set[Request] = set()  # requests that are not preempted for others
         self._has_changed = False  # requests came or left since the last decision on guarantees
         self.room = KVRoom(limits.kv_tokens, limits.draft_slots, limits.max_batch, costs)
         self._busy_until_s = -math.inf  # end of the latest step that decoded
@@ -158,6 +158,7 @@ class ContinuousScheduler:
         held = self._held(self.running)
         self.room.settle(held, not len(self.waiting))
         self.decide_guarantees(now_s)
+        # No request is expected to need fewer slots than the least.
         preempted = self._make_room() if held > self.room.available else []
         preempted += self._enter(now_s)
         for request in preempted:  # only now, so that none of them enters again before the step
@@ -175,8 +176,8 @@ class ContinuousScheduler:
 
     @property
     def kv_held(self) -> int:
-        """Slots with which running requests were admitted, without those for nodes."""
-        return self._held(self.running) - len(self.running) * self._num_nodes
+        """Tokens of running requests, whose K/V is held or computed next."""
+        return sum(len(request.tokens) for request in self.running)
 
     @property
     def _num_nodes(self) -> int:
@@ -191,19 +192,22 @@ class ContinuousScheduler:
         return bool(request.is_guaranteed) or request.stats.num_preempted >= MAX_PREEMPTED
 
     def _kv_needed(self, request: Request) -> int:
-        """Return the slots of the request at its maximum length."""
+        """Return the slots of the request at its maximum length, and for its nodes."""
         return request.params.max_len + self._num_nodes
 
     def _kv_expected(self, request: Request) -> int:
         """Return the slots with which the request is admitted."""
+        return self._kv_after(request, max(math.ceil(self.output_tokens), self.limits.max_nodes))
+
+    def _kv_least(self, request: Request) -> int:
+        """Return the slots without which the request is preempted: those of whatever the next step may emit."""
+        return self._kv_after(request, self.limits.max_nodes)
+
+    def _kv_after(self, request: Request, num_tokens: int) -> int:
+        """Return the slots of the request after so many more tokens; of a firm one at its maximum length."""
         if self._is_firm(request):
             return self._kv_needed(request)
-        left = max(math.ceil(self.output_tokens), self.limits.max_nodes)
-        return self._len_after(request, left) + self._num_nodes
-
-    def _len_after(self, request: Request, num_tokens: int) -> int:
-        """Return the length of the request once it has emitted so many more tokens, or ended before."""
-        return min(len(request.tokens) + num_tokens, request.params.max_len)
+        return min(len(request.tokens) + num_tokens, request.params.max_len) + self._num_nodes
 
     def _held(self, requests: Iterable[Request]) -> int:
         return sum(map(self._kv_expected, requests))
@@ -267,18 +271,20 @@ class ContinuousScheduler:
     # ---- slots
 
     def _make_room(self) -> list[Request]:
-        """Preempt the last to arrive until the slots suffice for whatever a step may emit, and return them.
+        """Preempt requests until the slots suffice for whatever a step may emit, and return them.
 
-        Those that have slots at their maximum lengths fit in, so it ends before them.
+        Of the lowest priority, the last to arrive go first, and those that have starved only if no others are left.
         """
-        needed = {request: self._len_after(request, self.limits.max_nodes) for request in self.running}
-        lacking = sum(needed.values()) - self.room.available
+        lacking = sum(map(self._kv_least, self.running)) - self.room.available
         preempted = list[Request]()
-        while lacking > 0:
-            spare = self._spare() or _by_arrival(request for request in self.running if not self._is_firm(request))
-            lacking -= needed[spare[0]]
-            self._stop_running(spare[0])
-            preempted.append(spare[0])
+        soft = _in_order_of_preemption(request for request in self.running if not self._is_firm(request))
+        for request in sorted(soft, key=self._protected.__contains__):
+            if lacking <= 0:
+                break
+            lacking -= self._kv_least(request)
+            preempted.append(request)
+        for request in preempted:
+            self._stop_running(request)
         return preempted
 
     def _enter(self, now_s: float) -> list[Request]:
@@ -289,7 +295,7 @@ class ContinuousScheduler:
             if self.room.may_lend and self._lacks_slots(request):
                 self.room.consider(self.running, len(self.waiting))
             may_preempt = rank[0] < LAST_RANK
-            victims = self._victims(request, self._spare(request.params.priority) if may_preempt else [])
+            victims = self._victims(request, may_preempt)
             if victims is None:
                 break  # no request overtakes it, or a large request would never get enough slots
             for victim in victims:
@@ -323,20 +329,27 @@ class ContinuousScheduler:
         too_late_s = math.nextafter(lost_s(request), math.inf)
         return min((change_s for change_s in (starves_s, too_late_s) if change_s > now_s), default=math.inf)
 
-    def _slots_left(self) -> int:
-        return (self.room.slots if self.running else self.limits.kv_tokens) - self._held(self.running)
+    def _slots_left(self, slots_of: Callable[[Request], int]) -> int:
+        """Return the slots for further requests if running ones count as given."""
+        return (self.room.slots if self.running else self.limits.kv_tokens) - sum(map(slots_of, self.running))
 
     def _lacks_slots(self, request: Request) -> bool:
-        return len(self.running) < self.limits.max_batch and self._slots_left() < self._kv_expected(request)
+        is_place = len(self.running) < self.limits.max_batch
+        return is_place and self._slots_left(self._kv_expected) < self._kv_expected(request)
 
-    def _victims(self, request: Request, spare: list[Request]) -> list[Request] | None:
-        """Return the first requests of ``spare`` whose preemption lets the request fit; None if all do not suffice."""
-        num_free, slots = self.limits.max_batch - len(self.running), self._slots_left()
+    def _victims(self, request: Request, may_preempt: bool) -> list[Request] | None:
+        """Return the requests whose preemption lets the request fit; None if that cannot be.
+
+        One that may preempt others does not have to leave them room for what they are expected to emit.
+        """
+        slots_of = self._kv_least if may_preempt else self._kv_expected
+        spare = self._spare(request.params.priority) if may_preempt else []
+        num_free, slots = self.limits.max_batch - len(self.running), self._slots_left(slots_of)
         for count in range(len(spare) + 1):
             if num_free > 0 and slots >= self._kv_expected(request):
                 return spare[:count]
             if count < len(spare):
-                num_free, slots = num_free + 1, slots + self._kv_expected(spare[count])
+                num_free, slots = num_free + 1, slots + slots_of(spare[count])
         return None
 
     def _spare(self, priority: float = math.inf) -> list[Request]:
@@ -344,7 +357,7 @@ class ContinuousScheduler:
         limit = priority if self.admission == "priority" else math.inf
         movable = (request for request in self.running if request not in self._protected)
         spare = [request for request in movable if request.is_best_effort or request.params.priority > limit]
-        return _by_arrival(spare)
+        return _in_order_of_preemption(spare)
 
     def preempt(self, request: Request, now_s: float) -> None:
         """Move a running request back to the queue; its tokens stay, and the engine drops its K/V."""
@@ -378,6 +391,6 @@ class ContinuousScheduler:
         return self.batches.shrink(len(self.running))
 
 
-def _by_arrival(requests: Iterable[Request]) -> list[Request]:
+def _in_order_of_preemption(requests: Iterable[Request]) -> list[Request]:
     """Return requests with the least important first, and of these the last to arrive."""
     return sorted(requests, key=lambda request: (-request.params.priority, -request.stats.arrived_s, -request.index))

@@ -81,7 +81,7 @@ class KVRoom:
         It is called once at the beginning of each step.
 
         Args:
-            held: slots that running requests may come to hold.
+            held: slots that running requests are expected to need.
             is_enough: no request waits.
         """
         self._num_steps += 1

@@ -89,7 +89,7 @@ class SmartSpecPolicy(NamedPolicy):
     it (equation 5).
 
     K/V slots: a batch needs them for all cached tokens and for those that it drafts. Plain decoding always has them,
-    as requests here enter with slots for their whole output.
+    as the scheduler preempts requests before.
 
     Retry: [FIX] nothing is learned where nothing is drafted, so as printed and released, speculation that was switched
     off by low acceptance stays off as long as the batch does. Here every :data:`RETRY`-th consecutive step without

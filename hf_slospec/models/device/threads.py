@@ -94,5 +94,6 @@ def _warn_of_contention() -> None:
 
 def warn_if_contended(slower: float) -> None:
     """Log one warning per process if forwards take ``slower`` times as long as alone, and threads spin by default."""
-    if slower > CONTENDED and _pause() is not None and not any(name in os.environ for name in WAITING):
+    waits = torch.get_num_threads() > 1 and _pause() is not None and not any(name in os.environ for name in WAITING)
+    if waits and slower > CONTENDED:
         _warn_of_contention()

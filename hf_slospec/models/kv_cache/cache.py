@@ -11,7 +11,6 @@ from types import FrameType
 import torch
 
 from hf_slospec.models.batch.cached_sequence import CachedSequence
-from hf_slospec.models.device.memory import DEVICE_ERRORS
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.recurrent.states import RecurrentStates
 
@@ -83,12 +82,12 @@ class KVCache:
             self._pool = grown
             return
         try:
-            for sequence, capacity in larger.items():
-                pool.place(sequence, capacity)
-        except DEVICE_ERRORS:
-            for sequence in larger:
-                if sequence in pool.sequences and sequence not in held:
-                    pool.release(sequence)
+            # From the end on: otherwise a gap behind the last sequence is moved past all of them, and back.
+            for sequence in sorted(larger, key=lambda known: known.start, reverse=True):
+                pool.place(sequence, larger[sequence])
+        except BaseException:
+            for sequence in set(pool.sequences) - held.keys():
+                pool.release(sequence)
             raise
 
     def release(self, sequence: CachedSequence) -> None:

@@ -109,7 +109,7 @@ class KVPool:
         starts, ends = [0, *(r.start + r.capacity for r in ranges)], [*(r.start for r in ranges), self.num_slots]
         best, first, size, num_moved = None, 0, 0, 0
         for last, (start, end) in enumerate(zip(starts, ends, strict=True)):  # gap `last` is before ranges[last]
-            size, num_moved = size + end - start, num_moved + (ranges[last - 1].length if last > first else 0)
+            size, num_moved = size + end - start, num_moved + (ranges[last - 1].length if last else 0)
             while first < last and size - (ends[first] - starts[first]) >= num_slots and (at is None or first <= at):
                 size, num_moved = size - (ends[first] - starts[first]), num_moved - ranges[first].length
                 first += 1

@@ -105,7 +105,7 @@ class SequenceRoom:
 
         ``max_new_tokens`` is often far more than a request emits, so a request starts with few slots. When they are
         used up, it gets as many more as it has tokens. If slots are short, each request has what this step needs, and
-        an equal share of the others.
+        an equal share of those that are left.
 
         Args:
             requests: those of the step.
@@ -121,10 +121,11 @@ class SequenceRoom:
         except MemoryError:
             needed = self._used() | {request: max(needed[request], self.num_cached(request)) for request in needed}
             shared = 0 if self.max_slots is None else max(self.max_slots - sum(needed.values()), 0) // len(needed)
-            try:
-                self._provide_exactly(needed, shared)
-            except MemoryError:
-                self._provide_exactly(needed, 0)
+            if shared:
+                with contextlib.suppress(MemoryError):
+                    self._divide(needed, shared)
+                    return
+            self._divide(needed, 0)
 
     def reserve_for(self, request: RequestTokens, length: int) -> None:
         """Reserve slots for ``length`` tokens of one request."""
@@ -135,7 +136,7 @@ class SequenceRoom:
         """Set ``max_slots``, evict prefixes beyond it and free the memory; requests keep their slots."""
         self.max_slots = max_slots
         if self.num_held > max_slots:
-            self._provide_exactly(self._used(), 0)
+            self._take_back(self._used())
         self._keep_at_most(max(max_slots - self.num_held, 0))
         other_engines = self.cache.num_held - self.num_held - self._kept.num_tokens  # their slots in the same pool
         with contextlib.suppress(MemoryError), as_memory_error():  # no memory to copy; it is freed with the cache then
@@ -145,12 +146,20 @@ class SequenceRoom:
         """Return the slots needed by the requests that have fewer."""
         return {request: slots for request, slots in needed.items() if self._room_of(request) < slots}
 
-    def _provide_exactly(self, needed: Mapping[RequestTokens, int], room: int) -> None:
+    def _divide(self, needed: Mapping[RequestTokens, int], room: int) -> None:
         """Give all requests the slots that they need and those of up to ``room`` further tokens; take others back."""
         capacities = {request: slots + min(request.num_left, room) for request, slots in needed.items()}
+        self._check_limit(sum(capacities.values()))
+        self._take_back(capacities)
+        self._provide(self._lacking(capacities))
+
+    def _take_back(self, capacities: Mapping[RequestTokens, int]) -> None:
         for request, sequence in self._by_request.items():
             sequence.capacity = min(sequence.capacity, capacities[request])
-        self._provide(self._lacking(capacities))
+
+    def _check_limit(self, needed: int) -> None:
+        if self.max_slots is not None and needed > self.max_slots:
+            raise MemoryError(f"{needed} KV slots are needed, and there may be {self.max_slots}")
 
     def _used(self) -> dict[RequestTokens, int]:
         """Return the slots of the tokens of all requests, with and without K/V."""
@@ -172,8 +181,7 @@ class SequenceRoom:
             return
         limit, held = self.max_slots, {request: sequence.capacity for request, sequence in self._by_request.items()}
         if limit is not None:
-            if (needed := sum((held | capacities).values())) > limit:
-                raise MemoryError(f"{needed} KV slots are needed, and there may be {limit}")
+            self._check_limit(needed := sum((held | capacities).values()))
             self._keep_at_most(limit - needed)
             # Slots of other engines in the same pool do not count.
             limit += self.cache.num_held - sum(held.values()) - self._kept.num_tokens

@@ -17,7 +17,7 @@ from hf_slospec.serving.openai.options import Objective
 from hf_slospec.serving.submission import REFUSALS, tensors_of_one
 
 DEFAULT_MAX_TOKENS = 16  # for completions, as OpenAI's
-DEFAULT_CHAT_TOKENS = 4096  # for chats; not all that fits, as every request is admitted with its longest output
+DEFAULT_CHAT_TOKENS = 4096  # for chats; not all that fits, as guaranteed ones are admitted with their longest output
 SEEDS = 2**63
 # llm-d's headers, in milliseconds; the second of each pair is deprecated.
 SLO_HEADERS: dict[str, tuple[str, ...]] = {

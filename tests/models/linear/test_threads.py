@@ -133,6 +133,7 @@ def test_threads_that_spin_beside_other_processes_are_warned_of_once(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(threads, "_pause", lambda: print if has_runtime else None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     threads._warn_of_contention.cache_clear()
     for _ in range(2):
         warn_if_contended(slower)

@@ -71,7 +71,7 @@ def test_texts_grow_come_and_go_and_keep_what_is_cached(seed: int, limited: bool
                 check(sequences, requests)
             slots = most + 30 * is_lent
             new = Request(index, RequestParams([0] * int(rng.integers(1, 12)), int(rng.integers(1, 14))))
-            if sum(map(longest, [*requests, new])) <= slots:  # what the scheduler sees to
+            if sum(map(longest, [*requests, new])) <= slots:
                 requests.append(new)
             for request in list(requests):
                 if rng.random() < 0.2:
@@ -132,6 +132,29 @@ def test_where_slots_are_short_nodes_of_the_step_take_room_and_others_are_shared
     check(sequences, [held, other])
 
 
+@given(seed=SEEDS)
+@settings(deadline=None, max_examples=100)
+def test_texts_that_fit_have_slots_whatever_they_may_still_emit(seed: int) -> None:
+    """Each may fill all slots alone; as the scheduler does, the last ones leave before a step lacks some."""
+    rng, most = np.random.default_rng(seed), 80
+    sequences, requests = RequestSequences(Packed(), MAX_NODES, most), list[Request]()  # type: ignore[arg-type]
+    for index in range(60):
+        requests.append(Request(index, RequestParams([0] * int(rng.integers(1, 20)), 60)))
+        for request in requests:
+            request.tokens += [0] * int(rng.integers(0, min(request.num_left, 1 + MAX_NODES) + 1))
+        while sum(len(request.tokens) + MAX_NODES for request in requests) > most:
+            sequences.release(requests.pop())
+        num_nodes = rng.integers(0, MAX_NODES + 1, len(requests)).tolist()
+        sequences.reserve(requests, num_nodes)
+        for request, number in zip(requests, num_nodes, strict=True):
+            assert sequences.of(request).capacity >= len(request.tokens) + number
+        assert sequences.num_held <= most
+        check(sequences, requests)
+        for request in requests:
+            sequences.of(request).length = len(request.tokens) - 1
+            mark(sequences, request)
+
+
 def test_torch_running_out_of_memory_is_a_memory_error() -> None:
     with pytest.raises(MemoryError), as_memory_error():
         torch.empty(2**60)
@@ -151,6 +174,16 @@ def test_a_text_that_there_is_no_memory_to_keep_is_released(monkeypatch: pytest.
     monkeypatch.setattr(sequences, "_keep", fails)
     sequences.release(request)
     assert sequences.cache.num_held == 0
+
+
+def test_a_step_that_does_not_fit_takes_no_slots_away() -> None:
+    sequences = RequestSequences(Packed(), MAX_NODES, 30)  # type: ignore[arg-type]
+    held, other = (Request(index, RequestParams([0] * 10, 40)) for index in range(2))
+    sequences.reserve([held], [MAX_NODES])
+    before = sequences.of(held).capacity
+    with pytest.raises(MemoryError, match="KV slots"):
+        sequences.reserve([held, other], [MAX_NODES, 30])
+    assert sequences.of(held).capacity == before
 
 
 def test_room_that_was_taken_back_is_given_again_to_who_needs_it_in_this_step() -> None:

@@ -68,7 +68,7 @@ class PlainScheduler(ContinuousScheduler):
             if self.room.may_lend and self._lacks_slots(request):
                 self.room.consider(self.running, len(self.waiting))
             may_preempt = ranks[request][0] < LAST_RANK
-            victims = self._victims(request, self._spare(request.params.priority) if may_preempt else [])
+            victims = self._victims(request, may_preempt)
             if victims is None:
                 break
             for victim in victims:
