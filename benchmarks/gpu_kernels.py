@@ -39,7 +39,7 @@ from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.tiny.load import load_pair
 
 SIZES = (Size(1), Size(10), Size(16), Size(8, 8), Size(72, 8), Size(64, 64), Size(128, 64))
-NUM_APART = 3  # of them also with every layer by itself
+NUM_APART = 3  # sizes that are also timed with every layer by itself
 SHAPES = {  # outputs and inputs of linear layers of Llama-3.1-8B
     "q, o": (4096, 4096), "k, v": (1024, 4096), "q+k+v": (6144, 4096), "gate, up": (14336, 4096),
     "gate+up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096),

@@ -23,13 +23,14 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria
 
-from benchmarks.spec_bench import QUESTIONS, questions_of
+from benchmarks.spec_bench import QUESTIONS, encoded_chats, questions_of
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler
 from hf_slospec.models.kv_cache.pool import KVPool
 
 VARIANTS = ("known", "expected", "at most")
+MAX_PROMPT = 1024  # tokens
 
 
 class AtLength(StoppingCriteria):
@@ -52,7 +53,9 @@ def counting(variant: str, moved: list[int]) -> Iterator[None]:
         place(pool, placed, capacity)
         moved.append(sum(sequence.length for sequence, start in before.items() if sequence.start != start))
 
-    at_most = mock.patch.object(ContinuousScheduler, "_kv_after", lambda own, request, _: own._kv_needed(request))
+    at_most = mock.patch.object(
+        ContinuousScheduler, "_kv_after", lambda own, requests, _: sum(map(own._kv_needed, requests))
+    )
     with mock.patch.object(KVPool, "place", counted), at_most if variant == "at most" else contextlib.nullcontext():
         yield
 
@@ -96,9 +99,9 @@ def main() -> None:
     loaded: Any = AutoModelForCausalLM
     model = loaded.from_pretrained(arguments.target, dtype=torch.bfloat16).requires_grad_(False).to(arguments.device)
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    texts = [question.turns[0] for question in questions_of(QUESTIONS, arguments.questions)]
-    chats = [[{"role": "user", "content": text}] for text in texts]
-    prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"][-1024:] for chat in chats]
+    chats = [question.turns[:1] for question in questions_of(QUESTIONS, arguments.questions)]
+    encoded = [encoded_chats(tokenizer, [chat], MAX_PROMPT, torch.device("cpu")) for chat in chats]
+    prompts = [one["input_ids"][0].tolist() for one in encoded]
 
     generator = SLOSpecGenerator(model, None, tokenizer, SLOSpecConfig(kv_tokens=arguments.kv_tokens, compile="wait"))
     with generator:

@@ -35,7 +35,7 @@ METHODS = {
 }
 KINDS = {"kernel": "kernels", "gpu_memcpy": "copies", "gpu_memset": "fills"}  # on the device
 WARM_UP = 4  # calls
-MAX_ACTIONS = 500_000  # of the allocator in one call
+MAX_ACTIONS = 500_000  # allocator's actions in one call
 NUM_PLACES, NUM_FRAMES = 12, 4  # that are recorded
 
 Span = tuple[float, float]  # begin and end, in the trace's microseconds

@@ -153,7 +153,7 @@ class PromptInputs:
         lacking = torch.ones(len(requests), length, dtype=torch.bool)
         lacking[:, : self.tokens.shape[1]] = self._on_host[1][[request.index for request in requests]]
         lacking = lacking[:, self.num_cached :]
-        rows, columns = lacking.nonzero(as_tuple=True)  # of the processed tokens, row after row
+        rows, columns = lacking.nonzero(as_tuple=True)  # processed tokens, row after row
         lengths = lacking.sum(1).tolist()
         slots = torch.cat([sequences.last_slots(*each) for each in zip(requests, lengths, strict=True)])
         places = dict[torch.device, Any]()

@@ -146,7 +146,8 @@ class PackedTarget(Target):
             else:  # the last token is the root
                 parts.append(self.sequences.chain_and_tree(request, tokens, tree))
                 logit_rows.append(begin + len(tokens) - 1 + np.arange(tree.num_nodes))
-            begin += len(tokens) + (0 if tree is None else tree.num_nodes - 1)
+                begin += tree.num_nodes - 1
+            begin += len(tokens)
         prompts = self._prompts_to_recycle(requests, chunks)
         # Rows of prompts whose successors are read, rows that tokens are chosen from, and rows for prompt readers.
         wanted = np.concatenate([NO_ROWS, *(part.rows for part in prompts), *logit_rows, *read_rows.values()])

@@ -36,7 +36,7 @@ def test_what_is_allocated_at_the_peak() -> None:
 
     trace = [
         action("alloc", 1, 5, 10, 20), action("segment_alloc", 9, 100), action("alloc", 2, 3, 11, 20),
-        action("free_requested", 1), action("free_completed", 1), action("free_requested", 7),  # of before
+        action("free_requested", 1), action("free_completed", 1), action("free_requested", 7),  # allocated before
         action("alloc", 1, 4, 11, 20), action("alloc", 3, 2, 12), action("free_requested", 2), action("alloc", 4, 1),
     ]  # fmt: skip
     assert places_at_peak(trace) == [  # 3 + 4 + 2 MiB; at the end there are 7

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import StoppingCriteria
 
 from hf_slospec import (
     SLOSpecGenerator,
@@ -17,6 +16,7 @@ from hf_slospec.engine.protocols import Plan
 from hf_slospec.models.kv_cache.pool import KVPool
 from hf_slospec.models.target import PackedTarget
 from tests.support.breadth import quick_or
+from tests.support.generate_arguments import Ends
 from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, Holds, alone
 from tests.support.toys.hasty_room import HastyRoom
 from tests.support.toys.models import NowAndThen
@@ -57,17 +57,16 @@ def test_requests_that_may_emit_far_more_than_fits_run_together_and_stay_exact(p
     expected = [alone(pair, prompt, max_new_tokens=n) for prompt, n in zip(PROMPTS[:5], limits, strict=True)]
     config, running = CONFIG.model_copy(update={"kv_tokens": 1100}), list[int]()
 
-    class EndsAt(StoppingCriteria):
-        def __init__(self, prompt: str, num_tokens: int):
-            self.length = len(tokenizer(prompt)["input_ids"]) + num_tokens
-
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **options: Any) -> torch.Tensor:
+    class Watching(Ends):
+        def __call__(self, *arguments: Any, **options: Any) -> torch.Tensor:
             running.append(generator.stats().running)
-            return torch.tensor([input_ids.shape[1] >= self.length])
+            return super().__call__(*arguments, **options)
 
     with SLOSpecGenerator(target, draft, tokenizer, config) as generator:
         handles = [
-            generator.submit(prompt, max_new_tokens=800, stopping_criteria=[EndsAt(prompt, n)])
+            generator.submit(
+                prompt, max_new_tokens=800, stopping_criteria=[Watching(len(tokenizer(prompt)["input_ids"]) + n)]
+            )
             for prompt, n in zip(PROMPTS[:5], limits, strict=True)
         ]
         assert [handle.result(WAIT_S).token_ids for handle in handles] == expected

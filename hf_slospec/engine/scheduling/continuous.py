@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from hf_slospec.engine.events import StepEvent
@@ -158,7 +158,7 @@ class ContinuousScheduler:
         held = self._held(self.running)
         self.room.settle(held, not len(self.waiting))
         self.decide_guarantees(now_s)
-        # No request is expected to need fewer slots than the least.
+        # None is expected to emit less than it may in a step, so that slots may only lack where these do.
         preempted = self._make_room() if held > self.room.available else []
         preempted += self._enter(now_s)
         for request in preempted:  # only now, so that none of them enters again before the step
@@ -195,22 +195,24 @@ class ContinuousScheduler:
         """Return the slots of the request at its maximum length, and for its nodes."""
         return request.params.max_len + self._num_nodes
 
-    def _kv_expected(self, request: Request) -> int:
-        """Return the slots with which the request is admitted."""
-        return self._kv_after(request, max(math.ceil(self.output_tokens), self.limits.max_nodes))
+    @property
+    def _num_expected(self) -> int:
+        """Further tokens that a request is expected to emit, at least those of the next step."""
+        return max(math.ceil(self.output_tokens), self.limits.max_nodes)
 
-    def _kv_least(self, request: Request) -> int:
-        """Return the slots without which the request is preempted: those of whatever the next step may emit."""
-        return self._kv_after(request, self.limits.max_nodes)
+    def _kv_after(self, requests: Collection[Request], num_tokens: int) -> int:
+        """Return the slots of requests after so many more tokens of each; of firm ones at their maximum lengths."""
+        lengths = (
+            request.params.max_len
+            if self._is_firm(request)
+            else min(len(request.tokens) + num_tokens, request.params.max_len)
+            for request in requests
+        )
+        return sum(lengths) + len(requests) * self._num_nodes
 
-    def _kv_after(self, request: Request, num_tokens: int) -> int:
-        """Return the slots of the request after so many more tokens; of a firm one at its maximum length."""
-        if self._is_firm(request):
-            return self._kv_needed(request)
-        return min(len(request.tokens) + num_tokens, request.params.max_len) + self._num_nodes
-
-    def _held(self, requests: Iterable[Request]) -> int:
-        return sum(map(self._kv_expected, requests))
+    def _held(self, requests: Collection[Request]) -> int:
+        """Return the slots with which requests are admitted."""
+        return self._kv_after(requests, self._num_expected)
 
     # ---- guarantees
 
@@ -275,13 +277,14 @@ class ContinuousScheduler:
 
         Of the lowest priority, the last to arrive go first, and those that have starved only if no others are left.
         """
-        lacking = sum(map(self._kv_least, self.running)) - self.room.available
+        num_emitted = self.limits.max_nodes  # by a step; the bonus token has no K/V yet
+        lacking = self._kv_after(self.running, num_emitted) - self.room.available
         preempted = list[Request]()
         soft = _in_order_of_preemption(request for request in self.running if not self._is_firm(request))
         for request in sorted(soft, key=self._protected.__contains__):
             if lacking <= 0:
                 break
-            lacking -= self._kv_least(request)
+            lacking -= self._kv_after([request], num_emitted)
             preempted.append(request)
         for request in preempted:
             self._stop_running(request)
@@ -329,27 +332,29 @@ class ContinuousScheduler:
         too_late_s = math.nextafter(lost_s(request), math.inf)
         return min((change_s for change_s in (starves_s, too_late_s) if change_s > now_s), default=math.inf)
 
-    def _slots_left(self, slots_of: Callable[[Request], int]) -> int:
-        """Return the slots for further requests if running ones count as given."""
-        return (self.room.slots if self.running else self.limits.kv_tokens) - sum(map(slots_of, self.running))
+    def _slots_left(self, num_tokens: int) -> int:
+        """Return the slots for further requests once running ones have emitted so many more tokens each."""
+        slots = self.room.slots if self.running else self.limits.kv_tokens
+        return slots - self._kv_after(self.running, num_tokens)
 
     def _lacks_slots(self, request: Request) -> bool:
         is_place = len(self.running) < self.limits.max_batch
-        return is_place and self._slots_left(self._kv_expected) < self._kv_expected(request)
+        return is_place and self._slots_left(self._num_expected) < self._held([request])
 
     def _victims(self, request: Request, may_preempt: bool) -> list[Request] | None:
         """Return the requests whose preemption lets the request fit; None if that cannot be.
 
         One that may preempt others does not have to leave them room for what they are expected to emit.
         """
-        slots_of = self._kv_least if may_preempt else self._kv_expected
+        num_tokens = self.limits.max_nodes if may_preempt else self._num_expected
         spare = self._spare(request.params.priority) if may_preempt else []
-        num_free, slots = self.limits.max_batch - len(self.running), self._slots_left(slots_of)
+        num_free, slots = self.limits.max_batch - len(self.running), self._slots_left(num_tokens)
+        needed = self._held([request])
         for count in range(len(spare) + 1):
-            if num_free > 0 and slots >= self._kv_expected(request):
+            if num_free > 0 and slots >= needed:
                 return spare[:count]
             if count < len(spare):
-                num_free, slots = num_free + 1, slots + slots_of(spare[count])
+                num_free, slots = num_free + 1, slots + self._kv_after([spare[count]], num_tokens)
         return None
 
     def _spare(self, priority: float = math.inf) -> list[Request]:

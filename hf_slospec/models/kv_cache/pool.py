@@ -107,14 +107,15 @@ class KVPool:
             None if there are none.
         """
         starts, ends = [0, *(r.start + r.capacity for r in ranges)], [*(r.start for r in ranges), self.num_slots]
+        sizes = [end - start for start, end in zip(starts, ends, strict=True)]
         best, first, size, num_moved = None, 0, 0, 0
-        for last, (start, end) in enumerate(zip(starts, ends, strict=True)):  # gap `last` is before ranges[last]
-            size, num_moved = size + end - start, num_moved + (ranges[last - 1].length if last else 0)
-            while first < last and size - (ends[first] - starts[first]) >= num_slots and (at is None or first <= at):
-                size, num_moved = size - (ends[first] - starts[first]), num_moved - ranges[first].length
+        for last, more in enumerate(sizes):  # gap `last` is before ranges[last]
+            size, num_moved = size + more, num_moved + (ranges[last - 1].length if last else 0)
+            while first < (last if at is None else min(last, at + 1)) and size - sizes[first] >= num_slots:
+                size, num_moved = size - sizes[first], num_moved - ranges[first].length
                 first += 1
             if size >= num_slots and (at is None or last > at) and (best is None or num_moved < best.num_moved):
-                best = _Gaps(first, last, starts[first], end, num_moved)
+                best = _Gaps(first, last, starts[first], ends[last], num_moved)
         return best
 
     def _join(self, ranges: Sequence[CachedSequence], gaps: _Gaps, at: int) -> int:

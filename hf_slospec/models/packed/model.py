@@ -86,7 +86,7 @@ class PackedModel:
             UnsupportedOptionError: weights of several processes cannot be prepacked, or the model cannot be exact.
         """
         self.model, self.ranks = model, ranks or Ranks(model)
-        self.device = input_device(model)  # of the input tokens
+        self.device = input_device(model)  # input tokens are on it
         attention, prepack, compile, exact = config.attention, config.prepack, config.compile, config.exact
         cuda_graphs, fused_layers, deterministic = config.cuda_graphs, config.fused_layers, config.deterministic
         if self.ranks.number > 1:

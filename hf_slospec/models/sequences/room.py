@@ -119,7 +119,7 @@ class SequenceRoom:
         try:
             self._provide({request: self._roomy_capacity(request) for request in self._lacking(needed)})
         except MemoryError:
-            needed = self._used() | {request: max(needed[request], self.num_cached(request)) for request in needed}
+            needed |= {request: used for request, used in self._used().items() if used > needed.get(request, 0)}
             shared = 0 if self.max_slots is None else max(self.max_slots - sum(needed.values()), 0) // len(needed)
             if shared:
                 with contextlib.suppress(MemoryError):
@@ -133,7 +133,7 @@ class SequenceRoom:
             self._provide({request: length})
 
     def limit(self, max_slots: int) -> None:
-        """Set ``max_slots``, evict prefixes beyond it and free the memory; requests keep their slots."""
+        """Set ``max_slots``, evict prefixes beyond it and free the memory; requests keep those of their tokens."""
         self.max_slots = max_slots
         if self.num_held > max_slots:
             self._take_back(self._used())

@@ -307,7 +307,7 @@ def test_only_guaranteed_requests_hold_slots_at_their_maximum_lengths(
     assert max(map(len, running)) == (8 if tpot_slo_s is None else 6)
     assert max(sum(bool(request.is_guaranteed) for request in own) for own in running) == most_guaranteed
     assert all(request.finish_reason == "stop" and not request.stats.num_preempted for request in requests)
-    assert served.scheduler.output_tokens < 30  # of 100 in the beginning
+    assert served.scheduler.output_tokens < 30  # it begins with 100
 
 
 def test_where_slots_run_out_the_last_to_arrive_are_preempted_and_guaranteed_requests_are_not() -> None:

@@ -55,7 +55,9 @@ class CheckedScheduler(ContinuousScheduler):
         assert len(self.running) <= self.limits.max_batch
         assert self.kv_held <= self.limits.kv_tokens + self.lent_slots
         soft = [request for request in self.running if not self._is_firm(request)]
-        assert not soft or sum(map(self._kv_least, self.running)) <= self.room.available, "slots may run out"
+        assert not soft or self._kv_after(self.running, self.limits.max_nodes) <= self.room.available, (
+            "slots may run out"
+        )
         booked = [request for request in present if request.is_guaranteed]
         if self.admission == "slo":
             assert len(booked) <= self.limits.max_batch, "more is guaranteed than there are places"
