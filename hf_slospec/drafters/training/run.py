@@ -24,12 +24,12 @@ from hf_slospec.drafters.training.teacher import Teacher
 from hf_slospec.drafters.training.texts import (
     Text,
     Write,
+    batches,
     collect,
     is_excluded,
     own_texts,
     read_data,
     read_excluded,
-    shuffled,
 )
 from hf_slospec.drafters.training.unrolling import STRIDE, loss_of, tokens_per_step
 from hf_slospec.errors import InvalidInputError
@@ -166,7 +166,7 @@ class Trainer:
         self.folder = options.out / FOLDER
         self.teacher = Teacher(target, head, training, self.folder, options.features_gb)
         self.examiner = Teacher(target, head, held_out, self.folder, 0.0)
-        self.place = shuffled(options.seed, len(training))
+        self.batch_of = batches(options.seed, [len(text.ids) for text in training], options.batch)
         module = own_modules(head, target)
         named = list(module.named_parameters())
         is_matrix = [
@@ -220,11 +220,10 @@ class Trainer:
 
     def _step(self) -> float:
         """Train on one batch; return the loss."""
-        step, options = self.progress.step, self.options
-        indices = [self.place(step * options.batch + index) for index in range(options.batch)]
-        rows = self.teacher.rows(indices)
+        step = self.progress.step
+        rows = self.teacher.rows(self.batch_of(step))
         with self._autocast():
-            loss = loss_of(self.head, rows, options.levels, step % STRIDE)
+            loss = loss_of(self.head, rows, self.options.levels, step % STRIDE)
         self.accelerator.backward(loss)
         self.accelerator.clip_grad_norm_(self.module.parameters(), 1.0)
         for stepping in (*self.optimizers, *self.schedules):

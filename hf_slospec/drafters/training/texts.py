@@ -19,6 +19,7 @@ from hf_slospec.models.sequences.kept_prefixes import num_common
 BEGINNING = 48  # tokens of a plain text that the target continues
 TURN = 96  # maximum tokens of a user's turn that the target writes
 MIN_NEW, MIN_LEN = 4, 24  # tokens of an answer, and with its prompt; shorter texts are left out
+WINDOW = 16  # batches among which texts are divided by their lengths
 MAX_EMPTY = 16  # batches in a row without a text to train on
 MIN_EXCLUDED, COMPARED = 24, 64  # characters: shorter turns exclude nothing; of longer ones, these are looked for
 KEYS = ("messages", "conversations", "turns")
@@ -59,6 +60,22 @@ def shuffled(seed: int, number: int) -> Callable[[int], int]:
         return random.Random(f"{seed} {epoch}").sample(range(number), number)
 
     return lambda place: order(place // number)[place % number]
+
+
+def batches(seed: int, lengths: Sequence[int], size: int) -> Callable[[int], list[int]]:
+    """Return a function from the training step to the indices of its texts, in one random order of all after another.
+
+    Texts of a batch have similar lengths, as shorter ones are padded to the longest.
+    """
+    place, turn = shuffled(seed, len(lengths)), shuffled(seed, WINDOW)
+
+    def batch(step: int) -> list[int]:
+        begin = step // WINDOW * WINDOW * size
+        window = sorted(map(place, range(begin, begin + WINDOW * size)), key=lengths.__getitem__)
+        own = turn(step) * size
+        return window[own : own + size]
+
+    return batch
 
 
 def collect(

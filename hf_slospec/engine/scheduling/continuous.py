@@ -27,7 +27,8 @@ from hf_slospec.engine.step_times import StepCosts
 
 STARVING = 0  # first rank in the queue
 LAST_RANK = 2  # rank of requests that may preempt no other
-MAX_PREEMPTED = 3  # times a request is preempted before it keeps its slots
+MAX_PREEMPTED = 3  # times a request is preempted for others
+MAX_DOUBLED = 16  # times that the tokens expected of a request are doubled
 OUTPUT_WEIGHT = 0.1  # weight of a finished request in the average length of outputs
 
 
@@ -57,7 +58,7 @@ class ContinuousScheduler:
 
     Guaranteed requests have slots at their maximum length. That is often far more than a request emits, so others are
     admitted as if they emitted as much as requests did lately; should slots run out, the last to arrive are preempted.
-    One that was preempted often gets slots as if it were guaranteed, and stays.
+    Each time that a request is preempted it is expected to emit twice as much.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class ContinuousScheduler:
 
     def enter(self, now_s: float) -> list[Request]:
         """Give guarantees and slots to waiting requests, in order; return the requests that were preempted."""
-        held = self._held(self.running)
+        held = self._expected(self.running)
         self.room.settle(held, not len(self.waiting))
         self.decide_guarantees(now_s)
         # None is expected to emit less than it may in a step, so that slots may only lack where these do.
@@ -187,32 +188,31 @@ class ContinuousScheduler:
         """
         return min(math.ceil(self.costs.recent.nodes) - 1, self.limits.max_nodes)
 
-    def _is_firm(self, request: Request) -> bool:
-        """Return whether the request has slots at its maximum length, so that it never lacks any."""
-        return bool(request.is_guaranteed) or request.stats.num_preempted >= MAX_PREEMPTED
-
     def _kv_needed(self, request: Request) -> int:
         """Return the slots of the request at its maximum length, and for its nodes."""
         return request.params.max_len + self._num_nodes
 
-    @property
-    def _num_expected(self) -> int:
-        """Further tokens that a request is expected to emit, at least those of the next step."""
-        return max(math.ceil(self.output_tokens), self.limits.max_nodes)
+    def _expected(self, requests: Collection[Request]) -> int:
+        """Return the slots of requests once each has emitted what is expected of it, at least what the next step may.
 
-    def _kv_after(self, requests: Collection[Request], num_tokens: int) -> int:
-        """Return the slots of requests after so many more tokens of each; of firm ones at their maximum lengths."""
+        Requests are admitted with these slots.
+        """
+        num_tokens = max(math.ceil(self.output_tokens), self.limits.max_nodes)
+        return self._kv_after(requests, lambda request: num_tokens << min(request.stats.num_preempted, MAX_DOUBLED))
+
+    def _next(self, requests: Collection[Request]) -> int:
+        """Return the slots of requests after the next step; the bonus token has no K/V yet."""
+        return self._kv_after(requests, lambda _: self.limits.max_nodes)
+
+    def _kv_after(self, requests: Collection[Request], num_tokens: Callable[[Request], int]) -> int:
+        """Return the slots of requests after so many more tokens of each; guaranteed ones have their maximum length."""
         lengths = (
             request.params.max_len
-            if self._is_firm(request)
-            else min(len(request.tokens) + num_tokens, request.params.max_len)
+            if request.is_guaranteed
+            else min(len(request.tokens) + num_tokens(request), request.params.max_len)
             for request in requests
         )
         return sum(lengths) + len(requests) * self._num_nodes
-
-    def _held(self, requests: Collection[Request]) -> int:
-        """Return the slots with which requests are admitted."""
-        return self._kv_after(requests, self._num_expected)
 
     # ---- guarantees
 
@@ -255,7 +255,7 @@ class ContinuousScheduler:
         if max_admitted <= 0:
             return False
         slots = min(self.room.slots, self.room.target_slots)  # a loan may end before the requests enter
-        kv_free = slots - self._held(unmovable)
+        kv_free = slots - self._expected(unmovable)
         admitted = guaranteeable(
             undecided, before, kv_free, self._kv_needed, self.num_reusable, self.costs, self.windows, now_s
         )
@@ -277,14 +277,13 @@ class ContinuousScheduler:
 
         Of the lowest priority, the last to arrive go first, and those that have starved only if no others are left.
         """
-        num_emitted = self.limits.max_nodes  # by a step; the bonus token has no K/V yet
-        lacking = self._kv_after(self.running, num_emitted) - self.room.available
+        lacking = self._next(self.running) - self.room.available
         preempted = list[Request]()
-        soft = _in_order_of_preemption(request for request in self.running if not self._is_firm(request))
+        soft = _in_order_of_preemption(request for request in self.running if not request.is_guaranteed)
         for request in sorted(soft, key=self._protected.__contains__):
             if lacking <= 0:
                 break
-            lacking -= self._kv_after([request], num_emitted)
+            lacking -= self._next([request])
             preempted.append(request)
         for request in preempted:
             self._stop_running(request)
@@ -332,29 +331,29 @@ class ContinuousScheduler:
         too_late_s = math.nextafter(lost_s(request), math.inf)
         return min((change_s for change_s in (starves_s, too_late_s) if change_s > now_s), default=math.inf)
 
-    def _slots_left(self, num_tokens: int) -> int:
-        """Return the slots for further requests once running ones have emitted so many more tokens each."""
-        slots = self.room.slots if self.running else self.limits.kv_tokens
-        return slots - self._kv_after(self.running, num_tokens)
+    @property
+    def _slots(self) -> int:
+        """Slots of all requests up to which further requests enter; one alone always fits."""
+        return self.room.slots if self.running else self.limits.kv_tokens
 
     def _lacks_slots(self, request: Request) -> bool:
         is_place = len(self.running) < self.limits.max_batch
-        return is_place and self._slots_left(self._num_expected) < self._held([request])
+        return is_place and self._slots < self._expected([*self.running, request])
 
     def _victims(self, request: Request, may_preempt: bool) -> list[Request] | None:
         """Return the requests whose preemption lets the request fit; None if that cannot be.
 
         One that may preempt others does not have to leave them room for what they are expected to emit.
         """
-        num_tokens = self.limits.max_nodes if may_preempt else self._num_expected
+        needed_by = self._next if may_preempt else self._expected
         spare = self._spare(request.params.priority) if may_preempt else []
-        num_free, slots = self.limits.max_batch - len(self.running), self._slots_left(num_tokens)
-        needed = self._held([request])
+        num_free, slots = self.limits.max_batch - len(self.running), self._slots - needed_by(self.running)
+        needed = self._expected([request])
         for count in range(len(spare) + 1):
             if num_free > 0 and slots >= needed:
                 return spare[:count]
             if count < len(spare):
-                num_free, slots = num_free + 1, slots + self._kv_after([spare[count]], num_tokens)
+                num_free, slots = num_free + 1, slots + needed_by([spare[count]])
         return None
 
     def _spare(self, priority: float = math.inf) -> list[Request]:
@@ -388,7 +387,7 @@ class ContinuousScheduler:
         victims = spare[: min((len(spare) + 1) // 2, len(self.running) - 1)]
         for request in victims:
             self.preempt(request, now_s)
-        self.room.tighten(self._held(self.running))
+        self.room.tighten(self._expected(self.running))
         return victims
 
     def shrink(self) -> bool:

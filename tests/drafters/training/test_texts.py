@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,16 @@ import pytest
 from hf_slospec import load_tiny_pair
 from hf_slospec.drafters.training import texts
 from hf_slospec.drafters.training.options import TrainingOptions
-from hf_slospec.drafters.training.texts import Source, Text, collect, is_excluded, own_texts, read_data, read_excluded
+from hf_slospec.drafters.training.texts import (
+    Source,
+    Text,
+    batches,
+    collect,
+    is_excluded,
+    own_texts,
+    read_data,
+    read_excluded,
+)
 from hf_slospec.errors import InvalidFileError, InvalidInputError
 
 SEQ_LEN = 96
@@ -98,6 +109,19 @@ def test_plain_text_is_cut_into_windows(tmp_path: Path, tokenizer: Any) -> None:
     for item in (*source.items(0, 0), *source.items(1, 0)):
         assert item.given is not None and item.given.ids[: texts.BEGINNING] == item.prompt
         assert len(item.given.ids) <= SEQ_LEN
+
+
+def test_batches_hold_every_text_once_per_order_and_little_padding() -> None:
+    rng = random.Random(0)
+    lengths, size = [rng.randint(20, 400) for _ in range(640)], 8
+    batch = batches(3, lengths, size)
+    for epoch in range(2):
+        steps = [batch(step) for step in range(epoch * 80, epoch * 80 + 80)]
+        assert sorted(itertools.chain(*steps)) == list(range(640))
+        padded = sum(size * max(lengths[index] for index in own) for own in steps)
+        assert padded < 1.1 * sum(lengths)  # 1.8 in random order
+    means = [sum(lengths[index] for index in own) / size for own in steps]
+    assert sorted(means[:16]) != means[:16]  # not the shortest first
 
 
 def test_half_of_the_texts_are_written_by_the_target_greedy_and_sampled_in_turn(tmp_path: Path, tokenizer: Any) -> None:

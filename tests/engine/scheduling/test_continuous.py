@@ -328,11 +328,26 @@ def test_where_slots_run_out_the_last_to_arrive_are_preempted_and_guaranteed_req
     assert not served.toy.cached
 
 
-def test_a_request_that_was_preempted_often_gets_slots_at_its_maximum_length() -> None:
+def test_a_request_is_expected_to_emit_twice_as_much_each_time_it_was_preempted() -> None:
     served = Served(Limits(8, 300, 4, 64, 1e9))
-    served.scheduler.output_tokens = 1.0
+    served.scheduler.output_tokens = 20.0
     request = served.add(0, prompt=10, new=200)
     served.step()
-    assert served.scheduler._held([request]) == 10 + 1 + 4
-    request.stats.num_preempted = MAX_PREEMPTED
-    assert served.scheduler._held([request]) == 210
+    nodes = served.scheduler._expected([request]) - 11 - 20
+    slots = []
+    for request.stats.num_preempted in (0, 1, 2, 3, 4, 10_000):
+        slots.append(served.scheduler._expected([request]) - nodes)
+    assert slots == [11 + 20, 11 + 40, 11 + 80, 11 + 160, 210, 210]
+
+
+def test_one_that_was_preempted_often_does_not_wait_until_all_others_have_left() -> None:
+    """It may emit as much as there are slots, and emits little."""
+    served = Served(Limits(8, 300, 4, 64, 1e9))
+    served.scheduler.output_tokens = 10.0
+    often = served.add(0, prompt=10, new=280, is_stop=lambda tokens: len(tokens) == 40)
+    often.stats.num_preempted = MAX_PREEMPTED
+    others = [served.add(index, prompt=10, new=280, is_stop=lambda tokens: len(tokens) == 30) for index in range(1, 9)]
+    served.step()
+    assert often in served.scheduler.running and len(served.scheduler.running) > 4
+    served.run()
+    assert all(request.finish_reason == "stop" for request in [often, *others])

@@ -88,8 +88,8 @@ def test_more_requests_run_together_where_nothing_is_drafted(draft_slots: int) -
     most = 0
     while own.scheduler.running or own.scheduler.waiting:
         own.step()
-        most = max(most, own.scheduler._held(own.scheduler.running))
-        assert own.scheduler._held(own.scheduler.running) <= 220 + own.scheduler.lent_slots
+        most = max(most, own.scheduler._expected(own.scheduler.running))
+        assert own.scheduler._expected(own.scheduler.running) <= 220 + own.scheduler.lent_slots
     assert most == 220 + draft_slots
     assert all(request.finish_reason == "length" for request in requests)
 
@@ -128,7 +128,7 @@ def test_a_loan_is_recalled_where_steps_turn_out_slower_than_expected() -> None:
     assert own.scheduler.room.is_recalled and own.scheduler.room.slots == 220
     while own.scheduler.lent_slots:
         own.step()
-    assert own.scheduler._held(own.scheduler.running) <= 220 and own.scheduler.waiting
+    assert own.scheduler._expected(own.scheduler.running) <= 220 and own.scheduler.waiting
     own.run()
 
 

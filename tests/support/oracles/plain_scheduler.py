@@ -51,7 +51,7 @@ class PlainScheduler(ContinuousScheduler):
         places = self.limits.max_batch - len(unmovable)
         if places <= 0:
             return False
-        kv_free = min(self.room.slots, self.room.target_slots) - self._held(unmovable)
+        kv_free = min(self.room.slots, self.room.target_slots) - self._expected(unmovable)
         found = guaranteeable(
             undecided, before, kv_free, self._kv_needed, self.num_reusable, self.costs, self.windows, now_s
         )

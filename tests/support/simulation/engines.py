@@ -54,10 +54,8 @@ class CheckedScheduler(ContinuousScheduler):
         assert {*waited} <= {*present}, "a request was lost"
         assert len(self.running) <= self.limits.max_batch
         assert self.kv_held <= self.limits.kv_tokens + self.lent_slots
-        soft = [request for request in self.running if not self._is_firm(request)]
-        assert not soft or self._kv_after(self.running, self.limits.max_nodes) <= self.room.available, (
-            "slots may run out"
-        )
+        soft = [request for request in self.running if not request.is_guaranteed]
+        assert not soft or self._next(self.running) <= self.room.available, "slots may run out"
         booked = [request for request in present if request.is_guaranteed]
         if self.admission == "slo":
             assert len(booked) <= self.limits.max_batch, "more is guaranteed than there are places"
