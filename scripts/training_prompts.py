@@ -4,7 +4,7 @@ Usage:
     git clone https://github.com/teknium1/GPTeacher && git clone https://github.com/sahil280114/codealpaca
     apt-get download debian-handbook dict-foldoc && for package in *.deb; do dpkg -x $package debian; done
     python scripts/training_prompts.py . prompts.jsonl
-    python -m hf_slospec train-drafter --data prompts.jsonl ...
+    python -m hf_slospec train-drafter --data prompts.jsonl --exclude benchmarks/data/spec_bench.jsonl ...
 
 Every line has one turn of a user: tasks for writers and programmers (GPTeacher, Code Alpaca), sentences to translate
 and passages to summarise or to answer questions from (Debian's handbook in German and English, and FOLDOC, a dictionary
@@ -45,12 +45,13 @@ def paragraphs(folder: Path) -> list[str]:
 def entries(path: Path) -> list[tuple[str, str]]:
     """Return terms and their definitions from a dictionary."""
     with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
-        blocks = re.split(r"\n(?=\S)", file.read())
+        _, _, text = file.read().partition("\n!!!Batch\n")  # behind preamble and licence
+        blocks = re.split(r"\n(?=\S)", text)
     found = []
     for block in blocks:
         term, _, text = block.partition("\n")
         text = " ".join(re.sub(r"[{}]|<[^>]*>|\(\d{4}-\d\d-\d\d\)", "", text).split())
-        if len(text) >= MIN_PASSAGE // 2:
+        if len(text) >= MIN_PASSAGE // 2 and not re.search("[{}]", term):
             found.append((term, text))
     return found
 
@@ -66,11 +67,16 @@ def summaries(passages: list[str], rng: random.Random) -> list[str]:
     return [text for text in texts if len(text) < 1.5 * MAX_PASSAGE]
 
 
-def translations(passages: list[str], rng: random.Random) -> list[str]:
-    """Return requests to translate single German sentences."""
-    sentences = (sentence for passage in passages for sentence in re.split(r"(?<=[.!?]) ", passage))
+def sentences(passages: list[str]) -> list[str]:
+    """Return the sentences of passages."""
+    return [sentence for passage in passages for sentence in re.split(r"(?<=[.!?]) ", passage)]
+
+
+def translations(passages: list[str], english: set[str], rng: random.Random) -> list[str]:
+    """Return requests to translate single German sentences, which are not among the English ones."""
+    german = (sentence for sentence in sentences(passages) if sentence not in english)
     asks = ("Translate German to English: {}", "What does this mean in English? {}", "Translate to English: {}")
-    return [rng.choice(asks).format(s) for s in sentences if MIN_SENTENCE <= len(s) <= MAX_SENTENCE]
+    return [rng.choice(asks).format(s) for s in german if MIN_SENTENCE <= len(s) <= MAX_SENTENCE]
 
 
 def readings(terms: list[tuple[str, str]], rng: random.Random) -> list[str]:
@@ -78,7 +84,7 @@ def readings(terms: list[tuple[str, str]], rng: random.Random) -> list[str]:
     found = []
     while len(found) < NUM_EACH:
         chosen = rng.sample(terms, 3)
-        passages = "\n\n".join(text[: MAX_PASSAGE // 3] for _, text in chosen)
+        passages = "\n\n".join(f"{term}: {text[: MAX_PASSAGE // 3]}" for term, text in chosen)
         found.append(f"{passages}\n\nWhat is {rng.choice(chosen)[0]}?")
     return found
 
@@ -104,7 +110,7 @@ def sums(rng: random.Random) -> list[str]:
                     f"and has ${a} left. How much money did {one} have before?",
                     f"{one} reads {a} pages a day for {b} days. {two} reads {share}% more pages a day. How many pages "
                     f"has {two} read after {c} days?",
-                    f"{one} is {a} years old, and {two} is {b} years younger. How old will {two} be in {c} years?",
+                    f"{one} is {a + b} years old, and {two} is {b} years younger. How old will {two} be in {c} years?",
                     f"It takes {one} {b} minutes to pack {c} {thing}. How many hours do {a * c} {thing} take?",
                     f"{one} earns ${a} an hour and works {c} hours a day, {b} days a month. {share}% of it goes into "
                     f"rent. How much is left of two months?",
@@ -124,11 +130,10 @@ def main() -> None:
     handbook = sources / "debian/usr/share/doc/debian-handbook/html"
     terms = entries(sources / "debian/usr/share/dictd/foldoc.dict.dz")
     english, german = paragraphs(handbook / "en-US"), paragraphs(handbook / "de-DE")
-    german = [text for text in german if text not in set(english)]  # some chapters are not translated
     kinds: list[list[str]] = [
         tasks(sources / "GPTeacher/Roleplay/roleplay-simple-deduped-roleplay-instruct.json"),
         tasks(sources / "codealpaca/data/new_codealpaca.json"),
-        translations(german, rng),
+        translations(german, {*sentences(english)}, rng),
         summaries(english, rng),
         readings(terms, rng),
         questions(terms, rng),

@@ -164,8 +164,9 @@ class Trainer:
     ):
         self.options, self.target, self.head, self.show = options, target, head, show
         self.folder = options.out / FOLDER
-        self.teacher = Teacher(target, head, training, self.folder, options.features_gb)
-        self.examiner = Teacher(target, head, held_out, self.folder, 0.0)
+        self.teacher = Teacher(target, head, training, self.folder, options.features_gb, options.levels)
+        self.examiner = Teacher(target, head, held_out, self.folder, 0.0, options.levels)
+        self.num_counted = options.batch * sum(len(text.ids) - text.begin for text in training) / len(training)
         self.batch_of = batches(options.seed, [len(text.ids) for text in training], options.batch)
         module = own_modules(head, target)
         named = list(module.named_parameters())
@@ -224,7 +225,8 @@ class Trainer:
         rows = self.teacher.rows(self.batch_of(step))
         with self._autocast():
             loss = loss_of(self.head, rows, self.options.levels, step % STRIDE)
-        self.accelerator.backward(loss)
+        # All tokens weigh the same: a batch of shorter texts, which has fewer, counts less.
+        self.accelerator.backward(loss * (rows.counts.sum() / self.num_counted))
         self.accelerator.clip_grad_norm_(self.module.parameters(), 1.0)
         for stepping in (*self.optimizers, *self.schedules):
             stepping.step()

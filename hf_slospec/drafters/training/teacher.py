@@ -36,6 +36,7 @@ class Teacher:
         texts: Sequence[Text],
         folder: Path,
         limit_gb: float,
+        spare: int,
     ):
         """Make a teacher.
 
@@ -45,12 +46,13 @@ class Teacher:
             texts: the texts that it gives, by index.
             folder: where states are kept.
             limit_gb: for the states of texts, in GB.
+            spare: columns behind the longest text of a batch, for levels that begin at its end.
 
         Raises:
             InvalidInputError: the disk has less room than the limit.
             UnsupportedModelError: the target's logits are not those of its last hidden state.
         """
-        self.target, self.texts, self.device = target, texts, input_device(target)
+        self.target, self.texts, self.device, self.spare = target, texts, input_device(target), spare
         self.layers = tuple(dict.fromkeys((*head.feature_layers, num_layers_of(target))))
         self.num_features = len(head.feature_layers) * hidden_size_of(target)
         output: Any = target.get_output_embeddings()
@@ -80,7 +82,7 @@ class Teacher:
         texts = [self.texts[index] for index in indices]
         lengths = torch.tensor([len(text.ids) for text in texts])[:, None]
         begins = torch.tensor([text.begin for text in texts])[:, None]
-        ids = torch.zeros(len(texts), int(lengths.max()), dtype=torch.int64)
+        ids = torch.zeros(len(texts), int(lengths.max()) + self.spare, dtype=torch.int64)
         for row, text in zip(ids, texts, strict=True):
             row[: len(text.ids)] = torch.tensor(text.ids)
         following = torch.arange(1, ids.shape[1] + 1)

@@ -67,11 +67,12 @@ def batches(seed: int, lengths: Sequence[int], size: int) -> Callable[[int], lis
 
     Texts of a batch have similar lengths, as shorter ones are padded to the longest.
     """
-    place, turn = shuffled(seed, len(lengths)), shuffled(seed, WINDOW)
+    width = max(1, min(WINDOW, len(lengths) // size))  # larger windows would hold copies of texts
+    place, turn = shuffled(seed, len(lengths)), shuffled(seed, width)
 
     def batch(step: int) -> list[int]:
-        begin = step // WINDOW * WINDOW * size
-        window = sorted(map(place, range(begin, begin + WINDOW * size)), key=lengths.__getitem__)
+        begin = step // width * width * size
+        window = sorted(map(place, range(begin, begin + width * size)), key=lengths.__getitem__)
         own = turn(step) * size
         return window[own : own + size]
 

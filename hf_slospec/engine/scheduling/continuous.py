@@ -28,7 +28,6 @@ from hf_slospec.engine.step_times import StepCosts
 STARVING = 0  # first rank in the queue
 LAST_RANK = 2  # rank of requests that may preempt no other
 MAX_PREEMPTED = 3  # times a request is preempted for others
-MAX_DOUBLED = 16  # times that the tokens expected of a request are doubled
 OUTPUT_WEIGHT = 0.1  # weight of a finished request in the average length of outputs
 
 
@@ -156,9 +155,9 @@ class ContinuousScheduler:
 
     def enter(self, now_s: float) -> list[Request]:
         """Give guarantees and slots to waiting requests, in order; return the requests that were preempted."""
+        self.decide_guarantees(now_s)
         held = self._expected(self.running)
         self.room.settle(held, not len(self.waiting))
-        self.decide_guarantees(now_s)
         # None is expected to emit less than it may in a step, so that slots may only lack where these do.
         preempted = self._make_room() if held > self.room.available else []
         preempted += self._enter(now_s)
@@ -198,9 +197,9 @@ class ContinuousScheduler:
         Requests are admitted with these slots.
         """
         num_tokens = max(math.ceil(self.output_tokens), self.limits.max_nodes)
-        return self._kv_after(requests, lambda request: num_tokens << min(request.stats.num_preempted, MAX_DOUBLED))
+        return self._kv_after(requests, lambda request: num_tokens << request.stats.num_preempted)
 
-    def _next(self, requests: Collection[Request]) -> int:
+    def _after_step(self, requests: Collection[Request]) -> int:
         """Return the slots of requests after the next step; the bonus token has no K/V yet."""
         return self._kv_after(requests, lambda _: self.limits.max_nodes)
 
@@ -275,15 +274,15 @@ class ContinuousScheduler:
     def _make_room(self) -> list[Request]:
         """Preempt requests until the slots suffice for whatever a step may emit, and return them.
 
-        Of the lowest priority, the last to arrive go first, and those that have starved only if no others are left.
+        Of the lowest priority, the last to arrive go first, and those that are protected only if no others are left.
         """
-        lacking = self._next(self.running) - self.room.available
+        lacking = self._after_step(self.running) - self.room.available
         preempted = list[Request]()
         soft = _in_order_of_preemption(request for request in self.running if not request.is_guaranteed)
         for request in sorted(soft, key=self._protected.__contains__):
             if lacking <= 0:
                 break
-            lacking -= self._next([request])
+            lacking -= self._after_step([request])
             preempted.append(request)
         for request in preempted:
             self._stop_running(request)
@@ -345,7 +344,7 @@ class ContinuousScheduler:
 
         One that may preempt others does not have to leave them room for what they are expected to emit.
         """
-        needed_by = self._next if may_preempt else self._expected
+        needed_by = self._after_step if may_preempt else self._expected
         spare = self._spare(request.params.priority) if may_preempt else []
         num_free, slots = self.limits.max_batch - len(self.running), self._slots - needed_by(self.running)
         needed = self._expected([request])

@@ -255,9 +255,9 @@ def test_states_are_kept_within_the_limit(tmp_path: Path, monkeypatch: pytest.Mo
     target, _, _ = load_tiny_pair()
     head = load_head(str(FOLDER / "eagle3"), target)
     own = [Text(list(range(length, 2 * length)), 2) for length in (30, 40, 50)]
-    plain = Teacher(target, head, own, tmp_path, 0.0)
+    plain = Teacher(target, head, own, tmp_path, 0.0, 3)
     bytes_per_text = 50 * 4 * target.config.hidden_size * 2
-    teacher = Teacher(target, head, own, tmp_path, 2.5 * bytes_per_text / 1e9)
+    teacher = Teacher(target, head, own, tmp_path, 2.5 * bytes_per_text / 1e9, 3)
     assert len(teacher.kept) == 2 and (tmp_path / "states.bin").stat().st_size == 2 * bytes_per_text
     forwards = list[int]()
     target.model.register_forward_pre_hook(
@@ -270,10 +270,12 @@ def test_states_are_kept_within_the_limit(tmp_path: Path, monkeypatch: pytest.Mo
     for row, length in enumerate((50, 30, 40)):
         torch.testing.assert_close(first.features[row, :length], expected.features[row, :length], rtol=0.01, atol=0.01)
     assert first.counts.sum(1).tolist() == [48, 28, 38] and first.counts[1, :28].tolist() == [False, *[True] * 27]
+    levels = list(unrolled(head, expected.ids, expected.features, 3))
+    assert int(levels[0].positions[-1]) == 48  # predicts the last token of the longest text
     (tmp_path / "full").mkdir()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(InvalidInputError, match=r"--features-gb 1 needs .* GB more, and .*full has 0.0 GB of room"):
-        Teacher(target, head, own, tmp_path / "full", 1.0)
+        Teacher(target, head, own, tmp_path / "full", 1.0, 3)
 
 
 def test_the_folder_has_the_layout_of_speculators(short: Run) -> None:

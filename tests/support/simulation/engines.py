@@ -55,7 +55,7 @@ class CheckedScheduler(ContinuousScheduler):
         assert len(self.running) <= self.limits.max_batch
         assert self.kv_held <= self.limits.kv_tokens + self.lent_slots
         soft = [request for request in self.running if not request.is_guaranteed]
-        assert not soft or self._next(self.running) <= self.room.available, "slots may run out"
+        assert not soft or self._after_step(self.running) <= self.room.available, "slots may run out"
         booked = [request for request in present if request.is_guaranteed]
         if self.admission == "slo":
             assert len(booked) <= self.limits.max_batch, "more is guaranteed than there are places"
@@ -68,9 +68,13 @@ class CheckedScheduler(ContinuousScheduler):
         return preempted
 
     def _make_room(self) -> list[Request]:
+        protected = {*self._protected}
         preempted = super()._make_room()
         self.counts["preempted as slots ran out"] += len(preempted)
         assert not any(request.is_guaranteed for request in preempted), "a guaranteed request was preempted for room"
+        if protected.intersection(preempted):
+            left = [request for request in self.running if not request.is_guaranteed]
+            assert protected.issuperset(left), "a protected request was preempted for room before others"
         return preempted
 
     def schedule(self, now_s: float) -> StepSchedule:
