@@ -166,6 +166,7 @@ class Trainer:
         self.folder = options.out / FOLDER
         self.teacher = Teacher(target, head, training, self.folder, options.features_gb, options.levels)
         self.examiner = Teacher(target, head, held_out, self.folder, 0.0, options.levels)
+        # Mean tokens of a batch that count.
         self.num_counted = options.batch * sum(len(text.ids) - text.begin for text in training) / len(training)
         self.batch_of = batches(options.seed, [len(text.ids) for text in training], options.batch)
         module = own_modules(head, target)
