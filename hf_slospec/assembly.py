@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.protocols import Clock, Drafter, Policy, Target
@@ -25,26 +26,27 @@ class Parts(NamedTuple):
     policy: Policy
     costs: StepCosts
     clock: Clock
+    shared: Callable[[], AbstractContextManager[Any]] = nullcontext  # see Engine
 
 
 def static_engine(
     config: SLOSpecConfig, parts: Parts, requests: Sequence[Request], shares_prompts: bool = False
 ) -> Engine[StaticScheduler]:
     """Return an engine that decodes a fixed batch of requests; see :class:`StaticScheduler`."""
-    target, drafter, policy, costs, clock = parts
+    target, drafter, policy, costs, clock, shared = parts
     windows = WindowGuarantees(config.guarantee, costs.recent)
     begin = None if config.guarantee is None else partial(guarantee_windows, costs=costs, windows=windows)
     scheduler = StaticScheduler(requests, begin, shares_prompts)
-    return Engine(target, drafter, policy, scheduler, costs, clock, config.check_invariants)
+    return Engine(target, drafter, policy, scheduler, costs, clock, config.check_invariants, shared)
 
 
 def continuous_engine(config: SLOSpecConfig, parts: Parts, limits: Limits) -> Engine[ContinuousScheduler]:
     """Return an engine to which requests are added while it runs."""
-    target, drafter, policy, costs, clock = parts
+    target, drafter, policy, costs, clock, shared = parts
     scheduler = ContinuousScheduler(
         limits, costs, config.admission, config.prefill, target.num_reusable, config.guarantee
     )
-    return Engine(target, drafter, policy, scheduler, costs, clock, config.check_invariants)
+    return Engine(target, drafter, policy, scheduler, costs, clock, config.check_invariants, shared)
 
 
 def limits_of(config: SLOSpecConfig, kv_tokens: int, max_nodes: int, draft_slots: int = 0) -> Limits:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 
@@ -47,6 +48,28 @@ class FairLock:
                     self._hand_on()
             raise
         self._owner, self._depth = me, 1
+
+    @contextlib.contextmanager
+    def released(self) -> Iterator[None]:
+        """Let all threads take the lock inside this context; the calling thread holds it before and after."""
+        depth = self._depth
+        interrupt: BaseException | None = None
+        if self._waiting:
+            self._on_idle()
+        with self._guard:
+            self._depth = 0
+            self._hand_on()
+        try:
+            yield
+        finally:
+            while self._owner != threading.get_ident():
+                try:
+                    self.__enter__()
+                except BaseException as error:  # noqa: BLE001  callers release a lock that they hold
+                    interrupt = error
+            self._depth = depth
+            if interrupt is not None:
+                raise interrupt
 
     def rest(self) -> None:
         """Announce that the calling thread, which does not hold the lock, will not compute for a while."""

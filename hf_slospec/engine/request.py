@@ -12,7 +12,8 @@ from hf_slospec.algo.metrics import WINDOW, is_attained, tpot_s, worst_tpot_s
 from hf_slospec.engine.events import Commit, PhaseTimes
 from hf_slospec.errors import InvalidInputError
 
-IsOver = Callable[[list[int]], bool]  # all tokens of a request -> whether its output or stage ends with the last one
+# All tokens of a request -> whether its output or stage ends with the last one, which the function may replace.
+IsOver = Callable[[list[int]], bool]
 LEAST_SLO_S = 1e-9  # shortest SLO; quotients by shorter ones overflow
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -103,6 +104,7 @@ class RequestParams:
     encoded_for: Callable[[Any], Any] | None = None  # model -> what its decoder attends to of an encoder's outputs
     prompt_reader: PromptReader | None = None  # takes the prompt's logits; None: they are not needed
     may_draft: bool = True  # False: one token per step, whatever the policy plans
+    has_callbacks: bool = False  # processors, criteria or a streamer of the user's are called as tokens are chosen
     ends_with_others: bool = False  # the output is returned with those of all other requests, once the last one ends
     e2e_slo_s: float | None = None  # seconds from arrival to the last token
     grammar: Grammar | None = None  # what drafts follow, as the output does; None: the output is free

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from hf_slospec.algo.accept import accept
 from hf_slospec.algo.tree import TokenTree
@@ -44,7 +45,10 @@ class Engine(Generic[S]):
         costs: StepCosts,
         clock: Clock,
         check_invariants: bool = False,
+        shared: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ):
+        """Make an engine of its parts; ``shared`` makes a context in which other engines may use the models."""
+        self.shared = shared
         self.target, self.drafter, self.policy, self.scheduler = target, drafter, policy, scheduler
         self.costs, self.clock, self.check_invariants = costs, clock, check_invariants
         self._num_paused = 0  # further steps without drafting
@@ -169,7 +173,9 @@ class Engine(Generic[S]):
 
     def _accept(self, schedule: Schedule, selection: Selection, choosers: Sequence[Chooser]) -> list[Sequence[int]]:
         rows = zip(schedule.choosing, selection.trees, choosers, strict=True)
-        return [_accepted(request, tree, choose) for request, tree, choose in rows]
+        has_callbacks = any(request.params.has_callbacks for request in schedule.choosing)
+        with self.shared() if has_callbacks else nullcontext():
+            return [_accepted(request, tree, choose) for request, tree, choose in rows]
 
     def _commit(self, schedule: Schedule, accepted: Sequence[Sequence[int]], watch: _Stopwatch) -> None:
         pairs = zip(schedule.choosing, accepted, strict=True)
@@ -287,8 +293,11 @@ def _drafting(schedule: Schedule, plan: Plan) -> Sequence[Request]:
 
 
 def _accepted(request: Request, tree: TokenTree, choose: Chooser) -> list[int]:
+    def emit(token: int) -> int | None:
+        return None if request.emit(token) else request.tokens[-1]
+
     try:
-        return accept(tree, choose, request.emit)
+        return accept(tree, choose, emit)
     except BaseException as error:  # noqa: BLE001  an error of a request's processors or criteria ends that request
         request.end(error)
         return []

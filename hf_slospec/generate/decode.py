@@ -187,9 +187,9 @@ def decode(call: Call) -> Any:
         speculator.run(rows.requests, target, rows.on_step)
         rows.end()
         sampler.end(rows.num_new)
+        if holds_finished:
+            rows.forward_padding(target.sequences, sampler, speculator.lock)
         with speculator.lock:
-            if holds_finished:
-                rows.forward_padding(target.sequences, sampler)
             if cache is not None:
                 rows.prompt.fill(cache, rows.requests, target.sequences, rows.num_new)
     finally:

@@ -15,6 +15,7 @@ from transformers.generation import GenerationConfig, StoppingCriteriaList
 
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError, UnsupportedModelError, UnsupportedOptionError
+from hf_slospec.generate.callbacks import is_users
 from hf_slospec.generate.encoder import EncoderInputs, decoder_inputs, generates_in_parts
 from hf_slospec.generate.multimodal_prompts import WholePrompts, names_beside_text
 from hf_slospec.generate.processors import draft_grammar, draft_processors, ignore_sequence, processors_of_row
@@ -68,17 +69,20 @@ class Call:
             seed: seed of the noise; None: the global generator draws it.
             sharing: number of samplers that share the memory for noise.
         """
-        num_rows = len(self.rows.params)
+        num_rows, has_callbacks = len(self.rows.params), self.rows.has_callbacks
+        # Rows of a batch draw ahead of each other in any case.
+        may_draw = has_callbacks and seed is None and num_rows == 1 and self.stock.config.do_sample
         return StockSampler(
             [processors_of_row(self.stock.processors, row, num_rows) for row in range(num_rows)],
             self.stock.config.do_sample,
             self.rows.input_ids.tolist(),
             self.rows.input_ids.device,
-            ignore_sequence(self.stock.processors),
+            ignore_sequence(self.stock.processors) and not may_draw,
             self.rows.record,
             seed,
             sharing,
             self.speculator.config.exact is not None,
+            has_callbacks,
         )
 
     def noise_of(self, sampler: StockSampler, request: Request) -> Coupling | None:
@@ -175,10 +179,11 @@ def _call(
     if speculator.target.ranks.is_led:
         check_forwards(model, stock.processors, whole is not None)
     stages = stages_by_row(slo, len(stock.input_ids), stock.config.num_return_sequences, arguments.get("tokenizer"))
-    grammars = [draft_grammar(stock.processors) for _ in stages]
+    grammars, streamer = [draft_grammar(stock.processors) for _ in stages], arguments.get("streamer")
+    callbacks = *stock.processors, *stock.criteria, *([] if streamer is None else [streamer])
     rows = Rows(
-        stock.input_ids, prompt, whole, encoder, stock.config, stock.criteria, stages, grammars, arrived_s,
-        arguments.get("streamer"),
+        stock.input_ids, prompt, whole, encoder, stock.config, stock.criteria, stages, grammars, arrived_s, streamer,
+        any(map(is_users, callbacks)),
     )  # fmt: skip
     if speculator.config.deterministic and any(params.has_slo for params in rows.params):
         raise UnsupportedOptionError(

@@ -37,6 +37,7 @@ from transformers.generation.logits_process import (
     WhisperNoSpeechDetection,
 )
 
+from hf_slospec.generate.callbacks import copied_for_row, is_users
 from hf_slospec.generate.grammars import DraftGrammar, JSONConstraint
 
 IGNORE_SEQUENCE = {
@@ -76,13 +77,9 @@ def draft_processors(processors: Sequence[Any]) -> list[Any] | None:
     Processors that wait for the device, keep state or forward a model are left out, which costs acceptance only. One
     that the user wrote, or that calls the user's function, may draw from the generator that the noise comes from.
     """
-    if not all(isinstance(p, JSONConstraint) or _draws_nothing(p) for p in processors):
+    if any(map(is_users, processors)):
         return None
     return [_for_beam(p) for p in processors if type(p) in IGNORE_SEQUENCE | READ_ON_DEVICE | {JSONConstraint}]
-
-
-def _draws_nothing(processor: Any) -> bool:
-    return _is_of_transformers(processor) and type(processor) is not PrefixConstrainedLogitsProcessor
 
 
 def draft_grammar(processors: Sequence[Any]) -> DraftGrammar | None:
@@ -135,7 +132,7 @@ def _for_row(processor: Any, row: int, num_rows: int) -> Any:
         return copied
     if isinstance(processor, WhisperNoSpeechDetection):
         return _NoSpeechOfRow(processor, row)
-    return processor if is_stateless(processor) or num_rows == 1 else copy.deepcopy(processor)
+    return processor if is_stateless(processor) or num_rows == 1 else copied_for_row(processor)
 
 
 class _NoSpeechOfRow:
@@ -160,8 +157,4 @@ class _NoSpeechOfRow:
 def is_stateless(processor: Any) -> bool:
     """Return whether a processor is known to keep no state between calls."""
     stateful = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
-    return _is_of_transformers(processor) and not isinstance(processor, stateful)
-
-
-def _is_of_transformers(processor: Any) -> bool:
-    return type(processor).__module__ == logits_process.__name__
+    return type(processor).__module__ == logits_process.__name__ and not isinstance(processor, stateful)

@@ -17,13 +17,15 @@ from transformers.generation import (
 )
 
 from hf_slospec.engine.events import StepEvent
+from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.request import Grammar, NewNoise, Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.static_batch import CHUNK
+from hf_slospec.generate.callbacks import copied_for_row
 from hf_slospec.generate.encoder import EncoderInputs
 from hf_slospec.generate.multimodal_prompts import WholePrompts
 from hf_slospec.generate.prompt import PromptInputs
 from hf_slospec.generate.stop_strings import StopStrings
-from hf_slospec.models.sampling import Record, StockSampler
+from hf_slospec.models.sampling import Record, StockSampler, check_unchanged
 from hf_slospec.models.sequences.request_sequences import RequestSequences
 
 
@@ -35,18 +37,21 @@ class Stops:
         criteria: StoppingCriteriaList,
         input_ids: torch.Tensor,
         scores_of: Callable[[int], tuple[torch.Tensor, ...] | None],
-        before_check: Callable[[int], None],
+        after_check: Callable[[int], None],
         pad: int,
+        has_callbacks: bool = False,
     ):
         """Prepare a call's criteria.
 
         Args:
             input_ids: [batch, padded_len] int64.
             scores_of: returns a row's scores so far, if they are recorded.
-            before_check: called with a row's number of new tokens before its criteria are.
+            after_check: called with a row's new token after its criteria were.
             pad: token that follows the end of a row.
+            has_callbacks: some are the user's.
         """
-        self.input_ids, self.scores_of, self.before_check, self.pad = input_ids, scores_of, before_check, pad
+        self.input_ids, self.scores_of, self.after_check, self.pad = input_ids, scores_of, after_check, pad
+        self.has_callbacks = has_callbacks
         self.eos = {int(i) for c in criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id}
         further = [c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
         self.joint = [c for c in further if is_joint(c, len(input_ids))]
@@ -64,24 +69,30 @@ class Stops:
 
     def of(self, row: int, prompt_len: int) -> Callable[[list[int]], bool]:
         """Return the function that says whether a row ends with the last of its tokens."""
-        prompt = self.input_ids[row].tolist()
-        criteria = self.further if len(self.input_ids) == 1 else [_for_row(criterion) for criterion in self.further]
+        prompt, is_only = self.input_ids[row].tolist(), len(self.input_ids) == 1
+        criteria = self.further if is_only else [_for_row(criterion) for criterion in self.further]
         joint = [_joint_for_row(criterion, row) for criterion in self.joint]
 
         def is_stop(tokens: list[int]) -> bool:
-            is_over = tokens[-1] in self.eos
+            token = tokens[-1]
+            is_over = token in self.eos
             if not criteria and not joint:
+                self.after_check(token)
                 return is_over
             num_new = len(tokens) - prompt_len
             input_ids = torch.tensor([prompt + tokens[prompt_len:]], device=self.input_ids.device)
-            if criteria and not is_over:
-                self.before_check(num_new)
+            if criteria and (is_only or not is_over):
                 # All are called, as stock does: one that counts its calls must not miss any.
                 answers = [criterion(input_ids, self.scores_of(row)) for criterion in criteria]
                 if any(bool(torch.as_tensor(answer).all()) for answer in answers):
-                    is_over = self.is_padded
+                    is_over |= self.is_padded
                     if not is_over:
                         self._met[-1].setdefault(row, num_new)
+                if self.has_callbacks:
+                    if is_only:
+                        tokens[-1] = int(input_ids[0, -1])  # as in stock, it is what the model reads next
+                    check_unchanged("stopping_criteria", input_ids, input_ids.new_tensor([prompt + tokens[prompt_len:]]))
+            self.after_check(token)
             for met, criterion in zip(self._met, joint, strict=False):
                 # An ended row is padded, and stock goes on asking about it.
                 for num_pads in range(1 + (_lookback(criterion) if is_over else 0)):
@@ -118,7 +129,7 @@ def _joint_for_row(criterion: Any, row: int) -> Any:
 def _for_row(criterion: Any) -> Any:
     """Return a copy of a user's criterion, which may have state; those of transformers and ours have none."""
     has_no_state = type(criterion).__module__ == stopping_criteria.__name__ or isinstance(criterion, StopStrings)
-    return criterion if has_no_state else copy.deepcopy(criterion)
+    return criterion if has_no_state else copied_for_row(criterion)
 
 
 class Rows:
@@ -136,11 +147,13 @@ class Rows:
         grammars: Sequence[Grammar | None],
         arrived_s: float,
         streamer: Any,
+        has_callbacks: bool,
     ):
         self.input_ids, self.prompt, self.arrived_s, self.streamer = input_ids, prompt, arrived_s, streamer
+        self.has_callbacks = has_callbacks
         self.pad = pad_token(config)
         self.record = Record(len(input_ids), config)
-        self.stops = Stops(criteria, input_ids, self.record.scores_of, self._stream_before, self.pad)
+        self.stops = Stops(criteria, input_ids, self.record.scores_of, self._stream_token, self.pad, has_callbacks)
         assert criteria.max_length is not None  # stock generate always sets one
         prompts = [prompt.tokens_of(row) for row in range(len(stages))]
         self.params = [
@@ -156,6 +169,7 @@ class Rows:
                 prefill=None if whole is None else whole.prefill(row),
                 encoded_for=None if encoder is None else encoder.of_row(row),
                 grammar=grammars[row],
+                has_callbacks=has_callbacks,
                 ends_with_others=True,
             )
             for row, tokens in enumerate(prompts)
@@ -194,10 +208,11 @@ class Rows:
             return
         self._put(min([self.num_new, *(r.num_emitted for r in self.requests if not r.is_finished)]))
 
-    def _stream_before(self, num_new: int) -> None:
-        """Stream a single row's tokens but the last: its criteria, called next, may look at the streamer."""
-        if self.streamer is not None and len(self.requests) == 1:
-            self._put(num_new - 1)
+    def _stream_token(self, token: int) -> None:
+        """Stream a single row's new token at once, if other code of the user's is called before the next one is chosen."""
+        if self.streamer is not None and len(self.requests) == 1 and self.has_callbacks:
+            self.streamer.put(torch.tensor([token]))
+            self._num_streamed += 1
 
     def _put(self, ready: int) -> None:
         for position in range(self._num_streamed, ready):
@@ -227,20 +242,22 @@ class Rows:
         new = [self._new_tokens(request, 0, self.num_new) for request in self.requests]
         return torch.cat((self.input_ids, torch.tensor(new, device=self.input_ids.device)), dim=-1)
 
-    def forward_padding(self, sequences: RequestSequences, sampler: StockSampler) -> None:
+    def forward_padding(self, sequences: RequestSequences, sampler: StockSampler, lock: FairLock) -> None:
         """Forward the padding that stock appends to finished rows until the longest row ends.
 
         Only scores, logits and the cache need it, where they are returned.
         """
         for request in self.requests:
             tokens = request.tokens[: request.prompt_len] + self._new_tokens(request, 0, self.num_new)
-            sequences.reserve_for(request, len(tokens))
+            with lock:
+                sequences.reserve_for(request, len(tokens))
             sequence = sequences.of(request)
             sequence.truncate(len(tokens) - 1)  # the last token has no K/V
             while sequence.length < len(tokens) - 1:
                 piece = tokens[sequence.length : len(tokens) - 1][:CHUNK]
                 wanted = torch.arange(len(piece) if sampler.record.is_wanted else 0)
-                logits = sequences.forward([sequences.chain(request, piece)], wanted).logits
+                with lock:
+                    logits = sequences.forward([sequences.chain(request, piece)], wanted).logits
                 for position, row in enumerate(logits, sequence.length + 1):
                     if position >= request.prompt_len + request.num_emitted:
                         sampler.record_padding(request, tokens[:position], row, tokens[position])

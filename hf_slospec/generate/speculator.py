@@ -189,7 +189,8 @@ class Speculator:
         if self.max_nodes:
             target.inform(drafter)
         drafter.read_kv_of(target.sequences)
-        return Parts(target, drafter, self.policy(costs, config), costs, self.target.ranks.clock)
+        policy, clock = self.policy(costs, config), self.target.ranks.clock
+        return Parts(target, drafter, policy, costs, clock, self.lock.released)
 
     def run(
         self,

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Chooser
 from hf_slospec.engine.request import Request
-from hf_slospec.errors import InvalidInputError
+from hf_slospec.errors import InvalidInputError, UnsupportedOptionError
 from hf_slospec.models.device.memory import is_out_of_memory
 from hf_slospec.models.device.transfer import to_device
 from hf_slospec.models.noise import GeneratorNoise
@@ -123,6 +123,7 @@ class StockSampler:
         seed: int | None = None,
         sharing: int = 1,
         is_exact: bool = False,
+        has_callbacks: bool = False,
     ):
         """Take the call's options; ``processors`` and ``prompts`` have one entry per row of the batch.
 
@@ -130,15 +131,17 @@ class StockSampler:
             do_sample: sample; otherwise greedy.
             prompts: token ids as processors get them, left padding included.
             device: device of scores and noise.
-            ignore_sequence: all rows have the same processors, and none of these reads ``input_ids``.
+            ignore_sequence: all rows have the same processors, none of these reads ``input_ids``, and no other code
+                draws from the generator between two choices.
             record: takes the logits and scores of committed tokens.
             seed: the noise is that after ``torch.manual_seed(seed)``; None: that of the global generator.
             sharing: number of samplers that share the memory for noise.
             is_exact: the bits of a row's scores must not depend on the other rows.
+            has_callbacks: the user's code is called while tokens are chosen, see :class:`RequestParams`.
         """
         self.processors, self.do_sample, self.prompts, self.device = processors, do_sample, prompts, device
         self.ignore_sequence, self.record, self.seed = ignore_sequence, record, seed
-        self.sharing, self.is_exact = sharing, is_exact
+        self.sharing, self.is_exact, self.has_callbacks = sharing, is_exact, has_callbacks
         self._noise: GeneratorNoise | None = None
 
     def choose(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> PendingChoices:
@@ -213,7 +216,10 @@ class StockSampler:
         processors = self.processors[request.params.row]
         input_ids = self.input_ids(request, tokens) if processors else None
         with DoubledSums() if self.is_exact and not raw.is_cpu else contextlib.nullcontext():
-            return raw[0], processed(processors, input_ids, self.record.unshared(raw))[0]
+            scores = processed(processors, input_ids, self.record.unshared(raw))[0]
+        if self.has_callbacks and input_ids is not None:
+            check_unchanged("logits_processor", input_ids, self.input_ids(request, tokens))
+        return raw[0], scores
 
     def input_ids(self, request: Request, tokens: Sequence[int]) -> torch.Tensor:
         """Return a request's ``input_ids`` for processors, left padding included.  -> [1, length] int64"""
@@ -356,6 +362,15 @@ def processed(processors: Sequence[Processor], input_ids: torch.Tensor | None, r
                 f"logits_processor {name} must return scores of shape {list(raw.shape)}, got {shape}"
             )
     return scores
+
+
+def check_unchanged(name: str, input_ids: torch.Tensor, given: torch.Tensor) -> None:
+    """Raise UnsupportedOptionError if a callback changed the tokens ``given`` to it, both [1, length] int64."""
+    if not torch.equal(input_ids, given):
+        raise UnsupportedOptionError(
+            f"{name} has changed input_ids in place, and the model has read these tokens, or draws of other rows depend "
+            "on them; return other scores instead, or change the last token in a stopping criterion of a single row"
+        )
 
 
 def _choice(choices: list[int], node: int) -> int:

@@ -56,11 +56,17 @@ class CachedSequence:
     start: int = 0
     capacity: int = 0
     length: int = 0  # committed tokens
+    staged_end: int = 0  # slots up to the last staged token; 0: what was staged has been committed
     position_offset: int = 0  # new tokens' positions minus their indices: tokens of an image may share positions
     prompt_len: int = 0  # tokens that stock decoding forwards together; length-dependent RoPE is chosen by it
     num_padding: int = 0  # tokens by which the longest prompt of its batch exceeds its prompt
     states: RecurrentStates | None = None  # states of layers that keep no K and V; None if the model has no such layer
     encoded: Encoded | None = None  # what cross-attention attends to; None without an encoder
+
+    @property
+    def num_written(self) -> int:
+        """Return the number of slots whose K/V moves with the sequence: other calls may run while tokens are staged."""
+        return min(max(self.length, self.staged_end), self.capacity)
 
     def truncate(self, length: int) -> None:
         """Keep at most ``length`` tokens, or none if a recurrent state already contains later ones."""
@@ -71,5 +77,6 @@ class CachedSequence:
     def commit(self, nodes: Sequence[int]) -> None:
         """Commit staged nodes that form a path, after their K/V was moved to the end of the committed tokens."""
         self.length += len(nodes)
+        self.staged_end = 0
         if self.states is not None:
             self.states.kept = nodes

@@ -132,16 +132,17 @@ class KVPool:
     def release(self, sequence: CachedSequence) -> None:
         """Free a sequence's slots; KeyError if it has none here."""
         self.sequences.remove(sequence)
-        sequence.start = sequence.capacity = sequence.length = sequence.position_offset = 0
+        sequence.start = sequence.capacity = sequence.length = sequence.staged_end = sequence.position_offset = 0
         sequence.states = None
 
     def _shift(self, sequence: CachedSequence, start: int) -> None:
         if sequence.start != start:
-            slots = slice(sequence.start, sequence.start + sequence.length)
-            overlaps = abs(sequence.start - start) < sequence.length
+            num_written = sequence.num_written
+            slots = slice(sequence.start, sequence.start + num_written)
+            overlaps = abs(sequence.start - start) < num_written
             cached = [stack[:, slots].clone() if overlaps else stack[:, slots] for stack in self._stacks.values()]
             for stack, tokens in zip(self._stacks.values(), cached, strict=True):
-                stack[:, start : start + sequence.length] = tokens
+                stack[:, start : start + num_written] = tokens
             sequence.start = start
 
     def copy(self, source: CachedSequence, destination: CachedSequence, length: int) -> None:
@@ -169,11 +170,12 @@ class KVPool:
         self.sequences.update(new_starts)
 
     def _copy(self, other: KVPool, starts: Mapping[CachedSequence, int]) -> None:
-        """Copy the committed K/V of sequences from a pool of the same layers to free slots of this one."""
+        """Copy the K/V of sequences from a pool of the same layers to free slots of this one."""
         for kind, stack in self._stacks.items():
             for sequence, start in starts.items():
-                cached = other._stacks[kind][:, sequence.start : sequence.start + sequence.length]
-                stack[:, start : start + sequence.length] = cached
+                num_written = sequence.num_written
+                cached = other._stacks[kind][:, sequence.start : sequence.start + num_written]
+                stack[:, start : start + num_written] = cached
 
     def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
         """Copy the K/V of whole slots, all layers at once; reads all of them before it writes."""
