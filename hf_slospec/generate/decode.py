@@ -32,6 +32,7 @@ from hf_slospec.models.checked_model import CheckedModel
 from hf_slospec.models.inspection.cache_names import CACHE_NAME
 from hf_slospec.models.inspection.loaded import check_causal_lm
 from hf_slospec.models.linear.packed_layers import restore_weights
+from hf_slospec.models.noise import default_generator
 
 
 @dataclass
@@ -96,6 +97,8 @@ class Decoder:
     def generate(self, slo_tpot: SLOTpot, arguments: dict[str, Any], fallback: bool | None = None) -> Any:
         """Return what stock ``generate`` returns for these arguments, given by name."""
         may_fall_back = self.fallback if fallback is None else check_flag("fallback", fallback)
+        generator = default_generator(self.model.device)
+        state = generator.get_state() if may_fall_back else None
         if self.is_led:
             raise UnsupportedOptionError(
                 "generate was called while the batcher of this tensor-parallel model runs, which uses its processes; "
@@ -106,8 +109,9 @@ class Decoder:
                 return generate_in_parts(self._speculator_of(arguments), slo_tpot, arguments, self._decode)
             return self._decode(self.prepare(slo_tpot, arguments))
         except (UnsupportedModelError, UnsupportedOptionError, IncompatibleDraftError) as error:
-            if not may_fall_back:
+            if state is None:
                 raise
+            generator.set_state(state)  # the user's code may have been refused only when it was called
             warnings.warn(f"stock generate runs instead, without slo_tpot: {error}", FallbackWarning, stacklevel=3)
         return stock_generate(self.model)(**without_drafts(self.model, arguments))
 

@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
-from transformers.generation import LogitsProcessorList, StoppingCriteriaList, logits_process, stopping_criteria
+from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Clock
 from hf_slospec.engine.request import Request
+from hf_slospec.generate.callbacks import OF_TRANSFORMERS
 from hf_slospec.generate.rows import Rows, is_joint
-
-KNOWN = (logits_process.__name__, stopping_criteria.__name__)
 
 
 def batch_level_names(processors: LogitsProcessorList, criteria: StoppingCriteriaList, num_rows: int) -> list[str]:
@@ -26,7 +25,7 @@ def batch_level_names(processors: LogitsProcessorList, criteria: StoppingCriteri
     return [
         type(each).__name__
         for each in (*processors, *criteria)
-        if type(each).__module__ not in KNOWN and not getattr(each, "per_row", False) and not is_joint(each, num_rows)
+        if type(each).__module__ not in OF_TRANSFORMERS and not getattr(each, "per_row", False) and not is_joint(each, num_rows)
     ]
 
 

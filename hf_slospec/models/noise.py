@@ -31,7 +31,7 @@ class GeneratorNoise:
         self.num_drawn = 0
         self._has_own_generator = seed is not None
         seeded = None if seed is None else torch.Generator(probs.device).manual_seed(seed)
-        self._generator = seeded or _default_generator(probs.device)
+        self._generator = seeded or default_generator(probs.device)
         # The generator's state before each position's draw (5 kB on a CPU), and before the next draw.
         self._states = {0: self._generator.get_state()}
         self._cached: dict[int, torch.Tensor] = {}  # [batch, vocab] f32 each, oldest draw first
@@ -108,7 +108,8 @@ class GeneratorNoise:
             self._generator.set_state(self._states[num_positions])
 
 
-def _default_generator(device: torch.device) -> torch.Generator:
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the global generator of a device."""
     if device.type == "cuda":
         return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     return torch.default_generator

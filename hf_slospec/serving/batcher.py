@@ -25,7 +25,7 @@ from hf_slospec.engine.scheduling.continuous import ContinuousScheduler
 from hf_slospec.engine.scheduling.load import load_of
 from hf_slospec.engine.step import Engine
 from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, SLOSpecError, UnsupportedModelError
-from hf_slospec.serving.handle import RequestHandle, waiting_s, wake
+from hf_slospec.serving.handle import WAITS_FOR_ITSELF, RequestHandle, waiting_s, wake
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -163,8 +163,10 @@ class Batcher:
                 self._state.notify_all()
 
     def load(self) -> Future[ReplicaLoad]:
-        """Return the load of the engine before the next step; NotRunningError if there is none."""
+        """Return the load of the engine before the next step; NotRunningError if none can be waited for."""
         future: Future[ReplicaLoad] = Future()
+        if self._thread is threading.current_thread():
+            raise NotRunningError(WAITS_FOR_ITSELF)
         with self._state:
             self.check_running()
             self._load_futures.append(future)

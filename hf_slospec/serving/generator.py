@@ -274,6 +274,10 @@ class SLOSpecGenerator:
         """
         self._service.set_policy(config)
 
+    def __deepcopy__(self, memo: Any) -> SLOSpecGenerator:
+        """Return the generator itself, as its models would be copied: processors, copied per row, may hold it."""
+        return self
+
     def __enter__(self) -> SLOSpecGenerator:
         return self.start()
 

@@ -20,6 +20,10 @@ from hf_slospec.errors import InvalidInputError, InvalidTypeError, NotRunningErr
 from hf_slospec.models.sampling import TokenLogprobs
 
 ToText = Callable[[list[int]], str]
+WAITS_FOR_ITSELF = (
+    "the batcher's own thread would wait for itself: a processor, criterion or drafter waits for the batcher that calls "
+    "it; call generate there, or wait in a thread that it does not wait for"
+)
 MAX_WAIT_S = threading.TIMEOUT_MAX / 2  # until a time that threads can wait for
 
 
@@ -273,7 +277,7 @@ class RequestHandle:
         if self._pid != os.getpid():
             raise NotRunningError("the request runs in the process this one was forked from; wait for it there")
         if threading.current_thread() is self.thread and not self._is_done:
-            raise NotRunningError("the batcher's own thread would wait for itself; wait in another thread")
+            raise NotRunningError(WAITS_FOR_ITSELF)
 
     # ---- for both
 

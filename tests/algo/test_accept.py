@@ -40,9 +40,9 @@ def run_accept(tree: TokenTree, choose: Callable[[int], int], at_most: int = 99)
     """What a step emits and accepts when the request is finished with its ``at_most``-th token."""
     emitted = list[int]()
 
-    def emit(token: int) -> bool:
+    def emit(token: int) -> int | None:
         emitted.append(token)
-        return len(emitted) == at_most
+        return None if len(emitted) == at_most else token
 
     return emitted, accept(tree, choose, emit)
 

@@ -85,7 +85,7 @@ def test_shifts_move_log_odds(c: float, shift: float) -> None:
 @settings(deadline=None)
 def test_children_of_committed_nodes_were_tried(seed: int, sizes: list[int]) -> None:
     rng, forest = np.random.default_rng(seed), random_forest(seed, sizes)
-    paths = [accept(tree, lambda _: int(rng.integers(4)), lambda _: False) for tree in forest.trees]
+    paths = [accept(tree, lambda _: int(rng.integers(4)), lambda token: token) for tree in forest.trees]
     committed = {int(start) + v for start, path in zip(forest.starts, paths, strict=True) for v in path}
     was_tried, was_hit = tried_and_hit(forest, np.array(sorted(committed), dtype=np.int64))
     inner = set(np.flatnonzero(forest.depths > 0).tolist())

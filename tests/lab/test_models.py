@@ -88,7 +88,7 @@ def test_what_is_accepted_is_the_text_as_far_as_the_tree_has_it(seed: int, depth
     request, target = request_of(0), SimulatedTarget(library, HARDWARE, clock)
     tree = drafter_of(library).draft([request], Plan(depth, width))[0]
     chooser = target.verify([request], [tree])[0]
-    nodes = accept(tree, chooser, request.emit)
+    nodes = accept(tree, chooser, lambda token: None if request.emit(token) else token)
     written = [library.token(0, place) for place in range(12)]
     assert request.tokens[3:] == written[: len(nodes) + 1]
     assert path_to(tree, nodes[-1] if nodes else 0) == written[: len(nodes)]
