@@ -97,8 +97,6 @@ class Decoder:
     def generate(self, slo_tpot: SLOTpot, arguments: dict[str, Any], fallback: bool | None = None) -> Any:
         """Return what stock ``generate`` returns for these arguments, given by name."""
         may_fall_back = self.fallback if fallback is None else check_flag("fallback", fallback)
-        generator = default_generator(self.model.device)
-        state = generator.get_state() if may_fall_back else None
         if self.is_led:
             raise UnsupportedOptionError(
                 "generate was called while the batcher of this tensor-parallel model runs, which uses its processes; "
@@ -109,9 +107,8 @@ class Decoder:
                 return generate_in_parts(self._speculator_of(arguments), slo_tpot, arguments, self._decode)
             return self._decode(self.prepare(slo_tpot, arguments))
         except (UnsupportedModelError, UnsupportedOptionError, IncompatibleDraftError) as error:
-            if state is None:
+            if not may_fall_back:
                 raise
-            generator.set_state(state)  # the user's code may have been refused only when it was called
             warnings.warn(f"stock generate runs instead, without slo_tpot: {error}", FallbackWarning, stacklevel=3)
         return stock_generate(self.model)(**without_drafts(self.model, arguments))
 
@@ -183,6 +180,8 @@ def decode(call: Call) -> Any:
     holds_finished = cache is not None or record.is_wanted
     sampler = call.sampler()
     rows.make_requests(partial(call.noise_of, sampler))
+    generator = default_generator(sampler.device)
+    state = generator.get_state()
     target = speculator.new_target(sampler, holds_finished=holds_finished)
     try:
         with speculator.lock:
@@ -196,6 +195,9 @@ def decode(call: Call) -> Any:
         with speculator.lock:
             if cache is not None:
                 rows.prompt.fill(cache, rows.requests, target.sequences, rows.num_new)
+    except (UnsupportedModelError, UnsupportedOptionError):  # stock generate may run instead
+        generator.set_state(state)
+        raise
     finally:
         for request in rows.requests:
             request.drop_hooks()

@@ -91,7 +91,7 @@ class Stops:
                 if self.has_callbacks:
                     if is_only:
                         tokens[-1] = int(input_ids[0, -1])  # as in stock, it is what the model reads next
-                    check_unchanged("stopping_criteria", input_ids, input_ids.new_tensor([prompt + tokens[prompt_len:]]))
+                    check_unchanged("stopping_criteria", input_ids, prompt + tokens[prompt_len:])
             self.after_check(token)
             for met, criterion in zip(self._met, joint, strict=False):
                 # An ended row is padded, and stock goes on asking about it.
@@ -209,7 +209,7 @@ class Rows:
         self._put(min([self.num_new, *(r.num_emitted for r in self.requests if not r.is_finished)]))
 
     def _stream_token(self, token: int) -> None:
-        """Stream a single row's new token at once, if other code of the user's is called before the next one is chosen."""
+        """Stream a single row's new token at once, if code of the user's is called before the next one is chosen."""
         if self.streamer is not None and len(self.requests) == 1 and self.has_callbacks:
             self.streamer.put(torch.tensor([token]))
             self._num_streamed += 1

@@ -22,10 +22,9 @@ def batch_level_names(processors: LogitsProcessorList, criteria: StoppingCriteri
     without it they may tell rows apart, end all of them together or count their calls, and stock calls them once per
     step with the whole batch.
     """
+    users = [each for each in (*processors, *criteria) if type(each).__module__ not in OF_TRANSFORMERS]
     return [
-        type(each).__name__
-        for each in (*processors, *criteria)
-        if type(each).__module__ not in OF_TRANSFORMERS and not getattr(each, "per_row", False) and not is_joint(each, num_rows)
+        type(each).__name__ for each in users if not getattr(each, "per_row", False) and not is_joint(each, num_rows)
     ]
 
 

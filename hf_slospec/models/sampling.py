@@ -218,14 +218,16 @@ class StockSampler:
         with DoubledSums() if self.is_exact and not raw.is_cpu else contextlib.nullcontext():
             scores = processed(processors, input_ids, self.record.unshared(raw))[0]
         if self.has_callbacks and input_ids is not None:
-            check_unchanged("logits_processor", input_ids, self.input_ids(request, tokens))
+            check_unchanged("logits_processor", input_ids, self._laid_out(request, tokens))
         return raw[0], scores
 
     def input_ids(self, request: Request, tokens: Sequence[int]) -> torch.Tensor:
         """Return a request's ``input_ids`` for processors, left padding included.  -> [1, length] int64"""
-        token_ids = [*self.prompts[request.params.row], *tokens[request.prompt_len :]]
-        input_ids: torch.Tensor = to_device(torch.tensor([token_ids]), self.device)
+        input_ids: torch.Tensor = to_device(torch.tensor([self._laid_out(request, tokens)]), self.device)
         return input_ids
+
+    def _laid_out(self, request: Request, tokens: Sequence[int]) -> list[int]:
+        return [*self.prompts[request.params.row], *tokens[request.prompt_len :]]
 
     def noise_after(self, requests: Sequence[Request], depth: int) -> torch.Tensor:
         """Return a copy of the noise that will choose tokens after nodes at this depth.  -> [num_requests, vocab] f32
@@ -364,12 +366,12 @@ def processed(processors: Sequence[Processor], input_ids: torch.Tensor | None, r
     return scores
 
 
-def check_unchanged(name: str, input_ids: torch.Tensor, given: torch.Tensor) -> None:
-    """Raise UnsupportedOptionError if a callback changed the tokens ``given`` to it, both [1, length] int64."""
-    if not torch.equal(input_ids, given):
+def check_unchanged(name: str, input_ids: torch.Tensor, token_ids: list[int]) -> None:
+    """Raise UnsupportedOptionError unless ``input_ids`` [1, length] still hold the tokens that a callback was given."""
+    if input_ids[0].tolist() != token_ids:
         raise UnsupportedOptionError(
-            f"{name} has changed input_ids in place, and the model has read these tokens, or draws of other rows depend "
-            "on them; return other scores instead, or change the last token in a stopping criterion of a single row"
+            f"{name} has changed input_ids in place, and the model has read these tokens; return other scores, or "
+            "change only the last token, in a stopping criterion of a call with one row"
         )
 
 

@@ -21,8 +21,8 @@ from hf_slospec.models.sampling import TokenLogprobs
 
 ToText = Callable[[list[int]], str]
 WAITS_FOR_ITSELF = (
-    "the batcher's own thread would wait for itself: a processor, criterion or drafter waits for the batcher that calls "
-    "it; call generate there, or wait in a thread that it does not wait for"
+    "the batcher's own thread would wait for itself: a processor, criterion or drafter waits for what the batcher does "
+    "after it has returned; call generate there, or wait elsewhere"
 )
 MAX_WAIT_S = threading.TIMEOUT_MAX / 2  # until a time that threads can wait for
 

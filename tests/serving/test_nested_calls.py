@@ -96,7 +96,7 @@ def test_callbacks_may_submit_and_streamers_may_wait(served: SLOSpecGenerator, p
     assert [handle.result(WAIT_S).token_ids for handle in handles] == [expected] * 4
 
 
-def test_callbacks_may_wait_for_generate_in_another_thread(served: SLOSpecGenerator, pair: tuple[Any, Any, Any]) -> None:
+def test_criteria_may_wait_for_generate_in_another_thread(served: SLOSpecGenerator, pair: tuple[Any, Any, Any]) -> None:
     results = list[Any]()
 
     def run(input_ids: torch.Tensor) -> None:
@@ -110,9 +110,7 @@ def test_callbacks_may_wait_for_generate_in_another_thread(served: SLOSpecGenera
     assert len(results) == 5
 
 
-def test_an_error_of_a_nested_call_ends_its_request_only(
-    served: SLOSpecGenerator, pair: tuple[Any, Any, Any]
-) -> None:
+def test_an_error_of_a_nested_call_ends_its_request_only(served: SLOSpecGenerator, pair: tuple[Any, Any, Any]) -> None:
     def fails(input_ids: torch.Tensor) -> None:
         served.generate(**inputs_of(input_ids), max_new_tokens=4, num_beams=2)
 

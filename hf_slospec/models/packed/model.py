@@ -373,8 +373,6 @@ class PackedModel:
         if self.fingerprint.is_behind:
             self.renew()
         self._take_in_changes()
-        for part in parts:
-            part.sequence.staged_end = part.sequence.length + part.positions.shape[0]
         if level is None or level.is_root:  # a beam's other levels follow at once
             self.captured.read_preconditions()
         self.prepacked.need(not self.compiled.is_used)

@@ -25,6 +25,8 @@ class RequestSequences(PrefixReuse):
         """Forward new tokens of requests; see :meth:`PackedModel.outputs`."""
         if self.max_kept is not None:
             self.packed.fingerprint.notice()
+        for part in parts:
+            part.sequence.staged_end = part.sequence.length + part.num_tokens
         return self.packed.outputs(self.cache.pool, parts, logit_rows, feature_layers)
 
     def draft(self, parts: Sequence[NewTokens], logit_rows: torch.Tensor, level: DraftLevel) -> Any:

@@ -165,6 +165,7 @@ class Simulation:
         params = RequestParams(
             prompt, job.new, (Stage(job.tpot_slo_s),), job.ttft_slo_s, job.priority, job.best_effort,
             job.must_guarantee, job.salt, is_sampled=job.is_sampled, is_stop=is_stop,
+            has_callbacks=job.is_sampled,
             e2e_slo_s=rng.choice([None, None, 1e-3, 20.0, 1e7]),
         )  # fmt: skip
         return Request(index, params, self.world.now_s, progress)

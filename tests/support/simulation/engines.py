@@ -130,7 +130,8 @@ class Engines:
         policy: Any = kind(DraftPlan(self.plan.depth, self.plan.width))
         if self.plan.policy == "auto" and self.plan.depth:
             policy = new_policy(self.config, costs, SpeculationHistory(self.config))
-        return Parts(target, drafter, FaultyPolicy(policy, self.world), costs, self.world.clock)
+        faulty = FaultyPolicy(policy, self.world)
+        return Parts(target, drafter, faulty, costs, self.world.clock, self.lock.released)
 
     def on_step(self, step: StepEvent, user: object) -> None:
         self.turns.append(user)
