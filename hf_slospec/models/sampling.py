@@ -218,7 +218,7 @@ class StockSampler:
         with DoubledSums() if self.is_exact and not raw.is_cpu else contextlib.nullcontext():
             scores = processed(processors, input_ids, self.record.unshared(raw))[0]
         if self.has_callbacks and input_ids is not None:
-            check_unchanged("logits_processor", input_ids, self._laid_out(request, tokens))
+            check_unchanged("logits_processor or prefix_allowed_tokens_fn", input_ids, self._laid_out(request, tokens))
         return raw[0], scores
 
     def input_ids(self, request: Request, tokens: Sequence[int]) -> torch.Tensor:

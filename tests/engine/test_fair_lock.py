@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
 from hf_slospec.engine.fair_lock import FairLock
 
 WAIT_S = 20.0  # far more than anything here takes
@@ -45,3 +47,32 @@ class TestFairLock:
         is_over.set()
         greedy_thread.join(WAIT_S)
         assert not greedy_thread.is_alive()
+
+    def test_other_threads_take_it_while_it_is_released(self) -> None:
+        lock, order = FairLock(), list[str]()
+
+        def ask() -> None:
+            with lock:
+                order.append("other")
+
+        with lock, lock:
+            with lock.released():
+                thread = threading.Thread(target=ask)
+                thread.start()
+                thread.join(WAIT_S)
+                with lock, lock.released(), lock:  # its holder may enter and release it again
+                    order.append("nested")
+            order.append("holder")
+            late = threading.Thread(target=ask)
+            late.start()
+        late.join(WAIT_S)
+        assert order == ["other", "nested", "holder", "other"]
+        assert lock._owner is None
+
+    def test_it_is_held_again_after_an_error_while_it_was_released(self) -> None:
+        lock = FairLock()
+        with lock:
+            with pytest.raises(ZeroDivisionError), lock.released():
+                raise ZeroDivisionError
+            assert lock._owner == threading.get_ident()
+        assert lock._owner is None
