@@ -21,7 +21,15 @@ def is_compiled(model: nn.Module) -> bool:
 
     Packed forwards change modules while they run, for which the compiler would compile the model again.
     """
-    return hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in all_modules(model))
+    return any(map(_is_compiled_alone, all_modules(model)))
+
+
+def _is_compiled_alone(module: Any) -> bool:
+    """Return whether a module, or its forward, is compiled by itself."""
+    if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+        return True
+    forward = vars(module).get("forward") or type(module).forward
+    return hasattr(forward, "get_compiler_config")  # which torch.compile adds
 
 
 def changing_hooks(module: nn.Module) -> list[Callable[..., Any]]:
