@@ -198,7 +198,8 @@ def check_cache(name: str, cache: Any, is_prepared: bool = False) -> None:
     layers = [layer for each in caches for layer in getattr(each, "layers", [each])]
     kinds = {kind for each in caches if (kind := getattr(each, "layer_class_to_replicate", None)) is not None}
     if foreign := foreign_members((cache, *caches, *layers, *kinds)):
-        raise UnsupportedOptionError(
+        kind = UnsupportedModelError if is_prepared else UnsupportedOptionError
+        raise kind(
             f"{name}, a {type(cache).__name__}, has members that are not transformers' own ({', '.join(foreign)}), and "
             "speculation keeps K and V in a cache of its own, so they would not run; use a DynamicCache, pass "
             "fallback=True, or call generate without slo_tpot"

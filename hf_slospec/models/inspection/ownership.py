@@ -60,7 +60,8 @@ def foreign_members(owners: Iterable[Any]) -> list[str]:
     owners = list(owners)
     classes = dict.fromkeys(owner if isinstance(owner, type) else type(owner) for owner in owners)
     on_classes = [name for each in classes for name in _foreign_of_class(each)]
-    return on_classes + [name for owner in owners if not isinstance(owner, type) for name in _set_on(owner)]
+    on_instances = [name for owner in owners if not isinstance(owner, type) for name in _set_on(owner)]
+    return list(dict.fromkeys(on_classes + on_instances))
 
 
 def check_own_code(model: Any) -> None:
@@ -75,10 +76,25 @@ def check_own_code(model: Any) -> None:
         )
     if (foreign := next(_foreign_attention(model), None)) is not None:
         raise UnsupportedModelError(
-            f"{name} attends by {foreign}, and packed forwards would replace this function, which is not one of "
-            "transformers' own; restore it, load the model with attn_implementation='sdpa', pass fallback=True, or "
-            "call generate without slo_tpot"
+            f"{name} attends by {foreign}, where packed forwards run only what replaces transformers' own functions; "
+            "restore it, load the model with attn_implementation='sdpa', pass fallback=True, or call generate without "
+            "slo_tpot"
         )
+
+
+def check_mask_function(mask_function: Any) -> None:
+    """Raise UnsupportedModelError if a mask combines functions of transformers with someone else's."""
+    parts = [mask_function]
+    for part in parts:
+        if isinstance(part, (tuple, list)):
+            parts += part
+        elif isinstance(part, FunctionType):
+            parts += [cell.cell_contents for cell in part.__closure__ or ()]
+            if not is_of_transformers(part):
+                raise UnsupportedModelError(
+                    f"the model builds masks with {_title('a function', part)} that is not transformers' own, which may "
+                    "count padding or cached tokens; leave it out, or call generate without slo_tpot"
+                )
 
 
 def _root(name: str | None) -> str:
@@ -138,8 +154,9 @@ def _foreign_attention(model: Any) -> Iterator[str]:
         if _root(getattr(module, "__name__", "")) == LIBRARY:
             yield from _replaced(module, ("create_", "repeat_kv"))
     for name in implementations:
-        if not is_of_transformers(mask := ALL_MASK_ATTENTION_FUNCTIONS.get(name)):
-            yield _title(f"masks for {name!r}", mask)
+        mask = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+        if not is_of_transformers(mask):
+            yield _title(f"masks for {name!r}", mask) if mask else f"{name!r}, for which no mask function is registered"
     for module in (masking_utils, sdpa_attention):
         yield from _replaced(module, ("",))
 
@@ -153,4 +170,6 @@ def _replaced(module: Any, prefixes: tuple[str, ...]) -> Iterator[str]:
 
 
 def _title(what: str, function: Any) -> str:
-    return f"{what} ({getattr(function, '__module__', None)}.{getattr(function, '__qualname__', function)})"
+    if not isinstance(function, FunctionType):
+        return f"{what} ({function!r})"
+    return f"{what} ({function.__globals__.get('__name__')}.{function.__code__.co_name})"
