@@ -24,7 +24,6 @@ from hf_slospec.generate.validation import check_flag, configured
 from hf_slospec.models.inspection.loaded import check_causal_lm
 from hf_slospec.models.linear.packed_layers import restore_weights
 
-
 # Stock generate's first parameters, for calls of one that takes *args.
 POSITIONAL = ("inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 

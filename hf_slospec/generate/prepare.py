@@ -6,8 +6,8 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable
-from inspect import Parameter, signature
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
 import torch
@@ -145,8 +145,8 @@ def _prepared(model: PreTrainedModel, arguments: dict[str, Any]) -> StockCall:
 
 def _own_generate(model: PreTrainedModel, what: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{type(model).__name__} decodes by a generate of its own{what and ', '}{what}, which cannot be speculated; call "
-        "generate without slo_tpot, or pass fallback=True"
+        f"{type(model).__name__} decodes by a generate of its own{what and ', '}{what}, which cannot be speculated; "
+        "call generate without slo_tpot, or pass fallback=True"
     )
 
 

@@ -110,7 +110,7 @@ class CheckedModel:
             Whether something has changed.
 
         Raises:
-            UnsupportedModelError: its packed forwards are no longer those of the model, or it runs code of someone else.
+            UnsupportedModelError: its packed forwards are no longer those of the model, or it runs foreign code.
             InvalidInputError: it has to be tried, and its processes follow a batcher.
         """
         if self._is_target:

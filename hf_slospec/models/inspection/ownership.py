@@ -92,7 +92,7 @@ def check_mask_function(mask_function: Any) -> None:
             parts += [cell.cell_contents for cell in part.__closure__ or ()]
             if not is_of_transformers(part):
                 raise UnsupportedModelError(
-                    f"the model builds masks with {_title('a function', part)} that is not transformers' own, which may "
+                    f"the model builds masks with {_title('a function', part)} that is not transformers' own, and may "
                     "count padding or cached tokens; leave it out, or call generate without slo_tpot"
                 )
 
@@ -164,9 +164,10 @@ def _foreign_attention(model: Any) -> Iterator[str]:
 def _replaced(module: Any, prefixes: tuple[str, ...]) -> Iterator[str]:
     """Yield the names of functions in a module of transformers that were replaced by someone else's."""
     for name, value in list(vars(module).items()):
-        if isinstance(value, FunctionType) and name.startswith(prefixes) and not is_of_transformers(value):
-            if _root(value.__globals__.get("__name__")) not in IMPORTED:
-                yield _title(f"{module.__name__}.{name}", value)
+        if not (isinstance(value, FunctionType) and name.startswith(prefixes)) or is_of_transformers(value):
+            continue
+        if _root(value.__globals__.get("__name__")) not in IMPORTED:
+            yield _title(f"{module.__name__}.{name}", value)
 
 
 def _title(what: str, function: Any) -> str:
