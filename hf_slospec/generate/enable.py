@@ -89,7 +89,7 @@ def enable(
             return of_copy(*args, **kwargs)
         arguments = _by_name(signature.bind_partial(*args, **kwargs))
         if not always and slo_tpot is None and configured("slo_tpot", owner, arguments) is None and not decoder.is_led:
-            return (replaced or types.MethodType(of_class, owner))(*args, **kwargs)
+            return (replaced or types.MethodType(type(owner).generate, owner))(*args, **kwargs)
         return decoder.generate(slo_tpot, arguments, fallback)
 
     if always and hasattr(owner, "generate_batch"):  # TRL calls it with use_transformers_continuous_batching

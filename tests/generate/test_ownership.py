@@ -121,6 +121,18 @@ class CountingCache(DynamicCache):
         return super().get_seq_length(layer_idx)
 
 
+class Storing(DynamicLayer):
+    """Rounds keys where they are stored."""
+
+    @property
+    def keys(self) -> Any:
+        return self._keys
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        self._keys = None if value is None else value.round()
+
+
 class NotCompilable(DynamicCache):
     is_compileable = False
 
@@ -159,6 +171,7 @@ CACHES: dict[str, Callable[[], Any]] = {
     "another attribute": NotCompilable,
     "a class of layers": lambda: Cache(layer_class_to_replicate=Rounding),
     "a layer": with_layer,
+    "a class of layers that store": lambda: Cache(layer_class_to_replicate=Storing),
     "a patched instance": lambda: patched("update"),
     "a patched layer": lambda: patched("update", on_layer=True),
     "patched mask sizes": lambda: patched("get_mask_sizes"),
@@ -238,6 +251,10 @@ class OwnSampling(LlamaForCausalLM):
         return super()._sample(input_ids, *args, **kwargs).flip(1)
 
 
+class PartialSampling(LlamaForCausalLM):
+    _sample = functools.partialmethod(LlamaForCausalLM._sample)
+
+
 class OwnPrefill(LlamaForCausalLM):
     def _prefill(self, *args: Any, **kwargs: Any) -> Any:
         return super()._prefill(*args, **kwargs)
@@ -250,6 +267,10 @@ class OwnPrefill(LlamaForCausalLM):
         (OwnUpdate, "_update_model_kwargs_for_generation"),
         (OwnSampling, "_sample"),
         (OwnPrefill, "_prefill"),
+        (
+            type("Partial", (LlamaForCausalLM,), {"_sample": functools.partialmethod(LlamaForCausalLM._sample)}),
+            "_sample",
+        ),
     ],
 )
 def test_overridden_decoding_methods_are_refused(kind: type, name: str) -> None:

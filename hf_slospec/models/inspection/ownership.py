@@ -31,6 +31,7 @@ DECODING_METHODS = (
     "get_compiled_call",
     "create_masks_for_generate",
 )
+CALLED = ("__call__", "__getattribute__", "__getattr__", "__setattr__")  # special methods that count among the members
 # Functions that compute softmax attention to all keys that a mask allows, as packed forwards do.
 ATTENTION = ("eager_attention_forward", "sdpa_attention_forward", "flash_attention_forward", "flex_attention_forward")
 
@@ -45,9 +46,9 @@ def is_of_transformers(function: Any) -> bool:
         root = _root(function.__globals__.get("__name__"))
         if root not in WRAPPERS or root not in function.__code__.co_filename:
             return False
-        if "__wrapped__" not in function.__dict__:
+        if "__wrapped__" not in vars(function):
             return root == LIBRARY
-        function = function.__wrapped__
+        function = vars(function)["__wrapped__"]
     return False
 
 
@@ -107,12 +108,18 @@ def _foreign_of_class(kind: type, among: Collection[str] = ()) -> Iterator[str]:
     if not library:
         yield kind.__name__
     members = (name for base in library for name in vars(base) if not name.startswith(("__", "_abc")))
-    for name in among or dict.fromkeys(("__call__", "__getattribute__", *members)):
+    for name in among or dict.fromkeys((*CALLED, *members, *_stored(kind))):
         base = next((base for base in kind.__mro__ if name in vars(base)), object)
         functions = _functions(vars(base).get(name))
-        is_own = _root(base.__module__) in (LIBRARY, "builtins")
-        if not (all(map(is_of_transformers, functions)) if functions else is_own):
+        is_own = all(map(is_of_transformers, functions)) if functions else _root(base.__module__) == LIBRARY
+        if not is_own and base.__module__ != "builtins":
             yield name
+
+
+def _stored(kind: type) -> Iterator[str]:
+    """Yield the names of attributes that a property of the class stores, such as keys."""
+    for base in kind.__mro__:
+        yield from (name for name, value in vars(base).items() if isinstance(value, property) and value.fset)
 
 
 def _functions(member: Any) -> list[Any]:
@@ -120,7 +127,7 @@ def _functions(member: Any) -> list[Any]:
     if isinstance(member, property):
         return [member.fget]
     member = getattr(member, "__func__", member)  # of static methods and class methods
-    return [member] if isinstance(member, FunctionType) or hasattr(member, "func") else []
+    return [member] if callable(member) and not isinstance(member, type) else []
 
 
 def _set_on(owner: Any, among: Collection[str] = ()) -> Iterator[str]:
