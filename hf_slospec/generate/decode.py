@@ -18,7 +18,14 @@ from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.request import RequestMetrics
 from hf_slospec.errors import FallbackWarning, IncompatibleDraftError, UnsupportedModelError, UnsupportedOptionError
 from hf_slospec.generate.encoder import generates_in_parts
-from hf_slospec.generate.prepare import Call, generate_in_parts, prepare, stock_generate, without_drafts
+from hf_slospec.generate.prepare import (
+    Call,
+    generate_in_parts,
+    prepare,
+    replaced_generate,
+    stock_generate,
+    without_drafts,
+)
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.speculator import MEASURE_S, Speculator
 from hf_slospec.generate.stock_loop import batch_level_names, run_stock_loop
@@ -31,6 +38,7 @@ from hf_slospec.generate.validation import (
 from hf_slospec.models.checked_model import CheckedModel
 from hf_slospec.models.inspection.cache_names import CACHE_NAME
 from hf_slospec.models.inspection.loaded import check_causal_lm
+from hf_slospec.models.inspection.ownership import is_of_transformers
 from hf_slospec.models.linear.packed_layers import restore_weights
 from hf_slospec.models.noise import default_generator
 
@@ -103,13 +111,15 @@ class Decoder:
                 "submit the prompts, or stop() the batcher first"
             )
         try:
-            if generates_in_parts(self.model):
+            if generates_in_parts(self.model) or not is_of_transformers(type(self.model).generate):
                 return generate_in_parts(self._speculator_of(arguments), slo_tpot, arguments, self._decode)
             return self._decode(self.prepare(slo_tpot, arguments))
         except (UnsupportedModelError, UnsupportedOptionError, IncompatibleDraftError) as error:
             if not may_fall_back:
                 raise
             warnings.warn(f"stock generate runs instead, without slo_tpot: {error}", FallbackWarning, stacklevel=3)
+        if (replaced := replaced_generate(self.model)) is not None:
+            return replaced(**arguments)
         return stock_generate(self.model)(**without_drafts(self.model, arguments))
 
     def _decode(self, call: Call) -> Any:

@@ -6,6 +6,7 @@ everything it accepts keeps its meaning.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import types
@@ -18,11 +19,13 @@ from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.drafters.load_drafter import Drafting
 from hf_slospec.errors import FallbackWarning, InvalidInputError, UnsupportedOptionError
 from hf_slospec.generate.decode import Decoder
-from hf_slospec.generate.prepare import stock_generate
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.validation import check_flag, configured
 from hf_slospec.models.inspection.loaded import check_causal_lm
 from hf_slospec.models.linear.packed_layers import restore_weights
+
+# Stock generate's first parameters, for calls of one that takes *args.
+POSITIONAL = ("inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 
 
 def enable(
@@ -72,33 +75,52 @@ def enable(
     _restore_generate(model)
     owner = decoder.model  # a PEFT model hands generate on to the model it wraps
     replaced = owner.__dict__.get("generate")  # a generate that was set on the instance, if any
-    stock = stock_generate(owner)
-    signature = inspect.signature(stock)
+    of_class = type(owner).generate
+    signature = inspect.signature(types.MethodType(of_class, owner))
 
-    @functools.wraps(stock)
+    @functools.wraps(of_class)
     def generate(
         self: PreTrainedModel, *args: Any, slo_tpot: SLOTpot = None, fallback: bool | None = None, **kwargs: Any
     ) -> Any:
         if self is not owner:  # a deep copy has this method, too, but no engine
             if slo_tpot is not None:
                 raise InvalidInputError("slo_tpot was given to a copy of an enabled model; enable the copy itself")
-            return stock_generate(self)(*args, **kwargs)
-        bound = signature.bind_partial(*args, **kwargs).arguments
-        arguments = bound | bound.pop("kwargs", {})
+            of_copy = copy.deepcopy(replaced, {id(owner): self}) or types.MethodType(type(self).generate, self)
+            return of_copy(*args, **kwargs)
+        arguments = _by_name(signature.bind_partial(*args, **kwargs))
         if not always and slo_tpot is None and configured("slo_tpot", owner, arguments) is None and not decoder.is_led:
-            return (replaced or stock)(*args, **kwargs)
+            return (replaced or types.MethodType(type(owner).generate, owner))(*args, **kwargs)
         return decoder.generate(slo_tpot, arguments, fallback)
 
     if always and hasattr(owner, "generate_batch"):  # TRL calls it with use_transformers_continuous_batching
         owner.__dict__["generate_batch"] = functools.partial(_generate_batch, owner)
-    vars(generate).update(__signature__=_with_our_arguments(signature), replaced=replaced, decoder=decoder)
+    wrapped = getattr(of_class, "__wrapped__", of_class)  # what callers find at a stock generate: a plain function
+    vars(generate).update(
+        __signature__=_with_our_arguments(signature), __wrapped__=wrapped, replaced=replaced, decoder=decoder
+    )
     owner.__dict__["generate"] = types.MethodType(generate, owner)
     if model is not owner:
-        model.__dict__["generate"] = functools.partial(_generate_of_adapted, model, fallback)
+        adapted = model.__dict__.get("generate")
+        model.__dict__["generate"] = functools.partial(_generate_of_adapted, model, adapted, fallback)
+        vars(model.__dict__["generate"])["replaced"] = adapted
     return model
 
 
-def _generate_of_adapted(model: Any, default_fallback: bool, *args: Any, **kwargs: Any) -> Any:
+def _by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Return the arguments of a call by the names that stock ``generate`` has for them."""
+    arguments: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            arguments |= value
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            arguments |= zip(POSITIONAL[len(arguments) :], value, strict=False)
+        else:
+            arguments[name] = value
+    return arguments
+
+
+def _generate_of_adapted(model: Any, replaced: Any, default_fallback: bool, *args: Any, **kwargs: Any) -> Any:
     """Run a PEFT model's own ``generate``, which hooks every layer before it calls ours; refuse ``adapter_names``."""
     if kwargs.get("adapter_names") is not None and kwargs.get("slo_tpot") is not None:
         given = kwargs.pop("fallback", None)
@@ -108,7 +130,7 @@ def _generate_of_adapted(model: Any, default_fallback: bool, *args: Any, **kwarg
             )
         warnings.warn("stock generate runs instead, for adapter_names", FallbackWarning, stacklevel=2)
         del kwargs["slo_tpot"]
-    return type(model).generate(model, *args, **kwargs)
+    return (replaced or types.MethodType(type(model).generate, model))(*args, **kwargs)
 
 
 def _generate_batch(owner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -145,9 +167,10 @@ def _restore_generate(model: PreTrainedModel) -> None:
         owner = check_causal_lm("model", model)
         replaced = owner.__dict__.pop("generate").replaced
         owner.__dict__.pop("generate_batch", None)
-        model.__dict__.pop("generate", None)  # on a PEFT model around the owner
-        if replaced is not None:
-            owner.__dict__["generate"] = replaced
+        adapted = model.__dict__.pop("generate", None)  # on a PEFT model around the owner
+        for each, before in ((owner, replaced), (model, getattr(adapted, "replaced", None))):
+            if before is not None:
+                each.__dict__["generate"] = before
 
 
 def _with_our_arguments(signature: inspect.Signature) -> inspect.Signature:
@@ -155,5 +178,5 @@ def _with_our_arguments(signature: inspect.Signature) -> inspect.Signature:
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
         for name, annotation in (("slo_tpot", SLOTpot), ("fallback", bool | None))
     ]
-    *parameters, last = signature.parameters.values()
-    return signature.replace(parameters=[*parameters, *added, last])
+    theirs = [parameter for name, parameter in signature.parameters.items() if name not in ("slo_tpot", "fallback")]
+    return signature.replace(parameters=sorted([*theirs, *added], key=lambda parameter: parameter.kind))

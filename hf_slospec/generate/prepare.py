@@ -7,6 +7,7 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from hf_slospec.generate.stop_strings import StopStrings
 from hf_slospec.generate.validation import (
     PREPARED,
     check_arguments,
+    check_cache,
     check_criteria,
     check_evaluating,
     check_forwards,
@@ -35,6 +37,9 @@ from hf_slospec.generate.validation import (
     configured,
 )
 from hf_slospec.models.coupling import Coupling
+from hf_slospec.models.inspection.cache_names import given_cache
+from hf_slospec.models.inspection.ownership import foreign_members, is_of_transformers
+from hf_slospec.models.inspection.properties import FORWARD_ERRORS
 from hf_slospec.models.sampling import StockSampler
 
 TEXT_ARGUMENTS = {*PREPARED, "input_ids", "inputs"}
@@ -113,13 +118,40 @@ def prepare(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any]
             "would run in one of its processes only; call generate with them in every process, while no batcher runs"
         )
     with speculator.lock if has_images else contextlib.nullcontext():  # stock may forward the image encoder
-        stock = stock_generate(model)(**_for_stock(model, arguments), custom_generate=_as_decoding_method)
-    if not isinstance(stock, StockCall):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} decodes by a generate of its own, which cannot be speculated; call generate "
-            "without slo_tpot"
-        )
+        stock = _prepared(model, arguments)
     return _call(speculator, slo, arguments, arrived_s, stock)
+
+
+def _prepared(model: PreTrainedModel, arguments: dict[str, Any]) -> StockCall:
+    """Return what stock ``generate`` passes to its decoding method.
+
+    Raises:
+        UnsupportedModelError: a ``generate`` of the model's class does not return what the decoding method does.
+    """
+    calls = list[StockCall]()
+
+    @functools.wraps(_as_decoding_method)
+    def decoding_method(*args: Any, **kwargs: Any) -> StockCall:
+        calls.append(_as_decoding_method(*args, **kwargs))
+        return calls[-1]
+
+    error: Exception | None = None
+    try:
+        output = stock_generate(model)(**_for_stock(model, arguments), custom_generate=decoding_method)
+    except FORWARD_ERRORS as raised:
+        if not calls:
+            raise
+        output, error = None, raised
+    if len(calls) != 1 or output is not calls[0]:
+        raise _own_generate(model, "which changes what transformers' generate returns" if calls else "") from error
+    return calls[0]
+
+
+def _own_generate(model: PreTrainedModel, what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(model).__name__} decodes by a generate of its own{what and ', '}{what}, which cannot be speculated; "
+        "call generate without slo_tpot, or pass fallback=True"
+    )
 
 
 @torch.no_grad()
@@ -128,13 +160,15 @@ def generate_in_parts(
 ) -> Any:
     """Run a ``generate`` that calls transformers' once per part of the output, with ``decode`` in its place.
 
-    Whisper's decodes long audio in segments, and each again at higher temperatures if its text looks wrong.
+    Whisper's decodes long audio in segments, and each again at higher temperatures if its text looks wrong. One that
+    is not transformers' own may do anything with the output.
 
     Raises:
         As :func:`prepare`.
     """
     slo, model = _check(speculator, slo_tpot, arguments), speculator.target.model
-    if isinstance(slo, list):
+    is_whisper, num_parts, generator_state = generates_in_parts(model), 0, torch.get_rng_state()
+    if is_whisper and isinstance(slo, list):
         raise UnsupportedOptionError(
             f"slo_tpot must be one for all rows of {type(model).__name__}, whose generate chooses the rows of each "
             "segment; pass a single one"
@@ -142,20 +176,42 @@ def generate_in_parts(
 
     @functools.wraps(_as_decoding_method)
     def decode_part(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_parts
+        num_parts += 1
         stock = _as_decoding_method(*args, **kwargs)
-        return decode(_call(speculator, slo, arguments, speculator.target.ranks.clock(), stock, is_part=True))
+        return decode(_call(speculator, slo, arguments, speculator.target.ranks.clock(), stock, is_whisper))
 
-    return stock_generate(model)(**_for_stock(model, arguments), custom_generate=decode_part)
+    output = stock_generate(model)(**_for_stock(model, arguments), custom_generate=decode_part)
+    if not num_parts:
+        torch.set_rng_state(generator_state)
+        raise _own_generate(model, "")
+    return output
 
 
 def _check(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any], is_idle: bool = True) -> Any:
     """Check a call's arguments before stock sees them, renew the models, and return the parsed SLO."""
     model = speculator.target.model
+    _check_generate(model)
     slo = parse_slo(configured("slo_tpot", model, arguments) if slo_tpot is None else slo_tpot)
     check_arguments(model, arguments)
     check_evaluating(model)
     speculator.renew(is_idle)
     return slo
+
+
+def _check_generate(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError if transformers' ``generate`` cannot be reached through the model's."""
+    if replaced_generate(model) is not None:
+        raise UnsupportedModelError(
+            f"generate was set on this {type(model).__name__}, by its repository's custom_generate folder or by other "
+            "code, and may decode in its own way; call it without slo_tpot, delete the attribute (del model.generate), "
+            "or pass fallback=True"
+        )
+    generate = type(model).generate
+    if not is_of_transformers(generate):
+        parameters = signature(generate).parameters
+        if "custom_generate" not in parameters and all(p.kind != Parameter.VAR_KEYWORD for p in parameters.values()):
+            raise _own_generate(model, "which does not take all arguments of transformers' generate")
 
 
 def _call(
@@ -168,6 +224,13 @@ def _call(
 ) -> Call:
     """Return the call of what stock prepared."""
     model, inputs, names, encoder = speculator.target.model, stock.model_kwargs, list[str](), None
+    check_cache(*given_cache(inputs), is_prepared=True)
+    if foreign := foreign_members((stock.processors, stock.criteria)):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} decodes with lists of processors or criteria that are not transformers' own "
+            f"({', '.join(foreign)}), which speculation does not call; return a LogitsProcessorList and a "
+            "StoppingCriteriaList, or call generate without slo_tpot"
+        )
     if model.config.is_encoder_decoder:
         inputs, encoder = decoder_inputs(inputs), EncoderInputs(model, stock.inputs, inputs)
     else:
@@ -194,10 +257,32 @@ def _call(
 
 
 def stock_generate(model: PreTrainedModel) -> Callable[..., Any]:
-    """Return the model class's own ``generate``, bound to the model, whatever replaced it on the instance."""
+    """Return the model class's own ``generate``, bound to the model, whatever replaced it on the instance.
+
+    One that does not name ``inputs`` takes them as its first argument.
+    """
     model_class: Any = type(model)
     method: Callable[..., Any] = model_class.generate.__get__(model)
-    return method
+    if is_of_transformers(method) or "inputs" in signature(method).parameters:
+        return method
+
+    @functools.wraps(method)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        first = [kwargs.pop("inputs")] if "inputs" in kwargs and not args else args
+        return method(*first, **kwargs)
+
+    return generate
+
+
+def replaced_generate(model: PreTrainedModel) -> Any:
+    """Return the ``generate`` that someone else has set on the model instance, under ours if it is enabled; or None.
+
+    One with an attribute ``speculates`` hands its arguments to a :class:`SLOSpecGenerator`.
+    """
+    generate = vars(model).get("generate")
+    generate = getattr(generate, "replaced", generate)
+    is_ours = getattr(getattr(generate, "func", generate), "speculates", False)
+    return None if is_ours or is_of_transformers(generate) else generate
 
 
 def _as_decoding_method(

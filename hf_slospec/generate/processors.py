@@ -121,7 +121,7 @@ def _for_row(processor: Any, row: int, num_rows: int) -> Any:
         prompt = row * processor.batch_size // num_rows
         copied.generated_ngrams, copied.batch_size = processor.generated_ngrams[prompt : prompt + 1], 1
         return copied
-    if isinstance(processor, PrefixConstrainedLogitsProcessor):
+    if type(processor) is PrefixConstrainedLogitsProcessor:  # a subclass may do anything
         allowed = processor._prefix_allowed_tokens_fn
         return PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed(row, tokens), num_beams=1)
     if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):

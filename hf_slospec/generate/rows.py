@@ -20,11 +20,13 @@ from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.request import Grammar, NewNoise, Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.static_batch import CHUNK
+from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.generate.callbacks import copied_for_row
 from hf_slospec.generate.encoder import EncoderInputs
 from hf_slospec.generate.multimodal_prompts import WholePrompts
 from hf_slospec.generate.prompt import PromptInputs
 from hf_slospec.generate.stop_strings import StopStrings
+from hf_slospec.models.inspection.ownership import foreign_members
 from hf_slospec.models.sampling import Record, StockSampler, check_unchanged
 from hf_slospec.models.sequences.request_sequences import RequestSequences
 
@@ -52,8 +54,8 @@ class Stops:
         """
         self.input_ids, self.scores_of, self.after_check, self.pad = input_ids, scores_of, after_check, pad
         self.has_callbacks = has_callbacks
-        self.eos = {int(i) for c in criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id}
-        further = [c for c in criteria if not isinstance(c, (EosTokenCriteria, MaxLengthCriteria))]
+        self.eos = {int(i) for c in criteria if _is_plain(c, EosTokenCriteria) for i in c.eos_token_id}
+        further = [c for c in criteria if not _is_plain(c, EosTokenCriteria, MaxLengthCriteria)]
         self.joint = [c for c in further if is_joint(c, len(input_ids))]
         self.further = [c for c in further if not is_joint(c, len(input_ids))]
         # Without an end-of-sequence criterion stock does not pad: a stopped row continues until all have stopped.
@@ -102,6 +104,11 @@ class Stops:
             return is_over or (self.end is not None and num_new >= self.end)
 
         return is_stop
+
+
+def _is_plain(criterion: Any, *kinds: type) -> bool:
+    """Return True for a criterion of these classes that no subclass has changed."""
+    return isinstance(criterion, kinds) and not foreign_members([criterion])
 
 
 def is_joint(criterion: Any, num_rows: int) -> bool:
@@ -154,12 +161,17 @@ class Rows:
         self.pad = pad_token(config)
         self.record = Record(len(input_ids), config)
         self.stops = Stops(criteria, input_ids, self.record.scores_of, self._stream_token, self.pad, has_callbacks)
-        assert criteria.max_length is not None  # stock generate always sets one
+        lengths = [criterion.max_length for criterion in criteria if _is_plain(criterion, MaxLengthCriteria)]
+        if not lengths:  # stock generate sets one, which a model may remove
+            raise UnsupportedOptionError(
+                "the model's stopping criteria limit no length, which slo_tpot needs; keep its MaxLengthCriteria, or "
+                "call generate without slo_tpot"
+            )
         prompts = [prompt.tokens_of(row) for row in range(len(stages))]
         self.params = [
             RequestParams(
                 tokens,
-                criteria.max_length - input_ids.shape[1],
+                min(lengths) - input_ids.shape[1],
                 stages[row],
                 stages[row][0].ttft_slo_s,
                 is_sampled=bool(config.do_sample),

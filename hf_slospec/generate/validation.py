@@ -30,6 +30,7 @@ from hf_slospec.generate.rows import Rows
 from hf_slospec.models.checked_model import CheckedModel
 from hf_slospec.models.inspection.cache_names import CACHE_NAME, CACHE_NAMES, given_cache
 from hf_slospec.models.inspection.loaded import check_tokenizer
+from hf_slospec.models.inspection.ownership import foreign_members
 from hf_slospec.models.length_rope import varying_ropes
 from hf_slospec.models.packed.model import PackedModel
 
@@ -46,6 +47,7 @@ PREPARED = {
     "use_cache",
 }
 CACHE_LAYERS = (DynamicLayer, StaticLayer, DummyLayer, LinearAttentionLayer)
+HALVES = ("self_attention_cache", "cross_attention_cache")  # of a cache for an encoder-decoder
 UNSUPPORTED_CACHES = ("quantized", "paged")  # they round K/V, or belong to another decoding loop
 
 
@@ -107,7 +109,7 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
         )
     check_tokenizer(arguments.get("tokenizer"))
     cache_name, cache = given_cache(arguments)
-    _check_cache(cache_name, cache)
+    check_cache(cache_name, cache)
     if cache is not None and configured("use_cache", model, arguments) is False:
         whose = "" if arguments.get("use_cache") is False else ", the default of this model's generation config,"
         raise UnsupportedOptionError(
@@ -181,14 +183,28 @@ def _drops(module: torch.nn.Module) -> bool:
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
-def _check_cache(name: str, cache: Any) -> None:
+def check_cache(name: str, cache: Any, is_prepared: bool = False) -> None:
+    """Refuse a cache with code that is not transformers' own, or whose layers cannot be read.
+
+    If stock ``generate`` has prepared it, it may hold both caches of an encoder-decoder.
+    """
     if cache is None:
         return
-    if not isinstance(cache, Cache):
+    if not isinstance(cache, Cache) and not hasattr(cache, "get_seq_length"):
         raise InvalidTypeError(
             f"{name} must be a transformers Cache, such as DynamicCache(), got {type(cache).__name__}"
         )
-    for layer in getattr(cache, "layers", [cache]):
+    caches = [vars(cache)[half] for half in HALVES if is_prepared and half in vars(cache)] or [cache]
+    layers = [layer for each in caches for layer in getattr(each, "layers", [each])]
+    kinds = {kind for each in caches if (kind := getattr(each, "layer_class_to_replicate", None)) is not None}
+    if foreign := foreign_members((cache, *caches, *layers, *kinds)):
+        kind = UnsupportedModelError if is_prepared else UnsupportedOptionError
+        raise kind(
+            f"{name}, a {type(cache).__name__}, has members that are not transformers' own ({', '.join(foreign)}), and "
+            "speculation keeps K and V in a cache of its own, so they would not run; use a DynamicCache, pass "
+            "fallback=True, or call generate without slo_tpot"
+        )
+    for layer in layers:
         if not isinstance(layer, CACHE_LAYERS) or isinstance(layer, BaseQuantizedLayer):
             raise UnsupportedOptionError(
                 f"{name} with layers of type {type(layer).__name__} cannot be combined with slo_tpot; use a "

@@ -15,6 +15,7 @@ from hf_slospec.models.costs.profiles import drop_profile, load_profile, save_pr
 from hf_slospec.models.device.machine import log_idle_gpu
 from hf_slospec.models.device.threads import release_openmp_threads, warn_if_contended, warn_if_oversubscribed
 from hf_slospec.models.inspection.hooks import changing_hooks, is_compiled
+from hf_slospec.models.inspection.ownership import check_own_code
 from hf_slospec.models.inspection.properties import autocast_dtype, check_embeds_tokens, evaluating, input_device
 from hf_slospec.models.inspection.ranks import Ranks
 from hf_slospec.models.inspection.traversal import all_modules
@@ -55,6 +56,8 @@ class CheckedModel:
         self._sets_attributes = False  # its own forwards change attributes of its modules
         self._packed: PackedModel
         self._cost: ForwardCost | None = None
+        if self._is_target:  # a draft decides no token
+            check_own_code(model)
         self._is_cost_compiled = False  # the cost is that of compiled forwards
         _ = self.packed
 
@@ -107,9 +110,11 @@ class CheckedModel:
             Whether something has changed.
 
         Raises:
-            UnsupportedModelError: its packed forwards are no longer those of the model.
+            UnsupportedModelError: its packed forwards are no longer those of the model, or it runs foreign code.
             InvalidInputError: it has to be tried, and its processes follow a batcher.
         """
+        if self._is_target:
+            check_own_code(self.model)
         self.packed.renew(is_idle)
         if self.ranks.any(self._tried != self._to_try):  # all ranks try the model, or none
             with lock, self._renewing:

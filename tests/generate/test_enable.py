@@ -59,7 +59,11 @@ def test_disable_restores_a_generate_of_the_instance() -> None:
     model.generate = lambda *args, **kwargs: "custom"
     hf_slospec.enable(model, tiny_model("llama"))
     assert model.generate(**ragged_prompts(1)) == "custom"
-    assert model.generate(**ragged_prompts(1), **OPTIONS, slo_tpot=0.1).shape[0] == 1
+    with pytest.raises(UnsupportedModelError, match="generate was set on this LlamaForCausalLM"):
+        model.generate(**ragged_prompts(1), **OPTIONS, slo_tpot=0.1)
+    with pytest.warns(hf_slospec.FallbackWarning):
+        assert model.generate(**ragged_prompts(1), slo_tpot=0.1, fallback=True) == "custom"
+    assert copy.deepcopy(model).generate() == "custom"
     hf_slospec.disable(model)
     assert model.generate() == "custom"
 

@@ -36,6 +36,9 @@ def generate(
     return kept(inputs, generation_config, slo_tpot=slo_tpot, fallback=fallback, **given)
 
 
+vars(generate)["speculates"] = True  # so that hf_slospec does not take it for a way to decode that it would skip
+
+
 def _generate_of(model: Any, drafter: Any, fallback: bool) -> Callable[..., Any]:
     generator = SLOSpecGenerator(model, drafter=drafter, fallback=fallback)
 

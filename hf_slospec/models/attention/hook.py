@@ -86,15 +86,16 @@ def _registered_name(original: str | None) -> str:
     name = f"hf_slospec:{original}"
     if name not in ALL_ATTENTION_FUNCTIONS:
         if original in ALL_MASK_ATTENTION_FUNCTIONS:
-            ALL_MASK_ATTENTION_FUNCTIONS.register(name, _watched_or(ALL_MASK_ATTENTION_FUNCTIONS[original]))
+            ALL_MASK_ATTENTION_FUNCTIONS.register(name, _watched_or(original))
         ALL_ATTENTION_FUNCTIONS.register(name, _packed_or(original))
     return name
 
 
-def _watched_or(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a mask builder that calls the active forward's ``build_mask``, or ``plain`` without one."""
+def _watched_or(original: str) -> Callable[..., Any]:
+    """Return a mask builder that calls the active forward's ``build_mask``, or ``original``'s without one."""
 
     def build(*args: Any, **kwargs: Any) -> Any:
+        plain = ALL_MASK_ATTENTION_FUNCTIONS[original]  # which may be registered anew
         return getattr(_active.get(), "build_mask", plain)(*args, **kwargs)
 
     return build

@@ -12,6 +12,7 @@ from hf_slospec.models.inspection.traversal import all_modules
 # Module of transformers' hooks that collect hidden states and attentions. They stay on a model after its first such
 # output, and never change a result.
 COLLECTING = "transformers.utils.output_capturing"
+COMPILED = "get_compiler_config"  # attribute of functions that torch.compile returns
 # Hooks for gradient checkpointing, as transformers, peft and trl call them; they change no value.
 REQUIRING_GRAD = ("make_inputs_require_grad", "make_inputs_require_grads")
 
@@ -21,7 +22,14 @@ def is_compiled(model: nn.Module) -> bool:
 
     Packed forwards change modules while they run, for which the compiler would compile the model again.
     """
-    return hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in all_modules(model))
+    modules = all_modules(model)
+    forwards = [module.__dict__["forward"] for module in modules if "forward" in module.__dict__]
+    classes = {*map(type, modules)}
+    return (
+        any(module._compiled_call_impl is not None for module in modules)
+        or any(hasattr(forward, COMPILED) for forward in (*forwards, *(each.forward for each in classes)))
+        or any(each.__name__ == "OptimizedModule" for each in classes)
+    )
 
 
 def changing_hooks(module: nn.Module) -> list[Callable[..., Any]]:

@@ -8,6 +8,7 @@ import torch
 
 from hf_slospec.models.attention import AttentionLayer, MaskSource, Positions
 from hf_slospec.models.batch.cached_sequence import LayerShape, Stored
+from hf_slospec.models.inspection.ownership import check_mask_function
 from hf_slospec.models.inspection.properties import cannot_be_packed, is_reached, layer_types
 
 
@@ -41,6 +42,7 @@ class GatheredProbe(MaskSource):
 
     def allowed(self, mask_function: Any, window: int | None) -> torch.Tensor:
         """Record the window of a mask; see :meth:`MaskSource.allowed`."""
+        check_mask_function(mask_function)
         self._windows.add(window)
         return torch.ones(1, 1, dtype=torch.bool, device=self.positions.of_tokens.device)
 

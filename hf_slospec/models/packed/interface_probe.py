@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache
 from hf_slospec.models.attention import AttentionLayer
 from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.batch.cached_sequence import LayerShape, Stored
+from hf_slospec.models.inspection.ownership import check_mask_function
 from hf_slospec.models.inspection.properties import cannot_be_packed, is_reached, layer_types
 from hf_slospec.models.inspection.reach import Reach, reach_of
 from hf_slospec.models.packed.running import UNREAD_MASK_SHAPE
@@ -74,6 +75,7 @@ class InterfaceProbe(StateCache):
         **_: Any,
     ) -> torch.Tensor:
         """Return a new mask, whose address tells which mask a layer attends with; its values are not read."""
+        check_mask_function(mask_function)
         mask = torch.ones(UNREAD_MASK_SHAPE, dtype=torch.bool, device=device)
         self._built.append((mask, reach_of(mask_function, local_size)))
         return mask

@@ -41,8 +41,13 @@ def refuse_by_declaration(model: Any) -> None:
     name = type(model).__name__
     if is_compiled(model):
         raise UnsupportedModelError(
-            f"{name} was compiled with compile(), and tree attention cannot be used in compiled layers; pass the model "
-            "as it was loaded"
+            f"{name} was compiled with compile() or torch.compile, as a whole, in part, or its forward, and tree "
+            "attention cannot be used in compiled layers; pass the model as it was loaded"
+        )
+    if any(map(_is_activated_lora, model.modules())):
+        raise UnsupportedModelError(
+            f"{name} has an active aLoRA adapter, which changes layers from its invocation tokens on only; use plain "
+            "LoRA, disable the adapter, or call generate without slo_tpot"
         )
     # is_decoder=False turns models of some families into encoders; other families ignore it.
     is_whole = getattr(model.config, "is_encoder_decoder", False)
@@ -56,6 +61,13 @@ def refuse_by_declaration(model: Any) -> None:
         )
     if unknown := set(layer_types(model)) - INTERFACE_KINDS - GATHERED_KINDS:
         raise UnsupportedModelError(f"{name} has layers of type {sorted(unknown)}, which cannot hold a tree of tokens")
+
+
+def _is_activated_lora(module: Any) -> bool:
+    """Return whether a layer of PEFT has an adapter in use that begins at its invocation tokens."""
+    variants = getattr(module, "lora_variant", None) or {}
+    names = [] if not variants or module.disable_adapters else module.active_adapters
+    return any(type(variants[name]).__name__.startswith("ALora") for name in names if name in variants)
 
 
 @torch.no_grad()
