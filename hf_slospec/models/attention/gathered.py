@@ -92,7 +92,7 @@ def plan_gathered(batch: PackedBatch) -> GatheredPlan:
         rows[:, begin:committed_end] = True
         rows[:, committed_end:end] = span.staged_mask[:, :num_staged]
         rows[:, num_earlier + span.begin : num_earlier + span.end] = span.staged_mask[:, num_staged:]
-        slots.append(torch.arange(visible.start, visible.stop - span.num_tokens))
+        slots.append(torch.arange(visible.start, visible.stop - span.num_tokens, device="cpu"))
         positions += torch.arange(span.sequence.length, device=device), span.staged_positions[:num_staged]
         begin = end
     slots.append(plan_own(batch).slots)

@@ -164,7 +164,7 @@ def plan_own(batch: PackedBatch) -> SlotPlan:
 
 def plan_visible(batch: PackedBatch) -> SlotPlan:
     """Return the slots that the batch sees, sequence after sequence."""
-    return SlotPlan(torch.cat([torch.arange(slots.start, slots.stop) for slots in batch.visible]))
+    return SlotPlan(torch.cat([torch.arange(slots.start, slots.stop, device="cpu") for slots in batch.visible]))
 
 
 def plan_over_visible(batch: PackedBatch, make: Callable[..., Plan], *arguments: Hashable) -> Plan:

@@ -104,16 +104,16 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
         if sees_later_tokens(packed.model):
             for sequence, prompt in zip(sequences, prompts, strict=True):
                 _, plain_cache = plain_steps(packed, prompt, [])
-                tensors = cached_tensors(plain_cache, 0, torch.arange(len(prompt) - 1), len(prompt))
+                tensors = cached_tensors(plain_cache, 0, torch.arange(len(prompt) - 1, device="cpu"), len(prompt))
                 cache.load(sequence, tensors, len(prompt) - 1)
         else:
             parts = [chain(packed, *pair) for pair in zip(sequences, (prompt[:-1] for prompt in prompts), strict=True)]
-            packed.forward(cache.pool, parts, torch.tensor([0]))
+            packed.forward(cache.pool, parts, torch.tensor([0], device="cpu"))
             for sequence, prompt in zip(sequences, prompts, strict=True):
                 sequence.length = len(prompt) - 1
         triples = zip(sequences, prompts, trees, strict=True)
         parts = [chain_and_tree(packed, sequence, prompt[-1:], tree) for sequence, prompt, tree in triples]
-        ours = packed.forward(cache.pool, parts, torch.arange(sum(num_nodes))).cpu().split(num_nodes)
+        ours = packed.forward(cache.pool, parts, torch.arange(sum(num_nodes), device="cpu")).cpu().split(num_nodes)
 
     paths = [(index, np.flatnonzero(trees[index].ancestor_mask()[leaf])) for index, leaf in LEAVES]
     continued = [(prompts[index], trees[index].tokens[path[1:]].tolist()) for index, path in paths]
