@@ -14,6 +14,7 @@ from hf_slospec.models.costs.measure import measure
 from hf_slospec.models.costs.profiles import drop_profile, load_profile, save_profile
 from hf_slospec.models.device.machine import log_idle_gpu
 from hf_slospec.models.device.threads import release_openmp_threads, warn_if_contended, warn_if_oversubscribed
+from hf_slospec.models.inspection.activations import check_activations
 from hf_slospec.models.inspection.hooks import changing_hooks, is_compiled
 from hf_slospec.models.inspection.properties import autocast_dtype, check_embeds_tokens, evaluating, input_device
 from hf_slospec.models.inspection.ranks import Ranks
@@ -137,9 +138,10 @@ class CheckedModel:
             )
 
     def _check_code(self) -> None:
-        """Raise UnsupportedModelError if a trial cannot tell what the target's code does; drafts may do anything."""
+        """Raise UnsupportedModelError if a trial cannot tell what the target's layers do; drafts may do anything."""
         if self._is_target:
             check_code(self.model)
+            check_activations(self.model)
 
     def _try(self, packed: PackedModel) -> None:
         for name in ("counts_padding", "counts_gaps"):

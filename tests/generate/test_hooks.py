@@ -216,9 +216,10 @@ def test_other_code_is_refused_by_name_or_falls_back(name: str) -> None:
         hf_slospec.enable(model, config=CONFIG)
     with pytest.raises(UnsupportedModelError, match=REFUSED):
         SLOSpecGenerator(model, config=CONFIG)
+    hf_slospec.enable(model, config=CONFIG, fallback=True)
+    call = dict(ragged_prompts(1), max_new_tokens=3)
     with pytest.warns(FallbackWarning, match="per_token"):
-        hf_slospec.enable(model, config=CONFIG, fallback=True)
-        assert model.generate(**ragged_prompts(1), max_new_tokens=3, slo_tpot=0.1).shape[1] > 3
+        model.generate(**call, slo_tpot=0.1)
 
 
 @pytest.mark.parametrize("name", ["counter in an object", "before a layer", "custom module", "forward of an instance"])
@@ -250,9 +251,9 @@ def test_submit_refuses_other_code() -> None:
 def test_hooks_of_all_modules_are_refused() -> None:
     model, call = copy.deepcopy(tiny_model("llama")), dict(ragged_prompts(1), max_new_tokens=3)
     hf_slospec.enable(model, config=CONFIG)
-    with nn.modules.module.register_module_forward_hook(counted()):
-        with pytest.raises(UnsupportedModelError, match="a global forward hook"):
-            model.generate(**call, slo_tpot=0.1)
+    handle = nn.modules.module.register_module_forward_hook(counted())
+    with handle, pytest.raises(UnsupportedModelError, match="a global forward hook"):
+        model.generate(**call, slo_tpot=0.1)
     assert torch.equal(model.generate(**call, slo_tpot=0.1), model.generate(**call))
 
 
@@ -291,10 +292,10 @@ class Scaled(nn.Module):
 
     def __init__(self, inner: nn.Module):
         super().__init__()
-        self.inner, self.scale = inner, 1.5
+        self.plain, self.scale = inner, 1.5
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.inner(hidden) * self.scale
+        return self.plain(hidden) * self.scale
 
 
 def scaled_module(model: Any) -> None:
@@ -392,6 +393,7 @@ def with_hooks_of_libraries(model: Any) -> None:
     accelerate.hooks.add_hook_to_module(model.model.layers[1].mlp, accelerate.hooks.ModelHook())
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_changes_of_weights_and_hooks_of_libraries_are_speculated() -> None:
     model, call = model_with(with_hooks_of_libraries), dict(ragged_prompts(2), max_new_tokens=6)
     adapted = get_peft_model(model, LoraConfig(target_modules=["v_proj"], init_lora_weights=False))

@@ -28,9 +28,9 @@ LIBRARIES |= {"awq", "compressed_tensors", "gptqmodel", "hqq", "optimum"}
 DECLARED = "per_token"  # attribute by which hooks and modules say that they compute each token alone
 # Attributes by which code reads a token's own numbers; none depends on how many tokens there are.
 TOKEN_WISE = frozenset(
-    "Tensor abs add add_ addcmul bfloat16 clamp clone contiguous detach device div div_ double dtype exp float functional "
-    "gelu half hidden_states last_hidden_state linear logits matmul mul mul_ neg nn relu requires_grad_ sigmoid silu "
-    "softplus sub sub_ tanh to type_as unsqueeze where".split()
+    "Tensor abs add add_ addcmul bfloat16 clamp clone contiguous detach device div div_ double dtype exp float "
+    "functional gelu half hidden_states last_hidden_state linear logits matmul mul mul_ neg nn relu requires_grad_ "
+    "sigmoid silu softplus sub sub_ tanh to type_as unsqueeze where".split()
 )
 CALLED = (isinstance, tuple, torch, nn, nn.functional, torch.Tensor)  # globals that such code may use
 # Instructions of code without loops, and without a trace beyond its local variables.
@@ -128,9 +128,19 @@ def _is_accepted(code: Any, owner: nn.Module | None) -> bool:
     """Return whether a hook or forward is a library's, declared, or seen to compute each token alone."""
     if getattr(code, DECLARED, False) or any(getattr(each, DECLARED, False) for each in _functions(code)):
         return True
-    values = [*code.args, *code.keywords.values()] if isinstance(code, functools.partial) else []
     others = [function for function in _functions(code) if not _is_of_library(function)]
-    return all(is_token_wise(function, owner, values) for function in others)
+    bound = [value for value in _bound(code) if value is not owner]
+    return all(is_token_wise(function, owner, bound) for function in others)
+
+
+def _bound(code: Any) -> Iterator[Any]:
+    """Yield the arguments that are bound in a callable, and objects that are called."""
+    if isinstance(code, functools.partial):
+        yield from (*code.args, *code.keywords.values(), *_bound(code.func))
+    elif isinstance(code, MethodType):
+        yield code.__self__
+    elif not isinstance(code, FunctionType):
+        yield code
 
 
 def _is_known(code: Any) -> bool:
@@ -153,10 +163,9 @@ def _functions(code: Any) -> Iterator[Any]:
         yield from _functions(code.__func__)
     elif isinstance(code, (FunctionType, BuiltinFunctionType)):
         yield code
-    elif not isinstance(code, type) and isinstance(call := getattr(type(code), "__call__", None), FunctionType):
-        yield from _functions(call)
     else:
-        yield type(code)
+        call = getattr(type(code), "__call__")  # noqa: B004, B009  its function, not whether there is one
+        yield call if isinstance(call, FunctionType) else type(code)
 
 
 def is_token_wise(function: Any, owner: nn.Module | None = None, values: Iterable[Any] = ()) -> bool:
