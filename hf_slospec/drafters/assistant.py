@@ -197,7 +197,7 @@ class AssistantDrafter(Drafter):
         if not level.is_root:
             root_positions = [len(request.tokens) - 1 for request in requests]
             parts = draft_nodes(self.packed, sequences, root_positions, level.sizes)
-            grown = self.sequences.draft(parts, torch.arange(len(requests) * level.beam), level)
+            grown = self.sequences.draft(parts, torch.arange(len(requests) * level.beam, device="cpu"), level)
             return grown
         uncached = [self.sequences.uncached(request) for request in requests]
         parts = [self.sequences.chain(request, tokens) for request, tokens in zip(requests, uncached, strict=True)]

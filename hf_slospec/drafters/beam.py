@@ -78,20 +78,22 @@ def beam_search(
 def _limits(plan: Plan, requests: Sequence[Request], num_rows: int) -> Limits | None:
     if not (plan.min_gain or plan.min_request_gain or plan.min_confidence or plan.depths):
         return None
-    log_min = torch.tensor(log(plan.min_confidence), dtype=torch.float64) if plan.min_confidence else None
-    scalars = torch.tensor((plan.min_gain, plan.min_request_gain, plan.min_path_prob), dtype=torch.float64)
+    log_min = torch.tensor(log(plan.min_confidence), dtype=torch.float64, device="cpu") if plan.min_confidence else None
+    scalars = torch.tensor(
+        (plan.min_gain, plan.min_request_gain, plan.min_path_prob), dtype=torch.float64, device="cpu"
+    )
     gain, request_gain, prob = scalars.unbind()
-    weights = torch.ones(num_rows, 1)
-    weights[: len(requests), 0] = torch.tensor([plan.weight_of(request) for request in requests])
-    levels = torch.full((num_rows,), plan.depth)
-    levels[: len(requests)] = torch.tensor([plan.levels_of(request) for request in requests])
+    weights = torch.ones(num_rows, 1, device="cpu")
+    weights[: len(requests), 0] = torch.tensor([plan.weight_of(request) for request in requests], device="cpu")
+    levels = torch.full((num_rows,), plan.depth, device="cpu")
+    levels[: len(requests)] = torch.tensor([plan.levels_of(request) for request in requests], device="cpu")
     return Limits(gain, request_gain, prob, weights, levels, log_min)
 
 
 def _roots(requests: Sequence[Request], num_rows: int) -> torch.Tensor:
     """Return the nodes of the beam's first layer; see :class:`Beam`.  -> [num_rows, 3, 1] int64"""
     padding = [(0, -1, NO_PATH)] * (num_rows - len(requests))
-    return torch.tensor([*((request.tokens[-1], -1, 0) for request in requests), *padding])[..., None]
+    return torch.tensor([*((request.tokens[-1], -1, 0) for request in requests), *padding], device="cpu")[..., None]
 
 
 def _coupled(requests: Sequence[Request], level: Level, scores: Scores) -> Beam:

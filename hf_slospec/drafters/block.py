@@ -72,7 +72,7 @@ class BlockDrafter(FeatureDrafter):
         combined = self.head.combine(torch.cat(features).to(self.packed.device)).split(lengths)
         sequences = [self.sequences.of(request) for request in requests]
         parts = [context_tokens(*part) for part in zip(sequences, begins, combined, strict=True)]
-        self.sequences.forward(parts, torch.empty(0, dtype=torch.int64))
+        self.sequences.forward(parts, torch.empty(0, dtype=torch.int64, device="cpu"))
         for sequence, length in zip(sequences, lengths, strict=True):
             sequence.length += length
 
@@ -121,18 +121,20 @@ def context_tokens(sequence: CachedSequence, begin: int, combined: torch.Tensor)
         combined: [num_tokens, hidden], what the head's ``combine`` returned.
     """
     num_tokens = len(combined)
-    positions = torch.arange(begin, begin + num_tokens)
-    mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
-    return NewTokens(sequence, torch.zeros(num_tokens, dtype=torch.int64), positions, mask, combined, is_chain=True)
+    positions = torch.arange(begin, begin + num_tokens, device="cpu")
+    mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device="cpu").tril()
+    return NewTokens(
+        sequence, torch.zeros(num_tokens, dtype=torch.int64, device="cpu"), positions, mask, combined, is_chain=True
+    )
 
 
 def block_tokens(head: DFlashHead, sequence: CachedSequence, token_ids: Sequence[int]) -> NewTokens:
     """Return a block: the last of some tokens, the others of which are in the head's cache, then mask tokens."""
     size = head.block_size
-    tokens = torch.full((size,), head.mask_token_id)
+    tokens = torch.full((size,), head.mask_token_id, device="cpu")
     tokens[0] = token_ids[-1]
-    positions = torch.arange(len(token_ids) - 1, len(token_ids) - 1 + size)
-    everything = torch.ones(size, size, dtype=torch.bool)
+    positions = torch.arange(len(token_ids) - 1, len(token_ids) - 1 + size, device="cpu")
+    everything = torch.ones(size, size, dtype=torch.bool, device="cpu")
     mask, windowed_mask = (
         everything if sees_later else everything.tril() for sees_later in (head.sees_later, head.sees_later_in_window)
     )
@@ -151,8 +153,10 @@ def block_rows(head: DFlashHead, num_requests: int, depth: int, first: int | Non
     Returns:
         [num_requests * num_rows] int64, block after block.
     """
-    starts = head.block_size * torch.arange(num_requests)
-    slots = torch.arange(head.first_slot if first is None else first, head.first_slot + min(depth, head.num_proposals))
+    starts = head.block_size * torch.arange(num_requests, device="cpu")
+    slots = torch.arange(
+        head.first_slot if first is None else first, head.first_slot + min(depth, head.num_proposals), device="cpu"
+    )
     return (starts[:, None] + slots).flatten()
 
 
@@ -211,5 +215,5 @@ def _coupled_positions(requests: Sequence[Request], logits: torch.Tensor) -> tor
 def _best_path(levels: Sequence[torch.Tensor], index: int) -> torch.Tensor:
     """Return the best candidates of one request's positions so far.  -> [1, depth] int64"""
     if not levels:
-        return torch.empty(1, 0, dtype=torch.int64)
+        return torch.empty(1, 0, dtype=torch.int64, device="cpu")
     return torch.stack([level[index].argmax() for level in levels])[None]

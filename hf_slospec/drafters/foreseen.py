@@ -36,5 +36,7 @@ def _noise_of(request: Request, proposed: Sequence[Collection[int]]) -> dict[tup
     noise = torch.stack([request.noise.after(depth) for depth in range(len(proposed))])  # [depth, vocab]
     size = noise.shape[1]  # some models have embeddings of more tokens than they have logits of
     known = [(depth, token) for depth, tokens in enumerate(proposed) for token in sorted(tokens) if token < size]
-    index = to_device(torch.tensor([depth * size + token for depth, token in known], dtype=torch.int64), noise.device)
+    index = to_device(
+        torch.tensor([depth * size + token for depth, token in known], dtype=torch.int64, device="cpu"), noise.device
+    )
     return {(depth + 1, token): q for (depth, token), q in zip(known, noise.flatten()[index].tolist(), strict=True)}

@@ -78,7 +78,7 @@ class HeadDrafter(FeatureDrafter):
         # A token's entry has the position of the token before, whose feature it takes.
         positions = [len(request.tokens) - 2 for request in requests]
         parts = draft_nodes(self.packed, sequences, positions, level.sizes)
-        grown = self.sequences.draft(parts, torch.arange(len(requests) * level.beam), level)
+        grown = self.sequences.draft(parts, torch.arange(len(requests) * level.beam, device="cpu"), level)
         return grown
 
     def _process(
@@ -101,7 +101,7 @@ class HeadDrafter(FeatureDrafter):
         lengths = [len(part) for part in features]
         ends = [begin + length for begin, length in zip(begins, lengths, strict=True)]
         tokens = [r.tokens[begin + 1 : end + 1] for r, begin, end in zip(requests, begins, ends, strict=True)]
-        ids = to_device(torch.tensor([token for new in tokens for token in new]), self.packed.device)
+        ids = to_device(torch.tensor([token for new in tokens for token in new], device="cpu"), self.packed.device)
         hidden = self.head.combine(torch.cat(features).to(self.packed.device))
         inputs = torch.cat((self.head.embed_tokens(ids), hidden), dim=-1).split(lengths)
         parts = []
@@ -114,7 +114,7 @@ class HeadDrafter(FeatureDrafter):
             parts.append(NewTokens(sequence, entry_ids, positions, causal_mask(len(embeds)), embeds, is_chain=True))
         last_rows = torch.from_numpy(np.cumsum(np.array(lengths) + num_masks) - 1)
         if num_masks:
-            last_rows = (last_rows[:, None] + torch.arange(-num_masks, 1)).flatten()
+            last_rows = (last_rows[:, None] + torch.arange(-num_masks, 1, device="cpu")).flatten()
         if level is None:
             outputs: Any = self.sequences.forward(parts, last_rows)
         else:

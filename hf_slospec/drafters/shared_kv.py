@@ -72,7 +72,7 @@ class SharedKVModel:
         """
         embeds = self.target.model.get_input_embeddings()(tokens)  # [num_requests, beam, hidden]
         inputs = torch.cat((embeds, states.to(embeds)), dim=-1).flatten(0, 1)[:, None]  # a batch of single tokens
-        lengths = to_device(torch.tensor([sequence.length for sequence in sequences]), tokens.device)
+        lengths = to_device(torch.tensor([sequence.length for sequence in sequences], device="cpu"), tokens.device)
         positions = lengths[:, None].expand_as(tokens).reshape(-1, 1)
         batches = {kind: _batch(sequences, tokens.shape[1], limit) for kind, limit in self.max_keys.items()}
         placeholders = {kind: (inputs.new_empty(1, 1, 1, 1), inputs.new_empty(1, 1, 1, 1)) for kind in self.layers}
@@ -89,7 +89,10 @@ def _batch(sequences: Sequence[CachedSequence], beam: int, max_keys: int | None)
     for index, whole in enumerate(sequences):
         num_keys = whole.length if max_keys is None else min(whole.length, max_keys)
         visible = CachedSequence(whole.start + whole.length - num_keys, num_keys, num_keys)
-        no_mask, no_positions = torch.empty(beam, 0, dtype=torch.bool), torch.empty(0, dtype=torch.int64)
+        no_mask, no_positions = (
+            torch.empty(beam, 0, dtype=torch.bool, device="cpu"),
+            torch.empty(0, dtype=torch.int64, device="cpu"),
+        )
         spans.append(Span(visible, index * beam, (index + 1) * beam, no_mask, no_positions))
     return PackedBatch(spans, [span.visible for span in spans])
 

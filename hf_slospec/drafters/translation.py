@@ -188,9 +188,11 @@ class TokenTranslation:
                 f"the tokenizers of target and draft have {num_text} tokens in common, of {sizes[0]} and {sizes[1]}; "
                 "use a draft whose vocabulary is more like the target's"
             )
-        self.target_ids = torch.tensor(common)  # [num_common] int64, ascending
-        self.draft_ids = torch.tensor([self._same[number] for number in common])  # [num_common] int64
-        self.draft_id_of = torch.zeros(target_vocab_size, dtype=torch.int64)  # [target_vocab], 0 if not common
+        self.target_ids = torch.tensor(common, device="cpu")  # [num_common] int64, ascending
+        self.draft_ids = torch.tensor([self._same[number] for number in common], device="cpu")  # [num_common] int64
+        self.draft_id_of = torch.zeros(
+            target_vocab_size, dtype=torch.int64, device="cpu"
+        )  # [target_vocab], 0 if not common
         self.draft_id_of[self.target_ids] = self.draft_ids
         self._by_device = dict[torch.device, tuple[Vocabulary, torch.Tensor, torch.Tensor]]()
         self._with_role = {getattr(target_tokenizer, role) for role in (*ROLES, "pad_token_id")}

@@ -143,7 +143,7 @@ class WholePrompts:
         length = len(columns) - 1
         held, last = (
             list(cached_tensors(cache, 0, part, length + 1))
-            for part in (torch.arange(length), torch.arange(length, length + 1))
+            for part in (torch.arange(length, device="cpu"), torch.arange(length, length + 1, device="cpu"))
         )
         offset = _last_position(inputs.get("position_ids"), 0, length) - length
         return Prefilled(held, length, offset, None, logits[0], last)

@@ -150,7 +150,7 @@ class PromptInputs:
             num_new: new tokens of every row.
         """
         length = self.tokens.shape[1] + num_new - 1
-        lacking = torch.ones(len(requests), length, dtype=torch.bool)
+        lacking = torch.ones(len(requests), length, dtype=torch.bool, device="cpu")
         lacking[:, : self.tokens.shape[1]] = self._on_host[1][[request.index for request in requests]]
         lacking = lacking[:, self.num_cached :]
         rows, columns = lacking.nonzero(as_tuple=True)  # processed tokens, row after row

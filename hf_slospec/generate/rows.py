@@ -86,7 +86,7 @@ class Stops:
             if criteria and (is_only or not is_over):
                 # All are called, as stock does: one that counts its calls must not miss any.
                 answers = [criterion(input_ids, self.scores_of(row)) for criterion in criteria]
-                if any(bool(torch.as_tensor(answer).all()) for answer in answers):
+                if any(bool(torch.as_tensor(answer, device="cpu").all()) for answer in answers):
                     is_over |= self.is_padded
                     if not is_over:
                         self._met[-1].setdefault(row, num_new)
@@ -229,7 +229,7 @@ class Rows:
     def _put(self, ready: int) -> None:
         for position in range(self._num_streamed, ready):
             column = [self._new_tokens(request, position, position + 1)[0] for request in self.requests]
-            self.streamer.put(torch.tensor(column))
+            self.streamer.put(torch.tensor(column, device="cpu"))
         self._num_streamed = max(self._num_streamed, ready)
 
     def end(self) -> None:
@@ -267,7 +267,7 @@ class Rows:
             sequence.truncate(len(tokens) - 1)  # the last token has no K/V
             while sequence.length < len(tokens) - 1:
                 piece = tokens[sequence.length : len(tokens) - 1][:CHUNK]
-                wanted = torch.arange(len(piece) if sampler.record.is_wanted else 0)
+                wanted = torch.arange(len(piece) if sampler.record.is_wanted else 0, device="cpu")
                 with lock:
                     logits = sequences.forward([sequences.chain(request, piece)], wanted).logits
                 for position, row in enumerate(logits, sequence.length + 1):

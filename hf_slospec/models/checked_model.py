@@ -14,11 +14,13 @@ from hf_slospec.models.costs.measure import measure
 from hf_slospec.models.costs.profiles import drop_profile, load_profile, save_profile
 from hf_slospec.models.device.machine import log_idle_gpu
 from hf_slospec.models.device.threads import release_openmp_threads, warn_if_contended, warn_if_oversubscribed
+from hf_slospec.models.inspection.activations import check_activations
 from hf_slospec.models.inspection.hooks import changing_hooks, is_compiled
 from hf_slospec.models.inspection.ownership import check_own_code
 from hf_slospec.models.inspection.properties import autocast_dtype, check_embeds_tokens, evaluating, input_device
 from hf_slospec.models.inspection.ranks import Ranks
 from hf_slospec.models.inspection.traversal import all_modules
+from hf_slospec.models.inspection.whose_code import check_code, num_global_hooks
 from hf_slospec.models.packed.exact_trial import check_exact
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.trial import check_by_trial, counts_gaps, counts_padding
@@ -70,7 +72,7 @@ class CheckedModel:
     @property
     def packed(self) -> PackedModel:
         """The packed forwards for the model's present device and dtype."""
-        hooks = sum(len(changing_hooks(module)) for module in all_modules(self.model))
+        hooks = num_global_hooks() + sum(len(changing_hooks(module)) for module in all_modules(self.model))
         autocast = autocast_dtype(input_device(self.model).type)
         placement = *self.place, is_compiled(self.model), autocast, hooks
         with self._renewing:
@@ -79,6 +81,7 @@ class CheckedModel:
                     warn_if_oversubscribed()
                     log_idle_gpu()
                 self._check_deciding()
+                self._check_code()
                 if self._placement is not None:  # FSDP may have split it since
                     self._new_ranks(self.model)
                     if self._placement[:-1] == placement[:-1]:  # engines go on with the old one beside new hooks
@@ -121,6 +124,7 @@ class CheckedModel:
                 packed = self.packed
                 if self._tried != self._to_try or self.ranks.num_deciding > 1:  # no other thread was faster
                     self._check_deciding()
+                    self._check_code()
                     packed.check_layers()
                     self._try(packed)
                     before = packed.fingerprint.modules_state
@@ -137,6 +141,12 @@ class CheckedModel:
                 f"{type(self.model).__name__} has to be tried, as it is new or was changed, and the batcher of this "
                 "tensor-parallel model uses its processes; stop() it, and start() it again in all processes"
             )
+
+    def _check_code(self) -> None:
+        """Raise UnsupportedModelError if a trial cannot tell what the target's layers do; drafts may do anything."""
+        if self._is_target:
+            check_code(self.model)
+            check_activations(self.model)
 
     def _try(self, packed: PackedModel) -> None:
         for name in ("counts_padding", "counts_gaps"):

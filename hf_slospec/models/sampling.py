@@ -24,7 +24,7 @@ from hf_slospec.models.noise import GeneratorNoise
 Processor = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
 # Choices on the device, [num_choices] int64, and a function that returns choosers when the host has read the choices.
 PendingChoices = tuple[torch.Tensor, Callable[[list[int]], list[Chooser]]]
-NO_CHOICES = torch.empty(0, dtype=torch.int64)
+NO_CHOICES = torch.empty(0, dtype=torch.int64, device="cpu")
 
 BLOCK = 64  # tokens of a block of the vocabulary, in which the largest logit is found first
 MAX_BATCHED_LOGITS = 2**20  # logits per step; if there are more, a CPU processes only the nodes that are reached
@@ -223,7 +223,8 @@ class StockSampler:
 
     def input_ids(self, request: Request, tokens: Sequence[int]) -> torch.Tensor:
         """Return a request's ``input_ids`` for processors, left padding included.  -> [1, length] int64"""
-        input_ids: torch.Tensor = to_device(torch.tensor([self._laid_out(request, tokens)]), self.device)
+        token_ids = [self._laid_out(request, tokens)]
+        input_ids: torch.Tensor = to_device(torch.tensor(token_ids, device="cpu"), self.device)
         return input_ids
 
     def _laid_out(self, request: Request, tokens: Sequence[int]) -> list[int]:

@@ -296,7 +296,7 @@ class PackedTarget(Target):
         if self._reader is None or self._features is None:
             return
         rows = [self._begins[request] + index for request, _, indices in committed for index in indices]
-        features = self._features.index_select(0, to_device(torch.tensor(rows), self._features.device))
+        features = self._features.index_select(0, to_device(torch.tensor(rows, device="cpu"), self._features.device))
         per_request_features = features.split([len(part.indices) for part in committed])
         for (request, begin, _), part in zip(committed, per_request_features, strict=True):
             self._reader.take_features(request, begin, part)

@@ -367,7 +367,7 @@ def _stream(handle: RequestHandle, prompt: torch.Tensor, streamer: Any) -> None:
         try:
             streamer.put(prompt.cpu())
             for token in handle.tokens():
-                streamer.put(torch.tensor([token]))
+                streamer.put(torch.tensor([token], device="cpu"))
         finally:
             streamer.end()
     except Exception as error:  # noqa: BLE001  an error of the streamer fails its request, unless that is done

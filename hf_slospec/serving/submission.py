@@ -136,7 +136,7 @@ def inputs_of(
     """
     is_chat = isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(message, dict) for message in prompt)
     if images is None and not (is_chat and any(map(_has_images, prompt))):
-        return {"inputs": torch.tensor([prompt_ids(prompt, tokenizer)])}
+        return {"inputs": torch.tensor([prompt_ids(prompt, tokenizer)], device="cpu")}
     if processor is None:
         raise InvalidInputError(
             "images need a processor; give SLOSpecGenerator one (processor=AutoProcessor.from_pretrained(...)), or "
@@ -175,7 +175,11 @@ def inputs_after(
         raise InvalidInputError(f"continues is a request that failed ({earlier.request.error}); submit its prompt anew")
     if images is not None or earlier.has_images:
         raise InvalidInputError("continues takes texts without images; submit the whole prompt with its images")
-    return {"inputs": torch.tensor([[*earlier.request.tokens, *prompt_ids(prompt, tokenizer, is_appended=True)]])}
+    return {
+        "inputs": torch.tensor(
+            [[*earlier.request.tokens, *prompt_ids(prompt, tokenizer, is_appended=True)]], device="cpu"
+        )
+    }
 
 
 def tensors_of_one(processed: Mapping[str, Any]) -> dict[str, Any]:

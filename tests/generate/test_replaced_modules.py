@@ -141,7 +141,9 @@ def test_alibi_by_place_refuses_gaps() -> None:
 
 
 class TokenShift(nn.Module):
-    """Adds a part of the token before, which is another one in a packed row."""
+    """Adds a part of the token before, which is another one in a packed row, and declares that it does not."""
+
+    per_token = True
 
     def __init__(self, inner: nn.Module):
         super().__init__()
@@ -231,6 +233,8 @@ def test_settings_of_trainers_repeat_no_trial(monkeypatch: pytest.MonkeyPatch, n
 
 class Counting(nn.Module):
     """Stores a new attribute in every forward."""
+
+    per_token = True
 
     def __init__(self, inner: nn.Module):
         super().__init__()

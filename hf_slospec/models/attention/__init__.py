@@ -3,7 +3,7 @@
 from hf_slospec.models.attention.alone import AloneForward
 from hf_slospec.models.attention.backends import backend_for
 from hf_slospec.models.attention.cross import DecoderForward, EncodedCache
-from hf_slospec.models.attention.dense import masked_attention
+from hf_slospec.models.attention.dense import isolated_attention, masked_attention
 from hf_slospec.models.attention.flash import FlashAttention
 from hf_slospec.models.attention.forward import PackedForward
 from hf_slospec.models.attention.gathered import GatheredForward, MaskSource, own_attention
@@ -45,6 +45,7 @@ __all__ = [
     "backend_for",
     "forget_attributes",
     "given_positions",
+    "isolated_attention",
     "masked_attention",
     "own_attention",
     "pack",

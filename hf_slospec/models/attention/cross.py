@@ -19,7 +19,9 @@ class _Placeholders(dict[int, Any]):
     """Stands for K and V of the encoder in each layer, which differ by sequence; layers pass them to attention."""
 
     def __missing__(self, layer_idx: int) -> Any:
-        self[layer_idx] = SimpleNamespace(keys=torch.empty(1, 1, 1, 1), values=torch.empty(1, 1, 1, 1))
+        self[layer_idx] = SimpleNamespace(
+            keys=torch.empty(1, 1, 1, 1, device="cpu"), values=torch.empty(1, 1, 1, 1, device="cpu")
+        )
         return self[layer_idx]
 
     def layer_of(self, key: torch.Tensor) -> int | None:

@@ -40,5 +40,30 @@ def masked_attention(
     plan: SequencePlan = batch.plan(plan_sequences, query.device, rules.window, rules.chunk, 1, query.dtype)
     for sequence in plan.sequences:
         mask[sequence.tokens, sequence.slots] = 0.0 if sequence.mask is None else sequence.mask
-    key, value = keys.transpose(0, 1), values.transpose(0, 1)
-    return dense_attention(query, key, value, mask, rules).transpose(0, 1)
+    is_seen = mask.isfinite().any(0)  # other slots may hold NaN, which masks do not keep out
+    key, value = keys[is_seen].transpose(0, 1), values[is_seen].transpose(0, 1)
+    return dense_attention(query, key, value, mask[:, is_seen], rules).transpose(0, 1)
+
+
+def isolated_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: Plans,
+    rules: AttentionRules,
+) -> torch.Tensor:
+    """Return attention of one token after the other, each over exactly the keys that it sees.
+
+    A mask does not keep out NaN: it adds to scores, and 0 times NaN is NaN.
+    """
+    out = query.new_empty(query.shape[1], query.shape[0], values.shape[-1])
+    plan: SequencePlan = batch.plan(plan_sequences, query.device, rules.window, rules.chunk, 1, query.dtype)
+    for sequence in plan.sequences:
+        key, value = keys[sequence.slots].transpose(0, 1), values[sequence.slots].transpose(0, 1)
+        bias = None if rules.bias is None else sequence.biased(rules.bias)
+        for row, seen in enumerate(sequence.seen(rules.window, rules.chunk)):
+            token = slice(sequence.tokens.start + row, sequence.tokens.start + row + 1)
+            row_bias = None if bias is None else bias[:, row : row + 1, seen]
+            attended = dense_attention(query[:, token], key[:, seen], value[:, seen], row_bias, rules)
+            out[token] = attended.transpose(0, 1)
+    return out

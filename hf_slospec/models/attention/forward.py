@@ -10,6 +10,7 @@ import torch
 
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.models.attention.backends import Backend
+from hf_slospec.models.attention.dense import isolated_attention
 from hf_slospec.models.attention.positions import Positions
 from hf_slospec.models.attention.sdpa import sdpa_attention
 from hf_slospec.models.batch.attention_rules import AttentionRules
@@ -99,7 +100,9 @@ class PackedForward(RecurrentForward):
             raise RuntimeError("an attention layer attends to keys that were not cached")
         self._unattended.discard(layer_idx)
         _, layer = self._layers[layer_idx]
-        backend = self.backend if rules.bias is None else sdpa_attention  # the only one that adds a bias
+        backend = self.backend
+        if rules.bias is not None and backend is not isolated_attention:
+            backend = sdpa_attention  # the others take no bias
         return backend(query[0], keys, values, batch, rules._replace(window=layer.window, chunk=layer.chunk))[None]
 
     def check_attended(self) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_slospec.models.attention.positions import Positions
@@ -92,11 +93,13 @@ def plan_gathered(batch: PackedBatch) -> GatheredPlan:
         rows[:, begin:committed_end] = True
         rows[:, committed_end:end] = span.staged_mask[:, :num_staged]
         rows[:, num_earlier + span.begin : num_earlier + span.end] = span.staged_mask[:, num_staged:]
-        slots.append(torch.arange(visible.start, visible.stop - span.num_tokens))
+        slots.append(torch.arange(visible.start, visible.stop - span.num_tokens, device="cpu"))
         positions += torch.arange(span.sequence.length, device=device), span.staged_positions[:num_staged]
         begin = end
+    is_seen = seen[:, :num_earlier].any(0)  # NaN in other slots would not be kept out by the mask
+    kept = F.pad(is_seen, (0, num_tokens), value=True)
     slots.append(plan_own(batch).slots)
-    return GatheredPlan(torch.cat(slots), torch.cat(positions), seen)
+    return GatheredPlan(torch.cat(slots)[kept.cpu()], torch.cat(positions)[is_seen], seen[:, kept])
 
 
 class GatheredForward(MaskSource):

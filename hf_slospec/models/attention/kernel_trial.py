@@ -50,7 +50,7 @@ def _error(
     entries = to_device(Entries.of(ranges), device)
     draw = torch.Generator().manual_seed(0)
     query, key, value = (
-        torch.randn(length, heads, head_dim, generator=draw).to(device, dtype)
+        torch.randn(length, heads, head_dim, generator=draw, device="cpu").to(device, dtype)
         for length, heads in ((len(entries.token_indices), num_heads), (24, 2), (24, 2))
     )
     window = rules.window

@@ -51,9 +51,9 @@ class Entries:
         assert all(a <= b for a, b in itertools.pairwise(edges)), "ranges of slots overlap"
         ends = list(itertools.accumulate(num_queries, initial=0))
         return cls(
-            torch.tensor([token for tokens, _ in ranges for token in tokens]),
-            torch.tensor(ends, dtype=torch.int32),
-            torch.tensor(edges, dtype=torch.int32),
+            torch.tensor([token for tokens, _ in ranges for token in tokens], device="cpu"),
+            torch.tensor(ends, dtype=torch.int32, device="cpu"),
+            torch.tensor(edges, dtype=torch.int32, device="cpu"),
             max(num_queries),
             max(slots.stop - slots.start for _, slots in ranges),
         )

@@ -56,18 +56,25 @@ def _why_no_kernel(device: torch.device, dtype: torch.dtype, key_dim: int, value
 
 def trial_error(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> float:
     """Return the largest difference between the kernel and the reference in fp32 on a small batch."""
-    tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
+    tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool, device="cpu")
     spans = [
-        Span(CachedSequence(1, 20, length=9), 0, 3, tree, torch.tensor([9, 10, 10])),
-        Span(CachedSequence(22, 70), 3, 68, torch.ones(65, 65).tril().bool(), torch.arange(65), is_chain=True),
+        Span(CachedSequence(1, 20, length=9), 0, 3, tree, torch.tensor([9, 10, 10], device="cpu")),
+        Span(
+            CachedSequence(22, 70),
+            3,
+            68,
+            torch.ones(65, 65, device="cpu").tril().bool(),
+            torch.arange(65, device="cpu"),
+            is_chain=True,
+        ),
     ]
     batch = PackedBatch(spans, [span.visible for span in spans])
     draw = torch.Generator().manual_seed(0)
     query, keys, values = (
-        torch.randn(shape, generator=draw).to(device, dtype)
+        torch.randn(shape, generator=draw, device="cpu").to(device, dtype)
         for shape in ((4, 68, key_dim), (96, 2, key_dim), (96, 2, value_dim))
     )
-    sinks = torch.randn(4, generator=draw).to(device)
+    sinks = torch.randn(4, generator=draw, device="cpu").to(device)
     worst = 0.0
     for rules in (AttentionRules(key_dim**-0.5), AttentionRules(key_dim**-0.5, 5, 3.0, sinks)):
         out = TreeAttention()(query, keys, values, batch, rules)

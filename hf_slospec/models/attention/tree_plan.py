@@ -85,9 +85,9 @@ def plan_tree(batch: PackedBatch, has_window: bool, by_position: bool, groups: i
 def _paths(mask: torch.Tensor) -> torch.Tensor:
     """Return for each row of a mask the number of its true columns, then their indices.  -> [num_tokens, *] int32"""
     lengths, (rows, columns) = mask.sum(1), mask.nonzero(as_tuple=True)
-    paths = torch.zeros(len(mask), 1 + int(lengths.max()), dtype=torch.int32)
+    paths = torch.zeros(len(mask), 1 + int(lengths.max()), dtype=torch.int32, device="cpu")
     paths[:, 0] = lengths
-    paths[rows, 1 + torch.arange(len(rows)) - (lengths.cumsum(0) - lengths)[rows]] = columns.int()
+    paths[rows, 1 + torch.arange(len(rows), device="cpu") - (lengths.cumsum(0) - lengths)[rows]] = columns.int()
     return paths
 
 
@@ -100,7 +100,7 @@ def _mask(spans: list[Span], masks: list[torch.Tensor | None], width: int) -> to
             rows = [F.pad(row, (0, width - row.shape[1])) for row in rows]
         whole = torch.cat(rows)
         return F.pad(whole, (0, width - whole.shape[1])) if whole.shape[1] < width else whole
-    whole = torch.zeros(spans[-1].end, width, dtype=given[0].dtype if given else torch.bool)
+    whole = torch.zeros(spans[-1].end, width, dtype=given[0].dtype if given else torch.bool, device="cpu")
     for span, mask in zip(spans, masks, strict=True):
         if mask is not None:
             whole[span.begin : span.end, : mask.shape[1]] = mask

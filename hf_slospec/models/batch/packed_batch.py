@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -46,6 +46,16 @@ class NewTokens:
     def num_tokens(self) -> int:
         """Tokens in this forward."""
         return self.input_ids.shape[0]  # ``len`` of a tensor takes several times as long
+
+    def one_by_one(self) -> Iterator[NewTokens]:
+        """Yield each token as a part of its own, for forwards in this order; no token attends to later ones."""
+        first = self.positions.shape[0] - self.num_tokens  # staged by earlier forwards
+        for row in range(self.num_tokens):
+            own, staged = slice(row, row + 1), slice(first + row + 1)
+            embeds = None if self.embeds is None else self.embeds[own]
+            windowed = None if self.windowed_mask is None else self.windowed_mask[own, staged]
+            columns = self.input_ids[own], self.positions[staged], self.mask[own, staged], embeds
+            yield NewTokens(self.sequence, *columns, windowed_mask=windowed)
 
 
 @dataclass(eq=False)
@@ -164,7 +174,7 @@ def plan_own(batch: PackedBatch) -> SlotPlan:
 
 def plan_visible(batch: PackedBatch) -> SlotPlan:
     """Return the slots that the batch sees, sequence after sequence."""
-    return SlotPlan(torch.cat([torch.arange(slots.start, slots.stop) for slots in batch.visible]))
+    return SlotPlan(torch.cat([torch.arange(slots.start, slots.stop, device="cpu") for slots in batch.visible]))
 
 
 def plan_over_visible(batch: PackedBatch, make: Callable[..., Plan], *arguments: Hashable) -> Plan:

@@ -151,11 +151,11 @@ def way_for(
     outputs = min(outputs, max(MAX_TRIED_WEIGHTS // inputs, 1))
     num_rows = max(SIZES[-1], min(TRIED_ROWS, MAX_TRIED_PRODUCTS // outputs // SIZES[-1] * SIZES[-1]))
     generator = torch.Generator().manual_seed(0)
-    order = torch.randperm(2 * (inputs // 2), generator=generator)
-    halves = [torch.randn(size, inputs // 2, generator=generator) for size in (outputs, num_rows)]
+    order = torch.randperm(2 * (inputs // 2), generator=generator, device="cpu")
+    halves = [torch.randn(size, inputs // 2, generator=generator, device="cpu") for size in (outputs, num_rows)]
     weight = F.pad(torch.cat((halves[0], halves[0]), dim=1)[:, order], (0, inputs % 2)).to(dtype)
     rows = F.pad(torch.cat((halves[1], -halves[1]), dim=1)[:, order], (0, inputs % 2)).to(dtype)[None]
-    bias = 1e-6 * torch.randn(outputs, generator=generator).to(dtype) if has_bias else None
+    bias = 1e-6 * torch.randn(outputs, generator=generator, device="cpu").to(dtype) if has_bias else None
     product = _plain(weight.T.contiguous() if is_transposed else weight, bias, is_transposed)
     alone = _in_groups(rows, (1,), product)
     for chunk in CHUNKS if _has_blocks() else ():

@@ -167,7 +167,7 @@ class Context:
         With ``is_invariant``, a token's attention depends on the tokens before it only, not on the rest of the batch.
         """
         self._id: int = torch.ops.hf_slospec.new_context(is_invariant)
-        self.tensor = torch.tensor([self._id])
+        self.tensor = torch.tensor([self._id], device="cpu")
         self._pool: weakref.ref[KVPool] | None = None
         weakref.finalize(self, torch.ops.hf_slospec.delete_context, self._id)
 

@@ -33,17 +33,19 @@ def plan_for_operators(batch: PackedBatch) -> SequencesPlan:
     windowed_mask = mask
     if any(span.windowed_mask is not None for span in spans):
         windowed_mask = _stacked_masks([span.staged_mask_for(0) for span in spans], spans)
-    staged_positions = torch.zeros(len(spans), max(span.num_staged for span in spans), dtype=torch.int32)
+    staged_positions = torch.zeros(len(spans), max(span.num_staged for span in spans), dtype=torch.int32, device="cpu")
     for row, span in zip(staged_positions, spans, strict=True):
         row[: span.num_staged] = span.staged_positions
     positions = torch.cat([span.staged_positions[-span.num_tokens :] for span in spans]).int()
-    return SequencesPlan(torch.tensor(sequences, dtype=torch.int32), mask, windowed_mask, positions, staged_positions)
+    return SequencesPlan(
+        torch.tensor(sequences, dtype=torch.int32, device="cpu"), mask, windowed_mask, positions, staged_positions
+    )
 
 
 def _stacked_masks(masks: list[torch.Tensor | None], spans: list[Span]) -> torch.Tensor:
     """Return the masks below each other, padded with False.  -> [num_tokens, max_staged] bool"""
     width = max((mask.shape[1] for mask in masks if mask is not None), default=1)
-    stacked = torch.zeros(spans[-1].end, width, dtype=torch.bool)
+    stacked = torch.zeros(spans[-1].end, width, dtype=torch.bool, device="cpu")
     for span, mask in zip(spans, masks, strict=True):
         if mask is not None:
             stacked[span.begin : span.end, : mask.shape[1]] = mask

@@ -175,7 +175,7 @@ class Forwards:
             begun_s = self.clock()
             pairs = zip(sequences, lengths, strict=True)
             parts = [chain(self.packed, sequence, [0] * length) for sequence, length in pairs]
-            self.packed.forward(self._cache.pool, parts, torch.arange(sum(lengths)))
+            self.packed.forward(self._cache.pool, parts, torch.arange(sum(lengths), device="cpu"))
             synchronize(self.packed.device)
             return self.clock() - begun_s
 

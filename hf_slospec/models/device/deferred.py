@@ -18,7 +18,7 @@ class DeferredFlags:
 
     def next(self, flags: torch.Tensor) -> np.ndarray | None:
         """Enqueue ``flags`` (bool, any shape) and return those that are due, or None if none are."""
-        host = torch.empty(flags.shape, dtype=torch.bool, pin_memory=self._on_cuda)
+        host = torch.empty(flags.shape, dtype=torch.bool, pin_memory=self._on_cuda, device="cpu")
         host.copy_(flags, non_blocking=self._on_cuda)
         arrival = None
         if self._on_cuda:

@@ -92,7 +92,7 @@ class DeviceCopy:
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy in the values of the tensors of a tree of the same signature, without blocking."""
         # Torch reuses pinned memory only after copies from it are done.
-        flat = torch.empty(self._flat.shape, dtype=torch.uint8, pin_memory=self._is_pinned)
+        flat = torch.empty(self._flat.shape, dtype=torch.uint8, pin_memory=self._is_pinned, device="cpu")
         content, starts = flat.numpy(), iter(self._starts)
         for buffer, tensor in zip(self._buffers, tensors, strict=True):
             if tensor.is_cpu:

@@ -77,7 +77,7 @@ def given_position_ids(model: Any, position_ids: torch.Tensor) -> dict[str, torc
 
 def takes_position_ids(model: Any) -> bool:
     """Return whether the model's forward names positions of its tokens, which stock ``generate`` then gives to it."""
-    return bool(given_position_ids(model, torch.empty(0)))
+    return bool(given_position_ids(model, torch.empty(0, device="cpu")))
 
 
 def attends_to_encoder(model: Any) -> bool:

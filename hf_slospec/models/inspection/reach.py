@@ -40,9 +40,9 @@ def reach_of(mask_function: Callable[..., torch.Tensor], local_size: int | None)
     """
     size = local_size or FAR
     near = sorted({0, 1, 2, *(n * size + step for n in (1, 2, 3) for step in (-1, 0, 1))})
-    positions = torch.tensor(near)
+    positions = torch.tensor(near, device="cpu")
     queries, keys = positions[:, None], positions[None, :]
-    first = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+    first = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device="cpu")
     try:
         with _OnHost():  # type: ignore[no-untyped-call]  # torch's has no annotations
             seen = mask_function(first, first, queries[None, None], keys[None, None]).reshape(queries.shape[0], -1)

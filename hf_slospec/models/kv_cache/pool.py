@@ -182,7 +182,9 @@ class KVPool:
         if not source:
             return
         for stack in self._stacks.values():
-            from_slots, to_slots = to_device([torch.tensor(source), torch.tensor(destination)], stack.device)
+            from_slots, to_slots = to_device(
+                [torch.tensor(source, device="cpu"), torch.tensor(destination, device="cpu")], stack.device
+            )
             stack.index_copy_(1, to_slots, stack.index_select(1, from_slots))
 
     def check(self) -> None:

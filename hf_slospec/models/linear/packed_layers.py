@@ -126,7 +126,7 @@ class Released:
 
 def check_unchanged(layer: Any, function: Any) -> None:
     """Raise UnsupportedModelError if a function for ``nn.Module._apply`` would move, cast or replace weights."""
-    probe = torch.empty(0, dtype=next(iter(layer.packed_weights.values())).weight.dtype)
+    probe = torch.empty(0, dtype=next(iter(layer.packed_weights.values())).weight.dtype, device="cpu")
     if function(probe) is not probe:
         raise released_error("moving or casting")
 

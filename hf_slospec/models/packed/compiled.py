@@ -274,6 +274,8 @@ class _Package:
         if eager is None or not len(outputs.logits) or self._agreed[has_tree] >= NUM_COMPARED:
             return outputs
         expected, is_fp32 = eager(), self._dtypes == {torch.float32}
+        if bool(expected.logits[:, :1].isnan().any()):
+            return expected  # which NaN spreads to which tokens depends on the kernels
         tolerance = FP32_TOLERANCE if is_fp32 else tolerance_in(self._dtypes)
         pairs = zip(outputs, expected, strict=True)
         errors = [float(relative_error(ours, plain).max()) for ours, plain in pairs if ours is not None is not plain]

@@ -38,7 +38,7 @@ def check_exact(packed: PackedModel) -> None:
                 _prefill(packed, sequence, prompt, CHUNKS[0])
             triples = zip(sequences, trees, strict=True)
             parts = [chain_and_tree(packed, sequence, tree.tokens[:1].tolist(), tree) for sequence, tree in triples]
-            logits = packed.forward(cache.pool, parts, torch.arange(sum(sizes))).split(sizes)
+            logits = packed.forward(cache.pool, parts, torch.arange(sum(sizes), device="cpu")).split(sizes)
     for tree, ours, plain in zip(trees, logits, expected, strict=True):
         if not torch.equal(own := ours[_spine(tree)], plain):
             share, largest = float((own != plain).float().mean()), float((own - plain).abs().max())
@@ -67,11 +67,13 @@ def _prefill(packed: PackedModel, sequence: CachedSequence, prompt: list[int], c
     pool = packed.kv_cache.pool
     if packed.prefills_alone:
         _, cache = plain_steps(packed, prompt, [])
-        packed.kv_cache.load(sequence, cached_tensors(cache, 0, torch.arange(len(prompt)), len(prompt)), len(prompt))
+        packed.kv_cache.load(
+            sequence, cached_tensors(cache, 0, torch.arange(len(prompt), device="cpu"), len(prompt)), len(prompt)
+        )
         return
     for begin in range(0, len(prompt), chunk):
         tokens = prompt[begin : begin + chunk]
-        packed.forward(pool, [chain(packed, sequence, tokens)], torch.tensor([0]))
+        packed.forward(pool, [chain(packed, sequence, tokens)], torch.tensor([0], device="cpu"))
         sequence.length += len(tokens)
 
 
@@ -84,6 +86,6 @@ def _one_by_one(packed: PackedModel, prompt: list[int], tokens: list[int]) -> to
         _prefill(packed, sequence, prompt, CHUNKS[1])
         for token in tokens:
             part = chain(packed, sequence, [token])
-            logits.append(packed.forward(packed.kv_cache.pool, [part], torch.tensor([0])))
+            logits.append(packed.forward(packed.kv_cache.pool, [part], torch.tensor([0], device="cpu")))
             sequence.length += 1
     return torch.cat(logits)

@@ -34,7 +34,7 @@ def check_features(packed: PackedModel, layers: tuple[int, ...]) -> None:
         cache = packed.kv_cache
         with cache.temporary([LENGTH]) as (sequence,):
             parts = [chain(packed, sequence, token_ids)]
-            ours = packed.outputs(cache.pool, parts, torch.empty(0, dtype=torch.int64), layers).features
+            ours = packed.outputs(cache.pool, parts, torch.empty(0, dtype=torch.int64, device="cpu"), layers).features
         expected = torch.cat([plain[layer][0].to(packed.device) for layer in layers], dim=-1)
         assert ours is not None
         error = float((ours.double() - expected.double()).norm() / expected.double().norm())

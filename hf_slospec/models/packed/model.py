@@ -32,8 +32,10 @@ from hf_slospec.models.attention import (
     TreeAttention,
     backend_for,
     forget_attributes,
+    isolated_attention,
     masked_attention,
 )
+from hf_slospec.models.attention.backends import Backend
 from hf_slospec.models.attention.tree_attention import why_no_kernel
 from hf_slospec.models.compiled.exact_products import ExactProducts
 from hf_slospec.models.compiled.linears import Kernels
@@ -406,6 +408,8 @@ class PackedModel:
                 with self.compiled.beside_the_compiler():
                     outputs = eager()
                 self.compiled.count(time.perf_counter() - begun_s)
+            if level is None and self._may_have_spread(outputs.logits):
+                outputs = self._isolated(pool, parts, *arguments)
             return outputs if level is None else level.outputs(outputs.logits)
 
     def _eager(self, pool: KVPool, parts: Sequence[NewTokens], batch: PackedBatch, *others: Any) -> Outputs:
@@ -414,6 +418,35 @@ class PackedModel:
         outputs = self._compute(pool, batch, inputs, batch.spans)
         self._requested_plans |= dict.fromkeys(batch.plans)
         return outputs
+
+    def _may_have_spread(self, logits: torch.Tensor) -> bool:
+        """Return whether NaN of one token may have spread to tokens that do not attend to it.
+
+        All logits of a token with NaN in its hidden states are NaN. Reading one of each makes the host wait for a GPU,
+        and nodes that are attended to alone have no others' NaN.
+        """
+        return self.device.type == "cpu" and not self.prefills_alone and bool(logits[:, :1].isnan().any())
+
+    def _isolated(
+        self,
+        pool: KVPool,
+        parts: Sequence[NewTokens],
+        logit_rows: torch.Tensor,
+        feature_layers: tuple[int, ...],
+        level: None,
+    ) -> Outputs:
+        """Compute a forward so that K and V of a token are read only by tokens that attend to it."""
+        if not any(layer.is_own for layer in self.layers):
+            batch = PackedBatch.of(parts)
+            inputs = Inputs.of(parts, batch, (), logit_rows, feature_layers)
+            return self._compute(pool, batch, to_device(inputs, self.device), batch.spans, isolated_attention)
+        outputs = [
+            self._eager(pool, [token], PackedBatch.of([token]), torch.tensor([0], device="cpu"), feature_layers, None)
+            for part in parts
+            for token in part.one_by_one()
+        ]
+        features = torch.cat([output.features for output in outputs]) if feature_layers else None
+        return Outputs(torch.cat([output.logits for output in outputs])[logit_rows], features)
 
     def _inputs(self, parts: Sequence[NewTokens], batch: PackedBatch, *others: Any) -> Inputs:
         # Those of several devices are made and copied when a layer requests them.
@@ -426,8 +459,14 @@ class PackedModel:
             outputs = self._compute(pool, PlannedBatch(inputs.plans, seen), inputs)
             return outputs if inputs.level is None else inputs.level.outputs(outputs.logits)
 
-    def _compute(self, pool: KVPool, batch: Plans, inputs: Inputs, spans: Sequence[Span] = ()) -> Outputs:
-        """Run the model; ``spans`` are sequences whose states and encoders its layers read; none when replayed."""
+    def _compute(
+        self, pool: KVPool, batch: Plans, inputs: Inputs, spans: Sequence[Span] = (), backend: Backend | None = None
+    ) -> Outputs:
+        """Run the model.
+
+        ``spans`` are sequences whose states and encoders its layers read; none when replayed. ``backend``: None for
+        the model's.
+        """
         forward: PackedForward | GatheredForward | DecoderForward
         interface: PackedForward | None = None
         if any(layer.is_own for layer in self.layers):
@@ -435,7 +474,8 @@ class PackedModel:
         else:
             own_spans = spans if self.has_states else ()
             kind = AloneForward if self.prefills_alone else PackedForward
-            forward = interface = kind(pool, batch, self.backend, self.layers, inputs.position_ids, own_spans)
+            backend = backend or self.backend
+            forward = interface = kind(pool, batch, backend, self.layers, inputs.position_ids, own_spans)
             if self.attends_to_encoder and spans[0].sequence.encoded is not None:
                 forward = DecoderForward(forward, spans)
         tokens = inputs.tokens if inputs.level is None else inputs.level.inputs(inputs.tokens)

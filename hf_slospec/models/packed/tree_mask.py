@@ -81,8 +81,8 @@ def _places(num_requests: int, sizes: tuple[int, ...]) -> tuple[np.ndarray, Sequ
     """Return depths of draft nodes, and each request's ids and masks, which are only to be read."""
     beam, num_staged = sizes[-1], sum(sizes[1:])
     depths = np.repeat(np.arange(len(sizes)), sizes)[1:]
-    indices = torch.arange(num_requests * beam).view(num_requests, beam)
-    masks = torch.arange(FIRST_SEEN, FIRST_SEEN + num_requests * beam * num_staged)
+    indices = torch.arange(num_requests * beam, device="cpu").view(num_requests, beam)
+    masks = torch.arange(FIRST_SEEN, FIRST_SEEN + num_requests * beam * num_staged, device="cpu")
     return depths, indices.unbind(), masks.view(num_requests, beam, num_staged).unbind()
 
 

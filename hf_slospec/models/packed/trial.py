@@ -7,17 +7,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_slospec.algo.tree import TokenTree
 from hf_slospec.models.inspection.cache_names import cache_option
 from hf_slospec.models.inspection.checkpoints import listed, not_finite
+from hf_slospec.models.inspection.model_changes import PLAIN
 from hf_slospec.models.inspection.properties import (
     cannot_be_packed,
     evaluating,
     given_position_ids,
     refused_if_it_fails,
     takes_position_ids,
+    trained_len,
 )
 from hf_slospec.models.packed.agreement import relative_error, tolerance_in
 from hf_slospec.models.packed.model import PackedModel
@@ -27,7 +29,8 @@ from hf_slospec.models.packed.tree_mask import chain, chain_and_tree
 
 NOISE = 4.0  # times the error between plain forwards of different shapes, if that is the larger limit (int8, TF32)
 DRAWS = 5  # random prompts tried if the first shows errors: rerouted experts change with the prompt, a fault does not
-PROMPTS = (5, 4)  # lengths of two sequences in one packed batch
+# Lengths of two sequences in one packed batch; the second is long, for layers that change with the length of a forward.
+PROMPTS = (5, 130)
 PARENTS = ((-1, 0, 0, 1), (-1, 0, 1))  # parents in their trees: one branches after its root, one is a chain
 PADDING, GAP_AT = 3, 2  # masked tokens, and tokens before them where they are a gap
 LEAVES = ((0, 2), (0, 3), (1, 2))  # (sequence, node); together their paths have all nodes
@@ -92,8 +95,9 @@ def tolerance(packed: PackedModel) -> float:
 
 def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
     """Return the relative error of every node of both trees.  -> [num_nodes] f64"""
-    tokens = iter(np.random.default_rng(draw).permutation(packed.vocab_size).tolist())
-    prompts = [[next(tokens) for _ in range(length)] for length in PROMPTS]
+    lengths = [min(length, _max_len(packed)) for length in PROMPTS]
+    tokens = iter(_random_tokens(packed, draw, sum(lengths) + sum(map(len, PARENTS))))
+    prompts = [[next(tokens) for _ in range(length)] for length in lengths]
     trees = [_tree(prompt[-1], parents, tokens) for prompt, parents in zip(prompts, PARENTS, strict=True)]
     cache, num_nodes = packed.kv_cache, [tree.num_nodes for tree in trees]
     encoder = _encoder_outputs(packed, range(len(prompts)))
@@ -104,23 +108,23 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
         if sees_later_tokens(packed.model):
             for sequence, prompt in zip(sequences, prompts, strict=True):
                 _, plain_cache = plain_steps(packed, prompt, [])
-                tensors = cached_tensors(plain_cache, 0, torch.arange(len(prompt) - 1), len(prompt))
+                tensors = cached_tensors(plain_cache, 0, torch.arange(len(prompt) - 1, device="cpu"), len(prompt))
                 cache.load(sequence, tensors, len(prompt) - 1)
         else:
             parts = [chain(packed, *pair) for pair in zip(sequences, (prompt[:-1] for prompt in prompts), strict=True)]
-            packed.forward(cache.pool, parts, torch.tensor([0]))
+            packed.forward(cache.pool, parts, torch.tensor([0], device="cpu"))
             for sequence, prompt in zip(sequences, prompts, strict=True):
                 sequence.length = len(prompt) - 1
         triples = zip(sequences, prompts, trees, strict=True)
         parts = [chain_and_tree(packed, sequence, prompt[-1:], tree) for sequence, prompt, tree in triples]
-        ours = packed.forward(cache.pool, parts, torch.arange(sum(num_nodes))).cpu().split(num_nodes)
+        ours = packed.forward(cache.pool, parts, torch.arange(sum(num_nodes), device="cpu")).cpu().split(num_nodes)
 
     paths = [(index, np.flatnonzero(trees[index].ancestor_mask()[leaf])) for index, leaf in LEAVES]
     continued = [(prompts[index], trees[index].tokens[path[1:]].tolist()) for index, path in paths]
-    if sees_later_tokens(packed.model):
-        plain = [plain_steps(packed, *pair)[0] for pair in continued]
-    else:
-        plain = _plain(packed, [prompt + new_tokens for prompt, new_tokens in continued], [own for own, _ in paths])
+    plain = [
+        plain_steps(packed, *pair, None if encoder is None else encoder[index : index + 1])[0]
+        for (index, _), pair in zip(paths, continued, strict=True)
+    ]
     pairs = zip(paths, plain, strict=True)
     return torch.cat([relative_error(ours[index][path], logits[-len(path) :]) for (index, path), logits in pairs])
 
@@ -132,8 +136,25 @@ def _noise(packed: PackedModel) -> float:
 
 
 def _random_prompt(packed: PackedModel) -> list[int]:
-    prompt: list[int] = np.random.default_rng(0).permutation(packed.vocab_size)[: max(PROMPTS)].tolist()
-    return prompt
+    return _random_tokens(packed, 0, PROMPTS[0])
+
+
+def _random_tokens(packed: PackedModel, draw: int, number: int) -> list[int]:
+    """Return random tokens whose embeddings are finite: of others, logits cannot be compared."""
+    token_ids = np.random.default_rng(draw).permutation(packed.vocab_size)
+    token_ids = np.resize(token_ids, max(2 * number, len(token_ids)))
+    weight = packed.model.get_input_embeddings().weight
+    if type(weight) in PLAIN and not weight.is_meta:
+        is_finite = weight.detach()[torch.from_numpy(token_ids).to(weight.device)].isfinite().all(-1).cpu().numpy()
+        token_ids = token_ids[is_finite] if is_finite.any() else token_ids
+    tokens: list[int] = np.resize(token_ids, number).tolist()
+    return tokens
+
+
+def _max_len(packed: PackedModel) -> int:
+    """Return the length in tokens of a trial's longest prompt that its trees may follow."""
+    limits = trained_len(packed.model), packed.max_positions, packed.num_selected
+    return max(1, min((limit for limit in limits if limit is not None), default=max(PROMPTS) + 8) - 8)
 
 
 def _encoder_outputs(packed: PackedModel, sequences: Sequence[int]) -> torch.Tensor | None:
@@ -154,32 +175,37 @@ def _logits(packed: PackedModel, sequences: Sequence[int], **options: torch.Tens
     return logits.cpu()
 
 
-def _plain(
-    packed: PackedModel, token_ids: list[list[int]], sequences: Sequence[int] | None = None
-) -> list[torch.Tensor]:
-    """Return the logits after each token of some sequences, by one plain forward.  -> [length, vocab] each
-
-    Shorter sequences are padded on the right, where causal attention does not look. ``sequences`` are those of the
-    token ids, all the same if omitted.
-    """
-    length = max(map(len, token_ids))
-    input_ids = torch.tensor([ids + ids[:1] * (length - len(ids)) for ids in token_ids], device=packed.device)
-    options = given_position_ids(packed.model, torch.arange(length, device=packed.device)[None])
-    logits = _logits(packed, sequences or [0] * len(token_ids), input_ids=input_ids, **options)
-    return [row[: len(ids)] for row, ids in zip(logits, token_ids, strict=True)]
+def _plain(packed: PackedModel, token_ids: list[list[int]]) -> torch.Tensor:
+    """Return the logits after each token of sequences of one length, by one plain forward.  -> [rows, length, vocab]"""
+    input_ids = torch.tensor(token_ids, device=packed.device)
+    options = given_position_ids(packed.model, torch.arange(input_ids.shape[1], device=packed.device)[None])
+    return _logits(packed, [0] * len(token_ids), input_ids=input_ids, **options)
 
 
-def plain_steps(packed: PackedModel, prompt: list[int], tokens: list[int]) -> tuple[torch.Tensor, DynamicCache]:
+def plain_steps(
+    packed: PackedModel, prompt: list[int], tokens: list[int], encoder: torch.Tensor | None = None
+) -> tuple[torch.Tensor, Any]:
     """Return the logits after a prompt and after each of ``tokens``, and the cache, step by step as in ``generate``.
+
+    Args:
+        encoder: outputs of an encoder for the sequence, [1, length, hidden]; None without one.
 
     Returns:
         [len(tokens) + 1, vocab], and the K/V of all of them.
     """
-    cache, logits, begin = own_cache(packed.model), list[torch.Tensor](), 0
+    cache: Any = own_cache(packed.model)
+    if encoder is not None:
+        cache = EncoderDecoderCache(cache, DynamicCache())
+    logits, begin = list[torch.Tensor](), 0
     for piece in (prompt, *([token] for token in tokens)):
         input_ids = torch.tensor([piece], device=packed.device)
-        options = given_position_ids(packed.model, torch.arange(begin, begin + len(piece), device=packed.device)[None])
-        output = packed.model(input_ids=input_ids, use_cache=True, **cache_option(cache, packed.model), **options)
+        options: dict[str, Any] = given_position_ids(
+            packed.model, torch.arange(begin, begin + len(piece), device=packed.device)[None]
+        )
+        options |= dict(input_ids=input_ids, use_cache=True, **cache_option(cache, packed.model))
+        if encoder is not None:
+            options = decoder_arguments(packed.model, options, encoder)
+        output = packed.model(**options)
         logits.append(output.logits[0, -1].cpu())
         begin += len(piece)
     return torch.stack(logits), cache

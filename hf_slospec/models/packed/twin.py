@@ -316,19 +316,22 @@ def export_graph(description: Description) -> tuple[ExportedProgram, Interface]:
         Exception: the model cannot be traced, for many reasons.
     """
     step = _Step(description)
-    weights = [torch.zeros(shape, dtype=dtype) for dtype, shape in (description.tensors[name] for name in step.weights)]
+    weights = [
+        torch.zeros(shape, dtype=dtype, device="cpu")
+        for dtype, shape in (description.tensors[name] for name in step.weights)
+    ]
     size, dtype = description.input_size, next(iter(description.tensors.values()))[0]
     traced = (
-        torch.zeros(1, TRACED_TOKENS, dtype=torch.int64)
+        torch.zeros(1, TRACED_TOKENS, dtype=torch.int64, device="cpu")
         if size is None
-        else torch.zeros(1, TRACED_TOKENS, size, dtype=dtype)
+        else torch.zeros(1, TRACED_TOKENS, size, dtype=dtype, device="cpu")
     )
     tokens, logits = Dim("tokens", min=MIN_SIZE, max=MAX_TOKENS), Dim("logits", min=MIN_SIZE, max=MAX_TOKENS)
     arguments = (
         traced,
-        torch.arange(TRACED_TOKENS)[None],
-        torch.arange(TRACED_LOGITS),
-        torch.zeros(1, dtype=torch.int64),
+        torch.arange(TRACED_TOKENS, device="cpu")[None],
+        torch.arange(TRACED_LOGITS, device="cpu"),
+        torch.zeros(1, dtype=torch.int64, device="cpu"),
         weights,
     )
     shapes = {1: tokens}, {1: tokens}, {0: logits}, None, [None] * len(weights)

@@ -32,7 +32,7 @@ from hf_slospec.models.recurrent.operators import (
     selective_tree,
 )
 
-UNREAD = torch.empty(0)  # stands for the final state, which layers only pass to their cache
+UNREAD = torch.empty(0, device="cpu")  # stands for the final state, which layers only pass to their cache
 
 
 class RecurrentForward(StateCache):

@@ -86,7 +86,7 @@ def _group(spans: Sequence[Span], is_long_chain: bool, device: torch.device) -> 
     mask, rows = to_device(
         (
             torch.stack([span.staged_mask for span in spans]),
-            torch.cat([torch.arange(span.begin, span.end) for span in spans]),
+            torch.cat([torch.arange(span.begin, span.end, device="cpu") for span in spans]),
         ),
         device,
     )

@@ -66,6 +66,14 @@ def linear_recurrence(
     Returns:
         [batch, heads, N, value_dim], and the updates of all S staged nodes.
     """
+    if earlier is None and value.is_cpu and bool((is_lost := value[:, 0, :, 0].isnan()).any()):
+        # A mask does not keep NaN out, as 0 times NaN is NaN.
+        nodes = (query, key, value, decay, beta)
+        finite = [None if each is None else each.masked_fill(is_lost[:, None, :, None], 0.0) for each in nodes]
+        out, updates = linear_recurrence(*finite, state, mask)
+        lost = (mask & is_lost[:, None]).any(-1)[:, None, :, None]
+        values = updates.values.masked_fill(lost, torch.nan)
+        return out.masked_fill(lost, torch.nan), updates._replace(values=values)
     num_earlier = 0 if earlier is None else earlier.keys.shape[-2]
     decays = decay if earlier is None else torch.cat((earlier.decays, decay), -2)
     new_totals = mask[:, None].to(decay) @ decays

@@ -37,7 +37,7 @@ class RecurrentStates:
             kept = range(num_new) if self.kept is None else self.kept
             if not self.staged or len(kept) != num_new:
                 raise RuntimeError(f"{num_new} tokens were committed, and {len(kept) if self.staged else 0} are staged")
-            rows = torch.tensor(kept)
+            rows = torch.tensor(kept, device="cpu")
             self.states = {
                 key: staged.after(self.states[key], rows.to(self.states[key].device))
                 for key, staged in self.staged.items()

@@ -42,7 +42,7 @@ class RequestSequences(PrefixReuse):
     def prefill(self, request: RequestTokens, num_tokens: int) -> None:
         """Compute the K/V of the request's next ``num_tokens`` tokens."""
         part = self.chain(request, self.uncached(request)[:num_tokens])
-        self.forward([part], torch.empty(0, dtype=torch.int64))
+        self.forward([part], torch.empty(0, dtype=torch.int64, device="cpu"))
         self.of(request).length += num_tokens
 
     def chain(self, request: RequestTokens, tokens: Sequence[int]) -> NewTokens:
@@ -83,7 +83,7 @@ class RequestSequences(PrefixReuse):
         sequence = self.of(request)
         assert number <= sequence.length, "slots before a sequence are another's"
         end = sequence.start + sequence.length
-        return torch.arange(end - number, end)
+        return torch.arange(end - number, end, device="cpu")
 
     def states(self, request: RequestTokens) -> RecurrentStates | None:
         """Return the states after the request's cached tokens; None if the model has none."""

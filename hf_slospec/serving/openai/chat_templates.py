@@ -79,7 +79,7 @@ class ChatTemplates:
 
 
 def _token_counts(encoded: Any) -> Counter[int]:
-    return Counter(torch.as_tensor(encoded["input_ids"]).flatten().tolist())
+    return Counter(torch.as_tensor(encoded["input_ids"], device="cpu").flatten().tolist())
 
 
 def _template_of(processor: Any) -> str:

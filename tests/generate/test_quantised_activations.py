@@ -1,0 +1,93 @@
+"""Layers that quantise activations are refused by name: logits of a token depend on the other tokens of a forward."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_slospec
+from hf_slospec import FallbackWarning, SLOSpecConfig, SLOSpecGenerator, UnsupportedModelError
+from tests.support.toys.tiny_models import ragged_prompts, tiny_model
+
+CONFIG = SLOSpecConfig(compile=False)
+REFUSED = "quantises activations"
+
+
+def by_torchao(model: Any, name: str) -> Any:
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    quantization.quantize_(model, getattr(quantization, name)())
+    return model
+
+
+def by_torch(model: Any) -> Any:
+    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+class Linear8bitLt(nn.Linear):
+    """Stands for the class of bitsandbytes, which needs a GPU; outlier columns are those of all tokens."""
+
+    __module__ = "bitsandbytes.nn.modules"
+
+
+def like_bitsandbytes(model: Any) -> Any:
+    model.model.layers[1].mlp.up_proj.__class__ = Linear8bitLt
+    return model
+
+
+def like_transformers(model: Any) -> Any:
+    """Set what transformers' layers in 8-bit floats have."""
+    model.model.layers[1].mlp.up_proj.activation_scheme = "dynamic"
+    return model
+
+
+def like_compressed_tensors(model: Any) -> Any:
+    model.model.layers[1].mlp.up_proj.quantization_scheme = SimpleNamespace(input_activations=SimpleNamespace(bits=8))
+    return model
+
+
+QUANTISED = {
+    "torchao int8": lambda model: by_torchao(model, "Int8DynamicActivationInt8WeightConfig"),
+    "torch dynamic": by_torch,
+    "bitsandbytes": like_bitsandbytes,
+    "transformers fp8": like_transformers,
+    "compressed-tensors": like_compressed_tensors,
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", QUANTISED)
+def test_quantised_activations_are_refused_or_fall_back(name: str) -> None:
+    model, call = QUANTISED[name](copy.deepcopy(tiny_model("llama"))), dict(ragged_prompts(2), max_new_tokens=4)
+    expected = model.generate(**call)
+    with pytest.raises(UnsupportedModelError, match=REFUSED):
+        SLOSpecGenerator(model, config=CONFIG)
+    hf_slospec.enable(model, config=CONFIG, fallback=True)
+    with pytest.warns(FallbackWarning, match=REFUSED):
+        assert torch.equal(model.generate(**call, slo_tpot=0.1), expected)
+
+
+def test_models_that_are_quantised_after_enable_are_refused() -> None:
+    model, call = copy.deepcopy(tiny_model("llama")), dict(ragged_prompts(2), max_new_tokens=4)
+    hf_slospec.enable(model, config=CONFIG)
+    by_torchao(model, "Int8DynamicActivationInt8WeightConfig")
+    with pytest.raises(UnsupportedModelError, match=REFUSED):
+        model.generate(**call, slo_tpot=0.1)
+
+
+@pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "IntxWeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_quantised_weights_are_speculated(name: str) -> None:
+    model, call = by_torchao(copy.deepcopy(tiny_model("llama")), name), dict(ragged_prompts(2), max_new_tokens=6)
+    expected = model.generate(**call)
+    hf_slospec.enable(model, config=CONFIG)
+    assert torch.equal(model.generate(**call, slo_tpot=0.1), expected)
+
+
+def test_drafts_may_quantise_activations() -> None:
+    model, call = tiny_model("llama"), dict(ragged_prompts(2), max_new_tokens=6)
+    draft = by_torchao(copy.deepcopy(model), "Int8DynamicActivationInt8WeightConfig")
+    assert torch.equal(SLOSpecGenerator(model, draft, config=CONFIG).generate(**call), model.generate(**call))
