@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,15 +33,17 @@ from hf_slospec.models.inspection.loaded import check_causal_lm
 from hf_slospec.models.linear.packed_layers import restore_weights
 
 
-@dataclass
 class SLOSpecOutput(GenerateDecoderOnlyOutput):
-    """HF's output with the metrics of every row and the record of every step."""
+    """HF's output with the metrics of every row and the record of every step.
+
+    Both are plain attributes: keys, items, ``to_tuple()``, indices and pytree leaves are those of stock's output. Copies
+    and pickles keep them; functions that rebuild an output from its items leave them None.
+    """
 
     slo: list[RequestMetrics] | None = None  # one per row
     steps: list[StepEvent] | None = None  # in order, prefill first
 
 
-@dataclass
 class SLOSpecEncoderDecoderOutput(GenerateEncoderDecoderOutput):
     """The same of an encoder-decoder."""
 
@@ -211,5 +212,6 @@ def decode(call: Call) -> Any:
 def _output(call: Call, **stock: Any) -> Any:
     if call.is_part:  # stock code reads all of its fields
         return GenerateEncoderDecoderOutput(**stock)
-    kind = SLOSpecOutput if call.encoder is None else SLOSpecEncoderDecoderOutput
-    return kind(**stock, slo=[request.metrics() for request in call.rows.requests], steps=call.rows.steps)
+    output = SLOSpecOutput(**stock) if call.encoder is None else SLOSpecEncoderDecoderOutput(**stock)
+    output.slo, output.steps = [request.metrics() for request in call.rows.requests], call.rows.steps
+    return output
