@@ -36,8 +36,8 @@ from hf_slospec.models.linear.packed_layers import restore_weights
 class SLOSpecOutput(GenerateDecoderOnlyOutput):
     """HF's output with the metrics of every row and the record of every step.
 
-    Both are plain attributes: keys, items, ``to_tuple()``, indices and pytree leaves are those of stock's output. Copies
-    and pickles keep them; functions that rebuild an output from its items leave them None.
+    Both are plain attributes: keys, items, ``to_tuple()``, indices and pytree leaves are those of stock's output.
+    Copies and pickles keep them; functions that rebuild an output from its items leave them None.
     """
 
     slo: list[RequestMetrics] | None = None  # one per row

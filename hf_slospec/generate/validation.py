@@ -221,7 +221,8 @@ def check_options(
                 f"{name}=True is not available with slo_tpot: stock returns them per forward of one token; "
                 "call generate without slo_tpot"
             )
-    if extra := sorted(k for k, v in model_kwargs.items() if k not in known and v is not None and v != {}):
+    given = (k for k, v in model_kwargs.items() if v is not None and not (type(v) is dict and not v))
+    if extra := sorted(name for name in given if name not in known):
         raise UnsupportedOptionError(f"{', '.join(extra)} cannot be combined with slo_tpot; leave it out")
 
 

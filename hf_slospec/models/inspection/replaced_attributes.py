@@ -50,7 +50,7 @@ class ReplacedAttributes:
 
 def is_temporary(value: Any) -> bool:
     """Return whether a function was set by a context of :class:`ReplacedAttributes`."""
-    return isinstance(value, FunctionType) and TEMPORARY in vars(value)
+    return type(value) is FunctionType and TEMPORARY in vars(value)
 
 
 def _unused(owner: Any, name: str) -> tuple[Any, Any, int]:
