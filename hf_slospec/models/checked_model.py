@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ from hf_slospec.algo.latency_curves import ForwardCost
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.forks import cached_property
 from hf_slospec.models.costs.measure import measure
 from hf_slospec.models.costs.profiles import drop_profile, load_profile, save_profile
 from hf_slospec.models.device.machine import log_idle_gpu
@@ -140,12 +140,12 @@ class CheckedModel:
         if packed.exact:
             check_exact(packed)
 
-    @functools.cached_property
+    @cached_property
     def counts_padding(self) -> bool:
         """Return whether a row of stock's batches depends on its padding."""
         return counts_padding(self.packed)
 
-    @functools.cached_property
+    @cached_property
     def counts_gaps(self) -> bool:
         """Return whether masked tokens inside a prompt change what the model computes, by their places."""
         return counts_gaps(self.packed)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 import operator
-import threading
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from hf_slospec.forks import Lock, reset_in_children
 from hf_slospec.models.inspection.hooks import is_unchanging
 from hf_slospec.models.inspection.layer_classes import plain_class
 from hf_slospec.models.inspection.replaced_attributes import is_temporary
@@ -65,12 +65,17 @@ class Fingerprint:
         ``modules_state`` does not count changes of weights, ``structure_state`` those of submodules and hooks only.
         """
         self._model, self.state, self.modules_state, self.structure_state = model, 0, 0, 0
-        self._lock, self._renewing = threading.Lock(), threading.Lock()
+        self._lock, self._renewing = Lock(), Lock()
         self._adapters: list[torch.nn.Module] = []
         self._adapter_attributes: list[Any] = []
         self._structure: list[Any] = []
         weights = self._read()
         self._weights = Weights(weights, self._may_be_written(weights))
+        reset_in_children(self)
+
+    def reset_after_fork(self) -> None:
+        """Count the model as changed: another thread may have taken in half of a change."""
+        self.count(structure=True)
 
     @property
     def is_behind(self) -> bool:

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_slospec.errors import UnsupportedModelError
+from hf_slospec.forks import undone
 from hf_slospec.models.device.memory import DEVICE_ERRORS, is_out_of_memory
 from hf_slospec.models.inspection.traversal import all_modules, container_kind, items_of
 
@@ -165,13 +166,15 @@ def cannot_be_packed(model: Any, why: str) -> UnsupportedModelError:
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """Set all modules to evaluation mode inside this context: dropout would also draw from the global generator."""
     training: list[Any] = [module for module in all_modules(model) if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
+
+    def train() -> None:
         for module in training:
             module.training = True
+
+    with undone(train):
+        for module in training:
+            module.training = False
+        yield
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
