@@ -236,7 +236,7 @@ def without_drafts(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[st
         arguments = {model.main_input_name if name == "inputs" else name: value for name, value in arguments.items()}
     if arguments.get("tokenizer") is None:  # a generate of the model's own may not know it
         arguments = {name: value for name, value in arguments.items() if name != "tokenizer"}
-    kept = {name: value for name, value in arguments.items() if name != "assistant_model"}
+    kept = {name: value for name, value in arguments.items() if name not in ("assistant_model", "assistant_tokenizer")}
     return _without(model, kept, "prompt_lookup_num_tokens")
 
 

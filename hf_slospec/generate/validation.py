@@ -30,6 +30,7 @@ from hf_slospec.generate.rows import Rows
 from hf_slospec.models.checked_model import CheckedModel
 from hf_slospec.models.inspection.cache_names import CACHE_NAME, CACHE_NAMES, given_cache
 from hf_slospec.models.inspection.loaded import check_tokenizer
+from hf_slospec.models.inspection.properties import vocab_size
 from hf_slospec.models.length_rope import varying_ropes
 from hf_slospec.models.packed.model import PackedModel
 
@@ -71,6 +72,22 @@ def check_flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise InvalidTypeError(f"{name} must be True or False, got {value!r}")
     return value
+
+
+def check_pair(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, assistant_tokenizer: Any) -> None:
+    """Refuse ``assistant_tokenizer`` as stock does: for vocabularies of one size, and without ``tokenizer``.
+
+    Raises:
+        InvalidInputError: the message says what to leave out or to add.
+    """
+    if vocab_size(target) == vocab_size(draft):
+        raise InvalidInputError(
+            f"assistant_tokenizer is for an assistant_model with another tokenizer, and both models have "
+            f"{vocab_size(target)} tokens; leave it out, or, if their ids differ all the same, draft with "
+            "drafter=hf_slospec.load_drafter(assistant_model, model, tokenizer=..., assistant_tokenizer=...)"
+        )
+    if tokenizer is None:
+        raise InvalidInputError("assistant_tokenizer was given without tokenizer, that of the model; pass both")
 
 
 def configured(name: str, model: PreTrainedModel, arguments: dict[str, Any]) -> Any:

@@ -91,8 +91,8 @@ class Fingerprint:
         with self._renewing:
             held, structure = self._held, self._structure
             weights = self._read()
-            if has_other_modules := not _are_same(held, self._held):  # counted first, as reading weights may fail
-                self.count(structure=not _are_same(structure, self._structure))
+            if has_other_modules := not are_same(held, self._held):  # counted first, as reading weights may fail
+                self.count(structure=not are_same(structure, self._structure))
             has_changed = self._weights.renew(weights, is_idle and self._may_be_written(weights))
             if has_changed and not has_other_modules:
                 self.count(modules=False)
@@ -105,8 +105,8 @@ class Fingerprint:
         """
         with self._lock:
             attributes, parts = _held_by(self._adapters), self._read_structure() if structure else self._structure
-            has_other_parts = not _are_same(self._structure, parts)
-            if has_other_parts or not _are_same(self._adapter_attributes, attributes):
+            has_other_parts = not are_same(self._structure, parts)
+            if has_other_parts or not are_same(self._adapter_attributes, attributes):
                 self._structure, self._adapter_attributes = parts, attributes
                 self._advance(True, has_other_parts)
 
@@ -199,7 +199,8 @@ def _within(container: Any) -> list[Any]:
     return held
 
 
-def _are_same(before: Sequence[Any], after: Sequence[Any]) -> bool:
+def are_same(before: Sequence[Any], after: Sequence[Any]) -> bool:
+    """Return whether two sequences hold the same objects."""
     return len(before) == len(after) and all(map(operator.is_, before, after))
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field
 
-from hf_slospec.forks import cached_property
 from hf_slospec.serving.openai.answers import BlockAnswer, Events, named_event, whole_usage
 from hf_slospec.serving.openai.bodies import ChatBody, ClosedModel, CommonBody, ForeignBody
 from hf_slospec.serving.openai.choices import Choice

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from hf_slospec.engine.request import LEAST_SLO_S
-from hf_slospec.forks import cached_property
 from hf_slospec.generate.slo import SLOStage
 from hf_slospec.serving.openai.image_urls import ImageBudget, check_data_url
 
