@@ -32,6 +32,7 @@ from hf_slospec.generate.validation import (
     check_options,
     check_prompts,
     configured,
+    without_token_types,
 )
 from hf_slospec.models.coupling import Coupling
 from hf_slospec.models.sampling import StockSampler
@@ -168,6 +169,7 @@ def _call(
         inputs, encoder = decoder_inputs(inputs), EncoderInputs(model, stock.inputs, inputs)
     else:
         names = names_beside_text(model, {k: v for k, v in inputs.items() if k not in PREPARED})
+        inputs = inputs if names else without_token_types(inputs, speculator.target)
     check_options(stock.config, inputs, names)
     check_criteria(stock.criteria, speculator.target.ranks.num_deciding)
     prompt = PromptInputs.of(stock.input_ids, inputs, stock.config, model.get_input_embeddings(), bool(names))

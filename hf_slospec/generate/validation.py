@@ -243,6 +243,23 @@ def check_options(
         raise UnsupportedOptionError(f"{', '.join(extra)} cannot be combined with slo_tpot; leave it out")
 
 
+def without_token_types(model_kwargs: dict[str, Any], checked: CheckedModel) -> dict[str, Any]:
+    """Return the inputs of a text without token types, as tokenizers of BERT write them.
+
+    Raises:
+        UnsupportedOptionError: the types change what the model computes.
+    """
+    types = model_kwargs.get("token_type_ids")
+    if types is None:
+        return model_kwargs
+    if checked.ranks.is_led or bool(types.any()) or not checked.ignores_zero_types:
+        raise UnsupportedOptionError(
+            f"token_type_ids cannot be combined with slo_tpot where they change what {type(checked.model).__name__} "
+            "computes; only zeros that mean the same as none are taken, so call generate without slo_tpot"
+        )
+    return {name: value for name, value in model_kwargs.items() if name != "token_type_ids"}
+
+
 def check_criteria(criteria: StoppingCriteriaList, num_ranks: int) -> None:
     """Raise UnsupportedOptionError if the processes of a model would end an output at different tokens."""
     if num_ranks > 1 and any(isinstance(each, MaxTimeCriteria) for each in criteria):

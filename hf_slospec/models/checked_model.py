@@ -20,7 +20,7 @@ from hf_slospec.models.inspection.ranks import Ranks
 from hf_slospec.models.inspection.traversal import all_modules
 from hf_slospec.models.packed.exact_trial import check_exact
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.trial import check_by_trial, counts_gaps, counts_padding
+from hf_slospec.models.packed.trial import check_by_trial, counts_gaps, counts_padding, ignores_zero_types
 
 RENEWED_S = 1.0  # seconds of measuring between two calls, once compiled forwards have replaced eager ones
 
@@ -134,7 +134,7 @@ class CheckedModel:
             )
 
     def _try(self, packed: PackedModel) -> None:
-        for name in ("counts_padding", "counts_gaps"):
+        for name in ("counts_padding", "counts_gaps", "ignores_zero_types"):
             vars(self).pop(name, None)
         check_by_trial(packed)
         if packed.exact:
@@ -149,6 +149,11 @@ class CheckedModel:
     def counts_gaps(self) -> bool:
         """Return whether masked tokens inside a prompt change what the model computes, by their places."""
         return counts_gaps(self.packed)
+
+    @cached_property
+    def ignores_zero_types(self) -> bool:
+        """Return whether ``token_type_ids`` of zeros change nothing of what the model computes without any."""
+        return ignores_zero_types(self.packed)
 
     @property
     def cost(self) -> ForwardCost:
