@@ -5,11 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from hf_slospec.algo.tree import FloatArray, IntArray
+from hf_slospec.forks import cached_property
 
 
 @dataclass(frozen=True)

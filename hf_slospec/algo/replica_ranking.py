@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from hf_slospec.algo.latency_curves import LatencyCurve
+from hf_slospec.forks import cached_property
 
 POWER = 4.0  # exponent of the ratio of time to SLO; a larger one weighs requests far from missing their SLOs less
 AFFINITY = 2.0  # cached K/V of a whole prompt weighs as much as so many fewer requests

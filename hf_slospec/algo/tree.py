@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from hf_slospec.forks import cached_property
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -13,6 +12,7 @@ from hf_slospec.demo.generator import DemoGenerator, DemoHandle
 from hf_slospec.demo.personas import Persona, UserRequest
 from hf_slospec.demo.stream import Stream, View
 from hf_slospec.errors import InvalidInputError, SLOSpecError
+from hf_slospec.forks import Lock
 
 MAX_SIMULATED = 6
 MAX_VISITORS = 8  # visitors with a running stream
@@ -49,7 +49,7 @@ class DemoSessions:
         self._refreshed_s: dict[str, float] = {}  # by visitor: time of the last refresh
         self._counts = (0, 0)  # counts of removed streams, as in Scene
         self._versions = itertools.count(1)
-        self._lock = threading.RLock()
+        self._lock = Lock()
 
     # ---- simulated users
 

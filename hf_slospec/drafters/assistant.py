@@ -241,8 +241,7 @@ def check_vocabulary(assistant: Any, target: Any) -> None:
         raise IncompatibleDraftError(
             f"assistant_model has a vocabulary of {vocab_size(assistant)} tokens and the target one of "
             f"{vocab_size(target)}, which differ by more than padding; use a draft that was trained with the target's "
-            "tokenizer, or give both tokenizers: drafter=hf_slospec.load_drafter(assistant_model, target, "
-            "tokenizer=..., assistant_tokenizer=...)"
+            "tokenizer, or give both tokenizers beside it, tokenizer=... and assistant_tokenizer=..."
         )
 
 

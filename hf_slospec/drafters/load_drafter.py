@@ -28,7 +28,7 @@ from hf_slospec.engine.protocols import Drafter
 from hf_slospec.errors import InvalidInputError, InvalidTypeError, SLOSpecError, UnsupportedModelError
 from hf_slospec.models.inspection.checkpoints import load_model
 from hf_slospec.models.inspection.hub import hub_options, loading_hint
-from hf_slospec.models.inspection.loaded import check_causal_lm, check_tokenizer
+from hf_slospec.models.inspection.loaded import check_causal_lm, check_tokenizer, check_vocabulary_of
 from hf_slospec.models.inspection.properties import input_device, vocab_size
 
 logger = logging.getLogger(__name__)
@@ -44,8 +44,11 @@ def drafting_method(
     assistant_model: PreTrainedModel | None,
     drafter: Drafting | None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    assistant_tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> DraftMethod:
     """Return the drafting method for ``assistant_model`` or ``drafter``; without either, prompt lookup.
+
+    The tokenizers are those of :func:`load_drafter`.
 
     Raises:
         InvalidInputError: both are given, or no drafter has that name.
@@ -54,11 +57,14 @@ def drafting_method(
     """
     _check_one_way(assistant_model, drafter)
     if assistant_model is not None:
-        return assistant_method(check_causal_lm("assistant_model", assistant_model))
+        model = check_causal_lm("assistant_model", assistant_model)
+        return assistant_method(model, target, tokenizer, assistant_tokenizer)
     if drafter is None:
         return LookupMethod()
     given: Any = drafter
-    return UserMethod(given) if _is_users(given) else load_drafter(given, target, tokenizer=tokenizer)
+    if _is_users(given):
+        return UserMethod(given)
+    return load_drafter(given, target, tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer)
 
 
 def _check_one_way(assistant_model: Any, drafter: Any) -> None:
@@ -207,7 +213,7 @@ def _method(
     if isinstance(source, (DraftHead, DFlashHead)):
         return HeadMethod(source)
     if isinstance(source, PreTrainedModel):
-        return _assistant(source, target, tokenizer, assistant_tokenizer)
+        return assistant_method(source, target, tokenizer, assistant_tokenizer)
     if isinstance(source, os.PathLike):
         source = os.fspath(source)
     if not isinstance(source, str):
@@ -233,28 +239,28 @@ def _method(
         raise UnsupportedModelError(
             f"{source} is neither a known head nor a causal LM: {loading_hint(error)}"
         ) from error
-    return _assistant(model.to(input_device(target)).eval(), target, tokenizer, assistant_tokenizer or source)
+    model = model.to(input_device(target)).eval()
+    return assistant_method(model, target, tokenizer, assistant_tokenizer or source)
 
 
-def assistant_method(model: Any) -> DraftMethod:
-    """Return the drafting method of an assistant model."""
-    return Gemma4Method(model) if model.config.model_type in GEMMA4_ASSISTANTS else AssistantMethod(model)
-
-
-def _assistant(
+def assistant_method(
     model: Any,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    assistant_tokenizer: PreTrainedTokenizerBase | str | None,
+    target: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    assistant_tokenizer: PreTrainedTokenizerBase | str | None = None,
 ) -> DraftMethod:
-    """Return the drafting method of a causal LM, with a translation if the tokenizers are known to differ."""
-    if not isinstance(method := assistant_method(model), AssistantMethod):
-        return method
+    """Return the drafting method of an assistant model, with a translation if the tokenizers are known to differ."""
+    if model.config.model_type in GEMMA4_ASSISTANTS:
+        return Gemma4Method(model)
     if (draft_tokenizer := _tokenizer(assistant_tokenizer)) is None:
-        return method
+        return AssistantMethod(model)
     target_tokenizer = tokenizer if tokenizer is not None else _tokenizer(target.config.name_or_path)
-    if target_tokenizer is None or draft_tokenizer.get_vocab() == target_tokenizer.get_vocab():
-        return method
+    if target_tokenizer is None:
+        return AssistantMethod(model)
+    check_vocabulary_of("tokenizer", target_tokenizer)
+    check_vocabulary_of("assistant_tokenizer", draft_tokenizer)
+    if draft_tokenizer.get_vocab() == target_tokenizer.get_vocab():
+        return AssistantMethod(model)
     translation = TokenTranslation(target_tokenizer, draft_tokenizer, vocab_size(target), vocab_size(model))
     return AssistantMethod(model, translation)
 

@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 import os
-import threading
 import zipfile
 from array import array
 from collections import defaultdict
@@ -24,6 +23,7 @@ from hf_slospec.algo.tree import IntArray
 from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.extras import need
+from hf_slospec.forks import Lock, reset_in_children
 
 if TYPE_CHECKING:
     from arctic_inference.suffix_decoding import SuffixDecodingCache, SuffixDecodingDraft
@@ -113,7 +113,18 @@ class PastAnswers:
         self._to: defaultdict[_Group, dict[int, None]] = defaultdict(dict)  # keys of the answers to a prompt, in order
         self._trees: dict[_Group, SuffixDecodingCache] = {}
         self._running: WeakKeyDictionary[Request, _Running] = WeakKeyDictionary()
-        self._keys, self._lock = itertools.count(), threading.RLock()
+        self._keys, self._lock = itertools.count(), Lock()
+        reset_in_children(self)
+
+    def reset_after_fork(self) -> None:
+        """Keep the answers, end those of running requests, and forget what was made of them, as for loaded answers."""
+        self._to.clear()
+        self._trees.clear()
+        self._running.clear()
+        for key, answer in self._answers.items():
+            answer.is_open = False
+            self._to[answer.groups[0]][key] = None
+        self.num_tokens = sum(len(answer.tokens) for answer in self._answers.values())
 
     def __len__(self) -> int:
         return len(self._answers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
@@ -17,6 +16,7 @@ from hf_slospec.drafters.foreseen import ForeseenNoise
 from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
+from hf_slospec.forks import Lock, reset_in_children
 from hf_slospec.models.packed.model import PackedModel
 
 NUM_SUCCESSORS = 8  # per context
@@ -86,7 +86,13 @@ class RecyclingDrafter(Drafter):
         self.shares_texts = shares_texts
         self._of_requests: WeakKeyDictionary[Request, Successors] = WeakKeyDictionary()
         self._of_salts: OrderedDict[str, Successors] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = Lock()
+        reset_in_children(self)
+
+    def reset_after_fork(self) -> None:
+        """Forget all contexts, as another thread may have been changing them."""
+        self._of_requests.clear()
+        self._of_salts.clear()
 
     @property
     def num_successors(self) -> int:

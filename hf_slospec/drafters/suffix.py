@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.drafters.past_answers import TREE_DEPTH, PastAnswers, new_cache, speculated
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
+from hf_slospec.forks import Lock
 from hf_slospec.models.packed.model import PackedModel
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class SuffixDrafter(Drafter):
         new_cache(0)  # raises at once if the package is missing
         self.past = past
         self._trees: WeakKeyDictionary[Request, _RequestTree] = WeakKeyDictionary()
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     @property
     def num_tokens(self) -> int:

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import TracebackType
+
+from hf_slospec.forks import reset_lock_in_children
 
 
 class FairLock:
     """Reentrant lock that threads acquire in the order of their requests, so that no thread starves.
 
-    In a forked child process it is free.
+    In a forked child process it is free, unless the thread that forked holds it.
     """
 
     def __init__(self, on_idle: Callable[[], None] = lambda: None):
         """Create a free lock; ``on_idle`` is called by a thread that will not compute for a while."""
         self._on_idle = on_idle
-        self._free()
-        _locks.add(self)
-
-    def _free(self) -> None:
-        self._guard = threading.Lock()
-        self._waiting: deque[threading.Lock] = deque()
         self._owner: int | None = None
         self._depth = 0
+        self.reset_after_fork()
+        reset_lock_in_children(self)
+
+    def reset_after_fork(self) -> None:
+        """Forget all threads that hold or await the lock but the current one."""
+        self._guard = threading.Lock()
+        self._waiting: deque[threading.Lock] = deque()
+        if self._owner != threading.get_ident():
+            self._owner, self._depth = None, 0
 
     def __enter__(self) -> None:
         me = threading.get_ident()
@@ -90,16 +93,3 @@ class FairLock:
             self._waiting.popleft().release()
         else:
             self._owner = None
-
-
-_locks: weakref.WeakSet[FairLock] = weakref.WeakSet()
-
-
-def _free_all() -> None:
-    """Free every lock in a forked child, where the threads that held or awaited them do not exist."""
-    for lock in _locks:
-        lock._free()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_free_all)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,25 +32,29 @@ from hf_slospec.generate.validation import (
     check_config,
     check_flag,
     check_make_policy,
+    check_pair,
     configured,
 )
 from hf_slospec.models.checked_model import CheckedModel
 from hf_slospec.models.inspection.cache_names import CACHE_NAME
-from hf_slospec.models.inspection.loaded import check_causal_lm
+from hf_slospec.models.inspection.loaded import check_causal_lm, check_tokenizer
+from hf_slospec.models.inspection.model_changes import are_same
 from hf_slospec.models.inspection.ownership import is_of_transformers
 from hf_slospec.models.linear.packed_layers import restore_weights
 from hf_slospec.models.noise import default_generator
 
 
-@dataclass
 class SLOSpecOutput(GenerateDecoderOnlyOutput):
-    """HF's output with the metrics of every row and the record of every step."""
+    """HF's output with the metrics of every row and the record of every step.
+
+    Both are plain attributes: keys, items, ``to_tuple()``, indices and pytree leaves are those of stock's output.
+    Copies and pickles keep them; functions that rebuild an output from its items leave them None.
+    """
 
     slo: list[RequestMetrics] | None = None  # one per row
     steps: list[StepEvent] | None = None  # in order, prefill first
 
 
-@dataclass
 class SLOSpecEncoderDecoderOutput(GenerateEncoderDecoderOutput):
     """The same of an encoder-decoder."""
 
@@ -69,6 +72,7 @@ class Decoder:
         *,
         drafter: Drafting | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        assistant_tokenizer: PreTrainedTokenizerBase | None = None,
         config: SLOSpecConfig | None = None,
         make_policy: NewPolicy | None = None,
         fallback: bool = False,
@@ -76,10 +80,14 @@ class Decoder:
         self.model = check_causal_lm("model", model)
         self.config, self.fallback = check_config(config), check_flag("fallback", fallback)
         self.make_policy = check_make_policy(make_policy)
-        self._method = drafting_method(self.model, assistant_model, drafter, tokenizer)
+        check_tokenizer(tokenizer)
+        check_tokenizer(assistant_tokenizer, "assistant_tokenizer")
+        self._tokenizer = tokenizer
+        self._method = drafting_method(self.model, assistant_model, drafter, tokenizer, assistant_tokenizer)
         self._target: CheckedModel | None = None
         self._speculator: Speculator | None = None
-        self._override: tuple[PreTrainedModel, Speculator] | None = None  # last assistant model passed to a call
+        # Last assistant model passed to a call, with the tokenizers of a pair that has two.
+        self._override: tuple[tuple[Any, ...], Speculator] | None = None
         self._lookup: tuple[tuple[int, int], Speculator] | None = None  # by n-gram and draft length
         self._refusal = ""
         self.num_tokens = self.num_steps = 0  # Sums over calls and rows: new tokens but first ones; steps.
@@ -98,7 +106,7 @@ class Decoder:
 
     def restore_drafts(self) -> None:
         """Give back to draft models the weights that ``prepack="only"`` released."""
-        for speculator in (self._speculator, None if self._override is None else self._override[1]):
+        for speculator in (self._speculator, self._override and self._override[1]):
             if speculator is not None and speculator.draft is not None:
                 restore_weights(speculator.draft.model)
 
@@ -135,7 +143,8 @@ class Decoder:
 
     def _speculator_of(self, arguments: dict[str, Any]) -> Speculator:
         """Return the speculator of a call with these arguments."""
-        speculator = self.speculator_for(arguments.get("assistant_model"))
+        names = "assistant_model", "tokenizer", "assistant_tokenizer"
+        speculator = self.speculator_for(*map(arguments.get, names))
         return self._by_lookup(arguments) or speculator
 
     @property
@@ -143,16 +152,30 @@ class Decoder:
         """The speculator of calls without an assistant model."""
         return self.speculator_for(None)
 
-    def speculator_for(self, assistant_model: Any) -> Speculator:
+    def speculator_for(
+        self, assistant_model: Any, tokenizer: Any = None, assistant_tokenizer: Any = None
+    ) -> Speculator:
         """Return the speculator of a call; one with another assistant model is kept until the next of these.
 
+        The tokenizers are the call's. As in stock, they say nothing without an assistant model.
+
         Raises:
+            InvalidTypeError: an argument is no loaded model or tokenizer.
+            InvalidInputError: the pair needs no ``assistant_tokenizer``, or has no ``tokenizer``.
             UnsupportedModelError: the target cannot be speculated.
+            IncompatibleDraftError: the models have different vocabularies, and not both tokenizers were given.
         """
+        check_tokenizer(assistant_tokenizer, "assistant_tokenizer")
         draft = None if assistant_model is None else check_causal_lm("assistant_model", assistant_model)
-        if self._target is not None and draft is not None and draft is not self._method.model:
-            if self._override is None or self._override[0] is not draft:
-                self._override = draft, Speculator(self._target, assistant_method(draft), self.config, self.make_policy)
+        known = self._tokenizer if tokenizer is None else tokenizer
+        tokenizers = () if assistant_tokenizer is None else (known, assistant_tokenizer)
+        if draft is not None and tokenizers:
+            check_pair(self.model, draft, *tokenizers)
+        if self._target is not None and draft is not None and (draft is not self._method.model or tokenizers):
+            pair = draft, *tokenizers
+            if self._override is None or not are_same(self._override[0], pair):
+                method = assistant_method(draft, self.model, *tokenizers)
+                self._override = pair, Speculator(self._target, method, self.config, self.make_policy)
             return self._override[1]
         if self._speculator is None:
             raise UnsupportedModelError(self._refusal)
@@ -227,5 +250,6 @@ def decode(call: Call) -> Any:
 def _output(call: Call, **stock: Any) -> Any:
     if call.is_part:  # stock code reads all of its fields
         return GenerateEncoderDecoderOutput(**stock)
-    kind = SLOSpecOutput if call.encoder is None else SLOSpecEncoderDecoderOutput
-    return kind(**stock, slo=[request.metrics() for request in call.rows.requests], steps=call.rows.steps)
+    output = SLOSpecOutput(**stock) if call.encoder is None else SLOSpecEncoderDecoderOutput(**stock)
+    output.slo, output.steps = [request.metrics() for request in call.rows.requests], call.rows.steps
+    return output

@@ -41,7 +41,7 @@ GUARANTEES = {  # by SLOSpecConfig.exact
     "bits": 'guaranteed by exact="bits": stock\'s output of every row alone',
 }
 OURS_ONLY = (  # arguments that the stock call does not take
-    *("slo_tpot", "fallback", "assistant_model", "streamer"),
+    *("slo_tpot", "fallback", "assistant_model", "assistant_tokenizer", "streamer"),
     *("prompt_lookup_num_tokens", "max_matching_ngram_size"),
 )
 

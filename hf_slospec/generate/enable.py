@@ -13,7 +13,7 @@ import types
 import warnings
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.drafters.load_drafter import Drafting
@@ -33,6 +33,8 @@ def enable(
     assistant_model: PreTrainedModel | None = None,
     *,
     drafter: Drafting | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    assistant_tokenizer: PreTrainedTokenizerBase | None = None,
     config: SLOSpecConfig | None = None,
     make_policy: NewPolicy | None = None,
     always: bool = False,
@@ -42,11 +44,14 @@ def enable(
 
     Args:
         model: a loaded transformers causal LM or encoder-decoder (Whisper, BART, T5), or a PEFT model around one.
-        assistant_model: a smaller causal LM with the same tokenizer, on the same device. Without one, and without a
-            drafter, the request's own tokens draft (prompt lookup).
+        assistant_model: a smaller causal LM, on the same device. Without one, and without a drafter, the request's own
+            tokens draft (prompt lookup).
         drafter: what drafts instead, see :func:`load_drafter`: ``"lookup"``, ``"suffix"``, ``"recycling"``, ``"mtp"``,
             a folder or Hub repository of a trained head or a smaller model, a loaded model, or several of these
             (``"lookup+mtp"``, or a list); or an object of your own that proposes token trees, see :class:`Drafter`.
+        tokenizer: the model's; with ``assistant_tokenizer``, an assistant model with another tokenizer can draft, as
+            where a call of ``generate`` passes all three.
+        assistant_tokenizer: the assistant model's.
         config: settings; the defaults of :class:`SLOSpecConfig` if omitted.
         make_policy: makes a policy of your own, see :class:`Policy`, in place of the config's: called with the config
             and the :class:`StepCosts` of the models for every call.
@@ -65,8 +70,9 @@ def enable(
     """
     check_flag("always", always)
     decoder = Decoder(
-        model, assistant_model, drafter=drafter, config=config, make_policy=make_policy, fallback=fallback
-    )
+        model, assistant_model, drafter=drafter, tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer,
+        config=config, make_policy=make_policy, fallback=fallback,
+    )  # fmt: skip
     if decoder.config.prepack != "only":  # "only" keeps what earlier settings released
         for enabled in (decoder_of(model), decoder):
             if enabled is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers.generation import LogitsProcessor
 
 from hf_slospec.algo.tree import BoolArray
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.forks import Lock
 from hf_slospec.models.sequences.kept_prefixes import num_common
 
 KEPT = 8  # compiled schemas; the choices of a request, and later requests, share one
@@ -57,7 +57,7 @@ class Grammars:
         """``vocab_size``: width of the logits; ``end_tokens``: tokens that may end a complete output."""
         self._tokenizer, self._vocab_size, self._end_tokens = tokenizer, vocab_size, list(end_tokens)
         self._vocabulary: TokenBytes | None = None
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._matchers: dict[str, Any] = {}  # by schema, at the beginning of an output; the oldest is dropped first
 
     def processor(self, schema: dict[str, Any], prompt_len: int) -> JSONConstraint:

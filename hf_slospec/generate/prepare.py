@@ -35,6 +35,7 @@ from hf_slospec.generate.validation import (
     check_options,
     check_prompts,
     configured,
+    without_token_types,
 )
 from hf_slospec.models.coupling import Coupling
 from hf_slospec.models.inspection.cache_names import given_cache
@@ -235,6 +236,7 @@ def _call(
         inputs, encoder = decoder_inputs(inputs), EncoderInputs(model, stock.inputs, inputs)
     else:
         names = names_beside_text(model, {k: v for k, v in inputs.items() if k not in PREPARED})
+        inputs = inputs if names else without_token_types(inputs, speculator.target)
     check_options(stock.config, inputs, names)
     check_criteria(stock.criteria, speculator.target.ranks.num_deciding)
     prompt = PromptInputs.of(stock.input_ids, inputs, stock.config, model.get_input_embeddings(), bool(names))
@@ -326,7 +328,7 @@ def without_drafts(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[st
         arguments = {model.main_input_name if name == "inputs" else name: value for name, value in arguments.items()}
     if arguments.get("tokenizer") is None:  # a generate of the model's own may not know it
         arguments = {name: value for name, value in arguments.items() if name != "tokenizer"}
-    kept = {name: value for name, value in arguments.items() if name != "assistant_model"}
+    kept = {name: value for name, value in arguments.items() if name not in ("assistant_model", "assistant_tokenizer")}
     return _without(model, kept, "prompt_lookup_num_tokens")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from transformers.generation import GenerationConfig
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.static_batch import CHUNK
 from hf_slospec.errors import InvalidInputError, UnsupportedInputError, UnsupportedOptionError
+from hf_slospec.forks import cached_property
 from hf_slospec.models.device.transfer import to_device
 from hf_slospec.models.inspection.cache_names import CACHE_NAME, given_cache
 from hf_slospec.models.inspection.ranks import whole
@@ -109,7 +109,7 @@ class PromptInputs:
         """Return the columns of a row's tokens, padding left out.  -> [prompt_len] int64, on the host"""
         return self._on_host[1][row].nonzero()[:, 0]
 
-    @functools.cached_property
+    @cached_property
     def _on_host(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and mask, copied once: each read of a row would wait for the device."""
         return self.tokens.cpu(), self.mask.cpu()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from hf_slospec.engine.protocols import Drafter, Policy
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.errors import UnsupportedOptionError
+from hf_slospec.forks import Lock, reset_in_children
 from hf_slospec.models.checked_model import CheckedModel
 from hf_slospec.models.costs.counted import counted_cost
 from hf_slospec.models.device.memory import MemoryUse
@@ -68,9 +68,14 @@ class Speculator:
         draft = method.model
         self.draft = None if draft is None else CheckedModel(draft, config, MEASURE_S["draft"], target.ranks)
         self._level: tuple[PackedModel, ForwardCost] | None = None  # target, and cost without a draft model
-        self._drafters, self._counting = WeakSet[Drafter](), threading.Lock()
+        self._drafters, self._counting = WeakSet[Drafter](), Lock()
         self._costs: StepCosts | None = None
         self.history = SpeculationHistory(config)
+        reset_in_children(self)
+
+    def reset_after_fork(self) -> None:
+        """Forget what other threads' runs have taught, as one of them may have been noting it down."""
+        self.history, self._costs = SpeculationHistory(self.config), None
 
     @property
     def lock(self) -> FairLock:

@@ -31,6 +31,7 @@ from hf_slospec.models.checked_model import CheckedModel
 from hf_slospec.models.inspection.cache_names import CACHE_NAME, CACHE_NAMES, given_cache
 from hf_slospec.models.inspection.loaded import check_tokenizer
 from hf_slospec.models.inspection.ownership import foreign_members
+from hf_slospec.models.inspection.properties import vocab_size
 from hf_slospec.models.length_rope import varying_ropes
 from hf_slospec.models.packed.model import PackedModel
 
@@ -73,6 +74,22 @@ def check_flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise InvalidTypeError(f"{name} must be True or False, got {value!r}")
     return value
+
+
+def check_pair(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, assistant_tokenizer: Any) -> None:
+    """Refuse ``assistant_tokenizer`` as stock does: for vocabularies of one size, and without ``tokenizer``.
+
+    Raises:
+        InvalidInputError: the message says what to leave out or to add.
+    """
+    if vocab_size(target) == vocab_size(draft):
+        raise InvalidInputError(
+            f"assistant_tokenizer is for an assistant_model with another tokenizer, and both models have "
+            f"{vocab_size(target)} tokens; leave it out, or, if their ids differ all the same, draft with "
+            "drafter=hf_slospec.load_drafter(assistant_model, model, tokenizer=..., assistant_tokenizer=...)"
+        )
+    if tokenizer is None:
+        raise InvalidInputError("assistant_tokenizer was given without tokenizer, that of the model; pass both")
 
 
 def configured(name: str, model: PreTrainedModel, arguments: dict[str, Any]) -> Any:
@@ -237,8 +254,26 @@ def check_options(
                 f"{name}=True is not available with slo_tpot: stock returns them per forward of one token; "
                 "call generate without slo_tpot"
             )
-    if extra := sorted(k for k, v in model_kwargs.items() if k not in known and v is not None and v != {}):
+    given = (k for k, v in model_kwargs.items() if v is not None and not (type(v) is dict and not v))
+    if extra := sorted(name for name in given if name not in known):
         raise UnsupportedOptionError(f"{', '.join(extra)} cannot be combined with slo_tpot; leave it out")
+
+
+def without_token_types(model_kwargs: dict[str, Any], checked: CheckedModel) -> dict[str, Any]:
+    """Return the inputs of a text without token types, as tokenizers of BERT write them.
+
+    Raises:
+        UnsupportedOptionError: the types change what the model computes.
+    """
+    types = model_kwargs.get("token_type_ids")
+    if types is None:
+        return model_kwargs
+    if checked.ranks.is_led or bool(types.any()) or not checked.ignores_zero_types:
+        raise UnsupportedOptionError(
+            f"token_type_ids cannot be combined with slo_tpot where they change what {type(checked.model).__name__} "
+            "computes; only zeros that mean the same as none are taken, so call generate without slo_tpot"
+        )
+    return {name: value for name, value in model_kwargs.items() if name != "token_type_ids"}
 
 
 def check_criteria(criteria: StoppingCriteriaList, num_ranks: int) -> None:

@@ -6,7 +6,6 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from hf_slospec.algo.acceptance import SHARPNESS
 from hf_slospec.algo.tree import FloatArray, IntArray
 from hf_slospec.errors import InputModel
+from hf_slospec.forks import cached_property
 from hf_slospec.lab.files import read_json, validated
 
 NUM_CHILDREN = 4  # default number of children per position of synthetic texts

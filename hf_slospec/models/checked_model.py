@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ from hf_slospec.algo.latency_curves import ForwardCost
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.forks import cached_property
 from hf_slospec.models.costs.measure import measure
 from hf_slospec.models.costs.profiles import drop_profile, load_profile, save_profile
 from hf_slospec.models.device.machine import log_idle_gpu
@@ -23,7 +23,7 @@ from hf_slospec.models.inspection.traversal import all_modules
 from hf_slospec.models.inspection.whose_code import check_code, num_global_hooks
 from hf_slospec.models.packed.exact_trial import check_exact
 from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.trial import check_by_trial, counts_gaps, counts_padding
+from hf_slospec.models.packed.trial import check_by_trial, counts_gaps, counts_padding, ignores_zero_types
 
 RENEWED_S = 1.0  # seconds of measuring between two calls, once compiled forwards have replaced eager ones
 
@@ -149,21 +149,26 @@ class CheckedModel:
             check_activations(self.model)
 
     def _try(self, packed: PackedModel) -> None:
-        for name in ("counts_padding", "counts_gaps"):
+        for name in ("counts_padding", "counts_gaps", "ignores_zero_types"):
             vars(self).pop(name, None)
         check_by_trial(packed)
         if packed.exact:
             check_exact(packed)
 
-    @functools.cached_property
+    @cached_property
     def counts_padding(self) -> bool:
         """Return whether a row of stock's batches depends on its padding."""
         return counts_padding(self.packed)
 
-    @functools.cached_property
+    @cached_property
     def counts_gaps(self) -> bool:
         """Return whether masked tokens inside a prompt change what the model computes, by their places."""
         return counts_gaps(self.packed)
+
+    @cached_property
+    def ignores_zero_types(self) -> bool:
+        """Return whether ``token_type_ids`` of zeros change nothing of what the model computes without any."""
+        return ignores_zero_types(self.packed)
 
     @property
     def cost(self) -> ForwardCost:

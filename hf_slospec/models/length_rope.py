@@ -80,9 +80,10 @@ def _varies(kind: Any) -> bool:
 
 
 def _fresh(module: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy that shares the config; forwards change the frequencies that a module stores."""
-    config: Any = getattr(module, "config", None)
-    copied = copy.deepcopy(module, {id(config): config})
+    """Return a copy that shares the config and all else but tensors, as forwards replace the frequencies in it."""
+    attributes = {name: value for name, value in vars(module).items() if name != "_buffers"}
+    shared = {id(value): value for value in attributes.values() if type(value) is not torch.Tensor}
+    copied = copy.deepcopy(module, shared)
     vars(copied).pop("forward", None)
     return copied
 

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import logging
 import math
-import os
 import threading
 import time
 import weakref
@@ -25,6 +24,7 @@ from hf_slospec.engine.scheduling.continuous import ContinuousScheduler
 from hf_slospec.engine.scheduling.load import load_of
 from hf_slospec.engine.step import Engine
 from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, SLOSpecError, UnsupportedModelError
+from hf_slospec.forks import Condition, Lock, reset_in_children
 from hf_slospec.serving.handle import WAITS_FOR_ITSELF, RequestHandle, waiting_s, wake
 
 logger = logging.getLogger(__name__)
@@ -71,9 +71,14 @@ class Batcher:
         self.new_engine, self.max_queue = new_engine, max_queue
         self.lock, self.observer = lock, observer
         self._clear("has not been started; call start(), or use `with generator:`")
+        reset_in_children(self)
+
+    def reset_after_fork(self) -> None:
+        """Forget the thread and its requests, which stayed with the parent."""
+        self._clear("runs in the process this one was forked from; call start() here")
 
     def _clear(self, why_not: str) -> None:
-        self._state = threading.Condition()  # guards the orders below
+        self._state = Condition()  # guards the orders below
         self._arrivals: deque[RequestHandle] = deque()
         self._aborted: deque[tuple[RequestHandle, BaseException | None]] = deque()
         self._load_futures: list[Future[ReplicaLoad]] = []
@@ -86,15 +91,14 @@ class Batcher:
         self.step_begun_s: float | None = None  # by the monotonic clock; None between steps
         self._thread: threading.Thread | None = None
         self._why_not = why_not
-        self._pid = os.getpid()
-        self._starting = threading.RLock()
+        self._starting = Lock()
 
     # ---- for other threads
 
     @property
     def is_running(self) -> bool:
         """Return whether its thread runs, in this process."""
-        return self._thread is not None and self._thread.is_alive() and self._pid == os.getpid()
+        return self._thread is not None and self._thread.is_alive()
 
     @property
     def num_waiting(self) -> int:
@@ -112,8 +116,6 @@ class Batcher:
         Raises:
             NotRunningError: called by the batcher's own thread while it stops.
         """
-        if self._pid != os.getpid():
-            self._clear("")  # a forked child inherits locks that no thread will release
         if self._thread is threading.current_thread():
             if self._is_taking:
                 return
@@ -155,8 +157,6 @@ class Batcher:
 
     def abort(self, handle: RequestHandle, error: BaseException | None) -> None:
         """Cancel a request, or fail it with an error, before the next step."""
-        if self._pid != os.getpid():
-            return
         with self._state:
             if not handle.done():  # otherwise it would stay here until the next start
                 self._aborted.append((handle, error))
@@ -180,7 +180,7 @@ class Batcher:
             NotRunningError: called by the batcher's own thread.
         """
         thread = self._thread
-        if thread is None or self._pid != os.getpid():
+        if thread is None:
             return
         if thread is threading.current_thread():
             raise NotRunningError("stop() was called by the batcher's own thread; call it from another one")
@@ -197,8 +197,6 @@ class Batcher:
 
     def check_running(self, hang_s: float = math.inf) -> None:
         """Raise NotRunningError unless the batcher takes requests and its step has not lasted ``hang_s`` seconds."""
-        if self._pid != os.getpid():
-            raise NotRunningError("the batcher runs in the process this one was forked from; call start() here")
         if not self._is_taking:
             raise NotRunningError(f"the batcher {self._why_not}")
         begun_s = self.step_begun_s

@@ -46,9 +46,10 @@ class SLOSpecGenerator:
 
     Args:
         model: the target, a loaded transformers causal LM or encoder-decoder, or a PEFT model around one.
-        assistant_model: a smaller causal LM with the same tokenizer, on the same device. Without one, and without a
-            drafter, the request's own tokens draft (prompt lookup).
+        assistant_model: a smaller causal LM, on the same device. Without one, and without a drafter, the request's own
+            tokens draft (prompt lookup).
         tokenizer: the tokenizer of both models.
+        assistant_tokenizer: that of the assistant model, if it has another one.
         config: settings; the defaults of :class:`SLOSpecConfig` if omitted.
         drafter: as in :func:`enable`.
         processor: prepares prompts with images for :meth:`submit`; its tokenizer is used if none is given.
@@ -66,6 +67,7 @@ class SLOSpecGenerator:
         config: SLOSpecConfig | None = None,
         *,
         drafter: Drafting | None = None,
+        assistant_tokenizer: PreTrainedTokenizerBase | None = None,
         processor: Any = None,
         make_policy: NewPolicy | None = None,
         fallback: bool = False,
@@ -78,8 +80,8 @@ class SLOSpecGenerator:
                 f"{type(processor).__name__}"
             )
         self.decoder = Decoder(
-            model, assistant_model, drafter=drafter, tokenizer=tokenizer, config=config, make_policy=make_policy,
-            fallback=fallback,
+            model, assistant_model, drafter=drafter, tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer,
+            config=config, make_policy=make_policy, fallback=fallback,
         )  # fmt: skip
         self.model, self.assistant_model, self.processor, self.tokenizer = model, assistant_model, processor, tokenizer
         self.config = self.decoder.config

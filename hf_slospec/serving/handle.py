@@ -17,6 +17,7 @@ from typing import Any
 from hf_slospec.engine.events import Commit
 from hf_slospec.engine.request import FinishReason, Progress, Request, RequestMetrics
 from hf_slospec.errors import InvalidInputError, InvalidTypeError, NotRunningError, RequestCancelledError
+from hf_slospec.forks import Condition
 from hf_slospec.models.sampling import TokenLogprobs
 
 ToText = Callable[[list[int]], str]
@@ -74,7 +75,7 @@ class RequestHandle:
         self.has_images = False  # its prompt holds images, audio or video
         self.request, self._to_text, self._abort = request, to_text, abort
         self.seed = seed  # seed of sampling; None for greedy decoding
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._num_ready = -1  # published new tokens; -1 until the engine has taken the request
         self._traceback: TracebackType | None = None  # traceback of the request's error
         self._is_done = False
@@ -154,12 +155,14 @@ class RequestHandle:
 
     def cancel(self) -> None:
         """Cancel the request, unless it is done."""
-        if not self._is_done:
-            self._abort(self, None)
+        self._end(None)
 
     def fail(self, error: BaseException) -> None:
         """End the request with an error, which ``result`` raises, unless it is done."""
-        if not self._is_done:
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        if not self._is_done and self._pid == os.getpid():
             self._abort(self, error)
 
     def result(self, timeout: float | None = None) -> RequestResult:

@@ -33,6 +33,7 @@ REFUSALS = (
 NOT_FOR_ONE = (  # arguments of generate that do not apply to the tokens of a single request
     *CACHE_NAMES,
     "assistant_model",
+    "assistant_tokenizer",
     "attention_mask",
     "input_ids",
     "inputs",

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
+import pickle
 from typing import Any
 
 import pytest
+from torch.utils import _pytree
 
 import hf_slospec
+from hf_slospec.generate.decode import SLOSpecEncoderDecoderOutput
+from hf_slospec.models.inspection.cache_names import CACHE_NAME
 from tests.support.enabled_model import OPTIONS
+from tests.support.toys.tiny_encoder_decoders import texts, tiny_text_model
 from tests.support.toys.tiny_models import ragged_prompts
 
 
@@ -45,3 +51,31 @@ def test_output_tells_what_happened_in_every_step(model: Any, tmp_path: Any) -> 
         assert step.begun_s + step.phases.total_s <= later.begun_s + 1e-6
     hf_slospec.write_chrome_trace(out.steps, tmp_path / "trace.json")
     assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) > 4 * len(out.steps)
+
+
+@pytest.mark.parametrize("extra", [{}, {"output_scores": True, "output_logits": True}])
+@pytest.mark.parametrize("kind", [hf_slospec.SLOSpecOutput, SLOSpecEncoderDecoderOutput])
+def test_items_and_indices_are_those_of_stocks_output(model: Any, kind: Any, extra: Any) -> None:
+    inputs = ragged_prompts(2)
+    if kind is SLOSpecEncoderDecoderOutput:
+        model, inputs = hf_slospec.enable(copy.deepcopy(tiny_text_model("Bart"))), texts(2)
+    options = OPTIONS | extra | {"return_dict_in_generate": True}
+    stock, ours = model.generate(**inputs, **options), model.generate(**inputs, **options, slo_tpot=0.05)
+    assert type(ours) is kind
+    assert isinstance(ours, type(stock))
+    assert list(ours) == list(ours.keys()) == list(stock)
+    assert len(ours) == len(stock)
+    assert [type(part) for part in ours.to_tuple()] == [type(part) for part in stock.to_tuple()]
+    assert ours[-1] is ours.to_tuple()[-1] is ours[:][-1] is ours[CACHE_NAME]
+    assert "slo" not in ours
+    leaves, spec = _pytree.tree_flatten(ours)
+    assert [type(leaf) for leaf in leaves] == [type(leaf) for leaf in _pytree.tree_leaves(stock)]
+    rebuilt = _pytree.tree_unflatten(leaves, spec)
+    assert type(rebuilt) is kind
+    assert list(rebuilt) == list(stock)
+    assert (rebuilt.slo, rebuilt.steps) == (None, None)
+    for same in (copy.copy(ours), copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert type(same) is kind
+        assert list(same) == list(stock)
+        assert [row.tokens for row in same.slo] == [row.tokens for row in ours.slo]
+        assert len(same.steps) == len(ours.steps)

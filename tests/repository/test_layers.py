@@ -16,7 +16,7 @@ PACKAGE = Path(hf_slospec.__file__).parent
 # From the bottom: a module imports its own layer and those before it; the layers of one tuple import each other.
 # ``__init__`` holds the public names.
 LAYERS: tuple[str | tuple[str, ...], ...] = (
-    *("errors", "extras", "algo", "engine", "policies", "config", "assembly"),
+    *("errors", "extras", "forks", "algo", "engine", "policies", "config", "assembly"),
     *("models/device", "models/batch", "models/inspection"),
     ("models/attention", "models/kv_cache", "models/recurrent", "models/linear", "models/fused", "models/length_rope"),
     *("models/compiled", "models/packed"),
@@ -27,6 +27,7 @@ LAYERS: tuple[str | tuple[str, ...], ...] = (
 NO_TORCH = {
     "errors",
     "extras",
+    "forks",
     "algo",
     "config",
     "engine",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray, ranks_by_key
+from hf_slospec.forks import cached_property
 
 TreeTime = Callable[[IntArray, IntArray], FloatArray]  # nodes [m, 1], levels with the root [l] -> seconds [m, l]
 

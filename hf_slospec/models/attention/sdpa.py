@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hf_slospec.forks import Lock
 from hf_slospec.models.attention.dense import dense_attention
 from hf_slospec.models.attention.sequence_plan import SequencePlan, plan_sequences
 from hf_slospec.models.batch.attention_rules import AttentionRules
 from hf_slospec.models.batch.packed_batch import Plans
 from hf_slospec.models.device.transfer import aligned
 
-_KERNELS_LOCK = threading.Lock()  # torch's choice of kernels is global; the context restores it at its end
+_KERNELS_LOCK = Lock()  # torch's choice of kernels is global; the context restores it at its end
 
 
 @contextlib.contextmanager

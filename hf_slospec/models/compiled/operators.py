@@ -7,7 +7,6 @@ import os
 import platform
 import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hf_slospec.forks import Lock
 from hf_slospec.models.compiled.plan import SequencesPlan
 from hf_slospec.models.device.machine import cpu_info, kept_file
 from hf_slospec.models.kv_cache.pool import KVPool
@@ -31,7 +31,7 @@ FLAGS = [
 BLOCK = 64  # outputs of a block
 COMPILE_S = 600  # seconds after which the compiler is stopped
 
-_loading = threading.Lock()
+_loading = Lock()
 
 
 def instructions() -> dict[str, str]:

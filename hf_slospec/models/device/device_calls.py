@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from contextlib import AbstractContextManager
 
 import torch
 
-_LOCK = threading.RLock()  # one per process; held while a thread captures or makes such a call
+from hf_slospec.forks import Lock
+
+_LOCK = Lock()  # one per process; held while a thread captures or makes such a call
 
 
 def apart_from_captures(device: torch.device) -> AbstractContextManager[object]:

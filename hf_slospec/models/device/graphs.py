@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import statistics
-import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -19,6 +18,7 @@ from weakref import WeakSet
 
 import torch
 
+from hf_slospec.forks import Lock
 from hf_slospec.models.device.device_calls import apart_from_captures
 from hf_slospec.models.device.memory import is_out_of_memory
 from hf_slospec.models.device.sync_guard import SyncGuard
@@ -187,7 +187,7 @@ class Graphs:
         self._preconditions: Hashable = None  # preconditions under which all graphs were captured
         # Output buffers, shared by all graphs as logits are large; by index of the output, shape of a row, and dtype.
         self._out: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self.patience = PATIENCE
         self.is_off = self.has_failed = False
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
@@ -12,9 +11,10 @@ import torch
 from transformers import Gemma4TextConfig, Gemma4UnifiedTextConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_slospec.errors import UnsupportedModelError
+from hf_slospec.forks import Lock
 
 MAX_NAMES = 4  # names of tensors in an error
-_patching = threading.Lock()
+_patching = Lock()
 
 
 def load_model(auto: Any, source: str, allow_missing: bool = False, **options: Any) -> PreTrainedModel:

@@ -10,6 +10,7 @@ import torch
 from hf_slospec.models.inspection.hooks import changing_hooks
 from hf_slospec.models.inspection.model_changes import PLAIN, named_weights, settings
 from hf_slospec.models.inspection.traversal import all_modules
+from hf_slospec.models.inspection.weights_version import address
 
 
 class GraphPreconditions:
@@ -28,7 +29,7 @@ class GraphPreconditions:
         named = list(named_weights(self._model))
         self._named = [holder for holder, _ in named], [name for _, name in named]
         weights = [holder[name] for holder, name in named]
-        are_plain = all(type(weight) in PLAIN for weight in weights)
+        are_plain = all(type(weight) in PLAIN and weight.layout is torch.strided for weight in weights)
         self.is_plain = are_plain and not has_hooks and len({weight.device for weight in weights}) == 1
         if (now := settings(self._model)) != self._settings:  # thousands of values, too many for every forward
             self._settings = now
@@ -39,6 +40,6 @@ class GraphPreconditions:
         try:  # at C's speed, as every verify step and every beam asks
             weights: Iterable[Any] = map(dict.get, *self._named)
             return self._version, tuple(map(torch.Tensor.data_ptr, weights))
-        except TypeError:  # a weight is gone
+        except (TypeError, RuntimeError):  # a weight is gone, or sparse
             found = (holder.get(name) for holder, name in zip(*self._named, strict=True))
-            return self._version, tuple(None if weight is None else weight.data_ptr() for weight in found)
+            return self._version, tuple(None if weight is None else address(weight) for weight in found)

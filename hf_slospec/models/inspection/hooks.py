@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -42,4 +43,4 @@ def changing_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
 def is_unchanging(hook: Callable[..., Any]) -> bool:
     """Return whether a hook is known to change no value."""
-    return getattr(hook, "__module__", None) == COLLECTING or getattr(hook, "__name__", None) in REQUIRING_GRAD
+    return type(hook) is FunctionType and (hook.__module__ == COLLECTING or hook.__name__ in REQUIRING_GRAD)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_slospec.errors import InvalidTypeError, UnsupportedModelError
 
@@ -39,7 +39,17 @@ def check_causal_lm(name: str, model: Any) -> PreTrainedModel:
 def check_tokenizer(tokenizer: Any, name: str = "tokenizer") -> None:
     """Raise InvalidTypeError unless the argument is None, or can be called and decodes."""
     if tokenizer is not None and not (callable(tokenizer) and callable(getattr(tokenizer, "decode", None))):
-        raise InvalidTypeError(
-            f"{name} must be a loaded tokenizer, such as AutoTokenizer.from_pretrained(...) returns; got "
-            f"{type(tokenizer).__name__}"
-        )
+        raise _no_tokenizer(name, tokenizer)
+
+
+def check_vocabulary_of(name: str, tokenizer: Any) -> None:
+    """Raise InvalidTypeError unless the argument is a tokenizer of transformers, whose tokens can be translated."""
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise _no_tokenizer(name, tokenizer)
+
+
+def _no_tokenizer(name: str, given: Any) -> InvalidTypeError:
+    return InvalidTypeError(
+        f"{name} must be a loaded tokenizer, such as AutoTokenizer.from_pretrained(...) returns; got "
+        f"{type(given).__name__}"
+    )

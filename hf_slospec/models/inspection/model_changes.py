@@ -1,22 +1,24 @@
-"""Detection of changes to what a model's forwards depend on: by identity, and then by value for graphs."""
+"""Detection of changes to what a model's forwards depend on: by identity, and then by value for graphs.
+
+Attributes may be objects of any class, whose own methods may raise or return arrays. So none of these is called: not
+those of ``==``, truth, hashing, length or attribute access.
+"""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
-import threading
-import types
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from hf_slospec.forks import Lock, reset_in_children
 from hf_slospec.models.inspection.hooks import is_unchanging
 from hf_slospec.models.inspection.layer_classes import plain_class
 from hf_slospec.models.inspection.replaced_attributes import is_temporary
-from hf_slospec.models.inspection.traversal import all_modules
-from hf_slospec.models.inspection.weights_version import Weights, may_be_trained
+from hf_slospec.models.inspection.traversal import all_modules, container_kind, items_of
+from hf_slospec.models.inspection.weights_version import Weights, address, may_be_trained
 
 # Attributes whose changes do not count. Models in training mode with dropout or gradient checkpointing are refused, and
 # others compute the same in it. Packed forwards replace a config's attention implementation. Weights are read
@@ -44,11 +46,10 @@ IGNORED = {
 }
 # Submodules and hooks are read separately too.
 NOT_SETTINGS = IGNORED | {"_modules", *(name for name in vars(torch.nn.Module()) if "hooks" in name)}
-FUNCTIONS = types.FunctionType, types.MethodType, functools.partial  # such as a forward set on an instance
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # quantised weights have classes of their own and may have no address
 LIBRARIES = ("torch", "transformers")  # modules from elsewhere are adapters, or written by users
-CONTAINERS = (dict, list, tuple)
-SIMPLE = frozenset((type(None), bool, int, float, str, *PLAIN))  # most attributes are
+VALUES = frozenset((type(None), bool, int, float, str))  # types of attributes that are compared by value
+SIMPLE = VALUES.union(PLAIN)  # most attributes are
 
 
 class Fingerprint:
@@ -64,12 +65,17 @@ class Fingerprint:
         ``modules_state`` does not count changes of weights, ``structure_state`` those of submodules and hooks only.
         """
         self._model, self.state, self.modules_state, self.structure_state = model, 0, 0, 0
-        self._lock, self._renewing = threading.Lock(), threading.Lock()
+        self._lock, self._renewing = Lock(), Lock()
         self._adapters: list[torch.nn.Module] = []
         self._adapter_attributes: list[Any] = []
         self._structure: list[Any] = []
         weights = self._read()
         self._weights = Weights(weights, self._may_be_written(weights))
+        reset_in_children(self)
+
+    def reset_after_fork(self) -> None:
+        """Count the model as changed: another thread may have taken in half of a change."""
+        self.count(structure=True)
 
     @property
     def is_behind(self) -> bool:
@@ -85,8 +91,8 @@ class Fingerprint:
         with self._renewing:
             held, structure = self._held, self._structure
             weights = self._read()
-            if has_other_modules := not _are_same(held, self._held):  # counted first, as reading weights may fail
-                self.count(structure=not _are_same(structure, self._structure))
+            if has_other_modules := not are_same(held, self._held):  # counted first, as reading weights may fail
+                self.count(structure=not are_same(structure, self._structure))
             has_changed = self._weights.renew(weights, is_idle and self._may_be_written(weights))
             if has_changed and not has_other_modules:
                 self.count(modules=False)
@@ -99,8 +105,8 @@ class Fingerprint:
         """
         with self._lock:
             attributes, parts = _held_by(self._adapters), self._read_structure() if structure else self._structure
-            has_other_parts = not _are_same(self._structure, parts)
-            if has_other_parts or not _are_same(self._adapter_attributes, attributes):
+            has_other_parts = not are_same(self._structure, parts)
+            if has_other_parts or not are_same(self._adapter_attributes, attributes):
                 self._structure, self._adapter_attributes = parts, attributes
                 self._advance(True, has_other_parts)
 
@@ -150,23 +156,31 @@ def _is_foreign(kind: Any) -> bool:
 
 
 def _configs(modules: Iterable[Any]) -> list[Any]:
-    configs = {id(config): config for module in modules if hasattr(config := vars(module).get("config"), "__dict__")}
-    return list(configs.values())
+    configs = (vars(module).get("config") for module in modules)
+    return list({id(config): config for config in configs if _attributes(config)}.values())
+
+
+def _attributes(owner: Any) -> dict[str, Any]:
+    """Return the attributes of a module or config; none of an object without a ``__dict__``."""
+    try:
+        attributes = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return {}
+    return attributes if isinstance(attributes, dict) else {}  # that of a class is none
 
 
 def _held_by(owners: Iterable[Any]) -> list[Any]:
     """Return names and values of all attributes of modules and configs, with what containers hold, without weights."""
     held: list[Any] = []
     for owner in owners:
-        attributes = vars(owner)
-        for name, value in list(attributes.items()):  # other threads may add some
+        for name, value in list(_attributes(owner).items()):  # other threads may add some
             if name not in IGNORED and not (name == "forward" and is_temporary(value)):
                 held.append(name)
                 held.append(value)
-                if type(value) in SIMPLE or not (value and isinstance(value, CONTAINERS)):
+                if type(value) in SIMPLE or container_kind(value) is None:
                     continue
-                if "hooks" in name and isinstance(value, dict):
-                    held.extend(itertools.filterfalse(is_unchanging, list(value.values())))
+                if "hooks" in name and container_kind(value) is dict:
+                    held.extend(itertools.filterfalse(is_unchanging, items_of(value)[1::2]))
                 else:
                     held += _within(value)
     return held
@@ -176,16 +190,17 @@ def _within(container: Any) -> list[Any]:
     """Return the keys and values in a container, and in containers in it."""
     held, containers, known = list[Any](), [container], {id(container)}
     for each in containers:  # which may hold itself
-        values = list(itertools.chain.from_iterable(list(each.items())) if isinstance(each, dict) else each)
+        values = items_of(each)
         held += values
         for value in values:
-            if isinstance(value, CONTAINERS) and id(value) not in known:
+            if container_kind(value) is not None and id(value) not in known:
                 known.add(id(value))
                 containers.append(value)
     return held
 
 
-def _are_same(before: Sequence[Any], after: Sequence[Any]) -> bool:
+def are_same(before: Sequence[Any], after: Sequence[Any]) -> bool:
+    """Return whether two sequences hold the same objects."""
     return len(before) == len(after) and all(map(operator.is_, before, after))
 
 
@@ -201,28 +216,38 @@ def settings(model: torch.nn.Module) -> Hashable:
     modules = all_modules(model)
     return (
         *((plain_class(module), _settings_of(vars(module))) for module in modules),
-        *((type(config), _settings_of(vars(config))) for config in _configs(modules)),
+        *((type(config), _settings_of(_attributes(config))) for config in _configs(modules)),
     )
 
 
 def _settings_of(attributes: dict[str, Any]) -> Hashable:
-    return tuple((name, _fixed(value)) for name, value in attributes.items() if name not in NOT_SETTINGS)
+    return tuple((name, _fixed(value)) for name, value in list(attributes.items()) if name not in NOT_SETTINGS)
+
+
+class _Identity:
+    """An object that equals itself only, whatever its class compares."""
+
+    def __init__(self, value: Any):
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
 
 
 def _fixed(value: Any, holders: tuple[int, ...] = ()) -> Hashable:
     """Return a hashable value, equal for attributes with the same effect on a forward as far as their types show it.
 
-    ``holders`` are the ids of the containers that hold the value, which may be one of them.
+    An object of any other class counts as changed if another one replaces it. ``holders`` are the ids of the containers
+    that hold the value, which may be one of them.
     """
-    if isinstance(value, PLAIN):
-        return value.data_ptr(), value.shape, value.dtype  # graphs read it at its address
-    if isinstance(value, CONTAINERS):
+    kind = type(value)
+    if kind in PLAIN and not value.is_nested:
+        return address(value), value.shape, value.dtype  # graphs read it at its address
+    if container_kind(value) is not None:
         if (own := id(value)) in holders:
-            return type(value), holders.index(own)
-        holders = *holders, own
-        if isinstance(value, dict):
-            return dict, tuple((key, _fixed(part, holders)) for key, part in value.items())
-        return type(value), tuple(_fixed(part, holders) for part in value)
-    if isinstance(value, (bool, int, float, str, type(None), *FUNCTIONS)):
-        return type(value), value
-    return (type(value),)
+            return kind, holders.index(own)
+        return kind, tuple(_fixed(part, (*holders, own)) for part in items_of(value))
+    return (kind, value) if kind in VALUES else _Identity(value)

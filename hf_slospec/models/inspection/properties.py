@@ -9,11 +9,31 @@ from inspect import signature
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from hf_slospec.errors import UnsupportedModelError
+from hf_slospec.forks import undone
 from hf_slospec.models.device.memory import DEVICE_ERRORS, is_out_of_memory
-from hf_slospec.models.inspection.traversal import all_modules
+from hf_slospec.models.inspection.traversal import all_modules, container_kind, items_of
 
+# Settings that say nothing of a model: packed forwards replace implementations, trainers switch `use_cache` off, and
+# transformers itself does not save the rest.
+UNREAD = {
+    "_name_or_path",
+    "transformers_version",
+    "use_cache",
+    "_attn_implementation_internal",
+    "_experts_implementation_internal",
+    "_auto_class",
+    "_commit_hash",
+    "_is_quantized",
+    "_post_init_done",
+    "base_model_fsdp_plan",
+    "base_model_pp_plan",
+    "base_model_tp_plan",
+    "distributed_config",
+    "ignore_keys_at_rope_validation",
+}
 FORWARD_ERRORS = (
     TypeError,
     AttributeError,
@@ -26,9 +46,33 @@ FORWARD_ERRORS = (
 
 
 def config_values(config: Any) -> dict[str, Any]:
-    """Return what a config says of the model itself, without where it came from and how it is called by default."""
-    ignored = "_name_or_path", "transformers_version", "use_cache"  # trainers switch the last one off
-    return {key: value for key, value in config.to_dict().items() if key not in ignored}
+    """Return what a config says of the model itself, without where it came from and how it is called by default.
+
+    The values can be compared and written as JSON. Objects that are neither plain values nor of transformers' classes
+    are described by their identity.
+    """
+    values: dict[str, Any] = _described(config)
+    return values
+
+
+def _described(value: Any, holders: tuple[int, ...] = ()) -> Any:
+    """Return a config or a value in it for JSON; ``holders`` are the ids of what holds it, which may be it."""
+    kind, container = type(value), container_kind(value)
+    if kind in (bool, int, float, str, type(None)):
+        return value
+    if kind is torch.dtype:
+        return str(value)
+    is_config = issubclass(kind, PreTrainedConfig) or kind.__module__.startswith("transformers.")
+    if id(value) in holders or not (is_config or container):
+        return f"{kind.__module__}.{kind.__qualname__} at {id(value)}"
+    holders = *holders, id(value)
+    if container in (list, tuple):
+        return [_described(part, holders) for part in items_of(value)]
+    items = items_of(value if container else vars(value))
+    names = [str(_described(name, holders)) for name in items[::2]]
+    values = {name: part for name, part in zip(names, items[1::2], strict=True) if name not in UNREAD}
+    described = {name: _described(part, holders) for name, part in values.items()}
+    return described if container else {"class": kind.__qualname__, **described}
 
 
 def vocab_size(model: Any) -> int:
@@ -122,13 +166,15 @@ def cannot_be_packed(model: Any, why: str) -> UnsupportedModelError:
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """Set all modules to evaluation mode inside this context: dropout would also draw from the global generator."""
     training: list[Any] = [module for module in all_modules(model) if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
+
+    def train() -> None:
         for module in training:
             module.training = True
+
+    with undone(train):
+        for module in training:
+            module.training = False
+        yield
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import time
 import zlib
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hf_slospec.errors import IncompatibleDraftError, InvalidInputError, UnsupportedModelError
+from hf_slospec.forks import cached_property
 from hf_slospec.models.inspection.properties import input_device
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class Ranks:
         """Return whether this is the process whose clock counts, and that leads."""
         return self._group is None or dist.get_rank(self._group) == 0
 
-    @functools.cached_property
+    @cached_property
     def orders(self) -> Orders:
         """Orders of the first rank; made by a collective operation."""
         return Orders(self._global)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from types import FunctionType
 from typing import Any
+
+from hf_slospec.forks import Lock, reset_in_children
 
 Attribute = tuple[Any, str]  # an object and the name of one of its attributes
 
@@ -17,9 +19,10 @@ class ReplacedAttributes:
     """Attributes that contexts in several threads may replace at once; the last context to end restores them."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # (id of the object, name) -> value before, value in the object's own __dict__, number of contexts.
-        self._users: dict[tuple[int, str], tuple[Any, Any, int]] = {}
+        self._lock = Lock()
+        # (id of the object, name) -> the object, value before, value in its own __dict__, threads of the contexts.
+        self._users: dict[tuple[int, str], tuple[Any, Any, Any, list[int]]] = {}
+        reset_in_children(self)
 
     def replace(self, attributes: Sequence[Attribute], replacement: Callable[[Any, Attribute], Any]) -> None:
         """Set each attribute to ``replacement(value, attribute)``, given the value that it has without replacements.
@@ -28,9 +31,9 @@ class ReplacedAttributes:
         """
         with self._lock:
             users = [self._users.get((id(owner), name)) or _unused(owner, name) for owner, name in attributes]
-            values = [replacement(value, attribute) for (value, _, _), attribute in zip(users, attributes, strict=True)]
-            for (owner, name), (value, stored, count), new in zip(attributes, users, values, strict=True):
-                self._users[id(owner), name] = value, stored, count + 1
+            values = [replacement(user[1], attribute) for user, attribute in zip(users, attributes, strict=True)]
+            for (owner, name), (_, value, stored, threads), new in zip(attributes, users, values, strict=True):
+                self._users[id(owner), name] = owner, value, stored, [*threads, get_ident()]
                 if isinstance(new, FunctionType):
                     vars(new)[TEMPORARY] = True
                 setattr(owner, name, new)
@@ -39,19 +42,30 @@ class ReplacedAttributes:
         """End one context's replacement of the attributes."""
         with self._lock:
             for owner, name in attributes:
-                value, stored, count = self._users.pop((id(owner), name))
-                if count > 1:
-                    self._users[id(owner), name] = value, stored, count - 1
-                elif stored is _MISSING:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, stored)
+                threads = self._users[id(owner), name][-1]
+                threads.remove(get_ident())
+                self._set_back_unless_used((id(owner), name))
+
+    def _set_back_unless_used(self, key: tuple[int, str]) -> None:
+        owner, _, stored, threads = self._users[key]
+        if not threads:
+            if stored is not _MISSING:
+                setattr(owner, key[1], stored)
+            elif key[1] in vars(owner):
+                delattr(owner, key[1])
+            del self._users[key]
+
+    def reset_after_fork(self) -> None:
+        """End the contexts of threads that do not exist here, also of one that had replaced only some attributes."""
+        for key, (*_, threads) in list(self._users.items()):
+            threads[:] = [thread for thread in threads if thread == get_ident()]
+            self._set_back_unless_used(key)
 
 
 def is_temporary(value: Any) -> bool:
     """Return whether a function was set by a context of :class:`ReplacedAttributes`."""
-    return isinstance(value, FunctionType) and TEMPORARY in vars(value)
+    return type(value) is FunctionType and TEMPORARY in vars(value)
 
 
-def _unused(owner: Any, name: str) -> tuple[Any, Any, int]:
-    return getattr(owner, name), vars(owner).get(name, _MISSING), 0
+def _unused(owner: Any, name: str) -> tuple[Any, Any, Any, list[int]]:
+    return owner, getattr(owner, name), vars(owner).get(name, _MISSING), []

@@ -107,7 +107,10 @@ def _stored(weight: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the plain tensors of a weight: several if it is quantised, none if it is offloaded or released."""
     if weight.is_meta:
         return
-    if hasattr(weight, "__tensor_flatten__"):
+    if weight.is_nested and type(weight) is torch.Tensor:
+        for part in weight.unbind():
+            yield from _stored(part)
+    elif hasattr(weight, "__tensor_flatten__"):
         for name in weight.__tensor_flatten__()[0]:
             if isinstance(part := getattr(weight, name), torch.Tensor):  # not a device mesh
                 yield from _stored(part)
@@ -118,6 +121,7 @@ def _stored(weight: torch.Tensor) -> Iterator[torch.Tensor]:
 def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the bits of a tensor as int32: its whole words, then each remaining byte."""
     dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    dense = dense.int_repr() if dense.is_quantized else dense.resolve_conj().resolve_neg()
     flat = dense.contiguous().view(-1).view(torch.uint8)
     if flat.storage_offset() % 4:  # a view of a larger tensor, such as FSDP's
         flat = flat.clone()
@@ -131,4 +135,9 @@ def _state_of(weight: torch.Tensor) -> State:
     tensors = list(_stored(weight))
     if not tensors:
         return ((id(weight), None),)
-    return tuple((each.data_ptr(), None if each.is_inference() else each._version) for each in tensors)
+    return tuple((address(each), None if each.is_inference() else each._version) for each in tensors)
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's data; the id of a tensor that is stored in several, such as a sparse one."""
+    return tensor.data_ptr() if torch._C._has_storage(tensor) else id(tensor)

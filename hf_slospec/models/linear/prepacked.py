@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from threading import get_ident
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 
 from hf_slospec.config import Prepack
+from hf_slospec.forks import Lock, reset_in_children
 from hf_slospec.models.device.memory import free_memory
 from hf_slospec.models.inspection.hooks import is_compiled
 from hf_slospec.models.inspection.layer_classes import plain_class, set_class
@@ -45,12 +45,50 @@ FREE_SHARE = 0.25  # share of the free memory that copies may take with prepack=
 _Key = tuple[int, str, torch.dtype | None]  # id of a layer, name of its weight, dtype of autocast
 # Packed weights, shared by all users of a layer; each refers to its layer, so that the layer's id stays valid.
 _shared: WeakValueDictionary[_Key, PackedWeight] = WeakValueDictionary()
-# By id of a model: the number of running packed forwards, and the plain class of each of its packed layers.
-_in_use: dict[int, tuple[int, dict[nn.Module, Any]]] = {}
-_lock = threading.Lock()
 
-if hasattr(os, "register_at_fork"):  # otherwise a child process could inherit the lock held
-    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+
+class _PackedClasses:
+    """Classes that layers have while packed forwards run in some thread; the last of a model to end restores them."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        # By id of a model: threads of its running packed forwards, and the plain class of each of its packed layers.
+        self._users: dict[int, tuple[list[int], dict[nn.Module, Any]]] = {}
+        reset_in_children(self)
+
+    def set(self, model: nn.Module, classes: dict[nn.Module, Any]) -> None:
+        """Begin a packed forward of a model in this thread."""
+        with self._lock:
+            threads, classes = self._users.setdefault(id(model), ([], classes))
+            threads.append(get_ident())
+            if len(threads) == 1:
+                for layer, plain in classes.items():
+                    packed_class = prepacked_class(plain)
+                    if type(layer) is plain:  # the user may have parametrised it meanwhile
+                        set_class(layer, packed_class)
+
+    def restore(self, model: nn.Module) -> None:
+        """End it."""
+        with self._lock:
+            self._users[id(model)][0].remove(get_ident())
+            self._restore_unless_used(id(model))
+
+    def _restore_unless_used(self, key: int) -> None:
+        threads, classes = self._users[key]
+        if not threads:
+            for layer, plain in classes.items():
+                if type(layer) is prepacked_class(plain):
+                    set_class(layer, plain)
+            del self._users[key]
+
+    def reset_after_fork(self) -> None:
+        """End the packed forwards of threads that do not exist here."""
+        for key, (threads, _) in list(self._users.items()):
+            threads[:] = [thread for thread in threads if thread == get_ident()]
+            self._restore_unless_used(key)
+
+
+_packed_classes = _PackedClasses()
 
 
 class PrepackedLayers:
@@ -162,27 +200,13 @@ class PrepackedLayers:
         if not (copies := self._copies):
             yield
             return
-        with _lock:  # several threads may forward the model at once; the last to finish restores the classes
-            count, classes = _in_use.get(id(self._model)) or (0, self._classes)
-            _in_use[id(self._model)] = count + 1, classes
-            if not count:
-                for layer, plain in classes.items():
-                    packed_class = prepacked_class(plain)
-                    if type(layer) is plain:  # the user may have parametrised it meanwhile
-                        set_class(layer, packed_class)
+        _packed_classes.set(self._model, self._classes)
         token = active.set(copies)
         try:
             yield
         finally:
             active.reset(token)
-            with _lock:
-                count, classes = _in_use.pop(id(self._model))
-                if count > 1:
-                    _in_use[id(self._model)] = count - 1, classes
-                else:
-                    for layer, plain in classes.items():
-                        if type(layer) is prepacked_class(plain):
-                            set_class(layer, plain)
+            _packed_classes.restore(self._model)
 
 
 def _kernels_of(layer: nn.Module, autocast: torch.dtype | None) -> Mapping[str, str]:

@@ -87,8 +87,12 @@ class Job:
         """Start the compilation; it ends with the package or with a failure, and goes on if this process ends.
 
         Raises:
-            OSError: no process could be started.
+            OSError: no process could be started, or the model's config cannot be pickled.
         """
+        try:
+            pickled = pickle.dumps(self)
+        except Exception as error:  # values of the config may be objects of any class
+            raise OSError(f"{type(error).__name__}: {error}") from error
         environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         process = subprocess.Popen(
             [sys.executable, "-m", __name__],
@@ -97,7 +101,7 @@ class Job:
         )  # fmt: skip
         assert process.stdin is not None
         with process.stdin as pipe:
-            pickle.dump(self, pipe)
+            pipe.write(pickled)
         return process
 
     def run(self) -> None:

@@ -205,7 +205,10 @@ class _Package:
             else:
                 self._why_not = self._job.failure
         except OSError as error:
-            self._why_not = f"compiling needs a process and the cache directory ({error})"
+            self._refuse_to_compile(error)
+
+    def _refuse_to_compile(self, error: OSError) -> None:
+        self._why_not = f"compiling needs a process, which pickles the config, and the cache directory ({error})"
 
     @property
     def is_ready(self) -> bool:
@@ -231,7 +234,10 @@ class _Package:
             return
         if self._process is None:
             if may_start:
-                self._process = self._job.start()
+                try:
+                    self._process = self._job.start()
+                except OSError as error:
+                    self._refuse_to_compile(error)
         elif self._process.poll() is not None:
             self._thread = threading.Thread(target=self._load, daemon=True)
             self._thread.start()

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import ref
 
 import numpy as np
 import torch
@@ -18,6 +16,7 @@ import torch.nn.functional as F
 
 from hf_slospec.config import Prepack, SLOSpecConfig
 from hf_slospec.errors import UnsupportedModelError, UnsupportedOptionError
+from hf_slospec.forks import Lock, reset_in_children
 from hf_slospec.models.attention import (
     AloneForward,
     DecoderForward,
@@ -136,11 +135,15 @@ class PackedModel:
         self.fingerprint = Fingerprint(model)
         # Those which the copies of weights were made from, and with which compiled forwards were compared.
         self._state, self._modules_state = self.fingerprint.state, self.fingerprint.modules_state
-        _packed_models.add(self)
+        reset_in_children(self)
+
+    def reset_after_fork(self) -> None:
+        """Begin with an empty cache: the threads that use the present one stayed with the parent."""
+        self.forget_cache()
 
     def forget_cache(self) -> None:
         """Drop the references to the cache, so that the next user begins with an empty one."""
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._shared: Callable[[], KVCache | None] = lambda: None  # a weak reference
         self._idle_pool: KVPool | None = None  # kept for its graphs while it has no user
 
@@ -485,16 +488,3 @@ class PackedModel:
         if interface is not None and not getattr(self.model, "caches_context", False):
             interface.check_attended()
         return outputs
-
-
-_packed_models: WeakSet[PackedModel] = WeakSet()
-
-
-def _forget_caches() -> None:
-    """Empty all caches in a forked child: the threads that use them stayed with the parent."""
-    for packed in _packed_models:
-        packed.forget_cache()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_caches)

@@ -86,6 +86,17 @@ def _counts_masked(packed: PackedModel, begin: int) -> bool:
     return not float(error) <= max(tolerance(packed), NOISE * _noise(packed))
 
 
+def ignores_zero_types(packed: PackedModel) -> bool:
+    """Return whether ``token_type_ids`` of zeros change nothing of what the model computes without any.
+
+    They are BERT's default. GPT-2 adds the embedding of token 0.
+    """
+    ids = torch.tensor([_random_prompt(packed)], device=packed.device)
+    with evaluating(packed.model), torch.no_grad():
+        plain = _logits(packed, [0], input_ids=ids)
+        return torch.equal(plain, _logits(packed, [0], input_ids=ids, token_type_ids=torch.zeros_like(ids)))
+
+
 def tolerance(packed: PackedModel) -> float:
     """Return the relative error of logits that rounding may cause."""
     dtypes = {stored.dtype for layer in packed.layers for stored in layer.shape.stored}

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
+from hf_slospec.forks import cached_property
 from hf_slospec.models.batch.packed_batch import Span
 from hf_slospec.models.recurrent.calls import (
     CONVOLUTION,
@@ -48,7 +48,7 @@ class RecurrentForward(StateCache):
             self._groups[device] = grouped(self._spans, device)
         return self._groups[device]
 
-    @functools.cached_property
+    @cached_property
     def _is_prompt(self) -> torch.Tensor:
         """Tokens of the batch that stock ``generate`` processes as part of a prompt.  [num_tokens] bool"""
         return torch.cat([span.staged_positions[-span.num_tokens :] < span.sequence.prompt_len for span in self._spans])

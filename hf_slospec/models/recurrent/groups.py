@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from hf_slospec.forks import cached_property
 from hf_slospec.models.batch.packed_batch import Span
 from hf_slospec.models.device.transfer import to_device
 from hf_slospec.models.recurrent.calls import Key
@@ -28,7 +28,7 @@ class Group:
     is_long_chain: bool
     _windows: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    @functools.cached_property
+    @cached_property
     def parents(self) -> list[list[int]]:
         """Parents of each sequence's nodes, see :func:`parents`."""
         return [parents(mask) for mask in self.mask]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from transformers.utils.chat_template_utils import _get_template_variables
 
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.forks import Lock
 from hf_slospec.serving.submission import REFUSALS
 
 ROLES = ("assistant", "developer", "function", "system", "tool", "user")
@@ -28,7 +28,7 @@ class ChatTemplates:
         """``special_tokens`` in texts of messages become control tokens (allow), are refused, or stay text (escape)."""
         self._treatment = special_tokens
         self._copies: dict[int, Any] = {}  # by id() of the processor, which lives as long as the server
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def apply(
         self,

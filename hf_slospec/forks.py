@@ -1,0 +1,104 @@
+"""Locks and other state that a forked child resets, as all threads but the one that forked stayed with the parent."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
+
+T = TypeVar("T")
+
+
+class Resettable(Protocol):
+    """An object with state that threads share."""
+
+    def reset_after_fork(self) -> None:
+        """Make the state consistent in a forked child, which has the current thread only; take no time for more."""
+
+
+_locks: WeakSet[Resettable] = WeakSet()
+_owners: WeakSet[Resettable] = WeakSet()
+_undos: dict[object, tuple[int, Callable[[], None]]] = {}  # what to undo, with the thread whose context it is
+
+
+def reset_lock_in_children(lock: Resettable) -> None:
+    """Let forked children reset a lock, before everything else."""
+    _locks.add(lock)
+
+
+def reset_in_children(owner: Resettable) -> None:
+    """Let forked children reset an object, all of whose locks are free then."""
+    _owners.add(owner)
+
+
+@contextmanager
+def undone(undo: Callable[[], None]) -> Iterator[None]:
+    """Call ``undo`` at the end of this context, and in forked children that lack the context's thread."""
+    key = object()
+    _undos[key] = threading.get_ident(), undo
+    try:
+        yield
+    finally:
+        del _undos[key]
+        undo()
+
+
+def _reset() -> None:
+    for each in [*_locks, *_owners]:
+        each.reset_after_fork()
+    for key, (thread, undo) in list(_undos.items()):
+        if thread != threading.get_ident():
+            del _undos[key]
+            undo()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset)
+
+
+class Lock:
+    """Reentrant lock that is free in a forked child, unless the thread that forked holds it."""
+
+    def __init__(self) -> None:
+        self._lock: Any = threading.RLock()
+        reset_lock_in_children(self)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._lock.release()
+
+    def reset_after_fork(self) -> None:
+        """Free the lock if a thread holds it that does not exist here."""
+        if not self._lock._is_owned():
+            self._lock = threading.RLock()
+
+
+class Condition(threading.Condition):
+    """Condition whose lock is free in a forked child, unless the thread that forked holds it; nobody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        reset_lock_in_children(self)
+
+    def reset_after_fork(self) -> None:
+        """Forget all threads that hold the lock or wait."""
+        is_held: bool = self._is_owned()  # type: ignore[attr-defined]  # not in typeshed
+        if not is_held:
+            super().__init__()
+
+
+class cached_property(functools.cached_property[T]):  # noqa: N801  a decorator
+    """``functools.cached_property`` without the lock that it has before Python 3.12, which children would inherit."""
+
+    def __get__(self, instance: Any, owner: type[Any] | None = None) -> Any:
+        if instance is None:
+            return self
+        vars(instance)[self.attrname] = value = self.func(instance)
+        return value
