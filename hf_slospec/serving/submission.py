@@ -52,6 +52,7 @@ class SubmitOptions(BaseModel):
     priority: int = 0
     best_effort: bool = False
     speculative: bool = True
+    skip_special_tokens: bool = True
     seed: int | None = Field(None, ge=0, lt=2**64)
     block: bool = False
     timeout: float | None = Field(None, ge=0)  # seconds
