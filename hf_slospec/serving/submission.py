@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 from transformers import PreTrainedTokenizerBase
@@ -21,15 +20,12 @@ from hf_slospec.errors import (
     describe_validation_error,
 )
 from hf_slospec.models.inspection.cache_names import CACHE_NAMES
+from hf_slospec.serving.chat_contents import REFUSALS, in_template_form
 from hf_slospec.serving.handle import RequestHandle
 
 Prompt = str | Sequence[int] | torch.Tensor | Sequence[dict[str, Any]]
 IMPOSSIBLE = "impossible"  # type and range are right, and the value contradicts itself or others
 WRONG_VALUE = ("greater_than", "less_than", "finite", IMPOSSIBLE)  # pydantic's error types that are no type errors
-# Raised by tokenizers, chat templates and processors for inputs that they cannot process.
-REFUSALS = (
-    TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, OSError, RuntimeError,
-)  # fmt: skip
 NOT_FOR_ONE = (  # arguments of generate that do not apply to the tokens of a single request
     *CACHE_NAMES,
     "assistant_model",
@@ -150,8 +146,10 @@ def inputs_of(
         )
     try:
         if images is None:
+            options = {"add_generation_prompt": True}
+            messages: Any = in_template_form(processor, prompt, options)
             processed = processor.apply_chat_template(
-                list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+                messages, **options, tokenize=True, return_dict=True, return_tensors="pt"
             )
         else:
             processed = processor(text=[prompt], images=list(images), return_tensors="pt")
@@ -216,7 +214,11 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, is_app
         if getattr(given, "chat_template", None) is None:
             raise InvalidInputError("the tokenizer has no chat template; submit a text or token ids")
         try:
-            ids = given.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]
+            options = {"add_generation_prompt": True}
+            messages = in_template_form(given, prompt, options)
+            ids = given.apply_chat_template(messages, **options, return_dict=True)["input_ids"]
+        except InvalidInputError:
+            raise
         except REFUSALS as error:
             raise InvalidInputError(f"the chat template refused the messages: {error}") from error
     else:

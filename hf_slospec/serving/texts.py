@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 from transformers.generation import StoppingCriteria
 
 from hf_slospec.drafters.translation import BYTE_TOKEN, bytes_of
@@ -32,22 +33,24 @@ class Detokenizer:
     @cached_property
     def byte_tokens(self) -> frozenset[int]:
         """Byte tokens of a sentencepiece vocabulary; a run that is no UTF-8 as a whole is replaced as a whole."""
+        if not isinstance(self._tokenizer, PreTrainedTokenizerBase):
+            return frozenset()
         numbers = self._tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
         return frozenset(numbers) - {self._tokenizer.unk_token_id, None}
 
     @cached_property
-    def skipped(self) -> dict[int, str]:
-        """Special tokens without text, and their names."""
-        added = self._tokenizer.added_tokens_decoder.items() if self._skips else ()
-        return {number: str(token.content) for number, token in added if token.special}
-
-    @cached_property
     def cleans_up(self) -> bool:
         """Whether transformers' clean_up_tokenization changes the decoded text."""
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        is_bpe = type(getattr(backend, "model", None)).__name__ == "BPE"
-        overrides = self._tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
-        return bool(self._tokenizer.clean_up_tokenization_spaces and (overrides or not is_bpe))
+        tokenizer = self._tokenizer
+        if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
+            return False
+        is_bpe = type(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)).__name__ == "BPE"
+        return not is_bpe or tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output is True
+
+    def skipped(self, token: int) -> str:
+        """Return the text of a special token that is left out; empty for other tokens."""
+        text: str = "" if self([token]) else self._tokenizer.decode([token])
+        return text
 
     def token_bytes(self, token: int) -> bytes:
         """Return the UTF-8 bytes of a token behind another one; part of a character if the token is."""
@@ -73,10 +76,9 @@ class TextStream:
     def __init__(self, to_text: ToText, prompt: Sequence[int] = ()):
         """``prompt``: tokens before the first one; their text is not returned, but the first token's depends on it."""
         self._to_text, self.held = to_text, ""  # held: text of the tokens so far that further tokens may change
-        self._byte_tokens, self._skipped, self._cleans_up = frozenset[int](), dict[int, str](), False
+        self._byte_tokens, self._cleans_up = frozenset[int](), False
         if isinstance(to_text, Detokenizer):
-            self._byte_tokens, self._skipped = to_text.byte_tokens, to_text.skipped
-            self._cleans_up = to_text.cleans_up
+            self._byte_tokens, self._cleans_up = to_text.byte_tokens, to_text.cleans_up
         self._tokens = self._context(prompt)  # decoded at every step; the first ones for context only
         self._num_context = len(self._tokens)
         self._num_returned = len(to_text(self._tokens).rstrip(INVALID)) if self._tokens else 0  # characters
@@ -84,8 +86,8 @@ class TextStream:
     def _context(self, prompt: Sequence[int]) -> list[int]:
         """Return the last tokens of a prompt that suffice to decode what follows as behind the whole prompt."""
         for tail in (list(prompt[-size:]) for size in CONTEXT_SIZES if size < len(prompt)):
-            text, first = self._to_text(tail), next((token for token in tail if token not in self._skipped), None)
-            if text and INVALID not in text and first not in self._byte_tokens:
+            text = self._to_text(tail)
+            if text and INVALID not in text and not self._is_byte(tail):
                 return tail
         return list(prompt)
 
@@ -103,13 +105,18 @@ class TextStream:
 
     def _num_final(self, text: str) -> int:
         """Return the number of characters that no further token changes."""
-        last = next((token for token in reversed(self._tokens) if token not in self._skipped), None)
-        if last in self._byte_tokens:
+        if self._is_byte(reversed(self._tokens)):
             return self._num_returned
         if self._cleans_up:
             word = WORD.match(text)
             text = "" if word is None else word[0]
         return len(text.rstrip(INVALID))
+
+    def _is_byte(self, tokens: Iterable[int]) -> bool:
+        """Return True if the first token is a byte token, but for those without text."""
+        if not self._byte_tokens:
+            return False
+        return next((token for token in tokens if self._to_text([token])), None) in self._byte_tokens
 
 
 class StoppedText:
@@ -131,7 +138,7 @@ class StoppedText:
             min_tokens: number of first tokens that complete no stop string.
         """
         self._stream, self._stop_strings, self._keeps_stop = TextStream(to_text, prompt), stop_strings, keeps_stop
-        self._skipped = to_text.skipped if isinstance(to_text, Detokenizer) else {}
+        self._skipped = to_text.skipped if isinstance(to_text, Detokenizer) and stop_strings else lambda token: ""
         self._min_tokens, self._begin = min_tokens, 0  # no stop string ends in the text before _begin
         self._held = ""  # text that may be the beginning of a stop string
         self.stop_string: str | None = None  # the one at which the text was cut
@@ -147,7 +154,7 @@ class StoppedText:
             self._begin = len((self._held + self._stream.held).rstrip(INVALID))
         text = self._held + self._stream.push(tokens, is_last)
         # A special token that is not shown may be a stop string, or the end of one.
-        searched = text + self._stream.held + (self._skipped.get(tokens[-1], "") if tokens else "")
+        searched = text + self._stream.held + (self._skipped(tokens[-1]) if tokens else "")
         begins = {stop: searched.find(stop, max(self._begin - len(stop) + 1, 0)) for stop in self._stop_strings}
         if matches := [(begin + len(stop), begin, stop) for stop, begin in begins.items() if begin >= 0]:
             end, begin, self.stop_string = min(matches)
