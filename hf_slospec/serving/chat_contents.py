@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -75,11 +76,15 @@ def _hidden(processor: Any, messages: Sequence[Message], options: Mapping[str, A
 
     chat = [_with_texts(message, partial(marked, index)) for index, message in enumerate(messages)]
     try:
-        rendered = _rendered(processor, chat, options)
-        shown = {word: word in rendered and not _is_dumped(word, rendered) for word in words}
+        rendered, wanted = _rendered(processor, chat, options), {word: word for word in words}
     except REFUSALS:  # a template that wants texts of a certain kind
-        rendered = _rendered(processor, messages, options)
-        shown = {word: _squeezed(text) in rendered for word, (_, text) in words.items()}
+        rendered, wanted = _rendered(processor, messages, options), {word: text for word, (_, text) in words.items()}
+    if not isinstance(rendered, str):  # a processor that does not say what it renders
+        return []
+    prompt = _squeezed(html.unescape(rendered))
+    shown = {
+        word: _squeezed(text) in prompt and not _is_dumped(_squeezed(text), prompt) for word, text in wanted.items()
+    }
     return [
         index
         for word, (index, _) in words.items()
@@ -88,13 +93,13 @@ def _hidden(processor: Any, messages: Sequence[Message], options: Mapping[str, A
     ]
 
 
-def _rendered(processor: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-    return _squeezed(str(processor.apply_chat_template(list(messages), **{**options, "tokenize": False})))
+def _rendered(processor: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> Any:
+    return processor.apply_chat_template(list(messages), **{**options, "tokenize": False})
 
 
 def _squeezed(text: str) -> str:
-    """Return a text without what templates change: whitespace and case."""
-    return "".join(text.split()).casefold()
+    """Return a text without what templates change: whitespace, case and backslashes."""
+    return "".join(text.split()).casefold().replace("\\", "")
 
 
 def _is_dumped(word: str, rendered: str) -> bool:

@@ -153,9 +153,13 @@ class StoppedText:
             self._held += self._stream.push(first, False)
             self._begin = len((self._held + self._stream.held).rstrip(INVALID))
         text = self._held + self._stream.push(tokens, is_last)
-        # A special token that is not shown may be a stop string, or the end of one.
-        searched = text + self._stream.held + (self._skipped(tokens[-1]) if tokens else "")
+        searched = text + self._stream.held
         begins = {stop: searched.find(stop, max(self._begin - len(stop) + 1, 0)) for stop in self._stop_strings}
+        # A special token that is not shown may be a stop string, or the end of one.
+        if special := self._skipped(tokens[-1]) if tokens else "":
+            searched += special
+            ends = [stop for stop in self._stop_strings if stop.endswith(special) and searched.endswith(stop)]
+            begins |= {stop: len(searched) - len(stop) for stop in ends}
         if matches := [(begin + len(stop), begin, stop) for stop, begin in begins.items() if begin >= 0]:
             end, begin, self.stop_string = min(matches)
             return searched[: end if self._keeps_stop else begin]
