@@ -82,15 +82,14 @@ def _hidden(processor: Any, messages: Sequence[Message], options: Mapping[str, A
     if not isinstance(rendered, str):  # a processor that does not say what it renders
         return []
     prompt = _squeezed(html.unescape(rendered))
-    shown = {
-        word: _squeezed(text) in prompt and not _is_dumped(_squeezed(text), prompt) for word, text in wanted.items()
-    }
-    return [
-        index
-        for word, (index, _) in words.items()
+    hidden = []
+    for word, (index, _) in words.items():
+        text = _squeezed(wanted[word])
+        is_shown = text in prompt and not (_is_list(messages[index]) and _is_dumped(text, prompt))
         # Templates of Llama 3.1 and others leave out what an assistant says beside tool calls.
-        if not shown[word] and not messages[index].get("tool_calls")
-    ]
+        if not is_shown and not messages[index].get("tool_calls"):
+            hidden.append(index)
+    return hidden
 
 
 def _rendered(processor: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> Any:

@@ -23,6 +23,7 @@ from hf_slospec.models.inspection.cache_names import CACHE_NAMES
 from hf_slospec.serving.chat_contents import REFUSALS, in_template_form
 from hf_slospec.serving.handle import RequestHandle
 
+PROMPTED = {"add_generation_prompt": True}  # options of apply_chat_template
 Prompt = str | Sequence[int] | torch.Tensor | Sequence[dict[str, Any]]
 IMPOSSIBLE = "impossible"  # type and range are right, and the value contradicts itself or others
 WRONG_VALUE = ("greater_than", "less_than", "finite", IMPOSSIBLE)  # pydantic's error types that are no type errors
@@ -144,12 +145,11 @@ def inputs_of(
             "images goes with a text that has the processor's placeholders; in chat messages, images are parts of the "
             'content: {"type": "image", "image": ...}'
         )
+    messages = in_template_form(processor, list[Any](prompt), PROMPTED) if images is None else []
     try:
         if images is None:
-            options = {"add_generation_prompt": True}
-            messages: Any = in_template_form(processor, prompt, options)
             processed = processor.apply_chat_template(
-                messages, **options, tokenize=True, return_dict=True, return_tensors="pt"
+                messages, **PROMPTED, tokenize=True, return_dict=True, return_tensors="pt"
             )
         else:
             processed = processor(text=[prompt], images=list(images), return_tensors="pt")
@@ -213,12 +213,9 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, is_app
         given = _tokenizer_for("chat messages", tokenizer)
         if getattr(given, "chat_template", None) is None:
             raise InvalidInputError("the tokenizer has no chat template; submit a text or token ids")
+        messages = in_template_form(given, prompt, PROMPTED)
         try:
-            options = {"add_generation_prompt": True}
-            messages = in_template_form(given, prompt, options)
-            ids = given.apply_chat_template(messages, **options, return_dict=True)["input_ids"]
-        except InvalidInputError:
-            raise
+            ids = given.apply_chat_template(messages, **PROMPTED, return_dict=True)["input_ids"]
         except REFUSALS as error:
             raise InvalidInputError(f"the chat template refused the messages: {error}") from error
     else:
