@@ -11,7 +11,8 @@ from hf_slospec.engine.events import Commit
 from hf_slospec.engine.request import FinishReason, RequestMetrics
 from hf_slospec.errors import InvalidInputError, NotRunningError, RequestCancelledError
 from hf_slospec.serving.generator import SLOSpecGenerator
-from hf_slospec.serving.handle import RequestHandle, ToText
+from hf_slospec.serving.handle import RequestHandle
+from hf_slospec.serving.texts import Detokenizer, ToText
 
 POLICIES = {
     "none": SLOSpecConfig(policy="none"),
@@ -137,10 +138,7 @@ class LocalGenerator:
         except NotRunningError:  # an error stopped the engine; the streams of that step show it
             self.generator.start()
             handle = self.generator.submit(inputs, **options)
-        return LocalHandle(handle, self._to_text)
-
-    def _to_text(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        return LocalHandle(handle, Detokenizer(self._tokenizer))
 
     def set_policy(self, name: str) -> None:
         if name not in POLICIES:

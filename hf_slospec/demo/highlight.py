@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import NamedTuple
 
-from hf_slospec.serving.handle import TextStream, ToText
+from hf_slospec.serving.texts import TextStream, ToText
 
 
 class TextPiece(NamedTuple):

@@ -41,7 +41,7 @@ BYTES_BY_CHAR = _bytes_by_char()
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # byte tokens of sentencepiece vocabularies
 
 
-def _bytes_of(token: str, is_byte_level: bool) -> bytes:
+def bytes_of(token: str, is_byte_level: bool) -> bytes:
     """Return the text of a token of a byte-level or sentencepiece vocabulary."""
     if is_byte_level:
         values = [BYTES_BY_CHAR.get(char) for char in token]
@@ -67,7 +67,7 @@ class TokenTexts:
             if number in self.special:
                 self.keys[number] = token
             else:
-                self.keys[number] = token.encode() if number in added else _bytes_of(token, is_byte_level)
+                self.keys[number] = token.encode() if number in added else bytes_of(token, is_byte_level)
             ranks[number] = 2 if number in added else 0 if BYTE_TOKEN.fullmatch(token) else 1
         self.ids = {self.keys[number]: number for number in sorted(self.keys, key=lambda token: (ranks[token], token))}
 

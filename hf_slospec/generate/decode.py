@@ -137,9 +137,9 @@ class Decoder:
         self.num_steps += sum(request.stats.num_steps for request in call.rows.requests)
         return output
 
-    def prepare(self, slo_tpot: SLOTpot, arguments: dict[str, Any], is_idle: bool = True) -> Call:
+    def prepare(self, slo_tpot: SLOTpot, arguments: dict[str, Any], *options: Any) -> Call:
         """Return the prepared call; see :func:`~hf_slospec.generate.prepare.prepare`."""
-        return prepare(self._speculator_of(arguments), slo_tpot, arguments, is_idle)
+        return prepare(self._speculator_of(arguments), slo_tpot, arguments, *options)
 
     def _speculator_of(self, arguments: dict[str, Any]) -> Speculator:
         """Return the speculator of a call with these arguments."""

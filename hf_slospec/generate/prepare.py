@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation import GenerationConfig, StoppingCriteriaList
+from transformers.generation import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError, UnsupportedModelError, UnsupportedOptionError
@@ -44,6 +44,7 @@ from hf_slospec.models.inspection.properties import FORWARD_ERRORS
 from hf_slospec.models.sampling import StockSampler
 
 TEXT_ARGUMENTS = {*PREPARED, "input_ids", "inputs"}
+NewStopStrings = Callable[[Any, Any], StoppingCriteria]  # of a tokenizer and the strings
 
 
 class StockCall(NamedTuple):
@@ -99,12 +100,19 @@ class Call:
 
 
 @torch.no_grad()
-def prepare(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any], is_idle: bool = True) -> Call:
+def prepare(
+    speculator: Speculator,
+    slo_tpot: SLOTpot,
+    arguments: dict[str, Any],
+    is_idle: bool = True,
+    new_stop_strings: NewStopStrings = StopStrings,
+) -> Call:
     """Check a call and return it as stock ``generate`` would begin to decode it.
 
     Args:
         arguments: those of stock ``generate``, by name.
         is_idle: see :meth:`Speculator.renew`.
+        new_stop_strings: makes the criterion of ``stop_strings``.
 
     Raises:
         InvalidInputError, InvalidTypeError, UnsupportedOptionError, UnsupportedModelError, IncompatibleDraftError: the
@@ -119,12 +127,12 @@ def prepare(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any]
             "would run in one of its processes only; call generate with them in every process, while no batcher runs"
         )
     with speculator.lock if has_images else contextlib.nullcontext():  # stock may forward the image encoder
-        stock = _prepared(model, arguments)
+        stock = _prepared(model, _for_stock(model, arguments, new_stop_strings))
     return _call(speculator, slo, arguments, arrived_s, stock)
 
 
 def _prepared(model: PreTrainedModel, arguments: dict[str, Any]) -> StockCall:
-    """Return what stock ``generate`` passes to its decoding method.
+    """Return what stock ``generate`` passes to its decoding method; ``arguments`` are those that it takes.
 
     Raises:
         UnsupportedModelError: a ``generate`` of the model's class does not return what the decoding method does.
@@ -138,7 +146,7 @@ def _prepared(model: PreTrainedModel, arguments: dict[str, Any]) -> StockCall:
 
     error: Exception | None = None
     try:
-        output = stock_generate(model)(**_for_stock(model, arguments), custom_generate=decoding_method)
+        output = stock_generate(model)(**arguments, custom_generate=decoding_method)
     except FORWARD_ERRORS as raised:
         if not calls:
             raise
@@ -300,7 +308,9 @@ def _as_decoding_method(
     return StockCall(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, inputs_tensor)
 
 
-def _for_stock(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
+def _for_stock(
+    model: PreTrainedModel, arguments: dict[str, Any], new_stop_strings: NewStopStrings = StopStrings
+) -> dict[str, Any]:
     """Return the arguments without those that stock would drop, refuse or misread."""
     kept = {name: value for name, value in arguments.items() if name not in ("streamer", "labels")}
     kept = without_drafts(model, kept)  # with them, stock would choose assisted decoding, which takes only one row
@@ -312,7 +322,7 @@ def _for_stock(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, A
     strings, tokenizer = configured("stop_strings", model, kept), kept.get("tokenizer")
     if strings is not None and tokenizer is not None:  # without a tokenizer stock says what is missing
         try:
-            criterion = StopStrings(tokenizer, strings)
+            criterion = new_stop_strings(tokenizer, strings)
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise InvalidInputError(
                 f"stop_strings must be strings that the tokenizer can write, got {strings!r}: {error}"

@@ -190,6 +190,7 @@ class SLOSpecGenerator:
         must_guarantee: bool = False,
         resume: Progress | None = None,
         continues: RequestHandle | None = None,
+        skip_special_tokens: bool = True,
         **kwargs: Any,
     ) -> RequestHandle:
         """Queue one request for the batcher; may be called from any thread.
@@ -225,8 +226,10 @@ class SLOSpecGenerator:
                 special tokens are added, or ids. K/V that is still kept is reused (``metrics.reused``), other K/V is
                 computed again. SLOs count from now, so the pause is in none; ``metrics.earlier`` has the part before
                 it. Options are those of this call, except that ``cache_salt`` is the earlier one if left out.
+            skip_special_tokens: leave special tokens out of the text, in which ``stop_strings`` are searched for.
             kwargs: everything else ``generate`` takes for one row (``max_new_tokens``, ``stop_strings``,
-                ``logits_processor``, ``streamer``, ...).
+                ``logits_processor``, ``streamer``, ...). ``stop_strings`` end the output where its text completes one
+                after ``min_new_tokens`` tokens, as with vLLM; those of ``generate`` may begin in the prompt.
 
         Raises:
             NotRunningError: call ``start()`` first, or use ``with generator:``.
@@ -238,6 +241,7 @@ class SLOSpecGenerator:
             slo_ttft=slo_ttft, slo_e2e=slo_e2e, priority=priority, best_effort=best_effort, seed=seed,
             block=bool(block), speculative=speculative, timeout=timeout, logprobs=logprobs,
             prompt_logprobs=prompt_logprobs, cache_salt=cache_salt, must_guarantee=must_guarantee, resume=resume,
+            skip_special_tokens=skip_special_tokens,
         )  # fmt: skip
         return self._service.submit(prompt, slo_tpot, options, kwargs, images, continues)
 

@@ -19,8 +19,8 @@ from hf_slospec.engine.request import FinishReason, Progress, Request, RequestMe
 from hf_slospec.errors import InvalidInputError, InvalidTypeError, NotRunningError, RequestCancelledError
 from hf_slospec.forks import Condition
 from hf_slospec.models.sampling import TokenLogprobs
+from hf_slospec.serving.texts import TextStream, ToText
 
-ToText = Callable[[list[int]], str]
 WAITS_FOR_ITSELF = (
     "the batcher's own thread would wait for itself: a processor, criterion or drafter waits for what the batcher does "
     "after it has returned; call generate there, or wait elsewhere"
@@ -320,23 +320,3 @@ def _resolve(wakers: Sequence[Waker]) -> None:
     for waker in wakers:
         if not waker.future.done():
             waker.future.set_result(None)
-
-
-class TextStream:
-    """Incremental detokenization: whole characters only, decoded together with the tokens before them."""
-
-    def __init__(self, to_text: ToText):
-        self.to_text = to_text
-        self._tokens: list[int] = []
-        self._begin = self._shown = 0  # first token decoded again for context, and tokens whose text was returned
-
-    def push(self, tokens: list[int], is_last: bool) -> str:
-        """Add tokens and return the text that they complete."""
-        self._tokens += tokens
-        before, now = (self.to_text(self._tokens[self._begin : end]) for end in (self._shown, len(self._tokens)))
-        if now.endswith("\ufffd") and not is_last:  # part of a character
-            return ""
-        if len(now) > len(before):  # tokens without text, such as special ones, give no context
-            self._begin = self._shown
-        self._shown = len(self._tokens)
-        return now[len(before) :]

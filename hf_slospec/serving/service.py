@@ -40,7 +40,7 @@ from hf_slospec.generate.prepare import Call
 from hf_slospec.generate.prompt_logprobs import prompt_logprobs_of
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.speculator import Speculator
-from hf_slospec.generate.validation import check_decoder_only, check_ids
+from hf_slospec.generate.validation import check_decoder_only, check_ids, configured
 from hf_slospec.models.device.host_memory import return_freed_memory
 from hf_slospec.models.device.memory import free_memory
 from hf_slospec.models.inspection.properties import autocast_dtype, trained_len, vocab_size
@@ -52,6 +52,7 @@ from hf_slospec.serving.handle import RequestHandle
 from hf_slospec.serving.submission import Prompt, SubmitOptions, check_arguments_of_one, inputs_after, inputs_of
 from hf_slospec.serving.telemetry import Collector, Stats, Telemetry
 from hf_slospec.serving.tensor_parallel import Follower, LeadingTarget, check_draft_is_whole
+from hf_slospec.serving.texts import Detokenizer, OutputStopStrings
 
 logger = logging.getLogger(__name__)
 STREAMER_S = 5.0  # seconds that stop() waits for a streamer to receive the remaining tokens
@@ -271,8 +272,16 @@ class BatchingService:
         inputs["attention_mask"] = torch.ones_like(inputs["inputs"])
         inputs = {name: value.to(self.decoder.model.device) if isinstance(value, torch.Tensor) else value
                   for name, value in inputs.items()}  # fmt: skip
+
+        def new_stop_strings(tokenizer: Any, strings: str | Sequence[str]) -> OutputStopStrings:
+            min_tokens = configured("min_new_tokens", self.decoder.model, arguments) or 0
+            to_text = Detokenizer(tokenizer, options.skip_special_tokens)
+            return OutputStopStrings(to_text, strings, inputs["inputs"].shape[1], min_tokens)
+
         with keeping_rope_deltas(self.decoder.model):
-            call = self.decoder.prepare(slo_tpot, {"tokenizer": self.tokenizer} | arguments | inputs, batcher.is_idle)
+            call = self.decoder.prepare(
+                slo_tpot, {"tokenizer": self.tokenizer} | arguments | inputs, batcher.is_idle, new_stop_strings
+            )
         call.speculator.lock.rest()  # this thread may have read weights or encoded images
         params, record, seed = self._params(call, options), call.rows.record, options.seed
         reader = None if options.prompt_logprobs is None else prompt_logprobs_of(call, options.prompt_logprobs)
@@ -293,7 +302,8 @@ class BatchingService:
         if sampler is not None:
             self._samplers.add(request, sampler)
         handle = RequestHandle(
-            request, self._to_text, batcher.abort, seed if params.is_sampled else None, record.logprobs[0],
+            request, None if self.tokenizer is None else Detokenizer(self.tokenizer, options.skip_special_tokens),
+            batcher.abort, seed if params.is_sampled else None, record.logprobs[0],
             [] if reader is None else reader.logprobs,
         )  # fmt: skip
         handle.has_images = call.has_images
@@ -323,11 +333,6 @@ class BatchingService:
             priority=options.priority, is_best_effort=options.best_effort, must_guarantee=options.must_guarantee,
             cache_salt=options.cache_salt, may_draft=options.speculative,
         )  # fmt: skip
-
-    @property
-    def _to_text(self) -> Any:
-        tokenizer = self.tokenizer
-        return None if tokenizer is None else lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
 
 
 @contextlib.contextmanager

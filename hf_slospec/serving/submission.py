@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 from transformers import PreTrainedTokenizerBase
@@ -21,15 +20,13 @@ from hf_slospec.errors import (
     describe_validation_error,
 )
 from hf_slospec.models.inspection.cache_names import CACHE_NAMES
+from hf_slospec.serving.chat_contents import REFUSALS, in_template_form
 from hf_slospec.serving.handle import RequestHandle
 
+PROMPTED = {"add_generation_prompt": True}  # options of apply_chat_template
 Prompt = str | Sequence[int] | torch.Tensor | Sequence[dict[str, Any]]
 IMPOSSIBLE = "impossible"  # type and range are right, and the value contradicts itself or others
 WRONG_VALUE = ("greater_than", "less_than", "finite", IMPOSSIBLE)  # pydantic's error types that are no type errors
-# Raised by tokenizers, chat templates and processors for inputs that they cannot process.
-REFUSALS = (
-    TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, OSError, RuntimeError,
-)  # fmt: skip
 NOT_FOR_ONE = (  # arguments of generate that do not apply to the tokens of a single request
     *CACHE_NAMES,
     "assistant_model",
@@ -53,6 +50,7 @@ class SubmitOptions(BaseModel):
     priority: int = 0
     best_effort: bool = False
     speculative: bool = True
+    skip_special_tokens: bool = True
     seed: int | None = Field(None, ge=0, lt=2**64)
     block: bool = False
     timeout: float | None = Field(None, ge=0)  # seconds
@@ -148,10 +146,11 @@ def inputs_of(
             "images goes with a text that has the processor's placeholders; in chat messages, images are parts of the "
             'content: {"type": "image", "image": ...}'
         )
+    messages = in_template_form(processor, list[Any](prompt), PROMPTED) if images is None else []
     try:
         if images is None:
             processed = processor.apply_chat_template(
-                list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+                messages, **PROMPTED, tokenize=True, return_dict=True, return_tensors="pt"
             )
         else:
             processed = processor(text=[prompt], images=list(images), return_tensors="pt")
@@ -219,8 +218,9 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, is_app
         given = _tokenizer_for("chat messages", tokenizer)
         if getattr(given, "chat_template", None) is None:
             raise InvalidInputError("the tokenizer has no chat template; submit a text or token ids")
+        messages = in_template_form(given, prompt, PROMPTED)
         try:
-            ids = given.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"]
+            ids = given.apply_chat_template(messages, **PROMPTED, return_dict=True)["input_ids"]
         except REFUSALS as error:
             raise InvalidInputError(f"the chat template refused the messages: {error}") from error
     else:

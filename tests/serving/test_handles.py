@@ -14,7 +14,8 @@ import pytest
 from hf_slospec.engine.events import Commit, PhaseTimes
 from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.errors import InvalidInputError, InvalidTypeError
-from hf_slospec.serving.handle import RequestHandle, TextStream
+from hf_slospec.serving.handle import RequestHandle
+from hf_slospec.serving.texts import TextStream
 from tests.support.toys.server import WAIT_S, Server, alone
 
 

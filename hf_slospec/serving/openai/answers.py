@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hf_slospec.engine.request import RequestMetrics
+from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.serving.openai.choices import Choice, Piece
 from hf_slospec.serving.openai.messages import Parts
 
@@ -62,7 +63,7 @@ class Answer:
 
     model: str
     is_chat: bool
-    token_text: Callable[[int], str]  # text of one token id
+    token_bytes: Callable[[int], bytes]  # UTF-8 bytes of one token id, which may be part of a character
     wants_logprobs: bool = False
     includes_usage: bool = False  # in the last chunk of a stream
     has_continuous_usage: bool = False  # in every chunk of a stream
@@ -135,22 +136,42 @@ class Answer:
         }
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.token_text(token)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+        data = self.token_bytes(token)
+        return {"token": data.decode(errors="backslashreplace"), "logprob": _finite(logprob), "bytes": list(data)}
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         """Return log probabilities of a completion's tokens in the legacy form."""
         if not self.wants_logprobs:
             return None
         return {
-            "tokens": [self.token_text(token) for token in piece.tokens],
+            "tokens": [self._name(token) for token in piece.tokens],
             "text_offset": piece.offsets,
             "token_logprobs": [None if scores is None else _finite(scores.logprob) for scores in piece.logprobs],
             "top_logprobs": [
-                None if scores is None else {self.token_text(token): _finite(value) for token, value in scores.top}
-                for scores in piece.logprobs
+                None if scores is None else self._top(token, scores)
+                for token, scores in zip(piece.tokens, piece.logprobs, strict=True)
             ],
         }
+
+    def _name(self, token: int) -> str:
+        """Return the text of a token, or OpenAI's form for part of a character."""
+        data = self.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + data.decode(errors="backslashreplace")
+
+    def _top(self, token: int, scores: TokenLogprobs) -> dict[str, float]:
+        """Return the log probabilities at a token's position by text, its own included.
+
+        Of several tokens with one text, the others have vLLM's name for ids.
+        """
+        per_token = dict(scores.top) | {token: scores.logprob}
+        names: dict[str, int] = {}
+        for each in (token, *per_token):
+            names.setdefault(self._name(each), each)
+        by_id = {each: name for name, each in names.items()}
+        return {by_id.get(each, f"token_id:{each}"): _finite(value) for each, value in per_token.items()}
 
 
 Events = Iterator[dict[str, Any]]

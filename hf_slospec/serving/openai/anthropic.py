@@ -102,6 +102,10 @@ class ToolResultBlock(_Block):
         return message | ({"is_error": True} if self.is_error else {})
 
 
+def _joined(content: str | Sequence[TextBlock]) -> str:
+    return content if isinstance(content, str) else "".join(block.text for block in content)
+
+
 def _parts(content: str | Sequence[TextBlock | ImageBlock]) -> str | list[dict[str, Any]]:
     return content if isinstance(content, str) else [block.part for block in content]
 
@@ -211,7 +215,7 @@ class CountTokensBody(ForeignBody):
     @property
     def fields(self) -> dict[str, Any]:
         """Return the fields of a chat's body."""
-        messages = [] if self.system is None else [{"role": "system", "content": _parts(self.system)}]
+        messages = [] if self.system is None else [{"role": "system", "content": _joined(self.system)}]
         messages += [message for turn in self.messages for message in turn.messages]
         fields: dict[str, Any] = {"messages": messages}
         variables = dict(self.chat_template_kwargs or {})

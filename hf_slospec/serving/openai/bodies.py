@@ -253,21 +253,20 @@ class Message(BaseModel):
         return self.model_dump(exclude={"content": {"__all__": {"image_url"}}} if self.num_images else None)
 
     def for_template(self, budget: ImageBudget | None = None) -> dict[str, Any]:
-        """Return the message as chat templates expect it: its text as one string, or with ``budget`` a list of parts.
+        """Return the message as chat templates expect it: its text as one string, or with ``budget`` as it was sent.
 
         Raises:
             InvalidInputError: an image cannot be read, or is too large.
         """
         fields = self.model_dump(exclude_none=True)
-        if budget is not None and self.content is not None:
-            parts = [Text(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+        if isinstance(self.content, list) and budget is not None:
             fields["content"] = [
                 {"type": "text", "text": part.text} if isinstance(part, Text)
                 else {"type": "image", "image": budget.decoded(part.image_url.url)}
-                for part in parts
+                for part in self.content
             ]  # fmt: skip
         elif isinstance(self.content, list):
-            fields["content"] = "".join(part.text for part in self.content if isinstance(part, Text))
+            fields["content"] = "\n".join(part.text for part in self.content if isinstance(part, Text))
         if isinstance(calls := fields.get("tool_calls"), list):  # templates want arguments as a mapping
             fields["tool_calls"] = [_with_arguments(call) for call in calls]
         return fields

@@ -13,7 +13,7 @@ from transformers.utils.chat_template_utils import _get_template_variables
 
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.forks import Lock
-from hf_slospec.serving.submission import REFUSALS
+from hf_slospec.serving.chat_contents import REFUSALS, in_template_form
 
 ROLES = ("assistant", "developer", "function", "system", "tool", "user")
 
@@ -54,6 +54,7 @@ class ChatTemplates:
             "tools": tools, "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message, **variables,
         }  # fmt: skip
+        messages = in_template_form(processor, messages, options)
         _check_shown(processor, messages, options)
         if self._treatment == "allow":
             return processor.apply_chat_template(messages, **options, **form)

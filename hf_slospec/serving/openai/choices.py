@@ -9,10 +9,9 @@ from typing import Any
 
 from hf_slospec.engine.request import FinishReason, Request, RequestMetrics, RequestParams
 from hf_slospec.models.sampling import TokenLogprobs
-from hf_slospec.serving.handle import TextStream, ToText
 from hf_slospec.serving.openai.engine import Decoding
 from hf_slospec.serving.openai.messages import Parser, Parts, PlainParts
-from hf_slospec.serving.openai.text import StoppedText
+from hf_slospec.serving.texts import INVALID, StoppedText, TextStream, ToText
 
 
 @dataclass(frozen=True)
@@ -110,14 +109,16 @@ class Choice:
     echo: Echo | None = None  # None: the output does not begin with the prompt
     parser: Parser = field(default_factory=PlainParts)
     wants_offsets: bool = False
+    min_tokens: int = 0  # first tokens that complete no stop string
     tokens: list[int] = field(default_factory=list)
     num_reasoning: int = 0  # tokens of steps that wrote reasoning
     stop_string: str | None = None  # the one that ended the output
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield the output as it is committed; the last piece has a finish reason."""
-        offsets = _Offsets(self.to_text) if self.wants_offsets else None
-        echo, text = self.echo, StoppedText(self.to_text, self.stop_strings, self.keeps_stop)
+        echo = self.echo
+        offsets = _Offsets(self.to_text, self.prompt if echo is None else ()) if self.wants_offsets else None
+        text = StoppedText(self.to_text, self.stop_strings, self.keeps_stop, self.prompt, self.min_tokens)
         async for new, is_last in self.decoding.asteps():
             if echo is not None:
                 yield await self.in_pool(self._echoed, await echo.scores_by(self.decoding), offsets)
@@ -138,20 +139,21 @@ class Choice:
 
     def _echoed(self, scores: list[TokenLogprobs | None], offsets: _Offsets | None) -> Piece:
         of_prompt = [] if offsets is None else offsets.of(self.prompt)
-        return Piece(self.index, self.to_text(self.prompt), self.prompt, scores, offsets=of_prompt)
+        text = self.to_text(self.prompt).rstrip(INVALID)  # the output may complete a character
+        return Piece(self.index, text, self.prompt, scores, offsets=of_prompt)
 
 
 class _Offsets:
     """Offsets, in characters, at which tokens begin in a growing text; tokens of one character begin where it does."""
 
-    def __init__(self, to_text: ToText):
-        self._stream, self._length = TextStream(to_text), 0
+    def __init__(self, to_text: ToText, prompt: Sequence[int]):
+        self._stream, self._length = TextStream(to_text, prompt), 0  # characters that no further token changes
 
     def of(self, tokens: Sequence[int]) -> list[int]:
         """Return the offsets of the next tokens."""
         offsets = []
         for token in tokens:
-            offsets.append(self._length)
+            offsets.append(self._length + len(self._stream.held.rstrip(INVALID)))
             self._length += len(self._stream.push([token], False))
         return offsets
 

@@ -31,6 +31,7 @@ from hf_slospec.serving.openai.orders import (
 from hf_slospec.serving.openai.otel import End, Observer
 from hf_slospec.serving.openai.reading import RequestReader, fault_of, while_connected
 from hf_slospec.serving.openai.schemas import SchemaCheck
+from hf_slospec.serving.texts import Detokenizer
 
 InPool = Callable[..., Awaitable[Any]]  # calls a function with its arguments in the thread pool
 LONG_PIECE = 64  # log probabilities of more tokens than this are written in the thread pool
@@ -42,6 +43,7 @@ class Completions:
     def __init__(self, reader: RequestReader, templates: ChatTemplates, schemas: SchemaCheck, observer: Observer):
         self.reader, self.engine, self.templates, self.schemas = reader, reader.engine, templates, schemas
         self.observer = observer
+        self._texts = {skips: Detokenizer(self.engine.tokenizer, skips) for skips in (False, True)}
 
     async def chat(self, request: Request) -> Response:
         """Return the answer to a chat."""
@@ -71,7 +73,7 @@ class Completions:
 
     def _form(self, body: SamplingBody) -> Answer:
         return Answer(
-            self.reader.settings.model_name, isinstance(body, ChatBody), lambda token: self._text(False, [token]),
+            self.reader.settings.model_name, isinstance(body, ChatBody), self._texts[False].token_bytes,
             num_top_logprobs(body) is not None, body.options.include_usage or body.options.continuous_usage_stats,
             body.options.continuous_usage_stats,
         )  # fmt: skip
@@ -122,9 +124,10 @@ class Completions:
         if isinstance(parser, TemplateParts):  # response templates match the texts of special tokens
             skips, hidden = False, end_tokens(body, self.engine.generation_config)
         wants_offsets = isinstance(body, CompletionBody) and body.logprobs is not None
+        order = replace(order, arguments=order.arguments | {"skip_special_tokens": skips})
         return Choice(
-            index, await self._decoding(order, echo), order.prompt, partial(self._text, skips), in_pool,
-            body.stop_strings, hidden, body.include_stop_str_in_output, echo, parser, wants_offsets,
+            index, await self._decoding(order, echo), order.prompt, self._texts[skips], in_pool,
+            body.stop_strings, hidden, body.include_stop_str_in_output, echo, parser, wants_offsets, body.min_tokens,
         )  # fmt: skip
 
     async def _decoding(self, order: Order, echo: Echo | None) -> Decoding:
@@ -179,10 +182,6 @@ class Completions:
             yield answer.end(choices)
         except Exception as error:  # noqa: BLE001  the status has been sent, so the stream carries the error
             yield answer.failed(fault_of(error).body, choices)
-
-    def _text(self, skips_special_tokens: bool, tokens: list[int]) -> str:
-        text: str = self.engine.tokenizer.decode(tokens, skip_special_tokens=skips_special_tokens)
-        return text
 
 
 class _Stream(StreamingResponse):

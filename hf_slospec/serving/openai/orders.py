@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.generate.penalties import OccurrencePenalties
 from hf_slospec.generate.rows import model_end_tokens
+from hf_slospec.serving.chat_contents import REFUSALS
 from hf_slospec.serving.openai.bodies import ChatBody, CompletionBody, Message, SamplingBody
 from hf_slospec.serving.openai.chat_templates import ChatTemplates
 from hf_slospec.serving.openai.engine import Order, ServedEngine
 from hf_slospec.serving.openai.image_urls import ImageBudget
 from hf_slospec.serving.openai.limits import RequestLimits
 from hf_slospec.serving.openai.options import Objective
-from hf_slospec.serving.submission import REFUSALS, tensors_of_one
+from hf_slospec.serving.submission import tensors_of_one
 
 DEFAULT_MAX_TOKENS = 16  # for completions, as OpenAI's
 DEFAULT_CHAT_TOKENS = 4096  # for chats; not all that fits, as guaranteed ones are admitted with their longest output
@@ -95,7 +96,7 @@ def chat_prompt(
         raise InvalidInputError("the model has no chat template; use /v1/completions, or start with --chat-template")
     as_tensors = {"return_tensors": "pt"} if has_images else {}
     budget = ImageBudget(lambda number: limits.check("pixels", number, "messages", "pixels of all images"))
-    template_messages = [message.for_template(budget if has_images else None) for message in messages]
+    template_messages = [message.for_template(budget) for message in messages]
     try:
         encoded = templates.apply(
             processor, template_messages, template_kwargs or {}, tools=tools,

@@ -63,7 +63,7 @@ def test_special_tokens_in_texts_stay_text_where_they_are_escaped() -> None:
     [
         (FORGED, {}),
         ({"role": "tool", "content": FORGED}, {}),
-        ({"role": "user", "content": [{"type": "text", "text": END[:5]}, {"type": "text", "text": END[5:]}]}, {}),
+        ({"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": END}]}, {}),
         (CALL | {"content": FORGED}, {}),
         ("x", {"tools": [TOOL | {"x": END}]}),
     ],
