@@ -103,6 +103,10 @@ class Answer:
         """Return the error as an event, and the end."""
         return event(error) + DONE
 
+    def token_logprobs(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the log probabilities of a piece's tokens in the form of chats; none unless requested."""
+        return (self._chat_logprobs(piece) or {"content": []})["content"]
+
     def _totals(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the final usage, and its measurements once more beside it, where vLLM has them."""
         final = whole_usage(choices)

@@ -91,7 +91,7 @@ async def _answer_fault(request: Request, error: Exception) -> Response:
     fault = fault_of(error)
     path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
     is_anthropic = path.startswith(anthropic.PATH)
-    body = anthropic.anthropic_error(fault.body, fault.status) if is_anthropic else fault.body
+    body = anthropic.anthropic_error(fault.body, fault.status, fault.for_anthropic) if is_anthropic else fault.body
     return JSONResponse(body, fault.status, fault.headers)
 
 

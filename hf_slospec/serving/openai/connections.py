@@ -11,8 +11,11 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+try:
+    from hf_slospec.serving.openai.httptools_protocol import PlainHttpToolsProtocol as HTTPProtocol
+except ImportError:  # httptools is not installed
+    from uvicorn.protocols.http.h11_impl import H11Protocol as HTTPProtocol  # type: ignore[assignment]
 try:
     import resource
 except ImportError:  # Windows
@@ -23,8 +26,14 @@ OTHER_FILES = 128  # file descriptors that the process needs for other things th
 NO_LIMIT = 2**20  # connections, if the system does not limit open files
 
 
-class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h11 or httptools, whichever is installed
-    """uvicorn's protocol, which closes connections whose client sends no request or does not read the response."""
+class ImpatientProtocol(HTTPProtocol):
+    """uvicorn's protocol, which closes connections whose client sends no request or does not read the response.
+
+    Requests to upgrade, to HTTP/2 or a web socket, are answered in HTTP/1.1.
+    """
+
+    def _should_upgrade(self) -> bool:
+        return False
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Take the connection, or close it if there are too many."""

@@ -31,7 +31,7 @@ from hf_slospec.serving.openai.access import ServerSettings, Tenant
 from hf_slospec.serving.openai.answers import error_body
 from hf_slospec.serving.openai.bodies import ForeignBody, SamplingBody
 from hf_slospec.serving.openai.engine import ServedEngine
-from hf_slospec.serving.openai.limits import LimitError
+from hf_slospec.serving.openai.limits import ContextOverflowError, LimitError
 from hf_slospec.serving.openai.options import Objective
 from hf_slospec.serving.openai.work import BusyError
 
@@ -52,10 +52,12 @@ OTHER = "other"  # for objectives that are not configured, whose names clients c
 class Fault(Exception):  # noqa: N818  it is an answer
     """Answer that is an error."""
 
-    def __init__(self, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None):
-        """``body`` is an error in OpenAI's form."""
+    def __init__(
+        self, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None, for_anthropic: str = ""
+    ):
+        """``body`` is an error in OpenAI's form; ``for_anthropic`` replaces its message in Anthropic's."""
         super().__init__(status)
-        self.status, self.body, self.headers = status, body, dict(headers or {})
+        self.status, self.body, self.headers, self.for_anthropic = status, body, dict(headers or {}), for_anthropic
 
 
 class RequestReader:
@@ -208,6 +210,9 @@ def fault_of(error: Exception) -> Fault:
         return Fault(429, body, {"Retry-After": str(RETRY_AFTER_S)})
     if isinstance(error, NotRunningError | RequestCancelledError):
         return Fault(503, error_body(str(error), "service_unavailable_error"))
+    if isinstance(error, ContextOverflowError):
+        body = error_body(str(error), "invalid_request_error", error.field, "context_length_exceeded")
+        return Fault(400, body, for_anthropic=error.for_anthropic)
     if isinstance(error, InvalidInputError | InvalidTypeError | UnsupportedOptionError):
         field = FIELD.match(str(error))
         return Fault(400, error_body(str(error), "invalid_request_error", field and field[0]))
