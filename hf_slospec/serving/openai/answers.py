@@ -18,6 +18,7 @@ from hf_slospec.serving.openai.choices import Choice, Piece
 from hf_slospec.serving.openai.messages import Parts
 
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode  # json.dumps would make one per event
+SLO_ANSWER_HEADERS = ("x-slo-guaranteed", "x-slo-attained")
 IMPOSSIBLE = -9999.0  # log probability of tokens that cannot be drawn, as OpenAI writes it
 
 
@@ -317,10 +318,9 @@ def slo_headers(choices: Sequence[Choice]) -> dict[str, str]:
     """Return headers that say whether the SLOs of all choices were guaranteed and attained (``none`` without SLOs)."""
     per_choice = [choice.decoding.metrics for choice in choices]
     attained = [metrics.attained for metrics in per_choice if metrics.attained is not None]
-    return {
-        "x-slo-guaranteed": str(all(metrics.guaranteed for metrics in per_choice)).lower(),
-        "x-slo-attained": str(all(attained) if attained else None).lower(),
-    }
+    guaranteed = all(metrics.guaranteed for metrics in per_choice)
+    values = guaranteed, all(attained) if attained else None
+    return {name: str(value).lower() for name, value in zip(SLO_ANSWER_HEADERS, values, strict=True)}
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | int | None = None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from hf_slospec.engine.request import LEAST_SLO_S
 from hf_slospec.generate.slo import SLOStage
 from hf_slospec.serving.openai.image_urls import ImageBudget, check_data_url
 
+OF_ANY_OBJECT = {"$id", "$schema", "type", "title", "description", "required"}  # keywords that list no properties
 TEMPLATE_ADDS = "add_special_tokens must be false for messages, whose special tokens the chat template writes"
 # fail_fast: the validation errors of a million items would take gigabytes.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
@@ -457,19 +458,20 @@ def _function_name(tool: dict[str, Any]) -> Any:
 
 def call_schema(functions: list[dict[str, Any]], max_calls: int | None) -> dict[str, Any]:
     """Return the JSON schema of an array of at least one call of these functions."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": function["name"]},
-                # With an id, references within the parameters are relative to the parameters.
-                "arguments": {"$id": f"tool:{index}", "type": "object"} | (function.get("parameters") or {}),
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for index, function in enumerate(functions)
-    ]
+    calls = []
+    for index, function in enumerate(functions):
+        # With an id, references within the parameters are relative to the parameters.
+        arguments = {"$id": f"tool:{index}", "type": "object"} | (function.get("parameters") or {})
+        if not arguments.keys() - OF_ANY_OBJECT:
+            arguments["properties"] = {}
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": function["name"]}, "arguments": arguments},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
     schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
     return schema if max_calls is None else schema | {"maxItems": max_calls}
 

@@ -102,15 +102,32 @@ class ImpatientProtocol(HTTPProtocol):
 
 
 class SignalledServer(uvicorn.Server):
-    """uvicorn's server; a second signal of any kind ends the process."""
+    """uvicorn's server, which listens until the last response has ended; a second signal of any kind ends the process."""
 
-    def __init__(self, config: uvicorn.Config, at_end: Callable[[], object] = lambda: None):
-        """Make a server; ``at_end`` is called after the last response, as the first signal then ends the process."""
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        at_end: Callable[[], object] = lambda: None,
+        at_signal: Callable[[], object] = lambda: None,
+    ):
+        """Make a server.
+
+        Args:
+            at_end: called after the last response, as the first signal then ends the process.
+            at_signal: called at the first signal; lets the application refuse the requests that still arrive.
+        """
         super().__init__(config)
-        self._at_end = at_end
+        self._at_end, self._at_signal = at_end, at_signal
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for the responses that have begun, then call ``at_end``."""
+        """Wait for the responses that have begun, then close and call ``at_end``."""
+        self._at_signal()
+        begun, timeout_s = set(self.server_state.tasks), self.config.timeout_graceful_shutdown
+        for connection in list(self.server_state.connections):
+            connection.shutdown()  # at once, or after its response
+        if begun:
+            _, late = await asyncio.wait(begun, timeout=timeout_s)
+            self.config.timeout_graceful_shutdown = 0 if late else timeout_s
         await super().shutdown(sockets)
         await asyncio.to_thread(self._at_end)
 
