@@ -26,7 +26,8 @@ class _Parser(httptools.HttpRequestParser):  # type: ignore[misc]  # httptools h
         try:
             super().feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self.feed_data(self._protocol.plain_head + data[upgrade.args[0] :])
+            parser = self._protocol.parser = _Parser(self._protocol)  # this one may ignore further data
+            parser.feed_data(self._protocol.plain_head + data[upgrade.args[0] :])
 
 
 class PlainHttpToolsProtocol(HttpToolsProtocol):

@@ -21,6 +21,7 @@ from hf_slospec.serving.openai.work import Work
 
 BYTES_PER_TOKEN = 16  # UTF-8 bytes; texts in few languages and hardly any code have so many per token
 LEAST_PROMPT_BYTES = 2**16
+CONTEXT_CODE = "context_length_exceeded"  # also in the message: OpenAI's client since 3.0 shows users that only
 STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
 
@@ -41,7 +42,7 @@ class ContextOverflowError(LimitError):
         super().__init__(
             limit,
             f"This model's maximum context length is {max_len} tokens. However, {found}. "
-            f"Please reduce the length of the {field}{or_shorten}.",
+            f"Please reduce the length of the {field}{or_shorten}. ({CONTEXT_CODE})",
         )
         self.field, self.for_anthropic = field, f"prompt is too long: {for_anthropic}"
 

@@ -32,7 +32,7 @@ from hf_slospec.serving.openai.access import ServerSettings, Tenant
 from hf_slospec.serving.openai.answers import error_body
 from hf_slospec.serving.openai.bodies import ForeignBody, SamplingBody
 from hf_slospec.serving.openai.engine import ServedEngine
-from hf_slospec.serving.openai.limits import ContextOverflowError, LimitError
+from hf_slospec.serving.openai.limits import CONTEXT_CODE, ContextOverflowError, LimitError
 from hf_slospec.serving.openai.options import Objective
 from hf_slospec.serving.openai.work import BusyError
 
@@ -223,7 +223,7 @@ def fault_of(error: Exception) -> Fault:
     if isinstance(error, NotRunningError | RequestCancelledError):
         return Fault(503, error_body(str(error), "service_unavailable_error"))
     if isinstance(error, ContextOverflowError):
-        body = error_body(str(error), "invalid_request_error", error.field, "context_length_exceeded")
+        body = error_body(str(error), "invalid_request_error", error.field, CONTEXT_CODE)
         return Fault(400, body, for_anthropic=error.for_anthropic)
     if isinstance(error, InvalidInputError | InvalidTypeError | UnsupportedOptionError):
         field = FIELD.match(str(error))
