@@ -1,4 +1,4 @@
-"""JSON schemas of clients in the form that llguidance follows: objects without names of the model's own, known formats."""
+"""Conversion of clients' JSON schemas to ones that llguidance follows, with closed objects and known formats."""
 
 from __future__ import annotations
 

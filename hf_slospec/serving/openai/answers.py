@@ -106,7 +106,8 @@ class Answer:
 
     def token_logprobs(self, piece: Piece) -> list[dict[str, Any]]:
         """Return the log probabilities of a piece's tokens in the form of chats; none unless requested."""
-        return (self._chat_logprobs(piece) or {"content": []})["content"]
+        entries: list[dict[str, Any]] = (self._chat_logprobs(piece) or {"content": []})["content"]
+        return entries
 
     def _totals(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the final usage, and its measurements once more beside it, where vLLM has them."""

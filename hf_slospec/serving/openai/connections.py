@@ -8,9 +8,10 @@ import socket
 from collections import Counter
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
+from fastapi import FastAPI
 
 try:
     from hf_slospec.serving.openai.httptools_protocol import PlainHttpToolsProtocol as HTTPProtocol
@@ -35,7 +36,7 @@ class ImpatientProtocol(HTTPProtocol):
     def _should_upgrade(self) -> bool:
         return False
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """Take the connection, or close it if there are too many."""
         self._timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
@@ -85,7 +86,7 @@ class ImpatientProtocol(HTTPProtocol):
 
     def _expect_reader(self) -> None:
         if self._reader_timer is None:
-            state = self.config.app.state
+            state = cast(FastAPI, self.config.app).state
             self._reader_timer = self.loop.call_later(state.reader_s, self._cut, state.counts)
 
     def _cut(self, counts: Counter[str]) -> None:
@@ -102,7 +103,7 @@ class ImpatientProtocol(HTTPProtocol):
 
 
 class SignalledServer(uvicorn.Server):
-    """uvicorn's server, which listens until the last response has ended; a second signal of any kind ends the process."""
+    """uvicorn's server, which listens until the last response has ended. A second signal ends the process."""
 
     def __init__(
         self,

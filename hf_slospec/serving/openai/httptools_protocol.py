@@ -14,7 +14,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 
-class _Parser(httptools.HttpRequestParser):  # type: ignore[misc]  # httptools has no types
+class _Parser(httptools.HttpRequestParser):
     """Parser that reads a request to upgrade once more without the header Upgrade: httptools skips its body."""
 
     def __init__(self, protocol: PlainHttpToolsProtocol):
@@ -22,12 +22,12 @@ class _Parser(httptools.HttpRequestParser):  # type: ignore[misc]  # httptools h
         self._protocol = protocol
         self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
 
-    def feed_data(self, data: bytes) -> None:
+    def feed_data(self, data: Any) -> None:
         try:
             super().feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             parser = self._protocol.parser = _Parser(self._protocol)  # this one may ignore further data
-            parser.feed_data(self._protocol.plain_head + data[upgrade.args[0] :])
+            parser.feed_data(self._protocol.plain_head + bytes(data[upgrade.args[0] :]))
 
 
 class PlainHttpToolsProtocol(HttpToolsProtocol):

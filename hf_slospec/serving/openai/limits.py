@@ -35,7 +35,7 @@ class LimitError(InvalidInputError):
 
 
 class ContextOverflowError(LimitError):
-    """A prompt is too long, alone or with the output. Its messages are OpenAI's and Anthropic's, which clients match."""
+    """A prompt is too long, alone or with its output; says so in the words of OpenAI and Anthropic."""
 
     def __init__(self, limit: str, field: str, max_len: int, found: str, for_anthropic: str, or_shorten: str = ""):
         """``field`` of the body, of which ``found`` tells the length, has the prompt; ``max_len`` tokens fit."""
@@ -49,16 +49,16 @@ class ContextOverflowError(LimitError):
     @classmethod
     def of_tokens(cls, field: str, max_len: int, prompt_len: int, max_tokens: int) -> ContextOverflowError:
         """Return the error of a prompt whose output may have ``max_tokens``."""
-        total, limit = prompt_len + max_tokens, "context"
         if prompt_len > max_len:
-            found, for_anthropic = f"your {field} resulted in {prompt_len} tokens", f"{prompt_len} tokens > {max_len} maximum"
-            return cls(limit, field, max_len, found, for_anthropic)
+            found = f"your {field} resulted in {prompt_len} tokens"
+            return cls("context", field, max_len, found, f"{prompt_len} tokens > {max_len} maximum")
+        total = prompt_len + max_tokens
         found = f"you requested {total} tokens ({prompt_len} in the {field}, {max_tokens} in the completion)"
         for_anthropic = (
             f"input length and `max_tokens` exceed context limit: {prompt_len} + {max_tokens} > {max_len}, "
             "decrease input length or `max_tokens` and try again"
         )
-        return cls(limit, field, max_len, found, for_anthropic, " or max_tokens")
+        return cls("context", field, max_len, found, for_anthropic, " or max_tokens")
 
 
 class RequestLimits(InputModel):
@@ -112,8 +112,8 @@ class RequestLimits(InputModel):
         # Compare characters first, so that a far too long text is not encoded.
         if len(prompt) > max_bytes or (number := len(prompt.encode(errors="replace"))) > max_bytes:
             number = len(prompt) if len(prompt) > max_bytes else number
-            said = f"{number} bytes, and this server takes at most {max_bytes}"
-            raise ContextOverflowError("prompt_bytes", field, max_len, f"your {field} has {said}", f"{field} has {said}")
+            found = f"{field} has {number} bytes, and this server takes at most {max_bytes}"
+            raise ContextOverflowError("prompt_bytes", field, max_len, f"your {found}", found)
 
     def check_body(self, body: Any, max_len: int) -> None:
         """Raise LimitError if a valid body asks for too much; the pixels of images are checked on decoding."""

@@ -177,7 +177,7 @@ def _sampling(body: SamplingBody, generation_config: Any) -> dict[str, Any]:
         options[name] = next((value for value in candidates if value is not None), None)
     if options["top_k"] == -1:  # vLLM's value for all tokens
         options["top_k"] = 0
-    if options["temperature"] < LEAST_TEMPERATURE:
+    if float(options["temperature"] or 0) < LEAST_TEMPERATURE:
         return {"do_sample": False}
     return {"do_sample": True} | {name: value for name, value in options.items() if value is not None}
 

@@ -436,7 +436,6 @@ class ResponseAnswer(BlockAnswer):
         yield self._of_item("response.function_call_arguments.done", name=name, arguments=arguments)
         yield self._done_item(status="completed", arguments=arguments)
 
-
     def _part(self, kind: str, is_empty: bool = False) -> dict[str, Any]:
         """Return the only part of the last item, with the text so far."""
         part: dict[str, Any] = {"type": TEXTS[kind], "text": "" if is_empty else self._text}

@@ -1,4 +1,4 @@
-"""What common clients send beside the plain fields: hints, marks of other providers, dumped items, tiny temperatures."""
+"""What common clients send beside the plain fields: hints, marks for caches, dumped items, tiny temperatures."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import pytest
 import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
+from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.serving.openai.answers import Answer
 from hf_slospec.serving.openai.app import ServerSettings, make_app
-from hf_slospec.serving.openai.bodies import ChatBody
 from hf_slospec.serving.openai.choices import Piece
 from hf_slospec.serving.openai.engine import LocalEngine
 from hf_slospec.serving.openai.messages import Parts
 from hf_slospec.serving.openai.responses import ResponseAnswer, ResponsesBody
-from hf_slospec.models.sampling import TokenLogprobs
 from tests.serving.openai.conftest import Served, listening
 from tests.serving.openai.test_completions import alone, complete, text_of
-from tests.serving.openai.test_messages import ANSWER, QWEN, Scripted
+from tests.serving.openai.test_messages import ANSWER, Scripted
 
 USER: dict[str, Any] = {"role": "user", "content": "pass"}
 CHATS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"

@@ -135,7 +135,8 @@ def test_openais_client_sends_nulls(served: Served) -> None:
         messages: Any = [USER]
         chat = client.chat.completions.create(model="tiny", messages=messages, max_tokens=3, stream=None, **options)
         assert chat.choices[0].message.content is not None
-        completion = client.completions.create(model="tiny", prompt="x", max_tokens=3, echo=None, suffix=None, **options)
+        options |= dict(echo=None, suffix=None, max_tokens=3)
+        completion = client.completions.create(model="tiny", prompt="x", **options)
         assert completion.choices[0].finish_reason
         tools: Any = None
         response = client.responses.create(

@@ -133,7 +133,7 @@ class Stopping:
         refuse = partial(setattr, app.state, "is_stopping", True)
         self.server = SignalledServer(config, at_signal=refuse)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.listener]})
-        self.url = "http://127.0.0.1:{}".format(self.listener.getsockname()[1])
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
 
     def __enter__(self) -> Stopping:
         self.thread.start()
@@ -180,16 +180,18 @@ def test_a_stopping_server_ends_what_has_begun_and_answers_503(generator: SLOSpe
 def test_a_stopping_server_waits_no_longer_than_its_limit(generator: SLOSpecGenerator) -> None:
     app = make_app(LocalEngine(generator), ServerSettings(model_name="tiny"))
     body = LARGE | {"logprobs": None, "echo": False, "max_tokens": 300, "stream": True}
-    with Stopping(app, timeout_s=1) as stopping:
-        with httpx.stream("POST", f"{stopping.url}/v1/completions", json=body, timeout=WAIT_S) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            with generator.decoder.speculator.lock:  # so that the request goes on
-                stopping.server.should_exit = True
-                stopping.thread.join(WAIT_S)
-                assert not stopping.thread.is_alive()
-            with pytest.raises(httpx.TransportError):
-                list(lines)
+    with (
+        Stopping(app, timeout_s=1) as stopping,
+        httpx.stream("POST", f"{stopping.url}/v1/completions", json=body, timeout=WAIT_S) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        with generator.decoder.speculator.lock:  # so that the request goes on
+            stopping.server.should_exit = True
+            stopping.thread.join(WAIT_S)
+            assert not stopping.thread.is_alive()
+        with pytest.raises(httpx.TransportError):
+            list(lines)
 
 
 def is_listening(port: int) -> bool:

@@ -60,8 +60,8 @@ def url(request: pytest.FixtureRequest, generator: SLOSpecGenerator) -> Iterator
 
 
 def post(extra: bytes = b"", body: bytes = BODY, version: bytes = b"1.1", length: bool = True) -> bytes:
-    head = b"POST /v1/completions HTTP/" + version + b"\r\nHost: localhost\r\nContent-Type: application/json\r\n" + extra
-    return head + (b"Content-Length: %d\r\n" % len(body) if length else b"") + b"\r\n" + body
+    head = b"POST /v1/completions HTTP/%b\r\nHost: localhost\r\nContent-Type: application/json\r\n" % version
+    return head + extra + (b"Content-Length: %d\r\n" % len(body) if length else b"") + b"\r\n" + body
 
 
 def received(connection: socket.socket) -> tuple[int, dict[str, Any]]:
