@@ -14,11 +14,12 @@ from transformers.generation import LogitsProcessor
 from hf_slospec.algo.tree import BoolArray
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.forks import Lock
+from hf_slospec.generate.json_schemas import to_follow
 from hf_slospec.models.sequences.kept_prefixes import num_common
 
 KEPT = 8  # compiled schemas; the choices of a request, and later requests, share one
-# Whitespace is bounded, as some models would never end it.
-JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,24}"}
+# A space, or a new line with its indentation, as small models would never end whitespace.
+JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n {0,8}|\n\t{0,4})?"}
 BLANKS = b" \n\t"
 MAX_EXPECTED = 64  # bytes that are expected at once; a bound on the time
 MAX_WAYS = 3  # characters that may come next; if there are more, none is expected
@@ -85,7 +86,7 @@ class Grammars:
 
         assert self._vocabulary is not None
         try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(to_follow(schema), overrides=JSON_OPTIONS)
         except ValueError as error:
             raise InvalidInputError(f"response_format or tools: {error}") from error
         matcher = llguidance.LLMatcher(self._vocabulary.tokenizer, grammar)

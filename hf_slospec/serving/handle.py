@@ -55,7 +55,7 @@ class RequestResult:
 
 
 class RequestHandle:
-    """A stream of a request's output, and its result; may be used from any thread, or awaited.
+    """A stream of a request's output, and its result; may be used from any thread.
 
     Iterating yields pieces of text as tokens are committed, or token ids without a tokenizer. Every iteration starts
     from the beginning. Iteration and ``result`` raise the error of a request that failed.

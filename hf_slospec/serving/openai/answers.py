@@ -19,6 +19,7 @@ from hf_slospec.serving.openai.choices import Choice, Piece
 from hf_slospec.serving.openai.messages import Parts
 
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode  # json.dumps would make one per event
+SLO_ANSWER_HEADERS = ("x-slo-guaranteed", "x-slo-attained")
 IMPOSSIBLE = -9999.0  # log probability of tokens that cannot be drawn, as OpenAI writes it
 
 
@@ -103,6 +104,11 @@ class Answer:
     def failed(self, error: dict[str, Any], choices: Sequence[Choice]) -> str:
         """Return the error as an event, and the end."""
         return event(error) + DONE
+
+    def token_logprobs(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the log probabilities of a piece's tokens in the form of chats; none unless requested."""
+        entries: list[dict[str, Any]] = (self._chat_logprobs(piece) or {"content": []})["content"]
+        return entries
 
     def _totals(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the final usage, and its measurements once more beside it, where vLLM has them."""
@@ -334,10 +340,9 @@ def slo_headers(choices: Sequence[Choice]) -> dict[str, str]:
     """Return headers that say whether the SLOs of all choices were guaranteed and attained (``none`` without SLOs)."""
     per_choice = [choice.decoding.metrics for choice in choices]
     attained = [metrics.attained for metrics in per_choice if metrics.attained is not None]
-    return {
-        "x-slo-guaranteed": str(all(metrics.guaranteed for metrics in per_choice)).lower(),
-        "x-slo-attained": str(all(attained) if attained else None).lower(),
-    }
+    guaranteed = all(metrics.guaranteed for metrics in per_choice)
+    values = guaranteed, all(attained) if attained else None
+    return {name: str(value).lower() for name, value in zip(SLO_ANSWER_HEADERS, values, strict=True)}
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | int | None = None) -> dict[str, Any]:

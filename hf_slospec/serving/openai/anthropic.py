@@ -197,7 +197,7 @@ class OutputConfig(ClosedModel):
     """Options of the output."""
 
     format: OutputFormat | None = None
-    effort: str | None = Field(None, description="The chat template's variable reasoning_effort.")
+    effort: str | None = Field(None, description="The chat template's variable reasoning_effort, if it has it.")
 
 
 class CountTokensBody(ForeignBody):
@@ -218,7 +218,6 @@ class CountTokensBody(ForeignBody):
         messages = [] if self.system is None else [{"role": "system", "content": _joined(self.system)}]
         messages += [message for turn in self.messages for message in turn.messages]
         fields: dict[str, Any] = {"messages": messages}
-        variables = dict(self.chat_template_kwargs or {})
         if messages[-1]["role"] == "assistant":  # the beginning of the answer
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         if self.tools is not None:
@@ -230,8 +229,8 @@ class CountTokensBody(ForeignBody):
             schema = {"name": "", "schema": self.output_config.format.schema_}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         if self.output_config is not None and self.output_config.effort is not None:
-            variables.setdefault("reasoning_effort", self.output_config.effort)
-        return fields | {"model": self.model, "chat_template_kwargs": variables}
+            fields["reasoning_effort"] = self.output_config.effort
+        return fields | {"model": self.model, "chat_template_kwargs": self.chat_template_kwargs}
 
     @cached_property
     def chat(self) -> ChatBody:
@@ -337,9 +336,9 @@ def _object(arguments: str) -> dict[str, Any]:
     return parsed if isinstance(parsed, dict) else {"arguments": parsed}
 
 
-def anthropic_error(error: dict[str, Any], status: int = 500) -> dict[str, Any]:
-    """Return an error in Anthropic's form, given in OpenAI's."""
-    kind, message = error["error"]["type"], error["error"]["message"]
+def anthropic_error(error: dict[str, Any], status: int = 500, message: str = "") -> dict[str, Any]:
+    """Return an error in Anthropic's form, given in OpenAI's; ``message`` replaces its message."""
+    kind, message = error["error"]["type"], message or error["error"]["message"]
     kind = "request_too_large" if status == 413 else ERROR_TYPES.get(kind, kind)
     return {"type": "error", "error": {"type": kind, "message": message}}
 

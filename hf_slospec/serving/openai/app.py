@@ -17,19 +17,28 @@ from starlette.exceptions import HTTPException
 import hf_slospec
 from hf_slospec.serving.openai import anthropic
 from hf_slospec.serving.openai.access import OwnPagesOnly, ServerSettings
-from hf_slospec.serving.openai.answers import error_body, event
+from hf_slospec.serving.openai.answers import SLO_ANSWER_HEADERS, error_body, event
 from hf_slospec.serving.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, LoadBody, TokenizeBody
 from hf_slospec.serving.openai.chat_templates import ChatTemplates
 from hf_slospec.serving.openai.completions import Completions
 from hf_slospec.serving.openai.engine import ServedEngine
 from hf_slospec.serving.openai.orders import chat_prompt
 from hf_slospec.serving.openai.otel import observer_by_environment
-from hf_slospec.serving.openai.reading import Fault, RequestReader, check_framing, fault_of, while_connected
+from hf_slospec.serving.openai.reading import (
+    Fault,
+    RequestReader,
+    check_framing,
+    check_running,
+    fault_of,
+    while_connected,
+)
 from hf_slospec.serving.openai.responses import Responses, ResponsesBody
 from hf_slospec.serving.openai.schemas import SchemaCheck
 from hf_slospec.serving.telemetry import Collector, with_labels
 
+EXPOSED_HEADERS = ("Retry-After", *SLO_ANSWER_HEADERS)  # which web pages of allowed origins may read
 OPEN = ("/health", "/load_model", "/metrics", "/version")  # paths that never need an API key
+WHILE_STOPPING = ("/metrics", "/version")  # paths that are answered after the signal to stop
 
 
 def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
@@ -50,10 +59,12 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
     completions, small = Completions(reader, templates, schemas, observer), _SmallEndpoints(reader, templates, schemas)
     responses, messages = Responses(completions), anthropic.Messages(completions)
     app.state.reader_s, app.state.counts = settings.bounds.reader_s, reader.counts  # read by the connections
+    app.state.is_stopping = False
     if settings.allowed_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["*"], allow_headers=["*"]
-        )
+            CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["*"], allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )  # fmt: skip
     if not settings.api_keys:
         app.add_middleware(OwnPagesOnly, allowed_origins=settings.allowed_origins, allowed_hosts=settings.allowed_hosts)
     for kind in (HTTPException, Fault):  # unknown paths and methods; missing keys
@@ -77,10 +88,12 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
         ("GET", "/version", small.version, None),
     ):
         extra = None if body is None else {"requestBody": _described(body, definitions)}
+        checks = [] if path in WHILE_STOPPING else [check_running]
+        checks += [] if path in OPEN else [reader.check_key]
         app.add_api_route(
             path, reader.with_faults(endpoint), methods=[method], openapi_extra=extra, response_model=None,
             include_in_schema=method != "HEAD",
-            dependencies=[] if path in OPEN else [Depends(reader.check_key)],
+            dependencies=[Depends(check) for check in checks],
         )  # fmt: skip
     _add_definitions(app, definitions)
     return app
@@ -91,7 +104,7 @@ async def _answer_fault(request: Request, error: Exception) -> Response:
     fault = fault_of(error)
     path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
     is_anthropic = path.startswith(anthropic.PATH)
-    body = anthropic.anthropic_error(fault.body, fault.status) if is_anthropic else fault.body
+    body = anthropic.anthropic_error(fault.body, fault.status, fault.for_anthropic) if is_anthropic else fault.body
     return JSONResponse(body, fault.status, fault.headers)
 
 

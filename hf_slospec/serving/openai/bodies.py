@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -12,25 +12,21 @@ from hf_slospec.engine.request import LEAST_SLO_S
 from hf_slospec.generate.slo import SLOStage
 from hf_slospec.serving.openai.image_urls import ImageBudget, check_data_url
 
+OF_ANY_OBJECT = {"$id", "$schema", "type", "title", "description", "required"}  # keywords that list no properties
 TEMPLATE_ADDS = "add_special_tokens must be false for messages, whose special tokens the chat template writes"
-LEAST_TEMPERATURE = 1e-3  # dividing logits by less overflows
 # fail_fast: the validation errors of a million items would take gigabytes.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 
 
-def _check_temperature(value: float) -> float:
-    if 0 < value < LEAST_TEMPERATURE:
-        raise ValueError(f"must be 0 or at least {LEAST_TEMPERATURE:g}")
-    return value
-
-
-Temperature = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False), AfterValidator(_check_temperature)]
-
-
 class ClosedModel(BaseModel):
-    """Model that refuses unknown fields."""
+    """Model that refuses unknown fields. Null is the same as leaving a field out, as many clients send it."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, value: Any) -> Any:
+        return {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else value
 
 
 class StreamOptions(ClosedModel):
@@ -44,7 +40,7 @@ class StreamOptions(ClosedModel):
 class SamplingSettings(ClosedModel):
     """Choice of tokens; what is left out has the value of the model's generation config."""
 
-    temperature: Temperature | None = None
+    temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
@@ -128,6 +124,8 @@ class ResponseFormat(ClosedModel):
 class SamplingBody(CommonBody):
     """Fields of completions and chats."""
 
+    prompt_field: ClassVar[str]  # name of the field that has the prompt
+
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=0)
     n: int = Field(1, ge=1)
@@ -182,6 +180,8 @@ class SamplingBody(CommonBody):
 class CompletionBody(SamplingBody):
     """Body of ``/v1/completions``."""
 
+    prompt_field = "prompt"
+
     prompt: (
         str
         | TokenIds
@@ -211,7 +211,11 @@ class CompletionBody(SamplingBody):
         return [*texts, *lists] or [[each for each in self.prompt if isinstance(each, int)]]
 
 
-class Text(ClosedModel):
+class _Part(ClosedModel):
+    cache_control: dict[str, Any] | None = None  # ignored: all prefixes are cached
+
+
+class Text(_Part):
     """A part of a message."""
 
     type: Literal["text"]
@@ -225,7 +229,7 @@ class ImageUrl(ClosedModel):
     detail: Literal["auto", "low", "high"] = "auto"  # ignored: the processor decides
 
 
-class ImagePart(ClosedModel):
+class ImagePart(_Part):
     """An image among the parts of a message."""
 
     type: Literal["image_url"]
@@ -267,7 +271,10 @@ class Message(BaseModel):
             ]  # fmt: skip
         elif isinstance(self.content, list):
             fields["content"] = "\n".join(part.text for part in self.content if isinstance(part, Text))
-        if isinstance(calls := fields.get("tool_calls"), list):  # templates want arguments as a mapping
+        fields.pop("cache_control", None)
+        if (calls := fields.get("tool_calls")) == []:
+            del fields["tool_calls"]
+        elif isinstance(calls, list):  # templates want arguments as a mapping
             fields["tool_calls"] = [_with_arguments(call) for call in calls]
         return fields
 
@@ -282,6 +289,14 @@ def _with_arguments(call: Any) -> Any:
     except (ValueError, RecursionError):
         return call
     return call | {"function": function | {"arguments": arguments}}
+
+
+def _without_cache_control(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool without marks for a cache: all prefixes are cached, and the chat template would show them."""
+    kept = {name: value for name, value in tool.items() if name != "cache_control"}
+    if isinstance(function := kept.get("function"), dict):
+        kept["function"] = {name: value for name, value in function.items() if name != "cache_control"}
+    return kept
 
 
 class FunctionName(ClosedModel):
@@ -327,22 +342,25 @@ class GenerationSettings(SamplingSettings):
             raise ValueError("it nests too deeply") from None
         if not isinstance(parsed, dict):
             return parsed
-        return {name: each for name, each in parsed.items() if each is not None and not name.startswith("_")}
+        return {name: each for name, each in parsed.items() if not name.startswith("_")}
 
 
 class ChatBody(SamplingBody):
     """Body of ``/v1/chat/completions``."""
 
+    prompt_field = "messages"
+
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0)
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Annotated[dict[str, Any], AfterValidator(_without_cache_control)]] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = Field(None, description="The chat template's variable of this name, if it has it.")
     generation_config: GenerationSettings | None = Field(None, description="JSON; fields of the body take precedence.")
 
     @model_validator(mode="after")
@@ -360,9 +378,9 @@ class ChatBody(SamplingBody):
     @property
     def shown_tools(self) -> list[dict[str, Any]] | None:
         """Return the tools that the chat template shows to the model."""
-        if self.tool_choice == "none":
+        if self.tool_choice == "none" or not self.tools:
             return None
-        return self._chosen(self.tools or []) if isinstance(self.tool_choice, AllowedToolChoice) else self.tools
+        return self._chosen(self.tools) if isinstance(self.tool_choice, AllowedToolChoice) else self.tools
 
     def _chosen(self, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the tools whose functions ``tool_choice`` names; all of them if it names none."""
@@ -439,19 +457,20 @@ def _function_name(tool: dict[str, Any]) -> Any:
 
 def call_schema(functions: list[dict[str, Any]], max_calls: int | None) -> dict[str, Any]:
     """Return the JSON schema of an array of at least one call of these functions."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": function["name"]},
-                # With an id, references within the parameters are relative to the parameters.
-                "arguments": {"$id": f"tool:{index}", "type": "object"} | (function.get("parameters") or {}),
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for index, function in enumerate(functions)
-    ]
+    calls = []
+    for index, function in enumerate(functions):
+        # With an id, references within the parameters are relative to the parameters.
+        arguments = {"$id": f"tool:{index}", "type": "object"} | (function.get("parameters") or {})
+        if not arguments.keys() - OF_ANY_OBJECT:
+            arguments["properties"] = {}
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": function["name"]}, "arguments": arguments},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
     schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
     return schema if max_calls is None else schema | {"maxItems": max_calls}
 

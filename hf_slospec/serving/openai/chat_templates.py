@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -83,6 +83,12 @@ def _token_counts(encoded: Any) -> Counter[int]:
     return Counter(torch.as_tensor(encoded["input_ids"], device="cpu").flatten().tolist())
 
 
+def template_variables(processor: Any) -> Set[str]:
+    """Return the names of the variables that a chat template uses."""
+    names: Set[str] = _get_template_variables(_template_of(processor))
+    return names
+
+
 def _template_of(processor: Any) -> str:
     template: str | dict[str, str] = processor.chat_template
     return template if isinstance(template, str) else "\n".join(template.values())
@@ -111,7 +117,7 @@ def _names(value: Any) -> Iterator[str]:
 def _check_variables(processor: Any, variables: Mapping[str, Any]) -> None:
     """Raise InvalidInputError for variables that the template does not use, or that are arguments of its call."""
     taken = inspect.signature(processor.apply_chat_template).parameters
-    known = _get_template_variables(_template_of(processor))
+    known = template_variables(processor)
     if refused := [name for name in variables if name in taken or name not in known]:
         available = ", ".join(sorted(known - {*taken, "messages"})) or "none"
         raise InvalidInputError(

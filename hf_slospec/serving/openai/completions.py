@@ -48,7 +48,7 @@ class Completions:
     async def chat(self, request: Request) -> Response:
         """Return the answer to a chat."""
         body = await self.reader.read(request, ChatBody)
-        return await self.answer_chat(request, body, self._form(body))
+        return await self.answer_chat(request, body, self.form(body))
 
     async def answer_chat(self, request: Request, body: ChatBody, answer: AnswerForm) -> Response:
         """Return the answer to a chat in a form; other APIs translate their bodies into chats."""
@@ -63,15 +63,17 @@ class Completions:
             continue_final_message=body.continue_final_message,
             tools=body.shown_tools,
             template_kwargs=body.chat_template_kwargs,
+            reasoning_effort=body.reasoning_effort,
         )  # fmt: skip
 
     async def complete(self, request: Request) -> Response:
         """Return the completions of one prompt or several."""
         body = await self.reader.read(request, CompletionBody)
         prompts = [partial(prompt_of, prompt, body, self.engine) for prompt in body.prompts]
-        return await while_connected(request.receive, self._answer(request, body, prompts, self._form(body)))
+        return await while_connected(request.receive, self._answer(request, body, prompts, self.form(body)))
 
-    def _form(self, body: SamplingBody) -> Answer:
+    def form(self, body: SamplingBody) -> Answer:
+        """Return the form of the answer to a completion or chat."""
         return Answer(
             self.reader.settings.model_name, isinstance(body, ChatBody), self._texts[False].token_bytes,
             num_top_logprobs(body) is not None, body.options.include_usage or body.options.continuous_usage_stats,

@@ -8,11 +8,15 @@ import socket
 from collections import Counter
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from fastapi import FastAPI
 
+try:
+    from hf_slospec.serving.openai.httptools_protocol import PlainHttpToolsProtocol as HTTPProtocol
+except ImportError:  # httptools is not installed
+    from uvicorn.protocols.http.h11_impl import H11Protocol as HTTPProtocol  # type: ignore[assignment]
 try:
     import resource
 except ImportError:  # Windows
@@ -23,10 +27,16 @@ OTHER_FILES = 128  # file descriptors that the process needs for other things th
 NO_LIMIT = 2**20  # connections, if the system does not limit open files
 
 
-class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # h11 or httptools, whichever is installed
-    """uvicorn's protocol, which closes connections whose client sends no request or does not read the response."""
+class ImpatientProtocol(HTTPProtocol):
+    """uvicorn's protocol, which closes connections whose client sends no request or does not read the response.
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    Requests to upgrade, to HTTP/2 or a web socket, are answered in HTTP/1.1.
+    """
+
+    def _should_upgrade(self) -> bool:
+        return False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """Take the connection, or close it if there are too many."""
         self._timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
@@ -76,7 +86,7 @@ class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # 
 
     def _expect_reader(self) -> None:
         if self._reader_timer is None:
-            state = self.config.app.state
+            state = cast(FastAPI, self.config.app).state
             self._reader_timer = self.loop.call_later(state.reader_s, self._cut, state.counts)
 
     def _cut(self, counts: Counter[str]) -> None:
@@ -93,15 +103,32 @@ class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # 
 
 
 class SignalledServer(uvicorn.Server):
-    """uvicorn's server; a second signal of any kind ends the process."""
+    """uvicorn's server, which listens until the last response has ended. A second signal ends the process."""
 
-    def __init__(self, config: uvicorn.Config, at_end: Callable[[], object] = lambda: None):
-        """Make a server; ``at_end`` is called after the last response, as the first signal then ends the process."""
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        at_end: Callable[[], object] = lambda: None,
+        at_signal: Callable[[], object] = lambda: None,
+    ):
+        """Make a server.
+
+        Args:
+            at_end: called after the last response, as the first signal then ends the process.
+            at_signal: called at the first signal; lets the application refuse the requests that still arrive.
+        """
         super().__init__(config)
-        self._at_end = at_end
+        self._at_end, self._at_signal = at_end, at_signal
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for the responses that have begun, then call ``at_end``."""
+        """Wait for the responses that have begun, then close and call ``at_end``."""
+        self._at_signal()
+        begun, timeout_s = set(self.server_state.tasks), self.config.timeout_graceful_shutdown
+        for connection in list(self.server_state.connections):
+            connection.shutdown()  # at once, or after its response
+        if begun:
+            _, late = await asyncio.wait(begun, timeout=timeout_s)
+            self.config.timeout_graceful_shutdown = 0 if late else timeout_s
         await super().shutdown(sockets)
         await asyncio.to_thread(self._at_end)
 

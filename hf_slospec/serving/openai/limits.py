@@ -21,6 +21,7 @@ from hf_slospec.serving.openai.work import Work
 
 BYTES_PER_TOKEN = 16  # UTF-8 bytes; texts in few languages and hardly any code have so many per token
 LEAST_PROMPT_BYTES = 2**16
+CONTEXT_CODE = "context_length_exceeded"  # also in the message: OpenAI's client since 3.0 shows users that only
 STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
 
@@ -31,6 +32,33 @@ class LimitError(InvalidInputError):
         """``limit`` is the name of the limit."""
         super().__init__(message)
         self.limit = limit
+
+
+class ContextOverflowError(LimitError):
+    """A prompt is too long, alone or with its output; says so in the words of OpenAI and Anthropic."""
+
+    def __init__(self, limit: str, field: str, max_len: int, found: str, for_anthropic: str, or_shorten: str = ""):
+        """``field`` of the body, of which ``found`` tells the length, has the prompt; ``max_len`` tokens fit."""
+        super().__init__(
+            limit,
+            f"This model's maximum context length is {max_len} tokens. However, {found}. "
+            f"Please reduce the length of the {field}{or_shorten}. ({CONTEXT_CODE})",
+        )
+        self.field, self.for_anthropic = field, f"prompt is too long: {for_anthropic}"
+
+    @classmethod
+    def of_tokens(cls, field: str, max_len: int, prompt_len: int, max_tokens: int) -> ContextOverflowError:
+        """Return the error of a prompt whose output may have ``max_tokens``."""
+        if prompt_len > max_len:
+            found = f"your {field} resulted in {prompt_len} tokens"
+            return cls("context", field, max_len, found, f"{prompt_len} tokens > {max_len} maximum")
+        total = prompt_len + max_tokens
+        found = f"you requested {total} tokens ({prompt_len} in the {field}, {max_tokens} in the completion)"
+        for_anthropic = (
+            f"input length and `max_tokens` exceed context limit: {prompt_len} + {max_tokens} > {max_len}, "
+            "decrease input length or `max_tokens` and try again"
+        )
+        return cls("context", field, max_len, found, for_anthropic, " or max_tokens")
 
 
 class RequestLimits(InputModel):
@@ -84,7 +112,8 @@ class RequestLimits(InputModel):
         # Compare characters first, so that a far too long text is not encoded.
         if len(prompt) > max_bytes or (number := len(prompt.encode(errors="replace"))) > max_bytes:
             number = len(prompt) if len(prompt) > max_bytes else number
-            raise LimitError("prompt_bytes", f"{field}: {number} bytes, and this server takes at most {max_bytes}")
+            found = f"{field} has {number} bytes, and this server takes at most {max_bytes}"
+            raise ContextOverflowError("prompt_bytes", field, max_len, f"your {found}", found)
 
     def check_body(self, body: Any, max_len: int) -> None:
         """Raise LimitError if a valid body asks for too much; the pixels of images are checked on decoding."""
@@ -100,7 +129,7 @@ class RequestLimits(InputModel):
         elif isinstance(body, ChatBody):
             self.check("choices", body.n, "n", "choices")
             self.check("top_logprobs", body.top_logprobs or 0, "top_logprobs", "tokens at each position")
-            self._check_messages(body.messages, [body.tools, body.chat_template_kwargs], max_len)
+            self._check_messages(body.messages, [body.tools, body.chat_template_kwargs], max_len, body.prompt_field)
         elif isinstance(body, TokenizeBody):
             self.check_prompt(body.prompt or "", max_len)
             self._check_messages(body.messages or [], [], max_len)
@@ -119,11 +148,13 @@ class RequestLimits(InputModel):
         self.check("logit_bias", len(body.logit_bias or ()), "logit_bias", "token ids")
         self.check("salt_chars", len(body.cache_salt), "cache_salt", "characters")
 
-    def _check_messages(self, messages: list[Message], tools_and_variables: list[Any], max_len: int) -> None:
+    def _check_messages(
+        self, messages: list[Message], tools_and_variables: list[Any], max_len: int, field: str = "messages"
+    ) -> None:
         self.check("images", sum(message.num_images for message in messages), "messages", "images")
         texts = [message.without_images for message in messages]
         whole = json.dumps([texts, tools_and_variables], ensure_ascii=False)
-        self.check_prompt(whole, max_len, "messages")
+        self.check_prompt(whole, max_len, field)
 
 
 def _num_values(content: bytes) -> int:

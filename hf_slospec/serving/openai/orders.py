@@ -10,16 +10,18 @@ from hf_slospec.generate.penalties import OccurrencePenalties
 from hf_slospec.generate.rows import model_end_tokens
 from hf_slospec.serving.chat_contents import REFUSALS
 from hf_slospec.serving.openai.bodies import ChatBody, CompletionBody, Message, SamplingBody
-from hf_slospec.serving.openai.chat_templates import ChatTemplates
+from hf_slospec.serving.openai.chat_templates import ChatTemplates, template_variables
 from hf_slospec.serving.openai.engine import Order, ServedEngine
 from hf_slospec.serving.openai.image_urls import ImageBudget
-from hf_slospec.serving.openai.limits import RequestLimits
+from hf_slospec.serving.openai.limits import ContextOverflowError, RequestLimits
 from hf_slospec.serving.openai.options import Objective
 from hf_slospec.serving.submission import tensors_of_one
 
 DEFAULT_MAX_TOKENS = 16  # for completions, as OpenAI's
 DEFAULT_CHAT_TOKENS = 4096  # for chats; not all that fits, as guaranteed ones are admitted with their longest output
 SEEDS = 2**63
+LEAST_TEMPERATURE = 1e-5  # below it, decoding is greedy, as vLLM's is: logits divided by less may overflow
+EFFORT = "reasoning_effort"  # the chat template's variable
 # llm-d's headers, in milliseconds; the second of each pair is deprecated.
 SLO_HEADERS: dict[str, tuple[str, ...]] = {
     "slo_tpot": ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"),
@@ -82,6 +84,7 @@ def chat_prompt(
     continue_final_message: bool = False,
     tools: list[dict[str, Any]] | None = None,
     template_kwargs: dict[str, Any] | None = None,
+    reasoning_effort: str | None = None,
 ) -> PromptInputs:
     """Return the prompt that the tokenizer's chat template, or with images the processor's, makes of messages.
 
@@ -95,11 +98,14 @@ def chat_prompt(
     if getattr(processor, "chat_template", None) is None:
         raise InvalidInputError("the model has no chat template; use /v1/completions, or start with --chat-template")
     as_tensors = {"return_tensors": "pt"} if has_images else {}
+    variables = dict(template_kwargs or {})
+    if reasoning_effort is not None and EFFORT in template_variables(processor):
+        variables.setdefault(EFFORT, reasoning_effort)
     budget = ImageBudget(lambda number: limits.check("pixels", number, "messages", "pixels of all images"))
     template_messages = [message.for_template(budget) for message in messages]
     try:
         encoded = templates.apply(
-            processor, template_messages, template_kwargs or {}, tools=tools,
+            processor, template_messages, variables, tools=tools,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             continue_final_message=continue_final_message, return_dict=True, tokenize=True, **as_tensors,
         )  # fmt: skip
@@ -172,22 +178,16 @@ def _sampling(body: SamplingBody, generation_config: Any) -> dict[str, Any]:
         options[name] = next((value for value in candidates if value is not None), None)
     if options["top_k"] == -1:  # vLLM's value for all tokens
         options["top_k"] = 0
-    if options["temperature"] == 0:
+    if float(options["temperature"] or 0) < LEAST_TEMPERATURE:
         return {"do_sample": False}
     return {"do_sample": True} | {name: value for name, value in options.items() if value is not None}
 
 
 def _max_tokens(body: SamplingBody, prompt_len: int, engine: ServedEngine) -> int:
-    room = engine.max_len - prompt_len
-    if room < 1:
-        raise InvalidInputError(f"prompt of {prompt_len} tokens leaves no room in {engine.max_len}; shorten it")
     is_chat, requested = isinstance(body, ChatBody), body.max_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         requested = body.max_completion_tokens
-    if requested is None:
-        return min(DEFAULT_CHAT_TOKENS if is_chat else DEFAULT_MAX_TOKENS, room)
-    if requested > room:
-        raise InvalidInputError(
-            f"max_tokens is {requested}, and a prompt of {prompt_len} tokens leaves room for {room}"
-        )
-    return requested
+    room, needed = engine.max_len - prompt_len, max(requested or 1, 1)
+    if needed > room:
+        raise ContextOverflowError.of_tokens(body.prompt_field, engine.max_len, prompt_len, needed)
+    return min(DEFAULT_CHAT_TOKENS if is_chat else DEFAULT_MAX_TOKENS, room) if requested is None else requested

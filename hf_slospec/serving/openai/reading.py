@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 import reprlib
+import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import wraps
@@ -31,7 +32,7 @@ from hf_slospec.serving.openai.access import ServerSettings, Tenant
 from hf_slospec.serving.openai.answers import error_body
 from hf_slospec.serving.openai.bodies import ForeignBody, SamplingBody
 from hf_slospec.serving.openai.engine import ServedEngine
-from hf_slospec.serving.openai.limits import LimitError
+from hf_slospec.serving.openai.limits import CONTEXT_CODE, ContextOverflowError, LimitError
 from hf_slospec.serving.openai.options import Objective
 from hf_slospec.serving.openai.work import BusyError
 
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=BaseModel)
 T = TypeVar("T")
 RETRY_AFTER_S = 1
+GZIP = ("gzip", "x-gzip")  # values of Content-Encoding
 BODY_S = 30.0  # seconds for a request's body to arrive
 # Headers of Gateway API's inference extension: the name of a class of requests, and the unit of fair scheduling.
 OBJECTIVE, FAIRNESS_ID = "x-gateway-inference-objective", "x-gateway-inference-fairness-id"
@@ -52,10 +54,12 @@ OTHER = "other"  # for objectives that are not configured, whose names clients c
 class Fault(Exception):  # noqa: N818  it is an answer
     """Answer that is an error."""
 
-    def __init__(self, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None):
-        """``body`` is an error in OpenAI's form."""
+    def __init__(
+        self, status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None, for_anthropic: str = ""
+    ):
+        """``body`` is an error in OpenAI's form; ``for_anthropic`` replaces its message in Anthropic's."""
         super().__init__(status)
-        self.status, self.body, self.headers = status, body, dict(headers or {})
+        self.status, self.body, self.headers, self.for_anthropic = status, body, dict(headers or {}), for_anthropic
 
 
 class RequestReader:
@@ -105,15 +109,25 @@ class RequestReader:
         if media_type != "application/json":  # browsers send this type across origins only after a CORS preflight
             text = f"the header Content-Type must be application/json, got {media_type or 'none'}"
             raise Fault(415, error_body(text, "invalid_request_error"))
-        received = bytearray()
+        encoding = request.headers.get("content-encoding", "").strip().lower()
+        if encoding not in ("", "identity", *GZIP):
+            text = f"the header Content-Encoding must be gzip, or left out, got {reprlib.repr(encoding)}"
+            raise Fault(415, error_body(text, "invalid_request_error"), {"Accept-Encoding": "gzip"})
+        gzip = zlib.decompressobj(zlib.MAX_WBITS | 16) if encoding in GZIP else None
+        received, num_sent, max_bytes = bytearray(), 0, self.bounds.body_bytes
         try:
             async with asyncio.timeout(BODY_S):
                 async for part in request.stream():
-                    received += part
-                    if len(received) > (max_bytes := self.bounds.body_bytes):
+                    num_sent += len(part)
+                    received += part if gzip is None else gzip.decompress(part, max_bytes + 1 - len(received))
+                    if max(num_sent, len(received)) > max_bytes:
                         self.refused["body_bytes"] += 1
                         text = f"the body has more than {max_bytes} bytes"
                         raise Fault(413, error_body(text, "invalid_request_error"))
+            if gzip is not None and (not gzip.eof or gzip.unused_data):
+                raise zlib.error("the stream is incomplete, or is not the only one")
+        except zlib.error as error:
+            raise Fault(400, error_body(f"the body is no valid gzip: {error}", "invalid_request_error")) from error
         except TimeoutError:
             text = f"the body was not there after {BODY_S:.0f} s"
             raise Fault(408, error_body(text, "invalid_request_error"), {"Connection": "close"}) from None
@@ -208,6 +222,9 @@ def fault_of(error: Exception) -> Fault:
         return Fault(429, body, {"Retry-After": str(RETRY_AFTER_S)})
     if isinstance(error, NotRunningError | RequestCancelledError):
         return Fault(503, error_body(str(error), "service_unavailable_error"))
+    if isinstance(error, ContextOverflowError):
+        body = error_body(str(error), "invalid_request_error", error.field, CONTEXT_CODE)
+        return Fault(400, body, for_anthropic=error.for_anthropic)
     if isinstance(error, InvalidInputError | InvalidTypeError | UnsupportedOptionError):
         field = FIELD.match(str(error))
         return Fault(400, error_body(str(error), "invalid_request_error", field and field[0]))
@@ -220,6 +237,13 @@ async def check_framing(request: Request) -> None:
     if "content-length" in request.headers and "transfer-encoding" in request.headers:
         text = "Content-Length and Transfer-Encoding exclude each other; send one of them"
         raise Fault(400, error_body(text, "invalid_request_error"), {"Connection": "close"})
+
+
+async def check_running(request: Request) -> None:
+    """Raise Fault once the application has been told to stop."""
+    if request.app.state.is_stopping:
+        body = error_body("the server is stopping; retry later", "service_unavailable_error", code="stopping")
+        raise Fault(503, body, {"Retry-After": str(RETRY_AFTER_S), "Connection": "close"})
 
 
 def _gateway_name(request: Request, header: str) -> str | None:

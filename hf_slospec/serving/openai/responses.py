@@ -6,19 +6,22 @@ import time
 import uuid
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 from fastapi import Request, Response
-from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from hf_slospec.serving.openai.answers import BlockAnswer, Events, named_event, whole_usage
+from hf_slospec.serving.openai.answers import Answer, BlockAnswer, Events, named_event, whole_usage
 from hf_slospec.serving.openai.bodies import ChatBody, ClosedModel, CommonBody, ForeignBody
-from hf_slospec.serving.openai.choices import Choice
+from hf_slospec.serving.openai.choices import Choice, Piece
 from hf_slospec.serving.openai.completions import Completions
 from hf_slospec.serving.openai.image_urls import check_data_url
+from hf_slospec.serving.openai.limits import ContextOverflowError
 
 # Types of parts, and of their events, by kind of block.
 TEXTS = {"reasoning": "reasoning_text", "text": "output_text"}
+LOGPROBS = "message.output_text.logprobs"
 ERROR_CODES = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
 
 
@@ -67,6 +70,7 @@ class MessageItem(_Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | InputParts
+    phase: Literal["commentary", "final_answer"] | None = None  # ignored: chat templates do not tell phases apart
 
     @property
     def message(self) -> dict[str, Any]:
@@ -124,7 +128,7 @@ class ReasoningItem(_Item):
 
 
 def _type_of(item: Any) -> Any:
-    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return item.get("type") or "message" if isinstance(item, dict) else getattr(item, "type", None)
 
 
 InputItem = Annotated[
@@ -192,8 +196,14 @@ class TextOptions(ClosedModel):
 class ReasoningOptions(ClosedModel):
     """Options of reasoning."""
 
-    effort: str | None = Field(None, description="The chat template's variable reasoning_effort.")
+    effort: str | None = Field(None, description="The chat template's variable reasoning_effort, if it has it.")
     summary: Literal["auto"] | None = None  # none is made
+
+
+class InputChat(ChatBody):
+    """The input of a response as a chat."""
+
+    prompt_field = "input"
 
 
 class ResponsesBody(CommonBody, ForeignBody):
@@ -210,8 +220,9 @@ class ResponsesBody(CommonBody, ForeignBody):
     store: bool | None = None
     previous_response_id: str | None = None
     background: Literal[False] | None = None
-    truncation: Literal["disabled"] | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None  # reasoning is not encrypted
+    truncation: Literal["auto", "disabled"] | None = None  # auto: no items are dropped, either
+    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = None
+    top_logprobs: int | None = Field(None, ge=0)
     stream_options: dict[Literal["include_obfuscation"], bool] | None = None  # ignored, as in chats
 
     @field_validator("store")
@@ -228,11 +239,24 @@ class ResponsesBody(CommonBody, ForeignBody):
             raise ValueError("this server stores no responses; send the earlier items as input")
         return value
 
+    @model_validator(mode="after")
+    def _check_top_logprobs(self) -> ResponsesBody:
+        if self.top_logprobs and not self.wants_logprobs:
+            raise ValueError(f"top_logprobs has no effect without include of {LOGPROBS}")
+        return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Return True if the output's texts have log probabilities."""
+        return LOGPROBS in (self.include or ())
+
     @cached_property
     def chat(self) -> ChatBody:
         """Return the body as one of a chat; raises pydantic's ValidationError."""
         fields: dict[str, Any] = self.common | {
             "messages": self._messages(),
+            "logprobs": self.wants_logprobs,
+            "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
             "max_completion_tokens": self.max_output_tokens,
             "parallel_tool_calls": self.parallel_tool_calls,
             "chat_template_kwargs": self.chat_template_kwargs,
@@ -243,10 +267,9 @@ class ResponsesBody(CommonBody, ForeignBody):
             fields["tool_choice"] = self._tool_choice()
         if self.text is not None and self.text.format is not None:
             fields["response_format"] = self.text.format.response_format
-        if self.reasoning is not None and self.reasoning.effort is not None:
-            effort = {"reasoning_effort": self.reasoning.effort}
-            fields["chat_template_kwargs"] = effort | (self.chat_template_kwargs or {})
-        return ChatBody.model_validate(fields)
+        if self.reasoning is not None:
+            fields["reasoning_effort"] = self.reasoning.effort
+        return InputChat.model_validate(fields)
 
     def _tool_choice(self) -> str | dict[str, Any]:
         """Return the field of a chat."""
@@ -282,9 +305,13 @@ class ResponsesBody(CommonBody, ForeignBody):
 class ResponseAnswer(BlockAnswer):
     """Answer of the Responses API."""
 
-    def __init__(self, model: str, body: ResponsesBody):
-        super().__init__(model, f"resp_{uuid.uuid4().hex}")
+    def __init__(self, body: ResponsesBody, chat: Answer):
+        """``chat`` is the form of the chat that the body is served as."""
+        super().__init__(chat.model, f"resp_{uuid.uuid4().hex}")
         self._request, self._created_s, self._number = body, int(time.time()), 0
+        self._chat, self.wants_logprobs = chat, chat.wants_logprobs
+        self._logprobs = list[dict[str, Any]]()  # of the last text
+        self._num_sent = 0  # of these, that events have sent
 
     def begin(self, choices: Sequence[Choice]) -> str:
         """Return the events before the output."""
@@ -303,6 +330,17 @@ class ResponseAnswer(BlockAnswer):
         message, code = error["error"]["message"], ERROR_CODES.get(error["error"]["type"], "server_error")
         response = self._response("failed") | {"error": {"code": code, "message": message}}
         return named_event(self._numbered("response.failed", response=response))
+
+    def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> str:
+        """Return the events of a piece."""
+        if self.wants_logprobs:
+            added = self._chat.token_logprobs(piece)
+            if piece.parts.reasoning or piece.parts.tool_calls:  # leave out the tokens before those of the text
+                lengths = accumulate(len(each["token"]) for each in reversed(added))
+                num_text = sum(length <= len(piece.parts.content) for length in lengths)
+                added = added[len(added) - num_text :]
+            self._logprobs += added
+        return super().chunk(piece, choices, is_first)
 
     def body(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the whole answer."""
@@ -337,7 +375,7 @@ class ResponseAnswer(BlockAnswer):
             "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
             "temperature": request.temperature, "top_p": request.top_p, "metadata": request.metadata or {},
             "user": request.user, "store": False, "previous_response_id": None, "background": False,
-            "truncation": "disabled", "usage": None,
+            "truncation": request.truncation or "disabled", "top_logprobs": request.top_logprobs or 0, "usage": None,
         }  # fmt: skip
 
     def _numbered(self, kind: str, **fields: Any) -> dict[str, Any]:
@@ -370,19 +408,25 @@ class ResponseAnswer(BlockAnswer):
             item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
         yield self._added_item(item | {"status": "in_progress", "content": []})
         self._text = ""
-        yield self._of_part("response.content_part.added", part=_part(kind, ""))
+        yield self._of_part("response.content_part.added", part=self._part(kind, is_empty=True))
 
     def extended(self, kind: str, text: str) -> Events:
         """Add text to the last item, and yield its event."""
         self._text += text
-        yield self._of_part(f"response.{TEXTS[kind]}.delta", delta=text, **_logprobs(kind))
+        fields: dict[str, Any] = {}
+        if kind == "text":
+            fields["logprobs"], self._num_sent = self._logprobs[self._num_sent :], len(self._logprobs)
+        yield self._of_part(f"response.{TEXTS[kind]}.delta", delta=text, **fields)
 
     def closed(self, kind: str) -> Events:
         """End the last item, and yield its events."""
-        part = _part(kind, self._text)
-        yield self._of_part(f"response.{TEXTS[kind]}.done", text=self._text, **_logprobs(kind))
+        part = self._part(kind)
+        fields = {"logprobs": part["logprobs"]} if kind == "text" else {}
+        yield self._of_part(f"response.{TEXTS[kind]}.done", text=self._text, **fields)
         yield self._of_part("response.content_part.done", part=part)
         yield self._done_item(status="incomplete" if self._is_cut else "completed", content=[part])
+        if kind == "text":
+            self._logprobs, self._num_sent = [], 0
 
     def called(self, id: str, name: str, arguments: str) -> Events:
         """Add a function call, and yield its events."""
@@ -392,15 +436,12 @@ class ResponseAnswer(BlockAnswer):
         yield self._of_item("response.function_call_arguments.done", name=name, arguments=arguments)
         yield self._done_item(status="completed", arguments=arguments)
 
-
-def _logprobs(kind: str) -> dict[str, Any]:
-    """Return the log probabilities of a text, which are not returned; reasoning has no such field."""
-    return {"logprobs": []} if kind == "text" else {}
-
-
-def _part(kind: str, text: str) -> dict[str, Any]:
-    extra: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == "text" else {}
-    return {"type": TEXTS[kind], "text": text} | extra
+    def _part(self, kind: str, is_empty: bool = False) -> dict[str, Any]:
+        """Return the only part of the last item, with the text so far."""
+        part: dict[str, Any] = {"type": TEXTS[kind], "text": "" if is_empty else self._text}
+        if kind == "text":  # reasoning has no log probabilities
+            part |= {"annotations": [], "logprobs": [] if is_empty else self._logprobs}
+        return part
 
 
 class Responses:
@@ -412,5 +453,10 @@ class Responses:
     async def respond(self, request: Request) -> Response:
         """Return the response to an input."""
         body = await self.reader.read(request, ResponsesBody)
-        answer = ResponseAnswer(self.reader.settings.model_name, body)
-        return await self.completions.answer_chat(request, body.chat, answer)
+        answer = ResponseAnswer(body, self.completions.form(body.chat))
+        try:
+            return await self.completions.answer_chat(request, body.chat, answer)
+        except ContextOverflowError as error:
+            if body.truncation == "auto":
+                error.args = (f"{error} This server drops no items from the input (truncation).",)
+            raise

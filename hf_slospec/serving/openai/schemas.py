@@ -11,6 +11,7 @@ from typing import Any
 
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.generate.grammars import JSON_OPTIONS
+from hf_slospec.generate.json_schemas import to_follow
 from hf_slospec.serving.openai.limits import LimitError, RequestLimits
 from hf_slospec.serving.openai.work import JobSlots
 
@@ -38,7 +39,7 @@ class SchemaCheck:
         if (key := json.dumps(schema)) in self._valid:
             return
         async with self.slots.slot(client):
-            fault = await self._compile(key, field)
+            fault = await self._compile(json.dumps(to_follow(schema)), field)
         if fault:
             raise InvalidInputError(f"{field}: the schema cannot be followed: {fault}")
         self._valid[key] = None

@@ -42,11 +42,13 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
             return
         engine = LocalEngine(generator, options.response_template, options.bounds.new_work())
         say(welcome(options, generator))
+        app = make_app(engine, ServerSettings.of(options))
         config = uvicorn.Config(
-            make_app(engine, ServerSettings.of(options)), host=options.host, port=options.port, http=ImpatientProtocol,
+            app, host=options.host, port=options.port, http=ImpatientProtocol,
             log_level="warning", timeout_graceful_shutdown=DRAIN_S, root_path=options.root_path,
         )  # fmt: skip
-        SignalledServer(config, partial(generator.stop, drain=False)).run()
+        stop, refuse = partial(generator.stop, drain=False), partial(setattr, app.state, "is_stopping", True)
+        SignalledServer(config, stop, refuse).run()
 
 
 def welcome(options: ServeOptions, generator: SLOSpecGenerator) -> str:

@@ -217,7 +217,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -1}, "temperature"),
     ({"stop_sequences": [""]}, "stop"),
     ({"container": "x"}, "container"),
-    ({"output_config": {"effort": "low"}}, "reasoning_effort"),
+    ({"output_config": {"effort": 3}}, "effort"),
     ({"slo_tpot": -1}, "slo_tpot"),
 ]  # fmt: skip
 

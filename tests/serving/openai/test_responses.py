@@ -168,7 +168,8 @@ def test_what_is_not_served_is_refused_by_name(client: openai.OpenAI) -> None:
     refused("store.*stores no responses", store=True)
     refused("previous_response_id.*stores no responses", previous_response_id="resp_1")
     refused("background", background=True)
-    refused("truncation", truncation="auto")
+    refused("truncation", truncation="middle")
+    refused("include", include=["web_search_call.results"])
     refused("top_logprobs", top_logprobs=2)
     refused("tools", tools=[{"type": "web_search"}])
     refused("tool_choice", tool_choice="required")
@@ -176,7 +177,7 @@ def test_what_is_not_served_is_refused_by_name(client: openai.OpenAI) -> None:
     refused("input", input=[{"type": "item_reference", "id": "msg_1"}])
     refused("image_url", input=[{"role": "user", "content": [
         {"type": "input_image", "image_url": "http://elsewhere/x.png", "detail": "auto"}]}])  # fmt: skip
-    refused("reasoning_effort", reasoning={"effort": "low"})
+    refused("reasoning.summary", reasoning={"summary": "detailed"})
     refused("temperature", temperature=-1)
     refused("max_output_tokens", max_output_tokens=0)
     with pytest.raises(openai.NotFoundError):
@@ -187,7 +188,7 @@ def test_what_is_not_served_is_refused_by_name(client: openai.OpenAI) -> None:
 
 def test_reasoning_effort_is_a_variable_of_the_template() -> None:
     body = ResponsesBody.model_validate({"input": "x", "reasoning": {"effort": "low", "summary": "auto"}})
-    assert body.chat.chat_template_kwargs == {"reasoning_effort": "low"}
+    assert body.chat.reasoning_effort == "low"
     with pytest.raises(ValidationError, match="json_schema"):
         _ = ResponsesBody.model_validate({"input": "x", "text": {"format": {"type": "json_schema"}}}).chat
 

@@ -52,7 +52,7 @@ def check(calls: Any, *names: str) -> None:
         arguments = json.loads(call.function.arguments)
         if call.function.name == "weather":
             assert arguments["city"] in CITY["enum"] and arguments["days"] in (1, 2) and len(arguments) == 2
-        if call.function.name == "later":
+        else:  # functions without parameters
             assert arguments == {}
 
 
@@ -67,6 +67,7 @@ def allowed(mode: str, *names: str) -> Any:
     [
         ("required", [TOOLS[0], TOOLS[2]], ("weather", "later")),
         (NAMED, TOOLS, ("weather",)),
+        ("required", [TOOLS[1]], ("now",)),
         (allowed("required", "later", "weather"), TOOLS, ("weather", "later")),
     ],
 )

@@ -7,13 +7,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from functools import partial
 
 import httpx
 import pytest
+import uvicorn
+from fastapi import FastAPI
 
 from hf_slospec import SLOSpecGenerator
 from hf_slospec.serving.openai.app import ServerSettings, make_app
-from hf_slospec.serving.openai.connections import ImpatientProtocol
+from hf_slospec.serving.openai.connections import ImpatientProtocol, SignalledServer
 from hf_slospec.serving.openai.engine import LocalEngine
 from hf_slospec.serving.openai.limits import RequestLimits
 from tests.serving.openai.conftest import Served, listening
@@ -86,8 +90,10 @@ async def app(scope, receive, send):
     await send({"type": "http.response.body", "body": b"begun", "more_body": True})
     await asyncio.sleep(1e6)
 
-config = uvicorn.Config(app, port=int(sys.argv[1]), lifespan="off", timeout_graceful_shutdown=1e6)
-SignalledServer(config).run()
+config = uvicorn.Config(
+    app, port=int(sys.argv[1]), lifespan="off", timeout_graceful_shutdown=1e6, log_level="warning"
+)
+SignalledServer(config, at_signal=lambda: print("stopping", flush=True)).run()
 """
 
 
@@ -95,7 +101,9 @@ SignalledServer(config).run()
 def test_a_second_signal_ends_at_once(second: signal.Signals) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen([sys.executable, "-c", ENDLESS, str(port)], stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-c", ENDLESS, str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
     try:
         wait_until(lambda: is_listening(port))
         with connected(url) as connection:
@@ -104,13 +112,86 @@ def test_a_second_signal_ends_at_once(second: signal.Signals) -> None:
             while b"begun" not in answer:
                 answer += connection.recv(1024)
             process.send_signal(signal.SIGTERM)
-            wait_until(lambda: not is_listening(port))
+            assert process.stdout.readline() == b"stopping\n"
             assert process.poll() is None  # it lets the request finish
             process.send_signal(second)
             assert process.wait(WAIT_S) == -second
     finally:
         process.kill()
         process.wait()
+        process.stdout.close()
+
+
+class Stopping:
+    """Serves an application by a SignalledServer inside of the context, in a thread."""
+
+    def __init__(self, app: FastAPI, timeout_s: int = 120):
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(
+            app, log_level="critical", lifespan="off", timeout_graceful_shutdown=timeout_s, http=ImpatientProtocol
+        )
+        refuse = partial(setattr, app.state, "is_stopping", True)
+        self.server = SignalledServer(config, at_signal=refuse)
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.listener]})
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+
+    def __enter__(self) -> Stopping:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.should_exit = True
+        self.thread.join()
+        self.listener.close()
+
+
+def test_a_stopping_server_ends_what_has_begun_and_answers_503(generator: SLOSpecGenerator) -> None:
+    app = make_app(LocalEngine(generator), ServerSettings(model_name="tiny"))
+    body = LARGE | {"logprobs": None, "echo": False, "max_tokens": 300, "stream": True}
+    with Stopping(app) as stopping, httpx.Client(base_url=stopping.url, timeout=WAIT_S) as client:
+        assert client.get("/health").status_code == 200
+        idle = connected(stopping.url)
+        with httpx.stream("POST", f"{stopping.url}/v1/completions", json=body, timeout=WAIT_S) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            with generator.decoder.speculator.lock:  # no step runs meanwhile
+                stopping.server.should_exit = True
+                assert not idle.recv(1)  # connections that wait for a request are closed
+                idle.close()
+                with httpx.Client(base_url=stopping.url, timeout=WAIT_S) as late:
+                    refused = [
+                        late.get("/health"), late.post("/v1/completions", json=SMALL), late.get("/v1/models"),
+                        late.post("/v1/responses", json={"input": "x"}),
+                    ]  # fmt: skip
+                    of_anthropic = late.post("/v1/messages", json={"messages": [], "max_tokens": 1})
+                    assert late.get("/metrics").status_code == late.get("/version").status_code == 200
+            for each in refused:
+                assert each.status_code == 503 and each.headers["connection"] == "close"
+                assert int(each.headers["retry-after"]) > 0 and each.json()["error"]["code"] == "stopping"
+            assert of_anthropic.status_code == 503 and of_anthropic.json()["error"]["type"] == "overloaded_error"
+            *_, done = filter(None, lines)
+        assert done == "data: [DONE]"
+        stopping.thread.join(WAIT_S)
+        assert not stopping.thread.is_alive()
+        with pytest.raises(httpx.ConnectError):
+            client.get("/health")
+
+
+def test_a_stopping_server_waits_no_longer_than_its_limit(generator: SLOSpecGenerator) -> None:
+    app = make_app(LocalEngine(generator), ServerSettings(model_name="tiny"))
+    body = LARGE | {"logprobs": None, "echo": False, "max_tokens": 300, "stream": True}
+    with (
+        Stopping(app, timeout_s=1) as stopping,
+        httpx.stream("POST", f"{stopping.url}/v1/completions", json=body, timeout=WAIT_S) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        with generator.decoder.speculator.lock:  # so that the request goes on
+            stopping.server.should_exit = True
+            stopping.thread.join(WAIT_S)
+            assert not stopping.thread.is_alive()
+        with pytest.raises(httpx.TransportError):
+            list(lines)
 
 
 def is_listening(port: int) -> bool:

@@ -91,6 +91,8 @@ def test_names_of_this_machine_and_addresses_are_its_own(url: str, host: str) ->
 def test_pages_that_are_allowed_may_call(url: str) -> None:
     origin = {"Origin": "https://friend.example"}
     assert answer(url, **origin)[0] == 200
+    headers = httpx.get(f"{url}/v1/models", headers=origin).headers["access-control-expose-headers"].lower()
+    assert set(headers.split(", ")) == {"retry-after", "x-slo-guaranteed", "x-slo-attained"}
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
     found = httpx.options(f"{url}/v1/completions", headers=origin | asked)
     assert found.status_code == 200 and found.headers["access-control-allow-origin"] == origin["Origin"]
