@@ -190,19 +190,13 @@ class AutoPolicy(NamedPolicy):
             # Speculation that does not pay for all requests may still pay if urgent requests get all nodes.
             drafting = requests
             depth, width = paying_shape(num_urgent)
-        due_s = self.costs.first_tokens.due_s
-
-        def is_in_time(num_nodes: float) -> bool:
+        if depth and (due_s := self.costs.first_tokens.due_s) < np.inf:
+            if not depths.is_look:
+                depth, width = paying_shape(num_requests, num_prefill_tokens)
             num_behind = sum(request.num_draft_behind for request in drafting)
             draft_s = self.costs.draft_at(len(drafting), depth, width, num_keys, num_behind)
-            return draft_s + self.costs.verify_at(num_nodes + num_prefill_tokens, num_requests, num_keys) <= due_s
-
-        # How many nodes are verified is decided later; the whole shape of a look is rarely verified.
-        nodes = 1.0 if depths.is_look else self.costs.recent.nodes
-        if depth and due_s < np.inf and not is_in_time(num_requests * nodes):
-            depth, width = paying_shape(num_requests, num_prefill_tokens)
-            if depth and not is_in_time(num_requests):
-                depth, width = 0, 1
+            if draft_s + self.costs.verify_at(num_requests + num_prefill_tokens, num_requests, num_keys) > due_s:
+                depth, width = 0, 1  # the draft has to process whole texts first, or the look takes too long
         return Plan(depth, width, drafting=drafting)
 
     def _limited(self, plan: Plan, requests: Sequence[Request], weights: FloatArray, num_keys: int) -> Plan:
