@@ -34,7 +34,7 @@ def static_engine(
 ) -> Engine[StaticScheduler]:
     """Return an engine that decodes a fixed batch of requests; see :class:`StaticScheduler`."""
     target, drafter, policy, costs, clock, shared = parts
-    windows = WindowGuarantees(config.guarantee, costs.recent)
+    windows = WindowGuarantees(config.guarantee, costs.recent, falls_back=False)
     begin = None if config.guarantee is None else partial(guarantee_windows, costs=costs, windows=windows)
     scheduler = StaticScheduler(requests, begin, shares_prompts)
     return Engine(target, drafter, policy, scheduler, costs, clock, config.check_invariants, shared)
@@ -44,7 +44,7 @@ def continuous_engine(config: SLOSpecConfig, parts: Parts, limits: Limits) -> En
     """Return an engine to which requests are added while it runs."""
     target, drafter, policy, costs, clock, shared = parts
     scheduler = ContinuousScheduler(
-        limits, costs, config.admission, config.prefill, target.num_reusable, config.guarantee
+        limits, costs, config.admission, config.prefill, target.num_reusable, config.guarantee, policy.falls_back
     )
     return Engine(target, drafter, policy, scheduler, costs, clock, config.check_invariants, shared)
 

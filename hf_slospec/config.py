@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -83,12 +83,13 @@ class SLOSpecConfig(PolicySettings):
         "decoding, up to prefill_chunk tokens per step, decoding included (Sarathi-Serve).",
     )
     guarantee: float | None = Field(
-        None,
+        0.95,
         gt=0,
         lt=1,
-        description="Probability, such as 0.95, with which a guaranteed request meets its TPOT SLO over every window "
-        "of ten tokens. The part of SLOs that is planned with follows from how steps and requests vary, and from the "
-        "guarantees kept so far. None: 85 % of each SLO is planned with, and no probability is guaranteed.",
+        description="Probability with which a guaranteed request meets its TTFT SLO, and its TPOT SLO over every "
+        "window of ten tokens. The part of SLOs that is planned with follows from how steps and requests vary, and "
+        "from the guarantees kept so far. None, also with an admission other than slo: 85 % of each SLO is planned "
+        "with, TPOT is the mean over all tokens, and no probability is guaranteed.",
     )
     max_batch: int = Field(64, ge=1, le=MAX_COUNT, description="Batcher: maximum number of running requests.")
     max_queue: int = Field(
@@ -117,6 +118,12 @@ class SLOSpecConfig(PolicySettings):
     check_invariants: bool = Field(
         False, description="Verify trees and K/V cache book-keeping at every step (slow; for tests)."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _states_nothing_unchecked(cls, data: Any) -> Any:
+        is_unchecked = isinstance(data, dict) and data.get("admission", "slo") != "slo"
+        return {"guarantee": None, **data} if is_unchecked else data
 
     @model_validator(mode="after")
     def _decides_on_guarantees(self) -> SLOSpecConfig:

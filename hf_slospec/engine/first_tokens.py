@@ -1,4 +1,4 @@
-"""First tokens that the length of a step decides about: those that it commits, and those of requests to come."""
+"""What the length of a step decides about: first tokens, those of requests to come too, and guaranteed windows."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hf_slospec.algo.tree import FloatArray
 IN_TIME = 0.95  # share of a TTFT SLO, or of the time that is left of it, within which a first token is planned
 MEMORY = 64  # requests that tell which will arrive
 PRICE = 10.0  # tokens of any request that count as much as one of a request whose TTFT SLO is missed
-LATE = 1e3  # price of each second by which the first tokens of a step itself would be late
+LATE = 1e3  # price of each second by which a step ends too late for its own first tokens or guaranteed windows
 FAR_S = 1e6  # seconds beyond which no step lasts
 
 
 class FirstTokens:
-    """TTFT SLOs that a step should leave time for. The scheduler writes them, the policy reads :meth:`price_s`.
+    """SLOs that a step should leave time for. The scheduler writes them, the policy reads :meth:`price_s`.
 
     A request that arrives during a step waits for its end, and gets its first token with the end of the next step at
     the earliest. So a TTFT SLO *s* is missed by those that arrive in a step's first ``T - (s - own)`` seconds, *T*
@@ -30,7 +30,7 @@ class FirstTokens:
     def __init__(self) -> None:
         # TTFT SLO in seconds and prompt tokens of recent requests; inf: none, or it arrived while nothing was decoded.
         self._recent = deque[tuple[float, int]](maxlen=MEMORY)
-        self._due_s = math.inf  # seconds within which the step should end for the first tokens that it commits
+        self.due_s = math.inf  # seconds within which the step should end
         self._knots, self._prices = np.zeros(1), np.zeros(1)  # seconds of a step, and the price of so many
 
     @property
@@ -46,11 +46,11 @@ class FirstTokens:
         """Begin a step.
 
         Args:
-            due_s: seconds within which the step should end for the first tokens that it commits; inf: it commits none.
+            due_s: seconds within which the step should end for its first tokens and guaranteed windows; inf: any.
             own_s: seconds of a step without drafts that prefills so many further tokens; None: requests that arrive
                 now would wait for other reasons.
         """
-        self._due_s, slacks_s = due_s, np.zeros(0)
+        self.due_s, slacks_s = due_s, np.zeros(0)
         if own_s is not None and self.is_expected:
             recent = np.array([each for each in self._recent if each[0] < math.inf])
             slacks_s = np.sort(IN_TIME * recent[:, 0] - own_s(recent[:, 1]))
@@ -61,10 +61,10 @@ class FirstTokens:
 
     @property
     def is_due(self) -> bool:
-        """Return whether the step commits first tokens that can be in time."""
-        return self._due_s < math.inf
+        """Return whether there is a time within which the step should end."""
+        return self.due_s < math.inf
 
     def price_s(self, seconds: FloatArray) -> FloatArray:
         """Return what steps of so many seconds cost beyond them, in seconds of the engine's work."""
         price: FloatArray = np.interp(seconds, self._knots, self._prices)
-        return price + LATE * np.maximum(seconds - self._due_s, 0.0) if self.is_due else price
+        return price + LATE * np.maximum(seconds - self.due_s, 0.0) if self.is_due else price

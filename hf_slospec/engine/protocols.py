@@ -315,6 +315,8 @@ class Policy:
     policy that passes data from its plan to its selection defines ``step`` in place of them.
     """
 
+    falls_back = False  # steps draft no more than `StepCosts.first_tokens` leaves time for, and nothing if it must be
+
     def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
         """Make the decisions of one step: yield a plan, then a selection, and learn from the outcome.
 

@@ -118,7 +118,7 @@ class AutoPolicy(NamedPolicy):
     step times corrected by measured ones.
     """
 
-    name = "auto"
+    name, falls_back = "auto", True
 
     def __init__(self, config: PolicySettings, costs: StepCosts, history: SpeculationHistory | None = None):
         super().__init__(config, costs)
@@ -190,8 +190,13 @@ class AutoPolicy(NamedPolicy):
             # Speculation that does not pay for all requests may still pay if urgent requests get all nodes.
             drafting = requests
             depth, width = paying_shape(num_urgent)
-        if depth and self.costs.first_tokens.is_due:
-            depth, width = paying_shape(num_requests, num_prefill_tokens)
+        if depth and (due_s := self.costs.first_tokens.due_s) < np.inf:
+            if not depths.is_look:
+                depth, width = paying_shape(num_requests, num_prefill_tokens)
+            num_behind = sum(request.num_draft_behind for request in drafting)
+            draft_s = self.costs.draft_at(len(drafting), depth, width, num_keys, num_behind)
+            if draft_s + self.costs.verify_at(num_requests + num_prefill_tokens, num_requests, num_keys) > due_s:
+                depth, width = 0, 1  # the draft has to process whole texts first, or the look takes too long
         return Plan(depth, width, drafting=drafting)
 
     def _limited(self, plan: Plan, requests: Sequence[Request], weights: FloatArray, num_keys: int) -> Plan:

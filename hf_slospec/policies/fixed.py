@@ -30,7 +30,7 @@ class FixedPolicy(NamedPolicy):
 class PlainPolicy(FixedPolicy):
     """Policy that drafts nothing: plain decoding."""
 
-    name = "none"
+    name, falls_back = "none", True
 
     @classmethod
     def max_nodes(cls, config: PolicySettings) -> int:

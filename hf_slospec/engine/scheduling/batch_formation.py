@@ -14,13 +14,14 @@ from hf_slospec.engine.first_tokens import IN_TIME
 from hf_slospec.engine.protocols import Chunk, Schedule
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling import AdmissionName, PrefillName
-from hf_slospec.engine.scheduling.guarantees import first_token_slo_s, lost_s, tightest_tpot_slo_s
-from hf_slospec.engine.scheduling.prefill import prefill_budget
+from hf_slospec.engine.scheduling.guarantees import can_fall_back, first_token_slo_s, lost_s, tightest_tpot_slo_s
+from hf_slospec.engine.scheduling.prefill import plain_budget, prefill_budget
 from hf_slospec.engine.scheduling.window_guarantees import WindowGuarantees
 from hf_slospec.engine.step_times import StepCosts
 
 MIN_CHUNK = 8  # minimum prefill tokens of a step for guaranteed requests, even if decoding requests become late
 OVERDUE_CHUNK = 16  # minimum prefill tokens of a step for a request that was skipped MAX_SKIPPED times
+OVERDUE_SHARE = 0.125  # but no more than this share of the prefill, beside guaranteed windows
 AHEAD = 0.95  # share of its TPOT SLO that a guaranteed request is served at
 SAVES = 1.05  # factor of a step's seconds that skipping best-effort requests must save
 WAIT = 8.0  # steps that a guaranteed request must be ahead of its SLO to be skipped in one
@@ -50,6 +51,7 @@ class BatchFormation:
         self._admission, self.prefill = admission, prefill
         self._num_skipped: dict[Request, int] = {}  # consecutive steps in which a running request was skipped
         self._share = 1.0  # share of a full step's work that memory allows
+        self._plain_s = math.inf  # seconds of a step of the running requests to which the policy can fall back
 
     def form(self, running: Sequence[Request], rank: Rank, has_waiting: bool, now_s: float) -> Schedule:
         """Return the decoding requests and the prefill of the next step.
@@ -61,12 +63,13 @@ class BatchFormation:
             now_s: time at which the step begins.
         """
         decoding = [request for request in running if request.is_decoding]
+        self._plain_s = self._plain_step_s(decoding)
         allowed_s = self._allowed_s(decoding, now_s)
-        kept = self._taking_part(decoding, allowed_s, now_s)
+        kept = self._taking_part(running, decoding, allowed_s, now_s)
         chunks = self._chunks(running, len(kept), rank, allowed_s, now_s)
         prefills_only = bool(chunks) and self.prefill == "first"
         if not prefills_only:
-            kept = self._leaving_time(kept, chunks, has_waiting, now_s)
+            kept = self._leaving_time(kept, chunks, has_waiting, allowed_s, now_s)
         self._count_skipped(decoding, kept)
         return Schedule([] if prefills_only else kept, chunks)
 
@@ -90,11 +93,51 @@ class BatchFormation:
         for request in requests:
             self._num_skipped[request] = 0 if request in kept else self._num_skipped.get(request, 0) + 1
 
-    def _taking_part(self, decoding: list[Request], allowed_s: float, now_s: float) -> list[Request]:
+    @property
+    def _max_chunk(self) -> int:
+        return max(int(self._prefill_chunk * self._share), 1)
+
+    def _plain_step_s(self, decoding: Sequence[Request]) -> float:
+        """Return the seconds of a plain step of guaranteed requests and of as much prefill as arrives meanwhile.
+
+        It is inf if steps cannot fall back to such ones.
+        """
+        guaranteed = [request for request in decoding if request.is_guaranteed]
+        tightest_s = min((tightest_tpot_slo_s(request) for request in guaranteed), default=math.inf)
+        if not (guaranteed and can_fall_back(tightest_s, self._costs, self._windows)):
+            return math.inf
+        arriving = self._costs.recent.prefill_rate * float(self._step_s(guaranteed, 0))
+        return float(self._step_s(guaranteed, math.ceil(arriving)))
+
+    def _steady_s(self, decoding: Sequence[Request]) -> float:
+        """Return the seconds that every step may take, if each commits a token of every guaranteed request."""
+        paces_s = (request.pace_s for request in decoding if request.is_guaranteed and request.pace_s is not None)
+        return AHEAD * min(paces_s, default=math.inf)
+
+    def _plain_chunk(self, running: Sequence[Request], num_decoding: int, allowed_s: float, now_s: float) -> int:
+        """Return the prefill tokens of a step to which the policy can fall back."""
+        guaranteed = [request for request in running if not (request.is_decoding or request.is_best_effort)]
+        due = [request for request in guaranteed if first_token_slo_s(request) < math.inf]
+        decoding = [request for request in running if request.is_decoding]
+        limits_s = allowed_s, self._steady_s(decoding)
+        return plain_budget(self._costs, num_decoding, guaranteed, due, self._max_chunk, *limits_s, now_s)
+
+    def _taking_part(
+        self, running: Sequence[Request], decoding: list[Request], allowed_s: float, now_s: float
+    ) -> list[Request]:
         """Return the requests that decode now: requests that can wait are skipped if they would make others late."""
         if self._share < 1.0:  # after running out of memory: the requests skipped longest first
             in_order = sorted(decoding, key=lambda request: -self._num_skipped.get(request, 0))
             kept = set(in_order[: max(math.ceil(self._share * len(decoding)), 1)])
+        elif self._plain_s < math.inf:  # best-effort requests take the time that a step without drafts leaves
+            must = [r for r in decoding if not r.is_best_effort or self._num_skipped.get(r, 0) >= MAX_SKIPPED]
+            spare = sorted(set(decoding) - set(must), key=lambda r: (-self._num_skipped.get(r, 0), r.index))
+            is_prefilling = any(not (r.is_decoding or r.is_best_effort) for r in running)
+            chunk = self._plain_chunk(running, len(must), allowed_s, now_s) if is_prefilling else 0
+            numbers = len(must) + np.arange(1, len(spare) + 1)
+            times_s = self._costs.verify_s(numbers + chunk, numbers, numbers * self._costs.recent.keys)
+            limit_s = min(allowed_s, self._steady_s(decoding)) if is_prefilling else allowed_s
+            kept = {*must, *spare[: int(np.count_nonzero(times_s <= limit_s))]}
         elif decoding and (all_s := self._costs.step_at(len(decoding))) > allowed_s:
             spare = [r for r in decoding if r.is_best_effort or self._due_s(r, now_s, all_s) > WAIT * all_s]
             spare.sort(key=lambda request: -self._num_skipped.get(request, 0))  # stable: otherwise in order of arrival
@@ -146,6 +189,8 @@ class BatchFormation:
         share, stats = self._windows.share(tightest_tpot_slo_s(request)), request.stats
         own = (request.num_emitted - stats.num_resumed + TYPICAL * tokens) / (stats.num_steps + TYPICAL)
         token_s = min(step_s / min(own, tokens) / share, request.pace_s)
+        if self._plain_s <= token_s:  # which suffices, however few drafts are accepted
+            token_s, tokens = self._plain_s, 1.0
         elapsed_s, emitted = request.tightest_window(now_s, token_s)
         return AHEAD * WINDOW * request.pace_s - elapsed_s - token_s * max(WINDOW - emitted - tokens, 0.0)
 
@@ -159,24 +204,32 @@ class BatchFormation:
         overdue = {request for request in prefilling if self._num_skipped.get(request, 0) >= MAX_SKIPPED}
         prefilling.sort(key=lambda request: (request not in overdue, rank(request, now_s)))
         guaranteed = [request for request in prefilling if not request.is_best_effort]
-        max_tokens = max(int(self._prefill_chunk * self._share), 1)
-        # Prompts whose first token is not due make no guaranteed window late.
-        due = [r for r in guaranteed if self._windows.probability is None or first_token_slo_s(r) < math.inf]
-        left = prefill_budget(self.prefill, self._costs, num_decoding, due, max_tokens, allowed_s, now_s)
-        if overdue or guaranteed:
+        max_tokens = self._max_chunk
+        if self._plain_s < math.inf and self.prefill == "beside":
+            left = self._plain_chunk(running, num_decoding, allowed_s, now_s)
+        else:
+            # Prompts whose first token is not due make no guaranteed window late.
+            due = [r for r in guaranteed if self._windows.probability is None or first_token_slo_s(r) < math.inf]
+            left = prefill_budget(self.prefill, self._costs, num_decoding, due, max_tokens, allowed_s, now_s)
+        if overdue or (guaranteed and self._plain_s == math.inf):
             left = max(left, min(OVERDUE_CHUNK if overdue else MIN_CHUNK, max_tokens))
+        most = OVERDUE_CHUNK
+        if self._plain_s < math.inf and overdue and guaranteed:  # admission has planned with nearly all of it
+            overdue = {max(overdue, key=lambda request: (self._num_skipped[request], -request.index))}
+            prefilling.sort(key=lambda request: (request not in overdue, rank(request, now_s)))
+            most = min(most, math.ceil(OVERDUE_SHARE * left))
         chunks = list[Chunk]()
         for request in prefilling:
             if left > 0:
-                chunks.append(Chunk.of(request, min(left, OVERDUE_CHUNK) if request in overdue else left))
+                chunks.append(Chunk.of(request, min(left, most) if request in overdue else left))
                 left -= chunks[-1].num_tokens
         self._count_skipped(prefilling, [chunk.request for chunk in chunks])
         return chunks
 
     def _leaving_time(
-        self, decoding: list[Request], chunks: Sequence[Chunk], has_waiting: bool, now_s: float
+        self, decoding: list[Request], chunks: Sequence[Chunk], has_waiting: bool, allowed_s: float, now_s: float
     ) -> list[Request]:
-        """Return the requests that decode beside the chunks, and tell the policy which first tokens it must not delay.
+        """Return the requests that decode beside the chunks, and tell the policy which SLOs it must not delay.
 
         Requests that can wait are skipped if a first token of the step is in time without them only.
         """
@@ -184,23 +237,26 @@ class BatchFormation:
         first = [chunk.request for chunk in chunks if chunk.is_last and not chunk.request.num_emitted]
         dues_s = [lost_s(request) - now_s for request in first]
         dues_s += [request.stage_due_s - now_s for request in decoding]
-        if not first_tokens.is_expected and all(due_s == math.inf for due_s in dues_s):
+        windows_s = allowed_s if self._plain_s < math.inf else math.inf
+        if not first_tokens.is_expected and all(due_s == math.inf for due_s in (*dues_s, windows_s)):
             first_tokens.begin(math.inf, None)
             return decoding
-        plain_s = float(self._plain_s(decoding, 0))
+        plain_s = float(self._step_s(decoding, 0))
         must = [request for request in decoding if not self._can_wait(request, now_s, plain_s)]
         num_prefill_tokens = sum(chunk.num_tokens for chunk in chunks)
-        step_s, least_s = (float(self._plain_s(requests, num_prefill_tokens)) for requests in (decoding, must))
+        step_s, least_s = (float(self._step_s(requests, num_prefill_tokens)) for requests in (decoding, must))
         taking_part = decoding
         if any(least_s <= due_s < step_s for due_s in dues_s):
             taking_part, step_s = must, least_s
         due_s = min((max(IN_TIME * due_s, step_s) for due_s in dues_s if due_s >= step_s), default=math.inf)
+        if windows_s < math.inf:
+            due_s = min(due_s, max(windows_s, step_s))
         # Requests that arrive now would wait for slots, or only drafts keep others in time.
         is_lost = has_waiting or any(self._needs_drafts(request, now_s, plain_s) for request in decoding)
-        first_tokens.begin(due_s, None if is_lost else partial(self._plain_s, must))
+        first_tokens.begin(due_s, None if is_lost else partial(self._step_s, must))
         return taking_part
 
-    def _plain_s(self, decoding: Sequence[Request], num_prefill_tokens: IntArray | int) -> FloatArray:
+    def _step_s(self, decoding: Sequence[Request], num_prefill_tokens: IntArray | int) -> FloatArray:
         """Return the seconds of steps without drafts that prefill so many tokens."""
         number, num_keys = len(decoding), sum(len(request.tokens) for request in decoding)
         return self._costs.verify_s(number + num_prefill_tokens, max(number, 1), num_keys)

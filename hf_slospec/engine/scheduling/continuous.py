@@ -68,14 +68,17 @@ class ContinuousScheduler:
         prefill: PrefillName = "beside",
         num_reusable: Callable[[Request], int] = lambda request: 0,
         guarantee: float | None = None,
+        falls_back: bool = False,
     ):
         """Create an empty scheduler.
 
         Args:
             num_reusable: that of the :class:`Target`.
-            guarantee: probability with which guaranteed requests keep their TPOT SLOs over every window of ten tokens.
+            guarantee: probability with which guaranteed requests keep their TTFT SLOs, and their TPOT SLOs over every
+                window of ten tokens.
+            falls_back: that of the :class:`Policy`.
         """
-        self.num_reusable, self.windows = num_reusable, WindowGuarantees(guarantee, costs.recent)
+        self.num_reusable, self.windows = num_reusable, WindowGuarantees(guarantee, costs.recent, falls_back)
         self.limits, self.costs, self.admission = limits, costs, admission
         self.batches = BatchFormation(limits.prefill_chunk, costs, admission, prefill, self.windows)
         self.waiting = WaitingQueue(self._rank, self._next_rank_s)
@@ -151,7 +154,7 @@ class ContinuousScheduler:
         self.batches.recover()
         if step.num_decoding:
             self._busy_until_s = step.begun_s + step.phases.total_s
-        self.windows.observe()
+        self.windows.observe(step.begun_s + step.phases.total_s)
 
     def enter(self, now_s: float) -> list[Request]:
         """Give guarantees and slots to waiting requests, in order; return the requests that were preempted."""

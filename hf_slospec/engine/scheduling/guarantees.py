@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hf_slospec.algo.admission import Candidate, admitted, prefill_rate
+from hf_slospec.algo.admission import Candidate, Counts, admitted, prefill_rate
 from hf_slospec.algo.latency_curves import LatencyCurve
 from hf_slospec.engine.request import LEAST_SLO_S, Request
 from hf_slospec.engine.scheduling.window_guarantees import MARGIN, WindowGuarantees
@@ -19,6 +19,7 @@ MAX_CANDIDATES = 16  # requests of one decision: those with the earliest deadlin
 MAX_PRIORITIES = 3  # priorities that one decision tells apart; all higher numbers count as the last
 MAX_CHAIN = 8  # nodes of a chain, root included
 MAX_STEP = 1024  # tokens
+PLAIN_USE = 0.7  # share of the most tokens per second that steps shortened for plain decoding must reach
 FIRST_SHARE = 0.25  # share of an E2E SLO without a TTFT SLO that is planned for queue and prefill
 
 
@@ -65,22 +66,53 @@ def planned_tpot_slo_s(request: Request) -> float:
 
 def possible_slos(costs: StepCosts, windows: WindowGuarantees) -> Callable[[float], bool]:
     """Return a function of :func:`planned_tpot_slo_s` that returns whether a request alone can be decoded in time."""
-    speed = _speed(costs)
+    return lambda planned_s: rate_of([planned_s / MARGIN], costs, windows)((1,)) >= 0.0
 
-    def is_possible(planned_s: float) -> bool:
-        tpot_slo_s = planned_s / MARGIN
-        return _rate(*speed, (rounded(windows.share(tpot_slo_s) * tpot_slo_s),), (1,)) >= 0.0
 
-    return is_possible
+def rate_of(tiers: Sequence[float], costs: StepCosts, windows: WindowGuarantees) -> Callable[[Counts], float]:
+    """Return a function of the decoding requests of each tier that returns the prefill rate beside them.
+
+    It is negative if they miss their SLOs. Where steps can fall back to plain ones, it is enough that these are fast
+    enough, however few drafts are accepted.
+    """
+    curve, level_s, acceptance = _speed(costs)
+    planned_s, plain_s = _planned(tiers, windows.share), _planned(tiers, windows.plain_share)
+    is_plain = [can_fall_back(tpot_slo_s, costs, windows) for tpot_slo_s in tiers]
+
+    def rate(counts: Counts) -> float:
+        speculating = _rate(curve, level_s, acceptance, MAX_CHAIN, planned_s, counts)
+        if not all(is_plain[tier] for tier, count in enumerate(counts) if count):
+            return speculating
+        return max(speculating, _rate(curve, 0.0, 0.0, 1, plain_s, counts))
+
+    return rate
+
+
+def can_fall_back(tpot_slo_s: float, costs: StepCosts, windows: WindowGuarantees) -> bool:
+    """Return whether steps can be so short that one token each keeps the SLO, and still use most of the machine."""
+    if not windows.falls_back:
+        return False
+    limit_s = rounded(windows.plain_share(tpot_slo_s) * tpot_slo_s)
+    return limit_s == math.inf or _used(costs.step_curve(MAX_STEP), limit_s) >= PLAIN_USE
+
+
+@functools.lru_cache(maxsize=4096)
+def _used(curve: LatencyCurve, limit_s: float) -> float:
+    """Return the tokens per second of the largest step within the limit, as a share of those of the largest of all."""
+    seconds = curve(np.arange(1, MAX_STEP + 1))
+    return int(np.searchsorted(seconds, limit_s, side="right")) / limit_s * float(seconds[-1]) / MAX_STEP
+
+
+def _planned(tiers: Sequence[float], share: Callable[[float], float]) -> tuple[float, ...]:
+    return tuple(rounded(share(tpot_slo_s) * tpot_slo_s) for tpot_slo_s in tiers)
 
 
 def guarantee_windows(requests: Sequence[Request], costs: StepCosts, windows: WindowGuarantees) -> None:
     """Guarantee TPOT SLOs of a batch over windows of ten tokens, if all can be decoded fast enough together."""
     windows.output_tokens = sum(request.params.max_new_tokens for request in requests) / len(requests)
     tiers = tiers_of([tightest_tpot_slo_s(request) for request in requests])
-    planned_s = tuple(rounded(windows.share(tpot_slo_s) * tpot_slo_s) for tpot_slo_s in tiers)
     counts = np.bincount([_tier_of(tiers, request) for request in requests], minlength=len(tiers))
-    if _rate(*_speed(costs), planned_s, tuple(counts.tolist())) >= 0.0:
+    if rate_of(tiers, costs, windows)(tuple(counts.tolist())) >= 0.0:
         for request in requests:
             windows.give(request, tightest_tpot_slo_s(request), 0.0)
 
@@ -110,7 +142,7 @@ def guaranteeable(
         num_reusable: returns the tokens of a request that need no prefill, since their K/V can be reused.
         windows: returns the share of each SLO to plan with.
     """
-    speed, is_possible = _speed(costs), possible_slos(costs, windows)
+    is_possible = possible_slos(costs, windows)
     possible = [request for request in undecided if is_possible(planned_tpot_slo_s(request))]
     candidates = sorted(possible, key=prefill_deadline_s)[:MAX_CANDIDATES]
     tiers = tiers_of([tightest_tpot_slo_s(request) for request in (*candidates, *guaranteed)])
@@ -120,7 +152,7 @@ def guaranteeable(
     step_s = costs.recent.step_s if any(request.is_decoding for request in guaranteed) else 0.0
 
     def candidate(request: Request, is_forced: bool) -> Candidate:
-        deadline_s = MARGIN * (prefill_deadline_s(request) - now_s)
+        deadline_s = windows.first_share() * (prefill_deadline_s(request) - now_s)
         tokens, slots = request.num_uncached - num_reusable(request), kv_needed(request)
         # The first token comes with the end of a step; the next one can be as short as that of the prompt alone.
         if step_s > 0.0 and math.isfinite(deadline_s) and not costs.verify_at(tokens) <= deadline_s < step_s:
@@ -132,20 +164,20 @@ def guaranteeable(
         running[_tier_of(tiers, request)] += request.is_decoding
     forced = [request for request in guaranteed if not request.is_decoding]
     jobs = [*(candidate(request, False) for request in candidates), *(candidate(request, True) for request in forced)]
-    planned_s = tuple(rounded(windows.share(tpot_slo_s) * tpot_slo_s) for tpot_slo_s in tiers)
-
-    def rate(counts: tuple[int, ...]) -> float:
-        return _rate(*speed, planned_s, counts)
-
-    chosen = admitted(jobs, rate, tuple(running), kv_free)
+    chosen = admitted(jobs, rate_of(tiers, costs, windows), tuple(running), kv_free)
     return [candidates[index] for index in chosen if index < len(candidates)]
 
 
 @functools.lru_cache(maxsize=4096)
 def _rate(
-    step_s: LatencyCurve, level_s: float, acceptance: float, tpot_slos_s: tuple[float, ...], counts: tuple[int, ...]
+    step_s: LatencyCurve,
+    level_s: float,
+    acceptance: float,
+    max_len: int,
+    tpot_slos_s: tuple[float, ...],
+    counts: Counts,
 ) -> float:
-    return prefill_rate(step_s, tpot_slos_s, counts, acceptance, MAX_CHAIN, MAX_STEP, level_s)
+    return prefill_rate(step_s, tpot_slos_s, counts, acceptance, max_len, MAX_STEP, level_s)
 
 
 def _tier_of(tiers: Sequence[float], request: Request) -> int:

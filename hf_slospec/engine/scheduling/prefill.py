@@ -49,6 +49,43 @@ def prefill_budget(
     return max(spare, needed) if guaranteed else spare
 
 
+def plain_budget(
+    costs: StepCosts,
+    num_decoding: int,
+    guaranteed: Sequence[Request],
+    due: Sequence[Request],
+    max_tokens: int,
+    allowed_s: float,
+    steady_s: float,
+    now_s: float,
+) -> int:
+    """Return the prefill tokens of the next step if decoding without drafts keeps all guarantees.
+
+    Guaranteed prompts are prefilled as fast as plain decoding allows at a steady pace, or faster, but never so fast
+    that a window breaks, if they are due: speculation waits for them. Others get what a step with drafts leaves.
+
+    Args:
+        due: those of the guaranteed requests that have to be prefilled in time.
+        allowed_s: seconds that the step may take so that no window breaks.
+        steady_s: seconds that every step may take.
+        The others are those of :func:`prefill_budget`.
+    """
+    if not num_decoding:
+        return max_tokens
+    sizes = np.arange(1, max_tokens + 1)
+    limit_s = min(allowed_s, STALL * costs.step_at(num_decoding))
+    spare = int(np.searchsorted(np.maximum.accumulate(costs.step_s(num_decoding, sizes)), limit_s, side="right"))
+    if not guaranteed:
+        return spare
+    seconds = costs.verify_s(num_decoding + sizes, num_decoding, num_decoding * costs.recent.keys)
+    plain_s = np.maximum.accumulate(seconds)
+    most, steady = np.searchsorted(plain_s, [allowed_s, min(allowed_s, steady_s)], side="right").tolist()
+    is_enough = sizes / plain_s >= required_rate(due, costs, now_s)
+    needed = int(np.argmax(is_enough)) + 1 if is_enough.any() else max_tokens
+    num_tokens = sum(request.num_uncached for request in guaranteed)
+    return max(min(max(steady, min(needed, most)), num_tokens), spare)
+
+
 def required_rate(guaranteed: Sequence[Request], costs: StepCosts, now_s: float) -> float:
     """Return the prefill tokens per second at which each prompt, in this order, is prefilled in time; 0 without any.
 
