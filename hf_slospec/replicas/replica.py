@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +20,15 @@ from hf_slospec.algo.replica_ranking import utilisation
 from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, SLOSpecError
 from hf_slospec.replicas.loopback import keep_replica_on_loopback
 from hf_slospec.replicas.messages import (
-    LOAD,
+    REPORT_S,
+    Alive,
     Answer,
     Broken,
     Declined,
     Description,
     Failed,
     Offer,
+    Report,
     Taken,
     ToReplica,
     Update,
@@ -36,6 +40,7 @@ from hf_slospec.serving.openai.engine import LocalEngine
 from hf_slospec.serving.openai.serve import SWITCH_S
 
 logger = logging.getLogger("ray.serve")  # its handlers add the replica and the request to each line
+NUM_REPORTS = 20  # in one call; a replica that is to end waits for its calls, also for those of fronts that died
 RECENT_S = 60.0  # seconds in which missed SLOs are counted
 
 
@@ -79,8 +84,10 @@ class ModelReplica:
             self._record(offer)
             logger.info("%s %s", order.request_id, "guaranteed" if is_guaranteed else "taken")
             yield Taken(self.name)
-            async for update in _updates(handle, len(offer.progress.tokens)):
-                yield update
+            updates = _updates(handle, len(offer.progress.tokens))
+            async with aclosing(_with_signs_of_life(updates, self.options.silent_s / 4)) as answers:
+                async for answer in answers:
+                    yield answer
             if offer.need.has_slo:
                 self._recent.append((time.monotonic(), not handle.metrics.guaranteed or not handle.metrics.attained))
                 self._forget_old()
@@ -111,13 +118,26 @@ class ModelReplica:
     def _record(self, offer: Offer) -> None:
         self._seen[offer.sender] = max(offer.number, self._seen.get(offer.sender, -1))
 
-    # ---- for Serve
+    async def reports(self, address: ToReplica) -> AsyncIterator[Report | Alive]:
+        """Yield a report twice a second, for some time; during a long step only a sign of life."""
+        report = asyncio.ensure_future(self._report())
+        try:
+            for _ in range(NUM_REPORTS):
+                await asyncio.wait({report}, timeout=REPORT_S)
+                if not report.done():
+                    yield Alive()
+                    continue
+                yield report.result()
+                await asyncio.sleep(REPORT_S)
+                report = asyncio.ensure_future(self._report())
+        finally:
+            report.cancel()
 
-    async def record_routing_stats(self) -> dict[str, Any]:
-        """Return the load for routers, and the number of the last offer of each front that it contains."""
+    async def _report(self) -> Report:
         seen = dict(self._seen)
-        load = await self.generator.aload()
-        return {"load": LOAD.dump_python(load), "seen": seen}
+        return Report(self.name, await self.generator.aload(), seen)
+
+    # ---- for Serve
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the gauges that the autoscaling policy decides by."""
@@ -148,6 +168,24 @@ class ModelReplica:
             if self._num_unhealthy > 1:
                 _end_process()
             raise
+
+
+async def _with_signs_of_life(updates: AsyncIterator[Update], pause_s: float) -> AsyncGenerator[Update | Alive]:
+    """Yield the updates, and a sign of life whenever there has been none for ``pause_s``."""
+    update = asyncio.ensure_future(anext(updates, None))
+    try:
+        while True:
+            await asyncio.wait({update}, timeout=pause_s)
+            if not update.done():
+                yield Alive()
+                continue
+            answer = update.result()
+            if answer is None:
+                return
+            yield answer
+            update = asyncio.ensure_future(anext(updates, None))
+    finally:
+        update.cancel()
 
 
 async def _updates(handle: RequestHandle, num_known: int) -> AsyncIterator[Update]:

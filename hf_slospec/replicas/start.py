@@ -28,6 +28,7 @@ from hf_slospec.serving.openai.options import ServeOptions, ServerOptions
 from hf_slospec.serving.openai.serve import requests_to_try
 
 APP = "hf_slospec"
+EVERY_ADDRESS = ("0.0.0.0", "::")
 OBJECT_STORE_BYTES = 100 * 2**20  # for a local Ray, as requests and tokens are small
 FRONT_CPUS = 1  # CPUs of a local Ray besides those of replicas
 
@@ -65,7 +66,9 @@ def served(options: ReplicaOptions, host: str, port: int, root_path: str = "") -
         _check_here(options, host, port)
     folder = _join_or_start(options) if is_ours else None
     try:
-        serve.start(http_options={"host": host, "port": port, "root_path": root_path})
+        # Proxies of other machines could not listen at a single address of this one, and would be restarted for ever.
+        location = "EveryNode" if host in EVERY_ADDRESS else "HeadOnly"
+        serve.start(location, {"host": host, "port": port, "root_path": root_path})
         try:
             serve.run(app(options), name=APP)
         except RuntimeError as error:
@@ -116,6 +119,8 @@ def _join_or_start(options: ReplicaOptions) -> str | None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # On a busy machine a proxy may not be ready after 5 s; Serve's controller then ends it and does not try again.
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+    # A replica that does not answer health checks finishes no requests; Serve would wait drain_s for it.
+    os.environ.setdefault("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "1")
     if "RAY_ADDRESS" in os.environ:
         with on_loopback():  # the address may be that of a Ray on loopback
             ray.init(log_to_driver=False)
