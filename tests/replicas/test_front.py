@@ -15,7 +15,8 @@ import pytest
 from hf_slospec import InvalidInputError, NotRunningError, QueueFull, SLOStage
 from hf_slospec.generate.penalties import OccurrencePenalties
 from hf_slospec.replicas.failover import MAX_FAULTS, ReplicatedDecoding, ReplicatedEngine
-from hf_slospec.replicas.messages import Offer
+from hf_slospec.replicas.messages import Alive, Offer, Report, ToReplica
+from hf_slospec.replicas.options import ReplicaOptions
 from hf_slospec.serving.openai.app import ServerSettings, make_app
 from hf_slospec.serving.openai.engine import LocalEngine
 from tests.support.breadth import nightly_but, quick_or
@@ -41,6 +42,7 @@ def engine(two: tuple[ReplicatedEngine, FakeHandle]) -> ReplicatedEngine:
 def handle(two: tuple[ReplicatedEngine, FakeHandle]) -> Iterator[FakeHandle]:
     two[1].offers.clear()
     two[1].streams.clear()
+    two[0].directory.silent.clear()
     yield two[1]
     two[1].dies_after = lambda offer: None
     two[1].rename()
@@ -135,9 +137,8 @@ def test_every_replica_may_refuse_once_before_the_request_is_best_effort(
 ) -> None:
     tokens, decoding = asyncio.run(decoded(engine, order_of(ids(engine), slo_tpot=1e-6)))
     assert tokens == alone(pair, PROMPT, max_new_tokens=40)
-    assert [(offer.declined, offer.must_guarantee) for offer in handle.offers] == [
-        (frozenset(), True), (frozenset({"r0"}), True), (frozenset(), False),
-    ]  # fmt: skip
+    assert [offer.must_guarantee for offer in handle.offers] == [True, True, False]
+    assert {offer.replica for offer in handle.offers[:2]} == {"r0", "r1"}
     assert not decoding.metrics.guaranteed
     handle.offers.clear()
     _, decoding = asyncio.run(decoded(engine, order_of(ids(engine), slo_tpot=5.0)))
@@ -232,10 +233,13 @@ def test_reports_contain_what_was_taken(handle: FakeHandle, engine: ReplicatedEn
     async def run() -> None:
         answers = replica.decode(offer_of(order_of(ids(engine), max_new_tokens=3000, slo_tpot=5.0), number=7))
         await anext(answers)
-        report = await replica.record_routing_stats()
-        assert report["seen"]["test"] == 7
-        assert report["load"]["guaranteed"] == ((5.0, 1),)
-        assert json.dumps(report["load"])  # plain data: Serve's controller handles it without this package
+        reports = replica.reports(ToReplica("r0"))
+        report = await anext(reports)
+        while isinstance(report, Alive):  # a long step
+            report = await anext(reports)
+        assert isinstance(report, Report) and report.replica == "r0"
+        assert report.seen["test"] == 7 and report.load.guaranteed == ((5.0, 1),)
+        await reports.aclose()
         gauges = await replica.record_autoscaling_stats()
         assert set(gauges) == {"missed", "waiting", "utilisation"} and gauges["utilisation"] > 0
         await answers.aclose()  # type: ignore[attr-defined]
@@ -342,7 +346,7 @@ def test_metrics_of_all_replicas_are_in_one_place(engine: ReplicatedEngine, hand
 
 def test_engine_without_replicas_takes_nothing(engine: ReplicatedEngine) -> None:
     engine.check_running()
-    bare = ReplicatedEngine(engine.handle, engine.handle.first().describe(None), lambda: [])
+    bare = ReplicatedEngine(engine.handle, engine.handle.first().describe(None), lambda: [], ReplicaOptions())
     with pytest.raises(NotRunningError, match="no replica runs"):
         bare.check_running()
 
