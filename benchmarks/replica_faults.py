@@ -7,8 +7,9 @@ The embedded pair in fp32. Half of the requests are sampled with a seed. By defa
 half have SLOs. A replica is killed by SIGKILL, as the system does when memory runs out; Serve starts another one in its
 place.
 
-With ``--machines``, on three machines, which are network namespaces (``benchmarks/machines.py``): streams, and one short
-request every half second, while a machine is killed or cut off, a replica is frozen, or packets are delayed and lost.
+With ``--machines``, on three machines, which are network namespaces (``benchmarks/machines.py``): streams, and one
+short request every half second, while a machine is killed or cut off, a replica is frozen, or packets are delayed and
+lost.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import random
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -282,6 +284,7 @@ def result_of(found: dict[str, Any], texts: Sequence[str], short_text: str) -> d
     return dict(
         streams=len(streams),
         equal=sum(answer.get("text") == text for answer, text in zip(streams, texts, strict=True)),
+        by_replica=sorted(Counter(answer["metrics"]["replica"] for answer in streams if "metrics" in answer).values()),
         resumed=sum(bool(answer["metrics"]["resumed_tokens"]) for answer in streams if "metrics" in answer),
         longest_pause_s=max((answer["pause_s"] for answer in streams if "pause_s" in answer), default=None),
         new=len(new), new_equal=sum(answer.get("text") == short_text for answer in new),
@@ -291,7 +294,7 @@ def result_of(found: dict[str, Any], texts: Sequence[str], short_text: str) -> d
 
 
 def serve_command(made: Machines, has_two_fronts: bool) -> list[str]:
-    """Return the command that serves on the machines: with all fronts on the head, or one on the head and one beside."""
+    """Return the command that serves on the machines, with the front on the head, or one there and one on machine 1."""
     if not has_two_fronts:
         options = [f"--{name}={json.dumps(value) if name == 'config' else value}" for name, value in OPTIONS.items()]
         host = ("--host", made.addresses[0], "--port", str(PORT), "--api-key", KEY)

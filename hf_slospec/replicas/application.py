@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from hf_slospec.replicas.failover import ReplicatedEngine
 from hf_slospec.replicas.loopback import keep_replica_on_loopback
-from hf_slospec.replicas.options import ReplicaOptions
+from hf_slospec.replicas.options import HEAD, ReplicaOptions
 from hf_slospec.replicas.replica import ModelReplica
 from hf_slospec.replicas.running import running_replicas
 from hf_slospec.serving.openai.access import ServerSettings
@@ -23,7 +23,7 @@ from hf_slospec.serving.openai.serve import SWITCH_S
 HEALTH_S = 2.0  # seconds between health checks
 HEALTH_ANSWER_S = 10.0  # seconds for an answer; Serve ends a replica after three that are missing
 MAX_CALLS = 100_000  # concurrent calls of one process: no limit in effect, as the batcher has max_queue
-SHARE = 1e-3  # of front_resource, which a front reserves to be placed where it is
+HEAD_SHARE = 1e-3  # of the head's resource, which a front reserves; of another front_resource a whole unit
 FRONT = "HTTP"
 MODEL = "Model"
 
@@ -78,9 +78,10 @@ def app(options: ReplicaOptions) -> Application:
         request_router_config=RequestRouterConfig(request_router_class="hf_slospec.replicas.router.AddressRouter"),
         **scaling,
     )
+    share = HEAD_SHARE if options.front_resource == HEAD else 1.0
     front = serve.deployment(serve.ingress()(Front), name=FRONT).options(
         num_replicas=options.fronts,
-        ray_actor_options={"num_cpus": 0, "resources": dict.fromkeys(filter(None, [options.front_resource]), SHARE)},
+        ray_actor_options={"num_cpus": 0, "resources": {options.front_resource: share}},
         max_ongoing_requests=MAX_CALLS,
         graceful_shutdown_timeout_s=options.drain_s,
     )

@@ -242,11 +242,12 @@ class ReplicatedDecoding:
 
     async def _usable_replicas(self) -> set[str]:
         """Return the replicas that are alive; if there are none, wait for them."""
-        until_s = time.monotonic() + PATIENCE_S
+        now_s = asyncio.get_running_loop().time
+        until_s = now_s() + PATIENCE_S
         while True:
             self._check_wanted()
             alive, running = self._engine.directory.alive(), {*self._engine.directory.running()}
-            if alive or (running and time.monotonic() > until_s):
+            if alive or (running and now_s() > until_s):
                 return alive or running
             await asyncio.sleep(AGAIN_S)
 

@@ -28,7 +28,7 @@ class ReplicaOptions(ServerOptions):
     max_replicas: int | None = Field(None, ge=1, description="Scale between min_replicas and this many. None: do not.")
     min_replicas: int = Field(1, ge=1)
     fronts: int = Field(1, ge=1, description="Processes that take HTTP requests and tokenize.")
-    front_resource: str = Field(HEAD, description="Ray's resource that machines with fronts have; empty: all do.")
+    front_resource: str = Field(HEAD, min_length=1, description="Ray's resource of the machines where fronts run.")
     routing: Literal["guarantees", "sequential"] = Field(
         "guarantees", description="Order in which replicas are asked for a guarantee: by load, or in turn (SLOs-Serve)."
     )

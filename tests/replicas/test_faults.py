@@ -19,8 +19,8 @@ from hf_slospec.algo.replica_ranking import Need, ReplicaLoad
 from hf_slospec.cli.app import app as cli
 from hf_slospec.engine.request import PhaseTimes, Progress, Request, RequestParams, Stage
 from hf_slospec.replicas import start
-from hf_slospec.replicas.failover import MAX_FAULTS, ReplicatedEngine
 from hf_slospec.replicas.directory import ReplicaDirectory
+from hf_slospec.replicas.failover import MAX_FAULTS, ReplicatedEngine
 from hf_slospec.replicas.messages import Offer, Report
 from hf_slospec.replicas.options import ReplicaOptions
 from hf_slospec.serving.openai.options import ServerOptions
@@ -325,7 +325,7 @@ def test_documentation_lists_the_options_of_replicas_with_their_defaults() -> No
     }
     fields = {name: field.default for name, field in ReplicaOptions.model_fields.items()}
     assert listed == {
-        name: "none" if default is None else f"{default:g}"
+        name: "none" if default is None else default if isinstance(default, str) else f"{default:g}"
         for name, default in fields.items()
         if name not in ServerOptions.model_fields
     }

@@ -69,7 +69,9 @@ def test_new_replica_gets_requests_before_its_first_report() -> None:
     for slo_s in (math.inf, 0.1):
         directory = directory_of("ab", a=busy, b=busy)
         directory.running = lambda: ["a", "b", "new"]
-        chosen = [send(directory, offer(index, slo_s=slo_s, must_guarantee=True), directory.alive()) for index in range(9)]
+        chosen = [
+            send(directory, offer(index, slo_s=slo_s, must_guarantee=True), directory.alive()) for index in range(9)
+        ]
         assert chosen[0] == "new" and 3 <= chosen.count("new") < 9, chosen
 
 
