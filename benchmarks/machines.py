@@ -23,7 +23,7 @@ CLONE_NEWNET = 0x40000000
 RAY = str(Path(sys.executable).parent / "ray")
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
-    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
 REPLICA = "ServeReplica:hf_slospec:Model"

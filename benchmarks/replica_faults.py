@@ -270,11 +270,15 @@ def restore(made: Machines, url: str) -> None:
     made.delay(())
     made.link(1, "up")
     made.signal(1, signal.SIGCONT)
-    time.sleep(5.0)  # a node that was declared dead ends itself
-    if not any("raylet" in command for command in made.commands(1).values()):
-        made.signal(1, signal.SIGKILL)
-        made.start_ray(1)
-    wait_until(lambda: num_replicas(made, url) == 2, START_S, "two replicas")
+
+    def are_two() -> bool:
+        if not any(word in command for command in made.commands(1).values() for word in ("raylet", "ray start")):
+            made.signal(1, signal.SIGKILL)
+            made.start_ray(1)  # the node was killed, or has ended itself because it was declared dead
+        return num_replicas(made, url) == 2
+
+    time.sleep(10.0)  # for a node that was declared dead to hear of it
+    wait_until(are_two, START_S, "two replicas")
 
 
 def result_of(found: dict[str, Any], texts: Sequence[str], short_text: str) -> dict[str, Any]:

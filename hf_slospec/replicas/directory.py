@@ -86,16 +86,18 @@ class ReplicaDirectory:
             del self._sent[number]
 
     async def watch(self, streams: Any, sender: str) -> None:
-        """Listen to the reports of all running replicas, for ever; ``streams`` is the handle of their streams."""
+        """Read the reports of all running replicas, until cancelled; ``streams`` is the handle of their streams."""
         listening: dict[str, asyncio.Task[None]] = {}
         try:
             while True:
                 running = {*self.running()}
-                for name in running - listening.keys():
-                    listening[name] = asyncio.ensure_future(self._listen(name, streams, sender))
+                self.silent &= running
                 for name in listening.keys() - running:
                     listening.pop(name).cancel()
                     self._forget(name)
+                for name in running:
+                    if name not in listening or listening[name].done():
+                        listening[name] = asyncio.ensure_future(self._listen(name, streams, sender))
                 await asyncio.sleep(REPORT_S)
         finally:
             for task in listening.values():
@@ -103,7 +105,6 @@ class ReplicaDirectory:
 
     def _forget(self, name: str) -> None:
         self._reports.pop(name, None)
-        self.silent.discard(name)
         self._prefixes.forget(name)
         self._sent = {number: sent for number, sent in self._sent.items() if sent.replica != name}
 

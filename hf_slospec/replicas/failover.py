@@ -69,7 +69,7 @@ class ReplicatedEngine:
         self.offer_numbers, self.turns = itertools.count(), itertools.count()
 
     async def watch(self) -> None:
-        """Listen to the reports of all running replicas, for ever."""
+        """Read the reports of all running replicas, until cancelled."""
         await self.directory.watch(self.streams, self.name)
 
     async def submit(self, order: Order) -> ReplicatedDecoding:

@@ -119,8 +119,6 @@ def _join_or_start(options: ReplicaOptions) -> str | None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # On a busy machine a proxy may not be ready after 5 s; Serve's controller then ends it and does not try again.
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
-    # A replica that does not answer health checks finishes no requests; Serve would wait drain_s for it.
-    os.environ.setdefault("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "1")
     if "RAY_ADDRESS" in os.environ:
         with on_loopback():  # the address may be that of a Ray on loopback
             ray.init(log_to_driver=False)
