@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ class ReplicaDirectory:
         self.silent = set[str]()  # replicas that have not reported for silent_s, or cannot
         self._reports: dict[str, Report] = {}
         self._sent: dict[int, SentOffer] = {}  # by number
+        self._left: defaultdict[str, set[int]] = defaultdict(set)  # by replica, the numbers of offers that it must drop
         self._prefixes = PrefixIndex()
 
     def alive(self) -> set[str]:
@@ -74,6 +76,11 @@ class ReplicaDirectory:
         """Stop counting an offer that was not taken."""
         self._sent.pop(number, None)
 
+    def leave(self, replica: str, number: int) -> None:
+        """Let a replica drop an offer, or its request, when it can be reached: the call's cancellation may be lost."""
+        if replica in self.running():
+            self._left[replica].add(number)
+
     def record_taken(self, replica: str, offer: Offer) -> None:
         """Record that a replica has taken an offer, and gets its prompt's K/V."""
         self._prefixes.record(replica, offer.order.prompt, offer.order.arguments.get("cache_salt", ""))
@@ -106,15 +113,18 @@ class ReplicaDirectory:
     def _forget(self, name: str) -> None:
         self._reports.pop(name, None)
         self._prefixes.forget(name)
+        self._left.pop(name, None)
         self._sent = {number: sent for number, sent in self._sent.items() if sent.replica != name}
 
     async def _listen(self, name: str, streams: Any, sender: str) -> None:
         """Take the reports of a replica, and note while it is silent or cannot be called."""
         while True:
-            stream = call(streams.reports, ToReplica(name))
+            left = frozenset(self._left[name])
+            stream = call(streams.reports, ToReplica(name), sender, left)
             try:
                 while (answer := await next_within(stream, self.silent_s)) is not None:
                     self.silent.discard(name)
+                    self._left[name] -= left
                     if isinstance(answer, Report):
                         self.hear(answer, sender)
                 self.set_silent(name, f"it has sent nothing for {self.silent_s:g} s")

@@ -134,6 +134,7 @@ class ReplicatedDecoding:
     def __init__(self, engine: ReplicatedEngine, order: Order, need: Need):
         self._engine, self._order, self._need = engine, order, need
         self._stream: Any = None
+        self._offer: Offer | None = None  # what the stream answers
         self._is_cancelled = False
         self._begun_s, self._first_token_s = time.monotonic(), math.nan
         self.tokens: list[int] = []
@@ -207,7 +208,7 @@ class ReplicatedDecoding:
         """Return the answer to an offer; None if there is none in time, and a replica lives that was not asked."""
         self._check_wanted()
         directory = self._engine.directory
-        self._stream = call(self._engine.streams.decode, offer)
+        self._stream, self._offer = call(self._engine.streams.decode, offer), offer
         directory.add_sent(offer)
         answer = None
         try:
@@ -237,8 +238,14 @@ class ReplicatedDecoding:
         except FAULTS as error:
             return Broken(replica, repr(error))
         if answer is None:
-            self._stream.cancel()  # what it still sends is dropped
+            self._leave()
         return answer
+
+    def _leave(self) -> None:
+        """Cancel the call under way; what the replica still sends is dropped."""
+        assert self._offer is not None
+        self._stream.cancel()
+        self._engine.directory.leave(self._offer.replica, self._offer.number)
 
     async def _usable_replicas(self) -> set[str]:
         """Return the replicas that are alive; if there are none, wait for them."""
@@ -321,7 +328,7 @@ class ReplicatedDecoding:
         """Cancel the request, unless it is done."""
         if self._stream is not None and self.finish_reason is None:
             self._is_cancelled = True
-            self._stream.cancel()
+            self._leave()
 
 
 def _seeded(order: Order) -> Order:

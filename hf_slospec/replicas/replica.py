@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -60,6 +60,7 @@ class ModelReplica:
         self.engine = LocalEngine(self.generator, options.response_template)
         self.name = _own_name()
         self._num_unhealthy = 0  # health checks that failed
+        self._handles: dict[tuple[str, int], RequestHandle | None] = {}  # by sender and number of the offer
         self._seen: dict[str, int] = {}  # by sender, the number of the last offer taken or declined
         self._recent: deque[tuple[float, bool]] = deque()  # requests with SLOs: end in seconds, is_missed
 
@@ -76,10 +77,14 @@ class ModelReplica:
     async def decode(self, offer: Offer) -> AsyncIterator[Answer]:
         """Yield the answer to an offer and, if it is taken, the output as it is committed."""
         arguments = offer.order.arguments | {"resume": offer.progress, "must_guarantee": offer.must_guarantee}
-        order = replace(offer.order, arguments=arguments)
-        handle = None
+        order, key = replace(offer.order, arguments=arguments), (offer.sender, offer.number)
+        handle = self._handles[key] = None
         try:
             handle = await self.engine.submit(order)
+            if key in self._handles:
+                self._handles[key] = handle
+            else:  # the front has left it meanwhile
+                handle.cancel()
             is_guaranteed = await handle.aguaranteed()
             self._record(offer)
             logger.info("%s %s", order.request_id, "guaranteed" if is_guaranteed else "taken")
@@ -99,6 +104,7 @@ class ModelReplica:
             fault = self._fault()
             yield Failed(_sendable(error)) if fault is None else Broken(self.name, str(fault))
         finally:
+            self._handles.pop(key, None)
             if handle is not None:
                 handle.cancel()  # the front has closed the stream, unless the request is over
                 logger.info("%s ended: %s", order.request_id, handle.finish_reason or "cancelled")
@@ -118,8 +124,16 @@ class ModelReplica:
     def _record(self, offer: Offer) -> None:
         self._seen[offer.sender] = max(offer.number, self._seen.get(offer.sender, -1))
 
-    async def reports(self, address: ToReplica) -> AsyncIterator[Report | Alive]:
-        """Yield a report twice a second, for some time; during a long step only a sign of life."""
+    async def reports(self, address: ToReplica, sender: str, left: Collection[int]) -> AsyncIterator[Report | Alive]:
+        """Yield a report twice a second, for some time; during a long step only a sign of life.
+
+        Args:
+            left: numbers of offers of ``sender`` that are to be dropped, with their requests.
+        """
+        for number in left:
+            handle = self._handles.pop((sender, number), None)
+            if handle is not None:
+                handle.cancel()
         report = asyncio.ensure_future(self._report())
         try:
             for _ in range(NUM_REPORTS):

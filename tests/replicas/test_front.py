@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from hf_slospec import InvalidInputError, NotRunningError, QueueFull, SLOStage
+from hf_slospec import InvalidInputError, NotRunningError, QueueFull, RequestCancelledError, SLOStage
 from hf_slospec.generate.penalties import OccurrencePenalties
 from hf_slospec.replicas.failover import MAX_FAULTS, ReplicatedDecoding, ReplicatedEngine
-from hf_slospec.replicas.messages import Alive, Offer, Report, ToReplica
+from hf_slospec.replicas.messages import Alive, Failed, Offer, Report, ToReplica, Update
 from hf_slospec.replicas.options import ReplicaOptions
 from hf_slospec.serving.openai.app import ServerSettings, make_app
 from hf_slospec.serving.openai.engine import LocalEngine
@@ -233,7 +233,7 @@ def test_reports_contain_what_was_taken(handle: FakeHandle, engine: ReplicatedEn
     async def run() -> None:
         answers = replica.decode(offer_of(order_of(ids(engine), max_new_tokens=3000, slo_tpot=5.0), number=7))
         await anext(answers)
-        reports = replica.reports(ToReplica("r0"))
+        reports = replica.reports(ToReplica("r0"), "test", [])
         report = await anext(reports)
         while isinstance(report, Alive):  # a long step
             report = await anext(reports)
@@ -243,6 +243,28 @@ def test_reports_contain_what_was_taken(handle: FakeHandle, engine: ReplicatedEn
         gauges = await replica.record_autoscaling_stats()
         assert set(gauges) == {"missed", "waiting", "utilisation"} and gauges["utilisation"] > 0
         await answers.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(run())
+
+
+def test_replica_drops_what_a_front_says_it_has_left(handle: FakeHandle, engine: ReplicatedEngine) -> None:
+    """A cancelled call that did not reach the replica, and one whose offer arrives after it was left."""
+    replica = handle.first()
+
+    async def run() -> None:
+        running = replica.decode(offer_of(order_of(ids(engine), max_new_tokens=4000), number=8))
+        await anext(running)
+        arriving = asyncio.ensure_future(anext(replica.decode(offer_of(order_of(ids(engine)), number=9))))
+        await asyncio.sleep(0)
+        for sender, is_running in (("another", True), ("test", False)):
+            reports = replica.reports(ToReplica("r0"), sender, [8, 9])
+            await anext(reports)
+            await reports.aclose()  # type: ignore[attr-defined]
+            assert (("test", 8) in replica._handles) == is_running
+        answers = [answer async for answer in running]
+        assert isinstance(answers[-1], Failed) and isinstance(answers[-1].error, RequestCancelledError)
+        assert not isinstance(await arriving, Update)
+        await until_idle(handle)
 
     asyncio.run(run())
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hf_slospec import NotGuaranteedError, QueueFull
 from hf_slospec.replicas.failover import MAX_FAULTS
+from hf_slospec.serving.openai.engine import Order
 from hf_slospec.serving.openai.reading import fault_of
 from tests.support.breadth import quick_or
 from tests.support.stand_ins.silent_replicas import STEP_S, World, run_jumping, stand_still
@@ -45,10 +46,28 @@ def test_what_a_silent_replica_still_sends_is_dropped() -> None:
         held = world["r0"].reaches
         decoding, _ = await during(world.decoded(300), (2.0, held.clear), (20.0, held.set))
         assert decoding.replica == "r1" and len(decoding.tokens) == 300
-        assert world.streams[0].is_left and world.streams[0].num_late == 1  # the replica is told to stop
+        assert world.streams[0].is_left and 0 < world.streams[0].num_late < 5  # then the replica is told to stop
         decoding, pause_s = await world.decoded(5)
         assert decoding.replica == "r0", "it reports again, and gets offers again"
         assert pause_s <= 2 * STEP_S
+
+    run_jumping(run)
+
+
+def test_client_that_leaves_a_silent_replica_frees_it_when_it_can_be_reached() -> None:
+    async def run() -> None:
+        world = World(1)
+        decoding = await world.engine.submit(Order([1], {"max_new_tokens": 1000}))
+        await anext(decoding.asteps())
+        world["r0"].reaches.clear()
+        await asyncio.sleep(7.0)
+        decoding.cancel()
+        assert world["r0"].running
+        await asyncio.sleep(7.0)
+        world["r0"].reaches.set()
+        await asyncio.sleep(1.0)
+        assert not world["r0"].running
+        assert not any(world.engine.directory._left.values()), "it is told once"
 
     run_jumping(run)
 

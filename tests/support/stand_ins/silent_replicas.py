@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -68,10 +68,11 @@ class SilentReplica:
         self.reaches.set()
         self.died = asyncio.Event()
         self.is_full, self.guarantees, self.answer_s = False, True, 0.0
-        self.offers = list[Offer]()
+        self.offers, self.running = list[Offer](), set[int]()
 
     async def decode(self, offer: Offer) -> AsyncIterator[Any]:
         self.offers.append(offer)
+        self.running.add(offer.number)
         await asyncio.sleep(self.answer_s)
         if self.is_full or (offer.must_guarantee and not self.guarantees):
             yield Declined(self.name, self.is_full)
@@ -85,11 +86,14 @@ class SilentReplica:
         await asyncio.sleep(offer.order.arguments.get("waits_s", 0.0))
         for index in range(len(offer.progress.tokens), number):
             await asyncio.sleep(STEP_S)
+            if offer.number not in self.running:
+                return
             metrics = Request(0, RequestParams(offer.order.prompt, 0)).metrics()
             yield Update([token_of(offer.order, index)], [], metrics, "length" if index == number - 1 else None)
 
-    async def reports(self, address: ToReplica) -> AsyncIterator[Report]:
-        while True:
+    async def reports(self, address: ToReplica, sender: str, left: Collection[int]) -> AsyncIterator[Report]:
+        self.running -= {*left}
+        for _ in range(20):
             yield Report(self.name, ReplicaLoad(), {})
             await asyncio.sleep(REPORT_S)
 
@@ -109,8 +113,7 @@ class HeldStream:
             await self.replica.reaches.wait()
             if self.is_left:
                 self.num_late += 1
-                return
-            if not self.is_stuck:
+            elif not self.is_stuck:
                 self.queue.put_nowait(answer)
         self.queue.put_nowait(StopAsyncIteration())
 
@@ -129,7 +132,10 @@ class HeldStream:
             death.cancel()
 
     def cancel(self) -> None:
+        """Cancel the call; a replica that cannot be reached does not hear of it, as happens with Ray."""
         self.is_left = True
+        if self.replica.reaches.is_set():
+            self.pump.cancel()
 
 
 class World:
@@ -157,8 +163,8 @@ class World:
         self.streams.append(HeldStream(self.replicas[offer.replica], self.replicas[offer.replica].decode(offer)))
         return self.streams[-1]
 
-    def _reports(self, address: ToReplica) -> HeldStream:
-        return HeldStream(self.replicas[address.replica], self.replicas[address.replica].reports(address))
+    def _reports(self, address: ToReplica, sender: str, left: Collection[int]) -> HeldStream:
+        return HeldStream(self.replicas[address.replica], self.replicas[address.replica].reports(address, sender, left))
 
     async def decoded(self, tokens: int, prompt: Sequence[int] = (1, 2), **arguments: Any) -> tuple[Any, float]:
         """Return a decoding that has ended, checked, and its longest pause in seconds."""
