@@ -233,11 +233,12 @@ class ReplicatedDecoding:
         def may_give_up() -> bool:
             return bool(directory.alive() - asked - (set() if next(expiries) else {replica}))
 
+        answer: Answer | None
         try:
-            answer: Answer | None = await next_within(self._stream, directory.silent_s, may_give_up)
-        except FAULTS as error:
-            return Broken(replica, repr(error))
-        if answer is None:
+            answer = await next_within(self._stream, directory.silent_s, may_give_up)
+        except FAULTS as error:  # the replica may live: the network can break a call
+            answer = Broken(replica, repr(error))
+        if answer is None or isinstance(answer, Broken):
             self._leave()
         return answer
 

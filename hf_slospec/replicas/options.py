@@ -38,7 +38,7 @@ class ReplicaOptions(ServerOptions):
     backup: Literal["best_effort", "decline"] = Field(
         "best_effort", description="What happens to requests that no replica guaranteed: best effort, or status 429."
     )
-    silent_s: float = Field(5.0, gt=0, description="Requests go elsewhere when a replica has sent nothing for so long.")
+    silent_s: float = Field(5.0, ge=1, description="Requests go elsewhere when a replica has sent nothing for so long.")
     cpus: float = Field(1.0, ge=0, description="CPUs that Ray reserves for a replica; may be a fraction.")
     gpus: float = Field(0.0, ge=0, description="GPUs that Ray reserves for a replica; 1 with device cuda.")
     threads: int | None = Field(None, ge=1, description="Torch's threads in a replica. None: as torch decides.")

@@ -19,10 +19,11 @@ from hf_slospec.algo.replica_ranking import Need, ReplicaLoad
 from hf_slospec.cli.app import app as cli
 from hf_slospec.engine.request import PhaseTimes, Progress, Request, RequestParams, Stage
 from hf_slospec.replicas import start
+from hf_slospec.replicas.application import HEAD_SHARE, app
 from hf_slospec.replicas.directory import ReplicaDirectory
 from hf_slospec.replicas.failover import MAX_FAULTS, ReplicatedEngine
 from hf_slospec.replicas.messages import Offer, Report
-from hf_slospec.replicas.options import ReplicaOptions
+from hf_slospec.replicas.options import HEAD, ReplicaOptions
 from hf_slospec.serving.openai.options import ServerOptions
 from tests.support.breadth import quick_or
 from tests.support.paths import ROOT
@@ -297,6 +298,12 @@ def test_long_known_prefix_outweighs_noise_of_measured_step_times() -> None:
         dict(size="huge"),
         dict(metrics_prefix="1 bad"),
         dict(hang_s=math.inf),
+        dict(silent_s=0.1),
+        dict(max_hops=-1),
+        dict(routing="random"),
+        dict(backup="none"),
+        dict(front_resource=""),
+        dict(tensor_parallel_size=2),
         dict(drain_s=math.inf),
         dict(cpus=math.inf),
         dict(min_replicas=3),
@@ -313,6 +320,41 @@ def test_wrong_option_is_refused_by_name(wrong: dict[str, Any]) -> None:
     (name,) = wrong
     with pytest.raises(InvalidInputError, match=name):
         ReplicaOptions(**wrong)
+
+
+def test_tensor_parallel_replicas_are_refused_with_the_way_out() -> None:
+    from hf_slospec import InvalidInputError
+
+    with pytest.raises(InvalidInputError, match=r"one server per group of GPUs.*torchrun with 2 processes"):
+        ReplicaOptions(target="org/name", tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "resources"), [({}, {HEAD: HEAD_SHARE}), (dict(front_resource="edge", fronts=2), {"edge": 1.0})]
+)
+def test_fronts_run_on_the_machines_whose_proxies_take_connections(
+    options: dict[str, Any], resources: dict[str, float]
+) -> None:
+    front = app(ReplicaOptions(**options))._bound_deployment
+    assert front.name == "HTTP" and front.ray_actor_options["resources"] == resources
+    assert front.ray_actor_options["num_cpus"] == 0
+
+
+@pytest.mark.parametrize(
+    ("host", "location"),
+    [("127.0.0.1", "HeadOnly"), ("10.0.0.1", "HeadOnly"), ("0.0.0.0", "EveryNode"), ("::", "EveryNode")],
+)
+def test_proxies_of_other_machines_listen_only_where_they_can(
+    host: str, location: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: dict[str, Any] = {}
+    monkeypatch.setattr(start.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(start.serve, "start", lambda *given: started.update(given=given))
+    monkeypatch.setattr(start.serve, "run", lambda *_, **__: None)
+    monkeypatch.setattr(start.serve, "delete", lambda _: None)
+    with start.served(ReplicaOptions(), host, 8000):
+        pass
+    assert started["given"] == (location, {"host": host, "port": 8000, "root_path": ""})
 
 
 def test_documentation_lists_the_options_of_replicas_with_their_defaults() -> None:
