@@ -265,8 +265,9 @@ def num_replicas(made: Machines, url: str) -> int:
     return int(in_namespace(made.names[0], job))
 
 
-def restore(made: Machines, url: str) -> None:
-    """Undo faults, and wait until two replicas answer."""
+def restore(made: Machines, url: str) -> float:
+    """Undo faults, wait until two replicas answer, and return the seconds that this took."""
+    begun_s = time.monotonic()
     made.delay(())
     made.link(1, "up")
     made.signal(1, signal.SIGCONT)
@@ -279,6 +280,7 @@ def restore(made: Machines, url: str) -> None:
 
     time.sleep(10.0)  # for a node that was declared dead to hear of it
     wait_until(are_two, START_S, "two replicas")
+    return time.monotonic() - begun_s
 
 
 def result_of(found: dict[str, Any], texts: Sequence[str], short_text: str) -> dict[str, Any]:
@@ -313,8 +315,10 @@ def serve_command(made: Machines, has_two_fronts: bool) -> list[str]:
     return [str(Path(sys.executable).parent / "serve"), "run", str(path)]
 
 
-def on_machines(faults: Sequence[str], streams: int, tokens: int) -> dict[str, Any]:
-    """Return the results by fault."""
+def on_machines(
+    faults: Sequence[str], streams: int, tokens: int, save: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Return the results by fault, and save them after each."""
     pair = load_tiny_pair(torch.float32)
     long, short = long_bodies(streams, tokens), bodies(1, 0)[0] | {"max_tokens": SHORT_TOKENS}
     texts, short_text = [expected(body, pair) for body in long], expected(short, pair)
@@ -335,7 +339,8 @@ def on_machines(faults: Sequence[str], streams: int, tokens: int) -> dict[str, A
                     results[name] = result_of(in_namespace(made.names[0], job), texts, short_text)
                     print(name, json.dumps(results[name]), flush=True)
                     if name != names[-1]:
-                        restore(made, url)
+                        results[name]["restored_s"] = restore(made, url)
+                    save(results)
             except TimeoutError:
                 print((made.folder / "serve.log").read_text()[-5000:], flush=True)
                 raise
@@ -359,8 +364,8 @@ def main() -> None:
     if arguments.machines:
         if (reason := missing()) is not None:
             parser.error(f"--machines: {reason}")
-        results = on_machines(arguments.fault or [*FAULTS, FRONT_FAULT], 8, arguments.tokens)
-        write(arguments, results)
+        faults = arguments.fault or [*FAULTS, FRONT_FAULT]
+        results = on_machines(faults, 8, arguments.tokens, partial(write, arguments))
         raise SystemExit(any(each["lost"] or each["equal"] < each["streams"] for each in results.values()))
     requests, pair = bodies(arguments.requests, arguments.seed), load_tiny_pair(torch.float32)
     texts = [expected(body, pair) for body in requests]

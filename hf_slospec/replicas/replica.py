@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Collection
@@ -41,6 +42,7 @@ from hf_slospec.serving.openai.serve import SWITCH_S
 
 logger = logging.getLogger("ray.serve")  # its handlers add the replica and the request to each line
 NUM_REPORTS = 20  # in one call; a replica that is to end waits for its calls, also for those of fronts that died
+ORPHAN_S, TICK_S = 60.0, 5.0  # seconds after which a replica that nobody asks ends itself; between looks at this
 RECENT_S = 60.0  # seconds in which missed SLOs are counted
 
 
@@ -60,9 +62,11 @@ class ModelReplica:
         self.engine = LocalEngine(self.generator, options.response_template)
         self.name = _own_name()
         self._num_unhealthy = 0  # health checks that failed
+        self._num_ticks = 0  # since Serve or a front has asked for the replica
         self._handles: dict[tuple[str, int], RequestHandle | None] = {}  # by sender and number of the offer
         self._seen: dict[str, int] = {}  # by sender, the number of the last offer taken or declined
         self._recent: deque[tuple[float, bool]] = deque()  # requests with SLOs: end in seconds, is_missed
+        _end_when_orphaned(self)
 
     # ---- for the front
 
@@ -130,6 +134,7 @@ class ModelReplica:
         Args:
             left: numbers of offers of ``sender`` that are to be dropped, with their requests.
         """
+        self._num_ticks = 0
         for number in left:
             handle = self._handles.pop((sender, number), None)
             if handle is not None:
@@ -168,12 +173,21 @@ class ModelReplica:
         while self._recent and self._recent[0][0] < time.monotonic() - RECENT_S:
             self._recent.popleft()
 
+    def is_wanted_after_tick(self) -> bool:
+        """Count ``TICK_S`` seconds, and return False if the replica is idle and was not asked for ``ORPHAN_S``.
+
+        Ticks are counted, not seconds, as a process that stood still finds the questions of that time afterwards.
+        """
+        self._num_ticks = 0 if self._handles else self._num_ticks + 1
+        return self._num_ticks * TICK_S <= ORPHAN_S
+
     def check_health(self) -> None:
         """Raise NotRunningError if the batcher has died, or one of its steps takes longer than ``hang_s``.
 
         The process exits at the second failed check, so that other replicas resume its requests at once: Serve would
         first wait ``drain_s`` for them to finish, which they cannot.
         """
+        self._num_ticks = 0
         try:
             self.generator.check_running(self.options.hang_s)
         except NotRunningError as error:
@@ -182,6 +196,22 @@ class ModelReplica:
             if self._num_unhealthy > 1:
                 _end_process()
             raise
+
+
+def _end_when_orphaned(replica: ModelReplica) -> None:
+    """Start a thread that ends the process once the replica has no requests and nobody asks for it.
+
+    Serve stops a replica that it cannot reach, but its order to end the process can be lost on the way. The process
+    would go on for ever and keep its CPUs and GPUs.
+    """
+
+    def watch() -> None:
+        while replica.is_wanted_after_tick():
+            time.sleep(TICK_S)
+        logger.error("neither Serve nor a front has asked for this replica for %g s; the process ends", ORPHAN_S)
+        _end_process()
+
+    threading.Thread(target=watch, name="orphan-watch", daemon=True).start()
 
 
 async def _with_signs_of_life(updates: AsyncIterator[Update], pause_s: float) -> AsyncGenerator[Update | Alive]:

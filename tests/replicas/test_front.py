@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,9 +15,11 @@ import pytest
 
 from hf_slospec import InvalidInputError, NotRunningError, QueueFull, RequestCancelledError, SLOStage
 from hf_slospec.generate.penalties import OccurrencePenalties
+from hf_slospec.replicas import replica as replica_module
 from hf_slospec.replicas.failover import MAX_FAULTS, ReplicatedDecoding, ReplicatedEngine
 from hf_slospec.replicas.messages import Alive, Failed, Offer, Report, ToReplica, Update
 from hf_slospec.replicas.options import ReplicaOptions
+from hf_slospec.replicas.replica import ORPHAN_S, TICK_S
 from hf_slospec.serving.openai.app import ServerSettings, make_app
 from hf_slospec.serving.openai.engine import LocalEngine
 from tests.support.breadth import nightly_but, quick_or
@@ -245,6 +248,40 @@ def test_reports_contain_what_was_taken(handle: FakeHandle, engine: ReplicatedEn
         await answers.aclose()  # type: ignore[attr-defined]
 
     asyncio.run(run())
+
+
+def test_replica_that_nobody_asks_for_ends_itself(
+    handle: FakeHandle, engine: ReplicatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica, most = handle.first(), round(ORPHAN_S / TICK_S)
+
+    def num_ticks() -> int:
+        count = 0
+        while replica.is_wanted_after_tick():
+            count += 1
+            assert count <= most
+        return count
+
+    async def ask() -> None:
+        reports = replica.reports(ToReplica("r0"), "test", [])
+        await anext(reports)
+        await reports.aclose()  # type: ignore[attr-defined]
+
+    assert num_ticks() == most
+    replica.check_health()
+    assert num_ticks() == most, "Serve has asked"
+    asyncio.run(ask())
+    assert num_ticks() == most, "a front has asked"
+    replica._handles["test", 1] = None  # a request that it finishes, as it is to end, or that nobody wants
+    assert all(replica.is_wanted_after_tick() for _ in range(2 * most))
+    del replica._handles["test", 1]
+    assert num_ticks() == most
+
+    ended = threading.Event()
+    monkeypatch.setattr(replica_module, "_end_process", ended.set)
+    replica_module._end_when_orphaned(replica)
+    assert ended.wait(WAIT_S)
+    replica.check_health()
 
 
 def test_replica_drops_what_a_front_says_it_has_left(handle: FakeHandle, engine: ReplicatedEngine) -> None:

@@ -99,7 +99,8 @@ def replicated(number: int = 2, **config: Any) -> Iterator[tuple[ReplicatedEngin
     options = ReplicaOptions(dtype="float32", config=CONFIG.model_copy(update=config), hang_s=0.2)
     replicas = dict[str, ModelReplica]()
     for index in range(number):
-        with mock.patch.object(replica_module, "_own_name", lambda index=index: f"r{index}"):
+        serve_parts = {"_own_name": lambda index=index: f"r{index}", "_end_when_orphaned": lambda replica: None}
+        with mock.patch.multiple(replica_module, **serve_parts):
             replicas[f"r{index}"] = ModelReplica(options)
     handle = FakeHandle(replicas)
     try:
