@@ -365,6 +365,7 @@ def main() -> None:
         if (reason := missing()) is not None:
             parser.error(f"--machines: {reason}")
         faults = arguments.fault or [*FAULTS, FRONT_FAULT]
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the machines are removed
         results = on_machines(faults, 8, arguments.tokens, partial(write, arguments))
         raise SystemExit(any(each["lost"] or each["equal"] < each["streams"] for each in results.values()))
     requests, pair = bodies(arguments.requests, arguments.seed), load_tiny_pair(torch.float32)
