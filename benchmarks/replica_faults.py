@@ -1,9 +1,15 @@
-"""Requests to a replicated server while its replicas are killed: is any lost, and is every output that of ``generate``?
+"""Requests to a replicated server whose replicas fail: is any lost, and is every output that of ``generate``?
 
-    python benchmarks/replica_faults.py --json benchmarks/results/replica-faults-cpu-2core.json
+    python -m benchmarks.replica_faults --json benchmarks/results/replica-faults-cpu-2core.json
+    sudo python -m benchmarks.replica_faults --machines --json benchmarks/results/replica-faults-machines-cpu-2core.json
 
-The embedded pair in fp32, on a local Ray. Half of the requests are sampled with a seed, half are streamed, half have
-SLOs. A replica is killed by SIGKILL, as the system does when memory runs out; Serve starts another one in its place.
+The embedded pair in fp32. Half of the requests are sampled with a seed. By default on a local Ray: half are streamed,
+half have SLOs. A replica is killed by SIGKILL, as the system does when memory runs out; Serve starts another one in its
+place.
+
+With ``--machines``, on three machines, which are network namespaces (``benchmarks/machines.py``): streams, and one
+short request every half second, while a machine is killed or cut off, a replica is frozen, or packets are delayed and
+lost.
 """
 
 from __future__ import annotations
@@ -13,7 +19,13 @@ import asyncio
 import json
 import os
 import random
+import signal
+import sys
 import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,6 +34,7 @@ import httpx
 import psutil
 import torch
 
+from benchmarks.machines import REPLICA, Machines, enter, machines, missing, wait_until
 from hf_slospec import SLOSpecConfig, load_tiny_pair, tiny_prompts
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.replicas import ReplicaOptions
@@ -29,6 +42,12 @@ from hf_slospec.replicas.start import served
 
 PORT = 8517
 TIMEOUT_S = 600.0
+KEY = "fault"
+OPTIONS: dict[str, Any] = {"dtype": "float32", "config": {"kv_tokens": 20_000, "compile": False}}
+START_S = 300.0  # seconds for replicas to start, on a busy machine
+SHORT_TOKENS, EVERY_S = 8, 0.5  # of new requests during a fault: their tokens, and seconds between them
+AFTER_S = 12.0  # seconds of new requests after the last act of a fault
+Act = Callable[[Machines], Any]
 
 
 def bodies(number: int, seed: int) -> list[dict[str, Any]]:
@@ -94,7 +113,7 @@ def replica_processes() -> list[psutil.Process]:
     return [child for child in children if any(":Model" in part for part in child.cmdline())]
 
 
-async def kill(every_s: float, rng: random.Random, kills: list[float]) -> None:
+async def kill_now_and_then(every_s: float, rng: random.Random, kills: list[float]) -> None:
     """Kill a random replica every so many seconds."""
     begun_s = time.perf_counter()
     while True:
@@ -113,7 +132,7 @@ async def run(url: str, requests: list[dict[str, Any]], streams: int, every_s: f
     queue = iter(range(len(requests)))
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
         await send(client, requests[0])
-        killer = asyncio.ensure_future(kill(every_s, random.Random(seed), kills))
+        killer = asyncio.ensure_future(kill_now_and_then(every_s, random.Random(seed), kills))
 
         async def user() -> None:
             for index in queue:
@@ -126,6 +145,208 @@ async def run(url: str, requests: list[dict[str, Any]], streams: int, every_s: f
     return {"answers": answers, "kills": kills, "seconds": seconds}
 
 
+# ---- several machines
+
+
+def freeze(number: int) -> Act:
+    """Return the act that stops or continues the replica of machine 1, as ``number`` says."""
+    return lambda made: made.signal(1, number, REPLICA)
+
+
+def kill(made: Machines) -> None:
+    made.signal(1, signal.SIGKILL)
+
+
+CUT, HEAL = (lambda made: made.link(1, "down")), (lambda made: made.link(1, "up"))
+DELAY = ("delay", "40ms", "loss", "1%")
+FAULTS: dict[str, list[tuple[float, Act]]] = {  # acts by name, each with the seconds after the streams have begun
+    "none": [],
+    "machine killed": [(0.0, kill)],
+    "machine cut off": [(0.0, CUT)],
+    "machine cut off for 20 s": [(0.0, CUT), (20.0, HEAL)],
+    "machine cut off for 3 s": [(0.0, CUT), (3.0, HEAL)],
+    "replica frozen": [(0.0, freeze(signal.SIGSTOP))],
+    "replica frozen for 20 s": [(0.0, freeze(signal.SIGSTOP)), (20.0, freeze(signal.SIGCONT))],
+    "40 ms of delay, 1 % loss": [],
+}
+FRONT_FAULT = "machine with a front killed"
+
+
+def long_bodies(number: int, tokens: int) -> list[dict[str, Any]]:
+    """Return the bodies of streams."""
+    texts = tiny_prompts()
+    made = []
+    for index in range(number):
+        body: dict[str, Any] = {
+            "model": "tiny", "prompt": f"# {index}\n" + texts[index % len(texts)][:160], "max_tokens": tokens,
+            "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True,
+        }  # fmt: skip
+        sampling = {"temperature": 1.1, "top_p": 0.95, "seed": index} if index % 2 else {"temperature": 0}
+        made.append(body | sampling)
+    return made
+
+
+async def timed_stream(client: httpx.AsyncClient, body: dict[str, Any], begun: asyncio.Event) -> dict[str, Any]:
+    """Return text, replicas' metrics and the longest pause of a stream, or its error."""
+    text, usage, pause_s, last_s = "", None, 0.0, time.monotonic()
+    try:
+        async with client.stream("POST", "/v1/completions", json=body) as stream:
+            stream.raise_for_status()
+            async for line in stream.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    raise RuntimeError(chunk["error"]["message"])
+                now_s = time.monotonic()
+                if text:  # the wait for the first token is no pause
+                    pause_s = max(pause_s, now_s - last_s)
+                last_s = now_s
+                text += "".join(choice["text"] for choice in chunk["choices"])
+                begun.set()
+                usage = chunk.get("usage") or usage
+        if usage is None:
+            raise RuntimeError("the stream ended without usage")
+    except (httpx.HTTPError, RuntimeError) as error:
+        begun.set()
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"text": text, "metrics": usage["metrics"], "pause_s": pause_s}
+
+
+async def during_fault(
+    url: str,
+    made: Machines,
+    acts: Sequence[tuple[float, Act]],
+    streams: Sequence[dict[str, Any]],
+    short: dict[str, Any],
+) -> dict[str, Any]:
+    """Send streams, act, and send a short request every half second until all is over."""
+    limits = httpx.Limits(max_connections=None)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, headers=headers, limits=limits) as client:
+        begun = [asyncio.Event() for _ in streams]
+        running = [
+            asyncio.ensure_future(timed_stream(client, body, event)) for body, event in zip(streams, begun, strict=True)
+        ]
+        await asyncio.gather(*(event.wait() for event in begun))
+        is_over = asyncio.gather(*running)
+        new: list[asyncio.Future[dict[str, Any]]] = []
+
+        async def probe() -> None:
+            while True:
+                new.append(asyncio.ensure_future(send(client, short)))
+                await asyncio.sleep(EVERY_S)
+
+        begun_s, probing = time.monotonic(), asyncio.ensure_future(probe())
+        for after_s, act in acts:
+            await asyncio.sleep(max(begun_s + after_s - time.monotonic(), 0.0))
+            await asyncio.to_thread(act, made)
+        await asyncio.gather(is_over, asyncio.sleep(AFTER_S))
+        probing.cancel()
+        return {"streams": is_over.result(), "new": await asyncio.gather(*new)}
+
+
+def in_namespace(name: str, job: Callable[[], Any]) -> Any:
+    """Return what a job returns in a thread of its own, whose sockets belong to a network namespace."""
+    with ThreadPoolExecutor(1, initializer=enter, initargs=(name,)) as pool:
+        return pool.submit(job).result()
+
+
+def num_replicas(made: Machines, url: str) -> int:
+    """Return the number of replicas that answer a front."""
+
+    def job() -> int:
+        try:
+            text = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {KEY}"}, timeout=30.0).text
+        except httpx.HTTPError:
+            return 0
+        return text.count("\nhf_slospec:num_requests_running{")
+
+    return int(in_namespace(made.names[0], job))
+
+
+def restore(made: Machines, url: str) -> float:
+    """Undo faults, wait until two replicas answer, and return the seconds that this took."""
+    begun_s = time.monotonic()
+    made.delay(())
+    made.link(1, "up")
+    made.signal(1, signal.SIGCONT)
+
+    def are_two() -> bool:
+        if not any(word in command for command in made.commands(1).values() for word in ("raylet", "ray start")):
+            made.signal(1, signal.SIGKILL)
+            made.start_ray(1)  # the node was killed, or has ended itself because it was declared dead
+        return num_replicas(made, url) == 2
+
+    time.sleep(10.0)  # for a node that was declared dead to hear of it
+    wait_until(are_two, START_S, "two replicas")
+    return time.monotonic() - begun_s
+
+
+def result_of(found: dict[str, Any], texts: Sequence[str], short_text: str) -> dict[str, Any]:
+    """Return the figures of a fault."""
+    streams, new = found["streams"], found["new"]
+    lost = [answer["error"] for answer in (*streams, *new) if "error" in answer]
+    return dict(
+        streams=len(streams),
+        equal=sum(answer.get("text") == text for answer, text in zip(streams, texts, strict=True)),
+        by_replica=sorted(Counter(answer["metrics"]["replica"] for answer in streams if "metrics" in answer).values()),
+        resumed=sum(bool(answer["metrics"]["resumed_tokens"]) for answer in streams if "metrics" in answer),
+        longest_pause_s=max((answer["pause_s"] for answer in streams if "pause_s" in answer), default=None),
+        new=len(new), new_equal=sum(answer.get("text") == short_text for answer in new),
+        longest_new_s=max((answer["seconds"] for answer in new if "seconds" in answer), default=None),
+        lost=len(lost), errors=sorted(set(lost)),
+    )  # fmt: skip
+
+
+def serve_command(made: Machines, has_two_fronts: bool) -> list[str]:
+    """Return the command that serves on the machines, with the front on the head, or one there and one on machine 1."""
+    if not has_two_fronts:
+        options = [f"--{name}={json.dumps(value) if name == 'config' else value}" for name, value in OPTIONS.items()]
+        host = ("--host", made.addresses[0], "--port", str(PORT), "--api-key", KEY)
+        return [sys.executable, "-m", "hf_slospec", "serve", "--replicas", "2", *host, *options]
+    arguments = OPTIONS | {"replicas": 2, "fronts": 2, "front_resource": "front", "api_keys": {KEY: {}}}
+    application = {"name": "hf_slospec", "import_path": "hf_slospec.replicas:app", "args": arguments}
+    deployed = {
+        "proxy_location": "EveryNode", "http_options": {"host": "0.0.0.0", "port": PORT}, "applications": [application],
+    }  # fmt: skip
+    path = made.folder / "application.json"
+    path.write_text(json.dumps(deployed))  # JSON is YAML
+    return [str(Path(sys.executable).parent / "serve"), "run", str(path)]
+
+
+def on_machines(
+    faults: Sequence[str], streams: int, tokens: int, save: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Return the results by fault, and save them after each."""
+    pair = load_tiny_pair(torch.float32)
+    long, short = long_bodies(streams, tokens), bodies(1, 0)[0] | {"max_tokens": SHORT_TOKENS}
+    texts, short_text = [expected(body, pair) for body in long], expected(short, pair)
+    results: dict[str, Any] = {}
+    for has_two_fronts in (False, True):
+        names = [name for name in faults if (name == FRONT_FAULT) == has_two_fronts]
+        if not names:
+            continue
+        with machines(3, fronts=(0, 1)) as made:
+            made.start(0, serve_command(made, has_two_fronts), "serve.log")
+            url = f"http://{made.addresses[0]}:{PORT}"
+            try:
+                wait_until(lambda made=made, url=url: num_replicas(made, url) == 2, START_S, "two replicas")
+                for name in names:
+                    made.delay(DELAY if "delay" in name else ())
+                    acts = FAULTS.get(name, [(0.0, kill)])
+                    job = partial(asyncio.run, during_fault(url, made, acts, long, short))
+                    results[name] = result_of(in_namespace(made.names[0], job), texts, short_text)
+                    print(name, json.dumps(results[name]), flush=True)
+                    if name != names[-1]:
+                        results[name]["restored_s"] = restore(made, url)
+                    save(results)
+            except TimeoutError:
+                print((made.folder / "serve.log").read_text()[-5000:], flush=True)
+                raise
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=200)
@@ -133,8 +354,20 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=10.0, help="seconds between kills")
     parser.add_argument("--streams", type=int, default=6, help="requests at a time")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--machines", action="store_true", help="on three machines; needs root and iproute2")
+    parser.add_argument("--tokens", type=int, default=300, help="of each of eight streams, with --machines")
+    parser.add_argument(
+        "--fault", choices=[*FAULTS, FRONT_FAULT], action="append", help="with --machines; default: all"
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.machines:
+        if (reason := missing()) is not None:
+            parser.error(f"--machines: {reason}")
+        faults = arguments.fault or [*FAULTS, FRONT_FAULT]
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the machines are removed
+        results = on_machines(faults, 8, arguments.tokens, partial(write, arguments))
+        raise SystemExit(any(each["lost"] or each["equal"] < each["streams"] for each in results.values()))
     requests, pair = bodies(arguments.requests, arguments.seed), load_tiny_pair(torch.float32)
     texts = [expected(body, pair) for body in requests]
     options = ReplicaOptions(
@@ -156,11 +389,16 @@ def main() -> None:
         median_s=median(answer["seconds"] for answer in done), longest_s=max(answer["seconds"] for answer in done),
         errors=sorted(set(lost)),
     )  # fmt: skip
+    write(arguments, results)
+    raise SystemExit(bool(lost or wrong))
+
+
+def write(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Print results, and write them with their provenance if a file was named."""
     print(json.dumps(results, indent=1))
     if arguments.json:
         facts = provenance(**{name: value for name, value in vars(arguments).items() if name != "json"})
         arguments.json.write_text(json.dumps({"provenance": facts, "results": results}, indent=1) + "\n")
-    raise SystemExit(bool(lost or wrong))
 
 
 if __name__ == "__main__":

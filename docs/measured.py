@@ -627,6 +627,20 @@ def replica_cost() -> str:
     )
 
 
+@table
+def replica_faults() -> str:
+    return markdown(
+        "fault | streams as stock's | resumed elsewhere | longest pause | new requests | the slowest took",
+        [
+            [
+                fault, f"{row['equal']} of {row['streams']}", row["resumed"], f"{row['longest_pause_s']:.1f} s",
+                f"{row['new_equal']} of {row['new']}", f"{row['longest_new_s']:.1f} s",
+            ]
+            for fault, row in result("replica-faults-machines-cpu-2core.json")["results"].items()
+        ],
+    )  # fmt: skip
+
+
 # --- Inside a step ---------------------------------------------------------------------------------------------------
 
 PHASES: dict[str, Iterable[tuple[str, str | None]]] = {

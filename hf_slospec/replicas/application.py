@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from typing import Any
 
@@ -12,16 +13,17 @@ from ray.serve.handle import DeploymentHandle
 
 from hf_slospec.replicas.failover import ReplicatedEngine
 from hf_slospec.replicas.loopback import keep_replica_on_loopback
-from hf_slospec.replicas.options import ReplicaOptions
+from hf_slospec.replicas.options import HEAD, ReplicaOptions
 from hf_slospec.replicas.replica import ModelReplica
 from hf_slospec.replicas.running import running_replicas
 from hf_slospec.serving.openai.access import ServerSettings
 from hf_slospec.serving.openai.app import make_app
 from hf_slospec.serving.openai.serve import SWITCH_S
 
-REPORT_S = 0.5  # seconds between reports of a replica's load
 HEALTH_S = 2.0  # seconds between health checks
+HEALTH_ANSWER_S = 10.0  # seconds for an answer; Serve ends a replica after three that are missing
 MAX_CALLS = 100_000  # concurrent calls of one process: no limit in effect, as the batcher has max_queue
+HEAD_SHARE = 1e-3  # of the head's resource, which a front reserves; of another front_resource a whole unit
 FRONT = "HTTP"
 MODEL = "Model"
 
@@ -29,17 +31,19 @@ MODEL = "Model"
 class Front:
     """Deployment that takes HTTP requests and tokenizes."""
 
-    def __init__(self, models: DeploymentHandle, settings: ServerSettings):
+    def __init__(self, models: DeploymentHandle, settings: ServerSettings, options: ReplicaOptions):
         """Create the front of ``models``; its application is made once one replica runs."""
         sys.setswitchinterval(SWITCH_S)
         keep_replica_on_loopback()
-        self.models, self.settings = models, settings
+        self.models, self.settings, self.options = models, settings, options
 
     async def __serve_build_asgi_app__(self) -> Any:
         """Return the HTTP application."""
         description = await self.models.describe.remote(None)
         work = self.settings.bounds.new_work()
-        return make_app(ReplicatedEngine(self.models, description, running_replicas, work), self.settings)
+        engine = ReplicatedEngine(self.models, description, running_replicas, self.options, work)
+        self.watching = asyncio.ensure_future(engine.watch())
+        return make_app(engine, self.settings)
 
 
 def app(options: ReplicaOptions) -> Application:
@@ -70,17 +74,16 @@ def app(options: ReplicaOptions) -> Application:
         max_ongoing_requests=MAX_CALLS,
         graceful_shutdown_timeout_s=options.drain_s,
         health_check_period_s=HEALTH_S,
-        request_router_config=RequestRouterConfig(
-            request_router_class="hf_slospec.replicas.router.GuaranteeRouter",
-            request_routing_stats_period_s=REPORT_S,
-        ),
+        health_check_timeout_s=HEALTH_ANSWER_S,
+        request_router_config=RequestRouterConfig(request_router_class="hf_slospec.replicas.router.AddressRouter"),
         **scaling,
     )
+    share = HEAD_SHARE if options.front_resource == HEAD else 1.0
     front = serve.deployment(serve.ingress()(Front), name=FRONT).options(
         num_replicas=options.fronts,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "resources": {options.front_resource: share}},
         max_ongoing_requests=MAX_CALLS,
         graceful_shutdown_timeout_s=options.drain_s,
     )
-    application: Application = front.bind(models.bind(options), ServerSettings.of(options))
+    application: Application = front.bind(models.bind(options), ServerSettings.of(options), options)
     return application

@@ -3,38 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import itertools
 import logging
 import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
-from ray import serve
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from hf_slospec.algo.replica_ranking import Need
 from hf_slospec.engine.request import FinishReason, Progress, Request, RequestMetrics, RequestParams, Stage
 from hf_slospec.engine.scheduling.guarantees import first_token_slo_s, tightest_tpot_slo_s
-from hf_slospec.errors import NotRunningError, QueueFull, RequestCancelledError
+from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, RequestCancelledError
 from hf_slospec.generate.slo import SLOStage, parse_slo
 from hf_slospec.models.sampling import TokenLogprobs
-from hf_slospec.replicas.messages import Broken, Declined, Description, Failed, Offer, Taken, ToReplica, Update
+from hf_slospec.replicas.calls import FAULTS, call, next_within
+from hf_slospec.replicas.directory import ReplicaDirectory
+from hf_slospec.replicas.messages import (
+    Alive,
+    Answer,
+    Broken,
+    Declined,
+    Description,
+    Failed,
+    Offer,
+    Taken,
+    ToReplica,
+    Update,
+)
+from hf_slospec.replicas.options import ReplicaOptions
 from hf_slospec.serving.openai.engine import Order
 from hf_slospec.serving.openai.work import Work
 from hf_slospec.serving.telemetry import with_labels
 
 logger = logging.getLogger("ray.serve")
-FAULTS = (RayError, RayServeException, StopAsyncIteration)  # a replica died, or there is none
-MAX_FAULTS = 5  # replicas that may die while they serve a request; one that kills them must not kill all
+MAX_FAULTS = 5  # replicas that may die or fall silent while they serve a request; one that kills them must not kill all
 ANSWER_S = 5.0  # seconds for a replica to return its metrics
 AGAIN_S = 0.5  # seconds between retries while all queues are full, or all replicas have failed
-PATIENCE_S = 120.0  # seconds to wait for a replica that has not failed, before failed ones are asked again
+PATIENCE_S = 120.0  # seconds to wait for a report while all replicas are silent, before these are asked
 
 
 class ReplicatedEngine:
@@ -45,22 +55,29 @@ class ReplicatedEngine:
         handle: DeploymentHandle,
         description: Description,
         running: Callable[[], Sequence[str]],
+        options: ReplicaOptions,
         work: Work | None = None,
     ):
         """Take the handle of the :class:`ModelReplica` deployment; ``running()`` names the running replicas."""
-        self.handle, self.streams, self.running = handle, handle.options(stream=True), running
+        self.handle, self.streams, self.options = handle, handle.options(stream=True), options
+        self.directory = ReplicaDirectory(running, options.silent_s)
         self.tokenizer, self.generation_config = description.tokenizer, description.generation_config
         self.vocab_size, self.max_len = description.vocab_size, description.max_len
         self.processor, self.work = None, work or Work()  # replicas take no images
         self.response_template, self._max_nodes = description.response_template, description.max_nodes
         self.name = uuid.uuid4().hex[:12]
-        self.offer_numbers = itertools.count()
+        self.offer_numbers, self.turns = itertools.count(), itertools.count()
+
+    async def watch(self) -> None:
+        """Read the reports of all running replicas, until cancelled."""
+        await self.directory.watch(self.streams, self.name)
 
     async def submit(self, order: Order) -> ReplicatedDecoding:
         """Return the request, once a replica serves it.
 
         Raises:
             QueueFull: all replicas have as many waiting requests as they may have.
+            NotGuaranteedError: no replica guaranteed its SLOs, and such requests are declined.
             NotRunningError: too many replicas died while they served it.
         """
         decoding = ReplicatedDecoding(self, _seeded(order), self._need(order))
@@ -87,12 +104,12 @@ class ReplicatedEngine:
 
     async def families(self, prefix: str) -> list[Any]:
         """Return the metric families of all replicas, their samples labelled with the replica."""
-        names = self.running()
+        names = sorted(self.directory.alive())
         per_replica = await asyncio.gather(*(self._families_of(name, prefix) for name in names))
         return merged(dict(zip(names, per_replica, strict=True)))
 
     async def _families_of(self, replica: str, prefix: str) -> list[Any]:
-        response = _call(self.handle.families, ToReplica(replica), prefix)
+        response = call(self.handle.families, ToReplica(replica), prefix)
         try:
             async with asyncio.timeout(ANSWER_S):
                 families: list[Any] = await response
@@ -104,12 +121,12 @@ class ReplicatedEngine:
 
     def check_running(self) -> None:
         """Raise NotRunningError unless a replica runs."""
-        if not self.running():
+        if not self.directory.running():
             raise NotRunningError("no replica runs; they may be starting, retry later")
 
 
 class ReplicatedDecoding:
-    """A request that replicas decode, one after the other if they die."""
+    """A request that replicas decode, one after the other if they die or fall silent."""
 
     finish_reason: FinishReason | None = None
     replica: str | None = None  # name of the replica that serves the request now
@@ -117,67 +134,129 @@ class ReplicatedDecoding:
     def __init__(self, engine: ReplicatedEngine, order: Order, need: Need):
         self._engine, self._order, self._need = engine, order, need
         self._stream: Any = None
+        self._offer: Offer | None = None  # what the stream answers
         self._is_cancelled = False
         self._begun_s, self._first_token_s = time.monotonic(), math.nan
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
         self.metrics: RequestMetrics = Request(0, RequestParams(order.prompt, 0)).metrics()
-        self.num_faults = 0  # replicas that died while they served the request
-        self._failed = set[str]()  # names of these replicas, as far as known
+        self.num_faults = 0  # replicas that died or fell silent while they served the request
+        self._turn = next(engine.turns)
 
-    async def begin(self) -> None:
+    async def begin(self, left: str | None = None) -> None:
         """Send offers of the request to replicas, until one takes it.
 
-        First, each replica is asked once whether it guarantees the SLOs; then for room in its queue only.
+        First, each replica is asked whether it guarantees the SLOs, once and up to ``max_hops``; then for room in its
+        queue only. An offer that is not answered in time goes to the next replica.
+
+        Args:
+            left: name of the replica that the request comes from; asked only if no other is alive.
 
         Raises:
             QueueFull: no replica has room.
+            NotGuaranteedError: none guaranteed the SLOs, and such requests are declined.
         """
-        declined, full = set[str](), set[str]()
+        options = self._engine.options
+        may_decline = self._has_choice and options.backup == "decline" and self.replica is None
+        declined, full, late = list[str](), set[str](), set() if left is None else {left}
         while True:
-            running = await self._usable_replicas()
-            if running and full >= running:
+            usable = await self._usable_replicas()
+            if full >= usable:
                 raise QueueFull("all replicas have as many waiting requests as they may have; retry later")
-            must_guarantee = self._has_choice and len(running) > 1 and not declined >= running
-            answer = await self._answer_to(frozenset(declined if must_guarantee else full), must_guarantee)
-            match answer:
+            is_last = usable <= {*declined} or (options.max_hops is not None and len(declined) > options.max_hops)
+            if may_decline and is_last:
+                raise NotGuaranteedError(f"none of {len(declined)} replicas can guarantee the SLOs now; retry later")
+            must_guarantee = self._has_choice and not is_last and (may_decline or len(usable) > 1)
+            asked = late | ({*declined} if must_guarantee else full)
+            offer = self._offer_to(usable - asked or usable - full, must_guarantee, declined)
+            match await self._answer_to(offer, full | late):
                 case Taken(replica):
                     self.replica = replica
                     return
                 case Declined(replica, is_full):
-                    declined.add(replica)
+                    declined.append(replica)
                     full |= {replica} if is_full else set()
                 case Broken(replica, reason):
                     self._count_fault(replica, reason)
                 case Failed(error):
                     raise error
+                case None:
+                    declined.append(offer.replica)
+                    late.add(offer.replica)
 
-    async def _answer_to(self, declined: frozenset[str], must_guarantee: bool) -> Any:
-        """Return the answer to an offer; None if the replica died instead."""
-        self._check_wanted()
-        order = self._order
+    def _offer_to(self, names: AbstractSet[str], must_guarantee: bool, declined: Sequence[str]) -> Offer:
+        """Return an offer of the request to the best of the replicas.
+
+        Args:
+            declined: names of the replicas that have declined it, the last one at the end.
+        """
+        order, directory = self._order, self._engine.directory
         if self.prompt_logprobs:  # already computed by a replica that died
             order = replace(order, arguments=order.arguments | {"prompt_logprobs": None})
-        offer = Offer(
-            order, self._need, self._progress, self._engine.name, next(self._engine.offer_numbers), declined,
-            frozenset(self._failed), must_guarantee,
-        )  # fmt: skip
-        self._stream = _call(self._engine.streams.decode, offer)
+        number = next(self._engine.offer_numbers)
+        offer = Offer("", order, self._need, self._progress, self._engine.name, number, must_guarantee)
+        if self._engine.options.routing == "guarantees":
+            return replace(offer, replica=directory.in_order(names, offer)[0])
+        if declined and declined[-1] in names:  # it has moved on as often as it may
+            return replace(offer, replica=declined[-1])
+        running = sorted({*directory.running()} | names)
+        turn = self._turn % len(running)
+        return replace(offer, replica=next(name for name in running[turn:] + running[:turn] if name in names))
+
+    async def _answer_to(self, offer: Offer, asked: AbstractSet[str]) -> Answer | None:
+        """Return the answer to an offer; None if there is none in time, and a replica lives that was not asked."""
+        self._check_wanted()
+        directory = self._engine.directory
+        self._stream, self._offer = call(self._engine.streams.decode, offer), offer
+        directory.add_sent(offer)
+        answer = None
         try:
-            return await _next(self._stream)
-        except FAULTS as error:
-            self._count_fault(None, repr(error))
-            return None
+            answer = await self._next_answer(offer.replica, asked)
+        finally:
+            if not isinstance(answer, Taken):
+                directory.remove_sent(offer.number)
+        if isinstance(answer, Taken):
+            directory.record_taken(answer.replica, offer)
+        return answer
+
+    async def _next_answer(self, replica: str, asked: AbstractSet[str] = frozenset()) -> Answer | None:
+        """Return the next answer of the stream; None if there is none in time, and another replica lives.
+
+        After twice the time the same replica will do: if it reports, the stream is broken.
+
+        Args:
+            asked: names of replicas that cannot take the request.
+        """
+        directory, expiries = self._engine.directory, itertools.count()
+
+        def may_give_up() -> bool:
+            return bool(directory.alive() - asked - (set() if next(expiries) else {replica}))
+
+        answer: Answer | None
+        try:
+            answer = await next_within(self._stream, directory.silent_s, may_give_up)
+        except FAULTS as error:  # the replica may live: the network can break a call
+            answer = Broken(replica, repr(error))
+        if answer is None or isinstance(answer, Broken):
+            self._leave()
+        return answer
+
+    def _leave(self) -> None:
+        """Cancel the call under way; what the replica still sends is dropped."""
+        assert self._offer is not None
+        self._stream.cancel()
+        self._engine.directory.leave(self._offer.replica, self._offer.number)
 
     async def _usable_replicas(self) -> set[str]:
-        """Return the running replicas that have not died with this request; if all have, wait for new ones."""
-        until_s = time.monotonic() + PATIENCE_S
+        """Return the replicas that are alive; if there are none, wait for them."""
+        now_s = asyncio.get_running_loop().time
+        until_s = now_s() + PATIENCE_S
         while True:
-            running = {*self._engine.running()}
-            usable = running - self._failed
-            if usable or not running or time.monotonic() > until_s:
-                return usable or running
+            self._check_wanted()
+            alive, running = self._engine.directory.alive(), {*self._engine.directory.running()}
+            if alive or (running and now_s() > until_s):
+                return alive or running
             await asyncio.sleep(AGAIN_S)
 
     @property
@@ -185,11 +264,11 @@ class ReplicatedDecoding:
         """Return True if replicas may decline the request because they cannot guarantee its SLOs."""
         return self._need.has_slo and not self._order.arguments.get("best_effort")
 
-    async def _resume(self) -> None:
+    async def _resume(self, left: str | None) -> None:
         """Send the request to another replica; wait while all are full, as a request that has begun must not fail."""
         while True:
             try:
-                await self.begin()
+                await self.begin(left)
                 return
             except QueueFull:
                 await asyncio.sleep(AGAIN_S)
@@ -204,15 +283,17 @@ class ReplicatedDecoding:
     async def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
         """Yield newly committed tokens, and whether they are the last."""
         while self.finish_reason is None:
-            try:
-                answer = await _next(self._stream)
-            except FAULTS as error:
-                answer = Broken(self.replica or "", repr(error))
+            replica = self.replica or ""
+            answer = await self._next_answer(replica)
+            if answer is None:
+                answer = Broken(replica, f"it has sent nothing for {self._engine.options.silent_s:g} s")
             if isinstance(answer, Broken):
-                self._count_fault(self.replica, answer.reason)
-                await self._resume()
+                self._count_fault(replica, answer.reason)
+                await self._resume(replica)
                 name = self._order.request_id
                 logger.info("%s goes on on replica %s after %d tokens", name, self.replica, len(self.tokens))
+                continue
+            if isinstance(answer, Alive):
                 continue
             if isinstance(answer, Failed):
                 raise answer.error
@@ -225,8 +306,8 @@ class ReplicatedDecoding:
             self.metrics, self.finish_reason = answer.metrics, answer.finish_reason
             yield answer.tokens, self.finish_reason is not None
 
-    def _count_fault(self, replica: str | None, reason: str) -> None:
-        """Count a replica that died while it served the request; ``replica`` is its name, if known.
+    def _count_fault(self, replica: str, reason: str) -> None:
+        """Count a replica that died or fell silent while it served the request.
 
         Raises:
             RequestCancelledError: no replica died; the request was cancelled.
@@ -235,7 +316,7 @@ class ReplicatedDecoding:
         self._check_wanted()
         name = self._order.request_id
         logger.warning("replica %s failed after %d tokens of %s: %s", replica, len(self.tokens), name, reason)
-        self._failed |= set() if replica is None else {replica}
+        self._engine.directory.set_silent(replica, reason)
         self.num_faults += 1
         if self.num_faults >= MAX_FAULTS:
             raise NotRunningError(f"{self.num_faults} replicas failed while they decoded this request; see their logs")
@@ -248,23 +329,7 @@ class ReplicatedDecoding:
         """Cancel the request, unless it is done."""
         if self._stream is not None and self.finish_reason is None:
             self._is_cancelled = True
-            self._stream.cancel()
-
-
-def _call(method: Any, *arguments: Any) -> Any:
-    """Return the response of a replica's method, called under a new request id.
-
-    Serve gives all calls made for one HTTP request the same id, and its routers confuse those under way at once.
-    """
-    return contextvars.Context().run(method.remote, *arguments)
-
-
-async def _next(stream: Any) -> Any:
-    """Return the next answer of a stream. Serve turns a task's cancellation into another error; raise the original."""
-    try:
-        return await anext(stream)
-    except serve.exceptions.RequestCancelledError as error:
-        raise asyncio.CancelledError from error
+            self._leave()
 
 
 def _seeded(order: Order) -> Order:

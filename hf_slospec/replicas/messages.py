@@ -6,35 +6,46 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from hf_slospec.algo.replica_ranking import Need, ReplicaLoad
 from hf_slospec.engine.request import FinishReason, Progress, RequestMetrics
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.serving.openai.engine import Order
 
-LOAD = TypeAdapter(ReplicaLoad)  # reports are plain data, as Serve's controller may lack this package
+REPORT_S = 0.5  # seconds between reports of a replica
 
 
 @dataclass(frozen=True)
 class Offer:
     """A request that is offered to a replica."""
 
+    replica: str  # name of the replica; another one gets the offer if it has just died
     order: Order
     need: Need
     progress: Progress  # output so far, of replicas that served it before
     sender: str  # name of the front that sends it
     number: int  # consecutive for each sender
-    declined: frozenset[str] = frozenset()  # replicas that declined it, asked again only if no other is left
-    failed: frozenset[str] = frozenset()  # replicas that died while they served it; they may still be listed as running
     must_guarantee: bool = False  # the replica declines it unless its SLOs can be guaranteed
 
 
 @dataclass(frozen=True)
 class ToReplica:
-    """First argument of a call that is routed to one replica, whatever its load."""
+    """First argument of any other call that is routed to one replica."""
 
     replica: str
+
+
+@dataclass(frozen=True)
+class Alive:
+    """Sign of life of a replica that has nothing else to send."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """State of a replica, sent to every front twice a second."""
+
+    replica: str
+    load: ReplicaLoad
+    seen: dict[str, int]  # by sender, the number of the last offer that the load contains
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,7 @@ class Update:
     prompt_logprobs: Sequence[TokenLogprobs | None] = ()  # in the first update of each replica, if requested
 
 
-Answer = Taken | Declined | Failed | Broken | Update
+Answer = Taken | Declined | Failed | Broken | Update | Alive
 
 
 @dataclass(frozen=True)

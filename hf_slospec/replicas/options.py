@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import ConfigDict, Field, field_validator, model_validator
@@ -15,6 +15,7 @@ from hf_slospec.errors import InvalidInputError
 from hf_slospec.serving.openai.options import ServerOptions
 from hf_slospec.serving.options import AUTO
 
+HEAD = "node:__internal_head__"  # a resource that Ray gives to the head of a cluster
 OPTION = re.compile(r"--([a-z]+(?:-[a-z]+)*)\b")  # an option of the command line
 
 
@@ -27,6 +28,17 @@ class ReplicaOptions(ServerOptions):
     max_replicas: int | None = Field(None, ge=1, description="Scale between min_replicas and this many. None: do not.")
     min_replicas: int = Field(1, ge=1)
     fronts: int = Field(1, ge=1, description="Processes that take HTTP requests and tokenize.")
+    front_resource: str = Field(HEAD, min_length=1, description="Ray's resource of the machines where fronts run.")
+    routing: Literal["guarantees", "sequential"] = Field(
+        "guarantees", description="Order in which replicas are asked for a guarantee: by load, or in turn (SLOs-Serve)."
+    )
+    max_hops: int | None = Field(
+        None, ge=0, description="How often a request that a replica declined moves on. None: to all of them."
+    )
+    backup: Literal["best_effort", "decline"] = Field(
+        "best_effort", description="What happens to requests that no replica guaranteed: best effort, or status 429."
+    )
+    silent_s: float = Field(5.0, ge=1, description="Requests go elsewhere when a replica has sent nothing for so long.")
     cpus: float = Field(1.0, ge=0, description="CPUs that Ray reserves for a replica; may be a fraction.")
     gpus: float = Field(0.0, ge=0, description="GPUs that Ray reserves for a replica; 1 with device cuda.")
     threads: int | None = Field(None, ge=1, description="Torch's threads in a replica. None: as torch decides.")
@@ -50,7 +62,10 @@ class ReplicaOptions(ServerOptions):
     @classmethod
     def _is_one_process(cls, number: int) -> int:
         if number > 1:
-            raise ValueError("replicas run a model in one process each; leave it out")
+            raise ValueError(
+                "a replica is one process; leave it out, or run one server per group of GPUs without replicas, each "
+                f"started by torchrun with {number} processes, behind a load balancer (docs/gpus.md)"
+            )
         return number
 
     @field_validator("cpus", "gpus")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +21,15 @@ from hf_slospec.algo.replica_ranking import utilisation
 from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, SLOSpecError
 from hf_slospec.replicas.loopback import keep_replica_on_loopback
 from hf_slospec.replicas.messages import (
-    LOAD,
+    REPORT_S,
+    Alive,
     Answer,
     Broken,
     Declined,
     Description,
     Failed,
     Offer,
+    Report,
     Taken,
     ToReplica,
     Update,
@@ -36,6 +41,8 @@ from hf_slospec.serving.openai.engine import LocalEngine
 from hf_slospec.serving.openai.serve import SWITCH_S
 
 logger = logging.getLogger("ray.serve")  # its handlers add the replica and the request to each line
+NUM_REPORTS = 20  # in one call; a replica that is to end waits for its calls, also for those of fronts that died
+ORPHAN_S, TICK_S = 60.0, 5.0  # seconds after which a replica that nobody asks ends itself; between looks at this
 RECENT_S = 60.0  # seconds in which missed SLOs are counted
 
 
@@ -55,8 +62,11 @@ class ModelReplica:
         self.engine = LocalEngine(self.generator, options.response_template)
         self.name = _own_name()
         self._num_unhealthy = 0  # health checks that failed
+        self._num_ticks = 0  # since Serve or a front has asked for the replica
+        self._handles: dict[tuple[str, int], RequestHandle | None] = {}  # by sender and number of the offer
         self._seen: dict[str, int] = {}  # by sender, the number of the last offer taken or declined
         self._recent: deque[tuple[float, bool]] = deque()  # requests with SLOs: end in seconds, is_missed
+        _end_when_orphaned(self)
 
     # ---- for the front
 
@@ -71,16 +81,22 @@ class ModelReplica:
     async def decode(self, offer: Offer) -> AsyncIterator[Answer]:
         """Yield the answer to an offer and, if it is taken, the output as it is committed."""
         arguments = offer.order.arguments | {"resume": offer.progress, "must_guarantee": offer.must_guarantee}
-        order = replace(offer.order, arguments=arguments)
-        handle = None
+        order, key = replace(offer.order, arguments=arguments), (offer.sender, offer.number)
+        handle = self._handles[key] = None
         try:
             handle = await self.engine.submit(order)
+            if key in self._handles:
+                self._handles[key] = handle
+            else:  # the front has left it meanwhile
+                handle.cancel()
             is_guaranteed = await handle.aguaranteed()
             self._record(offer)
             logger.info("%s %s", order.request_id, "guaranteed" if is_guaranteed else "taken")
             yield Taken(self.name)
-            async for update in _updates(handle, len(offer.progress.tokens)):
-                yield update
+            updates = _updates(handle, len(offer.progress.tokens))
+            async with aclosing(_with_signs_of_life(updates, self.options.silent_s / 4)) as answers:
+                async for answer in answers:
+                    yield answer
             if offer.need.has_slo:
                 self._recent.append((time.monotonic(), not handle.metrics.guaranteed or not handle.metrics.attained))
                 self._forget_old()
@@ -92,6 +108,7 @@ class ModelReplica:
             fault = self._fault()
             yield Failed(_sendable(error)) if fault is None else Broken(self.name, str(fault))
         finally:
+            self._handles.pop(key, None)
             if handle is not None:
                 handle.cancel()  # the front has closed the stream, unless the request is over
                 logger.info("%s ended: %s", order.request_id, handle.finish_reason or "cancelled")
@@ -111,13 +128,35 @@ class ModelReplica:
     def _record(self, offer: Offer) -> None:
         self._seen[offer.sender] = max(offer.number, self._seen.get(offer.sender, -1))
 
-    # ---- for Serve
+    async def reports(self, address: ToReplica, sender: str, left: Collection[int]) -> AsyncIterator[Report | Alive]:
+        """Yield a report twice a second, for some time; during a long step only a sign of life.
 
-    async def record_routing_stats(self) -> dict[str, Any]:
-        """Return the load for routers, and the number of the last offer of each front that it contains."""
+        Args:
+            left: numbers of offers of ``sender`` that are to be dropped, with their requests.
+        """
+        self._num_ticks = 0
+        for number in left:
+            handle = self._handles.pop((sender, number), None)
+            if handle is not None:
+                handle.cancel()
+        report = asyncio.ensure_future(self._report())
+        try:
+            for _ in range(NUM_REPORTS):
+                await asyncio.wait({report}, timeout=REPORT_S)
+                if not report.done():
+                    yield Alive()
+                    continue
+                yield report.result()
+                await asyncio.sleep(REPORT_S)
+                report = asyncio.ensure_future(self._report())
+        finally:
+            report.cancel()
+
+    async def _report(self) -> Report:
         seen = dict(self._seen)
-        load = await self.generator.aload()
-        return {"load": LOAD.dump_python(load), "seen": seen}
+        return Report(self.name, await self.generator.aload(), seen)
+
+    # ---- for Serve
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the gauges that the autoscaling policy decides by."""
@@ -134,12 +173,21 @@ class ModelReplica:
         while self._recent and self._recent[0][0] < time.monotonic() - RECENT_S:
             self._recent.popleft()
 
+    def is_wanted_after_tick(self) -> bool:
+        """Count ``TICK_S`` seconds, and return False if the replica is idle and was not asked for ``ORPHAN_S``.
+
+        Ticks are counted, not seconds, as a process that stood still finds the questions of that time afterwards.
+        """
+        self._num_ticks = 0 if self._handles else self._num_ticks + 1
+        return self._num_ticks * TICK_S <= ORPHAN_S
+
     def check_health(self) -> None:
         """Raise NotRunningError if the batcher has died, or one of its steps takes longer than ``hang_s``.
 
         The process exits at the second failed check, so that other replicas resume its requests at once: Serve would
         first wait ``drain_s`` for them to finish, which they cannot.
         """
+        self._num_ticks = 0
         try:
             self.generator.check_running(self.options.hang_s)
         except NotRunningError as error:
@@ -148,6 +196,40 @@ class ModelReplica:
             if self._num_unhealthy > 1:
                 _end_process()
             raise
+
+
+def _end_when_orphaned(replica: ModelReplica) -> None:
+    """Start a thread that ends the process once the replica has no requests and nobody asks for it.
+
+    Serve stops a replica that it cannot reach, but its order to end the process can be lost on the way. The process
+    would go on for ever and keep its CPUs and GPUs.
+    """
+
+    def watch() -> None:
+        while replica.is_wanted_after_tick():
+            time.sleep(TICK_S)
+        logger.error("neither Serve nor a front has asked for this replica for %g s; the process ends", ORPHAN_S)
+        _end_process()
+
+    threading.Thread(target=watch, name="orphan-watch", daemon=True).start()
+
+
+async def _with_signs_of_life(updates: AsyncIterator[Update], pause_s: float) -> AsyncGenerator[Update | Alive]:
+    """Yield the updates, and a sign of life whenever there has been none for ``pause_s``."""
+    update = asyncio.ensure_future(anext(updates, None))
+    try:
+        while True:
+            await asyncio.wait({update}, timeout=pause_s)
+            if not update.done():
+                yield Alive()
+                continue
+            answer = update.result()
+            if answer is None:
+                return
+            yield answer
+            update = asyncio.ensure_future(anext(updates, None))
+    finally:
+        update.cancel()
 
 
 async def _updates(handle: RequestHandle, num_known: int) -> AsyncIterator[Update]:

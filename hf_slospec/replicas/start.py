@@ -28,6 +28,7 @@ from hf_slospec.serving.openai.options import ServeOptions, ServerOptions
 from hf_slospec.serving.openai.serve import requests_to_try
 
 APP = "hf_slospec"
+EVERY_ADDRESS = ("0.0.0.0", "::")
 OBJECT_STORE_BYTES = 100 * 2**20  # for a local Ray, as requests and tokens are small
 FRONT_CPUS = 1  # CPUs of a local Ray besides those of replicas
 
@@ -65,7 +66,9 @@ def served(options: ReplicaOptions, host: str, port: int, root_path: str = "") -
         _check_here(options, host, port)
     folder = _join_or_start(options) if is_ours else None
     try:
-        serve.start(http_options={"host": host, "port": port, "root_path": root_path})
+        # Proxies of other machines could not listen at a single address of this one, and would be restarted for ever.
+        location = "EveryNode" if host in EVERY_ADDRESS else "HeadOnly"
+        serve.start(location, {"host": host, "port": port, "root_path": root_path})
         try:
             serve.run(app(options), name=APP)
         except RuntimeError as error:

@@ -15,20 +15,20 @@ from typer.testing import CliRunner
 
 from hf_slospec import NotRunningError, QueueFull, SLOSpecGenerator
 from hf_slospec.algo.latency_curves import LatencyCurve
-from hf_slospec.algo.prefixes import PrefixIndex
 from hf_slospec.algo.replica_ranking import Need, ReplicaLoad
 from hf_slospec.cli.app import app as cli
 from hf_slospec.engine.request import PhaseTimes, Progress, Request, RequestParams, Stage
 from hf_slospec.replicas import start
-from hf_slospec.replicas.failover import ReplicatedEngine
-from hf_slospec.replicas.messages import Offer
-from hf_slospec.replicas.options import ReplicaOptions
-from hf_slospec.replicas.router import GuaranteeRouter, SentOffers
+from hf_slospec.replicas.application import HEAD_SHARE, app
+from hf_slospec.replicas.directory import ReplicaDirectory
+from hf_slospec.replicas.failover import MAX_FAULTS, ReplicatedEngine
+from hf_slospec.replicas.messages import Offer, Report
+from hf_slospec.replicas.options import HEAD, ReplicaOptions
 from hf_slospec.serving.openai.options import ServerOptions
 from tests.support.breadth import quick_or
 from tests.support.paths import ROOT
 from tests.support.served_pair import WAIT_S, alone
-from tests.support.stand_ins.replicas import FakeHandle, FakeStream, order_of, replicated
+from tests.support.stand_ins.replicas import order_of, replicated
 
 PROMPT = "def main(argv):\n    "
 
@@ -37,32 +37,10 @@ def ids(engine: ReplicatedEngine) -> list[int]:
     return engine.tokenizer(PROMPT)["input_ids"]
 
 
-class Router(GuaranteeRouter):
-    def __init__(self) -> None:
-        self._sent, self._prefixes, self._running, self._reports = SentOffers(), PrefixIndex(), [], {}
-
-
-class RoutedHandle(FakeHandle):
-    """Fake handle whose offers go where the real router's order says; loads are those set by the test."""
-
-    def __init__(self, handle: FakeHandle):
-        super().__init__(handle.replicas)
-        self.router, self.loads = Router(), {}
-
-    def _decode(self, offer: Offer) -> FakeStream:
-        self.offers.append(offer)
-        assert len(self.offers) < 200, "the front asks in a tight circle"
-        order = self.router._in_order(offer, {name: self.loads[name] for name in self.replicas})
-        self.streams.append(FakeStream(self.replicas[order[0]].decode(offer), None, lambda: None))
-        return self.streams[-1]
-
-
-def routed(engine: ReplicatedEngine, handle: FakeHandle, **loads: ReplicaLoad) -> RoutedHandle:
-    own = RoutedHandle(handle)
-    own.loads = loads
-    engine.handle = engine.streams = own
-    engine.running = own.running
-    return own
+def with_loads(engine: ReplicatedEngine, **loads: ReplicaLoad) -> None:
+    """Let replicas have reported loads."""
+    for name, load in loads.items():
+        engine.directory.hear(Report(name, load, {}), engine.name)
 
 
 async def fill(generator: SLOSpecGenerator) -> None:
@@ -83,7 +61,7 @@ IDLE = ReplicaLoad(kv_free=10_000, step_s=LatencyCurve((1, 64), (0.01, 0.05)))
 def test_full_replica_with_least_load_is_not_asked_for_ever() -> None:
     """r0: few long requests, its queue full; r1 has more requests, and room: the offer never goes there."""
     with replicated(2, max_queue=1, max_batch=1) as (engine, handle):
-        own = routed(engine, handle, r0=IDLE, r1=ReplicaLoad(best_effort=3, kv_free=9000, step_s=IDLE.step_s))
+        with_loads(engine, r0=IDLE, r1=ReplicaLoad(best_effort=3, kv_free=9000, step_s=IDLE.step_s))
         full = handle.replicas["r0"].generator
 
         async def run() -> None:
@@ -92,12 +70,12 @@ def test_full_replica_with_least_load_is_not_asked_for_ever() -> None:
             assert decoding.replica == "r1"
 
         asyncio.run(run())
-        assert own.offers
+        assert handle.offers
 
 
 def test_all_queues_full_is_an_error_not_a_circle() -> None:
     with replicated(2, max_queue=1, max_batch=1) as (engine, handle):
-        routed(engine, handle, r0=IDLE, r1=ReplicaLoad(best_effort=3, kv_free=9000, step_s=IDLE.step_s))
+        with_loads(engine, r0=IDLE, r1=ReplicaLoad(best_effort=3, kv_free=9000, step_s=IDLE.step_s))
 
         async def run() -> None:
             for replica in handle.replicas.values():
@@ -111,7 +89,7 @@ def test_all_queues_full_is_an_error_not_a_circle() -> None:
 def test_replica_whose_batcher_died_and_that_serve_still_lists_is_not_asked_again_and_again(pair: Any) -> None:
     """Serve takes three failed checks, 6 s, to take it out; until then it is idle, so all retries go to it."""
     with replicated(2) as (engine, handle):
-        own = routed(engine, handle, r0=IDLE, r1=ReplicaLoad(best_effort=3, kv_free=9000, step_s=IDLE.step_s))
+        with_loads(engine, r0=IDLE, r1=ReplicaLoad(best_effort=3, kv_free=9000, step_s=IDLE.step_s))
 
         async def run() -> list[int]:
             decoding = await engine.submit(order_of(ids(engine), max_new_tokens=60))
@@ -123,7 +101,7 @@ def test_replica_whose_batcher_died_and_that_serve_still_lists_is_not_asked_agai
             return tokens
 
         assert asyncio.run(run()) == alone(pair, PROMPT, max_new_tokens=60)
-        assert own.offers
+        assert len(handle.offers) < MAX_FAULTS
 
 
 NEW_TOKENS = quick_or(60, 100)
@@ -239,7 +217,7 @@ def test_later_guarantee_counts_in_autoscaling() -> None:
 
         async def run() -> None:
             order = order_of(ids(engine), max_new_tokens=8, slo_tpot=5.0)
-            offer = Offer(order, engine._need(order), Progress([]), "test", 0)
+            offer = Offer("r0", order, engine._need(order), Progress([]), "test", 0)
             answers = replica.decode(offer)
             with lock:  # as an echo's prompt_logprobs or a generate call does
                 await anext(answers)
@@ -258,7 +236,7 @@ def test_requests_with_slos_are_not_kept_for_ever() -> None:
 
         async def run() -> None:
             order = order_of(ids(engine), max_new_tokens=2, slo_tpot=5.0)
-            async for _ in replica.decode(Offer(order, engine._need(order), Progress([]), "test", 0)):
+            async for _ in replica.decode(Offer("r0", order, engine._need(order), Progress([]), "test", 0)):
                 pass
             assert len(replica._recent) < 10
 
@@ -301,17 +279,15 @@ def test_missed_stage_stays_missed_over_a_resumption() -> None:
 
 
 def test_long_known_prefix_outweighs_noise_of_measured_step_times() -> None:
-    prompt = list(range(8000))
-    router = Router()
-    router._prefixes.record("b", prompt)
-    loads = {
-        "a": ReplicaLoad(kv_free=100_000, step_s=LatencyCurve((1, 64), (0.01, 0.05))),
-        "b": ReplicaLoad(kv_free=100_000, step_s=LatencyCurve((1, 64), (0.01001, 0.05))),
-    }
     from hf_slospec.serving.openai.engine import Order
 
-    offer = Offer(Order(prompt), Need(8000, 9000, 0.1), Progress([]), "f", 0, must_guarantee=True)
-    assert router._in_order(offer, loads)[0] == "b"
+    directory = ReplicaDirectory(lambda: ["a", "b"], 5.0)
+    offer = Offer("b", Order(list(range(8000))), Need(8000, 9000, 0.1), Progress([]), "f", 0, must_guarantee=True)
+    directory.record_taken("b", offer)
+    for name, step_s in (("a", 0.01), ("b", 0.01001)):
+        load = ReplicaLoad(kv_free=100_000, step_s=LatencyCurve((1, 64), (step_s, 0.05)))
+        directory.hear(Report(name, load, {}), "f")
+    assert directory.in_order(["a", "b"], offer)[0] == "b"
 
 
 @pytest.mark.parametrize(
@@ -322,6 +298,12 @@ def test_long_known_prefix_outweighs_noise_of_measured_step_times() -> None:
         dict(size="huge"),
         dict(metrics_prefix="1 bad"),
         dict(hang_s=math.inf),
+        dict(silent_s=0.1),
+        dict(max_hops=-1),
+        dict(routing="random"),
+        dict(backup="none"),
+        dict(front_resource=""),
+        dict(tensor_parallel_size=2),
         dict(drain_s=math.inf),
         dict(cpus=math.inf),
         dict(min_replicas=3),
@@ -340,6 +322,41 @@ def test_wrong_option_is_refused_by_name(wrong: dict[str, Any]) -> None:
         ReplicaOptions(**wrong)
 
 
+def test_tensor_parallel_replicas_are_refused_with_the_way_out() -> None:
+    from hf_slospec import InvalidInputError
+
+    with pytest.raises(InvalidInputError, match=r"one server per group of GPUs.*torchrun with 2 processes"):
+        ReplicaOptions(target="org/name", tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "resources"), [({}, {HEAD: HEAD_SHARE}), (dict(front_resource="edge", fronts=2), {"edge": 1.0})]
+)
+def test_fronts_run_on_the_machines_whose_proxies_take_connections(
+    options: dict[str, Any], resources: dict[str, float]
+) -> None:
+    front = app(ReplicaOptions(**options))._bound_deployment
+    assert front.name == "HTTP" and front.ray_actor_options["resources"] == resources
+    assert front.ray_actor_options["num_cpus"] == 0
+
+
+@pytest.mark.parametrize(
+    ("host", "location"),
+    [("127.0.0.1", "HeadOnly"), ("10.0.0.1", "HeadOnly"), ("0.0.0.0", "EveryNode"), ("::", "EveryNode")],
+)
+def test_proxies_of_other_machines_listen_only_where_they_can(
+    host: str, location: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: dict[str, Any] = {}
+    monkeypatch.setattr(start.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(start.serve, "start", lambda *given: started.update(given=given))
+    monkeypatch.setattr(start.serve, "run", lambda *_, **__: None)
+    monkeypatch.setattr(start.serve, "delete", lambda _: None)
+    with start.served(ReplicaOptions(), host, 8000):
+        pass
+    assert started["given"] == (location, {"host": host, "port": 8000, "root_path": ""})
+
+
 def test_documentation_lists_the_options_of_replicas_with_their_defaults() -> None:
     table = re.findall(r"^\| (`\w+`.*?) \| (.*?) \|", (ROOT / "docs" / "replicas.md").read_text(), re.MULTILINE)
     listed = {
@@ -350,7 +367,7 @@ def test_documentation_lists_the_options_of_replicas_with_their_defaults() -> No
     }
     fields = {name: field.default for name, field in ReplicaOptions.model_fields.items()}
     assert listed == {
-        name: "none" if default is None else f"{default:g}"
+        name: "none" if default is None else default if isinstance(default, str) else f"{default:g}"
         for name, default in fields.items()
         if name not in ServerOptions.model_fields
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,10 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
-from hf_slospec import InvalidInputError, NotRunningError, QueueFull, SLOStage
+from hf_slospec import InvalidInputError, NotRunningError, QueueFull, RequestCancelledError, SLOStage
 from hf_slospec.generate.penalties import OccurrencePenalties
+from hf_slospec.replicas import replica as replica_module
 from hf_slospec.replicas.failover import MAX_FAULTS, ReplicatedDecoding, ReplicatedEngine
-from hf_slospec.replicas.messages import Offer
+from hf_slospec.replicas.messages import Alive, Failed, Offer, Report, ToReplica, Update
+from hf_slospec.replicas.options import ReplicaOptions
+from hf_slospec.replicas.replica import ORPHAN_S, TICK_S
 from hf_slospec.serving.openai.app import ServerSettings, make_app
 from hf_slospec.serving.openai.engine import LocalEngine
 from tests.support.breadth import nightly_but, quick_or
@@ -41,6 +45,7 @@ def engine(two: tuple[ReplicatedEngine, FakeHandle]) -> ReplicatedEngine:
 def handle(two: tuple[ReplicatedEngine, FakeHandle]) -> Iterator[FakeHandle]:
     two[1].offers.clear()
     two[1].streams.clear()
+    two[0].directory.silent.clear()
     yield two[1]
     two[1].dies_after = lambda offer: None
     two[1].rename()
@@ -135,9 +140,8 @@ def test_every_replica_may_refuse_once_before_the_request_is_best_effort(
 ) -> None:
     tokens, decoding = asyncio.run(decoded(engine, order_of(ids(engine), slo_tpot=1e-6)))
     assert tokens == alone(pair, PROMPT, max_new_tokens=40)
-    assert [(offer.declined, offer.must_guarantee) for offer in handle.offers] == [
-        (frozenset(), True), (frozenset({"r0"}), True), (frozenset(), False),
-    ]  # fmt: skip
+    assert [offer.must_guarantee for offer in handle.offers] == [True, True, False]
+    assert {offer.replica for offer in handle.offers[:2]} == {"r0", "r1"}
     assert not decoding.metrics.guaranteed
     handle.offers.clear()
     _, decoding = asyncio.run(decoded(engine, order_of(ids(engine), slo_tpot=5.0)))
@@ -232,13 +236,72 @@ def test_reports_contain_what_was_taken(handle: FakeHandle, engine: ReplicatedEn
     async def run() -> None:
         answers = replica.decode(offer_of(order_of(ids(engine), max_new_tokens=3000, slo_tpot=5.0), number=7))
         await anext(answers)
-        report = await replica.record_routing_stats()
-        assert report["seen"]["test"] == 7
-        assert report["load"]["guaranteed"] == ((5.0, 1),)
-        assert json.dumps(report["load"])  # plain data: Serve's controller handles it without this package
+        reports = replica.reports(ToReplica("r0"), "test", [])
+        report = await anext(reports)
+        while isinstance(report, Alive):  # a long step
+            report = await anext(reports)
+        assert isinstance(report, Report) and report.replica == "r0"
+        assert report.seen["test"] == 7 and report.load.guaranteed == ((5.0, 1),)
+        await reports.aclose()
         gauges = await replica.record_autoscaling_stats()
         assert set(gauges) == {"missed", "waiting", "utilisation"} and gauges["utilisation"] > 0
         await answers.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(run())
+
+
+def test_replica_that_nobody_asks_for_ends_itself(
+    handle: FakeHandle, engine: ReplicatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica, most = handle.first(), round(ORPHAN_S / TICK_S)
+
+    def num_ticks() -> int:
+        count = 0
+        while replica.is_wanted_after_tick():
+            count += 1
+            assert count <= most
+        return count
+
+    async def ask() -> None:
+        reports = replica.reports(ToReplica("r0"), "test", [])
+        await anext(reports)
+        await reports.aclose()  # type: ignore[attr-defined]
+
+    assert num_ticks() == most
+    replica.check_health()
+    assert num_ticks() == most, "Serve has asked"
+    asyncio.run(ask())
+    assert num_ticks() == most, "a front has asked"
+    replica._handles["test", 1] = None  # a request that it finishes, as it is to end, or that nobody wants
+    assert all(replica.is_wanted_after_tick() for _ in range(2 * most))
+    del replica._handles["test", 1]
+    assert num_ticks() == most
+
+    ended = threading.Event()
+    monkeypatch.setattr(replica_module, "_end_process", ended.set)
+    replica_module._end_when_orphaned(replica)
+    assert ended.wait(WAIT_S)
+    replica.check_health()
+
+
+def test_replica_drops_what_a_front_says_it_has_left(handle: FakeHandle, engine: ReplicatedEngine) -> None:
+    """A cancelled call that did not reach the replica, and one whose offer arrives after it was left."""
+    replica = handle.first()
+
+    async def run() -> None:
+        running = replica.decode(offer_of(order_of(ids(engine), max_new_tokens=4000), number=8))
+        await anext(running)
+        arriving = asyncio.ensure_future(anext(replica.decode(offer_of(order_of(ids(engine)), number=9))))
+        await asyncio.sleep(0)
+        for sender, is_running in (("another", True), ("test", False)):
+            reports = replica.reports(ToReplica("r0"), sender, [8, 9])
+            await anext(reports)
+            await reports.aclose()  # type: ignore[attr-defined]
+            assert (("test", 8) in replica._handles) == is_running
+        answers = [answer async for answer in running]
+        assert isinstance(answers[-1], Failed) and isinstance(answers[-1].error, RequestCancelledError)
+        assert not isinstance(await arriving, Update)
+        await until_idle(handle)
 
     asyncio.run(run())
 
@@ -342,7 +405,7 @@ def test_metrics_of_all_replicas_are_in_one_place(engine: ReplicatedEngine, hand
 
 def test_engine_without_replicas_takes_nothing(engine: ReplicatedEngine) -> None:
     engine.check_running()
-    bare = ReplicatedEngine(engine.handle, engine.handle.first().describe(None), lambda: [])
+    bare = ReplicatedEngine(engine.handle, engine.handle.first().describe(None), lambda: [], ReplicaOptions())
     with pytest.raises(NotRunningError, match="no replica runs"):
         bare.check_running()
 

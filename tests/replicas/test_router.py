@@ -1,4 +1,4 @@
-"""The router: replicas in the order of what they can guarantee, with what was sent since they reported."""
+"""Routing: replicas in the order of what they can guarantee, with what was sent since they reported."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 
 from hf_slospec.algo.latency_curves import LatencyCurve
-from hf_slospec.algo.prefixes import PrefixIndex
 from hf_slospec.algo.replica_ranking import Need, ReplicaLoad
 from hf_slospec.engine.request import Progress
-from hf_slospec.replicas.messages import Offer, ToReplica
-from hf_slospec.replicas.router import GuaranteeRouter, SentOffers
+from hf_slospec.replicas.directory import ReplicaDirectory
+from hf_slospec.replicas.messages import Offer, Report, ToReplica
+from hf_slospec.replicas.router import AddressRouter
 from hf_slospec.serving.openai.engine import Order
 
 IDLE = ReplicaLoad(kv_free=10_000, step_s=LatencyCurve((1, 64), (0.01, 0.05)))
@@ -25,127 +24,122 @@ PROMPT = list(range(200))
 
 
 def offer(number: int = 0, prompt: list[int] = PROMPT, slo_s: float = 0.1, **fields: Any) -> Offer:
-    return Offer(Order(prompt), Need(len(prompt), 500, slo_s), Progress([]), "front", number, **fields)
+    return Offer("", Order(prompt), Need(len(prompt), 500, slo_s), Progress([]), "front", number, **fields)
 
 
-class Router(GuaranteeRouter):
-    """The router without Serve around it."""
-
-    def __init__(self) -> None:
-        self._sent, self._prefixes, self._running, self._reports = SentOffers(), PrefixIndex(), [], {}
-
-
-def replica(name: str, load: ReplicaLoad = IDLE, seen: int = -1) -> Any:
-    report = {"load": TypeAdapter(ReplicaLoad).dump_python(load), "seen": {"front": seen}}
-    return SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), routing_stats=report)
+def directory_of(names: str = "abc", **loads: ReplicaLoad) -> ReplicaDirectory:
+    made = ReplicaDirectory(lambda: list(names), 5.0)
+    for name in names:
+        made.hear(Report(name, loads.get(name, IDLE), {}), "front")
+    return made
 
 
-def call(name: str, *arguments: Any) -> Any:
-    context = SimpleNamespace(should_backoff=False)
-    metadata = SimpleNamespace(internal_request_id=name)
-    return SimpleNamespace(args=list(arguments), metadata=metadata, routing_context=context)
+def send(directory: ReplicaDirectory, made: Offer, names: str = "abc") -> str:
+    """Send an offer to the first replica in the directory's order."""
+    name = directory.in_order(names, made)[0]
+    directory.add_sent(replace(made, replica=name))
+    return name
 
 
-def order(router: Router, replicas: list[Any], pending: Any) -> list[str]:
-    ranks = asyncio.run(router.choose_replicas(replicas, pending))
-    assert all(len(rank) == 1 for rank in ranks), "within a rank Serve would take the shortest queue"
-    return [rank[0].replica_id.unique_id for rank in ranks]
+def take(directory: ReplicaDirectory, made: Offer, name: str) -> None:
+    """Let a replica take an offer, and end its request."""
+    directory.record_taken(name, made)
+    directory.hear(Report(name, IDLE, {"front": made.number}), "front")
 
 
 def test_burst_without_slos_is_spread_although_no_replica_has_reported_since() -> None:
-    router, replicas = Router(), [replica(name) for name in "abc"]
-    chosen = [order(router, replicas, call(f"c{index}", offer(index, slo_s=math.inf)))[0] for index in range(9)]
+    directory = directory_of()
+    chosen = [send(directory, offer(index, slo_s=math.inf)) for index in range(9)]
     assert sorted(chosen) == ["a", "a", "a", "b", "b", "b", "c", "c", "c"]
 
 
-def test_completed_calls_and_those_in_a_report_count_once() -> None:
-    router = Router()
+def test_refused_offers_and_those_in_a_report_count_once() -> None:
+    directory = directory_of("a")
     for index in range(4):
-        order(router, [replica("a")], call(f"c{index}", offer(index)))
-    assert router._load("a", replica("a").routing_stats).num_requests == 4
-    assert router._load("a", replica("a", seen=1).routing_stats).num_requests == 2
-    router.on_request_completed(SimpleNamespace(unique_id="a"), "c3")
-    assert router._load("a", replica("a", seen=1).routing_stats).num_requests == 1
+        send(directory, offer(index), "a")
+    assert directory.load("a").num_requests == 4
+    directory.hear(Report("a", IDLE, {"front": 1, "another": 3}), "front")
+    assert directory.load("a").num_requests == 2
+    directory.remove_sent(3)
+    assert directory.load("a").num_requests == 1
 
 
-def test_call_is_counted_where_it_went() -> None:
-    router = Router()
-    pending = call("c", offer())
-    first, second = order(router, [replica("a"), replica("b")], pending)
-    router.on_request_routed(pending, SimpleNamespace(unique_id=second), None)
-    counts = {name: router._load(name, replica(name).routing_stats).num_requests for name in "ab"}
-    assert counts == {first: 0, second: 1}
-
-
-def test_replicas_that_declined_are_left_out_and_all_are_asked_again_at_last() -> None:
-    router, replicas = Router(), [replica(name) for name in "abc"]
-    declined = frozenset("a")
-    assert set(order(router, replicas, call("c", offer(declined=declined, must_guarantee=True)))) == {"b", "c"}
-    assert set(order(router, replicas[:1], call("c", offer(declined=declined, must_guarantee=True)))) == {"a"}
-    assert set(order(router, replicas, call("c", offer(failed=declined)))) == {"b", "c"}
-    assert order(router, replicas[:1], call("c", offer(failed=declined))) == ["a"]  # no other is left
-    busy = ReplicaLoad(best_effort=3, kv_free=10, step_s=IDLE.step_s)
-    final = offer(declined=frozenset("abc"))
-    assert order(router, [replica("a", busy), replica("b"), replica("c", busy)], call("c", final))[0] == "b"
+def test_new_replica_gets_requests_before_its_first_report() -> None:
+    busy = replace(IDLE, best_effort=3, guaranteed=((0.1, 2),), prefill_tokens=900)
+    for slo_s in (math.inf, 0.1):
+        directory = directory_of("ab", a=busy, b=busy)
+        directory.running = lambda: ["a", "b", "new"]
+        chosen = [
+            send(directory, offer(index, slo_s=slo_s, must_guarantee=True), directory.alive()) for index in range(9)
+        ]
+        assert chosen[0] == "new" and 3 <= chosen.count("new") < 9, chosen
 
 
 def test_equal_replicas_are_told_apart_by_what_they_know_of_the_prompt() -> None:
-    router, replicas = Router(), [replica(name) for name in "abc"]
-    pending = call("c", offer(must_guarantee=True))
-    router.on_request_routed(pending, SimpleNamespace(unique_id="b"), None)
-    router.on_request_completed(SimpleNamespace(unique_id="b"), "c")
-    assert order(router, replicas, call("d", offer(1, must_guarantee=True)))[0] == "b"
-    router.on_request_completed(SimpleNamespace(unique_id="b"), "d")
-    assert order(router, replicas, call("e", offer(2, [*range(500, 700)], must_guarantee=True)))[0] != "b"
+    directory = directory_of()
+    take(directory, offer(must_guarantee=True), "b")
+    assert directory.in_order("abc", offer(1, must_guarantee=True))[0] == "b"
+    assert directory.in_order("abc", offer(2, [*range(500, 700)], must_guarantee=True))[0] != "b"
 
 
 def test_chats_without_slos_return_to_their_replica_unless_it_is_busier() -> None:
-    router, replicas = Router(), [replica(name) for name in "abc"]
-    router.on_request_routed(call("c", offer(slo_s=math.inf)), SimpleNamespace(unique_id="b"), None)
-    router.on_request_completed(SimpleNamespace(unique_id="b"), "c")
-    chosen = [order(router, replicas, call(f"d{index}", offer(index, slo_s=math.inf)))[0] for index in range(4)]
-    assert chosen == ["b", "b", "a", "c"]
-
-
-def test_call_to_one_replica_goes_there_or_waits() -> None:
-    router, replicas = Router(), [replica(name) for name in "ab"]
-    pending = call("c", ToReplica("b"))
-    assert order(router, replicas, pending) == ["b"] and pending.routing_context.should_backoff
-    assert order(router, replicas, call("c", ToReplica("gone"))) == []
-    assert len(order(router, replicas, call("c"))) == 2
-
-
-def test_replica_that_has_not_reported_is_idle() -> None:
-    silent = SimpleNamespace(replica_id=SimpleNamespace(unique_id="a"), routing_stats={})
-    assert order(Router(), [silent], call("c", offer(must_guarantee=True))) == ["a"]
-
-
-@given(st.lists(st.tuples(st.sampled_from("xyz"), st.sampled_from("ab"), st.booleans()), max_size=30))
-def test_counts_are_those_of_calls_under_way(acts: list[tuple[str, str, bool]]) -> None:
-    sent, under_way = SentOffers(), dict[str, str]()
-    for number, (name, where, begins) in enumerate(acts):
-        if begins:
-            sent.add(name, where, offer(number))
-            under_way[name] = where
-        else:
-            sent.remove(name)
-            under_way.pop(name, None)
-    for where in "ab":
-        assert sent.on(where, ReplicaLoad(), {}).num_requests == list(under_way.values()).count(where)
-    sent.keep(["a"])
-    assert sent.on("b", ReplicaLoad(), {}).num_requests == 0
-    assert sent.on("a", ReplicaLoad(), {}).num_requests == list(under_way.values()).count("a")
+    directory = directory_of()
+    take(directory, offer(slo_s=math.inf), "b")
+    assert [send(directory, offer(index, slo_s=math.inf)) for index in range(1, 5)] == ["b", "b", "a", "c"]
 
 
 def test_conversation_that_comes_back_goes_to_the_replica_that_has_its_kv() -> None:
-    router, replicas = Router(), [replica(name) for name in "abc"]
-    router.on_request_routed(call("c0", offer()), SimpleNamespace(unique_id="b"), None)
-    router.on_request_completed(SimpleNamespace(unique_id="b"), "c0")
+    directory = directory_of()
+    take(directory, offer(), "b")
     longer = [*PROMPT, *range(900, 1000)]
-    assert order(router, replicas, call("c1", offer(1, longer)))[0] == "b"
+    assert send(directory, offer(1, longer)) == "b"
     salted = replace(offer(2, longer), order=Order(longer, {"cache_salt": "another client"}))
-    assert order(router, replicas, call("c2", salted))[0] != "b"  # where the call before it is under way
-    assert order(router, replicas, call("c3", offer(3, longer, failed=["b"])))[0] != "b"  # its text is prefilled again
+    assert send(directory, salted) != "b"  # where the call before it is under way
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("ab"), st.booleans()), max_size=30))
+def test_counts_are_those_of_offers_under_way(acts: list[tuple[int, str, bool]]) -> None:
+    directory, under_way = directory_of("ab"), dict[int, str]()
+    for number, where, begins in acts:
+        if begins:
+            directory.add_sent(replace(offer(number), replica=where))
+            under_way[number] = where
+        else:
+            directory.remove_sent(number)
+            under_way.pop(number, None)
+    for where in "ab":
+        assert directory.load(where).num_requests == list(under_way.values()).count(where)
+
+
+class Router(AddressRouter):
+    """The router without Serve around it."""
+
+    def __init__(self) -> None:
+        self.lengths = dict[str, int]()
+        cache = SimpleNamespace(update=lambda replica_id, length: self.lengths.update({replica_id.unique_id: length}))
+        self._replica_queue_len_cache = cache
+
+
+def order(router: Router, names: str, *arguments: Any) -> list[str]:
+    replicas: list[Any] = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in names]
+    context = SimpleNamespace(should_backoff=False)
+    pending: Any = SimpleNamespace(args=list(arguments), routing_context=context)
+    ranks = asyncio.run(router.choose_replicas(replicas, pending))
+    assert all(len(rank) == 1 for rank in ranks), "within a rank Serve would take the shortest queue"
+    assert context.should_backoff
+    return [rank[0].replica_id.unique_id for rank in ranks]
+
+
+def test_call_goes_to_its_replica_without_a_question_about_its_queue() -> None:
+    router = Router()
+    assert order(router, "ab", ToReplica("b")) == ["b"]
+    assert order(router, "ab", replace(offer(), replica="b")) == ["b"]
+    assert router.lengths == {"a": 0, "b": 0}  # what Serve would ask for, and a silent replica would not answer
+
+
+def test_call_to_a_replica_that_has_just_died_goes_to_another() -> None:
+    assert order(Router(), "ab", replace(offer(), replica="gone")) == ["a", "b"]
+    assert order(Router(), "ab", None) == ["a", "b"]
 
 
 def test_replicas_have_two_names() -> None:

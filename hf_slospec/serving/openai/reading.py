@@ -22,6 +22,7 @@ from starlette.types import Receive
 from hf_slospec.errors import (
     InvalidInputError,
     InvalidTypeError,
+    NotGuaranteedError,
     NotRunningError,
     QueueFull,
     RequestCancelledError,
@@ -217,8 +218,9 @@ def fault_of(error: Exception) -> Fault:
     if isinstance(error, BusyError):
         body = error_body(str(error), "service_unavailable_error", code="busy")
         return Fault(503, body, {"Retry-After": str(RETRY_AFTER_S)})
-    if isinstance(error, QueueFull):
-        body = error_body(str(error), "rate_limit_error", code="queue_full")
+    if isinstance(error, QueueFull | NotGuaranteedError):
+        code = "queue_full" if isinstance(error, QueueFull) else "not_guaranteed"
+        body = error_body(str(error), "rate_limit_error", code=code)
         return Fault(429, body, {"Retry-After": str(RETRY_AFTER_S)})
     if isinstance(error, NotRunningError | RequestCancelledError):
         return Fault(503, error_body(str(error), "service_unavailable_error"))

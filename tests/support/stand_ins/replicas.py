@@ -48,7 +48,7 @@ class FakeStream:
 
 
 class FakeHandle:
-    """Handle of replicas; offers go to the first that was not tried, in the order of ``names``."""
+    """Handle of replicas, which passes calls to those that they are for."""
 
     def __init__(self, replicas: dict[str, ModelReplica]):
         self.replicas, self.offers = replicas, list[Offer]()
@@ -69,9 +69,7 @@ class FakeHandle:
     def _decode(self, offer: Offer) -> FakeStream:
         offer = pickle.loads(pickle.dumps(offer))
         self.offers.append(offer)
-        alive = [name for name in self.replicas if name not in offer.failed]
-        left = [name for name in alive if name not in offer.declined] or alive
-        chosen = left[len(self.offers) % len(left)] if not offer.must_guarantee else left[0]
+        chosen = offer.replica if offer.replica in self.replicas else next(iter(self.replicas))
         stream = FakeStream(self.replicas[chosen].decode(offer), self.dies_after(offer), lambda: self._replace(chosen))
         self.streams.append(stream)
         return stream
@@ -101,12 +99,13 @@ def replicated(number: int = 2, **config: Any) -> Iterator[tuple[ReplicatedEngin
     options = ReplicaOptions(dtype="float32", config=CONFIG.model_copy(update=config), hang_s=0.2)
     replicas = dict[str, ModelReplica]()
     for index in range(number):
-        with mock.patch.object(replica_module, "_own_name", lambda index=index: f"r{index}"):
+        serve_parts = {"_own_name": lambda index=index: f"r{index}", "_end_when_orphaned": lambda replica: None}
+        with mock.patch.multiple(replica_module, **serve_parts):
             replicas[f"r{index}"] = ModelReplica(options)
     handle = FakeHandle(replicas)
     try:
         description = pickle.loads(pickle.dumps(handle.first().describe(None)))
-        yield ReplicatedEngine(handle, description, handle.running), handle
+        yield ReplicatedEngine(handle, description, handle.running, options), handle
     finally:
         for replica in replicas.values():
             replica.generator.stop(drain=False)
@@ -117,4 +116,4 @@ def order_of(prompt: list[int], **arguments: Any) -> Order:
 
 
 def offer_of(order: Order, number: int = 0, **fields: Any) -> Offer:
-    return Offer(order, Need(len(order.prompt), 100), Progress([]), "test", number, **fields)
+    return Offer("r0", order, Need(len(order.prompt), 100), Progress([]), "test", number, **fields)

@@ -1,0 +1,143 @@
+"""Directory of the running replicas, as one front sees them: which of them live, and how loaded they are."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from hf_slospec.algo.prefixes import PrefixIndex
+from hf_slospec.algo.replica_ranking import Need, ReplicaLoad, ranked
+from hf_slospec.replicas.calls import FAULTS, call, next_within
+from hf_slospec.replicas.messages import REPORT_S, Offer, Report, ToReplica
+
+logger = logging.getLogger("ray.serve")
+
+
+class SentOffer(NamedTuple):
+    """An offer that was sent to a replica, with the fields that change the replica's load."""
+
+    replica: str
+    need: Need
+    is_guaranteed: bool
+
+
+class ReplicaDirectory:
+    """The running replicas with their reports, and the offers that these do not contain yet.
+
+    Without the offers a whole burst would be routed by the same reports, to one replica.
+    """
+
+    def __init__(self, running: Callable[[], Sequence[str]], silent_s: float):
+        """Take ``running()``, which names the running replicas, and the seconds after which one counts as silent."""
+        self.running, self.silent_s = running, silent_s
+        self.silent = set[str]()  # replicas that have not reported for silent_s, or cannot
+        self._reports: dict[str, Report] = {}
+        self._sent: dict[int, SentOffer] = {}  # by number
+        self._left: defaultdict[str, set[int]] = defaultdict(set)  # by replica, the numbers of offers that it must drop
+        self._prefixes = PrefixIndex()
+
+    def alive(self) -> set[str]:
+        """Return the names of the running replicas that are not silent."""
+        return {*self.running()} - self.silent
+
+    def in_order(self, names: Collection[str], offer: Offer) -> list[str]:
+        """Return the names, best first: by guarantees if the offer asks for them, else by load alone."""
+        listed, need = sorted(names), offer.need
+        known = self._prefixes.num_known(listed, offer.order.prompt, offer.order.arguments.get("cache_salt", ""))
+        by_load = replace(need, tpot_slo_s=math.inf, ttft_slo_s=math.inf)
+        loads = [self.load(name) for name in listed]
+        return [listed[index] for index in ranked(loads, need if offer.must_guarantee else by_load, known)]
+
+    def load(self, name: str) -> ReplicaLoad:
+        """Return the load of a replica, with the offers that its report does not contain."""
+        report = self._reports.get(name)
+        load = self._idle() if report is None else report.load
+        for sent in self._sent.values():
+            if sent.replica == name:
+                load = load.with_request(sent.need, sent.is_guaranteed)
+        return load
+
+    def _idle(self) -> ReplicaLoad:
+        """Return the load of a replica that has not reported yet: as fast as the others, and without requests."""
+        loads = [report.load for report in self._reports.values()]
+        most = max(loads, key=lambda load: load.kv_free, default=ReplicaLoad())
+        return replace(most, guaranteed=(), best_effort=0, prefill_tokens=0)
+
+    def add_sent(self, offer: Offer) -> None:
+        """Count an offer until the replica's report contains it."""
+        self._sent[offer.number] = SentOffer(offer.replica, offer.need, offer.must_guarantee)
+
+    def remove_sent(self, number: int) -> None:
+        """Stop counting an offer that was not taken."""
+        self._sent.pop(number, None)
+
+    def leave(self, replica: str, number: int) -> None:
+        """Let a replica drop an offer, or its request, when it can be reached: the call's cancellation may be lost."""
+        if replica in self.running():
+            self._left[replica].add(number)
+
+    def record_taken(self, replica: str, offer: Offer) -> None:
+        """Record that a replica has taken an offer, and gets its prompt's K/V."""
+        self._prefixes.record(replica, offer.order.prompt, offer.order.arguments.get("cache_salt", ""))
+
+    def hear(self, report: Report, sender: str) -> None:
+        """Take the report of a replica to the front ``sender``."""
+        self._reports[report.replica] = report
+        seen = report.seen.get(sender, -1)
+        for number in [each for each, sent in self._sent.items() if sent.replica == report.replica and each <= seen]:
+            del self._sent[number]
+
+    async def watch(self, streams: Any, sender: str) -> None:
+        """Read the reports of all running replicas, until cancelled; ``streams`` is the handle of their streams."""
+        listening: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                running = {*self.running()}
+                self.silent &= running
+                for name in listening.keys() - running:
+                    listening.pop(name).cancel()
+                    self._forget(name)
+                for name in running:
+                    if name not in listening or listening[name].done():
+                        listening[name] = asyncio.ensure_future(self._listen(name, streams, sender))
+                await asyncio.sleep(REPORT_S)
+        finally:
+            for task in listening.values():
+                task.cancel()
+
+    def _forget(self, name: str) -> None:
+        self._reports.pop(name, None)
+        self._prefixes.forget(name)
+        self._left.pop(name, None)
+        self._sent = {number: sent for number, sent in self._sent.items() if sent.replica != name}
+
+    async def _listen(self, name: str, streams: Any, sender: str) -> None:
+        """Take the reports of a replica, and note while it is silent or cannot be called."""
+        while True:
+            left = frozenset(self._left[name])
+            stream = call(streams.reports, ToReplica(name), sender, left)
+            try:
+                while (answer := await next_within(stream, self.silent_s)) is not None:
+                    self.silent.discard(name)
+                    self._left[name] -= left
+                    if isinstance(answer, Report):
+                        self.hear(answer, sender)
+                self.set_silent(name, f"it has sent nothing for {self.silent_s:g} s")
+            except StopAsyncIteration:  # reports end now and then
+                pass
+            except FAULTS as error:
+                self.set_silent(name, repr(error))
+            finally:
+                stream.cancel()
+            await asyncio.sleep(REPORT_S)
+
+    def set_silent(self, name: str, reason: str) -> None:
+        """Send no offers to a replica until its next report."""
+        if name not in self.silent:
+            logger.warning("replica %s gets no offers until its next report: %s", name, reason)
+        self.silent.add(name)
