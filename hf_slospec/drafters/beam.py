@@ -44,7 +44,7 @@ def beam_search(
     """
     flags, trees = DeferredFlags(device), dict[int, TokenTree]()
     indices: IntArray = np.arange(len(requests))
-    may_leave = num_rows is None and not flags.lag and plan.goes_on is None
+    may_leave = num_rows is None and not flags.lag
     has_graphs, num_rows = num_rows is not None, num_rows or len(requests)
     limits, nodes = _limits(plan, requests, num_rows), to_device(_roots(requests, num_rows), device)
     level = Level(network, (1,), plan.width, nodes, states, limits, is_coupled=False)
@@ -59,12 +59,12 @@ def beam_search(
         if is_last:
             break
         goes_on = None if beam.is_worthwhile is None else flags.next(beam.is_worthwhile)
+        if plan.goes_on is not None:
+            path_probs = beam.path_logprobs[: len(indices)].exp().double().cpu().numpy()
+            by_policy = plan.goes_on(path_probs, indices)
+            goes_on = by_policy if goes_on is None else by_policy & goes_on[: len(indices)]
         if goes_on is not None and not goes_on.any():
             break
-        if plan.goes_on is not None:
-            path_probs = beam.path_logprobs[: len(requests)].exp().double().cpu().numpy()
-            if not plan.goes_on(path_probs):
-                break
         level = replace(level, sizes=sizes, nodes=beam.nodes, states=beam.states)
         if may_leave and goes_on is not None and not goes_on.all():
             rows = torch.from_numpy(goes_on)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from hf_slospec.algo.tree import FloatArray, IntArray, TokenTree
+from hf_slospec.algo.tree import BoolArray, FloatArray, IntArray, TokenTree
 from hf_slospec.engine.events import PhaseTimes, StepEvent
 from hf_slospec.engine.request import Request
 
@@ -25,8 +25,10 @@ class Plan:
     probabilities, times the request's weight, exceed ``min_path_prob``. Without ``min_gain`` and ``min_request_gain``,
     gains are no limit.
 
-    ``goes_on`` gets the path probabilities of each drafted level but the last planned one, [num_requests, beam] f64,
-    and returns whether to draft the next. Drafters that do not draft level by level need not ask it.
+    ``goes_on`` gets the path probabilities of each drafted level but the last planned one, [num_rows, beam] f64, and
+    the indices of the rows' requests among those that are drafted for, [num_rows] int64. It returns the rows to draft
+    the next level for, [num_rows] bool. Drafters that do not draft level by level need not ask it; where requests
+    cannot leave a batch, rows that it has ended may come again.
     """
 
     depth: int  # draft levels; 0 decodes plainly
@@ -34,7 +36,7 @@ class Plan:
     min_path_prob: float = 0.0  # a node of lower path probability is not worth its share of the verify step
     min_gain: float = 0.0  # stop once the gains of all, each less min_request_gain, sum up to less than this
     min_confidence: float = 0.0  # stop for a request once each path holds a token that is less probable than this
-    goes_on: Callable[[FloatArray], bool] | None = None  # see above; None: no such rule
+    goes_on: Callable[[FloatArray, IntArray], BoolArray] | None = None  # see above; None: no such rule
     drafting: Sequence[Request] | None = None  # requests to draft for; None: all
     depths: Mapping[Request, int] | None = None  # levels of single requests, at most
     decoding: Sequence[Request] | None = None  # requests that take part, the others sit the step out; None: all

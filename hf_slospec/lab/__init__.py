@@ -6,6 +6,7 @@ Importing this package registers these policies; its entry point imports it when
 from hf_slospec.lab.comparison import Load, compare, draw, table
 from hf_slospec.lab.hardware import HARDWARE, Hardware, HardwareFile
 from hf_slospec.lab.policies.adaspec import AdaSpecPolicy
+from hf_slospec.lab.policies.optimal import OptimalPolicy
 from hf_slospec.lab.policies.sequoia import SequoiaPolicy
 from hf_slospec.lab.policies.slos_serve import SLOsServePolicy
 from hf_slospec.lab.policies.smartspec import SmartSpecPolicy, SmartSpecRequestsPolicy
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 register(
-    *(AdaSpecPolicy, ThesisPolicy, ThesisSLOPolicy, CappedThesisSLOPolicy),
+    *(AdaSpecPolicy, OptimalPolicy, ThesisPolicy, ThesisSLOPolicy, CappedThesisSLOPolicy),
     *(SmartSpecPolicy, SmartSpecRequestsPolicy, ConfidencePolicy, HeadsPolicy, TurboSpecPolicy),
     *(SLOsServePolicy, SequoiaPolicy, StaticTreePolicy, VLLMAdaptivePolicy),
 )

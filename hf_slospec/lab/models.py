@@ -148,8 +148,9 @@ class SimulatedDrafter(Drafter):
         levels = [self._expand(requests, None, 0, plan.width)]
         for depth in range(1, plan.depth):
             path_probs = levels[-1].path_probs
-            if plan.goes_on is not None and not plan.goes_on(path_probs):
-                break
+            if plan.goes_on is not None:
+                rows = np.flatnonzero(is_drafting)
+                is_drafting[rows] = plan.goes_on(path_probs[rows], rows)
             is_drafting = is_drafting & (limits > depth)
             if plan.min_confidence:
                 is_drafting &= (levels[-1].min_probs > plan.min_confidence).any(axis=1)

@@ -7,15 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from hf_slospec.algo.tree import ROOT, Forest, IntArray, TokenTree
+from hf_slospec.algo.tree import ROOT, IntArray, TokenTree
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.protocols import Drafter, Plan, Policy, Selection
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.lab.hardware import Hardware
+from hf_slospec.lab.policies.optimal import OptimalPolicy
 from hf_slospec.lab.texts import Library
-from hf_slospec.policies.adaserve import AdaServePolicy
-from hf_slospec.policies.adaserve_selection import count_until, expected_tokens
 from hf_slospec.policies.limits import max_useful_depth
 
 
@@ -69,13 +68,14 @@ class OraclePolicy(Policy):
         return Selection(trees, [float(tree.num_nodes) for tree in trees])
 
 
-class AdaServeOraclePolicy(AdaServePolicy):
+class AdaServeOraclePolicy(OptimalPolicy):
     """AdaServe's policy with true path probabilities: 1 for nodes that will be accepted and 0 for all others.
 
     With these the paper's Algorithm 1 is optimal: as many tokens as the budget yields, after what every request
-    requires. Trees are drafted as by AdaServe. A request that requires more than its candidate tree holds gets all that
-    will be accepted. Where Algorithm 1 returns INVALID, as the budget does not suffice for all, Algorithm 2 selects.
+    requires. Trees are drafted as by AdaServe.
     """
+
+    is_wide = False
 
     def __init__(self, library: Library, config: SLOSpecConfig, costs: StepCosts):
         super().__init__(config, costs)
@@ -85,9 +85,7 @@ class AdaServeOraclePolicy(AdaServePolicy):
         self, requests: Sequence[Request], candidates: Sequence[TokenTree], required: Sequence[float]
     ) -> list[IntArray]:
         trees = [self._with_true_probs(*pair) for pair in zip(requests, candidates, strict=True)]
-        attainable = [min(needed, tree.path_probs.sum()) for needed, tree in zip(required, trees, strict=True)]
-        nodes = optimal_nodes(trees, attainable, self.budget)
-        return super()._nodes(requests, trees, attainable) if nodes is None else nodes
+        return super()._nodes(requests, trees, required)
 
     def _with_true_probs(self, request: Request, tree: TokenTree) -> TokenTree:
         is_accepted = np.zeros(tree.num_nodes)
@@ -105,30 +103,3 @@ def accepted_nodes(library: Library, request: Request, tree: TokenTree) -> IntAr
             break
         nodes.append(child)
     return np.array(nodes)
-
-
-def optimal_nodes(trees: Sequence[TokenTree], required: Sequence[float], budget: int) -> list[IntArray] | None:
-    """Return the nodes with most expected tokens such that every A(r) is met; None if that is impossible.
-
-    This is AdaServe's Algorithm 1, which is optimal if path probabilities are true.
-    [FIX] roots are charged to the budget, exhausted trees are infeasible, and the last node may not overspend.
-
-    Args:
-        trees: one candidate tree per request.
-        required: A(r) per request.
-        budget: maximum number of verified nodes, roots included.
-    """
-    forest = Forest.of(trees)
-    ranked = forest.canonical(forest.path_probs)
-    tree_of, path_probs = forest.tree_of[ranked], forest.path_probs[ranked]
-    left = budget - len(trees)
-    is_taken = np.zeros(len(ranked), dtype=np.bool_)
-    for request, needed in enumerate(required):
-        indices = np.flatnonzero(tree_of == request)
-        count = count_until(needed, path_probs[indices], len(indices))
-        is_taken[indices[:count]] = True
-        left -= count
-        if left < 0 or expected_tokens(path_probs[indices[:count]])[-1] < needed:
-            return None
-    is_taken[np.flatnonzero(~is_taken)[:left]] = True
-    return forest.nodes(ranked[is_taken])

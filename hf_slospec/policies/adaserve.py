@@ -51,7 +51,18 @@ class AdaServePolicy(NamedPolicy):
         self.budget = config.token_budget or roofline_tokens(costs)
 
     def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
-        depth, width = adaptive_shape(
+        candidates, plan = yield Plan(*self._shape(requests))
+        candidates = without_useless_nodes(requests, candidates)
+        num_keys = sum(len(request.tokens) for request in requests)
+        draft_s = self.costs.draft_s(len(requests), plan.depth, plan.width, num_keys)
+        step_s = float(draft_s + self.costs.verify_s(self.budget, len(requests), num_keys))
+        required = [required_tokens(*request.decoded(begun_s), step_s, request.pace_s) for request in requests]
+        nodes = self._nodes(requests, candidates, required)
+        yield selection_of([tree.subtree(chosen) for tree, chosen in zip(candidates, nodes, strict=True)], step_s)
+
+    def _shape(self, requests: Sequence[Request]) -> tuple[int, int]:
+        """Return the depth and the width of candidate trees."""
+        return adaptive_shape(
             len(requests),
             self.budget,
             self.config.draft_budget,
@@ -61,14 +72,6 @@ class AdaServePolicy(NamedPolicy):
             self.settings.width_offset,
             self.settings.min_depth,
         )
-        candidates, plan = yield Plan(depth, width)
-        candidates = without_useless_nodes(requests, candidates)
-        num_keys = sum(len(request.tokens) for request in requests)
-        draft_s = self.costs.draft_s(len(requests), plan.depth, plan.width, num_keys)
-        step_s = float(draft_s + self.costs.verify_s(self.budget, len(requests), num_keys))
-        required = [required_tokens(*request.decoded(begun_s), step_s, request.pace_s) for request in requests]
-        nodes = self._nodes(requests, candidates, required)
-        yield selection_of([tree.subtree(chosen) for tree, chosen in zip(candidates, nodes, strict=True)], step_s)
 
     def _nodes(
         self, requests: Sequence[Request], candidates: Sequence[TokenTree], required: Sequence[float]

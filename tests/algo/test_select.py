@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hf_slospec.algo.select import best_ratio_nodes
 from hf_slospec.algo.tree import ROOT, BoolArray, FloatArray, Forest, IntArray, TokenTree
-from hf_slospec.lab.oracle import optimal_nodes
+from hf_slospec.lab.policies.optimal import optimal_nodes
 from hf_slospec.policies.adaserve_selection import SLOOrder, adaptive_shape, required_tokens, select_nodes
 from tests.support.toys.trees import SEEDS, TIED, UNEVEN, chain, fan, is_parent_closed, random_tree, total
 

@@ -15,8 +15,8 @@ from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.drafters.level import extend_beam
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Request, RequestParams
-from hf_slospec.lab.oracle import optimal_nodes
 from hf_slospec.lab.policies.goodput import confident_length
+from hf_slospec.lab.policies.optimal import optimal_nodes
 from tests.support.packed import packed_model
 from tests.support.toys.tiny_models import tiny_model
 from tests.support.toys.trees import SEEDS, path_to
@@ -142,20 +142,20 @@ def test_every_request_is_drafted_for_as_deep_as_it_is_worth_and_no_deeper(
         assert tree.path_probs == pytest.approx(cut.path_probs, rel=1e-5)
 
 
-def test_drafting_stops_where_a_plan_does_not_go_on() -> None:
-    requests = [Request(index, RequestParams([1, 5 + index, 9], 40)) for index in range(2)]
-    model, seen = tiny_model("llama"), list[np.ndarray]()
+def test_requests_leave_where_a_plan_does_not_go_on_with_them() -> None:
+    requests = [Request(index, RequestParams([1, 5 + index, 9], 40)) for index in range(3)]
+    model, seen = tiny_model("llama"), dict[int, list[np.ndarray]]()
 
-    def goes_on(path_probs: np.ndarray) -> bool:
-        seen.append(path_probs)
-        return len(seen) < 3
+    def goes_on(path_probs: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        for row, level in zip(rows.tolist(), path_probs, strict=True):
+            seen.setdefault(row, []).append(level)
+        return np.array([len(seen[row]) < 3 + row for row in rows.tolist()])
 
     trees = AssistantDrafter(packed_model(model, "sdpa"), 16, 101).draft(requests, Plan(8, 2, goes_on=goes_on))
     whole = AssistantDrafter(packed_model(model, "sdpa"), 16, 101).draft(requests, Plan(8, 2))
     for index, (tree, own) in enumerate(zip(trees, whole, strict=True)):
-        assert tree.tokens.tolist() == own.up_to(3).tokens.tolist()
-        given = np.concatenate([level[index] for level in seen])
-        assert given == pytest.approx(tree.path_probs[1:])
+        assert tree.tokens.tolist() == own.up_to(3 + index).tokens.tolist()
+        assert np.concatenate(seen[index]) == pytest.approx(tree.path_probs[1:])
 
 
 def search(table: torch.Tensor, depth: int, width_at: Callable[[int], int]) -> TokenTree:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import warnings
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from tests.support.fuzzing import fuzzed, mostly, odd, some_of
 from tests.support.generate_arguments import SLO, VALID, OwnError, called, check_like_stock, fails, prompts
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 from tests.support.toys.tiny_tokenizers import byte_level
+from tests.support.user_code import USER_CODE, Nested
 
 PROMPT: dict[str, Any] = ragged_prompts(2) | {"max_new_tokens": 3}
 
@@ -143,3 +146,75 @@ def test_generators_refuse_or_return_what_stock_returns(
 def test_drafters_are_loaded_or_refused(source: Any, target: Any, arguments: dict[str, Any]) -> None:
     with contextlib.suppress(SLOSpecError):
         hf_slospec.load_drafter(source, target, **arguments)
+
+
+NESTED = st.builds(
+    Nested,
+    some_of(
+        dict(
+            do_sample=st.booleans(),
+            prompt_lookup_num_tokens=st.just(3),
+            assistant_model=st.sampled_from([tiny_model("llama", noise=0.03)]),
+            num_return_sequences=st.integers(1, 2),
+            return_dict_in_generate=st.just(False),
+        ),
+        2,
+        odd_of=10**6,
+    ),
+)
+
+
+@fuzzed(60)
+@given(
+    code=st.lists(st.sampled_from(USER_CODE), min_size=1, max_size=2, unique=True),
+    nested=NESTED,
+    batch=st.integers(1, 3),
+    seed=st.integers(0, 3),
+    do_sample=st.booleans(),
+    always=st.booleans(),
+    slo_in_nested=st.booleans(),
+    as_generator=st.booleans(),
+    fallback=st.booleans(),
+)
+def test_code_of_the_user_is_called_as_stock_calls_it_or_refused(
+    code: list[Any], nested: Nested, batch: int, seed: int, do_sample: bool, always: bool, slo_in_nested: bool,
+    as_generator: bool, fallback: bool,
+) -> None:  # fmt: skip
+    stock, model = copy.deepcopy(tiny_model("llama")), copy.deepcopy(tiny_model("llama"))
+    prompt = ragged_prompts(batch, seed)
+    options = prompt | {"max_new_tokens": 12, "do_sample": do_sample}
+    without_slo = dataclasses.replace(nested, slo={})
+
+    def arguments(model: Any, nested: Nested) -> dict[str, Any]:
+        added: dict[str, Any] = {}
+        for customize in code:
+            added |= customize(model, nested)
+        return options | added
+
+    stock_arguments = arguments(stock, without_slo)
+    expected = called(stock.generate, stock_arguments)
+    nested = dataclasses.replace(nested, slo={"slo_tpot": 0.1} if slo_in_nested else {})
+    own = arguments(model, nested)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            hf_slospec.enable(
+                model, tiny_model("llama", noise=0.03), config=DRAFTS_ALWAYS, always=always, fallback=fallback
+            )
+            generate = functools.partial(model.generate, slo_tpot=0.1)
+            if as_generator:
+                generate = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=DRAFTS_ALWAYS).generate
+            ours = called(generate, own)
+            plain = called(functools.partial(model.generate, slo_tpot=0.1), prompt | {"max_new_tokens": 6})
+    except SLOSpecError:
+        return
+    if isinstance(ours, SLOSpecError):
+        assert not fallback or as_generator
+    elif isinstance(expected, Exception):
+        assert type(ours) is type(expected), ours
+    else:
+        assert isinstance(ours, torch.Tensor), ours
+        assert torch.equal(ours, expected)
+    if not isinstance(plain, SLOSpecError):
+        called_plainly = called(stock.generate, prompt | {"max_new_tokens": 6})
+        assert torch.equal(plain, called_plainly)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_slospec.algo.tree import BoolArray, FloatArray, Forest
+from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray
 from hf_slospec.engine.protocols import Plan, PolicyStep, Selection
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.step_times import StepCosts
@@ -82,8 +82,14 @@ class AdaSpecPolicy(NamedPolicy):
         expected = np.bincount(forest.tree_of, forest.path_probs * is_kept)
         yield Selection(forest.subtrees(is_kept), expected.tolist(), self._seconds(batch, forest, is_kept))
 
-    def _goes_on(self, batch: _Batch, chains: _Chains, path_probs: FloatArray) -> bool:
-        """Take a drafted level of all chains, and return whether the next one is predicted to raise goodput."""
+    def _goes_on(self, batch: _Batch, chains: _Chains, path_probs: FloatArray, rows: IntArray) -> BoolArray:
+        """Take a level of all chains; go on with all if the next level is predicted to raise goodput, else with none.
+
+        See :class:`Plan`.
+        """
+        return np.full(len(rows), self._raises_goodput(batch, chains, path_probs))
+
+    def _raises_goodput(self, batch: _Batch, chains: _Chains, path_probs: FloatArray) -> bool:
         probs, before = path_probs[:, 0], chains.goodput
         chains.length, chains.expected = chains.length + 1, chains.expected + float(probs.sum())
         chains.goodput = self._goodput(batch, chains.expected, chains.length)

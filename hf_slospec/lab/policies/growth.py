@@ -113,6 +113,41 @@ class _Growth:
         self.total += change
 
 
+class StopRule:
+    """Trees to draft another level for while they grow (the stopping criterion of Algorithm 1).
+
+    The kept nodes are the best ones, at most N in all and S of each tree, as :func:`grown_nodes` keeps them. A tree
+    without a kept node in its last level is finished. Children of pruned nodes are never kept, as they are no better
+    than these. The limit on children of a node is not applied, so a tree may be drafted on for a node beyond it.
+    """
+
+    def __init__(self, num_trees: int, budget: int, max_nodes: int):
+        """Start with roots only; ``budget`` N and ``max_nodes`` S count roots."""
+        self.num_nodes, self.max_tree_nodes = max(budget - num_trees, 0), max_nodes - 1
+        self.is_growing: BoolArray = np.ones(num_trees, dtype=np.bool_)
+        self.path_probs: FloatArray = np.empty(0)  # of kept nodes, descending
+        self.tree_of: IntArray = np.empty(0, np.int64)  # of kept nodes
+
+    def goes_on(self, path_probs: FloatArray, trees: IntArray) -> BoolArray:
+        """Add a level of some trees; return which of them to draft the next level for; see :class:`Plan`.
+
+        Args:
+            path_probs: [num_rows, beam] f64.
+            trees: [num_rows] int64.
+        """
+        is_new = np.arange(len(self.tree_of) + path_probs.size) >= len(self.tree_of)
+        level = np.where(self.is_growing[trees, None], path_probs, 0.0)
+        all_probs = np.concatenate((self.path_probs, level.ravel()))
+        tree_of = np.concatenate((self.tree_of, np.repeat(trees, path_probs.shape[1])))
+        best = np.argsort(-all_probs, kind="stable")  # ties replace nothing
+        best = best[all_probs[best] > 0.0]
+        best = best[ranks_by_key(tree_of[best]) < self.max_tree_nodes][: self.num_nodes]
+        self.path_probs, self.tree_of = all_probs[best], tree_of[best]
+        self.is_growing[:] = False
+        self.is_growing[self.tree_of[is_new[best]]] = True
+        return self.is_growing[trees]
+
+
 def important_nodes(
     trees: Sequence[TokenTree],
     required: Sequence[float],

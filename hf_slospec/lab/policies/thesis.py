@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 from pydantic import Field
 
-from hf_slospec.algo.tree import FloatArray, TokenTree
+from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.protocols import Plan, PolicyStep, Selection
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.step_times import StepCosts
-from hf_slospec.lab.policies.growth import grown_nodes, important_nodes
+from hf_slospec.lab.policies.growth import StopRule, grown_nodes, important_nodes
 from hf_slospec.policies.adaserve_selection import required_tokens
 from hf_slospec.policies.fixed import selection_of
 from hf_slospec.policies.limits import max_useful_depth, roofline_tokens, without_useless_nodes
@@ -61,32 +60,24 @@ class _ThesisPolicy(NamedPolicy):
 class ThesisPolicy(_ThesisPolicy):
     """Policy that maximises expected tokens under a budget for all trees (N) and one per tree (S), by Algorithm 1.
 
-    Drafting stops after a level of which no node is among the best N so far, as no child is better than its parent.
-    Drafters that do not draft level by level draft the whole planned depth.
+    A tree is drafted on while its last level holds one of the best N nodes so far, of which at most S are of one tree:
+    no child is better than its parent. Drafters that do not draft level by level draft the whole planned depth.
     """
 
     name, options = "thesis", ThesisOptions
 
+    def __init__(self, config: PolicySettings, costs: StepCosts):
+        super().__init__(config, costs)
+        self.max_tree_nodes = config.options_of(ThesisOptions).max_tree_nodes or self.budget
+
     def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
-        return replace(self._shape(requests), goes_on=_adds_nodes(self.budget - len(requests)))
+        rule = StopRule(len(requests), self.budget, self.max_tree_nodes)
+        return replace(self._shape(requests), goes_on=rule.goes_on)
 
     def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
         config, candidates = self.config, without_useless_nodes(requests, candidates)
-        max_tree_nodes = config.options_of(ThesisOptions).max_tree_nodes or self.budget
-        nodes = grown_nodes(candidates, self.budget, max_tree_nodes, config.max_depth, config.max_width)
+        nodes = grown_nodes(candidates, self.budget, self.max_tree_nodes, config.max_depth, config.max_width)
         return selection_of([tree.subtree(kept) for tree, kept in zip(candidates, nodes, strict=True)])
-
-
-def _adds_nodes(budget: int) -> Callable[[FloatArray], bool]:
-    """Return a rule for :class:`Plan`: whether the latest level has nodes among the best so far, roots not counted."""
-    best = np.zeros(max(budget, 1))  # path probabilities, ascending
-
-    def goes_on(path_probs: FloatArray) -> bool:
-        nonlocal best
-        worst, best = best[0], np.sort(np.concatenate((best, path_probs.ravel())))[-len(best) :]
-        return bool(path_probs.max() > worst)
-
-    return goes_on
 
 
 class ThesisSLOPolicy(_ThesisPolicy):

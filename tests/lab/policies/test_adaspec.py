@@ -21,7 +21,7 @@ def drafted(plan: Plan, levels: Sequence[Sequence[float]]) -> int:
     if not plan.depth:
         return 0
     path_probs, length = np.array(levels[0], np.float64)[:, None], 1
-    while length < plan.depth and (plan.goes_on is None or plan.goes_on(path_probs)):
+    while length < plan.depth and (plan.goes_on is None or plan.goes_on(path_probs, np.arange(len(path_probs))).all()):
         path_probs, length = path_probs * np.array(levels[length])[:, None], length + 1
     return length
 

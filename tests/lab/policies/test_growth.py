@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.algo.tree import ROOT, Forest, TokenTree
-from hf_slospec.lab.oracle import optimal_nodes
-from hf_slospec.lab.policies.growth import grown_nodes, important_nodes
+from hf_slospec.lab.policies.growth import StopRule, grown_nodes, important_nodes
+from hf_slospec.lab.policies.optimal import optimal_nodes
 from tests.support.toys.trees import SEEDS, TIED, UNEVEN, chain, fan, grow, is_parent_closed, random_tree, total
 
 NO_LIMIT = 99
@@ -38,6 +38,27 @@ def test_growth_takes_the_globally_best_nodes_where_only_the_budget_binds(
     best = optimal_nodes(untied, [0.0] * len(trees), max(budget, len(trees)))
     assert best is not None
     assert [nodes.tolist() for nodes in grown] == [nodes.tolist() for nodes in best]
+
+
+@given(seed=SEEDS, sizes=SIZES, conditionals=PROBS, budget=st.integers(1, 30), max_nodes=st.integers(1, 8))
+@settings(deadline=None, max_examples=200)
+def test_trees_are_drafted_on_exactly_while_they_grow(
+    seed: int, sizes: list[int], conditionals: Sequence[float], budget: int, max_nodes: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    trees = [random_tree(rng, size, conditionals) for size in sizes]
+    rule = StopRule(len(trees), max(budget, len(trees)), max_nodes)
+    growing = np.arange(len(trees))
+    for depth in range(1, max(tree.max_depth for tree in trees) + 1):
+        level = np.zeros((len(growing), max(sizes)))
+        for row, index in enumerate(growing):
+            probs = trees[index].path_probs[trees[index].depths == depth]
+            level[row, : len(probs)] = probs
+        kept = grown_nodes(trees, max(budget, len(trees)), max_nodes, depth, NO_LIMIT, NO_LIMIT)
+        grown = [tree.depths[nodes].max(initial=0) == depth for tree, nodes in zip(trees, kept, strict=True)]
+        goes_on = rule.goes_on(level, growing)
+        assert goes_on.tolist() == [grown[index] for index in growing]
+        growing = growing[goes_on]
 
 
 @given(

@@ -7,6 +7,7 @@ import pytest
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes
+from hf_slospec.engine.protocols import Plan
 from hf_slospec.lab.policies.thesis import CappedThesisSLOPolicy, ThesisPolicy, ThesisSLOPolicy
 from tests.support.policy_costs import begun, costs, late, plan_of, requests_of, selected, sizes
 from tests.support.toys.trees import chain, fan
@@ -21,12 +22,28 @@ def test_thesis_gives_the_budget_to_the_better_drafts() -> None:
     assert plan_of(policy, requests_of(5)).depth == 0  # the roots are the budget
 
 
-def test_thesis_drafts_until_a_level_adds_nothing() -> None:
-    plan = plan_of(ThesisPolicy(SLOSpecConfig(token_budget=6), costs(0.02)), requests_of(2))  # four nodes and two roots
+def levels_of(plan: Plan, *levels: list[list[float]]) -> list[list[bool]]:
+    """Return which requests go on after each level, of all requests."""
     assert plan.goes_on is not None
-    assert plan.goes_on(np.array([[0.5, 0.1], [0.9, 0.2]]))
-    assert plan.goes_on(np.array([[0.05, 0.0], [0.8, 0.7]]))  # two of these replace those of 0.1 and 0.2
-    assert not plan.goes_on(np.array([[0.05, 0.0], [0.5, 0.1]]))  # ties replace nothing
+    return [plan.goes_on(np.array(level), np.arange(len(level))).tolist() for level in levels]
+
+
+def test_thesis_drafts_on_for_trees_whose_last_level_is_among_the_best() -> None:
+    plan = plan_of(ThesisPolicy(SLOSpecConfig(token_budget=6), costs(0.02)), requests_of(2))  # four nodes and two roots
+    first, second = [[0.5, 0.1], [0.9, 0.2]], [[0.05, 0.0], [0.8, 0.7]]  # two of these replace those of 0.1 and 0.2
+    third = [[0.05, 0.0], [0.5, 0.1]]  # ties replace nothing
+    assert levels_of(plan, first, second, third) == [[True, True], [False, True], [False, False]]
+
+
+def test_thesis_drafts_no_further_for_a_tree_that_is_full() -> None:
+    policy = ThesisPolicy(SLOSpecConfig(policy="thesis", token_budget=64, max_tree_nodes=3), costs(0.02))
+    levels = [[0.9, 0.8], [0.5, 0.4]], [[0.7, 0.6], [0.45, 0.1]]
+    assert levels_of(plan_of(policy, requests_of(2)), *levels) == [[True, True], [False, True]]
+
+
+def test_thesis_ignores_levels_of_finished_trees() -> None:
+    plan = plan_of(ThesisPolicy(SLOSpecConfig(token_budget=3), costs(0.02)), requests_of(2))  # one node and two roots
+    assert levels_of(plan, [[0.3], [0.5]], [[0.2], [0.4]]) == [[False, True], [False, False]]
 
 
 def test_thesis_slo_spends_no_more_than_one_tree_can_take() -> None:

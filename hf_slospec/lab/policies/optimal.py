@@ -1,0 +1,75 @@
+"""AdaServe's optimal construction (arXiv 2501.12162, Algorithm 1) on the draft's probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from hf_slospec.algo.tree import Forest, IntArray, TokenTree
+from hf_slospec.engine.request import Request
+from hf_slospec.policies.adaserve import AdaServePolicy
+from hf_slospec.policies.adaserve_selection import count_until, expected_tokens
+from hf_slospec.policies.limits import max_useful_depth
+from hf_slospec.policies.registry import PolicyOptions
+
+
+class OptimalPolicy(AdaServePolicy):
+    """Policy that solves AdaServe's problem for the draft's probabilities, without its approximations.
+
+    Algorithm 1 takes path probabilities as true. It gives every request the fewest nodes that yield
+    the tokens it requires, and spends the rest of the budget on the best nodes of all. Candidate
+    trees are the widest and deepest that the config allows: by Theorem 4.1, beams as wide as the
+    budget hold the optimal trees. What this costs in drafting is not considered, so the policy shows
+    what better selection can gain, not what should be run.
+
+    A request that requires more than its candidate tree holds requires the whole tree. Where the budget does not
+    suffice for all (INVALID), Algorithm 2 selects, with the default settings of ``adaserve``.
+    """
+
+    name, options = "optimal", PolicyOptions
+    is_wide: ClassVar[bool] = True  # False: candidate trees have AdaServe's depth and width
+
+    def _shape(self, requests: Sequence[Request]) -> tuple[int, int]:
+        num_spare = self.budget - len(requests)
+        if not self.is_wide or num_spare <= 0:
+            return super()._shape(requests)
+        max_depth = min(max_useful_depth(requests, self.config.max_depth), num_spare)
+        return max_depth, min(self.config.max_width, num_spare)
+
+    def _nodes(
+        self, requests: Sequence[Request], candidates: Sequence[TokenTree], required: Sequence[float]
+    ) -> list[IntArray]:
+        # Summed in the order of the selection, so that both round alike.
+        whole = [expected_tokens(np.sort(tree.path_probs[1:])[::-1])[-1] for tree in candidates]
+        attainable = [min(pair) for pair in zip(required, whole, strict=True)]
+        nodes = optimal_nodes(candidates, attainable, self.budget)
+        return super()._nodes(requests, candidates, attainable) if nodes is None else nodes
+
+
+def optimal_nodes(trees: Sequence[TokenTree], required: Sequence[float], budget: int) -> list[IntArray] | None:
+    """Return the nodes with most expected tokens such that every A(r) is met; None if that is impossible.
+
+    This is AdaServe's Algorithm 1, which is optimal if path probabilities are true.
+    [FIX] roots are charged to the budget, exhausted trees are infeasible, and the last node may not overspend.
+
+    Args:
+        trees: one candidate tree per request.
+        required: A(r) per request.
+        budget: maximum number of verified nodes, roots included.
+    """
+    forest = Forest.of(trees)
+    ranked = forest.canonical(forest.path_probs)
+    tree_of, path_probs = forest.tree_of[ranked], forest.path_probs[ranked]
+    left = budget - len(trees)
+    is_taken = np.zeros(len(ranked), dtype=np.bool_)
+    for request, needed in enumerate(required):
+        indices = np.flatnonzero(tree_of == request)
+        count = count_until(needed, path_probs[indices], len(indices))
+        is_taken[indices[:count]] = True
+        left -= count
+        if left < 0 or expected_tokens(path_probs[indices[:count]])[-1] < needed:
+            return None
+    is_taken[np.flatnonzero(~is_taken)[:left]] = True
+    return forest.nodes(ranked[is_taken])
