@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import GenerationConfig, StoppingCriteriaList
 
 from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError, UnsupportedModelError, UnsupportedOptionError
@@ -44,7 +44,7 @@ from hf_slospec.models.inspection.properties import FORWARD_ERRORS
 from hf_slospec.models.sampling import StockSampler
 
 TEXT_ARGUMENTS = {*PREPARED, "input_ids", "inputs"}
-NewStopStrings = Callable[[Any, Any], StoppingCriteria]  # of a tokenizer and the strings
+NewStopStrings = Callable[[Any, Any], Any]  # of a tokenizer and the strings
 
 
 class StockCall(NamedTuple):

@@ -218,7 +218,7 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, is_app
         given = _tokenizer_for("chat messages", tokenizer)
         if getattr(given, "chat_template", None) is None:
             raise InvalidInputError("the tokenizer has no chat template; submit a text or token ids")
-        messages = in_template_form(given, prompt, PROMPTED)
+        messages = in_template_form(given, list[Any](prompt), PROMPTED)
         try:
             ids = given.apply_chat_template(messages, **PROMPTED, return_dict=True)["input_ids"]
         except REFUSALS as error:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
-from transformers.generation import StoppingCriteria
 
 from hf_slospec.drafters.translation import BYTE_TOKEN, bytes_of
 
@@ -35,12 +34,12 @@ class Detokenizer:
         """Byte tokens of a sentencepiece vocabulary; a run that is no UTF-8 as a whole is replaced as a whole."""
         if not isinstance(self._tokenizer, PreTrainedTokenizerBase):
             return frozenset()
-        numbers = self._tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
+        numbers: Any = self._tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
         return frozenset(numbers) - {self._tokenizer.unk_token_id, None}
 
     @cached_property
     def cleans_up(self) -> bool:
-        """Whether transformers' clean_up_tokenization changes the decoded text."""
+        """Return True if transformers' clean_up_tokenization changes the decoded text."""
         tokenizer = self._tokenizer
         if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
             return False
@@ -174,8 +173,8 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-class OutputStopStrings(StoppingCriteria):
-    """Criterion of one request, met at the first token of the output that completes a stop string in its text.
+class OutputStopStrings:
+    """Stopping criterion of one request, met at the first token of the output that completes a stop string in its text.
 
     ``StopStringCriteria`` also finds stop strings that begin in the prompt.
     """

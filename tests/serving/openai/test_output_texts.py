@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from hf_slospec import SLOSpecGenerator, tiny_prompts
+from hf_slospec import InvalidInputError, SLOSpecGenerator, tiny_prompts
 from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.models.sampling import TokenLogprobs
 from hf_slospec.serving.openai.app import ServerSettings, make_app
@@ -249,8 +249,13 @@ def test_texts_reach_templates_of_parts_and_are_never_lost(generator: SLOSpecGen
                 body = {"messages": [{"role": "user", "content": content}]}
                 found = httpx.post(f"{client.base_url}".removesuffix("v1/") + "tokenize", json=body).json()
                 prompts.append(tokenizer.decode(found["tokens"]))
-            assert prompts == ["user: What is it?assistant: "] * 2
+            messages: Any = [{"role": "user", "content": "What is it?"}]
+            handle = generator.submit(messages, max_new_tokens=1)
+            prompts.append(tokenizer.decode(handle.request.params.prompt))
+            assert prompts == ["user: What is it?assistant: "] * 3
             tokenizer.chat_template = DROPPING
+            with pytest.raises(InvalidInputError, match=r"does not show the text of messages\[0\]"):
+                generator.submit(messages, max_new_tokens=1)
             with pytest.raises(openai.BadRequestError, match=r"does not show the text of messages\[0\]"):
                 client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "What is it?"}])
             with pytest.raises(openai.BadRequestError, match=r"does not show the text of messages\[0\]"):
