@@ -38,8 +38,12 @@ class SchemaCheck:
         """
         if (key := json.dumps(schema)) in self._valid:
             return
+        try:
+            followed = json.dumps(to_follow(schema))
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{field}: {error}") from error
         async with self.slots.slot(client):
-            fault = await self._compile(json.dumps(to_follow(schema)), field)
+            fault = await self._compile(followed, field)
         if fault:
             raise InvalidInputError(f"{field}: the schema cannot be followed: {fault}")
         self._valid[key] = None

@@ -173,7 +173,7 @@ def test_blocks_become_messages_of_the_chat() -> None:
     }  # fmt: skip
     assert last.for_template() == {"role": "user", "content": "Well?"}
     assert chat.shown_tools is None and chat.slo_tpot == 0.5 and chat.max_tokens == 12
-    assert chat.chat_template_kwargs == {"reasoning_effort": "low"}
+    assert chat.reasoning_effort == "low"
 
 
 def test_answer_goes_on_from_the_assistants_last_message(served: Served) -> None:

@@ -120,10 +120,10 @@ def test_errors_have_a_type_and_no_tokens(observed: Observed, monkeypatch: pytes
     with observed.client as client, pytest.raises(openai.BadRequestError):
         client.completions.create(model="tiny", prompt="x", max_tokens=10**6)
     span = observed.span()
-    assert span.status.status_code is StatusCode.ERROR and span.attributes["error.type"] == "InvalidInputError"
+    assert span.status.status_code is StatusCode.ERROR and span.attributes["error.type"] == "ContextOverflowError"
     points = observed.points()
     (point,) = points["gen_ai.server.request.duration"]
-    assert point["attributes"]["error.type"] == "InvalidInputError" and "gen_ai.client.token.usage" not in points
+    assert point["attributes"]["error.type"] == "ContextOverflowError" and "gen_ai.client.token.usage" not in points
 
 
 def test_the_end_of_the_server_sends_what_is_left(generator: SLOSpecGenerator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,9 +64,18 @@ def test_a_fine_schema_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     run(story())
 
 
-@pytest.mark.parametrize("schema", [{"type": "nonsense"}, {"type": "string", "pattern": "("}])
-def test_what_is_wrong_with_a_schema_is_said(schema: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInputError, match=r"response_format: the schema cannot be followed: [A-Za-z]"):
+CHAIN = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(2000)}  # less than 64 KiB
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"type": "nonsense"}, "the schema cannot be followed: [A-Za-z]"),
+    ({"type": "string", "pattern": "("}, "the schema cannot be followed: [A-Za-z]"),
+    ({"type": "array", "uniqueItems": True}, "the schema cannot be followed: .*uniqueItems"),
+    ({"$ref": "#/$defs/a0", "$defs": CHAIN}, "the schema nests too deeply"),
+]
+
+
+@pytest.mark.parametrize(("schema", "fault"), WRONG, ids=lambda value: str(value)[:40])
+def test_what_is_wrong_with_a_schema_is_said(schema: dict[str, Any], fault: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"^response_format: {fault}"):
         run(SchemaCheck(RequestLimits(schema_s=100)).check("a", schema))
 
 
