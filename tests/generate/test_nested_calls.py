@@ -156,7 +156,7 @@ def test_callbacks_may_wait_for_calls_in_other_threads(enabled: Any, kind: str) 
 
 def test_other_threads_decode_while_callbacks_run(enabled: Any) -> None:
     inputs = [ragged_prompts(2, seed=seed) for seed in range(3)]
-    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=quick_or(16, 40))
+    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=quick_or(8, 40))
     expected = [stock_of(enabled)(**each, **options).tolist() for each in inputs]
     results = dict[int, Any]()
 
@@ -186,7 +186,7 @@ def test_padding_of_a_batch_is_processed_by_callbacks_that_call_generate(enabled
 
 
 def test_calls_nest_and_their_errors_are_the_callers(enabled: Any) -> None:
-    inputs, options = ragged_prompts(1, seed=9), dict(do_sample=False, max_new_tokens=NEW)
+    inputs, options = ragged_prompts(1, seed=9), dict(do_sample=False, max_new_tokens=4)
     expected = stock_of(enabled)(**inputs, **options)
 
     def inner(input_ids: torch.Tensor) -> None:
@@ -259,13 +259,13 @@ class Edits:
 def test_changed_tokens_that_the_model_has_read_are_refused(enabled: Any, name: str, batch: int, place: int) -> None:
     inputs, options = ragged_prompts(batch, seed=2), dict(do_sample=True, max_new_tokens=NEW, eos_token_id=None)
     argument: dict[str, Any] = {name: [Edits(place)]}
-    with pytest.raises(hf_slospec.UnsupportedOptionError, match=f"{name} has changed input_ids"):
+    with pytest.raises(hf_slospec.UnsupportedOptionError, match=f"{name}.* has changed input_ids"):
         enabled.generate(**inputs, **options, **argument)
     if batch == 1:  # stock calls them with all rows
         torch.manual_seed(4)
         expected = stock_of(enabled)(**{key: value.clone() for key, value in inputs.items()}, **options, **argument)
         torch.manual_seed(4)
-        with pytest.warns(hf_slospec.FallbackWarning, match=f"{name} has changed input_ids"):
+        with pytest.warns(hf_slospec.FallbackWarning, match=f"{name}.* has changed input_ids"):
             assert torch.equal(enabled.generate(**inputs, **options, **argument, fallback=True), expected)
 
 
