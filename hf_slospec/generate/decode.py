@@ -21,6 +21,7 @@ from hf_slospec.generate.encoder import generates_in_parts
 from hf_slospec.generate.prepare import (
     Call,
     generate_in_parts,
+    has_own_generate,
     prepare,
     replaced_generate,
     stock_generate,
@@ -38,7 +39,6 @@ from hf_slospec.generate.validation import (
 from hf_slospec.models.checked_model import CheckedModel
 from hf_slospec.models.inspection.cache_names import CACHE_NAME
 from hf_slospec.models.inspection.loaded import check_causal_lm
-from hf_slospec.models.inspection.ownership import is_of_transformers
 from hf_slospec.models.linear.packed_layers import restore_weights
 
 
@@ -110,7 +110,7 @@ class Decoder:
                 "submit the prompts, or stop() the batcher first"
             )
         try:
-            if generates_in_parts(self.model) or not is_of_transformers(type(self.model).generate):
+            if generates_in_parts(self.model) or has_own_generate(self.model):
                 return generate_in_parts(self._speculator_of(arguments), slo_tpot, arguments, self._decode)
             return self._decode(self.prepare(slo_tpot, arguments))
         except (UnsupportedModelError, UnsupportedOptionError, IncompatibleDraftError) as error:

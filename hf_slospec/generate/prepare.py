@@ -140,7 +140,8 @@ def _prepared(model: PreTrainedModel, arguments: dict[str, Any]) -> StockCall:
         output, error = None, raised
     if len(calls) != 1 or output is not calls[0]:
         raise _own_generate(model, "which changes what transformers' generate returns" if calls else "") from error
-    return calls[0]
+    prepared: StockCall = calls[0]
+    return prepared
 
 
 def _own_generate(model: PreTrainedModel, what: str) -> UnsupportedModelError:
@@ -195,7 +196,12 @@ def _check(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any],
     return slo
 
 
-def _check_generate(model: PreTrainedModel) -> None:
+def has_own_generate(model: Any) -> bool:
+    """Return whether the model's class overrides ``generate``, or a library wraps it."""
+    return not is_of_transformers(type(model).generate)
+
+
+def _check_generate(model: Any) -> None:
     """Raise UnsupportedModelError if transformers' ``generate`` cannot be reached through the model's."""
     if replaced_generate(model) is not None:
         raise UnsupportedModelError(
@@ -203,9 +209,8 @@ def _check_generate(model: PreTrainedModel) -> None:
             "code, and may decode in its own way; call it without slo_tpot, delete the attribute (del model.generate), "
             "or pass fallback=True"
         )
-    generate = type(model).generate
-    if not is_of_transformers(generate):
-        parameters = signature(generate).parameters
+    if has_own_generate(model):
+        parameters = signature(type(model).generate).parameters
         if "custom_generate" not in parameters and all(p.kind != Parameter.VAR_KEYWORD for p in parameters.values()):
             raise _own_generate(model, "which does not take all arguments of transformers' generate")
 

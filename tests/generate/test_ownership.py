@@ -41,7 +41,7 @@ from hf_slospec.models.inspection.cache_names import CACHE_NAME, cache_option
 from hf_slospec.models.inspection.ownership import check_own_code, foreign_members, is_of_transformers
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
-CONFIG = SLOSpecConfig(compile=False)
+CONFIG = SLOSpecConfig(compile=False, prepack=False)
 OPTIONS: dict[str, Any] = dict(max_new_tokens=16, eos_token_id=None)
 PROMPTS = ragged_prompts(2)
 
