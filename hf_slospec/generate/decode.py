@@ -20,10 +20,10 @@ from hf_slospec.errors import FallbackWarning, IncompatibleDraftError, Unsupport
 from hf_slospec.generate.encoder import generates_in_parts
 from hf_slospec.generate.prepare import (
     Call,
+    foreign_generate,
     generate_in_parts,
     has_own_generate,
     prepare,
-    replaced_generate,
     stock_generate,
     without_drafts,
 )
@@ -81,6 +81,7 @@ class Decoder:
         self._override: tuple[PreTrainedModel, Speculator] | None = None  # last assistant model passed to a call
         self._lookup: tuple[tuple[int, int], Speculator] | None = None  # by n-gram and draft length
         self._refusal = ""
+        self.replaced: tuple[Any] | None = None  # the instance's generate that ours has replaced, once it is enabled
         self.num_tokens = self.num_steps = 0  # Sums over calls and rows: new tokens but first ones; steps.
         try:
             self._target = CheckedModel(self.model, self.config, MEASURE_S["target"])
@@ -117,9 +118,14 @@ class Decoder:
             if not may_fall_back:
                 raise
             warnings.warn(f"stock generate runs instead, without slo_tpot: {error}", FallbackWarning, stacklevel=3)
-        if (replaced := replaced_generate(self.model)) is not None:
-            return replaced(**arguments)
+        if self._skipped is not None:
+            return self._skipped(**arguments)
         return stock_generate(self.model)(**without_drafts(self.model, arguments))
+
+    @property
+    def _skipped(self) -> Any:
+        """The ``generate`` of someone else on the model instance, which calls would skip; None if there is none."""
+        return foreign_generate(self.replaced[0] if self.replaced else vars(self.model).get("generate"))
 
     def _decode(self, call: Call) -> Any:
         """Return the output of a call, and count its tokens and steps."""
@@ -134,6 +140,12 @@ class Decoder:
 
     def _speculator_of(self, arguments: dict[str, Any]) -> Speculator:
         """Return the speculator of a call with these arguments."""
+        if self._skipped is not None:
+            raise UnsupportedModelError(
+                f"generate was set on this {type(self.model).__name__}, by its repository's custom_generate folder or "
+                "by other code, and may decode in its own way; call it without slo_tpot, delete the attribute (del "
+                "model.generate), or pass fallback=True"
+            )
         speculator = self.speculator_for(arguments.get("assistant_model"))
         return self._by_lookup(arguments) or speculator
 

@@ -75,6 +75,7 @@ def enable(
     _restore_generate(model)
     owner: Any = decoder.model  # a PEFT model hands generate on to the model it wraps
     replaced = owner.__dict__.get("generate")  # a generate that was set on the instance, if any
+    decoder.replaced = (replaced,)
     of_class = type(owner).generate
     signature = inspect.signature(types.MethodType(of_class, owner))
 

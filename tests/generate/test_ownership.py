@@ -579,6 +579,16 @@ def test_a_generate_of_the_instance_is_refused(always: bool) -> None:
     assert is_same_as_stock(model)
 
 
+def test_an_enabled_generate_may_be_wrapped() -> None:
+    model = model_of()
+    expected = stock(model, do_sample=False)
+    enabled = hf_slospec.enable(model, config=CONFIG).generate
+    model.generate = functools.wraps(enabled)(lambda *args, **kwargs: enabled(*args, **kwargs))
+    assert torch.equal(stock(model, do_sample=False, slo_tpot=0.1), expected)
+    model.generate = lambda *args, **kwargs: enabled(*args, **kwargs)
+    assert torch.equal(stock(model, do_sample=False, slo_tpot=0.1), expected)
+
+
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_a_generate_of_a_peft_model_is_called_and_restored() -> None:
     peft = pytest.importorskip("peft", reason="wraps models")
