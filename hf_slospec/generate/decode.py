@@ -19,9 +19,10 @@ from hf_slospec.errors import FallbackWarning, IncompatibleDraftError, Unsupport
 from hf_slospec.generate.encoder import generates_in_parts
 from hf_slospec.generate.prepare import (
     Call,
+    foreign_generate,
     generate_in_parts,
+    has_own_generate,
     prepare,
-    replaced_generate,
     stock_generate,
     without_drafts,
 )
@@ -39,7 +40,6 @@ from hf_slospec.models.checked_model import CheckedModel
 from hf_slospec.models.inspection.cache_names import CACHE_NAME
 from hf_slospec.models.inspection.loaded import check_causal_lm, check_tokenizer
 from hf_slospec.models.inspection.model_changes import are_same
-from hf_slospec.models.inspection.ownership import is_of_transformers
 from hf_slospec.models.linear.packed_layers import restore_weights
 from hf_slospec.models.noise import default_generator
 
@@ -90,6 +90,7 @@ class Decoder:
         self._override: tuple[tuple[Any, ...], Speculator] | None = None
         self._lookup: tuple[tuple[int, int], Speculator] | None = None  # by n-gram and draft length
         self._refusal = ""
+        self.replaced: tuple[Any] | None = None  # the instance's generate that ours has replaced, once it is enabled
         self.num_tokens = self.num_steps = 0  # Sums over calls and rows: new tokens but first ones; steps.
         try:
             self._target = CheckedModel(self.model, self.config, MEASURE_S["target"])
@@ -119,16 +120,21 @@ class Decoder:
                 "submit the prompts, or stop() the batcher first"
             )
         try:
-            if generates_in_parts(self.model) or not is_of_transformers(type(self.model).generate):
+            if generates_in_parts(self.model) or has_own_generate(self.model):
                 return generate_in_parts(self._speculator_of(arguments), slo_tpot, arguments, self._decode)
             return self._decode(self.prepare(slo_tpot, arguments))
         except (UnsupportedModelError, UnsupportedOptionError, IncompatibleDraftError) as error:
             if not may_fall_back:
                 raise
             warnings.warn(f"stock generate runs instead, without slo_tpot: {error}", FallbackWarning, stacklevel=3)
-        if (replaced := replaced_generate(self.model)) is not None:
-            return replaced(**arguments)
+        if self._skipped is not None:
+            return self._skipped(**arguments)
         return stock_generate(self.model)(**without_drafts(self.model, arguments))
+
+    @property
+    def _skipped(self) -> Any:
+        """The ``generate`` of someone else on the model instance, which calls would skip; None if there is none."""
+        return foreign_generate(self.replaced[0] if self.replaced else vars(self.model).get("generate"))
 
     def _decode(self, call: Call) -> Any:
         """Return the output of a call, and count its tokens and steps."""
@@ -143,6 +149,12 @@ class Decoder:
 
     def _speculator_of(self, arguments: dict[str, Any]) -> Speculator:
         """Return the speculator of a call with these arguments."""
+        if self._skipped is not None:
+            raise UnsupportedModelError(
+                f"generate was set on this {type(self.model).__name__}, by its repository's custom_generate folder or "
+                "by other code, and may decode in its own way; call it without slo_tpot, delete the attribute (del "
+                "model.generate), or pass fallback=True"
+            )
         names = "assistant_model", "tokenizer", "assistant_tokenizer"
         speculator = self.speculator_for(*map(arguments.get, names))
         return self._by_lookup(arguments) or speculator

@@ -79,15 +79,14 @@ def enable(
                 enabled.restore_drafts()
         restore_weights(model)
     _restore_generate(model)
-    owner = decoder.model  # a PEFT model hands generate on to the model it wraps
+    owner: Any = decoder.model  # a PEFT model hands generate on to the model it wraps
     replaced = owner.__dict__.get("generate")  # a generate that was set on the instance, if any
+    decoder.replaced = (replaced,)
     of_class = type(owner).generate
     signature = inspect.signature(types.MethodType(of_class, owner))
 
     @functools.wraps(of_class)
-    def generate(
-        self: PreTrainedModel, *args: Any, slo_tpot: SLOTpot = None, fallback: bool | None = None, **kwargs: Any
-    ) -> Any:
+    def generate(self: Any, *args: Any, slo_tpot: SLOTpot = None, fallback: bool | None = None, **kwargs: Any) -> Any:
         if self is not owner:  # a deep copy has this method, too, but no engine
             if slo_tpot is not None:
                 raise InvalidInputError("slo_tpot was given to a copy of an enabled model; enable the copy itself")

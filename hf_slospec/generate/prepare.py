@@ -153,7 +153,8 @@ def _prepared(model: PreTrainedModel, arguments: dict[str, Any]) -> StockCall:
         output, error = None, raised
     if len(calls) != 1 or output is not calls[0]:
         raise _own_generate(model, "which changes what transformers' generate returns" if calls else "") from error
-    return calls[0]
+    prepared: StockCall = calls[0]
+    return prepared
 
 
 def _own_generate(model: PreTrainedModel, what: str) -> UnsupportedModelError:
@@ -208,17 +209,15 @@ def _check(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any],
     return slo
 
 
-def _check_generate(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError if transformers' ``generate`` cannot be reached through the model's."""
-    if replaced_generate(model) is not None:
-        raise UnsupportedModelError(
-            f"generate was set on this {type(model).__name__}, by its repository's custom_generate folder or by other "
-            "code, and may decode in its own way; call it without slo_tpot, delete the attribute (del model.generate), "
-            "or pass fallback=True"
-        )
-    generate = type(model).generate
-    if not is_of_transformers(generate):
-        parameters = signature(generate).parameters
+def has_own_generate(model: Any) -> bool:
+    """Return whether the model's class overrides ``generate``, or a library wraps it."""
+    return not is_of_transformers(type(model).generate)
+
+
+def _check_generate(model: Any) -> None:
+    """Raise UnsupportedModelError if transformers' ``generate`` cannot be reached through the class's."""
+    if has_own_generate(model):
+        parameters = signature(type(model).generate).parameters
         if "custom_generate" not in parameters and all(p.kind != Parameter.VAR_KEYWORD for p in parameters.values()):
             raise _own_generate(model, "which does not take all arguments of transformers' generate")
 
@@ -284,12 +283,11 @@ def stock_generate(model: PreTrainedModel) -> Callable[..., Any]:
     return generate
 
 
-def replaced_generate(model: PreTrainedModel) -> Any:
-    """Return the ``generate`` that someone else has set on the model instance, under ours if it is enabled; or None.
+def foreign_generate(generate: Any) -> Any:
+    """Return the ``generate`` of a model instance, or the one under ours, if it is someone else's; otherwise None.
 
     One with an attribute ``speculates`` hands its arguments to a :class:`SLOSpecGenerator`.
     """
-    generate = vars(model).get("generate")
     generate = getattr(generate, "replaced", generate)
     is_ours = getattr(getattr(generate, "func", generate), "speculates", False)
     return None if is_ours or is_of_transformers(generate) else generate

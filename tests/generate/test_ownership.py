@@ -41,7 +41,7 @@ from hf_slospec.models.inspection.cache_names import CACHE_NAME, cache_option
 from hf_slospec.models.inspection.ownership import check_own_code, foreign_members, is_of_transformers
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
-CONFIG = SLOSpecConfig(compile=False)
+CONFIG = SLOSpecConfig(compile=False, prepack=False)
 OPTIONS: dict[str, Any] = dict(max_new_tokens=16, eos_token_id=None)
 PROMPTS = ragged_prompts(2)
 
@@ -577,6 +577,16 @@ def test_a_generate_of_the_instance_is_refused(always: bool) -> None:
         SLOSpecGenerator(model, config=CONFIG).generate(**PROMPTS, **OPTIONS)
     model.generate = types.MethodType(LlamaForCausalLM.generate, model)  # transformers' own
     assert is_same_as_stock(model)
+
+
+def test_an_enabled_generate_may_be_wrapped() -> None:
+    model = model_of()
+    expected = stock(model, do_sample=False)
+    enabled = hf_slospec.enable(model, config=CONFIG).generate
+    model.generate = functools.wraps(enabled)(lambda *args, **kwargs: enabled(*args, **kwargs))
+    assert torch.equal(stock(model, do_sample=False, slo_tpot=0.1), expected)
+    model.generate = lambda *args, **kwargs: enabled(*args, **kwargs)
+    assert torch.equal(stock(model, do_sample=False, slo_tpot=0.1), expected)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

@@ -25,7 +25,7 @@ def is_compiled(model: nn.Module) -> bool:
     """
     modules = all_modules(model)
     forwards = [module.__dict__["forward"] for module in modules if "forward" in module.__dict__]
-    classes = {*map(type, modules)}
+    classes: set[Any] = {*map(type, modules)}
     return (
         any(module._compiled_call_impl is not None for module in modules)
         or any(hasattr(forward, COMPILED) for forward in (*forwards, *(each.forward for each in classes)))
