@@ -40,15 +40,14 @@ def call_of(family: str) -> tuple[Any, dict[str, Any]]:
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
-    ("family", "drafter"),
-    [("llama", "self"), ("llama", "lookup+suffix"), ("llama", "recycling"), ("mixtral", "lookup"), ("Bart", "lookup")],
+    ("family", "drafter"), [("llama", "self"), ("llama", "lookup+suffix"), ("mixtral", "recycling"), ("Bart", "lookup")]
 )
-def test_generate(on_meta: Callable[[], Any], family: str, drafter: str, options: dict[str, Any]) -> None:
+def test_generate(family: str, drafter: str, options: dict[str, Any]) -> None:
     model, call = call_of(family)
     torch.manual_seed(0)
     expected = model.generate(**call, **options)
     draft = dict(assistant_model=model) if drafter == "self" else dict(drafter=drafter)
-    with on_meta():
+    with torch.device("meta"):
         generator = SLOSpecGenerator(model, config=CONFIG, **draft)
         torch.manual_seed(0)
         assert torch.equal(generator.generate(**call, **options, slo_tpot=0.1), expected)
@@ -65,7 +64,7 @@ def test_enabled_models_and_all_outputs(on_meta: Callable[[], Any]) -> None:
         finally:
             hf_slospec.disable(model)
     assert torch.equal(ours.sequences, expected.sequences)
-    assert all(map(torch.allclose, ours.scores, expected.scores))
+    torch.testing.assert_close(ours.scores, expected.scores, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("is_started_inside", [True, False])

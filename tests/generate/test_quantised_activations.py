@@ -59,7 +59,7 @@ QUANTISED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor:UserWarning")
 @pytest.mark.parametrize("name", QUANTISED)
 def test_quantised_activations_are_refused_or_fall_back(name: str) -> None:
     model, call = QUANTISED[name](copy.deepcopy(tiny_model("llama"))), dict(ragged_prompts(2), max_new_tokens=4)

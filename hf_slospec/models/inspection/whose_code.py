@@ -1,4 +1,4 @@
-"""Whose code computes a model's tokens: a known library's, the user's that computes each token alone, or other code."""
+"""Check of whose code computes tokens: a known library's, the user's that computes each token alone, or other code."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as global_hooks
 from torch.nn.utils.parametrize import ParametrizationList
-from transformers import PreTrainedModel
-from transformers.generation import GenerationMixin
+from transformers import GenerationMixin, PreTrainedModel
 
 from hf_slospec.models.inspection.layer_classes import plain_class
 from hf_slospec.models.inspection.properties import cannot_be_packed
