@@ -144,14 +144,11 @@ class ReplicatedDecoding:
         self.num_faults = 0  # replicas that died or fell silent while they served the request
         self._turn = next(engine.turns)
 
-    async def begin(self, left: str | None = None) -> None:
+    async def begin(self) -> None:
         """Send offers of the request to replicas, until one takes it.
 
         First, each replica is asked whether it guarantees the SLOs, once and up to ``max_hops``; then for room in its
         queue only. An offer that is not answered in time goes to the next replica.
-
-        Args:
-            left: name of the replica that the request comes from; asked only if no other is alive.
 
         Raises:
             QueueFull: no replica has room.
@@ -159,7 +156,7 @@ class ReplicatedDecoding:
         """
         options = self._engine.options
         may_decline = self._has_choice and options.backup == "decline" and self.replica is None
-        declined, full, late = list[str](), set[str](), set() if left is None else {left}
+        declined, full, late = list[str](), set[str](), set[str]()
         while True:
             usable = await self._usable_replicas()
             if full >= usable:
@@ -264,11 +261,11 @@ class ReplicatedDecoding:
         """Return True if replicas may decline the request because they cannot guarantee its SLOs."""
         return self._need.has_slo and not self._order.arguments.get("best_effort")
 
-    async def _resume(self, left: str | None) -> None:
+    async def _resume(self) -> None:
         """Send the request to another replica; wait while all are full, as a request that has begun must not fail."""
         while True:
             try:
-                await self.begin(left)
+                await self.begin()
                 return
             except QueueFull:
                 await asyncio.sleep(AGAIN_S)
@@ -289,7 +286,7 @@ class ReplicatedDecoding:
                 answer = Broken(replica, f"it has sent nothing for {self._engine.options.silent_s:g} s")
             if isinstance(answer, Broken):
                 self._count_fault(replica, answer.reason)
-                await self._resume(replica)
+                await self._resume()
                 name = self._order.request_id
                 logger.info("%s goes on on replica %s after %d tokens", name, self.replica, len(self.tokens))
                 continue

@@ -158,6 +158,7 @@ def test_stream_that_stands_still_although_its_replica_reports_is_replaced(numbe
 
         decoding, pause_s = await during(world.decoded(100), (2.0, stick))
         assert decoding.num_faults == 1 and pause_s <= (3 - number) * (SILENT_S + TICK_S)
+        assert decoding.replica == f"r{number - 1}"
 
     run_jumping(run)
 
