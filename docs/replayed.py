@@ -487,19 +487,20 @@ def fidelity() -> str:
 @table
 def guarantees() -> str:
     rows = result("guarantees.json")["results"]
-    lines = []
-    for arrivals in ("steady", "bursts"):
-        for level in (None, 0.8, 0.9, 0.95, 0.99):
-            runs = [row for row in rows if row["arrivals"] == arrivals and row["stated"] == level]
-            shares = [100 * run["kept"] for run in runs]
-            lines.append([
-                arrivals, "constant margin" if level is None else f"{100 * level:.0f} %",
-                f"{statistics.fmean(shares):.1f} % ({min(shares):.1f} to {max(shares):.1f})",
-                f"{statistics.fmean(run['guarantees'] for run in runs):.0f}",
-                f"{statistics.fmean(run['tokens_per_s_of_kept'] for run in runs):.0f}",
-                f"{statistics.fmean(run['throughput'] for run in runs):.0f}",
-            ])  # fmt: skip
-    header = "arrivals | stated | kept, mean (range) | guarantees of 1,000 | tokens/s of kept ones | tokens/s of all"
+    lines = [
+        [
+            f"{row['rate']:.0f}/s, {row['arrivals']}", f"{1e3 * row['tpot_slo_s']:.0f} ms",
+            "none" if row["stated"] is None else f"{100 * row['stated']:.0f} %",
+            f"{row['guarantees']:,} of {row['requests']:,}",
+            *(f"{100 * row[f'kept_{part}']:.1f} %" for part in ("ttft", "tpot", "windows", "all")),
+            f"{100 * row['attained_by_all_requests']:.0f} %", f"{row['throughput']:.0f}",
+        ]
+        for row in sorted(rows, key=lambda row: (-row["tpot_slo_s"], row["stated"] or 0.0, row["arrivals"] != "steady"))
+    ]  # fmt: skip
+    header = (
+        "load | TPOT SLO | stated | guaranteed | kept TTFT | mean TPOT | windows | all three | "
+        "TTFT and mean TPOT, of all requests | tokens/s"
+    )
     return markdown(header, lines)
 
 

@@ -52,25 +52,28 @@ class Candidate:
     kv_tokens: int  # slots of K/V that it needs
     tier: int  # index of its tightest TPOT SLO among the tiers
     priority: int = 0  # lower ones are admitted first
+    value: int = 1  # of meeting its SLOs, against others of its priority; positive, as the paper's v_i
     is_forced: bool = False  # admitted before and still in prefill: it stays admitted and keeps its K/V
 
 
 def admitted(candidates: Sequence[Candidate], rate: PrefillRate, running: Counts, kv_free: int) -> list[int]:
-    """Return the largest set of candidates that all meet their deadlines (SLOs-Serve, section 3.2.1, throughput form).
+    """Return the most valuable set of candidates that all meet their deadlines (SLOs-Serve, section 3.2.1).
 
     Prompts are processed earliest deadline first, as fast as ``rate`` allows beside the decoding requests: those
     running now, none of which is assumed to finish, and every admitted candidate from its deadline on. The budget of
     prompt tokens grows with that rate and carries over. It may not be negative after any admitted prompt, nor may
     ``rate`` be negative at any time.
 
-    Sizes are compared lexicographically: as many of the lowest priority as possible, then as many of the next, and so
-    on. Of equally large sets, the one that leaves most capacity for later candidates is preferred, then the one with
+    The value of a set is the sum of its candidates' values. Priorities are compared lexicographically: as much value of
+    the lowest priority as possible, then as much of the next, and so on, which is the same as values that exceed those
+    of all lower classes together. Of equally valuable sets, the one that leaves most capacity for later candidates is preferred, then the one with
     earlier deadlines, then the one with lower indices. Forced candidates are always admitted, even if they cannot meet
     their deadlines or make running requests miss their TPOT SLOs; in that case no other candidate is admitted.
 
     Time grows with the number of candidates N times the number of states: one if all candidates fit, else up to
-    N^tiers * N^(priorities - 1) counts times the trade-offs between K/V cache and budget at each. Callers bound N, to
-    a few dozen with two tiers and priorities. ``rate`` is called once per distinct counts.
+    N^tiers counts and the different sums of values times the trade-offs between K/V cache and budget at each. With
+    equal values there are N^(priorities - 1) sums beside the counts. Callers bound N, to a few dozen with two tiers and
+    priorities. ``rate`` is called once per distinct counts.
 
     Args:
         candidates: requests in prefill or waiting for it, in any order.
@@ -87,18 +90,29 @@ def admitted(candidates: Sequence[Candidate], rate: PrefillRate, running: Counts
     chosen = None
     for must in ([True] * len(jobs), [job.is_forced for job in jobs]):  # usually all candidates fit
         if chosen is None:
-            chosen = _largest_set(jobs, must, rate, running, kv_free)
+            chosen = _best_set(jobs, must, rate, running, kv_free)
     if chosen is None:
         chosen = [number for number, job in enumerate(jobs) if job.is_forced]
     return sorted(order[number] for number in chosen)
 
 
-def _largest_set(
+def _values(jobs: Sequence[Candidate]) -> list[int]:
+    """Return values of which each exceeds the sum of all those of later priorities."""
+    values, scale = [0] * len(jobs), 1
+    for priority in sorted({job.priority for job in jobs}, reverse=True):
+        members = [index for index, job in enumerate(jobs) if job.priority == priority]
+        for index in members:
+            values[index] = scale * jobs[index].value
+        scale += sum(values[index] for index in members)
+    return values
+
+
+def _best_set(
     jobs: Sequence[Candidate], must: Sequence[bool], rate: PrefillRate, running: Counts, kv_free: int
 ) -> list[int] | None:
     """Return the indices of the best feasible set of ``jobs`` with all marked ``must``; None if there is none.
 
-    A state describes a set of the jobs so far: its counts (admitted jobs by priority, decoding requests by tier) and
+    A state describes a set of the jobs so far: its counts (value of the admitted jobs, decoding requests by tier) and
     what it leaves (K/V slots, and prompt tokens that can be prefilled until the current deadline). Of states with equal
     counts, only those are kept that no other dominates in both. States are ordered by preference: of two, the one whose
     set contains the first job they differ in comes first.
@@ -109,8 +123,8 @@ def _largest_set(
     """
     if rate(running) < 0.0:
         return None
-    priorities = sorted({job.priority for job in jobs})
-    counts = np.array([[0] * len(priorities) + list(running)])  # [states, priorities + tiers]
+    values = _values(jobs)
+    counts = np.array([[0, *running]])  # [states, 1 + tiers]
     left = np.array([[float(kv_free), 0.0]])  # [states, 2] K/V slots, prompt tokens
     rates = np.array([rate(running)])  # [states]
     needs = np.array([(0 if job.is_forced else job.kv_tokens, job.prompt_tokens) for job in jobs], dtype=np.float64)
@@ -122,10 +136,10 @@ def _largest_set(
         now_s = deadline_s
 
         step = np.zeros(counts.shape[1], dtype=np.int64)
-        step[[priorities.index(job.priority), len(priorities) + job.tier]] = 1
+        step[[0, 1 + job.tier]] = values[index], 1
         fitting = np.flatnonzero((np.round(left - needs[index], 6) >= 0.0).all(axis=1))
         joined = counts[fitting] + step
-        joined_rates = _rates(joined[:, len(priorities) :], rate)
+        joined_rates = _rates(joined[:, 1:], rate)
         is_kept = joined_rates >= 0.0
         fitting, joined, joined_rates = fitting[is_kept], joined[is_kept], joined_rates[is_kept]
 
@@ -147,7 +161,7 @@ def _largest_set(
         trail.append((parents[kept], is_taken[kept]))
 
     # Ties: the first state in order of preference is taken.
-    state = max(range(len(counts)), key=lambda state: (*counts[state, : len(priorities)], -state))
+    state = int(np.argmax(counts[:, 0]))
     chosen: list[int] = []
     for index in reversed(range(len(jobs))):
         parents, is_taken = trail[index]

@@ -93,6 +93,7 @@ class RequestParams:
     stages: tuple[Stage, ...] = (Stage(None),)
     ttft_slo_s: float | None = None  # seconds from arrival to the first token
     priority: int = 0  # lower goes first
+    value: int = 1  # of meeting its SLOs, against other requests of its priority, when not all can be guaranteed
     is_best_effort: bool = False  # no SLO is to be guaranteed
     must_guarantee: bool = False  # refuse the request unless its SLOs are guaranteed when it arrives
     cache_salt: str = ""  # K/V is shared only between requests of equal salt
@@ -533,6 +534,11 @@ class RequestMetrics:
             known += [] if part.attained is None else [part.attained]
             part = part.earlier
         return all(known) if known else None
+
+    @property
+    def guaranteed_throughout(self) -> bool:
+        """Return whether the SLOs of this request and of all those that it continues were guaranteed."""
+        return self.guaranteed and (self.earlier is None or self.earlier.guaranteed_throughout)
 
     @property
     def acceptance_length(self) -> float | None:

@@ -179,6 +179,7 @@ class SLOSpecGenerator:
         slo_ttft: float | None = None,
         slo_e2e: float | None = None,
         priority: int = 0,
+        value: int = 1,
         best_effort: bool = False,
         speculative: bool = True,
         seed: int | None = None,
@@ -207,6 +208,8 @@ class SLOSpecGenerator:
             slo_e2e: seconds from now to the last token. The time that is left is shared among the tokens that are left,
                 ``max_new_tokens`` in all.
             priority: requests with a lower number are guaranteed, and served, first, as with vLLM.
+            value: 1 to 100, of meeting the SLOs: where not all can be guaranteed, requests of one priority are chosen
+                so that the sum of their values is largest.
             best_effort: use leftover budget only, without a guarantee.
             speculative: False decodes this request one token per step; the output is the same.
             seed: seed of sampling; drawn if omitted, see ``handle.seed``.
@@ -225,7 +228,9 @@ class SLOSpecGenerator:
                 goes on behind its last token with ``prompt`` appended, such as a tool's result: a text, to which no
                 special tokens are added, or ids. K/V that is still kept is reused (``metrics.reused``), other K/V is
                 computed again. SLOs count from now, so the pause is in none; ``metrics.earlier`` has the part before
-                it. Options are those of this call, except that ``cache_salt`` is the earlier one if left out.
+                it, and ``metrics.guaranteed_throughout`` tells whether both are guaranteed; one that continues a
+                guaranteed request is preferred when guarantees are given. Options are those of this call, except that
+                ``cache_salt`` is the earlier one if left out.
             skip_special_tokens: leave special tokens out of the text, in which ``stop_strings`` are searched for.
             kwargs: everything else ``generate`` takes for one row (``max_new_tokens``, ``stop_strings``,
                 ``logits_processor``, ``streamer``, ...). ``stop_strings`` end the output where its text completes one
@@ -238,8 +243,8 @@ class SLOSpecGenerator:
                 are not disturbed.
         """
         options = SubmitOptions.of(
-            slo_ttft=slo_ttft, slo_e2e=slo_e2e, priority=priority, best_effort=best_effort, seed=seed,
-            block=bool(block), speculative=speculative, timeout=timeout, logprobs=logprobs,
+            slo_ttft=slo_ttft, slo_e2e=slo_e2e, priority=priority, value=value, best_effort=best_effort,
+            seed=seed, block=bool(block), speculative=speculative, timeout=timeout, logprobs=logprobs,
             prompt_logprobs=prompt_logprobs, cache_salt=cache_salt, must_guarantee=must_guarantee, resume=resume,
             skip_special_tokens=skip_special_tokens,
         )  # fmt: skip

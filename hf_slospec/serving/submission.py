@@ -40,6 +40,9 @@ NOT_FOR_ONE = (  # arguments of generate that do not apply to the tokens of a si
 )
 
 
+MAX_VALUE = 100  # as larger ones would let an admission decision tell too many sums apart
+
+
 class SubmitOptions(BaseModel):
     """Options of ``submit`` beside those of ``generate``."""
 
@@ -48,6 +51,7 @@ class SubmitOptions(BaseModel):
     slo_ttft: float | None = Field(None, ge=LEAST_SLO_S)  # seconds
     slo_e2e: float | None = Field(None, ge=LEAST_SLO_S)  # seconds
     priority: int = 0
+    value: int = Field(1, ge=1, le=MAX_VALUE)
     best_effort: bool = False
     speculative: bool = True
     skip_special_tokens: bool = True

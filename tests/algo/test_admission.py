@@ -37,12 +37,12 @@ def test_equals_exhaustive_search(candidates: list[Candidate], running: int, kv_
 
 
 @given(
-    candidates=candidates_of(2, max_priority=2, forced_share=1),
+    candidates=candidates_of(2, max_priority=2, forced_share=1, max_value=5),
     running=st.tuples(st.integers(0, 3), st.integers(0, 3)),
     kv_free=st.integers(-1, 30),
 )
 @settings(deadline=None, max_examples=EXAMPLES)
-def test_equals_exhaustive_search_with_tiers_priorities_and_forced_candidates(
+def test_equals_exhaustive_search_with_tiers_priorities_values_and_forced_candidates(
     candidates: list[Candidate], running: Counts, kv_free: int
 ) -> None:
     if kv_free < 0:  # memory is overdrawn: only those that need none may come
@@ -150,6 +150,24 @@ def test_priorities_are_lexicographic() -> None:
     assert admitted([at(1.0, 20, priority=-1), at(1.0, 16, priority=-1), at(1.0, 14)], toy_rate, (0,), AMPLE) == [1, 2]
     kv = [at(1.0, 0, 5, priority=-1), at(1.0, 0, 4, priority=-1), at(1.0, 0, 3, priority=0)]
     assert admitted(kv, toy_rate, (0,), 7) == [1, 2]
+
+
+def test_the_sum_of_values_decides_within_a_priority() -> None:
+    small = [at(1.0, 16), at(1.0, 16)]
+    assert admitted([*small, at(1.0, 32)], toy_rate, (0,), AMPLE) == [0, 1]
+    assert admitted([*small, at(1.0, 32, value=3)], toy_rate, (0,), AMPLE) == [2]
+    assert admitted([at(1.0, 32, value=100), at(1.0, 30, priority=-1)], toy_rate, (0,), AMPLE) == [1]
+    assert admitted([at(1.0, 32, value=2), at(1.0, 32, value=3), at(1.0, 32)], toy_rate, (0,), AMPLE) == [1]
+
+
+@given(candidates=candidates_of(2, max_priority=2), kv_free=st.integers(0, 30))
+@settings(deadline=None, max_examples=EXAMPLES // 2)
+def test_priorities_are_values_that_exceed_those_of_all_lower_classes(
+    candidates: list[Candidate], kv_free: int
+) -> None:
+    base = len(candidates) + 1
+    valued = [replace(c, priority=0, value=base ** (2 - c.priority)) for c in candidates]
+    assert admitted(valued, toy_rate, (1, 0), kv_free) == admitted(candidates, toy_rate, (1, 0), kv_free)
 
 
 def test_forced_candidates_hold_their_memory_and_keep_others_out() -> None:

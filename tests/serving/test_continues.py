@@ -75,6 +75,7 @@ def test_a_pause_is_in_no_slo_and_earlier_misses_are_kept(served: SLOSpecGenerat
     assert metrics.ttft_s is not None and metrics.e2e_s is not None
     assert metrics.ttft_s < metrics.e2e_s < time.perf_counter() - begun_s + 0.1
     assert (metrics.attained, metrics.attained_throughout) == (True, False)
+    assert (metrics.guaranteed, metrics.guaranteed_throughout) == (True, False)
     assert metrics.earlier == first.metrics and first.metrics.attained is False
     third = served.submit([5, 6], continues=second, max_new_tokens=4)
     third.result(WAIT_S)

@@ -17,6 +17,7 @@ from hf_slospec.engine.step_times import StepCosts, rounded
 MAX_TIERS = 3  # classes of TPOT SLOs; the number of states grows exponentially with it
 MAX_CANDIDATES = 16  # requests of one decision: those with the earliest deadlines
 MAX_PRIORITIES = 3  # priorities that one decision tells apart; all higher numbers count as the last
+CONTINUED = 4  # factor on the value of a request that continues a guaranteed one after a pause
 MAX_CHAIN = 8  # nodes of a chain, root included
 MAX_STEP = 1024  # tokens
 PLAIN_USE = 0.7  # share of the most tokens per second that steps shortened for plain decoding must reach
@@ -99,8 +100,10 @@ def can_fall_back(tpot_slo_s: float, costs: StepCosts, windows: WindowGuarantees
 @functools.lru_cache(maxsize=4096)
 def _used(curve: LatencyCurve, limit_s: float) -> float:
     """Return the tokens per second of the largest step within the limit, as a share of those of the largest of all."""
-    seconds = curve(np.arange(1, MAX_STEP + 1))
-    return int(np.searchsorted(seconds, limit_s, side="right")) / limit_s * float(seconds[-1]) / MAX_STEP
+    sizes = np.arange(1, MAX_STEP + 1)
+    seconds = curve(sizes)
+    rates = sizes[seconds <= limit_s] / seconds[seconds <= limit_s]
+    return float(rates[-1] * seconds[-1] / MAX_STEP) if len(rates) else 0.0
 
 
 def _planned(tiers: Sequence[float], share: Callable[[float], float]) -> tuple[float, ...]:
@@ -157,7 +160,11 @@ def guaranteeable(
         # The first token comes with the end of a step; the next one can be as short as that of the prompt alone.
         if step_s > 0.0 and math.isfinite(deadline_s) and not costs.verify_at(tokens) <= deadline_s < step_s:
             deadline_s = deadline_s // step_s * step_s
-        return Candidate(deadline_s, tokens, slots, _tier_of(tiers, request), rank[request.params.priority], is_forced)
+        params, earlier = request.params, request.params.earlier
+        value = params.value * (CONTINUED if earlier is not None and earlier.guaranteed else 1)
+        return Candidate(
+            deadline_s, tokens, slots, _tier_of(tiers, request), rank[params.priority], value, is_forced
+        )
 
     running = [0] * len(tiers)
     for request in guaranteed:

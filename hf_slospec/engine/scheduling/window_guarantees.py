@@ -1,9 +1,9 @@
 """Guarantees of TTFT SLOs, and of TPOT SLOs over every window of ten tokens, with a stated probability.
 
 They are kept by planning with a share of each SLO: admission admits requests as if their SLOs were shorter, and prefill
-beside them leaves time accordingly. Windows are kept in one of two ways: decoding is so fast that they are rarely missed
-by how step times, committed tokens and requests' paces varied lately (:mod:`hf_slospec.algo.windows`), or even plain
-decoding is fast enough. Shares are corrected by the guarantees that were kept and broken.
+beside them leaves time accordingly. Windows are kept in one of two ways: decoding is so fast that they are rarely
+missed, by how step times, committed tokens and requests' paces varied lately (:mod:`hf_slospec.algo.windows`), or even
+plain decoding is fast enough. Shares are corrected by the guarantees that were kept and broken.
 """
 
 from __future__ import annotations

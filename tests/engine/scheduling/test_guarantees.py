@@ -38,6 +38,22 @@ def test_more_than_can_be_met_in_time_is_not_promised() -> None:
     assert all(request.metrics().attained for request in promised)
 
 
+@pytest.mark.parametrize("kind", ["value", "continues a guaranteed one", "continues another"])
+def test_of_two_requests_the_more_valuable_is_promised(kind: str) -> None:
+    served = Served(Limits(64, 10**6, 4, 64, 1e9))
+    requests = [served.add(index, prompt=60, new=4, ttft_slo_s=8.0) for index in range(2)]  # about 6 s each
+    if kind == "value":
+        requests[1].params = replace(requests[1].params, value=2)
+    else:
+        earlier = replace(requests[0].metrics(), guaranteed=kind == "continues a guaranteed one")
+        requests[1].params = replace(requests[1].params, earlier=earlier)
+    served.run()
+    promised = [request.metrics().guaranteed for request in requests]
+    assert promised == ([True, False] if kind == "continues another" else [False, True])
+    assert requests[1].metrics().guaranteed_throughout == (kind != "continues another")
+    assert all(request.metrics().attained for request in requests if request.metrics().guaranteed)
+
+
 @pytest.mark.parametrize(
     ("step_s", "ttft_slo_s", "guaranteed"),
     [(0.0, 20.0, True), (10.0, 20.0, True), (30.0, 20.0, True), (30.0, 1.1, False)],

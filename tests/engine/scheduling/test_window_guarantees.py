@@ -1,4 +1,4 @@
-"""Guarantees with a probability: the share of an SLO that is planned with, and what is learned from the outcomes."""
+"""Guarantees with a probability: the shares of SLOs that are planned with, and what is learned from the outcomes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ from hf_slospec.algo.windows import planned_share
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler
+from hf_slospec.engine.scheduling.guarantees import can_fall_back
 from hf_slospec.engine.scheduling.window_guarantees import LEARNED, MARGIN, SPREAD, WindowGuarantees
 from hf_slospec.engine.step_times import RecentSteps
 from tests.support.toys.engine import commit
 from tests.support.toys.served import ROOMY, Served
 
-SLO_S = 2.0
+SLO_S, TTFT_S = 2.0, 5.0
 
 
 def request_of(index: int = 0) -> Request:
     return Request(index, RequestParams([1], 100, (Stage(SLO_S),)))
+
+
+def request_with_ttft(index: int) -> Request:
+    return Request(index, RequestParams([1], 100, (Stage(SLO_S),), ttft_slo_s=TTFT_S))
 
 
 def break_guarantee(request: Request) -> None:
@@ -36,16 +41,18 @@ def guaranteed(served: Served, **fields: object) -> Request:
 class Guaranteeing(Served):
     """An engine that states a probability."""
 
-    def __init__(self, probability: float | None):
+    def __init__(self, probability: float | None, falls_back: bool = False):
         super().__init__()
-        self.scheduler = self.engine.scheduler = ContinuousScheduler(ROOMY, self.engine.costs, guarantee=probability)
+        self.scheduler = self.engine.scheduler = ContinuousScheduler(
+            ROOMY, self.engine.costs, guarantee=probability, falls_back=falls_back
+        )
 
 
 def test_without_a_probability_the_margin_is_constant_and_nothing_is_guaranteed() -> None:
     windows, request = WindowGuarantees(None, RecentSteps()), request_of()
     windows.give(request, SLO_S, 0.0)
     break_guarantee(request)
-    windows.observe()
+    windows.observe(1e3)
     assert windows.share(SLO_S) == MARGIN
     assert request.window_guarantee is None
 
@@ -66,9 +73,66 @@ def test_broken_guarantees_lower_the_share_of_their_slo_at_once(probability: flo
         assert request.window_guarantee == probability
     break_guarantee(broken)
     for _ in range(2):
-        windows.observe()  # learns once, as another one is open
+        windows.observe(1e3)  # learns once, as another one is open
     assert windows.share(SLO_S) == pytest.approx(before[0] * math.exp(-LEARNED * probability))
     assert windows.share(9.0) == before[1]
+
+
+@pytest.mark.parametrize("has_first_token", [True, False])
+def test_late_first_tokens_lower_the_share_of_ttft_slos_once(has_first_token: bool) -> None:
+    windows, late, timely = WindowGuarantees(0.9, RecentSteps()), request_with_ttft(0), request_with_ttft(1)
+    before = windows.first_share(), windows.share(SLO_S)
+    for request in (late, timely):
+        windows.give(request, SLO_S, 0.0)
+    commit(timely, [0], TTFT_S)
+    if has_first_token:
+        commit(late, [0], 2 * TTFT_S)
+    windows.observe(TTFT_S)
+    assert windows.first_share() == (before[0] * math.exp(-LEARNED * 0.9) if has_first_token else before[0])
+    for _ in range(3):
+        windows.observe(2 * TTFT_S)
+    assert windows.first_share() == pytest.approx(before[0] * math.exp(-LEARNED * 0.9))
+    assert windows.share(SLO_S) == before[1]
+    assert late.window_guarantee == 0.9  # its windows are served as before
+
+
+def test_a_kept_guarantee_raises_the_shares_of_its_slos_together_as_much_as_one() -> None:
+    windows, late, kept = WindowGuarantees(0.8, RecentSteps()), request_with_ttft(0), request_with_ttft(1)
+    for request in (late, kept):
+        windows.give(request, SLO_S, 2.0)
+    commit(kept, [0], 0.5)
+    windows.observe(2 * TTFT_S)  # late has no token
+    first, share = windows.first_share(), windows.share(SLO_S)
+    windows.refused_s, kept.finish_reason = 3.0, "stop"
+    windows.end(kept)
+    assert windows.first_share() == pytest.approx(first * math.exp(LEARNED * 0.1))
+    assert windows.share(SLO_S) == pytest.approx(share * math.exp(LEARNED * 0.1))
+
+
+def test_shares_of_first_tokens_and_plain_steps_never_exceed_those_at_the_beginning() -> None:
+    windows = WindowGuarantees(0.5, RecentSteps(), falls_back=True)
+    before = windows.first_share(), windows.plain_share(SLO_S)
+    for index in range(20):
+        request = request_with_ttft(index)
+        windows.give(request, SLO_S, 0.0)
+        windows.refused_s, request.finish_reason = 1.0, "stop"
+        windows.end(request)
+    assert (windows.first_share(), windows.plain_share(SLO_S)) == before
+
+
+@pytest.mark.parametrize(("probability", "falls_back"), [(None, True), (0.9, False)])
+def test_nothing_falls_back_unless_a_probability_is_stated_and_the_policy_does(
+    probability: float | None, falls_back: bool
+) -> None:
+    served = Guaranteeing(probability, falls_back)
+    assert not can_fall_back(1e3, served.engine.costs, served.scheduler.windows)
+
+
+def test_steps_fall_back_where_plain_ones_keep_the_slo_and_use_most_of_the_machine() -> None:
+    served = Guaranteeing(0.9, falls_back=True)
+    costs, windows = served.engine.costs, served.scheduler.windows
+    possible = [can_fall_back(slo_s, costs, windows) for slo_s in (1e-3, 1.05, 1e3, math.inf)]
+    assert possible == sorted(possible) and possible[0] is False and possible[-2:] == [True, True]
 
 
 def test_a_kept_guarantee_counts_if_another_request_was_refused_meanwhile() -> None:
@@ -108,7 +172,7 @@ def test_the_share_converges_to_the_one_that_keeps_the_stated_part() -> None:
         kept.append(bool(windows.share(SLO_S) < 0.6 or rng.random() < 0.5))
         commit(request, [0], 0.0)
         commit(request, [0] * WINDOW, 0.0 if kept[-1] else 1e3)
-        windows.observe()
+        windows.observe(1e3)
         request.finish_reason = "stop"
         windows.end(request)
     assert np.mean(kept[1000:]) == pytest.approx(0.9, abs=0.01)
@@ -161,10 +225,10 @@ def test_corrections_fade_without_guarantees_so_that_none_excludes_an_slo_for_go
         request = request_of(index)
         windows.give(request, SLO_S, 0.0)
         break_guarantee(request)
-    windows.observe()
+    windows.observe(1e3)
     assert windows.share(SLO_S) < 0.2 * share
     for _ in range(1000):
-        windows.observe()
+        windows.observe(1e3)
     assert windows.share(SLO_S) == pytest.approx(share, rel=0.01)
 
 

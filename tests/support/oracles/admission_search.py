@@ -52,9 +52,10 @@ def is_feasible(
 
 
 def value(chosen: Iterable[int], candidates: Sequence[Candidate]) -> tuple[int, ...]:
-    """Accepted candidates by priority, the lowest first."""
-    accepted = [candidates[i].priority for i in chosen]
-    return tuple(accepted.count(priority) for priority in sorted({c.priority for c in candidates}))
+    """Value of the accepted candidates by priority, the lowest first."""
+    accepted = [candidates[i] for i in chosen]
+    priorities = sorted({c.priority for c in candidates})
+    return tuple(sum(c.value for c in accepted if c.priority == priority) for priority in priorities)
 
 
 def feasible_sets(
@@ -82,17 +83,20 @@ def check(candidates: Sequence[Candidate], rate: PrefillRate, running: Counts, k
     return chosen
 
 
-def candidates_of(num_tiers: int, max_priority: int = 0, forced_share: int = 0) -> st.SearchStrategy[list[Candidate]]:
+def candidates_of(
+    num_tiers: int, max_priority: int = 0, forced_share: int = 0, max_value: int = 1
+) -> st.SearchStrategy[list[Candidate]]:
     """Whole numbers of quarter seconds: with whole rates that divide by four, every budget is exact."""
     candidate = st.builds(
-        lambda quarters, prompt, kv, tier, priority, roll: Candidate(
-            quarters / 4, prompt, kv, tier, priority, roll < forced_share
+        lambda quarters, prompt, kv, tier, priority, value, roll: Candidate(
+            quarters / 4, prompt, kv, tier, priority, value, roll < forced_share
         ),
         st.integers(-1, 16),
         st.integers(0, 40),
         st.integers(0, 8),
         st.integers(0, num_tiers - 1),
         st.integers(0, max_priority),
+        st.integers(1, max_value),
         st.integers(0, 9),
     )
     return st.lists(candidate, max_size=7)
