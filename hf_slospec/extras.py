@@ -21,7 +21,6 @@ MODULES = {
     "flash": ("flash_attn",),
     "gguf": ("gguf",),
     "metrics": ("prometheus_client",),
-    "otel": ("opentelemetry.sdk",),
     "plot": ("matplotlib",),
     "ray": (*SERVE, "ray"),
     "serve": SERVE,

@@ -196,7 +196,6 @@ JOBS: dict[str, Callable[[Environment], object]] = {
     "serve": lambda own: None,  # its job is done at the end, together with the demo
     "plot": lambda own: own.command(WITHOUT["plot"]),
     "metrics": lambda own: own.run("-c", COLLECT),
-    "otel": lambda own: own.run("-c", "import opentelemetry.sdk.metrics, opentelemetry.sdk.trace"),  # for the server
     "suffix": lambda own: own.command(WITHOUT["suffix"]),
     "gguf": lambda own: own.run("-c", "import gguf; assert gguf.GGUFReader"),  # tests/real reads a published file
 }
