@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parents[1]  # the clone, if the package is not installed
 SERVE = ("fastapi", "llguidance", "openai", "prometheus_client", "uvicorn")
 # Modules that only features of the extra import; pyproject.toml has the versions.
 MODULES = {
-    "demo": ("gradio", "httpx"),
+    "demo": ("gradio",),
     "flash": ("flash_attn",),
     "gguf": ("gguf",),
     "metrics": ("prometheus_client",),
