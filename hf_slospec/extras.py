@@ -17,11 +17,10 @@ SOURCE = Path(__file__).parents[1]  # the clone, if the package is not installed
 SERVE = ("fastapi", "llguidance", "openai", "prometheus_client", "uvicorn")
 # Modules that only features of the extra import; pyproject.toml has the versions.
 MODULES = {
-    "demo": ("gradio", "httpx"),
+    "demo": ("gradio",),
     "flash": ("flash_attn",),
     "gguf": ("gguf",),
     "metrics": ("prometheus_client",),
-    "otel": ("opentelemetry.sdk",),
     "plot": ("matplotlib",),
     "ray": (*SERVE, "ray"),
     "serve": SERVE,

@@ -152,9 +152,6 @@ def _figures(view: View, share: float) -> str:
         ("drafts accepted", accepted),
         ("answers in time", f"{view.num_attained} of {view.num_judged}" if view.num_judged else "-"),
     ]
-    if view.replica is not None:
-        after = f", after {metrics.resumed} tokens on another" if metrics is not None and metrics.resumed else ""
-        pairs.append(("replica", f"{escape(view.replica)}{after}"))
     cells = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in pairs)
     return f'<dl class="figures">{cells}</dl><p class="dim guarantee">{guarantee}&nbsp;</p>'
 
@@ -178,11 +175,10 @@ def headline(scene: Scene) -> str:
     attained, judged = scene.counts
     drafted = sum(view.metrics.drafted for view in views if view.metrics)
     accepted = sum(view.metrics.accepted for view in views if view.metrics)
-    since = "" if scene.policy is None else f" since “{scene.policy}” was chosen"
     tiles = [
         (f"{total:.1f}", "tokens/s in total"),
         (f"{verdicts.count('met')} of {len(verdicts)}", "running streams at their speed target"),
-        (f"{attained} of {judged}", f"answers met their speed target{since}"),
+        (f"{attained} of {judged}", f"answers met their speed target since “{scene.policy}” was chosen"),
         (f"{100 * accepted / drafted:.0f} %" if drafted else "-", "of drafted tokens accepted"),
     ]
     cells = "".join(f"<div><b>{number}</b><span>{words}</span></div>" for number, words in tiles)

@@ -1,8 +1,8 @@
-"""Generator interface of the demo, and its implementation by a generator in this process."""
+"""Generator of the demo: requests of its users, with their texts split by origin."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.demo.highlight import HighlightedText, TextPiece
@@ -22,62 +22,8 @@ POLICIES = {
 }
 
 
-class DemoHandle(Protocol):
-    """A request that is being decoded."""
-
-    @property
-    def commits(self) -> list[Commit]:
-        """Return the tokens that each step so far added, with its time."""
-
-    @property
-    def pieces(self) -> list[TextPiece]:
-        """Return the text so far, by the origin of its tokens."""
-
-    @property
-    def metrics(self) -> RequestMetrics | None:
-        """Return measurements so far; None before there are any."""
-
-    @property
-    def replica(self) -> str | None:
-        """Return the name of the replica that serves the request; None without replicas."""
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Return the reason why the request ended; None before."""
-
-    @property
-    def error(self) -> BaseException | None:
-        """Return the error that ended the request, if any."""
-
-    def cancel(self) -> None:
-        """Cancel the request, unless it is done."""
-
-    def result(self) -> RequestMetrics:
-        """Wait for the end of the request and return its measurements; raises its error."""
-
-
-class DemoGenerator(Protocol):
-    """A model that serves the users of the demo: in this process, or behind a server."""
-
-    policy: str | None  # name of the current policy; None: it cannot be changed
-    drafter: str | None  # kind of drafter; None: unknown
-    is_chat: bool  # True: prompts are put into a chat template; False: the model continues them
-
-    def start(self) -> None:
-        """Start to take requests, or raise the error that prevents it."""
-
-    def submit(self, prompt: str, **options: Any) -> DemoHandle:
-        """Queue a request; ``options`` are those of ``SLOSpecGenerator.submit``."""
-
-    def set_policy(self, name: str) -> None:
-        """Change the policy from the next step on."""
-
-    def stop(self) -> None:
-        """End all requests."""
-
-
-class LocalHandle:
-    """A request in this process."""
+class DemoHandle:
+    """A request of a user."""
 
     def __init__(self, handle: RequestHandle, to_text: ToText):
         self._handle, self._text = handle, HighlightedText(to_text)
@@ -95,10 +41,6 @@ class LocalHandle:
         return self._handle.metrics
 
     @property
-    def replica(self) -> str | None:
-        return self._handle.replica
-
-    @property
     def finish_reason(self) -> FinishReason | None:
         return self._handle.finish_reason
 
@@ -114,21 +56,21 @@ class LocalHandle:
         return self._handle.result().metrics
 
 
-class LocalGenerator:
-    """A generator in this process, which must have a tokenizer."""
+class DemoGenerator:
+    """The users' generator, which must have a tokenizer, and its current policy."""
 
     def __init__(self, generator: SLOSpecGenerator):
         assert generator.tokenizer is not None
         self.generator = generator
-        self.policy: str | None = "auto"
-        self.drafter: str | None = generator.decoder.speculator.method.kind
+        self.policy = "auto"
+        self.drafter = generator.decoder.speculator.method.kind
         self._tokenizer: Any = generator.tokenizer
         self.is_chat = getattr(self._tokenizer, "chat_template", None) is not None
 
     def start(self) -> None:
         self.generator.start()
 
-    def submit(self, prompt: str, **options: Any) -> LocalHandle:
+    def submit(self, prompt: str, **options: Any) -> DemoHandle:
         num_tokens = len(self._tokenizer(prompt)["input_ids"])
         if num_tokens > MAX_PROMPT_TOKENS:
             raise InvalidInputError(f"the prompt has {num_tokens} tokens; shorten it, the limit is {MAX_PROMPT_TOKENS}")
@@ -138,7 +80,7 @@ class LocalGenerator:
         except NotRunningError:  # an error stopped the engine; the streams of that step show it
             self.generator.start()
             handle = self.generator.submit(inputs, **options)
-        return LocalHandle(handle, Detokenizer(self._tokenizer))
+        return DemoHandle(handle, Detokenizer(self._tokenizer))
 
     def set_policy(self, name: str) -> None:
         if name not in POLICIES:

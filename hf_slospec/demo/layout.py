@@ -24,7 +24,6 @@ next tokens, the large target model checks the proposals of all users in one ste
 proposals are checked: users below their speed target come first. The text is the one that the target model writes
 alone.</span> You may <a href="#own-request">send a request of your own</a>.</p></div>"""
 SWITCH = "Switch it and see which speed targets are met."
-NO_SWITCH = "A server keeps the policy that it was started with; it cannot be switched from here."
 EMBEDDED = """<p class="dim">These models are tiny and were trained on Python source, so all answers are Python-like
 nonsense. Speeds, drafts and speed targets are real.</p>"""
 LEGEND = """<p class="legend">In the texts, <span class="d">underlined</span> tokens were proposed by the drafter
@@ -129,13 +128,13 @@ class Page:
         page: gr.Blocks
         with gr.Blocks(title="hf_slospec demo", analytics_enabled=False, fill_width=True) as page:
             drafter, now = self.sessions.generator.drafter, self.sessions.generator.policy
-            intro = INTRO.format(drafter="" if drafter is None else f" ({escape(drafter)})")
+            intro = INTRO.format(drafter=f" ({escape(drafter)})")
             gr.HTML(intro + self.note, apply_default_css=False, elem_id="intro")
             policy = gr.Radio(
-                [] if now is None else POLICIES,
+                list(POLICIES),
                 value=now,
                 label="Policy (for all users)",
-                info=NO_SWITCH if now is None else SWITCH,
+                info=SWITCH,
                 elem_id="policy",
             )
             head = gr.HTML(apply_default_css=False, elem_id="headline")

@@ -1,4 +1,4 @@
-"""Start of the demo: its models or server, simulated users and page."""
+"""Start of the demo: its models, simulated users and page."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_slospec.demo import SIZE
-from hf_slospec.demo.generator import DemoGenerator, LocalGenerator
+from hf_slospec.demo.generator import DemoGenerator
 from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, MAX_TPOT_SLO_MS, PERSONAS
-from hf_slospec.demo.remote import RemoteGenerator
 from hf_slospec.demo.sessions import CONFIG, DemoSessions
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.generate.speculator import clock
@@ -35,15 +33,13 @@ CONTENT_POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; 
 
 @dataclass(frozen=True)
 class Options:
-    """Models or server, address and password of the demo."""
+    """Models, address and password of the demo."""
 
     models: ModelOptions = field(default_factory=lambda: ModelOptions(size=SIZE))
     host: str | None = None  # None: GRADIO_SERVER_NAME, or else this machine only
     port: int | None = None
     password: str | None = None
     allows_no_password: bool = False
-    server: str | None = None  # URL of a running server, in place of models in this process
-    api_key: str | None = None  # for that server
 
     def check_open(self) -> None:
         """Raise InvalidInputError if other machines could connect without a password, unless that is allowed."""
@@ -73,25 +69,19 @@ def serve(options: Options, report: Callable[[str], None] = print) -> None:
 
 
 def prepare(options: Options, report: Callable[[str], None] = lambda message: None) -> tuple[DemoSessions, gr.Blocks]:
-    """Load the models and start the engine, or connect to the server; start the simulated users, and build the page.
+    """Load the models, start the engine and the simulated users, and build the page.
 
     Raises:
         ImportError: gradio is not installed.
         InvalidInputError: an option is invalid, or the page would be open to other machines without a password.
-        NotRunningError: the server does not answer.
     """
     options.check_open()
     os.environ.update(NO_TELEMETRY)  # before gradio is imported
     from hf_slospec.demo.layout import EMBEDDED, Page
 
-    generator: DemoGenerator
-    if options.server is None:
-        report("loading models")
-        generator = local_generator(options.models)
-        report(f"{options.models.name}: {size_and_place(generator.generator.model)}; drafts: {generator.drafter}")
-    else:
-        report(f"connecting to {options.server}")
-        generator = RemoteGenerator(options.server, options.api_key)
+    report("loading models")
+    generator = demo_generator(options.models)
+    report(f"{options.models.name}: {size_and_place(generator.generator.model)}; drafts: {generator.drafter}")
     try:
         generator.start()
         report("measuring the speed of the models")
@@ -104,27 +94,23 @@ def prepare(options: Options, report: Callable[[str], None] = lambda message: No
         generator.stop()
         raise
     note = EMBEDDED if options.models.target is None else ""
-    if isinstance(generator, RemoteGenerator):
-        note = f'<p class="dim">The model is {escape(generator.model_name)}, on a server that may have other users.</p>'
     max_slo_ms = min(max(round(1e3 * MAX_SLO_FACTOR * plain_s), 10), MAX_TPOT_SLO_MS)
     return sessions, Page(sessions, personas, max_slo_ms, note).build()
 
 
-def local_generator(models: ModelOptions) -> LocalGenerator:
+def demo_generator(models: ModelOptions) -> DemoGenerator:
     """Load the models, and return a generator with room for all users."""
     kv_tokens = CONFIG.max_batch * (MAX_PROMPT_TOKENS + MAX_NEW_TOKENS + CONFIG.max_depth * CONFIG.max_width)
-    return LocalGenerator(load_generator(models, CONFIG.model_copy(update={"kv_tokens": kv_tokens})))
+    return DemoGenerator(load_generator(models, CONFIG.model_copy(update={"kv_tokens": kv_tokens})))
 
 
 def plain_tpot_s(generator: DemoGenerator) -> float:
     """Measure the TPOT of a few simultaneous streams, which the speed targets are based on.
 
-    Speculation is switched off meanwhile. A server does not allow that; its TPOT is that of requests without an SLO
-    under its policy and current load, and lower than that of plain decoding.
+    Speculation is switched off meanwhile.
     """
     policy = generator.policy
-    if policy is not None:
-        generator.set_policy("none")
+    generator.set_policy("none")
     measured = []
     for _ in range(NUM_REPEATS):
         handles = [
@@ -133,8 +119,7 @@ def plain_tpot_s(generator: DemoGenerator) -> float:
         ]
         tpots_s = [handle.result().tpot_s for handle in handles]
         measured.append(statistics.median(tpot_s for tpot_s in tpots_s if tpot_s is not None))
-    if policy is not None:
-        generator.set_policy(policy)
+    generator.set_policy(policy)
     return min(measured)  # the repeat that other processes disturbed least
 
 

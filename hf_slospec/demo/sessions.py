@@ -25,7 +25,7 @@ CONFIG = SLOSpecConfig(max_batch=MAX_SIMULATED + MAX_VISITORS + 2, max_queue=64)
 class Scene:
     """Snapshot of all streams for one visitor."""
 
-    policy: str | None  # None: it cannot be changed
+    policy: str
     simulated: tuple[View | None, ...]  # by index; None: no user
     visitor: View | None  # the visitor's own stream
     other_visitors: tuple[View, ...]

@@ -35,7 +35,6 @@ class View:
     history: tuple[float, ...]  # tokens per second, second by second
     num_attained: int  # finished requests that met their speed target
     num_judged: int  # finished requests with a speed target
-    replica: str | None  # name of the current request's replica; None without replicas
     error: str | None
     version: int  # changes with user_request
 
@@ -146,7 +145,6 @@ class Stream:
             history=tuple(history(steps, now_s)),
             num_attained=self._num_attained,
             num_judged=self._num_judged,
-            replica=None if handle is None else handle.replica,
             error=None if self._error is None else str(self._error) or type(self._error).__name__,
             version=self.version,
         )

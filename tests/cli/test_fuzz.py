@@ -70,11 +70,6 @@ def _stop_before_work(patch: pytest.MonkeyPatch) -> None:
     def stop(*_: Any, **__: Any) -> Any:
         raise typer.Exit(0)
 
-    def connect(options: demo.Options, report: Any) -> Any:
-        if options.server is not None:
-            demo.RemoteGenerator(options.server, options.api_key).start()
-        stop()
-
     places: list[tuple[ModuleType | type, str]] = [
         (load, "inflate"), (benchmark.Bench, "__init__"), (profiling, "profile"),
         (checking, "check"), (check_module, "ModelCheck"), (uvicorn.Server, "run"), (training, "collect"),
@@ -83,7 +78,7 @@ def _stop_before_work(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(where, name, stop)
     pair = load_tiny_pair("float32")
     patch.setattr(load, "load_tiny_pair", lambda dtype: copy.deepcopy(pair))
-    patch.setattr(demo, "prepare", connect)
+    patch.setattr(demo, "prepare", stop)
 
 
 def _write_files(folder: Path) -> None:
@@ -153,8 +148,7 @@ COMMANDS: dict[str, Options] = {
         "config": configs, "exact": exact,
     },
     "demo": MODEL | DRAFTER | {
-        "host": words, "port": whole, "password": words, "api-key": words,
-        "server": st.sampled_from(("http://127.0.0.1:9", "http://[", "http://127.0.0.1:99999", "x://y", "")),
+        "host": words, "port": whole, "password": words,
     },
     "train-drafter": {name: own for name, own in MODEL.items() if name in ("target", "dtype", "device")} | {
         "kind": st.sampled_from(("eagle3", "mtp", "x")), "out": paths, "data": paths, "exclude": paths, "texts": whole,

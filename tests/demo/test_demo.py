@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from hf_slospec import InvalidInputError, SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
 from hf_slospec.cli.app import app
 from hf_slospec.demo import cards, layout, serve
-from hf_slospec.demo.generator import POLICIES, LocalGenerator
+from hf_slospec.demo.generator import POLICIES, DemoGenerator
 from hf_slospec.demo.highlight import HighlightedText, TextPiece
 from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_CHARS, PERSONAS, UserRequest
 from hf_slospec.demo.rates import HISTORY_S, Gain, gains, history, shares, tokens_per_s
@@ -59,7 +59,7 @@ def generator() -> Iterator[SLOSpecGenerator]:
 
 @pytest.fixture
 def sessions(generator: SLOSpecGenerator) -> Iterator[DemoSessions]:
-    made = DemoSessions(LocalGenerator(generator), Clock())
+    made = DemoSessions(DemoGenerator(generator), Clock())
     yield made
     for visitor in list(made._visitors):
         made.leave(visitor)
@@ -312,7 +312,7 @@ class TestCards:
 
 def test_what_drafts_is_called_by_its_kind() -> None:
     target, _, tokenizer = load_tiny_pair()
-    assert LocalGenerator(SLOSpecGenerator(target, tokenizer=tokenizer)).drafter == "prompt lookup"
+    assert DemoGenerator(SLOSpecGenerator(target, tokenizer=tokenizer)).drafter == "prompt lookup"
     assert "draft model" not in layout.INTRO + layout.LEGEND
     assert "A drafter (prompt lookup) proposes" in layout.INTRO.format(drafter=" (prompt lookup)")
 
@@ -332,7 +332,7 @@ def test_a_plan_that_fails_is_no_promise(sessions: DemoSessions) -> None:
 
 
 def test_targets_are_chosen_by_what_plain_decoding_takes(generator: SLOSpecGenerator) -> None:
-    assert 0 < plain_tpot_s(LocalGenerator(generator)) < 60
+    assert 0 < plain_tpot_s(DemoGenerator(generator)) < 60
 
 
 def test_only_the_password_opens() -> None:
@@ -355,7 +355,7 @@ def test_only_the_password_opens() -> None:
 def test_other_machines_need_a_password(
     options: list[str], environment: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "local_generator", None)  # nothing is loaded
+    monkeypatch.setattr(serve, "demo_generator", None)  # nothing is loaded
     result = CliRunner(env=environment | {"COLUMNS": "300"}).invoke(app, ["demo", *options])
     assert result.exit_code == 2 and said in result.output
 

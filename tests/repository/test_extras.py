@@ -25,15 +25,12 @@ PAGES = [
 ]
 
 
-NAMES = {"opentelemetry-sdk": "opentelemetry.sdk"}  # modules in packages that several distributions share
-
-
 def modules_of(extra: str) -> set[str]:
     """Return the modules of an extra's requirements, under the names that they are imported by."""
     found = set[str]()
     for requirement in PROJECT["optional-dependencies"][extra]:
         name, own = re.fullmatch(r"([\w-]+)(?:\[(\w+)\])?.*", requirement).groups()  # type: ignore[union-attr]
-        found |= modules_of(own) if name == "hf_slospec" else {NAMES.get(name, name.replace("-", "_"))}
+        found |= modules_of(own) if name == "hf_slospec" else {name.replace("-", "_")}
     return found
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -23,7 +21,6 @@ from hf_slospec.serving.openai.chat_templates import ChatTemplates
 from hf_slospec.serving.openai.completions import Completions
 from hf_slospec.serving.openai.engine import ServedEngine
 from hf_slospec.serving.openai.orders import chat_prompt
-from hf_slospec.serving.openai.otel import observer_by_environment
 from hf_slospec.serving.openai.reading import (
     Fault,
     RequestReader,
@@ -43,20 +40,14 @@ WHILE_STOPPING = ("/metrics", "/version")  # paths that are answered after the s
 
 def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
     """Return the application that serves an engine."""
-    observer = observer_by_environment(settings.model_name, settings.otel)
-
-    @asynccontextmanager
-    async def flushing(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        await asyncio.to_thread(observer.flush)  # the signal that ends a server ends the process without atexit
-
     app = FastAPI(
         title="hf_slospec", version=hf_slospec.__version__, docs_url=None, redoc_url=None,
-        dependencies=[Depends(check_framing)], lifespan=flushing,
+        dependencies=[Depends(check_framing)],
     )  # fmt: skip
     reader = RequestReader(engine, settings)
     templates, schemas = ChatTemplates(settings.special_tokens), SchemaCheck(settings.bounds)
-    completions, small = Completions(reader, templates, schemas, observer), _SmallEndpoints(reader, templates, schemas)
+    completions = Completions(reader, templates, schemas)
+    small = _SmallEndpoints(reader, templates, schemas)
     responses, messages = Responses(completions), anthropic.Messages(completions)
     app.state.reader_s, app.state.counts = settings.bounds.reader_s, reader.counts  # read by the connections
     app.state.is_stopping = False

@@ -28,7 +28,6 @@ from hf_slospec.serving.openai.orders import (
     order_of,
     prompt_of,
 )
-from hf_slospec.serving.openai.otel import End, Observer
 from hf_slospec.serving.openai.reading import RequestReader, fault_of, while_connected
 from hf_slospec.serving.openai.schemas import SchemaCheck
 from hf_slospec.serving.texts import Detokenizer
@@ -40,9 +39,8 @@ LONG_PIECE = 64  # log probabilities of more tokens than this are written in the
 class Completions:
     """Endpoints of completions and chats."""
 
-    def __init__(self, reader: RequestReader, templates: ChatTemplates, schemas: SchemaCheck, observer: Observer):
+    def __init__(self, reader: RequestReader, templates: ChatTemplates, schemas: SchemaCheck):
         self.reader, self.engine, self.templates, self.schemas = reader, reader.engine, templates, schemas
-        self.observer = observer
         self._texts = {skips: Detokenizer(self.engine.tokenizer, skips) for skips in (False, True)}
 
     async def chat(self, request: Request) -> Response:
@@ -87,8 +85,7 @@ class Completions:
         make_prompts: Sequence[Callable[[], PromptInputs]],
         answer: AnswerForm,
     ) -> Response:
-        in_pool, end = partial(self.reader.in_pool, request), self.observer.begin(body, request.headers, answer.id)
-        response: Response | None = None
+        in_pool = partial(self.reader.in_pool, request)
         choices: list[Choice] = []
         try:
             terms = self.reader.terms(request, body)
@@ -104,15 +101,11 @@ class Completions:
                     order = replace(order, request_id=answer.id, client=request.state.client)
                     choices.append(await self._choice(len(choices), order, body, echo, in_pool))
             if not body.stream:
-                response = await self._whole(answer, merged(choices), choices, in_pool)
-        except BaseException as error:
+                return await self._whole(answer, merged(choices), choices, in_pool)
+        except BaseException:
             _cancel(choices)
-            end(choices, error)
             raise
-        if response is None:
-            return _Stream(self._events(answer, merged(choices), choices, in_pool), choices, end)
-        end(choices, None)
-        return response
+        return _Stream(self._events(answer, merged(choices), choices, in_pool), choices)
 
     async def _choice(self, index: int, order: Order, body: SamplingBody, echo: Echo | None, in_pool: InPool) -> Choice:
         """Submit an order, and return it as a choice."""
@@ -189,9 +182,9 @@ class Completions:
 class _Stream(StreamingResponse):
     """Stream of events; its requests end with it, even if it is never begun."""
 
-    def __init__(self, events: AsyncIterator[str], choices: Sequence[Choice], end: End):
+    def __init__(self, events: AsyncIterator[str], choices: Sequence[Choice]):
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._choices, self._end = choices, end
+        self._choices = choices
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -199,7 +192,6 @@ class _Stream(StreamingResponse):
                 await while_connected(receive, self.stream_response(send))  # without the task group of starlette
         finally:
             _cancel(self._choices)
-            self._end(self._choices, None)
 
 
 def _cancel(choices: Sequence[Choice]) -> None:

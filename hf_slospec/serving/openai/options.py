@@ -97,10 +97,6 @@ class AccessOptions(InputModel):
         description="Clients take turns by x-gateway-inference-fairness-id, too, which a gateway in front must set.",
     )
 
-    otel: bool = Field(
-        False, description="Send OpenTelemetry's GenAI spans and metrics; variables OTEL_... say where, and turn it on."
-    )
-
     @field_validator("api_keys")
     @classmethod
     def _have_keys(cls, keys: dict[str, SLOLimits]) -> dict[str, SLOLimits]:
