@@ -84,6 +84,7 @@ def test_running_out_of_memory_says_nothing_about_the_model(monkeypatch: pytest.
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(model, "forward", exhausted)
+    monkeypatch.setattr(model, "per_token", True, raising=False)
     with pytest.raises(torch.OutOfMemoryError):
         SLOSpecGenerator(model)
 
@@ -98,6 +99,7 @@ def test_a_check_takes_five_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
         return forward(**inputs)
 
     monkeypatch.setattr(model, "forward", counted)
+    monkeypatch.setattr(model, "per_token", True, raising=False)
     CheckedModel(model, SLOSpecConfig(), measure_s=0.0)
     assert shapes == [
         (1, 1),
