@@ -412,7 +412,7 @@ class PackedModel:
                     outputs = eager()
                 self.compiled.count(time.perf_counter() - begun_s)
             if level is None and self._may_have_spread(outputs.logits):
-                outputs = self._isolated(pool, parts, *arguments)
+                outputs = self._isolated(pool, parts, logit_rows, feature_layers)
             return outputs if level is None else level.outputs(outputs.logits)
 
     def _eager(self, pool: KVPool, parts: Sequence[NewTokens], batch: PackedBatch, *others: Any) -> Outputs:
@@ -436,7 +436,6 @@ class PackedModel:
         parts: Sequence[NewTokens],
         logit_rows: torch.Tensor,
         feature_layers: tuple[int, ...],
-        level: None,
     ) -> Outputs:
         """Compute a forward so that K and V of a token are read only by tokens that attend to it."""
         if not any(layer.is_own for layer in self.layers):
@@ -448,8 +447,9 @@ class PackedModel:
             for part in parts
             for token in part.one_by_one()
         ]
-        features = torch.cat([output.features for output in outputs]) if feature_layers else None
-        return Outputs(torch.cat([output.logits for output in outputs])[logit_rows], features)
+        features = [output.features for output in outputs if output.features is not None]
+        logits = torch.cat([output.logits for output in outputs])
+        return Outputs(logits[logit_rows], torch.cat(features) if features else None)
 
     def _inputs(self, parts: Sequence[NewTokens], batch: PackedBatch, *others: Any) -> Inputs:
         # Those of several devices are made and copied when a layer requests them.

@@ -68,9 +68,9 @@ def linear_recurrence(
     """
     if earlier is None and value.is_cpu and bool((is_lost := value[:, 0, :, 0].isnan()).any()):
         # A mask does not keep NaN out, as 0 times NaN is NaN.
-        nodes = (query, key, value, decay, beta)
-        finite = [None if each is None else each.masked_fill(is_lost[:, None, :, None], 0.0) for each in nodes]
-        out, updates = linear_recurrence(*finite, state, mask)
+        q, k, v, decay = (each.masked_fill(is_lost[:, None, :, None], 0.0) for each in (query, key, value, decay))
+        rate = None if beta is None else beta.masked_fill(is_lost[:, None, :, None], 0.0)
+        out, updates = linear_recurrence(q, k, v, decay, rate, state, mask)
         lost = (mask & is_lost[:, None]).any(-1)[:, None, :, None]
         values = updates.values.masked_fill(lost, torch.nan)
         return out.masked_fill(lost, torch.nan), updates._replace(values=values)

@@ -115,6 +115,7 @@ def test_a_model_that_asks_the_device_runs_without_graphs(tapes: Tapes, caplog: 
     layer = model.model.layers[0].mlp
     plain = layer.forward
     layer.forward = lambda hidden: plain(hidden) if hidden.abs().sum() > 0 else hidden
+    layer.per_token = True
     generator = SLOSpecGenerator(model, config=CONFIG)
     with caplog.at_level(logging.INFO, "hf_slospec.models.device.graphs"):
         assert_same_as_stock(model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=20)
@@ -230,7 +231,7 @@ def test_what_changes_between_calls_is_seen(held: Callable[[dict[str, float]], A
     layer.forward = lambda hidden: (
         plain(hidden) * scaling["default"] * (1 if hasattr(layer, "is_plain") else -0.7) + layer.shift
     )
-    layer.is_plain = True
+    layer.is_plain = layer.per_token = True
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
 
     def check() -> torch.Tensor:

@@ -84,11 +84,12 @@ def test_running_out_of_memory_says_nothing_about_the_model(monkeypatch: pytest.
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(model, "forward", exhausted)
+    monkeypatch.setattr(model, "per_token", True, raising=False)
     with pytest.raises(torch.OutOfMemoryError):
         SLOSpecGenerator(model)
 
 
-def test_a_check_takes_five_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_takes_few_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
     model, shapes = copy.deepcopy(tiny_model("llama")), []
     forward = model.forward
 
@@ -98,23 +99,11 @@ def test_a_check_takes_five_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
         return forward(**inputs)
 
     monkeypatch.setattr(model, "forward", counted)
+    monkeypatch.setattr(model, "per_token", True, raising=False)
     CheckedModel(model, SLOSpecConfig(), measure_s=0.0)
-    assert shapes == [
-        (1, 1),
-        (1, 1),
-        (1, 7),
-        (1, 7),
-        (3, 7),
-    ]  # the probes, both prompts, both trees, and the plain forward
-
-
-def test_padding_does_not_change_plain_logits() -> None:
-    packed = PackedModel(tiny_model("llama"))
-    texts = [[5, 6, 7, 8], [9, 4]]
-    with torch.no_grad():
-        together, alone = trial._plain(packed, texts), [trial._plain(packed, [text])[0] for text in texts]
-    for ours, own in zip(together, alone, strict=True):
-        torch.testing.assert_close(ours, own)
+    probes, ours = [(1, 1)] * 2, [(1, 4 + 129), (1, 7)]  # the packed prompts without their last tokens, and both trees
+    plain = [(1, 5), (1, 1), (1, 5), (1, 1), (1, 1), (1, 130), (1, 1), (1, 1)]  # a path to each leaf
+    assert shapes == probes + ours + plain
 
 
 def test_states_alone_are_held_to_the_tolerance_of_the_weights() -> None:
