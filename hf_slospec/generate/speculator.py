@@ -75,7 +75,7 @@ class Speculator:
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
-        """Forget what other threads' runs have taught, as one of them may have been noting it down."""
+        """Drop what other threads' runs have taught, as one of them may have been noting it down."""
         self.history, self._costs = SpeculationHistory(self.config), None
 
     @property
