@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property as LockedProperty
+from threading import Condition as PlainCondition
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar, overload
 from weakref import WeakSet
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ def reset_in_children(owner: Resettable) -> None:
 
 @contextmanager
 def undone(undo: Callable[[], None]) -> Iterator[None]:
-    """Call ``undo`` at the end of this context, and in forked children that lack the context's thread."""
+    """Run ``undo`` at the end of this context, and in forked children that lack the context's thread."""
     key = object()
     _undos[key] = threading.get_ident(), undo
     try:
@@ -80,25 +81,30 @@ class Lock:
             self._lock = threading.RLock()
 
 
-class Condition(threading.Condition):
-    """Condition whose lock is free in a forked child, unless the thread that forked holds it; nobody waits for it."""
+class Condition(PlainCondition):
+    """Condition whose lock is free in a forked child, unless the thread that forked holds it; no thread waits."""
 
     def __init__(self) -> None:
         super().__init__()
         reset_lock_in_children(self)
 
     def reset_after_fork(self) -> None:
-        """Forget all threads that hold the lock or wait."""
+        """Drop all threads that hold the lock or wait."""
         is_held: bool = self._is_owned()  # type: ignore[attr-defined]  # not in typeshed
         if not is_held:
             super().__init__()
 
 
-class cached_property(functools.cached_property[T]):  # noqa: N801  a decorator
+class cached_property(LockedProperty[T]):  # noqa: N801  a decorator
     """``functools.cached_property`` without the lock that it has before Python 3.12, which children would inherit."""
 
-    def __get__(self, instance: Any, owner: type[Any] | None = None) -> Any:
+    @overload
+    def __get__(self, instance: None, owner: type[Any] | None = None) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: type[Any] | None = None) -> T: ...
+    def __get__(self, instance: object, owner: type[Any] | None = None) -> Self | T:
         if instance is None:
             return self
-        vars(instance)[self.attrname] = value = self.func(instance)
+        value = self.func(instance)
+        vars(instance)[str(self.attrname)] = value
         return value

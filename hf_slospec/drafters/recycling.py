@@ -90,7 +90,7 @@ class RecyclingDrafter(Drafter):
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
-        """Forget all contexts, as another thread may have been changing them."""
+        """Drop all contexts, as another thread may have been changing them."""
         self._of_requests.clear()
         self._of_salts.clear()
 

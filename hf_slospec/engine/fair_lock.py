@@ -26,7 +26,7 @@ class FairLock:
         reset_lock_in_children(self)
 
     def reset_after_fork(self) -> None:
-        """Forget all threads that hold or await the lock but the current one."""
+        """Drop all threads that hold or await the lock but the current one."""
         self._guard = threading.Lock()
         self._waiting: deque[threading.Lock] = deque()
         if self._owner != threading.get_ident():

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import ReferenceType, WeakSet, ref
 
 from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.assembly import Parts, static_engine
@@ -74,7 +75,7 @@ class Speculator:
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
-        """Forget what other threads' runs have taught, as one of them may have been noting it down."""
+        """Drop what other threads' runs have taught, as one of them may have been noting it down."""
         self.history, self._costs = SpeculationHistory(self.config), None
 
     @property
@@ -114,7 +115,7 @@ class Speculator:
             verify = self.target.cost
             draft_level = self._draft_level
             if self._costs is None or self._costs.verify is not verify or self._costs.draft_level is not draft_level:
-                self._costs = StepCosts(verify, draft_level, self._replace_cost)
+                self._costs = StepCosts(verify, draft_level, partial(_replace_cost, ref(self)))
             return self._costs
 
     @property
@@ -150,7 +151,7 @@ class Speculator:
         """Continue with what another process has learned."""
         self.history, self._costs = learned.history, learned.costs
         if self._costs is not None:
-            self._costs.on_replaced = self._replace_cost
+            self._costs.on_replaced = partial(_replace_cost, ref(self))
         self.target.take_cost(learned.verify)
         if self.draft is not None:
             self.draft.take_cost(learned.draft_level)
@@ -259,3 +260,9 @@ class Speculator:
             released=sum(weights.num_released_bytes for weights in prepacked),
             rounded_weights=sum(weights.num_rounded for weights in prepacked),
         )
+
+
+def _replace_cost(speculator: ReferenceType[Speculator], old: ForwardCost, cost: ForwardCost) -> None:
+    """Let the speculator that holds a cost model replace one of its costs; they do not keep each other in memory."""
+    if (owner := speculator()) is not None:
+        owner._replace_cost(old, cost)

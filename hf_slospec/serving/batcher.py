@@ -74,7 +74,7 @@ class Batcher:
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
-        """Forget the thread and its requests, which stayed with the parent."""
+        """Drop the thread and its requests, which stayed with the parent."""
         self._clear("runs in the process this one was forked from; call start() here")
 
     def _clear(self, why_not: str) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.nn.functional as F
@@ -186,7 +187,8 @@ class _Package:
         self, model: Any, description: Description, joined: Callable[[list[list[str]]], JoinedLinears], waits: bool
     ):
         """Load the package, if it was compiled; with ``waits``, compile it first."""
-        self._model, self._identity, self._joined = model, description.identity(), joined
+        self._model, self._identity = model, description.identity()
+        self._joined = WeakMethod(joined)  # its owner holds this package
         self.input_name = description.input_name
         self._dtypes = {dtype for dtype, _ in description.tensors.values() if dtype.is_floating_point}
         self._why_not: str | None = None  # why it computes no forwards, if that is for good
@@ -255,9 +257,9 @@ class _Package:
         try:
             if (interface := self._job.interface) is None:
                 self._why_not = self._job.failure or "the compilation ended without a package"
-            else:
+            elif (joined := self._joined()) is not None:
                 operators.load()
-                self._graph = _Graph(self._model, self._job, interface, self._joined(interface.linears))
+                self._graph = _Graph(self._model, self._job, interface, joined(interface.linears))
         except (OSError, RuntimeError) as error:
             self._why_not = f"the package could not be loaded ({error})"
 

@@ -15,10 +15,11 @@ import torch
 import hf_slospec
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.drafters.heads.loading import load_head
+from hf_slospec.forks import _owners
 from hf_slospec.models.device import threads
 from hf_slospec.models.packed import compile_job, compiled
 from hf_slospec.models.packed.compile_job import Job
-from hf_slospec.models.packed.model import PackedModel, _packed_models
+from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.tree_mask import chain
 from hf_slospec.models.packed.twin import Description
 from tests.drafters.heads.checkpoints import eagle3_tensors, speculators_config, write
@@ -300,7 +301,7 @@ def test_failures_are_kept_and_told(monkeypatch: pytest.MonkeyPatch, model: Any)
         ours = generator(model)
         assert generated(ours.generate) == generated(model.generate)
         assert ours.stats().forwards == {"target": "eager: ValueError: it cannot be traced"}
-        next(packed for packed in _packed_models if packed.model is model).forget_cache()
+        next(each for each in _owners if isinstance(each, PackedModel) and each.model is model).forget_cache()
     assert len(attempts) == 1
 
 

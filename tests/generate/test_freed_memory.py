@@ -1,0 +1,64 @@
+"""What an enabled model or a generator made is freed with the last reference to it, not by a later collection."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import hf_slospec
+from hf_slospec import SLOSpecGenerator
+from hf_slospec.generate.decode import Decoder
+from tests.support.enabled_model import OPTIONS
+from tests.support.toys.tiny_models import ragged_prompts, tiny_model
+
+
+@pytest.fixture
+def target() -> Iterator[Any]:
+    model = copy.deepcopy(tiny_model("llama"))
+    gc.collect()
+    gc.disable()
+    yield model
+    gc.enable()
+
+
+def parts_of(decoder: Decoder) -> dict[str, weakref.ref[Any]]:
+    speculator = decoder.speculator
+    packed = speculator.target.packed
+    parts: dict[str, Any] = {"decoder": decoder, "speculator": speculator, "packed": packed}
+    names = "fingerprint", "prepacked", "captured", "compiled", "fused"
+    parts |= {"target": speculator.target, "history": speculator.history} | {n: getattr(packed, n) for n in names}
+    return {name: weakref.ref(part) for name, part in parts.items()}
+
+
+def enabled_and_disabled(target: Any, draft: Any) -> dict[str, weakref.ref[Any]]:
+    parts = parts_of(hf_slospec.enable(target, draft).generate.decoder)
+    target.generate(**ragged_prompts(1), **OPTIONS, slo_tpot=1.0)
+    hf_slospec.disable(target)
+    return parts
+
+
+def enabled_twice(target: Any, draft: Any) -> dict[str, weakref.ref[Any]]:
+    parts = parts_of(hf_slospec.enable(target, draft).generate.decoder)
+    hf_slospec.enable(target)
+    return parts
+
+
+def generator(target: Any, draft: Any) -> dict[str, weakref.ref[Any]]:
+    made = SLOSpecGenerator(target, draft)
+    made.generate(**ragged_prompts(1), **OPTIONS)
+    return parts_of(made.decoder)
+
+
+@pytest.mark.parametrize("use", [enabled_and_disabled, enabled_twice, generator])
+@pytest.mark.parametrize("has_draft", [False, True])
+def test_nothing_is_left_without_a_collection(
+    target: Any, use: Callable[[Any, Any], dict[str, weakref.ref[Any]]], has_draft: bool
+) -> None:
+    draft = copy.deepcopy(tiny_model("llama", noise=0.03)) if has_draft else None
+    parts = use(target, draft)
+    assert [name for name, part in parts.items() if part() is not None] == []
