@@ -140,6 +140,19 @@ def test_only_replica_keeps_its_stream_while_it_is_silent(begin_s: float) -> Non
     run_jumping(run)
 
 
+@pytest.mark.parametrize("begin_s", [2.0, 2.4, 2.8, 3.2])
+def test_only_replica_keeps_a_waiting_request_while_it_is_silent(begin_s: float) -> None:
+    """Its stream has only signs of life, so that its silence may be noticed before that of the reports."""
+
+    async def run() -> None:
+        world = World(1)
+        held = world["r0"].reaches
+        decoding, _ = await during(world.decoded(5, waits_s=50.0), (begin_s, held.clear), (begin_s + 30.0, held.set))
+        assert len(world["r0"].offers) == 1 and decoding.num_faults == 0
+
+    run_jumping(run)
+
+
 def test_request_waits_while_the_only_replica_is_silent() -> None:
     async def run() -> None:
         world = World(1)
