@@ -122,12 +122,19 @@ class Machines:
         """Set the link of machine ``k`` ``up`` or ``down``."""
         run("ip", "-n", self.switch, "link", "set", f"port{k}", state)
 
-    def delay(self, setting: Sequence[str]) -> None:
-        """Delay and lose packets on all links, as ``tc netem`` says; empty: no longer."""
+    def delay(self, setting: Sequence[str]) -> bool:
+        """Delay and lose packets on all links, as ``tc netem`` says; empty: no longer.
+
+        Returns:
+            False if the kernel cannot (CONFIG_NET_SCH_NETEM).
+        """
         for k in range(len(self.names)):
             run("tc", "-n", self.switch, "qdisc", "delete", "dev", f"port{k}", "root", check=False)
             if setting:
-                run("tc", "-n", self.switch, "qdisc", "add", "dev", f"port{k}", "root", "netem", *setting)
+                add = ("tc", "-n", self.switch, "qdisc", "add", "dev", f"port{k}", "root", "netem", *setting)
+                if subprocess.run(add, capture_output=True, timeout=60).returncode != 0:
+                    return False
+        return True
 
     def remove(self) -> None:
         """End all processes and remove the namespaces."""

@@ -632,7 +632,9 @@ def replica_faults() -> str:
     return markdown(
         "fault | streams as stock's | resumed elsewhere | longest pause | new requests | the slowest took",
         [
-            [
+            [fault, f"not run: {row['not_run']}", "", "", "", ""]
+            if "not_run" in row
+            else [
                 fault, f"{row['equal']} of {row['streams']}", row["resumed"], f"{row['longest_pause_s']:.1f} s",
                 f"{row['new_equal']} of {row['new']}", f"{row['longest_new_s']:.1f} s",
             ]

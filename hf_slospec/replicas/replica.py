@@ -42,7 +42,7 @@ from hf_slospec.serving.openai.serve import SWITCH_S
 
 logger = logging.getLogger("ray.serve")  # its handlers add the replica and the request to each line
 NUM_REPORTS = 20  # in one call; a replica that is to end waits for its calls, also for those of fronts that died
-ORPHAN_S, TICK_S = 60.0, 5.0  # seconds after which a replica that nobody asks ends itself; between looks at this
+ORPHAN_S, TICK_S = 60.0, 5.0  # seconds after which a replica that is not asked for ends itself; between checks of this
 RECENT_S = 60.0  # seconds in which missed SLOs are counted
 
 
@@ -199,7 +199,7 @@ class ModelReplica:
 
 
 def _end_when_orphaned(replica: ModelReplica) -> None:
-    """Start a thread that ends the process once the replica has no requests and nobody asks for it.
+    """Start a thread that ends the process once the replica has no requests and is not asked for.
 
     Serve stops a replica that it cannot reach, but its order to end the process can be lost on the way. The process
     would go on for ever and keep its CPUs and GPUs.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 import pytest
@@ -124,14 +125,30 @@ def test_full_queue_is_an_error_although_another_replica_did_not_answer() -> Non
     run_jumping(run)
 
 
-def test_only_replica_keeps_its_stream_while_it_is_silent() -> None:
+@pytest.mark.parametrize("begin_s", [2.0, 2.15, 2.35, 2.55])
+def test_only_replica_keeps_its_stream_while_it_is_silent(begin_s: float) -> None:
+    """Its reports end before its stream does, or after it."""
+
     async def run() -> None:
         world = World(1)
         held = world["r0"].reaches
-        decoding, pause_s = await during(world.decoded(100), (2.0, held.clear), (32.0, held.set))
+        decoding, pause_s = await during(world.decoded(100), (begin_s, held.clear), (32.0, held.set))
         assert len(world["r0"].offers) == 1 and decoding.num_faults == 0
         assert 29.0 < pause_s < 31.0
         await during(world.decoded(100), (2.0, held.clear), (15.0, held.set))
+
+    run_jumping(run)
+
+
+@pytest.mark.parametrize("begin_s", [2.0, 2.4, 2.8, 3.2])
+def test_only_replica_keeps_a_waiting_request_while_it_is_silent(begin_s: float) -> None:
+    """Its stream has only signs of life, so that its silence may be noticed before that of the reports."""
+
+    async def run() -> None:
+        world = World(1)
+        held = world["r0"].reaches
+        decoding, _ = await during(world.decoded(5, waits_s=50.0), (begin_s, held.clear), (begin_s + 30.0, held.set))
+        assert len(world["r0"].offers) == 1 and decoding.num_faults == 0
 
     run_jumping(run)
 
@@ -159,6 +176,21 @@ def test_stream_that_stands_still_although_its_replica_reports_is_replaced(numbe
         decoding, pause_s = await during(world.decoded(100), (2.0, stick))
         assert decoding.num_faults == 1 and pause_s <= (3 - number) * (SILENT_S + TICK_S)
         assert decoding.replica == f"r{number - 1}"
+
+    run_jumping(run)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_slow_network_that_loses_packets_moves_nothing(seed: int) -> None:
+    """A lost packet is sent again after 0.3 s, then after 0.6 s, and so on; messages stay in order."""
+
+    async def run() -> None:
+        world, rng = World(2), random.Random(seed)
+        for replica in world.replicas.values():
+            replica.delay_s = lambda: 0.04 + (0.3 * 2 ** rng.choice([0, 0, 0, 1, 2]) if rng.random() < 0.05 else 0.0)
+        decodings = await asyncio.gather(*(world.decoded(200, [index], slo_tpot=1.0) for index in range(8)))
+        assert all(decoding.num_faults == 0 and pause_s < SILENT_S for decoding, pause_s in decodings)
+        assert {decoding.replica for decoding, _ in decodings} == {"r0", "r1"}
 
     run_jumping(run)
 

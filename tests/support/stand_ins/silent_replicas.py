@@ -67,6 +67,7 @@ class SilentReplica:
         self.reaches = asyncio.Event()  # its messages arrive; else they wait, as if it were cut off or frozen
         self.reaches.set()
         self.died = asyncio.Event()
+        self.delay_s: Callable[[], float] = lambda: 0.0  # of each of its messages on the way
         self.is_full, self.guarantees, self.answer_s = False, True, 0.0
         self.offers, self.running = list[Offer](), set[int]()
 
@@ -111,11 +112,13 @@ class HeldStream:
         await self.replica.reaches.wait()
         async for answer in self.answers:
             await self.replica.reaches.wait()
+            await asyncio.sleep(self.replica.delay_s())
             if self.is_left:
                 self.num_late += 1
             elif not self.is_stuck:
                 self.queue.put_nowait(answer)
-        self.queue.put_nowait(StopAsyncIteration())
+        if not self.is_stuck:
+            self.queue.put_nowait(StopAsyncIteration())
 
     async def __anext__(self) -> Any:
         assert not self.is_left, "an answer is asked of a stream that was left"
