@@ -226,7 +226,8 @@ class SLOSpecGenerator:
                 special tokens are added, or ids. K/V that is still kept is reused (``metrics.reused``), other K/V is
                 computed again. SLOs count from now, so the pause is in none; ``metrics.earlier`` has the part before
                 it, and ``metrics.guaranteed_throughout`` tells whether both are guaranteed; one that continues a
-                guaranteed request is preferred when guarantees are given. Options are those of this call, except that ``cache_salt`` is the earlier one if left out.
+                guaranteed request is preferred when guarantees are given. Options are those of this call, except that
+                ``cache_salt`` is the earlier one if left out.
             kwargs: everything else ``generate`` takes for one row (``max_new_tokens``, ``stop_strings``,
                 ``logits_processor``, ``streamer``, ...).
 

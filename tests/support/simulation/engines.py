@@ -166,7 +166,7 @@ class Server:
         engine = continuous_engine(engines.config, engines.parts(target, drafter, costs), plan.limits)
         guarantee = 0.95 if plan.admission == "slo" else None
         engine.scheduler = CheckedScheduler(
-            plan.limits, costs, plan.admission, plan.prefill, target.num_reusable, guarantee, falls_back=True
+            plan.limits, costs, plan.admission, plan.prefill, target.num_reusable, guarantee, True
         )
         engine.scheduler.counts, engine.scheduler.output_tokens = engines.counts, plan.output_tokens
         close, self.engine = engine.close, engine
