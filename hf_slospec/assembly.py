@@ -43,8 +43,9 @@ def static_engine(
 def continuous_engine(config: SLOSpecConfig, parts: Parts, limits: Limits) -> Engine[ContinuousScheduler]:
     """Return an engine to which requests are added while it runs."""
     target, drafter, policy, costs, clock, shared = parts
+    guarantee = config.guarantee if config.admission == "slo" else None
     scheduler = ContinuousScheduler(
-        limits, costs, config.admission, config.prefill, target.num_reusable, config.guarantee, policy.falls_back
+        limits, costs, config.admission, config.prefill, target.num_reusable, guarantee, policy.falls_back
     )
     return Engine(target, drafter, policy, scheduler, costs, clock, config.check_invariants, shared)
 

@@ -93,7 +93,6 @@ class RequestParams:
     stages: tuple[Stage, ...] = (Stage(None),)
     ttft_slo_s: float | None = None  # seconds from arrival to the first token
     priority: int = 0  # lower goes first
-    value: int = 1  # of meeting its SLOs, against other requests of its priority, when not all can be guaranteed
     is_best_effort: bool = False  # no SLO is to be guaranteed
     must_guarantee: bool = False  # refuse the request unless its SLOs are guaranteed when it arrives
     cache_salt: str = ""  # K/V is shared only between requests of equal salt
@@ -110,6 +109,7 @@ class RequestParams:
     e2e_slo_s: float | None = None  # seconds from arrival to the last token
     grammar: Grammar | None = None  # what drafts follow, as the output does; None: the output is free
     earlier: RequestMetrics | None = None  # those of the request that this one continues after a pause
+    value: int = 1  # of meeting its SLOs, against other requests of its priority, when not all can be guaranteed
 
     @property
     def max_len(self) -> int:

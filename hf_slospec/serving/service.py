@@ -330,8 +330,8 @@ class BatchingService:
             )
         return replace(
             params, ttft_slo_s=params.ttft_slo_s or options.slo_ttft, e2e_slo_s=options.slo_e2e,
-            priority=options.priority, value=options.value, is_best_effort=options.best_effort, must_guarantee=options.must_guarantee,
-            cache_salt=options.cache_salt, may_draft=options.speculative,
+            priority=options.priority, value=options.value, is_best_effort=options.best_effort,
+            must_guarantee=options.must_guarantee, cache_salt=options.cache_salt, may_draft=options.speculative,
         )  # fmt: skip
 
 

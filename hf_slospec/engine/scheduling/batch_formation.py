@@ -135,7 +135,8 @@ class BatchFormation:
             is_prefilling = any(not (r.is_decoding or r.is_best_effort) for r in running)
             chunk = self._plain_chunk(running, len(must), allowed_s, now_s) if is_prefilling else 0
             numbers = len(must) + np.arange(1, len(spare) + 1)
-            times_s = self._costs.verify_s(numbers + chunk, numbers, numbers * self._costs.recent.keys)
+            num_keys = np.asarray(numbers * self._costs.recent.keys)
+            times_s = self._costs.verify_s(numbers + chunk, numbers, num_keys)
             limit_s = min(allowed_s, self._steady_s(decoding)) if is_prefilling else allowed_s
             kept = {*must, *spare[: int(np.count_nonzero(times_s <= limit_s))]}
         elif decoding and (all_s := self._costs.step_at(len(decoding))) > allowed_s:

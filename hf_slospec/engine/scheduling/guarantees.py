@@ -162,9 +162,7 @@ def guaranteeable(
             deadline_s = deadline_s // step_s * step_s
         params, earlier = request.params, request.params.earlier
         value = params.value * (CONTINUED if earlier is not None and earlier.guaranteed else 1)
-        return Candidate(
-            deadline_s, tokens, slots, _tier_of(tiers, request), rank[params.priority], value, is_forced
-        )
+        return Candidate(deadline_s, tokens, slots, _tier_of(tiers, request), rank[params.priority], value, is_forced)
 
     running = [0] * len(tiers)
     for request in guaranteed:

@@ -79,7 +79,7 @@ def plain_budget(
         return spare
     seconds = costs.verify_s(num_decoding + sizes, num_decoding, num_decoding * costs.recent.keys)
     plain_s = np.maximum.accumulate(seconds)
-    most, steady = np.searchsorted(plain_s, [allowed_s, min(allowed_s, steady_s)], side="right").tolist()
+    most, steady = (int(np.searchsorted(plain_s, min(allowed_s, at_s), side="right")) for at_s in (math.inf, steady_s))
     is_enough = sizes / plain_s >= required_rate(due, costs, now_s)
     needed = int(np.argmax(is_enough)) + 1 if is_enough.any() else max_tokens
     num_tokens = sum(request.num_uncached for request in guaranteed)

@@ -165,7 +165,10 @@ class Server:
         target = engines.new_target(self.sampler, plan.limits.kv_tokens, plan.kept)
         drafter = engines.new_drafter(plan.limits.kv_tokens, plan.kept)
         engine = continuous_engine(engines.config, engines.parts(target, drafter, costs), plan.limits)
-        engine.scheduler = CheckedScheduler(plan.limits, costs, plan.admission, plan.prefill, target.num_reusable)
+        guarantee = 0.95 if plan.admission == "slo" else None
+        engine.scheduler = CheckedScheduler(
+            plan.limits, costs, plan.admission, plan.prefill, target.num_reusable, guarantee, True
+        )
         engine.scheduler.counts, engine.scheduler.output_tokens = engines.counts, plan.output_tokens
         close, self.engine = engine.close, engine
 
