@@ -192,7 +192,7 @@ def generate_in_parts(
         return decode(_call(speculator, slo, arguments, speculator.target.ranks.clock(), stock, is_whisper))
 
     output = stock_generate(model)(**_for_stock(model, arguments), custom_generate=decode_part)
-    if not num_parts:
+    if not (num_parts or is_whisper):
         torch.set_rng_state(generator_state)
         raise _own_generate(model, "")
     return output
