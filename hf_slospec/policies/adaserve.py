@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -43,7 +44,8 @@ class AdaServePolicy(NamedPolicy):
     roofline; the artifact has 512 for Llama-70B on four A100, and 256 for Qwen-32B.
     """
 
-    name, options = "adaserve", AdaServeOptions
+    name = "adaserve"
+    options: ClassVar[type[PolicyOptions]] = AdaServeOptions
 
     def __init__(self, config: PolicySettings, costs: StepCosts):
         super().__init__(config, costs)
