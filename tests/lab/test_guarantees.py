@@ -16,7 +16,7 @@ KIND = Kind("coding", 1.0, Length(150, 60, 1000), Length(100, 40, 256, 11), tpot
 @pytest.mark.parametrize("seed", [0, 1])
 def test_guaranteed_requests_keep_ttft_and_windows_in_overload(seed: int) -> None:
     rng, hardware = np.random.default_rng(seed), HARDWARE["llama-70b-4xa100"]
-    jobs = jobs_of((KIND,), poisson(rng, 24.0, 200), rng, lambda tokens: float(hardware.target(tokens, 1, tokens)))
+    jobs = jobs_of((KIND,), poisson(rng, 20.0, 200), rng, lambda tokens: float(hardware.target(tokens, 1, tokens)))
     load = Load.of("overload", jobs, TextModel(0.84, 12.0), rng)
     config = config_of("auto").model_copy(update={"max_batch": 256})
     outcomes = Simulation(load.jobs, load.library, hardware, config, seed=seed).run().outcomes
