@@ -67,8 +67,9 @@ def admitted(candidates: Sequence[Candidate], rate: PrefillRate, running: Counts
     The value of a set is the sum of its candidates' values. Priorities are compared lexicographically: as much value of
     the lowest priority as possible, then as much of the next, and so on, which is the same as values that exceed those
     of all lower classes together. Of equally valuable sets, the one that leaves most capacity for later candidates is
-    preferred, then the one with earlier deadlines, then the one with lower indices. Forced candidates are always admitted, even if they cannot meet
-    their deadlines or make running requests miss their TPOT SLOs; in that case no other candidate is admitted.
+    preferred, then the one with earlier deadlines, then the one with lower indices. Forced candidates are always
+    admitted, even if they cannot meet their deadlines or make running requests miss their TPOT SLOs; in that case no
+    other candidate is admitted.
 
     Time grows with the number of candidates N times the number of states: one if all candidates fit, else up to
     N^tiers counts and the different sums of values times the trade-offs between K/V cache and budget at each. With
