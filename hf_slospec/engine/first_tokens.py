@@ -1,4 +1,4 @@
-"""What the length of a step decides about: first tokens, those of requests to come too, and guaranteed windows."""
+"""SLOs that the length of a step decides about: first tokens, those of requests to come too, guaranteed windows."""
 
 from __future__ import annotations
 
