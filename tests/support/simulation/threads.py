@@ -1,13 +1,12 @@
 """Threads and time of a simulation: one thread runs at a time, and a seed decides which goes on wherever one may wait.
 
-``Threading`` and ``Time`` stand in for the modules ``threading`` and ``time`` of the code under test.
+``Threading`` and ``Time`` stand in for the modules ``threading`` and ``time`` of the code under test, and for the locks
+of :mod:`hf_slospec.forks`.
 """
 
 from __future__ import annotations
 
 import random
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,8 +19,11 @@ from hf_slospec.serving import batcher, handle
 REPLACED = (
     (batcher, "threading"),
     (batcher, "time"),
+    (batcher, "Condition"),
+    (batcher, "Lock"),
     (handle, "threading"),
     (handle, "time"),
+    (handle, "Condition"),
     (fair_lock, "threading"),
 )
 MOST_TURNS = 20_000  # more are a loop without end
@@ -130,7 +132,9 @@ class World:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Put these threads and this clock in the place of real ones."""
-        stand_ins, real = {"threading": Threading(self), "time": Time(self)}, {"threading": threading, "time": time}
+        own = Threading(self)
+        stand_ins = {"threading": own, "time": Time(self), "Condition": own.Condition, "Lock": own.RLock}
+        real = {(module, name): getattr(module, name) for module, name in REPLACED}
         for module, name in REPLACED:
             setattr(module, name, stand_ins[name])
         try:
@@ -138,7 +142,7 @@ class World:
         finally:
             self.end()
             for module, name in REPLACED:
-                setattr(module, name, real[name])
+                setattr(module, name, real[module, name])
 
 
 class Thread:
