@@ -223,7 +223,7 @@ class Rows:
     def _stream_token(self, token: int) -> None:
         """Stream a single row's new token at once, if code of the user's is called before the next one is chosen."""
         if self.streamer is not None and len(self.requests) == 1 and self.has_callbacks:
-            self.streamer.put(torch.tensor([token]))
+            self.streamer.put(torch.tensor([token], device="cpu"))
             self._num_streamed += 1
 
     def _put(self, ready: int) -> None:
