@@ -30,29 +30,36 @@ class DemoHandle:
 
     @property
     def commits(self) -> list[Commit]:
+        """Return the tokens that each step so far added, with its time."""
         return self._handle.commits
 
     @property
     def pieces(self) -> list[TextPiece]:
+        """Return the text so far, by the origin of its tokens."""
         return self._text.update(self._handle.token_ids, self._handle.from_draft)
 
     @property
     def metrics(self) -> RequestMetrics:
+        """Return measurements so far."""
         return self._handle.metrics
 
     @property
     def finish_reason(self) -> FinishReason | None:
+        """Return the reason why the request ended; None before."""
         return self._handle.finish_reason
 
     @property
     def error(self) -> BaseException | None:
+        """Return the error that ended the request, if any."""
         error = self._handle.request.error if self._handle.done() else None
         return None if isinstance(error, RequestCancelledError) else error
 
     def cancel(self) -> None:
+        """Cancel the request, unless it is done."""
         self._handle.cancel()
 
     def result(self) -> RequestMetrics:
+        """Wait for the end of the request and return its measurements; raises its error."""
         return self._handle.result().metrics
 
 
@@ -68,9 +75,11 @@ class DemoGenerator:
         self.is_chat = getattr(self._tokenizer, "chat_template", None) is not None
 
     def start(self) -> None:
+        """Start to take requests, or raise the error that prevents it."""
         self.generator.start()
 
     def submit(self, prompt: str, **options: Any) -> DemoHandle:
+        """Queue a request; ``options`` are those of ``SLOSpecGenerator.submit``."""
         num_tokens = len(self._tokenizer(prompt)["input_ids"])
         if num_tokens > MAX_PROMPT_TOKENS:
             raise InvalidInputError(f"the prompt has {num_tokens} tokens; shorten it, the limit is {MAX_PROMPT_TOKENS}")
@@ -83,10 +92,12 @@ class DemoGenerator:
         return DemoHandle(handle, Detokenizer(self._tokenizer))
 
     def set_policy(self, name: str) -> None:
+        """Change the policy from the next step on."""
         if name not in POLICIES:
             raise InvalidInputError(f"there is no policy {name!r}; choose one of {', '.join(POLICIES)}")
         self.generator.set_policy(POLICIES[name])
         self.policy = name
 
     def stop(self) -> None:
+        """End all requests."""
         self.generator.stop(drain=False)

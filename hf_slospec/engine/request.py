@@ -538,7 +538,10 @@ class RequestMetrics:
     @property
     def guaranteed_throughout(self) -> bool:
         """Return whether the SLOs of this request and of all those that it continues were guaranteed."""
-        return self.guaranteed and (self.earlier is None or self.earlier.guaranteed_throughout)
+        part: RequestMetrics | None = self
+        while part is not None and part.guaranteed:
+            part = part.earlier
+        return part is None
 
     @property
     def acceptance_length(self) -> float | None:

@@ -12,11 +12,15 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 OF_TRANSFORMERS = {module.__name__ for module in (logits_process, stopping_criteria, streamers)}
 
 
+def is_stock(callback: Any) -> bool:
+    """Return whether transformers defines the class of a callback."""
+    return type(callback).__module__ in OF_TRANSFORMERS
+
+
 def is_users(callback: Any) -> bool:
     """Return whether the user wrote a callback, or a function that it calls."""
-    module = type(callback).__module__
-    is_known = module in OF_TRANSFORMERS or module.partition(".")[0] == __name__.partition(".")[0]
-    return not is_known or isinstance(callback, PrefixConstrainedLogitsProcessor)
+    is_ours = type(callback).__module__.partition(".")[0] == __name__.partition(".")[0]
+    return not (is_stock(callback) or is_ours) or isinstance(callback, PrefixConstrainedLogitsProcessor)
 
 
 def copied_for_row(callback: Any) -> Any:

@@ -41,6 +41,7 @@ from hf_slospec.models.coupling import Coupling
 from hf_slospec.models.inspection.cache_names import given_cache
 from hf_slospec.models.inspection.ownership import foreign_members, is_of_transformers
 from hf_slospec.models.inspection.properties import FORWARD_ERRORS
+from hf_slospec.models.noise import default_generator
 from hf_slospec.models.sampling import StockSampler
 
 TEXT_ARGUMENTS = {*PREPARED, "input_ids", "inputs"}
@@ -177,7 +178,8 @@ def generate_in_parts(
         As :func:`prepare`.
     """
     slo, model = _check(speculator, slo_tpot, arguments), speculator.target.model
-    is_whisper, num_parts, generator_state = generates_in_parts(model), 0, torch.get_rng_state()
+    is_whisper, num_parts, generator = generates_in_parts(model), 0, default_generator(model.device)
+    state = generator.get_state()
     if is_whisper and isinstance(slo, list):
         raise UnsupportedOptionError(
             f"slo_tpot must be one for all rows of {type(model).__name__}, whose generate chooses the rows of each "
@@ -193,7 +195,7 @@ def generate_in_parts(
 
     output = stock_generate(model)(**_for_stock(model, arguments), custom_generate=decode_part)
     if not (num_parts or is_whisper):
-        torch.set_rng_state(generator_state)
+        generator.set_state(state)
         raise _own_generate(model, "")
     return output
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.generation import logits_process
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
@@ -37,7 +36,7 @@ from transformers.generation.logits_process import (
     WhisperNoSpeechDetection,
 )
 
-from hf_slospec.generate.callbacks import copied_for_row, is_users
+from hf_slospec.generate.callbacks import copied_for_row, is_stock, is_users
 from hf_slospec.generate.grammars import DraftGrammar, JSONConstraint
 
 IGNORE_SEQUENCE = {
@@ -157,4 +156,4 @@ class _NoSpeechOfRow:
 def is_stateless(processor: Any) -> bool:
     """Return whether a processor is known to keep no state between calls."""
     stateful = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
-    return type(processor).__module__ == logits_process.__name__ and not isinstance(processor, stateful)
+    return is_stock(processor) and not isinstance(processor, stateful)

@@ -13,7 +13,6 @@ from transformers.generation import (
     GenerationConfig,
     MaxLengthCriteria,
     StoppingCriteriaList,
-    stopping_criteria,
 )
 
 from hf_slospec.engine.events import StepEvent
@@ -21,7 +20,7 @@ from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.request import Grammar, NewNoise, Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.static_batch import CHUNK
 from hf_slospec.errors import UnsupportedOptionError
-from hf_slospec.generate.callbacks import copied_for_row
+from hf_slospec.generate.callbacks import copied_for_row, is_stock
 from hf_slospec.generate.encoder import EncoderInputs
 from hf_slospec.generate.multimodal_prompts import WholePrompts
 from hf_slospec.generate.prompt import PromptInputs
@@ -135,8 +134,7 @@ def _joint_for_row(criterion: Any, row: int) -> Any:
 
 def _for_row(criterion: Any) -> Any:
     """Return a copy of a user's criterion, which may have state; those of transformers and ours have none."""
-    has_no_state = type(criterion).__module__ == stopping_criteria.__name__ or isinstance(criterion, StopStrings)
-    return criterion if has_no_state else copied_for_row(criterion)
+    return criterion if is_stock(criterion) or isinstance(criterion, StopStrings) else copied_for_row(criterion)
 
 
 class Rows:
@@ -223,7 +221,7 @@ class Rows:
     def _stream_token(self, token: int) -> None:
         """Stream a single row's new token at once, if code of the user's is called before the next one is chosen."""
         if self.streamer is not None and len(self.requests) == 1 and self.has_callbacks:
-            self.streamer.put(torch.tensor([token]))
+            self.streamer.put(torch.tensor([token], device="cpu"))
             self._num_streamed += 1
 
     def _put(self, ready: int) -> None:

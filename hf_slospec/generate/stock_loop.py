@@ -11,7 +11,7 @@ from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.protocols import Clock
 from hf_slospec.engine.request import Request
-from hf_slospec.generate.callbacks import OF_TRANSFORMERS
+from hf_slospec.generate.callbacks import is_stock
 from hf_slospec.generate.rows import Rows, is_joint
 
 
@@ -22,7 +22,7 @@ def batch_level_names(processors: LogitsProcessorList, criteria: StoppingCriteri
     without it they may tell rows apart, end all of them together or count their calls, and stock calls them once per
     step with the whole batch.
     """
-    users = [each for each in (*processors, *criteria) if type(each).__module__ not in OF_TRANSFORMERS]
+    users = [each for each in (*processors, *criteria) if not is_stock(each)]
     return [
         type(each).__name__ for each in users if not getattr(each, "per_row", False) and not is_joint(each, num_rows)
     ]

@@ -58,9 +58,9 @@ class CheckedModel:
         self._sets_attributes = False  # its own forwards change attributes of its modules
         self._packed: PackedModel
         self._cost: ForwardCost | None = None
+        self._is_cost_compiled = False  # the cost is that of compiled forwards
         if self._is_target:  # a draft decides no token
             check_own_code(model)
-        self._is_cost_compiled = False  # the cost is that of compiled forwards
         _ = self.packed
 
     @property

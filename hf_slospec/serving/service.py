@@ -66,6 +66,8 @@ class BatchingService:
     def __init__(self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None, processor: Any = None):
         self.decoder, self.tokenizer, self.config = decoder, tokenizer, decoder.config
         self.processor = processor  # for prompts with images
+        # By whether special tokens are left out; what they find out about the tokenizer is kept.
+        self._texts = {skips: Detokenizer(tokenizer, skips) for skips in (False, True)}
         self.telemetry = Telemetry()
         self._samplers = RequestSamplers()
         self._streaming: WeakSet[threading.Thread] = WeakSet()
@@ -275,7 +277,8 @@ class BatchingService:
 
         def new_stop_strings(tokenizer: Any, strings: str | Sequence[str]) -> OutputStopStrings:
             min_tokens = configured("min_new_tokens", self.decoder.model, arguments) or 0
-            to_text = Detokenizer(tokenizer, options.skip_special_tokens)
+            skips = options.skip_special_tokens
+            to_text = self._texts[skips] if tokenizer is self.tokenizer else Detokenizer(tokenizer, skips)
             return OutputStopStrings(to_text, strings, inputs["inputs"].shape[1], min_tokens)
 
         with keeping_rope_deltas(self.decoder.model):
@@ -302,7 +305,7 @@ class BatchingService:
         if sampler is not None:
             self._samplers.add(request, sampler)
         handle = RequestHandle(
-            request, None if self.tokenizer is None else Detokenizer(self.tokenizer, options.skip_special_tokens),
+            request, None if self.tokenizer is None else self._texts[options.skip_special_tokens],
             batcher.abort, seed if params.is_sampled else None, record.logprobs[0],
             [] if reader is None else reader.logprobs,
         )  # fmt: skip

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_slospec.drafters.translation import BYTE_TOKEN, bytes_of
+from hf_slospec.forks import cached_property
 
 ToText = Callable[[list[int]], str]
 INVALID = "\ufffd"  # in place of bytes that are no UTF-8, such as part of a character
