@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any, Protocol, Self, TypeVar, overload
 from weakref import WeakSet
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class Resettable(Protocol):
@@ -51,7 +53,10 @@ def undone(undo: Callable[[], None]) -> Iterator[None]:
 
 def _reset() -> None:
     for each in [*_locks, *_owners]:
-        each.reset_after_fork()
+        try:
+            each.reset_after_fork()
+        except Exception:  # the others must be reset all the same
+            logger.exception("a forked child could not reset a %s, which may fail there", type(each).__name__)
     for key, (thread, undo) in list(_undos.items()):
         if thread != threading.get_ident():
             del _undos[key]

@@ -36,7 +36,8 @@ class DemoHandle:
     @property
     def pieces(self) -> list[TextPiece]:
         """Return the text so far, by the origin of its tokens."""
-        return self._text.update(self._handle.token_ids, self._handle.from_draft)
+        is_last = self._handle.done()  # read first, as further tokens may come
+        return self._text.update(self._handle.token_ids, self._handle.from_draft, is_last)
 
     @property
     def metrics(self) -> RequestMetrics:

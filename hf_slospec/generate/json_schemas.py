@@ -16,6 +16,8 @@ MAPS = ("properties", "patternProperties", "$defs", "definitions")  # keywords w
 INNER = ("items", "prefixItems", "additionalProperties")  # keywords with a schema, or several, of inner values
 FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")  # llguidance's
 
+MAX_LISTED = 20_000  # properties that compositions list in all, each as often as it is listed again
+
 _BYTE = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 _V4, _HEX = rf"{_BYTE}(?:\.{_BYTE}){{3}}", "[0-9a-f]{1,4}"
 _V6 = rf"(?:{_HEX}(?::{_HEX}){{7}}|(?:{_HEX}(?::{_HEX}){{0,5}})?::(?:{_HEX})?)"
@@ -59,7 +61,7 @@ def to_follow(schema: dict[str, Any]) -> dict[str, Any]:
     are annotations.
 
     Raises:
-        InvalidInputError: the schema nests too deeply.
+        InvalidInputError: the schema nests too deeply, or its compositions list too many properties.
     """
     try:
         followed: dict[str, Any] = _Closing(schema).closed(schema, "#")
@@ -74,6 +76,7 @@ class _Closing:
     def __init__(self, schema: dict[str, Any]):
         self._nodes: dict[str, dict[str, Any]] = {}
         self._names: dict[str, _Names | None] = {}
+        self._num_listed = 0
         self._open: set[str] = set()  # schemas of a part of an object, which is closed by the schema of the whole
         self._collect(schema, "#")
         for at in self._nodes:
@@ -146,6 +149,11 @@ class _Closing:
             if (more := self._names_at(part)) is None:
                 return None
             names |= more
+            self._num_listed += len(names)
+            if self._num_listed > MAX_LISTED:
+                raise InvalidInputError(
+                    f"the schema's allOf, anyOf, oneOf and $ref list more than {MAX_LISTED} properties in all"
+                )
         return names
 
 

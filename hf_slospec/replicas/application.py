@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from typing import Any
 
@@ -13,12 +14,15 @@ from ray.serve.handle import DeploymentHandle
 
 from hf_slospec.replicas.failover import ReplicatedEngine
 from hf_slospec.replicas.loopback import keep_replica_on_loopback
+from hf_slospec.replicas.messages import REPORT_S
 from hf_slospec.replicas.options import HEAD, ReplicaOptions
 from hf_slospec.replicas.replica import ModelReplica
 from hf_slospec.replicas.running import running_replicas
 from hf_slospec.serving.openai.access import ServerSettings
 from hf_slospec.serving.openai.app import make_app
 from hf_slospec.serving.openai.serve import SWITCH_S
+
+logger = logging.getLogger(__name__)
 
 HEALTH_S = 2.0  # seconds between health checks
 HEALTH_ANSWER_S = 10.0  # seconds for an answer; Serve ends a replica after three that are missing
@@ -42,8 +46,17 @@ class Front:
         description = await self.models.describe.remote(None)
         work = self.settings.bounds.new_work()
         engine = ReplicatedEngine(self.models, description, running_replicas, self.options, work)
-        self.watching = asyncio.ensure_future(engine.watch())
+        self.watching = asyncio.ensure_future(_watch(engine))
         return make_app(engine, self.settings)
+
+
+async def _watch(engine: ReplicatedEngine) -> None:
+    while True:
+        try:
+            await engine.watch()
+        except Exception:  # without reports all replicas would be taken for silent
+            logger.exception("the reports of the replicas could not be read; reading them again")
+        await asyncio.sleep(REPORT_S)
 
 
 def app(options: ReplicaOptions) -> Application:

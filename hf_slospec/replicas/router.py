@@ -33,7 +33,7 @@ class AddressRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the named replica, or all of them if it has just died or the call names none.
+        """Return the named replica, or all of them if the call names none or is an offer to one that has just died.
 
         Serve would ask a replica for the length of its queue first, and let at most two calls per replica wait for such
         answers. One that does not answer would hold up the calls of all, so the length is set: there is no limit to it.
@@ -45,7 +45,7 @@ class AddressRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             pending_request.routing_context.should_backoff = True  # if no replica can be reached, wait
         if isinstance(address, Offer | ToReplica):
             named = [each for each in candidate_replicas if _name(each.replica_id) == address.replica]
-            candidate_replicas = named or candidate_replicas
+            candidate_replicas = named if named or isinstance(address, ToReplica) else candidate_replicas
         return [[replica] for replica in candidate_replicas]
 
 

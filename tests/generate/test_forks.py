@@ -49,6 +49,7 @@ def stopped_within(module: torch.nn.Module, call: Any) -> Iterator[None]:
         callers.append(threading.get_ident())
         call()
 
+    forward.per_token = True  # type: ignore[attr-defined]
     module.forward = forward
     call()  # takes in the replaced forward
     thread = threading.Thread(target=work)

@@ -474,6 +474,7 @@ class NearKeys(LlamaModel):
 def test_masks_with_functions_of_the_user_are_refused() -> None:
     model = model_of()
     model.model.__class__ = NearKeys
+    model.per_token = True
     check_refused(model, r"builds masks with a function \(tests.*lambda")
 
 
@@ -616,11 +617,8 @@ def test_what_an_enabled_generate_wraps_takes_the_model() -> None:
 # ---- drafts, compilation, adapters
 
 
-def test_drafts_with_code_of_the_user_draft(interfaces: pytest.MonkeyPatch) -> None:
-    AttentionInterface.register("mine", longer_is_sharper)
-    AttentionMaskInterface.register("mine", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+def test_drafts_with_code_of_the_user_draft() -> None:
     model, draft = model_of(), model_of(OwnInputs)
-    draft.set_attn_implementation("mine")
     draft.generate = lambda *_: None
     generator = SLOSpecGenerator(model, draft, config=CONFIG)
     out = generator.generate(**PROMPTS, **OPTIONS, do_sample=False, return_dict_in_generate=True)

@@ -113,6 +113,8 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
     cache, num_nodes = packed.kv_cache, [tree.num_nodes for tree in trees]
     encoder = _encoder_outputs(packed, range(len(prompts)))
     with cache.temporary([len(prompt) + nodes for prompt, nodes in zip(prompts, num_nodes, strict=True)]) as sequences:
+        for sequence, prompt in zip(sequences, prompts, strict=True):
+            sequence.prompt_len = len(prompt)
         if encoder is not None:
             for sequence, encoded in zip(sequences, encode(packed.model, encoder)[0], strict=True):
                 sequence.encoded = encoded

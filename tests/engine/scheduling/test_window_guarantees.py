@@ -13,7 +13,7 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler
 from hf_slospec.engine.scheduling.guarantees import can_fall_back
-from hf_slospec.engine.scheduling.window_guarantees import LEARNED, MARGIN, SPREAD, WindowGuarantees
+from hf_slospec.engine.scheduling.window_guarantees import LEARNED, MARGIN, MAX_SHARE, SPREAD, WindowGuarantees
 from hf_slospec.engine.step_times import RecentSteps
 from tests.support.toys.engine import commit
 from tests.support.toys.served import ROOMY, Served
@@ -109,15 +109,26 @@ def test_a_kept_guarantee_raises_the_shares_of_its_slos_together_as_much_as_one(
     assert windows.share(SLO_S) == pytest.approx(share * math.exp(LEARNED * 0.1))
 
 
-def test_shares_of_first_tokens_and_plain_steps_never_exceed_those_at_the_beginning() -> None:
+def test_many_kept_guarantees_do_not_hide_broken_ones() -> None:
     windows = WindowGuarantees(0.5, RecentSteps(), falls_back=True)
     before = windows.first_share(), windows.plain_share(SLO_S)
-    for index in range(20):
+    assert windows.share(SLO_S) < MAX_SHARE
+    for index in range(200):
         request = request_with_ttft(index)
         windows.give(request, SLO_S, 0.0)
         windows.refused_s, request.finish_reason = 1.0, "stop"
         windows.end(request)
     assert (windows.first_share(), windows.plain_share(SLO_S)) == before
+    share, late = windows.share(SLO_S), request_with_ttft(200)
+    assert share == pytest.approx(MAX_SHARE)
+    windows.give(late, SLO_S, 0.0)
+    windows.observe(2 * TTFT_S)  # it has no token
+    assert windows.first_share() < before[0]
+    missed = request_of(201)
+    windows.give(missed, SLO_S, 0.0)
+    break_guarantee(missed)
+    windows.observe(2e3)
+    assert windows.share(SLO_S) < share
 
 
 @pytest.mark.parametrize(("probability", "falls_back"), [(None, True), (0.9, False)])

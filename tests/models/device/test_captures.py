@@ -85,10 +85,10 @@ def test_other_threads_wait_with_calls_that_would_break_a_capture(monkeypatch: p
     class Watched:
         def __enter__(self) -> None:
             asked.set()
-            plain.acquire()
+            plain.__enter__()
 
         def __exit__(self, *error: object) -> None:
-            plain.release()
+            plain.__exit__(None, None, None)
 
     monkeypatch.setattr(device_calls, "_LOCK", Watched())
     held, made = CudaGraphs(CUDA), doubled()
@@ -114,4 +114,4 @@ def test_out_of_memory_in_one_thread_does_not_break_captures_of_others(monkeypat
 
 
 def is_held(lock: Any) -> bool:
-    return bool(lock._is_owned())
+    return bool(lock._lock._is_owned())

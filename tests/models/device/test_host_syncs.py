@@ -51,6 +51,7 @@ def test_drafting_and_verifying_wait_for_nothing(
     # In the place of the copy to the host.
     monkeypatch.setattr(beam, "_trees", lambda nodes, sizes: found.append(nodes.clone()) or list(nodes))
     monkeypatch.setattr(DeferredFlags, "next", lambda self, flags: None)  # what waits is a level behind
+    monkeypatch.setattr(PackedModel, "_may_have_spread", lambda self, logits: False)  # which only CPUs look for
     bench.graphs.patience = patience  # for both, as they share the model's K/V cache
     for request in bench.requests:
         drafter.sequences.of(request).length -= 1
