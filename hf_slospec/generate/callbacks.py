@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Iterator, Mapping
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -25,5 +28,25 @@ def is_users(callback: Any) -> bool:
 
 def copied_for_row(callback: Any) -> Any:
     """Return a deep copy of a user's callback, which refers to the same models."""
-    held = [getattr(value, "__self__", value) for value in getattr(callback, "__dict__", {}).values()]
-    return copy.deepcopy(callback, {id(value): value for value in held if isinstance(value, torch.nn.Module)})
+    return copy.deepcopy(callback, {id(module): module for module in _modules_in(callback, set())})
+
+
+def _modules_in(value: Any, seen: set[int]) -> Iterator[torch.nn.Module]:
+    """Yield the modules that an object holds, in containers, partial functions and bound methods, too."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.nn.Module):
+        yield value
+    elif isinstance(value, Mapping):
+        for held in value.values():
+            yield from _modules_in(held, seen)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for held in value:
+            yield from _modules_in(held, seen)
+    elif isinstance(value, MethodType):
+        yield from _modules_in(value.__self__, seen)
+    elif isinstance(value, functools.partial):
+        yield from _modules_in((value.func, value.args, value.keywords), seen)
+    elif not isinstance(value, (type, FunctionType, ModuleType, torch.Tensor)):
+        yield from _modules_in(getattr(value, "__dict__", {}), seen)

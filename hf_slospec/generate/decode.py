@@ -211,13 +211,19 @@ def decode(call: Call) -> Any:
     rows, stock, speculator, record = call.rows, call.stock, call.speculator, call.rows.record
     is_dict = stock.config.return_dict_in_generate
     num_rows = len(rows.params)
+    reason = ""
     if num_rows > 1 and (names := batch_level_names(stock.processors, stock.criteria, num_rows)):
-        warnings.warn(
-            f"{', '.join(names)} may look at the whole batch, so all rows are decoded in step, without "
-            "speculation; set per_row = True on what treats every row by itself",
-            FallbackWarning,
-            stacklevel=2,
+        reason = (
+            f"{', '.join(names)} may look at the whole batch, so all rows are decoded in step, without speculation; "
+            "set per_row = True on what treats every row by itself"
         )
+    elif rows.has_callbacks and rows.prompt.is_cache_given:
+        reason = (
+            "the call's processors, criteria or streamer may look at the cache that it was given, which speculation "
+            "fills at the end only, so its tokens are decoded without speculation; leave one of them out"
+        )
+    if reason:
+        warnings.warn(reason, FallbackWarning, stacklevel=2)
         rows.make_requests()
         output = run_stock_loop(speculator.target.model, rows, speculator.target.ranks.clock, *stock[1:5])
         return _output(call, **output) if is_dict else output

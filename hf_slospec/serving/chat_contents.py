@@ -31,6 +31,7 @@ def in_template_form(processor: Any, messages: Sequence[Message], options: Mappi
     Raises:
         InvalidInputError: the template leaves out a text in every form.
     """
+    messages = [message | {"content": ""} if message.get("content") == [] else message for message in messages]
     has_images = any(map(_has_others, messages))
     tests: list[Callable[[Message], bool]] = [
         lambda message: has_images or _is_list(message),
@@ -68,8 +69,6 @@ def _hidden(processor: Any, messages: Sequence[Message], options: Mapping[str, A
     words: dict[str, tuple[int, str]] = {}  # by word: the message's index, and the text
 
     def marked(index: int, text: str) -> str:
-        if not text.strip():
-            return text
         word = f"qx{len(words)}xq"
         words[word] = index, text
         return word
@@ -83,9 +82,10 @@ def _hidden(processor: Any, messages: Sequence[Message], options: Mapping[str, A
         return []
     prompt = _squeezed(html.unescape(rendered))
     hidden = []
-    for word, (index, _) in words.items():
+    for word, (index, original) in words.items():
         text = _squeezed(wanted[word])
-        is_shown = text in prompt and not (_is_list(messages[index]) and _is_dumped(text, prompt))
+        is_shown = text in prompt or not original.strip()
+        is_shown &= not (_is_list(messages[index]) and _is_dumped(text, prompt))
         # Templates of Llama 3.1 and others leave out what an assistant says beside tool calls.
         if not is_shown and not messages[index].get("tool_calls"):
             hidden.append(index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Iterator
+from functools import partialmethod
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -110,8 +111,10 @@ def _foreign_of_class(kind: type, among: Collection[str] = ()) -> Iterator[str]:
     members = (name for base in library for name in vars(base) if not name.startswith(("__", "_abc")))
     for name in among or dict.fromkeys((*CALLED, *members, *_stored(kind))):
         base = next((base for base in kind.__mro__ if name in vars(base)), object)
-        functions = _functions(vars(base).get(name))
-        is_own = all(map(is_of_transformers, functions)) if functions else _root(base.__module__) == LIBRARY
+        member = vars(base).get(name)
+        functions, is_own = _functions(member), _root(base.__module__) == LIBRARY
+        if functions and (is_own or not isinstance(member, partialmethod)):  # which binds further arguments
+            is_own = all(map(is_of_transformers, functions))
         if not is_own and base.__module__ != "builtins":
             yield name
 
@@ -127,7 +130,10 @@ def _functions(member: Any) -> list[Any]:
     if isinstance(member, property):
         return [member.fget]
     member = getattr(member, "__func__", member)  # of static methods and class methods
-    return [member] if callable(member) and not isinstance(member, type) else []
+    if callable(member):
+        return [] if isinstance(member, type) else [member]
+    is_descriptor = hasattr(type(member), "__get__") and type(member).__module__ != "builtins"
+    return [getattr(member, "func", member)] if is_descriptor else []  # partial methods, cached properties
 
 
 def _set_on(owner: Any, among: Collection[str] = ()) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -27,10 +28,11 @@ LIBRARIES |= {"awq", "compressed_tensors", "gptqmodel", "hqq", "optimum"}
 DECLARED = "per_token"  # attribute by which hooks and modules say that they compute each token alone
 # Attributes by which code reads a token's own numbers; none depends on how many tokens there are.
 TOKEN_WISE = frozenset(
-    "Tensor abs add add_ addcmul bfloat16 clamp clone contiguous detach device div div_ double dtype exp float "
-    "functional gelu half hidden_states last_hidden_state linear logits matmul mul mul_ neg nn relu requires_grad_ "
-    "sigmoid silu softplus sub sub_ tanh to type_as unsqueeze where".split()
+    "Tensor abs add addcmul bfloat16 clamp clone contiguous detach device div double dtype exp float functional gelu "
+    "half hidden_states last_hidden_state linear logits matmul mul neg nn relu sigmoid silu softplus sub tanh to "
+    "type_as unsqueeze where".split()
 )
+CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward", "__getattr__")  # run by each call of a module
 CALLED = (isinstance, tuple, torch, nn, nn.functional, torch.Tensor)  # globals that such code may use
 # Instructions of code without loops, and without a trace beyond its local variables.
 WITHOUT_STATE = re.compile(
@@ -38,6 +40,7 @@ WITHOUT_STATE = re.compile(
     "|STORE_FAST.*|BINARY_.*|UNARY_.*|COMPARE_OP|IS_OP|TO_BOOL|NOT_TAKEN|POP_JUMP.*|JUMP_FORWARD"
     "|BUILD_(TUPLE|LIST|SLICE)|LIST_(EXTEND|TO_TUPLE)|CALL.*|KW_NAMES|RETURN_.*|POP_TOP|COPY|SWAP|UNPACK_.*"
 )
+IN_PLACE = {"out", "inplace"}  # arguments by which functions of torch write into tensors
 MAX_INDEX = 1  # of tuples; a larger number in a subscript may count tokens
 
 
@@ -111,7 +114,7 @@ def _overridden(kind: type) -> Iterator[str]:
     for name in dict.fromkeys(name for base in foreign for name in vars(base)):
         is_method = isinstance(getattr(kind, name), FunctionType) and not name.startswith("__init")
         is_used = any(name in vars(base) for base in kind.__mro__ if base not in foreign and base is not object)
-        if is_method and is_used and name != "forward" and (name == "__call__" or not _is_beside_forwards(name)):
+        if is_method and is_used and name != "forward" and (name in CALLS or not _is_beside_forwards(name)):
             yield name
 
 
@@ -162,6 +165,9 @@ def _functions(code: Any) -> Iterator[Any]:
         yield from _functions(code.__func__)
     elif isinstance(code, (FunctionType, BuiltinFunctionType)):
         yield code
+    elif isinstance(code, nn.Module):
+        yield from _functions(code.forward)
+        yield type(code).__call__
     else:
         call = getattr(type(code), "__call__")  # noqa: B004, B009  its function, not whether there is one
         yield call if isinstance(call, FunctionType) else type(code)
@@ -173,7 +179,7 @@ def is_token_wise(function: Any, owner: nn.Module | None = None, values: Iterabl
     It may only add, multiply and convert tensors, by constants or attributes of ``owner``, without loops, shapes or
     state; ``values`` are its bound arguments. What such code does to one shape, it does to all, as a trial shows.
     """
-    if not isinstance(function, FunctionType):
+    if not isinstance(function, FunctionType) or _writes(function):
         return False
     instructions = list(dis.get_instructions(function))
     has_subscript = any("SUBSCR" in each.opname or "SLICE" in each.opname for each in instructions)
@@ -185,6 +191,23 @@ def is_token_wise(function: Any, owner: nn.Module | None = None, values: Iterabl
         WITHOUT_STATE.fullmatch(each.opname) and _reads_plainly(each, function, owner, is_plain)
         for each in instructions
     )
+
+
+def _writes(function: FunctionType) -> bool:
+    """Return whether code may write into tensors that outlive the call, by which it could count its calls.
+
+    ``hidden += v`` writes into the output, unless ``hidden`` is another name of a tensor that is not the call's.
+    """
+    names = {name for const in function.__code__.co_consts if isinstance(const, tuple) for name in const}
+    instructions = list(dis.get_instructions(function))
+    if not any(each.opname == "BINARY_OP" and each.argrepr.endswith("=") for each in instructions):
+        return bool(names & IN_PLACE)
+    has_alias = any(
+        each.opname.startswith(("LOAD_DEREF", "LOAD_GLOBAL", "LOAD_ATTR"))
+        and after.opname.startswith(("STORE_FAST", "JUMP", "COPY", "SWAP", "BUILD"))
+        for each, after in itertools.pairwise(instructions)
+    )
+    return bool(names & IN_PLACE) or has_alias or bool(function.__defaults__ or function.__kwdefaults__)
 
 
 def _reads_plainly(

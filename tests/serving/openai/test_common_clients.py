@@ -191,7 +191,7 @@ def test_responses_have_the_log_probabilities_of_chats(served: Served) -> None:
 
 
 def test_log_probabilities_of_a_response_are_those_of_its_text() -> None:
-    chat_form = Answer("tiny", True, lambda token: "abcdefgh"[token], wants_logprobs=True)
+    chat_form = Answer("tiny", True, lambda token: b"abcdefgh"[token : token + 1], wants_logprobs=True)
     body = ResponsesBody.model_validate({"input": "x", "include": ["message.output_text.logprobs"]})
     answer = ResponseAnswer(body, chat_form)
 
