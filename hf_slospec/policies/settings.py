@@ -90,12 +90,14 @@ class PolicySettings(BaseModel):
         return options.model_validate(value)
 
     def model_copy(self: Settings, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Settings:
-        """Return a validated copy with ``update``. If the policy changes, the options of the old one are dropped."""
+        """Return a validated copy with ``update``. If the policy changes, the options of the old one are dropped.
+
+        Fields that were not set take their defaults again, some of which depend on others.
+        """
         update = update or {}
         is_other = update.get("policy", self.policy) != self.policy
-        return type(self).model_validate(
-            {**self.model_dump(exclude={"policy_options"} if is_other else None), **update}
-        )
+        kept = self.model_dump(exclude={"policy_options"} if is_other else None, exclude_unset=True)
+        return type(self).model_validate({**kept, **update})
 
     def options_of(self, kind: type[Options]) -> Options:
         """Return the policy's options, or the defaults of ``kind`` if the named policy has other options."""

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cli.app import app
-from hf_slospec.demo.generator import LocalGenerator
+from hf_slospec.demo.generator import DemoGenerator
 from hf_slospec.demo.personas import PERSONAS
 from hf_slospec.generate.grammars import Grammars
 from hf_slospec.serving.openai.app import ServerSettings, make_app
@@ -152,7 +152,7 @@ def test_the_server_answers_chats(smollm2: Real, stock: Stock) -> None:
 @pytest.mark.nightly
 def test_the_demo_asks_in_the_chat_template_and_answers_end(smollm2: Real) -> None:
     with SLOSpecGenerator(smollm2.model, tokenizer=smollm2.tokenizer, drafter="suffix") as generator:
-        demo = LocalGenerator(generator)
+        demo = DemoGenerator(generator)
         request = PERSONAS[0].request(1.0, demo.is_chat).model_copy(update={"temperature": 0.0})
         handle = demo.submit(request.prompt, **request.options)
         handle.result()

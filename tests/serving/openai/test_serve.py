@@ -60,7 +60,7 @@ NO_COMPILER = ["--config", '{"compile": false}']  # it would go on beside other 
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size goes with --target, and without"),
         (
             ["--tensor-parallel-size", "2", "--target", "pickled", "--replicas", "1"],
-            "--tensor-parallel-size: replicas run a model in one process each",
+            "--tensor-parallel-size: a replica is one process",
         ),
         (["--tensor-parallel-size", "2", "--target", "pickled"], "torchrun --nproc-per-node 2 -m hf_slospec"),
     ],
