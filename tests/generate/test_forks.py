@@ -76,7 +76,9 @@ def test_a_child_generates_while_another_thread_is_within_a_forward(drafter: str
     target = copy.deepcopy(tiny_model("llama"))
     classes = [type(module) for module in target.modules()]
     inputs, stock = ragged_prompts(2), target.generate(**ragged_prompts(2), **OPTIONS)
-    model = hf_slospec.enable(target, drafter=DRAFTERS[drafter](target), config=SLOSpecConfig(prepack=prepack))
+    model = hf_slospec.enable(
+        target, drafter=DRAFTERS[drafter](target), config=SLOSpecConfig(prepack=prepack, compile=False)
+    )
 
     def is_same() -> bool:
         return torch.equal(model.generate(**inputs, **OPTIONS, slo_tpot=1.0), stock)
@@ -93,7 +95,8 @@ def test_a_child_generates_while_another_thread_is_within_a_forward(drafter: str
 def test_children_generate_while_two_threads_generate() -> None:
     target = copy.deepcopy(tiny_model("llama"))
     inputs, stock = ragged_prompts(2), target.generate(**ragged_prompts(2), **OPTIONS)
-    model = hf_slospec.enable(target, copy.deepcopy(tiny_model("llama", noise=0.03)))
+    draft, config = copy.deepcopy(tiny_model("llama", noise=0.03)), SLOSpecConfig(compile=False)
+    model = hf_slospec.enable(target, draft, config=config)
     differing, is_over = list[Any](), threading.Event()
 
     def is_same() -> bool:
@@ -163,7 +166,8 @@ def test_a_call_whose_callback_forks_goes_on_in_both_processes() -> None:
     target = copy.deepcopy(tiny_model("llama"))
     inputs = ragged_prompts(1)
     stock = target.generate(**inputs, **OPTIONS)
-    model = hf_slospec.enable(target, copy.deepcopy(tiny_model("llama", noise=0.03)))
+    draft, config = copy.deepcopy(tiny_model("llama", noise=0.03)), SLOSpecConfig(compile=False)
+    model = hf_slospec.enable(target, draft, config=config)
     forked, has_begun = list[int](), threading.Event()
 
     def fork_once(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,7 @@ class AdaSpecPolicy(NamedPolicy):
     def _goes_on(self, batch: _Batch, chains: _Chains, path_probs: FloatArray, rows: IntArray) -> BoolArray:
         """Take a level of all chains; go on with all if the next level is predicted to raise goodput, else with none.
 
-        See :class:`Plan`.
+        See :class:`~hf_slospec.engine.protocols.Plan`.
         """
         return np.full(len(rows), self._raises_goodput(batch, chains, path_probs))
 

@@ -113,7 +113,7 @@ def test_counted_changes_hold_from_the_next_forward_on() -> None:
 
 def test_generate_sees_what_is_written_through_data() -> None:
     model = copy.deepcopy(tiny_model("llama"))
-    gen = SLOSpecGenerator(model, tiny_model("llama"), config=SLOSpecConfig(max_depth=3))
+    gen = SLOSpecGenerator(model, tiny_model("llama"), config=SLOSpecConfig(max_depth=3, compile=False))
     ids = torch.arange(3, 15)[None]
     before = gen.generate(ids, max_new_tokens=8)
     assert len(gen.decoder.speculator.target.packed.prepacked)
@@ -243,7 +243,7 @@ def test_copies_are_shared_by_all_who_forward_a_model_and_go_with_them() -> None
 def test_copies_of_a_target_that_drafts_for_itself_count_once() -> None:
     model = tiny_model("llama")
     linears = packed_model(model, prepack=True).prepacked
-    gen = SLOSpecGenerator(model, model, config=SLOSpecConfig(max_depth=2, prepack=True))
+    gen = SLOSpecGenerator(model, model, config=SLOSpecConfig(max_depth=2, prepack=True, compile=False))
     assert gen.decoder.speculator.memory(0).prepacked == linears.num_bytes > 0
 
 
