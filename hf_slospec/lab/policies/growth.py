@@ -129,7 +129,7 @@ class StopRule:
         self.tree_of: IntArray = np.empty(0, np.int64)  # of kept nodes
 
     def goes_on(self, path_probs: FloatArray, trees: IntArray) -> BoolArray:
-        """Add a level of some trees; return which of them to draft the next level for; see :class:`~hf_slospec.engine.protocols.Plan`.
+        """Add a level of some trees; return which of them to draft the next level for.
 
         Args:
             path_probs: [num_rows, beam] f64.
