@@ -70,7 +70,7 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.nightly  # run by itself it passes; after many other tests in one process its children did not answer in time
+@pytest.mark.nightly  # passes by itself; after many other tests in one process its children took too long
 @pytest.mark.parametrize("prepack", [False, True])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_child_generates_while_another_thread_is_within_a_forward(drafter: str, prepack: bool) -> None:
