@@ -6,7 +6,7 @@ import dis
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -179,9 +179,11 @@ def is_token_wise(function: Any, owner: nn.Module | None = None, values: Iterabl
     It may only add, multiply and convert tensors, by constants or attributes of ``owner``, without loops, shapes or
     state; ``values`` are its bound arguments. What such code does to one shape, it does to all, as a trial shows.
     """
-    if not isinstance(function, FunctionType) or _writes(function):
+    if not isinstance(function, FunctionType):
         return False
     instructions = list(dis.get_instructions(function))
+    if _writes(function, instructions):
+        return False
     has_subscript = any("SUBSCR" in each.opname or "SLICE" in each.opname for each in instructions)
     has_subscript |= any(each.argrepr == "[]" for each in instructions)
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
@@ -193,13 +195,12 @@ def is_token_wise(function: Any, owner: nn.Module | None = None, values: Iterabl
     )
 
 
-def _writes(function: FunctionType) -> bool:
+def _writes(function: FunctionType, instructions: Sequence[dis.Instruction]) -> bool:
     """Return whether code may write into tensors that outlive the call, by which it could count its calls.
 
     ``hidden += v`` writes into the output, unless ``hidden`` is another name of a tensor that is not the call's.
     """
     names = {name for const in function.__code__.co_consts if isinstance(const, tuple) for name in const}
-    instructions = list(dis.get_instructions(function))
     if not any(each.opname == "BINARY_OP" and each.argrepr.endswith("=") for each in instructions):
         return bool(names & IN_PLACE)
     has_alias = any(
