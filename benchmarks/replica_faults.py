@@ -45,7 +45,7 @@ TIMEOUT_S = 600.0
 KEY = "fault"
 OPTIONS: dict[str, Any] = {"dtype": "float32", "config": {"kv_tokens": 20_000, "compile": False}}
 START_S = 300.0  # seconds for replicas to start, on a busy machine
-SHORT_TOKENS, EVERY_S = 8, 0.5  # of new requests during a fault: their tokens, and seconds between them
+SHORT_TOKENS, EVERY_S = 8, 0.5  # New requests during a fault: tokens of each, seconds between two
 AFTER_S = 12.0  # seconds of new requests after the last act of a fault
 Act = Callable[[Machines], Any]
 

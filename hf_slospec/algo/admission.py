@@ -52,7 +52,7 @@ class Candidate:
     kv_tokens: int  # slots of K/V that it needs
     tier: int  # index of its tightest TPOT SLO among the tiers
     priority: int = 0  # lower ones are admitted first
-    value: int = 1  # of meeting its SLOs, against others of its priority; positive, as the paper's v_i
+    value: int = 1  # Relative value of meeting its SLOs, within its priority; positive (v_i in the paper)
     is_forced: bool = False  # admitted before and still in prefill: it stays admitted and keeps its K/V
 
 

@@ -109,7 +109,7 @@ class RequestParams:
     e2e_slo_s: float | None = None  # seconds from arrival to the last token
     grammar: Grammar | None = None  # what drafts follow, as the output does; None: the output is free
     earlier: RequestMetrics | None = None  # those of the request that this one continues after a pause
-    value: int = 1  # of meeting its SLOs, against other requests of its priority, when not all can be guaranteed
+    value: int = 1  # Relative value of meeting its SLOs, within its priority, if not all can be guaranteed
 
     @property
     def max_len(self) -> int:
