@@ -16,7 +16,7 @@ from hf_slospec.errors import InvalidInputError
 from hf_slospec.models.packed.model import PackedModel
 
 # Passed on to the user's drafter.
-METHODS = ("release", "take_features", "take_successors", "read_kv_of", "reuse", "relieve", "close")
+METHODS = ("release", "take_features", "read_kv_of", "reuse", "relieve", "close")
 
 
 class CheckedDrafter(Drafter):
@@ -54,10 +54,6 @@ class CheckedDrafter(Drafter):
     @property
     def feature_layers(self) -> tuple[int, ...]:
         return tuple(getattr(self.drafter, "feature_layers", ()))
-
-    @property
-    def num_successors(self) -> int:
-        return int(getattr(self.drafter, "num_successors", 0))
 
     @property
     def num_one_off_forwards(self) -> int:

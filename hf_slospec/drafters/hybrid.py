@@ -15,7 +15,7 @@ import numpy as np
 from hf_slospec.algo.calibration import Conditionals
 from hf_slospec.algo.latency_curves import ForwardCost
 from hf_slospec.algo.merge import merge_forests
-from hf_slospec.algo.tree import ROOT, FloatArray, Forest, IntArray, TokenTree
+from hf_slospec.algo.tree import ROOT, Forest, TokenTree
 from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.engine.protocols import Clock, Drafter, Plan
 from hf_slospec.engine.request import Request
@@ -230,17 +230,6 @@ class HybridDrafter(Drafter):
     def take_features(self, request: Request, begin: int, features: Any) -> None:
         for reader in self._readers:
             reader.take_features(request, begin, features)
-
-    @property
-    def num_successors(self) -> int:
-        return max(drafter.num_successors for drafter in self._drafters)
-
-    def take_successors(
-        self, request: Request, begin: int, tree: TokenTree, successors: IntArray, probs: FloatArray
-    ) -> None:
-        for drafter in self._drafters:
-            if number := drafter.num_successors:
-                drafter.take_successors(request, begin, tree, successors[:, :number], probs[:, :number])
 
     def read_kv_of(self, sequences: Any) -> None:
         for drafter in self._drafters:

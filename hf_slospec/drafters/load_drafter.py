@@ -103,8 +103,7 @@ def load_drafter(
     Args:
         source: one of
 
-            - ``"lookup"``: prompt lookup; ``"suffix"``: suffix trees (extra ``suffix``); ``"recycling"``: the target's
-              own candidates of earlier steps;
+            - ``"lookup"``: prompt lookup; ``"suffix"``: suffix trees (extra ``suffix``);
             - ``"mtp"``: the multi-token prediction layer that the target was published with;
             - a folder or Hub repository of a trained head (EAGLE-3, DFlash, DSpark, MTP) or of a smaller causal LM,
               known by its config and tensors; safetensors only;
@@ -115,8 +114,8 @@ def load_drafter(
         tokenizer: the target's; with ``assistant_tokenizer``, a causal LM with another tokenizer can draft. Both are
             loaded from the models' folders or repositories if they are needed and not given.
         assistant_tokenizer: the causal LM's.
-        share_texts: ``"lookup"``, ``"suffix"`` and ``"recycling"`` also draft from other requests with the same
-            ``cache_salt``; :class:`PastAnswers` sets bounds, and can be filled, saved and loaded.
+        share_texts: ``"lookup"`` and ``"suffix"`` also draft from other requests with the same ``cache_salt``;
+            :class:`PastAnswers` sets bounds, and can be filled, saved and loaded.
         allow_missing: accept a causal LM whose files lack tensors or have unexpected ones.
 
     Returns:

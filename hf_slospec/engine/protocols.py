@@ -230,11 +230,6 @@ class Drafter(ABC):
         return ()
 
     @property
-    def num_successors(self) -> int:
-        """Most probable next tokens that the drafter reads for every verified node; 0: none."""
-        return 0
-
-    @property
     def num_one_off_forwards(self) -> int:
         """Forwards so far with one-off costs, such as the capture of a CUDA graph."""
         return 0
@@ -273,21 +268,6 @@ class Drafter(ABC):
         Args:
             begin: index in ``request.tokens`` of the first token; the token after the last one is known as well.
             features: [num_tokens, len(feature_layers) * hidden] tensor, the layers' states concatenated.
-        """
-
-    def take_successors(
-        self, request: Request, begin: int, tree: TokenTree, successors: IntArray, probs: FloatArray
-    ) -> None:
-        """Take the target's most probable tokens after every node of a tree, while it is verified.
-
-        They are the target's before any processor. Prompt tokens come as chains, as they are prefilled; of long
-        prompts and reused prefixes, not all do.
-
-        Args:
-            begin: index in ``request.tokens`` of the tree's root.
-            tree: the verified tree, with nodes that will be rejected, or a chain of prompt tokens.
-            successors: [num_nodes, num_successors], most probable first; as many as the vocabulary if that has fewer.
-            probs: [num_nodes, num_successors] f64, their probabilities.
         """
 
     def read_kv_of(self, sequences: Any) -> None:

@@ -46,7 +46,7 @@ def enable(
         model: a loaded transformers causal LM or encoder-decoder (Whisper, BART, T5), or a PEFT model around one.
         assistant_model: a smaller causal LM, on the same device. Without one, and without a drafter, the request's own
             tokens draft (prompt lookup).
-        drafter: what drafts instead, see :func:`load_drafter`: ``"lookup"``, ``"suffix"``, ``"recycling"``, ``"mtp"``,
+        drafter: what drafts instead, see :func:`load_drafter`: ``"lookup"``, ``"suffix"``, ``"mtp"``,
             a folder or Hub repository of a trained head or a smaller model, a loaded model, or several of these
             (``"lookup+mtp"``, or a list); or an object of your own that proposes token trees, see :class:`Drafter`.
         tokenizer: the model's; with ``assistant_tokenizer``, an assistant model with another tokenizer can draft, as

@@ -122,7 +122,7 @@ MODEL: Options = {
     "device": st.sampled_from(("cpu", "cuda", "meta", "mps", "cuda:9", "cpu:3", "xpu", "privateuseone", "")),
 }
 DRAFTER: Options = {
-    "drafter": models | st.sampled_from(("lookup", "suffix", "recycling", "mtp", "eagle3", "lookup+mtp", "mtp+x", "+"))
+    "drafter": models | st.sampled_from(("lookup", "suffix", "mtp", "eagle3", "lookup+mtp", "mtp+x", "+"))
 }
 COMMANDS: dict[str, Options] = {
     "generate": MODEL | DRAFTER | {

@@ -133,7 +133,7 @@ def _batched(rank: int, generator: SLOSpecGenerator) -> dict[str, Any]:
 
 def _by_sum(rank: int, target: Any) -> torch.Tensor:
     """Return what ``generate`` returns after a batcher whose drafter learns from requests."""
-    generator = SLOSpecGenerator(target, drafter=load_drafter("lookup+recycling", target), config=CONFIG)
+    generator = SLOSpecGenerator(target, drafter=load_drafter("lookup+suffix", target), config=CONFIG)
     with generator:
         if rank == 0:
             for text in TEXTS:
