@@ -9,9 +9,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from hf_slospec.algo.calibration import Conditionals
-from hf_slospec.algo.merge import merge_forests
-from hf_slospec.algo.tree import Forest, TokenTree
+from hf_slospec.algo.merge import merge_trees
+from hf_slospec.algo.tree import TokenTree
 from hf_slospec.drafters.foreseen import ForeseenNoise
 from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.drafters.past_answers import TREE_DEPTH, PastAnswers, new_cache, speculated
@@ -84,13 +83,8 @@ class SuffixDrafter(Drafter):
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         with self._lock:
             drafts = [self._continuations(request, plan.depth * plan.width) for request in requests]
-        num_sources = max(map(len, drafts), default=1)
         proposed = [_trees(request, plan, per_tree) for request, per_tree in zip(requests, drafts, strict=True)]
-        for request, trees in zip(requests, proposed, strict=True):
-            trees += [TokenTree.root_only(request.tokens[-1])] * (num_sources - len(trees))
-        forests = [Forest.of(trees) for trees in zip(*proposed, strict=True)]
-        conditionals = [Conditionals.of(forest).probs for forest in forests]
-        return merge_forests(forests, conditionals, plan.depth * plan.width)
+        return merge_trees(proposed, plan.depth * plan.width)
 
     def release(self, request: Request) -> None:
         """Drop the suffix tree of a request, and end its answer."""

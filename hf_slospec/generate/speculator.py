@@ -181,10 +181,7 @@ class Speculator:
     def new_drafter(self, max_slots: int | None = None, max_kept: float | None = 0, keeps_rng: bool = True) -> Drafter:
         """Return the drafter for one engine; the arguments are those of :class:`Room`."""
         draft = None if self.draft is None else self.draft.packed
-        # Times and earlier runs of a batcher are known to the first of several processes only.
-        is_alike = self.config.deterministic or self.target.ranks.number > 1
-        drafter_clock = None if is_alike else self.target.ranks.clock
-        room = Room(self.max_nodes, vocab_size(self.target.model), max_slots, max_kept, keeps_rng, drafter_clock)
+        room = Room(self.max_nodes, vocab_size(self.target.model), max_slots, max_kept, keeps_rng)
         drafter = self.method.new_drafter(draft, room)
         with self._counting:
             self._drafters.add(drafter)

@@ -25,9 +25,8 @@ def steps(inputs: dict[str, torch.Tensor], drafter: Any) -> list[tuple[int, int,
     return shapes[0]
 
 
-@pytest.mark.parametrize("names", [(), ("lookup", "suffix")], ids=["model", "sum"])
-def test_steps_do_not_depend_on_times(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs, drafter = ragged_prompts(3, seed=1), [*names, tiny_model("llama", noise=0.03)]
+def test_steps_do_not_depend_on_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, drafter = ragged_prompts(3, seed=1), tiny_model("llama", noise=0.03)
     first = steps(inputs, drafter)
     clock = iter(range(10**6))
     monkeypatch.setattr(Ranks, "clock", lambda _: float(next(clock)) ** 1.5)
