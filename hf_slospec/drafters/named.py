@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 class NamedDrafter:
     """A drafter that is known by its name."""
 
-    description: str
     make: Callable[[Any, PastAnswers | None], DraftMethod]  # makes it from the target and the answers to draft from
     has_model: bool = False  # it runs a network, so that it must be the last part of a sum
 
@@ -43,8 +42,8 @@ def _mtp(target: Any, past: PastAnswers | None) -> DraftMethod:
 
 
 NAMED = {
-    "lookup": NamedDrafter("the request's own text (prompt lookup)", _lookup),
-    "suffix": NamedDrafter("suffix trees of texts (extra suffix)", _suffix),
-    "mtp": NamedDrafter("the multi-token prediction layer that the target was published with", _mtp, has_model=True),
+    "lookup": NamedDrafter(_lookup),
+    "suffix": NamedDrafter(_suffix),
+    "mtp": NamedDrafter(_mtp, has_model=True),
 }
 NAMES = ", ".join(NAMED)  # for error messages

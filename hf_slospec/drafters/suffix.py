@@ -74,12 +74,6 @@ class SuffixDrafter(Drafter):
         self._trees: WeakKeyDictionary[Request, _RequestTree] = WeakKeyDictionary()
         self._lock = Lock()
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens in the suffix trees of requests."""
-        with self._lock:
-            return sum(tree.num_tokens for tree in self._trees.values())
-
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         with self._lock:
             drafts = [self._continuations(request, plan.depth * plan.width) for request in requests]
