@@ -14,7 +14,6 @@ from hf_slospec.policies.settings import MAX_COUNT, PolicySettings
 
 MAX_PREFILL_CHUNK = 10**6  # bounded, since the scheduler predicts the step time of every size up to it
 
-Prepack = bool | Literal["only"] | None
 Compile = bool | Literal["wait"]
 Exact = Literal["bits", "self"] | None
 
@@ -34,12 +33,11 @@ class SLOSpecConfig(PolicySettings):
         description="Sampled requests: draft with the noise that will choose the target's tokens, so that more drafts "
         "are accepted. The tokens are the same without it.",
     )
-    prepack: Prepack = Field(
+    prepack: bool | None = Field(
         None,
         description="CPU: keep a second copy of the weights of linear layers, packed for the fastest kernel, which is "
         "found by measurement: faster steps for up to twice the models' memory. None: where the copies take at most a "
-        "quarter of the free memory. only: keep the copies in place of the weights, until disable(model) is called; "
-        "stock generate uses them too, and saving, copying, casting and training are refused.",
+        "quarter of the free memory.",
     )
     cuda_graphs: bool = Field(
         True,

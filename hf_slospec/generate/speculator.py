@@ -257,7 +257,6 @@ class Speculator:
             staging=num_running * self.max_nodes * sum(model.kv_bytes_per_token for model in models),
             prepacked=sum(weights.num_bytes for weights in prepacked)
             + sum(model.compiled.num_bytes + model.exact_products.num_bytes for model in models),
-            released=sum(weights.num_released_bytes for weights in prepacked),
             rounded_weights=sum(weights.num_rounded for weights in prepacked),
         )
 

@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from hf_slospec.config import Prepack
 from hf_slospec.models.compiled.operators import Blocks, Context
 from hf_slospec.models.device.memory import free_memory
 from hf_slospec.models.inspection.weights_version import Digest, digest
@@ -40,7 +39,7 @@ class JoinedLinears:
         self,
         model: torch.nn.Module,
         names: Sequence[Sequence[str]],
-        prepack: Prepack,
+        prepack: bool | None,
         kernels: Kernels = "measured",
     ):
         """Pack the weights.

@@ -18,7 +18,7 @@ from weakref import WeakMethod
 import torch
 import torch.nn.functional as F
 
-from hf_slospec.config import Compile, Prepack
+from hf_slospec.config import Compile
 from hf_slospec.models.attention import AttentionLayer, PackedBatch
 from hf_slospec.models.compiled import operators
 from hf_slospec.models.compiled.linears import JoinedLinears, Kernels
@@ -51,7 +51,7 @@ class CompiledForwards:
         layers: Sequence[AttentionLayer],
         keeps_logits: bool,
         wanted: Compile,
-        prepack: Prepack,
+        prepack: bool | None,
         why_not: str | None,
         kernels: Kernels = "measured",
     ):

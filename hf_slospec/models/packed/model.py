@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hf_slospec.config import Prepack, SLOSpecConfig
+from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import UnsupportedModelError, UnsupportedOptionError
 from hf_slospec.forks import Lock, reset_in_children
 from hf_slospec.models.attention import (
@@ -108,14 +108,14 @@ class PackedModel:
         if deterministic and compile:
             compile = "wait"
         if exact:
-            self._check_can_be_exact(exact, attention, prepack)
+            self._check_can_be_exact(exact, attention)
             prepack, cuda_graphs, fused_layers = False, False, False
             compile = "wait" if compile and exact == "self" else False
         is_by_path = exact and self._is_on_cuda
         self.backend = TreeAttention(by_path=True) if is_by_path else backend_for(attention, self.layers)
         kernels: Kernels = "invariant" if exact else "typical" if deterministic else "measured"
         self.compiled = CompiledForwards(
-            model, self.layers, self._keeps_logits, compile, prepack, self._why_not_compiled(prepack), kernels
+            model, self.layers, self._keeps_logits, compile, prepack, self._why_not_compiled(), kernels
         )
         if deterministic and not self.compiled.is_used:
             prepack = False  # their kernels are chosen by times
@@ -188,7 +188,7 @@ class PackedModel:
                 "undo the change, call disable and enable, or make a new generator"
             )
 
-    def _check_can_be_exact(self, exact: str, attention: str, prepack: Prepack) -> None:
+    def _check_can_be_exact(self, exact: str, attention: str) -> None:
         """Raise UnsupportedOptionError if the bits of a token's logits may depend on the batch."""
         on_cuda = self._is_on_cuda
         no_kernel = next(filter(None, map(why_no_kernel, self.layers)), None) if on_cuda else None
@@ -212,7 +212,6 @@ class PackedModel:
             f"attention={attention!r} has kernels of its own": (
                 attention not in ("auto", "triton" if on_cuda else "sdpa")
             ),
-            "prepack='only' keeps no weights that stock multiplies by": prepack == "only",
             f"Triton's attention is not available ({no_kernel})": no_kernel is not None,
         }
         if reason := next((reason for reason, holds in reasons.items() if holds), None):
@@ -221,7 +220,7 @@ class PackedModel:
                 "fp32 are exact without it)"
             )
 
-    def _why_not_compiled(self, prepack: Prepack) -> str | None:
+    def _why_not_compiled(self) -> str | None:
         if self.has_states:
             return "some layers keep a state"
         if self.attends_to_encoder:
@@ -230,9 +229,7 @@ class PackedModel:
             return "its forward enables autocast"
         if self.rope.max_plain is not None:
             return "its rotary embeddings depend on the length"
-        if self.backend is masked_attention:
-            return "attention='4d_mask' is the plain reference"
-        return "prepack='only' keeps no weights that could be joined" if prepack == "only" else None
+        return "attention='4d_mask' is the plain reference" if self.backend is masked_attention else None
 
     @property
     def prefills_alone(self) -> bool:
