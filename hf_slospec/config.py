@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -62,11 +63,6 @@ class SLOSpecConfig(PolicySettings):
         "output is that of stock generate for each row alone. self: it is always the same, whatever the drafts, the "
         "batch, other requests, chunks of prompts and preemption. Refused where the machine or model cannot have it.",
     )
-    deterministic: bool = Field(
-        False,
-        description="Calls of generate without slo_tpot: draft by counted costs and compute by fixed kernels, none "
-        "chosen by measured times, so that the same call in a new process gives the same output in bf16, too.",
-    )
     admission: AdmissionName = Field(
         "slo",
         description="Batcher: which requests get their SLOs guaranteed. slo: those whose SLOs can be met together with "
@@ -116,6 +112,21 @@ class SLOSpecConfig(PolicySettings):
     check_invariants: bool = Field(
         False, description="Verify trees and K/V cache book-keeping at every step (slow; for tests)."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _replace_deterministic(cls, data: Any) -> Any:
+        """Replace the deprecated ``deterministic``; an explicit ``exact`` takes precedence."""
+        if not isinstance(data, dict) or not isinstance(data.get("deterministic"), bool):
+            return data
+        warnings.warn(
+            'deterministic is deprecated and will be removed; use exact="self", which '
+            "deterministic=True now stands for",
+            FutureWarning,
+            stacklevel=3,
+        )
+        rest = {name: value for name, value in data.items() if name != "deterministic"}
+        return {"exact": "self", **rest} if data["deterministic"] else rest
 
     @model_validator(mode="before")
     @classmethod

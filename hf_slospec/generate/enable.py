@@ -150,7 +150,7 @@ def decoder_of(model: PreTrainedModel, argument: str = "model") -> Decoder | Non
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
-    """Give ``model`` its stock ``generate`` back. A model that is not enabled keeps its ``generate``."""
+    """Give ``model`` its stock ``generate`` back, if it is enabled."""
     _restore_generate(model)
     return model
 

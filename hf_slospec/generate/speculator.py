@@ -21,7 +21,6 @@ from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.forks import Lock, reset_in_children
 from hf_slospec.models.checked_model import CheckedModel
-from hf_slospec.models.costs.counted import counted_cost
 from hf_slospec.models.device.memory import MemoryUse
 from hf_slospec.models.inspection.properties import vocab_size
 from hf_slospec.models.packed.features_trial import check_features
@@ -107,10 +106,7 @@ class Speculator:
 
     @property
     def costs(self) -> StepCosts:
-        """The cost model, kept until the costs of a model are measured again; with ``deterministic``, a new one."""
-        if self.config.deterministic:
-            level = HOST_LEVEL if self.draft is None else counted_cost(self.draft.packed)
-            return StepCosts(counted_cost(self.target.packed), level, is_fixed=True)
+        """The cost model, kept until the costs of a model are measured again."""
         with self.lock:  # measuring uses the K/V cache of both models
             verify = self.target.cost
             draft_level = self._draft_level
@@ -168,8 +164,7 @@ class Speculator:
         make_policy = self.make_policy if config is None else None
         config = config or self.config
         is_same_shape = (config.max_depth, config.max_width) == (self.config.max_depth, self.config.max_width)
-        is_kept = is_same_shape and not config.deterministic
-        history = self.history if is_kept else SpeculationHistory(config)
+        history = self.history if is_same_shape else SpeculationHistory(config)
         return new_policy(config, costs, history, make_policy, vocab_size(self.target.model))
 
     def new_target(
@@ -182,8 +177,7 @@ class Speculator:
         """Return the drafter for one engine; the arguments are those of :class:`Room`."""
         draft = None if self.draft is None else self.draft.packed
         # Times and earlier runs of a batcher are known to the first of several processes only.
-        is_alike = self.config.deterministic or self.target.ranks.number > 1
-        drafter_clock = None if is_alike else self.target.ranks.clock
+        drafter_clock = None if self.target.ranks.number > 1 else self.target.ranks.clock
         room = Room(self.max_nodes, vocab_size(self.target.model), max_slots, max_kept, keeps_rng, drafter_clock)
         drafter = self.method.new_drafter(draft, room)
         with self._counting:

@@ -186,7 +186,7 @@ def test_a_part_is_asked_if_it_gains_more_than_its_time_would(part_s: float, pay
 
 
 def test_without_a_clock_choices_depend_on_tokens_only() -> None:
-    """Neither on times nor on what other drafters have learned, as ``deterministic=True`` wants it."""
+    """Neither times nor other drafters' experience matter, as processes of a tensor-parallel model need it."""
     method = HybridMethod([LookupMethod(), LookupMethod(max_ngram=1)])
     room = Room(8, 100)
     kept = [method.new_drafter(None, each) for each in (room._replace(clock=Clock()), room._replace(clock=Clock()))]

@@ -1,7 +1,8 @@
 """Packed copies of a model's weights on a CPU, for faster kernels.
 
 ``torch.nn.functional.linear`` reads weights in their plain layout, which for the few tokens of a step takes up to six
-times as long (docs/cpus.md). Only packed forwards use the copies: all other forwards of the model stay as they were.
+times as long (docs/cpus.md). Only packed forwards use the copies; other forwards of the model are
+unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from hf_slospec.models.device.memory import free_memory
 from hf_slospec.models.inspection.hooks import is_compiled
 from hf_slospec.models.inspection.layer_classes import plain_class, set_class
 from hf_slospec.models.linear.cpu_kernel_choice import choose
-from hf_slospec.models.linear.packed_layers import Copy, active, is_plain, prepacked_class, weight_names
+from hf_slospec.models.linear.packed_layers import (
+    Copy,
+    active,
+    is_plain,
+    prepacked_class,
+    weight_names,
+)
 from hf_slospec.models.linear.packed_weight import PackedWeight, matrices_of
 
 logger = logging.getLogger(__name__)
@@ -84,7 +91,11 @@ class PrepackedLayers:
     """Packed weights of one model's layers."""
 
     def __init__(
-        self, model: nn.Module, wanted: bool | None, autocast: torch.dtype | None = None, is_needed: bool = True
+        self,
+        model: nn.Module,
+        wanted: bool | None,
+        autocast: torch.dtype | None = None,
+        is_needed: bool = True,
     ):
         """Make the copies.
 

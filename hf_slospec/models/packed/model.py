@@ -37,7 +37,6 @@ from hf_slospec.models.attention import (
 from hf_slospec.models.attention.backends import Backend
 from hf_slospec.models.attention.tree_attention import why_no_kernel
 from hf_slospec.models.compiled.exact_products import ExactProducts
-from hf_slospec.models.compiled.linears import Kernels
 from hf_slospec.models.device.bucket_sizes import BATCHES, bucket_for
 from hf_slospec.models.device.memory import holders_of_idle_memory
 from hf_slospec.models.device.transfer import to_device
@@ -89,7 +88,7 @@ class PackedModel:
         self.model, self.ranks = model, ranks or Ranks(model)
         self.device = input_device(model)  # input tokens are on it
         attention, prepack, compile, exact = config.attention, config.prepack, config.compile, config.exact
-        cuda_graphs, fused_layers, deterministic = config.cuda_graphs, config.fused_layers, config.deterministic
+        cuda_graphs, fused_layers = config.cuda_graphs, config.fused_layers
         if self.ranks.number > 1:
             if prepack:
                 raise UnsupportedOptionError(
@@ -105,24 +104,25 @@ class PackedModel:
             self.layers, self.state_layers = probe_layers(model)
             self.autocast = seen()  # dtype of its products, if its forward enables autocast; otherwise None
         self.rope, self._is_on_cuda = LengthRope(model), self.device.type == "cuda"
-        if deterministic and compile:
-            compile = "wait"
         if exact:
             self._check_can_be_exact(exact, attention)
             prepack, cuda_graphs, fused_layers = False, False, False
             compile = "wait" if compile and exact == "self" else False
         is_by_path = exact and self._is_on_cuda
         self.backend = TreeAttention(by_path=True) if is_by_path else backend_for(attention, self.layers)
-        kernels: Kernels = "invariant" if exact else "typical" if deterministic else "measured"
         self.compiled = CompiledForwards(
-            model, self.layers, self._keeps_logits, compile, prepack, self._why_not_compiled(), kernels
+            model,
+            self.layers,
+            self._keeps_logits,
+            compile,
+            prepack,
+            self._why_not_compiled(),
+            is_invariant=bool(exact),
         )
-        if deterministic and not self.compiled.is_used:
-            prepack = False  # their kernels are chosen by times
         self.exact, self._is_exact_compiled = exact, bool(exact) and self.compiled.is_used
         self.exact_products = ExactProducts(as_one=exact == "bits")
         self.prepacked = PrepackedLayers(model, prepack, self.autocast, not self.compiled.is_used)
-        self.fused = FusedLayers(model, fused_layers and self.autocast is None, not deterministic)
+        self.fused = FusedLayers(model, fused_layers and self.autocast is None)
         self._requested_plans: dict[Any, None] = {}  # (make, device, *arguments) that layers have requested
         self._is_on_one_device = all(
             stored.device == self.device for layer in self.layers for stored in layer.shape.stored
@@ -229,7 +229,9 @@ class PackedModel:
             return "its forward enables autocast"
         if self.rope.max_plain is not None:
             return "its rotary embeddings depend on the length"
-        return "attention='4d_mask' is the plain reference" if self.backend is masked_attention else None
+        if self.backend is masked_attention:
+            return "attention='4d_mask' is the plain reference"
+        return None
 
     @property
     def prefills_alone(self) -> bool:
