@@ -27,6 +27,26 @@ def test_sizes_have_limits(fields: dict[str, Any]) -> None:
         SLOSpecConfig(**fields)
 
 
+@pytest.mark.parametrize(
+    ("given", "same"),
+    [
+        (dict(deterministic=True), dict(exact="self")),
+        (dict(deterministic=True, exact="bits"), dict(exact="bits")),
+        (dict(deterministic=False), {}),
+    ],
+)
+def test_deterministic_is_a_deprecated_alias_of_exact_self(
+    given: dict[str, Any],
+    same: dict[str, Any],
+) -> None:
+    with pytest.warns(FutureWarning, match='exact="self"') as caught:
+        config = SLOSpecConfig(**given)
+    assert config == SLOSpecConfig(**same)
+    assert caught[0].filename == __file__
+    with pytest.raises(ValueError, match="deterministic"):
+        SLOSpecConfig(deterministic="self")
+
+
 def test_config_is_frozen_and_strict() -> None:
     with pytest.raises(ValueError, match="max_depht"):
         SLOSpecConfig(max_depht=3)

@@ -95,7 +95,7 @@ class Engine(Generic[S]):
             level_share=level_share(candidates, len(_drafting(schedule, plan))),
         )
         # The time of a step with one-off costs, such as graph captures, says nothing about later steps.
-        is_typical = not self.costs.is_fixed and self._num_one_offs() == num_one_offs
+        is_typical = self._num_one_offs() == num_one_offs
         learned = event if is_typical else replace(event, phases=self.costs.predicted(event))
         with contextlib.suppress(MemoryError):  # learning is optional, removing finished requests is not
             self._learn(learned, is_typical, schedule, decisions, accepted)

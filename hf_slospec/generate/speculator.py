@@ -21,7 +21,6 @@ from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.forks import Lock, reset_in_children
 from hf_slospec.models.checked_model import CheckedModel
-from hf_slospec.models.costs.counted import counted_cost
 from hf_slospec.models.device.memory import MemoryUse
 from hf_slospec.models.inspection.properties import vocab_size
 from hf_slospec.models.packed.features_trial import check_features
@@ -107,10 +106,7 @@ class Speculator:
 
     @property
     def costs(self) -> StepCosts:
-        """The cost model, kept until the costs of a model are measured again; with ``deterministic``, a new one."""
-        if self.config.deterministic:
-            level = HOST_LEVEL if self.draft is None else counted_cost(self.draft.packed)
-            return StepCosts(counted_cost(self.target.packed), level, is_fixed=True)
+        """The cost model, kept until the costs of a model are measured again."""
         with self.lock:  # measuring uses the K/V cache of both models
             verify = self.target.cost
             draft_level = self._draft_level
@@ -168,8 +164,7 @@ class Speculator:
         make_policy = self.make_policy if config is None else None
         config = config or self.config
         is_same_shape = (config.max_depth, config.max_width) == (self.config.max_depth, self.config.max_width)
-        is_kept = is_same_shape and not config.deterministic
-        history = self.history if is_kept else SpeculationHistory(config)
+        history = self.history if is_same_shape else SpeculationHistory(config)
         return new_policy(config, costs, history, make_policy, vocab_size(self.target.model))
 
     def new_target(
@@ -254,7 +249,6 @@ class Speculator:
             staging=num_running * self.max_nodes * sum(model.kv_bytes_per_token for model in models),
             prepacked=sum(weights.num_bytes for weights in prepacked)
             + sum(model.compiled.num_bytes + model.exact_products.num_bytes for model in models),
-            released=sum(weights.num_released_bytes for weights in prepacked),
             rounded_weights=sum(weights.num_rounded for weights in prepacked),
         )
 

@@ -166,8 +166,6 @@ def test_what_cannot_be_exact_is_refused_by_name() -> None:
     llama = tiny_model("llama")
     with pytest.raises(UnsupportedOptionError, match="attention='4d_mask'"):
         SLOSpecGenerator(llama, config=SLOSpecConfig(exact="self", attention="4d_mask"))
-    with pytest.raises(UnsupportedOptionError, match="prepack='only'"):
-        SLOSpecGenerator(llama, config=SLOSpecConfig(exact="bits", prepack="only"))
 
 
 def test_a_model_whose_trial_fails_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
