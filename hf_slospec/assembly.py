@@ -50,6 +50,6 @@ def continuous_engine(config: SLOSpecConfig, parts: Parts, limits: Limits) -> En
     return Engine(target, drafter, policy, scheduler, costs, clock, config.check_invariants, shared)
 
 
-def limits_of(config: SLOSpecConfig, kv_tokens: int, max_nodes: int, draft_slots: int = 0) -> Limits:
+def limits_of(config: SLOSpecConfig, kv_tokens: int, max_nodes: int) -> Limits:
     """Return the limits of a config, with the K/V slots and nodes per request chosen for the models."""
-    return Limits(config.max_batch, kv_tokens, max_nodes, config.prefill_chunk, config.starvation_s, draft_slots)
+    return Limits(config.max_batch, kv_tokens, max_nodes, config.prefill_chunk, config.starvation_s)

@@ -52,7 +52,6 @@ class Engine(Generic[S]):
         self.target, self.drafter, self.policy, self.scheduler = target, drafter, policy, scheduler
         self.costs, self.clock, self.check_invariants = costs, clock, check_invariants
         self._num_paused = 0  # further steps without drafting
-        self._lent_slots = 0  # slots of the drafter that the target uses
 
     def step(self) -> StepEvent:
         """Run one step of the requests that the scheduler picks.
@@ -64,7 +63,6 @@ class Engine(Generic[S]):
         watch, num_one_offs = _Stopwatch(self.clock), self._num_one_offs()
         self.costs.follow(self.target.path)
         self.forget(self.scheduler.enter(watch.begun_s))
-        self._lend(self.scheduler.lent_slots)
         self._reuse()
         schedule = self.scheduler.schedule(watch.begun_s)
         decisions = StepDecisions(self._policy_step(schedule, watch.begun_s))
@@ -103,23 +101,6 @@ class Engine(Generic[S]):
         self._check(())
         return event
 
-    def _lend(self, num_slots: int) -> None:
-        """Let the target use the memory of the drafter's K/V as ``num_slots`` slots; 0 returns it to the drafter."""
-        if num_slots == self._lent_slots:
-            return
-        if num_slots:
-            self._free_drafts()
-        self.target.lend(num_slots)
-        self._lent_slots = num_slots
-
-    def _free_drafts(self) -> bool:
-        """Free the drafter's memory for requests; return whether there was any."""
-        has_freed = self.drafter.relieve()
-        if has_freed:
-            for request in self.scheduler.running:
-                request.kv.num_draft_seen = 0
-        return has_freed
-
     def _reuse(self) -> None:
         """Give running requests without computed K/V the K/V of common prefixes."""
         for request in self.scheduler.running:
@@ -137,8 +118,8 @@ class Engine(Generic[S]):
 
     def _in_force(self, plan: Plan, schedule: Schedule, watch: _Stopwatch) -> Plan:
         """Return the plan to follow: the policy's, without requests that must not draft, or drafting that is paused."""
-        if schedule.decoding and (self._num_paused or self._lent_slots):
-            self._num_paused = max(self._num_paused - 1, 0)
+        if schedule.decoding and self._num_paused:
+            self._num_paused -= 1
             plan = replace(plan, depth=0, drafting=())
         elif plan.depth and not all(request.params.may_draft for request in schedule.decoding):
             plan = replace(plan, drafting=[each for each in _drafting(schedule, plan) if each.params.may_draft])
@@ -253,8 +234,10 @@ class Engine(Generic[S]):
         Returns:
             True if there was memory to free or drafting was not paused yet, so that the step should be tried again.
         """
-        has_freed = self._free_drafts()
-        if not has_freed and self._num_paused:
+        if self.drafter.relieve():
+            for request in self.scheduler.running:
+                request.kv.num_draft_seen = 0
+        elif self._num_paused:
             return False
         self._num_paused = PAUSE
         return True

@@ -69,10 +69,8 @@ class Replica:
     ):
         self.clock, costs = clock, hardware.costs()
         max_nodes = max_nodes_per_request(config, make_policy)
-        kv_tokens, draft_slots = config.kv_tokens, 0
-        if kv_tokens is None:
-            kv_tokens, draft_slots = hardware.kv_tokens, int(hardware.draft_kv_share * hardware.kv_tokens)
-        limits = limits_of(config, kv_tokens, max_nodes, draft_slots)
+        kv_tokens = hardware.kv_tokens if config.kv_tokens is None else config.kv_tokens
+        limits = limits_of(config, kv_tokens, max_nodes)
         policy: Policy
         if oracle and config.policy == AdaServePolicy.name:
             policy = AdaServeOraclePolicy(library, config, costs)
