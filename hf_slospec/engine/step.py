@@ -6,10 +6,12 @@ import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from hf_slospec.algo.accept import accept
 from hf_slospec.algo.tree import TokenTree
+from hf_slospec.engine.checks import NO_CHECKS, Checks, check_drafts, check_plan, check_selection
 from hf_slospec.engine.events import PhaseTimes, RequestStep, StepEvent
 from hf_slospec.engine.grammar import followed
 from hf_slospec.engine.protocols import (
@@ -46,9 +48,10 @@ class Engine(Generic[S]):
         clock: Clock,
         check_invariants: bool = False,
         shared: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        checks: Checks = NO_CHECKS,
     ):
         """Make an engine of its parts; ``shared`` makes a context in which other engines may use the models."""
-        self.shared = shared
+        self.shared, self.checks = shared, checks
         self.target, self.drafter, self.policy, self.scheduler = target, drafter, policy, scheduler
         self.costs, self.clock, self.check_invariants = costs, clock, check_invariants
         self._num_paused = 0  # further steps without drafting
@@ -67,10 +70,15 @@ class Engine(Generic[S]):
         schedule = self.scheduler.schedule(watch.begun_s)
         decisions = StepDecisions(self._policy_step(schedule, watch.begun_s))
         planned = decisions.plan()
+        if self.checks.has_user_policy:
+            planned = check_plan(planned, schedule.decoding, self.checks.max_nodes)
         schedule = _taking_part(schedule, planned)
         plan = self._in_force(planned, schedule, watch)
         candidates, num_catch_up = self._draft(schedule, plan, watch)
-        selection = self._with_roots(decisions.select(candidates, plan), schedule, watch)
+        selection = decisions.select(candidates, plan)
+        if self.checks.has_user_policy:
+            check_selection(selection, schedule.decoding, self.checks)
+        selection = self._with_roots(selection, schedule, watch)
         self._check((*candidates, *selection.trees))
         choosers = self._verify(schedule, selection, watch)
         num_emitted, num_keys = [request.num_emitted for request in schedule.choosing], schedule.num_keys
@@ -112,9 +120,11 @@ class Engine(Generic[S]):
                 request.kv.num_draft_seen = self.drafter.reuse(request)
 
     def _policy_step(self, schedule: Schedule, begun_s: float) -> PolicyStep:
-        if schedule.decoding:
-            return self.policy.step(schedule.decoding, begun_s, schedule.num_prefill_tokens)
-        return _without_decoding()
+        if not schedule.decoding:
+            return _without_decoding()
+        policy: Any = self.policy
+        step = policy.step if isinstance(policy, Policy) else partial(Policy.step, policy)  # a user's may lack it
+        return step(schedule.decoding, begun_s, schedule.num_prefill_tokens)
 
     def _in_force(self, plan: Plan, schedule: Schedule, watch: _Stopwatch) -> Plan:
         """Return the plan to follow: the policy's, without requests that must not draft, or drafting that is paused."""
@@ -129,7 +139,10 @@ class Engine(Generic[S]):
     def _draft(self, schedule: Schedule, plan: Plan, watch: _Stopwatch) -> tuple[Sequence[TokenTree], int]:
         """Return a candidate tree per decoding request, and how many committed tokens were new to the drafter."""
         drafting = _drafting(schedule, plan)
-        drafted = dict(zip(drafting, self.drafter.draft(drafting, plan), strict=True)) if drafting else {}
+        found = self.drafter.draft(drafting, plan) if drafting else []
+        if self.checks.has_user_drafter:
+            found = check_drafts(found, drafting, plan, self.checks.vocab_size)
+        drafted = dict(zip(drafting, found, strict=True))
         num_catch_up = sum(request.num_draft_behind for request in drafting)
         for request, tree in drafted.items():
             if tree.max_depth:  # a lone root may mean that the drafter has not processed the whole prompt yet

@@ -214,6 +214,7 @@ class BatchingService:
             self._policy_config = config
             if (engine := self._engine()) is not None:
                 engine.policy = speculator.policy(engine.costs, config)
+                engine.checks = speculator.checks(config)
 
     # ---- observing the batcher
 
