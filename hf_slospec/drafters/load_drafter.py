@@ -10,7 +10,6 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_slospec.drafters.assistant import AssistantMethod
-from hf_slospec.drafters.checked import UserMethod
 from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.drafters.heads.checkpoint import LOADING_ERRORS, Checkpoint, open_checkpoint
 from hf_slospec.drafters.heads.dflash import DFlashHead
@@ -24,6 +23,7 @@ from hf_slospec.drafters.past_answers import PastAnswers
 from hf_slospec.drafters.prompt_lookup import LookupMethod
 from hf_slospec.drafters.shared_kv import Gemma4Method
 from hf_slospec.drafters.translation import TokenTranslation
+from hf_slospec.drafters.user import UserMethod
 from hf_slospec.engine.protocols import Drafter
 from hf_slospec.errors import InvalidInputError, InvalidTypeError, SLOSpecError, UnsupportedModelError
 from hf_slospec.models.inspection.checkpoints import load_model

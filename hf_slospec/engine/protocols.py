@@ -184,9 +184,6 @@ class Target(ABC):
         """Tokens of finished requests whose K/V is kept for reuse."""
         return 0
 
-    def lend(self, num_slots: int) -> None:
-        """Use ``num_slots`` slots of the drafter from now on, in place of those of an earlier call."""
-
     def close(self) -> None:
         """Release all K/V."""
 
@@ -198,10 +195,6 @@ class Scheduler(Protocol):
     """Holds the unfinished requests and picks those of each step."""
 
     running: list[Request]  # requests that may hold K/V
-
-    @property
-    def lent_slots(self) -> int:
-        """Slots of the drafter that the target may use in the next step, which then must not draft."""
 
     def enter(self, now_s: float) -> Sequence[Request]:
         """Give slots to waiting requests before a step; return the requests that are preempted."""

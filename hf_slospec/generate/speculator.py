@@ -13,6 +13,8 @@ from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.assembly import Parts, static_engine
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.drafters.methods import DraftMethod, Room
+from hf_slospec.drafters.user import UserMethod
+from hf_slospec.engine.checks import Checks
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.protocols import Drafter, Policy
@@ -165,7 +167,7 @@ class Speculator:
         config = config or self.config
         is_same_shape = (config.max_depth, config.max_width) == (self.config.max_depth, self.config.max_width)
         history = self.history if is_same_shape else SpeculationHistory(config)
-        return new_policy(config, costs, history, make_policy, vocab_size(self.target.model))
+        return new_policy(config, costs, history, make_policy)
 
     def new_target(
         self, sampler: Sampler, max_slots: int | None = None, max_kept: float | None = 0, holds_finished: bool = False
@@ -182,13 +184,20 @@ class Speculator:
             self._drafters.add(drafter)
         return drafter
 
+    def checks(self, config: SLOSpecConfig | None) -> Checks:
+        """Return which results of users' objects are checked, with the policy of ``config`` if one is given."""
+        has_user_policy = config is None and self.make_policy is not None
+        return Checks(
+            self.max_nodes, vocab_size(self.target.model), has_user_policy, isinstance(self.method, UserMethod)
+        )
+
     def parts(self, target: PackedTarget, drafter: Drafter, costs: StepCosts, config: SLOSpecConfig | None) -> Parts:
         """Return the parts of an engine, with the policy of ``config`` if one is given."""
         if self.max_nodes:
             target.inform(drafter)
         drafter.read_kv_of(target.sequences)
         policy, clock = self.policy(costs, config), self.target.ranks.clock
-        return Parts(target, drafter, policy, costs, clock, self.lock.released)
+        return Parts(target, drafter, policy, costs, clock, self.lock.released, self.checks(config))
 
     def run(
         self,

@@ -70,7 +70,7 @@ class PackedTarget(Target):
             max_slots: see :class:`RequestSequences`, as for ``max_kept``.
             holds_finished: K/V of finished requests stays readable in ``sequences`` until ``close``.
         """
-        self.sampler, self.holds_finished, self._own_slots = sampler, holds_finished, max_slots
+        self.sampler, self.holds_finished = sampler, holds_finished
         self.sequences = RequestSequences(packed, max_nodes, max_slots, max_kept)
         self._reader: Drafter | None = None  # reads features
         self._features: torch.Tensor | None = None  # [num_tokens, num_features], of the verified packed batch
@@ -96,10 +96,6 @@ class PackedTarget(Target):
         Not with a drafter that reads features: it has none of tokens that the target does not process.
         """
         return self._reader is None and not self.sequences.has_embeds
-
-    def lend(self, num_slots: int) -> None:
-        if self._own_slots is not None:
-            self.sequences.limit(self._own_slots + num_slots)
 
     def verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
