@@ -34,7 +34,7 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.cli.benchmark import constant_draft, encoded, provenance
+from hf_slospec.cli.benchmark import encoded, provenance
 from hf_slospec.generate.rows import model_end_tokens, until_end
 from hf_slospec.models.device.device_calls import synchronize
 from hf_slospec.serving.devices import chosen_device
@@ -116,6 +116,23 @@ def encoded_chats(
             for turns in conversations
         ]
     return encoded(tokenizer, texts, max_prompt, device, add_special_tokens=is_plain)
+
+
+@contextlib.contextmanager
+def constant_draft(draft: Any, num_tokens: int) -> Iterator[None]:
+    """Let assisted generation draft this many tokens in every step, inside this context."""
+    settings = {
+        "num_assistant_tokens": num_tokens,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
+    config = draft.generation_config
+    stock = {name: getattr(config, name) for name in settings}
+    config.update(**settings)
+    try:
+        yield
+    finally:
+        config.update(**stock)
 
 
 class Contest:

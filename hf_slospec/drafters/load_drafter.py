@@ -115,7 +115,7 @@ def load_drafter(
             loaded from the models' folders or repositories if they are needed and not given.
         assistant_tokenizer: the causal LM's.
         share_texts: ``"lookup"`` and ``"suffix"`` also draft from other requests with the same ``cache_salt``;
-            :class:`PastAnswers` sets bounds, and can be filled, saved and loaded.
+            :class:`PastAnswers` sets bounds, and can be saved and loaded.
         allow_missing: accept a causal LM whose files lack tensors or have unexpected ones.
 
     Returns:
