@@ -17,7 +17,7 @@ from hf_slospec import (
     disable,
     enable,
 )
-from hf_slospec.models.inspection.cache_names import CACHE_NAME, cache_option
+from hf_slospec.model.properties import CACHE_NAME, cache_option
 from tests.support.against_stock import generator
 from tests.support.streamers import Recorder
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
@@ -40,12 +40,15 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "name"), UNSUPPORTED, ids=lambda value: str(value))
 def test_unsupported_options_are_named(options: dict[str, Any], name: str) -> None:
     with pytest.raises(UnsupportedOptionError, match=name):
-        generator().generate(**ragged_prompts(2), **dict(do_sample=False, max_new_tokens=6) | options)
+        generator().generate(
+            **ragged_prompts(2), **dict(do_sample=False, max_new_tokens=6) | options
+        )
 
 
 def test_fallback_runs_stock_generate_and_says_so() -> None:
     model = enable(tiny_model("llama"), tiny_model("llama", noise=0.03), fallback=True)
-    inputs, options = ragged_prompts(2), dict(do_sample=False, max_new_tokens=6, num_beams=2)
+    inputs = ragged_prompts(2)
+    options = dict(do_sample=False, max_new_tokens=6, num_beams=2)
     expected = type(model).generate(model, **inputs, **options)
     try:
         with pytest.warns(FallbackWarning, match="beam"):
@@ -68,7 +71,9 @@ def test_fallback_for_a_model_that_cannot_hold_a_tree() -> None:
         enable(model)
     enable(model, fallback=True)
     with pytest.warns(FallbackWarning, match="Rwkv"):
-        assert torch.equal(model.generate(**inputs, do_sample=False, max_new_tokens=6, slo_tpot=0.1), expected)
+        assert torch.equal(
+            model.generate(**inputs, do_sample=False, max_new_tokens=6, slo_tpot=0.1), expected
+        )
 
 
 def test_fallback_for_a_model_with_an_embedding_table_per_codebook() -> None:
@@ -82,7 +87,10 @@ def test_fallback_for_a_model_with_an_embedding_table_per_codebook() -> None:
     with pytest.raises(UnsupportedModelError, match=r"MoshiDepthDecoder .*one table of all tokens"):
         enable(model)
     options: dict[str, Any] = dict(
-        input_ids=torch.tensor([[3], [5]]), last_hidden_state=torch.randn(2, 1, 32), max_new_tokens=3, do_sample=False
+        input_ids=torch.tensor([[3], [5]]),
+        last_hidden_state=torch.randn(2, 1, 32),
+        max_new_tokens=3,
+        do_sample=False,
     )
     expected = model.generate(**options)
     enable(model, fallback=True, always=True)
@@ -91,8 +99,12 @@ def test_fallback_for_a_model_with_an_embedding_table_per_codebook() -> None:
 
 
 def test_fallback_does_not_stream_the_prompt_twice() -> None:
-    inputs, streamer, stock = ragged_prompts(1), Recorder(), Recorder()
-    options = dict(do_sample=False, max_new_tokens=6, output_hidden_states=True, return_dict_in_generate=True)
+    inputs = ragged_prompts(1)
+    streamer = Recorder()
+    stock = Recorder()
+    options = dict(
+        do_sample=False, max_new_tokens=6, output_hidden_states=True, return_dict_in_generate=True
+    )
     tiny_model("llama").generate(**inputs, **options, streamer=stock)
     with pytest.warns(FallbackWarning):
         generator(fallback=True).generate(**inputs, **options, streamer=streamer)

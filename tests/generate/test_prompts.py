@@ -25,7 +25,8 @@ def test_one_dimensional_ids_and_positional_inputs(model: Any) -> None:
     assert torch.equal(model.generate(ids[0], **OPTIONS, slo_tpot=0.1), expected)
     assert torch.equal(model.generate(ids, **OPTIONS, slo_tpot=0.1), expected)
     assert torch.equal(
-        model.generate(inputs=ids, attention_mask=torch.ones_like(ids), **OPTIONS, slo_tpot=0.1), expected
+        model.generate(inputs=ids, attention_mask=torch.ones_like(ids), **OPTIONS, slo_tpot=0.1),
+        expected,
     )
 
 
@@ -56,7 +57,9 @@ def test_longer_than_a_position_table(model: Any) -> None:
     learned = SLOSpecGenerator(tiny_model("gpt2"))
     with pytest.raises(InvalidInputError, match=r"max_new_tokens=150 .* 160 positions"):
         learned.generate(**ragged_prompts(2), max_new_tokens=150)
-    rotary = dict(do_sample=False, max_new_tokens=150, eos_token_id=None)  # has no table to fall off
+    rotary = dict(
+        do_sample=False, max_new_tokens=150, eos_token_id=None
+    )  # has no table to fall off
     assert_same_as_stock(model, with_slo(model), ragged_prompts(1), **rotary)
 
 
@@ -80,12 +83,18 @@ def test_arguments_named_in_their_errors(model: Any, arguments: Any, error: Any,
 @pytest.mark.parametrize(
     ("ids", "error", "match"),
     [
-        (torch.ones(2, 3, 4, dtype=torch.int64), InvalidInputError, r"\[batch, length\] or \[length\]"),
+        (
+            torch.ones(2, 3, 4, dtype=torch.int64),
+            InvalidInputError,
+            r"\[batch, length\] or \[length\]",
+        ),
         (torch.ones(2, 4), InvalidTypeError, "int64, got torch.float32"),
         (torch.ones(2, 4, dtype=torch.uint8), InvalidTypeError, "int64, got torch.uint8"),
     ],
 )
-def test_ids_of_another_shape_or_dtype(model: Any, ids: torch.Tensor, error: Any, match: str) -> None:
+def test_ids_of_another_shape_or_dtype(
+    model: Any, ids: torch.Tensor, error: Any, match: str
+) -> None:
     with pytest.raises(error, match=match):
         model.generate(ids, **OPTIONS, slo_tpot=0.1)
 
@@ -111,22 +120,30 @@ def test_tokenizer_output_passed_whole(model: Any) -> None:
 @pytest.mark.parametrize("family", nightly_but(["mistral-window"], ["llama", "mistral-window"]))
 @pytest.mark.parametrize(
     "options",
-    [{}, pytest.param(dict(do_sample=True), marks=pytest.mark.nightly), dict(do_sample=True, repetition_penalty=1.2)],
+    [
+        {},
+        pytest.param(dict(do_sample=True), marks=pytest.mark.nightly),
+        dict(do_sample=True, repetition_penalty=1.2),
+    ],
     ids=["greedy", "sampled", "seen"],
 )
 @pytest.mark.parametrize("chunk", [5, 16])  # all prompts are longer, or some
 def test_prompts_longer_than_a_chunk(
     chunk: int, options: dict[str, Any], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_slospec.engine.scheduling.static_batch.CHUNK", chunk)
+    monkeypatch.setattr("hf_slospec.scheduler.static.CHUNK", chunk)
     model = tiny_model(family)
-    generator = SLOSpecGenerator(model, tiny_model(family, noise=0.03), config=SLOSpecConfig(policy="adaserve"))
+    generator = SLOSpecGenerator(
+        model, tiny_model(family, noise=0.03), config=SLOSpecConfig(policy="adaserve")
+    )
     assert_same_as_stock(model, generator.generate, ragged_prompts(4), **OPTIONS | options)
 
 
 @pytest.mark.parametrize("kept", [1, 3])
-def test_rows_far_behind_have_their_noise_drawn_again(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
-    monkeypatch.setattr("hf_slospec.models.noise.MAX_NOISE_BYTES", kept * 4 * 101 * 4)
+def test_rows_far_behind_have_their_noise_drawn_again(
+    monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    monkeypatch.setattr("hf_slospec.model.noise.MAX_NOISE_BYTES", kept * 4 * 101 * 4)
     model = tiny_model("llama")
     config = SLOSpecConfig(policy="adaserve", token_budget=12)
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.01), config=config)

@@ -1,0 +1,96 @@
+"""A server on the embedded pair, listening on a free port for the whole session."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import uvicorn
+from fastapi import FastAPI
+
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
+from hf_slospec.server.app import ServerSettings, make_app
+from hf_slospec.server.engine import LocalEngine
+from hf_slospec.server.limits import RequestLimits
+from hf_slospec.server.options import SLOLimits
+
+CHAT_TEMPLATE = (
+    "{% if tools %}# tools\n{{ tools | tojson }}\n{% endif %}"
+    "{% for message in messages %}# {{ message.role }}\n{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}# assistant\n{% endif %}"
+)
+KEY = "one-key"
+STRICT_KEY = "another-key"
+
+
+@dataclass
+class Served:
+    generator: SLOSpecGenerator
+    url: str
+    client: httpx.Client
+
+
+@pytest.fixture(scope="session")
+def generator() -> Iterator[SLOSpecGenerator]:
+    target, draft, tokenizer = load_tiny_pair(torch.float32)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    with SLOSpecGenerator(
+        target, draft, tokenizer, SLOSpecConfig(kv_tokens=20_000, check_invariants=True)
+    ) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def served(generator: SLOSpecGenerator) -> Iterator[Served]:
+    yield from serving(generator, ServerSettings(model_name="tiny"))
+
+
+@pytest.fixture(scope="session")
+def guarded(generator: SLOSpecGenerator) -> Iterator[Served]:
+    keys = {KEY: SLOLimits(default_tpot=5.0), STRICT_KEY: SLOLimits(strictest_tpot=1.0)}
+    settings = ServerSettings(
+        model_name="tiny", api_keys=keys, bounds=RequestLimits(body_bytes=4096)
+    )
+    yield from serving(generator, settings)
+
+
+def serving(generator: SLOSpecGenerator, settings: ServerSettings) -> Iterator[Served]:
+    app = make_app(LocalEngine(generator), settings)
+    with listening(app) as url, httpx.Client(base_url=url, timeout=120.0) as client:
+        yield Served(generator, url, client)
+
+
+class listening:  # noqa: N801  used like a function
+    """Serves an application inside of the context, on a free port by default."""
+
+    def __init__(self, app: FastAPI, port: int = 0, **options: Any):
+        # With the protocol named, asyncio turns Nagle's algorithm off, as for sockets of its own.
+        self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self.socket.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # for another server on the same port
+        self.socket.bind(("127.0.0.1", port))
+        self.socket.listen()  # connections wait until the server takes them
+        config: Any = uvicorn.Config(
+            app, log_level="error", lifespan="off", timeout_graceful_shutdown=5, **options
+        )
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(
+            target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True
+        )
+
+    def __enter__(self) -> str:
+        self.thread.start()
+        host, port = self.socket.getsockname()
+        return f"http://{host}:{port}"
+
+    def __exit__(self, *_: object) -> None:
+        self.server.should_exit = True
+        self.thread.join()
+        self.socket.close()
