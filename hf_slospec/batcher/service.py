@@ -45,7 +45,6 @@ from hf_slospec.errors import (
     UnsupportedOptionError,
 )
 from hf_slospec.extras import need
-from hf_slospec.families.tensor_parallel import Follower, LeadingTarget, check_draft_is_whole
 from hf_slospec.generate.call import Decoder
 from hf_slospec.generate.images import keeping_rope_deltas
 from hf_slospec.generate.prepare import Call
@@ -55,8 +54,8 @@ from hf_slospec.generate.validation import check_decoder_only, check_ids, config
 from hf_slospec.model.host_memory import return_freed_memory
 from hf_slospec.model.memory import free_memory
 from hf_slospec.model.properties import autocast_dtype, trained_len, vocab_size
+from hf_slospec.model.ranks import Follower
 from hf_slospec.model.sampling import RequestSamplers, TokenLogprobs
-from hf_slospec.model.target import PackedTarget
 from hf_slospec.policies import max_nodes_per_request
 from hf_slospec.request.request import Request, RequestParams
 from hf_slospec.request.slo import SLOTpot
@@ -85,9 +84,8 @@ class BatchingService:
         self.telemetry = Telemetry()
         self._samplers = RequestSamplers()
         self._streaming: WeakSet[threading.Thread] = WeakSet()
-        self._batcher: Batcher | Follower | None = (
-            None  # a follower in all but the first process of the model
-        )
+        # A follower in all but the first process of the model.
+        self._batcher: Batcher | Follower | None = None
         self._limits: Limits | None = None
         self._policy_config: SLOSpecConfig | None = None  # set by `set_policy`
         self._engine: Callable[[], Engine[ContinuousScheduler] | None] = lambda: (
@@ -119,7 +117,7 @@ class BatchingService:
                 check_decoder_only(self.decoder.model, "the batcher")
                 speculator = self.decoder.speculator
                 ranks = speculator.target.ranks
-                check_draft_is_whole(speculator)
+                ranks.check_draft(speculator)
                 self._check_defaults()
                 kv_tokens = self.config.kv_tokens
                 if kv_tokens is None:
@@ -137,7 +135,7 @@ class BatchingService:
                         new_engine, max_queue, lock, self, _batcher_thread, self._is_current
                     )
                 else:
-                    self._batcher = Follower(new_engine, speculator, _batcher_thread)
+                    self._batcher = ranks.new_follower(new_engine, speculator, _batcher_thread)
             if not self._batcher.is_running:
                 self._end_leading()
             self._batcher.start()
@@ -179,7 +177,7 @@ class BatchingService:
             raise NotRunningError(
                 "the batcher has not been started; call start(), or use `with generator:`"
             )
-        if isinstance(self._batcher, Follower):
+        if not isinstance(self._batcher, Batcher):
             self._batcher.refuse()
         self._batcher.check_running()
         return self._batcher
@@ -214,10 +212,7 @@ class BatchingService:
         self._placements = speculator.placements
         max_kept = math.inf if self.config.kept_tokens is None else self.config.kept_tokens or None
         others = self._samplers, slots, max_kept
-        if ranks.number > 1 and ranks.is_first:
-            target: PackedTarget = LeadingTarget(speculator, *others)
-        else:
-            target = speculator.new_target(*others)
+        target = ranks.new_target(speculator, *others)
         drafter = speculator.new_drafter(
             slots, max_kept, keeps_rng=False
         )  # every request has its own noise
@@ -245,7 +240,7 @@ class BatchingService:
         Raises:
             InvalidInputError: its trees may be larger than those of the generator's own config.
         """
-        if isinstance(self._batcher, Follower):
+        if not isinstance(self._batcher, Batcher | None):
             self._batcher.refuse()
         speculator = self.decoder.speculator
         if (needed := max_nodes_per_request(config)) > speculator.max_nodes:

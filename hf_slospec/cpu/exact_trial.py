@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from hf_slospec.errors import UnsupportedModelError
-from hf_slospec.families.prefilled_prompts import cached_tensors
 from hf_slospec.model.batch import CachedSequence
 from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.prefilled_prompts import cached_tensors
 from hf_slospec.model.properties import evaluating, refused_if_it_fails
 from hf_slospec.model.tree_mask import chain, chain_and_tree
 from hf_slospec.model.trial import plain_steps

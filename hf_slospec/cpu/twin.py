@@ -22,7 +22,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram, export
 from transformers.pytorch_utils import Conv1D
 
-from hf_slospec.model.attention.forward import Positions
+from hf_slospec.model.attention.hook import AttentionHook, Positions
 from hf_slospec.model.batch import AttentionLayer, AttentionRules
 from hf_slospec.model.overrides import plain_class
 from hf_slospec.model.properties import config_values
@@ -249,26 +249,20 @@ class Interface:
     ]  # linear layers by their index in the graph; those of one list are joined
 
 
-class TracedForward:
-    """Cache and attention of a model while its graph is traced."""
-
-    is_initialized = True  # transformers reads it to build masks, which packed forwards do not use
+class TracedForward(AttentionHook):
+    """Hook of a model while its graph is traced."""
 
     def __init__(
         self, context: torch.Tensor, layers: Sequence[AttentionLayer], position_ids: torch.Tensor
     ):
         self._context = context  # [1] int64, the id of a Context
         self._layers = {layer.layer_idx: (index, layer) for index, layer in enumerate(layers)}
-        self._positions = Positions(position_ids)
+        self.positions = Positions(position_ids)
         self._layer_of: dict[
             tuple[int, int], int
         ] = {}  # (id(K), id(V)) -> layer_idx; layers may share K and V
         self._held: list[torch.Tensor] = []  # keeps these ids from being reused for other tensors
         self._staged = set[int]()
-
-    def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:
-        """Return what :meth:`PackedForward.get_seq_length` returns."""
-        return 0 if layer_idx is None else self._positions.offsets
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
@@ -286,12 +280,11 @@ class TracedForward:
         key: torch.Tensor,
         value: torch.Tensor,
         rules: AttentionRules,
-        mask: Any,
+        *_: Any,
     ) -> torch.Tensor:
         """Return attention of the layer that cached these K and V.  -> [1, num_tokens, num_heads,
         value_dim]
         """
-        del mask
         index, layer = self._layers[self._layer_of[id(key), id(value)]]
         is_first = index not in self._staged
         self._staged.add(index)

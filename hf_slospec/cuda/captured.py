@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 
-from hf_slospec.cuda.flash import MAX_DENSE, pack
+from hf_slospec.cuda.flash import pack
 from hf_slospec.cuda.graphs import (
     BATCHES,
     BUCKETS,
@@ -25,7 +25,7 @@ from hf_slospec.cuda.graphs import (
     capturer_for,
 )
 from hf_slospec.cuda.tree_attention import plan_tree
-from hf_slospec.model.batch import CachedSequence, NewTokens, plan_own
+from hf_slospec.model.batch import MAX_DENSE, CachedSequence, NewTokens, plan_own
 from hf_slospec.model.inputs import Inputs
 from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.overrides import all_modules

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_slospec.cuda.graphs import bucket_for
-from hf_slospec.model.batch import AttentionRules, PackedBatch, Plan, Span
+from hf_slospec.model.batch import MAX_DENSE, AttentionRules, PackedBatch, Plan, Span
 
 
 def merged_attention(
@@ -54,9 +54,6 @@ def weigh_sinks(
     return out.float() * (lse - sinks.float()).sigmoid()[..., None]
 
 
-MAX_DENSE = (
-    64  # longer chains are causal entries, as the work of a dense block is quadratic in its tokens
-)
 # A kernel runs one thread block per entry and head: long ranges are cut until there are enough (an
 # estimate).
 PIECE_KEYS = 512

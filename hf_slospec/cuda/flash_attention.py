@@ -4,17 +4,15 @@ others.
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterable
 
 import torch
 
 from hf_slospec.cuda.flash import Block, Entries, Packing, merged_attention, pack, weigh_sinks
 from hf_slospec.cuda.flash_kernels import FlashKernel, kernel_on
-from hf_slospec.model.attention.sdpa import sdpa_attention
+from hf_slospec.model.attention.backends import KernelAttention
 from hf_slospec.model.batch import AttentionLayer, AttentionRules, Plans
 from hf_slospec.model.transfer import aligned
-
-logger = logging.getLogger(__name__)
 
 MAX_DIM, DIM_STEP = (
     256,
@@ -22,10 +20,20 @@ MAX_DIM, DIM_STEP = (
 )  # head sizes of FlashAttention-2 and torch's version of it: multiples of 8 up to 256
 
 
-def kernel_for(layer: AttentionLayer) -> FlashKernel | str:
-    """Return the kernel for a layer with this K/V shape, or the reason why there is none."""
-    if layer.is_own:
-        return "the model's layers attend by themselves"
+def why_no_kernel(layer: AttentionLayer) -> str | None:
+    """Return why no kernel takes layers with this K/V shape; None if one does."""
+    kernel = _kernel_of(layer)
+    return kernel if isinstance(kernel, str) else None
+
+
+def new_flash_attention(layers: Iterable[AttentionLayer]) -> FlashAttention:
+    """Return the backend, which is named after the kernels for these layers."""
+    kernels = map(_kernel_of, layers)
+    names = {kernel.name for kernel in kernels if not isinstance(kernel, str)}
+    return FlashAttention(", ".join(sorted(names)))
+
+
+def _kernel_of(layer: AttentionLayer) -> FlashKernel | str:
     key = layer.shape.key
     value = layer.shape.value
     # A latent layer attends with K and V of other sizes than it caches.
@@ -56,16 +64,20 @@ def _kernel_for(
     return kernel_on(device, dtypes[0], key_dim, has_softcap)
 
 
-class FlashAttention:
-    """The ``flash`` backend; layers that no kernel supports use ``sdpa``, with a debug log."""
+class FlashAttention(KernelAttention):
+    """The ``flash`` backend."""
 
     def __init__(self, kernel_names: str):
-        self.__name__ = (
-            f"flash_attention[{kernel_names}]"  # step-time profiles are stored under this name
-        )
+        self.__name__ = f"flash_attention[{kernel_names}]"
         self._kernels: dict[tuple[object, ...], FlashKernel | str] = {}
 
-    def __call__(
+    def why_not(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rules: AttentionRules
+    ) -> str | None:
+        kernel = self._kernel(query, keys, values, rules)
+        return kernel if isinstance(kernel, str) else None
+
+    def attend(
         self,
         query: torch.Tensor,
         keys: torch.Tensor,
@@ -74,8 +86,7 @@ class FlashAttention:
         rules: AttentionRules,
     ) -> torch.Tensor:
         kernel = self._kernel(query, keys, values, rules)
-        if isinstance(kernel, str):
-            return sdpa_attention(query, keys, values, batch, rules)
+        assert not isinstance(kernel, str)
         keys = aligned(keys)
         values = aligned(values)
         packing: Packing = batch.plan(
@@ -106,9 +117,7 @@ class FlashAttention:
         dims = (query.shape[-1], values.shape[-1])
         key = query.device, dtypes, dims, rules.softcap is not None, rules.chunk is not None
         if key not in self._kernels:
-            kernel = self._kernels[key] = _kernel_for(*key)
-            if isinstance(kernel, str):
-                logger.debug("sdpa instead of flash attention: %s", kernel)
+            self._kernels[key] = _kernel_for(*key)
         return self._kernels[key]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import logging
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +12,8 @@ import torch.nn.functional as F
 
 from hf_slospec.cuda.flash_kernels import HALF
 from hf_slospec.errors import UnsupportedOptionError
-from hf_slospec.model.attention.sdpa import masked_attention, sdpa_attention
+from hf_slospec.model.attention.backends import KernelAttention
+from hf_slospec.model.attention.sdpa import masked_attention
 from hf_slospec.model.batch import (
     AttentionLayer,
     AttentionRules,
@@ -163,8 +163,6 @@ def _stacked(rows: list[torch.Tensor], width: int) -> torch.Tensor:
     return F.pad(stacked, (0, width - stacked.shape[1])) if stacked.shape[1] < width else stacked
 
 
-logger = logging.getLogger(__name__)
-
 MAX_DIM = 256  # head size: larger ones do not fit into a multiprocessor's shared memory
 VOLTA = (7, 0)  # compute capability; Triton compiles for none below
 TRIAL_TOLERANCE = 0.05  # absolute: values are of order one, and bf16 rounds to 8 bits
@@ -172,8 +170,6 @@ TRIAL_TOLERANCE = 0.05  # absolute: values are of order one, and bf16 rounds to 
 
 def why_no_kernel(layer: AttentionLayer) -> str | None:
     """Return why the kernel cannot be used for a layer; None if it can."""
-    if layer.is_own:
-        return "the model's layers attend by themselves"
     key = layer.shape.key
     value = layer.shape.value
     if key.dtype != value.dtype:
@@ -236,19 +232,32 @@ def trial_error(device: torch.device, dtype: torch.dtype, key_dim: int, value_di
     return worst
 
 
-class TreeAttention:
-    """The ``triton`` backend; layers with too many query heads per KV head, or too large heads, use
-    ``sdpa``.
+class TreeAttention(KernelAttention):
+    """The ``triton`` backend.
 
-    With ``by_path``, the bits of a token's result depend on its path only, and such layers are
-    refused."""
+    With ``by_path``, the bits of a token's result depend on its path only, and layers that the
+    kernel does not take are refused."""
 
-    __name__ = "tree_attention[triton]"  # step-time profiles are stored under this name
+    __name__ = "tree_attention[triton]"
 
     def __init__(self, by_path: bool = False):
         self.by_path = by_path
 
-    def __call__(
+    def why_not(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rules: AttentionRules
+    ) -> str | None:
+        groups = query.shape[0] // keys.shape[1]
+        is_same = query.dtype == keys.dtype == values.dtype
+        if groups <= MAX_ROWS and max(query.shape[-1], values.shape[-1]) <= MAX_DIM and is_same:
+            return None
+        why = f"{groups} query heads per KV head, {query.dtype}, {values.shape}"
+        if self.by_path:
+            raise UnsupportedOptionError(
+                f'exact="self" is not available for a layer with {why}; leave exact out'
+            )
+        return why
+
+    def attend(
         self,
         query: torch.Tensor,
         keys: torch.Tensor,
@@ -256,20 +265,11 @@ class TreeAttention:
         batch: Plans,
         rules: AttentionRules,
     ) -> torch.Tensor:
-        groups = query.shape[0] // keys.shape[1]
-        is_same = query.dtype == keys.dtype == values.dtype
-        if groups > MAX_ROWS or max(query.shape[-1], values.shape[-1]) > MAX_DIM or not is_same:
-            why = f"{groups} query heads per KV head, {query.dtype}, {values.shape}"
-            if self.by_path:
-                raise UnsupportedOptionError(
-                    f'exact="self" is not available for a layer with {why}; leave exact out'
-                )
-            logger.debug("sdpa instead of the kernel: %s", why)
-            return sdpa_attention(query, keys, values, batch, rules)
         # Imported here: Triton comes with torch for CUDA only.
         from hf_slospec.cuda.tree_kernels import tree_attention
 
         has_window = rules.window is not None
+        groups = query.shape[0] // keys.shape[1]
         kind = has_window, has_window or rules.chunk is not None, groups, self.by_path
         plan: TreePlan = batch.plan(plan_tree, query.device, *kind)
         return tree_attention(query, keys, values, plan, rules)

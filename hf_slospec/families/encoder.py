@@ -9,12 +9,14 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from transformers import PreTrainedModel
-from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
 from hf_slospec.errors import UnsupportedInputError, UnsupportedOptionError
-from hf_slospec.model.batch import Encoded
+from hf_slospec.families.cross_attention import DecoderForward, decoder_arguments, encode
+from hf_slospec.model.attention.hook import AttentionHook
+from hf_slospec.model.batch import AttentionLayer, Encoded
+from hf_slospec.model.family import ModelFamily
+from hf_slospec.model.probe import InterfaceProbe, probed
 from hf_slospec.model.properties import attends_to_encoder, given_cache
-from hf_slospec.model.run import encode
 
 ENCODER_INPUTS = {
     "encoder_outputs",
@@ -24,13 +26,6 @@ ENCODER_INPUTS = {
 # Draft -> targets whose encoder has the same weights; a wrong entry, after training, costs
 # acceptance only.
 _same_encoder = WeakKeyDictionary[Any, "WeakSet[Any]"]()
-
-
-def generates_in_parts(model: PreTrainedModel) -> bool:
-    """Return whether the class's own ``generate`` calls transformers' for one part of the output
-    after another.
-    """
-    return isinstance(model, WhisperGenerationMixin)
 
 
 def decoder_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -134,3 +129,33 @@ def _has_encoder_of(draft: Any, target: Any) -> bool:
             return False
         known.add(target)
     return True
+
+
+class EncoderDecoders(ModelFamily):
+    """Encoder-decoders, and decoders that take the outputs of another model's encoder."""
+
+    attends_to_encoder = True
+
+    def claims(self, model: Any) -> bool:
+        return attends_to_encoder(model)
+
+    def probe(self, model: Any, ids: torch.Tensor) -> tuple[ModelFamily, list[AttentionLayer]]:
+        return self, probed(model, ids, InterfaceProbe, DecoderForward)[0]
+
+    def new_hook(self, *arguments: Any) -> AttentionHook:
+        own = super().new_hook(*arguments)
+        spans = arguments[-1]
+        return own if spans[0].sequence.encoded is None else DecoderForward(own, spans)
+
+    def encode(self, *arguments: Any) -> tuple[list[Encoded], Encoded]:
+        return encode(*arguments)
+
+    def decoder_arguments(self, *arguments: Any) -> dict[str, Any]:
+        return decoder_arguments(*arguments)
+
+    def prepared(
+        self, model: Any, inputs: Any, model_kwargs: dict[str, Any]
+    ) -> tuple[dict[str, Any], EncoderInputs | None]:
+        if not model.config.is_encoder_decoder:
+            return model_kwargs, None
+        return decoder_inputs(model_kwargs), EncoderInputs(model, inputs, model_kwargs)

@@ -7,18 +7,15 @@ are masked."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from hf_slospec.model.attention.forward import Positions
+from hf_slospec.families.recurrent import STATE_KINDS
+from hf_slospec.model.attention.hook import AttentionHook, Positions
 from hf_slospec.model.batch import (
     AttentionLayer,
     LayerShape,
@@ -28,28 +25,35 @@ from hf_slospec.model.batch import (
     Stored,
     plan_own,
 )
+from hf_slospec.model.family import DECODER, ModelFamily
 from hf_slospec.model.kv_cache import KVPool
-from hf_slospec.model.overrides import Attribute, ReplacedAttributes
 from hf_slospec.model.ownership import check_mask_function
-from hf_slospec.model.properties import cannot_be_packed, is_reached, layer_types
-
-MASKING = ("eager", "sdpa")  # attention implementations that read a mask
+from hf_slospec.model.properties import (
+    attends_to_encoder,
+    cannot_be_packed,
+    is_reached,
+    layer_types,
+    refused_if_it_fails,
+)
+from hf_slospec.model.run import run_model
 
 MaskFunction = Callable[
     ..., torch.Tensor
 ]  # (batch, head, query and key indices) -> True = may attend
 
 
-class MaskSource:
-    """Base of a model's cache during a packed forward in which layers compute attention in their
-    own code.
-    """
+class GatheredHook(AttentionHook):
+    """Hook of layers that attend by their own code, with transformers' masks."""
 
+    only_masks = True
     positions: Positions
 
-    # transformers reads these to build masks, and so do models.
-    is_compileable = False
-    is_initialized = True
+    def build_mask(self, name: str, plain: Callable[..., Any], **options: Any) -> torch.Tensor:
+        allowed = self.allowed(options["mask_function"], options.get("local_size"))[None, None]
+        if name == "sdpa":
+            return allowed
+        dtype = options["dtype"]
+        return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
 
     def allowed(self, mask_function: MaskFunction, window: int | None) -> torch.Tensor:
         """Return the forward's mask for layers with this mask function, which also applies their
@@ -60,16 +64,19 @@ class MaskSource:
         """
         raise NotImplementedError
 
+    def arguments(self, model: Any, options: dict[str, Any]) -> dict[str, Any]:
+        if any(name.endswith("token_type_ids") for name, _ in model.named_buffers()):
+            # The buffer may be shorter than a packed batch.
+            options["token_type_ids"] = torch.zeros_like(self.positions.of_tokens)
+        return options
+
     @property
     def _num_keys(self) -> int:
         assert self.positions.of_keys is not None
         return len(self.positions.of_keys)
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:
-        """Return the number of keys before the batch's, of all sequences; to a layer,
-        :attr:`Positions.offsets`.
-        """
-        return self.num_earlier if layer_idx is None else self.positions.offsets
+        return self.num_earlier if layer_idx is None else super().get_seq_length(layer_idx)
 
     @property
     def num_earlier(self) -> int:
@@ -77,7 +84,6 @@ class MaskSource:
         return self._num_keys - self.positions.of_tokens.shape[1]
 
     def get_query_offset(self, *_: Any, **__: Any) -> int:
-        """Return the number of keys before the batch's."""
         return self.num_earlier
 
     def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
@@ -131,7 +137,7 @@ def plan_gathered(batch: PackedBatch) -> GatheredPlan:
     return GatheredPlan(torch.cat(slots)[kept.cpu()], torch.cat(positions)[is_seen], seen[:, kept])
 
 
-class GatheredForward(MaskSource):
+class GatheredForward(GatheredHook):
     """One forward of a packed batch: the cache of a model whose layers compute attention in their
     own code.
     """
@@ -189,54 +195,7 @@ class GatheredForward(MaskSource):
         return self._seen & rule
 
 
-_source: ContextVar[MaskSource | None] = ContextVar("hf_slospec_mask_source", default=None)
-
-
-@contextlib.contextmanager
-def own_attention(source: MaskSource) -> Iterator[None]:
-    """Make transformers' mask builders return masks of ``source`` inside this context, in this
-    thread only.
-    """
-    _replaced.replace([MASK_BUILDERS], _packed_builders)
-    token = _source.set(source)
-    try:
-        yield
-    finally:
-        _source.reset(token)
-        _replaced.restore([MASK_BUILDERS])
-
-
-MASK_BUILDERS: Attribute = (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    "_local_mapping",
-)  # goes before what is registered
-_replaced = ReplacedAttributes()
-
-
-def _packed_builders(builders: dict[str, Any], attribute: Attribute) -> dict[str, Any]:
-    """Return mask builders of the active source, under the same names, as layers compare these with
-    names they know.
-    """
-    plain = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping | builders
-    return builders | {name: _packed_or(plain[name], name == "sdpa") for name in MASKING}
-
-
-@functools.cache
-def _packed_or(plain: Callable[..., Any], is_bool: bool) -> Callable[..., Any]:
-    @functools.wraps(plain)
-    def mask(*arguments: Any, **options: Any) -> Any:
-        if (source := _source.get()) is None:
-            return plain(*arguments, **options)
-        allowed = source.allowed(options["mask_function"], options.get("local_size"))[None, None]
-        if is_bool:
-            return allowed
-        dtype = options["dtype"]
-        return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
-
-    return mask
-
-
-class GatheredProbe(MaskSource):
+class GatheredProbe(GatheredHook):
     """Cache and masks for one forward of one token with the model's own attention."""
 
     def __init__(self, position_ids: torch.Tensor) -> None:
@@ -246,7 +205,7 @@ class GatheredProbe(MaskSource):
         self._counting: set[int] = set()  # layers that ask for the number of cached tokens
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:
-        """Record the layer that asks; see :meth:`MaskSource.get_seq_length`."""
+        """Record the layer that asks; see :meth:`GatheredHook.get_seq_length`."""
         if layer_idx is not None:
             self._counting.add(layer_idx)
         return super().get_seq_length(layer_idx)
@@ -267,7 +226,7 @@ class GatheredProbe(MaskSource):
         return index_keys
 
     def allowed(self, mask_function: Any, window: int | None) -> torch.Tensor:
-        """Record the window of a mask; see :meth:`MaskSource.allowed`."""
+        """Record the window of a mask; see :meth:`GatheredHook.allowed`."""
         check_mask_function(mask_function)
         self._windows.add(window)
         return torch.ones(1, 1, dtype=torch.bool, device=self.positions.of_tokens.device)
@@ -316,3 +275,27 @@ def _is_mask_by_slot(buffer: torch.Tensor) -> bool:
     """Return whether a buffer is a square mask, as layers that index masks by slots have."""
     is_mask = buffer.dtype in (torch.bool, torch.uint8) and buffer.dim() > 1
     return is_mask and buffer.shape[-2] == buffer.shape[-1] > 1
+
+
+class Gathered(ModelFamily):
+    """Models whose layers attend by their own code, over K and V gathered for them."""
+
+    kinds = (*DECODER.kinds, *STATE_KINDS, "indexed_attention")
+
+    def claims(self, model: Any) -> bool:
+        # States can be restored, and encoders attended to, through the interface only.
+        needs_interface = getattr(model, "_is_stateful", False) and set(layer_types(model)) <= {
+            *DECODER.kinds,
+            *STATE_KINDS,
+        }
+        return not (needs_interface or attends_to_encoder(model))
+
+    def probe(self, model: Any, ids: torch.Tensor) -> tuple[ModelFamily, list[AttentionLayer]]:
+        with refused_if_it_fails(model):
+            probe = GatheredProbe(ids)
+            run_model(model, probe, input_ids=ids, position_ids=ids)
+            return self, probe.layers(model)
+
+    def new_hook(self, *arguments: Any) -> GatheredForward:
+        pool, batch, _, _, position_ids, _ = arguments
+        return GatheredForward(pool, batch, position_ids)

@@ -30,9 +30,10 @@ from hf_slospec.families.states import (
     Key,
     Mixer,
     RecurrentStates,
-    StateCache,
+    StateHook,
 )
 from hf_slospec.forks import cached_property
+from hf_slospec.model.attention.forward import PackedForward
 from hf_slospec.model.batch import Span
 from hf_slospec.model.transfer import to_device
 
@@ -117,7 +118,7 @@ def grouped(spans: Sequence[Span], device: torch.device) -> list[Group]:
 
 
 def _group(spans: Sequence[Span], is_long_chain: bool, device: torch.device) -> Group:
-    states = [span.sequence.states for span in spans if span.sequence.states is not None]
+    states: list[Any] = [span.sequence.states for span in spans]
     mask, rows = to_device(
         (
             torch.stack([span.staged_mask for span in spans]),
@@ -128,30 +129,26 @@ def _group(spans: Sequence[Span], is_long_chain: bool, device: torch.device) -> 
     return Group(states, mask, rows, is_long_chain)
 
 
-def with_states(spans: Sequence[Span]) -> Sequence[Span]:
-    """Advance the states of a packed batch's sequences over committed tokens, and return the
-    sequences.
-    """
-    for span in spans:
-        states = span.sequence.states = span.sequence.states or RecurrentStates()
-        states.take_in(span.sequence.length, span.num_staged - span.num_tokens)
-    return spans
+# Stands for the final state, which layers only pass to their cache.
+UNREAD = torch.empty(0, device="cpu")
 
 
-UNREAD = torch.empty(
-    0, device="cpu"
-)  # stands for the final state, which layers only pass to their cache
-
-
-class RecurrentForward(StateCache):
-    """Part of a packed forward that computes layers with a state: every token continues its
-    sequence and branch.
+class RecurrentForward(StateHook, PackedForward):
+    """Hook of a packed forward in which every token continues the states of its sequence and
+    branch.
     """
 
-    def __init__(self, spans: Sequence[Span]):
-        super().__init__()
-        self._spans = with_states(spans)
+    def __init__(self, *arguments: Any):
+        """Take the arguments of :meth:`ModelFamily.new_hook`, and advance the sequences' states over
+        committed tokens.
+        """
+        *others, spans = arguments
+        super().__init__(*others)
+        self._spans: Sequence[Span] = spans
         self._groups: dict[torch.device, list[Group]] = {}
+        for span in self._spans:
+            states = span.sequence.states = span.sequence.states or RecurrentStates()
+            states.take_in(span.sequence.length, span.num_staged - span.num_tokens)
 
     def _groups_on(self, device: torch.device) -> list[Group]:
         if device not in self._groups:
@@ -170,7 +167,7 @@ class RecurrentForward(StateCache):
             ]
         )
 
-    def _mix(self, key: Key, plain: Mixer, *args: Any, **kwargs: Any) -> Any:
+    def mix_with(self, key: Key, plain: Mixer, *args: Any, **kwargs: Any) -> Any:
         name = key[2]
         if name == CONVOLUTION:
             return self._convolution(key, plain, *args, **kwargs)

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from hf_slospec.engine.interfaces import Chooser, Chunk
 from hf_slospec.engine.step import Engine
-from hf_slospec.errors import InvalidInputError, NotRunningError, UnsupportedOptionError
-from hf_slospec.families.ranks import Ranks
+from hf_slospec.errors import InvalidInputError, NotRunningError
+from hf_slospec.families.ranks import SplitRanks
 from hf_slospec.generate.speculator import Speculator
 from hf_slospec.model.target import PackedTarget
 from hf_slospec.request.request import Request, RequestParams
@@ -64,15 +64,13 @@ class TargetCall(NamedTuple):
 class LeadingTarget(PackedTarget):
     """Target of the process that decides; the others repeat its calls."""
 
-    def __init__(self, speculator: Speculator, *others: Any):
+    def __init__(self, speculator: Speculator, ranks: SplitRanks, *others: Any):
         """Make a target of a speculator; further arguments are those of :class:`PackedTarget`."""
         packed = speculator.target.packed
         super().__init__(packed, speculator.max_nodes, *others)
         self._speculator = speculator
-        self._ranks, self._num_known = (
-            packed.ranks,
-            dict[Request, int](),
-        )  # tokens of each request that others know
+        self._ranks = ranks
+        self._num_known = dict[Request, int]()  # tokens of each request that others know
 
     def _begin(self) -> None:
         """Update the state of the weights that all processes know until the next call."""
@@ -137,17 +135,6 @@ class LeadingTarget(PackedTarget):
             self._send("close", learned)
 
 
-def check_draft_is_whole(speculator: Speculator) -> None:
-    """Raise UnsupportedOptionError for a draft that is split over processes, of which the first one
-    drafts alone.
-    """
-    if speculator.draft is not None and Ranks(speculator.draft.model).number > 1:
-        raise UnsupportedOptionError(
-            "the batcher of a tensor-parallel model drafts in the first process alone, and assistant_model is split "
-            "over all; load it without distributed_config, so that each process has all of it"
-        )
-
-
 def _indices(requests: Iterable[Request]) -> list[int]:
     return [request.index for request in requests]
 
@@ -156,13 +143,14 @@ def _counts(chunks: Iterable[Chunk]) -> list[tuple[int, int]]:
     return [(chunk.request.index, chunk.num_tokens) for chunk in chunks]
 
 
-class Follower:
+class RepeatingProcess:
     """A process that repeats, in a thread, what the first process's target does, until the batcher
     there is stopped.
     """
 
     def __init__(
         self,
+        ranks: SplitRanks,
         new_engine: Callable[[], Engine[ContinuousScheduler]],
         speculator: Speculator,
         in_thread: Callable[[], AbstractContextManager[Any]],
@@ -171,7 +159,7 @@ class Follower:
         self._new_engine = new_engine
         self._speculator = speculator
         self._in_thread = in_thread
-        self._ranks = speculator.target.ranks
+        self._ranks = ranks
         self._lock = speculator.lock
         self._requests: dict[int, Request] = {}
         self._thread: threading.Thread | None = None

@@ -33,11 +33,11 @@ from hf_slospec.errors import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
-from hf_slospec.families.encoder import generates_in_parts
 from hf_slospec.generate.prepare import (
     Call,
     foreign_generate,
     generate_in_parts,
+    generates_in_parts,
     has_own_generate,
     prepare,
     stock_generate,

@@ -13,15 +13,15 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_slospec.errors import UnsupportedInputError, UnsupportedOptionError
-from hf_slospec.families.prefilled_prompts import (
+from hf_slospec.generate.prompt import PromptInputs
+from hf_slospec.model.family import ModelFamily
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.prefilled_prompts import (
     Prefilled,
     cached_tensors,
     own_cache,
     sees_later_tokens,
 )
-from hf_slospec.families.states import StateLayer, read_states
-from hf_slospec.generate.prompt import PromptInputs
-from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.properties import CACHE_NAME, CACHE_NAMES, cache_option, vocab_size
 
 
@@ -76,7 +76,7 @@ class WholePrompts:
         prompt: PromptInputs,
         model_kwargs: dict[str, Any],
         names: Sequence[str],
-        state_layers: Sequence[StateLayer],
+        family: ModelFamily,
         is_exact: bool = False,
     ):
         """Keep the inputs that stock ``generate`` prepared; ``names``: the inputs beside the text.
@@ -86,7 +86,7 @@ class WholePrompts:
         """
         self._model: Any = model
         self._prompt = prompt
-        self._state_layers = state_layers
+        self._family = family
         self._inputs = {
             name: value for name, value in model_kwargs.items() if name not in CACHE_NAMES
         }
@@ -127,7 +127,7 @@ class WholePrompts:
         if not names and not sees_later_tokens(packed.model) and not packed.prefills_alone:
             return None
         return cls(
-            packed.model, prompt, model_kwargs, names, packed.state_layers, packed.exact is not None
+            packed.model, prompt, model_kwargs, names, packed.family, packed.exact is not None
         )
 
     def _check_placeholders(self, what: str) -> None:
@@ -216,7 +216,7 @@ class WholePrompts:
 
         The last token is verified like new ones. It is left out where layers keep states, which
         cannot be undone."""
-        num_left_out = 1 if self._state_layers else 0
+        num_left_out = int(self._family.has_states)
         end = self._prompt.tokens.shape[1] - num_left_out
         cache, inputs, logits = self._forwarded(lambda by_token: by_token[..., :end])
         prefilled = []
@@ -225,7 +225,7 @@ class WholePrompts:
             length = len(columns) - 1
             tensors = list(cached_tensors(cache, row, columns[:-1], end))
             last = _last_position(inputs.get("position_ids"), row, length - num_left_out)
-            states = read_states(cache, self._state_layers, row, length)
+            states = self._family.read_states(cache, row, length)
             offset = last + num_left_out - length
             prefilled.append(
                 Prefilled(tensors, length, offset, states, None if num_left_out else logits[row])

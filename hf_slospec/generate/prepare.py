@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 from transformers.generation import GenerationConfig, StoppingCriteriaList
+from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
 from hf_slospec.errors import InvalidInputError, UnsupportedModelError, UnsupportedOptionError
-from hf_slospec.families.encoder import EncoderInputs, decoder_inputs, generates_in_parts
 from hf_slospec.generate.images import WholePrompts, names_beside_text
 from hf_slospec.generate.processors import (
     draft_grammar,
@@ -42,6 +42,7 @@ from hf_slospec.generate.validation import (
     without_token_types,
 )
 from hf_slospec.model.coupling import Coupling
+from hf_slospec.model.family import EncoderOutputs
 from hf_slospec.model.noise import default_generator
 from hf_slospec.model.ownership import foreign_members, is_of_transformers
 from hf_slospec.model.properties import FORWARD_ERRORS, given_cache
@@ -71,7 +72,7 @@ class Call:
     rows: Rows
     stock: StockCall
     speculator: Speculator
-    encoder: EncoderInputs | None = None
+    encoder: EncoderOutputs | None = None
     # A generate of the model's class, which takes stock's output, puts the call's parts together
     is_part: bool = False
     has_images: bool = False  # the prompts hold images, audio or video
@@ -244,6 +245,13 @@ def _check(
     return slo
 
 
+def generates_in_parts(model: PreTrainedModel) -> bool:
+    """Return whether the class's own ``generate`` calls transformers' for one part of the output
+    after another.
+    """
+    return isinstance(model, WhisperGenerationMixin)
+
+
 def has_own_generate(model: Any) -> bool:
     """Return whether the model's class overrides ``generate``, or a library wraps it."""
     return not is_of_transformers(type(model).generate)
@@ -275,7 +283,6 @@ def _call(
     model = speculator.target.model
     inputs = stock.model_kwargs
     names = list[str]()
-    encoder = None
     check_cache(*given_cache(inputs), is_prepared=True)
     if foreign := foreign_members((stock.processors, stock.criteria)):
         raise UnsupportedModelError(
@@ -283,9 +290,8 @@ def _call(
             f"({', '.join(foreign)}), which speculation does not call; return a LogitsProcessorList and a "
             "StoppingCriteriaList, or call generate without slo_tpot"
         )
-    if model.config.is_encoder_decoder:
-        inputs, encoder = decoder_inputs(inputs), EncoderInputs(model, stock.inputs, inputs)
-    else:
+    inputs, encoder = speculator.target.packed.family.prepared(model, stock.inputs, inputs)
+    if encoder is None:
         names = names_beside_text(model, {k: v for k, v in inputs.items() if k not in PREPARED})
         inputs = inputs if names else without_token_types(inputs, speculator.target)
     check_options(stock.config, inputs, names)

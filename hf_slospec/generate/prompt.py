@@ -11,11 +11,10 @@ import torch
 from transformers.generation import GenerationConfig
 
 from hf_slospec.errors import InvalidInputError, UnsupportedInputError, UnsupportedOptionError
-from hf_slospec.families.prefilled_prompts import cached_layers, cached_tensors
-from hf_slospec.families.ranks import whole
-from hf_slospec.families.states import read_states, write_states
 from hf_slospec.forks import cached_property
+from hf_slospec.model.prefilled_prompts import cached_layers, cached_tensors
 from hf_slospec.model.properties import CACHE_NAME, given_cache
+from hf_slospec.model.ranks import whole
 from hf_slospec.model.sequences import RequestSequences
 from hf_slospec.model.transfer import to_device
 from hf_slospec.request.request import Request
@@ -160,9 +159,8 @@ class PromptInputs:
                 sequences.give_embeds(request, self.embeds[request.index, columns])
             cached = columns[columns < self.num_cached]
             if len(cached):
-                states = read_states(
-                    self.cache, sequences.packed.state_layers, request.index, len(cached)
-                )
+                family = sequences.packed.family
+                states = family.read_states(self.cache, request.index, len(cached))
                 tensors = cached_tensors(self.cache, request.index, cached, self.num_cached)
                 sequences.load(request, tensors, len(cached), states=states)
                 request.kv.num_cached = len(cached)
@@ -201,11 +199,8 @@ class PromptInputs:
             cache.update(*filled[:2], layer.layer_idx)
             if len(filled) > 2:
                 cache.update_indexer(filled[2][:, 0], layer.layer_idx)
-        states = [
-            kept.states for request in requests if (kept := sequences.states(request)) is not None
-        ]
-        if states:
-            write_states(cache, sequences.packed.state_layers, states)
+        states = [kept for each in requests if (kept := sequences.states(each)) is not None]
+        sequences.packed.family.write_states(cache, states)
 
 
 def nearest_tokens(embeds: torch.Tensor, embedding: Any) -> torch.Tensor:

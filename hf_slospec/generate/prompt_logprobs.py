@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from hf_slospec.errors import UnsupportedModelError, UnsupportedOptionError
-from hf_slospec.families.prefilled_prompts import sees_later_tokens
 from hf_slospec.generate.prepare import Call
+from hf_slospec.model.prefilled_prompts import sees_later_tokens
 from hf_slospec.model.sampling import TokenLogprobs
 
 

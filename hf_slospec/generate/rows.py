@@ -23,10 +23,10 @@ from transformers.generation import (
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.errors import UnsupportedOptionError
-from hf_slospec.families.encoder import EncoderInputs
 from hf_slospec.generate.images import WholePrompts
 from hf_slospec.generate.processors import copied_for_row, is_stock
 from hf_slospec.generate.prompt import PromptInputs
+from hf_slospec.model.family import EncoderOutputs
 from hf_slospec.model.ownership import foreign_members
 from hf_slospec.model.sampling import Record, StockSampler, check_unchanged
 from hf_slospec.model.sequences import RequestSequences
@@ -176,7 +176,7 @@ class Rows:
         input_ids: torch.Tensor,  # [batch, padded_len] int64, as the caller gets them back
         prompt: PromptInputs,
         whole: WholePrompts | None,
-        encoder: EncoderInputs | None,
+        encoder: EncoderOutputs | None,
         config: GenerationConfig,
         criteria: StoppingCriteriaList,
         stages: list[tuple[Stage, ...]],

@@ -16,7 +16,7 @@ from hf_slospec.engine.interfaces import Drafter, Plan
 from hf_slospec.engine.latency_curves import ForwardCost
 from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.model.attention.backends import Backend
-from hf_slospec.model.attention.hook import active_forward
+from hf_slospec.model.attention.hook import AttentionHook, active_hook
 from hf_slospec.model.batch import AttentionRules, CachedSequence, PackedBatch, Span
 from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.measure import Size, measure_by
@@ -93,7 +93,7 @@ class SharedKVModel:
             for kind in self.layers
         }
         forward = _SharedKVForward(pool, self.layers, batches, placeholders, self.target.backend)
-        with active_forward(self.assistant, forward):
+        with active_hook(self.assistant, forward):
             output = self.assistant(
                 inputs_embeds=inputs, position_ids=positions, shared_kv_states=placeholders
             )
@@ -117,8 +117,8 @@ def _batch(sequences: Sequence[CachedSequence], beam: int, max_keys: int | None)
     return PackedBatch(spans, [span.visible for span in spans])
 
 
-class _SharedKVForward:
-    """Attention of one forward: every layer reads the K/V of a layer of the target, by layer type."""
+class _SharedKVForward(AttentionHook):
+    """Hook of one forward: every layer reads the K/V of a layer of the target, by layer type."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class _SharedKVForward:
         key: torch.Tensor,
         value: torch.Tensor,
         rules: AttentionRules,
-        mask: torch.Tensor | None,
+        *_: Any,
     ) -> torch.Tensor:
         """Return attention of queries [num_tokens, num_heads, 1, head_dim]; mask and window are in
         the batch.

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from hf_slospec.families.states import RecurrentStates
 from hf_slospec.model.transfer import to_device
 
 
@@ -78,6 +77,26 @@ class LayerShape(NamedTuple):
         return [shape for shape in self if shape is not None]
 
 
+class SequenceStates(Protocol):
+    """States of one sequence in layers that keep one in place of K and V.
+
+    A state cannot be rolled back, so what a step's nodes add to it stays apart until it is known
+    which of them were committed."""
+
+    length: int  # tokens that the states include
+    kept: Sequence[int] | None  # staged nodes that were committed; None: the first ones
+
+    def take_in(self, length: int, num_earlier: int = 0) -> None:
+        """Advance the states to ``length`` committed tokens, and drop what an earlier step staged.
+
+        Args:
+            num_earlier: nodes that earlier forwards of this step staged, which stay staged.
+        """
+
+    def copy(self) -> SequenceStates:
+        """Return the states for another sequence with the same first ``length`` tokens."""
+
+
 @dataclass(eq=False)
 class CachedSequence:
     """A sequence's range of slots: committed tokens, then room for the tokens that a step stages.
@@ -97,9 +116,7 @@ class CachedSequence:
         0  # tokens that stock decoding forwards together; length-dependent RoPE is chosen by it
     )
     num_padding: int = 0  # tokens by which the longest prompt of its batch exceeds its prompt
-    states: RecurrentStates | None = (
-        None  # states of layers that keep no K and V; None if the model has no such layer
-    )
+    states: SequenceStates | None = None  # None if all layers keep K and V
     encoded: Encoded | None = None  # what cross-attention attends to; None without an encoder
 
     @property
@@ -126,9 +143,10 @@ class CachedSequence:
             self.states.kept = nodes
 
 
-FIRST_SEEN = (
-    2  # first index in a table of mask values whose value varies: 0 is False, and 1 is True
-)
+# First index in a table of mask values whose value varies: 0 is False, and 1 is True.
+FIRST_SEEN = 2
+# Kernels take longer chains as causal, as the work of a dense block is quadratic in its tokens.
+MAX_DENSE = 64
 
 
 class AttentionLayer(NamedTuple):

@@ -10,7 +10,6 @@ from hf_slospec.cpu.exact_trial import check_exact
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.latency_curves import ForwardCost
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.families.ranks import Ranks
 from hf_slospec.forks import cached_property
 from hf_slospec.model.machine import (
     log_idle_gpu,
@@ -28,6 +27,7 @@ from hf_slospec.model.properties import (
     evaluating,
     input_device,
 )
+from hf_slospec.model.ranks import Ranks, ranks_of
 from hf_slospec.model.trial import check_by_trial, counts_gaps, counts_padding, ignores_zero_types
 from hf_slospec.model.whose_code import changing_hooks, check_code, is_compiled, num_global_hooks
 
@@ -62,7 +62,7 @@ class CheckedModel:
         self.model = model
         self.config = config
         self.measure_s = measure_s
-        self._new_ranks: Callable[[Any], Ranks] = Ranks if target is None else target.with_draft
+        self._new_ranks: Callable[[Any], Ranks] = ranks_of if target is None else target.with_draft
         self.ranks = self._new_ranks(model)
         self._is_target = target is None
         self.lock = FairLock(release_openmp_threads)

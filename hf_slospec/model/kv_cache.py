@@ -15,8 +15,7 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
-from hf_slospec.families.states import RecurrentStates
-from hf_slospec.model.batch import CachedSequence, LayerShape
+from hf_slospec.model.batch import CachedSequence, LayerShape, SequenceStates
 from hf_slospec.model.transfer import to_device
 
 
@@ -390,7 +389,7 @@ class KVCache:
         sequence: CachedSequence,
         layers: Iterable[Sequence[torch.Tensor]],
         length: int,
-        states: RecurrentStates | None = None,
+        states: SequenceStates | None = None,
     ) -> None:
         """Copy in the K/V of a sequence's first ``length`` tokens, and take over the states after
         them.

@@ -13,14 +13,11 @@ from typing import Annotated, Any, Protocol
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from hf_slospec.cuda.flash import MAX_DENSE
 from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
-from hf_slospec.families.states import RecurrentStates
-from hf_slospec.model.batch import CachedSequence, Encoded
+from hf_slospec.model.batch import MAX_DENSE, CachedSequence, Encoded
 from hf_slospec.model.machine import digest, kept_file, machine, write_atomically
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.properties import config_values
-from hf_slospec.model.run import encode
 from hf_slospec.model.transfer import apart_from_captures, synchronize
 from hf_slospec.model.tree_mask import chain
 
@@ -187,7 +184,7 @@ class Forwards:
             config = packed.model.config.get_text_config()
             length = getattr(config, "max_source_positions", KEYS)
             weight = packed.model.get_input_embeddings().weight
-            (self._encoded,), _ = encode(
+            (self._encoded,), _ = packed.family.encode(
                 packed.model, weight.new_zeros(1, length, config.hidden_size)
             )
 
@@ -198,9 +195,7 @@ class Forwards:
             for sequence in sequences:
                 sequence.length = size.keys_each
                 sequence.encoded = self._encoded
-                sequence.states = (
-                    RecurrentStates(size.keys_each) if self.packed.has_states else None
-                )
+                sequence.states = self.packed.family.new_states(size.keys_each)
             graphs = self.packed.captured.on(self._cache.pool)
             num_captured = 0 if graphs is None else len(graphs)
             with contextlib.nullcontext() if graphs is None else graphs.capturing_at_once():

@@ -22,32 +22,33 @@ from hf_slospec.cpu.exact import ExactProducts
 from hf_slospec.cpu.packed_weights import weight_names
 from hf_slospec.cpu.prepacked import PrepackedLayers
 from hf_slospec.cuda.captured import MAX_PADDING_SLOTS, CapturedForwards, GraphPreconditions
-from hf_slospec.cuda.flash_attention import FlashAttention
 from hf_slospec.cuda.fused_layers import FusedLayers
 from hf_slospec.cuda.graphs import BATCHES, bucket_for
-from hf_slospec.cuda.tree_attention import TreeAttention, why_no_kernel
 from hf_slospec.errors import UnsupportedModelError, UnsupportedOptionError
-from hf_slospec.families.cross_attention import DecoderForward
-from hf_slospec.families.gathered import GatheredForward
-from hf_slospec.families.ranks import Ranks
 from hf_slospec.forks import Lock, reset_in_children
-from hf_slospec.model.attention.backends import Backend, backend_for
-from hf_slospec.model.attention.forward import PackedForward
-from hf_slospec.model.attention.hook import AloneForward, forget_attributes
+from hf_slospec.model.attention.backends import (
+    Backend,
+    KernelAttention,
+    backend_for,
+    why_no_kernel,
+)
+from hf_slospec.model.attention.forward import AloneForward
+from hf_slospec.model.attention.hook import AttentionHook, forget_attributes
 from hf_slospec.model.attention.sdpa import isolated_attention, masked_attention
 from hf_slospec.model.batch import NewTokens, PackedBatch, PlannedBatch, Plans, Span
+from hf_slospec.model.family import probe_layers
 from hf_slospec.model.inputs import DraftLevel, Inputs, Outputs
 from hf_slospec.model.kv_cache import KVCache, KVPool
 from hf_slospec.model.length_rope import LengthRope
 from hf_slospec.model.memory import holders_of_idle_memory
-from hf_slospec.model.probe import probe_layers, refuse_by_declaration
+from hf_slospec.model.probe import refuse_by_declaration
 from hf_slospec.model.properties import (
-    attends_to_encoder,
     input_device,
     num_embeddings,
     vocab_size,
     watching_autocast,
 )
+from hf_slospec.model.ranks import Ranks, ranks_of
 from hf_slospec.model.run import packed_outputs
 from hf_slospec.model.transfer import to_device
 from hf_slospec.model.version import Fingerprint
@@ -76,7 +77,7 @@ class PackedModel:
                 cannot be exact.
         """
         self.model = model
-        self.ranks = ranks or Ranks(model)
+        self.ranks = ranks or ranks_of(model)
         self.device = input_device(model)  # input tokens are on it
         attention, prepack, compile, exact = (
             config.attention,
@@ -95,10 +96,9 @@ class PackedModel:
             # Captured collectives and fused layers of split weights are untested.
             prepack = cuda_graphs = fused_layers = compile = False
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.attends_to_encoder = attends_to_encoder(model)
         refuse_by_declaration(model)
         with watching_autocast(model) as seen:
-            self.layers, self.state_layers = probe_layers(model)
+            self.family, self.layers = probe_layers(model)
             self.autocast = (
                 seen()
             )  # dtype of its products, if its forward enables autocast; otherwise None
@@ -110,10 +110,7 @@ class PackedModel:
             cuda_graphs = False
             fused_layers = False
             compile = "wait" if compile and exact == "self" else False
-        is_by_path = exact and self._is_on_cuda
-        self.backend = (
-            TreeAttention(by_path=True) if is_by_path else backend_for(attention, self.layers)
-        )
+        self.backend = backend_for(attention, self.layers, bool(exact) and self._is_on_cuda)
         self.compiled = CompiledForwards(
             model,
             self.layers,
@@ -134,9 +131,7 @@ class PackedModel:
         self._is_on_one_device = all(
             stored.device == self.device for layer in self.layers for stored in layer.shape.stored
         )
-        can_replay = (
-            isinstance(self.backend, (FlashAttention, TreeAttention)) and self._is_on_one_device
-        )
+        can_replay = isinstance(self.backend, KernelAttention) and self._is_on_one_device
         can_replay = (
             can_replay
             and not (self.has_states or self.attends_to_encoder)
@@ -206,7 +201,7 @@ class PackedModel:
         rope = LengthRope(self.model)
         layers = probe_layers(self.model)
         has_same_rope = (rope.max_plain, rope.modules) == (self.rope.max_plain, self.rope.modules)
-        if layers != (self.layers, self.state_layers) or not has_same_rope:
+        if layers != (self.family, self.layers) or not has_same_rope:
             name = type(self.model).__name__
             raise UnsupportedModelError(
                 f"the attention layers of {name} have changed: their number, or window, type or rotary embedding; "
@@ -216,7 +211,11 @@ class PackedModel:
     def _check_can_be_exact(self, exact: str, attention: str) -> None:
         """Raise UnsupportedOptionError if the bits of a token's logits may depend on the batch."""
         on_cuda = self._is_on_cuda
-        no_kernel = next(filter(None, map(why_no_kernel, self.layers)), None) if on_cuda else None
+        no_kernel = (
+            next(filter(None, (why_no_kernel("triton", each) for each in self.layers)), None)
+            if on_cuda
+            else None
+        )
         reasons = {
             "its weights are split over processes": self.ranks.number > 1,
             "it is neither on a CPU nor on CUDA": not on_cuda and self.device.type != "cpu",
@@ -272,12 +271,17 @@ class PackedModel:
     @property
     def has_states(self) -> bool:
         """Return whether some layers keep a state instead of K and V."""
-        return bool(self.state_layers)
+        return self.family.has_states
+
+    @property
+    def attends_to_encoder(self) -> bool:
+        """Return whether layers attend to an encoder's outputs."""
+        return self.family.attends_to_encoder
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of one sequence."""
-        return sum(layer.num_bytes for layer in self.state_layers)
+        return self.family.state_bytes
 
     @property
     def num_selected(self) -> int | None:
@@ -537,28 +541,16 @@ class PackedModel:
         ``spans`` are sequences whose states and encoders its layers read; none when replayed.
         ``backend``: None for the model's.
         """
-        forward: PackedForward | GatheredForward | DecoderForward
-        interface: PackedForward | None = None
-        if any(layer.is_own for layer in self.layers):
-            forward = GatheredForward(pool, batch, inputs.position_ids)
-        else:
-            own_spans = spans if self.has_states else ()
-            kind = AloneForward if self.prefills_alone else PackedForward
-            backend = backend or self.backend
-            forward = interface = kind(
-                pool, batch, backend, self.layers, inputs.position_ids, own_spans
-            )
-            if self.attends_to_encoder and spans[0].sequence.encoded is not None:
-                forward = DecoderForward(forward, spans)
-        tokens = inputs.tokens if inputs.level is None else inputs.level.inputs(inputs.tokens)
-        arguments = (
-            inputs.position_ids,
-            inputs.logit_rows,
-            inputs.feature_layers,
-            self._keeps_logits,
+        arguments = pool, batch, backend or self.backend, self.layers, inputs.position_ids
+        hook: AttentionHook = (
+            AloneForward(*arguments)
+            if self.prefills_alone
+            else self.family.new_hook(*arguments, spans)
         )
+        tokens = inputs.tokens if inputs.level is None else inputs.level.inputs(inputs.tokens)
+        wanted = inputs.position_ids, inputs.logit_rows, inputs.feature_layers
         with self.exact_products if self.exact else contextlib.nullcontext():
-            outputs = packed_outputs(self.model, forward, tokens, *arguments)
-        if interface is not None and not getattr(self.model, "caches_context", False):
-            interface.check_attended()
+            outputs = packed_outputs(self.model, hook, tokens, *wanted, self._keeps_logits)
+        if not getattr(self.model, "caches_context", False):
+            hook.check_attended()
         return outputs

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from inspect import signature
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers.cache_utils import DynamicCache
 
 from hf_slospec.errors import UnsupportedModelError
-from hf_slospec.families.cross_attention import DecoderForward
-from hf_slospec.families.gathered import GatheredProbe
-from hf_slospec.families.states import CONVOLUTION, Key, Mixer, StateCache, StateLayer
+from hf_slospec.model.attention.hook import (
+    UNREAD_MASK_SHAPE,
+    AttentionHook,
+    PlainAttention,
+    Positions,
+)
 from hf_slospec.model.batch import AttentionLayer, AttentionRules, LayerShape, Stored
 from hf_slospec.model.ownership import check_mask_function
 from hf_slospec.model.properties import (
     Reach,
-    attends_to_encoder,
     cannot_be_packed,
-    evaluating,
-    input_device,
     is_reached,
     layer_types,
     reach_of,
     refused_if_it_fails,
 )
-from hf_slospec.model.run import UNREAD_MASK_SHAPE, run_model
+from hf_slospec.model.run import run_model
 from hf_slospec.model.whose_code import is_compiled
 
 NO_MIXING = {"mlp", "moe"}  # types of layers that process each token alone, and so keep nothing
@@ -53,31 +52,24 @@ def _is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
     )  # comparing addresses suffices, as masks have one element
 
 
-class InterfaceProbe(StateCache):
-    """Cache and attention for one forward of one token, which record what each layer caches and
-    attends to.
-    """
+class InterfaceProbe(AttentionHook):
+    """Hook of one forward of one token, which records what each layer caches and attends to."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._state_bytes: dict[Key, int] = {}
-        self._state_shapes: dict[
-            int, tuple[int, ...]
-        ] = {}  # shape of the state passed to the cache, by layer
+    is_initialized = False
+
+    def __init__(self, position_ids: torch.Tensor) -> None:
+        self.positions = Positions(position_ids)
+        self.stateful = set[int]()  # layers that ask for a state
         self._shapes: dict[int, LayerShape] = {}
         self._windows: dict[int, int | None] = {}  # passed to the attention function, by layer
         self._latent: set[int] = set()  # layers that expand what they cached into K and V
         self._has_own_mask = self._attends_again = False
         self._counting: set[int] = set()  # layers that ask for the number of cached tokens
         self._cached: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # layer, K, V
-        self._built: list[
-            tuple[torch.Tensor, Reach | None]
-        ] = []  # masks that the model built by transformers
-        self.reaches: dict[
-            int, Reach | None
-        ] = {}  # what these masks show, by layer; None: neither a window nor chunks
-
-    is_initialized = False
+        # Masks that the model built by transformers.
+        self._built: list[tuple[torch.Tensor, Reach | None]] = []
+        # What these masks show, by layer; None: neither a window nor chunks.
+        self.reaches: dict[int, Reach | None] = {}
 
     def get_mask_sizes(self, query_length: int, *_: Any, **__: Any) -> tuple[int, int]:
         """Return the number of keys, and the index of the first one."""
@@ -87,19 +79,14 @@ class InterfaceProbe(StateCache):
         """Return 0, as nothing is cached before."""
         return 0
 
-    def build_mask(
-        self,
-        mask_function: Callable[..., torch.Tensor],
-        local_size: int | None = None,
-        device: torch.device | None = None,
-        **_: Any,
-    ) -> torch.Tensor:
+    def build_mask(self, name: str, plain: Callable[..., Any], **options: Any) -> torch.Tensor:
         """Return a new mask, whose address tells which mask a layer attends with; its values are
         not read.
         """
+        mask_function = options["mask_function"]
         check_mask_function(mask_function)
-        mask = torch.ones(UNREAD_MASK_SHAPE, dtype=torch.bool, device=device)
-        self._built.append((mask, reach_of(mask_function, local_size)))
+        mask = torch.ones(UNREAD_MASK_SHAPE, dtype=torch.bool, device=options.get("device"))
+        self._built.append((mask, reach_of(mask_function, options.get("local_size"))))
         return mask
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
@@ -123,6 +110,7 @@ class InterfaceProbe(StateCache):
         value: torch.Tensor,
         rules: AttentionRules,
         mask: torch.Tensor | None,
+        plain: PlainAttention,
     ) -> torch.Tensor:
         """Record what a layer attends with; return its attention, [1, 1, num_heads, value_dim]."""
         layer = next((layer for layer, k, v in self._cached if k is key and v is value), None)
@@ -143,26 +131,8 @@ class InterfaceProbe(StateCache):
         # query heads of a group.
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2)
 
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> torch.Tensor:
-        self._state_shapes[layer_idx] = tuple(recurrent_states.shape[1:])
-        return recurrent_states
-
-    def _mix(self, key: Key, plain: Mixer, *args: Any, **kwargs: Any) -> Any:
-        outputs = plain(*args, **kwargs)
-        if key[2] == CONVOLUTION:
-            weight = signature(plain).bind(*args, **kwargs).arguments["weight"]
-            self._state_bytes[key] = outputs.nbytes * (weight.shape[-1] - 1)
-        else:
-            self._state_bytes[key] = outputs[1].nbytes
-        return outputs
-
-    def layers(
-        self, model: Any, reaches: Mapping[int, Reach | None]
-    ) -> tuple[list[AttentionLayer], list[StateLayer]]:
-        """Return the layers that attend and those that keep a state, each by index; a layer may do
-        both.
+    def layers(self, model: Any, reaches: Mapping[int, Reach | None]) -> list[AttentionLayer]:
+        """Return the layers that attend, by index; some of them may keep a state, too.
 
         Args:
             model: the probed model.
@@ -172,27 +142,20 @@ class InterfaceProbe(StateCache):
         Raises:
             UnsupportedModelError: recorded calls cannot be packed.
         """
-        indices, num_layers = (
-            sorted(self._shapes),
-            max([*self._shapes, *self._asked], default=-1) + 1,
-        )
-        if unknown := self._asked - {layer for layer, *_ in self._state_bytes}:
-            raise cannot_be_packed(
-                model,
-                f"{len(unknown)} layers keep a state that no known function updates, so that it cannot be undone",
-            )
+        indices = sorted(self._shapes)
+        num_layers = max([*self._shapes, *self.stateful], default=-1) + 1
         kinds = layer_types(model)
         keeps_nothing = {layer for layer, kind in enumerate(kinds) if kind in NO_MIXING}
         if not num_layers and getattr(model, "_is_stateful", False):
             raise cannot_be_packed(
                 model, "it keeps states in a way of its own, which cannot be undone"
             )
-        is_complete = {*indices, *self._asked, *keeps_nothing} >= set(range(num_layers))
+        is_complete = {*indices, *self.stateful, *keeps_nothing} >= set(range(num_layers))
         if not num_layers or not is_complete or self._windows.keys() != self._shapes.keys():
             raise cannot_be_packed(
                 model,
                 f"{len(indices)} of {num_layers} layers cache keys, {len(self._windows)} attend through the interface "
-                f"and {len(self._asked)} keep a state",
+                f"and {len(self.stateful)} keep a state",
             )
         if self._attends_again:
             raise cannot_be_packed(
@@ -206,7 +169,7 @@ class InterfaceProbe(StateCache):
             layer: reaches.get(layer) or self._declared_reach(model, layer) for layer in indices
         }
         _refuse_if_cache_keeps_less(model, complete)
-        attending = [
+        return [
             AttentionLayer(
                 self._shapes[i],
                 window,
@@ -217,16 +180,6 @@ class InterfaceProbe(StateCache):
             )
             for i, (window, chunk) in complete.items()
         ]
-        return attending, [self._state_layer(layer) for layer in sorted(self._asked)]
-
-    def _state_layer(self, layer: int) -> StateLayer:
-        keys = tuple(sorted(key for key in self._state_bytes if key[0] == layer))
-        return StateLayer(
-            layer,
-            keys,
-            self._state_shapes.get(layer, ()),
-            sum(self._state_bytes[key] for key in keys),
-        )
 
     def _declared_reach(self, model: Any, layer: int) -> Reach:
         """Return the layer's sliding window: the one passed to its attention function, or else the
@@ -251,22 +204,34 @@ class InterfaceProbe(StateCache):
         return Reach(declared if passed is None else passed)
 
 
-# Types of layers that attend through the interface or keep a state; the probe finds which of them
-# can be packed.
-INTERFACE_KINDS = NO_MIXING | {
-    "full_attention",
-    "sliding_attention",
-    "chunked_attention",
-    "linear_attention",
-    "conv",
-    "mamba",
-    "mamba2",
-    "hybrid",
-    "hybrid_sliding",
-}
-GATHERED_KINDS = {
-    "indexed_attention"
-}  # types of layers whose own attention is right over gathered keys
+Probe = TypeVar("Probe", bound=InterfaceProbe)
+
+
+def probed(
+    model: Any,
+    ids: torch.Tensor,
+    new_probe: Callable[[torch.Tensor], Probe],
+    hook_of: Callable[[Probe], AttentionHook] = lambda probe: probe,
+) -> tuple[list[AttentionLayer], Probe]:
+    """Return the layers that attend, as seen in two forwards of one token, and the probe of the
+    first.
+
+    The first forward has no masks, the second those of transformers.
+
+    Args:
+        ids: the token, [1, 1] int64, which is its position, too.
+        hook_of: returns the hook of a forward, by its probe.
+
+    Raises:
+        UnsupportedModelError: the forward failed, or recorded calls cannot be packed.
+    """
+    with refused_if_it_fails(model):
+        probe = new_probe(ids)
+        watch = new_probe(ids)
+        inputs = dict(input_ids=ids, position_ids=ids)
+        run_model(model, hook_of(probe), **inputs)
+        run_model(model, hook_of(watch), **inputs, attention_mask=torch.ones_like(ids))
+        return probe.layers(model, watch.reaches), probe
 
 
 def refuse_by_declaration(model: Any) -> None:
@@ -296,10 +261,6 @@ def refuse_by_declaration(model: Any) -> None:
             f"{name} attends to blocks of keys by their place; load it with attention_type='original_full' in its "
             "config"
         )
-    if unknown := set(layer_types(model)) - INTERFACE_KINDS - GATHERED_KINDS:
-        raise UnsupportedModelError(
-            f"{name} has layers of type {sorted(unknown)}, which cannot hold a tree of tokens"
-        )
 
 
 def _is_activated_lora(module: Any) -> bool:
@@ -309,45 +270,3 @@ def _is_activated_lora(module: Any) -> bool:
     return any(
         type(variants[name]).__name__.startswith("ALora") for name in names if name in variants
     )
-
-
-@torch.no_grad()
-def probe_layers(model: Any) -> tuple[list[AttentionLayer], list[StateLayer]]:
-    """Return the model's layers that attend and those that keep a state, seen in two forwards of
-    one token.
-
-    One forward has no masks, the other has those of transformers.
-
-    Raises:
-        UnsupportedModelError: the forward failed, or its layers can attend neither through the
-            interface nor over gathered keys.
-    """
-    zero = torch.zeros(1, 1, dtype=torch.int64, device=input_device(model))
-    with evaluating(model):
-        if set(layer_types(model)) <= INTERFACE_KINDS:
-            try:
-                return _probed_interface(model, zero)
-            except UnsupportedModelError:
-                if getattr(model, "_is_stateful", False) or attends_to_encoder(model):
-                    # States can be restored, and encoders attended to, through the interface only
-                    raise
-        with refused_if_it_fails(model):
-            probe = GatheredProbe(zero)
-            run_model(model, probe, input_ids=zero, position_ids=zero)
-            return probe.layers(model), []
-
-
-def _probed_interface(
-    model: Any, zero: torch.Tensor
-) -> tuple[list[AttentionLayer], list[StateLayer]]:
-    with refused_if_it_fails(model):
-        probe = InterfaceProbe()
-        watch = InterfaceProbe()
-        own, seen = (
-            DecoderForward(each) if attends_to_encoder(model) else each for each in (probe, watch)
-        )
-        run_model(model, own, input_ids=zero, position_ids=zero)
-        run_model(
-            model, seen, input_ids=zero, position_ids=zero, attention_mask=torch.ones_like(zero)
-        )
-        return probe.layers(model, watch.reaches)

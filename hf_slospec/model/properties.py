@@ -7,13 +7,11 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from hf_slospec.errors import UnsupportedModelError
@@ -40,21 +38,6 @@ def given_cache(arguments: Mapping[str, Any]) -> tuple[str, Any]:
     """Return the cache among arguments with the name that it has there; None if there is none."""
     given = [(name, arguments[name]) for name in CACHE_NAMES if arguments.get(name) is not None]
     return given[0] if given else (CACHE_NAME, None)
-
-
-def has_states_only(model: Any) -> bool:
-    """Return whether all layers of the model keep a state in place of K and V, so that it takes no
-    mask.
-    """
-    if model not in _has_states_only:
-        is_linear = DynamicCache(config=model.config.get_text_config(decoder=True)).is_linear
-        _has_states_only[model] = "cache_params" in argument_names(model) or (
-            bool(is_linear) and all(is_linear)
-        )
-    return _has_states_only[model]
-
-
-_has_states_only = WeakKeyDictionary[Any, bool]()
 
 
 # Settings that say nothing of a model: packed forwards replace implementations, trainers switch

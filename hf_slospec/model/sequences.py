@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_slospec.families.states import RecurrentStates
-from hf_slospec.model.batch import CachedSequence, NewTokens
+from hf_slospec.model.batch import CachedSequence, NewTokens, SequenceStates
 from hf_slospec.model.inputs import DraftLevel, Outputs
 from hf_slospec.model.memory import as_memory_error
 from hf_slospec.model.sequence_room import KeptPrefix, RequestTokens, SequenceRoom, num_common
@@ -236,7 +235,7 @@ class RequestSequences(PrefixReuse):
         layers: Iterable[Sequence[torch.Tensor]],
         length: int,
         position_offset: int = 0,
-        states: RecurrentStates | None = None,
+        states: SequenceStates | None = None,
     ) -> None:
         """Copy in the K/V of the request's first ``length`` tokens; see :meth:`KVCache.load`.
 
@@ -260,7 +259,7 @@ class RequestSequences(PrefixReuse):
         end = sequence.start + sequence.length
         return torch.arange(end - number, end, device="cpu")
 
-    def states(self, request: RequestTokens) -> RecurrentStates | None:
+    def states(self, request: RequestTokens) -> SequenceStates | None:
         """Return the states after the request's cached tokens; None if the model has none."""
         sequence = self.of(request)
         if sequence.states is not None:

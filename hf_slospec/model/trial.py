@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
-from hf_slospec.families.prefilled_prompts import cached_tensors, own_cache, sees_later_tokens
 from hf_slospec.model.agreement import relative_error, tolerance_in
 from hf_slospec.model.loading import listed, not_finite
 from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.prefilled_prompts import cached_tensors, own_cache, sees_later_tokens
 from hf_slospec.model.properties import (
     cache_option,
     cannot_be_packed,
@@ -22,7 +22,6 @@ from hf_slospec.model.properties import (
     takes_position_ids,
     trained_len,
 )
-from hf_slospec.model.run import decoder_arguments, encode
 from hf_slospec.model.tree_mask import chain, chain_and_tree
 from hf_slospec.model.version import PLAIN
 from hf_slospec.tree.tree import TokenTree
@@ -153,7 +152,8 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
         for sequence, prompt in zip(sequences, prompts, strict=True):
             sequence.prompt_len = len(prompt)
         if encoder is not None:
-            for sequence, encoded in zip(sequences, encode(packed.model, encoder)[0], strict=True):
+            encodings, _ = packed.family.encode(packed.model, encoder)
+            for sequence, encoded in zip(sequences, encodings, strict=True):
                 sequence.encoded = encoded
         if sees_later_tokens(packed.model):
             for sequence, prompt in zip(sequences, prompts, strict=True):
@@ -248,7 +248,7 @@ def _logits(packed: PackedModel, sequences: Sequence[int], **options: torch.Tens
     """
     arguments: dict[str, Any] = options | {"use_cache": False}
     if (encoder := _encoder_outputs(packed, sequences)) is not None:
-        arguments = decoder_arguments(packed.model, arguments, encoder)
+        arguments = packed.family.decoder_arguments(packed.model, arguments, encoder)
     logits: torch.Tensor = packed.model(**arguments).logits
     return logits.cpu()
 
@@ -288,7 +288,7 @@ def plain_steps(
         )
         options |= dict(input_ids=input_ids, use_cache=True, **cache_option(cache, packed.model))
         if encoder is not None:
-            options = decoder_arguments(packed.model, options, encoder)
+            options = packed.family.decoder_arguments(packed.model, options, encoder)
         output = packed.model(**options)
         logits.append(output.logits[0, -1].cpu())
         begin += len(piece)

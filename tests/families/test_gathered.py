@@ -9,8 +9,13 @@ import torch
 from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
 
-from hf_slospec.families.gathered import GatheredForward, own_attention
-from hf_slospec.model.attention.forward import Positions, bias_by_position, given_positions
+from hf_slospec.families.gathered import GatheredForward
+from hf_slospec.model.attention.hook import (
+    AttentionHook,
+    Positions,
+    active_hook,
+    bias_by_position,
+)
 from hf_slospec.model.batch import LayerShape, Stored, plan_own
 from hf_slospec.model.kv_cache import KVPool
 from tests.support.oracles.attention_rows import ROWS, Case, case
@@ -77,7 +82,7 @@ def test_mask_builders_are_stock_outside_of_the_context() -> None:
     build = dict(
         batch_size=1, q_length=3, kv_length=5, q_offset=2, mask_function=causal_mask_function
     )
-    with own_attention(forward):
+    with active_hook(nn.Module(), forward):
         packed = {
             name: ALL_MASK_ATTENTION_FUNCTIONS[name](**build, dtype=torch.float32)
             for name in ("sdpa", "eager")
@@ -126,7 +131,9 @@ def test_modules_that_count_tokens_get_packed_positions_inside_the_context_only(
     ids = torch.zeros(1, 3, dtype=torch.int64)
     alibi = torch.arange(3.0)[None, None]
     positions = torch.tensor([[4, 0, 1]])
-    with given_positions(model, Positions(positions, positions[0] % 3)):
+    hook = AttentionHook()
+    hook.positions = Positions(positions, positions[0] % 3)
+    with active_hook(model, hook):
         assert torch.equal(model["table"](ids), model["table"].weight[positions[0]])
         assert torch.equal(
             model["table"](ids, position_ids=positions), model["table"].weight[positions]
@@ -134,7 +141,8 @@ def test_modules_that_count_tokens_get_packed_positions_inside_the_context_only(
         assert model["block"](alibi=alibi).tolist() == [
             [[0.0, -1.0, 0.0]]
         ]  # once, by the innermost module
-    with given_positions(model, Positions(positions)):
+    hook.positions = Positions(positions)
+    with active_hook(model, hook):
         assert torch.equal(model["block"](alibi=alibi), alibi)
     assert Table.forward.__qualname__ == "Table.forward" and not hasattr(
         Attention.forward, "__wrapped__"

@@ -19,7 +19,7 @@ from hf_slospec import (
     UnsupportedOptionError,
 )
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.model.probe import probe_layers
+from hf_slospec.model.family import probe_layers
 from hf_slospec.model.properties import CACHE_NAME, cache_option
 from tests.support.against_stock import DRAFTS_ALWAYS, GREEDY, SAMPLED
 from tests.support.breadth import nightly_but
@@ -59,8 +59,8 @@ def test_exact(name: str, sampling: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", [*OWN, *INTERFACE])
 def test_the_probe_finds_out_how_to_attend(name: str) -> None:
-    layers, states = probe_layers(model(name))
-    assert not states
+    family, layers = probe_layers(model(name))
+    assert not family.has_states
     assert {layer.is_own for layer in layers} == {name in OWN}
     assert any(layer.shape.index_key for layer in layers) == (name == "DeepseekV32ForCausalLM")
     assert any(layer.chunk for layer in layers) == (name == "Llama4ForCausalLM")

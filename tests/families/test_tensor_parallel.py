@@ -13,7 +13,7 @@ import torch
 from transformers.distributed import DistributedConfig
 
 from hf_slospec import UnsupportedModelError, enable, load_tiny_pair
-from hf_slospec.families.ranks import Ranks
+from hf_slospec.model.ranks import ranks_of
 from tests.support import tensor_parallel
 from tests.support.tensor_parallel import NEW_TOKENS, OPTIONS, TEXTS, generated, other_norm
 from tests.support.toys.tiny_models import tiny_model
@@ -198,6 +198,6 @@ def test_other_ways_to_split_a_model_are_refused_by_name(sizes: dict[str, int], 
 
 
 def test_one_process_has_times_of_its_own() -> None:
-    ranks = Ranks(tiny_model("llama"))
+    ranks = ranks_of(tiny_model("llama"))
     assert ranks.number == 1 and ranks.first("its own") == "its own"
     assert ranks.clock() <= ranks.clock()

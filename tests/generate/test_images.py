@@ -19,9 +19,9 @@ from hf_slospec import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
-from hf_slospec.families.prefilled_prompts import sees_later_tokens
 from hf_slospec.generate import images as multimodal_prompts
-from hf_slospec.model.probe import probe_layers
+from hf_slospec.model.family import probe_layers
+from hf_slospec.model.prefilled_prompts import sees_later_tokens
 from hf_slospec.model.properties import CACHE_NAME, cache_option
 from hf_slospec.tree.tree import TokenTree
 from tests.support.breadth import nightly_but, quick_or

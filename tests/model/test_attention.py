@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_slospec import SLOSpecGenerator
-from hf_slospec.model.attention.hook import active_forward
+from hf_slospec.model.attention.hook import AttentionHook, active_hook
 from hf_slospec.model.attention.sdpa import plan_sequences
 from hf_slospec.model.batch import AttentionLayer, CachedSequence, LayerShape, PackedBatch, Span
 from hf_slospec.model.kv_cache import KVPool
@@ -135,8 +135,8 @@ def test_models_that_share_a_config_point_back_in_any_order() -> None:
 def _leave_in_the_order_of_entry() -> None:
     model = tiny_model("llama")
     twin = type(model)(model.config)
-    first = active_forward(model, object())
-    second = active_forward(twin, object())
+    first = active_hook(model, AttentionHook())
+    second = active_hook(twin, AttentionHook())
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

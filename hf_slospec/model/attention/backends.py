@@ -1,15 +1,15 @@
-"""Signature of the attention backends, and the choice of one for a model."""
+"""Attention backends: their signature, those that plugins add, and the choice of one for a model."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
-from hf_slospec.cuda.flash_attention import FlashAttention, kernel_for
-from hf_slospec.cuda.tree_attention import TreeAttention, why_no_kernel
+from hf_slospec.assembly import load_plugins
 from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.model.attention.sdpa import masked_attention, sdpa_attention
 from hf_slospec.model.batch import AttentionLayer, AttentionRules, Plans
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 class Backend(Protocol):
     """Attention of a packed batch's tokens over the keys visible to each of them."""
 
-    __name__: str
+    __name__: str  # step-time profiles are stored under this name
 
     def __call__(
         self,
@@ -33,39 +33,95 @@ class Backend(Protocol):
         """Return the output, [num_tokens, num_heads, value_dim]."""
 
 
-def backend_for(attention: str, layers: Sequence[AttentionLayer]) -> Backend:
+class KernelAttention(ABC):
+    """Base of backends by kernels; layers that no kernel takes use ``sdpa``.
+
+    Sizes of their plans depend on padded sizes of the batch, so that CUDA graphs can hold them."""
+
+    __name__: str
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: Plans,
+        rules: AttentionRules,
+    ) -> torch.Tensor:
+        why_not = self.why_not(query, keys, values, rules)
+        if why_not is None:
+            return self.attend(query, keys, values, batch, rules)
+        logger.debug("sdpa instead of %s: %s", self.__name__, why_not)
+        return sdpa_attention(query, keys, values, batch, rules)
+
+    @abstractmethod
+    def why_not(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rules: AttentionRules
+    ) -> str | None:
+        """Return why no kernel takes these tensors; None if one does."""
+
+    @abstractmethod
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: Plans,
+        rules: AttentionRules,
+    ) -> torch.Tensor:
+        """Return attention as a :class:`Backend` does."""
+
+
+class Kernels(NamedTuple):
+    """Backends that a plugin registers in :data:`KERNELS`."""
+
+    # Why no kernel takes a layer, by its cache layout; None if one does.
+    why_not: Callable[[AttentionLayer], str | None]
+    new: Callable[[Sequence[AttentionLayer]], KernelAttention]
+    # The backend whose result for a token does not depend on the batch, if there is one.
+    new_invariant: Callable[[], KernelAttention] | None = None
+
+
+KERNELS: dict[str, Kernels] = {}  # by name, in the order in which "auto" tries them
+
+
+def backend_for(
+    attention: str, layers: Sequence[AttentionLayer], is_invariant: bool = False
+) -> Backend:
     """Return the backend named ``attention``; ``"auto"`` chooses the first of triton, flash, sdpa
     that a layer can use.
+
+    With ``is_invariant``, the caller has checked that ``triton`` takes all layers; a token's result
+    then does not depend on the batch.
 
     Raises:
         UnsupportedOptionError: ``attention`` is ``"triton"`` or ``"flash"``, and no layer can use
             it.
     """
+    if is_invariant and (new := KERNELS["triton"].new_invariant) is not None:
+        return new()
     if attention == "4d_mask":
         return masked_attention
     on_cuda = any(layer.shape.key.device.type == "cuda" for layer in layers)
     if attention == "sdpa" or (attention == "auto" and not on_cuda):
         return sdpa_attention
-    if attention in ("auto", "triton"):
-        reasons = dict.fromkeys(why_no_kernel(layer) for layer in layers)
+    load_plugins()
+    for name in KERNELS if attention == "auto" else (attention,):
+        reasons = [why_no_kernel(name, layer) for layer in layers]
         if None in reasons:
-            return TreeAttention()
-        why = "; ".join(map(str, reasons))
-        if attention == "triton":
-            raise _unavailable(attention, why)
-        logger.debug("no attention by Triton: %s", why)
-    kernels = [kernel_for(layer) for layer in layers]
-    names = sorted({kernel.name for kernel in kernels if not isinstance(kernel, str)})
-    if names:
-        return FlashAttention(", ".join(names))
-    why = "; ".join(dict.fromkeys(map(str, kernels)))
-    if attention == "flash":
-        raise _unavailable(attention, why)
-    logger.debug("sdpa instead of flash attention: %s", why)
+            return KERNELS[name].new(layers)
+        why = "; ".join(dict.fromkeys(map(str, reasons)))
+        if name == attention:
+            raise UnsupportedOptionError(
+                f'attention="{attention}" is not available: {why}; use attention="auto"'
+            )
+        logger.debug("no %s attention: %s", name, why)
     return sdpa_attention
 
 
-def _unavailable(attention: str, why: str) -> UnsupportedOptionError:
-    return UnsupportedOptionError(
-        f'attention="{attention}" is not available: {why}; use attention="auto"'
-    )
+def why_no_kernel(name: str, layer: AttentionLayer) -> str | None:
+    """Return why no kernel of this backend takes a layer; None if one does."""
+    load_plugins()
+    if (kernels := KERNELS.get(name)) is None:
+        return "hf_slospec.cuda is not there"
+    return "the model's layers attend by themselves" if layer.is_own else kernels.why_not(layer)

@@ -1,14 +1,14 @@
-"""Registration of packed attention in transformers' attention interface.
+"""The hook that a model's layers call in the forward of a packed batch, in place of their cache and attention.
 
-While a :class:`PackedForward` is active in the current thread, the model's attention layers attend
-within the packed batch. At all other times and in all other threads they run the implementation
-that the model was loaded with. The same holds for the functions by which layers with a state mix
-tokens (:mod:`hf_slospec.families.states`)."""
+While a hook is active in the current thread, attention layers call its ``attend``, transformers' mask
+builders its ``build_mask``, and the functions that it names in ``mixers`` its ``mix``. At all other times and
+in all other threads they run what the model was loaded with."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,29 +16,107 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_slospec.families.states import MIXERS, Mixer
-from hf_slospec.model.attention.forward import PackedForward
-from hf_slospec.model.batch import AttentionRules, PackedBatch, Span
+from hf_slospec.model.batch import AttentionRules
 from hf_slospec.model.overrides import Attribute, ReplacedAttributes
 
-Attention = Callable[
-    ..., tuple[torch.Tensor, torch.Tensor | None]
-]  # -> the layer's output and attention weights
+# A layer's attention without a mask, as the model was loaded with: (query, key, value), each
+# [1, heads, tokens, dim] -> [1, num_queries, num_heads, value_dim]
+PlainAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attended = tuple[torch.Tensor, torch.Tensor | None]  # a layer's output and attention weights
 
-_active: ContextVar[Any] = ContextVar("hf_slospec_active_forward", default=None)
+# Mask builders return a 4D mask unchanged, and packed attention does not read it.
+UNREAD_MASK_SHAPE = (1, 1, 1, 1)
+KEY_BIASES = ("alibi", "position_bias")  # arguments of attention modules that hold a bias per key
+ATTENTION = "_attn_implementation_internal"  # config attribute that names the attention to use
+# What is registered here takes precedence over transformers' own builders.
+MASK_BUILDERS: Attribute = (ALL_MASK_ATTENTION_FUNCTIONS, "_local_mapping")
+MASKING = ("eager", "sdpa")  # attention implementations that read a mask
+
+
+class Positions(NamedTuple):
+    """Positions in a packed forward."""
+
+    of_tokens: torch.Tensor  # [1, num_tokens] int64
+    of_keys: torch.Tensor | None = None  # [num_keys] int64, where layers attend by their own code
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """Positions of the tokens minus their indices in the batch.  [num_tokens] int64
+
+        A layer that asks the cache for its length adds indices in the batch to it."""
+        positions = self.of_tokens[0]
+        return positions - torch.arange(len(positions), device=positions.device)
+
+
+class AttentionHook:
+    """Base of what a model receives as its cache in a packed forward, and calls for attention."""
+
+    # transformers reads these to build masks.
+    is_compileable = False
+    is_initialized = True
+
+    positions: Positions | None = None  # read by position tables, and by biases of keys
+    bias: torch.Tensor | None = None  # T5's, [num_heads, num_distances], set by its first layer
+    mixers: tuple[str, ...] = ()  # functions in the layers' modules that call :meth:`mix`
+    # Layers attend by their own code; only masks are replaced.
+    only_masks = False
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:
+        """Return the number of cached tokens as transformers asks for it, 0 for masks.
+
+        A layer that asks for its own length, as Llama 4's do, gets :attr:`Positions.offsets`."""
+        return 0 if layer_idx is None or self.positions is None else self.positions.offsets
+
+    def attend(
+        self,
+        query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]
+        key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
+        value: torch.Tensor,  # [1, num_kv_heads, num_tokens, value_dim]
+        rules: AttentionRules,
+        mask: torch.Tensor | None,
+        plain: PlainAttention,
+    ) -> torch.Tensor:
+        """Return a layer's attention.  -> [1, num_tokens, num_heads, value_dim]"""
+        raise NotImplementedError
+
+    def build_mask(self, name: str, plain: Callable[..., Any], **options: Any) -> Any:
+        """Return a mask for the attention implementation ``name``, which ``plain`` would build."""
+        return plain(**options)
+
+    def mix(self, name: str, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what the function ``name`` of :attr:`mixers` would return for each sequence alone."""
+        return plain(*args, **kwargs)
+
+    def arguments(self, model: Any, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the model's forward, with a mask that keeps it from building one."""
+        if options.get("attention_mask") is not None or self.positions is None:
+            return options
+        device = self.positions.of_tokens.device
+        return options | {
+            "attention_mask": torch.ones(UNREAD_MASK_SHAPE, dtype=torch.bool, device=device)
+        }
+
+    def check_attended(self) -> None:
+        """Raise UnsupportedModelError if a layer cached K and V and then did not call attend."""
+
+
+_active: ContextVar[AttentionHook | None] = ContextVar("hf_slospec_active_hook", default=None)
+_replaced = ReplacedAttributes()
+_attributes: weakref.WeakKeyDictionary[nn.Module, dict[Any, list[Attribute]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @contextlib.contextmanager
-def active_forward(model: torch.nn.Module, forward: Any) -> Iterator[None]:
-    """Make the model's layers call ``forward.attend`` and ``forward.mix`` inside this context, in
-    this thread only.
-    """
-    attributes = _attributes_of(model)
-    _replaced.replace(attributes, _packed)
-    token = _active.set(forward)
+def active_hook(model: nn.Module, hook: AttentionHook) -> Iterator[None]:
+    """Let the model's layers call the hook inside this context, in this thread only."""
+    attributes = _attributes_of(model, hook)
+    _replaced.replace(attributes, _hooked)
+    token = _active.set(hook)
     try:
         yield
     finally:
@@ -46,123 +124,132 @@ def active_forward(model: torch.nn.Module, forward: Any) -> Iterator[None]:
         _replaced.restore(attributes)
 
 
-ATTENTION = (
-    "_attn_implementation_internal"  # attribute of a config: name of the attention implementation
-)
+def forget_attributes(model: nn.Module) -> None:
+    """Read the model's modules anew in its next forward, as some were replaced.
 
-_replaced = ReplacedAttributes()
-_attributes: weakref.WeakKeyDictionary[torch.nn.Module, list[Attribute]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def forget_attributes(model: torch.nn.Module) -> None:
-    """Read the model's modules anew in its next forward, as some were replaced: copies have configs
-    of their own.
-    """
+    Copies of modules have configs of their own."""
     _attributes.pop(model, None)
 
 
-def _attributes_of(model: torch.nn.Module) -> list[Attribute]:
-    """Return the attributes that name a model's attention implementation, and the mixers of its
-    layers.
-    """
-    if model not in _attributes:
-        configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
-        modules = dict.fromkeys(sys.modules.get(type(part).__module__) for part in model.modules())
-        _attributes[model] = [
-            *((config, ATTENTION) for config in configs if hasattr(config, ATTENTION)),
-            *((module, name) for module in modules for name in MIXERS if hasattr(module, name)),
-        ]
-    return _attributes[model]
+def _attributes_of(model: nn.Module, hook: AttentionHook) -> list[Attribute]:
+    """Return the attributes that a hook replaces: names of attention implementations, mixers and
+    forwards of modules that count tokens."""
+    by_kind = _attributes.setdefault(model, {})
+    kind = hook.only_masks, hook.mixers
+    if kind not in by_kind:
+        parts: list[Any] = list(model.modules())
+        counting = dict.fromkeys(type(part) for part in parts if _counts_tokens(part))
+        attributes: list[Attribute] = [(counts, "forward") for counts in counting]
+        if hook.only_masks:
+            attributes.append(MASK_BUILDERS)
+        else:
+            configs = {id(part.config): part.config for part in parts if hasattr(part, "config")}
+            modules = dict.fromkeys(sys.modules.get(type(part).__module__) for part in parts)
+            attributes += [
+                (each, ATTENTION) for each in configs.values() if hasattr(each, ATTENTION)
+            ]
+            attributes += [
+                (module, name)
+                for module in modules
+                for name in hook.mixers
+                if hasattr(module, name)
+            ]
+        by_kind[kind] = attributes
+    return by_kind[kind]
 
 
-def _packed(original: Any, attribute: Attribute) -> Any:
-    """Return the value of an attribute while a forward is active in some thread."""
-    _, name = attribute
-    return _registered_name(original) if name == ATTENTION else _mixed_or(name, original)
+def _hooked(original: Any, attribute: Attribute) -> Any:
+    """Return the value of an attribute while a hook is active in some thread."""
+    owner, name = attribute
+    if name == ATTENTION:
+        return _registered_name(original)
+    if owner is ALL_MASK_ATTENTION_FUNCTIONS:
+        # Under the same names, as layers compare these with names they know.
+        plain = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping | original
+        return original | {each: _masked_or(each, plain[each]) for each in MASKING}
+    if name == "forward":
+        return _positioned(owner, original)
+    return _mixed_or(name, original)
 
 
-def _mixed_or(name: str, original: Mixer) -> Mixer:
+def _mixed_or(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def mixer(*args: Any, **kwargs: Any) -> Any:
-        forward = _active.get()
+        hook = _active.get()
         return (
-            original(*args, **kwargs)
-            if forward is None
-            else forward.mix(name, original, *args, **kwargs)
+            original(*args, **kwargs) if hook is None else hook.mix(name, original, *args, **kwargs)
         )
 
     return mixer
 
 
+@functools.cache
+def _masked_or(name: str, original: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return a mask builder that calls the active hook's, or without one ``original``.
+
+    ``original``: None for transformers' builder of that name, which may be registered anew."""
+
+    def build(**options: Any) -> Any:
+        plain = ALL_MASK_ATTENTION_FUNCTIONS[name] if original is None else original
+        hook = _active.get()
+        return plain(**options) if hook is None else hook.build_mask(name, plain, **options)
+
+    return build
+
+
 def _registered_name(original: str | None) -> str:
-    """Return the name of an implementation that calls the active forward, or ``original`` without
-    one.
+    """Return the name of an attention implementation that calls the active hook, or ``original``
+    without one.
     """
     original = original or "eager"
     name = f"hf_slospec:{original}"
     if name not in ALL_ATTENTION_FUNCTIONS:
         if original in ALL_MASK_ATTENTION_FUNCTIONS:
-            ALL_MASK_ATTENTION_FUNCTIONS.register(name, _watched_or(original))
-        ALL_ATTENTION_FUNCTIONS.register(name, _packed_or(original))
+            ALL_MASK_ATTENTION_FUNCTIONS.register(name, _masked_or(original, None))
+        ALL_ATTENTION_FUNCTIONS.register(name, _attention_or(original))
     return name
 
 
-def _watched_or(original: str) -> Callable[..., Any]:
-    """Return a mask builder that calls the active forward's ``build_mask``, or ``original``'s
-    without one.
-    """
-
-    def build(*args: Any, **kwargs: Any) -> Any:
-        plain = ALL_MASK_ATTENTION_FUNCTIONS[original]  # which may be registered anew
-        return getattr(_active.get(), "build_mask", plain)(*args, **kwargs)
-
-    return build
-
-
-def _plain(original: str, module: torch.nn.Module) -> Attention:
-    """Return the attention of a module by the implementation that its model was loaded with."""
-    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    plain: Attention = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
-    return plain
-
-
-def _packed_or(original: str) -> Attention:
+def _attention_or(original: str) -> Callable[..., Attended]:
     def attention(
-        module: torch.nn.Module,
-        query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]
-        key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
-        value: torch.Tensor,  # [1, num_kv_heads, num_tokens, value_dim]
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        forward = _active.get()
-        if forward is None:
-            return _plain(original, module)(module, query, key, value, attention_mask, **kwargs)
-        if isinstance(forward, AloneForward):
-            plain = _plain(original, module)
-            # Without a mask, as the token sees all keys.
-            return forward.attend_alone(
-                lambda *one: plain(module, *one, None, **kwargs)[0], query, key, value
-            ), None
+    ) -> Attended:
+        hook = _active.get()
+        if hook is None:
+            plain = _loaded_with(original, module)
+            stock: Attended = plain(module, query, key, value, attention_mask, **kwargs)
+            return stock
         scaling = kwargs.get("scaling")
         rules = AttentionRules(
             query.shape[-1] ** -0.5 if scaling is None else scaling,
             kwargs.get("sliding_window"),
             kwargs.get("softcap"),
             kwargs.get("s_aux"),
-            bias=_bias(forward, module),
+            bias=_bias(hook, module),
         )
-        mask = (
-            attention_mask
-            if kwargs.get("position_bias") is None or _is_t5(module)
-            else kwargs["position_bias"]
-        )
-        out: torch.Tensor = forward.attend(query, key, value, rules, mask)
-        return out, None
+        mask = attention_mask
+        if kwargs.get("position_bias") is not None and not _is_t5(module):
+            mask = kwargs["position_bias"]
+
+        def attend_plain(*states: torch.Tensor) -> torch.Tensor:
+            attended: torch.Tensor
+            attended, *_ = _loaded_with(original, module)(module, *states, None, **kwargs)
+            return attended
+
+        return hook.attend(query, key, value, rules, mask, attend_plain), None
 
     return attention
+
+
+def _loaded_with(original: str, module: nn.Module) -> Callable[..., Any]:
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    plain: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(original, eager)
+    return plain
 
 
 def _is_t5(module: Any) -> bool:
@@ -170,109 +257,82 @@ def _is_t5(module: Any) -> bool:
     return hasattr(module, "relative_attention_max_distance")
 
 
-def _bias(forward: Any, module: Any) -> torch.Tensor | None:
+def _bias(hook: AttentionHook, module: Any) -> torch.Tensor | None:
     """Return the bias by distance, [num_heads, num_distances]; None if the layer adds none.
 
-    The first layer computes the bias for all, by places in the batch, which are wrong for a packed
-    one."""
+    The first layer computes it for all, by indices in the batch, which are wrong for a packed one."""
     if not _is_t5(module):
         return None
     if module.has_relative_attention_bias:
         length = module.relative_attention_max_distance + 1  # all farther keys have the same bias
-        by_place = module.compute_bias(
-            1, length, past_seen_tokens=length - 1
-        )  # [1, num_heads, 1, length]
-        forward.bias = by_place[0, :, 0].flip(-1)
-    bias: torch.Tensor | None = getattr(
-        forward, "bias", None
-    )  # None in a cross-attention before any other
-    return bias
+        # [1, num_heads, 1, length]
+        by_index = module.compute_bias(1, length, past_seen_tokens=length - 1)
+        hook.bias = by_index[0, :, 0].flip(-1)
+    return hook.bias  # None in a cross-attention before any other
 
 
-# Attention of one token, as stock computes it: (query, key, value), each [1, heads, tokens, dim] ->
-# [1, 1, heads, dim]
-PlainAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+def _counts_tokens(module: nn.Module) -> bool:
+    """Return whether a module's forward takes positions, or biases of keys, that packing changes."""
+    kind: Any = type(module)  # mypy takes classes of modules for unhashable
+    if isinstance(module, nn.Embedding):
+        return "position_ids" in _arguments(kind)
+    # Blocks may pass the bias on; only the innermost one reads it.
+    parts = list(module.modules())[1:]
+    return _has_bias(module) and not any(map(_has_bias, parts))
 
 
-class Path(NamedTuple):
-    """Staged tokens from the first one to a leaf, and tokens of the batch that see the first ones
-    of them.
+@functools.cache
+def _arguments(kind: Any) -> list[str]:
+    return list(inspect.signature(kind.forward).parameters)
+
+
+def _has_bias(module: nn.Module) -> bool:
+    kind: Any = type(module)
+    return any(name in KEY_BIASES for name in _arguments(kind))
+
+
+@functools.cache
+def _positioned(kind: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
+    change = _set_position_ids if issubclass(kind, nn.Embedding) else _take_biases
+
+    @functools.wraps(plain)
+    def forward(self: nn.Module, *arguments: Any, **options: Any) -> Any:
+        hook = _active.get()
+        if hook is not None and hook.positions is not None:
+            change(hook.positions, options)
+        return plain(self, *arguments, **options)
+
+    return forward
+
+
+def _set_position_ids(positions: Positions, options: dict[str, Any]) -> None:
+    # Some tables add the batch dimension themselves, so positions that the caller did not pass have
+    # none; embeddings of either shape can be added to those of the tokens.
+    if options.get("position_ids") is not positions.of_tokens:
+        options["position_ids"] = positions.of_tokens[0]
+
+
+def _take_biases(positions: Positions, options: dict[str, Any]) -> None:
+    for name in KEY_BIASES:
+        bias = options.get(name)
+        # A bias of [..., 1, num_keys] is the same for all queries.
+        if positions.of_keys is not None and bias is not None and bias.shape[-2] == 1:
+            options[name] = bias_by_position(bias, positions.of_keys)
+
+
+def bias_by_position(bias: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return the bias of keys at these positions, up to a constant, which softmax ignores.
+
+    The constant makes the bias 0 at the last position, as otherwise a table that ends with 0 would
+    lose precision.
+
+    Args:
+        bias: [..., num_positions], for keys at the positions 0, 1, 2 ... of one sequence.
+        positions: [num_keys] int64.
+
+    Returns:
+        [..., num_keys].
     """
-
-    slots: torch.Tensor  # [length] int64, behind the committed tokens
-    tokens: list[
-        tuple[int, int]
-    ]  # (index in the span, number of staged tokens that it sees, itself the last)
-
-
-class AloneForward(PackedForward):
-    """Forward of a packed batch in which a token's attention does not depend on the other tokens,
-    bit for bit.
-    """
-
-    batch: PackedBatch
-
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        self._paths = [_paths(span) for span in self.batch.spans]
-
-    def attend_alone(
-        self, plain: PlainAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        """Return attention of the layer that cached these K and V.  -> [1, num_tokens, num_heads,
-        value_dim]
-        """
-        layer_idx = self.layer_of(key, value)
-        assert layer_idx is not None, "an attention layer attends to keys that were not cached"
-        self._unattended.discard(layer_idx)
-        pool_idx, layer = self._layers[layer_idx]
-        keys = self.pool.keys[pool_idx]
-        values = self.pool.values[pool_idx]
-        attended: list[Any] = [None] * query.shape[2]
-        for span, paths in zip(self.batch.spans, self._paths, strict=True):
-            length = span.sequence.length
-            longest = max(len(path.slots) for path in paths)
-            committed = slice(span.sequence.start, span.sequence.start + length)
-            path_keys, path_values = (
-                stored.new_empty(1, stored.shape[1], length + longest, stored.shape[2])
-                for stored in (keys, values)
-            )
-            path_keys[0, :, :length] = keys[committed].transpose(0, 1)
-            path_values[0, :, :length] = values[committed].transpose(0, 1)
-            for path in paths:
-                slots = path.slots + committed.stop
-                end = length + len(path.slots)
-                path_keys[0, :, length:end] = keys[slots].transpose(0, 1)
-                path_values[0, :, length:end] = values[slots].transpose(0, 1)
-                for index, num_staged in path.tokens:
-                    row = span.begin + index
-                    end = length + num_staged
-                    seen = slice(0 if layer.window is None else max(end - layer.window, 0), end)
-                    own = query[:, :, row : row + 1], path_keys[:, :, seen], path_values[:, :, seen]
-                    attended[row] = plain(*own)
-        return torch.cat(attended, dim=1)
-
-
-def _paths(span: Span) -> list[Path]:
-    """Return paths of a span's staged tokens that together have all of its tokens, each token on
-    one of them.
-    """
-    mask = span.staged_mask
-    offset = span.num_staged - span.num_tokens
-    seen = [row.nonzero()[:, 0] for row in mask]
-    paths = []
-    is_done = set[int]()
-    for leaf in (mask[:, offset:].sum(0) == 1).nonzero()[:, 0].tolist():
-        places = [
-            (token - offset, place + 1)
-            for place, token in enumerate(seen[leaf].tolist())
-            if token >= offset
-        ]
-        assert all(len(seen[index]) == num_staged for index, num_staged in places), (
-            "staged tokens do not form a tree"
-        )
-        paths.append(
-            Path(seen[leaf], [(index, length) for index, length in places if index not in is_done])
-        )
-        is_done |= {index for index, _ in places}
-    return paths
+    # Only tokens that are never committed are beyond the table.
+    clamped = positions.clamp(max=bias.shape[-1] - 1)
+    return bias[..., clamped] - bias[..., clamped.max()].unsqueeze(-1)

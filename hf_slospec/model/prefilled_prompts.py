@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache
 
-from hf_slospec.families.states import RecurrentStates
+from hf_slospec.model.batch import SequenceStates
 
 
 class Prefilled(NamedTuple):
@@ -21,7 +21,7 @@ class Prefilled(NamedTuple):
     ]  # K, V, index keys of all tokens but the last, [num_heads, length, dim]
     length: int
     position_offset: int  # later tokens' positions minus their indices
-    states: RecurrentStates | None  # after all tokens but the last
+    states: SequenceStates | None  # after all tokens but the last
     logits: torch.Tensor | None  # [vocab], after the last token; None: that was not forwarded
     # K, V, index keys of the last token, [num_heads, 1, dim], which then is not computed again, nor
     # its logits; or None
