@@ -28,7 +28,7 @@ from hf_slospec.engine.interfaces import Plan
 from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.model.attention.sdpa import masked_attention, plan_sequences
 from hf_slospec.model.packed_model import PackedModel
-from hf_slospec.model.sequences import RequestSequences
+from hf_slospec.model.sequences import Sequences
 from hf_slospec.policies.depth import urgency
 from hf_slospec.request.request import Request, RequestParams
 from hf_slospec.tree.select import best_ratio_nodes
@@ -166,7 +166,7 @@ def draw_packed_batch(drawer: Drawer) -> None:
     ]
     packed = PackedModel(drawer.target)
     batches = []
-    sequences = RequestSequences(packed, max_nodes=max(tree.num_nodes for tree in trees))
+    sequences = Sequences(packed, max_nodes=max(tree.num_nodes for tree in trees))
     sequences.reserve(requests)
     for request in requests:
         sequences.prefill(request, len(request.tokens) - 1)

@@ -17,11 +17,11 @@ from hf_slospec.engine.costs import MAX_CATCH_UP
 from hf_slospec.engine.interfaces import Drafter, Plan
 from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.heads.translation import DraftTokens, TokenTranslation
+from hf_slospec.model.kept_prefixes import RequestTokens, num_common
 from hf_slospec.model.memory import as_memory_error
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.properties import attends_to_encoder, evaluating, input_device, vocab_size
-from hf_slospec.model.sequence_room import RequestTokens, num_common
-from hf_slospec.model.sequences import RequestSequences
+from hf_slospec.model.sequences import Sequences
 from hf_slospec.model.tree_mask import draft_nodes
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import IntArray, TokenTree
@@ -86,13 +86,13 @@ class AssistantDrafter(Drafter):
             packed: the draft.
             max_nodes: maximum number of nodes of one request's beam, depth times width of plans.
             vocab_size: the target's, which bounds proposed ids.
-            max_slots, max_kept: see :class:`RequestSequences`. Requests whose translated tokens do
+            max_slots, max_kept: see :class:`Sequences`. Requests whose translated tokens do
                 not fit get trees that are only roots.
             translation: for a draft with another tokenizer; None: it has the target's.
         """
         self.packed = packed
         self.network = AssistantNetwork(vocab_size, packed.device, translation)
-        self.sequences = RequestSequences(packed, max_nodes, max_slots, max_kept)
+        self.sequences = Sequences(packed, max_nodes, max_slots, max_kept)
         self.translation = translation
         self._translated = dict[Request, DraftTokens]()
 

@@ -14,7 +14,7 @@ from hf_slospec.engine.interfaces import Drafter, Plan
 from hf_slospec.model.memory import as_memory_error
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.properties import evaluating
-from hf_slospec.model.sequences import RequestSequences
+from hf_slospec.model.sequences import Sequences
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import TokenTree
 
@@ -146,11 +146,11 @@ class FeatureDrafter(Drafter):
             packed: the network.
             max_nodes: maximum number of nodes of one request staged at a time.
             vocab_size: the target's.
-            max_slots: see :class:`RequestSequences`, as for ``max_kept``.
+            max_slots: see :class:`Sequences`, as for ``max_kept``.
         """
         self.packed = packed
         self.vocab_size = vocab_size
-        self.sequences = RequestSequences(
+        self.sequences = Sequences(
             packed, max(max_nodes, self.min_nodes(packed.model)), max_slots, max_kept
         )
         self.features = FeatureQueue()

@@ -17,7 +17,7 @@ class Room(NamedTuple):
     max_nodes: int  # tree nodes of one request per step
     vocab_size: int  # the target's
     max_slots: int | None = None  # K/V slots of all requests and kept prefixes; None: no limit
-    max_kept: float | None = None  # tokens of kept prefixes; see :class:`SequenceRoom`
+    max_kept: float | None = None  # tokens of kept prefixes; see :class:`Sequences`
     keeps_rng: bool = (
         True  # drafting must restore the global generator, as the target samples from it
     )

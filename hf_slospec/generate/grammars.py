@@ -14,7 +14,7 @@ from transformers.generation import LogitsProcessor
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.forks import Lock
 from hf_slospec.generate.json_schemas import to_follow
-from hf_slospec.model.sequence_room import num_common
+from hf_slospec.model.kept_prefixes import num_common
 from hf_slospec.tree.tree import BoolArray
 
 KEPT = 8  # compiled schemas; the choices of a request, and later requests, share one

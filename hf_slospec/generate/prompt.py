@@ -15,7 +15,7 @@ from hf_slospec.forks import cached_property
 from hf_slospec.model.prefilled_prompts import cached_layers, cached_tensors
 from hf_slospec.model.properties import CACHE_NAME, given_cache
 from hf_slospec.model.ranks import whole
-from hf_slospec.model.sequences import RequestSequences
+from hf_slospec.model.sequences import Sequences
 from hf_slospec.model.transfer import to_device
 from hf_slospec.request.request import Request
 from hf_slospec.scheduler.static import CHUNK
@@ -148,7 +148,7 @@ class PromptInputs:
             )
         return tokens[columns].tolist()
 
-    def load_into(self, requests: list[Request], sequences: RequestSequences) -> None:
+    def load_into(self, requests: list[Request], sequences: Sequences) -> None:
         """Pass embeddings and cached K/V to the sequences of the requests, one per row."""
         sequences.reserve(requests)
         if self.embeds is None and not self.num_cached:
@@ -156,7 +156,7 @@ class PromptInputs:
         for request in requests:
             columns = self.columns_of(request.index)
             if self.embeds is not None:
-                sequences.give_embeds(request, self.embeds[request.index, columns])
+                sequences.of(request).embeds = self.embeds[request.index, columns]
             cached = columns[columns < self.num_cached]
             if len(cached):
                 family = sequences.packed.family
@@ -165,9 +165,7 @@ class PromptInputs:
                 sequences.load(request, tensors, len(cached), states=states)
                 request.kv.num_cached = len(cached)
 
-    def fill(
-        self, cache: Any, requests: list[Request], sequences: RequestSequences, num_new: int
-    ) -> None:
+    def fill(self, cache: Any, requests: list[Request], sequences: Sequences, num_new: int) -> None:
         """Append the K/V that the call's cache lacks, of all columns but the last, as stock does;
         padding is zeros.
 

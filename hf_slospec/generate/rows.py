@@ -29,7 +29,7 @@ from hf_slospec.generate.prompt import PromptInputs
 from hf_slospec.model.family import EncoderOutputs
 from hf_slospec.model.ownership import foreign_members
 from hf_slospec.model.sampling import Record, StockSampler, check_unchanged
-from hf_slospec.model.sequences import RequestSequences
+from hf_slospec.model.sequences import Sequences
 from hf_slospec.request.request import Grammar, NewNoise, Request, RequestParams, Stage
 from hf_slospec.scheduler.static import CHUNK
 
@@ -303,9 +303,7 @@ class Rows:
         new = [self._new_tokens(request, 0, self.num_new) for request in self.requests]
         return torch.cat((self.input_ids, torch.tensor(new, device=self.input_ids.device)), dim=-1)
 
-    def forward_padding(
-        self, sequences: RequestSequences, sampler: StockSampler, lock: FairLock
-    ) -> None:
+    def forward_padding(self, sequences: Sequences, sampler: StockSampler, lock: FairLock) -> None:
         """Forward the padding that stock appends to finished rows until the longest row ends.
 
         Only scores, logits and the cache need it, where they are returned.

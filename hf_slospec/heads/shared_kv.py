@@ -23,7 +23,7 @@ from hf_slospec.model.measure import Size, measure_by
 from hf_slospec.model.memory import as_memory_error
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.properties import evaluating, input_device
-from hf_slospec.model.sequences import RequestSequences
+from hf_slospec.model.sequences import Sequences
 from hf_slospec.model.transfer import synchronize, to_device
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import IntArray, TokenTree
@@ -180,7 +180,7 @@ class SharedKVDrafter(Drafter):
         self.vocab_size = vocab_size
         self._last: dict[Request, tuple[int, torch.Tensor]] = {}  # tokens, last feature [1, hidden]
 
-    def read_kv_of(self, sequences: RequestSequences) -> None:
+    def read_kv_of(self, sequences: Sequences) -> None:
         self._sequences, self._model = sequences, SharedKVModel(self.assistant, sequences.packed)
 
     def take_features(self, request: Request, begin: int, features: torch.Tensor) -> None:

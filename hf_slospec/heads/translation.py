@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_slospec.drafters.beam import Vocabulary
 from hf_slospec.errors import IncompatibleDraftError
-from hf_slospec.model.sequence_room import num_common
+from hf_slospec.model.kept_prefixes import num_common
 from hf_slospec.request.request import Request
 
 WINDOW = (

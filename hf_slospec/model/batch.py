@@ -116,6 +116,9 @@ class CachedSequence:
         0  # tokens that stock decoding forwards together; length-dependent RoPE is chosen by it
     )
     num_padding: int = 0  # tokens by which the longest prompt of its batch exceeds its prompt
+    # [prompt_len, hidden] in place of the embeddings of the prompt's tokens
+    embeds: torch.Tensor | None = None
+    weights_state: int | None = None  # see Sequences; that of the model when tokens were cached
     states: SequenceStates | None = None  # None if all layers keep K and V
     encoded: Encoded | None = None  # what cross-attention attends to; None without an encoder
 

@@ -1,59 +1,247 @@
-"""Reuse of K/V between requests that begin with the same tokens (prefix caching)."""
+"""K/V of requests: their slots in a model's cache, and reuse between requests that begin alike."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from hf_slospec.model.batch import CachedSequence, NewTokens, SequenceStates
 from hf_slospec.model.inputs import DraftLevel, Outputs
+from hf_slospec.model.kept_prefixes import KeptPrefix, KeptPrefixes, RequestTokens, num_common
+from hf_slospec.model.kv_cache import KVCache
 from hf_slospec.model.memory import as_memory_error
-from hf_slospec.model.sequence_room import KeptPrefix, RequestTokens, SequenceRoom, num_common
+from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.tree_mask import chain, chain_and_tree
 from hf_slospec.tree.tree import TokenTree
 
 NEVER = -1  # equals no state of a model's fingerprint
 MIN_SHARED = 16  # tokens; computing the K/V of fewer is faster than keeping or copying it
+FIRST_ROOM = 512  # new tokens for which a request has slots at first, if its prompt is shorter
+# Maximum number of prefixes if layers have states, each as large as the K/V of hundreds of tokens.
+KEPT_STATES = 16
 
 
-class PrefixReuse(SequenceRoom):
-    """Prefix cache: keeps the K/V of finished requests while there is room, for requests with the
-    same first tokens.
+class Sequences:
+    """The requests of one engine in a model's K/V cache, which other engines may share.
 
-    A request takes a kept sequence over if it uses nearly all of it, and copies it otherwise.
+    K/V of finished requests is kept while there is room, for requests with the same first tokens: a
+    request takes a kept sequence over if it uses nearly all of it, and copies it otherwise. If
+    requests need the slots, the least recently used prefixes are evicted.
+
+    All methods but the constructor require the model's lock.
     """
+
+    def __init__(
+        self,
+        packed: PackedModel,
+        max_nodes: int,
+        max_slots: int | None = None,
+        max_kept: float | None = None,
+    ):
+        """Begin without requests.
+
+        Args:
+            max_nodes: maximum number of tree nodes of one request that are staged at a time.
+            max_slots: maximum number of slots of all requests and kept prefixes; None: no limit.
+            max_kept: maximum number of tokens of kept prefixes; 0: requests share only while they
+                run; None: never.
+        """
+        self.packed = packed
+        self.max_nodes = max_nodes
+        self.max_slots = max_slots
+        self.max_kept = max_kept
+        self._cache: KVCache | None = None
+        self._by_request: dict[RequestTokens, CachedSequence] = {}
+        self._kept = KeptPrefixes()
+        self._kept_state = 0  # weights_state of all kept prefixes
+        # State of the weights on which several processes agreed, if they must.
+        self.decided_state: int | None = None
+
+    @property
+    def weights_state(self) -> int:
+        """State of the model's weights; K/V of one is of no use in another."""
+        return self.packed.fingerprint.state if self.decided_state is None else self.decided_state
+
+    @property
+    def cache(self) -> KVCache:
+        """The model's cache, held from the first use until ``close``."""
+        if self._cache is None:
+            self._cache = self.packed.kv_cache
+        return self._cache
+
+    def of(self, request: RequestTokens) -> CachedSequence:
+        """Return the sequence of a request that has slots."""
+        return self._by_request[request]
+
+    def num_cached(self, request: RequestTokens) -> int:
+        """Return the number of the request's tokens whose K/V is cached."""
+        return self._by_request[request].length if request in self._by_request else 0
+
+    def uncached(self, request: RequestTokens) -> list[int]:
+        """Return the request's committed tokens without K/V."""
+        return request.tokens[self.num_cached(request) :]
+
+    @property
+    def has_embeds(self) -> bool:
+        """Return whether a request has embeddings in place of those of its prompt's tokens."""
+        return any(sequence.embeds is not None for sequence in self._by_request.values())
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether there is neither a request with K/V nor a kept prefix."""
+        return not self._by_request and not len(self._kept)
+
+    @property
+    def num_held(self) -> int:
+        """K/V slots reserved for running requests (capacity, not tokens)."""
+        return sum(sequence.capacity for sequence in self._by_request.values())
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens of kept prefixes."""
+        return self._kept.num_tokens
+
+    # ---- slots
+
+    def reserve(
+        self, requests: Sequence[RequestTokens], num_nodes: Sequence[int] | None = None
+    ) -> None:
+        """Reserve slots for one more step of these requests, while nothing is staged.
+
+        ``max_new_tokens`` is often far more than a request emits, so a request starts with few
+        slots. When they are used up, it gets as many more as it has tokens. If slots are short,
+        each request has what this step needs, and an equal share of those that are left.
+
+        Args:
+            requests: those of the step.
+            num_nodes: nodes of each request's tree, its root not counted; None: as many as it may
+                have.
+
+        Raises:
+            MemoryError: the step needs more than ``max_slots`` or more memory than is free. Nothing
+                has changed.
+        """
+        sizes = [self.max_nodes] * len(requests) if num_nodes is None else num_nodes
+        needed = {
+            request: len(request.tokens) + size
+            for request, size in zip(requests, sizes, strict=True)
+        }
+        try:
+            self._provide(
+                {request: self._first_capacity(request) for request in self._lacking(needed)}
+            )
+        except MemoryError:
+            for request, sequence in self._by_request.items():
+                used = max(len(request.tokens), sequence.length)
+                needed[request] = max(needed.get(request, 0), used)
+            if self.max_slots is not None:
+                room = (self.max_slots - sum(needed.values())) // len(needed)
+                if room > 0:
+                    with contextlib.suppress(MemoryError):
+                        self._divide(needed, room)
+                        return
+            self._divide(needed, 0)
+
+    def reserve_for(self, request: RequestTokens, length: int) -> None:
+        """Reserve slots for ``length`` tokens of one request."""
+        self._provide(self._lacking({request: length}))
+
+    def _lacking(self, needed: Mapping[RequestTokens, int]) -> dict[RequestTokens, int]:
+        """Return the slots needed by the requests that have fewer."""
+        held = {request: sequence.capacity for request, sequence in self._by_request.items()}
+        return {request: slots for request, slots in needed.items() if held.get(request, 0) < slots}
+
+    def _divide(self, needed: Mapping[RequestTokens, int], room: int) -> None:
+        """Give all requests the slots that they need and those of up to ``room`` further tokens;
+        take others back.
+        """
+        capacities = {
+            request: slots + min(request.num_left, room) for request, slots in needed.items()
+        }
+        self._check_limit(sum(capacities.values()))
+        for request, sequence in self._by_request.items():
+            sequence.capacity = min(sequence.capacity, capacities[request])
+        self._provide(self._lacking(capacities))
+
+    def _check_limit(self, needed: int) -> None:
+        if self.max_slots is not None and needed > self.max_slots:
+            raise MemoryError(f"{needed} KV slots are needed, and there may be {self.max_slots}")
+
+    def _first_capacity(self, request: RequestTokens) -> int:
+        """Return the slots for a request's tokens, some further ones, and one step's nodes."""
+        room = min(request.num_left, max(len(request.tokens), FIRST_ROOM))
+        return len(request.tokens) + room + self.max_nodes
+
+    def _provide(self, capacities: Mapping[RequestTokens, int]) -> None:
+        """Give requests ranges of slots of these capacities, and move their K/V there."""
+        if not capacities:
+            return
+        limit = self.max_slots
+        if limit is not None:
+            held = {request: sequence.capacity for request, sequence in self._by_request.items()}
+            needed = sum((held | dict(capacities)).values())
+            self._check_limit(needed)
+            self._keep_at_most(limit - needed)
+            # Slots of other engines in the same pool do not count.
+            limit += self.cache.num_held - self.num_held - self._kept.num_tokens
+        sequences = {
+            request: self._by_request.get(request) or CachedSequence() for request in capacities
+        }
+        slots = {sequences[request]: slots for request, slots in capacities.items()}
+        try:
+            self._reserve(slots, limit)
+        except MemoryError:
+            if not len(self._kept):
+                raise
+            self._keep_at_most(0)
+            self._reserve(slots, limit)
+        for request, sequence in sequences.items():
+            self._by_request[request] = sequence
+            self._describe(sequence, request)
+            if sequence.encoded is None and request.params.encoded_for is not None:
+                sequence.encoded = request.params.encoded_for(self.packed.model)
+            if sequence.weights_state is None:
+                sequence.weights_state = self.weights_state
+
+    def _reserve(self, slots: dict[CachedSequence, int], limit: int | None) -> None:
+        with as_memory_error():
+            self.cache.reserve(slots, limit)
+
+    @staticmethod
+    def _describe(sequence: CachedSequence, request: RequestTokens) -> None:
+        sequence.prompt_len = len(request.params.prompt)
+        sequence.num_padding = request.params.num_padding
+
+    def _keep_at_most(self, num_tokens: float) -> None:
+        """Evict the least recently used prefixes until the others have at most ``num_tokens``
+        tokens.
+        """
+        max_prefixes = KEPT_STATES if self.packed.has_states else len(self._kept)
+        for prefix in self._kept.by_age():
+            if self._kept.num_tokens <= num_tokens and len(self._kept) <= max_prefixes:
+                return
+            self._kept.remove(prefix)
+            self.cache.release(prefix.sequence)
 
     def release(self, request: RequestTokens, may_keep: bool = True) -> None:
         """Keep the K/V of a finished request, if it has any that may be kept, or drop it."""
-        has_embeds = self._embeds.pop(request, None) is not None
-        state = self._states.pop(request, None)
         sequence = self._by_request.pop(request, None)
         if sequence is None:
             return
-        may_keep = may_keep and bool(self.max_kept) and not has_embeds and request.error is None
-        if may_keep and self._is_shareable(sequence, state):
-            try:
-                with as_memory_error():
-                    self._keep(
-                        KeptPrefix(
-                            request.params.cache_salt, request.tokens[: sequence.length], sequence
-                        )
+        may_keep = may_keep and bool(self.max_kept) and request.error is None
+        if may_keep and self._is_shareable(sequence):
+            # Without memory to update its states, it is not kept, and later requests take longer.
+            with contextlib.suppress(MemoryError), as_memory_error():
+                self._keep(
+                    KeptPrefix(
+                        request.params.cache_salt, request.tokens[: sequence.length], sequence
                     )
-            except (
-                MemoryError
-            ):  # no memory to update its states; without its K/V, later requests only take longer
-                self.cache.release(sequence)
-        else:
-            self.cache.release(sequence)
-
-    def withhold(self, request: RequestTokens) -> None:
-        """Keep the K/V of a request from being reused, as it does not depend on the request's
-        tokens alone.
-        """
-        self._states[request] = NEVER
+                )
+                return
+        self.cache.release(sequence)
 
     def close(self) -> None:
         """Release all requests and the cache; the last user frees its memory, or keeps it for its
@@ -65,6 +253,26 @@ class PrefixReuse(SequenceRoom):
         if self._cache is not None:
             self.packed.keep_if_captured(self._cache)
             self._cache = None
+
+    def check(self, requests: Sequence[RequestTokens]) -> None:
+        """Raise AssertionError if another request than these holds slots, or two sequences share a
+        slot.
+        """
+        assert self._by_request.keys() <= set(requests), "a request that is not running holds K/V"
+        sequences = {
+            *self._by_request.values(),
+            *(prefix.sequence for prefix in self._kept.by_age()),
+        }
+        assert sequences <= set(self.cache.pool.sequences), "a request has lost its KV slots"
+        self.cache.pool.check()
+
+    # ---- reuse
+
+    def withhold(self, request: RequestTokens) -> None:
+        """Keep the K/V of a request from being reused, as it does not depend on the request's
+        tokens alone.
+        """
+        self.of(request).weights_state = NEVER
 
     def num_reusable(self, request: RequestTokens) -> int:
         """Return how many tokens :meth:`reuse` would find now; 0 for a request that has K/V."""
@@ -109,25 +317,23 @@ class PrefixReuse(SequenceRoom):
         wanted = request.tokens[:-1][: self.packed.rope.max_plain]
         matches = list[tuple[KeptPrefix | CachedSequence, int]]()
         kept, length = self._kept.longest(wanted, params.cache_salt)
+        # A state cannot be cut to fewer tokens.
         if kept is not None and (length == len(kept.tokens) or not self.packed.has_states):
             matches.append((kept, length))
         for other, sequence in self._by_request.items():
-            is_open = (
-                self._is_shareable(sequence, self._states[other]) and other not in self._embeds
-            )
-            if is_open and other is not request and other.params.cache_salt == params.cache_salt:
+            is_open = other is not request and other.params.cache_salt == params.cache_salt
+            if is_open and self._is_shareable(sequence):
                 length = min(num_common(other.tokens, wanted), sequence.length)
-                if (
-                    length == sequence.length or not self.packed.has_states
-                ):  # a state cannot be cut to fewer tokens
+                if length == sequence.length or not self.packed.has_states:
                     matches.append((sequence, length))
         return max(matches, key=lambda pair: pair[1], default=(None, 0))
 
-    def _is_shareable(self, sequence: CachedSequence, state: int | None) -> bool:
-        is_known = sequence.length >= MIN_SHARED and state == self.weights_state
+    def _is_shareable(self, sequence: CachedSequence) -> bool:
         return (
             self.max_kept is not None
-            and is_known
+            and sequence.embeds is None
+            and sequence.length >= MIN_SHARED
+            and sequence.weights_state == self.weights_state
             and self._is_plain(sequence.prompt_len + sequence.num_padding)
         )
 
@@ -139,28 +345,22 @@ class PrefixReuse(SequenceRoom):
 
     def _is_room_beside(self, kept: KeptPrefix, request: RequestTokens) -> bool:
         """Return whether there are slots for a request besides those of a kept prefix."""
-        if self.max_slots is None:
-            return True
-        return self.num_held + len(kept.tokens) + self._roomy_capacity(request) <= self.max_slots
+        needed = self.num_held + len(kept.tokens) + self._first_capacity(request)
+        return self.max_slots is None or needed <= self.max_slots
 
     def _take_over(self, kept: KeptPrefix, request: RequestTokens, length: int) -> None:
         self._kept.remove(kept)
-        kept.sequence.length = length
-        kept.sequence.capacity = min(
-            kept.sequence.capacity, max(length, self._capacity(request, 0))
-        )
-        kept.sequence.prompt_len, kept.sequence.num_padding = (
-            len(request.params.prompt),
-            request.params.num_padding,
-        )
-        self._by_request[request], self._states[request] = kept.sequence, self._kept_state
+        sequence = kept.sequence
+        sequence.length = length
+        needed = max(length, len(request.tokens) + self.max_nodes)
+        sequence.capacity = min(sequence.capacity, needed)
+        self._describe(sequence, request)
+        self._by_request[request] = sequence
 
     def _copy(self, source: CachedSequence, request: RequestTokens, length: int) -> None:
         """Copy the K/V of the first ``length`` tokens, unless there is no room for both sequences."""
-        with (
-            contextlib.suppress(MemoryError),
-            as_memory_error(),
-        ):  # the step that needs the room raises it again
+        # The step that needs the room raises the error again.
+        with contextlib.suppress(MemoryError), as_memory_error():
             self.reserve([request])
             if source.length >= length:  # it was not evicted to make room
                 self.cache.pool.copy(source, self.of(request), length)
@@ -176,9 +376,7 @@ class PrefixReuse(SequenceRoom):
             self.cache.release(unneeded.sequence)
         self._keep_at_most(self.max_kept or 0)
 
-
-class RequestSequences(PrefixReuse):
-    """K/V of one engine's requests in a model's cache: their slots, prefix reuse and forwards."""
+    # ---- forwards
 
     def forward(
         self,
@@ -199,10 +397,6 @@ class RequestSequences(PrefixReuse):
             self.packed.fingerprint.notice(structure=False)
         return self.packed.draft(self.cache.pool, parts, logit_rows, level)
 
-    def uncached(self, request: RequestTokens) -> list[int]:
-        """Return the request's committed tokens without K/V."""
-        return request.tokens[self.num_cached(request) :]
-
     def prefill(self, request: RequestTokens, num_tokens: int) -> None:
         """Compute the K/V of the request's next ``num_tokens`` tokens."""
         part = self.chain(request, self.uncached(request)[:num_tokens])
@@ -210,24 +404,16 @@ class RequestSequences(PrefixReuse):
         self.of(request).length += num_tokens
 
     def chain(self, request: RequestTokens, tokens: Sequence[int]) -> NewTokens:
-        """Return the new tokens of a forward: ``tokens`` behind the cached ones, with a causal
-        mask.
-        """
-        return chain(self.packed, self.of(request), tokens, self._embeds.get(request))
+        """Return ``tokens`` behind the cached ones, with a causal mask."""
+        return chain(self.packed, self.of(request), tokens)
 
     def chain_and_tree(
         self, request: RequestTokens, tokens: Sequence[int], tree: TokenTree
     ) -> NewTokens:
-        """Return the new tokens of a forward: ``tokens`` up to the root, then the tree's other
-        nodes.
-        """
-        return chain_and_tree(
-            self.packed, self.of(request), tokens, tree, self._embeds.get(request)
-        )
+        """Return ``tokens`` up to the root, then the tree's other nodes."""
+        return chain_and_tree(self.packed, self.of(request), tokens, tree)
 
-    def give_embeds(self, request: RequestTokens, embeds: torch.Tensor) -> None:
-        """Set embeddings that replace those of the prompt's tokens.  [prompt_len, hidden]"""
-        self._embeds[request] = embeds
+    # ---- K/V that others computed
 
     def load(
         self,
@@ -241,16 +427,14 @@ class RequestSequences(PrefixReuse):
 
         ``position_offset``: positions of later tokens minus their indices.
         """
-        sequence = self.of(request)
-        self.cache.load(sequence, layers, length, states)
-        sequence.position_offset = position_offset
+        self.cache.load(self.of(request), layers, length, states)
+        self.of(request).position_offset = position_offset
 
     def replace(self, request: RequestTokens, layers: Sequence[Sequence[torch.Tensor]]) -> None:
         """Replace each layer's K, V and index keys [num_heads, 1, dim] of the token behind the
         cached ones.
         """
-        sequence = self.of(request)
-        self.cache.write(sequence, layers, sequence.length + 1)
+        self.cache.write(self.of(request), layers, self.num_cached(request) + 1)
 
     def last_slots(self, request: RequestTokens, number: int) -> torch.Tensor:
         """Return the slots of the last cached tokens of a request.  -> [number] int64, on the host"""

@@ -17,7 +17,7 @@ from hf_slospec.model.memory import as_memory_error
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.prefilled_prompts import Prefilled
 from hf_slospec.model.sampling import PendingChoices
-from hf_slospec.model.sequences import MIN_SHARED, RequestSequences
+from hf_slospec.model.sequences import MIN_SHARED, Sequences
 from hf_slospec.model.transfer import to_device
 from hf_slospec.model.trial import tolerance
 from hf_slospec.request.request import Request
@@ -72,13 +72,13 @@ class PackedTarget(Target):
             packed: the model.
             max_nodes: maximum number of nodes of one request's draft tree, its root not counted.
             sampler: chooses tokens.
-            max_slots: see :class:`RequestSequences`, as for ``max_kept``.
+            max_slots: see :class:`Sequences`, as for ``max_kept``.
             holds_finished: K/V of finished requests stays readable in ``sequences`` until
                 ``close``.
         """
         self.sampler = sampler
         self.holds_finished = holds_finished
-        self.sequences = RequestSequences(packed, max_nodes, max_slots, max_kept)
+        self.sequences = Sequences(packed, max_nodes, max_slots, max_kept)
         self._reader: Drafter | None = None  # reads features
         self._features: torch.Tensor | None = (
             None  # [num_tokens, num_features], of the verified packed batch

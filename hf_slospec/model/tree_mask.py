@@ -23,16 +23,10 @@ def chain(
     packed: PackedModel,
     sequence: CachedSequence,
     tokens: Sequence[int],
-    embeds: torch.Tensor | None = None,
 ) -> NewTokens:
-    """Return tokens that follow the cached ones, each seeing those before it.
-
-    ``embeds`` [prompt_len, hidden] replace the embeddings of the sequence's first tokens.
-    """
+    """Return tokens that follow the cached ones, each seeing those before it."""
     mask = causal_mask(len(tokens))
-    return _new_tokens(
-        packed, sequence, tokens, np.arange(len(tokens)), mask, embeds, is_chain=True
-    )
+    return _new_tokens(packed, sequence, tokens, np.arange(len(tokens)), mask, is_chain=True)
 
 
 def chain_and_tree(
@@ -40,14 +34,13 @@ def chain_and_tree(
     sequence: CachedSequence,
     tokens: Sequence[int],
     tree: TokenTree,
-    embeds: torch.Tensor | None = None,
 ) -> NewTokens:
     """Return a chain of tokens that ends with the tree's root, followed by the tree's other nodes."""
     if tree.num_nodes == 1:
-        return chain(packed, sequence, tokens, embeds)
+        return chain(packed, sequence, tokens)
     mask, offsets = tree_after_chain(len(tokens), tree)
     return _new_tokens(
-        packed, sequence, [*tokens, *tree.tokens[1:]], offsets, torch.from_numpy(mask), embeds
+        packed, sequence, [*tokens, *tree.tokens[1:]], offsets, torch.from_numpy(mask)
     )
 
 
@@ -121,10 +114,11 @@ def _new_tokens(
     tokens: Sequence[int],
     offsets: np.ndarray,
     mask: torch.Tensor,
-    embeds: torch.Tensor | None,
     is_chain: bool = False,
 ) -> NewTokens:
-    embeds = None if embeds is None else embeds[sequence.length : sequence.length + len(tokens)]
+    embeds = sequence.embeds
+    if embeds is not None:
+        embeds = embeds[sequence.length : sequence.length + len(tokens)]
     assert embeds is None or len(embeds) in (0, len(tokens)), (
         "a prompt given as embeddings is prefilled by itself"
     )

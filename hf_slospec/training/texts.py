@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jinja2
 
 from hf_slospec.errors import InvalidFileError, InvalidInputError
-from hf_slospec.model.sequence_room import num_common
+from hf_slospec.model.kept_prefixes import num_common
 from hf_slospec.training.options import TrainingOptions
 
 BEGINNING = 48  # tokens of a plain text that the target continues

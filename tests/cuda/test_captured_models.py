@@ -18,7 +18,7 @@ from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cuda import captured as captured_forwards
 from hf_slospec.cuda import flash_kernels as flash_kernel_choice
 from hf_slospec.cuda.captured import GraphPreconditions
-from hf_slospec.model import sequence_room as room
+from hf_slospec.model import sequences as room
 from hf_slospec.model.batch import CachedSequence
 from hf_slospec.model.measure import CURVE, HELD_OUT, SLOPES, Forwards, Size
 from hf_slospec.model.memory import as_memory_error

@@ -32,7 +32,7 @@ def test_text_may_be_far_shorter_than_its_limit() -> None:
 
 @pytest.mark.parametrize("family", nightly_but(["mistral-window"], ["mistral-window", "gpt2"]))
 def test_storage_grows_with_the_text(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    monkeypatch.setattr("hf_slospec.model.sequence_room.FIRST_ROOM", 5)
+    monkeypatch.setattr("hf_slospec.model.sequences.FIRST_ROOM", 5)
     check(
         GREEDY | dict(max_new_tokens=quick_or(20, 36), eos_token_id=[2, 17]), (1, 3), family=family
     )

@@ -23,7 +23,7 @@ from hf_slospec.drafters.load_drafter import assistant_method
 from hf_slospec.drafters.lookup import LookupMethod
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.heads.shared_kv import Gemma4Method, SharedKVDrafter, cached_layers
-from hf_slospec.model.sequences import RequestSequences
+from hf_slospec.model.sequences import Sequences
 from hf_slospec.request.request import Request, RequestParams
 from hf_slospec.tree.tree import TokenTree
 from tests.support.breadth import nightly_but, quick_or
@@ -102,7 +102,7 @@ def drafter_with(
     attention: str = "sdpa",
 ) -> tuple[SharedKVDrafter, list[Request]]:
     """A drafter, and requests of these texts as they are after their prefill."""
-    sequences = RequestSequences(packed_model(target, attention), 16)
+    sequences = Sequences(packed_model(target, attention), 16)
     requests = [Request(index, RequestParams(text, 10)) for index, text in enumerate(texts)]
     drafter = SharedKVDrafter(assistant, VOCAB)
     drafter.read_kv_of(sequences)

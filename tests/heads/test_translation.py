@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_slospec import IncompatibleDraftError, tiny_prompts
 from hf_slospec.heads.translation import DraftTokens, TokenTranslation
-from hf_slospec.model.sequence_room import num_common
+from hf_slospec.model.kept_prefixes import num_common
 from hf_slospec.request.request import Request, RequestParams
 from tests.support.toys.tiny_tokenizers import (
     FOREIGN,

@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.model import sequence_room as room
+from hf_slospec.model import sequences as room
 from hf_slospec.model.batch import CachedSequence, LayerShape
 from hf_slospec.model.kv_cache import KVCache, KVPool
 from hf_slospec.model.measure import Forwards, Size
 from hf_slospec.model.packed_model import PackedModel
-from hf_slospec.model.sequences import RequestSequences
+from hf_slospec.model.sequences import Sequences
 from hf_slospec.request.request import Request, RequestParams
 from tests.support.packed import cached
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
@@ -125,7 +125,7 @@ def packed() -> PackedModel:
     return PackedModel(tiny_model("llama"))
 
 
-def continued(sequences: RequestSequences, request: Request, num_tokens: int) -> None:
+def continued(sequences: Sequences, request: Request, num_tokens: int) -> None:
     """Decode greedily, a token a step."""
     for _ in range(num_tokens):
         sequences.reserve([request])
@@ -149,8 +149,8 @@ def test_two_engines_survive_each_others_growth_and_repacking(
             max_new_tokens=40,
         )
         expected.append(out[0].tolist())
-    ours = RequestSequences(packed, 1)
-    theirs = RequestSequences(packed, 1, max_slots=60)
+    ours = Sequences(packed, 1)
+    theirs = Sequences(packed, 1, max_slots=60)
     requests = [
         Request(index, RequestParams(list(prompt), 40)) for index, prompt in enumerate(prompts)
     ]
@@ -179,8 +179,8 @@ def test_two_engines_survive_each_others_growth_and_repacking(
 
 
 def test_storage_is_freed_after_its_last_user(packed: PackedModel) -> None:
-    ours = RequestSequences(packed, 1)
-    theirs = RequestSequences(packed, 1)
+    ours = Sequences(packed, 1)
+    theirs = Sequences(packed, 1)
     for sequences in (ours, theirs):
         sequences.reserve([Request(0, RequestParams([1, 2, 3], 5))])
     ours.close()
@@ -195,11 +195,11 @@ def test_storage_is_freed_after_its_last_user(packed: PackedModel) -> None:
 
 
 def test_an_idle_user_keeps_no_storage_that_others_needed(packed: PackedModel) -> None:
-    idle = RequestSequences(packed, 1)
+    idle = Sequences(packed, 1)
     request = Request(0, RequestParams([1, 2, 3], 5))
     idle.reserve([request])
     idle.release(request)
-    other = RequestSequences(packed, 1)
+    other = Sequences(packed, 1)
     other.reserve([request])
     assert idle.cache is other.cache and packed.kv_bytes
     other.close()
@@ -220,7 +220,7 @@ def interrupts() -> Iterator[None]:
 def test_an_interrupt_waits_for_a_move_of_sequences(
     packed: PackedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    users = [RequestSequences(packed, 1) for _ in range(2)]
+    users = [Sequences(packed, 1) for _ in range(2)]
     requests = [Request(i, RequestParams([5 + i, 6, 7], 30)) for i in range(2)]
     for user, request in zip(users, requests, strict=True):
         continued(user, request, 4)
@@ -243,7 +243,7 @@ def test_an_interrupt_waits_for_a_move_of_sequences(
 
 
 def test_measuring_leaves_others_alone_and_nothing_behind(packed: PackedModel) -> None:
-    user = RequestSequences(packed, 1)
+    user = Sequences(packed, 1)
     request = Request(0, RequestParams([5, 6, 7, 8], 40))
     continued(user, request, 6)
     before = user.cache.num_held
@@ -264,8 +264,8 @@ def test_measuring_leaves_others_alone_and_nothing_behind(packed: PackedModel) -
 
 
 def test_a_user_that_is_garbage_collected_leaves_nothing(packed: PackedModel) -> None:
-    def user(is_cyclic: bool) -> RequestSequences:
-        sequences = RequestSequences(packed, 1)
+    def user(is_cyclic: bool) -> Sequences:
+        sequences = Sequences(packed, 1)
         sequences.reserve([Request(0, RequestParams([1, 2, 3], 5))])
         if is_cyclic:
             sequences.itself = sequences  # type: ignore[attr-defined]
@@ -282,7 +282,7 @@ def test_a_user_that_is_garbage_collected_leaves_nothing(packed: PackedModel) ->
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_forked_child_begins_with_an_empty_cache(packed: PackedModel) -> None:
-    sequences = RequestSequences(packed, 1)
+    sequences = Sequences(packed, 1)
     sequences.reserve([Request(0, RequestParams([1, 2, 3], 5))])
     if not (pid := os.fork()):
         is_empty = packed.kv_cache is not sequences.cache and not packed.kv_cache.num_held

@@ -8,11 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.model import sequence_room as rooms
-from hf_slospec.model import sequences as prefix_reuse
+from hf_slospec.model import sequences as rooms
 from hf_slospec.model.batch import CachedSequence
-from hf_slospec.model.sequence_room import KeptPrefix, KeptPrefixes, num_common
-from hf_slospec.model.sequences import RequestSequences
+from hf_slospec.model.kept_prefixes import KeptPrefix, KeptPrefixes, num_common
+from hf_slospec.model.sequences import Sequences
 from hf_slospec.request.request import Request, RequestParams
 from tests.model.test_request_sequences import MAX_NODES, Packed
 from tests.support.packed import cached
@@ -71,7 +70,7 @@ class Text:
 
     def __init__(self, max_slots: int | None, max_kept: float | None):
         self.packed = Packed()
-        self.sequences = RequestSequences(self.packed, MAX_NODES, max_slots, max_kept)  # type: ignore[arg-type]
+        self.sequences = Sequences(self.packed, MAX_NODES, max_slots, max_kept)  # type: ignore[arg-type]
 
     def right(self, request: Request, length: int) -> list[float]:
         state = self.packed.fingerprint.state, request.params.cache_salt
@@ -107,7 +106,7 @@ def test_reused_tokens_have_the_k_v_of_their_own_text(
     served = Text(max_slots, max_kept)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rooms, "FIRST_ROOM", room)
-        patch.setattr(prefix_reuse, "MIN_SHARED", 2)
+        patch.setattr(rooms, "MIN_SHARED", 2)
         requests = list[Request]()
         num_reused = 0
         for index in range(50):
@@ -167,7 +166,7 @@ def finished(served: Text, request: Request) -> None:
 def test_a_conversation_goes_on_in_the_same_place_and_other_texts_are_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefix_reuse, "MIN_SHARED", 2)
+    monkeypatch.setattr(rooms, "MIN_SHARED", 2)
     served = Text(None, float("inf"))
     finished(served, request_of(1, 2, 3, 4, 5))
     next_turn = request_of(1, 2, 3, 4, 5, 6, index=1)
@@ -184,7 +183,7 @@ def test_a_conversation_goes_on_in_the_same_place_and_other_texts_are_copied(
 def test_a_text_is_taken_over_where_there_is_no_room_for_two(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefix_reuse, "MIN_SHARED", 2)
+    monkeypatch.setattr(rooms, "MIN_SHARED", 2)
     served = Text(16, float("inf"))
     finished(served, request_of(*range(9)))
     request = request_of(0, 1, 2, 3, 99)
@@ -195,7 +194,7 @@ def test_a_text_is_taken_over_where_there_is_no_room_for_two(
 
 
 def test_requests_get_the_room_of_kept_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_reuse, "MIN_SHARED", 2)
+    monkeypatch.setattr(rooms, "MIN_SHARED", 2)
     served = Text(30, float("inf"))
     finished(served, request_of(*range(10)))
     finished(served, request_of(*range(20, 30), index=1))
@@ -211,14 +210,14 @@ def test_requests_get_the_room_of_kept_texts(monkeypatch: pytest.MonkeyPatch) ->
 def test_failed_requests_and_prompts_of_embeddings_are_not_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefix_reuse, "MIN_SHARED", 2)
+    monkeypatch.setattr(rooms, "MIN_SHARED", 2)
     served = Text(None, float("inf"))
     failed = request_of(1, 2, 3, 4)
     embedded = request_of(1, 2, 3, 4, index=1)
     failed.error = ValueError("of its own")
     finished(served, failed)
     served.sequences.reserve([embedded])
-    served.sequences.give_embeds(embedded, torch.zeros(4, 1))
+    served.sequences.of(embedded).embeds = torch.zeros(4, 1)
     served.compute(embedded)
     assert served.sequences.num_reusable(request_of(1, 2, 3, 9, index=2)) == 0
     served.sequences.release(embedded)
@@ -228,7 +227,7 @@ def test_failed_requests_and_prompts_of_embeddings_are_not_kept(
 def test_requests_that_wait_for_prefill_follow_one_that_is_prefilled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefix_reuse, "MIN_SHARED", 2)
+    monkeypatch.setattr(rooms, "MIN_SHARED", 2)
     served = Text(None, float("inf"))
     first = request_of(*range(20))
     second = request_of(*range(20), index=1)
@@ -244,7 +243,7 @@ def test_requests_that_wait_for_prefill_follow_one_that_is_prefilled(
 def test_a_text_that_was_taken_over_holds_no_more_room_than_its_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefix_reuse, "MIN_SHARED", 2)
+    monkeypatch.setattr(rooms, "MIN_SHARED", 2)
     served = Text(120, float("inf"))
     finished(served, request_of(*range(100)))
     request = request_of(0, 1, 2, 3, 99)

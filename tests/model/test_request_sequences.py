@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.model import sequence_room as rooms
+from hf_slospec.model import sequences as rooms
 from hf_slospec.model.batch import LayerShape, Stored
 from hf_slospec.model.kv_cache import KVCache, KVPool
 from hf_slospec.model.memory import as_memory_error
-from hf_slospec.model.sequences import RequestSequences
+from hf_slospec.model.sequences import Sequences
 from hf_slospec.request.request import Request, RequestParams
 from tests.support.packed import cached
 from tests.support.toys.trees import SEEDS
@@ -36,7 +36,7 @@ class Packed:
         cache.trim()
 
 
-def mark(sequences: RequestSequences, request: Request) -> None:
+def mark(sequences: Sequences, request: Request) -> None:
     """Write each cached token's own value, and rubbish behind them, as steps do."""
     own = sequences.of(request)
     slots = sequences.cache.pool.keys[0][own.start : own.start + own.capacity, 0, 0]
@@ -44,7 +44,7 @@ def mark(sequences: RequestSequences, request: Request) -> None:
     slots[own.length :] = -1.0
 
 
-def check(sequences: RequestSequences, requests: list[Request]) -> None:
+def check(sequences: Sequences, requests: list[Request]) -> None:
     sequences.check(requests)
     for request in requests:
         (key, _), *_ = cached(sequences.cache, sequences.of(request))
@@ -63,7 +63,7 @@ def test_texts_grow_come_and_go_and_keep_what_is_cached(
     rooms.FIRST_ROOM = room
     try:
         slots = 60
-        sequences = RequestSequences(Packed(), MAX_NODES, slots if limited else None)  # type: ignore[arg-type]
+        sequences = Sequences(Packed(), MAX_NODES, slots if limited else None)  # type: ignore[arg-type]
         requests: list[Request] = []
 
         def longest(request: Request) -> int:
@@ -99,7 +99,7 @@ def test_texts_grow_come_and_go_and_keep_what_is_cached(
 
 
 def test_more_than_the_limit_is_a_memory_error_and_changes_nothing() -> None:
-    sequences = RequestSequences(Packed(), MAX_NODES, 20)  # type: ignore[arg-type]
+    sequences = Sequences(Packed(), MAX_NODES, 20)  # type: ignore[arg-type]
     held = Request(0, RequestParams([0] * 5, 2))
     large = Request(1, RequestParams([0] * 15, 2))
     sequences.reserve([held])
@@ -113,7 +113,7 @@ def test_more_than_the_limit_is_a_memory_error_and_changes_nothing() -> None:
 
 
 def test_where_slots_are_short_nodes_of_the_step_take_room_and_others_are_shared() -> None:
-    sequences = RequestSequences(Packed(), MAX_NODES, 16)  # type: ignore[arg-type]
+    sequences = Sequences(Packed(), MAX_NODES, 16)  # type: ignore[arg-type]
     held = Request(0, RequestParams([0] * 5, 2))
     other = Request(1, RequestParams([0] * 6, 2))
     sequences.reserve([held], [0])
@@ -147,7 +147,7 @@ def test_texts_that_fit_have_slots_whatever_they_may_still_emit(seed: int) -> No
     """
     rng = np.random.default_rng(seed)
     most = 80
-    sequences, requests = RequestSequences(Packed(), MAX_NODES, most), list[Request]()  # type: ignore[arg-type]
+    sequences, requests = Sequences(Packed(), MAX_NODES, most), list[Request]()  # type: ignore[arg-type]
     for index in range(60):
         requests.append(Request(index, RequestParams([0] * int(rng.integers(1, 20)), 60)))
         for request in requests:
@@ -175,7 +175,7 @@ def test_torch_running_out_of_memory_is_a_memory_error() -> None:
 def test_a_text_that_there_is_no_memory_to_keep_is_released(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sequences = RequestSequences(Packed(), MAX_NODES, 100, 100)  # type: ignore[arg-type]
+    sequences = Sequences(Packed(), MAX_NODES, 100, 100)  # type: ignore[arg-type]
     request = Request(0, RequestParams([0] * 30, 2))
     sequences.reserve([request])
     sequences.of(request).length = 20
@@ -189,7 +189,7 @@ def test_a_text_that_there_is_no_memory_to_keep_is_released(
 
 
 def test_a_step_that_does_not_fit_takes_no_slots_away() -> None:
-    sequences = RequestSequences(Packed(), MAX_NODES, 30)  # type: ignore[arg-type]
+    sequences = Sequences(Packed(), MAX_NODES, 30)  # type: ignore[arg-type]
     held, other = (Request(index, RequestParams([0] * 10, 40)) for index in range(2))
     sequences.reserve([held], [MAX_NODES])
     before = sequences.of(held).capacity
@@ -200,7 +200,7 @@ def test_a_step_that_does_not_fit_takes_no_slots_away() -> None:
 
 def test_room_that_was_taken_back_is_given_again_to_who_needs_it_in_this_step() -> None:
     """Found by simulated faults, seed 385."""
-    sequences = RequestSequences(Packed(), MAX_NODES, 17)  # type: ignore[arg-type]
+    sequences = Sequences(Packed(), MAX_NODES, 17)  # type: ignore[arg-type]
     held = Request(0, RequestParams([0] * 5, 2))
     other = Request(1, RequestParams([0] * 6, 2))
     sequences.reserve([held], [0])

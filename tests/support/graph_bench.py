@@ -11,7 +11,7 @@ import torch
 
 from hf_slospec.cuda.graphs import Graphs
 from hf_slospec.model.batch import NewTokens
-from hf_slospec.model.sequences import RequestSequences
+from hf_slospec.model.sequences import Sequences
 from hf_slospec.request.request import Request, RequestParams
 from hf_slospec.tree.tree import TokenTree
 from tests.support.packed import packed_model
@@ -36,7 +36,7 @@ class Bench:
             Request(i, RequestParams(torch.randint(3, 101, (n + 1,), generator=draw).tolist(), 30))
             for i, n in enumerate(num_cached)
         ]
-        self.sequences = RequestSequences(self.packed, max_nodes=8)
+        self.sequences = Sequences(self.packed, max_nodes=8)
         self.sequences.reserve(self.requests)
         for request in self.requests:
             self.sequences.prefill(request, request.prompt_len - 1)

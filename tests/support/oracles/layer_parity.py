@@ -9,7 +9,7 @@ import torch
 
 from hf_slospec.model.attention.sdpa import masked_attention
 from hf_slospec.model.batch import PackedBatch
-from hf_slospec.model.sequences import RequestSequences
+from hf_slospec.model.sequences import Sequences
 from hf_slospec.request.request import Request, RequestParams
 from hf_slospec.tree.tree import TokenTree
 from tests.support.packed import packed_model
@@ -64,7 +64,7 @@ def compare_layers(model: Any, tolerance: float, attention: str = "flash") -> in
         )
         for i, n in enumerate(PROMPTS)
     ]
-    sequences = RequestSequences(packed, max_nodes=max(map(len, PARENTS)))
+    sequences = Sequences(packed, max_nodes=max(map(len, PARENTS)))
     sequences.reserve(requests)
     none = torch.empty(0, dtype=torch.int64, device=packed.device)
     device = packed.device
