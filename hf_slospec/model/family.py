@@ -141,15 +141,13 @@ def probe_layers(model: Any) -> tuple[ModelFamily, list[AttentionLayer]]:
         UnsupportedModelError: the model fits no family.
     """
     load_plugins()
+    lacks = "" if len(FAMILIES) > 1 else " without hf_slospec.families, which is not there"
     if unknown := set(layer_types(model)).difference(*(family.kinds for family in FAMILIES)):
         raise UnsupportedModelError(
-            f"{type(model).__name__} has layers of type {sorted(unknown)}, which cannot hold a tree of tokens"
+            f"{type(model).__name__} has layers of type {sorted(unknown)}, which cannot hold a tree of tokens{lacks}"
         )
     ids = torch.zeros(1, 1, dtype=torch.int64, device=input_device(model))
-    refusal = UnsupportedModelError(
-        f"{type(model).__name__} is none of the models that are supported without hf_slospec.families, which is not "
-        "there"
-    )
+    refusal = UnsupportedModelError(f"{type(model).__name__} cannot be speculated{lacks}")
     with evaluating(model):
         for family in FAMILIES:
             if family.claims(model):
