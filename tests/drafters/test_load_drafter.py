@@ -210,13 +210,6 @@ def _changed_dflash(folder: Path, **changes: Any) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refusals(name: str, tmp_path: Path) -> None:
-    source, error, message = REFUSED[name]
-    with pytest.raises(error, match=message):
-        load_drafter(source(tmp_path), target_of("llama"))
-
-
 def other_target(**changes: Any) -> Any:
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**GROUPED | dict(num_hidden_layers=8) | changes)).eval()
@@ -273,31 +266,37 @@ def draft_folder_with(folder: Path, config: dict[str, Any], *lacking: str, **ten
     return str(path)
 
 
+NOT_FINITE = eagle3_tensors(set())
+NOT_FINITE["fc.weight"][0, 0] = torch.nan
 EAGLE = dict(fc__weight=torch.ones(HIDDEN, 2 * HIDDEN))
 # Publishers' layouts that are not loaded; the first was taken for a causal LM.
-NOT_LOADED: dict[str, tuple[Callable[[Path], str], str]] = {
+REFUSED |= {
     "eagle": (lambda folder: draft_folder_with(folder, {}, "lm_head.weight", "model.norm.weight", **EAGLE),
-              "an EAGLE-1, EAGLE-2 or HASS head"),
+              UnsupportedModelError, "an EAGLE-1, EAGLE-2 or HASS head"),
     "medusa": (
         lambda folder: other_format(folder, {}, "medusa_head.0.0.linear.weight"),
+        UnsupportedModelError,
         "a Medusa head .*, which cannot be loaded, as its residual blocks, one for each position, are not implemented",
     ),
     "mlp speculator": (
         lambda folder: other_format(folder, dict(architectures=["MLPSpeculatorPreTrainedModel"]), "head.0.weight"),
+        UnsupportedModelError,
         "an MLP speculator of IBM, .* as its MLPs over the last hidden state are not implemented",
     ),
     "base model": (lambda folder: draft_folder_with(folder, {"architectures": ["LlamaModel"]}),
-                   "neither a known head nor a causal LM: its class is LlamaModel"),
-    "incomplete": (lambda folder: draft_folder_with(folder, {}, "model.norm.weight"), "it lacks model.norm.weight"),
+                   UnsupportedModelError, "neither a known head nor a causal LM: its class is LlamaModel"),
+    "incomplete": (lambda folder: draft_folder_with(folder, {}, "model.norm.weight"),
+                   UnsupportedModelError, "it lacks model.norm.weight"),
+    "not finite": (lambda folder: write(folder / "nan", published_config(), NOT_FINITE), UnsupportedModelError,
+                   r"NaN or infinite weights, in fc\.weight"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NOT_LOADED)
-def test_other_formats_are_refused_by_name(name: str, tmp_path: Path) -> None:
-    make, message = NOT_LOADED[name]
-    source = make(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=message):
-        load_drafter(source, target_of("llama"))
+@pytest.mark.parametrize("name", REFUSED)
+def test_sources_that_are_refused(name: str, tmp_path: Path) -> None:
+    source, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        load_drafter(source(tmp_path), target_of("llama"))
 
 
 def test_heads_without_a_window_that_name_one(tmp_path: Path) -> None:
@@ -307,10 +306,3 @@ def test_heads_without_a_window_that_name_one(tmp_path: Path) -> None:
             tmp_path / next(iter(changes)), published_config(sliding_window=8, **changes), eagle3_tensors(set())
         )
         check(load_drafter(path, target_of("llama")), target_of("llama"))
-
-
-def test_weights_of_heads_are_finite(tmp_path: Path) -> None:
-    tensors = eagle3_tensors(set())
-    tensors["fc.weight"][0, 0] = torch.nan
-    with pytest.raises(UnsupportedModelError, match=r"NaN or infinite weights, in fc\.weight"):
-        load_drafter(write(tmp_path / "nan", published_config(), tensors), target_of("llama"))

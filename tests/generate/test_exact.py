@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
-from hf_slospec.errors import UnsupportedModelError, UnsupportedOptionError
+from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.models.packed import exact_trial
 from hf_slospec.models.packed.model import PackedModel
 from tests.support.breadth import nightly_but, quick_or
@@ -157,17 +157,6 @@ def test_self_with_seeds(models: Any, compile: Any) -> None:
         )
     ]
     assert texts[0] == texts[1]
-
-
-def test_what_cannot_be_exact_is_refused_by_name() -> None:
-    model = tiny_model("mixtral")
-    with pytest.raises(UnsupportedOptionError, match=r'exact="bits" is not available for Mixtral.*experts'):
-        SLOSpecGenerator(model, config=SLOSpecConfig(exact="bits"))
-    llama = tiny_model("llama")
-    with pytest.raises(UnsupportedOptionError, match="attention='4d_mask'"):
-        SLOSpecGenerator(llama, config=SLOSpecConfig(exact="self", attention="4d_mask"))
-    with pytest.raises(UnsupportedOptionError, match="prepack='only'"):
-        SLOSpecGenerator(llama, config=SLOSpecConfig(exact="bits", prepack="only"))
 
 
 def test_a_model_whose_trial_fails_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from hf_slospec.generate.processors import IGNORE_SEQUENCE
-from tests.support.against_stock import SAMPLED, check, generator
+from tests.support.against_stock import SAMPLED, check
 from tests.support.breadth import quick_or
-from tests.support.toys.tiny_models import ragged_prompts
 
 WARPERS: list[dict[str, Any]] = [
     dict(),
@@ -59,11 +58,3 @@ def test_processors_that_ignore_the_sequence_do_so() -> None:
 
 def test_several_sequences_per_prompt() -> None:
     check(SAMPLED, batches=(1, 2), num_return_sequences=3)
-
-
-def test_impossible_distributions_are_an_error_as_in_stock() -> None:
-    def spoil(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores * float("nan")
-
-    with pytest.raises(RuntimeError, match="inf or nan"):
-        generator().generate(**ragged_prompts(1), **SAMPLED, logits_processor=[spoil])

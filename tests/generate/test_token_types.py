@@ -64,10 +64,3 @@ def test_other_types_are_refused_by_name() -> None:
     with pytest.warns(FallbackWarning, match="token_type_ids"):
         ours = model.generate(**inputs, **OPTIONS, slo_tpot=1.0, fallback=True)
     assert torch.equal(ours, model.generate(**inputs, **OPTIONS))
-
-
-def test_a_model_that_takes_no_types_refuses_them_as_in_stock() -> None:
-    model = hf_slospec.enable(copy.deepcopy(tiny_model("llama")))
-    for arguments in ({}, {"slo_tpot": 1.0}):
-        with pytest.raises(ValueError, match="token_type_ids"):
-            model.generate(**typed(1), **OPTIONS, **arguments)

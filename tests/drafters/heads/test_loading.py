@@ -16,7 +16,7 @@ from hf_slospec.drafters.heads import checkpoint
 from hf_slospec.drafters.heads.eagle3 import Eagle3Head
 from hf_slospec.drafters.heads.loading import load_head, load_mtp
 from hf_slospec.drafters.heads.mtp import MtpHead, ShippedMtpHead
-from hf_slospec.errors import IncompatibleDraftError, InvalidInputError, UnsupportedModelError
+from hf_slospec.errors import IncompatibleDraftError, UnsupportedModelError
 from tests.drafters.heads.checkpoints import (
     CONFIGS,
     HIDDEN,
@@ -171,15 +171,6 @@ def test_repositories_are_downloaded_without_pickled_files(tmp_path: Path, monke
     monkeypatch.setattr(checkpoint, "hub_options", lambda name: {})
     load_head("some/head", target_of("llama"))
     assert asked == [("some/head", ["*.json", "*.safetensors"])]
-
-
-def test_what_is_neither_folder_nor_repository_is_refused() -> None:
-    for name, message in (
-        ("no/such-repository", "neither a folder nor a repository"),
-        ("/no/such", "there is no folder"),
-    ):
-        with pytest.raises(InvalidInputError, match=message):
-            load_head(name, target_of("llama"))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-next"])

@@ -9,7 +9,6 @@ import pytest
 
 from hf_slospec.algo.metrics import WINDOW
 from hf_slospec.algo.windows import planned_share
-from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler
 from hf_slospec.engine.scheduling.guarantees import can_fall_back
@@ -258,14 +257,3 @@ def test_prompts_leave_time_for_guaranteed_windows() -> None:
         worst[probability] = request.metrics().worst_tpot_s
     assert worst[0.9] <= 1.5
     assert worst[0.9] <= worst[None]
-
-
-@pytest.mark.parametrize("bad", [0.0, 1.0, -0.5, 95])
-def test_probabilities_lie_between_0_and_1(bad: float) -> None:
-    with pytest.raises(ValueError, match="guarantee"):
-        SLOSpecConfig(guarantee=bad)
-
-
-def test_only_admission_by_slo_can_state_one() -> None:
-    with pytest.raises(ValueError, match="admission 'slo'"):
-        SLOSpecConfig(guarantee=0.9, admission="fcfs")

@@ -17,12 +17,11 @@ import pytest
 
 from hf_slospec import SLOSpecGenerator, tiny_prompts
 from hf_slospec.serving.handle import RequestHandle
-from hf_slospec.serving.openai.app import ServerSettings, make_app
 from hf_slospec.serving.openai.choices import Choice
 from hf_slospec.serving.openai.connections import ImpatientProtocol
 from hf_slospec.serving.openai.engine import LocalEngine
 from hf_slospec.serving.openai.limits import RequestLimits
-from tests.serving.openai.conftest import Served, listening
+from tests.serving.openai.conftest import Served, serving
 from tests.serving.openai.hostile.clients import (
     CHAT,
     HARD_SCHEMA,
@@ -51,9 +50,8 @@ WORST: list[tuple[str, dict[str, Any]]] = [
 def mixed(generator: SLOSpecGenerator) -> Iterator[Served]:
     bounds = RequestLimits(workers=2, waiting=8, schema_s=1, reader_s=5)
     engine = LocalEngine(generator, work=bounds.new_work())
-    app = make_app(engine, ServerSettings(model_name="tiny", bounds=bounds))
-    with listening(app, http=ImpatientProtocol) as url, httpx.Client(base_url=url, timeout=WAIT_S) as client:
-        yield Served(generator, url, client)
+    with serving(engine, ImpatientProtocol, bounds=bounds) as made:
+        yield made
 
 
 class Clients:

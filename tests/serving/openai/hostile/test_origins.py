@@ -13,10 +13,9 @@ import pytest
 
 from hf_slospec import SLOSpecGenerator
 from hf_slospec.serving.addresses import is_loopback
-from hf_slospec.serving.openai.app import ServerSettings, make_app
-from hf_slospec.serving.openai.engine import LocalEngine
+from hf_slospec.serving.openai.app import ServerSettings
 from hf_slospec.serving.openai.options import ServeOptions, SLOLimits
-from tests.serving.openai.conftest import listening
+from tests.serving.openai.conftest import serving
 
 PAGE = "https://page.example"
 BODY = json.dumps({"prompt": "x", "max_tokens": 1})
@@ -24,11 +23,8 @@ BODY = json.dumps({"prompt": "x", "max_tokens": 1})
 
 @pytest.fixture(scope="module")
 def url(generator: SLOSpecGenerator) -> Iterator[str]:
-    settings = ServerSettings(
-        model_name="tiny", allowed_origins=("https://friend.example",), allowed_hosts=("Box.lan",)
-    )
-    with listening(make_app(LocalEngine(generator), settings)) as address:
-        yield address
+    with serving(generator, allowed_origins=("https://friend.example",), allowed_hosts=("Box.lan",)) as served:
+        yield served.url
 
 
 def answer(url: str, path: str = "/v1/completions", method: str = "POST", **headers: str) -> tuple[int, dict[str, Any]]:
@@ -107,17 +103,15 @@ def test_clients_that_are_no_browsers_need_nothing_new(url: str) -> None:
 
 
 def test_with_keys_any_name_will_do(generator: SLOSpecGenerator) -> None:
-    settings = ServerSettings(model_name="tiny", api_keys={"key": SLOLimits()})
-    with listening(make_app(LocalEngine(generator), settings)) as address:
+    with serving(generator, api_keys={"key": SLOLimits()}) as served:
         request = {"Host": "llm.example", "Origin": "https://app.example"}
-        assert answer(address, **request)[0] == 401
-        assert answer(address, Authorization="Bearer key", **request)[0] == 200
+        assert answer(served.url, **request)[0] == 401
+        assert answer(served.url, Authorization="Bearer key", **request)[0] == 200
 
 
 def test_operator_may_allow_all_names_and_pages(generator: SLOSpecGenerator) -> None:
-    settings = ServerSettings(model_name="tiny", allowed_hosts=("*",), allowed_origins=("*",))
-    with listening(make_app(LocalEngine(generator), settings)) as address:
-        assert answer(address, Host="page.example", Origin=PAGE)[0] == 200
+    with serving(generator, allowed_hosts=("*",), allowed_origins=("*",)) as served:
+        assert answer(served.url, Host="page.example", Origin=PAGE)[0] == 200
 
 
 def test_name_that_is_listened_on_is_allowed() -> None:

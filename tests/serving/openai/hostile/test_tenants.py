@@ -12,10 +12,9 @@ import pytest
 from hf_slospec import InvalidInputError, SLOSpecConfig, SLOSpecGenerator, load_drafter, load_tiny_pair, tiny_prompts
 from hf_slospec.algo.prefixes import PrefixIndex
 from hf_slospec.cli.commands.serve import read_keys
-from hf_slospec.serving.openai.app import ServerSettings, make_app
-from hf_slospec.serving.openai.engine import LocalEngine
+from hf_slospec.serving.openai.app import ServerSettings
 from hf_slospec.serving.openai.options import SLOLimits
-from tests.serving.openai.conftest import listening
+from tests.serving.openai.conftest import serving
 from tests.support.breadth import quick_or
 
 ONE, OTHER = "key-of-one", "key-of-another"
@@ -31,8 +30,8 @@ PROMPT = KNOWN + SECRET + KNOWN  # its end is long, so that its K/V is copied fo
 class Clients:
     """Clients of one server, told apart by their keys."""
 
-    def __init__(self, url: str):
-        self.http = httpx.Client(base_url=url, timeout=120.0)
+    def __init__(self, http: httpx.Client):
+        self.http = http
 
     def complete(self, key: str, prompt: list[int], **fields: Any) -> httpx.Response:
         body = {"prompt": prompt, "max_tokens": 2, "temperature": 0} | fields
@@ -53,11 +52,8 @@ class Clients:
 def clients_of(generator: SLOSpecGenerator, **settings: Any) -> Iterator[Clients]:
     generator.stop()
     generator.start()  # nothing is kept of other tests
-    app = make_app(LocalEngine(generator), ServerSettings(model_name="tiny", **settings))
-    with listening(app) as url:
-        clients = Clients(url)
-        with clients.http:
-            yield clients
+    with serving(generator, **settings) as served:
+        yield Clients(served.client)
 
 
 @pytest.fixture

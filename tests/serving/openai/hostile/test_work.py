@@ -11,12 +11,11 @@ import httpx
 import pytest
 
 from hf_slospec import SLOSpecGenerator
-from hf_slospec.serving.openai.app import ServerSettings, make_app
 from hf_slospec.serving.openai.engine import LocalEngine
 from hf_slospec.serving.openai.limits import RequestLimits
 from hf_slospec.serving.openai.options import SLOLimits
 from hf_slospec.serving.openai.work import BusyError, JobSlots, Work
-from tests.serving.openai.conftest import Served, listening
+from tests.serving.openai.conftest import Served, serving
 from tests.serving.openai.hostile.clients import SMALL, WAIT_S, metrics_of, sent, wait_until, wait_until_idle
 
 
@@ -141,13 +140,10 @@ def narrow(generator: SLOSpecGenerator) -> Iterator[tuple[Served, Gate]]:
             return own(text, **options)
 
     engine.tokenizer = Gated()
-    settings = ServerSettings(model_name="tiny", bounds=bounds, api_keys={"k1": SLOLimits(), "k2": SLOLimits()})
-    with (
-        listening(make_app(engine, settings)) as url,
-        httpx.Client(base_url=url, timeout=WAIT_S, headers={"Authorization": "Bearer k1"}) as client,
-    ):
+    with serving(engine, bounds=bounds, api_keys={"k1": SLOLimits(), "k2": SLOLimits()}) as served:
+        served.client.headers["Authorization"] = "Bearer k1"
         try:
-            yield Served(generator, url, client), gate
+            yield served, gate
         finally:
             gate.is_open.set()
 
@@ -231,9 +227,8 @@ def test_the_event_loop_tokenizes_and_decodes_nothing(generator: SLOSpecGenerato
             threads.add(threading.current_thread().name)
             return own(text, **options)
 
-    app = make_app(engine, ServerSettings(model_name="tiny"))
-    engine.tokenizer = Watched()
-    with listening(app) as url, httpx.Client(base_url=url, timeout=WAIT_S) as client:
+    with serving(engine) as served:
+        engine.tokenizer, client = Watched(), served.client
         found = client.post("/tokenize", json={"prompt": "def main():\n" * 99, "return_token_strs": True}).json()
         assert "".join(found["token_strs"]) == "def main():\n" * 99
         assert client.post("/detokenize", json={"tokens": found["tokens"]}).json()["prompt"] == "def main():\n" * 99
