@@ -54,6 +54,9 @@ def spoiled(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return scores * float("nan")
 
 
+spoiled.per_row = True  # type: ignore[attr-defined]
+
+
 def with_bytes() -> SLOSpecGenerator:
     return SLOSpecGenerator(tiny_model("llama"), tokenizer=byte_level(101))
 
@@ -67,7 +70,9 @@ PADDED = {name: tensor.flip(1) for name, tensor in ragged_prompts(2).items()}
 EMPTY_ROW = ragged_prompts(2)["attention_mask"] * torch.tensor([[0], [1]])
 IDS = torch.randint(3, 101, (2, 15))
 BY_TEXT = [[{"slo_tpot": 0.1, "until": "x"}, {"slo_tpot": None}]]
-DECODER = dict(decoder_input_ids=torch.tensor([[0, 3, 5]]), decoder_attention_mask=torch.tensor([[0, 1, 1]]))
+DECODER = dict(decoder_input_ids=torch.tensor([[0, 3, 5]]), decoder_attention_mask=torch.tensor([[0, 1, 1]]),
+               decoder_start_token_id=0, max_new_tokens=6)  # fmt: skip
+BART_CACHE = cache_option(EncoderDecoderCache([])) | dict(max_new_tokens=6)
 PROMPTS: list[Refused] = [
     (generated(**PADDED), InvalidInputError, "pad on the left"),
     (generated(torch.empty(1, 0, dtype=torch.int64)), InvalidInputError, "empty"),
@@ -105,7 +110,7 @@ OPTIONS: list[Refused] = [
     (generated(max_new_tokenz=4), ValueError, "max_new_tokenz"),
     (generated(prompt_lookup_num_tokens=0), InvalidInputError, "prompt_lookup_num_tokens"),
     (generated(fallback=1), InvalidTypeError, "^fallback must be"),
-    (generated(logits_processor=[spoiled]), RuntimeError, "inf or nan"),  # as stock
+    (generated(do_sample=True, logits_processor=[spoiled]), RuntimeError, "inf or nan"),  # as stock
     *((generated(slo_tpot=slo), InvalidInputError, "slo_tpot")
       for slo in ([0.1], [0.1, 0.2, 0.3], 0, 10**400, torch.empty(2, device="meta"))),
     *((generated(slo_tpot=slo), InvalidTypeError, "slo_tpot") for slo in ("0.1", [0.1, "fast"])),
@@ -159,9 +164,9 @@ ENCODERS: list[Refused] = [
     (lambda: SLOSpecGenerator(tiny_whisper(), tiny_text_model("Bart")), IncompatibleDraftError,
      "takes input_ids and that of the target input_features"),
     (lambda: whisper(SLOSpecConfig(exact="self")), UnsupportedOptionError, "it attends to an encoder"),
-    (lambda: SLOSpecGenerator(tiny_text_model("Bart")).generate(**texts(1), **DECODER, decoder_start_token_id=0),
+    (lambda: SLOSpecGenerator(tiny_text_model("Bart")).generate(**texts(1), **DECODER),
      UnsupportedInputError, "counts them as text"),
-    (lambda: SLOSpecGenerator(tiny_text_model("Bart")).generate(**texts(1), **cache_option(EncoderDecoderCache([]))),
+    (lambda: SLOSpecGenerator(tiny_text_model("Bart")).generate(**texts(1), **BART_CACHE),
      UnsupportedOptionError, CACHE_NAME),
 ]  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from hf_slospec.serving.openai.anthropic import MessagesBody
 from hf_slospec.serving.openai.bodies import ChatBody
 from hf_slospec.serving.openai.responses import ResponsesBody
 
+TRANSLATED = ("choice", "parallel", "schema", "effort", "stop")  # fields of a turn that protocols name otherwise
 USER: dict[str, Any] = {"role": "user", "content": "pass"}
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
@@ -37,6 +39,7 @@ class Reply:
 
 class Protocol(ABC):
     path: ClassVar[str]
+    allowed: Callable[[list[Any]], dict[str, Any]]  # choice among some tools, which messages do not have
     kind: ClassVar[type[BaseModel]]  # model of the body
     max_tokens = "max_tokens"
     messages = "messages"
@@ -44,16 +47,28 @@ class Protocol(ABC):
     def body(
         self, messages: Any = (USER,), system: Any = None, tools: Any = (), max_tokens: int | None = None, **turn: Any
     ) -> dict[str, Any]:
-        """Return the body of a turn, whose other fields are those of all protocols, or ones that ``own`` translates.
+        """Return the body of a turn; ``tools`` are functions with parameters.
 
-        ``tools`` are functions with parameters.
+        ``choice`` is a mode, the name of a tool or a list of allowed ones; other fields are ``parallel``, ``schema``,
+        ``effort``, and those that all protocols have.
         """
-        made = {self.messages: [*messages]} | self.own(turn)
+        made: dict[str, Any] = {self.messages: [*messages]}
+        for name, value in turn.items():
+            translate = getattr(self, name, None) if name in TRANSLATED else None
+            made |= translate(value) if translate is not None else {name: value}
         if system is not None:
-            made = self.with_system(made, system)
+            made |= self.system(system, made)
         if tools:
             made["tools"] = [self.tool(tool) for tool in tools]
         return made if max_tokens is None else made | {self.max_tokens: max_tokens}
+
+    def choice(self, choice: str | list[str]) -> dict[str, Any]:
+        if isinstance(choice, str):
+            return {"tool_choice": choice if choice in ("required", "auto", "none") else self.tool({"name": choice})}
+        return {"tool_choice": self.allowed([self.tool({"name": name}) for name in choice])}
+
+    def parallel(self, is_allowed: bool) -> dict[str, Any]:
+        return {"parallel_tool_calls": is_allowed}
 
     def ask(self, client: httpx.Client, **turn: Any) -> Reply:
         answer = client.post(self.path, json=self.body(**turn))
@@ -80,11 +95,13 @@ class Protocol(ABC):
     streamed: ClassVar[dict[str, Any]] = {"stream": True}
 
     @abstractmethod
-    def own(self, turn: dict[str, Any]) -> dict[str, Any]:
-        """Return fields of a body for choice, parallel, schema and effort, and the other fields as they are."""
+    def system(self, text: str, body: dict[str, Any]) -> dict[str, Any]: ...
 
     @abstractmethod
-    def with_system(self, body: dict[str, Any], system: Any) -> dict[str, Any]: ...
+    def schema(self, schema: dict[str, Any]) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def effort(self, effort: str) -> dict[str, Any]: ...
 
     @abstractmethod
     def tool(self, function: dict[str, Any]) -> dict[str, Any]: ...
@@ -106,20 +123,17 @@ class Chat(Protocol):
     kind = ChatBody
     streamed: ClassVar[dict[str, Any]] = {"stream": True, "stream_options": {"include_usage": True}}
 
-    def own(self, turn: dict[str, Any]) -> dict[str, Any]:
-        names = {"choice": "tool_choice", "parallel": "parallel_tool_calls", "effort": "reasoning_effort"}
-        made = {names.get(name, name): value for name, value in turn.items()}
-        if isinstance(name := made.get("tool_choice"), list):
-            tools = [{"type": "function", "function": {"name": each}} for each in name]
-            made["tool_choice"] = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": tools}}
-        elif name not in (None, "required", "auto", "none"):
-            made["tool_choice"] = {"type": "function", "function": {"name": name}}
-        if schema := made.pop("schema", None):
-            made["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-        return made
+    def system(self, text: str, body: dict[str, Any]) -> dict[str, Any]:
+        return {"messages": [{"role": "system", "content": text}, *body["messages"]]}
 
-    def with_system(self, body: dict[str, Any], system: Any) -> dict[str, Any]:
-        return body | {"messages": [{"role": "system", "content": system}, *body["messages"]]}
+    def schema(self, schema: dict[str, Any]) -> dict[str, Any]:
+        return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+    def effort(self, effort: str) -> dict[str, Any]:
+        return {"reasoning_effort": effort}
+
+    def allowed(self, tools: list[Any]) -> dict[str, Any]:
+        return {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": tools}}
 
     def tool(self, function: dict[str, Any]) -> dict[str, Any]:
         return {"type": "function", "function": function}
@@ -156,22 +170,17 @@ class Responses(Protocol):
     max_tokens = "max_output_tokens"
     messages = "input"
 
-    def own(self, turn: dict[str, Any]) -> dict[str, Any]:
-        names = {"choice": "tool_choice", "parallel": "parallel_tool_calls"}
-        made = {names.get(name, name): value for name, value in turn.items()}
-        if isinstance(name := made.get("tool_choice"), list):
-            tools = [{"type": "function", "name": each} for each in name]
-            made["tool_choice"] = {"type": "allowed_tools", "mode": "required", "tools": tools}
-        elif name not in (None, "required", "auto", "none"):
-            made["tool_choice"] = {"type": "function", "name": name}
-        if schema := made.pop("schema", None):
-            made["text"] = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
-        if effort := made.pop("effort", None):
-            made["reasoning"] = {"effort": effort}
-        return made
+    def system(self, text: str, body: dict[str, Any]) -> dict[str, Any]:
+        return {"instructions": text}
 
-    def with_system(self, body: dict[str, Any], system: Any) -> dict[str, Any]:
-        return body | {"instructions": system}
+    def schema(self, schema: dict[str, Any]) -> dict[str, Any]:
+        return {"text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}}
+
+    def effort(self, effort: str) -> dict[str, Any]:
+        return {"reasoning": {"effort": effort}}
+
+    def allowed(self, tools: list[Any]) -> dict[str, Any]:
+        return {"type": "allowed_tools", "mode": "required", "tools": tools}
 
     def tool(self, function: dict[str, Any]) -> dict[str, Any]:
         return {"type": "function", **function}
@@ -223,29 +232,32 @@ class Messages(Protocol):
     path = "/v1/messages"
     kind = MessagesBody
 
-    def body(self, messages: Any = (USER,), *arguments: Any, max_tokens: int | None = 100, **turn: Any) -> Any:
-        return super().body(messages, *arguments, max_tokens=max_tokens, **turn)  # which is required
+    def body(
+        self, messages: Any = (USER,), *arguments: Any, max_tokens: int | None = 100, parallel: bool = True, **turn: Any
+    ) -> Any:
+        made = super().body(messages, *arguments, max_tokens=max_tokens, **turn)  # which is required
+        if not parallel:
+            made["tool_choice"] = made.get("tool_choice", {"type": "auto"}) | {"disable_parallel_tool_use": True}
+        return made
 
-    def own(self, turn: dict[str, Any]) -> dict[str, Any]:
-        made = {{"stop": "stop_sequences"}.get(name, name): value for name, value in turn.items()}
-        choice, is_parallel = made.pop("choice", None), made.pop("parallel", None)
-        if choice is not None or is_parallel is not None:
-            kinds = {"required": "any", None: "auto", "auto": "auto", "none": "none"}
-            made["tool_choice"] = {"type": kinds[choice]} if choice in kinds else {"type": "tool", "name": choice}
-        if is_parallel is not None:
-            made["tool_choice"]["disable_parallel_tool_use"] = not is_parallel
-        output = {}
-        if schema := made.pop("schema", None):
-            output["format"] = {"type": "json_schema", "schema": schema}
-        if effort := made.pop("effort", None):
-            output["effort"] = effort
-        return made | ({"output_config": output} if output else {})
+    def system(self, text: str, body: dict[str, Any]) -> dict[str, Any]:
+        return {"system": [{"type": "text", "text": part} for part in (text[:4], text[4:])]}
 
-    def with_system(self, body: dict[str, Any], system: Any) -> dict[str, Any]:
-        return body | {"system": [{"type": "text", "text": system[:4]}, {"type": "text", "text": system[4:]}]}
+    def stop(self, strings: list[str]) -> dict[str, Any]:
+        return {"stop_sequences": strings}
+
+    def choice(self, choice: str | list[str]) -> dict[str, Any]:
+        kinds = {"required": "any", "auto": "auto", "none": "none"}
+        return {"tool_choice": {"type": kinds[choice]} if choice in kinds else {"type": "tool", "name": choice}}
+
+    def schema(self, schema: dict[str, Any]) -> dict[str, Any]:
+        return {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+
+    def effort(self, effort: str) -> dict[str, Any]:
+        return {"output_config": {"effort": effort}}
 
     def tool(self, function: dict[str, Any]) -> dict[str, Any]:
-        return {"name": function["name"], "input_schema": function.get("parameters", {"type": "object"})}
+        return {"name": function["name"], "input_schema": function["parameters"]}
 
     def reply(self, whole: dict[str, Any]) -> Reply:
         assert (whole["type"], whole["role"], whole["id"][:4]) == ("message", "assistant", "msg_")

@@ -161,17 +161,6 @@ def test_prompts_as_texts_and_ids(served: Served) -> None:
     assert complete(served, prompt=ids[0], **GREEDY)["choices"][0]["text"] == found["choices"][0]["text"]
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_stop_strings_end_the_text(served: Served, keeps: bool) -> None:
-    text = text_of(served, alone(served, PROMPT, do_sample=False, max_new_tokens=40))
-    stop = text[7:10]
-    found = complete(served, **GREEDY, max_tokens=40, stop=["never seen", stop], include_stop_str_in_output=keeps)
-    end = text.index(stop) + (len(stop) if keeps else 0)
-    assert found["choices"][0] | {"logprobs": None} == {
-        "index": 0, "text": text[:end], "finish_reason": "stop", "logprobs": None,
-    }  # fmt: skip
-
-
 def test_stop_tokens_and_ends_that_are_ignored(served: Served) -> None:
     new = alone(served, PROMPT, do_sample=False, max_new_tokens=40, eos_token_id=None)
     place = next(i for i, token in enumerate(new) if token not in new[:i] and i > 4)
@@ -188,30 +177,24 @@ def target_logprobs(served: Served, tokens: list[int]) -> torch.Tensor:
     return logits.float().log_softmax(-1)
 
 
-def test_log_probabilities_are_the_targets(served: Served) -> None:
-    ids = served.generator.tokenizer(PROMPT)["input_ids"]
-    found = complete(served, temperature=0.5, seed=2, logprobs=2, echo=True, max_tokens=8)["choices"][0]["logprobs"]
-    new = alone(served, PROMPT, 2, do_sample=True, temperature=0.5, top_k=0, max_new_tokens=8)
-    expected = target_logprobs(served, ids + new)
-    assert len(found["tokens"]) == len(ids) + len(new)
+@pytest.mark.parametrize(("max_tokens", "fields"), [(0, GREEDY), (1, GREEDY), (8, dict(temperature=0.5, seed=2))])
+def test_log_probabilities_of_prompt_and_output_are_the_targets(
+    served: Served, max_tokens: int, fields: dict[str, Any]
+) -> None:
+    ids = served.generator.tokenizer(PROMPT)["input_ids"]  # without output they are scored, as lm_eval asks
+    answer = complete(served, prompt=[ids], logprobs=2, echo=True, max_tokens=max_tokens, **fields)
+    found, tokens = answer["choices"][0]["logprobs"], list(ids)
+    if max_tokens:
+        sampled = dict(do_sample=True, temperature=0.5, top_k=0) if "seed" in fields else dict(do_sample=False)
+        tokens += alone(served, PROMPT, fields.get("seed"), max_new_tokens=max_tokens, **sampled)
+    expected = target_logprobs(served, tokens)
+    assert answer["usage"]["completion_tokens"] == max_tokens and len(found["tokens"]) == len(ids) + max_tokens
     assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
-    for place, token in enumerate((ids + new)[1:], 1):
+    for place, token in enumerate(tokens[1:], 1):
         assert found["token_logprobs"][place] == pytest.approx(float(expected[place - 1, token]), abs=1e-4)
         best = max(found["top_logprobs"][place].values())
         assert best == pytest.approx(float(expected[place - 1].max()), abs=1e-4)
     assert found["text_offset"][0] == 0 and found["text_offset"] == sorted(found["text_offset"])
-
-
-def test_prompts_alone_are_scored_as_lm_eval_asks(served: Served) -> None:
-    ids = served.generator.tokenizer(PROMPT)["input_ids"]
-    for max_tokens in (0, 1):
-        found = complete(served, prompt=[ids], max_tokens=max_tokens, logprobs=1, echo=True, **GREEDY)
-        logprobs = found["choices"][0]["logprobs"]["token_logprobs"]
-        expected = target_logprobs(served, ids)
-        assert len(logprobs) == len(ids) + max_tokens
-        own = [float(expected[place, token]) for place, token in enumerate(ids[1:])]
-        assert logprobs[1 : len(ids)] == pytest.approx(own, abs=1e-4)
-        assert found["usage"]["completion_tokens"] == max_tokens
 
 
 def test_slos_of_bodies_and_headers(served: Served) -> None:
@@ -322,14 +305,3 @@ def test_every_choice_has_its_measurements(served: Served) -> None:
     assert metrics["choices"][0] == {name: value for name, value in metrics.items() if name != "choices"}
     assert answer.headers["x-slo-attained"] == "true"
     assert "choices" not in served.client.post("/v1/completions", json=body | {"n": 1}).json()["usage"]["metrics"]
-
-
-def test_completions_follow_a_schema(served: Served) -> None:
-    form = {
-        "type": "json_schema",
-        "json_schema": {"schema": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}},
-    }
-    answer = complete(served, prompt=["x = ", "y = "], response_format=form, max_tokens=60, **GREEDY)
-    for choice in answer["choices"]:
-        first, second = json.loads(choice["text"])
-        assert {type(first), type(second)} == {bool}

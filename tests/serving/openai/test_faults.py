@@ -16,13 +16,8 @@ from tests.serving.openai.hostile.clients import connected
 PROMPT = tiny_prompts()[0][:60]
 
 
-def test_keys_and_their_limits(guarded: Served) -> None:
+def test_keys_have_limits_of_their_own(guarded: Served) -> None:
     client, body = guarded.client, {"prompt": PROMPT, "max_tokens": 3}
-    for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY[:-1]}):
-        for path in ("/v1/completions", "/tokenize"):
-            answer = client.post(path, json={"prompt": "x"}, headers=header)
-            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
-            assert KEY not in answer.text
     assert client.get("/health").status_code == client.get("/version").status_code == 200
     own, strict = ({"Authorization": f"Bearer {key}"} for key in (KEY, STRICT_KEY))
     metrics = client.post("/v1/completions", json=body, headers=own).json()["usage"]["metrics"]

@@ -14,7 +14,7 @@ from hf_slospec import SLOSpecGenerator
 from hf_slospec.serving.openai import anthropic, bodies, responses
 from hf_slospec.serving.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from hf_slospec.serving.openai.engine import Order
-from tests.serving.openai.conftest import Served, serving
+from tests.serving.openai.conftest import serving
 from tests.serving.openai.protocols import USER
 from tests.serving.openai.scripted import Scripted
 
@@ -108,19 +108,3 @@ def test_no_model_of_bodies_takes_nulls_in_another_way() -> None:
         for name, kind in vars(module).items():
             if isinstance(kind, type) and issubclass(kind, BaseModel) and kind.__module__ == module.__name__:
                 assert issubclass(kind, bodies.ClosedModel) or name == "Message"
-
-
-def test_openais_client_sends_nulls(served: Served) -> None:
-    options: dict[str, Any] = dict.fromkeys(("n", "stop", "logprobs", "presence_penalty", "frequency_penalty", "seed"))
-    with served.openai as client:
-        messages: Any = [USER]
-        chat = client.chat.completions.create(model="tiny", messages=messages, max_tokens=3, stream=None, **options)
-        assert chat.choices[0].message.content is not None
-        options |= dict(echo=None, suffix=None, max_tokens=3)
-        completion = client.completions.create(model="tiny", prompt="x", **options)
-        assert completion.choices[0].finish_reason
-        tools: Any = None
-        response = client.responses.create(
-            model="tiny", input="x", max_output_tokens=3, stream=None, tools=tools, tool_choice=tools, text=tools
-        )
-        assert response.output_text is not None

@@ -63,6 +63,8 @@ def test_min_tokens_hold_back_stop_strings(served: Served) -> None:
     assert whole.startswith(held) and len(held) > 4
     at_once, _ = whole_and_streamed(served, path, body | {"min_tokens": 0})
     assert at_once == whole[: whole.index(whole[2:4])]
+    kept, _ = whole_and_streamed(served, path, body | {"min_tokens": 0, "include_stop_str_in_output": True})
+    assert kept == at_once + whole[2:4]
 
 
 def test_submit_finds_stop_strings_in_the_output_and_generate_also_in_the_prompt(generator: SLOSpecGenerator) -> None:
@@ -108,20 +110,6 @@ def test_first_spaces_of_outputs_are_kept(generator: SLOSpecGenerator, size: int
         assert answer.choices[0].message.content == " return the"
         chunks = client.chat.completions.create(model="tiny", messages=messages, extra_body=options, stream=True)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == " return the"
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 50])
-def test_invalid_characters_do_not_change_what_is_beside_them(generator: SLOSpecGenerator, size: int) -> None:
-    tokenizer = sentencepiece_like(500)
-    names = ["<0x0A>", "<0xE4>", "▁the", "<0xE4>", "<0xBD>", "<0xA0>", "<0x0A>", "▁the", "<0xF0>"]
-    tokens = [tokenizer.convert_tokens_to_ids(name) for name in names]
-    text = tokenizer.decode([*tokenizer("x")["input_ids"], *tokens], skip_special_tokens=True)[1:]
-    engine = Scripted(generator, "", tokenizer, size)
-    engine.tokens = tokens
-    with serving(engine) as served, served.openai as client:
-        assert client.completions.create(model="tiny", prompt="x").choices[0].text == text
-        stream = client.completions.create(model="tiny", prompt="x", stream=True)
-        assert "".join(chunk.choices[0].text for chunk in stream) == text
 
 
 def test_log_probabilities_have_the_bytes_of_their_tokens(generator: SLOSpecGenerator) -> None:

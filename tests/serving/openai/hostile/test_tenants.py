@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from hf_slospec import InvalidInputError, SLOSpecConfig, SLOSpecGenerator, load_drafter, load_tiny_pair, tiny_prompts
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_drafter, load_tiny_pair, tiny_prompts
 from hf_slospec.algo.prefixes import PrefixIndex
-from hf_slospec.cli.commands.serve import read_keys
 from hf_slospec.serving.openai.app import ServerSettings
 from hf_slospec.serving.openai.options import SLOLimits
 from tests.serving.openai.conftest import serving
@@ -61,16 +59,6 @@ def clients(generator: SLOSpecGenerator) -> Iterator[Clients]:
     yield from clients_of(generator, api_keys=KEYS)
 
 
-@pytest.fixture
-def sharing(generator: SLOSpecGenerator) -> Iterator[Clients]:
-    yield from clients_of(generator, api_keys=KEYS, share_prefixes=True)
-
-
-@pytest.fixture
-def keyless(generator: SLOSpecGenerator) -> Iterator[Clients]:
-    yield from clients_of(generator)
-
-
 def probed(clients: Clients, key: str, **fields: Any) -> list[int]:
     """Return digits behind the known tokens: at each place the one with which the most of a prompt is found."""
     digits: list[int] = []
@@ -118,14 +106,13 @@ def test_salts_that_are_kept_have_one_length_and_tell_no_key(clients: Clients, g
     assert not any(ONE in salt for salt in seen)
 
 
-def test_without_keys_or_by_the_operators_choice_all_are_one_tenant(keyless: Clients, generator: Any) -> None:
-    keyless.usage(ONE, KNOWN)
-    assert keyless.cached(OTHER, KNOWN) > 0 and keyless.cached(OTHER, KNOWN, cache_salt="own") == 0
-
-
-def test_operator_may_share_prefixes_between_keys(sharing: Clients) -> None:
-    sharing.usage(ONE, KNOWN)
-    assert sharing.cached(OTHER, KNOWN) > 0 and sharing.cached(OTHER, KNOWN, cache_salt="own") == 0
+@pytest.mark.parametrize("settings", [{}, {"api_keys": KEYS, "share_prefixes": True}])
+def test_without_keys_or_by_the_operators_choice_all_are_one_tenant(
+    generator: SLOSpecGenerator, settings: dict[str, Any]
+) -> None:
+    for clients in clients_of(generator, **settings):
+        clients.usage(ONE, KNOWN)
+        assert clients.cached(OTHER, KNOWN) > 0 and clients.cached(OTHER, KNOWN, cache_salt="own") == 0
 
 
 def test_shared_suffix_trees_hold_texts_of_the_same_key_only(generator: SLOSpecGenerator) -> None:
@@ -166,22 +153,3 @@ def test_salts_are_those_of_one_server_and_the_same_in_all_of_its_fronts() -> No
         return tenant.salt("own")
 
     assert salt(options) == salt(copy) != salt(others)
-
-
-def test_keys_limit_priorities_and_slos(clients: Clients) -> None:
-    assert clients.complete(ONE, KNOWN, priority=-5).status_code == 200
-    assert clients.complete(OTHER, KNOWN, priority=0).status_code == 200
-    assert clients.complete(OTHER, KNOWN, priority=7).status_code == 200
-    for fields, named in (({"priority": -1}, "priority must be at least 0"), ({"slo_tpot": 0.5}, "at least 1 s")):
-        answer = clients.complete(OTHER, KNOWN, **fields)
-        assert answer.status_code == 400 and named in answer.json()["error"]["message"]
-
-
-def test_limits_of_priorities_are_read_from_the_file_of_keys(tmp_path: Path) -> None:
-    file = tmp_path / "keys.json"
-    file.write_text('{"one": {"lowest_priority": -3}, "other": {}}')
-    keys = read_keys(file)
-    assert keys["one"].lowest_priority == -3 and keys["other"].lowest_priority is None
-    file.write_text('{"one": {"lowest_priority": 1}}')
-    with pytest.raises(InvalidInputError, match="lowest_priority"):
-        read_keys(file)

@@ -184,25 +184,6 @@ def test_a_full_pool_answers_503_to_the_greediest_key_and_goes_on(narrow: tuple[
     wait_until_idle(served.client)
 
 
-def test_requests_that_were_left_are_not_prepared(narrow: tuple[Served, Gate]) -> None:
-    served, gate = narrow
-    held: list[httpx.Response] = []
-    first = post(served, "k2", held)
-    wait_until(lambda: len(gate.begun) == 1)
-    left = []
-    for number in range(3):
-        left.append(sent(served.url, "/v1/completions", SMALL | {"prompt": ["left"] * 50}, key="k1"))
-        wait_until(lambda number=number: waiting(served) == number + 1)
-    for connection in left:
-        connection.close()
-    wait_until(lambda: waiting(served) == 0)
-    found = metrics_of(served.client)
-    assert found['pool_jobs_dropped_total{pool="work"}'] == found["clients_left_total"] == 3
-    gate.is_open.set()
-    first.join(WAIT_S)
-    assert held[0].status_code == 200 and gate.begun == [SMALL["prompt"]]
-
-
 def test_leaving_a_list_of_prompts_cancels_all_that_it_had_begun(served: Served) -> None:
     before = served.generator.stats().finished
     body = {"prompt": [[5 + i, 6, 7] for i in range(40)], "max_tokens": 500, "ignore_eos": True, "temperature": 0}
