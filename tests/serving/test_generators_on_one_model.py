@@ -5,11 +5,52 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import pytest
 import torch
 
-from hf_slospec import SLOSpecGenerator
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator
+from hf_slospec.engine.events import StepEvent
+from hf_slospec.serving.service import BatchingService
 from tests.support.breadth import quick_or
 from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, alone
+
+LONG = quick_or(60, 120)  # tokens of the heavy load
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The services whose steps have ended, in order."""
+    found, on_step = list[object](), BatchingService.on_step
+
+    def noted(service: BatchingService, step: StepEvent) -> None:
+        found.append(service)
+        on_step(service, step)
+
+    monkeypatch.setattr(BatchingService, "on_step", noted)
+    return found
+
+
+@pytest.mark.parametrize("shares_draft", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_they_take_turns_whatever_their_load(
+    pair: tuple[Any, Any, Any], turns: list[object], shares_draft: bool
+) -> None:
+    target, draft, tokenizer = pair
+    light = SLOSpecGenerator(target, draft, tokenizer, CONFIG)
+    heavy = SLOSpecGenerator(target, draft if shares_draft else None, tokenizer, SLOSpecConfig(max_batch=4))
+    expected = [alone(pair, prompt, max_new_tokens=LONG, eos_token_id=None) for prompt in PROMPTS[:6]]
+    expected.append(alone(pair, PROMPTS[6], max_new_tokens=LONG // 4))
+    with light, heavy:
+        light.submit(PROMPTS[7], max_new_tokens=2).result(WAIT_S)  # its service has started before the load comes
+        turns.clear()
+        handles = [heavy.submit(prompt, max_new_tokens=LONG, eos_token_id=None) for prompt in PROMPTS[:6]]
+        next(handles[0].tokens())
+        handles.append(light.submit(PROMPTS[6], max_new_tokens=LONG // 4))
+        assert [handle.result(WAIT_S).token_ids for handle in handles] == expected
+        first, last = turns.index(light._service), len(turns) - turns[::-1].index(light._service)
+        meanwhile = turns[first:last]
+        number = meanwhile.count(light._service)
+        # One each, but for threads that the machine holds up.
+        assert 0 < meanwhile.count(heavy._service) <= 5 * number + 5
 
 
 def test_generate_calls_of_threads_and_batchers_give_what_stock_gives(pair: tuple[Any, Any, Any]) -> None:
