@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from hf_slospec import Divergence, SLOSpecGenerator, divergence_report, load_tiny_pair, tiny_prompts
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.generate.divergence import Prompt, find_divergences
+from hf_slospec.generate.divergence import find_divergences
 
 STRIDE = 24  # tokens between the windows cut from one held-out text
 LENGTHS = range(32, 65)  # tokens of consecutive windows, so that batches are padded
@@ -82,7 +82,7 @@ def main(
             divergences += report.divergences
             stock[size] += report.stock_tokens
         results[f"ours against generate, batches of {size}"] = counts(prompts, tokens, divergences)
-    between = find_divergences(target, [Prompt(text) for text in texts], stock[1], stock[8])
+    between = find_divergences(target, texts, stock[1], stock[8])
     ends = {d.row: d.position + 1 for d in between}
     tokens = sum(ends.get(row, new_tokens) for row in range(prompts))
     results["generate against itself, batches of 8 and of 1"] = counts(prompts, tokens, between)

@@ -150,7 +150,7 @@ def speed(
         for sampled in sampling:
             bench = Bench(
                 target, draft, tokenizer, texts_of(tokenizer)[kind], PROMPT_TOKENS, new_tokens,
-                times_forwards=False, sampling=SAMPLING[sampled],
+                sampling=SAMPLING[sampled],
             )  # fmt: skip
             runs = {name: bench.ours(None, method) for name, method in methods.items()}
             runs["no drafts"] = bench.ours(SLOSpecConfig(policy="none"))

@@ -18,20 +18,21 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedModel
 
 from benchmarks.serving import CLASSES, SYSTEMS, load_of, plain_token_s, tiny_texts
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.cli.draft_recording import recorded
 from hf_slospec.cli.profiling import profile
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.lab.hardware import Hardware, HardwareFile
 from hf_slospec.lab.simulation import Simulation
-from hf_slospec.lab.texts import Library, RecordedText
+from hf_slospec.lab.texts import NUM_CHILDREN, Library, RecordedText, Recording
 from hf_slospec.lab.workload import Job
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.serving.loading import load_models
@@ -73,6 +74,24 @@ def scaled(cost: ForwardCost, factor: float) -> ForwardCost:
     """Return a cost with all durations multiplied by ``factor``."""
     curve = LatencyCurve(cost.curve.num_tokens, tuple(factor * seconds for seconds in cost.curve.seconds))
     return ForwardCost(curve, factor * cost.per_request_s, factor * cost.per_key_s)
+
+
+@torch.no_grad()
+def recorded(draft: PreTrainedModel, tokens: list[int], prompt_len: int) -> RecordedText:
+    """Return one output: the draft's most probable tokens per position, and which one the target chose.
+
+    Args:
+        draft: forwarded once over the whole text.
+        tokens: the prompt followed by the target's output, at least one token each.
+        prompt_len: number of prompt tokens.
+    """
+    ids = torch.tensor(tokens, device=draft.device)
+    logits = draft(input_ids=ids[None, :-1]).logits[0, prompt_len - 1 :].float()  # [output_len, vocab]
+    top = logits.softmax(-1).topk(min(NUM_CHILDREN, logits.shape[-1]), dim=-1)
+    is_chosen = top.indices == ids[prompt_len:, None]
+    ranks = torch.where(is_chosen.any(-1), is_chosen.int().argmax(-1), top.indices.shape[-1])
+    probs = [[round(p, 5) for p in row] for row in top.values.clamp(max=1.0).tolist()]
+    return RecordedText(input_tokens=prompt_len, child_probs=probs, ranks=ranks.tolist())
 
 
 def served(generator: SLOSpecGenerator, load: list[dict[str, Any]], draft: Any) -> tuple[list[Any], list[RecordedText]]:
@@ -123,6 +142,9 @@ def main(
     ] = "0.4,0.7",
     systems: Annotated[str, typer.Option()] = ",".join(SYSTEMS),
     seconds: Annotated[float, typer.Option(help="Duration of the profiling of each model.")] = 20.0,
+    record_path: Annotated[
+        Path | None, typer.Option("--record", help="Write the texts of all runs for `simulate --recording`.")
+    ] = None,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Measure and simulate every system under every load."""
@@ -137,6 +159,7 @@ def main(
     for heading in ("load", "system", "corrected by", "TPOT ms", "error", "attained", "error", "TTFT ms", "steps"):
         table.add_column(heading, justify="right")
     results, token_s = [], 0.0
+    recording = list[RecordedText]()
     for name in systems.split(","):
         config = SLOSpecConfig(**SYSTEMS[name])
         watched = RecordedGenerator(SLOSpecGenerator(target, draft, tokenizer, config))
@@ -153,6 +176,7 @@ def main(
             load = load_of(0, "poisson", rate, number, token_s, prompts)
             watched.steps.clear()
             metrics, texts = served(watched.generator, load, draft)
+            recording += texts
             real = figures(metrics)
             record: dict[str, Any] = {"system": name, "pressure": pressure, "real": real}
             for corrected_by, hardware in (("warm-up", before), ("run", watched.corrected(fitted))):
@@ -168,8 +192,10 @@ def main(
                 )  # fmt: skip
             results.append(record)
     Console(width=130).print(table)
+    facts = provenance(size=size, dtype=dtype, number=number, classes=CLASSES, seconds=seconds)
+    if record_path is not None:
+        Recording(provenance=facts, texts=recording).write(record_path)
     if json_path is not None:
-        facts = provenance(size=size, dtype=dtype, number=number, classes=CLASSES, seconds=seconds)
         json_path.write_text(json.dumps({"provenance": facts, "results": results}, indent=1) + "\n")
 
 

@@ -42,7 +42,7 @@ from hf_slospec.lab.texts import Library, Text
 from hf_slospec.lab.workload import Job
 from hf_slospec.tiny.load import load_pair
 
-DRAFTERS = ("lookup", "suffix", "recycling")  # the parts of a sum are calibrated by what is verified, here nothing
+DRAFTERS = ("lookup", "suffix")
 MAX_PROMPT = 1024  # tokens
 DEPTH = 8  # tokens of the longest chains
 REQUEST_S = 50e-6  # drafting without a model, per request, on a host beside a GPU

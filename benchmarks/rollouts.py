@@ -26,7 +26,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="a model with a chat template")
     parser.add_argument("--drafter", default="suffix")
-    parser.add_argument("--own-prompt-only", action="store_true", help="PastAnswers(others=False)")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--completions", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
@@ -41,7 +40,7 @@ def main() -> None:
         chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
         options: dict[str, Any] = dict(add_generation_prompt=True, return_tensors="pt", return_dict=True)
         prompts = [tokenizer.apply_chat_template(chat, **options) for chat in chats]
-    past = PastAnswers(max_per_prompt=given.epochs * given.completions, others=not given.own_prompt_only)
+    past = PastAnswers(max_per_prompt=given.epochs * given.completions)
     config = SLOSpecConfig(policy="fixed", max_depth=4, max_width=3)
     generator = SLOSpecGenerator(
         model, drafter=load_drafter(given.drafter, model, tokenizer=tokenizer, share_texts=past), config=config

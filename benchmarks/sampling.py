@@ -27,7 +27,7 @@ import typer
 from hf_slospec import Request, SLOSpecConfig, SLOSpecGenerator, StepCosts, load_tiny_pair, tiny_prompts
 from hf_slospec.algo.acceptance import SHARPNESS, Acceptance
 from hf_slospec.algo.tree import Forest
-from hf_slospec.cli.benchmark import ASSISTED, OURS, PLAIN, UNCOUPLED, Bench, Method, provenance, summarize
+from hf_slospec.cli.benchmark import ASSISTED, OURS, PLAIN, Bench, Method, provenance, summarize
 from hf_slospec.engine.protocols import PolicyStep, Selection
 from hf_slospec.policies.fixed import FixedPolicy
 from hf_slospec.tiny.load import load_pair
@@ -42,12 +42,13 @@ TEMPERATURES = (0.3, 0.7, 1.0, 1.3)
 SHARPNESSES = (0.5, 0.7, 0.8, 0.9, 1.0, 1.2)
 SHAPES = ((5, 1), (5, 4))  # depth and width
 BATCH, ROUNDS = 8, 4
+UNCOUPLED = "hf_slospec, uncoupled"
 app = typer.Typer(help=__doc__)
 
 
 def speed_of(pair: Any, sampling: dict[str, Any], batches: list[int], new_tokens: int, repeats: int) -> list[Any]:
     """Return rows per method and batch size, with the speed relative to drafting without the noise."""
-    bench = Bench(*pair, tiny_prompts(), 64, new_tokens, times_forwards=False, sampling=sampling)
+    bench = Bench(*pair, tiny_prompts(), 64, new_tokens, sampling=sampling)
     ours = {name: bench.ours(SLOSpecConfig(coupling=name == OURS)) for name in (OURS, UNCOUPLED)}
     methods = []
     for batch in batches:

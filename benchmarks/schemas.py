@@ -1,6 +1,6 @@
 """Outputs in JSON: tokens per step, with drafts that follow the schema and with drafts that do not.
 
-    python benchmarks/schemas.py [--target build/checkpoints/SmolLM2-135M-Instruct] [--drafters lookup lookup+recycling]
+    python benchmarks/schemas.py [--target build/checkpoints/SmolLM2-135M-Instruct] [--drafters lookup suffix]
         [--max-new-tokens 96] [--policy fixed] [--sample] [--json FILE]
 
 Every request is answered by stock ``generate`` as well, under the same constraint, and the tokens must be equal. Steps
@@ -62,7 +62,7 @@ def main() -> None:
     """Print tokens per step by schema and drafter."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="build/checkpoints/SmolLM2-135M-Instruct")
-    parser.add_argument("--drafters", nargs="+", default=["lookup", "lookup+recycling"])
+    parser.add_argument("--drafters", nargs="+", default=["lookup"])
     parser.add_argument("--schemas", nargs="+", default=list(SCHEMAS), choices=list(SCHEMAS))
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--policy", default="fixed")

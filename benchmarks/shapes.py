@@ -89,8 +89,7 @@ def main(
     for temperature in map(float, temperatures.split(",")):
         sampling = {"temperature": temperature} if temperature else None
         bench = Bench(
-            target, draft, tokenizer, tiny_prompts(), prompt_tokens, new_tokens,
-            times_forwards=False, sampling=sampling,
+            target, draft, tokenizer, tiny_prompts(), prompt_tokens, new_tokens, sampling=sampling,
         )  # fmt: skip
         for batch in map(int, batches.split(",")):
             methods = [Method(name, batch, bench.ours(configs()[name])) for name in names]

@@ -34,7 +34,7 @@ from tqdm import tqdm
 from transformers.utils import logging
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.cli.benchmark import constant_draft, encoded, provenance
+from hf_slospec.cli.benchmark import encoded, provenance
 from hf_slospec.generate.rows import model_end_tokens, until_end
 from hf_slospec.models.device.device_calls import synchronize
 from hf_slospec.serving.devices import chosen_device
@@ -48,7 +48,7 @@ CHAT = "MT-bench"
 STOCK, STATIC = "stock", "stock, static cache"
 LOOKUPS = "3,5,10"  # constants of stock's prompt lookup
 ASSISTED = (3, 5, 10)  # constants of stock's assisted generation
-DRAFTERS = ("none", "lookup", "suffix", "lookup+suffix", "recycling", "lookup+recycling")
+DRAFTERS = ("none", "lookup", "suffix", "lookup+suffix")
 OURS = "hf_slospec, "
 BATCHER = " in the batcher"
 NUM_RESAMPLES = 2000
@@ -116,6 +116,23 @@ def encoded_chats(
             for turns in conversations
         ]
     return encoded(tokenizer, texts, max_prompt, device, add_special_tokens=is_plain)
+
+
+@contextlib.contextmanager
+def constant_draft(draft: Any, num_tokens: int) -> Iterator[None]:
+    """Let assisted generation draft this many tokens in every step, inside this context."""
+    settings = {
+        "num_assistant_tokens": num_tokens,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
+    config = draft.generation_config
+    stock = {name: getattr(config, name) for name in settings}
+    config.update(**settings)
+    try:
+        yield
+    finally:
+        config.update(**stock)
 
 
 class Contest:

@@ -594,16 +594,6 @@ def chat_turns() -> str:
 
 
 @table
-def lent_memory() -> str:
-    systems = ("plain", "plain with all the memory", "auto", "auto, lends")
-    lines = [
-        [rate.removesuffix("/s"), *(f"{statistics.fmean(row['latency_s'][name]):.2f}" for name in systems)]
-        for rate, row in result("lending.json")["results"].items()
-    ]
-    return markdown("requests per second | plain | plain with all the memory | `auto` without lending | `auto`", lines)
-
-
-@table
 def http_cost() -> str:
     lines = []
     for row in result("http-overhead-cpu-2core.json")["rows"]:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from hf_slospec.config import SLOSpecConfig
+from hf_slospec.engine.checks import NO_CHECKS, Checks
 from hf_slospec.engine.protocols import Clock, Drafter, Policy, Target
 from hf_slospec.engine.request import Request
 from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
@@ -27,29 +28,36 @@ class Parts(NamedTuple):
     costs: StepCosts
     clock: Clock
     shared: Callable[[], AbstractContextManager[Any]] = nullcontext  # see Engine
+    checks: Checks = NO_CHECKS
 
 
 def static_engine(
     config: SLOSpecConfig, parts: Parts, requests: Sequence[Request], shares_prompts: bool = False
 ) -> Engine[StaticScheduler]:
     """Return an engine that decodes a fixed batch of requests; see :class:`StaticScheduler`."""
-    target, drafter, policy, costs, clock, shared = parts
+    target, drafter, policy, costs, clock, shared, checks = parts
     windows = WindowGuarantees(config.guarantee, costs.recent, falls_back=False)
     begin = None if config.guarantee is None else partial(guarantee_windows, costs=costs, windows=windows)
     scheduler = StaticScheduler(requests, begin, shares_prompts)
-    return Engine(target, drafter, policy, scheduler, costs, clock, config.check_invariants, shared)
+    return Engine(target, drafter, policy, scheduler, costs, clock, config.check_invariants, shared, checks)
 
 
 def continuous_engine(config: SLOSpecConfig, parts: Parts, limits: Limits) -> Engine[ContinuousScheduler]:
     """Return an engine to which requests are added while it runs."""
-    target, drafter, policy, costs, clock, shared = parts
+    target, drafter, policy, costs, clock, shared, checks = parts
     guarantee = config.guarantee if config.admission == "slo" else None
     scheduler = ContinuousScheduler(
-        limits, costs, config.admission, config.prefill, target.num_reusable, guarantee, policy.falls_back
+        limits,
+        costs,
+        config.admission,
+        config.prefill,
+        target.num_reusable,
+        guarantee,
+        getattr(policy, "falls_back", False),
     )
-    return Engine(target, drafter, policy, scheduler, costs, clock, config.check_invariants, shared)
+    return Engine(target, drafter, policy, scheduler, costs, clock, config.check_invariants, shared, checks)
 
 
-def limits_of(config: SLOSpecConfig, kv_tokens: int, max_nodes: int, draft_slots: int = 0) -> Limits:
+def limits_of(config: SLOSpecConfig, kv_tokens: int, max_nodes: int) -> Limits:
     """Return the limits of a config, with the K/V slots and nodes per request chosen for the models."""
-    return Limits(config.max_batch, kv_tokens, max_nodes, config.prefill_chunk, config.starvation_s, draft_slots)
+    return Limits(config.max_batch, kv_tokens, max_nodes, config.prefill_chunk, config.starvation_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -14,7 +15,6 @@ from hf_slospec.policies.settings import MAX_COUNT, PolicySettings
 
 MAX_PREFILL_CHUNK = 10**6  # bounded, since the scheduler predicts the step time of every size up to it
 
-Prepack = bool | Literal["only"] | None
 Compile = bool | Literal["wait"]
 Exact = Literal["bits", "self"] | None
 
@@ -34,12 +34,11 @@ class SLOSpecConfig(PolicySettings):
         description="Sampled requests: draft with the noise that will choose the target's tokens, so that more drafts "
         "are accepted. The tokens are the same without it.",
     )
-    prepack: Prepack = Field(
+    prepack: bool | None = Field(
         None,
         description="CPU: keep a second copy of the weights of linear layers, packed for the fastest kernel, which is "
         "found by measurement: faster steps for up to twice the models' memory. None: where the copies take at most a "
-        "quarter of the free memory. only: keep the copies in place of the weights, until disable(model) is called; "
-        "stock generate uses them too, and saving, copying, casting and training are refused.",
+        "quarter of the free memory.",
     )
     cuda_graphs: bool = Field(
         True,
@@ -63,11 +62,6 @@ class SLOSpecConfig(PolicySettings):
         description="What holds in bf16, too, bit for bit; output in fp32 is exact without it. bits, on CPUs only: the "
         "output is that of stock generate for each row alone. self: it is always the same, whatever the drafts, the "
         "batch, other requests, chunks of prompts and preemption. Refused where the machine or model cannot have it.",
-    )
-    deterministic: bool = Field(
-        False,
-        description="Calls of generate without slo_tpot: draft by counted costs and compute by fixed kernels, none "
-        "chosen by measured times, so that the same call in a new process gives the same output in bf16, too.",
     )
     admission: AdmissionName = Field(
         "slo",
@@ -118,6 +112,21 @@ class SLOSpecConfig(PolicySettings):
     check_invariants: bool = Field(
         False, description="Verify trees and K/V cache book-keeping at every step (slow; for tests)."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _replace_deterministic(cls, data: Any) -> Any:
+        """Replace the deprecated ``deterministic``; an explicit ``exact`` takes precedence."""
+        if not isinstance(data, dict) or not isinstance(data.get("deterministic"), bool):
+            return data
+        warnings.warn(
+            'deterministic is deprecated and will be removed; use exact="self", which '
+            "deterministic=True now stands for",
+            FutureWarning,
+            stacklevel=3,
+        )
+        rest = {name: value for name, value in data.items() if name != "deterministic"}
+        return {"exact": "self", **rest} if data["deterministic"] else rest
 
     @model_validator(mode="before")
     @classmethod

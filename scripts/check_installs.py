@@ -52,7 +52,7 @@ with hf_slospec.SLOSpecGenerator(model, assistant_model=draft, tokenizer=tokeniz
 GENERATE = 'generate "def f(" --max-new-tokens 4'
 BASE_JOBS = (  # one of each other command that needs no extra
     "simulate --system auto --number 4",
-    """bench --size tiny --new-tokens 4 --repeats 1 --batch 1 --no-tune --config '{"compile": false}'""",
+    """bench --size tiny --new-tokens 4 --repeats 1 --batch 1 --config '{"compile": false}'""",
     "profile --size tiny --seconds 1 --no-keep --no-compile",
     "check --prompts prompts.txt --max-new-tokens 2 --repeats 0",
 )

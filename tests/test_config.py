@@ -15,6 +15,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prefill_chunk": 10**7}, "prefill_chunk"),
     ({"urgency": float("inf")}, "urgency"),
     ({"max_depht": 3}, "max_depht"),
+    ({"deterministic": "self"}, "deterministic"),
     *(({"guarantee": value}, "guarantee") for value in (0.0, 1.0, -0.5, 95)),
     ({"guarantee": 0.9, "admission": "edf"}, "guarantee needs admission 'slo'"),
     ({"policy": "adaserv"}, r"policy\n.* there is no policy 'adaserv'; choose among 'auto'"),
@@ -33,6 +34,24 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_impossible_settings_are_refused_by_name(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         SLOSpecConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("given", "same"),
+    [
+        (dict(deterministic=True), dict(exact="self")),
+        (dict(deterministic=True, exact="bits"), dict(exact="bits")),
+        (dict(deterministic=False), {}),
+    ],
+)
+def test_deterministic_is_a_deprecated_alias_of_exact_self(
+    given: dict[str, Any],
+    same: dict[str, Any],
+) -> None:
+    with pytest.warns(FutureWarning, match='exact="self"') as caught:
+        config = SLOSpecConfig(**given)
+    assert config == SLOSpecConfig(**same)
+    assert caught[0].filename == __file__
 
 
 def test_fields_are_described_and_frozen() -> None:

@@ -41,7 +41,13 @@ def num_stale(decoder: Any) -> int:
     """Return how many packed copies differ from new ones."""
     copies = decoder.speculator.target.packed.prepacked._copies
     new = [PackedWeight(layer, name, one.autocast) for (layer, name), one in copies.items()]
-    return sum(not torch.equal(a._unpacked(), b._unpacked()) for a, b in zip(copies.values(), new, strict=True))
+    return sum(not torch.equal(values(a), values(b)) for a, b in zip(copies.values(), new, strict=True))
+
+
+def values(packed: PackedWeight) -> torch.Tensor:
+    """Return the products of the identity with a packed weight.  -> [num_experts * inputs, outputs]"""
+    identity = torch.eye(packed.weight.shape[-1], dtype=packed.autocast or packed.weight.dtype)
+    return torch.cat([matrix(identity, None) for matrix in packed.matrices])
 
 
 def train(folder: str, dtype: torch.dtype, settings: dict[str, Any], options: Any) -> list[dict[str, Any]]:

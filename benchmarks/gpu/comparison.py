@@ -169,4 +169,4 @@ def _bandwidth(device: torch.device) -> Results:
 
 def _bench(plan: Plan, device: torch.device, size: str) -> Bench:
     pair = load_pair(None, None, size, "bfloat16", str(device))
-    return Bench(*pair, tiny_prompts(), plan.prompt_tokens, plan.new_tokens, times_forwards=False)
+    return Bench(*pair, tiny_prompts(), plan.prompt_tokens, plan.new_tokens)

@@ -1,64 +1,49 @@
-"""Comparison of a user's checkpoint with stock ``generate``: tokens, speed and K/V."""
+"""Comparison of a user's checkpoint with stock ``generate``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
-from hf_slospec.cli import benchmark
-from hf_slospec.cli.budget import Show, TimeBudget
+from hf_slospec.cli.benchmark import encoded
+from hf_slospec.cli.budget import TimeBudget
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.drafters.methods import DraftMethod
 from hf_slospec.errors import InvalidInputError, SLOSpecError
-from hf_slospec.generate.divergence import DivergenceReport, divergence_report, first_difference
+from hf_slospec.generate.divergence import divergence_report, first_difference
 from hf_slospec.models.inspection.properties import trained_len
 from hf_slospec.serving.generator import SLOSpecGenerator
 from hf_slospec.tiny.load import Pair
 
 EXACT, NEAR_TIES, WRONG, REFUSED = "exact", "near ties only", "WRONG", "refused"
-BATCH = 4  # rows of the left-padded batch
-NEW_TOKENS = 64  # per output, unless that many would take too long
-MIN_NEW_TOKENS = 8
-PILOT_TOKENS = 4  # per output of the measurement that chooses the number of new tokens
-# By kind of call: share of the time after which no further output begins. The measurement of speed has the rest.
-SHARES = {"greedy": 0.25, "sampled": 0.35, "batcher": 0.5, "images": 0.55}
-# Time of one output of each kind, and of one repeat of the speeds with its warm-up, in outputs of stock generate: ours
-# may be slower, and takes further forwards to compare.
-MIN_OUTPUTS, SPEED_OUTPUTS = 16, 12
+BATCH = 4  # rows of the left-padded batch, and requests of the batcher
 # Drafts in every step: a policy that drafts nothing would compare plain decoding with itself.
 ALWAYS_DRAFTS = {"policy": "fixed", "max_depth": 4, "max_width": 3}
+MAX_SHOWN = 5  # differences of one kind of call
+
+Compare = Callable[[int, dict[str, Any]], "list[Difference]"]  # number of the first prompt, and the inputs
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """The first new token of one output that differs from stock's."""
 
-    prompt: int  # number, from 1
-    position: int  # index among the new tokens
     is_near_tie: bool | None  # None: not examined
-    detail: str
-
-    def __str__(self) -> str:
-        kind = {True: "near tie", False: "not a near tie", None: "not examined"}[self.is_near_tie]
-        return f"prompt {self.prompt}, new token {self.position}: {self.detail} ({kind})"
+    text: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Comparison:
     """Outputs of one kind of call, compared with those of stock ``generate``."""
 
     name: str
-    outputs: Sequence[Difference | None]  # None: equal
+    total: int  # number of outputs
+    num_compared: int = 0  # those for which there was time
+    differences: list[Difference] = field(default_factory=list)
     refused: str | None = None  # reason, if the call was refused
-    left_out: int = 0  # number of outputs for which there was no time
-
-    @property
-    def differences(self) -> list[Difference]:
-        """The outputs that differ."""
-        return [output for output in self.outputs if output is not None]
 
     @property
     def verdict(self) -> str:
@@ -69,11 +54,28 @@ class Comparison:
             return WRONG
         return NEAR_TIES if self.differences else EXACT
 
+    def __str__(self) -> str:
+        if self.refused is not None:
+            return f"{REFUSED}: {self.refused}"
+        num_equal = self.num_compared - len(self.differences)
+        parts = [f"{self.verdict}, {num_equal} of {self.num_compared} outputs equal"]
+        parts += [difference.text for difference in self.differences[:MAX_SHOWN]]
+        if len(self.differences) > MAX_SHOWN:
+            parts.append(f"and {len(self.differences) - MAX_SHOWN} more")
+        if self.num_compared < self.total:
+            parts.append(f"{self.total - self.num_compared} left out for lack of time")
+        return "; ".join(parts)
 
-def verdict_of(comparisons: Sequence[Comparison]) -> str:
-    """Return the verdict on a model: the worst one of the calls that were not refused."""
-    verdicts = {comparison.verdict for comparison in comparisons}
-    return next(verdict for verdict in (WRONG, NEAR_TIES, EXACT, REFUSED) if verdict in verdicts)
+
+def headline(comparisons: Sequence[Comparison]) -> str:
+    """Return the worst verdict of the calls that were not refused, with the first wrong output or reason."""
+    verdicts = {comparison.verdict: comparison for comparison in reversed(comparisons)}
+    verdict = next(verdict for verdict in (WRONG, NEAR_TIES, EXACT, REFUSED) if verdict in verdicts)
+    first = verdicts[verdict]
+    if verdict == WRONG:
+        difference = next(each for each in first.differences if each.is_near_tie is False)
+        return f"{WRONG}: {first.name}, {difference.text}"
+    return str(first) if verdict == REFUSED else verdict
 
 
 class ModelCheck:
@@ -81,10 +83,9 @@ class ModelCheck:
 
     Args:
         texts: prompts, truncated to the target's positions; at least one is compared, more while there is time.
-        new_tokens: maximum new tokens of every output; None: 64, or fewer so that there is time for all kinds of calls.
-        budget: the time for everything.
-        show: shows the progress.
-        image_inputs: processed prompts with images; None: images are not compared.
+        new_tokens: maximum new tokens of every output.
+        budget: the time for everything, and shows the progress.
+        image_inputs: processed prompts with images.
 
     Raises:
         UnsupportedModelError, IncompatibleDraftError: target or drafter are refused.
@@ -96,173 +97,85 @@ class ModelCheck:
         pair: Pair,
         method: DraftMethod,
         texts: Sequence[str],
-        new_tokens: int | None,
+        new_tokens: int,
         config: SLOSpecConfig,
         budget: TimeBudget,
-        show: Show,
-        image_inputs: Sequence[dict[str, Any]] | None = None,
+        image_inputs: Sequence[dict[str, Any]] = (),
     ):
-        self.pair, self.method, self.texts, self.config = pair, method, list(texts), config
-        self.image_inputs, self.budget, self.show = image_inputs, budget, show
         self.generator = SLOSpecGenerator(
             pair.target, None, pair.tokenizer, config.model_copy(update=ALWAYS_DRAFTS), drafter=method
         )
         longest = trained_len(pair.target) or pair.tokenizer.model_max_length
-        self.max_prompt_len = longest - (new_tokens or min(NEW_TOKENS, longest // 2))
-        if self.max_prompt_len < 1:
+        if new_tokens >= longest:
             raise InvalidInputError(
                 f"--max-new-tokens {new_tokens} leaves no room for a prompt; the model has {longest} positions"
             )
-        self.kv_bytes = 0  # maximum that the batcher held
-        self._token_s = self._measured_token_s()
-        self.new_tokens = new_tokens or self._affordable_tokens()
-        self.options: dict[str, Any] = {"max_new_tokens": self.new_tokens}
-        self._stock: dict[int, list[int]] = {}  # greedy outputs, by prompt
-
-    @property
-    def kv_bytes_per_token(self) -> list[int]:
-        """Bytes of K and V per token, of the target and of a draft that has some."""
-        return [model.kv_bytes_per_token for model in self.generator.decoder.speculator.models]
-
-    def _measured_token_s(self) -> float:
-        """Return stock's seconds per token, of the faster of two outputs."""
-        target: Any = self.pair.target
-        inputs, seconds = self._encoded(self.texts[:1]), []
-        for _ in range(2):
-            started_s = self.budget.elapsed_s
-            target.generate(**inputs, do_sample=False, max_new_tokens=PILOT_TOKENS, min_new_tokens=PILOT_TOKENS)
-            seconds.append((self.budget.elapsed_s - started_s) / PILOT_TOKENS)
-        return min(seconds)
-
-    def _affordable_tokens(self) -> int:
-        left_s = max(self.budget.seconds - self.budget.elapsed_s, 0.0)
-        affordable = left_s / max(self._token_s * (MIN_OUTPUTS + SPEED_OUTPUTS), 1e-9)
-        return int(min(max(affordable, MIN_NEW_TOKENS), NEW_TOKENS))
+        self.pair, self.texts = pair, list(texts)
+        self.new_tokens, self.max_prompt_len = new_tokens, longest - new_tokens
+        self.image_inputs, self.budget = image_inputs, budget
 
     def comparisons(self) -> Iterator[Comparison]:
         """Compare all kinds of calls, one after another."""
-        number = len(self.texts)
-        kinds: dict[str, tuple[int, Callable[[], Iterable[Difference | None]]]] = {
-            "greedy, one by one": (number, self._greedy),
-            "sampled, one by one": (number, self._sampled),
-            f"greedy, left-padded batch of {BATCH}": (min(BATCH, number), self._padded),
-            "greedy, batcher": (number, self._submitted),
-        }
-        if self.image_inputs is not None:
-            kinds["greedy, with images"] = len(self.image_inputs), self._with_images
-        for name, (number, outputs) in kinds.items():
-            self.show(f"comparing: {name}")
-            try:
-                compared = list(outputs())
-                yield Comparison(name, compared, left_out=number - len(compared))
-            except SLOSpecError as error:
-                yield Comparison(name, [], str(error))
+        singles = [self._encoded([text]) for text in self.texts]
+        batch = [self._encoded(self.texts[:BATCH])]
+        yield self._compared("greedy, one by one", singles, self._examined, 0.3)
+        yield self._compared("sampled, one by one", singles, partial(self._unexamined, do_sample=True), 0.5)
+        yield self._compared(f"greedy, left-padded batch of {BATCH}", batch, self._examined)
+        yield self._compared("greedy, batcher", batch, self._submitted)
+        if self.image_inputs:
+            yield self._compared(
+                "greedy, with images", self.image_inputs, partial(self._unexamined, do_sample=False), 0.9
+            )
 
-    def _while_time(self, kind: str, inputs: Iterable[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield inputs with their numbers, from 1 on, as long as one more is likely to end in the time of its kind."""
+    def _encoded(self, texts: list[str]) -> dict[str, Any]:
+        return encoded(self.pair.tokenizer, texts, self.max_prompt_len, self.pair.target.device)
+
+    def _compared(self, name: str, calls: Sequence[dict[str, Any]], compare: Compare, share: float = 1.0) -> Comparison:
+        """Compare the first call, and further ones as long as one more is likely to end in a share of the time."""
+        self.budget.show(f"comparing: {name}")
+        comparison = Comparison(name, sum(len(inputs["input_ids"]) for inputs in calls))
         last_s = 0.0
-        for number, prompt in enumerate(inputs, 1):
+        for number, inputs in enumerate(calls, 1):
+            if number > 1 and not self.budget.allows(last_s, share):
+                break
             started_s = self.budget.elapsed_s
-            if number > 1 and not self.budget.allows(last_s, SHARES[kind]):
-                return
-            yield number, prompt
+            try:
+                comparison.differences += compare(number, inputs)
+            except SLOSpecError as error:
+                comparison.refused = " ".join(str(error).split())
+                break
+            comparison.num_compared += len(inputs["input_ids"])
             last_s = self.budget.elapsed_s - started_s
+        return comparison
 
-    def _encoded(self, texts: Sequence[str]) -> dict[str, Any]:
-        return benchmark.encoded(self.pair.tokenizer, list(texts), self.max_prompt_len, self.pair.target.device)
+    def _examined(self, first: int, inputs: dict[str, Any], **options: Any) -> list[Difference]:
+        """Return what the divergence report finds; the first row is prompt number ``first``."""
+        report = divergence_report(self.generator, inputs, do_sample=False, max_new_tokens=self.new_tokens, **options)
+        return [Difference(d.is_near_tie, f"prompt {first + d.row}, {d}") for d in report.divergences]
 
-    def _prompts(self, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        return self._while_time(kind, (self._encoded([text]) for text in self.texts))
-
-    def _report(self, inputs: dict[str, Any], **options: Any) -> DivergenceReport:
-        return divergence_report(self.generator, inputs, do_sample=False, **self.options, **options)
-
-    def _greedy(self) -> Iterator[Difference | None]:
-        for number, inputs in self._prompts("greedy"):
-            report = self._report(inputs)
-            (self._stock[number],) = report.stock_tokens
-            yield from self._examined(report, number)
-
-    def _padded(self) -> Iterator[Difference | None]:
-        yield from self._examined(self._report(self._encoded(self.texts[:BATCH])), 1)
-
-    def _submitted(self) -> Iterator[Difference | None]:
-        outputs = {}
-        left_s = SHARES["batcher"] * self.budget.seconds - self.budget.elapsed_s
-        affordable = int(left_s / max(self._token_s * self.new_tokens, 1e-9))  # as if decoded one by one
-        texts = self.texts[: max(affordable, 1)]
-        prompts = {number: self._encoded([text]) for number, text in enumerate(texts, 1)}
+    def _submitted(self, first: int, inputs: dict[str, Any]) -> list[Difference]:
+        """Compare the batcher with the padded batch of stock."""
+        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": self.new_tokens}
+        rows = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
         with self.generator:
-            handles = {
-                number: self.generator.submit(
-                    inputs["input_ids"][0].tolist(), block=True, do_sample=False, **self.options
-                )
-                for number, inputs in prompts.items()
-            }
-            for number, handle in handles.items():
-                outputs[number] = handle.result().token_ids
-                memory = self.generator.stats().memory
-                self.kv_bytes = max(self.kv_bytes, 0 if memory is None else memory.target_kv + memory.draft_kv)
-        for number, inputs in prompts.items():
-            if outputs[number] == self._stock.get(number):
-                yield None
-            else:
-                yield from self._examined(self._report(inputs, our_tokens=[outputs[number]]), number)
+            handles = [self.generator.submit(ids[mask].tolist(), block=True, **options) for ids, mask in rows]
+            ours = [handle.result().token_ids for handle in handles]
+        return self._examined(first, inputs, our_tokens=ours)
 
-    def _sampled(self) -> Iterator[Difference | None]:
-        for number, inputs in self._prompts("sampled"):
-            yield self._compared(number, inputs, do_sample=True)
-
-    def _with_images(self) -> Iterator[Difference | None]:
-        for number, inputs in self._while_time("images", self.image_inputs or ()):
-            yield self._compared(number, inputs, do_sample=False)
-
-    def _compared(self, number: int, inputs: dict[str, Any], **options: Any) -> Difference | None:
+    def _unexamined(self, number: int, inputs: dict[str, Any], do_sample: bool) -> list[Difference]:
         """Return the first difference of one output that :func:`divergence_report` cannot explain.
 
         In fp32 it counts as wrong. In other dtypes it is not examined: rounding may decide.
         """
-        prompt_len = inputs["input_ids"].shape[1]
-        new = []
         target: Any = self.pair.target
+        new = []
         for generate in (target.generate, self.generator.generate):
             torch.manual_seed(number)
-            new.append(generate(**inputs, **self.options, **options)[0, prompt_len:].tolist())
-        longest = max(map(len, new))
-        stock, ours = (tokens + [-1] * (longest - len(tokens)) for tokens in new)  # -1 after the end
-        if (position := first_difference(stock, ours)) is None:
-            return None
-        is_near_tie = False if self.pair.target.dtype == torch.float32 else None
-        return Difference(number, position, is_near_tie, _tokens(stock[position], ours[position]))
-
-    @staticmethod
-    def _examined(report: DivergenceReport, first: int) -> Iterator[Difference | None]:
-        """Yield the outputs of a report, whose first row is prompt number ``first``."""
-        by_row = {divergence.row: divergence for divergence in report.divergences}
-        for row in range(report.num_rows):
-            if (d := by_row.get(row)) is None:
-                yield None
-            else:
-                detail = f"{_tokens(d.stock_token, d.our_token)}, margin {d.margin:.3g}, noise {d.noise:.3g}"
-                yield Difference(first + row, d.position, d.is_near_tie, detail)
-
-    def speed(self, repeats: int) -> list[dict[str, Any]]:
-        """Return figures of stock ``generate`` and ours with the user's config, see :func:`benchmark.summarize`.
-
-        There are fewer repeats if there is no time for all, and no figures if there is none for one. Afterwards the
-        model's end-of-sequence token no longer ends its outputs.
-        """
-        if not self.budget.allows(SPEED_OUTPUTS * self.new_tokens * self._token_s):
+            sequences = generate(**inputs, do_sample=do_sample, max_new_tokens=self.new_tokens)
+            new.append(sequences[0, inputs["input_ids"].shape[1] :].tolist())
+        if (position := first_difference(*new)) is None:
             return []
-        self.show("measuring speed")
-        bench = benchmark.Bench(
-            self.pair.target, self.pair.draft, self.pair.tokenizer, self.texts, self.max_prompt_len,
-            self.new_tokens, self.config, times_forwards=False, method=self.method,
-        )  # fmt: skip
-        runs = {benchmark.PLAIN: bench.stock(), benchmark.OURS: bench.ours(self.config, waits=False)}
-        methods = [benchmark.Method(name, batch, run) for batch in (1, BATCH) for name, run in runs.items()]
-        return benchmark.summarize(bench.run(methods, repeats, self.budget.allows), self.new_tokens)
-
-
-def _tokens(stock: int, ours: int) -> str:
-    return f"stock has token {stock}, hf_slospec {ours}"
+        stock, ours = (tokens[position : position + 1] for tokens in new)  # empty after the end
+        is_wrong = target.dtype == torch.float32
+        text = f"prompt {number}, new token {position}: stock has {stock}, hf_slospec {ours}"
+        return [Difference(False if is_wrong else None, f"{text} ({'not a near tie' if is_wrong else 'not examined'})")]

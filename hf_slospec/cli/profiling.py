@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from hf_slospec.cli.budget import Show
 from hf_slospec.models.costs.measure import CURVE, HELD_OUT, REPEATS, measure
 from hf_slospec.models.costs.profiles import save_profile
 from hf_slospec.models.inspection.properties import evaluating
@@ -15,7 +15,7 @@ from hf_slospec.models.packed.model import PackedModel
 
 
 def profile(
-    name: str, packed: PackedModel, seconds: float, keep: bool, show: Show = lambda *words: None
+    name: str, packed: PackedModel, seconds: float, keep: bool, show: Callable[[str], None] = lambda activity: None
 ) -> dict[str, Any]:
     """Measure the forwards of one model.
 
@@ -35,7 +35,6 @@ def profile(
     with evaluating(packed.model):
         measured = measure(
             packed, seconds, held_out=True, repeats=4 * REPEATS,
-            on_forward=lambda size: show(f"measuring the {name}", f"({size.num_tokens} tokens)"),
         )  # fmt: skip
     sizes = (*CURVE, *HELD_OUT)
     cost = measured.fit()

@@ -10,7 +10,6 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_slospec.drafters.assistant import AssistantMethod
-from hf_slospec.drafters.checked import UserMethod
 from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.drafters.heads.checkpoint import LOADING_ERRORS, Checkpoint, open_checkpoint
 from hf_slospec.drafters.heads.dflash import DFlashHead
@@ -24,6 +23,7 @@ from hf_slospec.drafters.past_answers import PastAnswers
 from hf_slospec.drafters.prompt_lookup import LookupMethod
 from hf_slospec.drafters.shared_kv import Gemma4Method
 from hf_slospec.drafters.translation import TokenTranslation
+from hf_slospec.drafters.user import UserMethod
 from hf_slospec.engine.protocols import Drafter
 from hf_slospec.errors import InvalidInputError, InvalidTypeError, SLOSpecError, UnsupportedModelError
 from hf_slospec.models.inspection.checkpoints import load_model
@@ -103,8 +103,7 @@ def load_drafter(
     Args:
         source: one of
 
-            - ``"lookup"``: prompt lookup; ``"suffix"``: suffix trees (extra ``suffix``); ``"recycling"``: the target's
-              own candidates of earlier steps;
+            - ``"lookup"``: prompt lookup; ``"suffix"``: suffix trees (extra ``suffix``);
             - ``"mtp"``: the multi-token prediction layer that the target was published with;
             - a folder or Hub repository of a trained head (EAGLE-3, DFlash, DSpark, MTP) or of a smaller causal LM,
               known by its config and tensors; safetensors only;
@@ -115,8 +114,8 @@ def load_drafter(
         tokenizer: the target's; with ``assistant_tokenizer``, a causal LM with another tokenizer can draft. Both are
             loaded from the models' folders or repositories if they are needed and not given.
         assistant_tokenizer: the causal LM's.
-        share_texts: ``"lookup"``, ``"suffix"`` and ``"recycling"`` also draft from other requests with the same
-            ``cache_salt``; :class:`PastAnswers` sets bounds, and can be filled, saved and loaded.
+        share_texts: ``"lookup"`` and ``"suffix"`` also draft from other requests with the same ``cache_salt``;
+            :class:`PastAnswers` sets bounds, and can be saved and loaded.
         allow_missing: accept a causal LM whose files lack tensors or have unexpected ones.
 
     Returns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from hf_slospec.algo.latency_curves import ForwardCost
-from hf_slospec.engine.protocols import Clock, Drafter
+from hf_slospec.engine.protocols import Drafter
 from hf_slospec.models.packed.model import PackedModel
 
 
@@ -17,7 +17,6 @@ class Room(NamedTuple):
     max_slots: int | None = None  # K/V slots of all requests and kept prefixes; None: no limit
     max_kept: float | None = None  # tokens of kept prefixes; see :class:`SequenceRoom`
     keeps_rng: bool = True  # drafting must restore the global generator, as the target samples from it
-    clock: Clock | None = None  # measures what drafters cost; None: neither times nor earlier runs may affect drafting
 
 
 class DraftMethod:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 class NamedDrafter:
     """A drafter that is known by its name."""
 
-    description: str
     make: Callable[[Any, PastAnswers | None], DraftMethod]  # makes it from the target and the answers to draft from
     has_model: bool = False  # it runs a network, so that it must be the last part of a sum
 
@@ -35,12 +34,6 @@ def _suffix(target: Any, past: PastAnswers | None) -> DraftMethod:
     return SuffixMethod(past)
 
 
-def _recycling(target: Any, past: PastAnswers | None) -> DraftMethod:
-    from hf_slospec.drafters.recycling import RecyclingMethod
-
-    return RecyclingMethod(past is not None)
-
-
 def _mtp(target: Any, past: PastAnswers | None) -> DraftMethod:
     from hf_slospec.drafters.head import HeadMethod
     from hf_slospec.drafters.heads.loading import load_mtp
@@ -49,11 +42,8 @@ def _mtp(target: Any, past: PastAnswers | None) -> DraftMethod:
 
 
 NAMED = {
-    "lookup": NamedDrafter("the request's own text (prompt lookup)", _lookup),
-    "suffix": NamedDrafter("suffix trees of texts (extra suffix)", _suffix),
-    "recycling": NamedDrafter(
-        "what the target found probable after the same token before (token recycling)", _recycling
-    ),
-    "mtp": NamedDrafter("the multi-token prediction layer that the target was published with", _mtp, has_model=True),
+    "lookup": NamedDrafter(_lookup),
+    "suffix": NamedDrafter(_suffix),
+    "mtp": NamedDrafter(_mtp, has_model=True),
 }
 NAMES = ", ".join(NAMED)  # for error messages

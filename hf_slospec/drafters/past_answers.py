@@ -1,4 +1,4 @@
-"""Past answers, which drafters look into: bounded, by prompt, seeded from files, saved and loaded."""
+"""Past answers, which drafters look into: bounded, by prompt, and saved with checkpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 import os
-import zipfile
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,13 +13,13 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from hf_slospec.algo.tree import IntArray
-from hf_slospec.engine.request import Request, RequestParams
+from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.extras import need
 from hf_slospec.forks import Lock, reset_in_children
@@ -76,38 +75,59 @@ class _Answer:
         return _Group(self.salt, self.prompt), _Group(self.salt, "")
 
 
+@dataclass(eq=False)
+class Copied:
+    """Progress of copying a growing list of tokens, which notices when the list was rolled back."""
+
+    num_tokens: int = 0
+    tail: list[int] = field(default_factory=list)  # the last TREE_DEPTH of these tokens
+
+    def is_prefix_of(self, tokens: list[int]) -> bool:
+        """Return whether the tokens begin with the copied ones, compared by the last ``TREE_DEPTH`` of them."""
+        return self.tail == tokens[self.num_tokens - len(self.tail) : self.num_tokens]
+
+    def append(self, tokens: list[int]) -> None:
+        """Count new tokens as copied."""
+        self.num_tokens += len(tokens)
+        self.tail = [*self.tail, *tokens][-TREE_DEPTH:]
+
+
+@dataclass(eq=False, kw_only=True)
+class _Running(Copied):
+    """Part of a running request's output that was appended to its answer."""
+
+    key: int
+    groups: tuple[_Group, _Group]  # Those of the answer, which may have been dropped.
+    is_over: bool = False
+
+
 class PastAnswers:
     """Answers to past requests and the running ones', for drafters of requests with the same ``cache_salt``.
 
     It is passed as ``share_texts`` to :func:`load_drafter`, and used by ``generate`` (whose salt is ``""``) and
-    ``submit``. ``"suffix"`` drafts from answers to the same prompt and, with ``others``, from all answers; ``"lookup"``
-    from those to the same prompt. Times and acceptance then leak information about answers to all requests with the
-    same salt. All methods may be called from any thread.
+    ``submit``. ``"suffix"`` drafts from all answers, ``"lookup"`` from those to the same prompt. Times and
+    acceptance then leak information about answers to all requests with the same salt. All methods may be called
+    from any thread.
     """
 
-    def __init__(
-        self, *, max_texts: int = 1000, max_tokens: int = 1_000_000, max_per_prompt: int = 32, others: bool = True
-    ):
+    def __init__(self, *, max_tokens: int = 1_000_000, max_per_prompt: int = 32):
         """Set the bounds; the oldest answers are dropped first.
 
         A token takes 4 bytes, and about 400 bytes in each suffix tree, which is built when a request first needs it.
 
         Args:
-            max_texts: maximum number of answers, those of running requests included.
-            max_tokens: maximum number of tokens of all answers together.
+            max_tokens: maximum number of tokens of all answers together, those of running requests included.
             max_per_prompt: maximum number of answers to one prompt; fewer favour those of recent weights.
-            others: ``"suffix"`` also drafts from answers to other prompts.
 
         Raises:
             InvalidInputError: a bound is below 1.
         """
-        if min(max_texts, max_tokens, max_per_prompt) < 1:
+        if min(max_tokens, max_per_prompt) < 1:
             raise InvalidInputError(
-                "max_texts, max_tokens and max_per_prompt must be at least 1, got "
-                f"{max_texts}, {max_tokens} and {max_per_prompt}"
+                f"max_tokens and max_per_prompt must be at least 1, got {max_tokens} and {max_per_prompt}"
             )
-        self.max_texts, self.max_tokens, self.max_per_prompt = max_texts, max_tokens, max_per_prompt
-        self.others = others
+        self.max_tokens = max_tokens
+        self.max_per_prompt = max_per_prompt
         self.num_tokens = 0  # Tokens of all answers; prompts do not count.
         self._answers: dict[int, _Answer] = {}  # by key, the oldest first
         self._to: defaultdict[_Group, dict[int, None]] = defaultdict(dict)  # keys of the answers to a prompt, in order
@@ -129,55 +149,11 @@ class PastAnswers:
     def __len__(self) -> int:
         return len(self._answers)
 
-    def add(self, prompt: Sequence[int], answer: Sequence[int], salt: str = "") -> None:
-        """Add an answer, both as token ids, as the newest one."""
-        self._add(_answer_to(RequestParams(prompt, 0, cache_salt=salt)), answer)
-
-    def read_jsonl(self, path: str | os.PathLike[str], tokenizer: Any, salt: str = "") -> int:
-        """Add the answers of a file with one JSON object a line, as data sets of prompts and completions have them.
-
-        Args:
-            path: the file; ``"prompt"`` and ``"completion"`` are texts or lists of chat messages.
-            tokenizer: the target's, with a chat template for messages.
-
-        Returns:
-            The number of answers.
-
-        Raises:
-            InvalidInputError: a line is something else.
-        """
-        number = 0
-        with open(path, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    row = json.loads(line)
-                    prompt, answer = row["prompt"], row["completion"]
-                    if is_chat := not isinstance(prompt, str):
-                        prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-                    text = answer if isinstance(answer, str) else answer[-1]["content"]
-                    prompt_ids = tokenizer(prompt, add_special_tokens=not is_chat)["input_ids"]
-                    self.add(prompt_ids, tokenizer(text, add_special_tokens=False)["input_ids"], salt)
-                except (ValueError, TypeError, LookupError, AttributeError) as error:
-                    raise InvalidInputError(
-                        f'{path}, line {number}: need an object with "prompt" and "completion", each a text or chat '
-                        f"messages: {error}"
-                    ) from error
-        return number
-
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all answers to a file, which is replaced at once, for :meth:`load`."""
+        """Write all answers to a file for :meth:`load`."""
         with self._lock:
-            answers = list(self._answers.values())
-            names = [[answer.salt, answer.prompt] for answer in answers]
-            arrays: dict[str, Any] = {
-                "names": np.frombuffer(json.dumps(names).encode(), dtype=np.uint8),
-                "lengths": np.array([[len(answer.context), len(answer.tokens)] for answer in answers], np.int64),
-                "tokens": np.array([t for answer in answers for t in (*answer.context, *answer.tokens)], np.int32),
-            }
-        partial = Path(f"{os.fspath(path)}.partial")
-        with partial.open("wb") as file:
-            np.savez_compressed(file, **arrays)
-        partial.replace(path)
+            rows = [[each.salt, each.prompt, each.context, each.tokens.tolist()] for each in self._answers.values()]
+        Path(path).write_text(json.dumps(rows), encoding="utf-8")
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Add the answers of a file that :meth:`save` wrote, as the newest ones.
@@ -185,18 +161,18 @@ class PastAnswers:
         Raises:
             InvalidInputError: it is another file.
         """
-        answers, begin = list[tuple[_Answer, list[int]]](), 0
         try:
-            with np.load(path, allow_pickle=False) as arrays:
-                names, lengths, tokens = json.loads(arrays["names"].tobytes()), arrays["lengths"], arrays["tokens"]
-            for (salt, prompt), (num_context, num_tokens) in zip(names, lengths.tolist(), strict=True):
-                context, answer = np.split(tokens[begin : begin + num_context + num_tokens], [num_context])
-                answers.append((_Answer(salt, prompt, context.tolist()), answer.tolist()))
-                begin += num_context + num_tokens
-        except (ValueError, TypeError, LookupError, AttributeError, zipfile.BadZipFile) as error:
+            rows = [
+                (_Answer(salt, prompt, array("i", context).tolist()), array("i", tokens).tolist())
+                for salt, prompt, context, tokens in json.loads(Path(path).read_text(encoding="utf-8"))
+            ]
+        except (ValueError, TypeError) as error:
             raise InvalidInputError(f"{path} was not written by PastAnswers.save: {error}") from error
-        for each in answers:
-            self._add(*each)
+        with self._lock:
+            for answer, answer_tokens in rows:
+                key = self._begin(answer)
+                self._append(key, answer_tokens)
+                self._close(key)
 
     # ---- for drafters
 
@@ -204,11 +180,14 @@ class PastAnswers:
         """Append the new tokens of a running request to its answer."""
         with self._lock:
             running, output = self._running.get(request), request.tokens[request.prompt_len :]
-            if running is None or not running.is_beginning_of(output):  # new, seen again after its end, or rolled back
+            # new, seen again after its end, or rolled back
+            if running is None or running.is_over or not running.is_prefix_of(output):
                 if running is not None:
                     self._drop(running.key)
-                answer = _answer_to(request.params)
-                running = self._running[request] = _Running(self._begin(answer), answer.groups)
+                params = request.params
+                digest = hashlib.blake2b(array("i", params.prompt).tobytes(), digest_size=16).hexdigest()
+                answer = _Answer(params.cache_salt, digest, list(params.prompt[-CONTEXT:]))
+                running = self._running[request] = _Running(key=self._begin(answer), groups=answer.groups)
             new = output[running.num_tokens :]
             running.append(new)
             self._append(running.key, new)
@@ -228,15 +207,11 @@ class PastAnswers:
                 self._drop(running.key)
 
     def continuations(self, request: Request, max_nodes: int) -> list[SuffixDecodingDraft]:
-        """Return the trees of continuations of a running request's last tokens in other answers.
-
-        These are answers to the same prompt and, with ``others``, all answers.
-        """
+        """Return the continuations of a running request's last tokens in answers to its prompt and in all answers."""
         self.update(request)
         with self._lock:
             same, every = self._running[request].groups
-            groups = [same] if self._siblings(request) else []
-            groups += [every] if self.others else []
+            groups = [same, every] if self._siblings(request) else [every]
             context = request.tokens[-TREE_DEPTH:]
             return [speculated(self._tree(group), READER, context, max_nodes) for group in groups]
 
@@ -255,12 +230,6 @@ class PastAnswers:
         """Return the other answers to a running request's prompt."""
         running = self._running[request]
         return [self._answers[key] for key in self._to.get(running.groups[0], ()) if key != running.key]
-
-    def _add(self, answer: _Answer, tokens: Sequence[int]) -> None:
-        with self._lock:
-            key = self._begin(answer)
-            self._append(key, tokens)
-            self._close(key)
 
     def _begin(self, answer: _Answer) -> int:
         key = next(self._keys)
@@ -283,7 +252,7 @@ class PastAnswers:
             if group in self._trees:
                 self._trees[group].add_active_response(key, tokens)
         self.num_tokens += len(tokens)
-        while len(self._answers) > self.max_texts or self.num_tokens > self.max_tokens:
+        while self.num_tokens > self.max_tokens:
             self._drop(next(iter(self._answers)))
 
     def _close(self, key: int) -> None:
@@ -325,32 +294,6 @@ class PastAnswers:
                     if not answer.is_open:
                         tree.stop_request(key)
         return tree
-
-
-@dataclass(eq=False)
-class _Running:
-    """Part of a running request's output that was appended to its answer."""
-
-    key: int
-    groups: tuple[_Group, _Group]  # Those of the answer, which may have been dropped.
-    num_tokens: int = 0
-    tail: list[int] = field(default_factory=list)  # the last TREE_DEPTH of these tokens
-    is_over: bool = False
-
-    def is_beginning_of(self, output: list[int]) -> bool:
-        """Return whether an output continues this one, compared by the last ``TREE_DEPTH`` tokens."""
-        return not self.is_over and self.tail == output[self.num_tokens - len(self.tail) : self.num_tokens]
-
-    def append(self, tokens: list[int]) -> None:
-        """Append new tokens."""
-        self.num_tokens += len(tokens)
-        self.tail = [*self.tail, *tokens][-TREE_DEPTH:]
-
-
-def _answer_to(params: RequestParams) -> _Answer:
-    """Return an empty answer to a request's prompt."""
-    digest = hashlib.blake2b(array("i", params.prompt).tobytes(), digest_size=16).hexdigest()
-    return _Answer(params.cache_salt, digest, list(params.prompt[-CONTEXT:]))
 
 
 def _begin_in(tree: SuffixDecodingCache, group: _Group, key: int, answer: _Answer) -> None:

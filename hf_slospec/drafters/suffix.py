@@ -9,12 +9,11 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from hf_slospec.algo.calibration import Conditionals
-from hf_slospec.algo.merge import merge_forests
-from hf_slospec.algo.tree import Forest, TokenTree
+from hf_slospec.algo.merge import merge_trees
+from hf_slospec.algo.tree import TokenTree
 from hf_slospec.drafters.foreseen import ForeseenNoise
 from hf_slospec.drafters.methods import DraftMethod, Room
-from hf_slospec.drafters.past_answers import TREE_DEPTH, PastAnswers, new_cache, speculated
+from hf_slospec.drafters.past_answers import TREE_DEPTH, Copied, PastAnswers, new_cache, speculated
 from hf_slospec.engine.protocols import Drafter, Plan
 from hf_slospec.engine.request import Request
 from hf_slospec.forks import Lock
@@ -28,29 +27,17 @@ TEXT = 0  # key of a request's own tokens in its suffix cache
 
 
 @dataclass(eq=False)
-class _RequestTree:
+class _RequestTree(Copied):
     """Suffix tree of one request's prompt and output."""
 
-    cache: SuffixDecodingCache
-    num_tokens: int = 0
-    tail: list[int] = field(default_factory=list)  # the last TREE_DEPTH of these tokens
+    cache: SuffixDecodingCache = field(default_factory=lambda: new_cache(0))
 
-    @classmethod
-    def new(cls) -> _RequestTree:
-        """Return an empty tree."""
-        cache = new_cache(0)
-        cache.start_request(TEXT, [])
-        return cls(cache)
-
-    def is_prefix_of(self, tokens: list[int]) -> bool:
-        """Return whether these tokens begin with the tree's, compared by the last ``TREE_DEPTH`` ones."""
-        return self.tail == tokens[self.num_tokens - len(self.tail) : self.num_tokens]
+    def __post_init__(self) -> None:
+        self.cache.start_request(TEXT, [])
 
     def append(self, tokens: list[int]) -> None:
-        """Append new tokens."""
         self.cache.add_active_response(TEXT, tokens)
-        self.num_tokens += len(tokens)
-        self.tail = [*self.tail, *tokens][-TREE_DEPTH:]
+        super().append(tokens)
 
 
 class SuffixDrafter(Drafter):
@@ -75,22 +62,11 @@ class SuffixDrafter(Drafter):
         self._trees: WeakKeyDictionary[Request, _RequestTree] = WeakKeyDictionary()
         self._lock = Lock()
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens in the suffix trees of requests."""
-        with self._lock:
-            return sum(tree.num_tokens for tree in self._trees.values())
-
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         with self._lock:
             drafts = [self._continuations(request, plan.depth * plan.width) for request in requests]
-        num_sources = max(map(len, drafts), default=1)
         proposed = [_trees(request, plan, per_tree) for request, per_tree in zip(requests, drafts, strict=True)]
-        for request, trees in zip(requests, proposed, strict=True):
-            trees += [TokenTree.root_only(request.tokens[-1])] * (num_sources - len(trees))
-        forests = [Forest.of(trees) for trees in zip(*proposed, strict=True)]
-        conditionals = [Conditionals.of(forest).probs for forest in forests]
-        return merge_forests(forests, conditionals, plan.depth * plan.width)
+        return merge_trees(proposed, plan.depth * plan.width)
 
     def release(self, request: Request) -> None:
         """Drop the suffix tree of a request, and end its answer."""
@@ -104,7 +80,7 @@ class SuffixDrafter(Drafter):
         tokens = request.tokens
         tree = self._trees.get(request)
         if tree is None or not tree.is_prefix_of(tokens):  # new, seen again after release, or rolled back
-            tree = self._trees[request] = _RequestTree.new()
+            tree = self._trees[request] = _RequestTree()
         tree.append(tokens[tree.num_tokens :])
         own = speculated(tree.cache, TEXT, tokens[-TREE_DEPTH:], max_nodes)
         return [own] if self.past is None else [own, *self.past.continuations(request, max_nodes)]

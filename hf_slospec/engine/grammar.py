@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_slospec.algo.calibration import Conditionals
-from hf_slospec.algo.merge import merge_forests
-from hf_slospec.algo.tree import ROOT, Forest, TokenTree
+from hf_slospec.algo.merge import merge_trees
+from hf_slospec.algo.tree import ROOT, TokenTree
 from hf_slospec.engine.protocols import Plan
 from hf_slospec.engine.request import Grammar, Request
 
@@ -24,13 +23,11 @@ def followed(trees: dict[Request, TokenTree], plan: Plan) -> dict[Request, Token
     grammars = {request: request.params.grammar for request in trees if request.params.grammar is not None}
     if not grammars:
         return trees
-    forest = Forest.of(
-        [
-            _grown(trees[request], request.tokens[request.prompt_len :], grammar, plan.depth)
-            for request, grammar in grammars.items()
-        ]
-    )
-    merged = merge_forests([forest], [Conditionals.of(forest).probs], plan.depth * plan.width)
+    grown = [
+        [_grown(trees[request], request.tokens[request.prompt_len :], grammar, plan.depth)]
+        for request, grammar in grammars.items()
+    ]
+    merged = merge_trees(grown, plan.depth * plan.width)
     return trees | dict(zip(grammars, merged, strict=True))
 
 

@@ -184,9 +184,6 @@ class Target(ABC):
         """Tokens of finished requests whose K/V is kept for reuse."""
         return 0
 
-    def lend(self, num_slots: int) -> None:
-        """Use ``num_slots`` slots of the drafter from now on, in place of those of an earlier call."""
-
     def close(self) -> None:
         """Release all K/V."""
 
@@ -198,10 +195,6 @@ class Scheduler(Protocol):
     """Holds the unfinished requests and picks those of each step."""
 
     running: list[Request]  # requests that may hold K/V
-
-    @property
-    def lent_slots(self) -> int:
-        """Slots of the drafter that the target may use in the next step, which then must not draft."""
 
     def enter(self, now_s: float) -> Sequence[Request]:
         """Give slots to waiting requests before a step; return the requests that are preempted."""
@@ -228,11 +221,6 @@ class Drafter(ABC):
     def feature_layers(self) -> tuple[int, ...]:
         """Hidden states of the target that the drafter reads, numbered as in the model's ``output_hidden_states``."""
         return ()
-
-    @property
-    def num_successors(self) -> int:
-        """Most probable next tokens that the drafter reads for every verified node; 0: none."""
-        return 0
 
     @property
     def num_one_off_forwards(self) -> int:
@@ -273,21 +261,6 @@ class Drafter(ABC):
         Args:
             begin: index in ``request.tokens`` of the first token; the token after the last one is known as well.
             features: [num_tokens, len(feature_layers) * hidden] tensor, the layers' states concatenated.
-        """
-
-    def take_successors(
-        self, request: Request, begin: int, tree: TokenTree, successors: IntArray, probs: FloatArray
-    ) -> None:
-        """Take the target's most probable tokens after every node of a tree, while it is verified.
-
-        They are the target's before any processor. Prompt tokens come as chains, as they are prefilled; of long
-        prompts and reused prefixes, not all do.
-
-        Args:
-            begin: index in ``request.tokens`` of the tree's root.
-            tree: the verified tree, with nodes that will be rejected, or a chain of prompt tokens.
-            successors: [num_nodes, num_successors], most probable first; as many as the vocabulary if that has fewer.
-            probs: [num_nodes, num_successors] f64, their probabilities.
         """
 
     def read_kv_of(self, sequences: Any) -> None:

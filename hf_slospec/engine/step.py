@@ -6,10 +6,12 @@ import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from hf_slospec.algo.accept import accept
 from hf_slospec.algo.tree import TokenTree
+from hf_slospec.engine.checks import NO_CHECKS, Checks, check_drafts, check_plan, check_selection
 from hf_slospec.engine.events import PhaseTimes, RequestStep, StepEvent
 from hf_slospec.engine.grammar import followed
 from hf_slospec.engine.protocols import (
@@ -46,13 +48,13 @@ class Engine(Generic[S]):
         clock: Clock,
         check_invariants: bool = False,
         shared: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        checks: Checks = NO_CHECKS,
     ):
         """Make an engine of its parts; ``shared`` makes a context in which other engines may use the models."""
-        self.shared = shared
+        self.shared, self.checks = shared, checks
         self.target, self.drafter, self.policy, self.scheduler = target, drafter, policy, scheduler
         self.costs, self.clock, self.check_invariants = costs, clock, check_invariants
         self._num_paused = 0  # further steps without drafting
-        self._lent_slots = 0  # slots of the drafter that the target uses
 
     def step(self) -> StepEvent:
         """Run one step of the requests that the scheduler picks.
@@ -64,15 +66,19 @@ class Engine(Generic[S]):
         watch, num_one_offs = _Stopwatch(self.clock), self._num_one_offs()
         self.costs.follow(self.target.path)
         self.forget(self.scheduler.enter(watch.begun_s))
-        self._lend(self.scheduler.lent_slots)
         self._reuse()
         schedule = self.scheduler.schedule(watch.begun_s)
         decisions = StepDecisions(self._policy_step(schedule, watch.begun_s))
         planned = decisions.plan()
+        if self.checks.has_user_policy:
+            planned = check_plan(planned, schedule.decoding, self.checks.max_nodes)
         schedule = _taking_part(schedule, planned)
         plan = self._in_force(planned, schedule, watch)
         candidates, num_catch_up = self._draft(schedule, plan, watch)
-        selection = self._with_roots(decisions.select(candidates, plan), schedule, watch)
+        selection = decisions.select(candidates, plan)
+        if self.checks.has_user_policy:
+            check_selection(selection, schedule.decoding, self.checks)
+        selection = self._with_roots(selection, schedule, watch)
         self._check((*candidates, *selection.trees))
         choosers = self._verify(schedule, selection, watch)
         num_emitted, num_keys = [request.num_emitted for request in schedule.choosing], schedule.num_keys
@@ -95,30 +101,13 @@ class Engine(Generic[S]):
             level_share=level_share(candidates, len(_drafting(schedule, plan))),
         )
         # The time of a step with one-off costs, such as graph captures, says nothing about later steps.
-        is_typical = not self.costs.is_fixed and self._num_one_offs() == num_one_offs
+        is_typical = self._num_one_offs() == num_one_offs
         learned = event if is_typical else replace(event, phases=self.costs.predicted(event))
         with contextlib.suppress(MemoryError):  # learning is optional, removing finished requests is not
             self._learn(learned, is_typical, schedule, decisions, accepted)
         self.retire([request for request in schedule.choosing if request.is_finished])
         self._check(())
         return event
-
-    def _lend(self, num_slots: int) -> None:
-        """Let the target use the memory of the drafter's K/V as ``num_slots`` slots; 0 returns it to the drafter."""
-        if num_slots == self._lent_slots:
-            return
-        if num_slots:
-            self._free_drafts()
-        self.target.lend(num_slots)
-        self._lent_slots = num_slots
-
-    def _free_drafts(self) -> bool:
-        """Free the drafter's memory for requests; return whether there was any."""
-        has_freed = self.drafter.relieve()
-        if has_freed:
-            for request in self.scheduler.running:
-                request.kv.num_draft_seen = 0
-        return has_freed
 
     def _reuse(self) -> None:
         """Give running requests without computed K/V the K/V of common prefixes."""
@@ -131,14 +120,16 @@ class Engine(Generic[S]):
                 request.kv.num_draft_seen = self.drafter.reuse(request)
 
     def _policy_step(self, schedule: Schedule, begun_s: float) -> PolicyStep:
-        if schedule.decoding:
-            return self.policy.step(schedule.decoding, begun_s, schedule.num_prefill_tokens)
-        return _without_decoding()
+        if not schedule.decoding:
+            return _without_decoding()
+        policy: Any = self.policy
+        step = policy.step if isinstance(policy, Policy) else partial(Policy.step, policy)  # a user's may lack it
+        return step(schedule.decoding, begun_s, schedule.num_prefill_tokens)
 
     def _in_force(self, plan: Plan, schedule: Schedule, watch: _Stopwatch) -> Plan:
         """Return the plan to follow: the policy's, without requests that must not draft, or drafting that is paused."""
-        if schedule.decoding and (self._num_paused or self._lent_slots):
-            self._num_paused = max(self._num_paused - 1, 0)
+        if schedule.decoding and self._num_paused:
+            self._num_paused -= 1
             plan = replace(plan, depth=0, drafting=())
         elif plan.depth and not all(request.params.may_draft for request in schedule.decoding):
             plan = replace(plan, drafting=[each for each in _drafting(schedule, plan) if each.params.may_draft])
@@ -148,7 +139,10 @@ class Engine(Generic[S]):
     def _draft(self, schedule: Schedule, plan: Plan, watch: _Stopwatch) -> tuple[Sequence[TokenTree], int]:
         """Return a candidate tree per decoding request, and how many committed tokens were new to the drafter."""
         drafting = _drafting(schedule, plan)
-        drafted = dict(zip(drafting, self.drafter.draft(drafting, plan), strict=True)) if drafting else {}
+        found = self.drafter.draft(drafting, plan) if drafting else []
+        if self.checks.has_user_drafter:
+            found = check_drafts(found, drafting, plan, self.checks.vocab_size)
+        drafted = dict(zip(drafting, found, strict=True))
         num_catch_up = sum(request.num_draft_behind for request in drafting)
         for request, tree in drafted.items():
             if tree.max_depth:  # a lone root may mean that the drafter has not processed the whole prompt yet
@@ -253,8 +247,10 @@ class Engine(Generic[S]):
         Returns:
             True if there was memory to free or drafting was not paused yet, so that the step should be tried again.
         """
-        has_freed = self._free_drafts()
-        if not has_freed and self._num_paused:
+        if self.drafter.relieve():
+            for request in self.scheduler.running:
+                request.kv.num_draft_seen = 0
+        elif self._num_paused:
             return False
         self._num_paused = PAUSE
         return True

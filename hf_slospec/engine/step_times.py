@@ -197,16 +197,14 @@ class StepCosts:
         verify: ForwardCost,
         draft_level: ForwardCost,
         on_replaced: OnReplaced = lambda old, new: None,
-        is_fixed: bool = False,
     ):
         """Start from profiled costs.
 
         Args:
             verify, draft_level: the costs.
             on_replaced: called when a measured cost replaces a profiled one.
-            is_fixed: the times of steps are not learned from, so that equal steps are always planned alike.
         """
-        self.verify, self.draft_level, self.on_replaced, self.is_fixed = verify, draft_level, on_replaced, is_fixed
+        self.verify, self.draft_level, self.on_replaced = verify, draft_level, on_replaced
         self.recent, self.first_tokens = RecentSteps(), FirstTokens()
         self._verify_correction, self._draft_correction = SizeCorrection(), DraftCorrection()
         self._num_far = {"verify": 0, "draft": 0}  # observations in a row with a correction far from 1

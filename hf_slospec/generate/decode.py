@@ -40,7 +40,6 @@ from hf_slospec.models.checked_model import CheckedModel
 from hf_slospec.models.inspection.cache_names import CACHE_NAME
 from hf_slospec.models.inspection.loaded import check_causal_lm, check_tokenizer
 from hf_slospec.models.inspection.model_changes import are_same
-from hf_slospec.models.linear.packed_layers import restore_weights
 from hf_slospec.models.noise import default_generator
 
 
@@ -104,12 +103,6 @@ class Decoder:
     def is_led(self) -> bool:
         """Return whether the model's processes follow a batcher, so that none of them can generate."""
         return self._target is not None and self._target.ranks.is_led
-
-    def restore_drafts(self) -> None:
-        """Give back to draft models the weights that ``prepack="only"`` released."""
-        for speculator in (self._speculator, self._override and self._override[1]):
-            if speculator is not None and speculator.draft is not None:
-                restore_weights(speculator.draft.model)
 
     def generate(self, slo_tpot: SLOTpot, arguments: dict[str, Any], fallback: bool | None = None) -> Any:
         """Return what stock ``generate`` returns for these arguments, given by name."""

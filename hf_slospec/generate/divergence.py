@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -20,13 +21,12 @@ from hf_slospec.config import Exact
 from hf_slospec.errors import InvalidInputError, InvalidTypeError, UnsupportedOptionError
 from hf_slospec.generate.decode import Decoder, decode
 from hf_slospec.generate.enable import decoder_of
-from hf_slospec.generate.prepare import Call, StockCall, stock_generate
+from hf_slospec.generate.prepare import StockCall, stock_generate
 from hf_slospec.generate.processors import is_stateless, processors_of_row
 from hf_slospec.generate.rows import pad_token
 from hf_slospec.generate.validation import check_decoder_only
 from hf_slospec.models.inspection.cache_names import CACHE_NAME, CACHE_NAMES, cache_option
 from hf_slospec.models.inspection.properties import input_device
-from hf_slospec.models.sampling import Processor
 
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 BATCHES = (2, 8)  # equal rows of the batched forwards
@@ -34,12 +34,12 @@ PIECES = (1, 3, 8, 24)  # tokens that one forward adds to a cache: as plain deco
 # Tokens whose noise is measured. Held-out forwards of the embedded pair in bf16 moved the margin of the best
 # two by more than the noise among 2 / 4 / 8 / 16 / 32 tokens at 31 / 14 / 5 / 1 / 1 of 171 positions (margins below 1).
 CANDIDATES = 16
-CLOSER = {True: "ours", False: "stock", None: "-"}  # by `is_ours_closer`
 GUARANTEES = {  # by SLOSpecConfig.exact
     None: "guaranteed: none in fp32, near-ties in other dtypes",
     "self": 'guaranteed by exact="self": the same output however it is computed here, which stock may not have',
     "bits": 'guaranteed by exact="bits": stock\'s output of every row alone',
 }
+Scores = Callable[[int, list[int], torch.Tensor], torch.Tensor]  # row, new tokens, logits [vocab] -> [vocab]
 OURS_ONLY = (  # arguments that the stock call does not take
     *("slo_tpot", "fallback", "assistant_model", "assistant_tokenizer", "streamer"),
     *("prompt_lookup_num_tokens", "max_matching_ngram_size"),
@@ -62,20 +62,11 @@ class Divergence:
     our_logit: float
     rounding: float  # spacing of the model's dtype at the larger of the two logits
     noise: float  # largest change of a margin between equal plain forwards at this position
-    wide_token: int | None = None  # the model's choice in the next wider dtype; None if no copy could be made
 
     @property
     def margin(self) -> float:
         """Distance of the two logits; nan or inf if a processor had excluded one of the tokens."""
         return abs(self.stock_logit - self.our_logit)
-
-    @property
-    def is_ours_closer(self) -> bool | None:
-        """Return whether the wider dtype agrees with our token; None if it agrees with neither, or was not tried.
-
-        On a CPU, packed weights in fp16 are multiplied in fp32, which is more precise than torch's own bf16 kernels.
-        """
-        return {self.our_token: True, self.stock_token: False}.get(self.wide_token)  # type: ignore[arg-type]  # or None
 
     @property
     def is_near_tie(self) -> bool:
@@ -90,10 +81,17 @@ class Divergence:
         """
         return self.margin <= max(2.0 * self.rounding, self.noise)
 
+    def __str__(self) -> str:
+        return (
+            f"new token {self.position}: stock has token {self.stock_token}, hf_slospec {self.our_token}, "
+            f"margin {self.margin:.3g}, rounding {self.rounding:.3g}, noise {self.noise:.3g} "
+            f"({'near tie' if self.is_near_tie else 'not a near tie'})"
+        )
+
 
 @dataclass(frozen=True)
 class DivergenceReport:
-    """Comparison of stock and speculated output of one call; ``print`` shows it as a table."""
+    """Comparison of stock and speculated output of one call; ``print`` shows a line for each divergence."""
 
     dtype: torch.dtype
     num_tokens: int  # compared: up to and including each row's first divergence, else the whole row
@@ -118,35 +116,8 @@ class DivergenceReport:
             f"{self.num_rows} rows, {self.num_tokens} tokens compared in {str(self.dtype).removeprefix('torch.')}: "
             f"{len(self.divergences)} divergences, {near} of them at near-ties; {GUARANTEES[self.exact]}"
         ]
-        if self.divergences:
-            names = ("row", "position", "stock token", "our token", "stock logit", "our logit")
-            lines.append("  ".join((*names, "  margin", "rounding", "   noise", "near-tie", "wider")))
-        for d in self.divergences:
-            lines.append(  # noqa: PERF401 - a comprehension of three lines of format reads worse
-                f"{d.row:>3}  {d.position:>8}  {d.stock_token:>11}  {d.our_token:>9}  {d.stock_logit:>11.5g}  "
-                f"{d.our_logit:>9.5g}  {d.margin:>8.3g}  {d.rounding:>8.3g}  {d.noise:>8.3g}  "
-                f"{'yes' if d.is_near_tie else 'NO':>8}  {CLOSER[d.is_ours_closer]:>5}"
-            )
+        lines += [f"row {divergence.row}, {divergence}" for divergence in self.divergences]
         return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One row's prompt, and the processors that turn its logits into the scores a token is chosen from."""
-
-    tokens: list[int]
-    laid_out: list[int] = field(default_factory=list)  # tokens with padding, as processors see them
-    processors: Sequence[Processor] = ()
-
-    def scores(self, new: list[int], logits: torch.Tensor) -> torch.Tensor:
-        """Return the processed logits of the token after ``new``.  -> [vocab] f32, or as given without processors"""
-        if not self.processors:
-            return logits
-        scores = logits.to(torch.float32, copy=True)[None]
-        input_ids = torch.tensor([self.laid_out + new], device=logits.device)
-        for processor in self.processors:
-            scores = processor(input_ids, scores)
-        return scores[0]
 
 
 def divergence_report(
@@ -194,21 +165,33 @@ def divergence_report(
     options.pop("fallback", None)  # a call that fell back to stock generate would be compared with itself
     call = decoder.prepare(slo_tpot, options | {"return_dict_in_generate": True})
     _check_comparable(call.stock)
-    prompts, pad = _prompts(call), pad_token(call.stock.config)
+    rows = call.rows
+    laid_out = rows.input_ids.tolist()  # with padding, as processors see them
+    prompts = [list(params.prompt) for params in rows.params]
+    prompt_len = len(laid_out[0])
+
+    def scores(row: int, new: list[int], logits: torch.Tensor) -> torch.Tensor:
+        processed = logits.to(torch.float32, copy=True)[None]
+        input_ids = torch.tensor([laid_out[row] + new], device=logits.device)
+        for processor in processors_of_row(call.stock.processors, rows.params[row].row, len(prompts)):
+            processed = processor(input_ids, processed)
+        return processed[0]
+
     if our_tokens is None:
         output = decode(call)
-        ours, lengths = _new_tokens(output.sequences, prompts), [metrics.tokens for metrics in output.slo]
+        ours, lengths = output.sequences[:, prompt_len:].tolist(), [metrics.tokens for metrics in output.slo]
     else:
         if len(our_tokens) != len(prompts):
             raise InvalidInputError(f"our_tokens has {len(our_tokens)} rows and the inputs have {len(prompts)}")
         ours, lengths = [list(row) for row in our_tokens], [len(row) for row in our_tokens]
     plain = {name: value for name, value in options.items() if name not in OURS_ONLY}
-    stock = _new_tokens(stock_generate(decoder.model)(**plain | {"return_dict_in_generate": False}), prompts)
+    stock = stock_generate(decoder.model)(**plain | {"return_dict_in_generate": False})[:, prompt_len:].tolist()
+    pad = pad_token(call.stock.config)
     length = max(len(stock[0]), len(ours[0]))  # all rows are padded to the longest
     for row in (*stock, *ours):
         row += [pad] * (length - len(row))
     dtype = call.speculator.target.packed.autocast or decoder.model.dtype
-    divergences = find_divergences(decoder.model, prompts, stock, ours, dtype)
+    divergences = find_divergences(decoder.model, prompts, stock, ours, dtype, scores)
     ends = {divergence.row: divergence.position + 1 for divergence in divergences}
     num_tokens = sum(ends.get(row, length) for row, length in enumerate(lengths))
     return DivergenceReport(dtype, num_tokens, divergences, stock, ours, call.speculator.config.exact)
@@ -230,27 +213,21 @@ def _check_comparable(stock: StockCall) -> None:
         )
 
 
-def _prompts(call: Call) -> list[Prompt]:
-    rows, processors = call.rows, call.stock.processors
-    return [
-        Prompt(list(params.prompt), ids, processors_of_row(processors, params.row, len(rows.params)))
-        for params, ids in zip(rows.params, rows.input_ids.tolist(), strict=True)
-    ]
-
-
 def find_divergences(
     model: PreTrainedModel,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[list[int]],
     stock: Sequence[list[int]],
     ours: Sequence[list[int]],
     dtype: torch.dtype | None = None,
+    scores: Scores = lambda row, new, logits: logits,
 ) -> list[Divergence]:
     """Return the first divergence of every row, for given outputs.
 
     Args:
-        prompts: one per row.
+        prompts: tokens of every row.
         stock, ours: new tokens per row, of the same length in both.
         dtype: what the model computes in; None: that of its weights.
+        scores: returns what the token after ``new`` is chosen from.
     """
     divergences: list[Divergence] = []
     wide: Any = None
@@ -260,16 +237,15 @@ def find_divergences(
         if wide is None and (wider := WIDER.get(model.dtype)) and not _is_stored_elsewhere(model):
             copied: Any = copy.deepcopy(model)  # made once, and only if something diverged
             wide = copied.to(wider)
-        prompt, new = prompts[row], stock[row][:position]
-        logits = _equal_forwards(model, wide, prompt.tokens, new)
-        scores = torch.stack([prompt.scores(new, each).double() for each in logits])  # [num_forwards, vocab] f64
+        new = stock[row][:position]
+        logits = _equal_forwards(model, wide, prompts[row], new)
+        values = torch.stack([scores(row, new, each).double() for each in logits])  # [num_forwards, vocab] f64
         tokens = stock[row][position], ours[row][position]
-        stock_logit, our_logit = scores[0, list(tokens)].tolist()
-        best = scores[0].topk(min(CANDIDATES, scores.shape[1])).indices.tolist()
-        noise = margin_noise(scores[:, sorted({*best, *tokens})])
+        stock_logit, our_logit = values[0, list(tokens)].tolist()
+        best = values[0].topk(min(CANDIDATES, values.shape[1])).indices.tolist()
+        noise = margin_noise(values[:, sorted({*best, *tokens})])
         rounding = spacing(dtype or model.dtype, max(abs(stock_logit), abs(our_logit)))
-        wide_token = None if wide is None else int(scores[-1].argmax())
-        divergences.append(Divergence(row, position, *tokens, stock_logit, our_logit, rounding, noise, wide_token))
+        divergences.append(Divergence(row, position, *tokens, stock_logit, our_logit, rounding, noise))
     return divergences
 
 
@@ -279,14 +255,12 @@ def _is_stored_elsewhere(model: PreTrainedModel) -> bool:
 
 
 def first_difference(stock: Sequence[int], ours: Sequence[int]) -> int | None:
-    """Return the first position at which two equally long sequences differ, or None."""
-    return next((index for index, (a, b) in enumerate(zip(stock, ours, strict=True)) if a != b), None)
+    """Return the first position at which two sequences differ, or None."""
+    return next((index for index, (a, b) in enumerate(zip_longest(stock, ours)) if a != b), None)
 
 
 def spacing(dtype: torch.dtype, magnitude: float) -> float:
-    """Return the distance from ``magnitude`` (at least 0) to the next number of ``dtype``; nan for inf and nan."""
-    if not math.isfinite(magnitude):
-        return math.nan
+    """Return the distance from a finite ``magnitude`` (at least 0) to the next number of ``dtype``."""
     info = torch.finfo(dtype)
     _, exponent = math.frexp(max(magnitude, info.tiny))  # magnitude = fraction * 2**exponent, fraction in [0.5, 1)
     return info.eps * 2.0 ** (exponent - 1)
@@ -326,8 +300,3 @@ def _equal_forwards(model: PreTrainedModel, wide: Any, prompt: list[int], new: l
 
     logits = [whole(model, 1), *(whole(model, rows) for rows in BATCHES), *(in_pieces(size) for size in PIECES)]
     return [each.float() for each in logits] + ([] if wide is None else [whole(wide, 1)])
-
-
-def _new_tokens(sequences: torch.Tensor, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Return the tokens after the prompts in ``sequences`` [batch, padded_len + new].  -> [batch][new]"""
-    return sequences[:, len(prompts[0].laid_out) :].tolist()

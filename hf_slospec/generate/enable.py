@@ -22,7 +22,6 @@ from hf_slospec.generate.decode import Decoder
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.generate.validation import check_flag, configured
 from hf_slospec.models.inspection.loaded import check_causal_lm
-from hf_slospec.models.linear.packed_layers import restore_weights
 
 # Stock generate's first parameters, for calls of one that takes *args.
 POSITIONAL = ("inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
@@ -46,7 +45,7 @@ def enable(
         model: a loaded transformers causal LM or encoder-decoder (Whisper, BART, T5), or a PEFT model around one.
         assistant_model: a smaller causal LM, on the same device. Without one, and without a drafter, the request's own
             tokens draft (prompt lookup).
-        drafter: what drafts instead, see :func:`load_drafter`: ``"lookup"``, ``"suffix"``, ``"recycling"``, ``"mtp"``,
+        drafter: what drafts instead, see :func:`load_drafter`: ``"lookup"``, ``"suffix"``, ``"mtp"``,
             a folder or Hub repository of a trained head or a smaller model, a loaded model, or several of these
             (``"lookup+mtp"``, or a list); or an object of your own that proposes token trees, see :class:`Drafter`.
         tokenizer: the model's; with ``assistant_tokenizer``, an assistant model with another tokenizer can draft, as
@@ -73,11 +72,6 @@ def enable(
         model, assistant_model, drafter=drafter, tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer,
         config=config, make_policy=make_policy, fallback=fallback,
     )  # fmt: skip
-    if decoder.config.prepack != "only":  # "only" keeps what earlier settings released
-        for enabled in (decoder_of(model), decoder):
-            if enabled is not None:
-                enabled.restore_drafts()
-        restore_weights(model)
     _restore_generate(model)
     owner: Any = decoder.model  # a PEFT model hands generate on to the model it wraps
     replaced = owner.__dict__.get("generate")  # a generate that was set on the instance, if any
@@ -156,14 +150,8 @@ def decoder_of(model: PreTrainedModel, argument: str = "model") -> Decoder | Non
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
-    """Give ``model`` its stock ``generate`` back, and the weights that ``prepack="only"`` released.
-
-    A model that is not enabled keeps its ``generate``.
-    """
-    if (decoder := decoder_of(model)) is not None:
-        decoder.restore_drafts()
+    """Give ``model`` its stock ``generate`` back, if it is enabled."""
     _restore_generate(model)
-    restore_weights(model)
     return model
 
 

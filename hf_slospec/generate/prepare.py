@@ -259,10 +259,6 @@ def _call(
         stock.input_ids, prompt, whole, encoder, stock.config, stock.criteria, stages, grammars, arrived_s, streamer,
         any(map(is_users, callbacks)),
     )  # fmt: skip
-    if speculator.config.deterministic and any(params.has_slo for params in rows.params):
-        raise UnsupportedOptionError(
-            'deterministic=True cannot be combined with slo_tpot, which steers by the clock; exact="self" can'
-        )
     check_prompts(rows, speculator.target, has_placeholders=bool(names))
     return Call(rows, stock, speculator, encoder, is_part, bool(names))
 

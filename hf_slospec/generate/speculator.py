@@ -13,6 +13,8 @@ from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.assembly import Parts, static_engine
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.drafters.methods import DraftMethod, Room
+from hf_slospec.drafters.user import UserMethod
+from hf_slospec.engine.checks import Checks
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.protocols import Drafter, Policy
@@ -21,7 +23,6 @@ from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.forks import Lock, reset_in_children
 from hf_slospec.models.checked_model import CheckedModel
-from hf_slospec.models.costs.counted import counted_cost
 from hf_slospec.models.device.memory import MemoryUse
 from hf_slospec.models.inspection.properties import vocab_size
 from hf_slospec.models.packed.features_trial import check_features
@@ -107,10 +108,7 @@ class Speculator:
 
     @property
     def costs(self) -> StepCosts:
-        """The cost model, kept until the costs of a model are measured again; with ``deterministic``, a new one."""
-        if self.config.deterministic:
-            level = HOST_LEVEL if self.draft is None else counted_cost(self.draft.packed)
-            return StepCosts(counted_cost(self.target.packed), level, is_fixed=True)
+        """The cost model, kept until the costs of a model are measured again."""
         with self.lock:  # measuring uses the K/V cache of both models
             verify = self.target.cost
             draft_level = self._draft_level
@@ -168,9 +166,8 @@ class Speculator:
         make_policy = self.make_policy if config is None else None
         config = config or self.config
         is_same_shape = (config.max_depth, config.max_width) == (self.config.max_depth, self.config.max_width)
-        is_kept = is_same_shape and not config.deterministic
-        history = self.history if is_kept else SpeculationHistory(config)
-        return new_policy(config, costs, history, make_policy, vocab_size(self.target.model))
+        history = self.history if is_same_shape else SpeculationHistory(config)
+        return new_policy(config, costs, history, make_policy)
 
     def new_target(
         self, sampler: Sampler, max_slots: int | None = None, max_kept: float | None = 0, holds_finished: bool = False
@@ -181,14 +178,18 @@ class Speculator:
     def new_drafter(self, max_slots: int | None = None, max_kept: float | None = 0, keeps_rng: bool = True) -> Drafter:
         """Return the drafter for one engine; the arguments are those of :class:`Room`."""
         draft = None if self.draft is None else self.draft.packed
-        # Times and earlier runs of a batcher are known to the first of several processes only.
-        is_alike = self.config.deterministic or self.target.ranks.number > 1
-        drafter_clock = None if is_alike else self.target.ranks.clock
-        room = Room(self.max_nodes, vocab_size(self.target.model), max_slots, max_kept, keeps_rng, drafter_clock)
+        room = Room(self.max_nodes, vocab_size(self.target.model), max_slots, max_kept, keeps_rng)
         drafter = self.method.new_drafter(draft, room)
         with self._counting:
             self._drafters.add(drafter)
         return drafter
+
+    def checks(self, config: SLOSpecConfig | None) -> Checks:
+        """Return which results of users' objects are checked, with the policy of ``config`` if one is given."""
+        has_user_policy = config is None and self.make_policy is not None
+        return Checks(
+            self.max_nodes, vocab_size(self.target.model), has_user_policy, isinstance(self.method, UserMethod)
+        )
 
     def parts(self, target: PackedTarget, drafter: Drafter, costs: StepCosts, config: SLOSpecConfig | None) -> Parts:
         """Return the parts of an engine, with the policy of ``config`` if one is given."""
@@ -196,7 +197,7 @@ class Speculator:
             target.inform(drafter)
         drafter.read_kv_of(target.sequences)
         policy, clock = self.policy(costs, config), self.target.ranks.clock
-        return Parts(target, drafter, policy, costs, clock, self.lock.released)
+        return Parts(target, drafter, policy, costs, clock, self.lock.released, self.checks(config))
 
     def run(
         self,
@@ -257,7 +258,6 @@ class Speculator:
             staging=num_running * self.max_nodes * sum(model.kv_bytes_per_token for model in models),
             prepacked=sum(weights.num_bytes for weights in prepacked)
             + sum(model.compiled.num_bytes + model.exact_products.num_bytes for model in models),
-            released=sum(weights.num_released_bytes for weights in prepacked),
             rounded_weights=sum(weights.num_rounded for weights in prepacked),
         )
 

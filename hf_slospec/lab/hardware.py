@@ -28,7 +28,6 @@ class Hardware:
     host_s: float = 0.0  # added to every step
     drafting_request_s: float = 0.0  # added per request that is drafted for
     kv_tokens: int = 400_000  # slots of the K/V cache
-    draft_kv_share: float = 0.0  # bytes of the draft's K/V per token, relative to the target's
 
     def costs(self) -> StepCosts:
         """Return the initial step costs, which measured steps correct."""
@@ -120,7 +119,6 @@ class HardwareFile(BaseModel):
     host_ms: Milliseconds = 0.0
     drafting_request_ms: Milliseconds = 0.0
     kv_tokens: Count = 400_000
-    draft_kv_share: Annotated[float, Field(ge=0, le=1e3, allow_inf_nan=False)] = 0.0
 
     def hardware(self) -> Hardware:
         """Return the latencies in seconds."""
@@ -131,7 +129,6 @@ class HardwareFile(BaseModel):
             self.host_ms / 1e3,
             self.drafting_request_ms / 1e3,
             self.kv_tokens,
-            self.draft_kv_share,
         )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from hf_slospec.algo.replica_ranking import Need, ReplicaLoad
 from hf_slospec.assembly import Parts, continuous_engine, limits_of
 from hf_slospec.config import NewPolicy, SLOSpecConfig
+from hf_slospec.engine.checks import NO_CHECKS, Checks
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.protocols import Drafter, Policy
 from hf_slospec.engine.request import Request, RequestParams, Stage
@@ -69,21 +70,23 @@ class Replica:
     ):
         self.clock, costs = clock, hardware.costs()
         max_nodes = max_nodes_per_request(config, make_policy)
-        kv_tokens, draft_slots = config.kv_tokens, 0
-        if kv_tokens is None:
-            kv_tokens, draft_slots = hardware.kv_tokens, int(hardware.draft_kv_share * hardware.kv_tokens)
-        limits = limits_of(config, kv_tokens, max_nodes, draft_slots)
+        kv_tokens = hardware.kv_tokens if config.kv_tokens is None else config.kv_tokens
+        limits = limits_of(config, kv_tokens, max_nodes)
         policy: Policy
+        checks = NO_CHECKS
         if oracle and config.policy == AdaServePolicy.name:
             policy = AdaServeOraclePolicy(library, config, costs)
         elif oracle:
             policy = OraclePolicy(library, config, hardware, new_drafter(library, hardware, VirtualClock(), seed))
-        else:  # tokens are ranks, so every id is known
+        else:
             config = config.model_copy(update={"kv_tokens": kv_tokens})
-            policy = new_policy(config, costs, SpeculationHistory(config), make_policy, sys.maxsize)
+            policy = new_policy(config, costs, SpeculationHistory(config), make_policy)
+            # Tokens are ranks, so every id is known.
+            checks = Checks(max_nodes, sys.maxsize, has_user_policy=make_policy is not None)
         target = SimulatedTarget(library, hardware, self.clock, kv_tokens, continued)
         drafter = new_drafter(library, hardware, self.clock, seed)
-        self.engine = continuous_engine(config, Parts(target, drafter, policy, costs, self.clock), limits)
+        parts = Parts(target, drafter, policy, costs, self.clock, checks=checks)
+        self.engine = continuous_engine(config, parts, limits)
         self.scheduler = self.engine.scheduler
         self._reported = self._next_report = load_of(self.scheduler)  # before and after the latest step
 

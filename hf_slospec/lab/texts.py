@@ -215,7 +215,7 @@ class RecordedText(BaseModel):
 
 
 class Recording(BaseModel):
-    """Texts recorded by ``bench --record``: the target's tokens with the draft's probabilities."""
+    """Texts recorded by ``benchmarks/fidelity.py``: the target's tokens with the draft's probabilities."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

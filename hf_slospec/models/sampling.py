@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from hf_slospec.algo.tree import TokenTree
@@ -26,7 +25,6 @@ Processor = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
 PendingChoices = tuple[torch.Tensor, Callable[[list[int]], list[Chooser]]]
 NO_CHOICES = torch.empty(0, dtype=torch.int64, device="cpu")
 
-BLOCK = 64  # tokens of a block of the vocabulary, in which the largest logit is found first
 MAX_BATCHED_LOGITS = 2**20  # logits per step; if there are more, a CPU processes only the nodes that are reached
 
 
@@ -309,29 +307,6 @@ class RequestSamplers:
 
         all_choices = [choices.to(logits.device) for choices, _ in pending if len(choices)]
         return torch.cat(all_choices) if all_choices else NO_CHOICES, choosers
-
-
-def most_probable(logits: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the most probable tokens of every row, best first, and their probabilities.
-
-    The vocabulary is read once, for the largest logit of each block of tokens, as a softmax over it would take a CPU
-    longer than some models take for the row. Probabilities are shares of the blocks with the largest logits, and so too
-    high by the share of all other blocks.
-
-    Args:
-        logits: [num_rows, vocab].
-        number: tokens per row; all if the vocabulary is smaller.
-
-    Returns:
-        [num_rows, number] int64, and as many probabilities f32; 0 where a row holds NaN.
-    """
-    vocab = logits.shape[-1]
-    blocks = F.pad(logits, (0, -vocab % BLOCK), value=-torch.inf).unflatten(-1, (-1, BLOCK))
-    best = blocks.amax(-1).topk(min(number, blocks.shape[1])).indices  # [num_rows, blocks]
-    candidates = blocks.gather(1, best.unsqueeze(-1).expand(-1, -1, BLOCK)).flatten(1).softmax(-1, torch.float32)
-    probs, places = candidates.topk(min(number, vocab))
-    tokens = best.gather(1, places // BLOCK) * BLOCK + places % BLOCK
-    return tokens.clamp(max=vocab - 1), probs.nan_to_num(nan=0.0)  # a row of NaN may name padding
 
 
 def _nothing_pending(choosers: list[Chooser]) -> PendingChoices:

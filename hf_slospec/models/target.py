@@ -20,7 +20,7 @@ from hf_slospec.models.packed.agreement import relative_error
 from hf_slospec.models.packed.model import PackedModel
 from hf_slospec.models.packed.prefilled_prompts import Prefilled
 from hf_slospec.models.packed.trial import tolerance
-from hf_slospec.models.sampling import PendingChoices, most_probable
+from hf_slospec.models.sampling import PendingChoices
 from hf_slospec.models.sequences.prefix_reuse import MIN_SHARED
 from hf_slospec.models.sequences.request_sequences import RequestSequences
 
@@ -28,8 +28,6 @@ from hf_slospec.models.sequences.request_sequences import RequestSequences
 WHOLE_TOLERANCE = 4.0
 
 Rows = npt.NDArray[np.int64]  # [num_rows] of a packed batch
-# Prompt tokens per forward whose successors a drafter reads; the logits of each cost as much as those of a node.
-MAX_PROMPT_ROWS = 128
 NO_ROWS: Rows = np.empty(0, np.int64)
 
 
@@ -49,15 +47,6 @@ class _Committed(NamedTuple):
     request: Request
     begin: int  # index of the first one in the request's tokens
     indices: Sequence[int]  # among the request's tokens in the packed batch
-
-
-class _Recycled(NamedTuple):
-    """Tokens of a request, the most probable ones after which a drafter reads."""
-
-    request: Request
-    begin: int  # index of the root in the request's tokens
-    tree: TokenTree
-    rows: Rows  # rows of the nodes in the packed batch
 
 
 class PackedTarget(Target):
@@ -81,10 +70,9 @@ class PackedTarget(Target):
             max_slots: see :class:`RequestSequences`, as for ``max_kept``.
             holds_finished: K/V of finished requests stays readable in ``sequences`` until ``close``.
         """
-        self.sampler, self.holds_finished, self._own_slots = sampler, holds_finished, max_slots
+        self.sampler, self.holds_finished = sampler, holds_finished
         self.sequences = RequestSequences(packed, max_nodes, max_slots, max_kept)
         self._reader: Drafter | None = None  # reads features
-        self._recycler: Drafter | None = None  # reads successors
         self._features: torch.Tensor | None = None  # [num_tokens, num_features], of the verified packed batch
         self._begins: dict[Request, int] = {}  # index of a request's first token in the verified packed batch
 
@@ -98,13 +86,8 @@ class PackedTarget(Target):
         return "compiled" if self.sequences.packed.compiled[layers] == "compiled" else "eager"
 
     def inform(self, drafter: Drafter) -> None:
-        """Give a drafter what it asks for from now on.
-
-        These are its ``feature_layers``' hidden states of every committed token, and the ``num_successors`` most
-        probable tokens after every verified node.
-        """
+        """Give a drafter its ``feature_layers``' hidden states of every token that is committed from now on."""
         self._reader = drafter if drafter.feature_layers else None
-        self._recycler = drafter if drafter.num_successors else None
 
     @property
     def shares_prompts(self) -> bool:
@@ -113,10 +96,6 @@ class PackedTarget(Target):
         Not with a drafter that reads features: it has none of tokens that the target does not process.
         """
         return self._reader is None and not self.sequences.has_embeds
-
-    def lend(self, num_slots: int) -> None:
-        if self._own_slots is not None:
-            self.sequences.limit(self._own_slots + num_slots)
 
     def verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
@@ -148,10 +127,9 @@ class PackedTarget(Target):
                 logit_rows.append(begin + len(tokens) - 1 + np.arange(tree.num_nodes))
                 begin += tree.num_nodes - 1
             begin += len(tokens)
-        prompts = self._prompts_to_recycle(requests, chunks)
-        # Rows of prompts whose successors are read, rows that tokens are chosen from, and rows for prompt readers.
-        wanted = np.concatenate([NO_ROWS, *(part.rows for part in prompts), *logit_rows, *read_rows.values()])
-        num_prompt, num_chosen = sum(part.tree.num_nodes for part in prompts), sum(map(len, logit_rows))
+        # Rows that tokens are chosen from, and rows for prompt readers.
+        wanted = np.concatenate([NO_ROWS, *logit_rows, *read_rows.values()])
+        num_chosen = sum(map(len, logit_rows))
         layers = self._reader.feature_layers if self._reader is not None else ()
         try:
             logits, self._features = self.sequences.forward(parts, torch.from_numpy(wanted), layers)
@@ -159,8 +137,7 @@ class PackedTarget(Target):
             for request in whole:
                 self.sequences.of(request).truncate(0)
             raise
-        recycled, prompt_logits = logits[: num_prompt + num_chosen], logits[num_prompt + num_chosen :]
-        logits = recycled[num_prompt:]
+        logits, prompt_logits = logits[:num_chosen], logits[num_chosen:]
         roots = dict(zip(requests, np.cumsum([0, *(tree.num_nodes for tree in trees)])[:-1].tolist(), strict=True))
         expected = dict[Request, torch.Tensor]()  # logits after prompts, by the model's own forward
         for request, done in whole.items():
@@ -175,37 +152,14 @@ class PackedTarget(Target):
         for request, read in zip(read_rows, per_request_logits, strict=True):
             if (reader := request.params.prompt_reader) is not None and len(read):
                 reader.take(read)
-        recycler = self._recycler
-        successors = () if recycler is None else most_probable(recycled, recycler.num_successors)
         choices, make_choosers = self.sampler.choose(requests, logits, trees)
         choosers = make_choosers(choices.tolist())  # the host waits for the device
-        if recycler is not None:
-            begins = [len(request.tokens) - 1 for request in requests]
-            verified = map(_Recycled, requests, begins, trees, logit_rows)
-            _recycle(recycler, [*prompts, *verified], *successors)
         if not expected:
             return choosers
         return [
             chooser if (own := expected.get(request)) is None else self._checked(chooser, logits[roots[request]], own)
             for request, chooser in zip(requests, choosers, strict=True)
         ]
-
-    def _prompts_to_recycle(self, requests: Sequence[Request], chunks: Sequence[Chunk]) -> list[_Recycled]:
-        """Return the last tokens of prompts in the packed batch, as chains, if the drafter reads successors."""
-        if self._recycler is None:
-            return []
-        lengths = {request: len(self.sequences.uncached(request)) - 1 for request in requests}
-        lengths |= {chunk.request: chunk.num_tokens for chunk in chunks}
-        lengths = {request: length for request, length in lengths.items() if length}
-        prompts = []
-        for request, length in lengths.items():
-            num_cached, num_rows = self.sequences.num_cached(request), min(length, MAX_PROMPT_ROWS // len(lengths))
-            if num_rows:
-                begin, end = num_cached + length - num_rows, num_cached + length
-                tree = TokenTree.chain(request.tokens[begin], request.tokens[begin + 1 : end], 1.0)
-                rows = self._begins[request] + np.arange(length - num_rows, length)
-                prompts.append(_Recycled(request, begin, tree, rows))
-        return prompts
 
     def _rows_to_read(self, request: Request, begin: int, num_tokens: int) -> Rows:
         """Return the rows whose logits the prompt reader takes; the request's rows begin at ``begin``."""
@@ -335,14 +289,3 @@ class PackedTarget(Target):
             assert self.sequences.num_cached(request) == request.kv.num_cached, "num_cached is not what has K/V"
         if not self.holds_finished:
             self.sequences.check(requests)
-
-
-def _recycle(drafter: Drafter, parts: Sequence[_Recycled], tokens: torch.Tensor, probs: torch.Tensor) -> None:
-    """Give a drafter the most probable tokens after every node, and their probabilities.
-
-    ``tokens`` and ``probs``: [num_nodes of all parts, num_successors].
-    """
-    ends = np.cumsum([part.tree.num_nodes for part in parts])[:-1]
-    columns = (np.split(column, ends) for column in (tokens.cpu().numpy(), probs.cpu().double().numpy()))
-    for part, *per_part in zip(parts, *columns, strict=False):  # a split of nothing has one part
-        drafter.take_successors(part.request, part.begin, part.tree, *per_part)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
-from hf_slospec.engine.checked_policy import CheckedPolicy
+from hf_slospec.engine.checks import check_policy
 from hf_slospec.engine.protocols import Policy
 from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.policies.adaserve import AdaServePolicy
@@ -22,7 +21,6 @@ def new_policy(
     costs: StepCosts,
     history: SpeculationHistory | None = None,
     make_policy: Callable[[Settings, StepCosts], Policy] | None = None,
-    vocab_size: int = sys.maxsize,
 ) -> Policy:
     """Return the policy that the config names, or the user's own.
 
@@ -30,11 +28,12 @@ def new_policy(
         config: settings; its ``policy`` is ignored if ``make_policy`` is given.
         costs: predicted step times.
         history: statistics of earlier runs, which ``auto`` uses and updates; None: none yet.
-        make_policy: makes the user's policy, whose plans and selections are checked.
-        vocab_size: size of the vocabulary, for the check of the user's selections.
+        make_policy: makes the user's policy.
     """
     if make_policy is not None:
-        return CheckedPolicy(make_policy(config, costs), max_nodes_per_request(config, make_policy), vocab_size)
+        policy = make_policy(config, costs)
+        check_policy(policy)
+        return policy
     named = policy_named(config.policy)
     return named(config, costs, history) if issubclass(named, AutoPolicy) else named(config, costs)
 

@@ -86,7 +86,6 @@ class Batcher:
         self._handles: dict[int, RequestHandle] = {}  # unfinished requests, by index
         self._num_waiting = 0  # requests in the scheduler's queue
         self.num_running = self.kv_held = 0  # running requests, and their tokens
-        self.lent_slots = 0  # slots of the drafter's K/V memory that requests may use in addition
         self.num_kept = 0  # tokens of finished requests whose K/V is kept
         self.step_begun_s: float | None = None  # by the monotonic clock; None between steps
         self._thread: threading.Thread | None = None
@@ -225,7 +224,7 @@ class Batcher:
             unfinished = list(self._handles.values())
             self._arrivals.clear()
             load_futures, self._load_futures = self._load_futures, []
-            self._num_waiting = self.num_running = self.kv_held = self.lent_slots = self.num_kept = 0
+            self._num_waiting = self.num_running = self.kv_held = self.num_kept = 0
             self._ending = "now"
             self._state.notify_all()
         for future in load_futures:
@@ -338,7 +337,7 @@ class Batcher:
         scheduler = engine.scheduler
         before, self._num_waiting = self._num_waiting, len(scheduler.waiting)
         self.num_running, self.kv_held = len(scheduler.running), scheduler.kv_held
-        self.lent_slots, self.num_kept = scheduler.lent_slots, engine.target.num_kept
+        self.num_kept = engine.target.num_kept
         if self._num_waiting < before:
             self._state.notify_all()  # there is room in the queue
 

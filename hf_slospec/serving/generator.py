@@ -24,7 +24,7 @@ from hf_slospec.algo.replica_ranking import ReplicaLoad
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.drafters.load_drafter import Drafting, check_drafting, load_drafter
 from hf_slospec.engine.request import Progress
-from hf_slospec.errors import InvalidTypeError, UnsupportedOptionError
+from hf_slospec.errors import InvalidTypeError
 from hf_slospec.generate.decode import Decoder
 from hf_slospec.generate.slo import SLOTpot
 from hf_slospec.models.inspection.checkpoints import load_model
@@ -254,15 +254,7 @@ class SLOSpecGenerator:
         """Start the batcher unless it runs. Step times are measured first if no profile is stored.
 
         All processes of a tensor-parallel model call it; the first one then takes requests, and the others compute.
-
-        Raises:
-            UnsupportedOptionError: with ``deterministic=True``.
         """
-        if self.config.deterministic:
-            raise UnsupportedOptionError(
-                "deterministic=True is for calls of generate: which requests a batcher decodes together depends on "
-                'when they arrive; exact="self" gives each its own output whatever runs beside it'
-            )
         self._service.start()
         return self
 

@@ -39,7 +39,7 @@ class ModelOptions(InputModel):
     )
     share_texts: bool = Field(
         False,
-        description="With suffix or recycling: draft from other requests, too, those of the same key and cache_salt. "
+        description="With suffix: draft from other requests, too, those of the same key and cache_salt. "
         "Response times may then tell users of one key about each other's texts.",
     )
     images: bool = Field(False, description="Take images in messages, as data URLs; the target must take them.")
@@ -90,10 +90,8 @@ class ModelOptions(InputModel):
             )
         if self.images and self.target is None:
             raise InvalidInputError("--images needs a model that takes images; give --target, too")
-        if self.share_texts and not {"suffix", "recycling"}.intersection(self.parts):
-            raise InvalidInputError(
-                "--share-texts needs a drafter with memory; give --drafter suffix or recycling, too"
-            )
+        if self.share_texts and "suffix" not in self.parts:
+            raise InvalidInputError("--share-texts needs a drafter with memory; give --drafter suffix, too")
         return self
 
     @property

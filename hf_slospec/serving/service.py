@@ -100,11 +100,10 @@ class BatchingService:
                 ranks = speculator.target.ranks
                 check_draft_is_whole(speculator)
                 self._check_defaults()
-                kv_tokens, draft_slots = self.config.kv_tokens, 0  # a limit that was set is never exceeded
+                kv_tokens = self.config.kv_tokens
                 if kv_tokens is None:
                     kv_tokens = ranks.least(_affordable_kv_tokens(speculator, self.config.max_batch))
-                    draft_slots = int(kv_tokens * _draft_share(speculator))
-                self._limits = limits_of(self.config, kv_tokens, speculator.max_nodes, draft_slots)
+                self._limits = limits_of(self.config, kv_tokens, speculator.max_nodes)
                 new_engine, lock, max_queue = self._new_engine, speculator.lock, self.config.max_queue
                 if ranks.is_first:
                     self._batcher = Batcher(new_engine, max_queue, lock, self, _batcher_thread, self._is_current)
@@ -215,6 +214,7 @@ class BatchingService:
             self._policy_config = config
             if (engine := self._engine()) is not None:
                 engine.policy = speculator.policy(engine.costs, config)
+                engine.checks = speculator.checks(config)
 
     # ---- observing the batcher
 
@@ -238,7 +238,7 @@ class BatchingService:
         memory = self.decoder.speculator.memory(batcher.num_running)
         return self.telemetry.stats(
             running=batcher.num_running, waiting=batcher.num_waiting, kv_tokens=batcher.kv_held,
-            kept_tokens=batcher.num_kept, kv_limit=limits.kv_tokens + batcher.lent_slots, memory=memory,
+            kept_tokens=batcher.num_kept, kv_limit=limits.kv_tokens, memory=memory,
             forwards=forwards,
         )  # fmt: skip
 
@@ -361,12 +361,6 @@ def _affordable_kv_tokens(speculator: Speculator, max_batch: int) -> int:
     max_len = trained_len(speculator.target.model) or (math.inf if bytes_per_token else UNBOUNDED_LEN)
     fitting = max(FREE_SHARE * free - state_bytes, 0) / bytes_per_token if bytes_per_token else math.inf
     return int(min(fitting, max_batch * (max_len + speculator.max_nodes)))
-
-
-def _draft_share(speculator: Speculator) -> float:
-    """Return the bytes of the drafter's K/V per token, relative to the target's."""
-    target, *drafts = (model.kv_bytes_per_token for model in speculator.models)
-    return sum(drafts) / target if target else 0.0
 
 
 def _stream(handle: RequestHandle, prompt: torch.Tensor, streamer: Any) -> None:

@@ -115,10 +115,6 @@ class LeadingTarget(PackedTarget):
         if self._num_known.pop(request, None) is not None:
             self._send("release", request.index, request.error is None)
 
-    def lend(self, num_slots: int) -> None:
-        self._send("lend", num_slots)
-        super().lend(num_slots)
-
     def close(self) -> None:
         learned = None
         try:
@@ -271,6 +267,3 @@ class Follower:
         if not has_succeeded:
             request.end(NotRunningError("the request failed in the first process"))
         engine.forget([request])
-
-    def _lend(self, engine: Engine[Any], num_slots: int) -> None:
-        engine.target.lend(num_slots)

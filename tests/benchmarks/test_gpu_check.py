@@ -199,7 +199,7 @@ def test_one_shape_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bench() -> Bench:
-    return Bench(*load_tiny_pair(), tiny_prompts(), 8, 4, times_forwards=False)
+    return Bench(*load_tiny_pair(), tiny_prompts(), 8, 4)
 
 
 ONCE, TWICE = Repeats(1, 1, 0.0), Repeats(2, 2, 0.0)

@@ -122,7 +122,7 @@ MODEL: Options = {
     "device": st.sampled_from(("cpu", "cuda", "meta", "mps", "cuda:9", "cpu:3", "xpu", "privateuseone", "")),
 }
 DRAFTER: Options = {
-    "drafter": models | st.sampled_from(("lookup", "suffix", "recycling", "mtp", "eagle3", "lookup+mtp", "mtp+x", "+"))
+    "drafter": models | st.sampled_from(("lookup", "suffix", "mtp", "eagle3", "lookup+mtp", "mtp+x", "+"))
 }
 COMMANDS: dict[str, Options] = {
     "generate": MODEL | DRAFTER | {
@@ -131,13 +131,12 @@ COMMANDS: dict[str, Options] = {
         "config": configs, "exact": exact, "json": paths, "strict": None,
     },
     "bench": MODEL | DRAFTER | {
-        "batch": whole, "prompt-tokens": whole, "new-tokens": whole, "repeats": whole, "no-tune": None,
-        "temperature": real, "top-p": real, "exact": exact, "config": configs, "trace": paths, "record": paths,
-        "json": paths,
+        "batch": whole, "prompt-tokens": whole, "new-tokens": whole, "repeats": whole,
+        "exact": exact, "config": configs, "json": paths,
     },
     "profile": MODEL | {"seconds": real, "plot": paths, "json": paths, "no-keep": None},
     "check": {name: own for name, own in MODEL.items() if name != "target"} | DRAFTER | {
-        "prompts": paths, "max-new-tokens": whole, "images": None, "repeats": whole, "config": configs,
+        "prompts": paths, "max-new-tokens": whole, "images": None, "config": configs,
         "exact": exact,
     },
     "serve": MODEL | DRAFTER | {

@@ -64,7 +64,6 @@ def check(method: DraftMethod, target: Any) -> None:
 SOURCES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "lookup": (lambda folder: "lookup", "prompt lookup"),
     "suffix": (lambda folder: "suffix", "suffix trees"),
-    "recycling": (lambda folder: "recycling", "token recycling"),
     "assistant": (assistant_folder, "assistant model"),
     "model": (lambda folder: tiny_model("llama", noise=0.03), "assistant model"),
     "eagle3": (eagle3_folder, "EAGLE-3 head"),
@@ -125,7 +124,7 @@ def test_bad_drafters_are_refused_before_the_target_is_tried(drafter: Any, monke
         lambda: enable(target_of("llama"), drafter=drafter),
         lambda: SLOSpecGenerator(target_of("llama"), drafter=drafter, fallback=True),
     ):
-        with pytest.raises((InvalidInputError, InvalidTypeError), match="lookup, suffix, recycling, mtp"):
+        with pytest.raises((InvalidInputError, InvalidTypeError), match="lookup, suffix, mtp"):
             refused()
 
 

@@ -1,8 +1,7 @@
-"""Past answers: bounds, prompts, files, and drafters that look into them."""
+"""Past answers: bounds, prompts, saving, and drafters that look into them."""
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-import hf_slospec
 from hf_slospec import InvalidInputError, InvalidTypeError, PastAnswers, SLOSpecConfig, SLOSpecGenerator, load_drafter
 from hf_slospec.drafters.past_answers import CONTEXT, END
 from hf_slospec.drafters.prompt_lookup import PromptLookupDrafter
@@ -29,6 +27,10 @@ def request_of(prompt: list[int], output: list[int], salt: str = "") -> Request:
     for token in output:
         request.emit(token)
     return request
+
+
+def add(past: PastAnswers, prompt: list[int], answer: list[int], salt: str = "") -> None:
+    past.end(request_of(prompt, answer, salt))
 
 
 def loaded_from(path: Path, **bounds: int) -> PastAnswers:
@@ -57,30 +59,29 @@ def probs_by_path(past: PastAnswers, request: Request) -> list[dict[tuple[int, .
 
 @pytest.mark.parametrize("kind", [SuffixDrafter, PromptLookupDrafter])
 def test_an_answer_to_the_prompt_is_proposed_from_its_first_token_on(kind: Any) -> None:
-    past = PastAnswers(others=False)
-    past.add(PROMPT, ANSWER)
-    past.add([9, 6, 7], [30, 31])
-    past.add(PROMPT, [40, 41], salt="another")
+    past = PastAnswers()
+    add(past, PROMPT, ANSWER)
+    add(past, [9, 6, 7], [30, 31])
+    add(past, PROMPT, [40, 41], salt="another")
     drafter = kind(past=past)
     assert chain(drafter, request_of(PROMPT, [])) == ANSWER[:4]
     assert chain(drafter, request_of(PROMPT, ANSWER[:2])) == ANSWER[2:]
     assert chain(drafter, request_of([9, 6, 7], [])) == [30, 31]
-    assert chain(drafter, request_of([8], [20, 21])) == []  # another prompt
     assert chain(drafter, request_of(PROMPT, [], salt="third")) == []
     assert chain(drafter, request_of(PROMPT, [], salt="another")) == [40, 41]
 
 
-def test_answers_to_other_prompts_are_searched_unless_switched_off() -> None:
-    for others in (True, False):
-        past = PastAnswers(others=others)
-        past.add(PROMPT, ANSWER)
-        assert bool(chain(SuffixDrafter(past), request_of([8], ANSWER[:2]))) is others
-        assert not chain(SuffixDrafter(past), request_of([8, *PROMPT], []))  # prompts are not
+def test_only_suffix_searches_answers_to_other_prompts_and_no_prompts() -> None:
+    past = PastAnswers()
+    add(past, PROMPT, ANSWER)
+    assert chain(PromptLookupDrafter(past=past), request_of([8], ANSWER[:2])) == []
+    assert chain(SuffixDrafter(past), request_of([8], ANSWER[:2])) == ANSWER[2:]
+    assert not chain(SuffixDrafter(past), request_of([8, *PROMPT], []))
 
 
 @pytest.mark.parametrize("kind", [SuffixDrafter, PromptLookupDrafter])
 def test_rows_of_one_prompt_see_each_other_while_they_run(kind: Any) -> None:
-    drafter = kind(past=PastAnswers(others=False))
+    drafter = kind(past=PastAnswers())
     first, second = request_of(PROMPT, ANSWER), request_of(PROMPT, ANSWER[:2])
     drafter.draft([first], Plan(4, 1))
     assert chain(drafter, second) == ANSWER[2:]
@@ -92,7 +93,7 @@ def test_rows_of_one_prompt_see_each_other_while_they_run(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [SuffixDrafter, PromptLookupDrafter])
 def test_more_rows_than_answers_are_kept_draft_all_the_same(kind: Any) -> None:
-    drafter = kind(past=PastAnswers(others=False, max_per_prompt=1))
+    drafter = kind(past=PastAnswers(max_per_prompt=1))
     first, second = request_of(PROMPT, ANSWER[:2]), request_of(PROMPT, ANSWER)
     drafter.draft([first, second], Plan(4, 1))
     assert chain(drafter, first) == ANSWER[2:]
@@ -102,26 +103,26 @@ def test_more_rows_than_answers_are_kept_draft_all_the_same(kind: Any) -> None:
 
 
 def test_the_oldest_are_dropped() -> None:
-    past = PastAnswers(max_per_prompt=2, max_texts=5, max_tokens=12)
+    past = PastAnswers(max_per_prompt=2, max_tokens=12)
     for first in range(10, 16):
-        past.add(PROMPT, [first, 1])
+        add(past, PROMPT, [first, 1])
     kept = past.before(request_of(PROMPT, []))
     assert kept.tolist() == [*PROMPT, 15, 1, END] and kept.dtype == np.int64  # the running one is the second
-    for prompt in range(10):
-        past.add([prompt], [prompt])
-    assert len(past) == 5
-    past.add([1], list(range(12)))
+    for prompt in range(20):
+        add(past, [prompt], [prompt])
+    assert len(past) == 12
+    add(past, [1], list(range(12)))
     assert len(past) == 1 and past.num_tokens == 12
-    past.add([1], list(range(13)))  # too long by itself
+    add(past, [1], list(range(13)))  # too long by itself
     assert len(past) == past.num_tokens == 0
-    for bounds in (dict(max_texts=0), dict(max_tokens=0), dict(max_per_prompt=0)):
+    for bounds in (dict(max_tokens=0), dict(max_per_prompt=0)):
         with pytest.raises(InvalidInputError, match="max_per_prompt must be at least 1"):
             PastAnswers(**bounds)
 
 
 def test_trees_are_those_of_a_new_store_with_the_same_answers() -> None:
     """Trees that grew, shrank and were built again draft what trees built at once draft."""
-    rng, past = random.Random(0), PastAnswers(max_texts=12, max_per_prompt=4)
+    rng, past = random.Random(0), PastAnswers(max_tokens=150, max_per_prompt=4)
     prompts, requests = [[1, 2], [3, 4], [5, 6]], list[Request]()
     drafter = SuffixDrafter(past)
     for step in range(200):
@@ -132,11 +133,11 @@ def test_trees_are_those_of_a_new_store_with_the_same_answers() -> None:
         drafter.draft(requests, Plan(3, 2))
         if step % 3 == 0:
             drafter.release(requests.pop(rng.randrange(len(requests))))
-        anew = PastAnswers(max_texts=12, max_per_prompt=4)
+        anew = PastAnswers(max_tokens=150, max_per_prompt=4)
         anew._answers, anew._to, anew._running = past._answers, past._to, past._running
         for request in requests:
             assert probs_by_path(past, request) == probs_by_path(anew, request)
-    assert len(past) == 12
+    assert 100 < past.num_tokens <= 150
     for request in requests:
         drafter.release(request)
     assert all(group.prompt == "" for group in past._trees)  # those of prompts go with their last request
@@ -146,36 +147,22 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     past, prompt = PastAnswers(), list(range(100, 140))
     past.save(tmp_path / "none")
     assert len(loaded_from(tmp_path / "none")) == 0
-    past.add(prompt, ANSWER)
-    past.add(prompt, [20, 30])
-    past.add(PROMPT, [1], salt="ä")
+    add(past, prompt, ANSWER)
+    add(past, prompt, [20, 30])
+    add(past, PROMPT, [1], salt="ä")
     past.update(request_of(PROMPT, [50, 51]))  # running
     past.save(tmp_path / "answers")
-    loaded = loaded_from(tmp_path / "answers", max_texts=3)
+    loaded = loaded_from(tmp_path / "answers", max_tokens=5)
     assert len(loaded) == 3 and loaded.num_tokens == 5
     assert loaded.before(request_of(prompt, [])).tolist() == [*prompt[-CONTEXT:], 20, 30, END]
     assert chain(SuffixDrafter(loaded), request_of(PROMPT, [])) == [50, 51]
-    assert [path.name for path in tmp_path.iterdir()] != [] and not list(tmp_path.glob("*.partial"))
-    (tmp_path / "other").write_text("text")
-    np.savez(tmp_path / "other.npz", tokens=np.arange(3))
-    for name in ("other", "other.npz"):
+    for text in ("text", '{"a": 1}', '[["", "", [1], ["a"]]]'):
+        (tmp_path / "other").write_text(text)
         with pytest.raises(InvalidInputError, match="not written by PastAnswers"):
-            loaded_from(tmp_path / name)
-
-
-def test_seeded_from_a_file_of_prompts_and_completions(tmp_path: Path) -> None:
-    tokenizer = hf_slospec.load_tiny_pair()[2]
-    rows: list[Any] = [{"prompt": "def main():\n", "completion": "    return 1\n"}]
-    (tmp_path / "seed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    past = PastAnswers()
-    assert past.read_jsonl(tmp_path / "seed.jsonl", tokenizer) == len(past) == 1
-    prompt = tokenizer("def main():\n")["input_ids"]
-    answer = tokenizer("    return 1\n", add_special_tokens=False)["input_ids"]
-    assert chain(SuffixDrafter(past), request_of(prompt, []), 3) == answer[:3]
-    for line in ('{"prompt": "a"}', "[]", "no"):
-        (tmp_path / "bad.jsonl").write_text(line)
-        with pytest.raises(InvalidInputError, match="line 1"):
-            past.read_jsonl(tmp_path / "bad.jsonl", tokenizer)
+            loaded_from(tmp_path / "other")
+    (tmp_path / "other").write_bytes(b"\xff")
+    with pytest.raises(InvalidInputError, match="not written by PastAnswers"):
+        loaded_from(tmp_path / "other")
 
 
 def test_load_drafter_takes_them() -> None:

@@ -48,7 +48,7 @@ def test_drafter_fallback_and_errors(model: Any) -> None:
     ours: dict[str, Any] = dict(custom_generate=FOLDER, trust_remote_code=True, max_new_tokens=6, do_sample=False)
     inputs = ragged_prompts(2)
     expected = model.generate(**inputs, max_new_tokens=6, do_sample=False)
-    assert torch.equal(model.generate(**inputs, drafter="recycling", **ours), expected)
+    assert torch.equal(model.generate(**inputs, drafter="suffix", **ours), expected)
     with pytest.raises(InvalidInputError, match="slo_tpot"):
         model.generate(**inputs, slo_tpot=-1.0, **ours)
     with pytest.warns(UserWarning, match="stock generate runs instead"):

@@ -40,7 +40,7 @@ def call_of(family: str) -> tuple[Any, dict[str, Any]]:
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
-    ("family", "drafter"), [("llama", "self"), ("llama", "lookup+suffix"), ("mixtral", "recycling"), ("Bart", "lookup")]
+    ("family", "drafter"), [("llama", "self"), ("llama", "lookup+suffix"), ("mixtral", "suffix"), ("Bart", "lookup")]
 )
 def test_generate(family: str, drafter: str, options: dict[str, Any]) -> None:
     model, call = call_of(family)

@@ -28,7 +28,7 @@ def prefilled(out: Any) -> int:
     return sum(step.prefill_tokens for step in out.steps)
 
 
-@pytest.mark.parametrize("drafter", [None, "assistant", "recycling", "suffix"])
+@pytest.mark.parametrize("drafter", [None, "assistant", "suffix"])
 @pytest.mark.parametrize("options", [dict(do_sample=False), dict(do_sample=True, num_return_sequences=2)])
 @pytest.mark.parametrize("extra", [{}, dict(output_scores=True)], ids=["", "scores"])
 def test_repeated_rows_are_prefilled_once(drafter: Any, options: dict[str, Any], extra: dict[str, Any]) -> None:

@@ -65,7 +65,6 @@ def stopped_within(module: torch.nn.Module, call: Any) -> Iterator[None]:
 DRAFTERS = {
     "a model": lambda target: copy.deepcopy(tiny_model("llama", noise=0.03)),
     "lookup": lambda target: "lookup",
-    "recycling": lambda target: load_drafter("recycling", target, share_texts=True),
     "past answers": lambda target: load_drafter("lookup", target, share_texts=PastAnswers()),
 }
 

@@ -72,7 +72,7 @@ class Object:
     plan = select = observe = release = draft
 
 
-CONFIGS = [SLOSpecConfig(), DRAFTS_ALWAYS, SLOSpecConfig(policy="none"), SLOSpecConfig(prepack="only"), {}]
+CONFIGS = [SLOSpecConfig(), DRAFTS_ALWAYS, SLOSpecConfig(policy="none"), SLOSpecConfig(prepack=False), {}]
 ENABLE: dict[str, st.SearchStrategy[Any]] = dict(
     assistant_model=st.sampled_from([tiny_model("llama", noise=0.03), tiny_model("opt"), tiny_model("llama")]),
     drafter=st.builds(Object, odd()) | st.builds(lambda: hf_slospec.load_drafter("lookup", tiny_model("llama"))),

@@ -165,7 +165,7 @@ def test_rows_that_end_before_others_are_padded(
 
 DRAFTERS: dict[str, dict[str, Any]] = {
     "lookup": {},
-    "lookup+recycling": {"drafter": "lookup+recycling"},
+    "lookup+suffix": {"drafter": "lookup+suffix"},
     "model": {"is_model": True},
     "head": {"drafter": "mtp"},
 }
@@ -181,7 +181,7 @@ LONG = {"type": "array", "minItems": quick_or(2, 3), "items": SCHEMA}
     "drafting",
     [
         DRAFTERS["lookup"],
-        pytest.param(DRAFTERS["lookup+recycling"], marks=pytest.mark.nightly),
+        pytest.param(DRAFTERS["lookup+suffix"], marks=pytest.mark.nightly),
         pytest.param(DRAFTERS["model"], marks=pytest.mark.nightly),
         DRAFTERS["head"],
     ],

@@ -101,7 +101,6 @@ def test_generate_and_submits_elsewhere_are_refused_while_the_batcher_runs(found
     assert first["guidance"][0] == "UnsupportedOptionError" and "such as guidance_scale" in first["guidance"][1]
     for own in found:
         assert torch.equal(own["after batchers"], own["stock"]["greedy"])
-        assert torch.equal(own["sum"], own["stock"]["greedy"])
 
 
 def test_changed_modules_are_refused_until_the_batcher_is_restarted(found: list[dict[str, Any]]) -> None:

@@ -12,7 +12,6 @@ import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, disable, enable, load_drafter, load_tiny_drafter, load_tiny_pair
 from hf_slospec.drafters.head import HeadMethod
-from hf_slospec.models.linear.packed_layers import Released
 from hf_slospec.models.packed.model import PackedModel
 from tests.drafters.heads.checkpoints import target_of
 from tests.support.breadth import nightly_but, quick_or
@@ -126,27 +125,6 @@ def test_one_drafter_in_several_threads_and_generators(trained: tuple[Any, Any, 
     for thread in threads:
         thread.join()
     assert same == [True] * 3
-
-
-def test_weights_that_are_released_come_back() -> None:
-    """With ``prepack="only"``, of the head, of the target and of what both share."""
-    target, _, tokenizer = load_tiny_pair()
-    method, inputs = load_tiny_drafter("mtp", target), inputs_of(tokenizer)
-    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=12)
-    expected = target.generate(**inputs, **options)  # type: ignore[operator]
-    only = TRAINED.model_copy(update={"prepack": "only"})
-    for turn in ("disable", "enable with another drafter"):
-        enable(target, drafter=method, config=only)
-        if not any(isinstance(layer, Released) for layer in method.model.modules()):
-            pytest.skip("this CPU needs no packed weights")
-        assert torch.equal(target.generate(**inputs, **options, slo_tpot=0.1), expected)
-        if turn == "enable with another drafter":
-            enable(target, config=TRAINED.model_copy(update={"prepack": False}))
-        else:
-            disable(target)
-        assert not any(isinstance(layer, Released) for model in (method.model, target) for layer in model.modules())
-        disable(target)
-        assert torch.equal(target.generate(**inputs, **options), expected)
 
 
 def test_copies_and_changed_weights(tmp_path: Path) -> None:

@@ -55,12 +55,12 @@ def written(tmp_path: Path, data: object) -> str:
 
 
 def test_latency_files_are_read_with_all_their_terms(tmp_path: Path) -> None:
-    more = {"mixed_ms": 3.0, "host_ms": 4.0, "drafting_request_ms": 0.5, "kv_tokens": 77, "draft_kv_share": 0.5}
+    more = {"mixed_ms": 3.0, "host_ms": 4.0, "drafting_request_ms": 0.5, "kv_tokens": 77}
     hardware = hardware_of(written(tmp_path, {**WHOLE, **more}))
     assert float(hardware.target(64, 3, 2000)) == pytest.approx((20.0 + 2 * 0.5 + 2 * 2.0) / 1e3)
     assert float(hardware.draft(500)) == pytest.approx(1e-3)
-    extra = hardware.mixed_s, hardware.host_s, hardware.drafting_request_s, hardware.kv_tokens, hardware.draft_kv_share
-    assert extra == pytest.approx((3e-3, 4e-3, 5e-4, 77, 0.5))
+    extra = hardware.mixed_s, hardware.host_s, hardware.drafting_request_s, hardware.kv_tokens
+    assert extra == pytest.approx((3e-3, 4e-3, 5e-4, 77))
 
 
 def test_what_profile_writes_is_a_latency_file(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ Stock = Callable[..., torch.Tensor]
 GREEDY: dict[str, Any] = dict(do_sample=False)
 SAMPLED: dict[str, Any] = dict(do_sample=True, temperature=1.0, top_k=0)
 FILTERED: dict[str, Any] = dict(do_sample=True, temperature=0.7, top_p=0.9, repetition_penalty=1.1)
-DRAFTERS = ("lookup", "suffix", "recycling", "lookup+suffix+recycling")
+DRAFTERS = ("lookup", "suffix", "lookup+suffix")
 ALWAYS = SLOSpecConfig(policy="fixed", max_depth=4, max_width=2, check_invariants=True)
 TEMPLATE_WITH_TOOLS = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"

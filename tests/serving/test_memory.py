@@ -12,13 +12,10 @@ from hf_slospec import (
     SLOSpecGenerator,
     tiny_prompts,
 )
-from hf_slospec.engine.protocols import Plan
 from hf_slospec.models.kv_cache.pool import KVPool
 from tests.support.breadth import quick_or
 from tests.support.generate_arguments import Ends
 from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, Holds, alone
-from tests.support.toys.hasty_room import HastyRoom
-from tests.support.toys.models import NowAndThen
 
 
 def test_long_prompts_are_fed_in_chunks_beside_running_streams(pair: tuple[Any, Any, Any]) -> None:
@@ -83,35 +80,3 @@ def test_running_out_of_memory_while_committing_is_made_good(
         handles = [generator.submit(prompt, max_new_tokens=30) for prompt in PROMPTS[:3]]
         assert [handle.result(WAIT_S).token_ids for handle in handles] == expected
     assert raised == [0, 2]
-
-
-@pytest.mark.parametrize("kv_tokens", [None, pytest.param(300, marks=pytest.mark.nightly)])
-def test_the_memory_of_an_idle_drafter_is_lent_and_returned(
-    pair: tuple[Any, Any, Any], kv_tokens: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, draft, tokenizer = pair
-    expected = [alone(pair, prompt, max_new_tokens=30) for prompt in PROMPTS]
-    monkeypatch.setattr("hf_slospec.engine.scheduling.continuous.KVRoom", HastyRoom)
-    monkeypatch.setattr("hf_slospec.serving.service._affordable_kv_tokens", lambda *_: 300)
-    monkeypatch.setattr("hf_slospec.serving.service._draft_share", lambda _: 0.7)
-    config = CONFIG.model_copy(update={"kv_tokens": kv_tokens})
-    seen = list[tuple[int, int, bool]]()  # limit, slots of the target's texts, whether the draft has K/V
-
-    class Watched(NowAndThen):
-        def plan(self, *arguments: Any) -> Plan:
-            stats = generator.stats()
-            seen.append((stats.kv_limit, stats.kv_tokens, stats.memory.draft_kv > 0))
-            return super().plan(*arguments)
-
-    with SLOSpecGenerator(target, draft, tokenizer, config, make_policy=lambda *_: Watched(Plan(2, 1))) as generator:
-        handles = [generator.submit(prompt, max_new_tokens=30) for prompt in PROMPTS]
-        assert [handle.result(WAIT_S).token_ids for handle in handles] == expected
-        # For one alone there is memory to draft, if the others, depending on when they came, left none.
-        assert generator.submit(PROMPTS[0], max_new_tokens=30).result(WAIT_S).token_ids == expected[0]
-    most = {limit: max(held for own, held, _ in seen if own == limit) for limit in {own for own, _, _ in seen}}
-    assert most.keys() == ({300, 510} if kv_tokens is None else {300})
-    assert all(held <= limit for limit, held in most.items())
-    assert any(has_drafts for _, _, has_drafts in seen)
-    if kv_tokens is None:
-        assert most[510] > 300
-        assert not any(has_drafts for limit, _, has_drafts in seen if limit == 510)

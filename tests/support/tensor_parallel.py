@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
-from hf_slospec import SLOSpecConfig, SLOSpecError, SLOSpecGenerator, load_drafter, weights_changed
+from hf_slospec import SLOSpecConfig, SLOSpecError, SLOSpecGenerator, weights_changed
 from hf_slospec.generate.speculator import MEASURE_S
 from tests.support.breadth import quick_or
 from tests.support.toys.tiny_models import ragged_prompts, ragged_texts
@@ -109,7 +109,6 @@ def _found(rank: int, folder: Path) -> dict[str, Any]:
     found["small batcher"] = _batched(rank, SLOSpecGenerator(target, whole_draft, config=SMALL))
     found["changed weights"] = _changed(rank, folder, by_draft)
     found["parted"] = _parted(rank, folder, by_draft)
-    found["sum"] = _by_sum(rank, target)
     found["hooked"] = _hooked(rank, by_draft)
     found["after batchers"] = generated(by_draft, OPTIONS["greedy"], slo_tpot=0.1).sequences
     return found
@@ -129,17 +128,6 @@ def _batched(rank: int, generator: SLOSpecGenerator) -> dict[str, Any]:
             found["guidance"] = _error(lambda: generator.submit(TEXTS[0], guidance_scale=1.5))
             found |= _answers(generator)
     return found
-
-
-def _by_sum(rank: int, target: Any) -> torch.Tensor:
-    """Return what ``generate`` returns after a batcher whose drafter learns from requests."""
-    generator = SLOSpecGenerator(target, drafter=load_drafter("lookup+recycling", target), config=CONFIG)
-    with generator:
-        if rank == 0:
-            for text in TEXTS:
-                generator.submit(text, max_new_tokens=NEW_TOKENS, do_sample=False).result(60)
-    sequences: torch.Tensor = generated(generator, OPTIONS["greedy"]).sequences
-    return sequences
 
 
 def _hooked(rank: int, generator: SLOSpecGenerator) -> dict[str, Any]:

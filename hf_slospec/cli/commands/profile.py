@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from hf_slospec.cli.budget import TimeBudget, progress_shown
+from hf_slospec.cli.budget import TimeBudget
 from hf_slospec.cli.options import (
     ResultPath,
     check_outputs,
@@ -55,8 +55,8 @@ def profile(
     total_s = seconds * len(models)
     err.print(f"{options.name}: {size_and_place(pair.target)}; drafts: {method.kind}", highlight=False)
     err.print(f"measuring {' and '.join(models)} for at most about {total_s:.0f} s (--seconds)", highlight=False)
-    with progress_shown(err, TimeBudget(total_s)) as show:
-        records = {name: profiling.profile(name, packed, seconds, keep, show) for name, packed in models.items()}
+    show = TimeBudget(total_s, err).show
+    records = {name: profiling.profile(name, packed, seconds, keep, show) for name, packed in models.items()}
     output = console()
     for name, record in records.items():
         output.print(profiling.table(name, record))

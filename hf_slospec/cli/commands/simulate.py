@@ -47,7 +47,7 @@ def simulate(
     ] = [],  # noqa: B006  read only
     number: Annotated[int, typer.Option(min=1, help="Requests at each rate.")] = 400,
     recording: Annotated[
-        Path | None, typer.Option(help="Texts recorded by `bench --record`. Default: synthetic texts.")
+        Path | None, typer.Option(help="Texts recorded by `benchmarks/fidelity.py --record`. Default: synthetic texts.")
     ] = None,
     acceptance: Annotated[
         float, typer.Option(help="Synthetic texts: acceptance rate of the draft's first choice.")

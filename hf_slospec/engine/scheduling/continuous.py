@@ -20,7 +20,6 @@ from hf_slospec.engine.scheduling.guarantees import (
     prefill_deadline_s,
     tightest_tpot_slo_s,
 )
-from hf_slospec.engine.scheduling.kv_room import KVRoom
 from hf_slospec.engine.scheduling.queue import Undecided, WaitingQueue
 from hf_slospec.engine.scheduling.window_guarantees import WindowGuarantees
 from hf_slospec.engine.step_times import StepCosts
@@ -40,7 +39,6 @@ class Limits:
     max_nodes: int  # nodes of a request's draft tree
     prefill_chunk: int  # prefill tokens of a step
     starvation_s: float  # seconds after which a waiting request, guaranteed or not, goes first
-    draft_slots: int = 0  # further slots that fit into the memory of the drafter's K/V, see KVRoom
 
     def kv_needed(self, params: RequestParams) -> int:
         """Return the slots of a request's K/V at its maximum length, with the largest draft tree."""
@@ -89,7 +87,7 @@ class ContinuousScheduler:
         self._waiting_since: dict[Request, float] = {}
         self._protected: set[Request] = set()  # requests that are not preempted for others
         self._has_changed = False  # requests came or left since the last decision on guarantees
-        self.room = KVRoom(limits.kv_tokens, limits.draft_slots, limits.max_batch, costs)
+        self._max_slots = limits.kv_tokens  # slots up to which requests are admitted; fewer after memory ran out
         self._busy_until_s = -math.inf  # end of the latest step that decoded
         self.output_tokens = 100.0  # per request, averaged over those that finished recently
 
@@ -139,7 +137,7 @@ class ContinuousScheduler:
             self.windows.output_tokens = self.output_tokens
         self.windows.end(request)
         self._has_changed = True
-        self.room.relax()
+        self._max_slots = self.limits.kv_tokens
 
     def _drop(self, request: Request) -> None:
         self._dequeue(request)
@@ -159,10 +157,8 @@ class ContinuousScheduler:
     def enter(self, now_s: float) -> list[Request]:
         """Give guarantees and slots to waiting requests, in order; return the requests that were preempted."""
         self.decide_guarantees(now_s)
-        held = self._expected(self.running)
-        self.room.settle(held, not len(self.waiting))
         # None is expected to emit less than it may in a step, so that slots may only lack where these do.
-        preempted = self._make_room() if held > self.room.available else []
+        preempted = self._make_room() if self._expected(self.running) > self.limits.kv_tokens else []
         preempted += self._enter(now_s)
         for request in preempted:  # only now, so that none of them enters again before the step
             self._queue(request, now_s)
@@ -171,11 +167,6 @@ class ContinuousScheduler:
     def schedule(self, now_s: float) -> Schedule:
         """Return the decoding requests and the prefill of the next step."""
         return self.batches.form(self.running, self._rank, len(self.waiting) > 0, now_s)
-
-    @property
-    def lent_slots(self) -> int:
-        """Slots of the drafter that the target may use in the next step, which then must not draft."""
-        return self.room.lent
 
     @property
     def kv_held(self) -> int:
@@ -256,8 +247,7 @@ class ContinuousScheduler:
         max_admitted = self.limits.max_batch - len(unmovable)
         if max_admitted <= 0:
             return False
-        slots = min(self.room.slots, self.room.target_slots)  # a loan may end before the requests enter
-        kv_free = slots - self._expected(unmovable)
+        kv_free = self._max_slots - self._expected(unmovable)
         admitted = guaranteeable(
             undecided, before, kv_free, self._kv_needed, self.num_reusable, self.costs, self.windows, now_s
         )
@@ -279,7 +269,7 @@ class ContinuousScheduler:
 
         Of the lowest priority, the last to arrive go first, and those that are protected only if no others are left.
         """
-        lacking = self._after_step(self.running) - self.room.available
+        lacking = self._after_step(self.running) - self.limits.kv_tokens
         preempted = list[Request]()
         soft = _in_order_of_preemption(request for request in self.running if not request.is_guaranteed)
         for request in sorted(soft, key=self._protected.__contains__):
@@ -296,8 +286,6 @@ class ContinuousScheduler:
         preempted: list[Request] = []
         while (first := self.waiting.first(now_s)) is not None:
             rank, request = first
-            if self.room.may_lend and self._lacks_slots(request):
-                self.room.consider(self.running, len(self.waiting))
             may_preempt = rank[0] < LAST_RANK
             victims = self._victims(request, may_preempt)
             if victims is None:
@@ -336,11 +324,7 @@ class ContinuousScheduler:
     @property
     def _slots(self) -> int:
         """Slots of all requests up to which further requests enter; one alone always fits."""
-        return self.room.slots if self.running else self.limits.kv_tokens
-
-    def _lacks_slots(self, request: Request) -> bool:
-        is_place = len(self.running) < self.limits.max_batch
-        return is_place and self._slots < self._expected([*self.running, request])
+        return self._max_slots if self.running else self.limits.kv_tokens
 
     def _victims(self, request: Request, may_preempt: bool) -> list[Request] | None:
         """Return the requests whose preemption lets the request fit; None if that cannot be.
@@ -389,7 +373,7 @@ class ContinuousScheduler:
         victims = spare[: min((len(spare) + 1) // 2, len(self.running) - 1)]
         for request in victims:
             self.preempt(request, now_s)
-        self.room.tighten(self._expected(self.running))
+        self._max_slots = min(self._expected(self.running), self.limits.kv_tokens)
         return victims
 
     def shrink(self) -> bool:

@@ -15,8 +15,6 @@ MIN_SHARED = 32  # tokens of a prompt; prefilling fewer for every request is fas
 class StaticScheduler:
     """Schedules requests that begin together, all of them in every step."""
 
-    lent_slots = 0  # requests do not wait for slots
-
     def __init__(
         self,
         requests: Sequence[Request],

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from hf_slospec.config import Prepack
 from hf_slospec.models.compiled.operators import Blocks, Context
 from hf_slospec.models.device.memory import free_memory
 from hf_slospec.models.inspection.weights_version import Digest, digest
@@ -18,9 +17,6 @@ from hf_slospec.models.linear.packed_weight import can_be_packed, matrices_of
 from hf_slospec.models.linear.prepacked import FREE_SHARE
 
 KERNELS: dict[str, Kernel] = {**PACKING, BLOCKS: Blocks}
-# How kernels are chosen: by their times here; by what is fastest on most machines; or such that a token's products do
-# not depend on the number of tokens.
-Kernels = Literal["measured", "typical", "invariant"]
 BLOCKS_ONLY = Choice(kernel=BLOCKS, is_faster=(True,) * len(SIZES))
 State = list[tuple[int, int]]  # address and count of writes of each weight
 
@@ -40,8 +36,8 @@ class JoinedLinears:
         self,
         model: torch.nn.Module,
         names: Sequence[Sequence[str]],
-        prepack: Prepack,
-        kernels: Kernels = "measured",
+        prepack: bool | None,
+        is_invariant: bool = False,
     ):
         """Pack the weights.
 
@@ -49,13 +45,13 @@ class JoinedLinears:
             model: the model.
             names: those of the layers by index, of which those of one index have one input.
             prepack: see SLOSpecConfig.
-            kernels: how they are chosen.
+            is_invariant: a token's products must not depend on the number of tokens.
 
         Raises:
             RuntimeError: they are to be invariant, and a weight cannot be packed in blocks.
         """
-        self._is_invariant, self._measures = kernels == "invariant", kernels == "measured"
-        self.context = Context(self._is_invariant)
+        self._is_invariant = is_invariant
+        self.context = Context(is_invariant)
         self._model, self.names = model, names
         self._choices: dict[Any, Choice] = {}
         self._made: dict[int, _Made] = {}
@@ -113,7 +109,7 @@ class JoinedLinears:
             num_bytes = sum(layer.weight.nbytes for layer in same[0])
             measured = same[: math.ceil(MEASURED_BYTES / num_bytes)]
             joined = [torch.cat([matrices_of(layer, layer.weight)[0] for layer in layers]) for layers in measured]
-            self._choices[shape] = choose(joined, {BLOCKS: Blocks}, self._measures)
+            self._choices[shape] = choose(joined, {BLOCKS: Blocks})
         return self._choices[shape]
 
 

@@ -154,9 +154,6 @@ class Blocks:
         out: torch.Tensor = torch.ops.hf_slospec.block_product(input, self.packed, self.outputs, self.chunk, bias)
         return out
 
-    def unpacked(self) -> torch.Tensor:
-        return self.packed.transpose(1, 2).reshape(len(self.packed) * BLOCK, -1)[: self.outputs]
-
 
 class Context:
     """Weights, K/V and plan that the operators of one model's compiled forwards use."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -89,7 +89,6 @@ def measure(
     packed: PackedModel,
     limit_s: float,
     held_out: bool = False,
-    on_forward: Callable[[Size], None] = lambda _: None,
     repeats: int = REPEATS,
 ) -> Measured:
     """Time forwards of many sizes, in rounds, for about ``limit_s`` seconds.
@@ -97,7 +96,7 @@ def measure(
     Forwards that are expected to end after the limit are skipped, so that a slow model is measured at fewer sizes. The
     caller must hold the model's lock.
     """
-    return measure_by(Forwards(packed), limit_s, held_out, on_forward, repeats)
+    return measure_by(Forwards(packed), limit_s, held_out, repeats)
 
 
 class Timer(Protocol):
@@ -114,7 +113,6 @@ def measure_by(
     forward_s: Timer,
     limit_s: float,
     held_out: bool = False,
-    on_forward: Callable[[Size], None] = lambda _: None,
     repeats: int = REPEATS,
 ) -> Measured:
     """Measure as :func:`measure` does, with this timer."""
@@ -128,7 +126,6 @@ def measure_by(
             left_s = limit_s - (forward_s.clock() - started_s)
             if is_needed or (_expected_s(size, measured) < left_s and _is_worthwhile(size, measured)):
                 measured.add(size, forward_s(size))
-                on_forward(size)
     return measured
 
 

@@ -41,7 +41,6 @@ class MemoryUse(BaseModel):
     features: int = Field(description="Hidden states of the target that a trained drafter has not processed yet.")
     staging: int = Field(description="Part of both caches that is kept free for the nodes of a step.")
     prepacked: int = Field(description="Packed copies of weights, see SLOSpecConfig.prepack.")
-    released: int = Field(description="Weights that were freed, as prepack='only' keeps their packed copies only.")
     rounded_weights: int = Field(description="Number of weights that their copies hold rounded: too small for fp16.")
 
 

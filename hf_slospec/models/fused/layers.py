@@ -47,18 +47,12 @@ _replaced = ReplacedAttributes()
 class FusedLayers:
     """The fused layers of one model on CUDA in half precision; none elsewhere."""
 
-    def __init__(self, model: nn.Module, wanted: bool, tries_few: bool = True):
-        """Try which layers can be fused.
-
-        Args:
-            model: the model.
-            wanted: try it at all.
-            tries_few: also join layers of the same inputs for few rows, if times that are measured say so.
-        """
+    def __init__(self, model: nn.Module, wanted: bool):
+        """Try which layers can be fused, if ``wanted``."""
         self._fused: dict[Any, Fused] = {}  # by attribute
         weights = {(weight.dtype, weight.device.type) for weight in model.parameters()}
         if wanted and weights <= {(dtype, DEVICE) for dtype in HALF} and importlib.util.find_spec("triton"):
-            self._fused = dict(_fusable_in(model, tries_few))
+            self._fused = dict(_fusable_in(model))
         self.attributes: list[Attribute] = list(self._fused)
 
     @contextlib.contextmanager
@@ -89,7 +83,7 @@ def _fused_or(original: Fused, attribute: Attribute) -> Fused:
     return function
 
 
-def _fusable_in(model: nn.Module, tries_few: bool) -> Iterator[tuple[Attribute, Fused]]:
+def _fusable_in(model: nn.Module) -> Iterator[tuple[Attribute, Fused]]:
     """Yield attributes of the model's classes and modules that can be fused, and the functions to use instead."""
     by_class: dict[type, list[Any]] = {}
     for module in model.modules():
@@ -99,9 +93,8 @@ def _fusable_in(model: nn.Module, tries_few: bool) -> Iterator[tuple[Attribute, 
         if all(map(_is_norm, modules)):
             candidates.append(((kind, "forward"), (_norm(False), _norm(True)), functools.partial(_try_layers, modules)))
         elif all(map(_is_gated_mlp, modules)):
-            candidates.append(
-                ((kind, "forward"), (GatedMlps(modules, tries_few),), functools.partial(_try_layers, modules))
-            )
+            mlps = GatedMlps(modules)
+            candidates.append(((kind, "forward"), (mlps,), functools.partial(_try_layers, modules)))
     weight = next(model.parameters())
     sources = dict.fromkeys(sys.modules[kind.__module__] for kind in by_class)
     candidates += [
@@ -115,7 +108,7 @@ def _fusable_in(model: nn.Module, tries_few: bool) -> Iterator[tuple[Attribute, 
                 yield attribute, fused
                 break
             logger.debug("%s.%s is not fused: %s", attribute[0].__name__, attribute[1], why)
-    if tries_few and (projections := JointProjections(model)):
+    if projections := JointProjections(model):
         yield (nn.Linear, "forward"), projections
 
 
@@ -183,10 +176,10 @@ def _norm(adds_one: bool) -> Fused:
 class GatedMlps:
     """Gated MLPs of one class: for few rows gate, up and activation are one kernel, otherwise the activation is."""
 
-    def __init__(self, mlps: Sequence[Any], tries_few: bool):
+    def __init__(self, mlps: Sequence[Any]):
         with_few = [mlp for mlp in mlps if type(mlp.act_fn) in _activations() and type(mlp.gate_proj) is nn.Linear]
         pairs = [(mlp, (mlp.gate_proj, mlp.up_proj)) for mlp in with_few if _takes_few(mlp, mlp.gate_proj.weight)]
-        self._by_shape = max_rows(Way(_gated, _gated_separately), pairs if tries_few else ())
+        self._by_shape = max_rows(Way(_gated, _gated_separately), pairs)
 
     def __call__(self, original: Fused, mlp: Any, states: torch.Tensor) -> Any:
         """Return an MLP's output; the signature is that of fused layers."""

@@ -104,7 +104,7 @@ def digest(weights: Iterable[torch.Tensor]) -> Digest:
 
 
 def _stored(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors of a weight: several if it is quantised, none if it is offloaded or released."""
+    """Yield the plain tensors of a weight: several if it is quantised, none if it is offloaded."""
     if weight.is_meta:
         return
     if weight.is_nested and type(weight) is torch.Tensor:

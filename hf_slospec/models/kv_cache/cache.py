@@ -94,20 +94,6 @@ class KVCache:
         """Free a sequence's slots."""
         self._pool.release(sequence)
 
-    @_uninterrupted()
-    def shrink(self, num_slots: int) -> None:
-        """Reduce the storage to ``num_slots`` slots, or to as many as sequences hold if that is more.
-
-        Raises:
-            MemoryError: there is not enough memory for the copy; nothing has changed.
-        """
-        held = {sequence: sequence.capacity for sequence in self.pool.sequences}
-        num_slots = max(num_slots, sum(held.values()))
-        if num_slots < self._pool.num_slots:
-            smaller = self._new_pool(num_slots)
-            smaller.take_over(self._pool, held)
-            self._pool = smaller
-
     def trim(self) -> None:
         """Free the storage if no sequence is left."""
         if not self._pool.sequences:

@@ -59,23 +59,21 @@ class _Kept(BaseModel):
 
 
 def choose(
-    weights: Sequence[torch.Tensor], more: Mapping[str, Kernel] = MappingProxyType({}), measures: bool = True
+    weights: Sequence[torch.Tensor],
+    more: Mapping[str, Kernel] = MappingProxyType({}),
 ) -> Choice:
     """Return the kernel for weights of one shape and dtype, measured if this machine has not measured it yet.
 
     Args:
         weights: a model's weights of this shape, [outputs, inputs] each.
         more: kernels beside those of PACKING, by name.
-        measures: False: return the kernel that is fastest on most machines.
     """
     weight = weights[0]
     choices = _choices(torch.get_num_threads())
     name = " ".join([str(weight.dtype).removeprefix("torch."), f"{weight.shape[0]}x{weight.shape[1]}", *more])
-    if name not in choices or not measures:
+    if name not in choices:
         kernels = {kernel: make for kernel, make in PACKING.items() if works(kernel, weight.dtype)}
         kernels |= {kernel: make for kernel, make in more.items() if is_right(make, weight.dtype)}
-        if not measures:
-            return _default_choice(weight, kernels)
         measured = _measured(weights, kernels) if kernels else PLAIN
         choices[name] = measured or _default_choice(weight, kernels)
         if measured is not None and measured.seconds:

@@ -26,9 +26,6 @@ class Matrix(Protocol):
     def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return ``input @ weight.T + bias``.  [num_tokens, inputs] -> [num_tokens, outputs], in the input's dtype"""
 
-    def unpacked(self) -> torch.Tensor:
-        """Return the plain weight.  -> [outputs, inputs], in any dtype that holds the values"""
-
 
 # Packs a contiguous weight [outputs, inputs]; raises OverflowError if the format cannot hold the values.
 Kernel = Callable[[torch.Tensor], Matrix]
@@ -44,9 +41,6 @@ class Plain:
 
     def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return F.linear(input, self.weight, bias)
-
-    def unpacked(self) -> torch.Tensor:
-        return self.weight
 
 
 class OneDNN:
@@ -65,10 +59,6 @@ class OneDNN:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, self.packed, bias, "none", [], "")
         return out[:num_tokens] if missing else out
 
-    def unpacked(self) -> torch.Tensor:
-        weight: torch.Tensor = self.packed.to_dense()
-        return weight
-
 
 class MKL:
     """MKL's kernels, which torch's compiler uses for frozen weights in fp32."""
@@ -85,10 +75,6 @@ class MKL:
         out: torch.Tensor = torch.ops.mkl._mkl_linear(input, self.packed, self.sizes, bias, len(input))
         return out
 
-    def unpacked(self) -> torch.Tensor:
-        # MKL cannot unpack. At most one product of each sum is not 0, so that the result is exact.
-        return self(torch.eye(self.sizes.shape[1], dtype=self.sizes.dtype, device="cpu"), None).T
-
 
 class FBGEMM:
     """FBGEMM's kernels for fp16 weights, which multiply in fp32: more precise than kernels that round to bf16."""
@@ -103,10 +89,6 @@ class FBGEMM:
     def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(input.float(), self.packed)
         return (out if bias is None else out.add_(bias)).to(input.dtype)
-
-    def unpacked(self) -> torch.Tensor:
-        weight: torch.Tensor = torch.ops.quantized.linear_unpack_fp16(self.packed)[0]
-        return weight
 
 
 BLOCKS = "Blocks"  # the kernel of compiled forwards; see models/compiled/operators.py

@@ -1,4 +1,4 @@
-"""Layer classes that compute with packed weights: during packed forwards, or always once weights were released."""
+"""Layer classes that compute with packed weights during packed forwards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +13,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_slospec.models.inspection.hooks import changing_hooks
-from hf_slospec.models.inspection.layer_classes import Prepacked, plain_class, set_class
-from hf_slospec.models.linear.packed_weight import PackedWeight, can_be_packed, released_error
+from hf_slospec.models.inspection.layer_classes import Prepacked, plain_class
+from hf_slospec.models.linear.packed_weight import PackedWeight, can_be_packed
 
 Copy = tuple[nn.Module, str]  # a layer and the name of its weight
 # Attributes by which a module of fused experts is recognised.
@@ -46,12 +45,11 @@ class _PrepackedConv1D(Prepacked, Conv1D):
 
 def _packed(layer: nn.Module, name: str) -> PackedWeight | None:
     """Return the up-to-date packed weight to compute with; None in threads that run no packed forward."""
-    released = layer.__dict__.get("packed_weights")
-    copy = active.get().get((layer, name)) if released is None else released[name]
+    copy = active.get().get((layer, name))
     if copy is None:
         return None
     is_autocast = torch.is_autocast_enabled("cpu")
-    if released is None and copy.autocast != (torch.get_autocast_dtype("cpu") if is_autocast else None):
+    if copy.autocast != (torch.get_autocast_dtype("cpu") if is_autocast else None):
         return None  # a part of the forward switches autocast on or off
     copy.update()
     return copy if copy.weight is not None else None
@@ -98,101 +96,11 @@ class _PrepackedExperts(Prepacked):
         return by_token.view(*experts.shape, -1).sum(1).to(hidden.dtype)
 
 
-class Released:
-    """Base of the classes of layers without plain weights: all forwards compute with the packed ones."""
-
-    packed_weights: dict[str, PackedWeight]  # by the weight's name
-
-    def forward(self, input: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output; refuse autocast and gradients, which need the plain weights."""
-        if torch.is_autocast_enabled("cpu") or (torch.is_grad_enabled() and input.requires_grad):
-            raise released_error("autocast or training")
-        out: torch.Tensor = super().forward(input, *more)  # type: ignore[misc]  # method of the other base class
-        return out
-
-    def _apply(self, function: Any, recurse: bool = True) -> Any:
-        check_unchanged(self, function)
-        return self
-
-    def _save_to_state_dict(self, *_: Any) -> None:
-        raise released_error("saving")
-
-    def _load_from_state_dict(self, *_: Any) -> None:
-        raise released_error("loading")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise released_error("copying")
-
-
-def check_unchanged(layer: Any, function: Any) -> None:
-    """Raise UnsupportedModelError if a function for ``nn.Module._apply`` would move, cast or replace weights."""
-    probe = torch.empty(0, dtype=next(iter(layer.packed_weights.values())).weight.dtype, device="cpu")
-    if function(probe) is not probe:
-        raise released_error("moving or casting")
-
-
 @functools.cache
 def prepacked_class(plain: Any) -> Any:
     """Return the class that layers of class ``plain`` have during packed forwards."""
     known: dict[Any, Any] = {nn.Linear: _PrepackedLinear, Conv1D: _PrepackedConv1D}
     return known.get(plain) or type(f"Prepacked{plain.__name__}", (_PrepackedExperts, plain), {"plain": plain})
-
-
-@functools.cache
-def released_class(plain: Any) -> Any:
-    """Return the class that layers of class ``plain`` have while their weights are released."""
-    return type(plain.__name__, (Released, prepacked_class(plain)), {})
-
-
-def release_weights(layer: nn.Module, copies: Mapping[str, PackedWeight]) -> None:
-    """Free a layer's plain weights; ``copies`` holds the packed weight for each, by name."""
-    # This order, reversed by restore_weights, leaves a layer that computes right after an interrupt at any line.
-    layer.__dict__["packed_weights"] = dict(copies)
-    set_class(layer, released_class(plain_class(layer)))
-    for copy in copies.values():
-        copy.release()
-
-
-def restore_weights(model: nn.Module) -> None:
-    """Set the plain weights of a model that ``prepack="only"`` has released."""
-    for layer in model.modules():
-        if isinstance(layer, Released):
-            for copy in layer.packed_weights.values():
-                copy.restore()
-            set_class(layer, plain_class(layer))
-        layer.__dict__.pop("packed_weights", None)
-        for name in GUARDED:
-            if isinstance(layer.__dict__.get(name), _Guard):
-                del layer.__dict__[name]
-
-
-class _Guard:
-    """Replacement of a model's method that refuses calls which released weights do not allow.
-
-    It refuses before the method has changed any part of the model.
-    """
-
-    def __init__(self, model: nn.Module, name: str):
-        self.model, self.name = ref(model), name
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Call the method, unless a layer with released weights would refuse it."""
-        model: Any = self.model()
-        released = next((layer for layer in model.modules() if isinstance(layer, Released)), None)
-        if released is not None:
-            if self.name != "_apply":
-                raise released_error("loading")
-            check_unchanged(released, arguments[0])
-        return getattr(type(model), self.name)(model, *arguments, **options)
-
-
-GUARDED = ("_apply", "load_state_dict")
-
-
-def guard(model: nn.Module) -> None:
-    """Refuse moves, casts and loads of a model with released weights before any of its layers has changed."""
-    for name in GUARDED:
-        model.__dict__.setdefault(name, _Guard(model, name))
 
 
 def weight_names(layer: nn.Module) -> tuple[str, ...]:
@@ -210,4 +118,4 @@ def is_plain(layer: nn.Module) -> bool:
     weights = [layer._parameters.get(name) for name in weight_names(layer)]
     if not weights or is_replaced or changing_hooks(layer):
         return False
-    return isinstance(layer, Released) or all(weight is not None and can_be_packed(weight) for weight in weights)
+    return all(weight is not None and can_be_packed(weight) for weight in weights)

@@ -1,8 +1,8 @@
 """Packed copies of a model's weights on a CPU, for faster kernels.
 
 ``torch.nn.functional.linear`` reads weights in their plain layout, which for the few tokens of a step takes up to six
-times as long (docs/cpus.md). Only packed forwards use the copies: all other forwards of the model stay as they were,
-unless the plain weights are released.
+times as long (docs/cpus.md). Only packed forwards use the copies; other forwards of the model are
+unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from hf_slospec.config import Prepack
 from hf_slospec.forks import Lock, reset_in_children
 from hf_slospec.models.device.memory import free_memory
 from hf_slospec.models.inspection.hooks import is_compiled
@@ -28,15 +27,12 @@ from hf_slospec.models.inspection.layer_classes import plain_class, set_class
 from hf_slospec.models.linear.cpu_kernel_choice import choose
 from hf_slospec.models.linear.packed_layers import (
     Copy,
-    Released,
     active,
-    guard,
     is_plain,
     prepacked_class,
-    release_weights,
     weight_names,
 )
-from hf_slospec.models.linear.packed_weight import PackedWeight, ReleasedWeight, matrices_of
+from hf_slospec.models.linear.packed_weight import PackedWeight, matrices_of
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +90,13 @@ _packed_classes = _PackedClasses()
 class PrepackedLayers:
     """Packed weights of one model's layers."""
 
-    def __init__(self, model: nn.Module, wanted: Prepack, autocast: torch.dtype | None = None, is_needed: bool = True):
+    def __init__(
+        self,
+        model: nn.Module,
+        wanted: bool | None,
+        autocast: torch.dtype | None = None,
+        is_needed: bool = True,
+    ):
         """Make the copies.
 
         Args:
@@ -109,7 +111,7 @@ class PrepackedLayers:
         if new_bytes and wanted is None and new_bytes > FREE_SHARE * free_memory():
             logger.info(
                 "weights of %s are not prepacked: the copies would take %.1f GiB, more than a quarter of the free "
-                "memory; SLOSpecConfig(prepack=True) makes them anyway, prepack='only' replaces the weights",
+                "memory; SLOSpecConfig(prepack=True) makes them anyway",
                 type(model).__name__,
                 new_bytes / 2**30,
             )
@@ -123,11 +125,6 @@ class PrepackedLayers:
     def num_bytes(self) -> int:
         """Bytes of the copies."""
         return sum(copy.num_bytes for copy in self._copies.values())
-
-    @property
-    def num_released_bytes(self) -> int:
-        """Bytes of plain weights that were released."""
-        return sum(copy.weight.nbytes for copy in self._copies.values() if copy.is_released)
 
     @property
     def num_rounded(self) -> int:
@@ -150,19 +147,13 @@ class PrepackedLayers:
 
     def renew(self) -> None:
         """Update the copies after any change of the model's layers or weights."""
-        copies_in_use: dict[Copy, PackedWeight] = {}
-        is_released = self._wanted == "only" and self._autocast is None
-        parameters = self._model.named_parameters(remove_duplicate=False) if is_released else ()
-        num_owners = Counter(id(weight) for _, weight in parameters)
-        for layer, copies in self._all_copies():
-            copies_in_use |= {(layer, name): copy for name, copy in copies.items() if copy.matrices}
-            is_whole = len(copies) == len(weight_names(layer)) and all(copy.matrices for copy in copies.values())
-            # A weight that another layer uses (a tied embedding) is not released.
-            if is_released and is_whole and all(num_owners[id(copy.weight)] == 1 for copy in copies.values()):
-                guard(self._model)
-                release_weights(layer, copies)
-        self._copies = copies_in_use
-        self._classes = {layer: plain_class(layer) for layer, _ in copies_in_use}
+        self._copies = {
+            (layer, name): copy
+            for layer, copies in self._all_copies()
+            for name, copy in copies.items()
+            if copy.matrices
+        }
+        self._classes = {layer: plain_class(layer) for layer, _ in self._copies}
 
     def _all_copies(self) -> Iterator[tuple[nn.Module, Mapping[str, PackedWeight]]]:
         """Yield every layer with its packed weights; make missing ones."""
@@ -186,11 +177,10 @@ class PrepackedLayers:
         num_bytes = defaultdict[tuple[torch.dtype, torch.Size], int](int)
         for layer in self._candidates():
             for name in weight_names(layer):
-                weight = getattr(layer, name)
-                matrices = [] if isinstance(weight, ReleasedWeight) else matrices_of(layer, weight, self._autocast)
+                matrices = matrices_of(layer, getattr(layer, name), self._autocast)
                 for matrix in matrices:
                     by_shape[matrix.dtype, matrix.shape].append(matrix)
-                if matrices and (id(layer), name, self._autocast) not in _shared:
+                if (id(layer), name, self._autocast) not in _shared:
                     num_bytes[matrices[0].dtype, matrices[0].shape] += sum(matrix.nbytes for matrix in matrices)
         return sum(num_bytes[shape] for shape, weights in by_shape.items() if choose(weights).kernel is not None)
 
@@ -211,8 +201,6 @@ class PrepackedLayers:
 
 def _kernels_of(layer: nn.Module, autocast: torch.dtype | None) -> Mapping[str, str]:
     """Return the kernel's name for each of a layer's weights that is worth packing, by the weight's name."""
-    if isinstance(layer, Released):
-        return {}
     weights = {name: matrices_of(layer, getattr(layer, name), autocast) for name in weight_names(layer)}
     chosen = {name: choose(matrices).kernel for name, matrices in weights.items()}
     return {name: kernel for name, kernel in chosen.items() if kernel is not None}
@@ -227,8 +215,6 @@ def _copies_of(
     autocast: torch.dtype | None, layer: nn.Module, kernels: Mapping[str, str]
 ) -> Mapping[str, PackedWeight]:
     """Return the up-to-date packed weights of a layer by name; make missing ones."""
-    if isinstance(layer, Released):
-        return layer.packed_weights
     copies = dict[str, PackedWeight]()
     for name in kernels:
         key = id(layer), name, autocast

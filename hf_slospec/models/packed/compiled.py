@@ -18,10 +18,10 @@ from weakref import WeakMethod
 import torch
 import torch.nn.functional as F
 
-from hf_slospec.config import Compile, Prepack
+from hf_slospec.config import Compile
 from hf_slospec.models.attention import AttentionLayer, PackedBatch
 from hf_slospec.models.compiled import operators
-from hf_slospec.models.compiled.linears import JoinedLinears, Kernels
+from hf_slospec.models.compiled.linears import JoinedLinears
 from hf_slospec.models.compiled.plan import plan_for_operators
 from hf_slospec.models.device.threads import leaving_a_core
 from hf_slospec.models.inspection.graph_preconditions import GraphPreconditions
@@ -51,9 +51,9 @@ class CompiledForwards:
         layers: Sequence[AttentionLayer],
         keeps_logits: bool,
         wanted: Compile,
-        prepack: Prepack,
+        prepack: bool | None,
         why_not: str | None,
-        kernels: Kernels = "measured",
+        is_invariant: bool = False,
     ):
         """Load the package of forwards without hidden states, if it was compiled or is to be waited for.
 
@@ -63,11 +63,10 @@ class CompiledForwards:
             keeps_logits: its forward takes ``logits_to_keep``.
             wanted, prepack: see SLOSpecConfig.
             why_not: why its forwards cannot be compiled, if the caller knows.
-            kernels: how those of linear layers are chosen; with "invariant", a token's logits do not depend on the
-                other tokens of a batch.
+            is_invariant: a token's logits must not depend on the other tokens of a batch.
         """
         self._model, self._layers, self._keeps_logits = model, tuple(layers), keeps_logits
-        self._wanted, self._prepack, self._kernels = wanted, prepack, kernels
+        self._wanted, self._prepack, self._is_invariant = wanted, prepack, is_invariant
         self.why_not = "compile=False" if not wanted else why_not or _why_not(model, layers)
         self._compares = True
         self._eager_s = 0.0  # seconds of eager forwards so far
@@ -161,7 +160,7 @@ class CompiledForwards:
         """Return the packed weights of linear layers, of which those of one list are joined."""
         known = next((linears for linears in self._linears if linears.names == names), None)
         if known is None:
-            known = JoinedLinears(self._model, names, self._prepack, self._kernels)
+            known = JoinedLinears(self._model, names, self._prepack, self._is_invariant)
             self._linears.append(known)
         return known
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hf_slospec.config import Prepack, SLOSpecConfig
+from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import UnsupportedModelError, UnsupportedOptionError
 from hf_slospec.forks import Lock, reset_in_children
 from hf_slospec.models.attention import (
@@ -37,7 +37,6 @@ from hf_slospec.models.attention import (
 from hf_slospec.models.attention.backends import Backend
 from hf_slospec.models.attention.tree_attention import why_no_kernel
 from hf_slospec.models.compiled.exact_products import ExactProducts
-from hf_slospec.models.compiled.linears import Kernels
 from hf_slospec.models.device.bucket_sizes import BATCHES, bucket_for
 from hf_slospec.models.device.memory import holders_of_idle_memory
 from hf_slospec.models.device.transfer import to_device
@@ -89,7 +88,7 @@ class PackedModel:
         self.model, self.ranks = model, ranks or Ranks(model)
         self.device = input_device(model)  # input tokens are on it
         attention, prepack, compile, exact = config.attention, config.prepack, config.compile, config.exact
-        cuda_graphs, fused_layers, deterministic = config.cuda_graphs, config.fused_layers, config.deterministic
+        cuda_graphs, fused_layers = config.cuda_graphs, config.fused_layers
         if self.ranks.number > 1:
             if prepack:
                 raise UnsupportedOptionError(
@@ -105,24 +104,25 @@ class PackedModel:
             self.layers, self.state_layers = probe_layers(model)
             self.autocast = seen()  # dtype of its products, if its forward enables autocast; otherwise None
         self.rope, self._is_on_cuda = LengthRope(model), self.device.type == "cuda"
-        if deterministic and compile:
-            compile = "wait"
         if exact:
-            self._check_can_be_exact(exact, attention, prepack)
+            self._check_can_be_exact(exact, attention)
             prepack, cuda_graphs, fused_layers = False, False, False
             compile = "wait" if compile and exact == "self" else False
         is_by_path = exact and self._is_on_cuda
         self.backend = TreeAttention(by_path=True) if is_by_path else backend_for(attention, self.layers)
-        kernels: Kernels = "invariant" if exact else "typical" if deterministic else "measured"
         self.compiled = CompiledForwards(
-            model, self.layers, self._keeps_logits, compile, prepack, self._why_not_compiled(prepack), kernels
+            model,
+            self.layers,
+            self._keeps_logits,
+            compile,
+            prepack,
+            self._why_not_compiled(),
+            is_invariant=bool(exact),
         )
-        if deterministic and not self.compiled.is_used:
-            prepack = False  # their kernels are chosen by times
         self.exact, self._is_exact_compiled = exact, bool(exact) and self.compiled.is_used
         self.exact_products = ExactProducts(as_one=exact == "bits")
         self.prepacked = PrepackedLayers(model, prepack, self.autocast, not self.compiled.is_used)
-        self.fused = FusedLayers(model, fused_layers and self.autocast is None, not deterministic)
+        self.fused = FusedLayers(model, fused_layers and self.autocast is None)
         self._requested_plans: dict[Any, None] = {}  # (make, device, *arguments) that layers have requested
         self._is_on_one_device = all(
             stored.device == self.device for layer in self.layers for stored in layer.shape.stored
@@ -188,7 +188,7 @@ class PackedModel:
                 "undo the change, call disable and enable, or make a new generator"
             )
 
-    def _check_can_be_exact(self, exact: str, attention: str, prepack: Prepack) -> None:
+    def _check_can_be_exact(self, exact: str, attention: str) -> None:
         """Raise UnsupportedOptionError if the bits of a token's logits may depend on the batch."""
         on_cuda = self._is_on_cuda
         no_kernel = next(filter(None, map(why_no_kernel, self.layers)), None) if on_cuda else None
@@ -212,7 +212,6 @@ class PackedModel:
             f"attention={attention!r} has kernels of its own": (
                 attention not in ("auto", "triton" if on_cuda else "sdpa")
             ),
-            "prepack='only' keeps no weights that stock multiplies by": prepack == "only",
             f"Triton's attention is not available ({no_kernel})": no_kernel is not None,
         }
         if reason := next((reason for reason, holds in reasons.items() if holds), None):
@@ -221,7 +220,7 @@ class PackedModel:
                 "fp32 are exact without it)"
             )
 
-    def _why_not_compiled(self, prepack: Prepack) -> str | None:
+    def _why_not_compiled(self) -> str | None:
         if self.has_states:
             return "some layers keep a state"
         if self.attends_to_encoder:
@@ -232,7 +231,7 @@ class PackedModel:
             return "its rotary embeddings depend on the length"
         if self.backend is masked_attention:
             return "attention='4d_mask' is the plain reference"
-        return "prepack='only' keeps no weights that could be joined" if prepack == "only" else None
+        return None
 
     @property
     def prefills_alone(self) -> bool:

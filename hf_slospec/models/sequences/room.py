@@ -132,16 +132,6 @@ class SequenceRoom:
         if self._room_of(request) < length:
             self._provide({request: length})
 
-    def limit(self, max_slots: int) -> None:
-        """Set ``max_slots``, evict prefixes beyond it and free the memory; requests keep those of their tokens."""
-        self.max_slots = max_slots
-        if self.num_held > max_slots:
-            self._take_back(self._used())
-        self._keep_at_most(max(max_slots - self.num_held, 0))
-        other_engines = self.cache.num_held - self.num_held - self._kept.num_tokens  # their slots in the same pool
-        with contextlib.suppress(MemoryError), as_memory_error():  # no memory to copy; it is freed with the cache then
-            self.cache.shrink(max_slots + other_engines)
-
     def _lacking(self, needed: Mapping[RequestTokens, int]) -> dict[RequestTokens, int]:
         """Return the slots needed by the requests that have fewer."""
         return {request: slots for request, slots in needed.items() if self._room_of(request) < slots}
@@ -150,12 +140,9 @@ class SequenceRoom:
         """Give all requests the slots that they need and those of up to ``room`` further tokens; take others back."""
         capacities = {request: slots + min(request.num_left, room) for request, slots in needed.items()}
         self._check_limit(sum(capacities.values()))
-        self._take_back(capacities)
-        self._provide(self._lacking(capacities))
-
-    def _take_back(self, capacities: Mapping[RequestTokens, int]) -> None:
         for request, sequence in self._by_request.items():
             sequence.capacity = min(sequence.capacity, capacities[request])
+        self._provide(self._lacking(capacities))
 
     def _check_limit(self, needed: int) -> None:
         if self.max_slots is not None and needed > self.max_slots:

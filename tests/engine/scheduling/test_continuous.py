@@ -368,7 +368,7 @@ def test_a_running_request_that_is_guaranteed_late_gets_its_slots_at_once(monkey
 
     def entering(now_s: float) -> list[Request]:
         before, victims = late.is_guaranteed, enter(now_s)
-        assert scheduler._after_step(scheduler.running) <= scheduler.room.available
+        assert scheduler._after_step(scheduler.running) <= scheduler.limits.kv_tokens
         if late.is_guaranteed and not before:
             preempted.append(len(victims))
         return victims

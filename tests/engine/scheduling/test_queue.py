@@ -15,7 +15,6 @@ from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
 from hf_slospec.engine.scheduling.load import load_of
 from hf_slospec.engine.scheduling.queue import SLACK, RequestHeap
 from tests.support.oracles.plain_scheduler import PlainScheduler, plain_load_of
-from tests.support.toys.hasty_room import hasten
 from tests.support.toys.models import new_costs
 from tests.support.toys.trees import SEEDS
 
@@ -23,11 +22,10 @@ from tests.support.toys.trees import SEEDS
 def history(kind: type[ContinuousScheduler], seed: int) -> list[object]:
     """What a scheduler decides while requests come, decode, end, are cancelled and run out of memory."""
     rng = random.Random(seed)
-    starvation_s, draft_slots = rng.choice([0.0, 5.0, 1e9]), rng.choice([0, 40])
-    limits = Limits(rng.randrange(1, 5), rng.randrange(60, 250), 6, rng.randrange(1, 40), starvation_s, draft_slots)
+    starvation_s = rng.choice([0.0, 5.0, 1e9])
+    limits = Limits(rng.randrange(1, 5), rng.randrange(60, 250), 6, rng.randrange(1, 40), starvation_s)
     admission = rng.choice(["slo", "slo", "slo", "edf", "fcfs", "priority"])
     scheduler = kind(limits, new_costs(), admission, num_reusable=lambda request: request.index % 7)
-    hasten(scheduler)
     now_s, decided, requests = 0.0, list[object](), list[Request]()
     for _ in range(rng.randrange(5, 40)):
         now_s += rng.choice([0.0, 0.5, 2.0, 30.0])
@@ -72,7 +70,6 @@ def history(kind: type[ContinuousScheduler], seed: int) -> list[object]:
                 [request.index for request in preempted],
                 [request.index for request in scheduler.running],
                 sorted(request.index for request in scheduler.waiting),
-                scheduler.lent_slots,
                 [request.index for request in requests if request.is_guaranteed],
                 [request.index for request in schedule.decoding],
                 [(chunk.request.index, chunk.num_tokens) for chunk in schedule.chunks],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 
@@ -64,11 +66,14 @@ class FakeForwards:
     """Takes no time; its clock says what each forward would have taken."""
 
     now_s = 0.0
+    sizes: ClassVar[list[Size]] = []
 
     def __init__(self, packed: object):
         FakeForwards.now_s = 0.0
+        FakeForwards.sizes = []
 
     def __call__(self, size: Size) -> float:
+        FakeForwards.sizes.append(size)
         FakeForwards.now_s += true_s(size)
         return true_s(size)
 
@@ -92,8 +97,8 @@ def test_a_slow_model_is_known_at_fewer_sizes() -> None:
 @pytest.mark.usefixtures("fake_clock")
 def test_forwards_that_would_end_after_the_limit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.true_s", lambda size: 0.2 + 0.1 * size.num_tokens)  # as bf16 without bf16 kernels
-    sizes = []
-    cost = measure(None, 5.0, on_forward=sizes.append).fit()
+    cost = measure(None, 5.0).fit()
+    sizes = FakeForwards.sizes
     assert FakeForwards.now_s < 0.3 + 5.0 + 0.1  # the warm-up, and rounding
     assert Size(16) in sizes and max(size.num_tokens for size in sizes) < 64
     assert float(cost(64)) == pytest.approx(0.2 + 0.1 * 64)  # the curve goes on as a line
@@ -101,10 +106,9 @@ def test_forwards_that_would_end_after_the_limit_are_left_out(monkeypatch: pytes
 
 @pytest.mark.usefixtures("fake_clock")
 def test_a_fast_model_is_known_at_all_sizes() -> None:
-    sizes = []
-    found = measure(None, 1000.0, held_out=True, on_forward=sizes.append)
+    found = measure(None, 1000.0, held_out=True)
     assert found.seconds == {size: true_s(size) for size in (*CURVE, *SLOPES, *HELD_OUT)}
-    assert len(sizes) == REPEATS * len(found.seconds)
+    assert len(FakeForwards.sizes) == 1 + REPEATS * len(found.seconds)  # with the warm-up
     assert set(measure(None, 1000.0).seconds) == {*CURVE, *SLOPES}
 
 

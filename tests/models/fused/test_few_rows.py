@@ -198,11 +198,6 @@ def test_compilers_of_other_threads_see_torchs_own_layers() -> None:
         torch.testing.assert_close(compiled(states), F.linear(states, layer.weight, layer.bias))
 
 
-@pytest.mark.usefixtures("_faster")
-def test_measured_times_decide_nothing_if_results_must_be_the_same() -> None:
-    assert JOINT not in FusedLayers(half("llama"), True, tries_few=False).attributes
-
-
 def test_without_a_gain_layers_stay_separate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "DEVICE", "cpu")
     for answer in (lambda *_: False, lambda *_: 1 // 0):  # slower, or it fails

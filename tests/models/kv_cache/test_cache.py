@@ -56,28 +56,6 @@ def check(cache: KVCache, written: dict[CachedSequence, tuple[float, int]]) -> N
         assert (key == marker).all() and (value == -marker).all()
 
 
-def test_storage_shrinks_to_what_is_wanted_or_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, first, second = KVCache(new_pool, new_pool(0)), CachedSequence(), CachedSequence()
-    for sequence, marker in ((first, 1.0), (second, 2.0)):
-        cache.reserve({sequence: 40})
-        write(cache, sequence, marker)
-    cache.release(first)
-    before = cache.num_bytes
-    cache.shrink(60)
-    assert cache.pool.num_slots == 60 and cache.num_bytes < before
-    cache.shrink(10)
-    check(cache, {second: (2.0, 40)})
-    assert cache.pool.num_slots == 40
-    cache.shrink(50)
-    assert cache.pool.num_slots == 40
-    cache.reserve({first: 5})
-    monkeypatch.setattr(cache, "_new_pool", fails_to_allocate)
-    cache.release(first)
-    with pytest.raises(torch.OutOfMemoryError):
-        cache.shrink(40)
-    check(cache, {second: (2.0, 40)})
-
-
 def fails_to_allocate(num_slots: int) -> KVPool:
     raise torch.OutOfMemoryError("of the test")
 

@@ -309,7 +309,6 @@ def test_failures_are_kept_and_told(monkeypatch: pytest.MonkeyPatch, model: Any)
     ("settings", "reason"),
     [
         (dict(compile=False), "compile=False"),
-        (dict(prepack="only"), "prepack='only' keeps no weights that could be joined"),
         (dict(attention="4d_mask"), "attention='4d_mask' is the plain reference"),
     ],
 )

@@ -57,19 +57,14 @@ def test_texts_grow_come_and_go_and_keep_what_is_cached(seed: int, limited: bool
     rng = np.random.default_rng(seed)
     first_room, rooms.FIRST_ROOM = rooms.FIRST_ROOM, room
     try:
-        most, is_lent = 60, False
-        sequences = RequestSequences(Packed(), MAX_NODES, most if limited else None)  # type: ignore[arg-type]
+        slots = 60
+        sequences = RequestSequences(Packed(), MAX_NODES, slots if limited else None)  # type: ignore[arg-type]
         requests: list[Request] = []
 
         def longest(request: Request) -> int:
             return request.prompt_len + request.params.max_new_tokens + MAX_NODES
 
         for index in range(40):
-            if limited and rng.random() < 0.2 and sum(map(longest, requests)) <= most:
-                is_lent = not is_lent
-                sequences.limit(most + 30 * is_lent)
-                check(sequences, requests)
-            slots = most + 30 * is_lent
             new = Request(index, RequestParams([0] * int(rng.integers(1, 12)), int(rng.integers(1, 14))))
             if sum(map(longest, [*requests, new])) <= slots:
                 requests.append(new)

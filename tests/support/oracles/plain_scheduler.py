@@ -51,7 +51,7 @@ class PlainScheduler(ContinuousScheduler):
         places = self.limits.max_batch - len(unmovable)
         if places <= 0:
             return False
-        kv_free = min(self.room.slots, self.room.target_slots) - self._expected(unmovable)
+        kv_free = self._max_slots - self._expected(unmovable)
         found = guaranteeable(
             undecided, before, kv_free, self._kv_needed, self.num_reusable, self.costs, self.windows, now_s
         )
@@ -65,8 +65,6 @@ class PlainScheduler(ContinuousScheduler):
         preempted = list[Request]()
         ranks = {request: self._rank(request, now_s) for request in self.waiting}
         for request in sorted(self.waiting, key=ranks.__getitem__):
-            if self.room.may_lend and self._lacks_slots(request):
-                self.room.consider(self.running, len(self.waiting))
             may_preempt = ranks[request][0] < LAST_RANK
             victims = self._victims(request, may_preempt)
             if victims is None:

@@ -30,7 +30,6 @@ from hf_slospec.serving.telemetry import Telemetry
 from tests.support.simulation.models import VOCAB, SimulatedModel, SimulatedSampler
 from tests.support.simulation.schedules import Schedule
 from tests.support.simulation.threads import World
-from tests.support.toys.hasty_room import hasten
 from tests.support.toys.models import NowAndThen, WholeTrees, new_costs
 
 
@@ -39,7 +38,6 @@ class CheckedScheduler(ContinuousScheduler):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        hasten(self)
         self.left_out = dict[Request, int]()  # steps in a row
         self.counts = Counter[str]()
 
@@ -53,9 +51,9 @@ class CheckedScheduler(ContinuousScheduler):
         assert len(set(present)) == len(present), "a request is held twice"
         assert {*waited} <= {*present}, "a request was lost"
         assert len(self.running) <= self.limits.max_batch
-        assert self.kv_held <= self.limits.kv_tokens + self.lent_slots
+        assert self.kv_held <= self.limits.kv_tokens
         soft = [request for request in self.running if not request.is_guaranteed]
-        assert not soft or self._after_step(self.running) <= self.room.available, "slots may run out"
+        assert not soft or self._after_step(self.running) <= self.limits.kv_tokens, "slots may run out"
         booked = [request for request in present if request.is_guaranteed]
         if self.admission == "slo":
             assert len(booked) <= self.limits.max_batch, "more is guaranteed than there are places"
@@ -182,19 +180,11 @@ class Server:
 
     def on_step(self, step: StepEvent) -> None:
         self.engines.on_step(step, self)
-        self._check_loan(step)
+        held = self.engine.target.sequences.num_held + self.engine.target.num_kept
+        assert held <= self.engines.plan.limits.kv_tokens, "more slots are held than there are"
         self.most_running = max(self.most_running, len(step.requests))
         self.world.at("on_step")
         self.telemetry.on_step(step)
-
-    def _check_loan(self, step: StepEvent) -> None:
-        engine, lent = self.engine, self.engine.scheduler.lent_slots
-        held = engine.target.sequences.num_held + engine.target.num_kept
-        assert held <= self.engines.plan.limits.kv_tokens + lent, "more slots are held than there are"
-        if lent:
-            self.engines.counts["steps with lent slots"] += 1
-            assert not step.draft_levels, "the drafter's memory is used twice"
-            assert engine.drafter.sequences.is_empty, "the drafter holds K/V in memory that it has lent"
 
     def on_end(self, request: Request) -> None:
         self.ended.append(request)

@@ -131,8 +131,7 @@ def schedule_of(seed: int) -> Schedule:
     max_nodes = depth * width
     kv_tokens = rng.choice([45, 70, 90, 130, 400]) + max_nodes
     chunk, starvation_s = rng.choice([1, 4, 16, 16, 64, 64]), rng.choice([2.0, 20.0, 1e9])
-    draft_slots = rng.choice([0, kv_tokens // 2]) if has_assistant else 0
-    limits = Limits(rng.randrange(1, 5), kv_tokens, max_nodes, chunk, starvation_s, draft_slots)
+    limits = Limits(rng.randrange(1, 5), kv_tokens, max_nodes, chunk, starvation_s)
     # Prompts of few chunks, as steps that only prefill are much alike; some are long anyway.
     longest = rng.choice({1: [4, 4, 4, 50], 4: [12, 12, 50]}.get(chunk, [50]))
     users = tuple(

@@ -1,0 +1,156 @@
+"""Checks of what a user's policy and drafter return."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hf_slospec.algo.tree import TokenTree
+from hf_slospec.engine.protocols import Plan, Policy, Selection
+from hf_slospec.engine.request import Request
+from hf_slospec.errors import InvalidInputError, InvalidTypeError
+
+
+class Checks(NamedTuple):
+    """Which results an engine checks, and against which limits."""
+
+    max_nodes: int = 0  # nodes of one request's tree, root not counted
+    vocab_size: int = 0  # of the target
+    has_user_policy: bool = False  # its plans and selections are checked
+    has_user_drafter: bool = False  # its trees are checked
+
+
+NO_CHECKS = Checks()
+
+
+def check_policy(policy: Any) -> None:
+    """Raise InvalidTypeError if a user's policy lacks a method."""
+    if isinstance(policy, Policy) and type(policy).step is not Policy.step:
+        return
+    for name in ("plan", "select", "observe"):
+        method = getattr(policy, name, None)
+        if not callable(method) or getattr(method, "__func__", None) in (Policy.plan, Policy.select):
+            raise InvalidTypeError(
+                f"make_policy must return a policy with a method {name!r}, see hf_slospec.Policy; got "
+                f"{type(policy).__name__}"
+            )
+
+
+def check_tree(source: str, request: Request, tree: TokenTree, vocab_size: int) -> None:
+    """Raise InvalidInputError, which names the source, unless a tree is valid for the request."""
+    if not isinstance(tree, TokenTree):
+        raise InvalidInputError(
+            f"{source} returned {type(tree).__name__} objects, where hf_slospec.TokenTree was expected"
+        )
+    integers = tree.tokens, tree.parents, tree.depths
+    are_arrays = all(isinstance(column, np.ndarray) for column in (*integers, tree.path_probs))
+    if not are_arrays or any(column.dtype.kind not in "iu" for column in integers):
+        raise InvalidInputError(
+            f"{source} returned a tree that is not made of numpy arrays, integers but for path_probs; use "
+            "TokenTree.chain or TokenTree.root_only, or convert its fields to such arrays"
+        )
+    if (fault := tree.fault()) is not None:
+        raise InvalidInputError(f"{source} returned an invalid tree: {fault}; parents must precede their children")
+    if int(tree.tokens[0]) != request.tokens[-1]:
+        raise InvalidInputError(
+            f"{source} returned a tree whose root is not the request's last token: the root is {int(tree.tokens[0])} "
+            f"and the last token {request.tokens[-1]}; begin the tree with request.tokens[-1]"
+        )
+    if tree.tokens.min() < 0 or tree.tokens.max() >= vocab_size:
+        raise InvalidInputError(
+            f"{source} proposed a token outside 0 .. {vocab_size - 1}; propose ids of the target's vocabulary"
+        )
+
+
+def check_plan(plan: Any, requests: Sequence[Request], max_nodes: int) -> Plan:
+    """Return the plan of a user's policy with lists of requests.
+
+    Raises:
+        InvalidInputError: it cannot be followed.
+    """
+    if not isinstance(plan, Plan):
+        raise InvalidInputError(
+            f"policy.plan returned {type(plan).__name__}, where hf_slospec.Plan was expected; return "
+            "Plan(depth, width), or Plan(0, 1) for plain decoding"
+        )
+    if not isinstance(plan.depth, Integral) or not isinstance(plan.width, Integral):
+        raise InvalidInputError(
+            f"policy.plan returned depth {plan.depth!r} and width {plan.width!r}; both must be integers"
+        )
+    if plan.depth < 0 or plan.width < 1 or plan.depth * plan.width > max_nodes:
+        raise InvalidInputError(
+            f"policy.plan returned depth {plan.depth} and width {plan.width}, but a request has room for "
+            f"{max_nodes} nodes; raise max_depth or max_width in SLOSpecConfig, or plan less"
+        )
+    if plan.decoding is not None:
+        plan = replace(plan, decoding=list(plan.decoding))
+        if not plan.decoding or not set(plan.decoding) <= set(requests):
+            raise InvalidInputError(
+                f"policy.plan lets {len(plan.decoding)} requests decode, of which some are not in this step, "
+                "or none; name in Plan.decoding at least one request, and only requests that it was given"
+            )
+        requests = plan.decoding
+    if plan.drafting is None:
+        return plan
+    drafting = list(plan.drafting)
+    if not set(drafting) <= set(requests):
+        raise InvalidInputError(
+            "policy.plan drafts for requests that do not decode in this step; name in "
+            "Plan.drafting only requests that it was given, and that Plan.decoding does not leave out"
+        )
+    if len(set(drafting)) < len(drafting):
+        raise InvalidInputError("policy.plan drafts for a request twice; name each once in Plan.drafting")
+    return replace(plan, drafting=drafting)
+
+
+def check_selection(selection: Any, requests: Sequence[Request], checks: Checks) -> None:
+    """Raise InvalidInputError unless the selection of a user's policy can be verified."""
+    if not isinstance(selection, Selection):
+        raise InvalidInputError(
+            f"policy.select returned {type(selection).__name__}, where hf_slospec.Selection was expected; return "
+            "Selection(trees, expected), with one tree per request"
+        )
+    if not len(selection.trees) == len(selection.expected) == len(requests):
+        raise InvalidInputError(
+            f"policy.select returned {len(selection.trees)} trees and {len(selection.expected)} expectations for "
+            f"{len(requests)} requests; return one of each for every request, in their order"
+        )
+    if not np.isfinite(np.array([*selection.expected, selection.step_s], dtype=np.float64)).all():
+        raise InvalidInputError(
+            "policy.select returned expected tokens or seconds that are not finite numbers; return finite ones, "
+            "and 0.0 as step_s if it is not known"
+        )
+    for request, tree in zip(requests, selection.trees, strict=True):
+        check_tree("policy.select", request, tree, checks.vocab_size)
+        if tree.num_nodes - 1 > checks.max_nodes:
+            raise InvalidInputError(
+                f"policy.select returned a tree of {tree.num_nodes - 1} nodes, but a request has room for "
+                f"{checks.max_nodes}; raise max_depth or max_width in SLOSpecConfig, or select less"
+            )
+
+
+def check_drafts(drafted: Any, requests: Sequence[Request], plan: Plan, vocab_size: int) -> list[TokenTree]:
+    """Return the candidate trees of a user's drafter.
+
+    Raises:
+        InvalidInputError: they are not one valid tree per request, within the plan.
+    """
+    if not isinstance(drafted, Iterable):
+        raise InvalidInputError(f"drafter returned {type(drafted).__name__}; it must return TokenTree objects")
+    trees = list(drafted)
+    if len(trees) != len(requests):
+        raise InvalidInputError(
+            f"drafter returned {len(trees)} trees for {len(requests)} requests; it must return one for each"
+        )
+    for request, tree in zip(requests, trees, strict=True):
+        check_tree("drafter", request, tree, vocab_size)
+        if tree.max_depth > plan.depth or tree.num_nodes - 1 > plan.depth * plan.width:
+            raise InvalidInputError(
+                f"drafter returned a tree of {tree.num_nodes - 1} nodes, {tree.max_depth} deep, for a plan of depth "
+                f"{plan.depth} and width {plan.width}; cut it to that depth and depth * width nodes below the root"
+            )
+    return trees
