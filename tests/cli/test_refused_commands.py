@@ -1,4 +1,4 @@
-"""Commands that are refused: each by the name of its option, before any work."""
+"""Table of commands that are refused before any work: command line, and words of the error."""
 
 from __future__ import annotations
 

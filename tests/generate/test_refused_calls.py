@@ -1,4 +1,4 @@
-"""Calls that are refused: what is called, the error, and words of its message."""
+"""Tables of calls that are refused: the call, the type of the error, and words of its message."""
 
 from __future__ import annotations
 

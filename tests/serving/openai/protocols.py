@@ -1,4 +1,4 @@
-"""The three chat protocols behind one interface: fields of a turn become a body, and answers become replies."""
+"""Chat completions, responses and Anthropic messages behind one interface: turns become bodies, answers replies."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Protocol(ABC):
         return events
 
     def failures(self, client: httpx.Client, **turn: Any) -> list[tuple[int, dict[str, Any]]]:
-        """Return status and error of a turn that is refused, whole and streamed: before the stream begins."""
+        """Return status and error of a refused turn, without and with streaming."""
         answers = [client.post(self.path, json=self.body(**turn) | more) for more in ({}, self.streamed)]
         return [(answer.status_code, answer.json()["error"]) for answer in answers]
 
@@ -111,11 +111,11 @@ class Protocol(ABC):
 
     @abstractmethod
     def joined(self, events: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the answer that the events of a stream build, as clients do it."""
+        """Join the events of a stream to the whole answer, as clients do."""
 
     @abstractmethod
     def returned(self, reply: Reply, *results: str) -> list[dict[str, Any]]:
-        """Return what is sent back behind the messages: the answer, and results of its calls."""
+        """Return the messages to append for the next turn: the answer and the results of its tool calls."""
 
 
 class Chat(Protocol):

@@ -45,7 +45,7 @@ each_protocol = pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protoc
 
 @pytest.fixture
 def scripted(generator: SLOSpecGenerator) -> Iterator[tuple[Served, Scripted]]:
-    """A server whose model reasons, writes and calls two tools."""
+    """Server whose model writes reasoning, a text and two tool calls."""
     engine = Scripted(generator, ANSWER)
     engine.tokenizer = load_tiny_pair(torch.float32)[2]
     engine.tokenizer.chat_template = SHOWING
@@ -55,7 +55,7 @@ def scripted(generator: SLOSpecGenerator) -> Iterator[tuple[Served, Scripted]]:
 
 @pytest.fixture(scope="module")
 def showing() -> Iterator[Served]:
-    """A server whose chat template shows effort, tools and calls."""
+    """Server whose chat template shows effort, tools and calls."""
     target, draft, tokenizer = load_tiny_pair(torch.float32)
     tokenizer.chat_template = SHOWING
     with (
@@ -92,9 +92,8 @@ def test_replies_are_those_of_generate_whole_and_streamed(
 @pytest.mark.parametrize("protocol", [CHAT, MESSAGES])
 def test_stop_strings_end_replies(served: Served, protocol: Protocol) -> None:
     whole = protocol.ask(served.client, max_tokens=30, **GREEDY)
-    before, text = "# assistant\n"[-1:], whole.text
-    stop = text[5:8]
-    no_stops = [before + text[:2], before + stop]  # the first begins in the prompt
+    text, stop = whole.text, whole.text[5:8]
+    no_stops = ["\n" + text[:2], "\n" + stop]  # the first begins in the prompt
     for stops, end in ((no_stops, None), ([*no_stops, stop], text.index(stop))):
         for ask in (protocol.ask, protocol.stream):
             reply = ask(served.client, max_tokens=30, stop=stops, **GREEDY)
@@ -105,7 +104,7 @@ def test_stop_strings_end_replies(served: Served, protocol: Protocol) -> None:
 
 
 @each_protocol
-def test_reasoning_text_and_calls_are_told_apart(scripted: tuple[Served, Scripted], protocol: Protocol) -> None:
+def test_reasoning_text_and_calls_are_separated(scripted: tuple[Served, Scripted], protocol: Protocol) -> None:
     client = scripted[0].client
     whole = protocol.ask(client, tools=[WEATHER])
     assert (whole.reasoning, whole.text.strip(), whole.end) == (REASONING, "I look.", "tool_calls")
@@ -115,9 +114,8 @@ def test_reasoning_text_and_calls_are_told_apart(scripted: tuple[Served, Scripte
     assert len(protocol.ask(client, tools=[WEATHER], parallel=False).calls) == 1
 
 
-def test_replies_and_results_may_be_sent_back(scripted: tuple[Served, Scripted]) -> None:
+def test_replies_and_tool_results_can_be_sent_back(scripted: tuple[Served, Scripted]) -> None:
     served, engine = scripted
-    prompts = []
     for protocol in PROTOCOLS:
         reply = protocol.ask(served.client, tools=[WEATHER])
         messages = [USER, *protocol.returned(reply, "sunny", "rainy")]
@@ -132,10 +130,8 @@ def test_replies_and_results_may_be_sent_back(scripted: tuple[Served, Scripted])
             for call, content in zip(calls, ("sunny", "rainy"), strict=True)
         ]
         protocol.ask(served.client, messages=messages, tools=[WEATHER])
-        prompts.append(engine.tokenizer.decode(engine.orders[-1].prompt))
-        for call in calls:
-            prompts[-1] = prompts[-1].replace(call["id"], "")
-    assert all("sunny" in prompt and "Paris" in prompt for prompt in prompts)
+        prompt = engine.tokenizer.decode(engine.orders[-1].prompt)
+        assert "sunny" in prompt and "Paris" in prompt
     items = [{"type": "message", "phase": "final_answer", "role": "assistant", "content": "x"}, USER]
     assert served.client.post(RESPONSES.path, json={"input": items}).status_code == 200
 
@@ -148,13 +144,13 @@ FORCED: list[tuple[Any, list[dict[str, Any]], str]] = [
 ]
 
 
-@each_protocol
-@pytest.mark.parametrize(("choice", "tools", "names"), FORCED, ids=["required", "named", "several", "allowed"])
-def test_calls_may_be_forced(
+@pytest.mark.parametrize(
+    ("protocol", "choice", "tools", "names"),
+    [(protocol, *case) for protocol in PROTOCOLS for case in FORCED if protocol is not MESSAGES or case != FORCED[-1]],
+)  # messages cannot allow some tools only
+def test_tool_choice_forces_calls(
     served: Served, protocol: Protocol, choice: Any, tools: list[dict[str, Any]], names: str
 ) -> None:
-    if protocol is MESSAGES and isinstance(choice, list):
-        return  # it has no such choice
     turn: dict[str, Any] = dict(tools=tools, choice=choice, parallel=False, seed=1, max_tokens=400)
     whole = protocol.ask(served.client, **turn)
     ((name, arguments),) = whole.calls
@@ -184,7 +180,7 @@ def test_effort_tools_and_marks_for_caches_reach_the_template(
     assert num_input() == num_tokens("# user\npass\n# assistant")
     assert num_input(effort="low") == num_tokens("# effort low\n# user\npass\n# assistant")
     variables = {"chat_template_kwargs": {"reasoning_effort": "a longer effort"}}
-    assert num_input(effort="low", **variables) > num_input(effort="low"), "the variables say it last"
+    assert num_input(effort="low", **variables) > num_input(effort="low"), "chat_template_kwargs take precedence"
     of_plain = [protocol.ask(served.client, max_tokens=2, **turn).num_input for turn in ({}, {"effort": "low"})]
     assert of_plain[0] == of_plain[1]
     assert num_input(tools=[WEATHER]) > num_input(tools=[NOW]) > num_input()
@@ -197,7 +193,7 @@ def test_effort_tools_and_marks_for_caches_reach_the_template(
 
 
 @each_protocol
-def test_kv_of_what_was_sent_back_is_found_for_the_same_key_only(
+def test_kv_of_returned_replies_is_reused_for_the_same_key_only(
     generator: SLOSpecGenerator, protocol: Protocol
 ) -> None:
     generator.stop()
@@ -221,7 +217,7 @@ def test_kv_of_what_was_sent_back_is_found_for_the_same_key_only(
 
 
 @each_protocol
-def test_slos_are_measured_and_told(served: Served, protocol: Protocol) -> None:
+def test_slos_of_body_and_header_are_measured(served: Served, protocol: Protocol) -> None:
     for ask in (protocol.ask, protocol.stream):
         assert ask(served.client, max_tokens=4, slo_tpot=5.0, priority=1).metrics["slo_tpot"] == 5.0
     answer = served.client.post(protocol.path, json=protocol.body(max_tokens=4), headers={"x-slo-tpot-ms": "5000"})
@@ -230,7 +226,7 @@ def test_slos_are_measured_and_told(served: Served, protocol: Protocol) -> None:
 
 
 @each_protocol
-def test_an_error_is_the_last_event_of_its_stream(scripted: tuple[Served, Scripted], protocol: Protocol) -> None:
+def test_an_error_is_the_last_event_of_a_stream(scripted: tuple[Served, Scripted], protocol: Protocol) -> None:
     served, engine = scripted
     engine.fault = RuntimeError("a fault of its own")
     *_, last = protocol.events(served.client)
@@ -242,7 +238,7 @@ def test_an_error_is_the_last_event_of_its_stream(scripted: tuple[Served, Script
 
 
 @each_protocol
-def test_a_full_queue_is_told_before_the_stream(
+def test_a_full_queue_is_refused_before_a_stream_begins(
     served: Served, protocol: Protocol, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
@@ -256,8 +252,8 @@ def test_a_full_queue_is_told_before_the_stream(
 
 @each_protocol
 @pytest.mark.parametrize("stream", [True, False])
-def test_clients_that_leave_cancel_their_request(served: Served, protocol: Protocol, stream: bool) -> None:
-    before = served.generator.stats().finished.get("cancelled", 0)
+def test_a_disconnect_cancels_the_request(served: Served, protocol: Protocol, stream: bool) -> None:
+    num_cancelled = served.generator.stats().finished.get("cancelled", 0)
     body = protocol.body(max_tokens=400, ignore_eos=True, stream=stream)
     if stream:
         with served.client.stream("POST", protocol.path, json=body) as answer:
@@ -266,11 +262,11 @@ def test_clients_that_leave_cancel_their_request(served: Served, protocol: Proto
         with pytest.raises(httpx.ReadTimeout):
             served.client.post(protocol.path, json=body, timeout=0.3)
     wait_until_idle(served.client)
-    assert served.generator.stats().finished["cancelled"] == before + 1
+    assert served.generator.stats().finished["cancelled"] == num_cancelled + 1
 
 
 @each_protocol
-def test_keys_may_be_in_the_headers_of_either_client(guarded: Served, protocol: Protocol) -> None:
+def test_api_keys_are_read_from_the_headers_of_either_client(guarded: Served, protocol: Protocol) -> None:
     for headers in ({"Authorization": f"Bearer {KEY}"}, {"x-api-key": KEY}, {"x-api-key": "wrong"}, {}):
         if "x-api-key" in headers and protocol is not MESSAGES:
             continue
@@ -283,13 +279,13 @@ def test_keys_may_be_in_the_headers_of_either_client(guarded: Served, protocol: 
 
 @each_protocol
 @pytest.mark.parametrize("is_small", [False, True])
-def test_contexts_that_are_too_long_are_told_in_the_words_that_clients_know(
+def test_context_overflow_is_reported_in_the_words_that_clients_parse(
     served: Served, small: Served, protocol: Protocol, is_small: bool
 ) -> None:
     server = small if is_small else served
     max_len = server.generator.max_len if is_small else server.generator.model.config.max_position_embeddings
     long: dict[str, Any] = {"messages": [USER | {"content": "def main():\n" * (400 if is_small else 3000)}]}
-    for turn, told, number in (
+    for turn, words, words_of_messages in (
         (long, "resulted in ", "maximum"),
         (long | {"max_tokens": 8}, "resulted in ", "maximum"),
         ({"max_tokens": max_len}, f", {max_len} in the completion)", f" + {max_len} > {max_len}, decrease input"),
@@ -299,11 +295,11 @@ def test_contexts_that_are_too_long_are_told_in_the_words_that_clients_know(
             message = error["message"]
             assert (status, error["type"]) == (400, "invalid_request_error")
             if protocol is MESSAGES:
-                assert message.startswith("prompt is too long: ") and number in message
+                assert message.startswith("prompt is too long: ") and words_of_messages in message
                 continue
             assert (error["code"], error["param"]) == ("context_length_exceeded", protocol.messages)
             assert message.startswith(f"This model's maximum context length is {max_len} tokens. However, ")
-            assert told in message and f"Please reduce the length of the {protocol.messages}" in message
+            assert words in message and f"Please reduce the length of the {protocol.messages}" in message
 
 
 # ---- of one protocol
@@ -319,11 +315,12 @@ def test_responses_have_the_log_probabilities_of_chats(served: Served) -> None:
         return item["content"][0]["logprobs"]
 
     for ask in (RESPONSES.ask, RESPONSES.stream):
-        found = entries(ask, top_logprobs=2, **include)
-        assert len(found) == len(expected) == 9
-        for own, other in zip(found, expected, strict=True):
-            assert own["logprob"] == pytest.approx(other["logprob"], abs=1e-4) and own["bytes"] == other["bytes"]
-            assert [top["token"] for top in own["top_logprobs"]] == [top["token"] for top in other["top_logprobs"]]
+        logprobs = entries(ask, top_logprobs=2, **include)
+        assert len(logprobs) == len(expected) == 9
+        for entry, of_chat in zip(logprobs, expected, strict=True):
+            assert entry["logprob"] == pytest.approx(of_chat["logprob"], abs=1e-4)
+            assert entry["bytes"] == of_chat["bytes"]
+            assert [top["token"] for top in entry["top_logprobs"]] == [top["token"] for top in of_chat["top_logprobs"]]
         assert [each["top_logprobs"] for each in entries(ask, **include)] == [[]] * 9 and entries(ask) == []
     events = RESPONSES.events(served.client, max_tokens=9, top_logprobs=2, **include, **GREEDY)
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
@@ -331,7 +328,7 @@ def test_responses_have_the_log_probabilities_of_chats(served: Served) -> None:
     assert [each for delta in deltas for each in delta["logprobs"]] == done["logprobs"]
 
 
-def test_responses_tell_how_they_were_asked(served: Served) -> None:
+def test_responses_echo_the_options_of_the_request(served: Served) -> None:
     turn = {"truncation": "auto", "choice": "now", "tools": [NOW, LATER], "metadata": {"a": "b"}, "effort": "low"}
     raw = RESPONSES.ask(served.client, max_tokens=200, system=SYSTEM, **turn).raw
     sent = RESPONSES.body(max_tokens=200, system=SYSTEM, **turn)
@@ -363,7 +360,7 @@ def test_blocks_become_messages_of_the_chat() -> None:
     assert body.chat.shown_tools is None
 
 
-def test_answers_go_on_from_the_assistants_last_message_and_its_tokens_are_counted(served: Served) -> None:
+def test_a_last_message_of_the_assistant_is_continued_and_counted(served: Served) -> None:
     messages = [USER, {"role": "assistant", "content": "return"}]
     tokens = served.generator.tokenizer("# user\npass\n# assistant\nreturn")["input_ids"]
     expected = text_of(served, alone(served, tokens, do_sample=False, max_new_tokens=12))
@@ -381,7 +378,7 @@ def test_answers_go_on_from_the_assistants_last_message_and_its_tokens_are_count
     assert counts[1] < counts[2]
 
 
-def test_allowed_tools_are_the_ones_that_are_shown(served: Served) -> None:
+def test_only_allowed_tools_are_shown_to_the_model(served: Served) -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("now", "later")]
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools[:1]}}
     few = CHAT.ask(served.client, tools=[NOW], max_tokens=8, **GREEDY)
@@ -389,7 +386,7 @@ def test_allowed_tools_are_the_ones_that_are_shown(served: Served) -> None:
     assert CHAT.reply(served.client.post(CHAT.path, json=body).json()) == few
 
 
-def test_several_calls_are_allowed_unless_forbidden_and_a_call_that_is_cut_off_is_none(served: Served) -> None:
+def test_a_call_that_is_cut_off_stays_text(served: Served) -> None:
     turn: dict[str, Any] = dict(tools=[LATER], choice="required", **GREEDY)
     bias = {str(token): -100.0 for token in served.generator.tokenizer.convert_tokens_to_ids(["]"])}
     assert CHAT.ask(served.client, logit_bias=bias, max_tokens=60, **turn).calls[0] == ("later", {})
@@ -397,7 +394,7 @@ def test_several_calls_are_allowed_unless_forbidden_and_a_call_that_is_cut_off_i
     assert cut.end == "length" and cut.text and not cut.calls
 
 
-def test_longest_prompt_and_refusals_are_counted(small: Served) -> None:
+def test_the_longest_prompt_and_the_count_of_refusals(small: Served) -> None:
     max_len = small.generator.max_len
     for prompt in ([5] * max_len, [[5], [5] * max_len]):
         answer = small.client.post("/v1/completions", json={"prompt": prompt})
@@ -411,7 +408,7 @@ def test_longest_prompt_and_refusals_are_counted(small: Served) -> None:
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Served]:
-    """A server whose K/V slots hold far fewer tokens than the model has positions."""
+    """Server with fewer K/V slots than the model has positions."""
     target, draft, tokenizer = load_tiny_pair(torch.float32)
     tokenizer.chat_template = CHAT_TEMPLATE
     config = SLOSpecConfig(kv_tokens=512, compile=False)

@@ -1,4 +1,4 @@
-"""Requests that are refused: each by the name of its field, before any work."""
+"""Tables of HTTP requests that are refused: endpoint, fields, and the field that the error names."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_bad_fields_are_named(served: Served, named: str, endpoint: str, fields:
 
 
 @pytest.mark.parametrize("endpoint", VALID)
-def test_valid_fields_are_served(served: Served, endpoint: str) -> None:
+def test_valid_bodies_are_served(served: Served, endpoint: str) -> None:
     assert post(served, endpoint, json=VALID[endpoint] | {"a_field_of_later_versions": None}).status_code == 200
 
 
@@ -155,7 +155,7 @@ NO_JSON = [
 
 
 @pytest.mark.parametrize("content", NO_JSON, ids=lambda content: repr(content[:16]))
-def test_what_is_no_json_is_refused(served: Served, content: bytes) -> None:
+def test_invalid_json_is_refused(served: Served, content: bytes) -> None:
     for endpoint in VALID:
         answer = post(served, endpoint, content=content, headers={"Content-Type": "application/json"})
         assert answer.status_code == 400, answer.text
@@ -181,7 +181,7 @@ STATUSES: list[tuple[int, str, str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("status", "said", "method", "path", "request_"), STATUSES, ids=lambda value: str(value)[:30])
-def test_other_requests_are_refused_by_their_status(
+def test_status_and_message_of_other_refusals(
     served: Served, status: int, said: str, method: str, path: str, request_: dict[str, Any]
 ) -> None:
     answer = served.client.request(method, path, **request_)
@@ -192,14 +192,14 @@ def test_other_requests_are_refused_by_their_status(
         assert error["type"] == kinds.get(status, "invalid_request_error")
 
 
-def test_overload_has_anthropics_name_and_large_bodies_their_limit(guarded: Served) -> None:
+def test_error_name_of_overload_and_limit_of_bodies(guarded: Served) -> None:
     assert anthropic_error(error_body("x", "service_unavailable_error"))["error"]["type"] == "overloaded_error"
     headers = {"Authorization": f"Bearer {KEY}"}
     answer = post(guarded, COMPLETIONS, json={"prompt": "x" * 5000}, headers=headers)
     assert answer.status_code == 413 and "4096 bytes" in answer.json()["error"]["message"]
 
 
-def test_errors_are_the_clients_own(served: Served) -> None:
+def test_openais_client_raises_its_own_errors(served: Served) -> None:
     with served.openai as client:
         with pytest.raises(openai.BadRequestError, match="temperature"):
             client.completions.create(model="tiny", prompt="x", temperature=-3)
