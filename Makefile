@@ -19,7 +19,7 @@ NOTEBOOKS = $(filter-out README,$(notdir $(basename $(wildcard docs/notebooks/*.
 WORKERS ?= 3
 
 # Folders whose tests load no model.
-FAST_TESTS = tests/algo tests/engine tests/policies tests/lab tests/repository/test_layers.py \
+FAST_TESTS = tests/tree tests/request tests/engine tests/scheduler tests/policies tests/lab tests/repository/test_layers.py \
     tests/repository/test_language.py tests/repository/test_module_map.py
 
 .PHONY: run check quick-tests test pytest nightly hostile lint docs resolution installs quick-installs checkpoints bench \
@@ -50,7 +50,7 @@ nightly: $(VENV)/installed-dev
 
 # Ten minutes of hostile clients; `make pytest` has a short form.
 hostile: $(VENV)/installed-dev
-	HOSTILE_MINUTES=10 $(VENV)/bin/python -m pytest tests/serving/openai/hostile
+	HOSTILE_MINUTES=10 $(VENV)/bin/python -m pytest tests/server/hostile
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .

@@ -1,4 +1,5 @@
-"""Frequency and margins of differences between bf16 output of the embedded pair and stock ``generate``.
+"""Frequency and margins of differences between bf16 output of the embedded pair and stock
+``generate``.
 
 OMP_NUM_THREADS=1 python benchmarks/bf16_divergence.py
 """
@@ -17,14 +18,16 @@ from tqdm import tqdm
 
 from hf_slospec import Divergence, SLOSpecGenerator, divergence_report, load_tiny_pair, tiny_prompts
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.generate.divergence import find_divergences
+from hf_slospec.cli.divergence import find_divergences
 
 STRIDE = 24  # tokens between the windows cut from one held-out text
 LENGTHS = range(32, 65)  # tokens of consecutive windows, so that batches are padded
 
 
 def windows(texts: list[list[int]], count: int) -> list[list[int]]:
-    """Return distinct windows: the first one of every text, then the second one of every text, and so on."""
+    """Return distinct windows: the first one of every text, then the second one of every text, and
+    so on.
+    """
     found: dict[tuple[int, ...], None] = {}  # used as an ordered set
     starts = range(0, max(map(len, texts)), STRIDE)
     for start, text in ((start, text) for start in starts for text in texts):
@@ -32,18 +35,24 @@ def windows(texts: list[list[int]], count: int) -> list[list[int]]:
         if len(window) >= LENGTHS[0] and len(found) < count:
             found[tuple(window)] = None
     if len(found) < count:
-        raise typer.BadParameter(f"the held-out texts have only {len(found)} windows; ask for fewer --prompts")
+        raise typer.BadParameter(
+            f"the held-out texts have only {len(found)} windows; ask for fewer --prompts"
+        )
     return [list(window) for window in found]
 
 
 def batches(prompts: list[list[int]], size: int, pad: int) -> Iterator[dict[str, torch.Tensor]]:
     """Yield left-padded ``input_ids`` and ``attention_mask``, each [batch, padded_len] int64."""
-    for first in tqdm(range(0, len(prompts), size), desc=f"batches of {size}", disable=not sys.stderr.isatty()):
+    for first in tqdm(
+        range(0, len(prompts), size), desc=f"batches of {size}", disable=not sys.stderr.isatty()
+    ):
         rows = prompts[first : first + size]
         width = max(map(len, rows))
         yield {
             "input_ids": torch.tensor([[pad] * (width - len(row)) + row for row in rows]),
-            "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
+            "attention_mask": torch.tensor(
+                [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+            ),
         }
 
 
@@ -58,7 +67,9 @@ def counts(rows: int, tokens: int, divergences: list[Divergence]) -> dict[str, A
         "within_rounding_alone": sum(d.margin <= d.rounding for d in divergences),
         "margins": [round(d.margin, 6) for d in divergences],
         "noise": [round(d.noise, 6) for d in divergences],
-        "not_near_ties": [{f: getattr(d, f) for f in ("row", *fields)} for d in divergences if not d.is_near_tie],
+        "not_near_ties": [
+            {f: getattr(d, f) for f in ("row", *fields)} for d in divergences if not d.is_near_tie
+        ],
     }
 
 
@@ -66,14 +77,19 @@ def main(
     prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 200,
     new_tokens: Annotated[int, typer.Option(help="New tokens per prompt.")] = 128,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    out: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("benchmarks/results/bf16-divergence.json"),
+    out: Annotated[Path, typer.Option(help="JSON file to write.")] = Path(
+        "benchmarks/results/bf16-divergence.json"
+    ),
 ) -> None:
-    """Compare hf_slospec with stock in batches of 1 and 8, and stock with itself at both sizes, all greedy."""
+    """Compare hf_slospec with stock in batches of 1 and 8, and stock with itself at both sizes, all
+    greedy.
+    """
     target, draft, tokenizer = load_tiny_pair(getattr(torch, dtype))
     generator = SLOSpecGenerator(target, draft, tokenizer)
     texts = windows([tokenizer(text).input_ids for text in tiny_prompts()], prompts)
     options = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None}
-    results, stock = {}, {}
+    results = {}
+    stock = {}
     for size in (1, 8):
         tokens, divergences, stock[size] = 0, [], []
         for inputs in batches(texts, size, tokenizer.pad_token_id):
@@ -91,7 +107,9 @@ def main(
         new_tokens=new_tokens, decoding="greedy, no eos",
     )  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"provenance": facts, "results": results}, indent=1) + "\n", encoding="utf-8")
+    out.write_text(
+        json.dumps({"provenance": facts, "results": results}, indent=1) + "\n", encoding="utf-8"
+    )
     for name, found in results.items():
         print(
             f"{name}: {found['rows']} rows, {found['tokens']} tokens, {found['divergences']} divergences, "

@@ -2,9 +2,9 @@
 
     python benchmarks/calibration.py --json benchmarks/results/calibration.json --plot docs/images/reliability.png
 
-Held-out prompts, greedy, fp32, decoded by policy ``auto``. The figures compare the draft's conditional probabilities
-(before) and the policy's calibrated ones (after), over all children whose parent was committed.
-"""
+Held-out prompts, greedy, fp32, decoded by policy ``auto``. The figures compare the draft's
+conditional probabilities (before) and the policy's calibrated ones (after), over all children whose
+parent was committed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ import torch
 import typer
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
-from hf_slospec.algo.calibration import Reliability
 from hf_slospec.cli.benchmark import provenance
+from hf_slospec.engine.acceptance import Reliability
 
 SHARPENING = 3.0  # factor on the over-confident draft's logits
-BATCH, NEW_TOKENS, ROUNDS = 4, 96, 8
+BATCH = 4
+NEW_TOKENS = 96
+ROUNDS = 8
 
 
 def study(sharpening: float) -> dict[str, Any]:
@@ -32,9 +34,16 @@ def study(sharpening: float) -> dict[str, Any]:
     generator = SLOSpecGenerator(target, draft, tokenizer, SLOSpecConfig(max_depth=6, max_width=3))
     expected = committed = steps = 0.0
     for repeat in range(ROUNDS):
-        texts = [tiny_prompts()[(repeat * BATCH + row) % len(tiny_prompts())] for row in range(BATCH)]
+        texts = [
+            tiny_prompts()[(repeat * BATCH + row) % len(tiny_prompts())] for row in range(BATCH)
+        ]
         inputs = tokenizer(
-            texts, return_tensors="pt", padding=True, truncation=True, max_length=48, padding_side="left"
+            texts,
+            return_tensors="pt",
+            padding=True,
+            truncation=True,
+            max_length=48,
+            padding_side="left",
         )
         out = generator.generate(
             input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], do_sample=False,
@@ -59,7 +68,11 @@ def study(sharpening: float) -> dict[str, Any]:
 def figures(reliability: Reliability) -> dict[str, Any]:
     """Return scores and bins of predictions."""
     columns = (reliability.predicted, reliability.accepted, reliability.count)
-    return {"brier": reliability.brier, "ece": reliability.ece, "bins": [c.round(2).tolist() for c in columns]}
+    return {
+        "brier": reliability.brier,
+        "ece": reliability.ece,
+        "bins": [c.round(2).tolist() for c in columns],
+    }
 
 
 def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
@@ -69,15 +82,26 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(results), figsize=(9, 4.2), sharey=True, layout="constrained")
+    figure, panels = pyplot.subplots(
+        1, len(results), figsize=(9, 4.2), sharey=True, layout="constrained"
+    )
     for panel, (name, result) in zip(panels, results.items(), strict=True):
         panel.plot([0, 1], [0, 1], color="0.6", lw=1)
         for when, colour, marker in (("before", "#D55E00", "^"), ("after", "#0072B2", "o")):
             predicted, accepted, count = result[when]["bins"]
-            points = [(p / n, a / n) for p, a, n in zip(predicted, accepted, count, strict=True) if n >= 20]
+            points = [
+                (p / n, a / n)
+                for p, a, n in zip(predicted, accepted, count, strict=True)
+                if n >= 20
+            ]
             panel.plot(*zip(*points, strict=True), marker=marker, color=colour,
                        label=f"{when} calibration, ECE {result[when]['ece']:.3f}")  # fmt: skip
-        panel.set(title=name, xlabel="predicted probability that a child is accepted", xlim=(0, 1), ylim=(0, 1))
+        panel.set(
+            title=name,
+            xlabel="predicted probability that a child is accepted",
+            xlim=(0, 1),
+            ylim=(0, 1),
+        )
         panel.legend()
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("share accepted")
@@ -89,9 +113,13 @@ def main(
     plot: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
     """Run both studies."""
-    results = {"embedded draft": study(1.0), f"over-confident draft (logits x {SHARPENING:g})": study(SHARPENING)}
+    results = {
+        "embedded draft": study(1.0),
+        f"over-confident draft (logits x {SHARPENING:g})": study(SHARPENING),
+    }
     for name, result in results.items():
-        before, after = result["before"], result["after"]
+        before = result["before"]
+        after = result["after"]
         print(
             f"{name}: {result['steps']:.0f} steps, expected/committed {result['expected_over_committed']:.3f}; "
             f"Brier {before['brier']:.4f} -> {after['brier']:.4f}, ECE {before['ece']:.4f} -> {after['ece']:.4f}"
@@ -99,7 +127,9 @@ def main(
     if plot is not None:
         draw(results, plot)
     if json_path is not None:
-        facts = provenance(batch=BATCH, new_tokens=NEW_TOKENS, rounds=ROUNDS, dtype="float32", decoding="greedy")
+        facts = provenance(
+            batch=BATCH, new_tokens=NEW_TOKENS, rounds=ROUNDS, dtype="float32", decoding="greedy"
+        )
         json_path.write_text(json.dumps({"provenance": facts, "results": results}, indent=1) + "\n")
 
 

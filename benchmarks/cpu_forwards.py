@@ -1,9 +1,10 @@
-"""Attempts to speed up forwards on CPUs: prepacked weights, torch's compiler, the thread that runs them.
+"""Attempts to speed up forwards on CPUs: prepacked weights, torch's compiler, the thread that runs
+them.
 
     python benchmarks/cpu_forwards.py [--shape 0.3B] [--repeats 9] [--json FILE]
 
-Plain forwards of a whole model over a few tokens, without packed batches. All variants run in every round; medians over
-rounds. The compilation needs a C++ compiler and takes about a minute.
+Plain forwards of a whole model over a few tokens, without packed batches. All variants run in every
+round; medians over rounds. The compilation needs a C++ compiler and takes about a minute.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import torch
 
 from hf_slospec import load_tiny_pair
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.models.device.threads import release_openmp_threads
-from hf_slospec.models.linear.prepacked import PrepackedLayers
+from hf_slospec.cpu.prepacked import PrepackedLayers
+from hf_slospec.model.machine import release_openmp_threads
 from hf_slospec.tiny.inflate import inflate
 from hf_slospec.tiny.shapes import SHAPES
 
@@ -41,8 +42,11 @@ def timed(model: Any, num_tokens: int) -> float:
 
 def by_variant(model: Any, repeats: int) -> tuple[list[dict[str, float]], float]:
     """Return milliseconds by tokens and variant, and the seconds of the compilation."""
-    linears, begun_s = PrepackedLayers(model, True), time.perf_counter()
-    torch._inductor.config.freezing = True  # weights become constants, which the compiler also prepacks
+    linears = PrepackedLayers(model, True)
+    begun_s = time.perf_counter()
+    torch._inductor.config.freezing = (
+        True  # weights become constants, which the compiler also prepacks
+    )
     compiled = torch.compile(copy.deepcopy(model), dynamic=True)
     for num_tokens in (8, 9, 24, 1):
         timed(compiled, num_tokens)
@@ -61,13 +65,16 @@ def by_variant(model: Any, repeats: int) -> tuple[list[dict[str, float]], float]
     for num_tokens in TOKENS:
         rounds = [{name: run(num_tokens) for name, run in variants.items()} for _ in range(repeats)]
         rows.append(
-            {"tokens": num_tokens} | {name: round(1e3 * median(r[name] for r in rounds), 2) for name in variants}
+            {"tokens": num_tokens}
+            | {name: round(1e3 * median(r[name] for r in rounds), 2) for name in variants}
         )
     return rows, compile_s
 
 
 def by_thread(model: Any, repeats: int) -> dict[str, float]:
-    """Return the slow-down of forwards in a second thread while the first one keeps, or released, its OpenMP team."""
+    """Return the slow-down of forwards in a second thread while the first one keeps, or released,
+    its OpenMP team.
+    """
 
     def own() -> float:
         timed(model, 8)
@@ -80,7 +87,8 @@ def by_thread(model: Any, repeats: int) -> dict[str, float]:
         thread.join()
         return found[0]
 
-    kept, released = [], []
+    kept = []
+    released = []
     for _ in range(repeats):
         here = own()
         kept.append(in_thread() / here)
@@ -91,14 +99,19 @@ def by_thread(model: Any, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="0.3B")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     tiny, draft, _ = load_tiny_pair(torch.bfloat16)
     target = inflate(tiny, SHAPES[arguments.shape])
-    threads = {name: by_thread(model, arguments.repeats) for name, model in (("target", target), ("draft", draft))}
+    threads = {
+        name: by_thread(model, arguments.repeats)
+        for name, model in (("target", target), ("draft", draft))
+    }
     rows, compile_s = by_variant(target, arguments.repeats)
     print(f"slow-down in a second thread: {threads}\ncompilation took {compile_s:.0f} s")
     for row in rows:

@@ -1,11 +1,12 @@
-"""Whisper in batches: speed of whole calls beside stock ``generate``, with a draft of half the decoder's layers.
+"""Whisper in batches: speed of whole calls beside stock ``generate``, with a draft of half the
+decoder's layers.
 
     python benchmarks/encoder_decoders.py [--shape small] [--batch 8] [--acceptance 0.7] [--dtype float32] [--json FILE]
 
-The target has a published shape of Whisper and random weights, as no checkpoint can be loaded here, and writes a
-permutation of the vocabulary. The draft is the first half of its decoder, and follows another permutation for a
-share of the tokens, so that it is right with about the given probability. Runs of stock and ours alternate;
-figures are medians of ratios.
+The target has a published shape of Whisper and random weights, as no checkpoint can be loaded here,
+and writes a permutation of the vocabulary. The draft is the first half of its decoder, and follows
+another permutation for a share of the tokens, so that it is right with about the given probability.
+Runs of stock and ours alternate; figures are medians of ratios.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from transformers import WhisperConfig, WhisperForCausalLM, WhisperForConditiona
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cli.benchmark import provenance
 
-VOCAB, NEW = 51_865, 100
+VOCAB = 51_865
+NEW = 100
 SHAPES = {  # channels, layers and heads of encoder and decoder, neurons
     "toy": (64, 2, 2, 128),
     "tiny": (384, 4, 6, 1536),
@@ -64,13 +66,19 @@ def half(model: Any, acceptance: float) -> Any:
 
 def measured(model: Any, draft: Any, batch: int, repeats: int, new: int) -> dict[str, Any]:
     """Return the ratio of stock's times to ours."""
-    features = torch.randn(batch, model.config.num_mel_bins, 2 * model.config.max_source_positions).to(model.dtype)
+    features = torch.randn(
+        batch, model.config.num_mel_bins, 2 * model.config.max_source_positions
+    ).to(model.dtype)
     options: Any = dict(input_features=features, max_new_tokens=new)
-    ours, stock = SLOSpecGenerator(model, draft, config=SLOSpecConfig(policy="auto")), type(model).generate
+    ours, stock = (
+        SLOSpecGenerator(model, draft, config=SLOSpecConfig(policy="auto")),
+        type(model).generate,
+    )
     is_same = torch.equal(ours.generate(**options), stock(model, **options))
     encoder = [seconds(lambda: model.get_encoder()(features)) for _ in range(repeats)]
     rounds = [
-        (seconds(lambda: stock(model, **options)), seconds(lambda: ours.generate(**options))) for _ in range(repeats)
+        (seconds(lambda: stock(model, **options)), seconds(lambda: ours.generate(**options)))
+        for _ in range(repeats)
     ]
     return {
         "batch": batch,
@@ -85,7 +93,9 @@ def measured(model: Any, draft: Any, batch: int, repeats: int, new: int) -> dict
 @torch.no_grad()
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="small", choices=SHAPES)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--acceptance", type=float, default=0.7)
@@ -96,7 +106,9 @@ def main() -> None:
     arguments = parser.parse_args()
     model = target(arguments.shape).to(getattr(torch, arguments.dtype))
     found = {"shape": arguments.shape, "acceptance": arguments.acceptance, "dtype": arguments.dtype}
-    found |= measured(model, half(model, arguments.acceptance), arguments.batch, arguments.repeats, arguments.new)
+    found |= measured(
+        model, half(model, arguments.acceptance), arguments.batch, arguments.repeats, arguments.new
+    )
     print(found, flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({"provenance": provenance()} | found, indent=2))

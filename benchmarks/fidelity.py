@@ -2,11 +2,11 @@
 
     python -m benchmarks.fidelity --json benchmarks/results/fidelity-cpu-2core.json
 
-Profiles the embedded pair, serves Poisson loads with the real batcher, records the draft's probabilities for the
-outputs, and simulates the same arrivals and texts with the profile. The profile is corrected by measured steps, because
-the speed of a shared machine drifts and the batcher's thread has its own OpenMP threads: once by the steps of a warm-up
-just before, and once by those of the same run, which leaves the errors of the simulator itself.
-"""
+Profiles the embedded pair, serves Poisson loads with the real batcher, records the draft's
+probabilities for the outputs, and simulates the same arrivals and texts with the profile. The
+profile is corrected by measured steps, because the speed of a shared machine drifts and the
+batcher's thread has its own OpenMP threads: once by the steps of a warm-up just before, and once by
+those of the same run, which leaves the errors of the simulator itself."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ from transformers import PreTrainedModel
 
 from benchmarks.serving import CLASSES, SYSTEMS, load_of, plain_token_s, tiny_texts
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.cli.profiling import profile
 from hf_slospec.engine.events import StepEvent
+from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.lab.hardware import Hardware, HardwareFile
 from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.texts import NUM_CHILDREN, Library, RecordedText, Recording
 from hf_slospec.lab.workload import Job
-from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.serving.loading import load_models
-from hf_slospec.serving.options import ModelOptions
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.server.loading import load_models
+from hf_slospec.server.model_options import ModelOptions
 
 
 class RecordedGenerator:
     """A generator with a record of its steps."""
 
     def __init__(self, generator: SLOSpecGenerator):
-        self.generator, self.steps = generator, list[StepEvent]()
+        self.generator = generator
+        self.steps = list[StepEvent]()
         telemetry = generator._service.telemetry
         on_step = telemetry.on_step
 
@@ -57,8 +58,12 @@ class RecordedGenerator:
         """Return the profile corrected by the durations of the recorded steps."""
         decoding = [step for step in self.steps if not step.is_prefill]
         host_s = mean(step.phases.select_s + step.phases.host_s for step in decoding)
-        target, draft = hardware.target, hardware.draft
-        verify = [s.phases.verify_s / float(target(s.nodes + s.prefill_tokens, s.num_decoding)) for s in decoding]
+        target = hardware.target
+        draft = hardware.draft
+        verify = [
+            s.phases.verify_s / float(target(s.nodes + s.prefill_tokens, s.num_decoding))
+            for s in decoding
+        ]
         levels = [
             s.phases.draft_s / (s.depth * float(draft(s.num_decoding * s.width, s.num_decoding)))
             for s in decoding
@@ -66,19 +71,25 @@ class RecordedGenerator:
         ]
         draft_factor = median(levels) if levels else 1.0
         return replace(
-            hardware, target=scaled(target, median(verify)), draft=scaled(draft, draft_factor), host_s=host_s
+            hardware,
+            target=scaled(target, median(verify)),
+            draft=scaled(draft, draft_factor),
+            host_s=host_s,
         )
 
 
 def scaled(cost: ForwardCost, factor: float) -> ForwardCost:
     """Return a cost with all durations multiplied by ``factor``."""
-    curve = LatencyCurve(cost.curve.num_tokens, tuple(factor * seconds for seconds in cost.curve.seconds))
+    curve = LatencyCurve(
+        cost.curve.num_tokens, tuple(factor * seconds for seconds in cost.curve.seconds)
+    )
     return ForwardCost(curve, factor * cost.per_request_s, factor * cost.per_key_s)
 
 
 @torch.no_grad()
 def recorded(draft: PreTrainedModel, tokens: list[int], prompt_len: int) -> RecordedText:
-    """Return one output: the draft's most probable tokens per position, and which one the target chose.
+    """Return one output: the draft's most probable tokens per position, and which one the target
+    chose.
 
     Args:
         draft: forwarded once over the whole text.
@@ -86,7 +97,9 @@ def recorded(draft: PreTrainedModel, tokens: list[int], prompt_len: int) -> Reco
         prompt_len: number of prompt tokens.
     """
     ids = torch.tensor(tokens, device=draft.device)
-    logits = draft(input_ids=ids[None, :-1]).logits[0, prompt_len - 1 :].float()  # [output_len, vocab]
+    logits = (
+        draft(input_ids=ids[None, :-1]).logits[0, prompt_len - 1 :].float()
+    )  # [output_len, vocab]
     top = logits.softmax(-1).topk(min(NUM_CHILDREN, logits.shape[-1]), dim=-1)
     is_chosen = top.indices == ids[prompt_len:, None]
     ranks = torch.where(is_chosen.any(-1), is_chosen.int().argmax(-1), top.indices.shape[-1])
@@ -94,10 +107,13 @@ def recorded(draft: PreTrainedModel, tokens: list[int], prompt_len: int) -> Reco
     return RecordedText(input_tokens=prompt_len, child_probs=probs, ranks=ranks.tolist())
 
 
-def served(generator: SLOSpecGenerator, load: list[dict[str, Any]], draft: Any) -> tuple[list[Any], list[RecordedText]]:
+def served(
+    generator: SLOSpecGenerator, load: list[dict[str, Any]], draft: Any
+) -> tuple[list[Any], list[RecordedText]]:
     """Serve a load.  -> metrics of every request, and its text with the draft's probabilities"""
     with generator:
-        begun_s, handles = time.perf_counter(), []
+        begun_s = time.perf_counter()
+        handles = []
         for job in load:
             time.sleep(max(job["at_s"] - (time.perf_counter() - begun_s), 0.0))
             options = dict(max_new_tokens=job["new"], do_sample=False, **job["options"])
@@ -110,7 +126,9 @@ def served(generator: SLOSpecGenerator, load: list[dict[str, Any]], draft: Any) 
     return [result.metrics for result in results], texts
 
 
-def replayed(load: list[dict[str, Any]], texts: list[RecordedText], hardware: Hardware, config: SLOSpecConfig) -> Any:
+def replayed(
+    load: list[dict[str, Any]], texts: list[RecordedText], hardware: Hardware, config: SLOSpecConfig
+) -> Any:
     """Simulate the load."""
     jobs = [
         Job(
@@ -143,7 +161,8 @@ def main(
     systems: Annotated[str, typer.Option()] = ",".join(SYSTEMS),
     seconds: Annotated[float, typer.Option(help="Duration of the profiling of each model.")] = 20.0,
     record_path: Annotated[
-        Path | None, typer.Option("--record", help="Write the texts of all runs for `simulate --recording`.")
+        Path | None,
+        typer.Option("--record", help="Write the texts of all runs for `simulate --recording`."),
     ] = None,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
@@ -156,9 +175,20 @@ def main(
         for name, model in (("target", target), ("draft", draft))
     }
     table = Table(title=f"{size} {dtype}: real / simulated")
-    for heading in ("load", "system", "corrected by", "TPOT ms", "error", "attained", "error", "TTFT ms", "steps"):
+    for heading in (
+        "load",
+        "system",
+        "corrected by",
+        "TPOT ms",
+        "error",
+        "attained",
+        "error",
+        "TTFT ms",
+        "steps",
+    ):
         table.add_column(heading, justify="right")
-    results, token_s = [], 0.0
+    results = []
+    token_s = 0.0
     recording = list[RecordedText]()
     for name in systems.split(","):
         config = SLOSpecConfig(**SYSTEMS[name])
@@ -170,7 +200,9 @@ def main(
         for pressure in map(float, pressures.split(",")):
             rate = pressure * 8 / (token_s * 40)  # outputs have 40 tokens on average
             watched.steps.clear()
-            served(watched.generator, load_of(10**6, "poisson", rate, 16, token_s, prompts), draft)  # warm-up
+            served(
+                watched.generator, load_of(10**6, "poisson", rate, 16, token_s, prompts), draft
+            )  # warm-up
             fitted = HardwareFile.model_validate(fits).hardware()
             before = watched.corrected(fitted)
             load = load_of(0, "poisson", rate, number, token_s, prompts)
@@ -181,10 +213,15 @@ def main(
             record: dict[str, Any] = {"system": name, "pressure": pressure, "real": real}
             for corrected_by, hardware in (("warm-up", before), ("run", watched.corrected(fitted))):
                 simulated = figures(replayed(load, texts, hardware, config).outcomes)
-                errors = {key: simulated[key] / real[key] - 1.0 for key in ("tpot_ms", "ttft_ms", "steps")}
+                errors = {
+                    key: simulated[key] / real[key] - 1.0 for key in ("tpot_ms", "ttft_ms", "steps")
+                }
                 errors["attained"] = simulated["attained"] - real["attained"]
                 record[corrected_by] = {"simulated": simulated, "error": errors}
-                pairs = {key: f"{real[key]:.1f} / {simulated[key]:.1f}" for key in ("tpot_ms", "ttft_ms", "steps")}
+                pairs = {
+                    key: f"{real[key]:.1f} / {simulated[key]:.1f}"
+                    for key in ("tpot_ms", "ttft_ms", "steps")
+                }
                 attained = f"{real['attained']:.0%} / {simulated['attained']:.0%}"
                 table.add_row(
                     f"{pressure:g}", name, corrected_by, pairs["tpot_ms"], f"{errors['tpot_ms']:+.1%}", attained,

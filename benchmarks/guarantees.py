@@ -1,11 +1,12 @@
-"""Which SLOs guaranteed requests keep, by load and by ``SLOSpecConfig(guarantee=...)``, in the simulator.
+"""Which SLOs guaranteed requests keep, by load and by ``SLOSpecConfig(guarantee=...)``, in the
+simulator.
 
     python benchmarks/guarantees.py --json benchmarks/results/guarantees.json --plot docs/images/guarantees.png
 
-A guarantee is kept if the TTFT SLO is met, the mean TPOT over all tokens, and the TPOT over every window of ten
-consecutive tokens. Requests arrive steadily or in bursts, at rates up to twice what can be served; requests without a
-guarantee are served as best effort and do not count. Runs that the JSON file has already are left out, so an
-interrupted benchmark goes on where it was.
+A guarantee is kept if the TTFT SLO is met, the mean TPOT over all tokens, and the TPOT over every
+window of ten consecutive tokens. Requests arrive steadily or in bursts, at rates up to twice what
+can be served; requests without a guarantee are served as best effort and do not count. Runs that
+the JSON file has already are left out, so an interrupted benchmark goes on where it was.
 """
 
 from __future__ import annotations
@@ -26,10 +27,15 @@ from hf_slospec.lab.systems import config_of
 from hf_slospec.lab.workload import Kind, Length
 
 HARDWARE_NAME = "llama-70b-4xa100"
-KIND = Kind("coding", 1.0, Length(150, 60, 1000), Length(206, 80, 512, 11), tpot_slo_s=0.08, ttft_slo_s=1.0)
+KIND = Kind(
+    "coding", 1.0, Length(150, 60, 1000), Length(206, 80, 512, 11), tpot_slo_s=0.08, ttft_slo_s=1.0
+)
 TIGHT_S = 0.045  # TPOT SLO that plain decoding beside prompts cannot keep
 TEXTS = TextModel(0.84, 12.0)
-RATES, BURSTS = (6.0, 10.0, 14.0), 3.0  # requests per second, and coefficient of variation of the gaps in bursts
+RATES, BURSTS = (
+    (6.0, 10.0, 14.0),
+    3.0,
+)  # requests per second, and coefficient of variation of the gaps in bursts
 DEFAULT = 0.95
 CONFIG: dict[str, Any] = {"max_batch": 256}
 COMPONENTS = ("ttft", "tpot", "windows", "all")
@@ -60,9 +66,14 @@ def cases(number: int, seeds: int) -> list[Case]:
 def run(case: Case) -> dict[str, Any]:
     """Simulate one load.  -> its figures"""
     logging.disable(logging.WARNING)  # Requests that can no longer meet their SLOs are logged.
-    rng, hardware = np.random.default_rng(case.seed), HARDWARE[HARDWARE_NAME]
+    rng = np.random.default_rng(case.seed)
+    hardware = HARDWARE[HARDWARE_NAME]
     is_steady = case.arrivals == "steady"
-    times_s = poisson(rng, case.rate, case.requests) if is_steady else gamma(rng, case.rate, case.requests, BURSTS)
+    times_s = (
+        poisson(rng, case.rate, case.requests)
+        if is_steady
+        else gamma(rng, case.rate, case.requests, BURSTS)
+    )
     kind = replace(KIND, tpot_slo_s=case.tpot_slo_s)
     jobs = jobs_of((kind,), times_s, rng, lambda tokens: float(hardware.target(tokens, 1, tokens)))
     load = Load.of(case.arrivals, jobs, TEXTS, rng)
@@ -70,7 +81,11 @@ def run(case: Case) -> dict[str, Any]:
     done = Simulation(load.jobs, load.library, hardware, config, seed=case.seed).run()
     guaranteed = [outcome for outcome in done.outcomes if outcome.guaranteed]
     kept = [kept_of(outcome) for outcome in guaranteed]
-    good = sum(outcome.output_tokens for outcome, parts in zip(guaranteed, kept, strict=True) if parts["all"])
+    good = sum(
+        outcome.output_tokens
+        for outcome, parts in zip(guaranteed, kept, strict=True)
+        if parts["all"]
+    )
     return {
         **asdict(case), "guarantees": len(guaranteed),
         **{f"kept_{name}": share([parts[name] for parts in kept]) for name in COMPONENTS},
@@ -83,7 +98,8 @@ def run(case: Case) -> dict[str, Any]:
 
 def kept_of(outcome: Outcome) -> dict[str, bool]:
     """Return which parts of the promise were kept for a request."""
-    slo_s, ttft_slo_s = outcome.tpot_slo_s, outcome.ttft_slo_s
+    slo_s = outcome.tpot_slo_s
+    ttft_slo_s = outcome.ttft_slo_s
     parts = {
         "ttft": ttft_slo_s is None or outcome.ttft_s <= ttft_slo_s,
         "tpot": slo_s is None or outcome.tpot_s is None or outcome.tpot_s <= slo_s,
@@ -101,8 +117,12 @@ def wilson(kept: list[bool]) -> tuple[float, float] | None:
     """Return Wilson's 95 % interval of the share, which takes requests as independent."""
     if not kept:
         return None
-    mean, z2 = sum(kept) / len(kept), 1.96**2 / len(kept)
-    middle, half = (mean + z2 / 2) / (1 + z2), math.sqrt(mean * (1 - mean) * z2 + z2**2 / 4) / (1 + z2)
+    mean = sum(kept) / len(kept)
+    z2 = 1.96**2 / len(kept)
+    middle, half = (
+        (mean + z2 / 2) / (1 + z2),
+        math.sqrt(mean * (1 - mean) * z2 + z2**2 / 4) / (1 + z2),
+    )
     return middle - half, middle + half
 
 
@@ -141,7 +161,9 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 def main(
     number: Annotated[int, typer.Option(help="Requests of each load.")] = 2000,
     seeds: Annotated[int, typer.Option(help="Runs of each load.")] = 1,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Results; runs that it has are left out.")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Results; runs that it has are left out.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
     """Simulate all loads, with the default probability, with others and with none."""
@@ -159,7 +181,9 @@ def main(
             results.append(row := run(case))
             print(json.dumps(row), flush=True)
             if json_path is not None:
-                json_path.write_text(json.dumps({"provenance": facts, "results": results}, indent=1) + "\n")
+                json_path.write_text(
+                    json.dumps({"provenance": facts, "results": results}, indent=1) + "\n"
+                )
     if plot is not None:
         draw(results, plot)
 

@@ -1,10 +1,11 @@
-"""How long an honest client waits, and what memory stays, after six abandoned requests of each bad kind.
+"""How long an honest client waits, and what memory stays, after six abandoned requests of each bad
+kind.
 
     python benchmarks/hostile.py [--target FOLDER --drafter lookup] [--json benchmarks/results/hostile-cpu-2core.json]
 
-The server is ``hf_slospec serve`` in a process of its own. Six requests are sent at once and left after two seconds;
-then another client asks for one line. Each kind is sent as it was found (mostly refused now) and at the limits.
-"""
+The server is ``hf_slospec serve`` in a process of its own. Six requests are sent at once and left
+after two seconds; then another client asks for one line. Each kind is sent as it was found (mostly
+refused now) and at the limits."""
 
 from __future__ import annotations
 
@@ -21,12 +22,17 @@ import psutil
 from local_server import local_server
 
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.serving.openai.limits import RequestLimits
+from hf_slospec.server.limits import RequestLimits
 
-NUM, LEAVE_S, REST_S = 6, 2.0, 30.0
-ANSWER_S, GROWTH = 2.0, 1.10  # goals
+NUM = 6
+LEAVE_S = 2.0
+REST_S = 30.0
+# goals
+ANSWER_S = 2.0
+GROWTH = 1.10
 LIMITS = RequestLimits()
-COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETION = "/v1/completions"
+CHAT = "/v1/chat/completions"
 LINE = {"prompt": "def main():", "max_tokens": 8, "temperature": 0}
 PATTERNS = [f".*{chr(97 + i % 26)}{chr(97 + i * 7 % 26)}.*" for i in range(59)]
 
@@ -38,7 +44,10 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 def kinds(max_len: int) -> dict[str, tuple[str, dict[str, Any]]]:
     """Return path and body of each kind of bad request, for a model that takes so many tokens."""
-    schema = {"name": "x", "schema": {"type": "string", "allOf": [{"pattern": pattern} for pattern in PATTERNS]}}
+    schema = {
+        "name": "x",
+        "schema": {"type": "string", "allOf": [{"pattern": pattern} for pattern in PATTERNS]},
+    }
     most = max(16 * max_len, 2**16)
     ids = [5 + i % 50 for i in range(min(max_len - 300, 8000))]
     stops = [f"{i:0{LIMITS.stop_chars}d}" for i in range(LIMITS.stop_strings)]
@@ -48,16 +57,28 @@ def kinds(max_len: int) -> dict[str, tuple[str, dict[str, Any]]]:
         "stop strings at the limit": (COMPLETION, LINE | choices | {"stop": stops}),
         "20,000 prompts": (COMPLETION, LINE | {"prompt": [[5, 6, 7]] * 20_000}),
         "1.9 million prompts": (COMPLETION, LINE | {"prompt": [[5]] * 1_900_000}),
-        "prompts at the limit": (COMPLETION, LINE | choices | {"prompt": [[5 + i, 6] for i in range(LIMITS.choices)]}),
+        "prompts at the limit": (
+            COMPLETION,
+            LINE | choices | {"prompt": [[5 + i, 6] for i in range(LIMITS.choices)]},
+        ),
         "a prompt of 7 MB": (COMPLETION, LINE | {"prompt": "x = 1\n" * 1_160_000}),
         "a prompt at the limit of bytes": (COMPLETION, LINE | {"prompt": "x = 1\n" * (most // 6)}),
         "a prompt that fills the model": (COMPLETION, LINE | choices | {"prompt": ids}),
         "59 patterns": (CHAT, chat(response_format={"type": "json_schema", "json_schema": schema})),
         "a salt of 7 MB": (COMPLETION, LINE | {"cache_salt": "x" * 7_000_000}),
         "echo of a long prompt": (COMPLETION, LINE | {"prompt": ids, "echo": True, "logprobs": 20}),
-        "messages at the limit": (CHAT, chat(messages=[{"role": "user", "content": "x"}] * (most // 60))),
-        "tokens of 1.5 MB": ("/tokenize", {"prompt": "x = 1\n" * 250_000, "return_token_strs": True}),
-        "tokens at the limit": ("/tokenize", {"prompt": "x = 1\n" * (most // 6), "return_token_strs": True}),
+        "messages at the limit": (
+            CHAT,
+            chat(messages=[{"role": "user", "content": "x"}] * (most // 60)),
+        ),
+        "tokens of 1.5 MB": (
+            "/tokenize",
+            {"prompt": "x = 1\n" * 250_000, "return_token_strs": True},
+        ),
+        "tokens at the limit": (
+            "/tokenize",
+            {"prompt": "x = 1\n" * (most // 6), "return_token_strs": True},
+        ),
     }
 
 
@@ -82,7 +103,9 @@ def memory_of(server: psutil.Process) -> int:
     return sum(process.memory_info().rss for process in (server, *server.children(recursive=True)))
 
 
-def measure(client: httpx.Client, server: psutil.Process, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(
+    client: httpx.Client, server: psutil.Process, say: Callable[[str], None]
+) -> dict[str, Any]:
     """Return seconds of an honest request and bytes of memory, for each kind."""
     max_len = client.get("/v1/models").json()["data"][0]["max_model_len"]
 
@@ -91,7 +114,8 @@ def measure(client: httpx.Client, server: psutil.Process, say: Callable[[str], N
         client.post(COMPLETION, json=LINE).raise_for_status()
         return time.monotonic() - begun_s
 
-    # The K/V pool grows to what requests need, and stays so large: that is no leak, so an honest client fills it first.
+    # The K/V pool grows to what requests need, and stays so large: that is no leak, so an honest
+    # client fills it first.
     path, body = kinds(max_len)["a prompt that fills the model"]
     client.post(path, json=body | {"n": NUM}).raise_for_status()
     for _ in range(5):
@@ -100,22 +124,29 @@ def measure(client: httpx.Client, server: psutil.Process, say: Callable[[str], N
     for name, (path, body) in kinds(max_len).items():
         before = memory_of(server)
         abandon(client.base_url, path, json.dumps(body).encode())
-        answer_s, at_once = ask(), memory_of(server)
+        answer_s = ask()
+        at_once = memory_of(server)
         time.sleep(REST_S)
         after = memory_of(server)
         found["kinds"][name] = {
             "answer_s": answer_s, "bytes_before": before, "bytes_at_once": at_once, "bytes_after": after,
             "growth": after / before, "is_met": answer_s < ANSWER_S and after < GROWTH * before,
         }  # fmt: skip
-        say(f"{name:32} {answer_s:7.2f} s {before >> 20:6} MiB -> {after >> 20:6} MiB (x {after / before:.2f})")
+        say(
+            f"{name:32} {answer_s:7.2f} s {before >> 20:6} MiB -> {after >> 20:6} MiB (x {after / before:.2f})"
+        )
     found["metrics"] = [
-        line for line in client.get("/metrics").text.splitlines() if "refused" in line or "left" in line
+        line
+        for line in client.get("/metrics").text.splitlines()
+        if "refused" in line or "left" in line
     ]
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target")
     parser.add_argument("--drafter", default="lookup")
     parser.add_argument("--dtype", default="float32")
@@ -123,10 +154,15 @@ def main() -> None:
     arguments = parser.parse_args()
     options = ["--dtype", arguments.dtype, "--drafter", arguments.drafter]
     options += ["--target", arguments.target] if arguments.target else []
-    with local_server(*options) as (url, server), httpx.Client(base_url=url, timeout=600.0) as client:
+    with (
+        local_server(*options) as (url, server),
+        httpx.Client(base_url=url, timeout=600.0) as client,
+    ):
         found = measure(client, psutil.Process(server.pid), print)
     if arguments.json:
-        facts = provenance(target=arguments.target, drafter=arguments.drafter, dtype=arguments.dtype)
+        facts = provenance(
+            target=arguments.target, drafter=arguments.drafter, dtype=arguments.dtype
+        )
         arguments.json.write_text(json.dumps({"provenance": facts} | found, indent=1) + "\n")
     missed = [name for name, kind in found["kinds"].items() if not kind["is_met"]]
     print(f"goals missed by: {', '.join(missed) or 'none'}")

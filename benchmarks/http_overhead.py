@@ -2,8 +2,8 @@
 
     python benchmarks/http_overhead.py --json benchmarks/results/http-overhead-cpu-2core.json
 
-The embedded pair in fp32, whose steps take little time. Client and server run in processes of their own, as they would;
-the same requests go through ``submit`` in the server's process, in turns.
+The embedded pair in fp32, whose steps take little time. Client and server run in processes of their
+own, as they would; the same requests go through ``submit`` in the server's process, in turns.
 """
 
 from __future__ import annotations
@@ -27,11 +27,15 @@ STREAMS = (1, 16)
 
 
 async def direct(generator: SLOSpecGenerator, streams: int, requests: int, tokens: int) -> float:
-    """Return the seconds that ``streams`` users need for their requests, one after the other each, by ``submit``."""
+    """Return the seconds that ``streams`` users need for their requests, one after the other each,
+    by ``submit``.
+    """
 
     async def user(place: int) -> None:
         for number in range(requests):
-            handle = generator.submit(prompt(place, number), max_new_tokens=tokens, min_new_tokens=tokens)
+            handle = generator.submit(
+                prompt(place, number), max_new_tokens=tokens, min_new_tokens=tokens
+            )
             async for _ in handle:
                 pass
 
@@ -74,9 +78,9 @@ import sys, threading, asyncio, json, socket, uvicorn
 sys.path.insert(0, sys.argv[1])
 from benchmarks.http_overhead import direct
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
-from hf_slospec.serving.openai.app import ServerSettings, make_app
-from hf_slospec.serving.openai.engine import LocalEngine
-from hf_slospec.serving.openai.serve import SWITCH_S
+from hf_slospec.server.app import ServerSettings, make_app
+from hf_slospec.server.engine import LocalEngine
+from hf_slospec.server.serve import SWITCH_S
 import torch
 torch.set_num_threads(1)
 sys.setswitchinterval(SWITCH_S)
@@ -93,15 +97,22 @@ with SLOSpecGenerator(*load_tiny_pair(torch.float32), SLOSpecConfig(kept_tokens=
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--requests", type=int, default=4, help="of each stream, one after the other")
+    parser.add_argument(
+        "--requests", type=int, default=4, help="of each stream, one after the other"
+    )
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     root = str(Path(__file__).resolve().parent.parent)
     server = subprocess.Popen(
-        [sys.executable, "-c", SERVER, root], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SERVER, root],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert server.stdin is not None and server.stdout is not None
     rows = []
@@ -113,7 +124,9 @@ def main() -> None:
             print(json.dumps(amount), file=server.stdin, flush=True)
             return float(server.stdout.readline())
 
-        print("| streams | tokens | submit, ms per request | HTTP adds, ms per request | per token |")
+        print(
+            "| streams | tokens | submit, ms per request | HTTP adds, ms per request | per token |"
+        )
         print("|---|---|---|---|---|")
         for streams in STREAMS:
             for tokens in (1, arguments.tokens):
@@ -138,7 +151,9 @@ def main() -> None:
     finally:
         server.kill()
     if arguments.json:
-        facts = provenance(repeats=arguments.repeats, requests=arguments.requests, tokens=arguments.tokens)
+        facts = provenance(
+            repeats=arguments.repeats, requests=arguments.requests, tokens=arguments.tokens
+        )
         arguments.json.write_text(json.dumps({"provenance": facts, "rows": rows}, indent=1) + "\n")
 
 

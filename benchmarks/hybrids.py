@@ -2,10 +2,10 @@
 
     python benchmarks/hybrids.py [--families Qwen3_5 Lfm2] [--dtype bfloat16] [--repeats 5] [--json FILE]
 
-The models have published shapes of about 0.6 B parameters and random weights, as no checkpoint can be loaded here. The
-drafter knows the text that stock writes, is right with a given probability per token, and costs nothing: the speeds
-are upper bounds for a draft of that acceptance, and what they compare is the verification. Runs of stock and ours
-alternate; figures are medians of ratios.
+The models have published shapes of about 0.6 B parameters and random weights, as no checkpoint can
+be loaded here. The drafter knows the text that stock writes, is right with a given probability per
+token, and costs nothing: the speeds are upper bounds for a draft of that acceptance, and what they
+compare is the verification. Runs of stock and ours alternate; figures are medians of ratios.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ from transformers import DynamicCache
 
 from hf_slospec import Plan, Request, SLOSpecConfig, SLOSpecGenerator, TokenTree, disable
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.models.inspection.cache_names import cache_option
-from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.tree_mask import chain
-from hf_slospec.models.recurrent.states import RecurrentStates
+from hf_slospec.families.states import RecurrentStates
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.properties import cache_option
+from hf_slospec.model.tree_mask import chain
 
-VOCAB, PROMPT, NEW, KEYS = 32_000, 64, 24, 128
+VOCAB = 32_000
+PROMPT = 64
+NEW = 24
+KEYS = 128
 SHAPES: dict[str, dict[str, Any]] = {
     # Qwen3.5-0.8B: three gated delta nets for each attention layer.
     "Qwen3_5": dict(
@@ -50,18 +53,24 @@ class KnownText:
     """Drafter that knows how texts go on, and is right with a given probability per token."""
 
     def __init__(self, texts: Sequence[Sequence[int]], acceptance: float):
-        self.texts, self.acceptance = texts, acceptance
+        self.texts = texts
+        self.acceptance = acceptance
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         """Return a chain for each request."""
         return [
-            TokenTree.chain(own.tokens[-1], self._guess(own)[: plan.depth], conditional=self.acceptance)
+            TokenTree.chain(
+                own.tokens[-1], self._guess(own)[: plan.depth], conditional=self.acceptance
+            )
             for own in requests
         ]
 
     def _guess(self, request: Request) -> list[int]:
-        text, begin = self.texts[request.index], len(request.tokens)
-        draws = (random.Random(f"{request.index} {begin} {place}") for place in range(begin, len(text)))
+        text = self.texts[request.index]
+        begin = len(request.tokens)
+        draws = (
+            random.Random(f"{request.index} {begin} {place}") for place in range(begin, len(text))
+        )
         return [
             token if draw.random() < self.acceptance else (token + 1) % VOCAB
             for token, draw in zip(text[begin:], draws, strict=True)
@@ -74,18 +83,22 @@ class KnownText:
 def build(family: str, dtype: torch.dtype) -> Any:
     """Return a model of a family.
 
-    Of purely random models every second token is a near tie in bf16, so that texts of any two runs part.
-    """
+    Of purely random models every second token is a near tie in bf16, so that texts of any two runs
+    part."""
     torch.manual_seed(0)
     model_class = getattr(transformers, f"{family}ForCausalLM")
     config_class = getattr(transformers, f"{family}TextConfig", None) or model_class.config_class
-    shape = SHAPES[family] | dict(vocab_size=VOCAB, tie_word_embeddings=False, pad_token_id=0, eos_token_id=None)
+    shape = SHAPES[family] | dict(
+        vocab_size=VOCAB, tie_word_embeddings=False, pad_token_id=0, eos_token_id=None
+    )
     model = model_class(config_class(**shape))
     return follow_permutation(model).to(dtype).eval()
 
 
 def follow_permutation(model: Any) -> Any:
-    """Give a random model an output that follows a permutation of its vocabulary, whatever its layers add."""
+    """Give a random model an output that follows a permutation of its vocabulary, whatever its
+    layers add.
+    """
     embedding = model.get_input_embeddings().weight.data.normal_()
     model.get_output_embeddings().weight.data.copy_(embedding[torch.randperm(VOCAB)])
     return model
@@ -108,8 +121,13 @@ def verify_costs(model: Any, repeats: int) -> dict[str, Any]:
 
     def packed_forward(num_tokens: int) -> None:
         with packed.kv_cache.temporary([KEYS + num_tokens]) as (own,):
-            own.length, own.states = KEYS, RecurrentStates(KEYS)
-            packed.forward(packed.kv_cache.pool, [chain(packed, own, [5] * num_tokens)], torch.arange(num_tokens))
+            own.length = KEYS
+            own.states = RecurrentStates(KEYS)
+            packed.forward(
+                packed.kv_cache.pool,
+                [chain(packed, own, [5] * num_tokens)],
+                torch.arange(num_tokens),
+            )
 
     def stock() -> None:
         model(torch.zeros(1, 1, dtype=torch.int64), **cache_option(cache), use_cache=True)
@@ -130,15 +148,22 @@ def verify_costs(model: Any, repeats: int) -> dict[str, Any]:
 
 def speeds(model: Any, batch: int, acceptance: float, repeats: int) -> dict[str, Any]:
     """Return tokens per step and the speed beside stock of one batch size."""
-    inputs = {"input_ids": torch.randint(3, VOCAB, (batch, PROMPT), generator=torch.Generator().manual_seed(batch))}
+    inputs = {
+        "input_ids": torch.randint(
+            3, VOCAB, (batch, PROMPT), generator=torch.Generator().manual_seed(batch)
+        )
+    }
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     options: Any = dict(do_sample=False, max_new_tokens=NEW, pad_token_id=0)
     stock = type(model).generate
     texts = stock(model, **inputs, **options).tolist()
-    generator = SLOSpecGenerator(model, drafter=KnownText(texts, acceptance), config=SLOSpecConfig(policy="auto"))
+    generator = SLOSpecGenerator(
+        model, drafter=KnownText(texts, acceptance), config=SLOSpecConfig(policy="auto")
+    )
     options |= {"return_dict_in_generate": True}
     ours = generator.generate(**inputs, **options)
-    ratios, steps = [], []
+    ratios = []
+    steps = []
     for _ in range(repeats):
         stock_s = seconds(lambda: stock(model, **inputs, **options))
         begun_s = time.perf_counter()
@@ -146,7 +171,9 @@ def speeds(model: Any, batch: int, acceptance: float, repeats: int) -> dict[str,
         ratios.append(stock_s / (time.perf_counter() - begun_s))
         steps.append(batch * NEW / sum(step.num_decoding for step in ours.steps))
     same = sum(
-        a == b for row, text in zip(ours.sequences.tolist(), texts, strict=True) for a, b in zip(row, text, strict=True)
+        a == b
+        for row, text in zip(ours.sequences.tolist(), texts, strict=True)
+        for a, b in zip(row, text, strict=True)
     )
     disable(model)
     return {
@@ -161,7 +188,9 @@ def speeds(model: Any, batch: int, acceptance: float, repeats: int) -> dict[str,
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--families", nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--repeats", type=int, default=5)
@@ -181,7 +210,9 @@ def main() -> None:
         results[family] = found
         if arguments.json is not None:
             arguments.json.write_text(
-                json.dumps({"provenance": provenance(), "dtype": arguments.dtype} | results, indent=2)
+                json.dumps(
+                    {"provenance": provenance(), "dtype": arguments.dtype} | results, indent=2
+                )
             )
 
 

@@ -24,7 +24,8 @@ STOP_S = 120
 def local_server(
     *options: str, chat_template: str = CHAT_TEMPLATE, log: IO[str] | int = subprocess.DEVNULL
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Yield address and process of a server of this checkout, the embedded pair's by default; stop it afterwards.
+    """Yield address and process of a server of this checkout, the embedded pair's by default; stop
+    it afterwards.
 
     Args:
         options: further options of ``serve``.
@@ -38,9 +39,20 @@ def local_server(
     with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template:
         template.write(chat_template)
         template.flush()
-        command = [sys.executable, "-m", "hf_slospec", "serve", "--port", str(port), "--chat-template", template.name]
+        command = [
+            sys.executable,
+            "-m",
+            "hf_slospec",
+            "serve",
+            "--port",
+            str(port),
+            "--chat-template",
+            template.name,
+        ]
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        process = subprocess.Popen([*command, *options], stdout=log, stderr=log, env=os.environ | {"PYTHONPATH": paths})
+        process = subprocess.Popen(
+            [*command, *options], stdout=log, stderr=log, env=os.environ | {"PYTHONPATH": paths}
+        )
         url = f"http://127.0.0.1:{port}"
         try:
             _wait_until_healthy(process, url)

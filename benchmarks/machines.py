@@ -1,7 +1,8 @@
-"""A Ray cluster of several machines on one: network namespaces on a bridge, each with its address and a Ray node.
+"""A Ray cluster of several machines on one: network namespaces on a bridge, each with its address
+and a Ray node.
 
-Needs root, and ip and tc of Debian's package iproute2. No packet leaves the namespaces. Machine 0 is the head, which
-offers no CPUs, as in production; the others offer one each.
+Needs root, and ip and tc of Debian's package iproute2. No packet leaves the namespaces. Machine 0
+is the head, which offers no CPUs, as in production; the others offer one each.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Machines:
     """Machines with a Ray node each; made by :func:`machines`."""
 
     def __init__(self, number: int, folder: Path, fronts: Sequence[int]):
-        self.folder, self.fronts = folder, fronts
+        self.folder = folder
+        self.fronts = fronts
         self.switch = f"slospec{os.getpid()}"
         self.names = [f"{self.switch}-{k}" for k in range(number)]
         self.addresses = [f"10.83.0.{k + 1}" for k in range(number)]
@@ -67,7 +69,20 @@ class Machines:
         run("ip", "-n", self.switch, "link", "set", "bridge", "up")
         for k, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
             run("ip", "netns", "add", name)
-            run("ip", "-n", self.switch, "link", "add", f"port{k}", "type", "veth", "peer", "eth0", "netns", name)
+            run(
+                "ip",
+                "-n",
+                self.switch,
+                "link",
+                "add",
+                f"port{k}",
+                "type",
+                "veth",
+                "peer",
+                "eth0",
+                "netns",
+                name,
+            )
             run("ip", "-n", self.switch, "link", "set", f"port{k}", "master", "bridge", "up")
             run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
             for device in ("eth0", "lo"):
@@ -91,7 +106,12 @@ class Machines:
         head = ("--head", "--port", "6379", "--num-cpus", "0", "--include-dashboard", "false")
         role = ("--address", f"{self.addresses[0]}:6379", "--num-cpus", "1") if k else head
         common = ("--node-ip-address", self.addresses[k], "--disable-usage-stats", "--block")
-        store = ("--object-store-memory", str(100 * 2**20), "--resources", '{"front": 1}' if k in self.fronts else "{}")
+        store = (
+            "--object-store-memory",
+            str(100 * 2**20),
+            "--resources",
+            '{"front": 1}' if k in self.fronts else "{}",
+        )
         self.start(k, (RAY, "start", *role, *common, *store), f"ray-{k}.log")
 
     def processes(self, k: int) -> list[int]:
@@ -109,7 +129,9 @@ class Machines:
         return found
 
     def signal(self, k: int, number: int, only: str = "") -> int:
-        """Send a signal to the processes of machine ``k`` whose command contains ``only``; return their number."""
+        """Send a signal to the processes of machine ``k`` whose command contains ``only``; return
+        their number.
+        """
         pids = [pid for pid, command in self.commands(k).items() if only in command]
         for pid in pids:
             try:
@@ -131,7 +153,18 @@ class Machines:
         for k in range(len(self.names)):
             run("tc", "-n", self.switch, "qdisc", "delete", "dev", f"port{k}", "root", check=False)
             if setting:
-                add = ("tc", "-n", self.switch, "qdisc", "add", "dev", f"port{k}", "root", "netem", *setting)
+                add = (
+                    "tc",
+                    "-n",
+                    self.switch,
+                    "qdisc",
+                    "add",
+                    "dev",
+                    f"port{k}",
+                    "root",
+                    "netem",
+                    *setting,
+                )
                 if subprocess.run(add, capture_output=True, timeout=60).returncode != 0:
                     return False
         return True
@@ -159,7 +192,9 @@ def machines(number: int, fronts: Sequence[int] = ()) -> Iterator[Machines]:
     try:
         made.connect()
         made.start_ray(0)
-        wait_until(lambda: _accepts(made.names[0], made.addresses[0], 6379), 120.0, "the head's Ray")
+        wait_until(
+            lambda: _accepts(made.names[0], made.addresses[0], 6379), 120.0, "the head's Ray"
+        )
         for k in range(1, number):
             made.start_ray(k)
         yield made
@@ -175,7 +210,9 @@ def _accepts(name: str, address: str, port: int) -> bool:
 
 
 def enter(name: str) -> None:
-    """Move the calling thread into a network namespace; sockets that it makes from then on belong to it."""
+    """Move the calling thread into a network namespace; sockets that it makes from then on belong
+    to it.
+    """
     with open(f"/var/run/netns/{name}") as namespace:
         libc: Any = ctypes.CDLL(None, use_errno=True)
         if libc.setns(namespace.fileno(), CLONE_NEWNET) != 0:

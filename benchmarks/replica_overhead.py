@@ -1,9 +1,10 @@
-"""What replicas cost beside the local server: seconds to start, memory, and milliseconds per request and token.
+"""What replicas cost beside the local server: seconds to start, memory, and milliseconds per
+request and token.
 
     python benchmarks/replica_overhead.py --json benchmarks/results/replica-overhead-cpu-2core.json
 
-The embedded pair in fp32. The same streamed requests go to ``hf_slospec serve`` and ``hf_slospec serve --replicas 1``,
-each in processes of its own, in turns.
+The embedded pair in fp32. The same streamed requests go to ``hf_slospec serve`` and
+``hf_slospec serve --replicas 1``, each in processes of its own, in turns.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from http_overhead import over_http
 from hf_slospec.cli.benchmark import provenance
 
 PORTS = {"local": 8531, "replica": 8532}
-STREAMS, TOKENS = (1, 16), (1, 32)
+STREAMS = (1, 16)
+TOKENS = (1, 32)
 WAIT_S = 300.0
 
 
@@ -34,7 +36,9 @@ def start(name: str) -> tuple[subprocess.Popen[bytes], float]:
     command = [sys.executable, "-m", "hf_slospec", "serve", "--dtype", "float32", "--port", str(PORTS[name]),
                "--config", '{"kept_tokens": 0}']  # fmt: skip
     begun_s = time.perf_counter()
-    process = subprocess.Popen(command + (["--replicas", "1"] if name == "replica" else []), stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command + (["--replicas", "1"] if name == "replica" else []), stderr=subprocess.DEVNULL
+    )
     while True:
         try:
             if httpx.get(f"{url_of(name)}/health").status_code == 200:
@@ -55,15 +59,27 @@ def memory_mib(process: subprocess.Popen[bytes]) -> dict[str, float]:
     own = psutil.Process(process.pid)
     for one in (own, *own.children(recursive=True)):
         title = " ".join(one.cmdline())
-        kind = "replica" if ":Model" in title else "front" if ":HTTP" in title else "server" if one == own else "Ray"
+        kind = (
+            "replica"
+            if ":Model" in title
+            else "front"
+            if ":HTTP" in title
+            else "server"
+            if one == own
+            else "Ray"
+        )
         parts[kind] = parts.get(kind, 0.0) + one.memory_full_info().uss / 2**20
     return parts
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--requests", type=int, default=4, help="of each stream, one after the other")
+    parser.add_argument(
+        "--requests", type=int, default=4, help="of each stream, one after the other"
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     servers = {}
@@ -72,13 +88,18 @@ def main() -> None:
         started = {name: start(name) for name in PORTS}
         servers = {name: process for name, (process, _) in started.items()}
         start_s = {name: seconds for name, (_, seconds) in started.items()}
-        print("| streams | tokens | local, ms per request | replica, ms per request | added per request |")
+        print(
+            "| streams | tokens | local, ms per request | replica, ms per request | added per request |"
+        )
         print("|---|---|---|---|---|")
         for streams in STREAMS:
             for tokens in TOKENS:
                 pairs = []
                 for repeat in range(arguments.repeats + 1):
-                    pair = [asyncio.run(over_http(url_of(name), streams, arguments.requests, tokens)) for name in PORTS]
+                    pair = [
+                        asyncio.run(over_http(url_of(name), streams, arguments.requests, tokens))
+                        for name in PORTS
+                    ]
                     pairs += [pair] if repeat else []
                 scale = 1e3 / (streams * arguments.requests)
                 row = dict(
@@ -88,7 +109,9 @@ def main() -> None:
                 )  # fmt: skip
                 rows.append(row)
                 print(
-                    "| {streams} | {tokens} | {local_ms:.1f} | {replica_ms:.1f} | {added_ms:.2f} |".format(**row),
+                    "| {streams} | {tokens} | {local_ms:.1f} | {replica_ms:.1f} | {added_ms:.2f} |".format(
+                        **row
+                    ),
                     flush=True,
                 )
         memory = {name: memory_mib(process) for name, process in servers.items()}
@@ -100,7 +123,9 @@ def main() -> None:
     if arguments.json:
         facts = provenance(repeats=arguments.repeats, requests=arguments.requests)
         results = {"rows": rows, "start_s": start_s, "memory_mib": memory}
-        arguments.json.write_text(json.dumps({"provenance": facts, "results": results}, indent=1) + "\n")
+        arguments.json.write_text(
+            json.dumps({"provenance": facts, "results": results}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

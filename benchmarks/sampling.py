@@ -1,13 +1,14 @@
-"""Sampled text: coupled drafting against stock ``generate``, assisted generation and drafting without the noise.
+"""Sampled text: coupled drafting against stock ``generate``, assisted generation and drafting
+without the noise.
 
     python benchmarks/sampling.py speed --json benchmarks/results/sampling-speed-….json
     python benchmarks/sampling.py acceptance --json benchmarks/results/sampling-acceptance.json \
         --plot docs/images/coupling.png
 
-``speed`` interleaves all methods in one process, batch 1 and 8, in the dtype that the CPU is fast in. ``acceptance``
-decodes in fp32 with trees of a constant shape, so that machines do not matter: accepted tokens by depth, and how well
-the path probabilities predict them, for several temperatures and values of the sharpness.
-"""
+``speed`` interleaves all methods in one process, batch 1 and 8, in the dtype that the CPU is fast
+in. ``acceptance`` decodes in fp32 with trees of a constant shape, so that machines do not matter:
+accepted tokens by depth, and how well the path probabilities predict them, for several temperatures
+and values of the sharpness. """
 
 from __future__ import annotations
 
@@ -24,13 +25,20 @@ import numpy as np
 import torch
 import typer
 
-from hf_slospec import Request, SLOSpecConfig, SLOSpecGenerator, StepCosts, load_tiny_pair, tiny_prompts
-from hf_slospec.algo.acceptance import SHARPNESS, Acceptance
-from hf_slospec.algo.tree import Forest
+from hf_slospec import (
+    Request,
+    SLOSpecConfig,
+    SLOSpecGenerator,
+    StepCosts,
+    load_tiny_pair,
+    tiny_prompts,
+)
 from hf_slospec.cli.benchmark import ASSISTED, OURS, PLAIN, Bench, Method, provenance, summarize
-from hf_slospec.engine.protocols import PolicyStep, Selection
+from hf_slospec.engine.acceptance import SHARPNESS, Acceptance
+from hf_slospec.engine.interfaces import PolicyStep, Selection
 from hf_slospec.policies.fixed import FixedPolicy
-from hf_slospec.tiny.load import load_pair
+from hf_slospec.server.loading import load_pair
+from hf_slospec.tree.tree import Forest
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "temperature 1": dict(temperature=1.0, top_k=0),
@@ -41,12 +49,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 TEMPERATURES = (0.3, 0.7, 1.0, 1.3)
 SHARPNESSES = (0.5, 0.7, 0.8, 0.9, 1.0, 1.2)
 SHAPES = ((5, 1), (5, 4))  # depth and width
-BATCH, ROUNDS = 8, 4
+BATCH = 8
+ROUNDS = 4
 UNCOUPLED = "hf_slospec, uncoupled"
 app = typer.Typer(help=__doc__)
 
 
-def speed_of(pair: Any, sampling: dict[str, Any], batches: list[int], new_tokens: int, repeats: int) -> list[Any]:
+def speed_of(
+    pair: Any, sampling: dict[str, Any], batches: list[int], new_tokens: int, repeats: int
+) -> list[Any]:
     """Return rows per method and batch size, with the speed relative to drafting without the noise."""
     bench = Bench(*pair, tiny_prompts(), 64, new_tokens, sampling=sampling)
     ours = {name: bench.ours(SLOSpecConfig(coupling=name == OURS)) for name in (OURS, UNCOUPLED)}
@@ -59,7 +70,9 @@ def speed_of(pair: Any, sampling: dict[str, Any], batches: list[int], new_tokens
     samples = bench.run(methods, repeats)
     rows = summarize(samples, new_tokens)
     for row in rows:
-        pairs = zip(samples[UNCOUPLED, row["batch"]], samples[row["name"], row["batch"]], strict=True)
+        pairs = zip(
+            samples[UNCOUPLED, row["batch"]], samples[row["name"], row["batch"]], strict=True
+        )
         row["speedup_vs_uncoupled"] = round(median(u.seconds / s.seconds for u, s in pairs), 3)
     return rows
 
@@ -75,7 +88,13 @@ def speed(
 ) -> None:
     """Compare speeds; the file is rewritten after every setting."""
     pair = load_pair(None, None, size, "fast", "cpu")
-    facts = provenance(size=size, dtype=str(pair[0].dtype), new_tokens=new_tokens, repeats=repeats, prompt_tokens=64)
+    facts = provenance(
+        size=size,
+        dtype=str(pair[0].dtype),
+        new_tokens=new_tokens,
+        repeats=repeats,
+        prompt_tokens=64,
+    )
     results: dict[str, Any] = {}
     for name in setting:
         results[name] = speed_of(pair, SETTINGS[name], batch, new_tokens, repeats)
@@ -87,7 +106,9 @@ def speed(
                 flush=True,
             )
         if json_path is not None:
-            json_path.write_text(json.dumps({"provenance": facts, "results": results}, indent=1) + "\n")
+            json_path.write_text(
+                json.dumps({"provenance": facts, "results": results}, indent=1) + "\n"
+            )
 
 
 class Observed(FixedPolicy):
@@ -97,10 +118,15 @@ class Observed(FixedPolicy):
         super().__init__(config, costs)
         self.acceptance = acceptance
 
-    def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
+    def step(
+        self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
+    ) -> PolicyStep:
         candidates, _ = yield self.plan(requests, begun_s)
         forest = Forest.of(candidates)
-        prediction, is_verified = self.acceptance.predict(requests, forest), np.ones(len(forest.depths), dtype=np.bool_)
+        prediction, is_verified = (
+            self.acceptance.predict(requests, forest),
+            np.ones(len(forest.depths), dtype=np.bool_),
+        )
         accepted, _ = yield Selection(candidates, prediction.expected_tokens(is_verified).tolist())
         self.acceptance.observe(requests, prediction, is_verified, forest.indices(accepted))
 
@@ -115,12 +141,20 @@ def study(
         target, draft, tokenizer, SLOSpecConfig(max_depth=depth, max_width=width, coupling=sharpness is not None),
         make_policy=partial(Observed, acceptance=acceptance),
     )  # fmt: skip
-    expected, steps = 0.0, list[int]()
-    with patch("hf_slospec.models.coupling.SHARPNESS", sharpness or SHARPNESS):
+    expected = 0.0
+    steps = list[int]()
+    with patch("hf_slospec.model.coupling.SHARPNESS", sharpness or SHARPNESS):
         for repeat in range(ROUNDS):
-            texts = [tiny_prompts()[(repeat * BATCH + row) % len(tiny_prompts())] for row in range(BATCH)]
+            texts = [
+                tiny_prompts()[(repeat * BATCH + row) % len(tiny_prompts())] for row in range(BATCH)
+            ]
             inputs = tokenizer(
-                texts, return_tensors="pt", padding=True, truncation=True, max_length=48, padding_side="left"
+                texts,
+                return_tensors="pt",
+                padding=True,
+                truncation=True,
+                max_length=48,
+                padding_side="left",
             )
             torch.manual_seed(repeat)
             out = generator.generate(
@@ -136,9 +170,13 @@ def study(
     return {
         "tokens_per_step": round(float(np.mean(steps)), 3),
         "expected_over_committed": round(expected / sum(steps), 4),
-        "ece": [round(float(own.ece), 4) for own in (record.before, record.after)],  # before and after calibration
+        "ece": [
+            round(float(own.ece), 4) for own in (record.before, record.after)
+        ],  # before and after calibration
         "brier": [round(float(own.brier), 4) for own in (record.before, record.after)],
-        "share_accepted": [round(float((accepted >= d).mean()), 4) for d in range(depth + 1)],  # by depth
+        "share_accepted": [
+            round(float((accepted >= d).mean()), 4) for d in range(depth + 1)
+        ],  # by depth
     }
 
 
@@ -153,11 +191,18 @@ def acceptance(
     rows = []
     for (depth, width), temperature in itertools.product(SHAPES, TEMPERATURES):
         for sharpness in (None, *(SHARPNESSES if width > 1 else (SHARPNESS,))):  # None: uncoupled
-            row = {"depth": depth, "width": width, "temperature": temperature, "sharpness": sharpness}
+            row = {
+                "depth": depth,
+                "width": width,
+                "temperature": temperature,
+                "sharpness": sharpness,
+            }
             rows.append(row | study(pair, temperature, sharpness, depth, width, new_tokens))
             print(rows[-1], flush=True)
     if json_path is not None:
-        facts = provenance(batch=BATCH, rounds=ROUNDS, new_tokens=new_tokens, dtype="float32", sharpness=SHARPNESS)
+        facts = provenance(
+            batch=BATCH, rounds=ROUNDS, new_tokens=new_tokens, dtype="float32", sharpness=SHARPNESS
+        )
         json_path.write_text(json.dumps({"provenance": facts, "results": rows}, indent=1) + "\n")
     if plot is not None:
         draw(rows, plot)
@@ -170,13 +215,20 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(TEMPERATURES), figsize=(11, 3.4), sharey=True, layout="constrained")
+    figure, panels = pyplot.subplots(
+        1, len(TEMPERATURES), figsize=(11, 3.4), sharey=True, layout="constrained"
+    )
     for panel, temperature in zip(panels, TEMPERATURES, strict=True):
         for (depth, width), style in zip(SHAPES, ("--", "-"), strict=True):
-            for sharpness, colour, label in ((None, "#D55E00", "uncoupled"), (SHARPNESS, "#0072B2", "coupled")):
+            for sharpness, colour, label in (
+                (None, "#D55E00", "uncoupled"),
+                (SHARPNESS, "#0072B2", "coupled"),
+            ):
                 wanted = (depth, width, temperature, sharpness)
                 (row,) = [
-                    r for r in rows if tuple(r[k] for k in ("depth", "width", "temperature", "sharpness")) == wanted
+                    r
+                    for r in rows
+                    if tuple(r[k] for k in ("depth", "width", "temperature", "sharpness")) == wanted
                 ]
                 shares = row["share_accepted"]
                 panel.plot(range(len(shares)), shares, style, color=colour, marker="o", ms=4,

@@ -3,9 +3,9 @@
     python benchmarks/schemas.py [--target build/checkpoints/SmolLM2-135M-Instruct] [--drafters lookup suffix]
         [--max-new-tokens 96] [--policy fixed] [--sample] [--json FILE]
 
-Every request is answered by stock ``generate`` as well, under the same constraint, and the tokens must be equal. Steps
-are counted, not timed. By default, whole trees of the given depth and width are verified.
-"""
+Every request is answered by stock ``generate`` as well, under the same constraint, and the tokens
+must be equal. Steps are counted, not timed. By default, whole trees of the given depth and width
+are verified."""
 
 from __future__ import annotations
 
@@ -26,11 +26,24 @@ from hf_slospec.generate.grammars import Grammars
 from hf_slospec.generate.rows import model_end_tokens
 
 WORD = {"type": "string", "maxLength": 40}
-PERSON = {"first_name": WORD, "last_name": WORD, "age": {"type": "integer"}, "is_student": {"type": "boolean"}}
+PERSON = {
+    "first_name": WORD,
+    "last_name": WORD,
+    "age": {"type": "integer"},
+    "is_student": {"type": "boolean"},
+}
 SCHEMAS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "person": (PERSON, ["Describe a person in a novel.", "Describe the inventor of the telephone."]),
+    "person": (
+        PERSON,
+        ["Describe a person in a novel.", "Describe the inventor of the telephone."],
+    ),
     "city": (
-        {"city": WORD, "country": WORD, "population": {"type": "integer"}, "is_capital": {"type": "boolean"}},
+        {
+            "city": WORD,
+            "country": WORD,
+            "population": {"type": "integer"},
+            "is_capital": {"type": "boolean"},
+        },
         ["What is the capital of France?", "Name a large city in Asia."],
     ),
     "call": (
@@ -42,25 +55,38 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "people": ({"people": [PERSON]}, ["List three scientists.", "List the members of a family."]),
     "review": (
-        {"summary": {"type": "string", "maxLength": 200}, "rating": {"type": "integer"}, "tags": [WORD]},
+        {
+            "summary": {"type": "string", "maxLength": 200},
+            "rating": {"type": "integer"},
+            "tags": [WORD],
+        },
         ["Review a film that you like.", "Review a restaurant by the sea."],
     ),
 }
 
 
 def schema_of(short: Any) -> dict[str, Any]:
-    """Return a JSON schema from its short form: objects by their properties, arrays as lists of one."""
+    """Return a JSON schema from its short form: objects by their properties, arrays as lists of
+    one.
+    """
     if isinstance(short, list):
         return {"type": "array", "items": schema_of(short[0]), "minItems": 2, "maxItems": 4}
     if isinstance(short.get("type"), str) or "enum" in short or "const" in short:
         return dict(short)
     properties = {name: schema_of(part) for name, part in short.items()}
-    return {"type": "object", "properties": properties, "required": list(short), "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(short),
+        "additionalProperties": False,
+    }
 
 
 def main() -> None:
     """Print tokens per step by schema and drafter."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", default="build/checkpoints/SmolLM2-135M-Instruct")
     parser.add_argument("--drafters", nargs="+", default=["lookup"])
     parser.add_argument("--schemas", nargs="+", default=list(SCHEMAS), choices=list(SCHEMAS))
@@ -73,8 +99,12 @@ def main() -> None:
     arguments = parser.parse_args()
     model: Any = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).eval()
     tokenizer: Any = AutoTokenizer.from_pretrained(arguments.target)
-    grammars = Grammars(tokenizer, model.config.vocab_size, model_end_tokens(model.generation_config))
-    config = SLOSpecConfig(policy=arguments.policy, max_depth=arguments.max_depth, max_width=arguments.max_width)
+    grammars = Grammars(
+        tokenizer, model.config.vocab_size, model_end_tokens(model.generation_config)
+    )
+    config = SLOSpecConfig(
+        policy=arguments.policy, max_depth=arguments.max_depth, max_width=arguments.max_width
+    )
     results = list[dict[str, Any]]()
     for drafter in arguments.drafters:
         ours = SLOSpecGenerator(model, tokenizer=tokenizer, drafter=drafter, config=config)
@@ -90,14 +120,22 @@ def main() -> None:
                     run(ours, grammars, schema_of(short), inputs, arguments, counts[knows], knows)
                     for knows in (False, True)
                 ]
-                expected = run(None, grammars, schema_of(short), inputs, arguments, [0, 0], model=model)
-                assert all(torch.equal(output, expected) for output in outputs), f"{name}: not the tokens of stock"
+                expected = run(
+                    None, grammars, schema_of(short), inputs, arguments, [0, 0], model=model
+                )
+                assert all(torch.equal(output, expected) for output in outputs), (
+                    f"{name}: not the tokens of stock"
+                )
             without, knowing = (tokens / steps for tokens, steps in counts.values())
             results.append(dict(drafter=drafter, schema=name, without=without, knowing=knowing))
-            print(f"{drafter:18} {name:8} {without:5.2f} -> {knowing:5.2f} tokens per step ({knowing / without:.2f}x)")
+            print(
+                f"{drafter:18} {name:8} {without:5.2f} -> {knowing:5.2f} tokens per step ({knowing / without:.2f}x)"
+            )
         own = [result for result in results if result["drafter"] == drafter]
         means = [sum(result[key] for result in own) / len(own) for key in ("without", "knowing")]
-        print(f"{drafter:18} mean     {means[0]:5.2f} -> {means[1]:5.2f} tokens per step ({means[1] / means[0]:.2f}x)")
+        print(
+            f"{drafter:18} mean     {means[0]:5.2f} -> {means[1]:5.2f} tokens per step ({means[1] / means[0]:.2f}x)"
+        )
     settings = {name: value for name, value in vars(arguments).items() if name != "json"}
     if arguments.json is not None:
         arguments.json.write_text(
@@ -115,7 +153,9 @@ def run(
     knows: bool = True,
     model: Any = None,
 ) -> torch.Tensor:
-    """Return one output, and add its tokens and steps to ``counts``; without a generator, that of stock."""
+    """Return one output, and add its tokens and steps to ``counts``; without a generator, that of
+    stock.
+    """
     constraint = grammars.processor(schema, inputs["input_ids"].shape[1])
     options = dict(
         logits_processor=[constraint], max_new_tokens=arguments.max_new_tokens, do_sample=arguments.sample,
@@ -124,7 +164,9 @@ def run(
     torch.manual_seed(random.Random(str(schema)).randrange(2**31))
     if ours is None:
         return torch.as_tensor(model.generate(**inputs, **options).sequences)
-    with patch.object(prepare, "draft_grammar", prepare.draft_grammar if knows else lambda processors: None):
+    with patch.object(
+        prepare, "draft_grammar", prepare.draft_grammar if knows else lambda processors: None
+    ):
         output = ours.generate(**inputs, **options)
     (metrics,) = output.slo
     counts[0] += metrics.tokens - 1

@@ -2,8 +2,8 @@
 
     python benchmarks/selection.py [--policies NAME ...] [--json benchmarks/results/selection.json]
 
-Every request has a candidate tree of 24 nodes (beam width 3, depth 8), so 64 requests have about 1,500 candidates. For
-policies that verify chains it has a chain of 8.
+Every request has a candidate tree of 24 nodes (beam width 3, depth 8), so 64 requests have about
+1,500 candidates. For policies that verify chains it has a chain of 8.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from statistics import median
 
 import numpy as np
 
-from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
-from hf_slospec.algo.tree import TokenTree
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.config import SLOSpecConfig
+from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes
-from hf_slospec.engine.protocols import Policy, StepDecisions
-from hf_slospec.engine.request import Request, RequestParams, Stage
-from hf_slospec.engine.step_times import StepCosts
+from hf_slospec.engine.interfaces import Policy, StepDecisions
+from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import SpeculationHistory
 from hf_slospec.policies.registry import all_policies
+from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.tree.tree import TokenTree
 
-DEPTH, WIDTH, REPEATS = 8, 3, 60
+DEPTH = 8
+WIDTH = 3
+REPEATS = 60
 COUNTS = (1, 8, 64, 256, 1024)
 CHAINS = ("smartspec", "smartspec-requests", "smartspec-confidence", "turbospec", "slos-serve")
 VERIFY = ForwardCost(LatencyCurve((1, 64, 512, 2048), (0.02, 0.024, 0.06, 0.2)), 1e-5, 1e-8)
@@ -37,29 +39,37 @@ DRAFT = ForwardCost(LatencyCurve((1, 64, 512, 3072), (0.001, 0.0012, 0.002, 0.01
 
 def candidate_tree(rng: np.random.Generator) -> TokenTree:
     """Return a random candidate tree with decreasing path probabilities."""
-    parents, probs = [-1], [1.0]
+    parents = [-1]
+    probs = [1.0]
     layer = [0]
     for _ in range(DEPTH):
-        children = [(parent, probs[parent] * float(rng.beta(4, 2))) for parent in rng.choice(layer, WIDTH)]
+        children = [
+            (parent, probs[parent] * float(rng.beta(4, 2))) for parent in rng.choice(layer, WIDTH)
+        ]
         layer = []
         for parent, prob in sorted(children, key=lambda child: -child[1]):
             layer.append(len(parents))
             parents.append(int(parent))
             probs.append(prob)
     depths = [0, *np.repeat(np.arange(1, DEPTH + 1), WIDTH)]
-    return TokenTree(rng.integers(0, 1000, len(parents)), np.array(parents), np.array(depths), np.array(probs))
+    return TokenTree(
+        rng.integers(0, 1000, len(parents)), np.array(parents), np.array(depths), np.array(probs)
+    )
 
 
 def times_ms(policy: Policy, num_requests: int, is_chain: bool) -> dict[str, float]:
     """Return the median milliseconds of each method of a policy."""
     rng = np.random.default_rng(0)
     requests = [
-        Request(i, RequestParams([1] * 300, 500, (Stage(0.02 if i % 2 else None),))) for i in range(num_requests)
+        Request(i, RequestParams([1] * 300, 500, (Stage(0.02 if i % 2 else None),)))
+        for i in range(num_requests)
     ]
     for request in requests:
         request.emit(1)
         request.record_step(0, 0, 1.0, PhaseTimes(), 0.0)
-    trees = [TokenTree.chain(1, [2] * DEPTH, 0.7) if is_chain else candidate_tree(rng) for _ in requests]
+    trees = [
+        TokenTree.chain(1, [2] * DEPTH, 0.7) if is_chain else candidate_tree(rng) for _ in requests
+    ]
     spent: dict[str, list[float]] = {"plan": [], "select": [], "observe": []}
     for repeat in range(REPEATS):
         laps = [time.perf_counter()]
@@ -68,7 +78,10 @@ def times_ms(policy: Policy, num_requests: int, is_chain: bool) -> dict[str, flo
         laps.append(time.perf_counter())
         selection = step.select(trees, plan)
         laps.append(time.perf_counter())
-        step.observe([[1] if tree.num_nodes > 1 else [] for tree in selection.trees], PhaseTimes(0.01, 0.0, 0.02))
+        step.observe(
+            [[1] if tree.num_nodes > 1 else [] for tree in selection.trees],
+            PhaseTimes(0.01, 0.0, 0.02),
+        )
         laps.append(time.perf_counter())
         for name, begun_s, ended_s in zip(spent, laps, laps[1:], strict=False):
             spent[name].append(1e3 * (ended_s - begun_s))
@@ -77,21 +90,34 @@ def times_ms(policy: Policy, num_requests: int, is_chain: bool) -> dict[str, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--policies", nargs="+", choices=list(all_policies()), default=["auto", "adaserve"])
+    parser.add_argument(
+        "--policies", nargs="+", choices=list(all_policies()), default=["auto", "adaserve"]
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     results = {}
     for count in COUNTS:
-        config = SLOSpecConfig(token_budget=max(4 * count, 64), draft_budget=WIDTH * count, max_depth=DEPTH)
+        config = SLOSpecConfig(
+            token_budget=max(4 * count, 64), draft_budget=WIDTH * count, max_depth=DEPTH
+        )
         for name in arguments.policies:
             policy = new_policy(
-                config.model_copy(update={"policy": name}), StepCosts(VERIFY, DRAFT), SpeculationHistory(config)
+                config.model_copy(update={"policy": name}),
+                StepCosts(VERIFY, DRAFT),
+                SpeculationHistory(config),
             )
             spent = times_ms(policy, count, name in CHAINS)
             results[f"{name}, {count} requests"] = spent
-            print(f"{name:>20} {count:>5} requests  " + "  ".join(f"{k} {v:7.3f} ms" for k, v in spent.items()))
+            print(
+                f"{name:>20} {count:>5} requests  "
+                + "  ".join(f"{k} {v:7.3f} ms" for k, v in spent.items())
+            )
     if arguments.json:
-        record = {"provenance": provenance(), "candidates_per_request": DEPTH * WIDTH, "median_ms": results}
+        record = {
+            "provenance": provenance(),
+            "candidates_per_request": DEPTH * WIDTH,
+            "median_ms": results,
+        }
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
 
 

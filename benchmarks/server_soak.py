@@ -1,9 +1,10 @@
-"""Stress test of the server: users that stream, disconnect, read slowly, chat and send rubbish; nothing lost, no leak.
+"""Stress test of the server: users that stream, disconnect, read slowly, chat and send rubbish;
+nothing lost, no leak.
 
     python benchmarks/server_soak.py [--minutes 15] [--json benchmarks/results/server-soak-cpu-2core.json]
 
-The server is ``hf_slospec serve`` in a process of its own, on the embedded pair in fp32, with all invariants checked in
-every step. Greedy texts are compared with those of stock ``generate``.
+The server is ``hf_slospec serve`` in a process of its own, on the embedded pair in fp32, with all
+invariants checked in every step. Greedy texts are compared with those of stock ``generate``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from local_server import local_server
 from hf_slospec import load_tiny_pair, tiny_prompts
 from hf_slospec.cli.benchmark import provenance
 
-USERS, LONGEST, SAMPLE_S = 12, 32, 5.0
+USERS = 12
+LONGEST = 32
+SAMPLE_S = 5.0
 SCHEMA = {
     "type": "object",
     "properties": {"ok": {"type": "boolean"}},
@@ -40,7 +43,12 @@ class Users:
     """What users do, and what came of it."""
 
     def __init__(self, client: httpx.AsyncClient, prompts: list[str], texts: list[str], seed: int):
-        self.client, self.prompts, self.texts, self.rng = client, prompts, texts, random.Random(seed)
+        self.client, self.prompts, self.texts, self.rng = (
+            client,
+            prompts,
+            texts,
+            random.Random(seed),
+        )
         self.outcomes: Counter[str] = Counter()
         self.statuses: Counter[int] = Counter()
         self.kinds: list[Callable[[], Awaitable[str]]] = [
@@ -62,7 +70,11 @@ class Users:
         """Return a greedy completion's body, and the text that must come."""
         which = self.rng.randrange(len(self.prompts))
         slo = {"slo_tpot": self.rng.choice([1e-6, 0.05, 1.0])} if self.rng.random() < 0.5 else {}
-        return {"prompt": self.prompts[which], "max_tokens": LONGEST, "temperature": 0} | slo, self.texts[which]
+        return {
+            "prompt": self.prompts[which],
+            "max_tokens": LONGEST,
+            "temperature": 0,
+        } | slo, self.texts[which]
 
     async def whole(self) -> str:
         body, text = self.body()
@@ -71,7 +83,13 @@ class Users:
 
     async def choices(self) -> str:
         body, _ = self.body()
-        more = {"n": 3, "temperature": 1.0, "seed": self.rng.randrange(99), "logprobs": 2, "echo": True}
+        more = {
+            "n": 3,
+            "temperature": 1.0,
+            "seed": self.rng.randrange(99),
+            "logprobs": 2,
+            "echo": True,
+        }
         answer = await self.client.post("/v1/completions", json=body | more)
         return self._checked(answer, lambda found: len(found["choices"]) == 3)
 
@@ -80,7 +98,9 @@ class Users:
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
         body = {"messages": messages, "response_format": form, "max_tokens": 200}
         answer = await self.client.post("/v1/chat/completions", json=body)
-        return self._checked(answer, lambda found: "ok" in json.loads(found["choices"][0]["message"]["content"]))
+        return self._checked(
+            answer, lambda found: "ok" in json.loads(found["choices"][0]["message"]["content"])
+        )
 
     async def chat(self) -> str:
         messages: list[dict[str, str]] = []
@@ -88,15 +108,24 @@ class Users:
             messages.append({"role": "user", "content": self.rng.choice(self.prompts)})
             body = {"messages": messages, "max_tokens": 16, "temperature": 0}
             answer = await self.client.post("/v1/chat/completions", json=body)
-            if (outcome := self._checked(answer, lambda found: "content" in found["choices"][0]["message"])) != "right":
+            if (
+                outcome := self._checked(
+                    answer, lambda found: "content" in found["choices"][0]["message"]
+                )
+            ) != "right":
                 return outcome
-            messages.append({"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]})
+            messages.append(
+                {"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]}
+            )
         return "right"
 
     async def streamed(self, pause_s: float = 0.0, lines_at_most: float = float("inf")) -> str:
         body, text = self.body()
-        found, count = "", 0
-        async with self.client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+        found = ""
+        count = 0
+        async with self.client.stream(
+            "POST", "/v1/completions", json=body | {"stream": True}
+        ) as answer:
             self.statuses[answer.status_code] += 1
             if answer.status_code == 429:
                 return "queue full"
@@ -119,15 +148,21 @@ class Users:
     async def leaving_whole(self) -> str:
         body, _ = self.body()
         try:
-            await asyncio.wait_for(self.client.post("/v1/completions", json=body), self.rng.uniform(0.0, 0.2))
+            await asyncio.wait_for(
+                self.client.post("/v1/completions", json=body), self.rng.uniform(0.0, 0.2)
+            )
         except TimeoutError:
             return "left"
         return "right"
 
     async def rubbish(self) -> str:
-        content = self.rng.choice([b"{", b"\xff\xfe", b"[" * 50_000, b'{"prompt": 1e999}', b'{"prompt": "x", "n": -1}'])
+        content = self.rng.choice(
+            [b"{", b"\xff\xfe", b"[" * 50_000, b'{"prompt": 1e999}', b'{"prompt": "x", "n": -1}']
+        )
         path = self.rng.choice(["/v1/completions", "/v1/chat/completions", "/tokenize", "/nowhere"])
-        answer = await self.client.post(path, content=content, headers={"Content-Type": "application/json"})
+        answer = await self.client.post(
+            path, content=content, headers={"Content-Type": "application/json"}
+        )
         self.statuses[answer.status_code] += 1
         return "refused" if 400 <= answer.status_code < 500 else "WRONG"
 
@@ -157,7 +192,8 @@ async def soak(url: str, process: psutil.Process, seconds: float, seed: int) -> 
     memory: list[int] = []
     limits = httpx.Limits(max_connections=4 * USERS)
     async with httpx.AsyncClient(base_url=url, timeout=300.0, limits=limits) as client:
-        users, until_s = Users(client, prompts, texts, seed), time.monotonic() + seconds
+        users = Users(client, prompts, texts, seed)
+        until_s = time.monotonic() + seconds
 
         async def watch() -> None:
             while True:
@@ -169,35 +205,51 @@ async def soak(url: str, process: psutil.Process, seconds: float, seed: int) -> 
         watching.cancel()
         for _ in range(100):  # cancelled requests leave at the next step
             metrics = (await client.get("/metrics")).text
-            left = [line for line in metrics.splitlines() if line.startswith("hf_slospec:num_requests_")]
+            left = [
+                line for line in metrics.splitlines() if line.startswith("hf_slospec:num_requests_")
+            ]
             if all(line.endswith(" 0.0") for line in left):
                 break
             await asyncio.sleep(0.1)
     counts = {
-        name: dict(sorted(counter.items())) for name, counter in vars(users).items() if name in ("outcomes", "statuses")
+        name: dict(sorted(counter.items()))
+        for name, counter in vars(users).items()
+        if name in ("outcomes", "statuses")
     }
-    return counts | {"left": left, "resident_bytes": memory, "growth": memory[-1] / memory[len(memory) // 4]}
+    return counts | {
+        "left": left,
+        "resident_bytes": memory,
+        "growth": memory[-1] / memory[len(memory) // 4],
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with local_server("--dtype", "float32", "--config", json.dumps(CONFIG)) as (url, server):
-        found = asyncio.run(soak(url, psutil.Process(server.pid), 60 * arguments.minutes, arguments.seed))
+        found = asyncio.run(
+            soak(url, psutil.Process(server.pid), 60 * arguments.minutes, arguments.seed)
+        )
         server.terminate()
         found["exit"] = server.wait(120)
     memory = found["resident_bytes"]
-    print(json.dumps({name: value for name, value in found.items() if name != "resident_bytes"}, indent=1))
+    print(
+        json.dumps(
+            {name: value for name, value in found.items() if name != "resident_bytes"}, indent=1
+        )
+    )
     print(f"memory {memory[0] / 2**20:.0f} .. {memory[-1] / 2**20:.0f} MiB")
     if arguments.json:
         facts = provenance(minutes=arguments.minutes, seed=arguments.seed, users=USERS)
         arguments.json.write_text(json.dumps({"provenance": facts} | found, indent=1) + "\n")
-    assert not [name for name in found["outcomes"] if name.split(": ")[1].isupper() or "FAILED" in name], found[
-        "outcomes"
-    ]
+    assert not [
+        name for name in found["outcomes"] if name.split(": ")[1].isupper() or "FAILED" in name
+    ], found["outcomes"]
     assert not [status for status in found["statuses"] if status >= 500], found["statuses"]
     assert all(line.endswith(" 0.0") for line in found["left"]), found["left"]
 

@@ -1,4 +1,5 @@
-"""A mixed load on the batcher: attainment, goodput and latencies of several systems under the same arrivals.
+"""A mixed load on the batcher: attainment, goodput and latencies of several systems under the same
+arrivals.
 
     python -m benchmarks.serving load --json benchmarks/results/serving-cpu-2core.json \
         --plot docs/images/serving-load.png
@@ -7,15 +8,16 @@
     python -m benchmarks.serving long-prompt --json ...     # running streams while a 2,000-token prompt arrives
     python -m benchmarks.serving overhead --json ...        # time of the scheduler by running requests, without models
 
-Requests belong to three classes with TPOT and TTFT SLOs, which are multiples of the time per token of plain decoding,
-measured again before every load, because the speed of a shared machine changes by the minute. The systems take turns
-with the same arrivals in real time. A file of ``load`` is continued where it was interrupted.
+Requests belong to three classes with TPOT and TTFT SLOs, which are multiples of the time per token
+of plain decoding, measured again before every load, because the speed of a shared machine changes
+by the minute. The systems take turns with the same arrivals in real time. A file of ``load`` is
+continued where it was interrupted.
 
-A target that is named gets Spec-Bench's questions in its chat template, and the classes are AdaServe's: code
-(MT-Bench's coding questions), chat (its other ones) and summaries (of long texts, and answers by retrieved ones), with
-TPOT SLOs of 1.2, 5/3 and 5 times the time per token of a single stream, as 36, 50 and 150 ms are of the paper's 30 ms.
-The paper has no TTFT SLOs; ``attained_tpot`` counts requests as it does. Answers end where the model ends them.
-"""
+A target that is named gets Spec-Bench's questions in its chat template, and the classes are
+AdaServe's: code (MT-Bench's coding questions), chat (its other ones) and summaries (of long texts,
+and answers by retrieved ones), with TPOT SLOs of 1.2, 5/3 and 5 times the time per token of a
+single stream, as 36, 50 and 150 ms are of the paper's 30 ms. The paper has no TTFT SLOs;
+``attained_tpot`` counts requests as it does. Answers end where the model ends them. """
 
 from __future__ import annotations
 
@@ -40,22 +42,22 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from benchmarks.intervals import Interval, draw, scaled, wilson
 from benchmarks.spec_bench import CHAT, NUM_RESAMPLES, QUESTIONS, TASKS, Contest, questions_of
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, tiny_prompts
-from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.engine.request import Request, RequestParams, Stage
-from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
-from hf_slospec.engine.step_times import StepCosts
-from hf_slospec.serving.loading import draft_method, load_models
-from hf_slospec.serving.log_level import only_errors_logged
-from hf_slospec.serving.options import ModelOptions
-from hf_slospec.tiny.load import Pair
+from hf_slospec.engine.costs import StepCosts
+from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
+from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.scheduler.continuous import ContinuousScheduler, Limits
+from hf_slospec.server.loading import Pair, draft_method, load_models
+from hf_slospec.server.model_options import ModelOptions, only_errors_logged
 from hf_slospec.tiny.shapes import SHAPES
 
 app = typer.Typer(add_completion=False)
 OURS = "auto"
 SYSTEMS: dict[str, dict[str, Any]] = {
     OURS: dict(policy="auto", admission="slo"),
-    "auto-fcfs": dict(policy="auto", admission="fcfs"),  # differs from the others by its policy only
+    "auto-fcfs": dict(
+        policy="auto", admission="fcfs"
+    ),  # differs from the others by its policy only
     "plain": dict(policy="none", admission="fcfs"),
     "fixed-2": dict(policy="fixed", max_depth=2, max_width=1, admission="fcfs"),
     "fixed-4": dict(policy="fixed", max_depth=4, max_width=1, admission="fcfs"),
@@ -65,9 +67,18 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     },
 }
 # share of requests, TPOT SLO and TTFT SLO, as multiples of the time per token of plain decoding
-CLASSES = {"tight": (0.4, 0.8, 15.0), "middling": (0.4, 1.2, 30.0), "relaxed": (0.2, 3.0, 100.0)}  # at batch 8
-ADASERVE_CLASSES = {"code": (0.6, 1.2, 50.0), "chat": (0.2, 5 / 3, 100.0), "summary": (0.2, 5.0, 300.0)}  # at batch 1
-PROMPT_TOKENS, NEW_TOKENS = (16, 64), (16, 64)
+CLASSES = {
+    "tight": (0.4, 0.8, 15.0),
+    "middling": (0.4, 1.2, 30.0),
+    "relaxed": (0.2, 3.0, 100.0),
+}  # at batch 8
+ADASERVE_CLASSES = {
+    "code": (0.6, 1.2, 50.0),
+    "chat": (0.2, 5 / 3, 100.0),
+    "summary": (0.2, 5.0, 300.0),
+}  # at batch 1
+PROMPT_TOKENS = (16, 64)
+NEW_TOKENS = (16, 64)
 BATCH = 8  # requests of plain decoding, whose throughput is a load of 1
 DRAFTER = "suffix+lookup"  # for a named target without an assistant
 Json = Annotated[Path | None, typer.Option("--json")]
@@ -84,14 +95,18 @@ class Texts:
     slo_batch: int  # batch of plain decoding whose time per token is the unit of the SLOs
     new_tokens: tuple[int, int]  # least and greatest length of an answer
     mean_new: float  # mean length of answers
-    excerpt: tuple[int, int] | None = None  # lengths of excerpts that are prompts; None: whole prompts, real answers
+    excerpt: tuple[int, int] | None = (
+        None  # lengths of excerpts that are prompts; None: whole prompts, real answers
+    )
 
     @property
     def mean_prompt(self) -> float:
         """Return the mean number of tokens of a prompt."""
         if self.excerpt is not None:
             return sum(self.excerpt) / 2
-        lengths = {name: np.mean([len(ids) for ids in prompts]) for name, prompts in self.prompts.items()}
+        lengths = {
+            name: np.mean([len(ids) for ids in prompts]) for name, prompts in self.prompts.items()
+        }
         return float(sum(share * lengths[name] for name, (share, *_) in self.classes.items()))
 
     def job(self, rng: np.random.Generator, name: str, number: int) -> dict[str, Any]:
@@ -101,13 +116,22 @@ class Texts:
             return dict(ids=ids, new=self.new_tokens[1], options=dict(cache_salt=str(number)))
         begin = int(rng.integers(0, 32))
         ids = ids[begin : begin + int(rng.integers(*self.excerpt))] or ids[:8]
-        return dict(ids=ids, new=int(rng.integers(*self.new_tokens)), options=dict(eos_token_id=None))
+        return dict(
+            ids=ids, new=int(rng.integers(*self.new_tokens)), options=dict(eos_token_id=None)
+        )
 
 
 def tiny_texts(tokenizer: Any) -> Texts:
     """Return the embedded pair's texts, with answers of random lengths."""
     prompts = [tokenizer(text)["input_ids"] for text in tiny_prompts()]
-    return Texts(CLASSES, dict.fromkeys(CLASSES, prompts), BATCH, NEW_TOKENS, sum(NEW_TOKENS) / 2, PROMPT_TOKENS)
+    return Texts(
+        CLASSES,
+        dict.fromkeys(CLASSES, prompts),
+        BATCH,
+        NEW_TOKENS,
+        sum(NEW_TOKENS) / 2,
+        PROMPT_TOKENS,
+    )
 
 
 def real_texts(pair: Pair, new_tokens: int, max_prompt: int) -> Texts:
@@ -130,15 +154,20 @@ def plain_token_s(generator: SLOSpecGenerator, texts: Texts, batch: int = BATCH)
 
 
 def arrivals(rng: np.random.Generator, kind: str, rate: float, number: int) -> np.ndarray:
-    """Return arrival times in seconds: Poisson, or bursty (gamma gaps with a coefficient of variation of 3)."""
+    """Return arrival times in seconds: Poisson, or bursty (gamma gaps with a coefficient of
+    variation of 3).
+    """
     shape = {"poisson": 1.0, "bursty": 1.0 / 9.0}[kind]
     return np.cumsum(rng.gamma(shape, 1.0 / (rate * shape), number))
 
 
-def load_of(seed: int, kind: str, rate: float, number: int, unit_s: float, texts: Texts) -> list[dict[str, Any]]:
+def load_of(
+    seed: int, kind: str, rate: float, number: int, unit_s: float, texts: Texts
+) -> list[dict[str, Any]]:
     """Return a load: arrival, class, prompt, output length and SLOs of every request."""
     rng = np.random.default_rng(seed)
-    names, shares = list(texts.classes), [share for share, *_ in texts.classes.values()]
+    names = list(texts.classes)
+    shares = [share for share, *_ in texts.classes.values()]
     made = []
     for index, at_s in enumerate(arrivals(rng, kind, rate, number)):
         name = names[rng.choice(len(names), p=shares)]
@@ -155,7 +184,13 @@ def serve(generator: SLOSpecGenerator, load: list[dict[str, Any]]) -> dict[str, 
     for job in load:
         time.sleep(max(job["at_s"] - (time.perf_counter() - begun_s), 0.0))
         handles.append(
-            generator.submit(job["ids"], max_new_tokens=job["new"], do_sample=False, **job["options"], **job["targets"])
+            generator.submit(
+                job["ids"],
+                max_new_tokens=job["new"],
+                do_sample=False,
+                **job["options"],
+                **job["targets"],
+            )
         )
     metrics = [handle.result().metrics for handle in handles]
     seconds = time.perf_counter() - begun_s
@@ -171,14 +206,20 @@ def serve(generator: SLOSpecGenerator, load: list[dict[str, Any]]) -> dict[str, 
         "guaranteed_attained": sum(bool(own.attained) for own in guaranteed),
         "good_tokens": [own.tokens if own.attained else 0 for own in metrics],
         "tokens": sum(own.tokens for own in metrics),
-        "tokens_per_step": float(np.mean([own.acceptance_length for own in metrics if own.steps] or [1.0])),
+        "tokens_per_step": float(
+            np.mean([own.acceptance_length for own in metrics if own.steps] or [1.0])
+        ),
         "classes": {
             name: {
                 "requests": len(rows),
                 "attained": sum(bool(own.attained) for own in rows),
                 "attained_tpot": sum((own.tpot_s or 0.0) <= own.tpot_slo_s for own in rows),
-                "ttft_s": np.percentile([own.ttft_s for own in rows], (50, 90, 99)).round(4).tolist(),
-                "tpot_s": np.percentile([own.tpot_s or 0.0 for own in rows], (50, 90, 99)).round(4).tolist(),
+                "ttft_s": np.percentile([own.ttft_s for own in rows], (50, 90, 99))
+                .round(4)
+                .tolist(),
+                "tpot_s": np.percentile([own.tpot_s or 0.0 for own in rows], (50, 90, 99))
+                .round(4)
+                .tolist(),
             }
             for name, rows in by_class.items()
         },
@@ -186,19 +227,32 @@ def serve(generator: SLOSpecGenerator, load: list[dict[str, Any]]) -> dict[str, 
 
 
 def goodput(runs: Sequence[dict[str, Any]]) -> Interval:
-    """Return the tokens per second of requests that attained, over all runs, and its bootstrap interval."""
-    rng, seconds = np.random.default_rng(0), sum(run["seconds"] for run in runs)
-    drawn = sum(rng.choice(own, (NUM_RESAMPLES, len(own))).sum(1) for own in (run["good_tokens"] for run in runs))
+    """Return the tokens per second of requests that attained, over all runs, and its bootstrap
+    interval.
+    """
+    rng = np.random.default_rng(0)
+    seconds = sum(run["seconds"] for run in runs)
+    drawn = sum(
+        rng.choice(own, (NUM_RESAMPLES, len(own))).sum(1)
+        for own in (run["good_tokens"] for run in runs)
+    )
     low, high = np.quantile(drawn / seconds, (0.025, 0.975))
-    return {"mean": sum(sum(run["good_tokens"]) for run in runs) / seconds, "low": float(low), "high": float(high)}
+    return {
+        "mean": sum(sum(run["good_tokens"]) for run in runs) / seconds,
+        "low": float(low),
+        "high": float(high),
+    }
 
 
 def totals(runs: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of one system over all runs, and relative to ours under the same arrivals."""
     count = {
-        key: sum(run[key] for run in runs) for key in ("requests", "attained", "guaranteed", "guaranteed_attained")
+        key: sum(run[key] for run in runs)
+        for key in ("requests", "attained", "guaranteed", "guaranteed_attained")
     }
-    missed, missed_by_ours = (sum(run["requests"] - run["attained"] for run in own) for own in (runs, ours))
+    missed, missed_by_ours = (
+        sum(run["requests"] - run["attained"] for run in own) for own in (runs, ours)
+    )
     return {
         **count,
         "attainment": wilson(count["attained"], count["requests"]),
@@ -210,7 +264,10 @@ def totals(runs: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) -> di
         "classes": {
             name: {
                 **{
-                    key: wilson(sum(own[name][key] for own in found), sum(own[name]["requests"] for own in found))
+                    key: wilson(
+                        sum(own[name][key] for own in found),
+                        sum(own[name]["requests"] for own in found),
+                    )
                     for key in ("attained", "attained_tpot")
                 },
                 "tpot_s": median(own[name]["tpot_s"][0] for own in found),
@@ -225,11 +282,23 @@ def totals(runs: Sequence[dict[str, Any]], ours: Sequence[dict[str, Any]]) -> di
 def show(by_pressure: dict[str, dict[str, Any]], title: str, classes: Sequence[str]) -> None:
     """Print the totals of every system at every pressure."""
     table = Table(title=title)
-    for heading in ("pressure", "system", "attained", "goodput", "tokens/s", "guaranteed", "kept", "misses", *classes):
+    for heading in (
+        "pressure",
+        "system",
+        "attained",
+        "goodput",
+        "tokens/s",
+        "guaranteed",
+        "kept",
+        "misses",
+        *classes,
+    ):
         table.add_column(heading, justify="left" if heading == "system" else "right")
     for pressure, systems in by_pressure.items():
         for name, own in systems.items():
-            share, misses, guaranteed = own["attainment"], own["misses_vs_ours"], own["guaranteed"]
+            share = own["attainment"]
+            misses = own["misses_vs_ours"]
+            guaranteed = own["guaranteed"]
             cells = (own["classes"].get(kind) for kind in classes)
             table.add_row(
                 pressure, name, f"{share['mean']:.1%} ({100 * share['low']:.0f} to {100 * share['high']:.0f})",
@@ -255,20 +324,37 @@ def write(path: Path | None, **record: Any) -> None:
 def load(
     size: Size = "0.3B",
     dtype: Dtype = "bfloat16",
-    target: Annotated[str | None, typer.Option(help="A model in place of the embedded pair.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="A model in place of the embedded pair.")
+    ] = None,
     assistant: Annotated[str | None, typer.Option(help="Its draft model.")] = None,
-    drafter: Annotated[str | None, typer.Option(help=f"For a target without an assistant: {DRAFTER}.")] = None,
-    new_tokens: Annotated[int, typer.Option(help="Maximum length of an answer of a named target.")] = 128,
-    max_prompt: Annotated[int, typer.Option(help="Its prompts are truncated to this many tokens.")] = 2048,
+    drafter: Annotated[
+        str | None, typer.Option(help=f"For a target without an assistant: {DRAFTER}.")
+    ] = None,
+    new_tokens: Annotated[
+        int, typer.Option(help="Maximum length of an answer of a named target.")
+    ] = 128,
+    max_prompt: Annotated[
+        int, typer.Option(help="Its prompts are truncated to this many tokens.")
+    ] = 2048,
     number: Annotated[int, typer.Option()] = 150,
     pressures: Annotated[
-        str, typer.Option(help="Loads as shares of the throughput of plain decoding at batch 8, comma-separated.")
+        str,
+        typer.Option(
+            help="Loads as shares of the throughput of plain decoding at batch 8, comma-separated."
+        ),
     ] = "0.4,0.6,0.8,1.0",
     repeats: Annotated[int, typer.Option()] = 2,
-    systems: Annotated[str, typer.Option(help="Comma-separated; auto is one of them.")] = ",".join(SYSTEMS),
+    systems: Annotated[str, typer.Option(help="Comma-separated; auto is one of them.")] = ",".join(
+        SYSTEMS
+    ),
     kinds: Annotated[str, typer.Option(help="poisson, bursty, or both.")] = "poisson,bursty",
-    minutes: Annotated[float, typer.Option(help="Begin no load after so long; the same command continues.")] = np.inf,
-    plot: Annotated[Path | None, typer.Option(help="Also plot attainment over pressure to this PNG.")] = None,
+    minutes: Annotated[
+        float, typer.Option(help="Begin no load after so long; the same command continues.")
+    ] = np.inf,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also plot attainment over pressure to this PNG.")
+    ] = None,
     json_path: Json = None,
 ) -> None:
     """Serve Poisson and bursty arrivals of three classes by every system."""
@@ -276,25 +362,39 @@ def load(
     if target is not None and assistant is None and drafter is None:
         drafter = DRAFTER
     options = ModelOptions(
-        target=target, assistant=assistant, drafter=drafter, size=size if target is None else "tiny", dtype=dtype
+        target=target,
+        assistant=assistant,
+        drafter=drafter,
+        size=size if target is None else "tiny",
+        dtype=dtype,
     )
     pair = load_models(options)
-    texts = tiny_texts(pair.tokenizer) if target is None else real_texts(pair, new_tokens, max_prompt)
+    texts = (
+        tiny_texts(pair.tokenizer) if target is None else real_texts(pair, new_tokens, max_prompt)
+    )
     method = draft_method(options, pair)
 
     def generator_of(name: str) -> SLOSpecGenerator:
-        return SLOSpecGenerator(pair.target, None, pair.tokenizer, SLOSpecConfig(**SYSTEMS[name]), drafter=method)
+        return SLOSpecGenerator(
+            pair.target, None, pair.tokenizer, SLOSpecConfig(**SYSTEMS[name]), drafter=method
+        )
 
     generators = {name: generator_of(name) for name in systems.split(",")}
     plain = generators.get("plain") or generator_of("plain")
     verify = plain.decoder.speculator.costs.verify
-    prefill_s = float(verify(256) / 256) * texts.mean_prompt  # per request, processed in a large step
+    prefill_s = (
+        float(verify(256) / 256) * texts.mean_prompt
+    )  # per request, processed in a large step
 
     def units() -> tuple[float, float]:
         """Return the unit of the SLOs in seconds, and the requests per second that are a load of 1."""
         with plain:
             token_s = plain_token_s(plain, texts)
-            unit_s = token_s if texts.slo_batch == BATCH else plain_token_s(plain, texts, texts.slo_batch)
+            unit_s = (
+                token_s
+                if texts.slo_batch == BATCH
+                else plain_token_s(plain, texts, texts.slo_batch)
+            )
         return unit_s, 1.0 / (prefill_s + token_s / BATCH * texts.mean_new)
 
     units()
@@ -307,7 +407,9 @@ def load(
     for generator in generators.values():
         with generator:
             own = serve(generator, warm_up)
-    if texts.excerpt is None:  # real answers end where they end, with every system at the same token
+    if (
+        texts.excerpt is None
+    ):  # real answers end where they end, with every system at the same token
         texts.mean_new = before["provenance"]["mean_new"] if runs else own["tokens"] / len(warm_up)
     facts = provenance(
         target=None if target is None else Path(target).name, assistant=assistant and Path(assistant).name,
@@ -315,7 +417,12 @@ def load(
         systems=SYSTEMS, mean_prompt=texts.mean_prompt, mean_new=texts.mean_new,
     )  # fmt: skip
     names = list(generators)
-    turns = [(p, kind, repeat) for repeat in range(repeats) for p in pressures.split(",") for kind in kinds.split(",")]
+    turns = [
+        (p, kind, repeat)
+        for repeat in range(repeats)
+        for p in pressures.split(",")
+        for kind in kinds.split(",")
+    ]
     for turn, (pressure, kind, repeat) in enumerate(tqdm(turns, disable=not sys.stderr.isatty())):
         key = dict(pressure=pressure, kind=kind, repeat=repeat)
         if any(key.items() <= run.items() for run in runs):
@@ -328,17 +435,23 @@ def load(
         for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
             with generators[name] as generator:
                 served[name] = serve(generator, jobs)
-        runs.append(key | dict(unit_s=unit_s, requests_per_s=float(pressure) * most, systems=served))
+        runs.append(
+            key | dict(unit_s=unit_s, requests_per_s=float(pressure) * most, systems=served)
+        )
         write(json_path, provenance=facts, results=results_of(runs, names), runs=runs)
     found = results_of(runs, names)
-    model, unit_ms = Path(target).name if target else size, 1e3 * median([run["unit_s"] for run in runs] or [unit_s])
+    model, unit_ms = (
+        Path(target).name if target else size,
+        1e3 * median([run["unit_s"] for run in runs] or [unit_s]),
+    )
     for kind, by_pressure in found.items():
         title = f"{model} {dtype}, {kind} arrivals; plain decoding {unit_ms:.0f} ms/token at batch {texts.slo_batch}"
         show(by_pressure, title, list(texts.classes))
     if plot is not None:
         panels = {
             f"{kind}: requests that attained, %": {
-                name: {p: scaled(own[name]["attainment"], 100.0) for p, own in by_pressure.items()} for name in names
+                name: {p: scaled(own[name]["attainment"], 100.0) for p, own in by_pressure.items()}
+                for name in names
             }
             for kind, by_pressure in found.items()
         }
@@ -351,7 +464,9 @@ def results_of(runs: list[dict[str, Any]], names: list[str]) -> dict[str, dict[s
     for kind, pressure in dict.fromkeys((run["kind"], run["pressure"]) for run in runs):
         own = [run["systems"] for run in runs if (run["kind"], run["pressure"]) == (kind, pressure)]
         by_name = {name: [systems[name] for systems in own] for name in names}
-        found.setdefault(kind, {})[pressure] = {name: totals(by_name[name], by_name[OURS]) for name in names}
+        found.setdefault(kind, {})[pressure] = {
+            name: totals(by_name[name], by_name[OURS]) for name in names
+        }
     return found
 
 
@@ -364,22 +479,35 @@ def throughput(
     repeats: Annotated[int, typer.Option()] = 3,
     json_path: Json = None,
 ) -> None:
-    """Measure tokens per second of requests without SLOs, compared with continuous batching of transformers."""
+    """Measure tokens per second of requests without SLOs, compared with continuous batching of
+    transformers.
+    """
     target, draft, tokenizer = load_models(ModelOptions(size=size, dtype=dtype))
     configs = {name: SLOSpecConfig(**options, max_batch=batch) for name, options in SYSTEMS.items()}
-    generators = {name: SLOSpecGenerator(target, draft, tokenizer, config) for name, config in configs.items()}
-    prompts = [tokenizer(tiny_prompts()[i % len(tiny_prompts())])["input_ids"][i % 7 :][:64] for i in range(number)]
+    generators = {
+        name: SLOSpecGenerator(target, draft, tokenizer, config) for name, config in configs.items()
+    }
+    prompts = [
+        tokenizer(tiny_prompts()[i % len(tiny_prompts())])["input_ids"][i % 7 :][:64]
+        for i in range(number)
+    ]
 
     def ours(name: str) -> None:
         with generators[name] as generator:
-            for handle in [generator.submit(ids, max_new_tokens=40, eos_token_id=None) for ids in prompts]:
+            for handle in [
+                generator.submit(ids, max_new_tokens=40, eos_token_id=None) for ids in prompts
+            ]:
                 handle.result()
 
     def stock() -> None:
         # few blocks and tokens: with the defaults it is several times slower on a CPU
-        own = ContinuousBatchingConfig(max_batch_tokens=256, num_blocks=2 * batch, max_requests_per_batch=batch)
+        own = ContinuousBatchingConfig(
+            max_batch_tokens=256, num_blocks=2 * batch, max_requests_per_batch=batch
+        )
         config = GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=-1)
-        target.generate_batch(inputs=prompts, generation_config=config, continuous_batching_config=own)
+        target.generate_batch(
+            inputs=prompts, generation_config=config, continuous_batching_config=own
+        )
 
     seconds: dict[str, list[float]] = defaultdict(list)
     for repeat in range(repeats + 1):
@@ -391,13 +519,21 @@ def throughput(
     results = {
         name: {
             "tokens_per_s": number * 40 / median(own),
-            "vs_generate_batch": median(b / s for b, s in zip(seconds["generate_batch"], own, strict=True)),
+            "vs_generate_batch": median(
+                b / s for b, s in zip(seconds["generate_batch"], own, strict=True)
+            ),
         }
         for name, own in seconds.items()
     }
     for name, figures in results.items():
-        print(f"{name:>16} {figures['tokens_per_s']:7.0f} tokens/s  {figures['vs_generate_batch']:.2f}x generate_batch")
-    write(json_path, provenance=provenance(size=size, dtype=dtype, number=number, batch=batch), results=results)
+        print(
+            f"{name:>16} {figures['tokens_per_s']:7.0f} tokens/s  {figures['vs_generate_batch']:.2f}x generate_batch"
+        )
+    write(
+        json_path,
+        provenance=provenance(size=size, dtype=dtype, number=number, batch=batch),
+        results=results,
+    )
 
 
 @app.command()
@@ -408,24 +544,34 @@ def long_prompt(
     repeats: Annotated[int, typer.Option()] = 3,
     json_path: Json = None,
 ) -> None:
-    """Submit a long prompt beside four streams: the longest gap between a stream's tokens, and the prompt's TTFT."""
+    """Submit a long prompt beside four streams: the longest gap between a stream's tokens, and the
+    prompt's TTFT.
+    """
     target, draft, tokenizer = load_models(ModelOptions(size=size, dtype=dtype))
     text = "\n".join(tiny_prompts())
     long = (tokenizer(text)["input_ids"] * 10)[:tokens]
     results: dict[str, dict[str, list[float]]] = {}
     systems = {"chunked": SLOSpecConfig(), "at once": SLOSpecConfig(prefill_chunk=tokens)}
-    generators = {name: SLOSpecGenerator(target, draft, tokenizer, config) for name, config in systems.items()}
+    generators = {
+        name: SLOSpecGenerator(target, draft, tokenizer, config) for name, config in systems.items()
+    }
     for _ in range(repeats):
         for name, generator in generators.items():
             figures = results.setdefault(name, defaultdict(list))
             with generator:
-                figures["ttft alone, s"].append(generator.submit(long, max_new_tokens=1).result().metrics.ttft_s)
-                streams = [generator.submit(tiny_prompts()[i], max_new_tokens=400, eos_token_id=None) for i in range(4)]
+                figures["ttft alone, s"].append(
+                    generator.submit(long, max_new_tokens=1).result().metrics.ttft_s
+                )
+                streams = [
+                    generator.submit(tiny_prompts()[i], max_new_tokens=400, eos_token_id=None)
+                    for i in range(4)
+                ]
                 while min(len(stream.token_ids) for stream in streams) < 20:
                     time.sleep(0.01)
                 before = [len(stream.token_ids) for stream in streams]
                 arrived = generator.submit(long, max_new_tokens=1)
-                gaps, last = [], [time.perf_counter()] * 4
+                gaps = []
+                last = [time.perf_counter()] * 4
                 while not arrived.done():
                     time.sleep(0.001)
                     now_s = time.perf_counter()
@@ -440,7 +586,9 @@ def long_prompt(
                 figures["time per token, s"].append(median(value or 0.0 for value in plain))
                 for stream in streams:
                     stream.cancel()
-    medians = {name: {key: median(values) for key, values in own.items()} for name, own in results.items()}
+    medians = {
+        name: {key: median(values) for key, values in own.items()} for name, own in results.items()
+    }
     for name, own in medians.items():
         print(f"{name:>8}: " + "  ".join(f"{key} {value:.3f}" for key, value in own.items()))
     write(json_path, provenance=provenance(size=size, dtype=dtype, tokens=tokens), results=medians)
@@ -458,14 +606,20 @@ def overhead(json_path: Json = None) -> None:
         scheduler = ContinuousScheduler(Limits(number, 10**9, 36, 512, 30.0), costs)
         for index in range(number):
             targets = (Stage(0.05 if index % 2 else None),)
-            scheduler.add(Request(index, RequestParams([1] * 100, 200, targets, ttft_slo_s=5.0 if index % 2 else None)))
+            scheduler.add(
+                Request(
+                    index,
+                    RequestParams([1] * 100, 200, targets, ttft_slo_s=5.0 if index % 2 else None),
+                )
+            )
         scheduler.schedule(0.0)
         spent = []
         for step in range(200):
             for request in scheduler.running:
                 if not request.num_emitted:
                     request.emit(1)
-                    request.kv.num_cached, request.stats.first_token_s = 100, 0.0
+                    request.kv.num_cached = 100
+                    request.stats.first_token_s = 0.0
             if step % 10 == 0:  # one request ends, another one arrives
                 scheduler.remove(scheduler.running[step % number])
                 tpot_slo_s, ttft_slo_s = (0.05, 5.0) if step % 20 else (None, None)
@@ -480,7 +634,11 @@ def overhead(json_path: Json = None) -> None:
             begun_s = time.perf_counter()
             scheduler.schedule(0.001 * step)
             spent.append(time.perf_counter() - begun_s)
-        results[str(number)] = {"median": 1e3 * median(spent), "mean": 1e3 * sum(spent) / 200, "max": 1e3 * max(spent)}
+        results[str(number)] = {
+            "median": 1e3 * median(spent),
+            "mean": 1e3 * sum(spent) / 200,
+            "max": 1e3 * max(spent),
+        }
         figures = "  ".join(f"{key} {value:.3f}" for key, value in results[str(number)].items())
         print(f"{number:>5} running requests, ms per step: {figures}")
     write(json_path, provenance=provenance(), ms=results)

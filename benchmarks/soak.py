@@ -1,10 +1,11 @@
-"""Stress test: eight threads submit for minutes, with random cancels, errors, timeouts and stops; no loss, no leak.
+"""Stress test: eight threads submit for minutes, with random cancels, errors, timeouts and stops;
+no loss, no leak.
 
     python benchmarks/soak.py --minutes 20 [--plot docs/images/soak.png] \
         [--json benchmarks/results/soak-20min-cpu-2core.json]
 
-Runs on the embedded pair in fp32 with all invariants checked in every step, and compares greedy outputs with stock
-``generate``.
+Runs on the embedded pair in fp32 with all invariants checked in every step, and compares greedy
+outputs with stock ``generate``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from hf_slospec import (
 )
 from hf_slospec.cli.benchmark import provenance
 
-THREADS, WAIT_S, LONGEST = 8, 300.0, 24
+THREADS = 8
+WAIT_S = 300.0
+LONGEST = 24
 SAMPLE_S = 5.0  # between two readings of the memory
 MIB = 2**20
 
@@ -62,25 +65,38 @@ def main(
 ) -> None:
     """Submit from eight threads while a ninth one repeatedly stops and starts the batcher."""
     target, draft, tokenizer = load_tiny_pair()
-    config = SLOSpecConfig(check_invariants=True, max_batch=16, max_queue=64, kv_tokens=4000, prefill_chunk=64)
+    config = SLOSpecConfig(
+        check_invariants=True, max_batch=16, max_queue=64, kv_tokens=4000, prefill_chunk=64
+    )
     gen = SLOSpecGenerator(target, draft, tokenizer, config)
     prompts = [tokenizer(text)["input_ids"][:24] for text in tiny_prompts()[:8]]
     expected = [
-        target.generate(torch.tensor([ids]), max_new_tokens=LONGEST, eos_token_id=None)[0, len(ids) :].tolist()
+        target.generate(torch.tensor([ids]), max_new_tokens=LONGEST, eos_token_id=None)[
+            0, len(ids) :
+        ].tolist()
         for ids in prompts
     ]
     outcomes: Counter[str] = Counter()
-    memory, lock, bar = list[tuple[float, int]](), threading.Lock(), tqdm(unit=" submits")
+    memory = list[tuple[float, int]]()
+    lock = threading.Lock()
+    bar = tqdm(unit=" submits")
     is_over = threading.Event()
 
     def one(rng: random.Random) -> str:
-        which, new = rng.randrange(len(prompts)), rng.randrange(1, LONGEST)
-        options: dict[str, Any] = dict(max_new_tokens=new, eos_token_id=None, priority=rng.randrange(2))
+        which = rng.randrange(len(prompts))
+        new = rng.randrange(1, LONGEST)
+        options: dict[str, Any] = dict(
+            max_new_tokens=new, eos_token_id=None, priority=rng.randrange(2)
+        )
         if rng.random() < 0.5:
-            options |= dict(slo_tpot=rng.choice([1e-6, 0.05, 1.0]), slo_ttft=rng.choice([1e-6, 1.0, 60.0]))
+            options |= dict(
+                slo_tpot=rng.choice([1e-6, 0.05, 1.0]), slo_ttft=rng.choice([1e-6, 1.0, 60.0])
+            )
         fails = rng.random() < 0.05
         if fails:
-            options["stopping_criteria"] = StoppingCriteriaList([FailingCriterion(rng.randrange(new))])
+            options["stopping_criteria"] = StoppingCriteriaList(
+                [FailingCriterion(rng.randrange(new))]
+            )
         if is_sampled := rng.random() < 0.2:
             options |= dict(do_sample=True, seed=rng.randrange(100))
         try:
@@ -93,7 +109,9 @@ def main(
         if rng.random() < 0.1:
             handle.cancel()
         try:
-            tokens = list(handle.tokens()) if rng.random() < 0.2 else handle.result(WAIT_S).token_ids
+            tokens = (
+                list(handle.tokens()) if rng.random() < 0.2 else handle.result(WAIT_S).token_ids
+            )
         except RequestCancelledError:
             return "cancelled"
         except ZeroDivisionError:
@@ -140,9 +158,12 @@ def main(
     gen.stop()
     bar.close()
     stats = gen.stats()
-    growth = memory[-1][1] / memory[len(memory) // 4][1] if len(memory) > 4 else None  # after the first quarter
+    growth = (
+        memory[-1][1] / memory[len(memory) // 4][1] if len(memory) > 4 else None
+    )  # after the first quarter
     print(
-        dict(outcomes), f"{time.perf_counter() - begun_s:.0f} s, memory at the end over that after a quarter: {growth}"
+        dict(outcomes),
+        f"{time.perf_counter() - begun_s:.0f} s, memory at the end over that after a quarter: {growth}",
     )
     print(stats)
     ended = sum(stats.finished.values())

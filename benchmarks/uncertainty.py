@@ -1,10 +1,11 @@
-"""Policy auto when little is known or things change, in the simulator: bursts at the start, recovery, slow minutes.
+"""Policy auto when little is known or things change, in the simulator: bursts at the start,
+recovery, slow minutes.
 
     python benchmarks/uncertainty.py --json benchmarks/results/uncertainty.json
 
-Every scenario is served by auto, by plain decoding and by chains of fixed lengths. Figures are mean latencies of the
-requests of interest, relative to the best of the fixed lengths for these very requests, which is known afterwards.
-"""
+Every scenario is served by auto, by plain decoding and by chains of fixed lengths. Figures are mean
+latencies of the requests of interest, relative to the best of the fixed lengths for these very
+requests, which is known afterwards."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ import numpy as np
 import typer
 
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.engine.step_times import StepCosts
+from hf_slospec.engine.costs import StepCosts
 from hf_slospec.lab.comparison import Load
 from hf_slospec.lab.hardware import HARDWARE, Hardware
 from hf_slospec.lab.models import SlowedClock, VirtualClock
@@ -29,7 +30,8 @@ from hf_slospec.lab.systems import config_of
 from hf_slospec.lab.texts import TextModel
 from hf_slospec.lab.workload import Job, poisson
 
-OURS, LENGTHS = "auto", (1, 2, 3, 5, 8)
+OURS = "auto"
+LENGTHS = (1, 2, 3, 5, 8)
 LIMITS = {"max_batch": 256, "admission": "fcfs", "prefill_chunk": 2048, "max_width": 1}
 POLICIES: dict[str, dict[str, Any]] = {
     OURS: {"policy": "auto", "max_depth": 8},
@@ -42,7 +44,9 @@ SLOW_S = (60.0, 120.0)  # a minute
 
 @dataclass(frozen=True)
 class BusyProfile(Hardware):
-    """Hardware whose profile was taken while other programs ran: it says these factors for the two models."""
+    """Hardware whose profile was taken while other programs ran: it says these factors for the two
+    models.
+    """
 
     verify_factor: float = 1.0  # forwards of more than one token take so many times longer
     draft_factor: float = 1.0
@@ -51,7 +55,9 @@ class BusyProfile(Hardware):
         """Return the profile, which is wrong."""
         curve = self.target.curve
         factors = [1.0 if tokens == 1 else self.verify_factor for tokens in curve.num_tokens]
-        draft = self.draft.scaled([self.draft_factor] * len(self.draft.curve.num_tokens), self.draft_factor)
+        draft = self.draft.scaled(
+            [self.draft_factor] * len(self.draft.curve.num_tokens), self.draft_factor
+        )
         return StepCosts(self.target.scaled(factors, 1.0), draft)
 
 
@@ -60,30 +66,50 @@ class Scenario:
     """A load on a machine, and which requests are of interest, by their arrivals."""
 
     name: str
-    phases: tuple[tuple[float, float], ...]  # seconds and requests per second; no seconds: so many at once
+    phases: tuple[
+        tuple[float, float], ...
+    ]  # seconds and requests per second; no seconds: so many at once
     acceptance: float
     hardware: Hardware
-    parts: dict[str, tuple[float, float]] = field(default_factory=lambda: {"": (0.0, math.inf)})  # suffix -> seconds
+    parts: dict[str, tuple[float, float]] = field(
+        default_factory=lambda: {"": (0.0, math.inf)}
+    )  # suffix -> seconds
     new_clock: Callable[[], VirtualClock] = VirtualClock
 
     def load(self, seed: int) -> Load:
         """Return the requests: prompts of 50 to 350 tokens, outputs of 40 to 160."""
-        rng, jobs, begin_s = np.random.default_rng(seed), list[Job](), 0.0
+        rng = np.random.default_rng(seed)
+        jobs = list[Job]()
+        begin_s = 0.0
         for seconds, rate in self.phases:
             number = round(seconds * rate) if seconds else round(rate)
             at_s = poisson(rng, rate, number) if seconds else np.zeros(number)
-            sizes = zip(rng.integers(50, 350, number).tolist(), rng.integers(40, 160, number).tolist(), strict=True)
-            jobs += [Job(begin_s + at, *size) for at, size in zip(at_s.tolist(), sizes, strict=True)]
+            sizes = zip(
+                rng.integers(50, 350, number).tolist(),
+                rng.integers(40, 160, number).tolist(),
+                strict=True,
+            )
+            jobs += [
+                Job(begin_s + at, *size) for at, size in zip(at_s.tolist(), sizes, strict=True)
+            ]
             begin_s += seconds
         return Load.of(self.name, jobs, TextModel(self.acceptance, 12.0), rng)
 
     def latencies_s(self, system: str, seed: int) -> dict[str, float]:
-        """Return the mean latency of the requests of each part, by the scenario's name with the part's."""
+        """Return the mean latency of the requests of each part, by the scenario's name with the
+        part's.
+        """
         load = self.load(seed)
         simulation = Simulation(
-            load.jobs, load.library, self.hardware, config_of(SYSTEMS[system]), seed=seed, new_clock=self.new_clock
+            load.jobs,
+            load.library,
+            self.hardware,
+            config_of(SYSTEMS[system]),
+            seed=seed,
+            new_clock=self.new_clock,
         )
-        outcomes, found = simulation.run().outcomes, dict[str, float]()
+        outcomes = simulation.run().outcomes
+        found = dict[str, float]()
         for part, (first_s, last_s) in self.parts.items():
             own = [o.finish_s - o.arrival_s for o in outcomes if first_s <= o.arrival_s < last_s]
             found[self.name + part] = float(np.mean(own))
@@ -128,16 +154,28 @@ def main(
     for scenario in SCENARIOS:
         if only not in scenario.name:
             continue
-        runs = {name: [scenario.latencies_s(name, seed) for seed in range(seeds)] for name in SYSTEMS}
+        runs = {
+            name: [scenario.latencies_s(name, seed) for seed in range(seeds)] for name in SYSTEMS
+        }
         for label in (scenario.name + part for part in scenario.parts):
             latencies = {name: [run[label] for run in own] for name, own in runs.items()}
-            fixed = [min(own) for own in zip(*(own for name, own in latencies.items() if name != OURS), strict=True)]
+            fixed = [
+                min(own)
+                for own in zip(
+                    *(own for name, own in latencies.items() if name != OURS), strict=True
+                )
+            ]
             ratios = [ours / best for ours, best in zip(latencies[OURS], fixed, strict=True)]
             results[label] = {"auto_to_best_fixed": ratios, "latency_s": latencies}
             means = "  ".join(f"{name} {np.mean(own):.2f}" for name, own in latencies.items())
-            print(f"{label}: {np.mean(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})   s: {means}", flush=True)
+            print(
+                f"{label}: {np.mean(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})   s: {means}",
+                flush=True,
+            )
     if json_path is not None:
-        json_path.write_text(json.dumps({"provenance": provenance(seeds=seeds), "results": results}, indent=1) + "\n")
+        json_path.write_text(
+            json.dumps({"provenance": provenance(seeds=seeds), "results": results}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

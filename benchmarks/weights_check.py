@@ -2,9 +2,9 @@
 
     python benchmarks/weights_check.py --size 0.6B --dtype bfloat16 --json weights_check.json
 
-For weights that may be trained, all bits are summed up before a call (``models/weights_version.py``); for those
-that require no gradient, torch's counts are compared. Both are related to a speculated call of 64 tokens.
-"""
+For weights that may be trained, all bits are summed up before a call
+(``models/weights_version.py``); for those that require no gradient, torch's counts are compared.
+Both are related to a speculated call of 64 tokens."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ import torch
 
 import hf_slospec
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.models.device.device_calls import synchronize
-from hf_slospec.models.inspection.weights_version import digest
-from hf_slospec.tiny.load import load_pair
+from hf_slospec.model.transfer import synchronize
+from hf_slospec.model.version import digest
+from hf_slospec.server.loading import load_pair
 
 TOKENS = 64
 
@@ -40,7 +40,9 @@ def seconds(run: Callable[[], Any], device: torch.device, repeats: int) -> float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", default="0.6B")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cpu")
@@ -55,7 +57,9 @@ def main() -> None:
     packed = generator.decoder.speculator.target.packed
     weights = list(model.parameters())
     model.requires_grad_(False)
-    call_s = seconds(lambda: generator.generate(**inputs, max_new_tokens=TOKENS), device, options.repeats)
+    call_s = seconds(
+        lambda: generator.generate(**inputs, max_new_tokens=TOKENS), device, options.repeats
+    )
     frozen_s = seconds(packed.renew, device, options.repeats)
     model.requires_grad_(True)
     trained_s = seconds(packed.renew, device, options.repeats)

@@ -31,7 +31,8 @@ html_show_copyright = False
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 
-# Pages are read on GitHub too, so they are plain Markdown; links to files outside of docs/ become downloads.
+# Pages are read on GitHub too, so they are plain Markdown; links to files outside of docs/ become
+# downloads.
 myst_heading_anchors = 3
 
 # Notebooks run in every build but the quick one; what raises fails it.
@@ -46,33 +47,56 @@ autodoc_typehints = "signature"
 autodoc_default_options = {"members": True, "undoc-members": True}
 autodoc_preserve_defaults = True
 ALIASES = (
-    *("IntArray", "FloatArray", "BoolArray", "Count", "StepTime", "ShapeTime", "TreeTime", "OnReplaced"),
+    *(
+        "IntArray",
+        "FloatArray",
+        "BoolArray",
+        "Count",
+        "StepTime",
+        "ShapeTime",
+        "TreeTime",
+        "OnReplaced",
+    ),
     *("SLOTpot", "SLOOrder", "NewPolicy", "Prompt", "IsOver", "PolicyStep"),
 )
 autodoc_type_aliases = {name: name for name in ALIASES}  # shown as they are written,
 TypeAliasForwardRef.__repr__ = lambda alias: alias.name  # within other types too
 napoleon_numpy_docstring = False
 
-# Nothing is fetched while building, so other projects' classes and our own aliases of them are no links.
+# Nothing is fetched while building, so other projects' classes and our own aliases of them are no
+# links.
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|transformers|numpy|npt|np|pydantic|annotated_types)\b.*"),
     ("py:.*", r"(collections|concurrent|os|pathlib|queue|threading|weakref)\b.*"),
-    ("py:class", r"FieldInfo|Ge|MinLen|NoneType|Strict"),  # pydantic's, in annotations within unions
+    (
+        "py:class",
+        r"FieldInfo|Ge|MinLen|NoneType|Strict",
+    ),  # pydantic's, in annotations within unions
     ("py:.*", rf"{'|'.join(ALIASES)}|PolicySettings|SuffixDecodingDraft"),
-    ("py:.*", r"hf_slospec\.(serving\.telemetry\.Collector|engine\.request\.(Grammar|PromptReader))"),
+    (
+        "py:.*",
+        r"hf_slospec\.(serving\.telemetry\.Collector|engine\.request\.(Grammar|PromptReader))",
+    ),
 ]
 
-# The package describes fields in comments beside them, "# seconds"; autodoc reads "#: seconds" only.
+# The package describes fields in comments beside them, "# seconds"; autodoc reads "#: seconds"
+# only.
 sphinx.pycode.parser.comment_re = re.compile(r"^\s*#:? ?(.*)\r?\n?$")
 
 _as_written: dict[str, list[str]] = {}
 
 
-def describe_fields(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+def describe_fields(
+    app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]
+) -> None:
     """List the fields of pydantic models, which describe them where they declare them."""
     if what == "class" and issubclass(thing, BaseModel):
         for field, info in thing.model_fields.items():
-            lines += ["", f".. attribute:: {field}", f"   :type: {stringify_annotation(info.annotation)}"]
+            lines += [
+                "",
+                f".. attribute:: {field}",
+                f"   :type: {stringify_annotation(info.annotation)}",
+            ]
             lines += [] if info.is_required() else [f"   :value: {info.default!r}"]
             lines += ["", f"   {info.description or ''}", ""]
     if what in ("attribute", "data", "property", "type"):
@@ -80,7 +104,9 @@ def describe_fields(app: Any, what: str, name: str, thing: Any, options: Any, li
 
 
 def keep_colons(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """Undo what napoleon makes of attributes: it takes "tokens; 0: none" for a type and a description."""
+    """Undo what napoleon makes of attributes: it takes "tokens; 0: none" for a type and a
+    description.
+    """
     lines[:] = _as_written.pop(name, lines)
 
 

@@ -1,4 +1,6 @@
-"""Tables of what was measured on machines: each function returns one from files below benchmarks/results."""
+"""Tables of what was measured on machines: each function returns one from files below
+benchmarks/results.
+"""
 
 from __future__ import annotations
 
@@ -56,15 +58,20 @@ def bold(name: str) -> str:
     return f"**{name}**" if name == OURS else name
 
 
-# --- Published checkpoints -------------------------------------------------------------------------------------------
+# --- Published checkpoints
+# -------------------------------------------------------------------------------------------
 
 
 def spec_bench(temperature: float, batch: int, file: str = SPEC_BENCH) -> str:
     """Return the speed-ups of Spec-Bench by task."""
-    rows = [r for r in result(file)["results"] if (r["temperature"], r["batch"]) == (temperature, batch)]
+    rows = [
+        r for r in result(file)["results"] if (r["temperature"], r["batch"]) == (temperature, batch)
+    ]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     lines = []
-    for method in sorted(dict.fromkeys(row["method"] for row in rows), key=lambda name: name != "stock"):
+    for method in sorted(
+        dict.fromkeys(row["method"] for row in rows), key=lambda name: name != "stock"
+    ):
         cells = [find(rows, method=method, task=task) for task in tasks]
         low, high = cells[-1]["interval"]
         lines.append([
@@ -128,7 +135,9 @@ def constants() -> str:
     lines = []
     for task in tasks:
         cells = {row["method"]: row for row in rows if row["task"] == task}
-        best = max((row for name, row in cells.items() if "/" in name), key=lambda row: row["speedup"])
+        best = max(
+            (row for name, row in cells.items() if "/" in name), key=lambda row: row["speedup"]
+        )
         shape = best["method"].partition("/")[2]
         auto = cells[f"{OURS}, lookup"]
         lines.append([
@@ -162,11 +171,15 @@ def exact_bits() -> str:
     rows = result(EXACT_BITS)["results"]
     return markdown(
         "method | equal to stock | of stock's speed",
-        [[r["method"], f"{r['equal_to_stock']} of {r['questions']}", ratio(r["speedup"])] for r in rows],
+        [
+            [r["method"], f"{r['equal_to_stock']} of {r['questions']}", ratio(r["speedup"])]
+            for r in rows
+        ],
     )
 
 
-# --- Speed against stock generate ------------------------------------------------------------------------------------
+# --- Speed against stock generate
+# ------------------------------------------------------------------------------------
 
 
 def speed_rows(rows: list[dict[str, Any]]) -> list[list[str]]:
@@ -195,25 +208,35 @@ def speed_epyc() -> str:
 
 @table
 def speed_amx() -> str:
-    return markdown(SPEED, [line for file in AMX.values() for line in speed_rows(result(file)["results"])])
+    return markdown(
+        SPEED, [line for file in AMX.values() for line in speed_rows(result(file)["results"])]
+    )
 
 
 @table
 def attribution() -> str:
-    """Return where the speed comes from: packed weights, drafts, and what is left against assisted generation."""
+    """Return where the speed comes from: packed weights, drafts, and what is left against assisted
+    generation.
+    """
     lines = []
     for batch in (1, 8):
         for cpu, file in (("Xeon, AMX", AMX[batch]), ("EPYC, AVX-512 bf16", EPYC)):
             rows = [row for row in result(file)["results"] if row["batch"] == batch]
             ours, plain, off, assisted = (
                 find(rows, name=name)
-                for name in (OURS, f"{OURS}, no drafts", f"{OURS}, prepack off", "assisted, defaults")
+                for name in (
+                    OURS,
+                    f"{OURS}, no drafts",
+                    f"{OURS}, prepack off",
+                    "assisted, defaults",
+                )
             )
             constants = [row for row in rows if row["name"].endswith(" constant")]
             best = max(constants, key=lambda row: row["speedup_vs_generate"], default=None)
             cells = [NOT_MEASURED if plain is None else ratio(plain["speedup_vs_generate"])]
             cells += [
-                f"{ratio(row['speedup_vs_generate'])} ({spread(row['speedup_per_repeat'])})" for row in (off, ours)
+                f"{ratio(row['speedup_vs_generate'])} ({spread(row['speedup_per_repeat'])})"
+                for row in (off, ours)
             ]
             for row in (ours, off):
                 cells += [
@@ -247,7 +270,8 @@ def _checked_gpu(runs: Iterable[dict[str, Any]]) -> str:
         for row in measured:
             repeats = row["speedup_per_repeat"]
             both = ["" if other is row else times_as_fast(other, row) for other in (ours, plain)]
-            length, warm = row["acceptance_length"], row["warm_up"]
+            length = row["acceptance_length"]
+            warm = row["warm_up"]
             lines.append([
                 str(run["batch"]), bold(row["name"]), ratio(row["speedup_vs_generate"]), spread(repeats), *both,
                 f"{row['tokens_per_s']:.1f}", "" if length is None else f"{length:.2f}", row["rows_equal_to_generate"],
@@ -292,13 +316,22 @@ def peers_checkpoint() -> str:
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     lines = []
     for batch, group, name in sorted(
-        dict.fromkeys((row["batch"], row["group"], row["name"]) for row in rows), key=lambda key: key[0]
+        dict.fromkeys((row["batch"], row["group"], row["name"]) for row in rows),
+        key=lambda key: key[0],
     ):
         cells = [find(rows, batch=batch, group=group, name=name, task=task) for task in tasks]
         low, high = cells[-1]["interval"]
         overall = f"{ratio(cells[-1]['speedup'])} ({low:.2f}-{high:.2f})"
         own = f"**{name}**" if name.startswith(OURS) else name
-        lines.append([str(batch), group.split("-")[0], own, *(ratio(cell["speedup"]) for cell in cells[:-1]), overall])
+        lines.append(
+            [
+                str(batch),
+                group.split("-")[0],
+                own,
+                *(ratio(cell["speedup"]) for cell in cells[:-1]),
+                overall,
+            ]
+        )
     return markdown(" | ".join(["batch", "beside", "contestant", *tasks]), lines)
 
 
@@ -350,7 +383,11 @@ def hybrids() -> str:
         model = measured[key]
         verify = " / ".join(f"{model['verify'][tokens]:.2f}" for tokens in ("4", "8", "16", "32"))
         for index, run in enumerate(model["speed"]):
-            first = [name, verify, f"{model['state_mb_per_request']:.2f} MB"] if index == 0 else ["", "", ""]
+            first = (
+                [name, verify, f"{model['state_mb_per_request']:.2f} MB"]
+                if index == 0
+                else ["", "", ""]
+            )
             lines.append([
                 *first, run["batch"], run["acceptance"], ratio(run["speed_of_stock"]),
                 "-".join(f"{bound:.2f}" for bound in run["spread"]), f"{run['tokens_per_request_and_step']:.1f}",
@@ -362,7 +399,8 @@ def hybrids() -> str:
     )
 
 
-# --- Drafters and sampling -------------------------------------------------------------------------------------------
+# --- Drafters and sampling
+# -------------------------------------------------------------------------------------------
 
 
 @table
@@ -372,7 +410,11 @@ def drafters_acceptance() -> str:
     return markdown(
         f"texts | shape | {' | '.join(kinds)}",
         [
-            [f"{row['texts']}, {row['sampling']}", f"{row['depth']}x{row['width']}", *(f"{row[k]:.2f}" for k in kinds)]
+            [
+                f"{row['texts']}, {row['sampling']}",
+                f"{row['depth']}x{row['width']}",
+                *(f"{row[k]:.2f}" for k in kinds),
+            ]
             for row in rows
         ],
     )
@@ -380,7 +422,9 @@ def drafters_acceptance() -> str:
 
 @table
 def drafters_speed() -> str:
-    one, eight = (result(f"drafters-speed-0.3B-batch{batch}-xeon-amx.json")["results"] for batch in (1, 8))
+    one, eight = (
+        result(f"drafters-speed-0.3B-batch{batch}-xeon-amx.json")["results"] for batch in (1, 8)
+    )
     columns = {
         "prompts, greedy, batch 1": one["prompts, greedy"],
         "repetitive, greedy, batch 1": one["repetitive, greedy"],
@@ -403,7 +447,10 @@ def drafters_speed() -> str:
     names = [row["name"] for row in one["prompts, greedy"]]
     return markdown(
         f" | {' | '.join(columns)}",
-        [[stock.get(name, name), *(cell(rows, name) for rows in columns.values())] for name in names],
+        [
+            [stock.get(name, name), *(cell(rows, name) for rows in columns.values())]
+            for name in names
+        ],
     )
 
 
@@ -421,7 +468,10 @@ def coupling_acceptance() -> str:
 
     lines = []
     for temperature in (0.3, 0.7, 1.0, 1.3):
-        pairs = [[run(temperature, width, coupled=coupled) for coupled in (False, True)] for width in (1, 4)]
+        pairs = [
+            [run(temperature, width, coupled=coupled) for coupled in (False, True)]
+            for width in (1, 4)
+        ]
         coupled = pairs[1][1]
         lines.append([
             temperature, *(f"{a['tokens_per_step']:.2f} → {b['tokens_per_step']:.2f}" for a, b in pairs),
@@ -437,12 +487,22 @@ def coupling_acceptance() -> str:
 @table
 def sampling_speed() -> str:
     runs = result("sampling-speed-cpu-2core-0.6B-bf16.json")["runs"]
-    cells = [(1, 0, "temperature 1"), (0, 0, "temperature 0.7, top-p 0.95"), (2, 0, "temperature 0.3")]
-    cells += [(2, 0, "temperature 1.3"), (0, 8, "temperature 1"), (0, 8, "temperature 0.7, top-p 0.95")]
+    cells = [
+        (1, 0, "temperature 1"),
+        (0, 0, "temperature 0.7, top-p 0.95"),
+        (2, 0, "temperature 0.3"),
+    ]
+    cells += [
+        (2, 0, "temperature 1.3"),
+        (0, 8, "temperature 1"),
+        (0, 8, "temperature 0.7, top-p 0.95"),
+    ]
     lines = []
     for run, batch, name in cells:
         rows = [row for row in runs[run]["results"][name] if row["batch"] == (batch or 1)]
-        ours, without, assisted = (find(rows, name=n) for n in (OURS, f"{OURS}, uncoupled", "assisted, defaults"))
+        ours, without, assisted = (
+            find(rows, name=n) for n in (OURS, f"{OURS}, uncoupled", "assisted, defaults")
+        )
         lines.append([
             name, batch or 1, f"{ratio(ours['speedup_vs_generate'])} ({spread(ours['speedup_per_repeat'])})",
             ratio(assisted["speedup_vs_generate"]) if assisted else "refuses batches",
@@ -457,24 +517,33 @@ def sampling_speed() -> str:
     )
 
 
-# --- SLOs and the policy ---------------------------------------------------------------------------------------------
+# --- SLOs and the policy
+# ---------------------------------------------------------------------------------------------
 
 
 @table
 def slo_attainment() -> str:
     lines = []
     for name, row in result("slo-cpu-2core-0.6B-bf16.json")["results"].items():
-        times = [f"{row['tpot_ms'][k]:.0f} ({percent(row['attained_by_target'][k])})" for k in ("0.6", "1.0", "2.0")]
+        times = [
+            f"{row['tpot_ms'][k]:.0f} ({percent(row['attained_by_target'][k])})"
+            for k in ("0.6", "1.0", "2.0")
+        ]
         lines.append([
             f"**{name}**" if name == "auto" else name, percent(row["attained"]), *times, ratio(row["speedup_vs_plain"]),
             f"{row['tokens_per_step']:.2f}",
         ])  # fmt: skip
-    return markdown("policy | attained | 0.6x: ms | 1.0x: ms | 2.0x: ms | against plain | tokens per step", lines)
+    return markdown(
+        "policy | attained | 0.6x: ms | 1.0x: ms | 2.0x: ms | against plain | tokens per step",
+        lines,
+    )
 
 
 @table
 def constant_shapes() -> str:
-    runs = sorted(result("shapes-cpu-2core-0.3B-bf16.json")["runs"], key=lambda run: run["provenance"]["date"])
+    runs = sorted(
+        result("shapes-cpu-2core-0.3B-bf16.json")["runs"], key=lambda run: run["provenance"]["date"]
+    )
     cells: dict[str, list[tuple[dict[str, Any], int]]] = {}
     for run in runs:
         for name, row in run["results"].items():
@@ -501,7 +570,10 @@ def little_known() -> str:
     ratios = {name: row["auto_to_best_fixed"] for name, row in rows.items()}
     return markdown(
         "scenario | mean | lowest, highest seed",
-        [[name, f"{statistics.fmean(r):.3f}", f"{min(r):.3f}, {max(r):.3f}"] for name, r in ratios.items()],
+        [
+            [name, f"{statistics.fmean(r):.3f}", f"{min(r):.3f}, {max(r):.3f}"]
+            for name, r in ratios.items()
+        ],
     )
 
 
@@ -516,11 +588,13 @@ def planning() -> str:
             cells += [f"{row['plan'] + row['select']:.1f}", f"{row['observe']:.1f}"]
         lines.append([number, *cells])
     return markdown(
-        "requests | `auto`: plan and select, ms | learn, ms | `adaserve`: plan and select, ms | learn, ms", lines
+        "requests | `auto`: plan and select, ms | learn, ms | `adaserve`: plan and select, ms | learn, ms",
+        lines,
     )
 
 
-# --- The batcher, the server and replicas ----------------------------------------------------------------------------
+# --- The batcher, the server and replicas
+# ----------------------------------------------------------------------------
 
 
 def wilson(row: dict[str, Any]) -> str:
@@ -548,12 +622,16 @@ def mixed_load() -> str:
 
 @table
 def real_load() -> str:
-    """Every policy on a published checkpoint: requests that attained, goodput, and misses against `auto`."""
+    """Every policy on a published checkpoint: requests that attained, goodput, and misses against
+    `auto`.
+    """
     lines = []
     for arrivals, loads in result(REAL_LOAD)["results"].items():
         for load, systems in loads.items():
             for name, row in systems.items():
-                good, misses, classes = row["goodput"], row["misses_vs_ours"], row["classes"]
+                good = row["goodput"]
+                misses = row["misses_vs_ours"]
+                classes = row["classes"]
                 lines.append([
                     {"poisson": "Poisson", "bursty": "bursts"}[arrivals], load,
                     f"**{name}**" if name == "auto" else name,
@@ -576,7 +654,10 @@ def throughput() -> str:
         "fixed-4": "chains of 4",
         "auto": "`auto`",
     }
-    lines = [[n, f"{rows[k]['tokens_per_s']:.0f}", ratio(rows[k]["vs_generate_batch"])] for k, n in names.items()]
+    lines = [
+        [n, f"{rows[k]['tokens_per_s']:.0f}", ratio(rows[k]["vs_generate_batch"])]
+        for k, n in names.items()
+    ]
     return markdown("system | tokens/s | of `generate_batch`", lines)
 
 
@@ -590,7 +671,9 @@ def chat_turns() -> str:
         for row in result("chat-cpu-2core-0.3B-bf16.json")["rows"]
         if row["turn"] in (1, 2, 4, 6, 8)
     ]  # fmt: skip
-    return markdown("turn | prompt tokens | found | TTFT without, ms | with, ms | shorter by", lines)
+    return markdown(
+        "turn | prompt tokens | found | TTFT without, ms | with, ms | shorter by", lines
+    )
 
 
 @table
@@ -602,7 +685,8 @@ def http_cost() -> str:
             row["streams"], row["tokens"], f"{row['submit_ms']:.0f}", f"{row['added_ms_per_request']:.1f}", token,
         ])  # fmt: skip
     return markdown(
-        "streams at a time | new tokens | `submit`, ms per round | HTTP adds, ms per request | per token", lines
+        "streams at a time | new tokens | `submit`, ms per round | HTTP adds, ms per request | per token",
+        lines,
     )
 
 
@@ -611,7 +695,11 @@ def replica_cost() -> str:
     return markdown(
         "streams at a time | new tokens | local, ms per request | one replica, ms per request | added",
         [
-            [row["streams"], row["tokens"], *(f"{row[key]:.0f}" for key in ("local_ms", "replica_ms", "added_ms"))]
+            [
+                row["streams"],
+                row["tokens"],
+                *(f"{row[key]:.0f}" for key in ("local_ms", "replica_ms", "added_ms")),
+            ]
             for row in result("replica-overhead-cpu-2core.json")["results"]["rows"]
         ],
     )
@@ -633,7 +721,8 @@ def replica_faults() -> str:
     )  # fmt: skip
 
 
-# --- Inside a step ---------------------------------------------------------------------------------------------------
+# --- Inside a step
+# ---------------------------------------------------------------------------------------------------
 
 PHASES: dict[str, Iterable[tuple[str, str | None]]] = {
     "**verify**": [("verify", None)],
@@ -643,10 +732,18 @@ PHASES: dict[str, Iterable[tuple[str, str | None]]] = {
     "… activations": [("verify", "activations")],
     "… rotary embedding": [("verify", "rotary embedding")],
     "… the rest of the layers": [("verify", "the rest of the layers")],
-    "… inputs, masks, sampling": [("verify", "inputs and masks"), ("verify", "choosing tokens"), ("verify", "rest")],
+    "… inputs, masks, sampling": [
+        ("verify", "inputs and masks"),
+        ("verify", "choosing tokens"),
+        ("verify", "rest"),
+    ],
     "**draft**": [("draft", None)],
     "**plan and select**": [("plan and select", None)],
-    "**accept, commit, the rest of the step**": [("accept", None), ("commit", None), ("rest of the step", None)],
+    "**accept, commit, the rest of the step**": [
+        ("accept", None),
+        ("commit", None),
+        ("rest of the step", None),
+    ],
     "**outside the steps**": [("around the steps", None)],
 }
 
@@ -658,11 +755,18 @@ def step_shares() -> str:
 
     def share(shares: list[dict[str, Any]], parts: Iterable[tuple[str, str | None]]) -> float:
         wanted = set(parts)
-        return sum(s["share"] for s in shares if (s["phase"], s["what"]) in wanted or (s["phase"], None) in wanted)
+        return sum(
+            s["share"]
+            for s in shares
+            if (s["phase"], s["what"]) in wanted or (s["phase"], None) in wanted
+        )
 
     return markdown(
         " | EPYC, batch 1 | EPYC, batch 8 | Xeon, batch 1 | Xeon, batch 8",
-        [[name, *(percent(share(shares, parts), 1) for shares in columns)] for name, parts in PHASES.items()],
+        [
+            [name, *(percent(share(shares, parts), 1) for shares in columns)]
+            for name, parts in PHASES.items()
+        ],
     )
 
 
@@ -671,7 +775,10 @@ def compiled_forwards() -> str:
     rows = result("cpu-forwards-2core-0.3B-bf16.json")["ms"]
     return markdown(
         "tokens | as loaded, ms | packed weights, ms | `torch.compile`, frozen, ms",
-        [[row["tokens"], *(f"{row[key]:.0f}" for key in ("as loaded", "prepacked", "compiled"))] for row in rows],
+        [
+            [row["tokens"], *(f"{row[key]:.0f}" for key in ("as loaded", "prepacked", "compiled"))]
+            for row in rows
+        ],
     )
 
 
@@ -692,7 +799,8 @@ def divergences() -> str:
     return markdown("compared | rows that differ | at near-ties | largest margin", lines)
 
 
-# --- The first table of benchmarks.md --------------------------------------------------------------------------------
+# --- The first table of benchmarks.md
+# --------------------------------------------------------------------------------
 
 
 def _of_stock(batch: int, name: str) -> str:
@@ -703,11 +811,15 @@ def _of_stock(batch: int, name: str) -> str:
 
 
 def _of_assisted(name: str) -> str:
-    """Return the paired ratios to assisted generation, with its defaults and its best constant, on both CPUs."""
+    """Return the paired ratios to assisted generation, with its defaults and its best constant, on
+    both CPUs.
+    """
     texts = []
     for file, cpu in ((AMX[1], "Xeon, AMX"), (EPYC, "EPYC")):
         rows = [row for row in result(file)["results"] if row["batch"] == 1]
-        ours, defaults = (find(rows, name=n)["speedup_per_repeat"] for n in (name, "assisted, defaults"))
+        ours, defaults = (
+            find(rows, name=n)["speedup_per_repeat"] for n in (name, "assisted, defaults")
+        )
         constants = [row for row in rows if row["name"].endswith(" constant")]
         best = max(constants, key=lambda row: row["speedup_vs_generate"])["speedup_per_repeat"]
         texts.append(f"{paired(ours, defaults):.2f}x and {paired(ours, best):.2f}x ({cpu})")
@@ -716,17 +828,34 @@ def _of_assisted(name: str) -> str:
 
 def _vllm_on_pair(batch: int) -> str:
     """Return our speed in bf16 against vLLM as it is fastest on the pair, with drafts or without."""
-    rows = [row for row in result(PEERS_VLLM)["summary"] if row["batch"] == batch and row["name"].startswith("vLLM")]
+    rows = [
+        row
+        for row in result(PEERS_VLLM)["summary"]
+        if row["batch"] == batch and row["name"].startswith("vLLM")
+    ]
     return ratio(max(rows, key=lambda row: row["vs_stock"])["ours_bf16_vs_it"])
 
 
 def _peers_on_checkpoint(batch: int) -> str:
-    """Return our speed as we are fastest on the published checkpoint against each engine as it is, in one run each."""
+    """Return our speed as we are fastest on the published checkpoint against each engine as it is,
+    in one run each.
+    """
     texts = []
-    for group, engine in (("llama-bf16", "llama.cpp"), ("openvino-bf16", "OpenVINO"), ("vllm-bf16", "vLLM")):
-        rows = [row for row in result(REAL_PEERS)["summary"] if (row["group"], row["task"]) == (group, "overall")]
+    for group, engine in (
+        ("llama-bf16", "llama.cpp"),
+        ("openvino-bf16", "OpenVINO"),
+        ("vllm-bf16", "vLLM"),
+    ):
+        rows = [
+            row
+            for row in result(REAL_PEERS)["summary"]
+            if (row["group"], row["task"]) == (group, "overall")
+        ]
         rows = [row for row in rows if row["batch"] == batch]
-        ours, theirs = (max(row["speedup"] for row in rows if row["name"].startswith(name)) for name in (OURS, engine))
+        ours, theirs = (
+            max(row["speedup"] for row in rows if row["name"].startswith(name))
+            for name in (OURS, engine)
+        )
         texts.append(f"{ours / theirs:.2f}x ({engine})")
     return ", ".join(texts)
 
@@ -734,12 +863,15 @@ def _peers_on_checkpoint(batch: int) -> str:
 @table
 def summary() -> str:
     off = f"{OURS}, prepack off"
-    gpu = {run["batch"]: run["contestants"] for file in GPU for run in result(file)["results"]["speed"]}
+    gpu = {
+        run["batch"]: run["contestants"] for file in GPU for run in result(file)["results"]["speed"]
+    }
 
     def h100(batch: int) -> str:
         rows = gpu[batch]
         ours, plain, compiled = (
-            find(rows, name=name) for name in (OURS, f"{OURS}, no drafts", "generate, static cache, compiled")
+            find(rows, name=name)
+            for name in (OURS, f"{OURS}, no drafts", "generate, static cache, compiled")
         )
         both = [(ours, ""), (plain, "; without drafts ")]
         return "".join(
@@ -748,7 +880,10 @@ def summary() -> str:
             for row, words in both
         )
 
-    slo = {name: percent(row["attained"]) for name, row in result("slo-cpu-2core-0.6B-bf16.json")["results"].items()}
+    slo = {
+        name: percent(row["attained"])
+        for name, row in result("slo-cpu-2core-0.6B-bf16.json")["results"].items()
+    }
     load = [
         row
         for arrivals in result("serving-load-cpu-2core-0.1B-bf16.json")["results"].values()
@@ -823,7 +958,8 @@ def summary() -> str:
     return markdown("what | hf_slospec | more", lines)
 
 
-# --- Options of a command --------------------------------------------------------------------------------------------
+# --- Options of a command
+# --------------------------------------------------------------------------------------------
 
 
 @table

@@ -1,4 +1,6 @@
-"""Tables of what was simulated: the papers' experiments beside published values, routing, the simulator itself."""
+"""Tables of what was simulated: the papers' experiments beside published values, routing, the
+simulator itself.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,16 @@ def published() -> Any:
     return json.loads(PUBLISHED.read_text(encoding="utf-8"))
 
 
-# --- AdaServe --------------------------------------------------------------------------------------------------------
+# --- AdaServe
+# --------------------------------------------------------------------------------------------------------
 
 
 def adaserve_rows(figure: str, scale: float, digits: int) -> list[list[str]]:
-    """Return the simulated values of every system, published ones in brackets, and their mean absolute error."""
-    results, printed = result("papers-adaserve.json")["results"], published()["adaserve"][figure]
+    """Return the simulated values of every system, published ones in brackets, and their mean
+    absolute error.
+    """
+    results = result("papers-adaserve.json")["results"]
+    printed = published()["adaserve"][figure]
     lines = []
     for system, name in SYSTEMS.items():
         values = {rate: scale * results[system][rate][figure]["mean"] for rate in RATES}
@@ -86,7 +92,9 @@ def adaserve_oracle() -> str:
         return [100 * results[name][rate]["attainment"]["mean"] for rate in RATES]
 
     def share(figure: str, to: str, file: str = "papers-adaserve.json") -> list[str]:
-        shares = result(file)["share of the distance from the best other system"][figure]["auto"][to]
+        shares = result(file)["share of the distance from the best other system"][figure]["auto"][
+            to
+        ]
         return [f"{100 * shares[rate]['mean']:.0f}" for rate in RATES]
 
     best = [max(values) for values in zip(*(attained(name) for name in OTHERS), strict=True)]
@@ -118,7 +126,11 @@ def adaserve_sensitivity() -> str:
     return markdown("changed | AdaServe 3.4 | AdaServe 4.8 | `auto` 3.4 | `auto` 4.8", lines)
 
 
-WORKLOADS = {"as published": "6 in 10 urgent, SLO 1.2", "urgent 0.9": "9 in 10 urgent", "scale 0.8": "SLO 0.8"}
+WORKLOADS = {
+    "as published": "6 in 10 urgent, SLO 1.2",
+    "urgent 0.9": "9 in 10 urgent",
+    "scale 0.8": "SLO 0.8",
+}
 
 
 @table
@@ -129,24 +141,33 @@ def adaserve_workloads() -> str:
         cells = []
         for workload in WORKLOADS:
             if own := results[workload].get(system):
-                attained, urgent = 100 * own["attainment"], 100 * own["kinds"]["urgent"]
+                attained = 100 * own["attainment"]
+                urgent = 100 * own["kinds"]["urgent"]
                 cells.append(f"{attained:.1f} ({urgent:.1f}), {own['goodput']:.0f}")
-        name = {"vllm-priority": "vLLM, by priority"}.get(system.split(" ")[0], SYSTEMS.get(system, system))
+        name = {"vllm-priority": "vLLM, by priority"}.get(
+            system.split(" ")[0], SYSTEMS.get(system, system)
+        )
         lines.append([name, *cells, *[""] * (len(WORKLOADS) - len(cells))])
     return markdown(f" | {' | '.join(WORKLOADS.values())}", lines)
 
 
-# --- TurboSpec -------------------------------------------------------------------------------------------------------
+# --- TurboSpec
+# -------------------------------------------------------------------------------------------------------
 
 
 @table
 def turbospec() -> str:
     found = result("papers-turbospec.json")["cells"]
-    cells = {(cell["setup"], cell["rate"], cell["column"]): cell["latency_s"]["mean"] for cell in found}
+    cells = {
+        (cell["setup"], cell["rate"], cell["column"]): cell["latency_s"]["mean"] for cell in found
+    }
     lines = []
     for setup, rates in published()["turbospec"].items():
         for rate, printed in rates.items():
-            row = [f"{cells[setup, int(rate), column]:.2f} ({printed[column]:.2f})" for column in (*LENGTHS, "TS")]
+            row = [
+                f"{cells[setup, int(rate), column]:.2f} ({printed[column]:.2f})"
+                for column in (*LENGTHS, "TS")
+            ]
             lines.append([setup, rate, *row, f"{cells[setup, int(rate), 'auto-1']:.2f}"])
     return markdown(f"target, data | QPS | {' | '.join(LENGTHS)} | TS | auto-1", lines)
 
@@ -162,7 +183,10 @@ def turbospec_errors() -> str:
     }
     return markdown(
         " | cells | median error",
-        [[name, summary[key]["cells"], f"{100 * summary[key]['median_error']:.1f} %"] for key, name in names.items()],
+        [
+            [name, summary[key]["cells"], f"{100 * summary[key]['median_error']:.1f} %"]
+            for key, name in names.items()
+        ],
     )
 
 
@@ -170,12 +194,16 @@ def cells_by_seed() -> dict[tuple[str, int, int], dict[str, float]]:
     """Return latencies by column, of each set-up, rate and seed of the newer runs of `auto`."""
     found: dict[tuple[str, int, int], dict[str, float]] = {}
     for cell in result("papers-turbospec-auto-cells.json")["cells"]:
-        found.setdefault((cell["setup"], cell["rate"], cell["seed"]), {})[cell["column"]] = cell["latency_s"]
+        found.setdefault((cell["setup"], cell["rate"], cell["seed"]), {})[cell["column"]] = cell[
+            "latency_s"
+        ]
     return found
 
 
 def auto_to_best(latencies: dict[str, float]) -> tuple[str, float]:
-    """Return the best fixed length of a cell, and how much slower `auto` with chains is than it, in per cent."""
+    """Return the best fixed length of a cell, and how much slower `auto` with chains is than it, in
+    per cent.
+    """
     best = min(LENGTHS, key=lambda name: latencies[name])
     return best, 100 * (latencies["auto-1"] / latencies[best] - 1)
 
@@ -192,13 +220,17 @@ def turbospec_auto() -> str:
                 best, slower = auto_to_best(latencies)
                 row += [f"{best} {latencies[best]:.2f}", f"{slower:+.1f} %"]
             lines.append([setup, rate, *row])
-    return markdown("target, data | QPS | best fixed, seed 0 | auto-1 | best fixed, seed 1 | auto-1", lines)
+    return markdown(
+        "target, data | QPS | best fixed, seed 0 | auto-1 | best fixed, seed 1 | auto-1", lines
+    )
 
 
 def faster(cells: dict[str, Any], names: Sequence[str], figure: str = "latency_s") -> str:
     """Return by how much each of some columns is faster than plain decoding."""
     power = 1 if figure == "latency_s" else -1
-    return " / ".join(f"{(cells['Org'][figure] / cells[name][figure]) ** power:.2f}" for name in names)
+    return " / ".join(
+        f"{(cells['Org'][figure] / cells[name][figure]) ** power:.2f}" for name in names
+    )
 
 
 def of_columns(cells: dict[str, Any], names: Sequence[str], figure: str, form: str = ".1f") -> str:
@@ -209,9 +241,13 @@ def of_columns(cells: dict[str, Any], names: Sequence[str], figure: str, form: s
 @table
 def goodput_figures() -> str:
     found = result("papers-goodput-figures.json")
-    rates, batches, offline, growth = (found[part] for part in ("rates", "batches", "offline", "growth"))
+    rates, batches, offline, growth = (
+        found[part] for part in ("rates", "batches", "offline", "growth")
+    )
     chains = LENGTHS[1:]
-    slow, fast = "2.2", "0.47"  # milliseconds of a draft level
+    # milliseconds of a draft level
+    slow = "2.2"
+    fast = "0.47"
 
     def at_rates(name: str) -> str:
         return " / ".join(faster(cells, [name]) for cells in rates.values())
@@ -220,7 +256,9 @@ def goodput_figures() -> str:
         return [row(slow), row(fast)]
 
     def lengths(level: str) -> str:
-        return " / ".join(of_columns(batches[level][a]["1"], ["TS"], "drafted") for a in ("0.5", "0.9"))
+        return " / ".join(
+            of_columns(batches[level][a]["1"], ["TS"], "drafted") for a in ("0.5", "0.9")
+        )
 
     lines = [
         ["SmartSpec 1", "k=3 at 4 / 12 / 16 / 24 requests/s, speed-up", "below 1 beyond 16", at_rates("k=3"), ""],
@@ -253,7 +291,12 @@ def goodput_shift() -> str:
     for source, name in (("table 3", "as table 3"), ("33B", "as the 33B's")):
         for data in ("Sonnet", "ShareGPT"):
             cells = result("papers-goodput-figures.json")["shift"][source].values()
-            lines.append([f"{data}, acceptance {name}", *(f"{own[f'{data}, latency_s']:.2f}" for own in cells)])
+            lines.append(
+                [
+                    f"{data}, acceptance {name}",
+                    *(f"{own[f'{data}, latency_s']:.2f}" for own in cells),
+                ]
+            )
     return markdown(" | Org | k=3 | k=7 | TS | `auto`", lines)
 
 
@@ -278,7 +321,8 @@ def goodput_heads() -> str:
     return markdown("acceptance | requests/s | Org | top 1 | SmartSpec | `auto`", lines)
 
 
-# --- SLOs-Serve and Delacourt's thesis -------------------------------------------------------------------------------
+# --- SLOs-Serve and Delacourt's thesis
+# -------------------------------------------------------------------------------
 
 CAPACITIES = {
     "vLLM": "vLLM",
@@ -296,7 +340,12 @@ PARTS = {
     "mixed": "",
     "toolllm": "up to 1.90",
 }
-RATIOS = {"chatbot": (1.41, 1.7), "coder": (1.0, 2.1), "summarizer": (1.14, 1.17), "toolllm": (1.0, 1.9)}
+RATIOS = {
+    "chatbot": (1.41, 1.7),
+    "coder": (1.0, 2.1),
+    "summarizer": (1.14, 1.17),
+    "toolllm": (1.0, 1.9),
+}
 
 
 def part_name(part: str) -> str:
@@ -307,14 +356,17 @@ def part_name(part: str) -> str:
 def capacities(part: str) -> dict[str, float]:
     """Return capacities by system; parts of several seeds have intervals."""
     found = result("papers-slos-serve.json")[part]["capacity"]
-    return {name: value["mean"] if isinstance(value, dict) else value for name, value in found.items()}
+    return {
+        name: value["mean"] if isinstance(value, dict) else value for name, value in found.items()
+    }
 
 
 def capacity_ratios(part: str) -> list[tuple[float, float]]:
-    """Return the capacities of SLOs-Serve and of `auto`, relative to the better of vLLM and Sarathi.
+    """Return the capacities of SLOs-Serve and of `auto`, relative to the better of vLLM and
+    Sarathi.
 
-    The first ratio of each is to Sarathi with the larger chunk, the second to Sarathi with its better chunk.
-    """
+    The first ratio of each is to Sarathi with the larger chunk, the second to Sarathi with its
+    better chunk."""
     found = capacities(part)
     larger = max(found["vLLM"], found["Sarathi, larger"])
     better = max(larger, found["Sarathi, smaller"])
@@ -326,7 +378,12 @@ def slos_serve_capacity() -> str:
     lines = []
     for part in PARTS:
         found = capacities(part)
-        lines.append([part_name(part), *(f"{found[name]:.2f}" if name in found else "" for name in CAPACITIES)])
+        lines.append(
+            [
+                part_name(part),
+                *(f"{found[name]:.2f}" if name in found else "" for name in CAPACITIES),
+            ]
+        )
     return markdown(f" | {' | '.join(CAPACITIES.values())}", lines)
 
 
@@ -345,22 +402,35 @@ def slos_serve_replicas() -> str:
     for part, published in (("chatbot", "2.18 / 3.36 / 4.61"), ("coder", "four: 6.2")):
         lines.append([f"{part_name(part)}, published", "", "", "", "", published])
         for key, name in (("slos-serve", "SLOs-Serve"), ("auto", "`auto`")):
-            values = [capacities(f"replicas, {part}, {key}")[number] for number in ("1", "2", "3", "4")]
+            values = [
+                capacities(f"replicas, {part}, {key}")[number] for number in ("1", "2", "3", "4")
+            ]
             scaled = " / ".join(f"{value / values[0]:.2f}" for value in values[1:])
-            lines.append([f"{part_name(part)}, {name}", *(f"{value:.2f}" for value in values), scaled])
+            lines.append(
+                [f"{part_name(part)}, {name}", *(f"{value:.2f}" for value in values), scaled]
+            )
     return markdown("replicas | 1 | 2 | 3 | 4 | times one: 2 / 3 / 4", lines)
 
 
 def ablation_gains(part: str) -> list[float]:
     """Return how many times the capacity is with routing, with speculation, and with admission."""
-    replicas, ablated = capacities(f"replicas, {part}, slos-serve"), capacities(f"ablation, {part}")
-    whole, plain = capacities(part)["SLOs-Serve"], ablated["without speculation"]
-    return [replicas["4"] / (4 * replicas["1"]), whole / plain, plain / ablated["without admission"]]
+    replicas = capacities(f"replicas, {part}, slos-serve")
+    ablated = capacities(f"ablation, {part}")
+    whole = capacities(part)["SLOs-Serve"]
+    plain = ablated["without speculation"]
+    return [
+        replicas["4"] / (4 * replicas["1"]),
+        whole / plain,
+        plain / ablated["without admission"],
+    ]
 
 
 @table
 def slos_serve_ablation() -> str:
-    lines, here = [["mean of four scenarios, published", "1.19", "1.66", "1.34"]], list[list[float]]()
+    lines, here = (
+        [["mean of four scenarios, published", "1.19", "1.66", "1.34"]],
+        list[list[float]](),
+    )
     for part, published in (
         ("chatbot", ["", "2.01", ""]), ("coder", ["1.92", "", "1.66"]), ("summarizer", ["", "2.02", ""]), ("mixed", [])
     ):  # fmt: skip
@@ -375,16 +445,29 @@ def slos_serve_ablation() -> str:
 @table
 def stages() -> str:
     lines = []
-    names = {"reasoning": "Reasoning", "reasoning, three replicas": "on three replicas", "tools": "ToolLLM with pauses"}
+    names = {
+        "reasoning": "Reasoning",
+        "reasoning, three replicas": "on three replicas",
+        "tools": "ToolLLM with pauses",
+    }
     for part, name in names.items():
         for system, by_rate in result("stages.json")[part].items():
             for rate, run in by_rate.items():
-                shares = (f"{100 * run[key]:.0f} %" for key in ("attained", "first_token_in_time", "windows_kept"))
+                shares = (
+                    f"{100 * run[key]:.0f} %"
+                    for key in ("attained", "first_token_in_time", "windows_kept")
+                )
                 kept = f"{100 * run['reused_share']:.0f} %"
-                cells = [f"{run['latency_s']:.1f} s", f"{run['tpot_ms']:.1f} ms", f"{run['step_ms']:.1f} ms", kept]
+                cells = [
+                    f"{run['latency_s']:.1f} s",
+                    f"{run['tpot_ms']:.1f} ms",
+                    f"{run['step_ms']:.1f} ms",
+                    kept,
+                ]
                 lines.append([name, system.replace("auto", "`auto`"), rate, *shares, *cells])
     return markdown(
-        " |  | requests/s | attained | first token in time | windows kept | latency | TPOT | step | prompts kept", lines
+        " |  | requests/s | attained | first token in time | windows kept | latency | TPOT | step | prompts kept",
+        lines,
     )
 
 
@@ -392,7 +475,9 @@ def stages() -> str:
 def thesis_throughput() -> str:
     measured = result("papers-thesis.json")
     sizes = ("1", "2", "4", "8", "16", "32")
-    rows = {f"{name}, published": values for name, values in measured["published_tokens_per_s"].items()}
+    rows = {
+        f"{name}, published": values for name, values in measured["published_tokens_per_s"].items()
+    }
     names = {"dynamic": "dynamic", "static": "static", "ours": "`auto`", "plain": "plain decoding"}
     for key, name in names.items():
         rows[name] = [measured["throughput"][size][key]["throughput"]["mean"] for size in sizes]
@@ -401,16 +486,31 @@ def thesis_throughput() -> str:
         ("dynamic, published", "static, published", "dynamic to static, published"),
         ("dynamic", "static", "dynamic to static"),
     ):
-        lines.append([name, *(f"{a / b:.2f}" for a, b in zip(rows[above], rows[below], strict=True))])
+        lines.append(
+            [name, *(f"{a / b:.2f}" for a, b in zip(rows[above], rows[below], strict=True))]
+        )
     return markdown(f" | {' | '.join(sizes)}", lines)
 
 
 @table
 def thesis_slos() -> str:
-    lines = [["published, Algorithm 2", "30.4 ms (27.8 with tuned drafts)", "", '"below expectations"', "under 20 %"]]
+    lines = [
+        [
+            "published, Algorithm 2",
+            "30.4 ms (27.8 with tuned drafts)",
+            "",
+            '"below expectations"',
+            "under 20 %",
+        ]
+    ]
     for name, row in result("papers-thesis.json")["targets"].items():
-        shares = (f"{100 * row[key]['mean']:.0f} %" for key in ("attained", "tight_attained", "below_20_ms"))
-        lines.append([name.replace("ours", "`auto`"), f"{row['mean_tpot_ms']['mean']:.1f} ms", *shares])
+        shares = (
+            f"{100 * row[key]['mean']:.0f} %"
+            for key in ("attained", "tight_attained", "below_20_ms")
+        )
+        lines.append(
+            [name.replace("ours", "`auto`"), f"{row['mean_tpot_ms']['mean']:.1f} ms", *shares]
+        )
     return markdown(" | mean time per token | attained | attained, 20 ms | all below 20 ms", lines)
 
 
@@ -421,17 +521,22 @@ def thesis_tuned() -> str:
     for file, name in (("papers-thesis.json", "before"), ("papers-thesis-tuned.json", "after")):
         measured = result(file)
         dynamic, static = (
-            [measured["throughput"][size][key]["throughput"]["mean"] for size in sizes] for key in ("dynamic", "static")
+            [measured["throughput"][size][key]["throughput"]["mean"] for size in sizes]
+            for key in ("dynamic", "static")
         )
         lines += [
             [f"dynamic, {name}", *(f"{value:.0f}" for value in dynamic)],
             [f"static, {name}", *(f"{value:.0f}" for value in static)],
-            [f"dynamic to static, {name}", *(f"{a / b:.2f}" for a, b in zip(dynamic, static, strict=True))],
+            [
+                f"dynamic to static, {name}",
+                *(f"{a / b:.2f}" for a, b in zip(dynamic, static, strict=True)),
+            ],
         ]
     return markdown(f" | {' | '.join(sizes)}", lines)
 
 
-# --- Routing, and the simulator beside real runs ---------------------------------------------------------------------
+# --- Routing, and the simulator beside real runs
+# ---------------------------------------------------------------------
 
 LOADS = {
     "adaserve, poisson": ("`adaserve`", "`llama-70b-4xa100`"),
@@ -459,12 +564,17 @@ def routing() -> str:
 
     lines = []
     for load, names in LOADS.items():
-        one, ours, queue = capacity(load, 1, "any"), *(capacity(load, 4, r) for r in ("guarantees", "shortest-queue"))
+        one, ours, queue = (
+            capacity(load, 1, "any"),
+            *(capacity(load, 4, r) for r in ("guarantees", "shortest-queue")),
+        )
         others = [f"`{r}` {shown(capacity(load, 4, r))}" for r in ("power-of-two", "round-robin", "oracle")
                   if capacity(load, 4, r)]  # fmt: skip
         ratio = f"{ours / queue:.2f}" if ours and queue else ""
         lines.append([*names, shown(one), shown(ours), shown(queue), ratio, ", ".join(others)])
-    return markdown("load | hardware | 1 | 4, `guarantees` | 4, `shortest-queue` | ratio | 4, others", lines)
+    return markdown(
+        "load | hardware | 1 | 4, `guarantees` | 4, `shortest-queue` | ratio | 4, others", lines
+    )
 
 
 @table
@@ -473,8 +583,11 @@ def fidelity() -> str:
     lines = []
     for system, name in (("auto", "`auto`"), ("plain", "plain")):
         for load in (0.4, 0.7):
-            row = find(rows, system=system, pressure=load) or find(rows, system="none", pressure=load)
-            real, simulated = row["real"], row["run"]["simulated"]
+            row = find(rows, system=system, pressure=load) or find(
+                rows, system="none", pressure=load
+            )
+            real = row["real"]
+            simulated = row["run"]["simulated"]
             error = 100 * (simulated["tpot_ms"] / real["tpot_ms"] - 1)
             lines.append([
                 load, name, f"{real['tpot_ms']:.1f} / {simulated['tpot_ms']:.1f} ({error:+.0f} %)",
@@ -508,14 +621,18 @@ def guarantees() -> str:
 def request_shapes() -> str:
     found = result("request-shapes.json")["results"]
     lines = []
-    for machine, load in dict.fromkeys((row["machine"], row["load"]) for row in next(iter(found.values()))):
+    for machine, load in dict.fromkeys(
+        (row["machine"], row["load"]) for row in next(iter(found.values()))
+    ):
         before, now, bound = (
             {key: statistics.fmean(row[key] for row in rows if (row["machine"], row["load"]) == (machine, load))
              for key in ("attainment", "throughput", "goodput")}
             for rows in (found["one depth per step"], found["depth by request"], found["widths at no cost"])
         )  # fmt: skip
         missed = [f"{100 * (1 - each['attainment']):.1f} %" for each in (before, now, bound)]
-        changes = [f"{100 * (now[key] / before[key] - 1):+.1f} %" for key in ("throughput", "goodput")]
+        changes = [
+            f"{100 * (now[key] / before[key] - 1):+.1f} %" for key in ("throughput", "goodput")
+        ]
         more = f"{100 * (bound['throughput'] / now['throughput'] - 1):+.1f} %"
         lines.append([machine, load, *missed[:2], *changes, missed[2], more])
     header = "machine | load | SLOs missed before | now | tokens/s | tokens/s of attained SLOs "
@@ -527,18 +644,33 @@ def predictors() -> str:
     names = ("random", "smartspec", "auto", "oracle")
     lines = []
     for row in result("predictors.json")["results"]:
-        own, best = row["speedups"], row["best"]
+        own = row["speedups"]
+        best = row["best"]
         cells = [f"{own[name]:.2f}" for name in names]
-        lines.append([row["drafter"], row["hardware"], f"{row['rate']:g}", *cells, f"{own[best]:.2f} ({best})"])
-    return markdown("drafter | costs of | requests/s | random | moving average | `auto` | known | best constant", lines)
+        lines.append(
+            [
+                row["drafter"],
+                row["hardware"],
+                f"{row['rate']:g}",
+                *cells,
+                f"{own[best]:.2f} ({best})",
+            ]
+        )
+    return markdown(
+        "drafter | costs of | requests/s | random | moving average | `auto` | known | best constant",
+        lines,
+    )
 
 
-# --- The first table of papers.md ------------------------------------------------------------------------------------
+# --- The first table of papers.md
+# ------------------------------------------------------------------------------------
 
 
 def _made(command: str, *provenances: dict[str, Any]) -> str:
     """Return the command that made a row, and when it ran."""
-    dates = dict.fromkeys(f"{datetime.fromisoformat(each['date']):%B %-d, %Y}" for each in provenances)
+    dates = dict.fromkeys(
+        f"{datetime.fromisoformat(each['date']):%B %-d, %Y}" for each in provenances
+    )
     return f"`{command}`, {' and '.join(dates)}"
 
 
@@ -578,12 +710,20 @@ def _adaserve_summary() -> list[list[str]]:
 
 
 def _turbospec_summary() -> list[list[str]]:
-    record, newer = result("papers-turbospec.json"), result("papers-turbospec-auto-cells.json")
-    cells = {(cell["setup"], cell["rate"], cell["column"]): cell["latency_s"]["mean"] for cell in record["cells"]}
-    link, made = "[TurboSpec](#turbospec-table-5-arxiv-2406-14066)", _made("turbospec.py", record["provenance"])
+    record = result("papers-turbospec.json")
+    newer = result("papers-turbospec-auto-cells.json")
+    cells = {
+        (cell["setup"], cell["rate"], cell["column"]): cell["latency_s"]["mean"]
+        for cell in record["cells"]
+    }
+    link, made = (
+        "[TurboSpec](#turbospec-table-5-arxiv-2406-14066)",
+        _made("turbospec.py", record["provenance"]),
+    )
     lines = []
     for setup, rate in (("33B ShareGPT", 4), ("70B ShareGPT", 8)):
-        theirs, own = published()["turbospec"][setup][str(rate)]["TS"], cells[setup, rate, "TS"]
+        theirs = published()["turbospec"][setup][str(rate)]["TS"]
+        own = cells[setup, rate, "TS"]
         lines.append([
             f"{link}, table 5, {setup} at {rate} QPS, `TS`", f"{theirs:.2f} s", f"{own:.2f} s",
             _off(own, theirs, theirs), f"{cells[setup, rate, 'auto-1']:.2f} s", made,
@@ -600,7 +740,8 @@ def _turbospec_summary() -> list[list[str]]:
 
 
 def _slos_serve_summary() -> list[list[str]]:
-    record, link = result("papers-slos-serve.json"), "[SLOs-Serve](#slos-serve-capacity)"
+    record = result("papers-slos-serve.json")
+    link = "[SLOs-Serve](#slos-serve-capacity)"
     lines = []
     for part, (low, high) in RATIOS.items():
         own, auto = (ratios[0] for ratios in capacity_ratios(part))
@@ -609,7 +750,16 @@ def _slos_serve_summary() -> list[list[str]]:
             f"{own:.2f}", _off(own, low, high), f"{auto:.2f}",
             _made(f"slos_serve.py --parts {part}", record[part]["provenance"]),
         ])  # fmt: skip
-    lines.append([f"{link}, figure 9, Reasoning", "2.4", "not simulated: no latencies of its model", "", "", ""])
+    lines.append(
+        [
+            f"{link}, figure 9, Reasoning",
+            "2.4",
+            "not simulated: no latencies of its model",
+            "",
+            "",
+            "",
+        ]
+    )
     for app, published in (("chatbot", 4.61), ("coder", 6.2)):
         parts = [f"replicas, {app}, {system}" for system in ("slos-serve", "auto")]
         own, auto = (capacities(part)["4"] / capacities(part)["1"] for part in parts)
@@ -620,24 +770,44 @@ def _slos_serve_summary() -> list[list[str]]:
         ])  # fmt: skip
     routing, _, admission = ablation_gains("coder")
     for name, gain, published, part in (
-        ("ChatBot: capacity to that without speculation", ablation_gains("chatbot")[1], 2.01, "ablation, chatbot"),
+        (
+            "ChatBot: capacity to that without speculation",
+            ablation_gains("chatbot")[1],
+            2.01,
+            "ablation, chatbot",
+        ),
         (
             "Summarizer: capacity to that without speculation",
             ablation_gains("summarizer")[1],
             2.02,
             "ablation, summarizer",
         ),
-        ("Coder: capacity of four replicas to four times one", routing, 1.92, "replicas, coder, slos-serve"),
-        ("Coder: capacity with admission to that of prefill first", admission, 1.66, "ablation, coder"),
+        (
+            "Coder: capacity of four replicas to four times one",
+            routing,
+            1.92,
+            "replicas, coder, slos-serve",
+        ),
+        (
+            "Coder: capacity with admission to that of prefill first",
+            admission,
+            1.66,
+            "ablation, coder",
+        ),
     ):
         made = _made(f'slos_serve.py --parts "{part}"', record[part]["provenance"])
         error = _off(gain, published, published)
-        lines.append([f"{link}, figure 14, {name}", f"{published:.2f}", f"{gain:.2f}", error, "", made])
+        lines.append(
+            [f"{link}, figure 14, {name}", f"{published:.2f}", f"{gain:.2f}", error, "", made]
+        )
     return lines
 
 
 def _further_summary() -> list[list[str]]:
-    goodput, workloads = result("papers-goodput-figures.json"), result("papers-adaserve-workloads.json")
+    goodput, workloads = (
+        result("papers-goodput-figures.json"),
+        result("papers-adaserve-workloads.json"),
+    )
     link, made = "[SmartSpec, TurboSpec](#smartspec-and-turbospec-figures-without-tables)", _made(
         "goodput_figures.py", goodput["provenance"]
     )  # fmt: skip
@@ -665,7 +835,10 @@ def _further_summary() -> list[list[str]]:
             f"{link}, figure {figure}, {WORKLOADS[workload]}: SLO misses of vLLM-Spec4 to AdaServe's",
             f"up to {theirs} (best other)", f"{own:.1f}", _off(own, 1.0, theirs), f"{auto:.1f}", made,
         ])  # fmt: skip
-    own, auto = (100 * workloads["results"]["as published"][name]["draft_share"] for name in ("adaserve", "auto"))
+    own, auto = (
+        100 * workloads["results"]["as published"][name]["draft_share"]
+        for name in ("adaserve", "auto")
+    )
     lines.append([
         f"{link}, figure 15, share of speculation in a step", "31.5 %", f"{own:.1f} %", _off(own, 31.5, 31.5),
         f"{auto:.1f} %", made,
@@ -675,7 +848,9 @@ def _further_summary() -> list[list[str]]:
 
 def _tuned_summary() -> list[str]:
     record = result("papers-thesis-tuned.json")
-    own, auto = (record["targets"][name]["mean_tpot_ms"]["mean"] for name in ("Algorithm 2", "ours"))
+    own, auto = (
+        record["targets"][name]["mean_tpot_ms"]["mean"] for name in ("Algorithm 2", "ours")
+    )
     before = result("papers-thesis.json")["targets"]["Algorithm 2"]["mean_tpot_ms"]["mean"]
     return [
         "[Thesis](#after-fine-tuning), Algorithm 2 after fine-tuning, time per token to that before (fitted)",
@@ -685,16 +860,26 @@ def _tuned_summary() -> list[str]:
 
 
 def _thesis_summary() -> list[list[str]]:
-    record, link = result("papers-thesis.json"), "[Thesis](#delacourts-thesis-dynamic-against-static-trees)"
-    made, theirs = _made("thesis.py", record["provenance"]), record["published_tokens_per_s"]["dynamic"]
+    record, link = (
+        result("papers-thesis.json"),
+        "[Thesis](#delacourts-thesis-dynamic-against-static-trees)",
+    )
+    made, theirs = (
+        _made("thesis.py", record["provenance"]),
+        record["published_tokens_per_s"]["dynamic"],
+    )
     lines = []
     for size, printed in zip(("1", "2", "4", "8", "16", "32"), theirs, strict=True):
-        own, auto = (record["throughput"][size][name]["throughput"]["mean"] for name in ("dynamic", "ours"))
+        own, auto = (
+            record["throughput"][size][name]["throughput"]["mean"] for name in ("dynamic", "ours")
+        )
         lines.append([
             f"{link}, dynamic trees at batch {size}, tokens/s", str(printed), f"{own:.0f}",
             _off(own, printed, printed), f"{auto:.0f}", made,
         ])  # fmt: skip
-    own, auto = (record["targets"][name]["mean_tpot_ms"]["mean"] for name in ("Algorithm 2", "ours"))
+    own, auto = (
+        record["targets"][name]["mean_tpot_ms"]["mean"] for name in ("Algorithm 2", "ours")
+    )
     lines.append([
         f"{link}, Algorithm 2 at batch 4, time per token", "30.4 ms", f"{own:.1f} ms", _off(own, 30.4, 30.4),
         f"{auto:.1f} ms", made,

@@ -1,9 +1,9 @@
 """Fill the tables of README.md and docs/ from the measurements: ``python -m docs.tables``.
 
-A table is generated between ``<!-- table: name -->`` and ``<!-- end -->``. A figure in running text is written by hand
-and has its source behind it, ``1.58x<!-- figure: FILE PATH .2f -->``: a file below ``benchmarks/results``, and the
-place in it. ``tests/repository/test_figures.py`` fails where a page differs from the files.
-"""
+A table is generated between ``<!-- table: name -->`` and ``<!-- end -->``. A figure in running text
+is written by hand and has its source behind it, ``1.58x<!-- figure: FILE PATH .2f -->``: a file
+below ``benchmarks/results``, and the place in it. ``tests/repository/test_figures.py`` fails where
+a page differs from the files."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def value_at(file: str, path: str) -> float:
     """Return the number at a place, or the paired ratio of two: ``PATH over PATH``.
 
     Args:
-        path: keys and indices with ``/`` between them; ``key=value`` selects rows of a list. The last part may reduce a
-            list of numbers, as ``max`` does.
+        path: keys and indices with ``/`` between them; ``key=value`` selects rows of a list. The
+            last part may reduce a list of numbers, as ``max`` does.
     """
     if " over " in path:
         above, below = (_walk(result(file), part) for part in path.split(" over "))
@@ -109,7 +109,9 @@ def figures(text: str) -> Iterator[Figure]:
     for match in FIGURE.finditer(text):
         value = value_at(match["file"], match["path"]) * float(match["scale"] or 1)
         line = text.count("\n", 0, match.start()) + 1
-        yield Figure(line, match["shown"].replace(",", ""), format(value, match["format"]), match["unit"])
+        yield Figure(
+            line, match["shown"].replace(",", ""), format(value, match["format"]), match["unit"]
+        )
 
 
 def filled(text: str) -> str:

@@ -2,10 +2,10 @@
 
     python examples/batch_with_slos.py
 
-The SLOs are multiples of the time per token of plain ``generate`` for the same batch, measured first, so that there are
-a tight, a middling and a relaxed one on any machine. A row without an SLO gets the remaining capacity. Runs on the
-embedded pair, its target inflated to about 0.1 B parameters; nothing is downloaded.
-"""
+The SLOs are multiples of the time per token of plain ``generate`` for the same batch, measured
+first, so that there are a tight, a middling and a relaxed one on any machine. A row without an SLO
+gets the remaining capacity. Runs on the embedded pair, its target inflated to about 0.1 B
+parameters; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def ms(seconds: float | None) -> str:
 
 
 def table(names: list[str], rows: list[RequestMetrics]) -> Table:
-    result = Table(title="milliseconds per token: SLO, TPOT, and the slowest ten consecutive tokens")
+    result = Table(
+        title="milliseconds per token: SLO, TPOT, and the slowest ten consecutive tokens"
+    )
     for heading in ("row", "SLO", "TPOT", "slowest", "met", "tok/step", "drafted", "accepted"):
         result.add_column(heading, no_wrap=True)
     for name, row in zip(names, rows, strict=True):
@@ -56,8 +58,12 @@ def main(new_tokens: int = 64) -> None:
     plain = model.generate(**batch, **options)
     plain_s = (time.perf_counter() - begun_s) / new_tokens
 
-    # Fast for the first half, then at reading speed. `until="</think>"` would end the stage at this text.
-    staged = [SLOStage(slo_tpot=0.8 * plain_s, tokens=new_tokens // 2), SLOStage(slo_tpot=2.0 * plain_s)]
+    # Fast for the first half, then at reading speed. `until="</think>"` would end the stage at this
+    # text.
+    staged = [
+        SLOStage(slo_tpot=0.8 * plain_s, tokens=new_tokens // 2),
+        SLOStage(slo_tpot=2.0 * plain_s),
+    ]
     slos = [0.7 * plain_s, 1.0 * plain_s, 2.0 * plain_s, None, staged]
     gen.generate(**batch, max_new_tokens=2)  # measures step times, once per machine
     out = gen.generate(**batch, **options, slo_tpot=slos, return_dict_in_generate=True)

@@ -2,9 +2,10 @@
 
     python examples/custom_drafter.py [FOLDER]      # with Python files; default: the standard library
 
-Any object with ``draft`` and ``release`` can draft, here without a model. Its proposals change the speed and never the
-text: the same prompts are decoded with it, with prompt lookup and with the embedded draft model. Runs on the embedded
-pair, its target inflated to about 0.1 B parameters; nothing is downloaded.
+Any object with ``draft`` and ``release`` can draft, here without a model. Its proposals change the
+speed and never the
+text: the same prompts are decoded with it, with prompt lookup and with the embedded draft model.
+Runs on the embedded pair, its target inflated to about 0.1 B parameters; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ class NgramDrafter:
 
     def tree(self, request: Request, plan: Plan) -> TokenTree:
         """Return the result of a beam search with ``plan.width`` nodes per level."""
-        nodes, parents, depths, path_probs = [request.tokens[-1]], [-1], [0], [1.0]
+        nodes = [request.tokens[-1]]
+        parents = [-1]
+        depths = [0]
+        path_probs = [1.0]
         level = [(0, request.tokens[-MAX_NGRAM:])]  # node, and the last tokens on the path to it
         for depth in range(1, plan.depth + 1):
             children = [
@@ -74,7 +78,9 @@ class NgramDrafter:
                 for token, prob in self.predict(self.own[request], path, plan.width)
             ]
             level = []
-            for path_prob, parent, path in sorted(children, key=lambda child: -child[0])[: plan.width]:
+            for path_prob, parent, path in sorted(children, key=lambda child: -child[0])[
+                : plan.width
+            ]:
                 level.append((len(nodes), path[-MAX_NGRAM:]))
                 nodes.append(path[-1])
                 parents.append(parent)
@@ -89,7 +95,10 @@ class NgramDrafter:
             for known in (own.counts.get(last), self.files.counts.get(last)):
                 if known:
                     total = known.total() + DISCOUNT
-                    return [(token, (count - DISCOUNT) / total) for token, count in known.most_common(number)]
+                    return [
+                        (token, (count - DISCOUNT) / total)
+                        for token, count in known.most_common(number)
+                    ]
         return []
 
 
@@ -116,7 +125,10 @@ def main(folder: str = os.path.dirname(os.__file__), new_tokens: int = 64) -> No
     }.items():
         gen.generate(**batch, max_new_tokens=8)  # warm-up: step times and the drafter's calibration
         out = gen.generate(**batch, **options, return_dict_in_generate=True)
-        drafted, accepted = sum(row.drafted for row in out.slo), sum(row.accepted for row in out.slo)
+        drafted, accepted = (
+            sum(row.drafted for row in out.slo),
+            sum(row.accepted for row in out.slo),
+        )
         length = sum(row.tokens - 1 for row in out.slo) / sum(row.steps for row in out.slo)
         tpot_ms = 1e3 * sum(row.tpot_s for row in out.slo) / len(out.slo)
         same = "yes" if torch.equal(out.sequences, plain) else "no"

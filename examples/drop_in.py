@@ -1,9 +1,10 @@
-"""Compare the output of ordinary transformers scripts without and with speculation enabled for their models.
+"""Compare the output of ordinary transformers scripts without and with speculation enabled for
+their models.
 
     python examples/drop_in.py [SCRIPT ...]      # default: all of examples/transformers_scripts
 
-The scripts do not import hf_slospec: ``from_pretrained`` is wrapped to call ``enable``, nothing else changes.
-"""
+The scripts do not import hf_slospec: ``from_pretrained`` is wrapped to call ``enable``, nothing
+else changes."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def save_pair(folder: Path) -> None:
 
 @contextlib.contextmanager
 def every_model_enabled(speculated: list[int]) -> Iterator[None]:
-    """Enable every model that is loaded inside of the context; ``speculated`` gets an entry per ``generate`` call."""
+    """Enable every model that is loaded inside of the context; ``speculated`` gets an entry per
+    ``generate`` call.
+    """
     load = AutoModelForCausalLM.from_pretrained
     _, draft, _ = hf_slospec.load_tiny_pair(torch.float32)
 
@@ -62,8 +65,11 @@ def printed_by(script: Path, model: Path) -> str:
 
 
 def is_unchanged(script: Path, model: Path) -> bool:
-    """Return whether a script prints the same with its models enabled; raises if it never calls ``generate``."""
-    plain, speculated = printed_by(script, model), list[int]()
+    """Return whether a script prints the same with its models enabled; raises if it never calls
+    ``generate``.
+    """
+    plain = printed_by(script, model)
+    speculated = list[int]()
     with every_model_enabled(speculated):
         ours = printed_by(script, model)
     if not speculated:

@@ -1,10 +1,11 @@
-"""TRL's GRPO with LoRA, its rollouts speculated: the same completions as with stock ``generate``, in fewer steps.
+"""TRL's GRPO with LoRA, its rollouts speculated: the same completions as with stock ``generate``,
+in fewer steps.
 
     pip install trl peft datasets arctic-inference
     python examples/grpo.py [EPOCHS]
 
-Each epoch draws new completions of the same prompts, and the suffix drafter looks into those of earlier epochs. Runs on
-the embedded target; nothing is downloaded. The reward is a toy.
+Each epoch draws new completions of the same prompts, and the suffix drafter looks into those of
+earlier epochs. Runs on the embedded target; nothing is downloaded. The reward is a toy.
 """
 
 from __future__ import annotations

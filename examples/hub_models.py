@@ -1,13 +1,15 @@
-"""Models from the Hub or from folders: a chat answered under a TPOT SLO, compared with plain ``generate``.
+"""Models from the Hub or from folders: a chat answered under a TPOT SLO, compared with plain
+``generate``.
 
     python examples/hub_models.py                                    # Qwen3 8B with Qwen3 0.6B; about 18 GB in bf16
     python examples/hub_models.py --target Qwen/Qwen3-1.7B --slo-tpot 0.1
     python examples/hub_models.py --target ./my-model --assistant ./my-draft --prompt "def main():" --prompt "import "
-    torchrun --nproc-per-node 2 examples/hub_models.py               # the target split over two GPUs
+    torchrun --nproc-per-node 2 examples/hub_models.py               # the target split over two
+    GPUs
 
-Target and draft must have the same tokenizer. Several prompts make a batch. In bf16 a text may differ from plain
-``generate`` after a near-tie of two tokens (docs/generate.md); in fp32 it does not.
-"""
+Target and draft must have the same tokenizer. Several prompts make a batch. In bf16 a text may
+differ from plain ``generate`` after a near-tie of two tokens (docs/generate.md); in fp32 it does
+not."""
 
 from __future__ import annotations
 
@@ -47,19 +49,28 @@ def main(given: Sequence[str] | None = None) -> None:
     place = {"device_map": options.device_map}
     if num_processes > 1:
         place = {"distributed_config": DistributedConfig(tp_size=num_processes)}
-    gen = SLOSpecGenerator.from_pretrained(options.target, options.assistant, dtype=options.dtype, **place)
-    tokenizer, prompts = gen.tokenizer, options.prompt or PROMPTS
+    gen = SLOSpecGenerator.from_pretrained(
+        options.target, options.assistant, dtype=options.dtype, **place
+    )
+    tokenizer = gen.tokenizer
+    prompts = options.prompt or PROMPTS
     is_chat = tokenizer.chat_template is not None
     texts = prompts
     if is_chat:
         chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
         texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    padded = dict(return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)
-    batch = tokenizer(texts, add_special_tokens=not is_chat, **padded).to(gen.model.device)  # templates add their own
+    padded = dict(
+        return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False
+    )
+    batch = tokenizer(texts, add_special_tokens=not is_chat, **padded).to(
+        gen.model.device
+    )  # templates add their own
     decoding = dict(max_new_tokens=options.new_tokens, do_sample=False)
 
-    gen.model.generate(**batch, max_new_tokens=2)  # warm-ups; the second measures step times, once per machine
+    gen.model.generate(
+        **batch, max_new_tokens=2
+    )  # warm-ups; the second measures step times, once per machine
     gen.generate(**batch, max_new_tokens=2)
     begun_s = time.perf_counter()
     plain = gen.model.generate(**batch, **decoding)
@@ -72,13 +83,17 @@ def main(given: Sequence[str] | None = None) -> None:
     prompt_len = batch["input_ids"].shape[1]
     table = Table("prompt", "TPOT", "SLO", "met", "tokens/step", "same tokens")
     for prompt, row, plain_row, own in zip(prompts, out.sequences, plain, out.slo, strict=True):
-        print(f"--- {prompt.strip()}\n{tokenizer.decode(row[prompt_len:], skip_special_tokens=True).strip()}")
+        print(
+            f"--- {prompt.strip()}\n{tokenizer.decode(row[prompt_len:], skip_special_tokens=True).strip()}"
+        )
         length = "" if own.acceptance_length is None else f"{own.acceptance_length:.2f}"
         tpot = "" if own.tpot_s is None else f"{1e3 * own.tpot_s:.1f} ms"
         min_len = min(len(row), len(plain_row))
         same = torch.equal(row[:min_len], plain_row[:min_len])
         verdicts = "yes" if own.attained else "no", length, "yes" if same else "no"
-        table.add_row(prompt.strip().splitlines()[0][:24], tpot, f"{1e3 * options.slo_tpot:.1f} ms", *verdicts)
+        table.add_row(
+            prompt.strip().splitlines()[0][:24], tpot, f"{1e3 * options.slo_tpot:.1f} ms", *verdicts
+        )
     Console(width=120).print(table)  # complete in a narrow terminal, too
     print(f"{options.target} with {options.assistant}: {plain_s / ours_s:.2f}x plain generate")
 

@@ -1,9 +1,10 @@
-"""Eight concurrent users with TPOT and TTFT SLOs of their own, on the embedded pair; nothing is downloaded.
+"""Eight concurrent users with TPOT and TTFT SLOs of their own, on the embedded pair; nothing is
+downloaded.
 
     python examples/many_users.py
 
-The SLOs are multiples of the time per token of plain ``generate``, measured first, so that they are comparable on any
-machine.
+The SLOs are multiples of the time per token of plain ``generate``, measured first, so that they are
+comparable on any machine.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ def plain_s(model: Any, tokenizer: Any, tokens: int = 16) -> float:
 def scaled(users: dict[str, dict[str, Any]], unit_s: float) -> dict[str, dict[str, Any]]:
     """Return the users with their SLOs in seconds."""
     times = ("slo_tpot", "slo_ttft")
-    return {name: {k: v * unit_s if k in times else v for k, v in own.items()} for name, own in users.items()}
+    return {
+        name: {k: v * unit_s if k in times else v for k, v in own.items()}
+        for name, own in users.items()
+    }
 
 
 def against(seconds: float | None, slo_s: float | None) -> str:

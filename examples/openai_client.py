@@ -1,14 +1,15 @@
-"""OpenAI's client and the server: a stream with a TPOT SLO, two users at once, and an answer in a JSON schema.
+"""OpenAI's client and the server: a stream with a TPOT SLO, two users at once, and an answer in a
+JSON schema.
 
     python examples/openai_client.py                                  # starts a server and stops it
     python examples/openai_client.py --url http://127.0.0.1:8000/v1   # uses one that runs
 
-A model without a chat template, such as the one that ``serve`` serves by default, continues prompts instead of
-answering questions, and the last part is left out. The server's own fields are passed in ``extra_body``. What came of
-the SLO is in the field ``metrics`` that the server adds to ``usage``. Without ``--url``, the server runs the embedded
-pair, its target inflated to about 0.1 B parameters, and nothing is downloaded. This pair writes Python-like text, so
-only the form of its JSON makes sense. Needs ``pip install -e ".[serve]"`` in the clone.
-"""
+A model without a chat template, such as the one that ``serve`` serves by default, continues prompts
+instead of answering questions, and the last part is left out. The server's own fields are passed in
+``extra_body``. What came of the SLO is in the field ``metrics`` that the server adds to ``usage``.
+Without ``--url``, the server runs the embedded pair, its target inflated to about 0.1 B parameters,
+and nothing is downloaded. This pair writes Python-like text, so only the form of its JSON makes
+sense. Needs ``pip install -e ".[serve]"`` in the clone."""
 
 from __future__ import annotations
 
@@ -41,14 +42,18 @@ START_S = 300.0  # the first start of a model on a machine measures it
 class Function(BaseModel):
     """Description of a function, which the model is asked for."""
 
-    model_config = ConfigDict(extra="forbid")  # otherwise the model may add fields, and fill the answer with them
+    model_config = ConfigDict(
+        extra="forbid"
+    )  # otherwise the model may add fields, and fill the answer with them
 
     name: Literal["fibonacci", "factorial", "merge"]
     num_arguments: int = Field(ge=0, le=9)
     is_recursive: bool
 
 
-def stream_completion(client: openai.OpenAI, model: str, slo_tpot: float, new_tokens: int) -> CompletionUsage | None:
+def stream_completion(
+    client: openai.OpenAI, model: str, slo_tpot: float, new_tokens: int
+) -> CompletionUsage | None:
     """Stream one completion, and print its text as it comes."""
     usage = None
     stream = client.completions.create(
@@ -65,9 +70,13 @@ def stream_completion(client: openai.OpenAI, model: str, slo_tpot: float, new_to
 
 
 def has_chat_template(client: openai.OpenAI, model: str) -> bool:
-    """Return whether the model takes chat messages; the server refuses them if it has no chat template."""
+    """Return whether the model takes chat messages; the server refuses them if it has no chat
+    template.
+    """
     try:
-        client.chat.completions.create(model=model, messages=[{"role": "user", "content": QUESTION}], max_tokens=1)
+        client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": QUESTION}], max_tokens=1
+        )
     except openai.BadRequestError as error:
         if "chat template" not in error.message:
             raise
@@ -76,18 +85,30 @@ def has_chat_template(client: openai.OpenAI, model: str) -> bool:
 
 
 async def stream_to(
-    client: openai.AsyncOpenAI, model: str, user: str, slo_tpot: float, new_tokens: int, is_chat: bool
+    client: openai.AsyncOpenAI,
+    model: str,
+    user: str,
+    slo_tpot: float,
+    new_tokens: int,
+    is_chat: bool,
 ) -> CompletionUsage | None:
     """Stream the answer to one user, and print each piece of it on a line."""
-    usage, create, prompt = None, client.completions.create, {"prompt": PROMPT}
+    usage = None
+    create = client.completions.create
+    prompt = {"prompt": PROMPT}
     if is_chat:
-        create, prompt = client.chat.completions.create, {"messages": [{"role": "user", "content": QUESTION}]}
+        create, prompt = (
+            client.chat.completions.create,
+            {"messages": [{"role": "user", "content": QUESTION}]},
+        )
     stream = await create(
         model=model, **prompt, max_tokens=new_tokens, temperature=0,
         stream=True, stream_options={"include_usage": True}, extra_body={"slo_tpot": slo_tpot},
     )  # fmt: skip
     async for chunk in stream:
-        if chunk.choices and (piece := chunk.choices[0].delta.content if is_chat else chunk.choices[0].text):
+        if chunk.choices and (
+            piece := chunk.choices[0].delta.content if is_chat else chunk.choices[0].text
+        ):
             print(f"{user} | {piece!r}", flush=True)
         usage = chunk.usage or usage
     return usage
@@ -98,7 +119,9 @@ async def stream_to_users(
 ) -> dict[str, CompletionUsage | None]:
     """Stream to all users at once."""
     async with openai.AsyncOpenAI(base_url=url, api_key=api_key) as client:
-        streams = (stream_to(client, model, user, slo, new_tokens, is_chat) for user, slo in slos.items())
+        streams = (
+            stream_to(client, model, user, slo, new_tokens, is_chat) for user, slo in slos.items()
+        )
         return dict(zip(slos, await asyncio.gather(*streams), strict=True))
 
 
@@ -122,12 +145,22 @@ def ms(milliseconds: float | None) -> str:
 def table(usages: dict[str, CompletionUsage | None]) -> Table:
     """Return what came of the requests; a server of another kind measures nothing."""
     result = Table(title="milliseconds; accepted of drafted tokens")
-    for heading in ("request", "SLO", "TPOT", "TTFT", "guaranteed", "attained", "accepted", "tok/step"):
+    for heading in (
+        "request",
+        "SLO",
+        "TPOT",
+        "TTFT",
+        "guaranteed",
+        "attained",
+        "accepted",
+        "tok/step",
+    ):
         result.add_column(heading, no_wrap=True)
     for name, usage in usages.items():
         own: dict[str, Any] = ((usage and usage.model_extra) or {}).get("metrics") or {}
         draft = own.get("speculative_decoding") or {}
-        rate, length = draft.get("draft_acceptance_rate"), draft.get("mean_acceptance_length")
+        rate = draft.get("draft_acceptance_rate")
+        length = draft.get("mean_acceptance_length")
         slo_s = own.get("slo_tpot")
         result.add_row(
             name,
@@ -154,7 +187,8 @@ def own_server(size: str, api_key: str) -> Iterator[str]:
         template.write_text(CHAT_TEMPLATE, encoding="utf-8")
         command = [sys.executable, "-m", "hf_slospec", "serve", "--port", str(port), "--size", size]
         process = subprocess.Popen(
-            [*command, "--chat-template", str(template)], env=os.environ | {"HF_SLOSPEC_API_KEY": api_key}
+            [*command, "--chat-template", str(template)],
+            env=os.environ | {"HF_SLOSPEC_API_KEY": api_key},
         )
         try:
             wait_for(url, api_key, process)
@@ -182,7 +216,9 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--url", help="a server that runs, with /v1; default: start one")
     parser.add_argument("--api-key", default="none", help="its API key")
-    parser.add_argument("--size", default="0.1B", help="size of the target, if the server is started")
+    parser.add_argument(
+        "--size", default="0.1B", help="size of the target, if the server is started"
+    )
     parser.add_argument("--slo-tpot", type=float, default=0.1, help="TPOT SLO in seconds")
     parser.add_argument("--new-tokens", type=int, default=64)
     return parser.parse_args(given)
@@ -190,7 +226,8 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 
 def main(given: Sequence[str] | None = None) -> None:
     options = arguments(given)
-    key, slo_tpot = options.api_key, options.slo_tpot
+    key = options.api_key
+    slo_tpot = options.slo_tpot
     with contextlib.ExitStack() as stack:
         url = options.url or stack.enter_context(own_server(options.size, key))
         client = stack.enter_context(openai.OpenAI(base_url=url, api_key=key))

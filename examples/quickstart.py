@@ -1,7 +1,7 @@
 """Four prompts, four TPOT SLOs, one batch: the same tokens as plain ``generate``, faster.
 
-Runs on the embedded pair; nothing is downloaded. The target is inflated to about 0.1 B parameters, which makes its
-forwards slower without changing its output, so that there is something to speed up.
+Runs on the embedded pair; nothing is downloaded. The target is inflated to about 0.1 B parameters,
+which makes its forwards slower without changing its output, so that there is something to speed up.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def main(new_tokens: int = 96) -> None:
     hf_slospec.enable(model, assistant_model=draft)
     model.generation_config.eos_token_id = None  # every row gets all its tokens
     batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
-    print("warming up; the first run on a machine measures step times, for some seconds", flush=True)
+    print(
+        "warming up; the first run on a machine measures step times, for some seconds", flush=True
+    )
     model.generate(**batch, max_new_tokens=2, slo_tpot=0.1)
 
     plain, plain_s = timed(model.generate, "plain generate    ", new_tokens, **batch)
@@ -67,10 +69,14 @@ def main(new_tokens: int = 96) -> None:
         slo = "no SLO" if metrics.tpot_slo_s is None else f"SLO {metrics.tpot_slo_s * 1e3:.0f} ms"
         verdict = {True: "attained", False: "missed", None: ""}[metrics.attained]
         print(f"\n>>> {metrics.tpot_s * 1e3:.1f} ms per token ({slo}) {verdict}; ", end="")
-        print(f"{metrics.acceptance_length:.2f} tokens per step, {metrics.drafted / metrics.steps:.1f} nodes drafted")
+        print(
+            f"{metrics.acceptance_length:.2f} tokens per step, {metrics.drafted / metrics.steps:.1f} nodes drafted"
+        )
     print("=" * 100)
     same = torch.equal(out.sequences, plain)
-    print(f"speed: {plain_s / ours_s:.2f}x plain generate, identical tokens: {'yes' if same else 'no'}")
+    print(
+        f"speed: {plain_s / ours_s:.2f}x plain generate, identical tokens: {'yes' if same else 'no'}"
+    )
 
 
 if __name__ == "__main__":

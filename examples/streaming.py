@@ -1,9 +1,11 @@
-"""One text streamed in three ways: by the two streamers of transformers, and from a submitted request.
+"""One text streamed in three ways: by the two streamers of transformers, and from a submitted
+request.
 
     python examples/streaming.py
 
-A step commits several tokens at once. The streamers of transformers get them one by one and print complete words; a
-handle yields the text of each step, separated here by ``|``. Runs on the embedded pair, its target inflated to about
+A step commits several tokens at once. The streamers of transformers get them one by one and print
+complete words; a handle yields the text of each step, separated here by ``|``. Runs on the embedded
+pair, its target inflated to about
 0.1 B parameters; nothing is downloaded.
 """
 
@@ -35,7 +37,9 @@ def main(new_tokens: int = 64) -> None:
 
     print("--- generate in a thread, read from a TextIteratorStreamer")
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-    thread = threading.Thread(target=gen.generate, kwargs=dict(**inputs, **options, streamer=streamer))
+    thread = threading.Thread(
+        target=gen.generate, kwargs=dict(**inputs, **options, streamer=streamer)
+    )
     thread.start()
     pieces = list(streamer)  # a client would show each piece at once
     thread.join()
@@ -50,8 +54,12 @@ def main(new_tokens: int = 64) -> None:
                 first_s = time.perf_counter() - begun_s
             print(piece, end="|", flush=True)
     result = handle.result()
-    print(f"\nfirst piece after {first_s:.2f} s; {len(result.token_ids)} tokens in {len(handle.commits)} steps")
-    print(f"{sum(handle.from_draft)} accepted draft tokens, the same text: {'yes' if result.text == text else 'no'}")
+    print(
+        f"\nfirst piece after {first_s:.2f} s; {len(result.token_ids)} tokens in {len(handle.commits)} steps"
+    )
+    print(
+        f"{sum(handle.from_draft)} accepted draft tokens, the same text: {'yes' if result.text == text else 'no'}"
+    )
 
 
 if __name__ == "__main__":

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.checks import NO_CHECKS, Checks
-from hf_slospec.engine.protocols import Clock, Drafter, Policy, Target
-from hf_slospec.engine.request import Request
-from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
-from hf_slospec.engine.scheduling.guarantees import guarantee_windows
-from hf_slospec.engine.scheduling.static_batch import StaticScheduler
-from hf_slospec.engine.scheduling.window_guarantees import WindowGuarantees
+from hf_slospec.engine.costs import StepCosts
+from hf_slospec.engine.interfaces import Clock, Drafter, Policy, Target
 from hf_slospec.engine.step import Engine
-from hf_slospec.engine.step_times import StepCosts
+from hf_slospec.request.request import Request
+from hf_slospec.scheduler.continuous import ContinuousScheduler, Limits
+from hf_slospec.scheduler.guarantees import guarantee_windows
+from hf_slospec.scheduler.static import StaticScheduler
+from hf_slospec.scheduler.window_guarantees import WindowGuarantees
 
 
 class Parts(NamedTuple):
@@ -37,12 +37,20 @@ def static_engine(
     """Return an engine that decodes a fixed batch of requests; see :class:`StaticScheduler`."""
     target, drafter, policy, costs, clock, shared, checks = parts
     windows = WindowGuarantees(config.guarantee, costs.recent, falls_back=False)
-    begin = None if config.guarantee is None else partial(guarantee_windows, costs=costs, windows=windows)
+    begin = (
+        None
+        if config.guarantee is None
+        else partial(guarantee_windows, costs=costs, windows=windows)
+    )
     scheduler = StaticScheduler(requests, begin, shares_prompts)
-    return Engine(target, drafter, policy, scheduler, costs, clock, config.check_invariants, shared, checks)
+    return Engine(
+        target, drafter, policy, scheduler, costs, clock, config.check_invariants, shared, checks
+    )
 
 
-def continuous_engine(config: SLOSpecConfig, parts: Parts, limits: Limits) -> Engine[ContinuousScheduler]:
+def continuous_engine(
+    config: SLOSpecConfig, parts: Parts, limits: Limits
+) -> Engine[ContinuousScheduler]:
     """Return an engine to which requests are added while it runs."""
     target, drafter, policy, costs, clock, shared, checks = parts
     guarantee = config.guarantee if config.admission == "slo" else None
@@ -55,9 +63,13 @@ def continuous_engine(config: SLOSpecConfig, parts: Parts, limits: Limits) -> En
         guarantee,
         getattr(policy, "falls_back", False),
     )
-    return Engine(target, drafter, policy, scheduler, costs, clock, config.check_invariants, shared, checks)
+    return Engine(
+        target, drafter, policy, scheduler, costs, clock, config.check_invariants, shared, checks
+    )
 
 
 def limits_of(config: SLOSpecConfig, kv_tokens: int, max_nodes: int) -> Limits:
-    """Return the limits of a config, with the K/V slots and nodes per request chosen for the models."""
+    """Return the limits of a config, with the K/V slots and nodes per request chosen for the
+    models.
+    """
     return Limits(config.max_batch, kv_tokens, max_nodes, config.prefill_chunk, config.starvation_s)

@@ -1,4 +1,6 @@
-"""Settings of a generator. Defaults are defined here, in the policies' settings and in their options only."""
+"""Settings of a generator. Defaults are defined here, in the policies' settings and in their
+options only.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,14 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from hf_slospec.engine.protocols import Policy
-from hf_slospec.engine.scheduling import AdmissionName, PrefillName
-from hf_slospec.engine.step_times import StepCosts
+from hf_slospec.engine.costs import StepCosts
+from hf_slospec.engine.interfaces import Policy
 from hf_slospec.policies.settings import MAX_COUNT, PolicySettings
+from hf_slospec.scheduler import AdmissionName, PrefillName
 
-MAX_PREFILL_CHUNK = 10**6  # bounded, since the scheduler predicts the step time of every size up to it
+MAX_PREFILL_CHUNK = (
+    10**6
+)  # bounded, since the scheduler predicts the step time of every size up to it
 
 Compile = bool | Literal["wait"]
 Exact = Literal["bits", "self"] | None
@@ -85,9 +89,14 @@ class SLOSpecConfig(PolicySettings):
         "from the guarantees kept so far. None, also with an admission other than slo: 85 % of each SLO is planned "
         "with, TPOT is the mean over all tokens, and no probability is guaranteed.",
     )
-    max_batch: int = Field(64, ge=1, le=MAX_COUNT, description="Batcher: maximum number of running requests.")
+    max_batch: int = Field(
+        64, ge=1, le=MAX_COUNT, description="Batcher: maximum number of running requests."
+    )
     max_queue: int = Field(
-        1024, ge=1, le=MAX_COUNT, description="Batcher: maximum number of waiting requests; more are refused."
+        1024,
+        ge=1,
+        le=MAX_COUNT,
+        description="Batcher: maximum number of waiting requests; more are refused.",
     )
     kv_tokens: int | None = Field(
         None,
@@ -110,7 +119,8 @@ class SLOSpecConfig(PolicySettings):
         description="Batcher: seconds after which a waiting request precedes all others, guaranteed or not.",
     )
     check_invariants: bool = Field(
-        False, description="Verify trees and K/V cache book-keeping at every step (slow; for tests)."
+        False,
+        description="Verify trees and K/V cache book-keeping at every step (slow; for tests).",
     )
 
     @model_validator(mode="before")
@@ -143,4 +153,6 @@ class SLOSpecConfig(PolicySettings):
         return self
 
 
-NewPolicy = Callable[[SLOSpecConfig, StepCosts], Policy]  # makes a user's policy, given as make_policy
+NewPolicy = Callable[
+    [SLOSpecConfig, StepCosts], Policy
+]  # makes a user's policy, given as make_policy

@@ -1,4 +1,6 @@
-"""Errors and warnings. Each error also derives from the built-in error that callers expect to catch."""
+"""Errors and warnings. Each error also derives from the built-in error that callers expect to
+catch.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ class QueueFull(SLOSpecError, queue.Full):  # noqa: N818  named like queue.Full
 
 
 class NotGuaranteedError(SLOSpecError, RuntimeError):
-    """The SLOs of a request that was submitted with ``must_guarantee`` cannot be guaranteed; no work was done."""
+    """The SLOs of a request that was submitted with ``must_guarantee`` cannot be guaranteed; no
+    work was done.
+    """
 
 
 class NotRunningError(SLOSpecError, RuntimeError):
@@ -100,14 +104,21 @@ class InputModel(BaseModel):
 
 
 def describe_validation_error(error: ValidationError, name: Callable[[str], str] = str) -> str:
-    """Return all faults of a pydantic error, separated by semicolons; ``name`` returns the shown name of a field."""
+    """Return all faults of a pydantic error, separated by semicolons; ``name`` returns the shown
+    name of a field.
+    """
     return "; ".join(describe_fault(fault, name) for fault in error.errors(include_url=False))
 
 
 def describe_fault(fault: ErrorDetails, name: Callable[[str], str] = str) -> str:
     """Return one fault as ``field.path: reason``, with the value if it is a scalar."""
     reason = fault["msg"].removeprefix("Value error, ")
-    is_about_value = fault["type"] not in ("missing", "extra_forbidden", "value_error", "json_invalid")
+    is_about_value = fault["type"] not in (
+        "missing",
+        "extra_forbidden",
+        "value_error",
+        "json_invalid",
+    )
     if is_about_value and isinstance(fault["input"], str | int | float):
         reason += f", got {reprlib.repr(fault['input'])}"
     first, *path = map(str, fault["loc"] or ("",))

@@ -36,7 +36,9 @@ def need(extra: str, what: str) -> None:
         what: the feature that needs the extra, for the message.
     """
     if missing := [module for module in MODULES[extra] if not _is_installed(module)]:
-        raise MissingExtraError(f"{what} needs {', '.join(missing)}; install with: {install_command(extra)}")
+        raise MissingExtraError(
+            f"{what} needs {', '.join(missing)}; install with: {install_command(extra)}"
+        )
 
 
 def _is_installed(module: str) -> bool:
@@ -47,10 +49,14 @@ def _is_installed(module: str) -> bool:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that adds an extra to the package, which may be a clone, a folder, an archive or a release."""
+    """Return the command that adds an extra to the package, which may be a clone, a folder, an
+    archive or a release.
+    """
     try:
         installed = importlib.metadata.distribution(NAME)
-    except importlib.metadata.PackageNotFoundError:  # imported from a clone by PYTHONPATH, or from its folder
+    except (
+        importlib.metadata.PackageNotFoundError
+    ):  # imported from a clone by PYTHONPATH, or from its folder
         return f'pip install -e "{SOURCE}[{extra}]"'
     record = json.loads(installed.read_text("direct_url.json") or "{}")
     if not record:  # installed from an index
@@ -63,7 +69,12 @@ def install_command(extra: str) -> str:
         return f'pip install "{NAME}[{extra}] @ {source}"'
     path = Path(url2pathname(url.path))
     if not path.exists():  # installed from a wheel that was deleted
-        return " ".join(("pip install", *(f'"{requirement}"' for requirement in _requirements(installed, extra))))
+        return " ".join(
+            (
+                "pip install",
+                *(f'"{requirement}"' for requirement in _requirements(installed, extra)),
+            )
+        )
     flag = "-e " if record.get("dir_info", {}).get("editable") else ""
     return f'pip install {flag}"{path}[{extra}]"'
 
@@ -71,7 +82,11 @@ def install_command(extra: str) -> str:
 def _requirements(installed: Any, extra: str) -> list[str]:
     """Return the requirements of an extra and of the extras that it includes, without markers."""
     parts = [requirement.partition(";") for requirement in installed.requires or ()]
-    names = [name.strip() for name, _, marker in parts if marker.replace('"', "'").strip() == f"extra == '{extra}'"]
+    names = [
+        name.strip()
+        for name, _, marker in parts
+        if marker.replace('"', "'").strip() == f"extra == '{extra}'"
+    ]
     included = [name[len(NAME) + 1 : -1] for name in names if name.startswith(f"{NAME}[")]
     return [name for name in names if not name.startswith(NAME)] + [
         name for other in included for name in _requirements(installed, other)

@@ -1,4 +1,6 @@
-"""Locks and other state that a forked child resets, as all threads but the one that forked stayed with the parent."""
+"""Locks and other state that a forked child resets, as all threads but the one that forked stayed
+with the parent.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,16 @@ class Resettable(Protocol):
     """An object with state that threads share."""
 
     def reset_after_fork(self) -> None:
-        """Make the state consistent in a forked child, which has the current thread only; take no time for more."""
+        """Make the state consistent in a forked child, which has the current thread only; take no
+        time for more.
+        """
 
 
 _locks: WeakSet[Resettable] = WeakSet()
 _owners: WeakSet[Resettable] = WeakSet()
-_undos: dict[object, tuple[int, Callable[[], None]]] = {}  # what to undo, with the thread whose context it is
+_undos: dict[
+    object, tuple[int, Callable[[], None]]
+] = {}  # what to undo, with the thread whose context it is
 
 
 def reset_lock_in_children(lock: Resettable) -> None:
@@ -41,7 +47,9 @@ def reset_in_children(owner: Resettable) -> None:
 
 @contextmanager
 def undone(undo: Callable[[], None]) -> Iterator[None]:
-    """Run ``undo`` at the end of this context, and in forked children that lack the context's thread."""
+    """Run ``undo`` at the end of this context, and in forked children that lack the context's
+    thread.
+    """
     key = object()
     _undos[key] = threading.get_ident(), undo
     try:
@@ -56,7 +64,9 @@ def _reset() -> None:
         try:
             each.reset_after_fork()
         except Exception:  # the others must be reset all the same
-            logger.exception("a forked child could not reset a %s, which may fail there", type(each).__name__)
+            logger.exception(
+                "a forked child could not reset a %s, which may fail there", type(each).__name__
+            )
     for key, (thread, undo) in list(_undos.items()):
         if thread != threading.get_ident():
             del _undos[key]
@@ -77,7 +87,12 @@ class Lock:
     def __enter__(self) -> None:
         self._lock.acquire()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._lock.release()
 
     def reset_after_fork(self) -> None:
@@ -87,7 +102,9 @@ class Lock:
 
 
 class Condition(PlainCondition):
-    """Condition whose lock is free in a forked child, unless the thread that forked holds it; no thread waits."""
+    """Condition whose lock is free in a forked child, unless the thread that forked holds it; no
+    thread waits.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +118,9 @@ class Condition(PlainCondition):
 
 
 class cached_property(LockedProperty[T]):  # noqa: N801  a decorator
-    """``functools.cached_property`` without the lock that it has before Python 3.12, which children would inherit."""
+    """``functools.cached_property`` without the lock that it has before Python 3.12, which children
+    would inherit.
+    """
 
     @overload
     def __get__(self, instance: None, owner: type[Any] | None = None) -> Self: ...

@@ -1,12 +1,13 @@
-"""Check the wheel in environments of their own: the base install and each extra alone, with nothing else beside it.
+"""Check the wheel in environments of their own: the base install and each extra alone, with nothing
+else beside it.
 
     python scripts/check_installs.py            # builds the wheel; --keep FOLDER keeps the environments
     python scripts/check_installs.py --quick    # the base install and the extra ``serve`` only
 
-In each of them every command answers ``--help``. The commands that an extra is for do a small real job, and without the
-extra they say in one line what is missing. The environments of extras see the packages of the base install, so that
-torch is installed once. ``flash`` is left out, as it needs a CUDA compiler. Needs the group ``package``.
-"""
+In each of them every command answers ``--help``. The commands that an extra is for do a small real
+job, and without the extra they say in one line what is missing. The environments of extras see the
+packages of the base install, so that torch is installed once. ``flash`` is left out, as it needs a
+CUDA compiler. Needs the group ``package``."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ HELP = f"""
 from hf_slospec.cli.app import app
 for arguments in [["--version"], ["--help"], *([name, "--help"] for name in {COMMANDS})]:
     app(arguments, standalone_mode=False)
-from hf_slospec.models.compiled import operators
+from hf_slospec.cpu import operators
 assert operators.SOURCE.exists()  # for the compiler, which no job below waits for
 """
 COLLECT = """
@@ -95,12 +96,29 @@ class Environment:
         self.packages = Path(own)
         if base is not None:
             (self.packages / "base.pth").write_text(f"{base.packages}\n")
-        self.settings = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        self.settings |= {"HF_HUB_OFFLINE": "1", "HF_ASSETS_CACHE": str(folder.parent / "profiles"), "COLUMNS": "300"}
-        # Two are checked at once, beside the tests; a Ray node has 30 s to start unless told otherwise.
+        self.settings = {
+            name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
+        }
+        self.settings |= {
+            "HF_HUB_OFFLINE": "1",
+            "HF_ASSETS_CACHE": str(folder.parent / "profiles"),
+            "COLUMNS": "300",
+        }
+        # Two are checked at once, beside the tests; a Ray node has 30 s to start unless told
+        # otherwise.
         self.settings |= {"OMP_NUM_THREADS": "1", "RAY_raylet_start_wait_time_s": "300"}
-        pip = [self.python, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
-        subprocess.run([*pip, "-c", ROOT / "constraints.txt", requirement], check=True, env=self.settings)
+        pip = [
+            self.python,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-compile",
+            "--disable-pip-version-check",
+        ]
+        subprocess.run(
+            [*pip, "-c", ROOT / "constraints.txt", requirement], check=True, env=self.settings
+        )
 
     def run(self, *arguments: str | Path) -> str:
         """Run Python and return what it printed; raises AssertionError if it failed."""
@@ -108,7 +126,9 @@ class Environment:
             [self.python, *arguments], env=self.settings, cwd=self.folder, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
-        assert run.returncode == 0, f"{self.folder.name}: {arguments} ended with {run.returncode}:\n{run.stdout}"
+        assert run.returncode == 0, (
+            f"{self.folder.name}: {arguments} ended with {run.returncode}:\n{run.stdout}"
+        )
         return run.stdout
 
     def command(self, line: str) -> str:
@@ -130,10 +150,13 @@ class Environment:
             try:
                 ends = time.monotonic() + START_S
                 while not answers(address + path):
-                    assert server.poll() is None and time.monotonic() < ends, f"{line} does not answer"
+                    assert server.poll() is None and time.monotonic() < ends, (
+                        f"{line} does not answer"
+                    )
                     time.sleep(0.2)
                 yield address
-                server.terminate()  # an interrupt is ignored by processes that a shell started in the background
+                # An interrupt is ignored by processes that a shell started in the background
+                server.terminate()
                 server.wait(START_S)
             except BaseException:
                 output.seek(0)
@@ -156,7 +179,9 @@ def answers(url: str) -> bool:
 def complete(address: str) -> None:
     """Ask a server for a few tokens."""
     body = json.dumps({"model": "tiny", "prompt": "def f(", "max_tokens": 4}).encode()
-    request = urllib.request.Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        f"{address}/v1/completions", body, {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=START_S) as answer:
         assert json.load(answer)["usage"]["completion_tokens"] == 4
 
@@ -194,7 +219,9 @@ JOBS: dict[str, Callable[[Environment], object]] = {
     "plot": lambda own: own.command(WITHOUT["plot"]),
     "metrics": lambda own: own.run("-c", COLLECT),
     "suffix": lambda own: own.command(WITHOUT["suffix"]),
-    "gguf": lambda own: own.run("-c", "import gguf; assert gguf.GGUFReader"),  # tests/real reads a published file
+    "gguf": lambda own: own.run(
+        "-c", "import gguf; assert gguf.GGUFReader"
+    ),  # tests/real reads a published file
 }
 QUICK = ("serve",)  # extras that every change is checked with
 
@@ -203,15 +230,23 @@ def main() -> None:
     """Build the wheel, and check it in one environment after another, two at a time."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--keep", type=Path, help="folder for the environments")
-    parser.add_argument("--quick", action="store_true", help=f"few commands, and no extras but {', '.join(QUICK)}")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"few commands, and no extras but {', '.join(QUICK)}"
+    )
     options = parser.parse_args()
-    folder, extras = options.keep, QUICK if options.quick else tuple(JOBS)
+    folder = options.keep
+    extras = QUICK if options.quick else tuple(JOBS)
     with contextlib.nullcontext(folder) if folder else tempfile.TemporaryDirectory() as name:
         root = Path(name).resolve()
         subprocess.run(
-            [sys.executable, "-m", "build", "--outdir", root / "dist", ROOT], check=True, stdout=subprocess.PIPE
+            [sys.executable, "-m", "build", "--outdir", root / "dist", ROOT],
+            check=True,
+            stdout=subprocess.PIPE,
         )
-        subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *(root / "dist").iterdir()], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "twine", "check", "--strict", *(root / "dist").iterdir()],
+            check=True,
+        )
         (wheel,) = (root / "dist").glob("*.whl")
         said = threading.Lock()
 

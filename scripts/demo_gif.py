@@ -1,9 +1,10 @@
-"""Record the demo in Chromium: ``python -m scripts.demo_gif docs/images/demo.gif --picture docs/images/demo.png``.
+"""Record the demo in Chromium:
+``python -m scripts.demo_gif docs/images/demo.gif --picture docs/images/demo.png``.
 
-The GIF shows the same four requests twice, one above the other: without speculation, and with policy ``auto``. Both
-were recorded at their real speed, one after the other. ``--target`` names a model, such as
-build/checkpoints/SmolLM2-135M-Instruct; the default is the embedded pair. Needs gradio, playwright, Pillow (installed
-with gradio) and Chromium on the PATH.
+The GIF shows the same four requests twice, one above the other: without speculation, and with
+policy ``auto``. Both were recorded at their real speed, one after the other. ``--target`` names a
+model, such as build/checkpoints/SmolLM2-135M-Instruct; the default is the embedded pair. Needs
+gradio, playwright, Pillow (installed with gradio) and Chromium on the PATH.
 """
 
 from __future__ import annotations
@@ -22,22 +23,37 @@ from playwright.sync_api import Page, sync_playwright
 from hf_slospec.demo import SIZE as MODEL_SIZE
 from hf_slospec.demo.serve import Options, launch, prepare
 from hf_slospec.demo.sessions import DemoSessions
-from hf_slospec.serving.log_level import only_errors_logged
-from hf_slospec.serving.options import ModelOptions
+from hf_slospec.server.model_options import ModelOptions, only_errors_logged
 
-SIZE = dict(width=1420, height=1180)  # four streams side by side, from the headline to their controls
-CAPTIONS = {"none": "No speculation", "auto": "Policy auto: speculation, users below their speed target first"}
+SIZE = dict(
+    width=1420, height=1180
+)  # four streams side by side, from the headline to their controls
+CAPTIONS = {
+    "none": "No speculation",
+    "auto": "Policy auto: speculation, users below their speed target first",
+}
 CAPTION_PX = 34
 WARM_UP_S = 4.0  # until all streams have a measured speed
 NUM_COLOURS = 256
-ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+]
 
 
 def record(
     url: str, sessions: DemoSessions, seconds: float, every_s: float, picture: Path | None
 ) -> dict[str, list[Image.Image]]:
-    """Return screenshots by policy, from the moment at which all simulated users ask; write one of the whole page."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    """Return screenshots by policy, from the moment at which all simulated users ask; write one of
+    the whole page.
+    """
+    chromium = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
         page = browser.new_page(viewport=SIZE)
@@ -57,7 +73,9 @@ def record(
 
 
 def restart(sessions: DemoSessions) -> None:
-    """Let all simulated users ask again, greedily, so that the answers are the same with all policies."""
+    """Let all simulated users ask again, greedily, so that the answers are the same with all
+    policies.
+    """
     for index, view in enumerate(sessions.refresh("recording").simulated):
         if view is not None:
             sessions.change(index, view.user_request.model_copy(update={"temperature": 0.0}))
@@ -69,7 +87,8 @@ def screenshots(page: Page, seconds: float, every_s: float) -> list[Image.Image]
     assert top is not None and bottom is not None
     height = bottom["y"] + bottom["height"] - top["y"] + 8.0
     clip: Any = {"x": 0, "y": top["y"], "width": SIZE["width"], "height": height}
-    frames, begun_s = [], time.monotonic()
+    frames = []
+    begun_s = time.monotonic()
     for number in range(round(seconds / every_s)):
         page.wait_for_timeout(max(1e3 * (begun_s + number * every_s - time.monotonic()), 0.0))
         frames.append(Image.open(io.BytesIO(page.screenshot(clip=clip))).convert("RGB"))
@@ -78,10 +97,14 @@ def screenshots(page: Page, seconds: float, every_s: float) -> list[Image.Image]
 
 def stacked(frames: dict[str, list[Image.Image]], every_s: float) -> list[Image.Image]:
     """Return one frame a moment, with the policies above each other under their captions."""
-    font, made = ImageFont.load_default(0.6 * CAPTION_PX), []
+    font = ImageFont.load_default(0.6 * CAPTION_PX)
+    made = []
     for number, images in enumerate(zip(*frames.values(), strict=True)):
-        sheet = Image.new("RGB", (images[0].width, sum(CAPTION_PX + image.height for image in images)), "white")
-        draw, y = ImageDraw.Draw(sheet), 0
+        sheet = Image.new(
+            "RGB", (images[0].width, sum(CAPTION_PX + image.height for image in images)), "white"
+        )
+        draw = ImageDraw.Draw(sheet)
+        y = 0
         for policy, image in zip(frames, images, strict=True):
             draw.rectangle((0, y, sheet.width, y + CAPTION_PX), fill="#0072b2")
             caption = f"{CAPTIONS[policy]}, after {number * every_s:.1f} s"
@@ -93,7 +116,9 @@ def stacked(frames: dict[str, list[Image.Image]], every_s: float) -> list[Image.
 
 
 def save(frames: list[Image.Image], path: Path, every_s: float, width: int) -> None:
-    """Write the frames as a GIF with one palette, made from a few of them; the last one stays for two seconds."""
+    """Write the frames as a GIF with one palette, made from a few of them; the last one stays for
+    two seconds.
+    """
     height = round(width * frames[0].height / frames[0].width)
     small = [frame.resize((width, height), Image.Resampling.LANCZOS) for frame in frames]
     samples = small[:: max(len(small) // 6, 1)]
@@ -101,9 +126,13 @@ def save(frames: list[Image.Image], path: Path, every_s: float, width: int) -> N
     for index, frame in enumerate(samples):
         sheet.paste(frame, (0, height * index))
     palette = sheet.quantize(NUM_COLOURS, method=Image.Quantize.MEDIANCUT)
-    drawn: list[Any] = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in small]
+    drawn: list[Any] = [
+        frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in small
+    ]
     durations = [round(1e3 * every_s)] * (len(drawn) - 1) + [2000]
-    drawn[0].save(path, save_all=True, append_images=drawn[1:], duration=durations, loop=0, optimize=True)
+    drawn[0].save(
+        path, save_all=True, append_images=drawn[1:], duration=durations, loop=0, optimize=True
+    )
 
 
 def main(
@@ -112,9 +141,13 @@ def main(
     every: Annotated[float, typer.Option(help="Seconds between frames.")] = 0.4,
     width: Annotated[int, typer.Option(help="Width in pixels.")] = 900,
     size: Annotated[str, typer.Option(help="Size of the embedded target.")] = MODEL_SIZE,
-    target: Annotated[str | None, typer.Option(help="A model in place of the embedded pair.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="A model in place of the embedded pair.")
+    ] = None,
     drafter: Annotated[str | None, typer.Option(help="As for `hf_slospec demo`.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Also write a screenshot of the page to this PNG.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Also write a screenshot of the page to this PNG.")
+    ] = None,
 ) -> None:
     """Record the demo as an animated GIF."""
     options = Options(ModelOptions(target=target, drafter=drafter, size="tiny" if target else size))
@@ -126,7 +159,9 @@ def main(
             page.close(verbose=False)
             sessions.generator.stop()
     save(stacked(frames, every), path, every, width)
-    print(f"{path}: {len(frames['auto'])} frames, {path.stat().st_size / 1e6:.1f} MB", file=sys.stderr)
+    print(
+        f"{path}: {len(frames['auto'])} frames, {path.stat().st_size / 1e6:.1f} MB", file=sys.stderr
+    )
 
 
 if __name__ == "__main__":

@@ -18,13 +18,19 @@ sys.path.insert(0, str(ROOT))
 
 
 def main(
-    folders: Annotated[list[Path] | None, typer.Argument(help="Folders of tests. Default: all.")] = None,
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="Folders of tests. Default: all.")
+    ] = None,
     examples: Annotated[int, typer.Option(min=1, help="Examples of each test.")] = 2000,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the examples. Default: random.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed of the examples. Default: random.")
+    ] = None,
 ) -> None:
     """Run all fuzz tests below the folders; exit with 1 if one failed."""
     os.environ["FUZZ_EXAMPLES"] = str(examples)  # tests/conftest.py reads it
-    found = sorted(path for folder in folders or [ROOT / "tests"] for path in folder.rglob("test_fuzz.py"))
+    found = sorted(
+        path for folder in folders or [ROOT / "tests"] for path in folder.rglob("test_fuzz.py")
+    )
     if not found:
         raise typer.BadParameter("there is no test_fuzz.py in these folders")
     os.chdir(ROOT)

@@ -1,4 +1,5 @@
-"""Run simulations of the batcher, one per seed, and print the seeds that fail with the smallest schedule that does.
+"""Run simulations of the batcher, one per seed, and print the seeds that fail with the smallest
+schedule that does.
 
 Usage: python scripts/simulate_faults.py --seeds 0:1000000 --jobs 4 --log faults.jsonl
 """
@@ -30,27 +31,47 @@ RANGE = 500  # seeds of one line of the log
 
 
 def main(
-    seeds: Annotated[str, typer.Option(help="First seed and the one behind the last, as 0:1000.")] = "0:10000",
+    seeds: Annotated[
+        str, typer.Option(help="First seed and the one behind the last, as 0:1000.")
+    ] = "0:10000",
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
     log: Annotated[
-        Path | None, typer.Option(help="File of JSON lines; ranges that it has of this commit are not run again.")
+        Path | None,
+        typer.Option(
+            help="File of JSON lines; ranges that it has of this commit are not run again."
+        ),
     ] = None,
-    counts: Annotated[bool, typer.Option(help="Print what happened in the schedules, and how often.")] = False,
+    counts: Annotated[
+        bool, typer.Option(help="Print what happened in the schedules, and how often.")
+    ] = False,
     shrink: Annotated[bool, typer.Option(help="Shrink the schedules of failing seeds.")] = True,
 ) -> None:
-    """Simulate the batcher once per seed; exit with 1 if a schedule failed, now or before by the log."""
+    """Simulate the batcher once per seed; exit with 1 if a schedule failed, now or before by the
+    log.
+    """
     first, _, behind = seeds.partition(":")
     if not (first.isdecimal() and behind.isdecimal() and int(first) < int(behind)):
-        raise typer.BadParameter(f"must be two ascending numbers, such as 0:1000, got {seeds!r}", param_hint="--seeds")
+        raise typer.BadParameter(
+            f"must be two ascending numbers, such as 0:1000, got {seeds!r}", param_hint="--seeds"
+        )
     facts = provenance()
     commit = facts["commit"]
-    ranges = [range(begin, min(begin + RANGE, int(behind))) for begin in range(int(first), int(behind), RANGE)]
-    is_known = commit is not None and not commit.endswith("-dirty")  # changed files may have changed again
+    ranges = [
+        range(begin, min(begin + RANGE, int(behind)))
+        for begin in range(int(first), int(behind), RANGE)
+    ]
+    is_known = commit is not None and not commit.endswith(
+        "-dirty"
+    )  # changed files may have changed again
     known = _read(log) if log is not None and is_known else []
     lines = [line for line in known if line["commit"] == commit and range(*line["seeds"]) in ranges]
     done = {tuple(line["seeds"]) for line in lines}
     left = [seeds for seeds in ranges if (seeds.start, seeds.stop) not in done]
-    with tqdm(total=sum(map(len, ranges)), initial=sum(map(len, ranges)) - sum(map(len, left)), unit="schedule") as bar:
+    with tqdm(
+        total=sum(map(len, ranges)),
+        initial=sum(map(len, ranges)) - sum(map(len, left)),
+        unit="schedule",
+    ) as bar:
         for line in _run(left, jobs):
             lines.append(line | facts)
             if log is not None:
@@ -67,7 +88,9 @@ def main(
         total = sum((Counter(line["counts"]) for line in lines), Counter[str]())
         print(*(f"{name:42}{number:>12,}" for name, number in sorted(total.items())), sep="\n")
     seconds = sum(line["cpu_s"] for line in lines)
-    print(f"{len(failing)} of {sum(map(len, ranges))} schedules failed in {seconds:.0f} CPU seconds: {failing}")
+    print(
+        f"{len(failing)} of {sum(map(len, ranges))} schedules failed in {seconds:.0f} CPU seconds: {failing}"
+    )
     raise typer.Exit(bool(failing))
 
 
@@ -87,14 +110,21 @@ def _begin() -> None:
 
 
 def _simulate(seeds: range) -> dict[str, Any]:
-    counts, failing, begun_s = Counter[str](), list[tuple[int, str]](), time.process_time()
+    counts = Counter[str]()
+    failing = list[tuple[int, str]]()
+    begun_s = time.process_time()
     for seed in seeds:
         error, own = simulate(schedule_of(seed))
         counts += own
         if error is not None:
             failing.append((seed, repr(error)))
     seconds = round(time.process_time() - begun_s, 2)
-    return {"seeds": [seeds.start, seeds.stop], "failing": failing, "cpu_s": seconds, "counts": counts}
+    return {
+        "seeds": [seeds.start, seeds.stop],
+        "failing": failing,
+        "cpu_s": seconds,
+        "counts": counts,
+    }
 
 
 def _read(log: Path) -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
-"""Test a tiny random model of every causal-LM and image-text class of transformers, and write docs/support.md.
+"""Test a tiny random model of every causal-LM and image-text class of transformers, and write
+docs/support.md.
 
-Each class runs in a separate process, so that a crash, a hang or a huge model affects no other class.
-"""
+Each class runs in a separate process, so that a crash, a hang or a huge model affects no other
+class."""
 
 from __future__ import annotations
 
@@ -34,18 +35,29 @@ from transformers.models.auto.modeling_auto import (
 )
 
 import hf_slospec
-from hf_slospec import SLOSpecConfig, SLOSpecError, SLOSpecGenerator, UnsupportedInputError, load_drafter
+from hf_slospec import (
+    SLOSpecConfig,
+    SLOSpecError,
+    SLOSpecGenerator,
+    UnsupportedInputError,
+    load_drafter,
+)
 from hf_slospec.drafters.head import HeadMethod
-from hf_slospec.drafters.heads.mtp import MtpHead, ShippedMtpHead
 from hf_slospec.drafters.methods import DraftMethod
-from hf_slospec.drafters.named import NAMED
+from hf_slospec.drafters.registry import NAMED
+from hf_slospec.heads.mtp import MtpHead, ShippedMtpHead
 from tests.support.toys.tiny_configs import WINDOW, tiny_config
 from tests.support.toys.tiny_models import VOCAB, sharpened
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "build" / "support.json"
-NEW_TOKENS, FEW_TOKENS, PROMPT_LENGTHS = 36, 12, (12, 25)  # few: with each of further drafters
-MAX_PARAMETERS, MAX_MEMORY, TIME_LIMIT_S = 50_000_000, 12 << 30, 240
+# few: with each of further drafters
+NEW_TOKENS = 36
+FEW_TOKENS = 12
+PROMPT_LENGTHS = (12, 25)
+MAX_PARAMETERS = 50_000_000
+MAX_MEMORY = 12 << 30
+TIME_LIMIT_S = 240
 SEEDS = (0, 1, 2)
 RANK = ("wrong", "exact", "refused", "untested")
 NEAR_TIE = 1e-4  # logits this close may change order with the order of a sum
@@ -63,7 +75,8 @@ UNTESTABLE = {
 }
 
 
-# Auto classes by what the page calls their models. A class of both is tested in both ways and listed with the first.
+# Auto classes by what the page calls their models. A class of both is tested in both ways and
+# listed with the first.
 MAPPINGS = {
     "causal-LM": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "image-text": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -75,10 +88,14 @@ class UntestableError(Exception):
 
 
 class DifferentError(Exception):
-    """An output differs from stock's, with ``gap`` between its two highest logits there; the message says where."""
+    """An output differs from stock's, with ``gap`` between its two highest logits there; the
+    message says where.
+    """
 
     def __init__(self, kind: str, row: int, token: int, gap: float):
-        super().__init__(f"{kind}: row {row} differs from stock at new token {token} (top-2 gap {gap:.1e})")
+        super().__init__(
+            f"{kind}: row {row} differs from stock at new token {token} (top-2 gap {gap:.1e})"
+        )
         self.is_near_tie = gap < NEAR_TIE
 
 
@@ -96,7 +113,10 @@ def count_parameters(model_class: Any, config: Any) -> int:
     try:
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in model_class(config).parameters())
-    except (RuntimeError, NotImplementedError):  # the constructor needs values; the memory limit applies
+    except (
+        RuntimeError,
+        NotImplementedError,
+    ):  # the constructor needs values; the memory limit applies
         return 0
 
 
@@ -135,11 +155,15 @@ def margin(model: Any, prompt: torch.Tensor, tokens: list[int]) -> float:
 
 
 def first_difference(stock: list[list[int]], other: list[list[int]]) -> tuple[int, int] | None:
-    """Return (row, index of the new token) of the first difference of two outputs; None if they are equal."""
+    """Return (row, index of the new token) of the first difference of two outputs; None if they are
+    equal.
+    """
     for row, (left, right) in enumerate(zip(stock, other, strict=True)):
         if left != right:
             pairs = zip(left, right, strict=False)
-            return row, next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+            return row, next(
+                (i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right))
+            )
     return None
 
 
@@ -174,7 +198,11 @@ def verdict_on_text(name: str) -> Verdict:
         return Verdict("untested", [UNTESTABLE[name]])
     try:
         model_class = getattr(transformers, name)
-        config = tiny_config(model_class.config_class) if name in model_types("causal-LM") else image_config_of(name)
+        config = (
+            tiny_config(model_class.config_class)
+            if name in model_types("causal-LM")
+            else image_config_of(name)
+        )
         if (count := count_parameters(model_class, config)) > MAX_PARAMETERS:
             raise UntestableError(f"no tiny model: {count / 1e6:.0f} M parameters")
         sharpened(lambda: model_class(config), 0)
@@ -184,9 +212,13 @@ def verdict_on_text(name: str) -> Verdict:
         return Verdict("untested", [f"the tiny model cannot be built: {short(error)}"])
     notes: list[str] = []
     for seed in SEEDS:
-        model, draft = (sharpened(lambda: model_class(config), seed, noise) for noise in (0.0, 0.03))
+        model, draft = (
+            sharpened(lambda: model_class(config), seed, noise) for noise in (0.0, 0.03)
+        )
         try:
-            verdict, is_near_tie = compare(name, model, draft, without_placeholders(ragged_prompts(seed), config))
+            verdict, is_near_tie = compare(
+                name, model, draft, without_placeholders(ragged_prompts(seed), config)
+            )
         except UntestableError as why:
             return Verdict("untested", [str(why)])
         if not is_near_tie:
@@ -198,12 +230,20 @@ def verdict_on_text(name: str) -> Verdict:
 def without_placeholders(rows: list[torch.Tensor], config: Any) -> list[torch.Tensor]:
     """Return prompts without the tokens that stand for images, sounds and their ends."""
     configs = [config, *(getattr(config, name, None) for name in type(config).sub_configs)]
-    fields = [(field, value) for own in configs if own is not None for field, value in vars(own).items()]
-    special = [value for field, value in fields if field.endswith(("token_id", "token_index")) and type(value) is int]
+    fields = [
+        (field, value) for own in configs if own is not None for field, value in vars(own).items()
+    ]
+    special = [
+        value
+        for field, value in fields
+        if field.endswith(("token_id", "token_index")) and type(value) is int
+    ]
     return [torch.where(torch.isin(row, torch.tensor([*special, -1])), 3, row) for row in rows]
 
 
-def check_equal(model: Any, kind: str, batch: list[torch.Tensor], expected: list[list[int]], got: Any) -> None:
+def check_equal(
+    model: Any, kind: str, batch: list[torch.Tensor], expected: list[list[int]], got: Any
+) -> None:
     """Raise DifferentError unless two outputs are equal."""
     if (difference := first_difference(expected, got)) is not None:
         row, token = difference
@@ -217,7 +257,8 @@ def compare(name: str, model: Any, draft: Any, rows: list[torch.Tensor]) -> tupl
         alone = [generated(stock, [row])[0] for row in rows]
     except Exception as error:  # noqa: BLE001 - stock may raise anything
         raise UntestableError(f"stock generate fails on the tiny model: {short(error)}") from None
-    batches, notes = [rows[:1]], []
+    batches = [rows[:1]]
+    notes = []
     try:
         padded_difference = first_difference(alone, generated(stock, rows))
     except Exception as error:  # noqa: BLE001 - stock may raise anything
@@ -228,8 +269,13 @@ def compare(name: str, model: Any, draft: Any, rows: list[torch.Tensor]) -> tupl
         else:
             row, token = padded_difference
             if margin(model, rows[row], alone[row][:token]) < NEAR_TIE:
-                return Verdict("untested", ["stock's padded rows differ from the same rows alone at a near-tie"]), True
-            notes.append("batch 1 only: stock itself decodes a padded row differently from the row alone")
+                return Verdict(
+                    "untested",
+                    ["stock's padded rows differ from the same rows alone at a near-tie"],
+                ), True
+            notes.append(
+                "batch 1 only: stock itself decodes a padded row differently from the row alone"
+            )
     if len({token for tokens in alone for token in tokens}) < 6:
         notes.append("weak test: the tiny model repeats itself")
     try:
@@ -273,7 +319,8 @@ def reason_of(error: BaseException, name: str) -> str:
 
 
 def working_drafters(name: str, model: Any, row: torch.Tensor) -> tuple[list[str], list[str]]:
-    """Return the drafters without trained files by which a prompt is decoded as by stock, and why others do not.
+    """Return the drafters without trained files by which a prompt is decoded as by stock, and why
+    others do not.
 
     Raises:
         DifferentError: a drafter changes the output.
@@ -281,13 +328,22 @@ def working_drafters(name: str, model: Any, row: torch.Tensor) -> tuple[list[str
     batch = [torch.cat((row, row), dim=1)]  # so that the text itself has something to propose
     few = {"max_new_tokens": FEW_TOKENS}
     expected = generated(functools.partial(stock_generate, model), batch, **few)
-    works, reasons = list[str](), list[str]()
+    works = list[str]()
+    reasons = list[str]()
     for kind in NAMED:
         try:
-            if (method := random_mtp(model) if kind == "mtp" else load_drafter(kind, model)) is None:
+            if (
+                method := random_mtp(model) if kind == "mtp" else load_drafter(kind, model)
+            ) is None:
                 continue
-            got = generated(SLOSpecGenerator(model, drafter=method, config=drafting()).generate, batch, **few)
-        except (SLOSpecError, UntestableError, ImportError) as error:  # ImportError: the extra is not installed
+            got = generated(
+                SLOSpecGenerator(model, drafter=method, config=drafting()).generate, batch, **few
+            )
+        except (
+            SLOSpecError,
+            UntestableError,
+            ImportError,
+        ) as error:  # ImportError: the extra is not installed
             reasons.append(f"{kind}: {reason_of(error, name)}")
             continue
         check_equal(model, f"drafter {kind}, greedy", batch, expected, got)
@@ -298,16 +354,20 @@ def working_drafters(name: str, model: Any, row: torch.Tensor) -> tuple[list[str
 def random_mtp(model: Any) -> DraftMethod | None:
     """Return a random MTP layer in the layout in which the class has it; None if it has none.
 
-    Checkpoints hold these layers and models do not, so that a tiny random model has no files to load one from.
-    """
+    Checkpoints hold these layers and models do not, so that a tiny random model has no files to
+    load one from."""
     head: MtpHead | ShippedMtpHead | None = None
     if hasattr(model.config.get_text_config(decoder=True), "num_mtp_layers"):
         try:
             layers = MtpModel(model, 1)
         except Exception as error:
-            raise UntestableError(f"untested, transformers cannot build the layer: {short(error)}") from error
+            raise UntestableError(
+                f"untested, transformers cannot build the layer: {short(error)}"
+            ) from error
         head = ShippedMtpHead(model, layers)
-    elif any(pattern.startswith("^mtp") for pattern in model._keys_to_ignore_on_load_unexpected or ()):
+    elif any(
+        pattern.startswith("^mtp") for pattern in model._keys_to_ignore_on_load_unexpected or ()
+    ):
         head = MtpHead(model)  # the prefix of Qwen3-Next
     if head is None:
         return None
@@ -359,7 +419,9 @@ def verdict_on_images(pictured: tuple[Any, dict[str, Any]] | str) -> tuple[str, 
             return "untested", [f"{kind}: stock generate fails: {short(error)}"]
         torch.manual_seed(7)
         try:
-            got = SLOSpecGenerator(model, draft, config=drafting()).generate(**copy.deepcopy(options))
+            got = SLOSpecGenerator(model, draft, config=drafting()).generate(
+                **copy.deepcopy(options)
+            )
         except SLOSpecError as error:
             return "refused", [f"images: {reason_of(error, type(model).__name__)}"]
         except Exception as error:  # noqa: BLE001 - any other error of speculation is a bug
@@ -378,7 +440,11 @@ def in_child(name: str, answer: Connection) -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull), contextlib.redirect_stderr(devnull):
+    with (
+        open(os.devnull, "w") as devnull,
+        contextlib.redirect_stdout(devnull),
+        contextlib.redirect_stderr(devnull),
+    ):
         answer.send(dataclasses.asdict(verdict_on(name)))
 
 
@@ -430,9 +496,13 @@ def all_types() -> dict[str, list[str]]:
 
 
 def counts(results: dict[str, Verdict]) -> dict[str, collections.Counter[str]]:
-    """Return the numbers of classes by status: of each kind with text alone, and of image-text classes with images."""
+    """Return the numbers of classes by status: of each kind with text alone, and of image-text
+    classes with images.
+    """
     found = {
-        kind: collections.Counter(results[name].status for name in model_types(kind) if name in results)
+        kind: collections.Counter(
+            results[name].status for name in model_types(kind) if name in results
+        )
         for kind in MAPPINGS
     }
     images = (results[name].images for name in model_types("image-text") if name in results)
@@ -442,7 +512,11 @@ def counts(results: dict[str, Verdict]) -> dict[str, collections.Counter[str]]:
 def page(results: dict[str, Verdict]) -> str:
     """docs/support.md."""
     columns = counts(results)
-    not_run = [f"`{name}`" for name in NAMED if not any(name in verdict.drafters for verdict in results.values())]
+    not_run = [
+        f"`{name}`"
+        for name in NAMED
+        if not any(name in verdict.drafters for verdict in results.values())
+    ]
     lines = [
         "# Supported model classes",
         "",
@@ -463,7 +537,9 @@ def page(results: dict[str, Verdict]) -> str:
         "noisy copy, `lookup` and `suffix` draft from a prompt that repeats itself, and `mtp` is a random MTP layer, "
         "where checkpoints of the class have one. Drafters that need trained files ([EAGLE-3, DFlash, "
         "...](drafters.md)) are not part of this test"
-        + (f", and {', '.join(not_run)} was not part of the run that is shown." if not_run else "."),
+        + (
+            f", and {', '.join(not_run)} was not part of the run that is shown." if not_run else "."
+        ),
         "",
         "A class is exact for the settings tested here. A checkpoint may use other settings, so each model is checked "
         "by a trial when it is enabled. `python -m hf_slospec check org/name` compares a checkpoint of yours with "
@@ -496,8 +572,14 @@ def page(results: dict[str, Verdict]) -> str:
     for title, own in names.items():
         lines += ["", f"## {title}", ""]
         if title == "Image-text models":
-            lines += [f"{len(both)} more classes are listed above, as `AutoModelForCausalLM` loads them, too.", ""]
-        lines += ["| class | model types | text | images | drafters | notes |", "| --- | --- | --- | --- | --- | --- |"]
+            lines += [
+                f"{len(both)} more classes are listed above, as `AutoModelForCausalLM` loads them, too.",
+                "",
+            ]
+        lines += [
+            "| class | model types | text | images | drafters | notes |",
+            "| --- | --- | --- | --- | --- | --- |",
+        ]
         lines += table_rows({name: results[name] for name in own})
     return "\n".join(lines) + "\n"
 
@@ -505,8 +587,13 @@ def page(results: dict[str, Verdict]) -> str:
 def table_rows(results: dict[str, Verdict]) -> Iterator[str]:
     """Yield the rows of classes, wrong ones first."""
     types = all_types()
-    for name, verdict in sorted(results.items(), key=lambda item: (RANK.index(item[1].status), item[0])):
-        text, images = (f"**{status}**" if status == "wrong" else status for status in (verdict.status, verdict.images))
+    for name, verdict in sorted(
+        results.items(), key=lambda item: (RANK.index(item[1].status), item[0])
+    ):
+        text, images = (
+            f"**{status}**" if status == "wrong" else status
+            for status in (verdict.status, verdict.images)
+        )
         notes = "; ".join(verdict.notes).replace("|", "\\|")
         drafters = ", ".join(verdict.drafters)
         yield f"| {name} | {', '.join(types[name])} | {text} | {images} | {drafters} | {notes} |"
@@ -515,8 +602,17 @@ def table_rows(results: dict[str, Verdict]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     some = parser.add_mutually_exclusive_group()
-    some.add_argument("--only", nargs="+", metavar="NAME", help="test these classes and keep the results of the others")
-    some.add_argument("--resume", action="store_true", help="test the classes that an interrupted run has not tested")
+    some.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        help="test these classes and keep the results of the others",
+    )
+    some.add_argument(
+        "--resume",
+        action="store_true",
+        help="test the classes that an interrupted run has not tested",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="classes to test in parallel")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the Markdown page")
     arguments = parser.parse_args()
@@ -542,7 +638,9 @@ def main() -> None:
               f"{', '.join(verdict.drafters)}  {'; '.join(verdict.notes)}", flush=True)  # fmt: skip
     if arguments.write:
         arguments.write.write_text(page(results))
-    if wrong := [name for name, verdict in results.items() if "wrong" in (verdict.status, verdict.images)]:
+    if wrong := [
+        name for name, verdict in results.items() if "wrong" in (verdict.status, verdict.images)
+    ]:
         parser.exit(1, f"wrong: {', '.join(wrong)}\n")
 
 

@@ -3,10 +3,10 @@
     python scripts/train_tiny_pair.py                      # about two hours on two cores
     python scripts/train_tiny_pair.py --target-steps 20 --draft-steps 20 --out /tmp/pair --work /tmp/work
 
-Stages: a byte-level BPE tokenizer; the target, trained on the corpus; the draft, distilled from the target's
-distribution, half on corpus windows and half on texts sampled from the target. Every stage writes checkpoints to
-``--work`` and resumes from them. The seed determines data order and initial weights (bitwise, on the same machine with
-the same number of threads).
+Stages: a byte-level BPE tokenizer; the target, trained on the corpus; the draft, distilled from the
+target's distribution, half on corpus windows and half on texts sampled from the target. Every stage
+writes checkpoints to ``--work`` and resumes from them. The seed determines data order and initial
+weights (bitwise, on the same machine with the same number of threads).
 """
 
 from __future__ import annotations
@@ -32,19 +32,31 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 
 VOCAB_SIZE = 2048
-LONG_FROM = 0.7  # share of the steps after which windows are four times as long, in batches a quarter as large
-END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
+# Share of the steps after which windows are four times as long, in batches a quarter as large
+LONG_FROM = 0.7
+END_OF_TEXT = "<|endoftext|>"
+PAD = "<|pad|>"
 HELD_OUT = (  # modules excluded from training: for evaluation and for the prompts of the package
     "argparse.py calendar.py configparser.py csv.py fractions.py heapq.py json pathlib.py sched.py shlex.py "
     "statistics.py textwrap.py urllib/parse.py wsgiref"
 ).split()
-SKIPPED = "site-packages test tests idle_test encodings pydoc_data lib2to3 turtledemo __phello__".split()
+SKIPPED = (
+    "site-packages test tests idle_test encodings pydoc_data lib2to3 turtledemo __phello__".split()
+)
 
 TARGET_SHAPE = dict(
-    hidden_size=256, intermediate_size=704, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2
+    hidden_size=256,
+    intermediate_size=704,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    num_key_value_heads=2,
 )
 DRAFT_SHAPE = dict(
-    hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    hidden_size=128,
+    intermediate_size=352,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
 )
 
 
@@ -62,7 +74,9 @@ class Plan:
 
 
 def corpus_files(held_out: bool) -> list[Path]:
-    """Return the sorted source files of the interpreter's standard library that are, or are not, held out."""
+    """Return the sorted source files of the interpreter's standard library that are, or are not,
+    held out.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for path in sorted(root.rglob("*.py")):
@@ -70,7 +84,8 @@ def corpus_files(held_out: bool) -> list[Path]:
         if any(part in SKIPPED for part in relative.parts):
             continue
         is_held_out = any(
-            relative.as_posix() == name or name in relative.as_posix().split("/")[:-1] for name in HELD_OUT
+            relative.as_posix() == name or name in relative.as_posix().split("/")[:-1]
+            for name in HELD_OUT
         )
         if is_held_out == held_out:
             files.append(path)
@@ -109,7 +124,9 @@ def train_tokenizer(plan: Plan) -> PreTrainedTokenizerFast:
 
 
 def encode_corpus(tokenizer: PreTrainedTokenizerFast, held_out: bool, seed: int) -> torch.Tensor:
-    """Return the tokens of all files in random order, an end-of-text token after each.  -> [num_tokens] int64"""
+    """Return the tokens of all files in random order, an end-of-text token after each.  ->
+    [num_tokens] int64
+    """
     files = corpus_files(held_out)
     random.Random(seed).shuffle(files)
     ids: list[int] = []
@@ -135,7 +152,9 @@ def new_model(shape: dict[str, int], seed: int) -> LlamaForCausalLM:
 
 
 def windows(data: torch.Tensor, plan: Plan, step: int, is_long: bool) -> torch.Tensor:
-    """Return random windows determined by seed and step, the same in a resumed run.  -> [rows, length + 1] int64"""
+    """Return random windows determined by seed and step, the same in a resumed run.  -> [rows,
+    length + 1] int64
+    """
     batch, seq_len = (plan.batch // 4, plan.seq_len * 4) if is_long else (plan.batch, plan.seq_len)
     generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + step)
     starts = torch.randint(len(data) - seq_len - 1, (batch,), generator=generator)
@@ -143,11 +162,18 @@ def windows(data: torch.Tensor, plan: Plan, step: int, is_long: bool) -> torch.T
 
 
 class Trainer:
-    """Trains with AdamW for tables and norms, Muon for matrices; linear warm-up, constant, linear decay to zero."""
+    """Trains with AdamW for tables and norms, Muon for matrices; linear warm-up, constant, linear
+    decay to zero.
+    """
 
     def __init__(self, model: nn.Module, steps: int, checkpoint: Path):
-        self.model, self.steps, self.checkpoint = model, steps, checkpoint
-        is_matrix = {n: p.ndim == 2 and "embed" not in n and "lm_head" not in n for n, p in model.named_parameters()}
+        self.model = model
+        self.steps = steps
+        self.checkpoint = checkpoint
+        is_matrix = {
+            n: p.ndim == 2 and "embed" not in n and "lm_head" not in n
+            for n, p in model.named_parameters()
+        }
         matrices = [p for n, p in model.named_parameters() if is_matrix[n]]
         others = [p for n, p in model.named_parameters() if not is_matrix[n]]
         self.optimizers = [
@@ -166,7 +192,13 @@ class Trainer:
     def run(self, loss_at: Callable[[int], torch.Tensor], title: str) -> None:
         """Train for the remaining steps; ``loss_at`` returns the loss of a step."""
         self.model.train()
-        bar = tqdm(range(self.step, self.steps), initial=self.step, total=self.steps, desc=title, mininterval=5.0)
+        bar = tqdm(
+            range(self.step, self.steps),
+            initial=self.step,
+            total=self.steps,
+            desc=title,
+            mininterval=5.0,
+        )
         for step in bar:
             scale = min(1.0, (step + 1) / 50, 2.5 * (self.steps - step) / self.steps)
             for optimizer, lr in zip(self.optimizers, self.base_lrs, strict=True):
@@ -193,7 +225,9 @@ class Trainer:
         }
         partial = self.checkpoint.with_suffix(".partial")
         torch.save(state, partial)
-        partial.replace(self.checkpoint)  # atomic: an interrupted save keeps the previous checkpoint
+        partial.replace(
+            self.checkpoint
+        )  # atomic: an interrupted save keeps the previous checkpoint
 
 
 def logits_of(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
@@ -215,13 +249,18 @@ def train_target(plan: Plan, data: torch.Tensor) -> LlamaForCausalLM:
 
 
 @torch.no_grad()
-def sample_from_target(plan: Plan, target: LlamaForCausalLM, data: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Return continuations of corpus prompts by the target, greedy and sampled.  -> [num_rows, seq_len + 1] int64"""
+def sample_from_target(
+    plan: Plan, target: LlamaForCausalLM, data: torch.Tensor, num_tokens: int
+) -> torch.Tensor:
+    """Return continuations of corpus prompts by the target, greedy and sampled.  -> [num_rows,
+    seq_len + 1] int64
+    """
     path = plan.work / "samples.pt"
     target.to(torch.bfloat16).float()  # round to the weights of the package, also in a resumed run
     if path.exists():
         return torch.load(path, weights_only=True)
-    prompt_len, rows_per_call = 48, 128
+    prompt_len = 48
+    rows_per_call = 128
     target = target.to(torch.bfloat16)
     rows: list[torch.Tensor] = []
     calls = math.ceil(num_tokens / (rows_per_call * plan.seq_len))
@@ -262,7 +301,9 @@ def train_draft(plan: Plan, target: LlamaForCausalLM, data: torch.Tensor) -> Lla
         with torch.no_grad():
             teacher = F.log_softmax(logits_of(target, ids), -1)
         student = F.log_softmax(logits_of(draft, ids), -1)
-        return F.kl_div(student.flatten(0, 1), teacher.flatten(0, 1), log_target=True, reduction="batchmean")
+        return F.kl_div(
+            student.flatten(0, 1), teacher.flatten(0, 1), log_target=True, reduction="batchmean"
+        )
 
     Trainer(draft, plan.draft_steps, plan.work / "draft.pt").run(loss_at, "draft")
     return draft
@@ -270,9 +311,12 @@ def train_draft(plan: Plan, target: LlamaForCausalLM, data: torch.Tensor) -> Lla
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, data: torch.Tensor, seq_len: int) -> float:
-    """Return the mean cross-entropy in nats per token over the held-out modules, in windows of ``seq_len``."""
+    """Return the mean cross-entropy in nats per token over the held-out modules, in windows of
+    ``seq_len``.
+    """
     rows = data[: (len(data) - 1) // seq_len * seq_len]
-    inputs, labels = rows.view(-1, seq_len), data[1 : len(rows) + 1].view(-1, seq_len)
+    inputs = rows.view(-1, seq_len)
+    labels = data[1 : len(rows) + 1].view(-1, seq_len)
     losses = [
         F.cross_entropy(model(i).logits.flatten(0, 1), label.flatten()).item()
         for i, label in zip(inputs.split(8), labels.split(8), strict=True)
@@ -283,7 +327,11 @@ def held_out_loss(model: LlamaForCausalLM, data: torch.Tensor, seq_len: int) -> 
 def held_out_prompts(count: int, seed: int, lines: int = 12) -> Iterator[str]:
     """Yield prompts: runs of ``lines`` whole source lines from the held-out modules."""
     rng = random.Random(seed)
-    files = [path for path in corpus_files(held_out=True) if len(read_source(path).splitlines()) > 4 * lines]
+    files = [
+        path
+        for path in corpus_files(held_out=True)
+        if len(read_source(path).splitlines()) > 4 * lines
+    ]
     for index in range(count):
         source = read_source(files[index % len(files)]).splitlines(keepends=True)
         start = rng.randrange(lines, len(source) - 2 * lines)
@@ -291,7 +339,9 @@ def held_out_prompts(count: int, seed: int, lines: int = 12) -> Iterator[str]:
 
 
 def acceptance_lengths(plan: Plan) -> dict[str, float]:
-    """Return the mean committed tokens per verify step of the pair on its held-out prompts, in fp32."""
+    """Return the mean committed tokens per verify step of the pair on its held-out prompts, in
+    fp32.
+    """
     shapes = {
         "chain of 4": {"max_depth": 4, "max_width": 1, "token_budget": 5},
         "tree of 12 nodes": {"max_depth": 6, "max_width": 4, "token_budget": 12},
@@ -303,14 +353,22 @@ def acceptance_lengths(plan: Plan) -> dict[str, float]:
     prompts = json.loads((plan.out / "prompts.json").read_text())[:32]
     lengths = {}
     for name, shape in shapes.items():
-        generator = SLOSpecGenerator(target, draft, config=SLOSpecConfig(policy="adaserve", **shape))
-        for decoding, sampling in (("greedy", {"do_sample": False}), ("sampled", {"do_sample": True, "top_k": 0})):
+        generator = SLOSpecGenerator(
+            target, draft, config=SLOSpecConfig(policy="adaserve", **shape)
+        )
+        for decoding, sampling in (
+            ("greedy", {"do_sample": False}),
+            ("sampled", {"do_sample": True, "top_k": 0}),
+        ):
             torch.manual_seed(plan.seed)
             steps = tokens = 0
             for prompt in tqdm(prompts, desc=f"{name}, {decoding}"):
                 inputs = tokenizer(prompt, return_tensors="pt")
-                out = generator.generate(**inputs, **sampling, max_new_tokens=96, return_dict_in_generate=True)
-                steps, tokens = steps + out.slo[0].steps, tokens + out.slo[0].tokens - 1
+                out = generator.generate(
+                    **inputs, **sampling, max_new_tokens=96, return_dict_in_generate=True
+                )
+                steps = steps + out.slo[0].steps
+                tokens = tokens + out.slo[0].tokens - 1
             lengths[f"{name}, {decoding}"] = round(tokens / steps, 3)
     return lengths
 
@@ -344,25 +402,41 @@ def write_card(plan: Plan, facts: dict[str, Any]) -> None:
     """Write the pair's README."""
     lengths = facts["acceptance_length"]
     names = dict.fromkeys(name.rsplit(", ", 1)[0] for name in lengths)
-    rows = [f"| {name} | {lengths[f'{name}, greedy']:.2f} | {lengths[f'{name}, sampled']:.2f} |" for name in names]
+    rows = [
+        f"| {name} | {lengths[f'{name}, greedy']:.2f} | {lengths[f'{name}, sampled']:.2f} |"
+        for name in names
+    ]
     modules = ", ".join(f"`{module}`" for module in HELD_OUT)
-    filled = facts | {"vocab": VOCAB_SIZE, "modules": modules, "window": 4 * plan.seq_len, "lengths": "\n".join(rows)}
+    filled = facts | {
+        "vocab": VOCAB_SIZE,
+        "modules": modules,
+        "window": 4 * plan.seq_len,
+        "lengths": "\n".join(rows),
+    }
     (plan.out / "README.md").write_text(CARD.format(**filled))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target-steps", type=int, default=2800)
     parser.add_argument("--draft-steps", type=int, default=2400)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=256)
-    parser.add_argument("--work", type=Path, default=Path("build/tiny_pair"), help="checkpoints; safe to delete")
+    parser.add_argument(
+        "--work", type=Path, default=Path("build/tiny_pair"), help="checkpoints; safe to delete"
+    )
     parser.add_argument("--out", type=Path, default=Path("hf_slospec/tiny/pair"))
-    parser.add_argument("--corpus", type=Path, help="only write the text to this file, for train-drafter --data")
+    parser.add_argument(
+        "--corpus", type=Path, help="only write the text to this file, for train-drafter --data"
+    )
     given = vars(parser.parse_args())
     if (corpus := given.pop("corpus")) is not None:
-        corpus.write_text(END_OF_TEXT.join(map(read_source, corpus_files(held_out=False))), encoding="utf-8")
+        corpus.write_text(
+            END_OF_TEXT.join(map(read_source, corpus_files(held_out=False))), encoding="utf-8"
+        )
         return
     plan = Plan(**given)
     for folder in (plan.work, plan.out):
@@ -383,7 +457,9 @@ def main() -> None:
         "held_out_modules": HELD_OUT,
     }
     for name, model in (("target", target), ("draft", draft)):
-        model = model.to(torch.bfloat16)  # the package has bf16 weights, and the facts describe these
+        model = model.to(
+            torch.bfloat16
+        )  # the package has bf16 weights, and the facts describe these
         model.save_pretrained(plan.out / name)
         facts[name] = {
             "parameters": model.num_parameters(),

@@ -1,15 +1,16 @@
-"""Write prompts, to train a drafter of SmolLM2 on: of the kinds that benchmarks of chats have, but none of theirs.
+"""Write prompts, to train a drafter of SmolLM2 on: of the kinds that benchmarks of chats have, but
+none of theirs.
 
 Usage:
-    git clone https://github.com/teknium1/GPTeacher && git clone https://github.com/sahil280114/codealpaca
-    apt-get download debian-handbook dict-foldoc && for package in *.deb; do dpkg -x $package debian; done
+    git clone https://github.com/teknium1/GPTeacher && git clone
+    https://github.com/sahil280114/codealpaca apt-get download debian-handbook dict-foldoc && for package in *.deb; do dpkg -x $package debian; done
     python scripts/training_prompts.py . prompts.jsonl
     python -m hf_slospec train-drafter --data prompts.jsonl --exclude benchmarks/data/spec_bench.jsonl ...
 
-Every line has one turn of a user: tasks for writers and programmers (GPTeacher, Code Alpaca), sentences to translate
-and passages to summarise or to answer questions from (Debian's handbook in German and English, and FOLDOC, a dictionary
-of computing), questions, and sums in words, which are made up.
-"""
+Every line has one turn of a user: tasks for writers and programmers (GPTeacher, Code Alpaca),
+sentences to translate and passages to summarise or to answer questions from (Debian's handbook in
+German and English, and FOLDOC, a dictionary of computing), questions, and sums in words, which are
+made up."""
 
 from __future__ import annotations
 
@@ -22,16 +23,24 @@ import re
 from pathlib import Path
 
 NUM_EACH = 600  # prompts of each kind, at most
-MIN_PASSAGE, MAX_PASSAGE = 300, 1500  # characters
-MIN_SENTENCE, MAX_SENTENCE = 40, 220  # characters
-NAMES = "Anna Ben Carla David Emma Felix Grace Hugo Irene Jonas Kim Lena Max Nora Oscar Paula".split()
+# characters
+MIN_PASSAGE = 300
+MAX_PASSAGE = 1500
+# characters
+MIN_SENTENCE = 40
+MAX_SENTENCE = 220
+NAMES = (
+    "Anna Ben Carla David Emma Felix Grace Hugo Irene Jonas Kim Lena Max Nora Oscar Paula".split()
+)
 THINGS = "apples books cards eggs marbles pencils roses stamps tickets toys".split()
 
 
 def tasks(path: Path) -> list[str]:
     """Return the instructions in a file of them, each with its input."""
     records = json.loads(path.read_text(encoding="utf-8"))
-    return ["\n\n".join(filter(None, (record["instruction"], record["input"]))) for record in records]
+    return [
+        "\n\n".join(filter(None, (record["instruction"], record["input"]))) for record in records
+    ]
 
 
 def paragraphs(folder: Path) -> list[str]:
@@ -58,11 +67,15 @@ def entries(path: Path) -> list[tuple[str, str]]:
 
 def summaries(passages: list[str], rng: random.Random) -> list[str]:
     """Return requests to summarise successive passages."""
-    texts, text = [], ""
+    texts = []
+    text = ""
     for passage in passages:
         text = f"{text} {passage}".strip()
         if len(text) >= rng.uniform(MIN_PASSAGE, MAX_PASSAGE):
-            texts.append(rng.choice(("Summarize: ", "Summarize this text: ", "TL;DR of the following?\n\n")) + text)
+            texts.append(
+                rng.choice(("Summarize: ", "Summarize this text: ", "TL;DR of the following?\n\n"))
+                + text
+            )
             text = ""
     return [text for text in texts if len(text) < 1.5 * MAX_PASSAGE]
 
@@ -75,7 +88,11 @@ def sentences(passages: list[str]) -> list[str]:
 def translations(passages: list[str], english: set[str], rng: random.Random) -> list[str]:
     """Return requests to translate single German sentences, which are not among the English ones."""
     german = (sentence for sentence in sentences(passages) if sentence not in english)
-    asks = ("Translate German to English: {}", "What does this mean in English? {}", "Translate to English: {}")
+    asks = (
+        "Translate German to English: {}",
+        "What does this mean in English? {}",
+        "Translate to English: {}",
+    )
     return [rng.choice(asks).format(s) for s in german if MIN_SENTENCE <= len(s) <= MAX_SENTENCE]
 
 
@@ -91,7 +108,13 @@ def readings(terms: list[tuple[str, str]], rng: random.Random) -> list[str]:
 
 def questions(terms: list[tuple[str, str]], rng: random.Random) -> list[str]:
     """Return short questions."""
-    asks = ("What is {}?", "What does {} mean?", "Who made {}?", "When was {} invented?", "How does {} work?")
+    asks = (
+        "What is {}?",
+        "What does {} mean?",
+        "Who made {}?",
+        "When was {} invented?",
+        "How does {} work?",
+    )
     return [rng.choice(asks).format(term) for term, _ in terms]
 
 
@@ -100,7 +123,12 @@ def sums(rng: random.Random) -> list[str]:
     found = []
     while len(found) < NUM_EACH:
         (one, two), thing, other = rng.sample(NAMES, 2), *rng.sample(THINGS, 2)
-        a, b, c, share = rng.randint(3, 60), rng.randint(2, 12), rng.randint(2, 9), rng.choice((10, 20, 25, 50))
+        a, b, c, share = (
+            rng.randint(3, 60),
+            rng.randint(2, 12),
+            rng.randint(2, 9),
+            rng.choice((10, 20, 25, 50)),
+        )
         found.append(
             rng.choice(
                 (
@@ -122,14 +150,18 @@ def sums(rng: random.Random) -> list[str]:
 
 def main() -> None:
     """Write the prompts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("sources", type=Path)
     parser.add_argument("out", type=Path)
     options = parser.parse_args()
-    sources, rng = options.sources, random.Random(0)
+    sources = options.sources
+    rng = random.Random(0)
     handbook = sources / "debian/usr/share/doc/debian-handbook/html"
     terms = entries(sources / "debian/usr/share/dictd/foldoc.dict.dz")
-    english, german = paragraphs(handbook / "en-US"), paragraphs(handbook / "de-DE")
+    english = paragraphs(handbook / "en-US")
+    german = paragraphs(handbook / "de-DE")
     kinds: list[list[str]] = [
         tasks(sources / "GPTeacher/Roleplay/roleplay-simple-deduped-roleplay-instruct.json"),
         tasks(sources / "codealpaca/data/new_codealpaca.json"),

@@ -1,12 +1,13 @@
-"""Run transformers' own tests of generation with every ``generate`` speculated, and compare with the unpatched run.
+"""Run transformers' own tests of generation with every ``generate`` speculated, and compare with
+the unpatched run.
 
     git clone --depth 1 --branch v5.23.0 https://github.com/huggingface/transformers
     python -m scripts.transformers_tests transformers --write docs/transformers_tests.md
 
-Each test file runs in a process of its own, once unpatched and once for each way to draft. What has run is kept in
-``build/transformers_tests``, and an interrupted run continues; ``--only git zamba`` runs these model families alone.
-The tests need the packages ``parameterized`` and ``datasets``, and files that cannot be downloaded fail in every run.
-"""
+Each test file runs in a process of its own, once unpatched and once for each way to draft. What has
+run is kept in ``build/transformers_tests``, and an interrupted run continues; ``--only git zamba``
+runs these model families alone. The tests need the packages ``parameterized`` and ``datasets``, and
+files that cannot be downloaded fail in every run."""
 
 from __future__ import annotations
 
@@ -39,18 +40,33 @@ import hf_slospec
 from hf_slospec import FallbackWarning, SLOSpecConfig
 
 ROOT = Path(__file__).parent.parent
-STOCK, WAYS = "stock", ("lookup", "copy")
-WAY, REPORT = "SLOSPEC_TESTS_WAY", "SLOSPEC_TESTS_REPORT"  # environment variables of the processes that test
+STOCK = "stock"
+WAYS = ("lookup", "copy")
+WAY, REPORT = (
+    "SLOSPEC_TESTS_WAY",
+    "SLOSPEC_TESTS_REPORT",
+)  # environment variables of the processes that test
 TIME_LIMIT_S = 3600  # per file
 NOISE = 0.03  # added to the copy that drafts
-BASES = ("GenerationTesterMixin", "CausalLMModelTest", "VLMModelTest", "ALMModelTest", "MultiModalModelTest")
+BASES = (
+    "GenerationTesterMixin",
+    "CausalLMModelTest",
+    "VLMModelTest",
+    "ALMModelTest",
+    "MultiModalModelTest",
+)
 MAPPINGS = {
     "causal LM": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "image-text": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    "encoder-decoder": MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES | MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "encoder-decoder": MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+    | MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 }
 KINDS = {
-    kind: {name for names in mapping.values() for name in ([names] if isinstance(names, str) else names)}
+    kind: {
+        name
+        for names in mapping.values()
+        for name in ([names] if isinstance(names, str) else names)
+    }
     for kind, mapping in MAPPINGS.items()
 }
 
@@ -59,7 +75,9 @@ KINDS = {
 class Report:
     """What the tests of one file did."""
 
-    outcomes: dict[str, str] = dataclasses.field(default_factory=dict)  # by test: passed, failed or skipped
+    outcomes: dict[str, str] = dataclasses.field(
+        default_factory=dict
+    )  # by test: passed, failed or skipped
     messages: dict[str, str] = dataclasses.field(default_factory=dict)  # by test that failed
     kinds: dict[str, str] = dataclasses.field(default_factory=dict)  # class under test, by test
     speculated: dict[str, int] = dataclasses.field(default_factory=dict)  # calls by model class
@@ -70,10 +88,14 @@ class Report:
 
 
 class Patched:
-    """Pytest plugin: selects the tests of generation, speculates their calls and reports what happened."""
+    """Pytest plugin: selects the tests of generation, speculates their calls and reports what
+    happened.
+    """
 
     def __init__(self, way: str, path: Path):
-        self.way, self.path, self.report = way, path, Report()
+        self.way = way
+        self.path = path
+        self.report = Report()
         self._is_inside = False  # a call is being speculated
         if way != STOCK:
             self._patch(GenerationMixin)
@@ -94,33 +116,51 @@ class Patched:
         owner.generate = generate
 
     def _speculated(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        draft = noisy_copy(model) if self.way == "copy" and kwargs.get("assistant_model") is None else None
+        draft = (
+            noisy_copy(model)
+            if self.way == "copy" and kwargs.get("assistant_model") is None
+            else None
+        )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             hf_slospec.enable(
-                model, draft, always=True, fallback=True, config=SLOSpecConfig(policy="adaserve", token_budget=40)
+                model,
+                draft,
+                always=True,
+                fallback=True,
+                config=SLOSpecConfig(policy="adaserve", token_budget=40),
             )
             try:
                 output = model.generate(*args, **kwargs)
             finally:
                 hf_slospec.disable(model)
-        reasons = [str(each.message) for each in caught if issubclass(each.category, FallbackWarning)]
+        reasons = [
+            str(each.message) for each in caught if issubclass(each.category, FallbackWarning)
+        ]
         for each in caught:
             if not issubclass(each.category, FallbackWarning):
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
         if reasons:
-            count, key = self.report.fell_back, short(reasons[0])
+            count = self.report.fell_back
+            key = short(reasons[0])
         else:
-            count, key = self.report.speculated, type(model).__name__
+            count = self.report.speculated
+            key = type(model).__name__
         count[key] = count.get(key, 0) + 1
         return output
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
-        """Keep the tests of generation in files with a class of a known kind, or without model classes."""
+        """Keep the tests of generation in files with a class of a known kind, or without model
+        classes.
+        """
         from tests.generation.test_utils import GenerationTesterMixin  # type: ignore[import-not-found]
 
         owners = {item.cls: generative_classes(item.cls) for item in items}
-        names = {owner: {each.__name__ for each in classes} for owner, classes in owners.items() if classes}
+        names = {
+            owner: {each.__name__ for each in classes}
+            for owner, classes in owners.items()
+            if classes
+        }
         kinds = {
             owner: next((kind for kind, members in KINDS.items() if members & own), "other")
             for owner, own in names.items()
@@ -131,13 +171,19 @@ class Patched:
         if names:
             is_ours = set(kinds.values()) != {"other"}
             wanted = [
-                item for item in items if is_ours and item.cls in kinds and hasattr(GenerationTesterMixin, item.name)
+                item
+                for item in items
+                if is_ours and item.cls in kinds and hasattr(GenerationTesterMixin, item.name)
             ]
             config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
             items[:] = wanted
         if self.way != STOCK:
-            for owner in {base for classes in owners.values() for each in classes for base in each.__mro__}:
-                if "generate" in vars(owner) and not hasattr(owner.generate, "__signature__"):  # Whisper's is a mixin's
+            for owner in {
+                base for classes in owners.values() for each in classes for base in each.__mro__
+            }:
+                if "generate" in vars(owner) and not hasattr(
+                    owner.generate, "__signature__"
+                ):  # Whisper's is a mixin's
                     self._patch(owner)
 
     def pytest_collectreport(self, report: Any) -> None:
@@ -152,7 +198,9 @@ class Patched:
             self.report.outcomes[report.nodeid] = report.outcome
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
-            self.report.messages[report.nodeid] = short(crash.message if crash else str(report.longrepr))
+            self.report.messages[report.nodeid] = short(
+                crash.message if crash else str(report.longrepr)
+            )
 
     def pytest_sessionfinish(self) -> None:
         """Write the report."""
@@ -169,7 +217,9 @@ def generative_classes(owner: Any) -> list[Any]:
 
 
 def noisy_copy(model: Any) -> Any:
-    """Return a copy of a model that drafts well, but not always right; leaves the global generator alone."""
+    """Return a copy of a model that drafts well, but not always right; leaves the global generator
+    alone.
+    """
     draft = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -198,14 +248,18 @@ def pytest_configure(config: Any) -> None:
 def test_files(checkout: Path, only: list[str] | None) -> list[Path]:
     """Return the files with tests of generation, those of some model families if they are given."""
     models = sorted((checkout / "tests" / "models").glob("*/test_modeling_*.py"))
-    files = [path for path in models if any(base in path.read_text(encoding="utf-8") for base in BASES)]
+    files = [
+        path for path in models if any(base in path.read_text(encoding="utf-8") for base in BASES)
+    ]
     if only is not None:
         return [path for path in files if path.parent.name in only]
     return [*files, checkout / "tests" / "generation" / "test_utils.py"]
 
 
 def run_file(checkout: Path, file: Path, way: str, kept: Path) -> Report:
-    """Return the report on one file, which is kept; a process that dies or hangs leaves one failed test."""
+    """Return the report on one file, which is kept; a process that dies or hangs leaves one failed
+    test.
+    """
     name = str(file.relative_to(checkout / "tests").with_suffix("")).replace(os.sep, ".")
     path = kept / way / f"{name}.json"
     if not path.exists():
@@ -215,7 +269,16 @@ def run_file(checkout: Path, file: Path, way: str, kept: Path) -> Report:
             WAY: way, REPORT: str(path), "PYTHONPATH": pythonpath,
             "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
         }  # fmt: skip
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "scripts.transformers_tests", "-p", "no:cacheprovider"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "scripts.transformers_tests",
+            "-p",
+            "no:cacheprovider",
+        ]
         try:
             done = subprocess.run(
                 [*command, str(file)], cwd=checkout, env=environment, timeout=TIME_LIMIT_S,
@@ -237,7 +300,9 @@ def merged(reports: list[Report]) -> Report:
         for field in ("outcomes", "messages", "kinds"):
             getattr(total, field).update(getattr(report, field))
         for field in ("speculated", "fell_back"):
-            counts = collections.Counter(getattr(total, field)) + collections.Counter(getattr(report, field))
+            counts = collections.Counter(getattr(total, field)) + collections.Counter(
+                getattr(report, field)
+            )
             setattr(total, field, dict(counts))
     return total
 
@@ -271,11 +336,20 @@ def page(reports: dict[str, Report], version: str, only: list[str] | None) -> st
     ]
     for kind in [*KINDS, "other"]:
         for way, report in reports.items():
-            outcomes = {t: o for t, o in report.outcomes.items() if report.kinds.get(t, "other") == kind}
+            outcomes = {
+                t: o for t, o in report.outcomes.items() if report.kinds.get(t, "other") == kind
+            }
             count = collections.Counter(outcomes.values())
             new = sum(test in outcomes for test in new_failures(reports[STOCK], report))
             if outcomes:
-                columns = [kind, way, count["passed"], count["failed"], count["skipped"], "-" if way == STOCK else new]
+                columns = [
+                    kind,
+                    way,
+                    count["passed"],
+                    count["failed"],
+                    count["skipped"],
+                    "-" if way == STOCK else new,
+                ]
                 lines.append(f"| {' | '.join(map(str, columns))} |")
     ways = [way for way in reports if way != STOCK]
     lines += ["", f"| calls of `generate` | {' | '.join(ways)} |", f"| --- |{' --- |' * len(ways)}"]
@@ -296,25 +370,39 @@ def page(reports: dict[str, Report], version: str, only: list[str] | None) -> st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", type=Path, help="folder of transformers' sources, of the installed version")
-    parser.add_argument("--only", nargs="+", metavar="FAMILY", help="folders of tests/models, such as git")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "checkout", type=Path, help="folder of transformers' sources, of the installed version"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="FAMILY", help="folders of tests/model, such as git"
+    )
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--kept", type=Path, default=ROOT / "build" / "transformers_tests", help="folder of reports")
+    parser.add_argument(
+        "--kept", type=Path, default=ROOT / "build" / "transformers_tests", help="folder of reports"
+    )
     parser.add_argument("--write", type=Path, help="file for the table")
     options = parser.parse_args()
     checkout = options.checkout.resolve()
     found = re.search(r'version="(.+?)"', (checkout / "setup.py").read_text(encoding="utf-8"))
     version = found[1] if found else "of unknown version"
     if version != transformers.__version__:
-        print(f"the checkout is transformers {version}; {transformers.__version__} is installed", flush=True)
+        print(
+            f"the checkout is transformers {version}; {transformers.__version__} is installed",
+            flush=True,
+        )
     files = test_files(checkout, options.only)
     by_way: dict[str, list[Report]] = {way: [] for way in (STOCK, *options.ways)}
     for number, file in enumerate(files, 1):
         for way, reports in by_way.items():
             reports.append(run_file(checkout, file, way, options.kept))
         new = {way: new_failures(by_way[STOCK][-1], reports[-1]) for way, reports in by_way.items()}
-        print(f"{number}/{len(files)} {file.stem}: {len(by_way[STOCK][-1].outcomes)} tests", flush=True)
+        print(
+            f"{number}/{len(files)} {file.stem}: {len(by_way[STOCK][-1].outcomes)} tests",
+            flush=True,
+        )
         for way, failures in new.items():
             for test, message in failures.items():
                 print(f"  fails only by {way}: {test}: {message}", flush=True)

@@ -1,7 +1,7 @@
 """Fixtures shared by the tests of real models.
 
-torch and the package are imported in fixtures, as pytest's process that only distributes tests reads this file, too.
-"""
+torch and the package are imported in fixtures, as pytest's process that only distributes tests
+reads this file, too."""
 
 from __future__ import annotations
 
@@ -13,16 +13,24 @@ from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")  # compiled sooner
-if "PYTEST_XDIST_WORKER" not in os.environ:  # workers share what was compiled; none uses the user's own cache
+if (
+    "PYTEST_XDIST_WORKER" not in os.environ
+):  # workers share what was compiled; none uses the user's own cache
     os.environ["HF_ASSETS_CACHE"] = tempfile.mkdtemp(prefix="hf_slospec-tests-")
 if shutil.which("nvidia-smi") is None:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before kernels are defined; on a GPU, they are compiled
+    os.environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # before kernels are defined; on a GPU, they are compiled
 
 import pytest
 from hypothesis import settings
 
-settings.register_profile("untimed", deadline=None)  # how long an example takes says nothing on a shared machine
-settings.register_profile("fuzz", deadline=None, print_blob=True, max_examples=int(os.environ.get("FUZZ_EXAMPLES", 1)))
+settings.register_profile(
+    "untimed", deadline=None
+)  # how long an example takes says nothing on a shared machine
+settings.register_profile(
+    "fuzz", deadline=None, print_blob=True, max_examples=int(os.environ.get("FUZZ_EXAMPLES", 1))
+)
 settings.load_profile("untimed")
 pytest.register_assert_rewrite("tests.support")  # before any test imports it
 
@@ -31,15 +39,19 @@ pytest.register_assert_rewrite("tests.support")  # before any test imports it
 def _settings() -> Iterator[None]:
     from transformers.utils import logging
 
+    from hf_slospec.cpu import compiled
+    from hf_slospec.cpu import kernels as kernel_choice
     from hf_slospec.generate.speculator import MEASURE_S
-    from hf_slospec.models.linear import cpu_kernel_choice as kernel_choice
-    from hf_slospec.models.packed import compiled
     from tests.support import policy_names  # noqa: F401  registers the policies of the lab
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    MEASURE_S.update(target=0.06, draft=0.03)  # step times decide the shapes of draft trees, never the text
-    kernel_choice.REPEATS, kernel_choice.MEASURED_BYTES = 1, 2**20  # neither do the kernels
+    MEASURE_S.update(
+        target=0.06, draft=0.03
+    )  # step times decide the shapes of draft trees, never the text
+    # neither do the kernels
+    kernel_choice.REPEATS = 1
+    kernel_choice.MEASURED_BYTES = 2**20
     compiled.START_S = float("inf")  # nor is anything compiled beside the tests
     if os.environ.get("TRITON_INTERPRET") == "1":
         from tests.support.stand_ins.interpreter import multiply_by_rows

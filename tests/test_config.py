@@ -11,7 +11,10 @@ from hf_slospec import SLOSpecConfig
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_depth": 1025}, "max_depth"),
-    *(({name: 10**10}, name) for name in ("token_budget", "draft_budget", "max_batch", "max_queue", "kv_tokens")),
+    *(
+        ({name: 10**10}, name)
+        for name in ("token_budget", "draft_budget", "max_batch", "max_queue", "kv_tokens")
+    ),
     ({"prefill_chunk": 10**7}, "prefill_chunk"),
     ({"urgency": float("inf")}, "urgency"),
     ({"max_depht": 3}, "max_depht"),
@@ -21,12 +24,27 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"policy": "adaserv"}, r"policy\n.* there is no policy 'adaserv'; choose among 'auto'"),
     ({"policy": 3}, "valid string"),
     ({"max_tree_nodes": 32}, "max_tree_nodes is a setting of policy 'thesis', not of 'auto'"),
-    ({"policy": "none", "max_slo_share": 1.0}, "of policy 'adaserve' or 'thesis-slo-capped', not of 'none'"),
-    ({"policy": "thesis", "policy_options": {"slack": 0.1}}, "slack is a setting of policy 'thesis-slo' or"),
-    ({"policy": "thesis", "max_tree_nodes": 0}, "policy_options.max_tree_nodes\n  Input should be greater"),
+    (
+        {"policy": "none", "max_slo_share": 1.0},
+        "of policy 'adaserve' or 'thesis-slo-capped', not of 'none'",
+    ),
+    (
+        {"policy": "thesis", "policy_options": {"slack": 0.1}},
+        "slack is a setting of policy 'thesis-slo' or",
+    ),
+    (
+        {"policy": "thesis", "max_tree_nodes": 0},
+        "policy_options.max_tree_nodes\n  Input should be greater",
+    ),
     ({"policy": "thesis", "max_tree_node": 1}, "max_tree_node\n  Extra inputs are not permitted"),
-    ({"policy": "thesis", "policy_options": {"max_depth": 1}}, "max_depth\n  Extra inputs are not permitted"),
-    ({"policy": "thesis", "policy_options": 1, "max_tree_nodes": 1}, "should be a valid dictionary"),
+    (
+        {"policy": "thesis", "policy_options": {"max_depth": 1}},
+        "max_depth\n  Extra inputs are not permitted",
+    ),
+    (
+        {"policy": "thesis", "policy_options": 1, "max_tree_nodes": 1},
+        "should be a valid dictionary",
+    ),
 ]
 
 

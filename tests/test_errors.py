@@ -13,6 +13,11 @@ from hf_slospec import (
 
 
 def test_every_error_is_an_slospec_error_and_a_builtin() -> None:
-    for error in (InvalidInputError, UnsupportedModelError, UnsupportedOptionError, IncompatibleDraftError):
+    for error in (
+        InvalidInputError,
+        UnsupportedModelError,
+        UnsupportedOptionError,
+        IncompatibleDraftError,
+    ):
         assert issubclass(error, SLOSpecError) and issubclass(error, ValueError)
     assert issubclass(InvalidTypeError, SLOSpecError) and issubclass(InvalidTypeError, TypeError)

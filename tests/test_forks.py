@@ -13,8 +13,8 @@ import torch
 
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.forks import Condition, Lock, cached_property, undone
-from hf_slospec.models.inspection.properties import evaluating
-from hf_slospec.models.inspection.replaced_attributes import ReplacedAttributes
+from hf_slospec.model.overrides import ReplacedAttributes
+from hf_slospec.model.properties import evaluating
 from tests.support.forks import passes_in_child
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
@@ -24,7 +24,8 @@ WAIT_S = 60.0
 @contextmanager
 def held_elsewhere(context: Any) -> Iterator[None]:
     """Keep a context open in another thread."""
-    is_held, is_over = threading.Event(), threading.Event()
+    is_held = threading.Event()
+    is_over = threading.Event()
 
     def hold() -> None:
         with context:
@@ -100,7 +101,9 @@ def replacing(replaced: ReplacedAttributes, parts: list[Any]) -> Any:
 
 
 def test_attributes_that_another_thread_replaced_are_set_back_in_a_child() -> None:
-    replaced, mine, shared = ReplacedAttributes(), Part(), Part()
+    replaced = ReplacedAttributes()
+    mine = Part()
+    shared = Part()
     shared.value = 2
 
     def is_restored() -> bool:
@@ -116,8 +119,10 @@ def test_attributes_that_another_thread_replaced_are_set_back_in_a_child() -> No
 
 
 def test_half_of_a_replacement_is_set_back_in_a_child() -> None:
-    replaced, parts = ReplacedAttributes(), [Part(), Part()]
-    is_half, is_over = threading.Event(), threading.Event()
+    replaced = ReplacedAttributes()
+    parts = [Part(), Part()]
+    is_half = threading.Event()
+    is_over = threading.Event()
 
     class Slow(Part):
         def __setattr__(self, name: str, value: Any) -> None:
@@ -126,7 +131,9 @@ def test_half_of_a_replacement_is_set_back_in_a_child() -> None:
             super().__setattr__(name, value)
 
     parts.append(Slow())
-    thread = threading.Thread(target=replaced.replace, args=([(part, "value") for part in parts], lambda value, _: 5))
+    thread = threading.Thread(
+        target=replaced.replace, args=([(part, "value") for part in parts], lambda value, _: 5)
+    )
     thread.start()
     assert is_half.wait(WAIT_S)
     assert passes_in_child(lambda: not any(map(vars, parts)))
@@ -151,7 +158,8 @@ def test_a_context_is_undone_once() -> None:
 
 
 def test_a_property_that_another_thread_computes_can_be_computed_in_a_child() -> None:
-    is_begun, is_over = threading.Event(), threading.Event()
+    is_begun = threading.Event()
+    is_over = threading.Event()
 
     class Waiting:
         def __init__(self, waits: bool):

@@ -1,4 +1,6 @@
-"""Shared parts of the scripts that try outside clients: environments, the saved pair, a server, and the report."""
+"""Shared parts of the scripts that try outside clients: environments, the saved pair, a server, and
+the report.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,12 @@ class Work:
 
 def parse(description: str | None, **defaults: str | int | float) -> Work:
     """Return the work folder, the JSON file, and an option for each of ``defaults``."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="gets environments, models, logs and the client's own output")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folder", type=Path, help="gets environments, models, logs and the client's own output"
+    )
     parser.add_argument("--json", type=Path, help="file of the result")
     for name, default in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
@@ -67,25 +73,32 @@ class Client:
     """
 
     def __init__(self, work: Work, package: str):
-        self.work, self.name = work, package.split("[")[0]
+        self.work = work
+        self.name = package.split("[")[0]
         self.bin = work.folder / "environments" / self.name / "bin"
         self.bin.parent.parent.mkdir(exist_ok=True)
         install.environment(self.bin.parent, ["--constraint", str(_constraints(work)), package])
 
     def run(self, *command: str | Path, log: str, timeout_s: float) -> int:
-        """Run one of the environment's programs in the work folder, its output in a log; -> exit status."""
+        """Run one of the environment's programs in the work folder, its output in a log; -> exit
+        status.
+        """
         program, *arguments = map(str, command)
         return run([str(self.bin / program), *arguments], self.work, log, timeout_s)
 
     def version(self) -> str:
         """Return the installed version."""
         code = f"import importlib.metadata; print(importlib.metadata.version({self.name!r}))"
-        found = subprocess.run([self.bin / "python", "-c", code], check=True, capture_output=True, text=True)
+        found = subprocess.run(
+            [self.bin / "python", "-c", code], check=True, capture_output=True, text=True
+        )
         return found.stdout.strip()
 
 
 def _constraints(work: Work) -> Path:
-    """Return a file with this repository's versions of torch and transformers; aiperf refuses those of the others."""
+    """Return a file with this repository's versions of torch and transformers; aiperf refuses those
+    of the others.
+    """
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     file = work.folder / "constraints.txt"
     file.write_text("".join(f"{line}\n" for line in lines if line.startswith(CONSTRAINED)))
@@ -93,7 +106,8 @@ def _constraints(work: Work) -> Path:
 
 
 def run(command: Sequence[str], work: Work, log: str, timeout_s: float, typed: str = "") -> int:
-    """Run a client's command in the work folder with ``typed`` as its input, its output in a log; -> exit status.
+    """Run a client's command in the work folder with ``typed`` as its input, its output in a log;
+    -> exit status.
 
     A client that takes longer is killed, with the status 124 of ``timeout``.
     """
@@ -122,14 +136,18 @@ def save_pair(work: Work) -> Path:
 
 @contextlib.contextmanager
 def server(work: Work, *options: str, chat_template: str = CHAT_TEMPLATE) -> Iterator[str]:
-    """Yield the address of a server in fp32, of the embedded pair by default, which is stopped afterwards.
+    """Yield the address of a server in fp32, of the embedded pair by default, which is stopped
+    afterwards.
 
     Raises:
         RuntimeError: it did not start; its log says why.
     """
     with (
         work.log("server").open("w") as log,
-        local_server("--dtype", "float32", *options, chat_template=chat_template, log=log) as (url, _),
+        local_server("--dtype", "float32", *options, chat_template=chat_template, log=log) as (
+            url,
+            _,
+        ),
     ):
         yield url
 
@@ -137,7 +155,9 @@ def server(work: Work, *options: str, chat_template: str = CHAT_TEMPLATE) -> Ite
 def server_faults(work: Work) -> list[str]:
     """Return the lines of the server's log that name an exception."""
     lines = work.log("server").read_text(errors="replace").splitlines()
-    return [line[:300] for line in lines if line.startswith(("ERROR", "Traceback")) or "Error:" in line]
+    return [
+        line[:300] for line in lines if line.startswith(("ERROR", "Traceback")) or "Error:" in line
+    ]
 
 
 def read_jsons(folder: Path, pattern: str) -> list[dict[str, Any]]:
@@ -147,13 +167,22 @@ def read_jsons(folder: Path, pattern: str) -> list[dict[str, Any]]:
 
 
 def report(work: Work, client: str, version: str, checks: dict[str, bool], **figures: Any) -> int:
-    """Print what was found, write it as JSON if asked for, and return the number of checks that failed."""
+    """Print what was found, write it as JSON if asked for, and return the number of checks that
+    failed.
+    """
     checks = checks | {"the server logged no exception": not server_faults(work)}
     for name, holds in checks.items():
         print("ok    " if holds else "FAILED", name)
     print(json.dumps(figures, indent=1, ensure_ascii=False))
     if work.json is not None:
         facts = provenance(client=client, client_version=version)
-        found = {"provenance": facts, "checks": checks, "figures": figures, "server_faults": server_faults(work)}
-        work.json.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        found = {
+            "provenance": facts,
+            "checks": checks,
+            "figures": figures,
+            "server_faults": server_faults(work),
+        }
+        work.json.write_text(
+            json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
     return sum(not holds for holds in checks.values())

@@ -1,9 +1,10 @@
-"""aiperf: streamed chats with a TPOT SLO, goodput by that SLO, and aiperf's own table of speculation.
+"""aiperf: streamed chats with a TPOT SLO, goodput by that SLO, and aiperf's own table of
+speculation.
 
     python benchmarks/clients/run_aiperf.py FOLDER --json aiperf.json
 
-``--target`` is the folder of a checkpoint with a chat template; without it, the embedded pair is served.
-"""
+``--target`` is the folder of a checkpoint with a chat template; without it, the embedded pair is
+served."""
 
 from __future__ import annotations
 
@@ -25,16 +26,29 @@ STATISTICS = ("unit", "avg", "min", "p50", "p99", "max")
 
 
 def main() -> int:
-    work = parse(__doc__, target="", requests=16, concurrency=2, input_tokens=16, output_tokens=24, slo_tpot=0.2)
+    work = parse(
+        __doc__,
+        target="",
+        requests=16,
+        concurrency=2,
+        input_tokens=16,
+        output_tokens=24,
+        slo_tpot=0.2,
+    )
     given = work.options
     client = Client(work, "aiperf")
     output = work.folder / "aiperf"
     shutil.rmtree(output, ignore_errors=True)
     if given.target:
-        target, model = Path(given.target).resolve(), Path(given.target).resolve().name
-        options, template = ["--target", str(target)], (target / "chat_template.jinja").read_text()
+        target = Path(given.target).resolve()
+        model = Path(given.target).resolve().name
+        options = ["--target", str(target)]
+        template = (target / "chat_template.jinja").read_text()
     else:
-        target, model, options, template = save_pair(work), MODEL, [], CHAT_TEMPLATE
+        target = save_pair(work)
+        model = MODEL
+        options = []
+        template = CHAT_TEMPLATE
     with server(work, *options, chat_template=template) as url:
         status = client.run(
             "aiperf", "profile", "--model", model, "--url", url, "--endpoint-type", "chat", "--streaming",
@@ -57,7 +71,11 @@ def main() -> int:
         "the table of speculation was printed": any("Acceptance Length" in line for line in table),
     }
     setting = {name: value for name, value in vars(given).items() if name not in ("folder", "json")}
-    speculation = {name: _chosen(value) for name, value in found.items() if "spec_decode" in name or "accept" in name}
+    speculation = {
+        name: _chosen(value)
+        for name, value in found.items()
+        if "spec_decode" in name or "accept" in name
+    }
     return report(
         work, "aiperf", client.version(), checks, setting=setting, metrics=figures, speculation=speculation,
         table=table, errors=found.get("error_summary") or [],
@@ -65,7 +83,9 @@ def main() -> int:
 
 
 def _table(printed: str) -> list[str]:
-    """Return the lines of aiperf's table of speculation in what it printed; none if it printed no such table."""
+    """Return the lines of aiperf's table of speculation in what it printed; none if it printed no
+    such table.
+    """
     lines = iter(printed.splitlines())
     for line in lines:
         if "Spec Decode" in line:
@@ -74,7 +94,11 @@ def _table(printed: str) -> list[str]:
 
 
 def _chosen(metric: Any) -> Any:
-    return {key: metric[key] for key in STATISTICS if key in metric} if isinstance(metric, dict) else metric
+    return (
+        {key: metric[key] for key in STATISTICS if key in metric}
+        if isinstance(metric, dict)
+        else metric
+    )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ def main() -> int:
     work = parse(__doc__, requests=16, streams=2, prompt_tokens=16, output_tokens=24, slo_tpot=0.2)
     given = work.options
     client = Client(work, "guidellm")
-    target, output = save_pair(work), work.folder / "guidellm.json"
+    target = save_pair(work)
+    output = work.folder / "guidellm.json"
     output.unlink(missing_ok=True)
     with server(work) as url:
         backend = {
@@ -36,16 +37,27 @@ def main() -> int:
             "--output", f"kind=json,path={output}", "--disable-console-interactive",
             log="guidellm", timeout_s=600,
         )  # fmt: skip
-    found: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {"benchmarks": []}
+    found: dict[str, Any] = (
+        json.loads(output.read_text()) if output.exists() else {"benchmarks": []}
+    )
     metrics = found["benchmarks"][0]["metrics"] if found["benchmarks"] else {}
     totals = metrics.get("request_totals", {})
     checks = {
         "guidellm ended with status 0": status == 0,
-        "all requests were answered": totals.get("successful") == given.requests and not totals.get("errored"),
+        "all requests were answered": totals.get("successful") == given.requests
+        and not totals.get("errored"),
     }
     setting = {name: value for name, value in vars(given).items() if name not in ("folder", "json")}
     figures = {name: _chosen(metrics[name]) for name in METRICS if name in metrics}
-    return report(work, "guidellm", client.version(), checks, setting=setting, requests=totals, metrics=figures)
+    return report(
+        work,
+        "guidellm",
+        client.version(),
+        checks,
+        setting=setting,
+        requests=totals,
+        metrics=figures,
+    )
 
 
 def _chosen(metric: dict[str, Any]) -> dict[str, Any]:

@@ -18,10 +18,13 @@ from common import MODEL, Client, Work, parse, read_jsons, report, save_pair, se
 
 from hf_slospec import tiny_prompts
 
-CHOICE, TEXT = "slospec_choice", "slospec_text"
+CHOICE = "slospec_choice"
+TEXT = "slospec_text"
 CHOICES = 4
 SHORTEST = 300  # characters of a prompt that can be split
-CONTEXT, CONTINUATION = 160, 60  # characters of its parts
+# characters of its parts
+CONTEXT = 160
+CONTINUATION = 60
 TASK = """task: {name}
 dataset_path: json
 dataset_kwargs:
@@ -51,7 +54,9 @@ metric_list:
 
 
 def write_tasks(folder: Path, documents: int) -> None:
-    """Write the tasks and their data: a prompt's beginning, its own continuation, and those of others."""
+    """Write the tasks and their data: a prompt's beginning, its own continuation, and those of
+    others.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     texts = [text for text in tiny_prompts() if len(text) >= SHORTEST][: max(documents, CHOICES)]
     parts = [(text[:CONTEXT], text[CONTEXT : CONTEXT + CONTINUATION]) for text in texts]
@@ -60,19 +65,29 @@ def write_tasks(folder: Path, documents: int) -> None:
         choices = [parts[(place + step) % len(parts)][1] for step in range(CHOICES)]
         label = place % CHOICES
         choices[0], choices[label] = choices[label], choices[0]
-        rows.append({"context": context, "continuation": continuation, "choices": choices, "label": label})
+        rows.append(
+            {"context": context, "continuation": continuation, "choices": choices, "label": label}
+        )
     data = folder / "documents.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, own in ((CHOICE, CHOICE_TASK), (TEXT, TEXT_TASK)):
         (folder / f"{name}.yaml").write_text(TASK.format(name=name, data=data) + own)
 
 
-def evaluate(client: Client, label: str, model: str, arguments: dict[str, Any], tasks: str, *options: str) -> bool:
+def evaluate(
+    client: Client, label: str, model: str, arguments: dict[str, Any], tasks: str, *options: str
+) -> bool:
     """Run lm-eval, its samples in a folder of this label; -> whether it succeeded."""
     output = client.work.folder / "lm_eval" / label
     shutil.rmtree(output, ignore_errors=True)
     joined = ",".join(f"{name}={value}" for name, value in arguments.items())
-    common = ["--include_path", client.work.folder / "tasks", "--output_path", output, "--log_samples"]
+    common = [
+        "--include_path",
+        client.work.folder / "tasks",
+        "--output_path",
+        output,
+        "--log_samples",
+    ]
     command = ["lm_eval", "run", "--model", model, "--model_args", joined, "--tasks", tasks]
     return client.run(*command, *common, *options, log=f"lm_eval-{label}", timeout_s=900) == 0
 
@@ -84,7 +99,9 @@ def answers(work: Work, label: str, task: str) -> list[list[Any]]:
 
 
 def has_samples(work: Work, label: str) -> bool:
-    """Return whether an earlier run left answers to as many documents, which is enough of what needs no server."""
+    """Return whether an earlier run left answers to as many documents, which is enough of what
+    needs no server.
+    """
     return all(len(answers(work, label, task)) == work.options.documents for task in (CHOICE, TEXT))
 
 
@@ -106,7 +123,9 @@ def main() -> int:
     write_tasks(work.folder / "tasks", work.options.documents)
     both = f"{CHOICE},{TEXT}"
     hf = {"pretrained": target, "dtype": "float32"}
-    ran = {"hf": has_samples(work, "hf") or evaluate(client, "hf", "hf", hf, both, "--device", "cpu")}
+    ran = {
+        "hf": has_samples(work, "hf") or evaluate(client, "hf", "hf", hf, both, "--device", "cpu")
+    }
     with server(work) as url:
         completions = {
             "model": MODEL, "base_url": f"{url}/v1/completions", "tokenizer": target,
@@ -117,10 +136,12 @@ def main() -> int:
         ran[name] = evaluate(client, name, name, completions, both, "--batch_size", "4")
         name = "local-chat-completions"
         ran[name] = evaluate(client, name, name, chat, TEXT, "--apply_chat_template")
-    theirs, ours = loglikelihoods(work, "hf"), loglikelihoods(work, "local-completions")
+    theirs = loglikelihoods(work, "hf")
+    ours = loglikelihoods(work, "local-completions")
     pairs = list(zip(theirs, ours, strict=False))
     differences = [abs(one[0] - other[0]) for one, other in pairs]
-    texts, our_texts = generations(work, "hf"), generations(work, "local-completions")
+    texts = generations(work, "hf")
+    our_texts = generations(work, "local-completions")
     chats = generations(work, "local-chat-completions")
     worst = max(differences, default=float("inf"))
     expected = work.options.documents * CHOICES

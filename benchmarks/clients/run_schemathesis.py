@@ -1,4 +1,5 @@
-"""schemathesis: requests made up from the server's OpenAPI description, none of which may end in a status of 5xx.
+"""schemathesis: requests made up from the server's OpenAPI description, none of which may end in a
+status of 5xx.
 
 python benchmarks/clients/run_schemathesis.py FOLDER --json schemathesis.json
 """
@@ -30,7 +31,9 @@ def main() -> int:
             "--generation-database", "none", "--continue-on-failure", "--report", "har", "--report-har-path", log,
             log="schemathesis", timeout_s=given.run_timeout,
         )  # fmt: skip
-    entries: list[dict[str, Any]] = json.loads(log.read_text())["log"]["entries"] if log.exists() else []
+    entries: list[dict[str, Any]] = (
+        json.loads(log.read_text())["log"]["entries"] if log.exists() else []
+    )
     statuses = Counter(entry["response"]["status"] for entry in entries)
     faults = [entry for entry in entries if entry["response"]["status"] >= 500]
     unanswered = [entry for entry in entries if entry["response"]["status"] <= 0]
@@ -55,7 +58,8 @@ def _path(entry: dict[str, Any], url: str) -> str:
 
 
 def _described(entry: dict[str, Any], url: str) -> dict[str, Any]:
-    request, response = entry["request"], entry["response"]
+    request = entry["request"]
+    response = entry["response"]
     return {
         "request": f"{request['method']} {_path(entry, url)}",
         "body": str(request.get("postData", {}).get("text", ""))[:SHOWN_CHARACTERS],

@@ -11,7 +11,8 @@ import transformers
 from common import MODEL, parse, report, run, server
 
 MESSAGE = "Write a function that adds two numbers."
-# The second one answers the question whether to continue, which is asked if the length ended the first answer.
+# The second one answers the question whether to continue, which is asked if the length ended the
+# first answer.
 TYPED = f"{MESSAGE}\n!exit\n!exit\n"
 SHOWN_LINES = 12
 
@@ -19,7 +20,16 @@ SHOWN_LINES = 12
 def main() -> int:
     work = parse(__doc__, timeout=300)
     with server(work) as url:
-        command = [sys.executable, "-m", "transformers.cli.transformers", "chat", MODEL, url, "--user", "tester"]
+        command = [
+            sys.executable,
+            "-m",
+            "transformers.cli.transformers",
+            "chat",
+            MODEL,
+            url,
+            "--user",
+            "tester",
+        ]
         status = run(command, work, "transformers_chat", work.options.timeout, typed=TYPED)
     output = work.log("transformers_chat").read_text(errors="replace")
     _, found, rest = output.partition(f"<{MODEL}>:")

@@ -3,10 +3,10 @@
     pip install hf_slospec trl==1.16.0 peft datasets
     python benchmarks/clients/run_trl.py WORK --json trl.json              # the embedded target, or --model FOLDER
 
-Both sample from the same weights with the same seeds, in turns, and the trainer goes on with the completions of this
-package. They are equal in fp32; in bf16, near-ties may be decided differently. No packed copy may differ from a new one
-(``stale``). The first rollout, in which forwards are compiled and costs measured, is left out of the speed-ups.
-"""
+Both sample from the same weights with the same seeds, in turns, and the trainer goes on with the
+completions of this package. They are equal in fp32; in bf16, near-ties may be decided differently.
+No packed copy may differ from a new one (``stale``). The first rollout, in which forwards are
+compiled and costs measured, is left out of the speed-ups."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ from trl import GRPOConfig, GRPOTrainer
 
 import hf_slospec
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.models.linear.packed_weight import PackedWeight
+from hf_slospec.cpu.packed_weights import PackedWeight
 
 WAYS = {  # dtype of the weights, and settings of the trainer
     "fp32, adamw_torch_fused": (torch.float32, {"optim": "adamw_torch_fused", "bf16": False}),
-    "bf16 weights, adamw_torch_fused": (torch.bfloat16, {"optim": "adamw_torch_fused", "bf16": False}),
+    "bf16 weights, adamw_torch_fused": (
+        torch.bfloat16,
+        {"optim": "adamw_torch_fused", "bf16": False},
+    ),
     "bf16 weights, adamw_torch": (torch.bfloat16, {"optim": "adamw_torch", "bf16": False}),
     "fp32 weights, autocast in bf16": (torch.float32, {"optim": "adamw_torch_fused", "bf16": True}),
 }
@@ -41,7 +44,9 @@ def num_stale(decoder: Any) -> int:
     """Return how many packed copies differ from new ones."""
     copies = decoder.speculator.target.packed.prepacked._copies
     new = [PackedWeight(layer, name, one.autocast) for (layer, name), one in copies.items()]
-    return sum(not torch.equal(values(a), values(b)) for a, b in zip(copies.values(), new, strict=True))
+    return sum(
+        not torch.equal(values(a), values(b)) for a, b in zip(copies.values(), new, strict=True)
+    )
 
 
 def values(packed: PackedWeight) -> torch.Tensor:
@@ -50,26 +55,37 @@ def values(packed: PackedWeight) -> torch.Tensor:
     return torch.cat([matrix(identity, None) for matrix in packed.matrices])
 
 
-def train(folder: str, dtype: torch.dtype, settings: dict[str, Any], options: Any) -> list[dict[str, Any]]:
+def train(
+    folder: str, dtype: torch.dtype, settings: dict[str, Any], options: Any
+) -> list[dict[str, Any]]:
     """Return the seconds, completions and stale copies of every rollout."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     past = hf_slospec.PastAnswers(max_per_prompt=2 * options.completions)
     drafter = hf_slospec.load_drafter(options.drafter, model, tokenizer=tokenizer, share_texts=past)
     hf_slospec.enable(model, drafter=drafter, config=options.config, always=True)
-    ways, rollouts = {"stock": functools.partial(type(model).generate, model), "ours": model.generate}, list[Any]()
+    ways, rollouts = (
+        {"stock": functools.partial(type(model).generate, model), "ours": model.generate},
+        list[Any](),
+    )
 
     def both(*arguments: Any, **given: Any) -> Any:
-        state, found, seconds = torch.get_rng_state(), dict[str, Any](), dict[str, float]()
+        state = torch.get_rng_state()
+        found = dict[str, Any]()
+        seconds = dict[str, float]()
         for name in sorted(ways, reverse=bool(len(rollouts) % 2)):
             torch.set_rng_state(state)
             begun_s = time.perf_counter()
             found[name] = ways[name](*arguments, **given)
             seconds[name] = time.perf_counter() - begun_s
-        stock, ours = (found[name][:, given["input_ids"].shape[1] :].tolist() for name in ("stock", "ours"))
+        stock, ours = (
+            found[name][:, given["input_ids"].shape[1] :].tolist() for name in ("stock", "ours")
+        )
         equal_rows = sum(own == other for own, other in zip(stock, ours, strict=True))
         stale = num_stale(ways["ours"].decoder)  # type: ignore[attr-defined]
-        rollouts.append({"seconds": seconds, "rows": len(ours), "equal_rows": equal_rows, "stale": stale})
+        rollouts.append(
+            {"seconds": seconds, "rows": len(ours), "equal_rows": equal_rows, "stale": stale}
+        )
         return found["ours"]
 
     model.generate = both
@@ -87,9 +103,13 @@ def train(folder: str, dtype: torch.dtype, settings: dict[str, Any], options: An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--model", type=str, help="a model with a chat template, for questions of Spec-Bench")
+    parser.add_argument(
+        "--model", type=str, help="a model with a chat template, for questions of Spec-Bench"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--drafter", default="suffix")
     parser.add_argument("--config", type=hf_slospec.SLOSpecConfig.model_validate_json, default="{}")
@@ -100,14 +120,19 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
     options = parser.parse_args()
-    model, prompts = options.model or str(options.folder / "target"), list[Any](PROMPTS)
+    model = options.model or str(options.folder / "target")
+    prompts = list[Any](PROMPTS)
     if options.model is None:
         target, _, tokenizer = hf_slospec.load_tiny_pair()
         target.save_pretrained(model)
         tokenizer.save_pretrained(model)
     else:
         questions = map(json.loads, QUESTIONS.read_text(encoding="utf-8").splitlines())
-        maths = [question["turns"][0] for question in questions if question["category"] == "math_reasoning"]
+        maths = [
+            question["turns"][0]
+            for question in questions
+            if question["category"] == "math_reasoning"
+        ]
         prompts = [[{"role": "user", "content": text}] for text in maths]
     options.prompts = prompts[: options.prompts]
     results = []
@@ -115,8 +140,12 @@ def main() -> None:
         rollouts = train(model, *WAYS[way], options)
         ratios = [one["seconds"]["stock"] / one["seconds"]["ours"] for one in rollouts]
         ends = range(len(options.prompts), len(ratios) + 1, len(options.prompts))
-        epochs = [statistics.median(ratios[max(end - len(options.prompts), 1) : end]) for end in ends]
-        total = {name: sum(one[name] for one in rollouts) for name in ("rows", "equal_rows", "stale")}
+        epochs = [
+            statistics.median(ratios[max(end - len(options.prompts), 1) : end]) for end in ends
+        ]
+        total = {
+            name: sum(one[name] for one in rollouts) for name in ("rows", "equal_rows", "stale")
+        }
         results.append({"way": way, "speedups by epoch": epochs, **total, "rollouts": rollouts})
         print(way, {**results[-1], "rollouts": len(rollouts)}, flush=True)
         if options.json is not None:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 import hf_slospec
 from hf_slospec.cli.options import check_outputs, console, usage_errors, write_results
-from hf_slospec.serving.log_level import only_errors_logged
+from hf_slospec.server.model_options import only_errors_logged
 from hf_slospec.tiny.shapes import SIZES
 
 if TYPE_CHECKING:
@@ -28,35 +28,59 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def gpu_check(
-    shapes: Annotated[str, typer.Option(help=f"Sizes of the target, comma-separated: {', '.join(SIZES)}.")] = "8B",
+    shapes: Annotated[
+        str, typer.Option(help=f"Sizes of the target, comma-separated: {', '.join(SIZES)}.")
+    ] = "8B",
     batches: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1,4,16,64",
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompts are truncated to this many tokens.")] = 128,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="Prompts are truncated to this many tokens.")
+    ] = 128,
     new_tokens: Annotated[int, typer.Option(min=4, help="New tokens of every row.")] = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each method, as far as time allows.")] = 5,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Runs of each method, as far as time allows.")
+    ] = 5,
     budget_s: Annotated[
         float, typer.Option(min=1.0, help="Time limit in seconds; what is left then is skipped.")
     ] = 480.0,
     methods: Annotated[
-        str, typer.Option(help="Time these methods only, separated by semicolons; check neither identity nor tests.")
+        str,
+        typer.Option(
+            help="Time these methods only, separated by semicolons; check neither identity nor tests."
+        ),
     ] = "",
-    skip_tests: Annotated[bool, typer.Option("--skip-tests", help="Do not run the tests marked gpu.")] = False,
+    skip_tests: Annotated[
+        bool, typer.Option("--skip-tests", help="Do not run the tests marked gpu.")
+    ] = False,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Also count device operations and host waits of a step, by phase.")
+        bool,
+        typer.Option(
+            "--profile", help="Also count device operations and host waits of a step, by phase."
+        ),
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the results in the file of --json; measure what it lacks.")
+        bool,
+        typer.Option(
+            "--resume", help="Go on from the results in the file of --json; measure what it lacks."
+        ),
     ] = False,
     json_path: Annotated[
-        Path, typer.Option("--json", help="Write the results with provenance to this file, after each method.")
+        Path,
+        typer.Option(
+            "--json", help="Write the results with provenance to this file, after each method."
+        ),
     ] = Path("gpu-check.json"),
-    device: Annotated[str, typer.Option(hidden=True)] = "cuda",  # cpu: for tests of the check itself, with small sizes
+    device: Annotated[
+        str, typer.Option(hidden=True)
+    ] = "cuda",  # cpu: for tests of the check itself, with small sizes
     identity_shape: Annotated[str, typer.Option(hidden=True)] = "0.1B",
 ) -> None:
-    """Check a GPU in eight minutes: speed against stock generate, identity with it, tests, and the memory floor.
+    """Check a GPU in eight minutes: speed against stock generate, identity with it, tests, and the
+    memory floor.
 
-    Nothing is downloaded: models of the shapes of Llama-3.1-8B and Llama-3.2-1B are made of the embedded pair on the
-    device. Whatever the time limit, the most important figures come first, and --resume adds the others. Exit code 1: a
-    test or a check failed; 2: there is no CUDA device.
+    Nothing is downloaded: models of the shapes of Llama-3.1-8B and Llama-3.2-1B are made of the
+        embedded pair on the
+    device. Whatever the time limit, the most important figures come first, and --resume adds the
+    others. Exit code 1: a test or a check failed; 2: there is no CUDA device.
 
     Example:  python -m benchmarks.gpu --budget-s 120 --json result.json
     """
@@ -66,14 +90,20 @@ def gpu_check(
     check_outputs(None, json_path)
     sizes = tuple(dict.fromkeys(shapes.replace(" ", "").split(",")))
     if unknown := {*sizes, identity_shape} - set(SIZES):
-        raise typer.BadParameter(f"--shapes must be among {', '.join(SIZES)}, got {', '.join(sorted(unknown))}")
+        raise typer.BadParameter(
+            f"--shapes must be among {', '.join(SIZES)}, got {', '.join(sorted(unknown))}"
+        )
     numbers = dict.fromkeys(batches.replace(" ", "").split(","))
-    if not all(number.isdecimal() and len(number) <= MAX_DIGITS and int(number) for number in numbers):
+    if not all(
+        number.isdecimal() and len(number) <= MAX_DIGITS and int(number) for number in numbers
+    ):
         raise typer.BadParameter(f"--batches must be positive numbers such as 1,4, got {batches!r}")
     named = [name.strip() for name in methods.split(";") if name.strip()]
     chosen = tuple(name for name in checking.METHODS if name in named) or checking.METHODS
     if unknown := set(named) - set(chosen):
-        raise typer.BadParameter(f"--methods must be among {'; '.join(checking.METHODS)}, got {'; '.join(unknown)}")
+        raise typer.BadParameter(
+            f"--methods must be among {'; '.join(checking.METHODS)}, got {'; '.join(unknown)}"
+        )
     output = console()
     if (reason := checking.why_no_device(device)) is not None:
         output.print(reason, style="bold red", markup=False, soft_wrap=True)
@@ -128,8 +158,15 @@ def _restart(plan: Plan, json_path: Path, left_s: float) -> None:
         "--methods": ";".join(plan.methods if not plan.checks else ()),
     }
     flags = {"--skip-tests": not plan.runs_tests, "--profile": plan.profiles, "--resume": True}
-    command = [sys.executable, "-m", "benchmarks.gpu", *(flag for flag, is_set in flags.items() if is_set)]
-    os.execv(sys.executable, [*command, *(str(part) for option in options.items() for part in option)])
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        *(flag for flag, is_set in flags.items() if is_set),
+    ]
+    os.execv(
+        sys.executable, [*command, *(str(part) for option in options.items() for part in option)]
+    )
 
 
 if __name__ == "__main__":

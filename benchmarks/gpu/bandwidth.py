@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from hf_slospec.models.device.device_calls import synchronize
+from hf_slospec.model.transfer import synchronize
 
 NUM_READS = 10
 READ_BYTES = {"cuda": 2**32, "cpu": 2**26}
@@ -27,7 +27,9 @@ DATASHEETS = {
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Return the bytes per second of the fastest of several sums and maxima over a large buffer on the device."""
+    """Return the bytes per second of the fastest of several sums and maxima over a large buffer on
+    the device.
+    """
     num_bytes = READ_BYTES[device.type]
     if device.type == "cuda":
         num_bytes = min(num_bytes, torch.cuda.mem_get_info(device)[0] // 4)
@@ -45,5 +47,9 @@ def read_bandwidth(device: torch.device) -> float:
 
 
 def datasheet_bandwidth(name: str | None) -> float | None:
-    """Return the bytes per second that the vendor states for a GPU of this name; None if it is not in the table."""
-    return next((rate for pattern, rate in DATASHEETS.items() if name and re.search(pattern, name)), None)
+    """Return the bytes per second that the vendor states for a GPU of this name; None if it is not
+    in the table.
+    """
+    return next(
+        (rate for pattern, rate in DATASHEETS.items() if name and re.search(pattern, name)), None
+    )

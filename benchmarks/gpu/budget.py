@@ -10,7 +10,9 @@ class Budget:
     """A time limit that starts when it is created."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic):
-        self.limit_s, self._clock, self._begun_s = limit_s, clock, clock()
+        self.limit_s = limit_s
+        self._clock = clock
+        self._begun_s = clock()
 
     @property
     def spent_s(self) -> float:

@@ -15,12 +15,16 @@ from benchmarks.gpu.variants import VARIANTS
 from hf_slospec.cli.benchmark import ASSISTED, OURS, PLAIN, Bench, GenerateCall, Method
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import UnsupportedOptionError
-from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.model.packed_model import PackedModel
 
 COMPILED = "generate, static cache, compiled"
 CONTINUOUS = "continuous batching"
 IMPORTANT = (PLAIN, OURS, COMPILED, ASSISTED)  # measured first, in this order
-BY_COMPILING = ("_compiled_call", "_last_compile_config", "_previous_max_cache_length")  # attributes that generate sets
+BY_COMPILING = (
+    "_compiled_call",
+    "_last_compile_config",
+    "_previous_max_cache_length",
+)  # attributes that generate sets
 
 
 class SameAsError(Exception):
@@ -37,12 +41,14 @@ def names_at(batch: int, methods: Sequence[str] = METHODS) -> list[str]:
 
 @contextlib.contextmanager
 def contestant(bench: Bench, batch: int, name: str) -> Iterator[tuple[Method, dict[str, Any]]]:
-    """Yield a method and the settings that it chose, which may be completed by calls; release all that it keeps.
+    """Yield a method and the settings that it chose, which may be completed by calls; release all
+    that it keeps.
 
     Raises:
         SameAsError: on this machine it would be the same as one before it.
     """
-    target, facts = bench.target, dict[str, Any]()
+    target = bench.target
+    facts = dict[str, Any]()
     run: GenerateCall = bench.stock()
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     with contextlib.ExitStack() as stack:
@@ -58,7 +64,8 @@ def contestant(bench: Bench, batch: int, name: str) -> Iterator[tuple[Method, di
             stack.callback(_forget_compiled, target)
         elif name == CONTINUOUS:
             continuous = ContinuousBatching(target, batch, bench.prompt_tokens, bench.new_tokens)
-            run, around = _with_facts(continuous, facts), continuous.running
+            run = _with_facts(continuous, facts)
+            around = continuous.running
             stack.callback(continuous.close)
         yield Method(name, batch, run, around), facts
         if name == COMPILED:
@@ -93,5 +100,7 @@ def _forget_compiled(target: Any) -> None:
     """Free what the compiled forward keeps, such as its CUDA graphs."""
     for attribute in BY_COMPILING:
         target.__dict__.pop(attribute, None)
-    if "torch._dynamo" in sys.modules:  # importing it takes seconds, for nothing where nothing was compiled
+    if (
+        "torch._dynamo" in sys.modules
+    ):  # importing it takes seconds, for nothing where nothing was compiled
         torch.compiler.reset()

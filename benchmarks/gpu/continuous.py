@@ -9,20 +9,26 @@ from typing import Any
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
+from transformers.utils import (
+    is_flash_attn_2_available,
+    is_flash_attn_3_available,
+    is_kernels_available,
+)
 
 PAGE = 256  # tokens: transformers' default
 LIMIT_S = 40.0  # per call, so that a blocked thread does not block the check
 
 
 class ContinuousBatching:
-    """One persistent manager with its K/V cache and CUDA graphs for all calls at one batch size, as in a server.
+    """One persistent manager with its K/V cache and CUDA graphs for all calls at one batch size, as
+    in a server.
 
-    It is active only inside of ``running``, because it changes the model's attention and other methods use the model.
-    """
+    It is active only inside of ``running``, because it changes the model's attention and other
+    methods use the model."""
 
     def __init__(self, target: Any, batch: int, prompt_tokens: int, new_tokens: int):
-        self.target, self.new_tokens = target, new_tokens
+        self.target = target
+        self.new_tokens = new_tokens
         # A separate config, because the manager changes it.
         self._generation = GenerationConfig(
             max_new_tokens=new_tokens,
@@ -30,8 +36,9 @@ class ContinuousBatching:
             eos_token_id=-1,
             pad_token_id=target.generation_config.pad_token_id,
         )
-        # By default its K/V cache takes nine tenths of the free memory, which other methods need. It gets 1.5 times the
-        # tokens of these texts, since it starts no prompt while few blocks are free. All prompts fit into one forward.
+        # By default its K/V cache takes nine tenths of the free memory, which other methods need.
+        # It gets 1.5 times the tokens of these texts, since it starts no prompt while few blocks
+        # are free. All prompts fit into one forward.
         pages = -(-(prompt_tokens + new_tokens) // PAGE)
         self._config = ContinuousBatchingConfig(
             page_size=PAGE,
@@ -55,7 +62,8 @@ class ContinuousBatching:
             timeout=LIMIT_S,
         ) as self._manager:
             yield
-        # It has returned idle memory to the device; allocate it again outside of the time of the next method.
+        # It has returned idle memory to the device; allocate it again outside of the time of the
+        # next method.
         if (missing := idle - _idle_bytes()) > 0:
             with contextlib.suppress(torch.OutOfMemoryError):
                 torch.empty(missing, dtype=torch.uint8, device=self.target.device)
@@ -71,8 +79,11 @@ class ContinuousBatching:
         }
 
     def __call__(self, encoded: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Decode a batch.  -> [batch, padded_len + new_tokens] int64, padded like the output of stock ``generate``"""
-        input_ids, mask = encoded["input_ids"], encoded["attention_mask"].bool()
+        """Decode a batch.  -> [batch, padded_len + new_tokens] int64, padded like the output of
+        stock ``generate``
+        """
+        input_ids = encoded["input_ids"]
+        mask = encoded["attention_mask"].bool()
         prompts = [ids[own].tolist() for ids, own in zip(input_ids, mask, strict=True)]
         names = self._manager.add_requests(prompts, max_new_tokens=self.new_tokens)
         done: dict[str, list[int]] = {}
@@ -80,7 +91,9 @@ class ContinuousBatching:
         while len(done) < len(names):
             result = self._manager.get_result(timeout=0.5)
             if result is not None and result.error is not None:
-                raise (MemoryError if "out of memory" in result.error else RuntimeError)(result.error)
+                raise (MemoryError if "out of memory" in result.error else RuntimeError)(
+                    result.error
+                )
             if result is not None and result.is_finished():
                 done[result.request_id] = result.generated_tokens
             elif result is None and not (self._manager.is_running() and time.monotonic() < until_s):
@@ -98,4 +111,8 @@ class ContinuousBatching:
 
 def _idle_bytes() -> int:
     """Return the bytes that torch's allocator holds without use."""
-    return torch.cuda.memory_reserved() - torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
+    return (
+        torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        if torch.cuda.is_initialized()
+        else 0
+    )

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_slospec.models.device.graphs import Graphs
-from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.cuda.graphs import Graphs
+from hf_slospec.model.packed_model import PackedModel
 
 
 @dataclass
@@ -35,7 +35,8 @@ class ForwardCounts:
 @contextlib.contextmanager
 def counting() -> Iterator[ForwardCounts]:
     """Count within the context."""
-    counts, compiled = ForwardCounts(), _num_compiled()
+    counts = ForwardCounts()
+    compiled = _num_compiled()
 
     def count_forward(_: Any) -> None:
         counts.forwards += 1
@@ -64,7 +65,9 @@ def called(owner: type, name: str, after: Callable[[Any], None]) -> Iterator[Non
 
 
 @contextlib.contextmanager
-def replaced(owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def replaced(
+    owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
     """Replace a method by a wrapper of it within the context."""
     method = vars(owner)[name]
     setattr(owner, name, functools.wraps(method)(wrap(method)))

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_slospec.models.attention.flash_kernel_choice import kernel_on
-from hf_slospec.models.attention.flash_kernels import HALF, FlashKernel
+from hf_slospec.cuda.flash_kernels import HALF, FlashKernel, kernel_on
 
 HEAD_DIM = 128  # as in Llama-3.1-8B
 NVIDIA_SMI_FIELDS = (
@@ -27,9 +26,7 @@ def why_no_device(device: str) -> str | None:
     if kind != "cuda" or torch.cuda.is_available():
         return None
     if torch.version.cuda is None and torch.version.hip is None:
-        reason = (
-            f"torch {torch.__version__} was built without CUDA; install a CUDA build (https://pytorch.org/get-started)"
-        )
+        reason = f"torch {torch.__version__} was built without CUDA; install a CUDA build (https://pytorch.org/get-started)"
     else:
         count = torch.cuda.device_count()
         reason = (
@@ -77,7 +74,9 @@ def nvidia_smi(uuid: Any) -> dict[str, str] | None:
     lines = found.stdout.strip().splitlines()
     if not lines:
         return None
-    return dict(zip(NVIDIA_SMI_FIELDS.split(","), map(str.strip, lines[0].split(",")), strict=False))
+    return dict(
+        zip(NVIDIA_SMI_FIELDS.split(","), map(str.strip, lines[0].split(",")), strict=False)
+    )
 
 
 def _kernel(device: torch.device, dtype: torch.dtype) -> str:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import gc
 
 from hf_slospec.errors import UnsupportedOptionError
-from hf_slospec.models.device.device_calls import empty_cache
-from hf_slospec.models.device.memory import is_out_of_memory
+from hf_slospec.model.memory import is_out_of_memory
+from hf_slospec.model.transfer import empty_cache
 
 
 def outcome_of(error: Exception) -> dict[str, str]:
     """Return status and reason of an error.
 
-    The status is ``out of memory``, ``refused`` (the config is not supported here, such as flash without a kernel) or
-    ``failed``.
+    The status is ``out of memory``, ``refused`` (the config is not supported here, such as flash
+    without a kernel) or ``failed``.
     """
     is_refused = isinstance(error, UnsupportedOptionError)
     status = "out of memory" if is_out_of_memory(error) else "refused" if is_refused else "failed"

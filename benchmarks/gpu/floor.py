@@ -7,18 +7,21 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_slospec.models.costs.measure import Forwards, Size
-from hf_slospec.models.inspection.properties import evaluating
-from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.model.measure import Forwards, Size
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.properties import evaluating
 
 NUM_FORWARDS = 10
 GOAL = 1.15  # verify time over the floor, at batch 1
 
 
 def weight_bytes(model: Any) -> int:
-    """Return the bytes of the weights that a forward reads completely: all but an untied embedding table."""
+    """Return the bytes of the weights that a forward reads completely: all but an untied embedding
+    table.
+    """
     num_bytes: int = sum(parameter.nbytes for parameter in model.parameters())
-    table, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    table = model.get_input_embeddings().weight
+    output = model.get_output_embeddings().weight
     return num_bytes if table is output else num_bytes - int(table.nbytes)
 
 
@@ -34,13 +37,14 @@ def floor(
 
     Args:
         keys_each: cached tokens of each request.
-        steps: median ``tokens`` and ``verify_ms`` of hf_slospec's verify phases in the speed comparison; None if there
-            were none, then one token per request is assumed.
+        steps: median ``tokens`` and ``verify_ms`` of hf_slospec's verify phases in the speed
+            comparison; None if there were none, then one token per request is assumed.
         bandwidth: bytes per second, as measured by reading.
         datasheet: bytes per second as the vendor states them; None if unknown.
 
     Returns:
-        Among others ``floor_ms``: weights and K/V cache at this bandwidth; ``forward_ms``: a packed forward alone, by
+        Among others ``floor_ms``: weights and K/V cache at this bandwidth; ``forward_ms``: a packed
+            forward alone, by
         the backend of ``auto``; ``verify_ms``: whole verify phases, the choice of tokens included.
     """
     num_tokens = max(batch, round(steps["tokens"])) if steps else batch
@@ -54,7 +58,8 @@ def floor(
     weights = weight_bytes(target)
     floor_ms = 1e3 * (weights + kv_bytes) / bandwidth
     datasheet_ms = None if datasheet is None else 1e3 * (weights + kv_bytes) / datasheet
-    forward_ms, verify_ms = 1e3 * seconds, steps["verify_ms"] if steps else None
+    forward_ms = 1e3 * seconds
+    verify_ms = steps["verify_ms"] if steps else None
     return {
         "batch": batch,
         "tokens": num_tokens,

@@ -1,4 +1,6 @@
-"""Comparison of outputs with stock ``generate``: identical but for ties, within 1e-4 in fp32 and rounding in bf16."""
+"""Comparison of outputs with stock ``generate``: identical but for ties, within 1e-4 in fp32 and
+rounding in bf16.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,15 @@ from benchmarks.gpu.failures import outcome_of, release_memory
 from benchmarks.gpu.limits import TimedOutError, at_most
 from benchmarks.gpu.resuming import is_done
 from benchmarks.gpu.variants import VARIANTS
+from hf_slospec.batcher.generator import SLOSpecGenerator
+from hf_slospec.cli.divergence import DivergenceReport, divergence_report
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.generate.divergence import DivergenceReport, divergence_report
-from hf_slospec.serving.generator import SLOSpecGenerator
+from hf_slospec.server.loading import Pair, load_pair
 from hf_slospec.tiny.embedded import tiny_prompts
-from hf_slospec.tiny.load import Pair, load_pair
 
 BATCH = 4
-# Difference of two logits in fp32: cuBLAS picks its kernels, and with them its rounding, by the number of tokens.
+# Difference of two logits in fp32: cuBLAS picks its kernels, and with them its rounding, by the
+# number of tokens.
 TIE = 1e-4
 RULES = {"float32": f"equal but for ties below {TIE:g} in logits", "bfloat16": "near-ties only"}
 
@@ -32,12 +35,20 @@ def identity(
     earlier: Sequence[dict[str, Any]],
     on_hang: Callable[[], None],
 ) -> Iterator[dict[str, Any]]:
-    """Yield one record per dtype and variant; ``earlier``: records of an earlier run; ``on_hang``: see `at_most`."""
+    """Yield one record per dtype and variant; ``earlier``: records of an earlier run; ``on_hang``:
+    see `at_most`.
+    """
     done = {(record["dtype"], record["name"]): record for record in earlier if is_done(record)}
     for dtype, rule in RULES.items():
         pair: Pair | None = None
         for name, config in VARIANTS.items():
-            record: dict[str, Any] = {"dtype": dtype, "size": size, "batch": BATCH, "name": name, "rule": rule}
+            record: dict[str, Any] = {
+                "dtype": dtype,
+                "size": size,
+                "batch": BATCH,
+                "name": name,
+                "rule": rule,
+            }
             if (dtype, name) in done:
                 yield done[dtype, name]
                 continue
@@ -56,7 +67,11 @@ def identity(
                 continue
             near = sum(divergence.is_near_tie for divergence in report.divergences)
             margins = [divergence.margin for divergence in report.divergences]
-            is_right = all(margin < TIE for margin in margins) if dtype == "float32" else report.all_near_ties
+            is_right = (
+                all(margin < TIE for margin in margins)
+                if dtype == "float32"
+                else report.all_near_ties
+            )
             yield record | {
                 "status": "passed" if is_right else "failed",
                 "tokens": report.num_tokens,
@@ -71,6 +86,10 @@ def identity(
 
 def _report(pair: Pair, config: SLOSpecConfig, new_tokens: int) -> DivergenceReport:
     texts = tiny_prompts()[:BATCH]
-    inputs = pair.tokenizer(texts, return_tensors="pt", padding=True, padding_side="left").to(pair.target.device)
+    inputs = pair.tokenizer(texts, return_tensors="pt", padding=True, padding_side="left").to(
+        pair.target.device
+    )
     inputs.pop("token_type_ids", None)
-    return divergence_report(SLOSpecGenerator(*pair, config), dict(inputs), do_sample=False, max_new_tokens=new_tokens)
+    return divergence_report(
+        SLOSpecGenerator(*pair, config), dict(inputs), do_sample=False, max_new_tokens=new_tokens
+    )

@@ -17,19 +17,23 @@ class TimedOutError(BaseException):
 
 
 @contextlib.contextmanager
-def at_most(seconds: float, on_hang: Callable[[], None], grace_s: float = GRACE_S) -> Iterator[None]:
+def at_most(
+    seconds: float, on_hang: Callable[[], None], grace_s: float = GRACE_S
+) -> Iterator[None]:
     """Raise TimedOutError within the context after this time, where the interpreter runs.
 
     Args:
-        on_hang: called in another thread if the context has not ended ``grace_s`` after that, as with a kernel that
-            never ends.
+        on_hang: called in another thread if the context has not ended ``grace_s`` after that, as
+            with a kernel that never ends.
     """
 
     def stop(*_: Any) -> None:
         raise TimedOutError(f"it took longer than {seconds:.0f} s")
 
     def hang() -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)  # it would outlive a replaced process, and end the new one
+        signal.setitimer(
+            signal.ITIMER_REAL, 0.0
+        )  # it would outlive a replaced process, and end the new one
         on_hang()
 
     hanging = threading.Timer(seconds + grace_s, hang)

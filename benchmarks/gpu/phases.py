@@ -17,7 +17,9 @@ from benchmarks.gpu.suite import gpu_tests
 from benchmarks.gpu.variants import VARIANTS
 
 BEGIN_SHARE = 0.95  # measurements are started until this share of the time limit
-TESTS_SHARE, IDENTITY_SHARE = 0.42, 0.15  # at most, of the time limit; the rest is for speed
+# at most, of the time limit; the rest is for speed
+TESTS_SHARE = 0.42
+IDENTITY_SHARE = 0.15
 
 
 def check(
@@ -27,18 +29,22 @@ def check(
     earlier: Results | None = None,
     on_hang: Callable[[float], None] = lambda _: None,
 ) -> Results:
-    """Run all phases: the most important methods first, then the tests of correctness, then all other methods.
+    """Run all phases: the most important methods first, then the tests of correctness, then all
+    other methods.
 
     Args:
         on_results: called with the results so far whenever there are new ones.
         report: called with messages about the progress.
         earlier: results to go on from.
-        on_hang: called in another thread when a method hangs, with the seconds left; it may replace the process.
+        on_hang: called in another thread when a method hangs, with the seconds left; it may replace
+            the process.
     """
-    budget, device = Budget(BEGIN_SHARE * plan.budget_s), torch.device(plan.device)
+    budget = Budget(BEGIN_SHARE * plan.budget_s)
+    device = torch.device(plan.device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    # cuDNN builds a plan for each new shape, which would fall into timed calls of every method that uses SDPA.
+    # cuDNN builds a plan for each new shape, which would fall into timed calls of every method that
+    # uses SDPA.
     torch.backends.cuda.enable_cudnn_sdp(False)
     results: Results = {"environment": environment(device)} | (earlier or {})
     on_results(results)
@@ -50,7 +56,8 @@ def check(
     for _ in comparison.run_first():
         on_results(results)
     comparison.close()  # other processes need memory, too
-    share, known = budget.share(IDENTITY_SHARE * plan.budget_s), results.get("identity", [])
+    share = budget.share(IDENTITY_SHARE * plan.budget_s)
+    known = results.get("identity", [])
     results["identity"] = []
     if plan.checks:
         report(f"identity of the output at {plan.identity_size}")
@@ -72,13 +79,24 @@ def check(
 def exit_code(results: Results, checks: bool = True) -> int:
     """Return the exit code of a check.
 
-    1: a test or a comparison failed, hf_slospec failed other than by lack of memory, or no output was compared in fp32
+    1: a test or a comparison failed, hf_slospec failed other than by lack of memory, or no output
+        was compared in fp32
     although it ``checks`` identity.
     """
-    ours = [row for cell in results.get("speed", ()) for row in cell["contestants"] if row["name"] in VARIANTS]
+    ours = [
+        row
+        for cell in results.get("speed", ())
+        for row in cell["contestants"]
+        if row["name"] in VARIANTS
+    ]
     records: list[dict[str, Any]] = [results.get("tests", {}), *results.get("identity", ()), *ours]
-    is_identical = any(r["status"] == "passed" and r["dtype"] == "float32" for r in results.get("identity", ()))
-    return int((checks and not is_identical) or any(record.get("status") in ("failed", "hung") for record in records))
+    is_identical = any(
+        r["status"] == "passed" and r["dtype"] == "float32" for r in results.get("identity", ())
+    )
+    return int(
+        (checks and not is_identical)
+        or any(record.get("status") in ("failed", "hung") for record in records)
+    )
 
 
 def _tests(plan: Plan, device: torch.device, budget: Budget) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Device operations and host waits of hf_slospec's steps, by phase, and what takes the memory of a call."""
+"""Device operations and host waits of hf_slospec's steps, by phase, and what takes the memory of a
+call.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,13 @@ from benchmarks.gpu.counts import counting, replaced
 from benchmarks.gpu.failures import outcome_of
 from benchmarks.gpu.limits import TimedOutError, at_most
 from hf_slospec.cli.benchmark import OURS, Bench
-from hf_slospec.engine.protocols import StepDecisions
+from hf_slospec.engine.interfaces import StepDecisions
 from hf_slospec.engine.step import Engine
-from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.model.packed_model import PackedModel
 
 PREFIX = "hf_slospec "
-STEP, LEVEL = "step", "draft level"
+STEP = "step"
+LEVEL = "draft level"
 METHODS = {
     STEP: (Engine, "step"),
     "draft": (Engine, "_draft"),
@@ -36,19 +39,27 @@ METHODS = {
 KINDS = {"kernel": "kernels", "gpu_memcpy": "copies", "gpu_memset": "fills"}  # on the device
 WARM_UP = 4  # calls
 MAX_ACTIONS = 500_000  # allocator's actions in one call
-NUM_PLACES, NUM_FRAMES = 12, 4  # that are recorded
+# that are recorded
+NUM_PLACES = 12
+NUM_FRAMES = 4
 
 Span = tuple[float, float]  # begin and end, in the trace's microseconds
 
 
-def profile(bench: Bench, batch: int, limit_s: float, on_hang: Callable[[], None]) -> dict[str, Any]:
+def profile(
+    bench: Bench, batch: int, limit_s: float, on_hang: Callable[[], None]
+) -> dict[str, Any]:
     """Record a call of hf_slospec's default by a profiler, after some calls without.
 
     See :func:`count_events`, and for ``memory``, of another call, :func:`places_at_peak`.
     """
     wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA} & supported_activities()
     try:
-        with at_most(limit_s, on_hang), contestant(bench, batch, OURS) as (method, _), ExitStack() as stack:
+        with (
+            at_most(limit_s, on_hang),
+            contestant(bench, batch, OURS) as (method, _),
+            ExitStack() as stack,
+        ):
             for _ in range(WARM_UP):
                 bench.time(method, 0)
             for name, (owner, attribute) in METHODS.items():
@@ -63,15 +74,21 @@ def profile(bench: Bench, batch: int, limit_s: float, on_hang: Callable[[], None
         return {"status": "timed out", "reason": str(error)}
     except Exception as error:  # noqa: BLE001  recorded
         return outcome_of(error)
-    return {"status": "measured", "counts": counts.as_record(), "memory": memory} | count_events(trace)
+    return {"status": "measured", "counts": counts.as_record(), "memory": memory} | count_events(
+        trace
+    )
 
 
 def _memory_of(run: Callable[[], Any], device: torch.device) -> Any:
-    """Return what a call allocates at its peak, by place in the code; None where torch does not record that."""
+    """Return what a call allocates at its peak, by place in the code; None where torch does not
+    record that.
+    """
     if device.type != "cuda" or torch.version.cuda is None:
         return None
     try:
-        torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MAX_ACTIONS)
+        torch.cuda.memory._record_memory_history(
+            context="alloc", stacks="python", max_entries=MAX_ACTIONS
+        )
         try:
             run()
             traces = torch.cuda.memory._snapshot(device)["device_traces"]
@@ -88,19 +105,25 @@ def _memory_of(run: Callable[[], Any], device: torch.device) -> Any:
 
 
 def places_at_peak(trace: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the mebibytes that were allocated when most were, by the frames that did it, the largest first.
+    """Return the mebibytes that were allocated when most were, by the frames that did it, the
+    largest first.
 
-    ``trace`` is that of one device, with actions in their order; what was allocated before it began does not count.
-    """
-    live, totals = dict[int, dict[str, Any]](), [0]
+    ``trace`` is that of one device, with actions in their order; what was allocated before it began
+    does not count."""
+    live = dict[int, dict[str, Any]]()
+    totals = [0]
     for event in trace:
         totals.append(totals[-1] + _replayed(event, live))
     live.clear()
     for event in trace[: totals.index(max(totals))]:
         _replayed(event, live)
-    sizes, numbers = Counter[str](), Counter[str]()
+    sizes = Counter[str]()
+    numbers = Counter[str]()
     for own in live.values():
-        frames = [f"{frame['filename'].split('site-packages/')[-1]}:{frame['line']}" for frame in own.get("frames", ())]
+        frames = [
+            f"{frame['filename'].split('site-packages/')[-1]}:{frame['line']}"
+            for frame in own.get("frames", ())
+        ]
         place = " < ".join(frames[:NUM_FRAMES])
         sizes[place] += own["size"]
         numbers[place] += 1
@@ -111,7 +134,9 @@ def places_at_peak(trace: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _replayed(event: dict[str, Any], live: dict[int, dict[str, Any]]) -> int:
-    """Replay an action on what is allocated, by address, and return by how many bytes that has changed."""
+    """Replay an action on what is allocated, by address, and return by how many bytes that has
+    changed.
+    """
     if event["action"] == "alloc":
         live[event["addr"]] = event
         return int(event["size"])
@@ -124,8 +149,9 @@ def count_events(trace: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Count the events of a Chrome trace by the phase of the host that caused them.
 
     Returns:
-        ``steps`` and ``draft_levels``, the number of each; and ``per_step`` and ``per_draft_level``: by phase, mean
-        numbers of ``kernels``, ``copies`` and ``fills`` on the device, ``operators`` of torch that the host ran, and
+        ``steps`` and ``draft_levels``, the number of each; and ``per_step`` and
+        ``per_draft_level``: by phase, mean numbers of ``kernels``, ``copies`` and ``fills`` on the
+            device, ``operators`` of torch that the host ran, and
         ``waits`` of the host for the device.
     """
     events = [event for event in trace if event.get("ph") == "X"]
@@ -133,11 +159,13 @@ def count_events(trace: Iterable[dict[str, Any]]) -> dict[str, Any]:
     callers = {  # correlation id -> when the host caused it
         event["args"]["correlation"]: event["ts"]
         for event in events
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+        if event.get("cat") in ("cuda_runtime", "cuda_driver")
+        and "correlation" in event.get("args", {})
     }
     counted = {name: Counter[str]() for name in spans}
     for event in events:
-        kind, at = _kind(event), event["ts"]
+        kind = _kind(event)
+        at = event["ts"]
         if kind is None:
             continue
         if kind in KINDS.values():
@@ -145,11 +173,16 @@ def count_events(trace: Iterable[dict[str, Any]]) -> dict[str, Any]:
         for name, own in spans.items():
             index = bisect.bisect_right(own, (at, float("inf"))) - 1
             counted[name][kind] += index >= 0 and at <= own[index][1]
-    num_steps, num_levels = len(spans[STEP]), len(spans[LEVEL])
+    num_steps = len(spans[STEP])
+    num_levels = len(spans[LEVEL])
     return {
         "steps": num_steps,
         "draft_levels": num_levels,
-        "per_step": {name: _mean(counted[name], num_steps) for name in spans if name not in (LEVEL, "forward")},
+        "per_step": {
+            name: _mean(counted[name], num_steps)
+            for name in spans
+            if name not in (LEVEL, "forward")
+        },
         "per_draft_level": _mean(counted[LEVEL], num_levels),
     }
 
@@ -163,12 +196,17 @@ def _spans(events: list[dict[str, Any]]) -> dict[str, list[Span]]:
             spans[name].append((event["ts"], event["ts"] + event["dur"]))
     for own in spans.values():
         own.sort()
-    spans[LEVEL] = [span for span in spans["forward"] if any(a <= span[0] and span[1] <= b for a, b in spans["draft"])]
+    spans[LEVEL] = [
+        span
+        for span in spans["forward"]
+        if any(a <= span[0] and span[1] <= b for a, b in spans["draft"])
+    ]
     return spans
 
 
 def _kind(event: dict[str, Any]) -> str | None:
-    category, name = event.get("cat"), str(event.get("name", ""))
+    category = event.get("cat")
+    name = str(event.get("name", ""))
     if category in ("cuda_runtime", "cuda_driver"):
         return "waits" if "Synchronize" in name else None
     return "operators" if category == "cpu_op" else KINDS.get(str(category))

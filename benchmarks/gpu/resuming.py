@@ -29,13 +29,20 @@ def earlier_results(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """
     try:
         written = json.loads(path.read_text())
-        before, results = written["provenance"], written["results"]
+        before = written["provenance"]
+        results = written["results"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidInputError(f"--resume: {path} holds no results ({error!r}); leave out --resume") from error
+        raise InvalidInputError(
+            f"--resume: {path} holds no results ({error!r}); leave out --resume"
+        ) from error
     now = json.loads(json.dumps(facts))
-    differing = [name for name in sorted({*before, *now} - MAY_DIFFER) if before.get(name) != now.get(name)]
+    differing = [
+        name for name in sorted({*before, *now} - MAY_DIFFER) if before.get(name) != now.get(name)
+    ]
     if differing:
-        changes = "; ".join(f"{name}: {before.get(name)!r}, now {now.get(name)!r}" for name in differing)
+        changes = "; ".join(
+            f"{name}: {before.get(name)!r}, now {now.get(name)!r}" for name in differing
+        )
         raise InvalidInputError(
             f"--resume: {path} is of another machine, version or plan ({changes}); leave out --resume or name another "
             "file with --json"
@@ -43,6 +50,9 @@ def earlier_results(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
     for cell in results.get("speed", ()):
         for record in cell["contestants"]:
             if record["status"] == STARTED:
-                record |= {"status": "hung", "reason": "the process ended while it ran; it is not run again"}
+                record |= {
+                    "status": "hung",
+                    "reason": "the process ended while it ran; it is not run again",
+                }
     found: dict[str, Any] = results
     return found

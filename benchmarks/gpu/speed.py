@@ -17,8 +17,12 @@ from benchmarks.gpu.limits import TimedOutError, at_most
 from hf_slospec.cli.benchmark import Bench, Method, Sample
 from hf_slospec.engine.events import PhaseTimes
 
-MIN_WARM_UP, MAX_WARM_UP = 2, 12  # calls
-WITHOUT_REPLAYS = 4  # calls, after which a method whose forwards were never replayed is as warm as it gets
+# calls
+MIN_WARM_UP = 2
+MAX_WARM_UP = 12
+WITHOUT_REPLAYS = (
+    4  # calls, after which a method whose forwards were never replayed is as warm as it gets
+)
 
 Record = dict[str, Any]
 
@@ -28,15 +32,25 @@ class Repeats(NamedTuple):
 
     at_least: int  # as far as its time limit allows
     at_most: int
-    enough_s: float  # seconds, warm-up included, after which it is not repeated more often than ``at_least``
+    # Seconds, warm-up included, after which it is not repeated more often than ``at_least``
+    enough_s: float
 
 
 def measure(
-    bench: Bench, batch: int, name: str, repeats: Repeats, limit_s: float, on_hang: Callable[[], None]
+    bench: Bench,
+    batch: int,
+    name: str,
+    repeats: Repeats,
+    limit_s: float,
+    on_hang: Callable[[], None],
 ) -> Record:
-    """Time a method after a warm-up, for at most ``limit_s`` seconds in all; see `at_most` for ``on_hang``."""
+    """Time a method after a warm-up, for at most ``limit_s`` seconds in all; see `at_most` for
+    ``on_hang``.
+    """
     record: Record = {"name": name, "batch": batch}
-    device, samples, counts = bench.target.device, list[Sample](), list[ForwardCounts]()
+    device = bench.target.device
+    samples = list[Sample]()
+    counts = list[ForwardCounts]()
     held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     facts: Record = {}
     try:
@@ -45,7 +59,9 @@ def measure(
                 torch.cuda.reset_peak_memory_stats(device)
             budget = Budget(limit_s)
             record["warm_up"], longest_s = _warm_up(bench, method, facts, repeats.at_most, budget)
-            while len(samples) < (repeats.at_least if budget.spent_s > repeats.enough_s else repeats.at_most):
+            while len(samples) < (
+                repeats.at_least if budget.spent_s > repeats.enough_s else repeats.at_most
+            ):
                 if samples and budget.left_s < longest_s:
                     break
                 sample, counted = _time(bench, method, len(samples))
@@ -55,7 +71,10 @@ def measure(
     except SameAsError as same:
         record |= {"status": "same", "reason": f"it would be the same as {same}"}
     except TimedOutError as error:
-        record |= {"status": "timed out", "reason": f"{error}; --resume with more --budget-s tries it again"}
+        record |= {
+            "status": "timed out",
+            "reason": f"{error}; --resume with more --budget-s tries it again",
+        }
     except Exception as error:  # noqa: BLE001  recorded
         record |= outcome_of(error)
         error.__traceback__ = None  # it would keep the call's tensors alive
@@ -63,38 +82,65 @@ def measure(
         record |= {"status": "measured"} | _figures(bench, batch, samples, counts)
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
-        record |= {"peak_gib": round(peak / 2**30, 3), "peak_beyond_held_gib": round((peak - held) / 2**30, 3)}
+        record |= {
+            "peak_gib": round(peak / 2**30, 3),
+            "peak_beyond_held_gib": round((peak - held) / 2**30, 3),
+        }
     release_memory()
     return record | facts
 
 
 def compare(record: Record, stock: Record | None) -> None:
-    """Add ratios to stock ``generate`` and the number of equal rows; None where that was not measured."""
+    """Add ratios to stock ``generate`` and the number of equal rows; None where that was not
+    measured.
+    """
     if record["status"] != "measured":
         return
     if stock is None or stock["status"] != "measured":
-        record |= {"speedup_vs_generate": None, "speedup_per_repeat": None, "rows_equal_to_generate": None}
+        record |= {
+            "speedup_vs_generate": None,
+            "speedup_per_repeat": None,
+            "rows_equal_to_generate": None,
+        }
         return
-    ratios = [theirs / ours for theirs, ours in zip(stock["seconds"], record["seconds"], strict=False)]
-    rows = [pair for pairs in zip(stock["rows"], record["rows"], strict=False) for pair in zip(*pairs, strict=True)]
+    ratios = [
+        theirs / ours for theirs, ours in zip(stock["seconds"], record["seconds"], strict=False)
+    ]
+    rows = [
+        pair
+        for pairs in zip(stock["rows"], record["rows"], strict=False)
+        for pair in zip(*pairs, strict=True)
+    ]
     record["speedup_vs_generate"] = round(statistics.median(ratios), 3)
     record["speedup_per_repeat"] = [round(ratio, 3) for ratio in ratios]
     record["rows_equal_to_generate"] = f"{sum(theirs == ours for theirs, ours in rows)}/{len(rows)}"
 
 
-def _warm_up(bench: Bench, method: Method, facts: Record, repeats: int, budget: Budget) -> tuple[Record, float]:
-    """Run a method until a call has captured and compiled nothing.  -> record, and seconds of the last call"""
+def _warm_up(
+    bench: Bench, method: Method, facts: Record, repeats: int, budget: Budget
+) -> tuple[Record, float]:
+    """Run a method until a call has captured and compiled nothing.  -> record, and seconds of the
+    last call
+    """
     calls = captures = compilations = 0
     while True:
-        sample, counted = _time(bench, method, calls % repeats)  # by the prompts that are timed later
-        calls, captures = calls + 1, captures + counted.captures
+        sample, counted = _time(
+            bench, method, calls % repeats
+        )  # by the prompts that are timed later
+        calls = calls + 1
+        captures = captures + counted.captures
         compilations += counted.compilations
         may_replay = counted.forwards and facts["cuda_graphs"] and calls < WITHOUT_REPLAYS
         has_replayed = bool(counted.replays) or not may_replay
         is_warm = calls >= MIN_WARM_UP and has_replayed and not counted.has_prepared
         if is_warm or calls == MAX_WARM_UP or budget.left_s < 3 * sample.seconds:
             break
-    record = {"calls": calls, "seconds": round(budget.spent_s, 2), "captures": captures, "compilations": compilations}
+    record = {
+        "calls": calls,
+        "seconds": round(budget.spent_s, 2),
+        "captures": captures,
+        "compilations": compilations,
+    }
     return record | {"is_warm": is_warm}, sample.seconds
 
 
@@ -104,9 +150,13 @@ def _time(bench: Bench, method: Method, repeat: int) -> tuple[Sample, ForwardCou
     return sample, counts
 
 
-def _figures(bench: Bench, batch: int, samples: list[Sample], counts: list[ForwardCounts]) -> Record:
+def _figures(
+    bench: Bench, batch: int, samples: list[Sample], counts: list[ForwardCounts]
+) -> Record:
     median_s = statistics.median(sample.seconds for sample in samples)
-    lengths = [m.acceptance_length for sample in samples if sample.slo for m in sample.slo if m.steps]
+    lengths = [
+        m.acceptance_length for sample in samples if sample.slo for m in sample.slo if m.steps
+    ]
     record = {
         "seconds": [round(sample.seconds, 5) for sample in samples],
         "rows": [[_digest(row) for row in sample.sequences] for sample in samples],
@@ -129,11 +179,20 @@ def _phases(samples: list[Sample]) -> Record:
     if not events:
         return {}
     total = sum((event.phases for event in events), PhaseTimes())
-    seconds = {"draft": total.draft_s, "select": total.select_s, "verify": total.verify_s, "host": total.host_s}
+    seconds = {
+        "draft": total.draft_s,
+        "select": total.select_s,
+        "verify": total.verify_s,
+        "host": total.host_s,
+    }
     return {
-        "ms_per_step": {phase: round(1e3 * spent / len(events), 3) for phase, spent in seconds.items()},
+        "ms_per_step": {
+            phase: round(1e3 * spent / len(events), 3) for phase, spent in seconds.items()
+        },
         "steps": {
-            "verify_ms": round(1e3 * statistics.median(event.phases.verify_s for event in events), 3),
+            "verify_ms": round(
+                1e3 * statistics.median(event.phases.verify_s for event in events), 3
+            ),
             "tokens": statistics.median(event.nodes + event.prefill_tokens for event in events),
         },
     }

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_slospec.algo.latency_curves import ForwardCost
-from hf_slospec.algo.metrics import WINDOW
-from hf_slospec.algo.tree import BoolArray, FloatArray, IntArray
+from hf_slospec.engine.latency_curves import ForwardCost
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab.hardware import Hardware
 from hf_slospec.lab.outcomes import METRICS
 from hf_slospec.lab.texts import Library
 from hf_slospec.lab.workload import Job
+from hf_slospec.request.metrics import WINDOW
+from hf_slospec.tree.tree import BoolArray, FloatArray, IntArray
 
 BLOCK = 8  # groups of requests whose on-time number is bounded begin at multiples of it
 ROUNDING = 1.0 + 1e-9  # factor on allowed times, so that rounding never makes a bound too tight
@@ -24,14 +24,17 @@ ROUNDING = 1.0 + 1e-9  # factor on allowed times, so that rounding never makes a
 
 @dataclass(frozen=True)
 class Line:
-    """Lower bound of the seconds of a forward of n tokens: ``fixed_s + per_token_s * n``, neither negative."""
+    """Lower bound of the seconds of a forward of n tokens: ``fixed_s + per_token_s * n``, neither
+    negative.
+    """
 
     fixed_s: float
     per_token_s: float
 
 
 def lines_below(cost: ForwardCost) -> list[Line]:
-    """Return the lower convex hull of a forward's cost by tokens as lines, in order of ascending slope.
+    """Return the lower convex hull of a forward's cost by tokens as lines, in order of ascending
+    slope.
 
     The first line is horizontal; the last one passes through the origin.
     """
@@ -58,27 +61,37 @@ def _slope(x: Sequence[float], y: Sequence[float], left: int, right: int) -> flo
 
 
 class Bounds:
-    """Minimum seconds and work of each request of a load on one replica, and the bounds that follow from them.
+    """Minimum seconds and work of each request of a load on one replica, and the bounds that follow
+    from them.
 
-    They hold for every policy and schedule of the simulator's engine, even with knowledge of all texts and arrivals, as
-    long as requests draft at most ``max_depth`` levels and ``max_width`` children per token, at most ``max_batch`` of
-    them run at a time, and each reserves K/V for its maximum length. Two relaxations are used:
+    They hold for every policy and schedule of the simulator's engine, even with knowledge of all
+    texts and arrivals, as long as requests draft at most ``max_depth`` levels and ``max_width``
+    children per token, at most ``max_batch`` of them run at a time, and each reserves K/V for its
+    maximum length. Two relaxations are used:
 
-    - A request is never faster than alone, drafting only tokens that will be accepted, each step at the best depth.
-    - A line below the cost of the forward divides a step's seconds among its requests, the fixed part by their number
-      or by their share of the K/V. The sum of a request's parts, its *work*, is as if every forward had the most
-      favourable size; a replica does one second of work per second.
+    - A request is never faster than alone, drafting only tokens that will be accepted, each step at
+      the best depth.
+    - A line below the cost of the forward divides a step's seconds among its requests, the fixed
+      part by their number or by their share of the K/V. The sum of a request's parts, its *work*,
+      is as if every forward had the most favourable size; a replica does one second of work per
+      second.
 
     Args:
         library: the texts of the requests, in order.
 
     Raises:
-        InvalidInputError: the numbers of texts and requests differ, a request follows another, or a limit is out of its
-            range.
+        InvalidInputError: the numbers of texts and requests differ, a request follows another, or a
+            limit is out of its range.
     """
 
     def __init__(
-        self, jobs: Sequence[Job], library: Library, hardware: Hardware, max_depth: int, max_width: int, max_batch: int
+        self,
+        jobs: Sequence[Job],
+        library: Library,
+        hardware: Hardware,
+        max_depth: int,
+        max_width: int,
+        max_batch: int,
     ):
         if not jobs or len(library.lengths) != len(jobs):
             raise InvalidInputError(
@@ -94,7 +107,10 @@ class Bounds:
                 "max_depth must be at least 0, max_width and max_batch at least 1, "
                 f"got {max_depth}, {max_width} and {max_batch}"
             )
-        self.jobs, self.library, self.hardware, self.max_batch = jobs, library, hardware, max_batch
+        self.jobs = jobs
+        self.library = library
+        self.hardware = hardware
+        self.max_batch = max_batch
         self.arrivals_s = np.array([job.arrival_s for job in jobs])
         self.prompts = np.array([job.input_tokens for job in jobs])
         self.outputs = np.array([job.output_tokens for job in jobs])
@@ -106,41 +122,55 @@ class Bounds:
     # ---- alone
 
     def _alone_prefill_s(self) -> FloatArray:
-        """Return the minimum seconds from arrival to the first token, in chunks of the best size.  -> [n] f64"""
-        target, host_s = self.hardware.target, self.hardware.host_s
+        """Return the minimum seconds from arrival to the first token, in chunks of the best size.
+        -> [n] f64
+        """
+        target = self.hardware.target
+        host_s = self.hardware.host_s
         sizes = np.array([1, *(tokens for tokens in target.curve.num_tokens if tokens > 1)])
         per_token_s = (target.curve(sizes) + host_s) / sizes
         whole_s = target.curve(self.prompts) + host_s  # the prompt as one chunk
-        # Between two points of the curve the seconds per token are lowest at one of them, or at the prompt's length.
-        best_s = np.minimum.accumulate(per_token_s)[np.searchsorted(sizes, self.prompts, side="right") - 1]
-        min_s = np.maximum(np.minimum(self.prompts * best_s, whole_s), float(target.curve(1) + host_s))
+        # Between two points of the curve the seconds per token are lowest at one of them, or at the
+        # prompt's length.
+        best_s = np.minimum.accumulate(per_token_s)[
+            np.searchsorted(sizes, self.prompts, side="right") - 1
+        ]
+        min_s = np.maximum(
+            np.minimum(self.prompts * best_s, whole_s), float(target.curve(1) + host_s)
+        )
         seconds: FloatArray = min_s + target.per_key_s * self.prompts
         return seconds
 
     def decode_left_s(self, ends: IntArray) -> FloatArray:
-        """Return the minimum seconds to decode the last tokens of each request alone, with outputs cut at ``ends``.
+        """Return the minimum seconds to decode the last tokens of each request alone, with outputs
+        cut at ``ends``.
 
         Args:
             ends: [num_requests] int64, output tokens at which a request counts as finished.
 
         Returns:
-            [max(ends) + 1, num_requests] f64; ``[j, r]``: seconds for the last ``j`` of ``ends[r]`` tokens of ``r``.
+            [max(ends) + 1, num_requests] f64; ``[j, r]``: seconds for the last ``j`` of ``ends[r]``
+            tokens of ``r``.
         """
-        hardware, levels = self.hardware, self._levels.astype(np.float64)
+        hardware = self.hardware
+        levels = self._levels.astype(np.float64)
         draft = hardware.draft.curve(1) * levels + hardware.drafting_request_s * (levels > 0)
         costs = draft + hardware.target.curve(levels + 1) + hardware.host_s
         slopes: FloatArray = hardware.target.per_key_s + hardware.draft.per_key_s * levels
         return self._least_left_s(ends, np.repeat(costs[:, None], len(self.jobs), axis=1), slopes)
 
     def _least_left_s(self, ends: IntArray, costs: FloatArray, slopes: FloatArray) -> FloatArray:
-        """Return the minimum cost of the last tokens, by dynamic programming over the depth of each step.
+        """Return the minimum cost of the last tokens, by dynamic programming over the depth of each
+        step.
 
         Args:
             ends: [num_requests] int64, output tokens at which a request counts as finished.
-            costs: [max_depth + 1, num_requests] f64, seconds of a step that commits ``depth + 1`` tokens.
+            costs: [max_depth + 1, num_requests] f64, seconds of a step that commits ``depth + 1``
+                tokens.
             slopes: [max_depth + 1] f64, seconds of such a step per cached token.
         """
-        longest, columns = int(ends.max()), np.arange(len(ends))
+        longest = int(ends.max())
+        columns = np.arange(len(ends))
         left = np.zeros((longest + 1, len(ends)))
         for num_left in range(1, longest):
             positions = np.maximum(ends - num_left, 0)  # results of shorter requests are not used
@@ -154,31 +184,49 @@ class Bounds:
     # ---- work
 
     def _works(self) -> Iterator[tuple[FloatArray, FloatArray]]:
-        """Yield the work of prefill and of decoding, [num_requests] f64 each, for every way to divide the steps."""
-        hardware, levels = self.hardware, self._levels.astype(np.float64)
+        """Yield the work of prefill and of decoding, [num_requests] f64 each, for every way to
+        divide the steps.
+        """
+        hardware = self.hardware
+        levels = self._levels.astype(np.float64)
         max_lens = self.prompts + np.array([job.max_output_tokens for job in self.jobs])
-        draft = max(lines_below(hardware.draft), key=lambda line: line.fixed_s + line.per_token_s * self.max_batch)
+        draft = max(
+            lines_below(hardware.draft),
+            key=lambda line: line.fixed_s + line.per_token_s * self.max_batch,
+        )
         for line in lines_below(hardware.target):
-            for share in (np.full(len(self.jobs), 1.0 / self.max_batch), max_lens / hardware.kv_tokens):
+            for share in (
+                np.full(len(self.jobs), 1.0 / self.max_batch),
+                max_lens / hardware.kv_tokens,
+            ):
                 fixed_s = (line.fixed_s + hardware.host_s) * share
                 draft_s = (draft.fixed_s * share + draft.per_token_s) * levels[:, None]
                 draft_s += hardware.drafting_request_s * (levels > 0)[:, None]
                 costs = fixed_s + draft_s + line.per_token_s * (levels + 1)[:, None]
                 slopes: FloatArray = hardware.target.per_key_s + hardware.draft.per_key_s * levels
-                decode = self._least_left_s(self.outputs, costs, slopes)[self.outputs - 1, np.arange(len(self.jobs))]
-                yield fixed_s + (line.per_token_s + hardware.target.per_key_s) * self.prompts, decode
+                decode = self._least_left_s(self.outputs, costs, slopes)[
+                    self.outputs - 1, np.arange(len(self.jobs))
+                ]
+                yield (
+                    fixed_s + (line.per_token_s + hardware.target.per_key_s) * self.prompts,
+                    decode,
+                )
 
     # ---- bounds
 
     def latency_s(self) -> float:
         """Return a lower bound of the mean seconds from arrival to the last token.
 
-        It is the larger of the mean of requests served alone, and the mean of shortest remaining work first, the
-        optimal rule for one machine.
+        It is the larger of the mean of requests served alone, and the mean of shortest remaining
+        work first, the optimal rule for one machine.
         """
         alone_s = float((self.prefill_s + self.decode_s).mean())
         return max(
-            alone_s, *(_shortest_first_s(self.arrivals_s, prefill + decode) for prefill, decode in self._works())
+            alone_s,
+            *(
+                _shortest_first_s(self.arrivals_s, prefill + decode)
+                for prefill, decode in self._works()
+            ),
         )
 
     def seconds(self) -> float:
@@ -187,7 +235,9 @@ class Bounds:
         end_s = float((self.arrivals_s + self.prefill_s + self.decode_s).max())
         order = np.argsort(self.arrivals_s, kind="stable")
         for prefill, decode in self._works():
-            after = np.cumsum((prefill + decode)[order][::-1])[::-1]  # work of a request and all that arrive later
+            after = np.cumsum((prefill + decode)[order][::-1])[
+                ::-1
+            ]  # work of a request and all that arrive later
             end_s = max(end_s, float((self.arrivals_s[order] + after).max()))
         return end_s - first_s
 
@@ -196,24 +246,28 @@ class Bounds:
         return float(self.outputs.sum()) / self.seconds()
 
     def goodput(self, metric: str) -> float:
-        """Return an upper bound of the tokens per second of requests that attain their SLOs, by a name in METRICS."""
+        """Return an upper bound of the tokens per second of requests that attain their SLOs, by a
+        name in METRICS.
+        """
         return float(self.outputs[self.attainable(metric)].sum()) / self.seconds()
 
     def attainment(self, metric: str) -> float | None:
-        """Return an upper bound of the share of requests that attain their SLOs; None if none has an SLO.
+        """Return an upper bound of the share of requests that attain their SLOs; None if none has
+        an SLO.
 
-        A request attains its SLOs only if it would alone. With TTFT SLOs, the requests are divided into consecutive
-        groups; of each, at most as many finish in time as Moore and Hodgson's rule allows if all arrived with the first
-        one. The division with the lowest sum is used. Without TTFT SLOs the bound is exact, apart from beams that lose
-        a path and prompts that the draft prefills: waiting misses no SLO, so serving one request at a time reaches it.
-        """
+        A request attains its SLOs only if it would alone. With TTFT SLOs, the requests are divided
+        into consecutive groups; of each, at most as many finish in time as Moore and Hodgson's rule
+        allows if all arrived with the first one. The division with the lowest sum is used. Without
+        TTFT SLOs the bound is exact, apart from beams that lose a path and prompts that the draft
+        prefills: waiting misses no SLO, so serving one request at a time reaches it."""
         judged = self._judged(metric)
         if not judged.any():
             return None
         can = self.attainable(metric) & judged
         best = int(can.sum())
         if metric != "adaserve" and (can & np.isfinite(self._ttft_due_s())).any():
-            first_due_s, (_, allowed_s) = self._ttft_due_s()[can], self._allowed(metric)
+            first_due_s = self._ttft_due_s()[can]
+            (_, allowed_s) = self._allowed(metric)
             last_due_s = first_due_s + allowed_s[can]
             arrivals_s = self.arrivals_s[can]
             for prefill, decode in self._works():
@@ -222,7 +276,9 @@ class Bounds:
         return best / int(judged.sum())
 
     def attainable(self, metric: str) -> BoolArray:
-        """Return a mask of the requests that attain their SLOs when served alone.  -> [num_requests] bool"""
+        """Return a mask of the requests that attain their SLOs when served alone.  ->
+        [num_requests] bool
+        """
         ends, allowed_s = self._allowed(metric)
         min_s = self.decode_left_s(ends)[ends - 1, np.arange(len(ends))]
         can: BoolArray = self._judged(metric) & (min_s <= allowed_s)
@@ -239,13 +295,19 @@ class Bounds:
         ])  # fmt: skip
 
     def _ttft_due_s(self) -> FloatArray:
-        ttft_s = np.array([np.inf if job.ttft_slo_s is None else job.ttft_slo_s for job in self.jobs])
+        ttft_s = np.array(
+            [np.inf if job.ttft_slo_s is None else job.ttft_slo_s for job in self.jobs]
+        )
         due_s: FloatArray = self.arrivals_s + ttft_s * ROUNDING
         return due_s
 
     def _allowed(self, metric: str) -> tuple[IntArray, FloatArray]:
-        """Return the tokens that the metric counts, and the seconds after the first one within which they are due."""
-        slos_s = np.array([np.inf if job.tpot_slo_s is None else job.tpot_slo_s for job in self.jobs])
+        """Return the tokens that the metric counts, and the seconds after the first one within
+        which they are due.
+        """
+        slos_s = np.array(
+            [np.inf if job.tpot_slo_s is None else job.tpot_slo_s for job in self.jobs]
+        )
         ends = self.outputs
         if metric == "slos-serve":  # whole windows, each of which must be fast enough
             ends = np.where(ends > WINDOW, (ends - 1) // WINDOW * WINDOW + 1, ends)
@@ -255,7 +317,9 @@ class Bounds:
 
 
 def _run_lengths(library: Library, max_width: int) -> IntArray:
-    """Return for every position how many tokens from it on are among the draft's first ``max_width``.  -> [num_rows]"""
+    """Return for every position how many tokens from it on are among the draft's first
+    ``max_width``.  -> [num_rows]
+    """
     size = len(library.ranks)
     ends = np.repeat(library.starts + library.lengths, library.lengths)
     is_missed = library.ranks >= min(max_width, library.num_children)
@@ -268,7 +332,9 @@ def _shortest_first_s(arrivals_s: FloatArray, works: FloatArray) -> float:
     """Return the mean flow time of preemptive shortest remaining work first on one machine."""
     order = np.argsort(arrivals_s, kind="stable").tolist()
     waiting: list[float] = []  # remaining processing times
-    now_s, finished_s, num_arrived = 0.0, 0.0, 0
+    now_s = 0.0
+    finished_s = 0.0
+    num_arrived = 0
     while num_arrived < len(order) or waiting:
         if not waiting:
             now_s = max(now_s, float(arrivals_s[order[num_arrived]]))
@@ -286,7 +352,9 @@ def _shortest_first_s(arrivals_s: FloatArray, works: FloatArray) -> float:
     return (finished_s - float(arrivals_s.sum())) / len(order)
 
 
-def _most_in_time(arrivals_s: FloatArray, works: FloatArray, due_s: FloatArray, block: int = BLOCK) -> int:
+def _most_in_time(
+    arrivals_s: FloatArray, works: FloatArray, due_s: FloatArray, block: int = BLOCK
+) -> int:
     """Return an upper bound of the requests that one machine can finish in time."""
     order = np.argsort(arrivals_s, kind="stable")
     arrivals_s, works, due_s = arrivals_s[order], works[order], due_s[order]
@@ -295,14 +363,22 @@ def _most_in_time(arrivals_s: FloatArray, works: FloatArray, due_s: FloatArray, 
     for end in range(1, len(cuts)):
         sizes = [2**power for power in range(end.bit_length()) if 2**power <= end]
         best[end] = min(
-            best[end - size] + _moore_hodgson(arrivals_s, works, due_s, cuts[end - size], cuts[end]) for size in sizes
+            best[end - size] + _moore_hodgson(arrivals_s, works, due_s, cuts[end - size], cuts[end])
+            for size in sizes
         )
     return best[-1]
 
 
-def _moore_hodgson(arrivals_s: FloatArray, works: FloatArray, due_s: FloatArray, begin: int, end: int) -> int:
-    """Return the maximum number of requests of a group that finish in time if all arrive with the first one."""
-    now_s, taken = float(arrivals_s[begin]), list[float]()  # negative processing times, a heap with the longest first
+def _moore_hodgson(
+    arrivals_s: FloatArray, works: FloatArray, due_s: FloatArray, begin: int, end: int
+) -> int:
+    """Return the maximum number of requests of a group that finish in time if all arrive with the
+    first one.
+    """
+    now_s, taken = (
+        float(arrivals_s[begin]),
+        list[float](),
+    )  # negative processing times, a heap with the longest first
     for index in (begin + np.argsort(due_s[begin:end], kind="stable")).tolist():
         if not np.isfinite(due_s[index]):
             return len(taken) + int(np.isinf(due_s[begin:end]).sum())

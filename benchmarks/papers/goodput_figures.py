@@ -1,11 +1,12 @@
-"""Figures of SmartSpec and TurboSpec (arXiv 2406.14066) of which the texts print a few numbers, in the simulator.
+"""Figures of SmartSpec and TurboSpec (arXiv 2406.14066) of which the texts print a few numbers, in
+the simulator.
 
     python benchmarks/papers/goodput_figures.py --runs runs.jsonl --workers 2
 
-The plots' values are not published, so docs/papers.md compares what the texts say of them. Nothing is fitted here.
-Costs of the 7B model are Vidur's profiles, with the time to read its K/V from the cards' bandwidth; acceptance is the
-papers' where they fix it. ``LEVELS_MS`` has the two times per draft level that TurboSpec's figures 2 and 16 imply.
-"""
+The plots' values are not published, so docs/papers.md compares what the texts say of them. Nothing
+is fitted here. Costs of the 7B model are Vidur's profiles, with the time to read its K/V from the
+cards' bandwidth; acceptance is the papers' where they fix it. ``LEVELS_MS`` has the two times per
+draft level that TurboSpec's figures 2 and 16 imply."""
 
 from __future__ import annotations
 
@@ -42,12 +43,17 @@ HEADS = {
 }
 
 KEY_BYTES = 2**19  # bytes of the K/V of one token of a 7B model
-LEVELS_MS = {"2.2": 2.2, "0.47": 0.47}  # figure 2 (7.4 and 12.6 ms a step); figure 16 (7 levels: 35 % to 60 %)
+LEVELS_MS = {
+    "2.2": 2.2,
+    "0.47": 0.47,
+}  # figure 2 (7.4 and 12.6 ms a step); figure 16 (7 levels: 35 % to 60 %)
 FITTING = "0.47"  # the one with which the published lengths of chains are the best ones
 
 
 def reading(hardware: Hardware, bytes_per_s: float, kv_tokens: int) -> Hardware:
-    """Return the hardware with the time to read the K/V of a 7B model, and memory for so many tokens of it."""
+    """Return the hardware with the time to read the K/V of a 7B model, and memory for so many
+    tokens of it.
+    """
     target = replace(hardware.target, per_key_s=KEY_BYTES / bytes_per_s)
     return replace(hardware, target=target, kv_tokens=kv_tokens)
 
@@ -62,7 +68,9 @@ EAGLE_TEXTS = drafting(0.75, 12.0)
 
 
 def constant(acceptance: float, num_children: int = 1) -> TextModel:
-    """Return texts of which every proposed token is accepted with the same probability, independently."""
+    """Return texts of which every proposed token is accepted with the same probability,
+    independently.
+    """
     return TextModel(
         acceptance, math.inf, evenness=math.inf, sibling=acceptance if num_children > 1 else 0.5,
         num_children=num_children,
@@ -81,7 +89,9 @@ class Phase:
     texts: TextModel
 
 
-CHAT, POEMS = (256.0, 249.0), (141.0, 22.0)  # outputs of the 7B model, table 2
+# outputs of the 7B model, table 2
+CHAT = (256.0, 249.0)
+POEMS = (141.0, 22.0)
 ACCEPTANCE = {source: (chat, poems) for source, chat, poems in (
     ("table 3", drafting(0.62, 12.8), drafting(0.53, 6.2)),  # published for the 7B model
     ("33B", drafting(0.760, 12.8), drafting(0.851, 6.2)),  # fitted to the 33B's rows of table 5
@@ -99,17 +109,27 @@ class Task:
 
     def run(self) -> Figures:
         """Return the figures of the run, and of each phase where there are several."""
-        rng, jobs, begin_s = np.random.default_rng(0), list[Job](), 0.0
+        rng = np.random.default_rng(0)
+        jobs = list[Job]()
+        begin_s = 0.0
         for phase in self.phases:
             number = self.at_once or round(phase.rate * phase.seconds)
-            arrivals_s = np.zeros(number) if self.at_once else begin_s + poisson(rng, phase.rate, number)
-            sizes = (lengths(rng, moments, number) for moments in (phase.input_tokens, phase.output_tokens))
-            jobs += [Job(*job, kind=phase.name) for job in zip(arrivals_s.tolist(), *sizes, strict=True)]
+            arrivals_s = (
+                np.zeros(number) if self.at_once else begin_s + poisson(rng, phase.rate, number)
+            )
+            sizes = (
+                lengths(rng, moments, number)
+                for moments in (phase.input_tokens, phase.output_tokens)
+            )
+            jobs += [
+                Job(*job, kind=phase.name) for job in zip(arrivals_s.tolist(), *sizes, strict=True)
+            ]
             begin_s += phase.seconds
         texts = {phase.name: phase.texts for phase in self.phases}
         library = Library([texts[job.kind].write(rng, job.output_tokens) for job in jobs])
         run = Simulation(jobs, library, self.hardware, config_of(self.system)).run()
-        summary, found = run.summary(), dict[str, Any]()
+        summary = run.summary()
+        found = dict[str, Any]()
         for kind in (None, *texts) if len(texts) > 1 else (None,):
             own = [outcome for outcome in run.outcomes if kind in (None, outcome.kind)]
             latencies_s = [outcome.finish_s - outcome.arrival_s for outcome in own]
@@ -118,12 +138,17 @@ class Task:
                 ("latency_s", float(np.mean(latencies_s))),
                 ("p99_s", float(np.percentile(latencies_s, 99))),
                 ("steps", steps / len(own)),
-                ("drafted", sum(outcome.drafted for outcome in own) / steps),  # tokens per request and step
+                # Tokens per request and step
+                ("drafted", sum(outcome.drafted for outcome in own) / steps),
             )}  # fmt: skip
-        return found | {figure: summary[figure] for figure in ("requests_per_step", "draft_share", "throughput")}
+        return found | {
+            figure: summary[figure] for figure in ("requests_per_step", "draft_share", "throughput")
+        }
 
 
-def even(acceptance: float, num_in: float, num_out: float, rate: float = 0.0, seconds: float = 30.0) -> list[Phase]:
+def even(
+    acceptance: float, num_in: float, num_out: float, rate: float = 0.0, seconds: float = 30.0
+) -> list[Phase]:
     """Return a single phase in which all requests are alike."""
     return [Phase("all", rate, seconds, (num_in, 1e-9), (num_out, 1e-9), constant(acceptance))]
 
@@ -138,24 +163,40 @@ def tasks() -> Iterator[tuple[Key, Task]]:
         for acceptance, (name, system) in itertools.product((0.5, 0.7, 0.9), CHAINS.items()):
             for batch in (1, 16):
                 phases = even(acceptance, 256, 256)
-                yield ("batches", level, f"{acceptance:g}", f"{batch}", name), Task(phases, h100, system, batch)
+                yield (
+                    ("batches", level, f"{acceptance:g}", f"{batch}", name),
+                    Task(phases, h100, system, batch),
+                )
             for part, hardware, size in (("L40S", l40s, (256, 256)), ("H100", h100, (1024, 128))):
                 if level == FITTING and acceptance != 0.7 and name not in ("k=7", "auto"):
                     phases = even(acceptance, *size)
-                    yield ("offline", part, f"{acceptance:g}", name), Task(phases, hardware, system, 120)
+                    yield (
+                        ("offline", part, f"{acceptance:g}", name),
+                        Task(phases, hardware, system, 120),
+                    )
         for source, (chat, poems) in ACCEPTANCE.items():
             if source == "table 3":
-                growing = [Phase(f"{rate:g}", rate, 20.0, SHAREGPT, CHAT, chat) for rate in (1.0, 4.0, 8.0, 12.0)]
+                growing = [
+                    Phase(f"{rate:g}", rate, 20.0, SHAREGPT, CHAT, chat)
+                    for rate in (1.0, 4.0, 8.0, 12.0)
+                ]
                 yield ("growth", level, "TS"), Task(growing, h100, CHAINS["TS"])
             shifted = [Phase("Sonnet", 6.0, 30.0, SONNET, POEMS, poems)]
             shifted.append(Phase("ShareGPT", 6.0, 30.0, SHAREGPT, CHAT, chat))
             for name in ("Org", "k=3", "k=7", "TS", "auto") if level == FITTING else ():
                 yield ("shift", source, name), Task(shifted, h100, CHAINS[name])
-    for acceptance, rate, (name, system) in itertools.product((0.6, 0.8), (4.0, 48.0), HEADS.items()):
-        phase = replace(even(acceptance, 128, 128, rate, 150 / rate)[0], texts=constant(acceptance, 8))
+    for acceptance, rate, (name, system) in itertools.product(
+        (0.6, 0.8), (4.0, 48.0), HEADS.items()
+    ):
+        phase = replace(
+            even(acceptance, 128, 128, rate, 150 / rate)[0], texts=constant(acceptance, 8)
+        )
         free = replace(A100, draft=lines((0.0, 0.0)))
         yield ("heads", f"{acceptance:g}", f"{rate:g}", name), Task([phase], free, system)
-    steps = [Phase(f"{rate:g}", rate, 10.0, SHAREGPT, (227.0, 208.0), EAGLE_TEXTS) for rate in (1.0, 16.0, 48.0)]
+    steps = [
+        Phase(f"{rate:g}", rate, 10.0, SHAREGPT, (227.0, 208.0), EAGLE_TEXTS)
+        for rate in (1.0, 16.0, 48.0)
+    ]
     for name, system in SHORTER.items():
         yield ("rate steps", name), Task(steps, EAGLE, system)
 
@@ -174,7 +215,9 @@ def nested(found: Mapping[Key, Figures]) -> dict[str, Any]:
 def main(
     only: Annotated[str, typer.Option(help="Comma-separated experiments; all by default.")] = "",
     workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
-    kept: Annotated[Path | None, typer.Option("--runs", help="File of finished runs, to resume from.")] = None,
+    kept: Annotated[
+        Path | None, typer.Option("--runs", help="File of finished runs, to resume from.")
+    ] = None,
     json_path: Annotated[Path, typer.Option("--json")] = RESULTS,
 ) -> None:
     """Simulate the experiments, and write their figures."""
@@ -185,7 +228,9 @@ def main(
     ordered = {key: found[key] for key in chosen}
     for key, figures in ordered.items():
         print(*key, *(f"{figure} {value:.3g}" for figure, value in figures.items()), sep=", ")
-    json_path.write_text(json.dumps({"provenance": provenance(), **nested(ordered)}, indent=1) + "\n")
+    json_path.write_text(
+        json.dumps({"provenance": provenance(), **nested(ordered)}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

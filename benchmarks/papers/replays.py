@@ -1,4 +1,6 @@
-"""What the replays of papers share: runs that resume, the oracle and the bound beside the systems, and their plot."""
+"""What the replays of papers share: runs that resume, the oracle and the bound beside the systems,
+and their plot.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,14 @@ Key = tuple[Any, ...]  # strings and numbers
 Figures = dict[str, Any]
 
 
-def resumed(tasks: Mapping[Key, Callable[[], Figures]], workers: int, kept: Path | None) -> dict[Key, Figures]:
+def resumed(
+    tasks: Mapping[Key, Callable[[], Figures]], workers: int, kept: Path | None
+) -> dict[Key, Figures]:
     """Return the figures of every task.
 
     Args:
-        kept: a file with a line per finished task, which is not repeated; new ones are added as they finish.
+        kept: a file with a line per finished task, which is not repeated; new ones are added as
+            they finish.
     """
     found: dict[Key, Figures] = {}
     if kept is not None and kept.exists():
@@ -53,18 +58,32 @@ def _run(tasks: Mapping[Key, Callable[[], Figures]], workers: int) -> Iterator[t
             yield started[done], done.result()
 
 
-def bounds_of(jobs: Sequence[Job], library: Library, hardware: Hardware, systems: Iterable[str]) -> Bounds:
-    """Return the bounds that hold for all of these systems: they draft no deeper and run no more requests at a time."""
+def bounds_of(
+    jobs: Sequence[Job], library: Library, hardware: Hardware, systems: Iterable[str]
+) -> Bounds:
+    """Return the bounds that hold for all of these systems: they draft no deeper and run no more
+    requests at a time.
+    """
     configs = [config_of(system) for system in systems]
     depth = max(config.max_depth for config in configs if config.policy != "none")
-    return Bounds(jobs, library, hardware, depth, library.num_children, max(config.max_batch for config in configs))
+    return Bounds(
+        jobs,
+        library,
+        hardware,
+        depth,
+        library.num_children,
+        max(config.max_batch for config in configs),
+    )
 
 
-def shares_closed(runs: Sequence[Mapping[str, float]], base: Sequence[str], best: str, own: str) -> list[float]:
-    """Return for each run which share of the distance from the best of ``base`` to ``best`` the system ``own`` closes.
+def shares_closed(
+    runs: Sequence[Mapping[str, float]], base: Sequence[str], best: str, own: str
+) -> list[float]:
+    """Return for each run which share of the distance from the best of ``base`` to ``best`` the
+    system ``own`` closes.
 
-    Runs without such a distance are left out. Higher figures are better, unless ``best`` is below all of ``base``.
-    """
+    Runs without such a distance are left out. Higher figures are better, unless ``best`` is below
+    all of ``base``."""
     found = []
     for run in runs:
         others = [run[name] for name in base]

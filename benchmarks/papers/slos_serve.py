@@ -1,11 +1,12 @@
-"""Capacity as defined by SLOs-Serve: the highest load per GPU at which 90 % of the requests attain all SLOs.
+"""Capacity as defined by SLOs-Serve: the highest load per GPU at which 90 % of the requests attain
+all SLOs.
 
     python benchmarks/papers/slos_serve.py                  # all parts
     python benchmarks/papers/slos_serve.py --parts coder --seeds 3 --runs runs.jsonl
 
-All systems are simulated with the same requests, texts and latencies. Rates are bisected, and the capacity is
-interpolated between the last two. docs/papers.md lists the assumptions and the published values.
-"""
+All systems are simulated with the same requests, texts and latencies. Rates are bisected, and the
+capacity is interpolated between the last two. docs/papers.md lists the assumptions and the
+published values."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab.comparison import Load
 from hf_slospec.lab.hardware import HARDWARE, lines
 from hf_slospec.lab.outcomes import METRICS, Run
-from hf_slospec.lab.routers import OURS as GUARANTEES
 from hf_slospec.lab.simulation import Simulation
+from hf_slospec.lab.systems import OURS as GUARANTEES
 from hf_slospec.lab.systems import config_of, is_oracle
 from hf_slospec.lab.texts import TextModel
 from hf_slospec.lab.workload import Job, arrivals, in_rounds, jobs_of, mix_of
@@ -41,7 +42,8 @@ ATTAINED = 0.9
 PRECISION = 1.08  # ratio of the two rates that are interpolated
 PAIRS = 2.7, 1.1  # mean and deviation of the prefill-decode pairs of a ToolLLM request (table 4)
 TIGHT_S = 0.05  # tight TPOT SLO (table 3)
-OURS, THEIRS = "auto", "slos-serve"
+OURS = "auto"
+THEIRS = "slos-serve"
 SEQUENTIAL = "sequential"  # their router
 BOUND = "bound"  # no schedule attains more at any rate, see bounds.py
 BEST = "oracle, best"  # the oracle with the higher capacity, by seed
@@ -56,17 +58,19 @@ SYSTEMS = {
     "oracle, larger chunk": 'oracle {{"prefill_chunk": 2048}}',
     "bound": BOUND,
 }
-# For ToolLLM the paper has no draft model. Without drafts, the policies are plain decoding, and the schedulers differ.
+# For ToolLLM the paper has no draft model. Without drafts, the policies are plain decoding, and the
+# schedulers differ.
 WITHOUT_DRAFTS = {
     **{name: SYSTEMS[name] for name in ("vLLM", "Sarathi, smaller", "Sarathi, larger")},
     "SLOs-Serve": THEIRS + ' {{"policy": "none"}}',
     "ours": OURS + ' {{"max_depth": 0}}',
 }
-# The paper's figure 14 takes one part off after the other; what is left starts all prefill before any decoding.
-# The whole is measured with the other systems.
+# The paper's figure 14 takes one part off after the other; what is left starts all prefill before
+# any decoding. The whole is measured with the other systems.
 ABLATION = {
     "without speculation": WITHOUT_DRAFTS["SLOs-Serve"],
-    "without admission": THEIRS + ' {{"policy": "none", "admission": "fcfs", "prefill": "first", "guarantee": null}}',
+    "without admission": THEIRS
+    + ' {{"policy": "none", "admission": "fcfs", "prefill": "first", "guarantee": null}}',
 }
 ORACLES = ("oracle", "oracle, larger chunk")
 REFERENCES = (*ORACLES, BEST, "bound")
@@ -87,13 +91,18 @@ class Scenario:
 
     mixes: tuple[str, ...]
     number: int
-    chunks: tuple[int, int]  # Sarathi's prefill chunks: with a reserve for K/V, and the largest within the tightest SLO
+    chunks: tuple[
+        int, int
+    ]  # Sarathi's prefill chunks: with a reserve for K/V, and the largest within the tightest SLO
     process: dict[str, str]  # arrival process by mix
     variation: float = 1.0  # coefficient of variation in a gamma process
     acceptance: float = 0.7
-    is_in_pairs: bool = False  # each request is several, one after the other: calls of tools, then the answer
+    is_in_pairs: bool = (
+        False  # each request is several, one after the other: calls of tools, then the answer
+    )
     pause_s: float | None = (
-        None  # mean seconds of a tool, after which a request goes on with its text; None: see in_pairs
+        # Mean seconds of a tool, after which a request goes on with its text; None: see in_pairs
+        None
     )
     hardware: str = "opt-13b-a100"
 
@@ -102,41 +111,58 @@ class Scenario:
         return float(HARDWARES[self.hardware].target(num_tokens, 1, num_tokens))
 
     def load(self, rate: float, replicas: int, seed: int) -> Load:
-        """Return ``rate`` requests per second and replica; lengths and texts are the same at all rates."""
+        """Return ``rate`` requests per second and replica; lengths and texts are the same at all
+        rates.
+        """
         jobs: list[Job] = []
         for place, mix in enumerate(self.mixes):
             number = self.number * replicas // len(self.mixes)
-            times_rng, jobs_rng = (np.random.default_rng([seed, place, stream]) for stream in range(2))
+            times_rng, jobs_rng = (
+                np.random.default_rng([seed, place, stream]) for stream in range(2)
+            )
             own_rate = rate * replicas / len(self.mixes)
             times_s = arrivals(self.process[mix], times_rng, own_rate, number, self.variation)
             jobs += jobs_of(mix_of(mix), times_s, jobs_rng, self.prompt_s)
         jobs.sort(key=lambda job: job.arrival_s)
         if self.is_in_pairs:
             jobs = in_pairs(jobs, self.prompt_s, np.random.default_rng([seed, 98]), self.pause_s)
-        return Load.of(f"{rate:g}/s", jobs, TextModel(acceptance=self.acceptance), np.random.default_rng([seed, 99]))
+        return Load.of(
+            f"{rate:g}/s",
+            jobs,
+            TextModel(acceptance=self.acceptance),
+            np.random.default_rng([seed, 99]),
+        )
 
 
 def in_pairs(
-    jobs: Sequence[Job], prompt_s: Callable[[int], float], rng: np.random.Generator, pause_s: float | None
+    jobs: Sequence[Job],
+    prompt_s: Callable[[int], float],
+    rng: np.random.Generator,
+    pause_s: float | None,
 ) -> list[Job]:
-    """Return the prefill-decode pairs of requests with tools; see :func:`in_rounds` for ``pause_s``.
+    """Return the prefill-decode pairs of requests with tools; see :func:`in_rounds` for
+    ``pause_s``.
 
-    The given requests are the answers, with a loose TPOT SLO. The calls before them have the tight one.
-    """
+    The given requests are the answers, with a loose TPOT SLO. The calls before them have the tight
+    one."""
     (call,) = mix_of("toolllm")
     return in_rounds(jobs, replace(call, tpot_slo_s=TIGHT_S), PAIRS, rng, prompt_s, pause_s)
 
 
-STABLE, BURSTY = "poisson", "on-off"
+STABLE = "poisson"
+BURSTY = "on-off"
 PROCESS = {"chatbot": STABLE, "coder": BURSTY, "summarizer": STABLE, "toolllm": BURSTY}
 SCENARIOS = {
     "chatbot": Scenario(("chatbot",), 400, (384, 512), PROCESS),
     "coder": Scenario(("coder",), 800, (128, 192), PROCESS),
     "summarizer": Scenario(("summarizer",), 400, (384, 512), PROCESS),
     "mixed": Scenario(("chatbot", "coder", "summarizer"), 480, (128, 192), PROCESS),
-    "toolllm": Scenario(("toolllm",), 300, (512, 756), PROCESS, is_in_pairs=True, hardware="llama-7b-a100"),
+    "toolllm": Scenario(
+        ("toolllm",), 300, (512, 756), PROCESS, is_in_pairs=True, hardware="llama-7b-a100"
+    ),
 }
-CODER, CHATBOT = replace(SCENARIOS["coder"], number=400), replace(SCENARIOS["chatbot"], number=200)
+CODER = replace(SCENARIOS["coder"], number=400)
+CHATBOT = replace(SCENARIOS["chatbot"], number=200)
 SENSITIVITY = {
     "coder, Poisson": replace(CODER, process={"coder": "poisson"}),
     "coder, gamma CV 3": replace(CODER, process={"coder": "gamma"}, variation=3.0),
@@ -164,8 +190,11 @@ def attainment(system: str, scenario: Scenario, replicas: int, seed: int, rate: 
 
 
 def attained_share(jobs: Sequence[Job], run: Run) -> float:
-    """Return the share of requests that attain all SLOs; one of several pairs has to attain those of every pair."""
-    first_of, has_attained = list[int](), dict[int, bool]()
+    """Return the share of requests that attain all SLOs; one of several pairs has to attain those
+    of every pair.
+    """
+    first_of = list[int]()
+    has_attained = dict[int, bool]()
     for index, (job, outcome) in enumerate(zip(jobs, run.outcomes, strict=True)):
         first_of.append(index if job.after is None else first_of[job.after])
         attained = METRICS["slos-serve"](outcome)
@@ -174,11 +203,14 @@ def attained_share(jobs: Sequence[Job], run: Run) -> float:
 
 
 def capacity(attained_at: Callable[[float], float], guess: float, factor: float) -> float:
-    """Return the rate at which attainment falls below :data:`ATTAINED`, by bracketing, bisection and interpolation."""
+    """Return the rate at which attainment falls below :data:`ATTAINED`, by bracketing, bisection
+    and interpolation.
+    """
     tried = {guess: attained_at(guess)}
     low = high = guess
     while tried[high] >= ATTAINED:
-        low, high = high, high * factor
+        low = high
+        high = high * factor
         tried[high] = attained_at(high)
     while tried[low] < ATTAINED:
         low, high = low / factor, low
@@ -193,7 +225,10 @@ def capacity(attained_at: Callable[[float], float], guess: float, factor: float)
 def capacity_of(system: str, scenario: Scenario, replicas: int, guess: float, seed: int) -> Figures:
     """Return the capacity in requests per second of all replicas."""
     factor = 1.3 if replicas == 1 else 1.15
-    return {"capacity": replicas * capacity(partial(attainment, system, scenario, replicas, seed), guess, factor)}
+    return {
+        "capacity": replicas
+        * capacity(partial(attainment, system, scenario, replicas, seed), guess, factor)
+    }
 
 
 Part = dict[str, Callable[..., Figures]]  # by system or number of replicas; takes a seed
@@ -210,7 +245,9 @@ def capacities(scenario: Scenario, systems: dict[str, str]) -> Part:
 
 def scaling(scenario: Scenario, system: str) -> Part:
     """Return the measurements of the capacity of 1 to 4 replicas."""
-    return {str(number): partial(capacity_of, system, scenario, number, 2.0) for number in range(1, 5)}
+    return {
+        str(number): partial(capacity_of, system, scenario, number, 2.0) for number in range(1, 5)
+    }
 
 
 PARTS: dict[str, Part] = {
@@ -236,20 +273,32 @@ PARTS: dict[str, Part] = {
 
 
 def closed(runs: list[dict[str, float]]) -> dict[str, dict[str, float] | None]:
-    """Return the share of the distance from the best other system to each reference that ours closes."""
+    """Return the share of the distance from the best other system to each reference that ours
+    closes.
+    """
     others = [name for name in SYSTEMS if name not in (*REFERENCES, "ours")]
     return {
-        reference: interval_of(shares) if (shares := shares_closed(runs, others, reference, "ours")) else None
+        reference: interval_of(shares)
+        if (shares := shares_closed(runs, others, reference, "ours"))
+        else None
         for reference in REFERENCES
     }
 
 
 def main(
-    parts: Annotated[str, typer.Option(help="Semicolon-separated, of: " + "; ".join(PARTS))] = ";".join(PARTS),
-    without: Annotated[str, typer.Option(help="Semicolon-separated systems to leave out, as bounds take hours.")] = "",
-    seeds: Annotated[int, typer.Option(min=1, help="Loads of each capacity, the first of seed 1.")] = 1,
+    parts: Annotated[
+        str, typer.Option(help="Semicolon-separated, of: " + "; ".join(PARTS))
+    ] = ";".join(PARTS),
+    without: Annotated[
+        str, typer.Option(help="Semicolon-separated systems to leave out, as bounds take hours.")
+    ] = "",
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Loads of each capacity, the first of seed 1.")
+    ] = 1,
     workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
-    kept: Annotated[Path | None, typer.Option("--runs", help="File of finished capacities, to resume from.")] = None,
+    kept: Annotated[
+        Path | None, typer.Option("--runs", help="File of finished capacities, to resume from.")
+    ] = None,
     json_path: Annotated[Path, typer.Option("--json")] = RESULTS,
 ) -> None:
     """Measure parts and update the results with them."""
@@ -266,7 +315,10 @@ def main(
             for seed in range(1, seeds + 1)
         }
         found = resumed(tasks, workers, kept)
-        runs = [{own: found[name, own, seed]["capacity"] for own in measures} for seed in range(1, seeds + 1)]
+        runs = [
+            {own: found[name, own, seed]["capacity"] for own in measures}
+            for seed in range(1, seeds + 1)
+        ]
         is_compared = set(PARTS[name]) == set(SYSTEMS) == set(measures)
         for run in runs if is_compared else ():
             run[BEST] = max(run[own] for own in ORACLES)
@@ -275,12 +327,20 @@ def main(
         results[name] = {"provenance": provenance(seeds=seeds), "capacity": intervals}
         if is_compared:
             results[name]["share of the distance from the best other system"] = closed(runs)
-        json_path.write_text(json.dumps({key: results[key] for key in PARTS if key in results}, indent=1) + "\n")
-        console, table = Console(width=180, file=sys.stdout), Table(*intervals, title=name)
+        json_path.write_text(
+            json.dumps({key: results[key] for key in PARTS if key in results}, indent=1) + "\n"
+        )
+        console = Console(width=180, file=sys.stdout)
+        table = Table(*intervals, title=name)
         table.add_row(*(shown(interval, 2) for interval in intervals.values()))
         if is_compared:
             shares = closed(runs)
-            table.add_row(*(f"{shown(shares[own], 0, 100.0)} % closed" if own in shares else "" for own in intervals))
+            table.add_row(
+                *(
+                    f"{shown(shares[own], 0, 100.0)} % closed" if own in shares else ""
+                    for own in intervals
+                )
+            )
         console.print(table)
 
 

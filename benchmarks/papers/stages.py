@@ -1,11 +1,12 @@
-"""Requests in stages at given rates: SLOs-Serve's Reasoning, alone and on replicas, and its ToolLLM with pauses.
+"""Requests in stages at given rates: SLOs-Serve's Reasoning, alone and on replicas, and its ToolLLM
+with pauses.
 
     python benchmarks/papers/stages.py
 
-Lengths and SLOs are the paper's. Reasoning runs on the latencies of an 8B model on one H100, as those of the paper's
-model of 1.5B are not published; tools take two seconds on average, which is assumed, and K/V is kept
-meanwhile, if it is not said to be dropped. All systems get the same requests. Times are those of the virtual clock.
-"""
+Lengths and SLOs are the paper's. Reasoning runs on the latencies of an 8B model on one H100, as
+those of the paper's model of 1.5B are not published; tools take two seconds on average, which is
+assumed, and K/V is kept meanwhile, if it is not said to be dropped. All systems get the same
+requests. Times are those of the virtual clock."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ RESULTS = Path(__file__).parent.parent / "results" / "stages.json"
 PAUSE_S = 2.0  # mean seconds of a tool
 PLAIN = WITHOUT_DRAFTS["ours"].format()  # as in the paper, ToolLLM has no draft model
 SARATHI = 'sarathi {"prefill_chunk": 512}'
-REASONING = Scenario(("reasoning",), 60, (512, 512), {"reasoning": "poisson"}, hardware="llama-8b-h100")
+REASONING = Scenario(
+    ("reasoning",), 60, (512, 512), {"reasoning": "poisson"}, hardware="llama-8b-h100"
+)
 TOOLS = replace(SCENARIOS["toolllm"], number=100, pause_s=PAUSE_S)
 
 
@@ -72,18 +75,23 @@ EXPERIMENTS = {
 
 def measured(experiment: Experiment, name: str, rate: float, seed: int) -> Figures:
     """Return what becomes of a load: shares of requests by what they attained, and means."""
-    scenario, keeps_kv = experiment.scenario, "dropped" not in name
+    scenario = experiment.scenario
+    keeps_kv = "dropped" not in name
     load = scenario.load(rate, experiment.replicas, seed)
     jobs = [replace(job, continues=job.continues and keeps_kv) for job in load.jobs]
-    system, router = experiment.systems[name], experiment.routers.get(name, GUARANTEES)
+    system = experiment.systems[name]
+    router = experiment.routers.get(name, GUARANTEES)
     run = Simulation(
         jobs, load.library, HARDWARES[scenario.hardware], config_of(system),
         replicas=experiment.replicas, router=router, seed=seed,
     ).run(system)  # fmt: skip
-    outcomes, summary = run.outcomes, run.summary()
+    outcomes = run.outcomes
+    summary = run.summary()
     return {
         "attained": attained_share(jobs, run),
-        "first_token_in_time": float(np.mean([o.ttft_slo_s is None or o.ttft_s <= o.ttft_slo_s for o in outcomes])),
+        "first_token_in_time": float(
+            np.mean([o.ttft_slo_s is None or o.ttft_s <= o.ttft_slo_s for o in outcomes])
+        ),
         "windows_kept": float(np.mean([o.windows_kept is not False for o in outcomes])),
         "guaranteed": summary["guaranteed"],
         "tpot_ms": summary["tpot_ms"],
@@ -97,7 +105,9 @@ def measured(experiment: Experiment, name: str, rate: float, seed: int) -> Figur
 def main(
     seed: Annotated[int, typer.Option(help="Seed of the loads.")] = 1,
     workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
-    kept: Annotated[Path | None, typer.Option("--runs", help="File of finished runs, to resume from.")] = None,
+    kept: Annotated[
+        Path | None, typer.Option("--runs", help="File of finished runs, to resume from.")
+    ] = None,
     json_path: Annotated[Path, typer.Option("--json")] = RESULTS,
 ) -> None:
     """Simulate all systems at all rates, and write the results."""
@@ -112,7 +122,8 @@ def main(
     results: dict[str, Any] = {"provenance": provenance(seed=seed)}
     for title, experiment in EXPERIMENTS.items():
         own = {
-            name: {f"{rate:g}": found[title, name, rate] for rate in experiment.rates} for name in experiment.systems
+            name: {f"{rate:g}": found[title, name, rate] for rate in experiment.rates}
+            for name in experiment.systems
         }
         results[title] = own
         (first, *_), *_ = (by_rate.values() for by_rate in own.values())

@@ -3,9 +3,9 @@
     python benchmarks/papers/thesis.py [--seeds 3] [--runs runs.jsonl]
     python benchmarks/papers/thesis.py --acceptance 0.55 --json benchmarks/results/papers-thesis-tuned.json
 
-Everything is simulated. The thesis publishes throughputs but no latencies, so the latencies are fitted to the static
-tree's throughput at batch sizes 8 to 32; all other figures are predictions. Further assumptions: docs/papers.md.
-"""
+Everything is simulated. The thesis publishes throughputs but no latencies, so the latencies are
+fitted to the static tree's throughput at batch sizes 8 to 32; all other figures are predictions.
+Further assumptions: docs/papers.md."""
 
 from __future__ import annotations
 
@@ -30,17 +30,21 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.lab.comparison import Load
 from hf_slospec.lab.hardware import Hardware, lines
 from hf_slospec.lab.outcomes import Run
-from hf_slospec.lab.policies.static_tree import StaticTreePolicy
+from hf_slospec.lab.policies.sequoia import StaticTreePolicy
 from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.texts import TextModel
 from hf_slospec.lab.workload import Job
 
 RESULTS = Path(__file__).parent.parent / "results" / "papers-thesis.json"
-PUBLISHED = {"dynamic": (36, 51, 116, 209, 376, 709), "static": (32, 91, 147, 221, 273, 319)}  # tokens per second
+PUBLISHED = {
+    "dynamic": (36, 51, 116, 209, 376, 709),
+    "static": (32, 91, 147, 221, 273, 319),
+}  # tokens per second
 NEW_TOKENS = 256
 BATCHES = (1, 2, 4, 8, 16, 32)
 HARDWARE = Hardware(target=lines((35.0, 0.0), (0.0, 0.39)), draft=lines((5.5, 0.004)))
-ACCEPTANCE, NUM_CHILDREN = 0.52, 16
+ACCEPTANCE = 0.52
+NUM_CHILDREN = 16
 SERVED: dict[str, Any] = dict(admission="fcfs", prefill="first", prefill_chunk=8192)
 TREES: dict[str, Any] = dict(token_budget=64, max_depth=8, max_width=16)
 DYNAMIC: dict[str, Any] = dict(policy="thesis", max_tree_nodes=64, **TREES)
@@ -58,7 +62,9 @@ def systems() -> dict[str, dict[str, Any]]:
 
 
 def load(number: int, seed: int, acceptance: float, with_targets: bool = False) -> Load:
-    """Return simultaneous requests, prompts of 64 to 128 tokens; equal output lengths keep the batch full."""
+    """Return simultaneous requests, prompts of 64 to 128 tokens; equal output lengths keep the
+    batch full.
+    """
     rng = np.random.default_rng(seed)
     shares, tpot_slos_s = zip(*TARGETS_S, strict=True)
     jobs = [
@@ -80,15 +86,25 @@ def run(own: Load, batch: int, oracle: bool = False, **settings: Any) -> Run:
     return simulation.run()
 
 
-def throughput(batch: int, seed: int, acceptance: float = ACCEPTANCE) -> dict[str, dict[str, float]]:
-    """Return throughput and further figures by system at a batch size, and the bound of the throughput."""
+def throughput(
+    batch: int, seed: int, acceptance: float = ACCEPTANCE
+) -> dict[str, dict[str, float]]:
+    """Return throughput and further figures by system at a batch size, and the bound of the
+    throughput.
+    """
     own = load(max(2 * batch, 8), seed, acceptance)
     found = {}
     for name, settings in systems().items():
         figures = run(own, batch, oracle=name == "oracle", **settings).summary()
         found[name] = {
             key: round(figures[key], 3)
-            for key in ("throughput", "tokens_per_request_and_step", "nodes_per_step", "step_ms", "draft_share")
+            for key in (
+                "throughput",
+                "tokens_per_request_and_step",
+                "nodes_per_step",
+                "step_ms",
+                "draft_share",
+            )
         }
     depth = SLOSpecConfig().max_depth
     bounds = Bounds(own.jobs, own.library, HARDWARE, depth, own.library.num_children, batch)
@@ -96,8 +112,11 @@ def throughput(batch: int, seed: int, acceptance: float = ACCEPTANCE) -> dict[st
 
 
 def targets(seed: int, acceptance: float = ACCEPTANCE) -> dict[str, dict[str, float]]:
-    """Return figures at batch 4: attainment of the requests' SLOs and of the thesis' two thresholds."""
-    own, found = load(80, seed, acceptance, with_targets=True), {}
+    """Return figures at batch 4: attainment of the requests' SLOs and of the thesis' two
+    thresholds.
+    """
+    own = load(80, seed, acceptance, with_targets=True)
+    found = {}
     policies = {
         "Algorithm 1": DYNAMIC,
         "Algorithm 2": dict(policy="thesis-slo", slack=0.010, **TREES),
@@ -120,15 +139,26 @@ def targets(seed: int, acceptance: float = ACCEPTANCE) -> dict[str, dict[str, fl
 
 def means(runs: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, dict[str, float]]]:
     """Return means with intervals over seeds, by system and figure."""
-    return {name: {key: interval_of([run[name][key] for run in runs]) for key in own} for name, own in runs[0].items()}
+    return {
+        name: {key: interval_of([run[name][key] for run in runs]) for key in own}
+        for name, own in runs[0].items()
+    }
 
 
 def main(
-    seeds: Annotated[int, typer.Option(min=1, help="Loads of each figure, the first of seed 1.")] = 1,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Loads of each figure, the first of seed 1.")
+    ] = 1,
     workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
-    acceptance: Annotated[float, typer.Option(help="Of a drafted token; higher after fine-tuning.")] = ACCEPTANCE,
-    only: Annotated[str, typer.Option("--batches", help="Comma-separated sizes; all by default.")] = "",
-    kept: Annotated[Path | None, typer.Option("--runs", help="File of finished runs, to resume from.")] = None,
+    acceptance: Annotated[
+        float, typer.Option(help="Of a drafted token; higher after fine-tuning.")
+    ] = ACCEPTANCE,
+    only: Annotated[
+        str, typer.Option("--batches", help="Comma-separated sizes; all by default.")
+    ] = "",
+    kept: Annotated[
+        Path | None, typer.Option("--runs", help="File of finished runs, to resume from.")
+    ] = None,
     json_path: Annotated[Path, typer.Option("--json")] = RESULTS,
 ) -> None:
     logging.disable(logging.WARNING)  # SLOs of 20 ms cannot be attained
@@ -143,8 +173,11 @@ def main(
         **{("targets", 4, seed): partial(targets, seed, acceptance) for seed in numbers},
     }
     found = resumed(tasks, workers, kept)
-    by_batch = {str(batch): [found["throughput", batch, seed] for seed in numbers] for batch in batches}
-    by_policy, closed = means([found["targets", 4, seed] for seed in numbers]), {}
+    by_batch = {
+        str(batch): [found["throughput", batch, seed] for seed in numbers] for batch in batches
+    }
+    by_policy = means([found["targets", 4, seed] for seed in numbers])
+    closed = {}
     for reference in ("oracle", "bound"):
         for batch, runs in by_batch.items():
             rates = [{name: own["throughput"] for name, own in run.items()} for run in runs]
@@ -161,11 +194,16 @@ def main(
     console = Console(width=140, file=sys.stdout)
     table = Table("tokens/s at batch", *map(str, batches), title="Throughput")
     for name, published in PUBLISHED.items():
-        table.add_row(f"{name}, published", *(str(published[BATCHES.index(batch)]) for batch in batches))
+        table.add_row(
+            f"{name}, published", *(str(published[BATCHES.index(batch)]) for batch in batches)
+        )
     for name in averages[str(batches[0])]:
         table.add_row(name, *(shown(averages[batch][name]["throughput"], 0) for batch in averages))
     for reference, own in closed.items():
-        table.add_row(f"ours: % of the way to the {reference}", *(shown(share, 0, 100.0) for share in own.values()))
+        table.add_row(
+            f"ours: % of the way to the {reference}",
+            *(shown(share, 0, 100.0) for share in own.values()),
+        )
     console.print(table)
     table = Table("batch 4", *next(iter(by_policy.values())), title="Targets")
     for name, figures in by_policy.items():

@@ -1,4 +1,6 @@
-"""Contestants, in groups that fit into 24 GB together with the transformers workers that every group has."""
+"""Contestants, in groups that fit into 24 GB together with the transformers workers that every
+group has.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,16 @@ class Contestant:
     """A way of decoding: a worker and the options of its requests."""
 
     name: str
-    worker: tuple[str, ...]  # engine and arguments; contestants with equal workers share the process
+    worker: tuple[
+        str, ...
+    ]  # engine and arguments; contestants with equal workers share the process
     options: dict[str, Any] = field(default_factory=dict)
     batches: tuple[int, ...] = (1, 8)
 
 
-def _transformers(name: str, dtype: str, batches: tuple[int, ...] = (1, 8), **options: Any) -> Contestant:
+def _transformers(
+    name: str, dtype: str, batches: tuple[int, ...] = (1, 8), **options: Any
+) -> Contestant:
     return Contestant(name, ("transformers", dtype), options, batches)
 
 
@@ -40,7 +46,12 @@ def _assisted(tokens: int | None) -> Contestant:
 def _llama(kind: str) -> list[Contestant]:
     plain = Contestant(f"llama.cpp {kind}", ("llama", kind, "none"))
     return [plain] + [
-        Contestant(f"llama.cpp {kind}, draft {k}", ("llama", kind, f"draft-simple:{k}"), {}, (1, 8) if k < 7 else (1,))
+        Contestant(
+            f"llama.cpp {kind}, draft {k}",
+            ("llama", kind, f"draft-simple:{k}"),
+            {},
+            (1, 8) if k < 7 else (1,),
+        )
         for k in (2, 4, 7)
     ]
 
@@ -48,7 +59,12 @@ def _llama(kind: str) -> list[Contestant]:
 def _openvino(dtype: str, draft_tokens: tuple[int, ...]) -> list[Contestant]:
     drafting = ("openvino", dtype, "draft")
     return [Contestant(f"OpenVINO {dtype}", ("openvino", dtype, "none"))] + [
-        Contestant(f"OpenVINO {dtype}, draft {k}", drafting, {"num_assistant_tokens": k}, (1, 8) if k < 6 else (1,))
+        Contestant(
+            f"OpenVINO {dtype}, draft {k}",
+            drafting,
+            {"num_assistant_tokens": k},
+            (1, 8) if k < 6 else (1,),
+        )
         for k in draft_tokens
     ]
 
@@ -57,16 +73,22 @@ def _openvino_lookup(kind: str, mark: str = "") -> list[Contestant]:
     lookup = {"num_assistant_tokens": 5, "max_ngram_size": 3}
     return [
         Contestant(f"OpenVINO {kind}{mark}", ("openvino", kind, "none")),
-        Contestant(f"OpenVINO {kind}, prompt lookup 5{mark}", ("openvino", kind, "prompt_lookup"), lookup),
+        Contestant(
+            f"OpenVINO {kind}, prompt lookup 5{mark}", ("openvino", kind, "prompt_lookup"), lookup
+        ),
     ]
 
 
 def _vllm(dtype: str, **modes: str) -> list[Contestant]:
     plain = Contestant(f"vLLM {dtype}", ("vllm", dtype, "none"))
-    return [plain] + [Contestant(f"vLLM {dtype}, {name}", ("vllm", dtype, mode)) for name, mode in modes.items()]
+    return [plain] + [
+        Contestant(f"vLLM {dtype}, {name}", ("vllm", dtype, mode)) for name, mode in modes.items()
+    ]
 
 
-ANCHORS = [  # in every group, the reference of its ratios; stock generate comes first, as the reference of tokens
+# In every group, the reference of its ratios; stock generate comes first, as the reference of
+# tokens
+ANCHORS = [
     _transformers(STOCK, "fp32"),
     _ours(OURS_FP32, "fp32", "assistant"),
     _ours(OURS_BF16, "bf16", "assistant"),
@@ -96,13 +118,19 @@ CHECKPOINT_GROUPS = {
     "transformers": [
         *CHECKPOINT_ANCHORS,
         _transformers("stock prompt lookup 10 bf16", "bf16", prompt_lookup_num_tokens=10),
-        *(_ours(f"{OURS_BF16}, {drafter}", "bf16", drafter) for drafter in ("suffix", "lookup+suffix")),
+        *(
+            _ours(f"{OURS_BF16}, {drafter}", "bf16", drafter)
+            for drafter in ("suffix", "lookup+suffix")
+        ),
     ],
     **{
         f"llama-{kind}": [
             *CHECKPOINT_ANCHORS,
             *(
-                Contestant(f"llama.cpp {kind}{'' if mode == 'none' else f', {mode}'}", ("llama", kind, mode))
+                Contestant(
+                    f"llama.cpp {kind}{'' if mode == 'none' else f', {mode}'}",
+                    ("llama", kind, mode),
+                )
                 for mode in ("none", *LLAMA_NGRAMS)
             ),
         ]
@@ -116,6 +144,10 @@ CHECKPOINT_GROUPS = {
             Contestant(f"llama.cpp {kind}{OTHER_WEIGHTS}", ("llama", kind, "none"))
             for kind in ("Q8_0", "Q4_0", "Q4_K_M")
         ),
-        *(contestant for kind in ("int8", "int4") for contestant in _openvino_lookup(kind, OTHER_WEIGHTS)),
+        *(
+            contestant
+            for kind in ("int8", "int4")
+            for contestant in _openvino_lookup(kind, OTHER_WEIGHTS)
+        ),
     ],
 }

@@ -2,10 +2,10 @@
 
     python -m benchmarks.peers.export FOLDER [--target CHECKPOINT | --shape 0.6B] [--only gguf openvino]
 
-``FOLDER/models``, or ``FOLDER/models-NAME`` with ``--target``, gets checkpoints in bf16 and fp32 with the same values,
-GGUF files, OpenVINO models, and for the pair the token ids of the held-out prompts. ``install.py`` must have made the
-environments of llama.cpp and OpenVINO. A checkpoint must be of the class Llama; its tokenizer may be any.
-"""
+``FOLDER/models``, or ``FOLDER/models-NAME`` with ``--target``, gets checkpoints in bf16 and fp32
+with the same values, GGUF files, OpenVINO models, and for the pair the token ids of the held-out
+prompts. ``install.py`` must have made the environments of llama.cpp and OpenVINO. A checkpoint must
+be of the class Llama; its tokenizer may be any."""
 
 from __future__ import annotations
 
@@ -18,15 +18,21 @@ from typing import Any
 import torch
 
 from hf_slospec import load_tiny_pair, tiny_prompts
+from hf_slospec.server.loading import load_pair
 from hf_slospec.tiny.inflate import inflate
-from hf_slospec.tiny.load import load_pair
 from hf_slospec.tiny.shapes import SHAPES
 
 PROMPT_TOKENS = 64  # all prompts are as long, so that no engine pads
 HERE = Path(__file__).parent
-CONVERTERS = {"gguf": ("llama", "to_gguf.py"), "openvino": ("ov", "to_openvino.py")}  # environment and script
+CONVERTERS = {
+    "gguf": ("llama", "to_gguf.py"),
+    "openvino": ("ov", "to_openvino.py"),
+}  # environment and script
 PAIR_TYPES = {"gguf": ("f32", "f16", "bf16"), "openvino": ("fp32", "bf16")}
-CHECKPOINT_TYPES = {"gguf": ("f16", "bf16", "Q8_0", "Q4_0", "Q4_K_M"), "openvino": ("bf16", "int8", "int4")}
+CHECKPOINT_TYPES = {
+    "gguf": ("f16", "bf16", "Q8_0", "Q4_0", "Q4_K_M"),
+    "openvino": ("bf16", "int8", "int4"),
+}
 ROPE_TYPES = ("default", "linear", "llama3")  # those whose frequencies are constants
 
 
@@ -36,7 +42,9 @@ def models_folder(folder: Path, target: str | None) -> Path:
 
 
 def save(models: Path, tokenizer: Any, **by_name: Any) -> dict[str, object]:
-    """Save models in bf16, and with the same values in fp32, each as one file; -> their numbers of parameters."""
+    """Save models in bf16, and with the same values in fp32, each as one file; -> their numbers of
+    parameters.
+    """
     for dtype, short in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         for name, model in by_name.items():
             model.to(dtype).save_pretrained(models / f"{name}-{short}", max_shard_size="1TB")
@@ -50,10 +58,17 @@ def rope_factors(model: Any) -> list[float]:
     Raises:
         SystemExit: the model is no Llama, or its frequencies depend on the text.
     """
-    config, rotary = model.config, model.base_model.rotary_emb
+    config = model.config
+    rotary = model.base_model.rotary_emb
     rope = config.rope_parameters
-    if config.model_type != "llama" or rope["rope_type"] not in ROPE_TYPES or rotary.attention_scaling != 1.0:
-        raise SystemExit(f"neither llama.cpp's file nor this script can express {config.model_type}, rope {rope}")
+    if (
+        config.model_type != "llama"
+        or rope["rope_type"] not in ROPE_TYPES
+        or rotary.attention_scaling != 1.0
+    ):
+        raise SystemExit(
+            f"neither llama.cpp's file nor this script can express {config.model_type}, rope {rope}"
+        )
     exponents = torch.arange(0, config.head_dim, 2, device="cpu") / config.head_dim
     factors: list[float] = (rope["rope_theta"] ** -exponents / rotary.inv_freq.float()).tolist()
     return factors
@@ -74,16 +89,23 @@ def write_pair(models: Path, shape: str) -> dict[str, object]:
     tiny, draft, tokenizer = load_tiny_pair(torch.bfloat16)
     target = inflate(tiny, SHAPES[shape])
     facts = {"shape": shape} | save(models, tokenizer, target=target, draft=draft)
-    prompts = [tokenizer(text, truncation=True, max_length=PROMPT_TOKENS)["input_ids"] for text in tiny_prompts()]
+    prompts = [
+        tokenizer(text, truncation=True, max_length=PROMPT_TOKENS)["input_ids"]
+        for text in tiny_prompts()
+    ]
     prompts = [ids for ids in prompts if len(ids) == PROMPT_TOKENS]
     (models / "prompts.json").write_text(json.dumps(prompts))
     return facts | {"prompts": len(prompts), "prompt_tokens": PROMPT_TOKENS}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--target", help="a folder or a repository of the Hub; default: the embedded pair")
+    parser.add_argument(
+        "--target", help="a folder or a repository of the Hub; default: the embedded pair"
+    )
     parser.add_argument("--shape", choices=SHAPES, default="0.6B")
     parser.add_argument("--only", nargs="+", choices=CONVERTERS, default=list(CONVERTERS))
     arguments = parser.parse_args()
@@ -91,14 +113,24 @@ def main() -> None:
     models = models_folder(folder, arguments.target)
     models.mkdir(parents=True, exist_ok=True)
     if arguments.target is None:
-        facts, types = write_pair(models, arguments.shape), PAIR_TYPES
+        facts = write_pair(models, arguments.shape)
+        types = PAIR_TYPES
     else:
-        facts, types = write_checkpoint(models, arguments.target), CHECKPOINT_TYPES
+        facts = write_checkpoint(models, arguments.target)
+        types = CHECKPOINT_TYPES
     tools = {"gguf": [folder / "build" / "bin" / "llama-quantize"], "openvino": []}
     for name in arguments.only:
         environment, script = CONVERTERS[name]
-        command = [folder / environment / "bin" / "python", HERE / script, models, *tools[name], *types[name]]
-        converted = subprocess.run([str(part) for part in command], check=True, stdout=subprocess.PIPE, text=True)
+        command = [
+            folder / environment / "bin" / "python",
+            HERE / script,
+            models,
+            *tools[name],
+            *types[name],
+        ]
+        converted = subprocess.run(
+            [str(part) for part in command], check=True, stdout=subprocess.PIPE, text=True
+        )
         facts[name] = json.loads(converted.stdout.splitlines()[-1])
         print(name, facts[name], flush=True)
     (models / "export.json").write_text(json.dumps(facts, indent=1) + "\n")

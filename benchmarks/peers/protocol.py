@@ -1,8 +1,8 @@
 """JSON lines between ``measure.py`` and a worker.
 
-A worker sends one line of facts when its models are loaded. It then answers every line of standard input with one line:
-the seconds and new tokens of the call, or its error. Answers have a pipe of their own, because libraries print.
-"""
+A worker sends one line of facts when its models are loaded. It then answers every line of standard
+input with one line: the seconds and new tokens of the call, or its error. Answers have a pipe of
+their own, because libraries print."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ from pathlib import Path
 from typing import Any
 
 Request = dict[str, Any]  # "ids": prompts; "new_tokens"; the options of a contestant
-NewTokens = list[list[int]]  # per row, up to new_tokens; what follows the first end is cut off by the reader
+NewTokens = list[
+    list[int]
+]  # per row, up to new_tokens; what follows the first end is cut off by the reader
 
-ANSWERS_FD = "HF_SLOSPEC_PEERS_ANSWERS_FD"  # environment variable: number of the pipe's file descriptor
+ANSWERS_FD = (
+    "HF_SLOSPEC_PEERS_ANSWERS_FD"  # environment variable: number of the pipe's file descriptor
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,9 @@ class Settings:
     def read(cls) -> tuple[Settings, list[str]]:
         """Return the settings of the command line, and the arguments after them."""
         found = json.loads(sys.argv[1])
-        return cls(**found | {name: Path(found[name]) for name in ("folder", "models")}), sys.argv[2:]
+        return cls(**found | {name: Path(found[name]) for name in ("folder", "models")}), sys.argv[
+            2:
+        ]
 
     def written(self) -> str:
         """Return the argument that ``read`` reads."""

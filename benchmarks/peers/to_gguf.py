@@ -1,8 +1,9 @@
-"""Write GGUF files of the fp32 checkpoints: ``python to_gguf.py MODELS QUANTIZE TYPE...``, in llama.cpp's environment.
+"""Write GGUF files of the fp32 checkpoints: ``python to_gguf.py MODELS QUANTIZE TYPE...``, in
+llama.cpp's environment.
 
-Types of llama.cpp's own are written by its tool QUANTIZE from the bf16 file. The files have no real vocabulary: token 7
-is the text "[7]", none is special, and texts end where a request says. The last line of the output is JSON: for every
-file, the number of weights whose value the type changes.
+Types of llama.cpp's own are written by its tool QUANTIZE from the bf16 file. The files have no real
+vocabulary: token 7 is the text "[7]", none is special, and texts end where a request says. The last
+line of the output is JSON: for every file, the number of weights whose value the type changes.
 """
 
 from __future__ import annotations
@@ -48,9 +49,15 @@ def gguf_name(name: str) -> str:
 
 
 def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Reorder the rows of a query or key projection from halves, which transformers rotates, to llama.cpp's pairs."""
+    """Reorder the rows of a query or key projection from halves, which transformers rotates, to
+    llama.cpp's pairs.
+    """
     rows, columns = weight.shape
-    return weight.reshape(num_heads, 2, rows // num_heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    return (
+        weight.reshape(num_heads, 2, rows // num_heads // 2, columns)
+        .swapaxes(1, 2)
+        .reshape(rows, columns)
+    )
 
 
 def convert(checkpoint: Path, kind: str, file: Path) -> int:
@@ -78,7 +85,9 @@ def convert(checkpoint: Path, kind: str, file: Path) -> int:
     writer.add_token_types([gguf.TokenType.NORMAL] * config["vocab_size"])
     factors = checkpoint / "rope_factors.json"
     if factors.exists():
-        writer.add_tensor("rope_freqs.weight", np.array(json.loads(factors.read_text()), dtype=np.float32))
+        writer.add_tensor(
+            "rope_freqs.weight", np.array(json.loads(factors.read_text()), dtype=np.float32)
+        )
     changed = 0
     for name, weight in load_file(checkpoint / "model.safetensors").items():
         if name == "lm_head.weight" and config["tie_word_embeddings"]:

@@ -1,9 +1,10 @@
-"""Write OpenVINO models of the checkpoints: ``python to_openvino.py MODELS TYPE...``, in OpenVINO's environment.
+"""Write OpenVINO models of the checkpoints: ``python to_openvino.py MODELS TYPE...``, in OpenVINO's
+environment.
 
-OpenVINO stores equal constants once. Matrices of zeros, which inflated layers have, would then be read from the cache.
-The export is therefore made from a copy that has distinct values of about 1e-20 in their place.
-The last line of the output is JSON: the number of filled matrices and the sizes of the files.
-"""
+OpenVINO stores equal constants once. Matrices of zeros, which inflated layers have, would then be
+read from the cache. The export is therefore made from a copy that has distinct values of about
+1e-20 in their place. The last line of the output is JSON: the number of filled matrices and the
+sizes of the files."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from optimum.exporters.openvino import main_export
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-COMPRESSION = {  # from bf16; 64 divides the widths of small models, which the default of 128 does not
+# From bf16; 64 divides the widths of small models, which the default of 128 does not
+COMPRESSION = {
     "int8": {"mode": nncf.CompressWeightsMode.INT8_ASYM},
     "int4": {"mode": nncf.CompressWeightsMode.INT4_ASYM, "group_size": 64},
 }
@@ -30,7 +32,8 @@ COMPRESSION = {  # from bf16; 64 divides the widths of small models, which the d
 @torch.no_grad()
 def fill_zeros(model: torch.nn.Module) -> int:
     """Fill matrices of zeros with values of about 1e-20; -> their number."""
-    generator, filled = torch.Generator().manual_seed(1), 0
+    generator = torch.Generator().manual_seed(1)
+    filled = 0
     for parameter in model.parameters():
         if parameter.ndim == 2 and not parameter.any():
             parameter.normal_(0.0, 1e-20, generator=generator)
@@ -43,7 +46,11 @@ def export(model: Any, tokenizer: Any, converted: tuple[openvino.Model, ...], ou
     copy = out.with_name(f"filled-{out.name}")
     model.save_pretrained(copy)
     tokenizer.save_pretrained(copy)
-    options = {"task": "text-generation-with-past", "library_name": "transformers", "stateful": True}
+    options = {
+        "task": "text-generation-with-past",
+        "library_name": "transformers",
+        "stateful": True,
+    }
     main_export(model_name_or_path=str(copy), output=out, convert_tokenizer=False, **options)
     for part, ir in zip(("tokenizer", "detokenizer"), converted, strict=True):
         openvino.save_model(ir, out / f"openvino_{part}.xml")
@@ -64,9 +71,16 @@ def main() -> None:
             out = models / f"ov-{name}-{kind}"
             if kind in COMPRESSION:
                 plain = models / f"ov-{name}-bf16"
-                shutil.copytree(plain, out, ignore=shutil.ignore_patterns("openvino_model.*"), dirs_exist_ok=True)
+                shutil.copytree(
+                    plain,
+                    out,
+                    ignore=shutil.ignore_patterns("openvino_model.*"),
+                    dirs_exist_ok=True,
+                )
                 read = openvino.Core().read_model(plain / "openvino_model.xml")
-                openvino.save_model(nncf.compress_weights(read, **COMPRESSION[kind]), out / "openvino_model.xml")
+                openvino.save_model(
+                    nncf.compress_weights(read, **COMPRESSION[kind]), out / "openvino_model.xml"
+                )
             else:
                 export(model.to(DTYPES[kind]), tokenizer, converted, out)
             facts[f"{out.name} MB"] = round((out / "openvino_model.bin").stat().st_size / 1e6)

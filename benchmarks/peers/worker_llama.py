@@ -1,4 +1,6 @@
-"""Worker of llama.cpp: a llama-server of its own, with weights of one type, alone or with one way of drafting."""
+"""Worker of llama.cpp: a llama-server of its own, with weights of one type, alone or with one way
+of drafting.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,32 @@ SLOTS = 8  # rows at once
 GREEDY = {"temperature": 0.0, "samplers": ["top_k"], "top_k": 1}
 
 
-def start(binary: Path, port: int, settings: Settings, kind: str, mode: str) -> subprocess.Popen[bytes]:
+def start(
+    binary: Path, port: int, settings: Settings, kind: str, mode: str
+) -> subprocess.Popen[bytes]:
     """Start a llama-server."""
-    models, threads = settings.models, str(settings.threads)
-    command = [str(binary), "-m", str(models / f"target-{kind}.gguf"), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["-t", threads, "-tb", threads, "-np", str(SLOTS), "-c", str(SLOTS * settings.context), "--no-webui"]
+    models = settings.models
+    threads = str(settings.threads)
+    command = [
+        str(binary),
+        "-m",
+        str(models / f"target-{kind}.gguf"),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
+    command += [
+        "-t",
+        threads,
+        "-tb",
+        threads,
+        "-np",
+        str(SLOTS),
+        "-c",
+        str(SLOTS * settings.context),
+        "--no-webui",
+    ]
     method, _, draft_tokens = mode.partition(":")
     command += ["--spec-type", method] if method != "none" else []
     if draft_tokens:
@@ -53,7 +76,9 @@ def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
 
 def main() -> None:
     settings, (kind, mode) = Settings.read()
-    binary = settings.folder / ("llama-avx2" if settings.isa == "avx2" else "build/bin") / "llama-server"
+    binary = (
+        settings.folder / ("llama-avx2" if settings.isa == "avx2" else "build/bin") / "llama-server"
+    )
     version = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -67,7 +92,9 @@ def main() -> None:
     def generate(request: Request) -> NewTokens:
         def row(ids: list[int]) -> list[int]:
             body = {"prompt": ids, "n_predict": request["new_tokens"], "stop": list(ends), **GREEDY}
-            answer = fetch(f"{url}/completion", body | {"cache_prompt": False, "return_tokens": True})
+            answer = fetch(
+                f"{url}/completion", body | {"cache_prompt": False, "return_tokens": True}
+            )
             tokens: list[int] = answer["tokens"]
             return tokens
 

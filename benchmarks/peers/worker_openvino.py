@@ -1,4 +1,6 @@
-"""Worker of OpenVINO GenAI: one pipeline with weights of one type, alone or with one way of drafting."""
+"""Worker of OpenVINO GenAI: one pipeline with weights of one type, alone or with one way of
+drafting.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,29 @@ def main() -> None:
         "KV_CACHE_PRECISION": precision,  # the default is 8 bits
     }
     scheduler = genai.SchedulerConfig()
-    scheduler.cache_size, scheduler.max_num_seqs, scheduler.enable_prefix_caching = 1, 16, False  # cache in GB
+    scheduler.cache_size, scheduler.max_num_seqs, scheduler.enable_prefix_caching = (
+        1,
+        16,
+        False,
+    )  # cache in GB
     # The prompts of a batch at once: drafting is wrong after split ones.
     scheduler.max_num_batched_tokens = 8 * settings.context
     drafting = {
         "none": lambda: {},
         "prompt_lookup": lambda: {"prompt_lookup": True},
-        "draft": lambda: {"draft_model": genai.draft_model(settings.models / f"ov-draft-{kind}", "CPU", **options)},
+        "draft": lambda: {
+            "draft_model": genai.draft_model(settings.models / f"ov-draft-{kind}", "CPU", **options)
+        },
     }
     model = settings.models / f"ov-target-{kind}"
     pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", options | drafting[mode]())
 
     def generate(request: Request) -> NewTokens:
         config = genai.GenerationConfig()
-        config.max_new_tokens, config.do_sample = request["new_tokens"], False
-        config.ignore_eos, config.stop_token_ids = not settings.ends, set(settings.ends)
+        config.max_new_tokens = request["new_tokens"]
+        config.do_sample = False
+        config.ignore_eos = not settings.ends
+        config.stop_token_ids = set(settings.ends)
         for name in ("num_assistant_tokens", "max_ngram_size"):
             if name in request:
                 setattr(config, name, request[name])

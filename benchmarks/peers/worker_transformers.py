@@ -16,7 +16,9 @@ from hf_slospec.cli.benchmark import provenance
 
 
 def restrict_fbgemm() -> None:
-    """Restrict FBGEMM's kernels, which obey no environment variable, to AVX2 (the first of its instruction sets)."""
+    """Restrict FBGEMM's kernels, which obey no environment variable, to AVX2 (the first of its
+    instruction sets).
+    """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     library._ZN6fbgemm14fbgemmForceIsaENS_10inst_set_tE(1)
 
@@ -35,19 +37,27 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(folders[0])
     ours = functools.cache(Contest(target, draft, tokenizer, 0, 0.0, settings.context).generator)
     constant = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
-    stock = draft and {name: getattr(draft.generation_config, name) for name in (*constant, "num_assistant_tokens")}
+    stock = draft and {
+        name: getattr(draft.generation_config, name) for name in (*constant, "num_assistant_tokens")
+    }
 
     def generate(request: Request) -> NewTokens:
-        inputs = tokenizer.pad({"input_ids": request["ids"]}, padding_side="left", return_tensors="pt")
+        inputs = tokenizer.pad(
+            {"input_ids": request["ids"]}, padding_side="left", return_tensors="pt"
+        )
         options = {**inputs, "do_sample": False, "max_new_tokens": request["new_tokens"]}
         if "drafter" in request:
             sequences = ours(request["drafter"]).generate(**options)
         elif "assistant_tokens" in request:
             tokens = request["assistant_tokens"]  # None: transformers' defaults
-            draft.generation_config.update(**(constant | {"num_assistant_tokens": tokens} if tokens else stock))
+            draft.generation_config.update(
+                **(constant | {"num_assistant_tokens": tokens} if tokens else stock)
+            )
             sequences = target.generate(**options, assistant_model=draft)
         else:
-            sequences = target.generate(**options, prompt_lookup_num_tokens=request.get("prompt_lookup_num_tokens"))
+            sequences = target.generate(
+                **options, prompt_lookup_num_tokens=request.get("prompt_lookup_num_tokens")
+            )
         tokens: NewTokens = sequences[:, inputs["input_ids"].shape[1] :].tolist()
         return tokens
 

@@ -20,7 +20,9 @@ def main() -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    if settings.isa == "avx2":  # vLLM chooses its libraries and kernels by these functions; no variable restricts them
+    if (
+        settings.isa == "avx2"
+    ):  # vLLM chooses its libraries and kernels by these functions; no variable restricts them
         for name in ("avx512", "avx512_bf16", "amx_tile", "amx_fp16", "vnni"):
             setattr(torch.cpu, f"_is_{name}_supported", lambda: False)
         torch._inductor.config.cpp.simdlen = 256
@@ -28,7 +30,9 @@ def main() -> None:
 
     torch.set_num_threads(settings.threads)
     method, _, num_tokens = mode.partition(":")
-    speculative = {"method": method} | ({"num_speculative_tokens": int(num_tokens)} if num_tokens else {})
+    speculative = {"method": method} | (
+        {"num_speculative_tokens": int(num_tokens)} if num_tokens else {}
+    )
     if method == "draft_model":
         speculative["model"] = f"{settings.models}/draft-{short}"
     elif method == "ngram":
@@ -43,10 +47,18 @@ def main() -> None:
     )
 
     def generate(request: Request) -> NewTokens:
-        options = {"temperature": 0.0, "ignore_eos": True, "stop_token_ids": settings.ends, "detokenize": False}
+        options = {
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stop_token_ids": settings.ends,
+            "detokenize": False,
+        }
         parameters = vllm.SamplingParams(max_tokens=request["new_tokens"], **options)
         prompts = [{"prompt_token_ids": ids} for ids in request["ids"]]
-        return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, parameters, use_tqdm=False)]
+        return [
+            list(output.outputs[0].token_ids)
+            for output in llm.generate(prompts, parameters, use_tqdm=False)
+        ]
 
     maps = Path("/proc/self/maps").read_text().splitlines()
     libraries = {line.split("/")[-1] for line in maps if "/vllm/_C" in line}

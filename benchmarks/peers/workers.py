@@ -17,7 +17,10 @@ import psutil
 from benchmarks.peers.protocol import ANSWERS_FD, Settings
 
 HERE = Path(__file__).parent
-PYTHONS = {"openvino": "ov/bin/python", "vllm": "vllm/bin/python"}  # the other workers run in this environment
+PYTHONS = {
+    "openvino": "ov/bin/python",
+    "vllm": "vllm/bin/python",
+}  # the other workers run in this environment
 ISAS: dict[str, dict[str, str]] = {  # environment of all workers
     "native": {},
     "avx2": {
@@ -28,7 +31,9 @@ ISAS: dict[str, dict[str, str]] = {  # environment of all workers
     },
 }
 
-UNRESTRICTED = {"openvino": "left out: its matrix kernels use AVX-512 whatever the environment variables say"}
+UNRESTRICTED = {
+    "openvino": "left out: its matrix kernels use AVX-512 whatever the environment variables say"
+}
 
 
 class WorkerError(Exception):
@@ -51,7 +56,8 @@ class Worker:
         folder = settings.folder
         python = folder / PYTHONS[engine] if engine in PYTHONS else sys.executable
         command = [python, HERE / f"worker_{engine}.py", settings.written(), *arguments]
-        self._log, begun_s = folder / "logs" / f"{'-'.join(key)}.log", time.monotonic()
+        self._log = folder / "logs" / f"{'-'.join(key)}.log"
+        begun_s = time.monotonic()
         self._log.parent.mkdir(exist_ok=True)
         answers_fd, worker_fd = os.pipe()
         self._answers = os.fdopen(answers_fd)
@@ -81,7 +87,11 @@ class Worker:
     def rss_gb(self) -> float:
         """Return the resident memory of the process and its children, mapped files included."""
         process = psutil.Process(self._process.pid)
-        return round(sum(one.memory_info().rss for one in [process, *process.children(recursive=True)]) / 1e9, 2)
+        return round(
+            sum(one.memory_info().rss for one in [process, *process.children(recursive=True)])
+            / 1e9,
+            2,
+        )
 
     def is_running(self) -> bool:
         """Return whether the process has not ended."""
@@ -105,7 +115,9 @@ class Worker:
 
 
 def _environment(engine: str, settings: Settings) -> dict[str, str]:
-    """Return the environment of a worker; vLLM gets the preloaded libraries that its documentation recommends."""
+    """Return the environment of a worker; vLLM gets the preloaded libraries that its documentation
+    recommends.
+    """
     paths = [str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     found = os.environ | ISAS[settings.isa] | {"OMP_NUM_THREADS": str(settings.threads)}
     if engine == "transformers":
@@ -113,6 +125,9 @@ def _environment(engine: str, settings: Settings) -> dict[str, str]:
     found.pop("PYTHONPATH", None)
     if engine == "vllm":
         folder = settings.folder
-        libraries = [*(folder / "deb").rglob("libtcmalloc_minimal.so.4"), folder / "vllm" / "lib" / "libiomp5.so"]
+        libraries = [
+            *(folder / "deb").rglob("libtcmalloc_minimal.so.4"),
+            folder / "vllm" / "lib" / "libiomp5.so",
+        ]
         found["LD_PRELOAD"] = ":".join(map(str, libraries))
     return found

@@ -1,4 +1,6 @@
-"""An ordinary transformers script: seeded sampling of several sequences, with their log-probabilities."""
+"""An ordinary transformers script: seeded sampling of several sequences, with their
+log-probabilities.
+"""
 
 import sys
 

@@ -11,7 +11,10 @@ inputs = tokenizer("    def close(self):\n", return_tensors="pt")
 model.generate(**inputs, streamer=TextStreamer(tokenizer), max_new_tokens=30, do_sample=False)
 
 streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
-thread = Thread(target=model.generate, kwargs=dict(inputs, streamer=streamer, max_new_tokens=30, do_sample=False))
+thread = Thread(
+    target=model.generate,
+    kwargs=dict(inputs, streamer=streamer, max_new_tokens=30, do_sample=False),
+)
 thread.start()
 print("".join(streamer))
 thread.join()

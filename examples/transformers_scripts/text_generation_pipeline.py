@@ -9,5 +9,7 @@ tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], padding_side="left")
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
 print(generator("def main():\n", max_new_tokens=30, do_sample=False)[0]["generated_text"])
-for answers in generator(["import sys\n", "for key in "], max_new_tokens=20, do_sample=True, batch_size=2):
+for answers in generator(
+    ["import sys\n", "for key in "], max_new_tokens=20, do_sample=True, batch_size=2
+):
     print(answers[0]["generated_text"])

@@ -1,4 +1,6 @@
-"""The command line ``python -m hf_slospec`` or ``hf_slospec``. Each file in ``commands/`` is a command."""
+"""The command line ``python -m hf_slospec`` or ``hf_slospec``. Each file in ``commands/`` is a
+command.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from hf_slospec.cli.commands.serve import serve
 from hf_slospec.cli.commands.simulate import simulate
 from hf_slospec.cli.commands.train_drafter import train_drafter
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Tree speculation with a TPOT SLO per request.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Tree speculation with a TPOT SLO per request."
+)
 
 
 def _version(is_given: bool) -> None:

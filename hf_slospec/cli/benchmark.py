@@ -1,4 +1,6 @@
-"""Timing of ``generate`` calls that take turns in one process, for ``bench``, ``check`` and benchmarks."""
+"""Timing of ``generate`` calls that take turns in one process, for ``bench``, ``check`` and
+benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,27 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 import hf_slospec
+from hf_slospec.batcher.generator import SLOSpecGenerator
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.drafters.assistant import AssistantMethod
 from hf_slospec.drafters.methods import DraftMethod
-from hf_slospec.models.device.device_calls import synchronize
-from hf_slospec.models.device.machine import cpu_info, native_dtypes
-from hf_slospec.serving.generator import SLOSpecGenerator
+from hf_slospec.model.machine import cpu_info, native_dtypes
+from hf_slospec.model.transfer import synchronize
 
 OURS = "hf_slospec"
 PLAIN = "generate"
 ASSISTED = "assisted, defaults"
 
-ISA_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+ISA_VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_ENABLE_INSTRUCTIONS",
+)
 
-GenerateCall = Callable[[dict[str, Any]], Any]  # encoded prompts -> sequences, or an output that has them
+GenerateCall = Callable[
+    [dict[str, Any]], Any
+]  # encoded prompts -> sequences, or an output that has them
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,9 @@ class Method:
     name: str
     batch: int
     run: GenerateCall
-    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext  # entered before timing
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = (
+        contextlib.nullcontext
+    )  # entered before timing
 
 
 @dataclass(frozen=True)
@@ -58,12 +69,14 @@ class Sample:
 
 
 class Bench:
-    """Benchmark that runs every method once per repeat, so that drift of the machine affects all methods equally.
+    """Benchmark that runs every method once per repeat, so that drift of the machine affects all
+    methods equally.
 
     Args:
         prompt_tokens: prompts are truncated to this many tokens.
         new_tokens: new tokens of every row.
-        sampling: options of every ``generate`` call, such as ``do_sample`` and ``temperature``; None: greedy.
+        sampling: options of every ``generate`` call, such as ``do_sample`` and ``temperature``;
+            None: greedy.
         draft: the model of assisted generation, which is left out without one.
         method: the draft method of hf_slospec; None: by the draft.
     """
@@ -80,8 +93,12 @@ class Bench:
         sampling: dict[str, Any] | None = None,
         method: DraftMethod | None = None,
     ):
-        self.target, self.draft, self.tokenizer, self.prompts = target, draft, tokenizer, prompts
-        self.prompt_tokens, self.new_tokens = prompt_tokens, new_tokens
+        self.target = target
+        self.draft = draft
+        self.tokenizer = tokenizer
+        self.prompts = prompts
+        self.prompt_tokens = prompt_tokens
+        self.new_tokens = new_tokens
         self.config = config or SLOSpecConfig()
         self.sampling = {"do_sample": False} if sampling is None else {"do_sample": True} | sampling
         self.method = AssistantMethod(draft) if method is None else method
@@ -89,7 +106,9 @@ class Bench:
             model.generation_config.eos_token_id = None  # every row gets exactly new_tokens
 
     def methods(self, batches: Sequence[int]) -> list[Method]:
-        """Return all methods; at batch 1 they include assisted generation and stock's prompt lookup."""
+        """Return all methods; at batch 1 they include assisted generation and stock's prompt
+        lookup.
+        """
         methods = []
         ours = self.ours(self.config)
         for batch in batches:
@@ -97,7 +116,9 @@ class Bench:
             if batch == 1:
                 if self.draft is not None:
                     methods.append(Method(ASSISTED, 1, self.stock(assistant_model=self.draft)))
-                methods.append(Method("prompt lookup, 10", 1, self.stock(prompt_lookup_num_tokens=10)))
+                methods.append(
+                    Method("prompt lookup, 10", 1, self.stock(prompt_lookup_num_tokens=10))
+                )
             methods.append(Method(OURS, batch, ours))
         return methods
 
@@ -107,7 +128,9 @@ class Bench:
         Returns:
             Samples by name and batch size.
         """
-        samples: dict[tuple[str, int], list[Sample]] = {(method.name, method.batch): [] for method in methods}
+        samples: dict[tuple[str, int], list[Sample]] = {
+            (method.name, method.batch): [] for method in methods
+        }
         for method in methods:  # warm-up, in which hf_slospec also measures its step costs
             self.time(method, 0)
         for repeat in tqdm(range(repeats), desc="bench", disable=not sys.stderr.isatty()):
@@ -130,38 +153,54 @@ class Bench:
             synchronize(self.target.device)
             seconds = time.perf_counter() - started_s
         sequences = getattr(output, "sequences", output)
-        return Sample(seconds, sequences, getattr(output, "slo", None), getattr(output, "steps", None))
+        return Sample(
+            seconds, sequences, getattr(output, "slo", None), getattr(output, "steps", None)
+        )
 
     def stock(self, **options: Any) -> GenerateCall:
         """Return stock ``generate`` with further options."""
 
         def run(inputs: dict[str, Any]) -> Any:
-            return self.target.generate(**inputs, **self.sampling, max_new_tokens=self.new_tokens, **options)
+            return self.target.generate(
+                **inputs, **self.sampling, max_new_tokens=self.new_tokens, **options
+            )
 
         return run
 
     def ours(self, config: SLOSpecConfig | None, method: DraftMethod | None = None) -> GenerateCall:
-        """Return ``generate`` of an SLOSpecGenerator with this config, and another draft method if one is given.
+        """Return ``generate`` of an SLOSpecGenerator with this config, and another draft method if
+        one is given.
 
         Forwards are compiled first: a compiler that ran beside the methods would slow them all.
         """
         config = config or SLOSpecConfig()
         if config.compile:
             config = config.model_copy(update={"compile": "wait"})
-        generator = SLOSpecGenerator(self.target, None, self.tokenizer, config, drafter=method or self.method)
+        generator = SLOSpecGenerator(
+            self.target, None, self.tokenizer, config, drafter=method or self.method
+        )
 
         def run(inputs: dict[str, Any]) -> Any:
             return generator.generate(
-                **inputs, **self.sampling, max_new_tokens=self.new_tokens, return_dict_in_generate=True
+                **inputs,
+                **self.sampling,
+                max_new_tokens=self.new_tokens,
+                return_dict_in_generate=True,
             )
 
         return run
 
 
 def encoded(
-    tokenizer: Any, texts: list[str], max_len: int, device: torch.device, add_special_tokens: bool = True
+    tokenizer: Any,
+    texts: list[str],
+    max_len: int,
+    device: torch.device,
+    add_special_tokens: bool = True,
 ) -> dict[str, Any]:
-    """Return prompts as inputs of ``generate``, truncated to ``max_len`` tokens and padded on the left."""
+    """Return prompts as inputs of ``generate``, truncated to ``max_len`` tokens and padded on the
+    left.
+    """
     options = {"padding": True, "padding_side": "left", "truncation": True, "max_length": max_len}
     options["add_special_tokens"] = add_special_tokens
     inputs = tokenizer(texts, return_tensors="pt", **options).to(device)
@@ -169,7 +208,9 @@ def encoded(
     return dict(inputs)
 
 
-def summarize(samples: dict[tuple[str, int], list[Sample]], new_tokens: int) -> list[dict[str, Any]]:
+def summarize(
+    samples: dict[tuple[str, int], list[Sample]], new_tokens: int
+) -> list[dict[str, Any]]:
     """Return figures per method and batch size.
 
     Speed-ups over stock ``generate`` are medians of the ratios within a repeat.
@@ -178,7 +219,11 @@ def summarize(samples: dict[tuple[str, int], list[Sample]], new_tokens: int) -> 
     for (name, batch), timed in samples.items():
         plain = samples[PLAIN, batch]
         ratios = [p.seconds / s.seconds for p, s in zip(plain, timed, strict=True)]
-        pairs = [pair for p, s in zip(plain, timed, strict=True) for pair in zip(p.sequences, s.sequences, strict=True)]
+        pairs = [
+            pair
+            for p, s in zip(plain, timed, strict=True)
+            for pair in zip(p.sequences, s.sequences, strict=True)
+        ]
         equal = [torch.equal(stock, ours) for stock, ours in pairs]
         lengths = [m.acceptance_length for s in timed if s.slo for m in s.slo if m.steps]
         rows.append(
@@ -187,8 +232,12 @@ def summarize(samples: dict[tuple[str, int], list[Sample]], new_tokens: int) -> 
                 "name": name,
                 "speedup_vs_generate": round(statistics.median(ratios), 3),
                 "speedup_per_repeat": [round(ratio, 3) for ratio in ratios],
-                "tokens_per_s": round(batch * new_tokens / statistics.median(s.seconds for s in timed), 2),
-                "ms_per_token_and_row": round(1e3 * statistics.median(s.seconds for s in timed) / new_tokens, 2),
+                "tokens_per_s": round(
+                    batch * new_tokens / statistics.median(s.seconds for s in timed), 2
+                ),
+                "ms_per_token_and_row": round(
+                    1e3 * statistics.median(s.seconds for s in timed) / new_tokens, 2
+                ),
                 "acceptance_length": round(statistics.mean(lengths), 3) if lengths else None,
                 "rows_equal_to_generate": f"{sum(equal)}/{len(equal)}",
             }
@@ -206,7 +255,9 @@ def provenance(**facts: Any) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "cpu": f"{os.cpu_count()} x {cpu_info('model name') or platform.processor()}",
         "isa": _isa(),
-        "native_dtypes": [str(dtype).removeprefix("torch.") for dtype, native in native_dtypes().items() if native],
+        "native_dtypes": [
+            str(dtype).removeprefix("torch.") for dtype, native in native_dtypes().items() if native
+        ],
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         **facts,
@@ -216,11 +267,15 @@ def provenance(**facts: Any) -> dict[str, Any]:
 def _isa() -> str:
     """Return the instruction set of torch's kernels, and whether environment variables restrict it."""
     is_restricted = any(name in os.environ for name in ISA_VARIABLES)
-    return torch.backends.cpu.get_cpu_capability() + (" (restricted by environment)" if is_restricted else "")
+    return torch.backends.cpu.get_cpu_capability() + (
+        " (restricted by environment)" if is_restricted else ""
+    )
 
 
 def _commit() -> str | None:
-    """Return the commit of the checkout that is running, with ``-dirty`` if files were changed; None if installed."""
+    """Return the commit of the checkout that is running, with ``-dirty`` if files were changed;
+    None if installed.
+    """
     root = Path(hf_slospec.__file__).parent.parent
     if not (root / ".git").exists():
         return None

@@ -1,4 +1,6 @@
-"""The prompts that ``hf_slospec check`` decodes: texts from a file or built-in ones of many kinds, and pictures."""
+"""The prompts that ``hf_slospec check`` decodes: texts from a file or built-in ones of many kinds,
+and pictures.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ BUILT_IN = (*SHORT, "\n\n".join(SHORT * 2))
 
 
 def read_prompts(path: Path | None) -> list[str]:
-    """Return the prompts of a file: one per line, or a list in a ``.json`` file; None: the built-in ones.
+    """Return the prompts of a file: one per line, or a list in a ``.json`` file; None: the built-in
+    ones.
 
     Raises:
         InvalidInputError: the file cannot be read, or has no prompts.
@@ -48,10 +51,20 @@ def read_prompts(path: Path | None) -> list[str]:
         return list(BUILT_IN)
     try:
         text = path.read_text(encoding="utf-8")
-        prompts = json.loads(text) if path.suffix == ".json" else [line for line in text.splitlines() if line.strip()]
-    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, no JSON, or nested too deeply
+        prompts = (
+            json.loads(text)
+            if path.suffix == ".json"
+            else [line for line in text.splitlines() if line.strip()]
+        )
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as error:  # not UTF-8, no JSON, or nested too deeply
         raise InvalidInputError(f"--prompts {path}: {error}") from error
-    is_list = isinstance(prompts, list) and all(isinstance(prompt, str) and prompt for prompt in prompts)
+    is_list = isinstance(prompts, list) and all(
+        isinstance(prompt, str) and prompt for prompt in prompts
+    )
     if not is_list or not prompts:
         raise InvalidInputError(
             f"--prompts {path} has no prompts; write one per line, or a list of texts into a .json file"
@@ -60,24 +73,31 @@ def read_prompts(path: Path | None) -> list[str]:
 
 
 def image_inputs(source: str, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield the processed inputs of prompts with one and with two pictures, for the processor of a model.
+    """Yield the processed inputs of prompts with one and with two pictures, for the processor of a
+    model.
 
     Raises:
-        InvalidInputError: the model has no processor for pictures, or a package that it needs is not installed.
+        InvalidInputError: the model has no processor for pictures, or a package that it needs is
+            not installed.
     """
     try:
         processor: Any = AutoProcessor.from_pretrained(source)
         for number in (1, 2):
             yield dict(_processed(processor, [_picture(seed) for seed in range(number)]).to(device))
     except (OSError, ValueError, ImportError, AttributeError, TypeError) as error:
-        raise InvalidInputError(f"--images: the processor of {source} takes no pictures here: {error}") from error
+        raise InvalidInputError(
+            f"--images: the processor of {source} takes no pictures here: {error}"
+        ) from error
 
 
 def _processed(processor: Any, pictures: list[Any]) -> Any:
     """Return the inputs of a prompt with pictures, in the model's chat format if it has one."""
     text = "Describe what you see."
     if getattr(processor, "chat_template", None) is not None:
-        content = [*({"type": "image", "image": picture} for picture in pictures), {"type": "text", "text": text}]
+        content = [
+            *({"type": "image", "image": picture} for picture in pictures),
+            {"type": "text", "text": text},
+        ]
         return processor.apply_chat_template(
             [{"role": "user", "content": content}],
             add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",

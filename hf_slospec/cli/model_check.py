@@ -9,23 +9,28 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_slospec.batcher.generator import SLOSpecGenerator
 from hf_slospec.cli.benchmark import encoded
-from hf_slospec.cli.budget import TimeBudget
+from hf_slospec.cli.divergence import divergence_report, first_difference
+from hf_slospec.cli.options import TimeBudget
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.drafters.methods import DraftMethod
 from hf_slospec.errors import InvalidInputError, SLOSpecError
-from hf_slospec.generate.divergence import divergence_report, first_difference
-from hf_slospec.models.inspection.properties import trained_len
-from hf_slospec.serving.generator import SLOSpecGenerator
-from hf_slospec.tiny.load import Pair
+from hf_slospec.model.properties import trained_len
+from hf_slospec.server.loading import Pair
 
-EXACT, NEAR_TIES, WRONG, REFUSED = "exact", "near ties only", "WRONG", "refused"
+EXACT = "exact"
+NEAR_TIES = "near ties only"
+WRONG = "WRONG"
+REFUSED = "refused"
 BATCH = 4  # rows of the left-padded batch, and requests of the batcher
 # Drafts in every step: a policy that drafts nothing would compare plain decoding with itself.
 ALWAYS_DRAFTS = {"policy": "fixed", "max_depth": 4, "max_width": 3}
 MAX_SHOWN = 5  # differences of one kind of call
 
-Compare = Callable[[int, dict[str, Any]], "list[Difference]"]  # number of the first prompt, and the inputs
+Compare = Callable[
+    [int, dict[str, Any]], "list[Difference]"
+]  # number of the first prompt, and the inputs
 
 
 class Difference(NamedTuple):
@@ -47,7 +52,9 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """One of exact, near ties only, WRONG and refused; differences that were not examined do not prove WRONG."""
+        """One of exact, near ties only, WRONG and refused; differences that were not examined do
+        not prove WRONG.
+        """
         if self.refused is not None:
             return REFUSED
         if any(difference.is_near_tie is False for difference in self.differences):
@@ -68,7 +75,9 @@ class Comparison:
 
 
 def headline(comparisons: Sequence[Comparison]) -> str:
-    """Return the worst verdict of the calls that were not refused, with the first wrong output or reason."""
+    """Return the worst verdict of the calls that were not refused, with the first wrong output or
+    reason.
+    """
     verdicts = {comparison.verdict: comparison for comparison in reversed(comparisons)}
     verdict = next(verdict for verdict in (WRONG, NEAR_TIES, EXACT, REFUSED) if verdict in verdicts)
     first = verdicts[verdict]
@@ -82,7 +91,8 @@ class ModelCheck:
     """Comparisons of one target, with a fixed tree in every step.
 
     Args:
-        texts: prompts, truncated to the target's positions; at least one is compared, more while there is time.
+        texts: prompts, truncated to the target's positions; at least one is compared, more while
+            there is time.
         new_tokens: maximum new tokens of every output.
         budget: the time for everything, and shows the progress.
         image_inputs: processed prompts with images.
@@ -103,35 +113,51 @@ class ModelCheck:
         image_inputs: Sequence[dict[str, Any]] = (),
     ):
         self.generator = SLOSpecGenerator(
-            pair.target, None, pair.tokenizer, config.model_copy(update=ALWAYS_DRAFTS), drafter=method
+            pair.target,
+            None,
+            pair.tokenizer,
+            config.model_copy(update=ALWAYS_DRAFTS),
+            drafter=method,
         )
         longest = trained_len(pair.target) or pair.tokenizer.model_max_length
         if new_tokens >= longest:
             raise InvalidInputError(
                 f"--max-new-tokens {new_tokens} leaves no room for a prompt; the model has {longest} positions"
             )
-        self.pair, self.texts = pair, list(texts)
-        self.new_tokens, self.max_prompt_len = new_tokens, longest - new_tokens
-        self.image_inputs, self.budget = image_inputs, budget
+        self.pair = pair
+        self.texts = list(texts)
+        self.new_tokens = new_tokens
+        self.max_prompt_len = longest - new_tokens
+        self.image_inputs = image_inputs
+        self.budget = budget
 
     def comparisons(self) -> Iterator[Comparison]:
         """Compare all kinds of calls, one after another."""
         singles = [self._encoded([text]) for text in self.texts]
         batch = [self._encoded(self.texts[:BATCH])]
         yield self._compared("greedy, one by one", singles, self._examined, 0.3)
-        yield self._compared("sampled, one by one", singles, partial(self._unexamined, do_sample=True), 0.5)
+        yield self._compared(
+            "sampled, one by one", singles, partial(self._unexamined, do_sample=True), 0.5
+        )
         yield self._compared(f"greedy, left-padded batch of {BATCH}", batch, self._examined)
         yield self._compared("greedy, batcher", batch, self._submitted)
         if self.image_inputs:
             yield self._compared(
-                "greedy, with images", self.image_inputs, partial(self._unexamined, do_sample=False), 0.9
+                "greedy, with images",
+                self.image_inputs,
+                partial(self._unexamined, do_sample=False),
+                0.9,
             )
 
     def _encoded(self, texts: list[str]) -> dict[str, Any]:
         return encoded(self.pair.tokenizer, texts, self.max_prompt_len, self.pair.target.device)
 
-    def _compared(self, name: str, calls: Sequence[dict[str, Any]], compare: Compare, share: float = 1.0) -> Comparison:
-        """Compare the first call, and further ones as long as one more is likely to end in a share of the time."""
+    def _compared(
+        self, name: str, calls: Sequence[dict[str, Any]], compare: Compare, share: float = 1.0
+    ) -> Comparison:
+        """Compare the first call, and further ones as long as one more is likely to end in a share
+        of the time.
+        """
         self.budget.show(f"comparing: {name}")
         comparison = Comparison(name, sum(len(inputs["input_ids"]) for inputs in calls))
         last_s = 0.0
@@ -150,15 +176,22 @@ class ModelCheck:
 
     def _examined(self, first: int, inputs: dict[str, Any], **options: Any) -> list[Difference]:
         """Return what the divergence report finds; the first row is prompt number ``first``."""
-        report = divergence_report(self.generator, inputs, do_sample=False, max_new_tokens=self.new_tokens, **options)
-        return [Difference(d.is_near_tie, f"prompt {first + d.row}, {d}") for d in report.divergences]
+        report = divergence_report(
+            self.generator, inputs, do_sample=False, max_new_tokens=self.new_tokens, **options
+        )
+        return [
+            Difference(d.is_near_tie, f"prompt {first + d.row}, {d}") for d in report.divergences
+        ]
 
     def _submitted(self, first: int, inputs: dict[str, Any]) -> list[Difference]:
         """Compare the batcher with the padded batch of stock."""
         options: dict[str, Any] = {"do_sample": False, "max_new_tokens": self.new_tokens}
         rows = zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True)
         with self.generator:
-            handles = [self.generator.submit(ids[mask].tolist(), block=True, **options) for ids, mask in rows]
+            handles = [
+                self.generator.submit(ids[mask].tolist(), block=True, **options)
+                for ids, mask in rows
+            ]
             ours = [handle.result().token_ids for handle in handles]
         return self._examined(first, inputs, our_tokens=ours)
 
@@ -178,4 +211,9 @@ class ModelCheck:
         stock, ours = (tokens[position : position + 1] for tokens in new)  # empty after the end
         is_wrong = target.dtype == torch.float32
         text = f"prompt {number}, new token {position}: stock has {stock}, hf_slospec {ours}"
-        return [Difference(False if is_wrong else None, f"{text} ({'not a near tie' if is_wrong else 'not examined'})")]
+        return [
+            Difference(
+                False if is_wrong else None,
+                f"{text} ({'not a near tie' if is_wrong else 'not examined'})",
+            )
+        ]

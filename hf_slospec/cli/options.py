@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from rich.console import Console
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import InvalidInputError, SLOSpecError, describe_validation_error
 from hf_slospec.extras import need
-from hf_slospec.serving.options import ModelOptions
+from hf_slospec.server.model_options import ModelOptions
 
 FLAGS = {  # options whose names differ from their fields
     "model_name": "--served-model-name",
@@ -27,7 +28,15 @@ FLAGS = {  # options whose names differ from their fields
     "default_tpot": "--default-slo-tpot",
     "strictest_tpot": "--strictest-slo-tpot",
 }
-MODEL = ("target", "assistant", "drafter", "size", "dtype", "device", "allow_missing")  # fields of ModelOptions
+MODEL = (
+    "target",
+    "assistant",
+    "drafter",
+    "size",
+    "dtype",
+    "device",
+    "allow_missing",
+)  # fields of ModelOptions
 
 Command = Callable[..., None]
 
@@ -37,7 +46,9 @@ def flag(field: str) -> str:
     return FLAGS.get(field, f"--{field.replace('_', '-')}")
 
 
-def option(model: type[BaseModel], field: str, *, kind: Any = None, default: Any = ...) -> inspect.Parameter:
+def option(
+    model: type[BaseModel], field: str, *, kind: Any = None, default: Any = ...
+) -> inspect.Parameter:
     """Return a parameter of a command for a field of a model, with the field's description.
 
     Args:
@@ -45,36 +56,50 @@ def option(model: type[BaseModel], field: str, *, kind: Any = None, default: Any
         default: if it is not that of the field.
     """
     info = model.model_fields[field]
-    kind, default = kind or info.annotation, info.default if default is ... else default
+    kind = kind or info.annotation
+    default = info.default if default is ... else default
     if get_origin(kind) is tuple:
-        kind, default = list[str], []
+        kind = list[str]
+        default = []
     elif get_origin(kind) is Literal:
         kind = str
     annotation = Annotated[kind, typer.Option(flag(field), help=info.description)]
-    return inspect.Parameter(field, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return inspect.Parameter(
+        field, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
 
 
 def with_options(*parameters: inspect.Parameter) -> Callable[[Command], Command]:
-    """Return a decorator that adds parameters to a command, which gets their values by name as its first argument."""
+    """Return a decorator that adds parameters to a command, which gets their values by name as its
+    first argument.
+    """
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def run(**values: Any) -> None:
-            command({parameter.name: values.pop(parameter.name) for parameter in parameters}, **values)
+            command(
+                {parameter.name: values.pop(parameter.name) for parameter in parameters}, **values
+            )
 
         _, *own = inspect.signature(command, eval_str=True).parameters.values()
         own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
         signature = inspect.Signature([*parameters, *own], return_annotation=None)
         run.__signature__ = signature  # type: ignore[attr-defined]
-        run.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+        run.__annotations__ = {
+            name: parameter.annotation for name, parameter in signature.parameters.items()
+        }
         return run
 
     return decorate
 
 
 def with_models(fields: Sequence[str] = MODEL, **defaults: Any) -> Callable[[Command], Command]:
-    """Return a decorator as :func:`with_options`, for fields of ModelOptions; ``defaults`` replace theirs."""
-    return with_options(*(option(ModelOptions, field, default=defaults.get(field, ...)) for field in fields))
+    """Return a decorator as :func:`with_options`, for fields of ModelOptions; ``defaults`` replace
+    theirs.
+    """
+    return with_options(
+        *(option(ModelOptions, field, default=defaults.get(field, ...)) for field in fields)
+    )
 
 
 ConfigJSON = Annotated[
@@ -86,13 +111,19 @@ ConfigJSON = Annotated[
 ]
 ExactName = Annotated[
     str | None,
-    typer.Option("--exact", help=f'"bits" or "self". {SLOSpecConfig.model_fields["exact"].description}'),
+    typer.Option(
+        "--exact", help=f'"bits" or "self". {SLOSpecConfig.model_fields["exact"].description}'
+    ),
 ]
-ResultPath = Annotated[Path | None, typer.Option("--json", help="Write the results with provenance to this file.")]
+ResultPath = Annotated[
+    Path | None, typer.Option("--json", help="Write the results with provenance to this file.")
+]
 
 
 def console(min_width: int = 200) -> Console:
-    """Return a console of at least ``min_width`` columns, so that tables are complete in any terminal or pipe."""
+    """Return a console of at least ``min_width`` columns, so that tables are complete in any
+    terminal or pipe.
+    """
     return Console(width=max(Console().width, min_width))
 
 
@@ -103,7 +134,9 @@ def is_given(context: typer.Context, name: str) -> bool:
 
 
 def settings_of(text: str, model: type[BaseModel] = SLOSpecConfig, field: str = "config") -> Any:
-    """Return the settings that the option of a field has as JSON; raises BadParameter if they are invalid."""
+    """Return the settings that the option of a field has as JSON; raises BadParameter if they are
+    invalid.
+    """
     try:
         return model.model_validate_json(text)
     except ValidationError as error:
@@ -111,7 +144,8 @@ def settings_of(text: str, model: type[BaseModel] = SLOSpecConfig, field: str = 
 
 
 def config_of(text: str, **given: Any) -> SLOSpecConfig:
-    """Return the settings of ``--config``, with fields that have options of their own where these are given.
+    """Return the settings of ``--config``, with fields that have options of their own where these
+    are given.
 
     Raises:
         BadParameter: for invalid settings.
@@ -126,12 +160,15 @@ def config_of(text: str, **given: Any) -> SLOSpecConfig:
 
 @contextmanager
 def usage_errors(*further: type[Exception]) -> Iterator[None]:
-    """Raise InvalidInputError as BadParameter; show other errors of the package, and ``further`` ones, in a line."""
+    """Raise InvalidInputError as BadParameter; show other errors of the package, and ``further``
+    ones, in a line.
+    """
     shown: tuple[type[Exception], ...] = (SLOSpecError, *further)
     try:
         yield
     except InvalidInputError as error:
-        message, cause = str(error), error.__cause__
+        message = str(error)
+        cause = error.__cause__
         if isinstance(cause, ValidationError) and message == describe_validation_error(cause):
             message = describe_validation_error(cause, flag)
         raise typer.BadParameter(message) from error
@@ -153,7 +190,9 @@ def check_outputs(plot: Path | None, *further: Path | None) -> None:
                 _check_writable(path)
             except (OSError, ValueError) as error:
                 reason = getattr(error, "strerror", None) or error
-                raise typer.BadParameter(f"{path}: cannot be written ({reason}); give another path") from error
+                raise typer.BadParameter(
+                    f"{path}: cannot be written ({reason}); give another path"
+                ) from error
 
 
 def _check_writable(path: Path) -> None:
@@ -172,3 +211,29 @@ def write_results(path: Path, facts: dict[str, Any], results: Any) -> None:
     """Write results with their provenance as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"provenance": facts, "results": results}, indent=2) + "\n")
+
+
+clock = time.monotonic
+
+
+class TimeBudget:
+    """Clock of a command that may take so many seconds, started when it is made."""
+
+    def __init__(self, seconds: float, console: Console):
+        self.seconds = seconds
+        self.console = console
+        self._started_s = clock()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return clock() - self._started_s
+
+    def allows(self, expected_s: float, share: float) -> bool:
+        """Return whether work of this length would end within a share of the time."""
+        return self.elapsed_s + expected_s <= share * self.seconds
+
+    def show(self, activity: str) -> None:
+        """Print what is done now, and the time used."""
+        line = f"{activity} ({self.elapsed_s:.0f} s)"
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -8,14 +8,17 @@ from typing import Any
 
 from rich.table import Table
 
-from hf_slospec.models.costs.measure import CURVE, HELD_OUT, REPEATS, measure
-from hf_slospec.models.costs.profiles import save_profile
-from hf_slospec.models.inspection.properties import evaluating
-from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.model.measure import CURVE, HELD_OUT, REPEATS, measure, save_profile
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.properties import evaluating
 
 
 def profile(
-    name: str, packed: PackedModel, seconds: float, keep: bool, show: Callable[[str], None] = lambda activity: None
+    name: str,
+    packed: PackedModel,
+    seconds: float,
+    keep: bool,
+    show: Callable[[str], None] = lambda activity: None,
 ) -> dict[str, Any]:
     """Measure the forwards of one model.
 
@@ -27,8 +30,10 @@ def profile(
         show: shows the progress; left out: not shown.
 
     Returns:
-        ``measured``: tokens, requests, keys per request and milliseconds of every size; ``fit``: curve and terms;
-        ``held_out``: relative errors of the fit at sizes that were left out of it; ``not_measured``: tokens of the
+        ``measured``: tokens, requests, keys per request and milliseconds of every size; ``fit``:
+            curve and terms;
+        ``held_out``: relative errors of the fit at sizes that were left out of it;
+            ``not_measured``: tokens of the
         sizes for which there was no time, or which are too slow for a step.
     """
     show(f"measuring the {name}")
@@ -42,7 +47,12 @@ def profile(
         save_profile(packed, cost)
     return {
         "measured": [
-            {"tokens": s.num_tokens, "requests": s.num_requests, "keys_each": s.keys_each, "ms": round(1e3 * t, 3)}
+            {
+                "tokens": s.num_tokens,
+                "requests": s.num_requests,
+                "keys_each": s.keys_each,
+                "ms": round(1e3 * t, 3),
+            }
             for s, t in sorted(measured.seconds.items())
         ],
         "fit": {
@@ -53,7 +63,12 @@ def profile(
         },
         "not_measured": sorted({size.num_tokens for size in sizes if size not in measured.seconds}),
         "held_out": [
-            {"tokens": s.num_tokens, "requests": s.num_requests, "keys_each": s.keys_each, "error": round(error, 4)}
+            {
+                "tokens": s.num_tokens,
+                "requests": s.num_requests,
+                "keys_each": s.keys_each,
+                "error": round(error, 4),
+            }
             for s, error in sorted(measured.errors(cost).items())
         ],
     }
@@ -66,13 +81,17 @@ def table(name: str, record: dict[str, Any]) -> Table:
     for tokens in fit["tokens"]:
         result.add_column(str(tokens), justify="right", no_wrap=True)
     result.add_row(*(f"{ms:.1f}" for ms in fit["ms"]))
-    errors = ", ".join(f"{e['tokens']} tokens of {e['requests']}: {e['error']:+.0%}" for e in record["held_out"])
+    errors = ", ".join(
+        f"{e['tokens']} tokens of {e['requests']}: {e['error']:+.0%}" for e in record["held_out"]
+    )
     result.caption = (
         f"+{fit['ms_per_further_request']:.2f} ms per further request, +{fit['ms_per_1000_keys']:.2f} ms per 1,000 "
         f"keys; error at held-out sizes: {errors or 'none measured'}"
     )
     if left_out := ", ".join(map(str, record["not_measured"])):
-        result.caption += f"; not measured, as too slow for --seconds or for a step: {left_out} tokens"
+        result.caption += (
+            f"; not measured, as too slow for --seconds or for a step: {left_out} tokens"
+        )
     return result
 
 
@@ -83,16 +102,34 @@ def draw(records: dict[str, dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(records), figsize=(5.5 * len(records), 4), layout="constrained")
+    figure, panels = pyplot.subplots(
+        1, len(records), figsize=(5.5 * len(records), 4), layout="constrained"
+    )
     for panel, (name, record) in zip(panels, records.items(), strict=True):
         plain = [m for m in record["measured"] if m["requests"] == 1 and m["keys_each"] == 128]
         other = [m for m in record["measured"] if m not in plain]
-        panel.plot(record["fit"]["tokens"], record["fit"]["ms"], color="#0072B2", label="fit, without keys")
-        panel.plot([m["tokens"] for m in plain], [m["ms"] for m in plain], "o", color="#0072B2", label="one request")
+        panel.plot(
+            record["fit"]["tokens"], record["fit"]["ms"], color="#0072B2", label="fit, without keys"
+        )
+        panel.plot(
+            [m["tokens"] for m in plain],
+            [m["ms"] for m in plain],
+            "o",
+            color="#0072B2",
+            label="one request",
+        )
         panel.plot([m["tokens"] for m in other], [m["ms"] for m in other], "^", color="#D55E00",
                    label="several requests or long contexts")  # fmt: skip
-        panel.set(xscale="log", xlabel="tokens of the forward", ylabel="milliseconds", title=name, ylim=(0, None))
-        panel.set_xticks(record["fit"]["tokens"], [str(tokens) for tokens in record["fit"]["tokens"]])
+        panel.set(
+            xscale="log",
+            xlabel="tokens of the forward",
+            ylabel="milliseconds",
+            title=name,
+            ylim=(0, None),
+        )
+        panel.set_xticks(
+            record["fit"]["tokens"], [str(tokens) for tokens in record["fit"]["tokens"]]
+        )
         panel.minorticks_off()
         panel.grid(alpha=0.3)
         panel.legend()

@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from hf_slospec.demo.highlight import TextPiece
-from hf_slospec.demo.rates import shares
+from hf_slospec.demo.generator import TextPiece
 from hf_slospec.demo.sessions import Scene
-from hf_slospec.demo.stream import View
+from hf_slospec.demo.stream import View, shares
 
 MAX_CHARS = 1200  # characters that are shown of the end of an answer
 NUM_PATTERNS = 5  # patterns of segments in the budget bar, see style.css
@@ -47,8 +46,16 @@ def verdict(view: View) -> tuple[str, str]:
     if view.state in ("stopped", "failed"):
         return "unjudged", "&nbsp;"  # the state says it; an empty box has another height
     if view.state == "finished":
-        return ("met", "✓ speed target met") if view.metrics.attained else ("missed", "✗ speed target missed")
-    return ("met", "✓ at speed target") if view.metrics.attained else ("missed", "✗ below speed target")
+        return (
+            ("met", "✓ speed target met")
+            if view.metrics.attained
+            else ("missed", "✗ speed target missed")
+        )
+    return (
+        ("met", "✓ at speed target")
+        if view.metrics.attained
+        else ("missed", "✗ below speed target")
+    )
 
 
 def card(view: View, scale: float, share: float, hides_text: bool = False) -> str:
@@ -70,9 +77,13 @@ def card(view: View, scale: float, share: float, hides_text: bool = False) -> st
         _sparkline(view),
         "" if hides_text else _prompt(view) + _text(view.pieces, view.state == "writing"),
         _figures(view, share),
-        f'<p class="error" role="alert">{escape(view.error)}</p>' if view.error else "",  # last: parts above are level
+        f'<p class="error" role="alert">{escape(view.error)}</p>'
+        if view.error
+        else "",  # last: parts above are level
     ]
-    return f'<article class="card {look}" aria-label="{escape(view.name)}">{"".join(parts)}</article>'
+    return (
+        f'<article class="card {look}" aria-label="{escape(view.name)}">{"".join(parts)}</article>'
+    )
 
 
 def _speed(view: View) -> str:
@@ -83,8 +94,10 @@ def _speed(view: View) -> str:
 
 
 def _bar(view: View, scale: float, look: str) -> str:
-    speed, tpot_slo_ms = speed_of(view) or 0.0, view.user_request.tpot_slo_ms
-    line, label = "", "no speed target"
+    speed = speed_of(view) or 0.0
+    tpot_slo_ms = view.user_request.tpot_slo_ms
+    line = ""
+    label = "no speed target"
     if tpot_slo_ms is not None:
         slo = 1e3 / tpot_slo_ms
         at = min(100 * slo / scale, 99.4)
@@ -99,11 +112,17 @@ def _bar(view: View, scale: float, look: str) -> str:
 
 
 def _sparkline(view: View) -> str:
-    """Plot tokens per second by second, averaged over three seconds, with the speed target as a dashed line."""
-    values = [sum(view.history[max(i - 2, 0) : i + 1]) / min(i + 1, 3) for i in range(len(view.history))]
+    """Plot tokens per second by second, averaged over three seconds, with the speed target as a
+    dashed line.
+    """
+    values = [
+        sum(view.history[max(i - 2, 0) : i + 1]) / min(i + 1, 3) for i in range(len(view.history))
+    ]
     slo = None if view.user_request.tpot_slo_ms is None else 1e3 / view.user_request.tpot_slo_ms
     top = max(*values, min(slo or 0.0, 3 * max(*values, 5.0)), 1.0) * 1.1
-    points = " ".join(f"{100 * i / (len(values) - 1):.1f},{30 - 30 * v / top:.1f}" for i, v in enumerate(values))
+    points = " ".join(
+        f"{100 * i / (len(values) - 1):.1f},{30 - 30 * v / top:.1f}" for i, v in enumerate(values)
+    )
     dashed = ""
     if slo is not None and slo <= top:
         y = 30 - 30 * slo / top
@@ -137,7 +156,11 @@ def _text(pieces: Sequence[TextPiece], is_writing: bool) -> str:
 def _figures(view: View, share: float) -> str:
     metrics = view.metrics
     length = None if metrics is None else metrics.acceptance_length
-    accepted = f"{100 * metrics.accepted / metrics.drafted:.0f} %" if metrics is not None and metrics.drafted else "-"
+    accepted = (
+        f"{100 * metrics.accepted / metrics.drafted:.0f} %"
+        if metrics is not None and metrics.drafted
+        else "-"
+    )
     guarantee = ""
     if view.user_request.tpot_slo_ms is not None and metrics is not None and view.is_active:
         guarantee = "planned for by the scheduler"
@@ -150,20 +173,29 @@ def _figures(view: View, share: float) -> str:
         ("budget share", f"{100 * share:.0f} %"),
         ("tokens per step", f"{length:.2f}" if length else "-"),
         ("drafts accepted", accepted),
-        ("answers in time", f"{view.num_attained} of {view.num_judged}" if view.num_judged else "-"),
+        (
+            "answers in time",
+            f"{view.num_attained} of {view.num_judged}" if view.num_judged else "-",
+        ),
     ]
     cells = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in pairs)
     return f'<dl class="figures">{cells}</dl><p class="dim guarantee">{guarantee}&nbsp;</p>'
 
 
 def cards(scene: Scene) -> tuple[list[str], str, str]:
-    """Return the cards of the simulated users by index, the visitor's own card, and those of other visitors."""
+    """Return the cards of the simulated users by index, the visitor's own card, and those of other
+    visitors.
+    """
     views = scene.views
     scale = full_scale(views)
     share = dict(zip(map(id, views), shares([view.nodes for view in views]), strict=True))
-    simulated = ["" if view is None else card(view, scale, share[id(view)]) for view in scene.simulated]
+    simulated = [
+        "" if view is None else card(view, scale, share[id(view)]) for view in scene.simulated
+    ]
     visitor = "" if scene.visitor is None else card(scene.visitor, scale, share[id(scene.visitor)])
-    rest = "".join(card(view, scale, share[id(view)], hides_text=True) for view in scene.other_visitors)
+    rest = "".join(
+        card(view, scale, share[id(view)], hides_text=True) for view in scene.other_visitors
+    )
     return simulated, visitor, f'<div class="others">{rest}</div>' if rest else ""
 
 
@@ -171,14 +203,19 @@ def headline(scene: Scene) -> str:
     """Return the figures of the whole engine: throughput, attainment, acceptance and token budget."""
     views = scene.views
     total = sum(view.tokens_per_s for view in views)
-    verdicts = [look for view in views if view.is_active and (look := verdict(view)[0]) != "unjudged"]
+    verdicts = [
+        look for view in views if view.is_active and (look := verdict(view)[0]) != "unjudged"
+    ]
     attained, judged = scene.counts
     drafted = sum(view.metrics.drafted for view in views if view.metrics)
     accepted = sum(view.metrics.accepted for view in views if view.metrics)
     tiles = [
         (f"{total:.1f}", "tokens/s in total"),
         (f"{verdicts.count('met')} of {len(verdicts)}", "running streams at their speed target"),
-        (f"{attained} of {judged}", f"answers met their speed target since “{scene.policy}” was chosen"),
+        (
+            f"{attained} of {judged}",
+            f"answers met their speed target since “{scene.policy}” was chosen",
+        ),
         (f"{100 * accepted / drafted:.0f} %" if drafted else "-", "of drafted tokens accepted"),
     ]
     cells = "".join(f"<div><b>{number}</b><span>{words}</span></div>" for number, words in tiles)
@@ -187,9 +224,12 @@ def headline(scene: Scene) -> str:
 
 def _budget(views: Sequence[View]) -> str:
     parts = []
-    for index, (view, share) in enumerate(zip(views, shares([view.nodes for view in views]), strict=True)):
+    for index, (view, share) in enumerate(
+        zip(views, shares([view.nodes for view in views]), strict=True)
+    ):
         if share > 0:
-            name, percent = escape(view.name), f"{100 * share:.0f} %"
+            name = escape(view.name)
+            percent = f"{100 * share:.0f} %"
             parts.append(
                 f'<span class="p{index % NUM_PATTERNS}" style="flex-grow:{share:.4f}" title="{name}: {percent}">'
                 f"<em>{name} {percent}</em></span>"

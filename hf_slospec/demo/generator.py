@@ -2,17 +2,55 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
+from hf_slospec.batcher.generator import SLOSpecGenerator
+from hf_slospec.batcher.handle import RequestHandle
+from hf_slospec.batcher.texts import Detokenizer, TextStream, ToText
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.demo.highlight import HighlightedText, TextPiece
 from hf_slospec.demo.personas import MAX_PROMPT_TOKENS
 from hf_slospec.engine.events import Commit
-from hf_slospec.engine.request import FinishReason, RequestMetrics
 from hf_slospec.errors import InvalidInputError, NotRunningError, RequestCancelledError
-from hf_slospec.serving.generator import SLOSpecGenerator
-from hf_slospec.serving.handle import RequestHandle
-from hf_slospec.serving.texts import Detokenizer, ToText
+from hf_slospec.request.request import FinishReason, RequestMetrics
+
+
+class TextPiece(NamedTuple):
+    """A stretch of text whose tokens have one origin."""
+
+    text: str
+    is_draft: bool  # accepted drafts; otherwise chosen by the target
+
+
+class HighlightedText:
+    """A growing text; a character that consists of tokens of both origins belongs to the origin of
+    its last token.
+    """
+
+    def __init__(self, to_text: ToText):
+        self._stream = TextStream(to_text)
+        self._pieces = list[TextPiece]()
+        self._num_tokens = 0
+
+    def update(
+        self, tokens: list[int], from_draft: list[bool], is_last: bool = False
+    ) -> list[TextPiece]:
+        """Return the pieces of all tokens so far.
+
+        Args:
+            tokens: all tokens so far, those of earlier calls included.
+            from_draft: True for accepted drafts, one per token.
+            is_last: no further tokens come.
+        """
+        fresh = list(zip(tokens, from_draft, strict=False))[self._num_tokens :]
+        for is_draft, run in groupby(fresh, key=lambda pair: pair[1]):
+            if text := self._stream.push([token for token, _ in run], is_last=False):
+                self._pieces.append(TextPiece(text, is_draft))
+        self._num_tokens += len(fresh)
+        if is_last and from_draft and (rest := self._stream.push([], is_last=True)):
+            self._pieces.append(TextPiece(rest, from_draft[-1]))
+        return list(self._pieces)
+
 
 POLICIES = {
     "none": SLOSpecConfig(policy="none"),
@@ -26,7 +64,8 @@ class DemoHandle:
     """A request of a user."""
 
     def __init__(self, handle: RequestHandle, to_text: ToText):
-        self._handle, self._text = handle, HighlightedText(to_text)
+        self._handle = handle
+        self._text = HighlightedText(to_text)
 
     @property
     def commits(self) -> list[Commit]:
@@ -83,7 +122,9 @@ class DemoGenerator:
         """Queue a request; ``options`` are those of ``SLOSpecGenerator.submit``."""
         num_tokens = len(self._tokenizer(prompt)["input_ids"])
         if num_tokens > MAX_PROMPT_TOKENS:
-            raise InvalidInputError(f"the prompt has {num_tokens} tokens; shorten it, the limit is {MAX_PROMPT_TOKENS}")
+            raise InvalidInputError(
+                f"the prompt has {num_tokens} tokens; shorten it, the limit is {MAX_PROMPT_TOKENS}"
+            )
         inputs: Any = [{"role": "user", "content": prompt}] if self.is_chat else prompt
         try:
             handle = self.generator.submit(inputs, **options)
@@ -95,7 +136,9 @@ class DemoGenerator:
     def set_policy(self, name: str) -> None:
         """Change the policy from the next step on."""
         if name not in POLICIES:
-            raise InvalidInputError(f"there is no policy {name!r}; choose one of {', '.join(POLICIES)}")
+            raise InvalidInputError(
+                f"there is no policy {name!r}; choose one of {', '.join(POLICIES)}"
+            )
         self.generator.set_policy(POLICIES[name])
         self.policy = name
 

@@ -49,9 +49,16 @@ class Controls:
 
     @classmethod
     def of(cls, request: UserRequest, max_slo_ms: float, folds_prompt: bool) -> Controls:
-        """Create the fields with the values of ``request``; ``folds_prompt`` puts the prompt into the accordion."""
+        """Create the fields with the values of ``request``; ``folds_prompt`` puts the prompt into
+        the accordion.
+        """
         prompt: Any = gr.Textbox(
-            request.prompt, lines=4, max_lines=8, max_length=MAX_PROMPT_CHARS, label="Prompt", render=not folds_prompt
+            request.prompt,
+            lines=4,
+            max_lines=8,
+            max_length=MAX_PROMPT_CHARS,
+            label="Prompt",
+            render=not folds_prompt,
         )
         tpot_slo_ms = gr.Slider(
             *(1, max_slo_ms, request.tpot_slo_ms or max_slo_ms),
@@ -75,11 +82,23 @@ class Controls:
     @property
     def all(self) -> list[Any]:
         """The fields in the order of :func:`request_of`'s arguments."""
-        return [self.prompt, self.tpot_slo_ms, self.has_slo, self.temperature, self.top_p, self.max_new_tokens]
+        return [
+            self.prompt,
+            self.tpot_slo_ms,
+            self.has_slo,
+            self.temperature,
+            self.top_p,
+            self.max_new_tokens,
+        ]
 
 
 def request_of(
-    prompt: str | None, tpot_slo_ms: float, has_slo: bool, temperature: float, top_p: float, max_new_tokens: int
+    prompt: str | None,
+    tpot_slo_ms: float,
+    has_slo: bool,
+    temperature: float,
+    top_p: float,
+    max_new_tokens: int,
 ) -> UserRequest:
     """Return the request that the controls' values describe."""
     return UserRequest(
@@ -92,7 +111,14 @@ def control_values(request: UserRequest) -> list[Any]:
     """Return the values of the controls for a request."""
     slo_ms = request.tpot_slo_ms
     slider = gr.Slider(visible=False) if slo_ms is None else gr.Slider(value=slo_ms, visible=True)
-    return [request.prompt, slider, slo_ms is not None, request.temperature, request.top_p, request.max_new_tokens]
+    return [
+        request.prompt,
+        slider,
+        slo_ms is not None,
+        request.temperature,
+        request.top_p,
+        request.max_new_tokens,
+    ]
 
 
 @dataclass(frozen=True)
@@ -119,15 +145,25 @@ class Page:
     """
 
     def __init__(
-        self, sessions: DemoSessions, personas: dict[str, tuple[Persona, UserRequest]], max_slo_ms: float, note: str
+        self,
+        sessions: DemoSessions,
+        personas: dict[str, tuple[Persona, UserRequest]],
+        max_slo_ms: float,
+        note: str,
     ):
-        self.sessions, self.personas, self.max_slo_ms, self.note = sessions, personas, max_slo_ms, note
+        self.sessions, self.personas, self.max_slo_ms, self.note = (
+            sessions,
+            personas,
+            max_slo_ms,
+            note,
+        )
 
     def build(self) -> gr.Blocks:
         """Create the components and connect their events."""
         page: gr.Blocks
         with gr.Blocks(title="hf_slospec demo", analytics_enabled=False, fill_width=True) as page:
-            drafter, now = self.sessions.generator.drafter, self.sessions.generator.policy
+            drafter = self.sessions.generator.drafter
+            now = self.sessions.generator.policy
             intro = INTRO.format(drafter=f" ({escape(drafter)})")
             gr.HTML(intro + self.note, apply_default_css=False, elem_id="intro")
             policy = gr.Radio(
@@ -142,12 +178,21 @@ class Page:
             with gr.Row(elem_classes=["users", "simulated"]):
                 panels = [self._panel(index) for index in range(MAX_SIMULATED)]
             with gr.Row(elem_classes="adding"):
-                persona = gr.Dropdown(list(self.personas), label="Another simulated user", min_width=180)
+                persona = gr.Dropdown(
+                    list(self.personas), label="Another simulated user", min_width=180
+                )
                 add = gr.Button("Add user", elem_id="add", min_width=120)
             own_card = self._own_panel()
             other_cards = gr.HTML(apply_default_css=False, elem_id="others")
             seen = gr.State({"policy": "", "shown": "", "versions": [None] * MAX_SIMULATED})
-            outputs = [seen, policy, head, own_card, other_cards, *(part for panel in panels for part in panel.all)]
+            outputs = [
+                seen,
+                policy,
+                head,
+                own_card,
+                other_cards,
+                *(part for panel in panels for part in panel.all),
+            ]
             for event in (page.load, gr.Timer(REFRESH_S).tick):
                 event(self.refresh, [seen, policy], outputs, show_progress="hidden", queue=False)
             set_policy = with_error_message(self.sessions.set_policy)
@@ -157,18 +202,34 @@ class Page:
         return page
 
     def _panel(self, index: int) -> Panel:
-        with gr.Column(min_width=300, visible=False, elem_classes="user", elem_id=f"user-{index}") as column:
+        with gr.Column(
+            min_width=300, visible=False, elem_classes="user", elem_id=f"user-{index}"
+        ) as column:
             card = gr.HTML(apply_default_css=False)
-            controls = Controls.of(next(iter(self.personas.values()))[1], self.max_slo_ms, folds_prompt=True)
+            controls = Controls.of(
+                next(iter(self.personas.values()))[1], self.max_slo_ms, folds_prompt=True
+            )
             with gr.Row():
                 start = gr.Button("Start again", size="sm", min_width=60)
                 stop = gr.Button("Stop", size="sm", min_width=60)
                 remove = gr.Button("Remove", size="sm", min_width=60)
-        change = with_error_message(lambda *values: self.sessions.change(index, request_of(*values)))
+        change = with_error_message(
+            lambda *values: self.sessions.change(index, request_of(*values))
+        )
         for event in (start.click, controls.tpot_slo_ms.release, controls.has_slo.input):
             event(change, controls.all, None, concurrency_limit=None, show_progress="hidden")
-        stop.click(with_error_message(lambda: self.sessions.stop(index)), None, None, concurrency_limit=None)
-        remove.click(with_error_message(lambda: self.sessions.remove(index)), None, None, concurrency_limit=None)
+        stop.click(
+            with_error_message(lambda: self.sessions.stop(index)),
+            None,
+            None,
+            concurrency_limit=None,
+        )
+        remove.click(
+            with_error_message(lambda: self.sessions.remove(index)),
+            None,
+            None,
+            concurrency_limit=None,
+        )
         return Panel(column, card, controls)
 
     def _own_panel(self) -> gr.HTML:
@@ -209,14 +270,17 @@ class Page:
         """Return the updates of all components for this session.
 
         Args:
-            seen: policy and versions of requests that the session was sent, and the policy that it showed before;
-                controls are updated only if another session changed them.
-            shown: policy that the session shows. Answers may overtake each other, so another one than the present one
-                is replaced once it is seen twice; the first time, the visitor may just have chosen it.
+            seen: policy and versions of requests that the session was sent, and the policy that it
+                showed before; controls are updated only if another session changed them.
+            shown: policy that the session shows. Answers may overtake each other, so another one
+                than the present one is replaced once it is seen twice; the first time, the visitor
+                may just have chosen it.
         """
         scene = self.sessions.refresh(str(request.session_hash))
         simulated, own_card, other_cards = cards.cards(scene)
-        is_current = scene.policy == seen["policy"] and (shown == scene.policy or shown != seen["shown"])
+        is_current = scene.policy == seen["policy"] and (
+            shown == scene.policy or shown != seen["shown"]
+        )
         policy = gr.skip() if is_current else scene.policy
         updates = [policy, cards.headline(scene), own_card or EMPTY_CARD, other_cards]
         for view, html, version in zip(scene.simulated, simulated, seen["versions"], strict=True):
@@ -225,7 +289,9 @@ class Page:
         return [{"policy": scene.policy, "shown": shown, "versions": versions}, *updates]
 
 
-EMPTY_CARD = '<article class="card"><h3>You</h3><p class="dim">Your stream appears here.</p></article>'
+EMPTY_CARD = (
+    '<article class="card"><h3>You</h3><p class="dim">Your stream appears here.</p></article>'
+)
 
 
 def _panel_updates(view: View | None, html: str, seen: int | None) -> list[Any]:

@@ -18,7 +18,9 @@ class UserRequest(InputModel):
     """Settings of one user's request. Values beyond the demo's limits raise InvalidInputError."""
 
     prompt: str = Field(max_length=MAX_PROMPT_CHARS)
-    tpot_slo_ms: float | None = Field(gt=0, le=MAX_TPOT_SLO_MS, description="None: no speed target.")
+    tpot_slo_ms: float | None = Field(
+        gt=0, le=MAX_TPOT_SLO_MS, description="None: no speed target."
+    )
     temperature: float = Field(0.0, ge=0, le=2, description="0: always the most probable token.")
     top_p: float = Field(1.0, gt=0, le=1)
     max_new_tokens: int = Field(128, ge=2, le=MAX_NEW_TOKENS)
@@ -33,9 +35,18 @@ class UserRequest(InputModel):
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of ``submit``."""
-        sampling = dict(do_sample=True, temperature=self.temperature, top_p=self.top_p) if self.temperature else {}
+        sampling = (
+            dict(do_sample=True, temperature=self.temperature, top_p=self.top_p)
+            if self.temperature
+            else {}
+        )
         slo_tpot = None if self.tpot_slo_ms is None else self.tpot_slo_ms / 1e3
-        return dict(slo_tpot=slo_tpot, best_effort=slo_tpot is None, max_new_tokens=self.max_new_tokens, **sampling)
+        return dict(
+            slo_tpot=slo_tpot,
+            best_effort=slo_tpot is None,
+            max_new_tokens=self.max_new_tokens,
+            **sampling,
+        )
 
 
 class Persona(BaseModel):
@@ -45,15 +56,21 @@ class Persona(BaseModel):
 
     name: str
     description: str
-    code_prompt: str  # for models without a chat template, such as the embedded pair, trained on Python
+    code_prompt: (
+        str  # for models without a chat template, such as the embedded pair, trained on Python
+    )
     chat_prompt: str  # for models with a chat template
     slo_factor: float | None  # its TPOT SLO as a multiple of plain decoding's TPOT; None: no SLO
     temperature: float = 0.0
     max_new_tokens: int = 160
 
     def request(self, plain_tpot_s: float, is_chat: bool) -> UserRequest:
-        """Return its request where plain decoding of a few streams takes ``plain_tpot_s`` per token."""
-        tpot_slo_ms = None if self.slo_factor is None else max(round(1e3 * self.slo_factor * plain_tpot_s), 1)
+        """Return its request where plain decoding of a few streams takes ``plain_tpot_s`` per
+        token.
+        """
+        tpot_slo_ms = (
+            None if self.slo_factor is None else max(round(1e3 * self.slo_factor * plain_tpot_s), 1)
+        )
         return UserRequest(
             prompt=self.chat_prompt if is_chat else self.code_prompt,
             tpot_slo_ms=tpot_slo_ms,

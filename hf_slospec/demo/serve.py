@@ -16,17 +16,23 @@ from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, MAX_TPOT
 from hf_slospec.demo.sessions import CONFIG, DemoSessions
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.generate.speculator import clock
-from hf_slospec.serving.addresses import is_loopback
-from hf_slospec.serving.loading import load_generator, size_and_place
-from hf_slospec.serving.log_level import only_errors_logged
-from hf_slospec.serving.options import ModelOptions
+from hf_slospec.server.loading import load_generator, size_and_place
+from hf_slospec.server.model_options import ModelOptions, only_errors_logged
+from hf_slospec.server.options import is_loopback
 
 if TYPE_CHECKING:
     import gradio as gr
 
-NUM_STREAMS, NUM_TOKENS, NUM_REPEATS = 4, 16, 3  # in the measurement of plain decoding
+# in the measurement of plain decoding
+NUM_STREAMS = 4
+NUM_TOKENS = 16
+NUM_REPEATS = 3
 MAX_SLO_FACTOR = 6.0  # slowest speed target on the sliders, as a multiple of plain decoding's TPOT
-NO_TELEMETRY = {"GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
+NO_TELEMETRY = {
+    "GRADIO_ANALYTICS_ENABLED": "False",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
+}
 # Makes the browser refuse requests to other hosts.
 CONTENT_POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; connect-src 'self'; object-src 'none'"
 
@@ -42,7 +48,9 @@ class Options:
     allows_no_password: bool = False
 
     def check_open(self) -> None:
-        """Raise InvalidInputError if other machines could connect without a password, unless that is allowed."""
+        """Raise InvalidInputError if other machines could connect without a password, unless that
+        is allowed.
+        """
         host = self.host or os.environ.get("GRADIO_SERVER_NAME") or "localhost"
         if self.password == "":
             raise InvalidInputError("--password is empty; leave it out, or give one")
@@ -68,12 +76,15 @@ def serve(options: Options, report: Callable[[str], None] = print) -> None:
             sessions.generator.stop()
 
 
-def prepare(options: Options, report: Callable[[str], None] = lambda message: None) -> tuple[DemoSessions, gr.Blocks]:
+def prepare(
+    options: Options, report: Callable[[str], None] = lambda message: None
+) -> tuple[DemoSessions, gr.Blocks]:
     """Load the models, start the engine and the simulated users, and build the page.
 
     Raises:
         ImportError: gradio is not installed.
-        InvalidInputError: an option is invalid, or the page would be open to other machines without a password.
+        InvalidInputError: an option is invalid, or the page would be open to other machines without
+            a password.
     """
     options.check_open()
     os.environ.update(NO_TELEMETRY)  # before gradio is imported
@@ -81,12 +92,17 @@ def prepare(options: Options, report: Callable[[str], None] = lambda message: No
 
     report("loading models")
     generator = demo_generator(options.models)
-    report(f"{options.models.name}: {size_and_place(generator.generator.model)}; drafts: {generator.drafter}")
+    report(
+        f"{options.models.name}: {size_and_place(generator.generator.model)}; drafts: {generator.drafter}"
+    )
     try:
         generator.start()
         report("measuring the speed of the models")
         plain_s = plain_tpot_s(generator)
-        personas = {persona.name: (persona, persona.request(plain_s, generator.is_chat)) for persona in PERSONAS}
+        personas = {
+            persona.name: (persona, persona.request(plain_s, generator.is_chat))
+            for persona in PERSONAS
+        }
         sessions = DemoSessions(generator, clock)
         for persona, user_request in personas.values():
             sessions.add(persona, user_request)
@@ -100,7 +116,9 @@ def prepare(options: Options, report: Callable[[str], None] = lambda message: No
 
 def demo_generator(models: ModelOptions) -> DemoGenerator:
     """Load the models, and return a generator with room for all users."""
-    kv_tokens = CONFIG.max_batch * (MAX_PROMPT_TOKENS + MAX_NEW_TOKENS + CONFIG.max_depth * CONFIG.max_width)
+    kv_tokens = CONFIG.max_batch * (
+        MAX_PROMPT_TOKENS + MAX_NEW_TOKENS + CONFIG.max_depth * CONFIG.max_width
+    )
     return DemoGenerator(load_generator(models, CONFIG.model_copy(update={"kv_tokens": kv_tokens})))
 
 
@@ -114,7 +132,9 @@ def plain_tpot_s(generator: DemoGenerator) -> float:
     measured = []
     for _ in range(NUM_REPEATS):
         handles = [
-            generator.submit(persona.code_prompt, min_new_tokens=NUM_TOKENS, max_new_tokens=NUM_TOKENS)
+            generator.submit(
+                persona.code_prompt, min_new_tokens=NUM_TOKENS, max_new_tokens=NUM_TOKENS
+            )
             for persona in PERSONAS[:NUM_STREAMS]
         ]
         tpots_s = [handle.result().tpot_s for handle in handles]
@@ -134,7 +154,9 @@ def launch(page: gr.Blocks, options: Options) -> str:
         auth=None if options.password is None else password_check(options.password),
         auth_message="The demo asks for a password; any name will do.",
         # System fonts need no download.
-        theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
+        theme=gr.themes.Default(
+            font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
+        ),
         css_paths=Path(__file__).with_name("style.css"),
         app_kwargs={"middleware": [Middleware(ContentSecurityPolicy)]},
         share=False,

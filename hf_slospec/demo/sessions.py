@@ -17,7 +17,8 @@ from hf_slospec.forks import Lock
 MAX_SIMULATED = 6
 MAX_VISITORS = 8  # visitors with a running stream
 VISITOR_TIMEOUT_S = 30.0  # seconds without a refresh after which a visitor is removed
-# Two more than all users together, as a cancelled request is in the batch until the current step ends.
+# Two more than all users together, as a cancelled request is in the batch until the current step
+# ends.
 CONFIG = SLOSpecConfig(max_batch=MAX_SIMULATED + MAX_VISITORS + 2, max_queue=64)
 
 
@@ -29,7 +30,9 @@ class Scene:
     simulated: tuple[View | None, ...]  # by index; None: no user
     visitor: View | None  # the visitor's own stream
     other_visitors: tuple[View, ...]
-    counts: tuple[int, int]  # answers since the policy was chosen: with a met speed target, with a speed target
+    counts: tuple[
+        int, int
+    ]  # answers since the policy was chosen: with a met speed target, with a speed target
 
     @property
     def views(self) -> list[View]:
@@ -39,10 +42,13 @@ class Scene:
 
 
 class DemoSessions:
-    """All streams of the demo. Thread-safe. Simulated users pause while no visitor refreshes the page."""
+    """All streams of the demo. Thread-safe. Simulated users pause while no visitor refreshes the
+    page.
+    """
 
     def __init__(self, generator: DemoGenerator, clock: Callable[[], float]):
-        self.generator, self.clock = generator, clock
+        self.generator = generator
+        self.clock = clock
         self._simulated: list[Stream | None] = [None] * MAX_SIMULATED
         self._visitors: dict[str, Stream] = {}
         self._numbers: dict[str, int] = {}  # by visitor, in order of arrival
@@ -57,7 +63,9 @@ class DemoSessions:
         """Add a simulated user, and return its index."""
         with self._lock:
             if None not in self._simulated:
-                raise InvalidInputError(f"there is room for {MAX_SIMULATED} simulated users; remove one first")
+                raise InvalidInputError(
+                    f"there is room for {MAX_SIMULATED} simulated users; remove one first"
+                )
             index = self._simulated.index(None)
             stream = self._new(persona.name, persona.description, user_request, is_simulated=True)
             self._simulated[index] = stream
@@ -93,7 +101,11 @@ class DemoSessions:
     def ask(self, visitor: str, user_request: UserRequest) -> None:
         """Start a visitor's request in place of the previous one."""
         with self._lock:
-            active = [key for key, stream in self._visitors.items() if key != visitor and stream.view(0.0).is_active]
+            active = [
+                key
+                for key, stream in self._visitors.items()
+                if key != visitor and stream.view(0.0).is_active
+            ]
             if len(active) >= MAX_VISITORS:
                 raise InvalidInputError(
                     f"{MAX_VISITORS} visitors are being served, which is the limit; try again later"
@@ -101,7 +113,9 @@ class DemoSessions:
             stream = self._visitors.get(visitor)
             if stream is None:
                 number = self._numbers.setdefault(visitor, len(self._numbers) + 1)
-                stream = self._visitors[visitor] = self._new(f"Visitor {number}", "", user_request, is_simulated=False)
+                stream = self._visitors[visitor] = self._new(
+                    f"Visitor {number}", "", user_request, is_simulated=False
+                )
             stream.user_request = user_request
             self._start(stream)
 
@@ -130,10 +144,14 @@ class DemoSessions:
                     stream.reset_counts()
 
     def refresh(self, visitor: str) -> Scene:
-        """Return the scene for this visitor; also restart simulated users and remove visitors that left."""
+        """Return the scene for this visitor; also restart simulated users and remove visitors that
+        left.
+        """
         with self._lock:
             now_s = self._refreshed_s[visitor] = self.clock()
-            for key in [key for key, at_s in self._refreshed_s.items() if now_s - at_s > VISITOR_TIMEOUT_S]:
+            for key in [
+                key for key, at_s in self._refreshed_s.items() if now_s - at_s > VISITOR_TIMEOUT_S
+            ]:
                 self.leave(key)
             for stream in self._streams():
                 if stream.is_due(now_s):
@@ -144,22 +162,35 @@ class DemoSessions:
             counts = [self._counts, *(stream.counts for stream in self._streams())]
             return Scene(
                 policy=self.generator.policy,
-                simulated=tuple(None if stream is None else stream.view(now_s) for stream in self._simulated),
+                simulated=tuple(
+                    None if stream is None else stream.view(now_s) for stream in self._simulated
+                ),
                 visitor=None if view is None else replace(view, name=f"You ({view.name.lower()})"),
-                other_visitors=tuple(s.view(now_s) for key, s in self._visitors.items() if key != visitor),
-                counts=(sum(attained for attained, _ in counts), sum(judged for _, judged in counts)),
+                other_visitors=tuple(
+                    s.view(now_s) for key, s in self._visitors.items() if key != visitor
+                ),
+                counts=(
+                    sum(attained for attained, _ in counts),
+                    sum(judged for _, judged in counts),
+                ),
             )
 
     def _streams(self) -> list[Stream]:
-        return [*(stream for stream in self._simulated if stream is not None), *self._visitors.values()]
+        return [
+            *(stream for stream in self._simulated if stream is not None),
+            *self._visitors.values(),
+        ]
 
-    def _new(self, name: str, description: str, user_request: UserRequest, is_simulated: bool) -> Stream:
+    def _new(
+        self, name: str, description: str, user_request: UserRequest, is_simulated: bool
+    ) -> Stream:
         return Stream(name, description, user_request, is_simulated, next(self._versions))
 
     def _retire(self, stream: Stream) -> None:
         """Stop a stream that is removed and keep its counts."""
         stream.stop(self.clock())
-        (attained, judged), (own_attained, own_judged) = self._counts, stream.counts
+        (attained, judged) = self._counts
+        (own_attained, own_judged) = stream.counts
         self._counts = attained + own_attained, judged + own_judged
 
     def _start(self, stream: Stream) -> None:

@@ -3,16 +3,71 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
-from hf_slospec.demo.generator import DemoHandle
-from hf_slospec.demo.highlight import TextPiece
+from hf_slospec.demo.generator import DemoHandle, TextPiece
 from hf_slospec.demo.personas import UserRequest
-from hf_slospec.demo.rates import HISTORY_S, Gain, gains, history, recent, tokens_per_s
-from hf_slospec.engine.request import RequestMetrics
+from hf_slospec.engine.events import Commit
 from hf_slospec.errors import NotRunningError, QueueFull
+from hf_slospec.request.request import RequestMetrics
+
+WINDOW_S = 3.0  # seconds over which current speeds are averaged
+HISTORY_S = 30  # seconds
+
+
+class Gain(NamedTuple):
+    """Progress of one request in one step."""
+
+    at_s: float
+    tokens: int
+    nodes: int  # verified for it in the step
+
+
+def gains(commits: Sequence[Commit]) -> list[Gain]:
+    """Return the progress of one request by step, without its first token, which the prefill
+    commits.
+    """
+    return [
+        Gain(now.at_s, now.num_emitted - before.num_emitted, now.num_nodes)
+        for before, now in pairwise(commits)
+    ]
+
+
+def recent(all_gains: Iterable[Gain], now_s: float, window_s: float = WINDOW_S) -> list[Gain]:
+    """Return the steps of the last ``window_s`` seconds."""
+    return [gain for gain in all_gains if now_s - window_s < gain.at_s <= now_s]
+
+
+def tokens_per_s(all_gains: Iterable[Gain], now_s: float, begun_s: float) -> float:
+    """Return the speed over the last :data:`WINDOW_S` seconds, or since ``begun_s`` if that is
+    shorter.
+    """
+    span_s = min(WINDOW_S, now_s - begun_s)
+    return (
+        sum(gain.tokens for gain in recent(all_gains, now_s, span_s)) / span_s
+        if span_s > 0
+        else 0.0
+    )
+
+
+def history(all_gains: Iterable[Gain], now_s: float) -> list[float]:
+    """Return tokens per second in each of the last :data:`HISTORY_S` seconds, the oldest first."""
+    counts = [0.0] * HISTORY_S
+    for gain in all_gains:
+        age_s = now_s - gain.at_s
+        if 0 <= age_s < HISTORY_S:
+            counts[HISTORY_S - 1 - int(age_s)] += gain.tokens
+    return counts
+
+
+def shares(nodes: Sequence[int]) -> list[float]:
+    """Return each user's share of all verified nodes; zeros if there are none."""
+    total = sum(nodes)
+    return [number / total if total else 0.0 for number in nodes]
+
 
 Submit = Callable[[UserRequest], DemoHandle]
 State = Literal["waiting", "writing", "finished", "stopped", "failed"]
@@ -47,9 +102,19 @@ class View:
 class Stream:
     """The requests of one user; a simulated user repeats a finished request after a pause."""
 
-    def __init__(self, name: str, description: str, user_request: UserRequest, is_simulated: bool, version: int):
-        self.name, self.description, self.is_simulated = name, description, is_simulated
-        self.user_request, self.version = user_request, version
+    def __init__(
+        self,
+        name: str,
+        description: str,
+        user_request: UserRequest,
+        is_simulated: bool,
+        version: int,
+    ):
+        self.name = name
+        self.description = description
+        self.is_simulated = is_simulated
+        self.user_request = user_request
+        self.version = version
         self._handle: DemoHandle | None = None
         self._past: deque[Gain] = deque()  # steps of the requests before the current one
         self._num_attained = self._num_judged = 0
@@ -59,15 +124,21 @@ class Stream:
         self._is_stopped = False
 
     def start(self, submit: Submit, now_s: float) -> None:
-        """Submit the user's request in place of the current one; an error is raised, and shown by the stream."""
+        """Submit the user's request in place of the current one; an error is raised, and shown by
+        the stream.
+        """
         self.stop(now_s)
-        self._handle, self._submit_error, self._is_stopped = None, None, False
+        self._handle = None
+        self._submit_error = None
+        self._is_stopped = False
         try:
             self._handle = submit(self.user_request)
         except Exception as error:
-            self._submit_error, self._ended_s = error, now_s
+            self._submit_error = error
+            self._ended_s = now_s
             raise
-        self._is_counted, self._ended_s = False, None
+        self._is_counted = False
+        self._ended_s = None
 
     def stop(self, now_s: float) -> None:
         """Cancel the current request; its text so far stays visible."""
@@ -100,7 +171,11 @@ class Stream:
         """Return True if a simulated user's pause is over, after a finished or a refused request."""
         self._count(now_s)
         is_refused = self.state == "failed" and isinstance(self._error, NotRunningError | QueueFull)
-        if self._is_stopped or not self.is_simulated or not (is_refused or self.state == "finished"):
+        if (
+            self._is_stopped
+            or not self.is_simulated
+            or not (is_refused or self.state == "finished")
+        ):
             return False
         return now_s - (self._ended_s or now_s) >= (RETRY_S if is_refused else PAUSE_S)
 
@@ -110,12 +185,19 @@ class Stream:
 
     def _count(self, now_s: float) -> None:
         """Count the current request once it has ended."""
-        if self._ended_s is None and self._handle is not None and self._handle.finish_reason is not None:
+        if (
+            self._ended_s is None
+            and self._handle is not None
+            and self._handle.finish_reason is not None
+        ):
             self._ended_s = now_s
             metrics = self._handle.metrics
             attained = None if metrics is None else metrics.attained
             if not self._is_counted and self.state == "finished" and attained is not None:
-                self._num_attained, self._num_judged = self._num_attained + attained, self._num_judged + 1
+                self._num_attained, self._num_judged = (
+                    self._num_attained + attained,
+                    self._num_judged + 1,
+                )
             self._is_counted = True
 
     @property
@@ -126,12 +208,16 @@ class Stream:
     def view(self, now_s: float) -> View:
         """Return a snapshot."""
         self._count(now_s)
-        handle, steps, begun_s = self._handle, list(self._past), now_s
+        handle = self._handle
+        steps = list(self._past)
+        begun_s = now_s
         pieces: list[TextPiece] = []
         if handle is not None:
             commits = handle.commits
             steps += [] if self._is_stopped else gains(commits)
-            begun_s = steps[0].at_s if self._past and steps else (commits[0].at_s if commits else now_s)
+            begun_s = (
+                steps[0].at_s if self._past and steps else (commits[0].at_s if commits else now_s)
+            )
             pieces = handle.pieces
         return View(
             name=self.name,

@@ -1,1 +1,3 @@
-"""Drafters: assistant models, trained heads, prompt lookup, suffix trees, hybrids of these, and users' drafters."""
+"""Drafters: assistant models, trained heads, prompt lookup, suffix trees, hybrids of these, and
+users' drafters.
+"""

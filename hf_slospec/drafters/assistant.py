@@ -11,24 +11,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_slospec.algo.tree import IntArray, TokenTree
-from hf_slospec.drafters.beam import beam_search
-from hf_slospec.drafters.level import Beam, Level, Scores, Vocabulary
+from hf_slospec.drafters.beam import Beam, Level, Scores, Vocabulary, beam_search
 from hf_slospec.drafters.methods import DraftMethod, Room
-from hf_slospec.drafters.translation import DraftTokens, TokenTranslation
-from hf_slospec.engine.protocols import Drafter, Plan
-from hf_slospec.engine.request import Request
-from hf_slospec.engine.step_times import MAX_CATCH_UP
+from hf_slospec.engine.costs import MAX_CATCH_UP
+from hf_slospec.engine.interfaces import Drafter, Plan
 from hf_slospec.errors import IncompatibleDraftError
-from hf_slospec.models.device.memory import as_memory_error
-from hf_slospec.models.inspection.properties import attends_to_encoder, evaluating, input_device, vocab_size
-from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.tree_mask import draft_nodes
-from hf_slospec.models.sequences.kept_prefixes import num_common
-from hf_slospec.models.sequences.request_sequences import RequestSequences
-from hf_slospec.models.sequences.room import RequestTokens
+from hf_slospec.heads.translation import DraftTokens, TokenTranslation
+from hf_slospec.model.memory import as_memory_error
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.properties import attends_to_encoder, evaluating, input_device, vocab_size
+from hf_slospec.model.sequence_room import RequestTokens, num_common
+from hf_slospec.model.sequences import RequestSequences
+from hf_slospec.model.tree_mask import draft_nodes
+from hf_slospec.request.request import Request
+from hf_slospec.tree.tree import IntArray, TokenTree
 
-PADDING = 1024  # ids by which vocabulary sizes of one tokenizer may differ, as embedding tables are padded
+# Ids by which vocabulary sizes of one tokenizer may differ, as embedding tables are padded
+PADDING = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,16 +58,17 @@ class AssistantNetwork:
 class AssistantDrafter(Drafter):
     """Beam search on the draft model's probabilities, coupled to the noise of sampled requests.
 
-    Its candidate trees hold every beam node. The draft's K/V cache holds committed tokens only: a call first processes
-    all tokens that lack K/V, such as the prompt, tokens decoded without drafting, or the last step's. Many such tokens
-    are processed over several steps, so that a long prompt does not stall other requests; until then the request's
-    trees are only roots.
+    Its candidate trees hold every beam node. The draft's K/V cache holds committed tokens only: a
+    call first processes all tokens that lack K/V, such as the prompt, tokens decoded without
+    drafting, or the last step's. Many such tokens are processed over several steps, so that a long
+    prompt does not stall other requests; until then the request's trees are only roots.
 
-    A draft with another tokenizer has the K/V of translated tokens (:class:`DraftTokens`), and proposes tokens that
-    both vocabularies have.
+    A draft with another tokenizer has the K/V of translated tokens (:class:`DraftTokens`), and
+    proposes tokens that both vocabularies have.
     """
 
-    CATCH_UP = 1024  # maximum number of tokens processed per step, over all requests that lack K/V of more than FEW
+    # Maximum number of tokens processed per step, over all requests that lack K/V of more than FEW
+    CATCH_UP = 1024
     FEW = MAX_CATCH_UP
 
     def __init__(
@@ -86,13 +86,15 @@ class AssistantDrafter(Drafter):
             packed: the draft.
             max_nodes: maximum number of nodes of one request's beam, depth times width of plans.
             vocab_size: the target's, which bounds proposed ids.
-            max_slots, max_kept: see :class:`RequestSequences`. Requests whose translated tokens do not fit
-                get trees that are only roots.
+            max_slots, max_kept: see :class:`RequestSequences`. Requests whose translated tokens do
+                not fit get trees that are only roots.
             translation: for a draft with another tokenizer; None: it has the target's.
         """
-        self.packed, self.network = packed, AssistantNetwork(vocab_size, packed.device, translation)
+        self.packed = packed
+        self.network = AssistantNetwork(vocab_size, packed.device, translation)
         self.sequences = RequestSequences(packed, max_nodes, max_slots, max_kept)
-        self.translation, self._translated = translation, dict[Request, DraftTokens]()
+        self.translation = translation
+        self._translated = dict[Request, DraftTokens]()
 
     @property
     def num_one_off_forwards(self) -> int:
@@ -108,10 +110,14 @@ class AssistantDrafter(Drafter):
             self.sequences.of(draft_tokens).truncate(len(draft_tokens.tokens) - 1)
         ready = self._catch_up(by_request)
         trees = dict(zip(ready, self._draft(ready, plan) if ready else [], strict=True))
-        return [trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests]
+        return [
+            trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests
+        ]
 
     def _tokens_of(self, request: Request) -> RequestTokens:
-        """Return a request's tokens for the draft; drop the K/V of translated ones that have changed."""
+        """Return a request's tokens for the draft; drop the K/V of translated ones that have
+        changed.
+        """
         if self.translation is None:
             return request
         draft_tokens = self._translated.setdefault(request, DraftTokens(self.translation, request))
@@ -120,7 +126,9 @@ class AssistantDrafter(Drafter):
             self.sequences.of(draft_tokens).truncate(num_same)
         return draft_tokens
 
-    def _with_room(self, by_request: Mapping[Request, RequestTokens]) -> dict[Request, RequestTokens]:
+    def _with_room(
+        self, by_request: Mapping[Request, RequestTokens]
+    ) -> dict[Request, RequestTokens]:
         """Reserve slots for one more step; leave out requests whose translated tokens do not fit."""
         try:
             self.sequences.reserve(list(by_request.values()))
@@ -136,13 +144,20 @@ class AssistantDrafter(Drafter):
                 have_room[request] = draft_tokens
         return have_room
 
-    def _catch_up(self, by_request: Mapping[Request, RequestTokens]) -> dict[Request, RequestTokens]:
+    def _catch_up(
+        self, by_request: Mapping[Request, RequestTokens]
+    ) -> dict[Request, RequestTokens]:
         """Return the requests that can draft now; prefill others as far as a step may.
 
         Beginnings that several of them have are prefilled once.
         """
-        ready, num_left = dict[Request, RequestTokens](), self.CATCH_UP
-        behind = [tokens for tokens in by_request.values() if len(self.sequences.uncached(tokens)) > self.FEW]
+        ready = dict[Request, RequestTokens]()
+        num_left = self.CATCH_UP
+        behind = [
+            tokens
+            for tokens in by_request.values()
+            if len(self.sequences.uncached(tokens)) > self.FEW
+        ]
         for request, draft_tokens in by_request.items():
             if draft_tokens in behind:
                 behind.remove(draft_tokens)
@@ -153,7 +168,9 @@ class AssistantDrafter(Drafter):
             elif num_uncached <= num_left:
                 ready[request] = draft_tokens
                 num_left -= num_uncached
-                is_shared = any(num_common(draft_tokens.tokens, other.tokens) > self.FEW for other in behind)
+                is_shared = any(
+                    num_common(draft_tokens.tokens, other.tokens) > self.FEW for other in behind
+                )
                 if is_shared and self.sequences.max_kept is not None:
                     self.sequences.prefill(draft_tokens, num_uncached - 1)
             elif num_left:
@@ -162,11 +179,15 @@ class AssistantDrafter(Drafter):
         return ready
 
     def _draft(self, by_request: Mapping[Request, RequestTokens], plan: Plan) -> list[TokenTree]:
-        run, rows = partial(self._run, list(by_request.values())), self.packed.num_draft_rows(len(by_request))
+        run, rows = (
+            partial(self._run, list(by_request.values())),
+            self.packed.num_draft_rows(len(by_request)),
+        )
         return beam_search(list(by_request), plan, self.network, run, self.packed.device, rows)
 
     def reuse(self, request: Request) -> int:
-        """Use the K/V of other requests' first tokens; return how many of the request's tokens have K/V.
+        """Use the K/V of other requests' first tokens; return how many of the request's tokens have
+        K/V.
 
         That number is an estimate if the tokens are translated.
         """
@@ -189,18 +210,27 @@ class AssistantDrafter(Drafter):
         self.sequences.close()
         self._translated.clear()
 
-    def _run(self, requests: Sequence[RequestTokens], indices: IntArray, level: Level) -> Beam | Scores:
-        """Forward the last layer of the beam of some requests, or for roots all committed tokens that lack K/V."""
+    def _run(
+        self, requests: Sequence[RequestTokens], indices: IntArray, level: Level
+    ) -> Beam | Scores:
+        """Forward the last layer of the beam of some requests, or for roots all committed tokens
+        that lack K/V.
+        """
         grown: Beam | Scores
         requests = [requests[index] for index in indices]
         sequences = [self.sequences.of(request) for request in requests]
         if not level.is_root:
             root_positions = [len(request.tokens) - 1 for request in requests]
             parts = draft_nodes(self.packed, sequences, root_positions, level.sizes)
-            grown = self.sequences.draft(parts, torch.arange(len(requests) * level.beam, device="cpu"), level)
+            grown = self.sequences.draft(
+                parts, torch.arange(len(requests) * level.beam, device="cpu"), level
+            )
             return grown
         uncached = [self.sequences.uncached(request) for request in requests]
-        parts = [self.sequences.chain(request, tokens) for request, tokens in zip(requests, uncached, strict=True)]
+        parts = [
+            self.sequences.chain(request, tokens)
+            for request, tokens in zip(requests, uncached, strict=True)
+        ]
         last_rows = np.cumsum([len(tokens) for tokens in uncached]) - 1
         grown = self.sequences.draft(parts, torch.from_numpy(last_rows), level)
         for sequence, request in zip(sequences, requests, strict=True):
@@ -217,7 +247,11 @@ class AssistantMethod(DraftMethod):
 
     @property
     def kind(self) -> str:
-        return "assistant model" if self.translation is None else "assistant model with another tokenizer"
+        return (
+            "assistant model"
+            if self.translation is None
+            else "assistant model with another tokenizer"
+        )
 
     @property
     def model(self) -> Any:
@@ -231,7 +265,9 @@ class AssistantMethod(DraftMethod):
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         assert draft is not None
-        return AssistantDrafter(draft, room.max_nodes, room.vocab_size, room.max_slots, room.max_kept, self.translation)
+        return AssistantDrafter(
+            draft, room.max_nodes, room.vocab_size, room.max_slots, room.max_kept, self.translation
+        )
 
 
 def check_vocabulary(assistant: Any, target: Any) -> None:
@@ -246,7 +282,9 @@ def check_vocabulary(assistant: Any, target: Any) -> None:
 
 
 def check_encoder(assistant: Any, target: Any) -> None:
-    """Raise IncompatibleDraftError if a draft's decoder attends to an encoder that the target does not provide."""
+    """Raise IncompatibleDraftError if a draft's decoder attends to an encoder that the target does
+    not provide.
+    """
     if not attends_to_encoder(assistant):
         return
     if not target.config.is_encoder_decoder:

@@ -1,4 +1,6 @@
-"""Features (hidden states of the target) of committed tokens, and the base of drafters that read them."""
+"""Features (hidden states of the target) of committed tokens, and the base of drafters that read
+them.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,13 @@ from typing import Any
 
 import torch
 
-from hf_slospec.algo.tree import TokenTree
-from hf_slospec.engine.protocols import Drafter, Plan
-from hf_slospec.engine.request import Request
-from hf_slospec.models.device.memory import as_memory_error
-from hf_slospec.models.inspection.properties import evaluating
-from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.sequences.request_sequences import RequestSequences
+from hf_slospec.engine.interfaces import Drafter, Plan
+from hf_slospec.model.memory import as_memory_error
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.properties import evaluating
+from hf_slospec.model.sequences import RequestSequences
+from hf_slospec.request.request import Request
+from hf_slospec.tree.tree import TokenTree
 
 MAX_WAITING = 256  # tokens of one request whose features may wait; more are processed at once
 
@@ -40,7 +42,12 @@ class FeatureQueue:
     def num_bytes(self) -> int:
         """Bytes of all features."""
         waiting = list(self._waiting.values())  # a copy, as other threads read this property
-        return sum(part.nbytes for queue in waiting for part in (*queue.parts, queue.last) if part is not None)
+        return sum(
+            part.nbytes
+            for queue in waiting
+            for part in (*queue.parts, queue.last)
+            if part is not None
+        )
 
     def begin_at(self, request: Request, index: int) -> None:
         """Begin a request at the token ``index``; features of earlier ones are not needed."""
@@ -49,15 +56,17 @@ class FeatureQueue:
     def add(self, request: Request, begin: int, features: torch.Tensor) -> None:
         """Append the features [num_tokens, num_features] of the tokens from ``begin`` on.
 
-        Features that are known already are ignored. Tokens without features stay without: the drafter does not see
-        them.
+        Features that are known already are ignored. Tokens without features stay without: the
+        drafter does not see them.
         """
         queue = self._waiting.setdefault(request, _Waiting())
         features = features[max(queue.end - begin, 0) :]
         if not len(features):
             return
         if begin > queue.end:
-            queue.parts, queue.num_tokens, queue.has_gap = [], 0, True
+            queue.parts = []
+            queue.num_tokens = 0
+            queue.has_gap = True
         if 2 * features.nbytes < features.untyped_storage().nbytes():
             features = features.clone()  # a view would keep the features of a whole step
         queue.end = max(queue.end, begin) + len(features)
@@ -96,8 +105,12 @@ class FeatureQueue:
         """
         queue = self._waiting[request]
         last = self.last(request)
-        parts, queue.last = queue.parts or [last], last.clone()  # a view would keep the features of a whole step
-        queue.parts, queue.num_tokens = [], 0
+        parts, queue.last = (
+            queue.parts or [last],
+            last.clone(),
+        )  # a view would keep the features of a whole step
+        queue.parts = []
+        queue.num_tokens = 0
         features = parts[0] if len(parts) == 1 else torch.cat(parts)
         return queue.end - len(features), features
 
@@ -111,11 +124,12 @@ class FeatureQueue:
 
 
 class FeatureDrafter(Drafter):
-    """Base of drafters whose network caches K/V of committed tokens, computed from features of the target.
+    """Base of drafters whose network caches K/V of committed tokens, computed from features of the
+    target.
 
-    Features of prompts are processed as they come, later ones when they are needed. Tokens without features (their K/V
-    was given to ``generate``, or memory ran short) are not seen by the network: fewer of its proposals are accepted,
-    and no output changes.
+    Features of prompts are processed as they come, later ones when they are needed. Tokens without
+    features (their K/V was given to ``generate``, or memory ran short) are not seen by the network:
+    fewer of its proposals are accepted, and no output changes.
     """
 
     def __init__(
@@ -134,13 +148,18 @@ class FeatureDrafter(Drafter):
             vocab_size: the target's.
             max_slots: see :class:`RequestSequences`, as for ``max_kept``.
         """
-        self.packed, self.vocab_size = packed, vocab_size
-        self.sequences = RequestSequences(packed, max(max_nodes, self.min_nodes(packed.model)), max_slots, max_kept)
+        self.packed = packed
+        self.vocab_size = vocab_size
+        self.sequences = RequestSequences(
+            packed, max(max_nodes, self.min_nodes(packed.model)), max_slots, max_kept
+        )
         self.features = FeatureQueue()
 
     @classmethod
     def min_nodes(cls, head: Any) -> int:
-        """Return the number of nodes of one request that a forward of the network stages, however small the trees."""
+        """Return the number of nodes of one request that a forward of the network stages, however
+        small the trees.
+        """
         return 0
 
     @property
@@ -174,7 +193,9 @@ class FeatureDrafter(Drafter):
         if ready:
             with as_memory_error(), evaluating(self.packed.model):
                 trees = dict(zip(ready, self._draft(ready, plan), strict=True))
-        return [trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests]
+        return [
+            trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests
+        ]
 
     def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         """Return the candidate trees of requests whose features are complete."""
@@ -187,7 +208,9 @@ class FeatureDrafter(Drafter):
     def reuse(self, request: Request) -> int:
         before = self.sequences.num_cached(request)
         if (num_reused := self.sequences.reuse(request)) > before:
-            num_reused -= 1  # the last entry may depend on the token behind it, which may differ here
+            num_reused -= (
+                1  # the last entry may depend on the token behind it, which may differ here
+            )
             self.sequences.of(request).length = num_reused
             self.features.begin_at(request, num_reused)
         return num_reused

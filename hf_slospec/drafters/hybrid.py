@@ -6,28 +6,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_slospec.algo.latency_curves import ForwardCost
-from hf_slospec.algo.merge import merge_trees
-from hf_slospec.algo.tree import TokenTree
 from hf_slospec.drafters.methods import DraftMethod, Room
-from hf_slospec.engine.protocols import Drafter, Plan
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.interfaces import Drafter, Plan
+from hf_slospec.engine.latency_curves import ForwardCost
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.request.request import Request
+from hf_slospec.tree.merge import merge_trees
+from hf_slospec.tree.tree import TokenTree
 
-CONFIDENT = 0.75  # share of the planned depth; later drafters are skipped if one expects it to be accepted
+CONFIDENT = (
+    0.75  # share of the planned depth; later drafters are skipped if one expects it to be accepted
+)
 
 
 class HybridDrafter(Drafter):
     """Asks several drafters for each request, and merges their trees.
 
-    A merged tree holds the nodes of the highest probability. If only one drafter proposes anything, its tree stays as
-    it is. If a drafter expects ``CONFIDENT`` of the planned depth to be accepted, the later ones are skipped for that
-    request.
+    A merged tree holds the nodes of the highest probability. If only one drafter proposes anything,
+    its tree stays as it is. If a drafter expects ``CONFIDENT`` of the planned depth to be accepted,
+    the later ones are skipped for that request.
     """
 
     def __init__(self, drafters: Sequence[Drafter]):
-        """Set the drafters in the order in which they are asked; only the last may have a model or read features."""
+        """Set the drafters in the order in which they are asked; only the last may have a model or
+        read features.
+        """
         self._drafters = drafters
         self._last = drafters[-1]
 
@@ -59,7 +63,10 @@ class HybridDrafter(Drafter):
         if several:
             merged = merge_trees(list(several.values()), plan.depth * plan.width)
             proposed |= {request: [tree] for request, tree in zip(several, merged, strict=True)}
-        return [trees[0] if trees else TokenTree.root_only(request.tokens[-1]) for request, trees in proposed.items()]
+        return [
+            trees[0] if trees else TokenTree.root_only(request.tokens[-1])
+            for request, trees in proposed.items()
+        ]
 
     def reuse(self, request: Request) -> int:
         return self._last.reuse(request)

@@ -7,29 +7,43 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from hf_slospec.drafters.assistant import AssistantMethod
 from hf_slospec.drafters.head import HeadMethod
-from hf_slospec.drafters.heads.checkpoint import LOADING_ERRORS, Checkpoint, open_checkpoint
-from hf_slospec.drafters.heads.dflash import DFlashHead
-from hf_slospec.drafters.heads.head import DraftHead
-from hf_slospec.drafters.heads.loading import layout_of
-from hf_slospec.drafters.heads.unsupported import check_is_causal_lm
 from hf_slospec.drafters.hybrid import HybridMethod, model_before_last
+from hf_slospec.drafters.lookup import LookupMethod
 from hf_slospec.drafters.methods import DraftMethod
-from hf_slospec.drafters.named import NAMED, NAMES
-from hf_slospec.drafters.past_answers import PastAnswers
-from hf_slospec.drafters.prompt_lookup import LookupMethod
-from hf_slospec.drafters.shared_kv import Gemma4Method
-from hf_slospec.drafters.translation import TokenTranslation
+from hf_slospec.drafters.registry import NAMED, NAMES
 from hf_slospec.drafters.user import UserMethod
-from hf_slospec.engine.protocols import Drafter
-from hf_slospec.errors import InvalidInputError, InvalidTypeError, SLOSpecError, UnsupportedModelError
-from hf_slospec.models.inspection.checkpoints import load_model
-from hf_slospec.models.inspection.hub import hub_options, loading_hint
-from hf_slospec.models.inspection.loaded import check_causal_lm, check_tokenizer, check_vocabulary_of
-from hf_slospec.models.inspection.properties import input_device, vocab_size
+from hf_slospec.engine.interfaces import Drafter
+from hf_slospec.errors import (
+    InvalidInputError,
+    InvalidTypeError,
+    SLOSpecError,
+    UnsupportedModelError,
+)
+from hf_slospec.heads.checkpoint import LOADING_ERRORS, Checkpoint, open_checkpoint
+from hf_slospec.heads.dflash import DFlashHead
+from hf_slospec.heads.loading import check_is_causal_lm, layout_of
+from hf_slospec.heads.mtp import DraftHead
+from hf_slospec.heads.past_answers import PastAnswers
+from hf_slospec.heads.shared_kv import Gemma4Method
+from hf_slospec.heads.translation import TokenTranslation
+from hf_slospec.model.loading import (
+    check_causal_lm,
+    check_tokenizer,
+    check_vocabulary_of,
+    hub_options,
+    load_model,
+    loading_hint,
+)
+from hf_slospec.model.properties import input_device, vocab_size
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +60,8 @@ def drafting_method(
     tokenizer: PreTrainedTokenizerBase | None = None,
     assistant_tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> DraftMethod:
-    """Return the drafting method for ``assistant_model`` or ``drafter``; without either, prompt lookup.
+    """Return the drafting method for ``assistant_model`` or ``drafter``; without either, prompt
+    lookup.
 
     The tokenizers are those of :func:`load_drafter`.
 
@@ -70,7 +85,9 @@ def drafting_method(
 def _check_one_way(assistant_model: Any, drafter: Any) -> None:
     """Raise InvalidInputError if both a drafter and an assistant model are given."""
     if assistant_model is not None and drafter is not None:
-        raise InvalidInputError("assistant_model and drafter are two ways to draft; give one of them")
+        raise InvalidInputError(
+            "assistant_model and drafter are two ways to draft; give one of them"
+        )
 
 
 def check_drafting(assistant_model: Any, drafter: Drafting | None) -> None:
@@ -97,25 +114,26 @@ def load_drafter(
 ) -> DraftMethod:
     """Load a drafter for a target; its kind is logged.
 
-    ``drafter=`` takes the same sources. A drafter that is loaded first can have options, be inspected, and serve
-    several generators.
+    ``drafter=`` takes the same sources. A drafter that is loaded first can have options, be
+    inspected, and serve several generators.
 
     Args:
         source: one of
 
             - ``"lookup"``: prompt lookup; ``"suffix"``: suffix trees (extra ``suffix``);
             - ``"mtp"``: the multi-token prediction layer that the target was published with;
-            - a folder or Hub repository of a trained head (EAGLE-3, DFlash, DSpark, MTP) or of a smaller causal LM,
-              known by its config and tensors; safetensors only;
+            - a folder or Hub repository of a trained head (EAGLE-3, DFlash, DSpark, MTP) or of a
+              smaller causal LM, known by its config and tensors; safetensors only;
             - a loaded causal LM;
-            - several of these, as a sequence or joined by ``+``, whose trees are merged: ``"lookup+mtp"``. Only the
-              last one may have a model.
+            - several of these, as a sequence or joined by ``+``, whose trees are merged:
+              ``"lookup+mtp"``. Only the last one may have a model.
         target: the loaded model that verifies.
-        tokenizer: the target's; with ``assistant_tokenizer``, a causal LM with another tokenizer can draft. Both are
-            loaded from the models' folders or repositories if they are needed and not given.
+        tokenizer: the target's; with ``assistant_tokenizer``, a causal LM with another tokenizer
+            can draft. Both are loaded from the models' folders or repositories if they are needed
+            and not given.
         assistant_tokenizer: the causal LM's.
-        share_texts: ``"lookup"`` and ``"suffix"`` also draft from other requests with the same ``cache_salt``;
-            :class:`PastAnswers` sets bounds, and can be saved and loaded.
+        share_texts: ``"lookup"`` and ``"suffix"`` also draft from other requests with the same
+            ``cache_salt``; :class:`PastAnswers` sets bounds, and can be saved and loaded.
         allow_missing: accept a causal LM whose files lack tensors or have unexpected ones.
 
     Returns:
@@ -132,7 +150,9 @@ def load_drafter(
     parts = parts_of(source)
     _check_order(parts)
     past = _past_answers(share_texts)
-    methods = [_method(part, target, tokenizer, assistant_tokenizer, past, allow_missing) for part in parts]
+    methods = [
+        _method(part, target, tokenizer, assistant_tokenizer, past, allow_missing) for part in parts
+    ]
     method = methods[0] if len(methods) == 1 else HybridMethod(methods)
     method.check(target)
     logger.info("drafter: %s", method.kind)
@@ -142,8 +162,16 @@ def load_drafter(
 def _past_answers(share_texts: Any) -> PastAnswers | None:
     """Return the answers to draft from, if any."""
     if not isinstance(share_texts, (bool, PastAnswers)):
-        raise InvalidTypeError(f"share_texts must be True, False or PastAnswers, got {type(share_texts).__name__}")
-    return share_texts if isinstance(share_texts, PastAnswers) else PastAnswers() if share_texts else None
+        raise InvalidTypeError(
+            f"share_texts must be True, False or PastAnswers, got {type(share_texts).__name__}"
+        )
+    return (
+        share_texts
+        if isinstance(share_texts, PastAnswers)
+        else PastAnswers()
+        if share_texts
+        else None
+    )
 
 
 def parts_of(source: Source | Sequence[Source]) -> Sequence[Source]:
@@ -177,7 +205,10 @@ def check_source(source: Source | Sequence[Source], further: Sequence[str] = ())
 
 def _check_order(parts: Sequence[Source]) -> None:
     """Raise InvalidInputError if a part before the last one has a model, as far as names tell."""
-    if any(isinstance(part, str) and (part not in NAMED or NAMED[part].has_model) for part in parts[:-1]):
+    if any(
+        isinstance(part, str) and (part not in NAMED or NAMED[part].has_model)
+        for part in parts[:-1]
+    ):
         raise InvalidInputError(model_before_last(" + ".join(map(str, parts))))
 
 
@@ -188,11 +219,17 @@ def _open(source: str) -> Checkpoint:
     try:
         return open_checkpoint(source)
     except InvalidInputError as error:
-        raise InvalidInputError(f"{error}; drafters known by name are {NAMES}, and sums such as lookup+mtp") from error
+        raise InvalidInputError(
+            f"{error}; drafters known by name are {NAMES}, and sums such as lookup+mtp"
+        ) from error
 
 
 def _no_source(source: Any) -> InvalidTypeError:
-    shown = repr(source) if isinstance(source, (str, int, float, list, tuple)) else type(source).__name__
+    shown = (
+        repr(source)
+        if isinstance(source, (str, int, float, list, tuple))
+        else type(source).__name__
+    )
     return InvalidTypeError(
         f"a drafter must be a name ({NAMES}), a folder or Hub repository, a loaded model, several of these, or an "
         f"object with methods {' and '.join(map(repr, USER_METHODS))}, see hf_slospec.Drafter; got {shown}"
@@ -248,19 +285,25 @@ def assistant_method(
     tokenizer: PreTrainedTokenizerBase | None = None,
     assistant_tokenizer: PreTrainedTokenizerBase | str | None = None,
 ) -> DraftMethod:
-    """Return the drafting method of an assistant model, with a translation if the tokenizers are known to differ."""
+    """Return the drafting method of an assistant model, with a translation if the tokenizers are
+    known to differ.
+    """
     if model.config.model_type in GEMMA4_ASSISTANTS:
         return Gemma4Method(model)
     if (draft_tokenizer := _tokenizer(assistant_tokenizer)) is None:
         return AssistantMethod(model)
-    target_tokenizer = tokenizer if tokenizer is not None else _tokenizer(target.config.name_or_path)
+    target_tokenizer = (
+        tokenizer if tokenizer is not None else _tokenizer(target.config.name_or_path)
+    )
     if target_tokenizer is None:
         return AssistantMethod(model)
     check_vocabulary_of("tokenizer", target_tokenizer)
     check_vocabulary_of("assistant_tokenizer", draft_tokenizer)
     if draft_tokenizer.get_vocab() == target_tokenizer.get_vocab():
         return AssistantMethod(model)
-    translation = TokenTranslation(target_tokenizer, draft_tokenizer, vocab_size(target), vocab_size(model))
+    translation = TokenTranslation(
+        target_tokenizer, draft_tokenizer, vocab_size(target), vocab_size(model)
+    )
     return AssistantMethod(model, translation)
 
 

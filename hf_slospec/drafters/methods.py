@@ -1,12 +1,14 @@
-"""Base of drafting methods, each of which makes a drafter for every engine; the methods are beside their drafters."""
+"""Base of drafting methods, each of which makes a drafter for every engine; the methods are beside
+their drafters.
+"""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from hf_slospec.algo.latency_curves import ForwardCost
-from hf_slospec.engine.protocols import Drafter
-from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.engine.interfaces import Drafter
+from hf_slospec.engine.latency_curves import ForwardCost
+from hf_slospec.model.packed_model import PackedModel
 
 
 class Room(NamedTuple):
@@ -16,7 +18,9 @@ class Room(NamedTuple):
     vocab_size: int  # the target's
     max_slots: int | None = None  # K/V slots of all requests and kept prefixes; None: no limit
     max_kept: float | None = None  # tokens of kept prefixes; see :class:`SequenceRoom`
-    keeps_rng: bool = True  # drafting must restore the global generator, as the target samples from it
+    keeps_rng: bool = (
+        True  # drafting must restore the global generator, as the target samples from it
+    )
 
 
 class DraftMethod:
@@ -41,10 +45,13 @@ class DraftMethod:
         return ()
 
     def check(self, target: Any) -> None:
-        """Raise IncompatibleDraftError unless it can draft for this target on its present device, in its dtype."""
+        """Raise IncompatibleDraftError unless it can draft for this target on its present device,
+        in its dtype.
+        """
 
     def measure_level(self, target: PackedModel, limit_s: float) -> ForwardCost | None:
-        """Measure one level of drafting that ``model`` does not run; None if it takes only the host's time.
+        """Measure one level of drafting that ``model`` does not run; None if it takes only the
+        host's time.
 
         The caller must hold the target's lock.
         """

@@ -8,21 +8,27 @@ from typing import Any
 
 import torch
 
-from hf_slospec.algo.tree import TokenTree
 from hf_slospec.drafters.methods import DraftMethod, Room
-from hf_slospec.engine.protocols import Drafter, Plan
-from hf_slospec.engine.request import Request
-from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.engine.interfaces import Drafter, Plan
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.request.request import Request
+from hf_slospec.tree.tree import TokenTree
 
-OPTIONAL = {name for name in vars(Drafter) if not name.startswith("_")} - {"draft", "feature_layers"}
+OPTIONAL = {name for name in vars(Drafter) if not name.startswith("_")} - {
+    "draft",
+    "feature_layers",
+}
 
 
 class UserDrafter(Drafter):
     """Adds the defaults of ``Drafter`` to an object that need not inherit from it."""
 
     def __init__(self, drafter: Drafter, keeps_rng: bool):
-        """``keeps_rng``: restore the global generator after drafting, as the target samples from it."""
-        self._drafter, self._keeps_rng = drafter, keeps_rng
+        """``keeps_rng``: restore the global generator after drafting, as the target samples from
+        it.
+        """
+        self._drafter = drafter
+        self._keeps_rng = keeps_rng
 
     def __getattribute__(self, name: str) -> Any:
         if name in OPTIONAL and hasattr(self._drafter, name):
@@ -50,7 +56,9 @@ class UserMethod(DraftMethod):
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        return tuple(getattr(self.drafter, "feature_layers", ()))  # the object need not be a Drafter
+        return tuple(
+            getattr(self.drafter, "feature_layers", ())
+        )  # the object need not be a Drafter
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         return UserDrafter(self.drafter, room.keeps_rng)

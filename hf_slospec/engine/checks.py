@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_slospec.algo.tree import TokenTree
-from hf_slospec.engine.protocols import Plan, Policy, Selection
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.interfaces import Plan, Policy, Selection
 from hf_slospec.errors import InvalidInputError, InvalidTypeError
+from hf_slospec.request.request import Request
+from hf_slospec.tree.tree import TokenTree
 
 
 class Checks(NamedTuple):
@@ -33,7 +33,10 @@ def check_policy(policy: Any) -> None:
         return
     for name in ("plan", "select", "observe"):
         method = getattr(policy, name, None)
-        if not callable(method) or getattr(method, "__func__", None) in (Policy.plan, Policy.select):
+        if not callable(method) or getattr(method, "__func__", None) in (
+            Policy.plan,
+            Policy.select,
+        ):
             raise InvalidTypeError(
                 f"make_policy must return a policy with a method {name!r}, see hf_slospec.Policy; got "
                 f"{type(policy).__name__}"
@@ -54,7 +57,9 @@ def check_tree(source: str, request: Request, tree: TokenTree, vocab_size: int) 
             "TokenTree.chain or TokenTree.root_only, or convert its fields to such arrays"
         )
     if (fault := tree.fault()) is not None:
-        raise InvalidInputError(f"{source} returned an invalid tree: {fault}; parents must precede their children")
+        raise InvalidInputError(
+            f"{source} returned an invalid tree: {fault}; parents must precede their children"
+        )
     if int(tree.tokens[0]) != request.tokens[-1]:
         raise InvalidInputError(
             f"{source} returned a tree whose root is not the request's last token: the root is {int(tree.tokens[0])} "
@@ -103,7 +108,9 @@ def check_plan(plan: Any, requests: Sequence[Request], max_nodes: int) -> Plan:
             "Plan.drafting only requests that it was given, and that Plan.decoding does not leave out"
         )
     if len(set(drafting)) < len(drafting):
-        raise InvalidInputError("policy.plan drafts for a request twice; name each once in Plan.drafting")
+        raise InvalidInputError(
+            "policy.plan drafts for a request twice; name each once in Plan.drafting"
+        )
     return replace(plan, drafting=drafting)
 
 
@@ -133,14 +140,18 @@ def check_selection(selection: Any, requests: Sequence[Request], checks: Checks)
             )
 
 
-def check_drafts(drafted: Any, requests: Sequence[Request], plan: Plan, vocab_size: int) -> list[TokenTree]:
+def check_drafts(
+    drafted: Any, requests: Sequence[Request], plan: Plan, vocab_size: int
+) -> list[TokenTree]:
     """Return the candidate trees of a user's drafter.
 
     Raises:
         InvalidInputError: they are not one valid tree per request, within the plan.
     """
     if not isinstance(drafted, Iterable):
-        raise InvalidInputError(f"drafter returned {type(drafted).__name__}; it must return TokenTree objects")
+        raise InvalidInputError(
+            f"drafter returned {type(drafted).__name__}; it must return TokenTree objects"
+        )
     trees = list(drafted)
     if len(trees) != len(requests):
         raise InvalidInputError(

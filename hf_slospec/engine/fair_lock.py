@@ -12,7 +12,8 @@ from hf_slospec.forks import reset_lock_in_children
 
 
 class FairLock:
-    """Reentrant lock that threads acquire in the order of their requests, so that no thread starves.
+    """Reentrant lock that threads acquire in the order of their requests, so that no thread
+    starves.
 
     In a forked child process it is free, unless the thread that forked holds it.
     """
@@ -30,13 +31,15 @@ class FairLock:
         self._guard = threading.Lock()
         self._waiting: deque[threading.Lock] = deque()
         if self._owner != threading.get_ident():
-            self._owner, self._depth = None, 0
+            self._owner = None
+            self._depth = 0
 
     def __enter__(self) -> None:
         me = threading.get_ident()
         with self._guard:
             if self._owner in (None, me):
-                self._owner, self._depth = me, self._depth + 1
+                self._owner = me
+                self._depth = self._depth + 1
                 return
             ticket = threading.Lock()
             ticket.acquire()
@@ -50,11 +53,14 @@ class FairLock:
                 else:
                     self._hand_on()
             raise
-        self._owner, self._depth = me, 1
+        self._owner = me
+        self._depth = 1
 
     @contextlib.contextmanager
     def released(self) -> Iterator[None]:
-        """Let all threads take the lock inside this context; the calling thread holds it before and after."""
+        """Let all threads take the lock inside this context; the calling thread holds it before and
+        after.
+        """
         depth = self._depth
         interrupt: BaseException | None = None
         if self._waiting:
@@ -75,10 +81,17 @@ class FairLock:
                 raise interrupt
 
     def rest(self) -> None:
-        """Announce that the calling thread, which does not hold the lock, will not compute for a while."""
+        """Announce that the calling thread, which does not hold the lock, will not compute for a
+        while.
+        """
         self._on_idle()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if self._depth == 1 and self._waiting:
             self._on_idle()
         with self._guard:

@@ -1,4 +1,6 @@
-"""Drafts of requests whose output follows a grammar: only tokens that it allows, and those that it expects."""
+"""Drafts of requests whose output follows a grammar: only tokens that it allows, and those that it
+expects.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +8,27 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_slospec.algo.merge import merge_trees
-from hf_slospec.algo.tree import ROOT, TokenTree
-from hf_slospec.engine.protocols import Plan
-from hf_slospec.engine.request import Grammar, Request
+from hf_slospec.engine.interfaces import Plan
+from hf_slospec.request.request import Grammar, Request
+from hf_slospec.tree.merge import merge_trees
+from hf_slospec.tree.tree import ROOT, TokenTree
 
-MAX_GROWN = 3  # nodes of a candidate tree, the most probable ones, that get the tokens expected after them
-EXPECTED = 0.95  # probability of expected tokens together, as a share of what the drafter's other proposals leave
+MAX_GROWN = (
+    3  # nodes of a candidate tree, the most probable ones, that get the tokens expected after them
+)
+# Probability of expected tokens together, as a share of what the drafter's other proposals leave
+EXPECTED = 0.95
 
 
 def followed(trees: dict[Request, TokenTree], plan: Plan) -> dict[Request, TokenTree]:
-    """Return candidate trees without what the requests' grammars forbid, and with the tokens that they expect.
+    """Return candidate trees without what the requests' grammars forbid, and with the tokens that
+    they expect.
 
-    Requests without a grammar keep their trees. The others' have no more levels and nodes than the plan allows.
-    """
-    grammars = {request: request.params.grammar for request in trees if request.params.grammar is not None}
+    Requests without a grammar keep their trees. The others' have no more levels and nodes than the
+    plan allows."""
+    grammars = {
+        request: request.params.grammar for request in trees if request.params.grammar is not None
+    }
     if not grammars:
         return trees
     grown = [
@@ -44,20 +52,30 @@ def _grown(tree: TokenTree, output: Sequence[int], grammar: Grammar, max_depth: 
     for node, parent in enumerate(tree.parents[1:].tolist(), 1):
         below[parent].append(node)
     is_grown = set(np.argsort(-tree.path_probs, kind="stable")[:MAX_GROWN].tolist())
-    tokens, probs = tree.tokens.tolist(), tree.path_probs.tolist()
-    grown = list[tuple[int, int, int, float]]()  # token, parent, depth and path probability of each node
-    visits = [(ROOT, -1, 0, list(output))]  # nodes depth first, with their parent in ``grown``, depth and output
+    tokens = tree.tokens.tolist()
+    probs = tree.path_probs.tolist()
+    grown = list[
+        tuple[int, int, int, float]
+    ]()  # token, parent, depth and path probability of each node
+    visits = [
+        (ROOT, -1, 0, list(output))
+    ]  # nodes depth first, with their parent in ``grown``, depth and output
     while visits:
         node, parent, depth, path = visits.pop()
         index = len(grown)
         grown.append((tokens[node], parent, depth, probs[node]))
         proposed = [tokens[child] for child in below[node]]
         is_allowed = grammar.allows(path, proposed) if proposed else []
-        children = [child for child, is_kept in zip(below[node], is_allowed, strict=True) if is_kept]
+        children = [
+            child for child, is_kept in zip(below[node], is_allowed, strict=True) if is_kept
+        ]
         visits += [(child, index, depth + 1, [*path, tokens[child]]) for child in children]
         ways = grammar.expected(path) if node in is_grown and depth < max_depth else []
         firsts = {way[0] for way in ways}
-        left = max(probs[node] - sum(probs[child] for child in children if tokens[child] not in firsts), 0.0)
+        left = max(
+            probs[node] - sum(probs[child] for child in children if tokens[child] not in firsts),
+            0.0,
+        )
         for way in ways:
             for place, token in enumerate(way[: max_depth - depth], 1):
                 share = sum(other[:place] == way[:place] for other in ways) / len(ways)

@@ -9,12 +9,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from hf_slospec.algo.accept import accept
-from hf_slospec.algo.tree import TokenTree
 from hf_slospec.engine.checks import NO_CHECKS, Checks, check_drafts, check_plan, check_selection
+from hf_slospec.engine.costs import StepCosts, level_share
 from hf_slospec.engine.events import PhaseTimes, RequestStep, StepEvent
 from hf_slospec.engine.grammar import followed
-from hf_slospec.engine.protocols import (
+from hf_slospec.engine.interfaces import (
     Chooser,
     Clock,
     Drafter,
@@ -27,8 +26,9 @@ from hf_slospec.engine.protocols import (
     StepDecisions,
     Target,
 )
-from hf_slospec.engine.request import Request
-from hf_slospec.engine.step_times import StepCosts, level_share
+from hf_slospec.request.request import Request
+from hf_slospec.tree.accept import accept
+from hf_slospec.tree.tree import TokenTree
 
 S = TypeVar("S", bound=Scheduler)
 
@@ -50,20 +50,29 @@ class Engine(Generic[S]):
         shared: Callable[[], AbstractContextManager[Any]] = nullcontext,
         checks: Checks = NO_CHECKS,
     ):
-        """Make an engine of its parts; ``shared`` makes a context in which other engines may use the models."""
-        self.shared, self.checks = shared, checks
-        self.target, self.drafter, self.policy, self.scheduler = target, drafter, policy, scheduler
-        self.costs, self.clock, self.check_invariants = costs, clock, check_invariants
+        """Make an engine of its parts; ``shared`` makes a context in which other engines may use
+        the models.
+        """
+        self.shared = shared
+        self.checks = checks
+        self.target = target
+        self.drafter = drafter
+        self.policy = policy
+        self.scheduler = scheduler
+        self.costs = costs
+        self.clock = clock
+        self.check_invariants = check_invariants
         self._num_paused = 0  # further steps without drafting
 
     def step(self) -> StepEvent:
         """Run one step of the requests that the scheduler picks.
 
-        An error in a request's processors or criteria ends that request only. A MemoryError of the models is raised
-        only before tokens are chosen. After that, chosen tokens stay, since processors and criteria have seen them, and
-        K/V that could not be kept is computed again.
+        An error in a request's processors or criteria ends that request only. A MemoryError of the
+        models is raised only before tokens are chosen. After that, chosen tokens stay, since
+        processors and criteria have seen them, and K/V that could not be kept is computed again.
         """
-        watch, num_one_offs = _Stopwatch(self.clock), self._num_one_offs()
+        watch = _Stopwatch(self.clock)
+        num_one_offs = self._num_one_offs()
         self.costs.follow(self.target.path)
         self.forget(self.scheduler.enter(watch.begun_s))
         self._reuse()
@@ -81,7 +90,10 @@ class Engine(Generic[S]):
         selection = self._with_roots(selection, schedule, watch)
         self._check((*candidates, *selection.trees))
         choosers = self._verify(schedule, selection, watch)
-        num_emitted, num_keys = [request.num_emitted for request in schedule.choosing], schedule.num_keys
+        num_emitted, num_keys = (
+            [request.num_emitted for request in schedule.choosing],
+            schedule.num_keys,
+        )
         accepted = self._accept(schedule, selection, choosers)
         self._commit(schedule, accepted, watch)
         requests = self._record(schedule, selection, accepted, num_emitted, watch.phases)
@@ -100,10 +112,13 @@ class Engine(Generic[S]):
             draft_levels=max((tree.max_depth for tree in candidates), default=0),
             level_share=level_share(candidates, len(_drafting(schedule, plan))),
         )
-        # The time of a step with one-off costs, such as graph captures, says nothing about later steps.
+        # The time of a step with one-off costs, such as graph captures, says nothing about later
+        # steps.
         is_typical = self._num_one_offs() == num_one_offs
         learned = event if is_typical else replace(event, phases=self.costs.predicted(event))
-        with contextlib.suppress(MemoryError):  # learning is optional, removing finished requests is not
+        with contextlib.suppress(
+            MemoryError
+        ):  # learning is optional, removing finished requests is not
             self._learn(learned, is_typical, schedule, decisions, accepted)
         self.retire([request for request in schedule.choosing if request.is_finished])
         self._check(())
@@ -112,7 +127,9 @@ class Engine(Generic[S]):
     def _reuse(self) -> None:
         """Give running requests without computed K/V the K/V of common prefixes."""
         for request in self.scheduler.running:
-            has_only_reused = not request.num_emitted and request.kv.num_cached == request.kv.num_reused
+            has_only_reused = (
+                not request.num_emitted and request.kv.num_cached == request.kv.num_reused
+            )
             if not request.kv.num_cached or has_only_reused:
                 request.kv.num_cached = self.target.reuse(request)
                 if not request.num_emitted and not request.stats.num_preempted:
@@ -123,21 +140,31 @@ class Engine(Generic[S]):
         if not schedule.decoding:
             return _without_decoding()
         policy: Any = self.policy
-        step = policy.step if isinstance(policy, Policy) else partial(Policy.step, policy)  # a user's may lack it
+        step = (
+            policy.step if isinstance(policy, Policy) else partial(Policy.step, policy)
+        )  # a user's may lack it
         return step(schedule.decoding, begun_s, schedule.num_prefill_tokens)
 
     def _in_force(self, plan: Plan, schedule: Schedule, watch: _Stopwatch) -> Plan:
-        """Return the plan to follow: the policy's, without requests that must not draft, or drafting that is paused."""
+        """Return the plan to follow: the policy's, without requests that must not draft, or
+        drafting that is paused.
+        """
         if schedule.decoding and self._num_paused:
             self._num_paused -= 1
             plan = replace(plan, depth=0, drafting=())
         elif plan.depth and not all(request.params.may_draft for request in schedule.decoding):
-            plan = replace(plan, drafting=[each for each in _drafting(schedule, plan) if each.params.may_draft])
+            plan = replace(
+                plan, drafting=[each for each in _drafting(schedule, plan) if each.params.may_draft]
+            )
         watch.lap("select_s")
         return plan
 
-    def _draft(self, schedule: Schedule, plan: Plan, watch: _Stopwatch) -> tuple[Sequence[TokenTree], int]:
-        """Return a candidate tree per decoding request, and how many committed tokens were new to the drafter."""
+    def _draft(
+        self, schedule: Schedule, plan: Plan, watch: _Stopwatch
+    ) -> tuple[Sequence[TokenTree], int]:
+        """Return a candidate tree per decoding request, and how many committed tokens were new to
+        the drafter.
+        """
         drafting = _drafting(schedule, plan)
         found = self.drafter.draft(drafting, plan) if drafting else []
         if self.checks.has_user_drafter:
@@ -145,11 +172,16 @@ class Engine(Generic[S]):
         drafted = dict(zip(drafting, found, strict=True))
         num_catch_up = sum(request.num_draft_behind for request in drafting)
         for request, tree in drafted.items():
-            if tree.max_depth:  # a lone root may mean that the drafter has not processed the whole prompt yet
+            if (
+                tree.max_depth
+            ):  # a lone root may mean that the drafter has not processed the whole prompt yet
                 request.kv.num_draft_seen = len(request.tokens)
         drafted = followed(drafted, plan)
         watch.lap("draft_s")
-        trees = [drafted.get(request) or TokenTree.root_only(request.tokens[-1]) for request in schedule.decoding]
+        trees = [
+            drafted.get(request) or TokenTree.root_only(request.tokens[-1])
+            for request in schedule.decoding
+        ]
         return trees, num_catch_up
 
     def _with_roots(self, selection: Selection, schedule: Schedule, watch: _Stopwatch) -> Selection:
@@ -160,23 +192,31 @@ class Engine(Generic[S]):
         watch.lap("select_s")
         return selection
 
-    def _verify(self, schedule: Schedule, selection: Selection, watch: _Stopwatch) -> Sequence[Chooser]:
+    def _verify(
+        self, schedule: Schedule, selection: Selection, watch: _Stopwatch
+    ) -> Sequence[Chooser]:
         choosers = self.target.verify(schedule.choosing, selection.trees, schedule.partial_chunks)
         watch.lap("verify_s")
         return choosers
 
-    def _accept(self, schedule: Schedule, selection: Selection, choosers: Sequence[Chooser]) -> list[Sequence[int]]:
+    def _accept(
+        self, schedule: Schedule, selection: Selection, choosers: Sequence[Chooser]
+    ) -> list[Sequence[int]]:
         rows = zip(schedule.choosing, selection.trees, choosers, strict=True)
         has_callbacks = any(request.params.has_callbacks for request in schedule.choosing)
         with self.shared() if has_callbacks else nullcontext():
             return [_accepted(request, tree, choose) for request, tree, choose in rows]
 
-    def _commit(self, schedule: Schedule, accepted: Sequence[Sequence[int]], watch: _Stopwatch) -> None:
+    def _commit(
+        self, schedule: Schedule, accepted: Sequence[Sequence[int]], watch: _Stopwatch
+    ) -> None:
         pairs = zip(schedule.choosing, accepted, strict=True)
         committed = {request: nodes for request, nodes in pairs if request.error is None}
         try:
             self.target.commit(list(committed), list(committed.values()), schedule.partial_chunks)
-        except MemoryError:  # these requests are in prefill again, and keep the K/V from before the step
+        except (
+            MemoryError
+        ):  # these requests are in prefill again, and keep the K/V from before the step
             self.relieve()
         else:
             for request in committed:
@@ -198,16 +238,33 @@ class Engine(Generic[S]):
         Args:
             num_emitted: tokens that each request had emitted before the step.
         """
-        now_s, parts = self.clock(), []
+        now_s = self.clock()
+        parts = []
         for request, tree, nodes, expected, before in zip(
-            schedule.choosing, selection.trees, accepted, selection.expected, num_emitted, strict=True
+            schedule.choosing,
+            selection.trees,
+            accepted,
+            selection.expected,
+            num_emitted,
+            strict=True,
         ):
-            tpot_slo_s, (elapsed_s, emitted) = request.stage.tpot_slo_s, request.decoded(now_s)  # before the stage ends
+            tpot_slo_s, (elapsed_s, emitted) = (
+                request.stage.tpot_slo_s,
+                request.decoded(now_s),
+            )  # before the stage ends
             if request.num_emitted:  # otherwise it failed before its first token
                 request.record_step(tree.num_nodes - 1, len(nodes), expected, phases, now_s)
             committed = request.num_emitted - before
             parts.append(
-                RequestStep(request.index, tree.num_nodes, committed, expected, tpot_slo_s, elapsed_s, emitted)
+                RequestStep(
+                    request.index,
+                    tree.num_nodes,
+                    committed,
+                    expected,
+                    tpot_slo_s,
+                    elapsed_s,
+                    emitted,
+                )
             )
         return tuple(parts)
 
@@ -242,10 +299,12 @@ class Engine(Generic[S]):
     def relieve(self) -> bool:
         """Free the drafter's memory after a MemoryError, and pause drafting; outputs do not change.
 
-        Pausing helps since running requests have slots for their tokens, but not always for draft trees.
+        Pausing helps since running requests have slots for their tokens, but not always for draft
+        trees.
 
         Returns:
-            True if there was memory to free or drafting was not paused yet, so that the step should be tried again.
+            True if there was memory to free or drafting was not paused yet, so that the step should
+            be tried again.
         """
         if self.drafter.relieve():
             for request in self.scheduler.running:
@@ -278,7 +337,9 @@ def _taking_part(schedule: Schedule, plan: Plan) -> Schedule:
     if plan.decoding is None:
         return schedule
     chosen = set(plan.decoding)
-    return replace(schedule, decoding=[request for request in schedule.decoding if request in chosen])
+    return replace(
+        schedule, decoding=[request for request in schedule.decoding if request in chosen]
+    )
 
 
 def _drafting(schedule: Schedule, plan: Plan) -> Sequence[Request]:
@@ -303,7 +364,8 @@ class _Stopwatch:
     """Seconds since the step began, by phase."""
 
     def __init__(self, clock: Clock):
-        self._clock, self.phases = clock, PhaseTimes()
+        self._clock = clock
+        self.phases = PhaseTimes()
         self.begun_s = self._last_s = clock()
 
     def lap(self, phase: str) -> None:

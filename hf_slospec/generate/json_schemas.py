@@ -1,4 +1,6 @@
-"""Conversion of clients' JSON schemas to ones that llguidance follows, with closed objects and known formats."""
+"""Conversion of clients' JSON schemas to ones that llguidance follows, with closed objects and
+known formats.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +13,48 @@ from hf_slospec.errors import InvalidInputError
 
 _Names = dict[str, bool]  # schemas that allow any value, by name
 
-ALTERNATIVES, PARTS = ("anyOf", "oneOf"), ("allOf", "anyOf", "oneOf")  # keywords whose schemas describe the same value
+ALTERNATIVES, PARTS = (
+    ("anyOf", "oneOf"),
+    ("allOf", "anyOf", "oneOf"),
+)  # keywords whose schemas describe the same value
 MAPS = ("properties", "patternProperties", "$defs", "definitions")  # keywords with schemas by name
-INNER = ("items", "prefixItems", "additionalProperties")  # keywords with a schema, or several, of inner values
-FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")  # llguidance's
+INNER = (
+    "items",
+    "prefixItems",
+    "additionalProperties",
+)  # keywords with a schema, or several, of inner values
+FORMATS = (
+    "date",
+    "date-time",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "time",
+    "uri",
+    "uuid",
+)  # llguidance's
 
 MAX_LISTED = 20_000  # properties that compositions list in all, each as often as it is listed again
 
 _BYTE = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
-_V4, _HEX = rf"{_BYTE}(?:\.{_BYTE}){{3}}", "[0-9a-f]{1,4}"
+_V4 = rf"{_BYTE}(?:\.{_BYTE}){{3}}"
+_HEX = "[0-9a-f]{1,4}"
 _V6 = rf"(?:{_HEX}(?::{_HEX}){{7}}|(?:{_HEX}(?::{_HEX}){{0,5}})?::(?:{_HEX})?)"
-_V4_INTERFACE, _V6_INTERFACE = rf"{_V4}(?:/(?:3[0-2]|[12]?\d))?", rf"{_V6}(?:/(?:12[0-8]|1[01]\d|[1-9]?\d))?"
+_V4_INTERFACE, _V6_INTERFACE = (
+    rf"{_V4}(?:/(?:3[0-2]|[12]?\d))?",
+    rf"{_V6}(?:/(?:12[0-8]|1[01]\d|[1-9]?\d))?",
+)
 
 
 def _v4_networks() -> Iterator[str]:
-    """Yield patterns of IPv4 networks by the number of their whole bytes: other bits than the network's are 0."""
+    """Yield patterns of IPv4 networks by the number of their whole bytes: other bits than the
+    network's are 0.
+    """
     for num_bytes in range(4):
-        before, after = rf"{_BYTE}\." * num_bytes, r"\.0" * (3 - num_bytes)
+        before = rf"{_BYTE}\." * num_bytes
+        after = r"\.0" * (3 - num_bytes)
         for num_bits in range(8):
             bytes_ = "|".join(str(byte) for byte in range(0, 256, 2 ** (8 - num_bits)))
             yield f"{before}(?:{bytes_}){after}/{8 * num_bytes + num_bits}"
@@ -35,9 +62,13 @@ def _v4_networks() -> Iterator[str]:
 
 
 _V4_NETWORK = "|".join(_v4_networks())
-_V6_NETWORK = "|".join([*(rf"{_HEX}(?::{_HEX}){{{n - 1}}}::/{16 * n}" for n in range(1, 8)), "::/0", f"{_V6}(?:/128)?"])
-# Groups of four characters for three bytes of ASCII, as strings of pydantic's Base64Str are decoded to UTF-8.
-_OF_TWO, _OF_THREE = "[A-Za-f][A-HQ-Xg-nw-z0-3]", "[ABEFIJMNQRUVYZcdghklopstwx014589]"
+_V6_NETWORK = "|".join(
+    [*(rf"{_HEX}(?::{_HEX}){{{n - 1}}}::/{16 * n}" for n in range(1, 8)), "::/0", f"{_V6}(?:/128)?"]
+)
+# Groups of four characters for three bytes of ASCII, as strings of pydantic's Base64Str are decoded
+# to UTF-8.
+_OF_TWO = "[A-Za-f][A-HQ-Xg-nw-z0-3]"
+_OF_THREE = "[ABEFIJMNQRUVYZcdghklopstwx014589]"
 _BASE64_END = rf"(?:[A-Za-f][AQgw]==|{_OF_TWO}[AEIMQUYcgkosw048]=)?"
 
 # Patterns of pydantic's formats; it refuses other strings.
@@ -54,14 +85,16 @@ PATTERNS = {
 
 
 def to_follow(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema that llguidance can follow, with ``additionalProperties`` false where it is left out.
+    """Return a schema that llguidance can follow, with ``additionalProperties`` false where it is
+    left out.
 
-    An object that lists no properties may have any. Where several schemas describe one object (``allOf``, a reference
-    beside properties), it may have the properties of all of them. Formats that neither llguidance nor ``PATTERNS`` have
-    are annotations.
+    An object that lists no properties may have any. Where several schemas describe one object
+    (``allOf``, a reference beside properties), it may have the properties of all of them. Formats
+    that neither llguidance nor ``PATTERNS`` have are annotations.
 
     Raises:
-        InvalidInputError: the schema nests too deeply, or its compositions list too many properties.
+        InvalidInputError: the schema nests too deeply, or its compositions list too many
+            properties.
     """
     try:
         followed: dict[str, Any] = _Closing(schema).closed(schema, "#")
@@ -71,13 +104,17 @@ def to_follow(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Closing:
-    """Closing of the objects of one schema. Its inner schemas are named by pointers, which references have."""
+    """Closing of the objects of one schema. Its inner schemas are named by pointers, which
+    references have.
+    """
 
     def __init__(self, schema: dict[str, Any]):
         self._nodes: dict[str, dict[str, Any]] = {}
         self._names: dict[str, _Names | None] = {}
         self._num_listed = 0
-        self._open: set[str] = set()  # schemas of a part of an object, which is closed by the schema of the whole
+        self._open: set[str] = (
+            set()
+        )  # schemas of a part of an object, which is closed by the schema of the whole
         self._collect(schema, "#")
         for at in self._nodes:
             if self._is_composed(at):
@@ -96,15 +133,24 @@ class _Closing:
                 closed["allOf"] = [*_list(closed, "allOf"), {"pattern": f"^(?:{PATTERNS[kind]})$"}]
         if node.get("uniqueItems") is False:  # llguidance refuses the keyword
             del closed["uniqueItems"]
-        if at in self._open or "additionalProperties" in node or not isinstance(node.get("properties", {}), dict):
+        if (
+            at in self._open
+            or "additionalProperties" in node
+            or not isinstance(node.get("properties", {}), dict)
+        ):
             return closed
         names: _Names | None = None
-        if self._is_composed(at) or any(part in self._open for part in itertools.chain(*self._parts(at))):
+        if self._is_composed(at) or any(
+            part in self._open for part in itertools.chain(*self._parts(at))
+        ):
             names = self._names_at(at)
         elif "properties" in node or "patternProperties" in node:
             names = _own_names(node)
         if names is not None:
-            closed |= {"properties": names | _dict(closed, "properties"), "additionalProperties": False}
+            closed |= {
+                "properties": names | _dict(closed, "properties"),
+                "additionalProperties": False,
+            }
         return closed
 
     def _collect(self, node: Any, at: str) -> None:
@@ -116,8 +162,13 @@ class _Closing:
     def _parts(self, at: str) -> list[list[str]]:
         """Return the other schemas of the same value; alternatives are one list."""
         node = self._nodes[at]
-        alternatives = [[f"{at}/{key}/{place}" for place in range(len(_list(node, key)))] for key in ALTERNATIVES]
-        parts = [[f"{at}/allOf/{place}"] for place in range(len(_list(node, "allOf")))] + alternatives
+        alternatives = [
+            [f"{at}/{key}/{place}" for place in range(len(_list(node, key)))]
+            for key in ALTERNATIVES
+        ]
+        parts = [
+            [f"{at}/allOf/{place}"] for place in range(len(_list(node, "allOf")))
+        ] + alternatives
         if isinstance(target := node.get("$ref"), str):
             parts.append([at[: at.index("#")] * target.startswith("#") + unquote(target)])
         return parts
@@ -142,7 +193,11 @@ class _Closing:
 
     def _found_names(self, at: str) -> _Names | None:
         node = self._nodes.get(at)
-        if node is None or node.get("additionalProperties", False) is not False or "patternProperties" in node:
+        if (
+            node is None
+            or node.get("additionalProperties", False) is not False
+            or "patternProperties" in node
+        ):
             return None
         names = _own_names(node)
         for part in itertools.chain(*self._parts(at)):
@@ -158,7 +213,9 @@ class _Closing:
 
 
 def _own_names(node: dict[str, Any]) -> _Names:
-    """Return the properties that a schema itself lists or requires, as schemas that allow any value."""
+    """Return the properties that a schema itself lists or requires, as schemas that allow any
+    value.
+    """
     return dict.fromkeys([*_dict(node, "properties"), *map(str, _list(node, "required"))], True)
 
 
@@ -166,11 +223,14 @@ def _mapped(node: dict[str, Any], at: str, change: Callable[[Any, str], Any]) ->
     """Return a schema with its inner schemas changed; ``change`` takes a schema and its pointer."""
     mapped = dict(node)
     for key in (*PARTS, *INNER, *MAPS):
-        place, inner = f"{at}/{key}", node.get(key)
+        place = f"{at}/{key}"
+        inner = node.get(key)
         if isinstance(inner, list):
             mapped[key] = [change(each, f"{place}/{index}") for index, each in enumerate(inner)]
         elif key in MAPS and isinstance(inner, dict):
-            mapped[key] = {name: change(each, f"{place}/{_escaped(name)}") for name, each in inner.items()}
+            mapped[key] = {
+                name: change(each, f"{place}/{_escaped(name)}") for name, each in inner.items()
+            }
         elif isinstance(inner, dict):
             mapped[key] = change(inner, place)
     return mapped

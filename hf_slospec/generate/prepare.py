@@ -1,4 +1,6 @@
-"""Preparing a call: stock ``generate`` prepares inputs, processors and criteria; requests are made of its rows."""
+"""Preparing a call: stock ``generate`` prepares inputs, processors and criteria; requests are made
+of its rows.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,19 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation import GenerationConfig, StoppingCriteriaList
 
-from hf_slospec.engine.request import Request
 from hf_slospec.errors import InvalidInputError, UnsupportedModelError, UnsupportedOptionError
-from hf_slospec.generate.callbacks import is_users
-from hf_slospec.generate.encoder import EncoderInputs, decoder_inputs, generates_in_parts
-from hf_slospec.generate.multimodal_prompts import WholePrompts, names_beside_text
-from hf_slospec.generate.processors import draft_grammar, draft_processors, ignore_sequence, processors_of_row
+from hf_slospec.families.encoder import EncoderInputs, decoder_inputs, generates_in_parts
+from hf_slospec.generate.images import WholePrompts, names_beside_text
+from hf_slospec.generate.processors import (
+    draft_grammar,
+    draft_processors,
+    ignore_sequence,
+    is_users,
+    processors_of_row,
+)
 from hf_slospec.generate.prompt import PromptInputs
-from hf_slospec.generate.rows import Rows
-from hf_slospec.generate.slo import SLOTpot, parse_slo, stages_by_row
+from hf_slospec.generate.rows import Rows, StopStrings
 from hf_slospec.generate.speculator import Speculator
-from hf_slospec.generate.stop_strings import StopStrings
 from hf_slospec.generate.validation import (
     PREPARED,
     check_arguments,
@@ -37,12 +41,13 @@ from hf_slospec.generate.validation import (
     configured,
     without_token_types,
 )
-from hf_slospec.models.coupling import Coupling
-from hf_slospec.models.inspection.cache_names import given_cache
-from hf_slospec.models.inspection.ownership import foreign_members, is_of_transformers
-from hf_slospec.models.inspection.properties import FORWARD_ERRORS
-from hf_slospec.models.noise import default_generator
-from hf_slospec.models.sampling import StockSampler
+from hf_slospec.model.coupling import Coupling
+from hf_slospec.model.noise import default_generator
+from hf_slospec.model.ownership import foreign_members, is_of_transformers
+from hf_slospec.model.properties import FORWARD_ERRORS, given_cache
+from hf_slospec.model.sampling import StockSampler
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import SLOTpot, parse_slo, stages_by_row
 
 TEXT_ARGUMENTS = {*PREPARED, "input_ids", "inputs"}
 NewStopStrings = Callable[[Any, Any], Any]  # of a tokenizer and the strings
@@ -67,7 +72,8 @@ class Call:
     stock: StockCall
     speculator: Speculator
     encoder: EncoderInputs | None = None
-    is_part: bool = False  # a generate of the model's class, which takes stock's output, puts the call's parts together
+    # A generate of the model's class, which takes stock's output, puts the call's parts together
+    is_part: bool = False
     has_images: bool = False  # the prompts hold images, audio or video
 
     def sampler(self, seed: int | None = None, sharing: int = 1) -> StockSampler:
@@ -77,7 +83,8 @@ class Call:
             seed: seed of the noise; None: the global generator draws it.
             sharing: number of samplers that share the memory for noise.
         """
-        num_rows, has_callbacks = len(self.rows.params), self.rows.has_callbacks
+        num_rows = len(self.rows.params)
+        has_callbacks = self.rows.has_callbacks
         # Rows of a batch draw ahead of each other in any case.
         may_draw = has_callbacks and seed is None and num_rows == 1 and self.stock.config.do_sample
         return StockSampler(
@@ -97,7 +104,11 @@ class Call:
         """Return the noise of a request's sampler for its drafts, if they can use it."""
         is_coupled = sampler.do_sample and self.speculator.config.coupling
         for_draft = draft_processors(sampler.processors[request.params.row]) if is_coupled else None
-        return None if for_draft is None else Coupling(sampler, request, for_draft, not ignore_sequence(for_draft))
+        return (
+            None
+            if for_draft is None
+            else Coupling(sampler, request, for_draft, not ignore_sequence(for_draft))
+        )
 
 
 @torch.no_grad()
@@ -116,27 +127,35 @@ def prepare(
         new_stop_strings: makes the criterion of ``stop_strings``.
 
     Raises:
-        InvalidInputError, InvalidTypeError, UnsupportedOptionError, UnsupportedModelError, IncompatibleDraftError: the
+        InvalidInputError, InvalidTypeError, UnsupportedOptionError, UnsupportedModelError,
+        IncompatibleDraftError: the
             call cannot be speculated; nothing has been changed.
     """
-    arrived_s, model = speculator.target.ranks.clock(), speculator.target.model
+    arrived_s = speculator.target.ranks.clock()
+    model = speculator.target.model
     slo = _check(speculator, slo_tpot, arguments, is_idle)
-    has_images = names_beside_text(model, {k: v for k, v in arguments.items() if k not in TEXT_ARGUMENTS})
+    has_images = names_beside_text(
+        model, {k: v for k, v in arguments.items() if k not in TEXT_ARGUMENTS}
+    )
     if has_images and speculator.target.ranks.is_led:
         raise UnsupportedOptionError(
             "images, audio and video cannot be submitted to the batcher of a tensor-parallel model, as its encoder "
             "would run in one of its processes only; call generate with them in every process, while no batcher runs"
         )
-    with speculator.lock if has_images else contextlib.nullcontext():  # stock may forward the image encoder
+    with (
+        speculator.lock if has_images else contextlib.nullcontext()
+    ):  # stock may forward the image encoder
         stock = _prepared(model, _for_stock(model, arguments, new_stop_strings))
     return _call(speculator, slo, arguments, arrived_s, stock)
 
 
 def _prepared(model: PreTrainedModel, arguments: dict[str, Any]) -> StockCall:
-    """Return what stock ``generate`` passes to its decoding method; ``arguments`` are those that it takes.
+    """Return what stock ``generate`` passes to its decoding method; ``arguments`` are those that it
+    takes.
 
     Raises:
-        UnsupportedModelError: a ``generate`` of the model's class does not return what the decoding method does.
+        UnsupportedModelError: a ``generate`` of the model's class does not return what the decoding
+            method does.
     """
     calls = list[StockCall]()
 
@@ -151,9 +170,12 @@ def _prepared(model: PreTrainedModel, arguments: dict[str, Any]) -> StockCall:
     except FORWARD_ERRORS as raised:
         if not calls:
             raise
-        output, error = None, raised
+        output = None
+        error = raised
     if len(calls) != 1 or output is not calls[0]:
-        raise _own_generate(model, "which changes what transformers' generate returns" if calls else "") from error
+        raise _own_generate(
+            model, "which changes what transformers' generate returns" if calls else ""
+        ) from error
     prepared: StockCall = calls[0]
     return prepared
 
@@ -167,18 +189,25 @@ def _own_generate(model: PreTrainedModel, what: str) -> UnsupportedModelError:
 
 @torch.no_grad()
 def generate_in_parts(
-    speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any], decode: Callable[[Call], Any]
+    speculator: Speculator,
+    slo_tpot: SLOTpot,
+    arguments: dict[str, Any],
+    decode: Callable[[Call], Any],
 ) -> Any:
-    """Run a ``generate`` that calls transformers' once per part of the output, with ``decode`` in its place.
+    """Run a ``generate`` that calls transformers' once per part of the output, with ``decode`` in
+    its place.
 
-    Whisper's decodes long audio in segments, and each again at higher temperatures if its text looks wrong. One that
-    is not transformers' own may do anything with the output.
+    Whisper's decodes long audio in segments, and each again at higher temperatures if its text
+    looks wrong. One that is not transformers' own may do anything with the output.
 
     Raises:
         As :func:`prepare`.
     """
-    slo, model = _check(speculator, slo_tpot, arguments), speculator.target.model
-    is_whisper, num_parts, generator = generates_in_parts(model), 0, default_generator(model.device)
+    slo = _check(speculator, slo_tpot, arguments)
+    model = speculator.target.model
+    is_whisper = generates_in_parts(model)
+    num_parts = 0
+    generator = default_generator(model.device)
     state = generator.get_state()
     if is_whisper and isinstance(slo, list):
         raise UnsupportedOptionError(
@@ -191,7 +220,9 @@ def generate_in_parts(
         nonlocal num_parts
         num_parts += 1
         stock = _as_decoding_method(*args, **kwargs)
-        return decode(_call(speculator, slo, arguments, speculator.target.ranks.clock(), stock, is_whisper))
+        return decode(
+            _call(speculator, slo, arguments, speculator.target.ranks.clock(), stock, is_whisper)
+        )
 
     output = stock_generate(model)(**_for_stock(model, arguments), custom_generate=decode_part)
     if not (num_parts or is_whisper):
@@ -200,7 +231,9 @@ def generate_in_parts(
     return output
 
 
-def _check(speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any], is_idle: bool = True) -> Any:
+def _check(
+    speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any], is_idle: bool = True
+) -> Any:
     """Check a call's arguments before stock sees them, renew the models, and return the parsed SLO."""
     model = speculator.target.model
     _check_generate(model)
@@ -217,11 +250,17 @@ def has_own_generate(model: Any) -> bool:
 
 
 def _check_generate(model: Any) -> None:
-    """Raise UnsupportedModelError if transformers' ``generate`` cannot be reached through the class's."""
+    """Raise UnsupportedModelError if transformers' ``generate`` cannot be reached through the
+    class's.
+    """
     if has_own_generate(model):
         parameters = signature(type(model).generate).parameters
-        if "custom_generate" not in parameters and all(p.kind != Parameter.VAR_KEYWORD for p in parameters.values()):
-            raise _own_generate(model, "which does not take all arguments of transformers' generate")
+        if "custom_generate" not in parameters and all(
+            p.kind != Parameter.VAR_KEYWORD for p in parameters.values()
+        ):
+            raise _own_generate(
+                model, "which does not take all arguments of transformers' generate"
+            )
 
 
 def _call(
@@ -233,7 +272,10 @@ def _call(
     is_part: bool = False,
 ) -> Call:
     """Return the call of what stock prepared."""
-    model, inputs, names, encoder = speculator.target.model, stock.model_kwargs, list[str](), None
+    model = speculator.target.model
+    inputs = stock.model_kwargs
+    names = list[str]()
+    encoder = None
     check_cache(*given_cache(inputs), is_prepared=True)
     if foreign := foreign_members((stock.processors, stock.criteria)):
         raise UnsupportedModelError(
@@ -248,12 +290,23 @@ def _call(
         inputs = inputs if names else without_token_types(inputs, speculator.target)
     check_options(stock.config, inputs, names)
     check_criteria(stock.criteria, speculator.target.ranks.num_deciding)
-    prompt = PromptInputs.of(stock.input_ids, inputs, stock.config, model.get_input_embeddings(), bool(names))
-    whole = None if encoder is not None else WholePrompts.of(speculator.target.packed, prompt, inputs, names)
+    prompt = PromptInputs.of(
+        stock.input_ids, inputs, stock.config, model.get_input_embeddings(), bool(names)
+    )
+    whole = (
+        None
+        if encoder is not None
+        else WholePrompts.of(speculator.target.packed, prompt, inputs, names)
+    )
     if speculator.target.ranks.is_led:
         check_forwards(model, stock.processors, whole is not None)
-    stages = stages_by_row(slo, len(stock.input_ids), stock.config.num_return_sequences, arguments.get("tokenizer"))
-    grammars, streamer = [draft_grammar(stock.processors) for _ in stages], arguments.get("streamer")
+    stages = stages_by_row(
+        slo, len(stock.input_ids), stock.config.num_return_sequences, arguments.get("tokenizer")
+    )
+    grammars, streamer = (
+        [draft_grammar(stock.processors) for _ in stages],
+        arguments.get("streamer"),
+    )
     callbacks = *stock.processors, *stock.criteria, *([] if streamer is None else [streamer])
     rows = Rows(
         stock.input_ids, prompt, whole, encoder, stock.config, stock.criteria, stages, grammars, arrived_s, streamer,
@@ -264,7 +317,8 @@ def _call(
 
 
 def stock_generate(model: PreTrainedModel) -> Callable[..., Any]:
-    """Return the model class's own ``generate``, bound to the model, whatever replaced it on the instance.
+    """Return the model class's own ``generate``, bound to the model, whatever replaced it on the
+    instance.
 
     One that does not name ``inputs`` takes them as its first argument.
     """
@@ -282,7 +336,8 @@ def stock_generate(model: PreTrainedModel) -> Callable[..., Any]:
 
 
 def foreign_generate(generate: Any) -> Any:
-    """Return the ``generate`` of a model instance, or the one under ours, if it is someone else's; otherwise None.
+    """Return the ``generate`` of a model instance, or the one under ours, if it is someone else's;
+    otherwise None.
 
     One with an attribute ``speculates`` hands its arguments to a :class:`SLOSpecGenerator`.
     """
@@ -301,45 +356,74 @@ def _as_decoding_method(
     **model_kwargs: Any,  # not by name: transformers would take them from the caller's arguments
 ) -> StockCall:
     """Return the prepared inputs; stock ``generate`` calls this in place of its decoding method."""
-    return StockCall(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, inputs_tensor)
+    return StockCall(
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        model_kwargs,
+        inputs_tensor,
+    )
 
 
 def _for_stock(
-    model: PreTrainedModel, arguments: dict[str, Any], new_stop_strings: NewStopStrings = StopStrings
+    model: PreTrainedModel,
+    arguments: dict[str, Any],
+    new_stop_strings: NewStopStrings = StopStrings,
 ) -> dict[str, Any]:
     """Return the arguments without those that stock would drop, refuse or misread."""
     kept = {name: value for name, value in arguments.items() if name not in ("streamer", "labels")}
-    kept = without_drafts(model, kept)  # with them, stock would choose assisted decoding, which takes only one row
+    kept = without_drafts(
+        model, kept
+    )  # with them, stock would choose assisted decoding, which takes only one row
     for name in ("inputs", "input_ids"):
         if isinstance(ids := kept.get(name), torch.Tensor) and ids.ndim == 1:
             kept[name] = ids[None]
             if isinstance(mask := kept.get("attention_mask"), torch.Tensor) and mask.ndim == 1:
                 kept["attention_mask"] = mask[None]
-    strings, tokenizer = configured("stop_strings", model, kept), kept.get("tokenizer")
-    if strings is not None and tokenizer is not None:  # without a tokenizer stock says what is missing
+    strings = configured("stop_strings", model, kept)
+    tokenizer = kept.get("tokenizer")
+    if (
+        strings is not None and tokenizer is not None
+    ):  # without a tokenizer stock says what is missing
         try:
             criterion = new_stop_strings(tokenizer, strings)
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise InvalidInputError(
                 f"stop_strings must be strings that the tokenizer can write, got {strings!r}: {error}"
             ) from error
-        kept["stopping_criteria"] = StoppingCriteriaList([*(kept.get("stopping_criteria") or []), criterion])
+        kept["stopping_criteria"] = StoppingCriteriaList(
+            [*(kept.get("stopping_criteria") or []), criterion]
+        )
         kept = _without(model, kept, "stop_strings")
     return kept
 
 
 def without_drafts(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments for stock, without those that make it draft, which it can for one row only."""
-    if generates_in_parts(model) and "inputs" in arguments:  # Whisper's generate takes them by the encoder's name only
-        arguments = {model.main_input_name if name == "inputs" else name: value for name, value in arguments.items()}
+    """Return a call's arguments for stock, without those that make it draft, which it can for one
+    row only.
+    """
+    if (
+        generates_in_parts(model) and "inputs" in arguments
+    ):  # Whisper's generate takes them by the encoder's name only
+        arguments = {
+            model.main_input_name if name == "inputs" else name: value
+            for name, value in arguments.items()
+        }
     if arguments.get("tokenizer") is None:  # a generate of the model's own may not know it
         arguments = {name: value for name, value in arguments.items() if name != "tokenizer"}
-    kept = {name: value for name, value in arguments.items() if name not in ("assistant_model", "assistant_tokenizer")}
+    kept = {
+        name: value
+        for name, value in arguments.items()
+        if name not in ("assistant_model", "assistant_tokenizer")
+    }
     return _without(model, kept, "prompt_lookup_num_tokens")
 
 
 def _without(model: PreTrainedModel, arguments: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a call's arguments with a setting turned off where it is set; stock warns of settings set twice."""
+    """Return a call's arguments with a setting turned off where it is set; stock warns of settings
+    set twice.
+    """
     kept = {key: value for key, value in arguments.items() if key != name}
     if getattr(config := kept.get("generation_config"), name, None) is not None:
         kept["generation_config"] = copy.copy(config)

@@ -1,12 +1,17 @@
-"""Logits processors for single rows of a call, where stock's hold state or arguments per row of the batch."""
+"""Logits processors for single rows of a call, where stock's hold state or arguments per row of the
+batch.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from transformers.generation import LogitsProcessor, logits_process, stopping_criteria, streamers
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
@@ -36,8 +41,75 @@ from transformers.generation.logits_process import (
     WhisperNoSpeechDetection,
 )
 
-from hf_slospec.generate.callbacks import copied_for_row, is_stock, is_users
 from hf_slospec.generate.grammars import DraftGrammar, JSONConstraint
+
+OF_TRANSFORMERS = {module.__name__ for module in (logits_process, stopping_criteria, streamers)}
+
+
+def is_stock(callback: Any) -> bool:
+    """Return whether transformers defines the class of a callback."""
+    return type(callback).__module__ in OF_TRANSFORMERS
+
+
+def is_users(callback: Any) -> bool:
+    """Return whether the user wrote a callback, or a function that it calls."""
+    is_ours = type(callback).__module__.partition(".")[0] == __name__.partition(".")[0]
+    return not (is_stock(callback) or is_ours) or isinstance(
+        callback, PrefixConstrainedLogitsProcessor
+    )
+
+
+def copied_for_row(callback: Any) -> Any:
+    """Return a deep copy of a user's callback, which refers to the same models."""
+    return copy.deepcopy(callback, {id(module): module for module in _modules_in(callback, set())})
+
+
+def _modules_in(value: Any, seen: set[int]) -> Iterator[torch.nn.Module]:
+    """Yield the modules that an object holds, in containers, partial functions and bound methods,
+    too.
+    """
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.nn.Module):
+        yield value
+    elif isinstance(value, Mapping):
+        for held in value.values():
+            yield from _modules_in(held, seen)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for held in value:
+            yield from _modules_in(held, seen)
+    elif isinstance(value, MethodType):
+        yield from _modules_in(value.__self__, seen)
+    elif isinstance(value, functools.partial):
+        yield from _modules_in((value.func, value.args, value.keywords), seen)
+    elif not isinstance(value, (type, FunctionType, ModuleType, torch.Tensor)):
+        yield from _modules_in(getattr(value, "__dict__", {}), seen)
+
+
+class OccurrencePenalties(LogitsProcessor):
+    """Processor that lowers the logits of tokens in the output: by one penalty per occurrence, by
+    the other once.
+
+    Source: OpenAI's API reference. Tokens of the prompt do not count, as in vLLM.
+    """
+
+    def __init__(self, prompt_len: int, presence: float, frequency: float):
+        """``prompt_len``: tokens of the prompt, padding included."""
+        self.prompt_len = prompt_len
+        self.presence = presence
+        self.frequency = frequency
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores with penalties, [num_rows, vocab]; ``input_ids`` [num_rows, length]
+        int64.
+        """
+        new = input_ids[:, self.prompt_len :]
+        counts = torch.zeros_like(scores).scatter_add_(
+            1, new, torch.ones_like(new, dtype=scores.dtype)
+        )
+        return scores - self.frequency * counts - self.presence * (counts > 0)
+
 
 IGNORE_SEQUENCE = {
     EpsilonLogitsWarper,
@@ -66,19 +138,28 @@ READ_ON_DEVICE = {  # read input_ids, or only its length, without waiting for th
 
 
 def ignore_sequence(processors: list[Any]) -> bool:
-    """Return whether no processor reads ``input_ids``, so that nodes of several rows may be processed together."""
-    return all(type(processor) in IGNORE_SEQUENCE for processor in processors)  # a subclass may do anything
+    """Return whether no processor reads ``input_ids``, so that nodes of several rows may be
+    processed together.
+    """
+    return all(
+        type(processor) in IGNORE_SEQUENCE for processor in processors
+    )  # a subclass may do anything
 
 
 def draft_processors(processors: Sequence[Any]) -> list[Any] | None:
-    """Return the processors of a row that its draft applies as well; None if its noise cannot be foreseen.
+    """Return the processors of a row that its draft applies as well; None if its noise cannot be
+    foreseen.
 
-    Processors that wait for the device, keep state or forward a model are left out, which costs acceptance only. One
-    that the user wrote, or that calls the user's function, may draw from the generator that the noise comes from.
-    """
+    Processors that wait for the device, keep state or forward a model are left out, which costs
+    acceptance only. One that the user wrote, or that calls the user's function, may draw from the
+    generator that the noise comes from."""
     if any(map(is_users, processors)):
         return None
-    return [_for_beam(p) for p in processors if type(p) in IGNORE_SEQUENCE | READ_ON_DEVICE | {JSONConstraint}]
+    return [
+        _for_beam(p)
+        for p in processors
+        if type(p) in IGNORE_SEQUENCE | READ_ON_DEVICE | {JSONConstraint}
+    ]
 
 
 def draft_grammar(processors: Sequence[Any]) -> DraftGrammar | None:
@@ -97,10 +178,11 @@ def _for_beam(processor: Any) -> Any:
 
 
 def processors_of_row(processors: list[Any], row: int, num_rows: int) -> list[Any]:
-    """Return the call's processors for ``[1, length]`` inputs of one row, called once per token and in order.
+    """Return the call's processors for ``[1, length]`` inputs of one row, called once per token and
+    in order.
 
-    Those of transformers are stateless or restricted to the row here. A user's are copied per row, as they may have
-    state; one that tells rows apart by their index in the batch cannot work.
+    Those of transformers are stateless or restricted to the row here. A user's are copied per row,
+    as they may have state; one that tells rows apart by their index in the batch cannot work.
     """
     return [_for_row(processor, row, num_rows) for processor in processors]
 
@@ -113,19 +195,26 @@ def _for_row(processor: Any, row: int, num_rows: int) -> Any:
         copied.prompt_ignore_length = ignored[row : row + 1]
         return copied
     if isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
-        prompt = row * len(processor.encoder_input_ids) // num_rows  # one per prompt, not per returned sequence
+        prompt = (
+            row * len(processor.encoder_input_ids) // num_rows
+        )  # one per prompt, not per returned sequence
         copied.encoder_input_ids = processor.encoder_input_ids[prompt : prompt + 1]
         return copied
     if isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
         prompt = row * processor.batch_size // num_rows
-        copied.generated_ngrams, copied.batch_size = processor.generated_ngrams[prompt : prompt + 1], 1
+        copied.generated_ngrams, copied.batch_size = (
+            processor.generated_ngrams[prompt : prompt + 1],
+            1,
+        )
         return copied
     if type(processor) is PrefixConstrainedLogitsProcessor:  # a subclass may do anything
         allowed = processor._prefix_allowed_tokens_fn
         return PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed(row, tokens), num_beams=1)
     if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
         copied.unconditional_context = {  # the row's negative prompt and cache; the model is shared
-            name: value[row : row + 1] if isinstance(value, torch.Tensor) and len(value) == num_rows else value
+            name: value[row : row + 1]
+            if isinstance(value, torch.Tensor) and len(value) == num_rows
+            else value
             for name, value in processor.unconditional_context.items()
         }
         return copied
@@ -135,10 +224,13 @@ def _for_row(processor: Any, row: int, num_rows: int) -> Any:
 
 
 class _NoSpeechOfRow:
-    """Whisper's detection of silence, which records one probability per row for Whisper's ``generate`` to read."""
+    """Whisper's detection of silence, which records one probability per row for Whisper's
+    ``generate`` to read.
+    """
 
     def __init__(self, of_batch: WhisperNoSpeechDetection, row: int):
-        self._of_batch, self._row = of_batch, row
+        self._of_batch = of_batch
+        self._row = row
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         shared: Any = self._of_batch

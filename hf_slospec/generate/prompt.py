@@ -1,4 +1,6 @@
-"""The prompts of a call: tokens, embeddings and cache that the model processes before the first new token."""
+"""The prompts of a call: tokens, embeddings and cache that the model processes before the first new
+token.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,23 @@ from typing import Any
 import torch
 from transformers.generation import GenerationConfig
 
-from hf_slospec.engine.request import Request
-from hf_slospec.engine.scheduling.static_batch import CHUNK
 from hf_slospec.errors import InvalidInputError, UnsupportedInputError, UnsupportedOptionError
+from hf_slospec.families.prefilled_prompts import cached_layers, cached_tensors
+from hf_slospec.families.ranks import whole
+from hf_slospec.families.states import read_states, write_states
 from hf_slospec.forks import cached_property
-from hf_slospec.models.device.transfer import to_device
-from hf_slospec.models.inspection.cache_names import CACHE_NAME, given_cache
-from hf_slospec.models.inspection.ranks import whole
-from hf_slospec.models.packed.prefilled_prompts import cached_layers, cached_tensors
-from hf_slospec.models.recurrent.stock_cache import read_states, write_states
-from hf_slospec.models.sequences.request_sequences import RequestSequences
+from hf_slospec.model.properties import CACHE_NAME, given_cache
+from hf_slospec.model.sequences import RequestSequences
+from hf_slospec.model.transfer import to_device
+from hf_slospec.request.request import Request
+from hf_slospec.scheduler.static import CHUNK
 
 
 @dataclass
 class PromptInputs:
-    """Inputs of the first forward of stock ``generate``: one column per token, the cached ones first."""
+    """Inputs of the first forward of stock ``generate``: one column per token, the cached ones
+    first.
+    """
 
     tokens: torch.Tensor  # [batch, length] int64
     mask: torch.Tensor  # [batch, length] bool, False = padding
@@ -39,12 +43,15 @@ class PromptInputs:
         embedding: torch.nn.Module,
         has_own_positions: bool = False,
     ) -> PromptInputs:
-        """Return the inputs that stock ``generate`` prepared; with ``has_own_positions``, positions are not checked.
+        """Return the inputs that stock ``generate`` prepared; with ``has_own_positions``, positions
+        are not checked.
 
         Raises:
-            InvalidInputError, UnsupportedOptionError: they contradict each other, or cannot be speculated.
+            InvalidInputError, UnsupportedOptionError: they contradict each other, or cannot be
+                speculated.
         """
-        embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
+        embeds = model_kwargs.get("inputs_embeds")
+        mask = model_kwargs.get("attention_mask")
         cache_name, cache = given_cache(model_kwargs)
         num_cached = 0 if cache is None or all(cache.is_linear) else int(cache.get_seq_length())
         tokens = input_ids
@@ -57,8 +64,12 @@ class PromptInputs:
             tokens = input_ids if input_ids.shape[1] else nearest_tokens(embeds, embedding)
         elif num_cached:
             length = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
-            if length != input_ids.shape[1]:  # only new tokens were passed; earlier ones are in the cache alone
-                tokens = torch.cat((input_ids.new_zeros(len(input_ids), num_cached), input_ids), dim=1)
+            if (
+                length != input_ids.shape[1]
+            ):  # only new tokens were passed; earlier ones are in the cache alone
+                tokens = torch.cat(
+                    (input_ids.new_zeros(len(input_ids), num_cached), input_ids), dim=1
+                )
         if tokens.shape[1] <= num_cached:
             raise InvalidInputError(
                 f"{cache_name} holds {num_cached} tokens, which is all of the prompt; at least one must be left "
@@ -77,7 +88,9 @@ class PromptInputs:
         return prompt
 
     def _check_cached_rows(self) -> None:
-        rows = {len(layer.keys) for layer in cached_layers(self.cache)} if self.num_cached else set()
+        rows = (
+            {len(layer.keys) for layer in cached_layers(self.cache)} if self.num_cached else set()
+        )
         if rows - {len(self.tokens)}:
             raise InvalidInputError(
                 f"{CACHE_NAME} holds {rows.pop()} rows, and this batch has {len(self.tokens)}; use a cache per batch"
@@ -102,11 +115,19 @@ class PromptInputs:
 
     @property
     def cached_shapes(self) -> list[tuple[int, int]]:
-        """Heads and K size of each layer that a cache from an earlier call holds; empty without one."""
-        return [(layer.keys.shape[1], layer.keys.shape[-1]) for layer in cached_layers(self.cache) if self.num_cached]
+        """Heads and K size of each layer that a cache from an earlier call holds; empty without
+        one.
+        """
+        return [
+            (layer.keys.shape[1], layer.keys.shape[-1])
+            for layer in cached_layers(self.cache)
+            if self.num_cached
+        ]
 
     def columns_of(self, row: int) -> torch.Tensor:
-        """Return the columns of a row's tokens, padding left out.  -> [prompt_len] int64, on the host"""
+        """Return the columns of a row's tokens, padding left out.  -> [prompt_len] int64, on the
+        host
+        """
         return self._on_host[1][row].nonzero()[:, 0]
 
     @cached_property
@@ -120,7 +141,8 @@ class PromptInputs:
         Raises:
             UnsupportedInputError: the row is padded on the right.
         """
-        tokens, columns = self._on_host[0][row], self.columns_of(row)
+        tokens = self._on_host[0][row]
+        columns = self.columns_of(row)
         if len(columns) and int(columns[-1]) != len(tokens) - 1:
             raise UnsupportedInputError(
                 f"attention_mask masks the last token of row {row}; pad on the left (tokenizer.padding_side = 'left')"
@@ -138,24 +160,33 @@ class PromptInputs:
                 sequences.give_embeds(request, self.embeds[request.index, columns])
             cached = columns[columns < self.num_cached]
             if len(cached):
-                states = read_states(self.cache, sequences.packed.state_layers, request.index, len(cached))
+                states = read_states(
+                    self.cache, sequences.packed.state_layers, request.index, len(cached)
+                )
                 tensors = cached_tensors(self.cache, request.index, cached, self.num_cached)
                 sequences.load(request, tensors, len(cached), states=states)
                 request.kv.num_cached = len(cached)
 
-    def fill(self, cache: Any, requests: list[Request], sequences: RequestSequences, num_new: int) -> None:
-        """Append the K/V that the call's cache lacks, of all columns but the last, as stock does; padding is zeros.
+    def fill(
+        self, cache: Any, requests: list[Request], sequences: RequestSequences, num_new: int
+    ) -> None:
+        """Append the K/V that the call's cache lacks, of all columns but the last, as stock does;
+        padding is zeros.
 
         Args:
             num_new: new tokens of every row.
         """
         length = self.tokens.shape[1] + num_new - 1
         lacking = torch.ones(len(requests), length, dtype=torch.bool, device="cpu")
-        lacking[:, : self.tokens.shape[1]] = self._on_host[1][[request.index for request in requests]]
+        lacking[:, : self.tokens.shape[1]] = self._on_host[1][
+            [request.index for request in requests]
+        ]
         lacking = lacking[:, self.num_cached :]
         rows, columns = lacking.nonzero(as_tuple=True)  # processed tokens, row after row
         lengths = lacking.sum(1).tolist()
-        slots = torch.cat([sequences.last_slots(*each) for each in zip(requests, lengths, strict=True)])
+        slots = torch.cat(
+            [sequences.last_slots(*each) for each in zip(requests, lengths, strict=True)]
+        )
         places = dict[torch.device, Any]()
         for layer, stored in zip(sequences.packed.layers, sequences.cache.pool.layers, strict=True):
             filled = []
@@ -170,13 +201,16 @@ class PromptInputs:
             cache.update(*filled[:2], layer.layer_idx)
             if len(filled) > 2:
                 cache.update_indexer(filled[2][:, 0], layer.layer_idx)
-        states = [kept.states for request in requests if (kept := sequences.states(request)) is not None]
+        states = [
+            kept.states for request in requests if (kept := sequences.states(request)) is not None
+        ]
         if states:
             write_states(cache, sequences.packed.state_layers, states)
 
 
 def nearest_tokens(embeds: torch.Tensor, embedding: Any) -> torch.Tensor:
-    """Return the tokens with the most similar embeddings, for drafts that need the tokens of a prompt.
+    """Return the tokens with the most similar embeddings, for drafts that need the tokens of a
+    prompt.
 
     Args:
         embeds: [batch, length, hidden].

@@ -1,4 +1,6 @@
-"""Rollouts of trainers that sample with ``generate``, such as TRL's: speculated while training runs."""
+"""Rollouts of trainers that sample with ``generate``, such as TRL's: speculated while training
+runs.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +13,24 @@ from transformers import TrainerCallback
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.drafters.load_drafter import Source, load_drafter
-from hf_slospec.drafters.past_answers import PastAnswers
 from hf_slospec.errors import FallbackWarning
-from hf_slospec.generate.decode import Decoder
+from hf_slospec.generate.call import Decoder
 from hf_slospec.generate.enable import decoder_of, disable, enable
+from hf_slospec.heads.past_answers import PastAnswers
 
 logger = logging.getLogger(__name__)
 FILE = "past_answers.json"  # in the folder of a checkpoint
-BYPASSES = ("use_vllm", "use_transformers_continuous_batching")  # settings with which TRL does not call generate
+BYPASSES = (
+    "use_vllm",
+    "use_transformers_continuous_batching",
+)  # settings with which TRL does not call generate
 
 
 class RolloutCallback(TrainerCallback):
     """Trainer callback that enables the model from the beginning to the end of training.
 
-    Past answers are saved in the folders of checkpoints, those of the first process, and loaded when training resumes.
-    """
+    Past answers are saved in the folders of checkpoints, those of the first process, and loaded
+    when training resumes."""
 
     def __init__(
         self,
@@ -42,12 +47,18 @@ class RolloutCallback(TrainerCallback):
             past: answers to draft from; None: new ones, within the default bounds.
             config, fallback: as :func:`enable` takes them.
         """
-        self.drafter, self.config, self.fallback = drafter, config, fallback
+        self.drafter = drafter
+        self.config = config
+        self.fallback = fallback
         self.past = PastAnswers() if past is None else past
-        self.tokens_per_step = list[float]()  # committed tokens per row and verify step, in each epoch so far
+        self.tokens_per_step = list[
+            float
+        ]()  # committed tokens per row and verify step, in each epoch so far
         self._decoder: Decoder | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         """Start to speculate, and warn if the trainer will not call the model's ``generate``."""
         for name in BYPASSES:
             if getattr(args, name, False):
@@ -66,7 +77,8 @@ class RolloutCallback(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the tokens per step of the epoch's rollouts."""
         assert self._decoder is not None
-        tokens, steps = self._decoder.num_tokens, self._decoder.num_steps
+        tokens = self._decoder.num_tokens
+        steps = self._decoder.num_steps
         self._decoder.num_tokens = self._decoder.num_steps = 0
         if steps:
             self.tokens_per_step.append(tokens / steps)
@@ -77,7 +89,9 @@ class RolloutCallback(TrainerCallback):
         if state.is_world_process_zero:
             self.past.save(self._path(args, state))
 
-    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         """Give the model its stock ``generate`` back."""
         disable(model)
 

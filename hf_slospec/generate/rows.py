@@ -1,10 +1,13 @@
-"""The rows of a call in the layout of stock ``generate``: when they stop, what is streamed and returned."""
+"""The rows of a call in the layout of stock ``generate``: when they stop, what is streamed and
+returned.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.functional import pad as pad_to_right
@@ -12,26 +15,29 @@ from transformers.generation import (
     EosTokenCriteria,
     GenerationConfig,
     MaxLengthCriteria,
+    StoppingCriteria,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
-from hf_slospec.engine.request import Grammar, NewNoise, Request, RequestParams, Stage
-from hf_slospec.engine.scheduling.static_batch import CHUNK
 from hf_slospec.errors import UnsupportedOptionError
-from hf_slospec.generate.callbacks import copied_for_row, is_stock
-from hf_slospec.generate.encoder import EncoderInputs
-from hf_slospec.generate.multimodal_prompts import WholePrompts
+from hf_slospec.families.encoder import EncoderInputs
+from hf_slospec.generate.images import WholePrompts
+from hf_slospec.generate.processors import copied_for_row, is_stock
 from hf_slospec.generate.prompt import PromptInputs
-from hf_slospec.generate.stop_strings import StopStrings
-from hf_slospec.models.inspection.ownership import foreign_members
-from hf_slospec.models.sampling import Record, StockSampler, check_unchanged
-from hf_slospec.models.sequences.request_sequences import RequestSequences
+from hf_slospec.model.ownership import foreign_members
+from hf_slospec.model.sampling import Record, StockSampler, check_unchanged
+from hf_slospec.model.sequences import RequestSequences
+from hf_slospec.request.request import Grammar, NewNoise, Request, RequestParams, Stage
+from hf_slospec.scheduler.static import CHUNK
 
 
 class Stops:
-    """Stopping of rows: criteria are called after every token, on each row alone, padded as by stock."""
+    """Stopping of rows: criteria are called after every token, on each row alone, padded as by
+    stock.
+    """
 
     def __init__(
         self,
@@ -51,26 +57,40 @@ class Stops:
             pad: token that follows the end of a row.
             has_callbacks: some are the user's.
         """
-        self.input_ids, self.scores_of, self.after_check, self.pad = input_ids, scores_of, after_check, pad
+        self.input_ids, self.scores_of, self.after_check, self.pad = (
+            input_ids,
+            scores_of,
+            after_check,
+            pad,
+        )
         self.has_callbacks = has_callbacks
-        self.eos = {int(i) for c in criteria if _is_plain(c, EosTokenCriteria) for i in c.eos_token_id}
+        self.eos = {
+            int(i) for c in criteria if _is_plain(c, EosTokenCriteria) for i in c.eos_token_id
+        }
         further = [c for c in criteria if not _is_plain(c, EosTokenCriteria, MaxLengthCriteria)]
         self.joint = [c for c in further if is_joint(c, len(input_ids))]
         self.further = [c for c in further if not is_joint(c, len(input_ids))]
-        # Without an end-of-sequence criterion stock does not pad: a stopped row continues until all have stopped.
+        # Without an end-of-sequence criterion stock does not pad: a stopped row continues until all
+        # have stopped.
         self.is_padded = len(input_ids) == 1 or any(hasattr(c, "eos_token_id") for c in criteria)
-        # Row -> its new tokens when it met a condition: one dict per joint criterion, the last one for stopped rows
-        # that continue.
+        # Row -> its new tokens when it met a condition: one dict per joint criterion, the last one
+        # for stopped rows that continue.
         self._met: list[dict[int, int]] = [{} for _ in (*self.joint, None)]
 
     @property
     def end(self) -> int | None:
-        """Number of new tokens at which all rows end together; None if that is not known, or they do not."""
-        return min((max(met.values()) for met in self._met if len(met) == len(self.input_ids)), default=None)
+        """Number of new tokens at which all rows end together; None if that is not known, or they
+        do not.
+        """
+        return min(
+            (max(met.values()) for met in self._met if len(met) == len(self.input_ids)),
+            default=None,
+        )
 
     def of(self, row: int, prompt_len: int) -> Callable[[list[int]], bool]:
         """Return the function that says whether a row ends with the last of its tokens."""
-        prompt, is_only = self.input_ids[row].tolist(), len(self.input_ids) == 1
+        prompt = self.input_ids[row].tolist()
+        is_only = len(self.input_ids) == 1
         criteria = self.further if is_only else [_for_row(criterion) for criterion in self.further]
         joint = [_joint_for_row(criterion, row) for criterion in self.joint]
 
@@ -91,7 +111,9 @@ class Stops:
                         self._met[-1].setdefault(row, num_new)
                 if self.has_callbacks:
                     if is_only:
-                        tokens[-1] = int(input_ids[0, -1])  # as in stock, it is what the model reads next
+                        tokens[-1] = int(
+                            input_ids[0, -1]
+                        )  # as in stock, it is what the model reads next
                     check_unchanged("stopping_criteria", input_ids, prompt + tokens[prompt_len:])
             self.after_check(token)
             for met, criterion in zip(self._met, joint, strict=False):
@@ -111,12 +133,15 @@ def _is_plain(criterion: Any, *kinds: type) -> bool:
 
 
 def is_joint(criterion: Any, num_rows: int) -> bool:
-    """Return True for a criterion that ends all rows at once, after each of them was done by itself.
+    """Return True for a criterion that ends all rows at once, after each of them was done by
+    itself.
 
-    These are lm-eval's ``MultiTokenEOSCriteria`` and its many copies, which keep the rows that were done so far.
-    """
+    These are lm-eval's ``MultiTokenEOSCriteria`` and its many copies, which keep the rows that were
+    done so far."""
     done = getattr(criterion, "done_tracker", None)
-    is_known = type(criterion).__name__.endswith("MultiTokenEOSCriteria") and _lookback(criterion) > 0
+    is_known = (
+        type(criterion).__name__.endswith("MultiTokenEOSCriteria") and _lookback(criterion) > 0
+    )
     return num_rows > 1 and is_known and isinstance(done, list) and len(done) == num_rows
 
 
@@ -133,8 +158,14 @@ def _joint_for_row(criterion: Any, row: int) -> Any:
 
 
 def _for_row(criterion: Any) -> Any:
-    """Return a copy of a user's criterion, which may have state; those of transformers and ours have none."""
-    return criterion if is_stock(criterion) or isinstance(criterion, StopStrings) else copied_for_row(criterion)
+    """Return a copy of a user's criterion, which may have state; those of transformers and ours
+    have none.
+    """
+    return (
+        criterion
+        if is_stock(criterion) or isinstance(criterion, StopStrings)
+        else copied_for_row(criterion)
+    )
 
 
 class Rows:
@@ -154,12 +185,23 @@ class Rows:
         streamer: Any,
         has_callbacks: bool,
     ):
-        self.input_ids, self.prompt, self.arrived_s, self.streamer = input_ids, prompt, arrived_s, streamer
+        self.input_ids, self.prompt, self.arrived_s, self.streamer = (
+            input_ids,
+            prompt,
+            arrived_s,
+            streamer,
+        )
         self.has_callbacks = has_callbacks
         self.pad = pad_token(config)
         self.record = Record(len(input_ids), config)
-        self.stops = Stops(criteria, input_ids, self.record.scores_of, self._stream_token, self.pad, has_callbacks)
-        lengths = [criterion.max_length for criterion in criteria if _is_plain(criterion, MaxLengthCriteria)]
+        self.stops = Stops(
+            criteria, input_ids, self.record.scores_of, self._stream_token, self.pad, has_callbacks
+        )
+        lengths = [
+            criterion.max_length
+            for criterion in criteria
+            if _is_plain(criterion, MaxLengthCriteria)
+        ]
         if not lengths:  # stock generate sets one, which a model may remove
             raise UnsupportedOptionError(
                 "the model's stopping criteria limit no length, which slo_tpot needs; keep its MaxLengthCriteria, or "
@@ -191,7 +233,8 @@ class Rows:
     @property
     def num_new(self) -> int:
         """New tokens of every row, padding included."""
-        longest, end = max(request.num_emitted for request in self.requests), self.stops.end
+        longest = max(request.num_emitted for request in self.requests)
+        end = self.stops.end
         return longest if end is None else min(end, longest)
 
     def _new_tokens(self, request: Request, begin: int, end: int) -> list[int]:
@@ -200,7 +243,9 @@ class Rows:
 
     def make_requests(self, new_noise: NewNoise | None = None) -> None:
         """Make the requests that a ``generate`` call decodes."""
-        self.requests = [Request(one.row, one, self.arrived_s, new_noise=new_noise) for one in self.params]
+        self.requests = [
+            Request(one.row, one, self.arrived_s, new_noise=new_noise) for one in self.params
+        ]
 
     def begin(self) -> None:
         """Stream the prompts."""
@@ -213,20 +258,26 @@ class Rows:
         self.stream()
 
     def stream(self) -> None:
-        """Stream every position that all unfinished rows have reached, one [batch] tensor each, as stock does."""
+        """Stream every position that all unfinished rows have reached, one [batch] tensor each, as
+        stock does.
+        """
         if self.streamer is None:
             return
         self._put(min([self.num_new, *(r.num_emitted for r in self.requests if not r.is_finished)]))
 
     def _stream_token(self, token: int) -> None:
-        """Stream a single row's new token at once, if code of the user's is called before the next one is chosen."""
+        """Stream a single row's new token at once, if code of the user's is called before the next
+        one is chosen.
+        """
         if self.streamer is not None and len(self.requests) == 1 and self.has_callbacks:
             self.streamer.put(torch.tensor([token], device="cpu"))
             self._num_streamed += 1
 
     def _put(self, ready: int) -> None:
         for position in range(self._num_streamed, ready):
-            column = [self._new_tokens(request, position, position + 1)[0] for request in self.requests]
+            column = [
+                self._new_tokens(request, position, position + 1)[0] for request in self.requests
+            ]
             self.streamer.put(torch.tensor(column, device="cpu"))
         self._num_streamed = max(self._num_streamed, ready)
 
@@ -252,13 +303,17 @@ class Rows:
         new = [self._new_tokens(request, 0, self.num_new) for request in self.requests]
         return torch.cat((self.input_ids, torch.tensor(new, device=self.input_ids.device)), dim=-1)
 
-    def forward_padding(self, sequences: RequestSequences, sampler: StockSampler, lock: FairLock) -> None:
+    def forward_padding(
+        self, sequences: RequestSequences, sampler: StockSampler, lock: FairLock
+    ) -> None:
         """Forward the padding that stock appends to finished rows until the longest row ends.
 
         Only scores, logits and the cache need it, where they are returned.
         """
         for request in self.requests:
-            tokens = request.tokens[: request.prompt_len] + self._new_tokens(request, 0, self.num_new)
+            tokens = request.tokens[: request.prompt_len] + self._new_tokens(
+                request, 0, self.num_new
+            )
             with lock:
                 sequences.reserve_for(request, len(tokens))
             sequence = sequences.of(request)
@@ -289,3 +344,88 @@ def pad_token(config: GenerationConfig) -> int:
     """Return the token that follows a row's end, from a config that stock ``generate`` prepared."""
     pad = config._pad_token_tensor
     return 0 if pad is None else int(pad)
+
+
+Text = Any  # str or bytes, by the kind of tokenizer
+
+
+class _Vocabulary:
+    """The text of every token, from ``StopStringCriteria``."""
+
+    def __init__(self, tokenizer: Any):
+        self.size = len(tokenizer)
+        self.mode = StopStringCriteria._get_stop_string_matching_mode(tokenizer)
+        texts, ids = StopStringCriteria.clean_tokenizer_vocab(
+            tokenizer, stop_string_matching_mode=self.mode
+        )
+        self.texts: dict[int, Text] = dict(zip(ids, texts, strict=True))
+        self.beginnings = {text[:end] for text in texts for end in range(1, len(text) + 1)}
+
+    def can_end(self, stop: Text) -> bool:
+        """Return whether some token begins with a suffix of the stop string, or contains the whole
+        string.
+        """
+        return any(stop[begin:] in self.beginnings for begin in range(len(stop))) or any(
+            stop in text for text in self.texts.values()
+        )
+
+
+_known: WeakKeyDictionary[Any, _Vocabulary] = WeakKeyDictionary()
+
+
+def _vocabulary(tokenizer: Any) -> _Vocabulary:
+    known = _known.get(tokenizer)
+    if known is None or known.size != len(tokenizer):  # tokens may be added
+        known = _known[tokenizer] = _Vocabulary(tokenizer)
+    return known
+
+
+class StopStrings(StoppingCriteria):
+    """Criterion that is met where ``StopStringCriteria`` is, at the first token that completes a
+    stop string.
+
+    That class first matches every token of the vocabulary with every position of every stop string,
+    which takes minutes for a few thousand characters. This one searches the text of the last
+    tokens."""
+
+    per_row = True  # no state; every row by itself
+
+    def __init__(self, tokenizer: Any, stop_strings: str | Sequence[str]):
+        """Prepare the search for strings in the tokens of a tokenizer.
+
+        Raises:
+            ValueError: there is none, one is empty, or the tokenizer has no token with which one
+                could end.
+        """
+        strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+        if not strings or not all(strings):
+            raise ValueError("at least one is needed, and none may be empty")
+        vocabulary = _vocabulary(tokenizer)
+        self._texts = vocabulary.texts
+        self._stops = StopStringCriteria._get_stop_strings_for_matching(
+            tuple(strings), vocabulary.mode
+        )
+        self._max_tokens = max(map(len, self._stops))  # one character or byte each, at least
+        if not any(map(vocabulary.can_end, self._stops)):
+            raise ValueError("no token of the tokenizer ends with a part of one of them")
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Return for each row whether its last token completes a stop string.  -> [batch] bool"""
+        is_complete = [self.ends(row) for row in input_ids[:, -self._max_tokens :].tolist()]
+        return torch.tensor(is_complete, device=input_ids.device)
+
+    def ends(self, tokens: list[int]) -> bool:
+        """Return whether the last of the tokens completes a stop string."""
+        texts: list[Text] = []
+        for token in reversed(tokens[-self._max_tokens :]):
+            if (
+                text := self._texts.get(token)
+            ) is None:  # such as padding of the vocabulary: no match goes across it
+                break
+            texts.append(text)
+        if not texts:
+            return False
+        before = sum(map(len, texts[1:]))
+        joined = texts[0][:0].join(reversed(texts))
+        # A match must end inside of the last token.
+        return any(joined.find(stop, max(before - len(stop) + 1, 0)) >= 0 for stop in self._stops)

@@ -9,29 +9,30 @@ from functools import partial
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakSet, ref
 
-from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.assembly import Parts, static_engine
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.drafters.user import UserMethod
 from hf_slospec.engine.checks import Checks
+from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
-from hf_slospec.engine.protocols import Drafter, Policy
-from hf_slospec.engine.request import Request
-from hf_slospec.engine.step_times import StepCosts
+from hf_slospec.engine.interfaces import Drafter, Policy
+from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.forks import Lock, reset_in_children
-from hf_slospec.models.checked_model import CheckedModel
-from hf_slospec.models.device.memory import MemoryUse
-from hf_slospec.models.inspection.properties import vocab_size
-from hf_slospec.models.packed.features_trial import check_features
-from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.target import PackedTarget, Sampler
+from hf_slospec.model.checked_model import CheckedModel
+from hf_slospec.model.memory import MemoryUse
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.properties import vocab_size
+from hf_slospec.model.target import PackedTarget, Sampler
+from hf_slospec.model.trial import check_features
 from hf_slospec.policies import max_nodes_per_request, new_policy
 from hf_slospec.policies.auto import SpeculationHistory
+from hf_slospec.request.request import Request
 
-# A level of drafting without a model takes the host's time. This is a first guess, which measured steps correct.
+# A level of drafting without a model takes the host's time. This is a first guess, which measured
+# steps correct.
 HOST_LEVEL = ForwardCost(LatencyCurve((1,), (2e-5,)), per_request_s=2e-5)
 MEASURE_S = {"target": 2.0, "draft": 0.5}
 clock = time.perf_counter  # the clock of requests and engine: monotonic seconds
@@ -47,7 +48,9 @@ class Learned(NamedTuple):
 
 
 class Speculator:
-    """Runs requests on a target with one way to draft. Costs and acceptance are kept between runs, requests are not."""
+    """Runs requests on a target with one way to draft. Costs and acceptance are kept between runs,
+    requests are not.
+    """
 
     def __init__(
         self,
@@ -56,7 +59,12 @@ class Speculator:
         config: SLOSpecConfig,
         make_policy: NewPolicy | None = None,
     ):
-        self.target, self.config, self.method, self.make_policy = target, config, method, make_policy
+        self.target, self.config, self.method, self.make_policy = (
+            target,
+            config,
+            method,
+            make_policy,
+        )
         method.check(target.model)
         if method.feature_layers:
             if target.ranks.number > 1:
@@ -68,16 +76,22 @@ class Speculator:
             with self.lock:
                 check_features(target.packed, method.feature_layers)
         draft = method.model
-        self.draft = None if draft is None else CheckedModel(draft, config, MEASURE_S["draft"], target.ranks)
-        self._level: tuple[PackedModel, ForwardCost] | None = None  # target, and cost without a draft model
-        self._drafters, self._counting = WeakSet[Drafter](), Lock()
+        self.draft = (
+            None if draft is None else CheckedModel(draft, config, MEASURE_S["draft"], target.ranks)
+        )
+        self._level: tuple[PackedModel, ForwardCost] | None = (
+            None  # target, and cost without a draft model
+        )
+        self._drafters = WeakSet[Drafter]()
+        self._counting = Lock()
         self._costs: StepCosts | None = None
         self.history = SpeculationHistory(config)
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
         """Drop what other threads' runs have taught, as one of them may have been noting it down."""
-        self.history, self._costs = SpeculationHistory(self.config), None
+        self.history = SpeculationHistory(self.config)
+        self._costs = None
 
     @property
     def lock(self) -> FairLock:
@@ -97,13 +111,16 @@ class Speculator:
 
         Raises:
             IncompatibleDraftError: they were moved apart.
-            UnsupportedModelError: packed forwards of a changed model are not those of its own forward.
+            UnsupportedModelError: packed forwards of a changed model are not those of its own
+                forward.
         """
         self.method.check(self.target.model)
         has_changed = self.target.renew(self.lock, is_idle)
         if self.draft is not None:
             is_same = not self.draft.renew(self.lock, is_idle)
-            if is_same and has_changed and self.method.feature_layers:  # its K/V comes from hidden states of the target
+            if (
+                is_same and has_changed and self.method.feature_layers
+            ):  # its K/V comes from hidden states of the target
                 self.draft.packed.fingerprint.count(modules=False)
 
     @property
@@ -112,7 +129,11 @@ class Speculator:
         with self.lock:  # measuring uses the K/V cache of both models
             verify = self.target.cost
             draft_level = self._draft_level
-            if self._costs is None or self._costs.verify is not verify or self._costs.draft_level is not draft_level:
+            if (
+                self._costs is None
+                or self._costs.verify is not verify
+                or self._costs.draft_level is not draft_level
+            ):
                 self._costs = StepCosts(verify, draft_level, partial(_replace_cost, ref(self)))
             return self._costs
 
@@ -123,7 +144,10 @@ class Speculator:
             return self.draft.cost
         target = self.target.packed
         if self._level is None or self._level[0] is not target:
-            self._level = target, self.method.measure_level(target, MEASURE_S["draft"]) or HOST_LEVEL
+            self._level = (
+                target,
+                self.method.measure_level(target, MEASURE_S["draft"]) or HOST_LEVEL,
+            )
         return self._level[1]
 
     def _replace_cost(self, old: ForwardCost, cost: ForwardCost) -> None:
@@ -142,12 +166,16 @@ class Speculator:
         _ = self.history.acceptance  # learns from the last outcomes, which refer to requests
         level = self._level and self._level[1]
         return Learned(
-            self.history, costs, self.target.known_cost, level if self.draft is None else self.draft.known_cost
+            self.history,
+            costs,
+            self.target.known_cost,
+            level if self.draft is None else self.draft.known_cost,
         )
 
     def take_over(self, learned: Learned) -> None:
         """Continue with what another process has learned."""
-        self.history, self._costs = learned.history, learned.costs
+        self.history = learned.history
+        self._costs = learned.costs
         if self._costs is not None:
             self._costs.on_replaced = partial(_replace_cost, ref(self))
         self.target.take_cost(learned.verify)
@@ -162,20 +190,33 @@ class Speculator:
         return max_nodes_per_request(self.config, self.make_policy)
 
     def policy(self, costs: StepCosts, config: SLOSpecConfig | None = None) -> Policy:
-        """Return a policy for one run, by ``config`` if one is given; its history is kept between runs."""
+        """Return a policy for one run, by ``config`` if one is given; its history is kept between
+        runs.
+        """
         make_policy = self.make_policy if config is None else None
         config = config or self.config
-        is_same_shape = (config.max_depth, config.max_width) == (self.config.max_depth, self.config.max_width)
+        is_same_shape = (config.max_depth, config.max_width) == (
+            self.config.max_depth,
+            self.config.max_width,
+        )
         history = self.history if is_same_shape else SpeculationHistory(config)
         return new_policy(config, costs, history, make_policy)
 
     def new_target(
-        self, sampler: Sampler, max_slots: int | None = None, max_kept: float | None = 0, holds_finished: bool = False
+        self,
+        sampler: Sampler,
+        max_slots: int | None = None,
+        max_kept: float | None = 0,
+        holds_finished: bool = False,
     ) -> PackedTarget:
         """Return the target for one engine; the arguments are those of :class:`PackedTarget`."""
-        return PackedTarget(self.target.packed, self.max_nodes, sampler, max_slots, max_kept, holds_finished)
+        return PackedTarget(
+            self.target.packed, self.max_nodes, sampler, max_slots, max_kept, holds_finished
+        )
 
-    def new_drafter(self, max_slots: int | None = None, max_kept: float | None = 0, keeps_rng: bool = True) -> Drafter:
+    def new_drafter(
+        self, max_slots: int | None = None, max_kept: float | None = 0, keeps_rng: bool = True
+    ) -> Drafter:
         """Return the drafter for one engine; the arguments are those of :class:`Room`."""
         draft = None if self.draft is None else self.draft.packed
         room = Room(self.max_nodes, vocab_size(self.target.model), max_slots, max_kept, keeps_rng)
@@ -185,18 +226,26 @@ class Speculator:
         return drafter
 
     def checks(self, config: SLOSpecConfig | None) -> Checks:
-        """Return which results of users' objects are checked, with the policy of ``config`` if one is given."""
+        """Return which results of users' objects are checked, with the policy of ``config`` if one
+        is given.
+        """
         has_user_policy = config is None and self.make_policy is not None
         return Checks(
-            self.max_nodes, vocab_size(self.target.model), has_user_policy, isinstance(self.method, UserMethod)
+            self.max_nodes,
+            vocab_size(self.target.model),
+            has_user_policy,
+            isinstance(self.method, UserMethod),
         )
 
-    def parts(self, target: PackedTarget, drafter: Drafter, costs: StepCosts, config: SLOSpecConfig | None) -> Parts:
+    def parts(
+        self, target: PackedTarget, drafter: Drafter, costs: StepCosts, config: SLOSpecConfig | None
+    ) -> Parts:
         """Return the parts of an engine, with the policy of ``config`` if one is given."""
         if self.max_nodes:
             target.inform(drafter)
         drafter.read_kv_of(target.sequences)
-        policy, clock = self.policy(costs, config), self.target.ranks.clock
+        policy = self.policy(costs, config)
+        clock = self.target.ranks.clock
         return Parts(target, drafter, policy, costs, clock, self.lock.released, self.checks(config))
 
     def run(
@@ -237,32 +286,48 @@ class Speculator:
 
     @property
     def forwards(self) -> dict[str, str]:
-        """Path of the models' forwards, "compiled" or "eager" with the reason, by "target" and "draft"."""
+        """Path of the models' forwards, "compiled" or "eager" with the reason, by "target" and
+        "draft".
+        """
         target, *drafts = self.models
         layers = self.method.feature_layers if self.max_nodes else ()
         return dict(
-            zip(("target", "draft"), [target.compiled[layers], *(draft.compiled[()] for draft in drafts)], strict=False)
+            zip(
+                ("target", "draft"),
+                [target.compiled[layers], *(draft.compiled[()] for draft in drafts)],
+                strict=False,
+            )
         )
 
     def memory(self, num_running: int) -> MemoryUse:
-        """Return the bytes that speculation takes beside the weights, with ``num_running`` requests."""
+        """Return the bytes that speculation takes beside the weights, with ``num_running``
+        requests.
+        """
         models = self.models
         with self._counting:
             drafters = list(self._drafters)
-        prepacked = {model.model: model.prepacked for model in models}.values()  # a target may draft for itself
+        prepacked = {
+            model.model: model.prepacked for model in models
+        }.values()  # a target may draft for itself
         return MemoryUse(
             target_kv=models[0].kv_bytes,
             draft_kv=sum(model.kv_bytes for model in models[1:]),
             states=num_running * sum(model.state_bytes for model in models),
             features=sum(drafter.num_feature_bytes for drafter in drafters),
-            staging=num_running * self.max_nodes * sum(model.kv_bytes_per_token for model in models),
+            staging=num_running
+            * self.max_nodes
+            * sum(model.kv_bytes_per_token for model in models),
             prepacked=sum(weights.num_bytes for weights in prepacked)
             + sum(model.compiled.num_bytes + model.exact_products.num_bytes for model in models),
             rounded_weights=sum(weights.num_rounded for weights in prepacked),
         )
 
 
-def _replace_cost(speculator: ReferenceType[Speculator], old: ForwardCost, cost: ForwardCost) -> None:
-    """Let the speculator that holds a cost model replace one of its costs; they do not keep each other in memory."""
+def _replace_cost(
+    speculator: ReferenceType[Speculator], old: ForwardCost, cost: ForwardCost
+) -> None:
+    """Let the speculator that holds a cost model replace one of its costs; they do not keep each
+    other in memory.
+    """
     if (owner := speculator()) is not None:
         owner._replace_cost(old, cost)

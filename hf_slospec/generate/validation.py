@@ -27,13 +27,12 @@ from hf_slospec.errors import (
     UnsupportedOptionError,
 )
 from hf_slospec.generate.rows import Rows
-from hf_slospec.models.checked_model import CheckedModel
-from hf_slospec.models.inspection.cache_names import CACHE_NAME, CACHE_NAMES, given_cache
-from hf_slospec.models.inspection.loaded import check_tokenizer
-from hf_slospec.models.inspection.ownership import foreign_members
-from hf_slospec.models.inspection.properties import vocab_size
-from hf_slospec.models.length_rope import varying_ropes
-from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.model.checked_model import CheckedModel
+from hf_slospec.model.length_rope import varying_ropes
+from hf_slospec.model.loading import check_tokenizer
+from hf_slospec.model.ownership import foreign_members
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.properties import CACHE_NAME, CACHE_NAMES, given_cache, vocab_size
 
 # Keyword arguments from stock that the package handles, or that do not affect the output.
 PREPARED = {
@@ -76,8 +75,11 @@ def check_flag(name: str, value: Any) -> bool:
     return value
 
 
-def check_pair(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, assistant_tokenizer: Any) -> None:
-    """Refuse ``assistant_tokenizer`` as stock does: for vocabularies of one size, and without ``tokenizer``.
+def check_pair(
+    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, assistant_tokenizer: Any
+) -> None:
+    """Refuse ``assistant_tokenizer`` as stock does: for vocabularies of one size, and without
+    ``tokenizer``.
 
     Raises:
         InvalidInputError: the message says what to leave out or to add.
@@ -89,7 +91,9 @@ def check_pair(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, 
             "drafter=hf_slospec.load_drafter(assistant_model, model, tokenizer=..., assistant_tokenizer=...)"
         )
     if tokenizer is None:
-        raise InvalidInputError("assistant_tokenizer was given without tokenizer, that of the model; pass both")
+        raise InvalidInputError(
+            "assistant_tokenizer was given without tokenizer, that of the model; pass both"
+        )
 
 
 def configured(name: str, model: PreTrainedModel, arguments: dict[str, Any]) -> Any:
@@ -109,7 +113,9 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
         InvalidInputError, InvalidTypeError, UnsupportedOptionError: the message names the argument.
     """
     if not isinstance(given := arguments.get("generation_config"), (GenerationConfig, NoneType)):
-        raise InvalidTypeError(f"generation_config must be a GenerationConfig, got {type(given).__name__}")
+        raise InvalidTypeError(
+            f"generation_config must be a GenerationConfig, got {type(given).__name__}"
+        )
     for name, instead in (
         ("custom_generate", "call generate without slo_tpot"),
         ("token_healing", "heal the prompt first"),
@@ -128,19 +134,30 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
     cache_name, cache = given_cache(arguments)
     check_cache(cache_name, cache)
     if cache is not None and configured("use_cache", model, arguments) is False:
-        whose = "" if arguments.get("use_cache") is False else ", the default of this model's generation config,"
+        whose = (
+            ""
+            if arguments.get("use_cache") is False
+            else ", the default of this model's generation config,"
+        )
         raise UnsupportedOptionError(
             f"{cache_name} and use_cache=False{whose} contradict each other; leave {cache_name} out, or pass "
             "use_cache=True"
         )
     for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length"):
         value = configured(name, model, arguments)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, numbers.Integral)
+        ):
             raise InvalidTypeError(f"{name} must be an integer, got {value!r}")
     _check_lookup(configured("prompt_lookup_num_tokens", model, arguments))
-    embeds, has_cache = arguments.get("inputs_embeds"), cache is not None
-    if embeds is not None and not (isinstance(embeds, torch.Tensor) and embeds.ndim == 3 and embeds.numel()):
-        raise InvalidInputError("inputs_embeds must be a tensor of shape [batch, length, hidden], none of them 0")
+    embeds = arguments.get("inputs_embeds")
+    has_cache = cache is not None
+    if embeds is not None and not (
+        isinstance(embeds, torch.Tensor) and embeds.ndim == 3 and embeds.numel()
+    ):
+        raise InvalidInputError(
+            "inputs_embeds must be a tensor of shape [batch, length, hidden], none of them 0"
+        )
     hidden = getattr(model.get_input_embeddings(), "embedding_dim", None)
     if embeds is not None and hidden not in (None, embeds.shape[2]):
         raise InvalidInputError(
@@ -156,14 +173,26 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
                 f"{name} must be a tensor of token ids, got {type(ids).__name__}; did you mean generate(**inputs)?"
             )
         if isinstance(ids, torch.Tensor) and ids.dtype not in (torch.int64, torch.int32):
-            raise InvalidTypeError(f"{name} must hold token ids as int64, got {ids.dtype}; convert them with .long()")
+            raise InvalidTypeError(
+                f"{name} must hold token ids as int64, got {ids.dtype}; convert them with .long()"
+            )
         if isinstance(ids, torch.Tensor) and ids.ndim not in (1, 2):
-            raise InvalidInputError(f"{name} must be [batch, length] or [length], got shape {list(ids.shape)}")
+            raise InvalidInputError(
+                f"{name} must be [batch, length] or [length], got shape {list(ids.shape)}"
+            )
         if isinstance(ids, torch.Tensor) and not ids.numel() and embeds is None:
-            raise InvalidInputError(f"{name} is empty, shape {list(ids.shape)}; give every row at least one token")
+            raise InvalidInputError(
+                f"{name} is empty, shape {list(ids.shape)}; give every row at least one token"
+            )
         mask = arguments.get("attention_mask")
-        if embeds is not None or has_cache or not isinstance(ids, torch.Tensor) or not isinstance(mask, torch.Tensor):
-            continue  # a mask over cached or embedded tokens is checked when it is known how many there are
+        if (
+            embeds is not None
+            or has_cache
+            or not isinstance(ids, torch.Tensor)
+            or not isinstance(mask, torch.Tensor)
+        ):
+            # A mask over cached or embedded tokens is checked when it is known how many there are
+            continue
         if mask.shape != ids.shape:
             raise InvalidInputError(
                 f"attention_mask has shape {list(mask.shape)} and {name} {list(ids.shape)}; they must be equal"
@@ -180,13 +209,21 @@ def check_decoder_only(model: PreTrainedModel, name: str) -> None:
 
 
 def check_evaluating(model: PreTrainedModel) -> None:
-    """Refuse a model in training mode with dropout, which draws from the global generator, or without a K/V cache."""
-    if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+    """Refuse a model in training mode with dropout, which draws from the global generator, or
+    without a K/V cache.
+    """
+    if model.training and any(
+        getattr(module, "gradient_checkpointing", False) for module in model.modules()
+    ):
         raise UnsupportedModelError(
             f"{type(model).__name__} is in training mode with gradient checkpointing, which drops K and V; turn "
             "it off or call model.eval() first, as TRL does for its rollouts"
         )
-    dropping = [name or "model" for name, module in model.named_modules() if module.training and _drops(module)]
+    dropping = [
+        name or "model"
+        for name, module in model.named_modules()
+        if module.training and _drops(module)
+    ]
     if model.training and dropping:
         raise UnsupportedModelError(
             f"{type(model).__name__} is in training mode and has dropout ({', '.join(dropping[:3])}), which makes "
@@ -196,7 +233,9 @@ def check_evaluating(model: PreTrainedModel) -> None:
 
 
 def _drops(module: torch.nn.Module) -> bool:
-    rates = [getattr(module, name, 0) for name in ("p", "dropout", "attention_dropout", "attn_dropout")]
+    rates = [
+        getattr(module, name, 0) for name in ("p", "dropout", "attention_dropout", "attn_dropout")
+    ]
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
@@ -211,9 +250,15 @@ def check_cache(name: str, cache: Any, is_prepared: bool = False) -> None:
         raise InvalidTypeError(
             f"{name} must be a transformers Cache, such as DynamicCache(), got {type(cache).__name__}"
         )
-    caches = [vars(cache)[half] for half in HALVES if is_prepared and half in vars(cache)] or [cache]
+    caches = [vars(cache)[half] for half in HALVES if is_prepared and half in vars(cache)] or [
+        cache
+    ]
     layers = [layer for each in caches for layer in getattr(each, "layers", [each])]
-    kinds = {kind for each in caches if (kind := getattr(each, "layer_class_to_replicate", None)) is not None}
+    kinds = {
+        kind
+        for each in caches
+        if (kind := getattr(each, "layer_class_to_replicate", None)) is not None
+    }
     if foreign := foreign_members((cache, *caches, *layers, *kinds)):
         kind = UnsupportedModelError if is_prepared else UnsupportedOptionError
         raise kind(
@@ -231,11 +276,15 @@ def check_cache(name: str, cache: Any, is_prepared: bool = False) -> None:
 
 def _check_lookup(num_tokens: Any) -> None:
     if num_tokens is not None and (not isinstance(num_tokens, int) or num_tokens < 1):
-        raise InvalidInputError(f"prompt_lookup_num_tokens must be a positive integer, got {num_tokens!r}")
+        raise InvalidInputError(
+            f"prompt_lookup_num_tokens must be a positive integer, got {num_tokens!r}"
+        )
 
 
 def check_options(
-    generation_config: GenerationConfig, model_kwargs: dict[str, Any], names_beside_text: Sequence[str] = ()
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    names_beside_text: Sequence[str] = (),
 ) -> None:
     """Refuse options that tree speculation cannot honour, on the prepared generation config.
 
@@ -254,9 +303,13 @@ def check_options(
                 f"{name}=True is not available with slo_tpot: stock returns them per forward of one token; "
                 "call generate without slo_tpot"
             )
-    given = (k for k, v in model_kwargs.items() if v is not None and not (type(v) is dict and not v))
+    given = (
+        k for k, v in model_kwargs.items() if v is not None and not (type(v) is dict and not v)
+    )
     if extra := sorted(name for name in given if name not in known):
-        raise UnsupportedOptionError(f"{', '.join(extra)} cannot be combined with slo_tpot; leave it out")
+        raise UnsupportedOptionError(
+            f"{', '.join(extra)} cannot be combined with slo_tpot; leave it out"
+        )
 
 
 def without_token_types(model_kwargs: dict[str, Any], checked: CheckedModel) -> dict[str, Any]:
@@ -277,7 +330,9 @@ def without_token_types(model_kwargs: dict[str, Any], checked: CheckedModel) -> 
 
 
 def check_criteria(criteria: StoppingCriteriaList, num_ranks: int) -> None:
-    """Raise UnsupportedOptionError if the processes of a model would end an output at different tokens."""
+    """Raise UnsupportedOptionError if the processes of a model would end an output at different
+    tokens.
+    """
     if num_ranks > 1 and any(isinstance(each, MaxTimeCriteria) for each in criteria):
         raise UnsupportedOptionError(
             "max_time cannot be combined with slo_tpot and a tensor-parallel model, whose processes would stop at "
@@ -286,14 +341,18 @@ def check_criteria(criteria: StoppingCriteriaList, num_ranks: int) -> None:
 
 
 def check_forwards(model: Any, processors: Sequence[Any], prefills_whole: bool) -> None:
-    """Raise UnsupportedOptionError if a request needs forwards of the model in one of its processes alone."""
+    """Raise UnsupportedOptionError if a request needs forwards of the model in one of its processes
+    alone.
+    """
     if prefills_whole:
         raise UnsupportedOptionError(
             f"{type(model).__name__} processes prompts as a whole, and the batcher of a tensor-parallel model cannot; "
             "call generate in every process, while no batcher runs"
         )
     for each in processors:
-        if any(isinstance(value, torch.nn.Module) for value in getattr(each, "__dict__", {}).values()):
+        if any(
+            isinstance(value, torch.nn.Module) for value in getattr(each, "__dict__", {}).values()
+        ):
             raise UnsupportedOptionError(
                 f"{type(each).__name__} forwards a model, and the batcher of a tensor-parallel model runs processors "
                 "in its first process alone; leave out what asks for it, such as guidance_scale"
@@ -344,7 +403,9 @@ def check_prompts(rows: Rows, checked: CheckedModel, has_placeholders: bool = Fa
     ids = rows.prompt.tokens.clamp(max=0) if has_placeholders else rows.prompt.tokens
     check_ids("input_ids", (int(ids.min()), int(ids.max())), target.vocab_size)
     cached = rows.prompt.cached_shapes
-    if cached and cached != [(layer.shape.key.num_heads, layer.shape.key.dim) for layer in target.layers]:
+    if cached and cached != [
+        (layer.shape.key.num_heads, layer.shape.key.dim) for layer in target.layers
+    ]:
         raise InvalidInputError(
             f"{CACHE_NAME} holds {len(cached)} layers, whose shapes are not those of this model's "
             f"{len(target.layers)}; pass a cache that the same model wrote"
@@ -360,13 +421,17 @@ def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
 
 
 def _check_rope(rows: Rows, target: PackedModel) -> None:
-    """Refuse outputs that may grow beyond a change of RoPE where stock computes K/V again, or RoPE is not known.
+    """Refuse outputs that may grow beyond a change of RoPE where stock computes K/V again, or RoPE
+    is not known.
 
     Models for which stock does so prepare inputs by a method of their own.
     """
     model: Any = target.model
-    is_plain = type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
-    longest, padded_len = max(len(params.prompt) for params in rows.params), rows.input_ids.shape[1]
+    is_plain = (
+        type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+    )
+    longest = max(len(params.prompt) for params in rows.params)
+    padded_len = rows.input_ids.shape[1]
     end = padded_len + max(params.max_new_tokens for params in rows.params)
     for kind, trained in varying_ropes(model.config.get_text_config()):
         if end > trained and not target.rope.modules:

@@ -1,21 +1,22 @@
 """Simulation of serving with the real engine, schedulers and policies, and policies after papers.
 
-Importing this package registers these policies; its entry point imports it when one of them is named first.
-"""
+Importing this package registers these policies; its entry point imports it when one of them is
+named first."""
 
 from hf_slospec.lab.comparison import Load, compare, draw, table
 from hf_slospec.lab.hardware import HARDWARE, Hardware, HardwareFile
 from hf_slospec.lab.policies.adaspec import AdaSpecPolicy
 from hf_slospec.lab.policies.optimal import OptimalPolicy
-from hf_slospec.lab.policies.sequoia import SequoiaPolicy
+from hf_slospec.lab.policies.sequoia import SequoiaPolicy, StaticTreePolicy
 from hf_slospec.lab.policies.slos_serve import SLOsServePolicy
 from hf_slospec.lab.policies.smartspec import SmartSpecPolicy, SmartSpecRequestsPolicy
-from hf_slospec.lab.policies.smartspec_confidence import ConfidencePolicy
-from hf_slospec.lab.policies.smartspec_tree import HeadsPolicy
-from hf_slospec.lab.policies.static_tree import StaticTreePolicy
+from hf_slospec.lab.policies.smartspec_variants import (
+    ConfidencePolicy,
+    HeadsPolicy,
+    TurboSpecPolicy,
+    VLLMAdaptivePolicy,
+)
 from hf_slospec.lab.policies.thesis import CappedThesisSLOPolicy, ThesisPolicy, ThesisSLOPolicy
-from hf_slospec.lab.policies.turbospec import TurboSpecPolicy
-from hf_slospec.lab.policies.vllm_adaptive import VLLMAdaptivePolicy
 from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.systems import config_of
 from hf_slospec.lab.texts import Recording, TextModel

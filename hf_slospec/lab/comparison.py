@@ -17,9 +17,8 @@ from hf_slospec.errors import InvalidInputError
 from hf_slospec.extras import need
 from hf_slospec.lab.hardware import Hardware
 from hf_slospec.lab.outcomes import METRICS, Run
-from hf_slospec.lab.routers import OURS
 from hf_slospec.lab.simulation import Simulation
-from hf_slospec.lab.systems import config_of, is_oracle
+from hf_slospec.lab.systems import OURS, config_of, is_oracle
 from hf_slospec.lab.texts import NUM_CHILDREN, Library, Recording, TextModel
 from hf_slospec.lab.workload import Job, check_rate
 
@@ -33,18 +32,27 @@ class Load:
     library: Library
 
     @classmethod
-    def of(cls, label: str, jobs: Sequence[Job], source: TextModel | Recording, rng: np.random.Generator) -> Load:
+    def of(
+        cls,
+        label: str,
+        jobs: Sequence[Job],
+        source: TextModel | Recording,
+        rng: np.random.Generator,
+    ) -> Load:
         """Return the requests with synthetic texts or with texts drawn from a recording.
 
-        Recorded texts were decoded greedily; a text that is shorter than the request's output shortens the output.
-        """
+        Recorded texts were decoded greedily; a text that is shorter than the request's output
+        shortens the output."""
         if isinstance(source, TextModel):
             texts = [source.write(rng, job.output_tokens) for job in jobs]
             return cls(label, tuple(jobs), Library(texts, source.matched))
         recorded = [text.text() for text in source.texts]
         drawn = [recorded[index] for index in rng.integers(len(recorded), size=len(jobs))]
         texts = [text.up_to(job.output_tokens) for text, job in zip(drawn, jobs, strict=True)]
-        fitted = [replace(j, output_tokens=len(text), is_sampled=False) for j, text in zip(jobs, texts, strict=True)]
+        fitted = [
+            replace(j, output_tokens=len(text), is_sampled=False)
+            for j, text in zip(jobs, texts, strict=True)
+        ]
         return cls(label, tuple(fitted), Library(texts))
 
 
@@ -60,9 +68,12 @@ def at_rate(jobs: Sequence[Job], rate: float) -> list[Job]:
         InvalidInputError: the rate is not positive, or all requests arrive at the same time.
     """
     check_rate(rate)
-    first_s, span_s = jobs[0].arrival_s, jobs[-1].arrival_s - jobs[0].arrival_s
+    first_s = jobs[0].arrival_s
+    span_s = jobs[-1].arrival_s - jobs[0].arrival_s
     if len(jobs) > 1 and span_s <= 0.0:
-        raise InvalidInputError("all requests arrive at the same time, so their rate cannot be changed; leave it out")
+        raise InvalidInputError(
+            "all requests arrive at the same time, so their rate cannot be changed; leave it out"
+        )
     factor = 1.0 if len(jobs) == 1 else (len(jobs) - 1) / rate / span_s
     return [replace(job, arrival_s=first_s + (job.arrival_s - first_s) * factor) for job in jobs]
 
@@ -79,7 +90,7 @@ def compare(
     """Simulate every system under every load.
 
     Args:
-        router: one of :data:`~hf_slospec.lab.routers.ROUTERS`, for several replicas.
+        router: one of :data:`~hf_slospec.lab.systems.ROUTERS`, for several replicas.
 
     Returns:
         For each system its runs, in the order of the loads.
@@ -103,7 +114,9 @@ def compare(
     num_requests = sum(len(load.jobs) for _, load, _ in simulations)
     with tqdm(total=num_requests, unit=" requests", disable=not sys.stderr.isatty()) as bar:
         while simulations:
-            system, load, simulation = simulations.pop(0)  # removed, so that its memory is freed after its run
+            system, load, simulation = simulations.pop(
+                0
+            )  # removed, so that its memory is freed after its run
             bar.set_description(f"{system} at {load.label}")
             runs[system].append(simulation.run(system, on_end=bar.update))
     return runs
@@ -142,12 +155,24 @@ def records(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str) -> l
     ]
 
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31", "#7F7F7F")
+COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+    "#8C6D31",
+    "#7F7F7F",
+)
 MARKERS = "osD^vP*Xd<>"
 
 
 def draw(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str, path: Path) -> None:
-    """Plot attainment, goodput and tokens per step by load, and attainment by class under the last load."""
+    """Plot attainment, goodput and tokens per step by load, and attainment by class under the last
+    load.
+    """
     need("plot", "a plot")
     import matplotlib
 
@@ -155,7 +180,10 @@ def draw(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str, path: P
     from matplotlib import pyplot
 
     pyplot.rcParams["text.parse_math"] = False  # class names may contain dollar signs
-    summaries = {name: [run.summary(METRICS[metric]) for run in system_runs] for name, system_runs in runs.items()}
+    summaries = {
+        name: [run.summary(METRICS[metric]) for run in system_runs]
+        for name, system_runs in runs.items()
+    }
     figure, panels = pyplot.subplots(2, 2, figsize=(12, 8), layout="constrained")
     titles = {
         "attainment": "requests that attained, %",
@@ -165,9 +193,15 @@ def draw(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str, path: P
     x = np.arange(len(loads))
     for panel, (key, title) in zip(panels.flat, titles.items(), strict=False):
         for index, (system, by_load) in enumerate(summaries.items()):
-            values = [np.nan if s[key] is None else s[key] * (100.0 if key == "attainment" else 1.0) for s in by_load]
-            colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
-            panel.plot(x, values, marker=marker, color=colour, label=system, linewidth=1.5, markersize=5)
+            values = [
+                np.nan if s[key] is None else s[key] * (100.0 if key == "attainment" else 1.0)
+                for s in by_load
+            ]
+            colour = COLOURS[index % len(COLOURS)]
+            marker = MARKERS[index % len(MARKERS)]
+            panel.plot(
+                x, values, marker=marker, color=colour, label=system, linewidth=1.5, markersize=5
+            )
         panel.set(title=title, ylim=(0, 103 if key == "attainment" else None))
         panel.set_xticks(x, [load.label for load in loads])
         panel.grid(alpha=0.3)
@@ -179,8 +213,15 @@ def draw(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str, path: P
         panels[1, 1].bar(np.arange(len(kinds)) + index * width - 0.4 + width / 2, values, width,
                          color=COLOURS[index % len(COLOURS)])  # fmt: skip
     panels[1, 1].set_xticks(np.arange(len(kinds)), kinds)
-    panels[1, 1].set(title=f"by class at {loads[-1].label}: requests that attained, %", ylim=(0, 103))
+    panels[1, 1].set(
+        title=f"by class at {loads[-1].label}: requests that attained, %", ylim=(0, 103)
+    )
     panels[1, 1].grid(alpha=0.3, axis="y")
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+    figure.legend(
+        *panels[0, 0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=6,
+        frameon=False,
+    )
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -10,8 +10,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
-from hf_slospec.engine.step_times import StepCosts
+from hf_slospec.engine.costs import StepCosts
+from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.errors import InvalidFileError, InvalidInputError
 from hf_slospec.lab.files import read_json, validated
 
@@ -34,8 +34,12 @@ class Hardware:
         return StepCosts(self.target, self.draft)
 
 
-def lines(*parts: tuple[float, float], per_request_ms: float = 0.0, per_key_ms: float = 0.0) -> ForwardCost:
-    """Return the maximum of lines, each given as (milliseconds at 0 tokens, milliseconds per token), as a cost."""
+def lines(
+    *parts: tuple[float, float], per_request_ms: float = 0.0, per_key_ms: float = 0.0
+) -> ForwardCost:
+    """Return the maximum of lines, each given as (milliseconds at 0 tokens, milliseconds per
+    token), as a cost.
+    """
     knots = {1, MAX_TOKENS, *(2**power for power in range(1, 15))}
     for index, (base, slope) in enumerate(parts):
         for other_base, other_slope in parts[index + 1 :]:
@@ -59,12 +63,18 @@ HARDWARE: dict[str, Hardware] = {
         lines((29.5, 0.12), (12.0, 0.205), per_key_ms=6.3e-5), lines((4.5, 0.004)), mixed_s=0.010
     ),
     "llama-8b-h100": Hardware(lines((6.939, 0.01844), per_key_ms=4.86e-5), lines((1.7, 0.004))),
-    "llama-7b-h100": Hardware(curve({1: 5.6, 128: 6.4, 256: 9.2, 512: 12.1, 1024: 21.2}), lines((2.2, 0.002))),
+    "llama-7b-h100": Hardware(
+        curve({1: 5.6, 128: 6.4, 256: 9.2, 512: 12.1, 1024: 21.2}), lines((2.2, 0.002))
+    ),
     "llama-7b-a100": Hardware(
-        curve({1: 9.3, 64: 9.8, 128: 12.3, 256: 17.9, 512: 33.6, 1024: 68.0}), lines((2.2, 0.003)), kv_tokens=80_000
+        curve({1: 9.3, 64: 9.8, 128: 12.3, 256: 17.9, 512: 33.6, 1024: 68.0}),
+        lines((2.2, 0.003)),
+        kv_tokens=80_000,
     ),
     "opt-13b-a100": Hardware(
-        lines((23.5, 0.0607), (22.1, 0.1405), per_key_ms=5.9e-4), lines((2.2, 0.003)), kv_tokens=55_000
+        lines((23.5, 0.0607), (22.1, 0.1405), per_key_ms=5.9e-4),
+        lines((2.2, 0.003)),
+        kv_tokens=55_000,
     ),
 }
 
@@ -87,7 +97,9 @@ class ForwardFile(BaseModel):
     @model_validator(mode="after")
     def _check_curve(self) -> ForwardFile:
         if len(self.tokens) != len(self.ms):
-            raise ValueError(f"tokens and ms must have equal lengths, got {len(self.tokens)} and {len(self.ms)}")
+            raise ValueError(
+                f"tokens and ms must have equal lengths, got {len(self.tokens)} and {len(self.ms)}"
+            )
         if self.tokens != sorted(set(self.tokens)) or self.ms != sorted(self.ms):
             raise ValueError("tokens must increase, and ms must not decrease")
         return self
@@ -95,13 +107,16 @@ class ForwardFile(BaseModel):
     def cost(self) -> ForwardCost:
         """Return the cost in seconds."""
         seconds = tuple(ms / 1e3 for ms in self.ms)
-        per_request_s, per_key_s = self.ms_per_further_request / 1e3, self.ms_per_1000_keys / 1e6
+        per_request_s = self.ms_per_further_request / 1e3
+        per_key_s = self.ms_per_1000_keys / 1e6
         return ForwardCost(LatencyCurve(tuple(self.tokens), seconds), per_request_s, per_key_s)
 
 
 def _lasting(cost: ForwardFile) -> ForwardFile:
     if cost.ms[0] < MIN_TARGET_MS:
-        raise ValueError(f"a forward of the target takes at least {MIN_TARGET_MS} ms, got {cost.ms[0]}")
+        raise ValueError(
+            f"a forward of the target takes at least {MIN_TARGET_MS} ms, got {cost.ms[0]}"
+        )
     return cost
 
 
@@ -162,7 +177,8 @@ class ProfileFile(BaseModel):
 
 
 def hardware_of(name: str) -> Hardware:
-    """Return one of :data:`HARDWARE`, or the content of a latency file or of a file that ``profile --json`` wrote.
+    """Return one of :data:`HARDWARE`, or the content of a latency file or of a file that
+    ``profile --json`` wrote.
 
     Raises:
         InvalidFileError: the file is invalid; the message has line and column.
@@ -171,10 +187,14 @@ def hardware_of(name: str) -> Hardware:
     if name in HARDWARE:
         return HARDWARE[name]
     if not os.path.exists(name):
-        raise InvalidInputError(f"there is no file {name!r}, and known hardware is: {', '.join(HARDWARE)}")
+        raise InvalidInputError(
+            f"there is no file {name!r}, and known hardware is: {', '.join(HARDWARE)}"
+        )
     path = Path(name)
     if path.is_dir():
-        raise InvalidFileError(f"{path}: is a folder, not a latency file; give the path of the file")
+        raise InvalidFileError(
+            f"{path}: is a folder, not a latency file; give the path of the file"
+        )
     text, data = read_json(path)
     if isinstance(data, dict) and "results" in data:
         return validated(ProfileFile, path, text, data).hardware()

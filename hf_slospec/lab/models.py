@@ -5,15 +5,19 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hf_slospec.algo.tree import BoolArray, FloatArray, IntArray, TokenTree
-from hf_slospec.engine.protocols import Chooser, Chunk, Drafter, Plan, Target
-from hf_slospec.engine.request import Request
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.engine.costs import StepCosts
+from hf_slospec.engine.interfaces import Chooser, Chunk, Drafter, Plan, Policy, Selection, Target
 from hf_slospec.lab.hardware import Hardware
+from hf_slospec.lab.policies.optimal import OptimalPolicy
 from hf_slospec.lab.texts import Library
+from hf_slospec.policies.registry import max_useful_depth
+from hf_slospec.request.request import Request
+from hf_slospec.tree.tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
 
 
 class VirtualClock:
@@ -33,21 +37,25 @@ class SlowedClock(VirtualClock):
     """
 
     def __init__(self, begin_s: float, end_s: float) -> None:
-        self.begin_s, self.end_s = begin_s, end_s
+        self.begin_s = begin_s
+        self.end_s = end_s
         super().__init__()
 
     def __setattr__(self, name: str, value: float) -> None:
         if name == "now_s":
             before_s = getattr(self, name, 0.0)
-            value = before_s + (value - before_s) * (2.0 if self.begin_s <= before_s < self.end_s else 1.0)
+            value = before_s + (value - before_s) * (
+                2.0 if self.begin_s <= before_s < self.end_s else 1.0
+            )
         super().__setattr__(name, value)
 
 
 class SimulatedTarget(Target):
-    """Target that chooses the tokens of each request's text and advances the clock by the cost of each forward.
+    """Target that chooses the tokens of each request's text and advances the clock by the cost of
+    each forward.
 
-    It keeps the K/V of finished requests that others continue, while running requests at their longest leave room.
-    """
+    It keeps the K/V of finished requests that others continue, while running requests at their
+    longest leave room."""
 
     def __init__(
         self,
@@ -57,22 +65,39 @@ class SimulatedTarget(Target):
         kv_tokens: float = math.inf,
         continued: Mapping[int, int] | None = None,
     ):
-        """Create a target without K/V; ``continued`` maps indices of requests to those of the ones they continue."""
-        self.library, self.hardware, self.clock, self.kv_tokens = library, hardware, clock, kv_tokens
+        """Create a target without K/V; ``continued`` maps indices of requests to those of the ones
+        they continue.
+        """
+        self.library, self.hardware, self.clock, self.kv_tokens = (
+            library,
+            hardware,
+            clock,
+            kv_tokens,
+        )
         self._continued = continued or {}
         self._to_come = set(self._continued.values())
         self._held: dict[int, int] = {}  # tokens of running requests at their longest, by index
-        self._kept: dict[int, int] = {}  # tokens of finished requests with K/V, by index, the oldest first
+        self._kept: dict[
+            int, int
+        ] = {}  # tokens of finished requests with K/V, by index, the oldest first
 
     def verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
     ) -> Sequence[Chooser]:
         """Advance the clock by one forward of the trees and the chunks.  -> one chooser per request"""
         num_nodes = sum(tree.num_nodes for tree in trees)
-        num_prefill_tokens = sum(r.num_uncached - 1 for r in requests) + sum(chunk.num_tokens for chunk in chunks)
-        num_keys = sum(len(r.tokens) for r in requests) + sum(c.request.kv.num_cached + c.num_tokens for c in chunks)
+        num_prefill_tokens = sum(r.num_uncached - 1 for r in requests) + sum(
+            chunk.num_tokens for chunk in chunks
+        )
+        num_keys = sum(len(r.tokens) for r in requests) + sum(
+            c.request.kv.num_cached + c.num_tokens for c in chunks
+        )
         is_mixed = num_prefill_tokens > 0 and any(request.is_decoding for request in requests)
-        seconds = float(self.hardware.target(num_nodes + num_prefill_tokens, len(requests) + len(chunks), num_keys))
+        seconds = float(
+            self.hardware.target(
+                num_nodes + num_prefill_tokens, len(requests) + len(chunks), num_keys
+            )
+        )
         self.clock.now_s += seconds + self.hardware.host_s + self.hardware.mixed_s * is_mixed
         return [functools.partial(self._choose, request) for request in requests]
 
@@ -80,7 +105,10 @@ class SimulatedTarget(Target):
         return self.library.token(request.index, request.num_emitted)
 
     def commit(
-        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], chunks: Sequence[Chunk] = ()
+        self,
+        requests: Sequence[Request],
+        accepted: Sequence[Sequence[int]],
+        chunks: Sequence[Chunk] = (),
     ) -> None:
         """Do nothing: there is no K/V cache."""
 
@@ -91,7 +119,9 @@ class SimulatedTarget(Target):
             self._kept[request.index] = len(request.tokens) - 1
 
     def reuse(self, request: Request) -> int:
-        """Give a request the K/V kept of the one it continues; drop the oldest K/V for which no room is left."""
+        """Give a request the K/V kept of the one it continues; drop the oldest K/V for which no
+        room is left.
+        """
         num_cached = request.kv.num_cached or self.num_reusable(request)
         self._kept.pop(self._continued.get(request.index, -1), None)
         self._held[request.index] = request.params.max_len
@@ -123,12 +153,14 @@ class _Level:
 class SimulatedDrafter(Drafter):
     """Drafter that runs beam search over the draft probabilities stored with the texts.
 
-    Nodes on the target's path get the probabilities of their position in the text. All other nodes, which are never
-    accepted, get those of a random position of the same text, so that wrong proposals look as probable as correct ones.
-    """
+    Nodes on the target's path get the probabilities of their position in the text. All other nodes,
+    which are never accepted, get those of a random position of the same text, so that wrong
+    proposals look as probable as correct ones."""
 
     def __init__(self, library: Library, hardware: Hardware, clock: VirtualClock, seed: int = 0):
-        self.library, self.hardware, self.clock = library, hardware, clock
+        self.library = library
+        self.hardware = hardware
+        self.clock = clock
         self._rng = np.random.default_rng(seed)
         self._num_cached: dict[Request, int] = {}  # tokens whose K/V the draft holds
 
@@ -137,8 +169,11 @@ class SimulatedDrafter(Drafter):
 
         Requests leave the draft's batch by the limits of the plan, as they do on a CPU.
         """
-        num_requests, keys = len(requests), np.array([len(request.tokens) for request in requests])
-        num_uncached = int(keys.sum()) - sum(self._num_cached.get(request, 0) for request in requests)
+        num_requests = len(requests)
+        keys = np.array([len(request.tokens) for request in requests])
+        num_uncached = int(keys.sum()) - sum(
+            self._num_cached.get(request, 0) for request in requests
+        )
         self._num_cached.update((request, len(request.tokens)) for request in requests)
         seconds = float(self.hardware.draft(num_uncached, num_requests, keys.sum()))
         limits = np.array([plan.levels_of(request) for request in requests])
@@ -155,7 +190,10 @@ class SimulatedDrafter(Drafter):
             if plan.min_confidence:
                 is_drafting &= (levels[-1].min_probs > plan.min_confidence).any(axis=1)
             if plan.min_gain or plan.min_request_gain:
-                gains = np.maximum(weights * path_probs - plan.min_path_prob, 0.0).sum(axis=1) - plan.min_request_gain
+                gains = (
+                    np.maximum(weights * path_probs - plan.min_path_prob, 0.0).sum(axis=1)
+                    - plan.min_request_gain
+                )
                 is_drafting &= gains > 0.0
                 if gains[is_drafting].sum() < plan.min_gain:
                     break
@@ -168,18 +206,26 @@ class SimulatedDrafter(Drafter):
             num_levels += is_drafting
         self.clock.now_s += seconds + self.hardware.drafting_request_s * num_requests
         trees = [
-            tree.up_to(depth) for tree, depth in zip(self._trees(requests, levels), num_levels.tolist(), strict=True)
+            tree.up_to(depth)
+            for tree, depth in zip(self._trees(requests, levels), num_levels.tolist(), strict=True)
         ]
         if self.library.matched == 1.0:
             return trees
-        is_matched = self._rng.random(len(requests)) < self.library.matched  # as if prompt lookup had a match
-        return [tree if has_match else tree.up_to(0) for tree, has_match in zip(trees, is_matched, strict=True)]
+        is_matched = (
+            self._rng.random(len(requests)) < self.library.matched
+        )  # as if prompt lookup had a match
+        return [
+            tree if has_match else tree.up_to(0)
+            for tree, has_match in zip(trees, is_matched, strict=True)
+        ]
 
     def release(self, request: Request) -> None:
         """Drop the request's K/V of the draft."""
         self._num_cached.pop(request, None)
 
-    def _expand(self, requests: Sequence[Request], above: _Level | None, depth: int, width: int) -> _Level:
+    def _expand(
+        self, requests: Sequence[Request], above: _Level | None, depth: int, width: int
+    ) -> _Level:
         """Return the ``width`` most probable children of each request's nodes of a level.
 
         Args:
@@ -189,10 +235,13 @@ class SimulatedDrafter(Drafter):
         if above is None:
             ones = np.ones((len(requests), 1))
             above = _Level(ones, ones, ones > 0.0, ones.astype(np.int64), ones.astype(np.int64))
-        library, beam = self.library, above.tokens.shape[1]
+        library = self.library
+        beam = above.tokens.shape[1]
         indices = np.array([request.index for request in requests])
         next_positions = np.array([request.num_emitted + depth for request in requests])
-        random_positions = (self._rng.random(above.tokens.shape) * library.lengths[indices][:, None]).astype(np.int64)
+        random_positions = (
+            self._rng.random(above.tokens.shape) * library.lengths[indices][:, None]
+        ).astype(np.int64)
         positions = np.where(above.is_correct, next_positions[:, None], random_positions)
         rows = library.rows(np.repeat(indices, beam), positions.ravel())
         num_children = min(width, library.num_children)
@@ -200,7 +249,9 @@ class SimulatedDrafter(Drafter):
         ranks = library.ranks[rows].reshape(len(requests), beam, 1)
         path_probs = (above.path_probs[..., None] * probs).reshape(len(requests), -1)
         min_probs = np.minimum(above.min_probs[..., None], probs).reshape(len(requests), -1)
-        is_correct = (above.is_correct[..., None] & (ranks == np.arange(num_children))).reshape(len(requests), -1)
+        is_correct = (above.is_correct[..., None] & (ranks == np.arange(num_children))).reshape(
+            len(requests), -1
+        )
         order = np.argsort(-path_probs, axis=1, kind="stable")[:, :width]
         return _Level(
             np.take_along_axis(path_probs, order, axis=1),
@@ -214,7 +265,9 @@ class SimulatedDrafter(Drafter):
         """Return one candidate tree per request, its nodes level by level."""
         widths = [level.tokens.shape[1] for level in levels]
         depths = np.repeat(np.arange(len(levels) + 1), [1, *widths])
-        firsts = np.repeat(np.cumsum([0, 1, *widths])[: len(levels)], widths)  # first node of the level above
+        firsts = np.repeat(
+            np.cumsum([0, 1, *widths])[: len(levels)], widths
+        )  # first node of the level above
         ones = np.ones((len(requests), 1))
         roots = np.array([[request.tokens[-1]] for request in requests])
         tokens = np.concatenate([roots, *(level.tokens for level in levels)], axis=1)
@@ -222,4 +275,116 @@ class SimulatedDrafter(Drafter):
         parents = np.concatenate([-ones.astype(np.int64), parents], axis=1)
         path_probs = np.concatenate([ones, *(level.path_probs for level in levels)], axis=1)
         rows = zip(tokens, parents, path_probs, strict=True)
-        return [TokenTree(row_tokens, row_parents, depths, row_probs) for row_tokens, row_parents, row_probs in rows]
+        return [
+            TokenTree(row_tokens, row_parents, depths, row_probs)
+            for row_tokens, row_parents, row_probs in rows
+        ]
+
+
+class OraclePolicy(Policy):
+    """Policy with access to the texts, which tries all widths of every step on a separate clock
+    first.
+
+    It drafts only for requests with tokens that will be accepted, and knows the cost of drafting.
+    The draft's prefill of prompts is not counted, since it pays in later steps. It maximises the
+    tokens per second of each single step and knows neither SLOs nor arrivals, so it shows the cost
+    of not knowing acceptance. It is not an upper bound (one is in benchmarks/papers/bounds.py); the
+    best of several settings comes closer to one."""
+
+    def __init__(self, library: Library, config: SLOSpecConfig, hardware: Hardware, trial: Drafter):
+        """Create a policy that tries the drafts of ``trial``, whose clock is not that of the
+        simulation.
+        """
+        self.library = library
+        self.config = config
+        self.costs = hardware.costs()
+        self._trial = trial
+
+    def plan(
+        self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
+    ) -> Plan:
+        """Return the shape with the most committed tokens per second in trials of this step's
+        drafting.
+        """
+        max_depth = max_useful_depth(requests, self.config.max_depth)
+        if not max_depth:
+            return Plan(0, 1)
+        max_width = min(max(self.config.draft_budget // len(requests), 1), self.config.max_width)
+        plans = [self._best_depth(requests, max_depth, width) for width in range(1, max_width + 1)]
+        return max(plans, key=lambda pair: pair[0])[1]
+
+    def _best_depth(
+        self, requests: Sequence[Request], max_depth: int, width: int
+    ) -> tuple[float, Plan]:
+        """Return the best plan of one width, and its committed tokens per second."""
+        num_requests = len(requests)
+        num_keys = sum(len(request.tokens) for request in requests)
+        trees = self._trial.draft(requests, Plan(max_depth, width))
+        pairs = zip(requests, trees, strict=True)
+        hits = np.array([len(accepted_nodes(self.library, *pair)) - 1 for pair in pairs])
+        drafting = [request for request, hit in zip(requests, hits.tolist(), strict=True) if hit]
+        if not drafting:
+            return num_requests / float(
+                self.costs.verify_s(num_requests, num_requests, num_keys)
+            ), Plan(0, 1)
+        depths = np.arange(max_depth + 1)
+        accepted = np.minimum(hits[:, None], depths).sum(axis=0)
+        num_catch_up = sum(min(request.num_draft_behind, max_depth + 1) for request in drafting)
+        draft_keys = sum(len(request.tokens) for request in drafting)
+        draft_s = self.costs.draft_s(len(drafting), depths, width, draft_keys, num_catch_up)
+        rates = (num_requests + accepted) / (
+            draft_s + self.costs.verify_s(num_requests + accepted, num_requests, num_keys)
+        )
+        best = int(np.argmax(rates))
+        return float(rates[best]), Plan(best, width, drafting=drafting)
+
+    def select(
+        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
+    ) -> Selection:
+        """Return the candidates that will be accepted."""
+        pairs = zip(requests, candidates, strict=True)
+        trees = [
+            tree.subtree(accepted_nodes(self.library, request, tree)) for request, tree in pairs
+        ]
+        return Selection(trees, [float(tree.num_nodes) for tree in trees])
+
+
+class AdaServeOraclePolicy(OptimalPolicy):
+    """AdaServe's policy with true path probabilities: 1 for nodes that will be accepted and 0 for
+    all others.
+
+    With these the paper's Algorithm 1 is optimal: as many tokens as the budget yields, after what
+    every request requires. Trees are drafted as by AdaServe.
+    """
+
+    is_wide = False
+
+    def __init__(self, library: Library, config: SLOSpecConfig, costs: StepCosts):
+        super().__init__(config, costs)
+        self.library = library
+
+    def _nodes(
+        self,
+        requests: Sequence[Request],
+        candidates: Sequence[TokenTree],
+        required: Sequence[float],
+    ) -> list[IntArray]:
+        trees = [self._with_true_probs(*pair) for pair in zip(requests, candidates, strict=True)]
+        return super()._nodes(requests, trees, required)
+
+    def _with_true_probs(self, request: Request, tree: TokenTree) -> TokenTree:
+        is_accepted = np.zeros(tree.num_nodes)
+        is_accepted[accepted_nodes(self.library, request, tree)] = 1.0
+        return replace(tree, path_probs=is_accepted)
+
+
+def accepted_nodes(library: Library, request: Request, tree: TokenTree) -> IntArray:
+    """Return the nodes that will be accepted, the root first.  -> [num_accepted + 1] int64"""
+    nodes = [ROOT]
+    while len(nodes) < request.num_left:
+        position = request.num_emitted + len(nodes) - 1
+        child = tree.child(nodes[-1], library.token(request.index, position))
+        if child is None:
+            break
+        nodes.append(child)
+    return np.array(nodes)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from hf_slospec.engine.events import PhaseTimes
-from hf_slospec.engine.request import Request
 from hf_slospec.lab.workload import Job
+from hf_slospec.request.request import Request
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,9 @@ class Outcome:
     reused: int  # tokens of the prompt whose K/V was kept
 
     @classmethod
-    def of(cls, request: Request, job: Job, replica: int, decode_begun_s: float, reroutes: int) -> Outcome:
+    def of(
+        cls, request: Request, job: Job, replica: int, decode_begun_s: float, reroutes: int
+    ) -> Outcome:
         """Return the result of a finished request."""
         metrics = request.metrics()
         return cls(
@@ -59,7 +61,9 @@ class Outcome:
             output_tokens=metrics.tokens,
             tpot_slo_s=metrics.tpot_slo_s,
             ttft_slo_s=metrics.ttft_slo_s,
-            first_token_s=math.nan if request.stats.first_token_s is None else request.stats.first_token_s,
+            first_token_s=math.nan
+            if request.stats.first_token_s is None
+            else request.stats.first_token_s,
             decode_begun_s=decode_begun_s,
             finish_s=request.stats.last_token_s,
             steps=metrics.steps,
@@ -93,8 +97,8 @@ def attained(outcome: Outcome) -> bool | None:
 def adaserve_attained(outcome: Outcome) -> bool | None:
     """Return whether (finish - first decode iteration) / tokens is within the TPOT SLO (AdaServe).
 
-    Queueing and prefill do not count. It knows no stages: requests with several are judged by :func:`attained`.
-    """
+    Queueing and prefill do not count. It knows no stages: requests with several are judged by
+    :func:`attained`."""
     if outcome.think_tokens:
         return outcome.attained
     if outcome.tpot_slo_s is None:
@@ -103,18 +107,30 @@ def adaserve_attained(outcome: Outcome) -> bool | None:
 
 
 def slos_serve_attained(outcome: Outcome) -> bool | None:
-    """Return whether TTFT and the TPOT of any 10 consecutive tokens of a stage are within the SLOs (SLOs-Serve)."""
+    """Return whether TTFT and the TPOT of any 10 consecutive tokens of a stage are within the SLOs
+    (SLOs-Serve).
+    """
     if outcome.think_tokens:
-        return None if outcome.attained is None else outcome.attained and outcome.windows_kept is not False
+        return (
+            None
+            if outcome.attained is None
+            else outcome.attained and outcome.windows_kept is not False
+        )
     if outcome.tpot_slo_s is None and outcome.ttft_slo_s is None:
         return None
     is_late = outcome.ttft_slo_s is not None and outcome.ttft_s > outcome.ttft_slo_s
     worst_s = outcome.tpot_s if outcome.worst_tpot_s is None else outcome.worst_tpot_s
-    is_slow = outcome.tpot_slo_s is not None and worst_s is not None and worst_s > outcome.tpot_slo_s
+    is_slow = (
+        outcome.tpot_slo_s is not None and worst_s is not None and worst_s > outcome.tpot_slo_s
+    )
     return not (is_late or is_slow)
 
 
-METRICS: dict[str, Metric] = {"tpot": attained, "adaserve": adaserve_attained, "slos-serve": slos_serve_attained}
+METRICS: dict[str, Metric] = {
+    "tpot": attained,
+    "adaserve": adaserve_attained,
+    "slos-serve": slos_serve_attained,
+}
 
 
 @dataclass
@@ -144,7 +160,8 @@ class Run:
     def summary(self, metric: Metric = attained) -> dict[str, Any]:
         """Return the figures of the whole load and, under ``kinds``, those of its classes."""
         kinds = sorted({outcome.kind for outcome in self.outcomes})
-        totals, steps = self.totals, max(self.totals.num_steps, 1)
+        totals = self.totals
+        steps = max(self.totals.num_steps, 1)
         return {
             **_figures(self.outcomes, metric, self.seconds),
             "seconds": self.seconds,
@@ -157,7 +174,11 @@ class Run:
             "draft_share": totals.phases.draft_s / max(totals.phases.total_s, 1e-12),
             "not_guaranteed": self.not_guaranteed,
             "kinds": {
-                kind: _figures([outcome for outcome in self.outcomes if outcome.kind == kind], metric, self.seconds)
+                kind: _figures(
+                    [outcome for outcome in self.outcomes if outcome.kind == kind],
+                    metric,
+                    self.seconds,
+                )
                 for kind in kinds
             },
         }
@@ -172,14 +193,22 @@ class Run:
 def _figures(outcomes: Sequence[Outcome], metric: Metric, seconds: float) -> dict[str, Any]:
     verdicts = [metric(outcome) for outcome in outcomes]
     judged = [verdict for verdict in verdicts if verdict is not None]
-    good = sum(outcome.output_tokens for outcome, verdict in zip(outcomes, verdicts, strict=True) if verdict)
+    good = sum(
+        outcome.output_tokens
+        for outcome, verdict in zip(outcomes, verdicts, strict=True)
+        if verdict
+    )
     return {
         "requests": len(outcomes),
         "attainment": sum(judged) / len(judged) if judged else None,
         "goodput": good / seconds,  # tokens/s of the requests that attained their SLOs
         "throughput": sum(outcome.output_tokens for outcome in outcomes) / seconds,
-        "tpot_ms": _mean([1e3 * outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None]),
-        "tpot_p99_ms": _percentile([1e3 * outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None], 99),
+        "tpot_ms": _mean(
+            [1e3 * outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None]
+        ),
+        "tpot_p99_ms": _percentile(
+            [1e3 * outcome.tpot_s for outcome in outcomes if outcome.tpot_s is not None], 99
+        ),
         "ttft_s": _mean([outcome.ttft_s for outcome in outcomes]),
         "ttft_p99_s": _percentile([outcome.ttft_s for outcome in outcomes], 99),
         "latency_s": _mean([outcome.finish_s - outcome.arrival_s for outcome in outcomes]),

@@ -1,4 +1,6 @@
-"""Simulation of a load: the real engine, scheduler and policy on simulated models and a virtual clock."""
+"""Simulation of a load: the real engine, scheduler and policy on simulated models and a virtual
+clock.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +10,33 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hf_slospec.algo.replica_ranking import Need, ReplicaLoad
 from hf_slospec.assembly import Parts, continuous_engine, limits_of
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.engine.checks import NO_CHECKS, Checks
 from hf_slospec.engine.events import StepEvent
-from hf_slospec.engine.protocols import Drafter, Policy
-from hf_slospec.engine.request import Request, RequestParams, Stage
-from hf_slospec.engine.scheduling.load import load_of, need_of
+from hf_slospec.engine.interfaces import Drafter, Policy
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab.hardware import Hardware
-from hf_slospec.lab.models import SimulatedDrafter, SimulatedTarget, VirtualClock
-from hf_slospec.lab.oracle import AdaServeOraclePolicy, OraclePolicy
+from hf_slospec.lab.models import (
+    AdaServeOraclePolicy,
+    OraclePolicy,
+    SimulatedDrafter,
+    SimulatedTarget,
+    VirtualClock,
+)
 from hf_slospec.lab.outcomes import Outcome, Run, Totals
-from hf_slospec.lab.routers import OURS, Arrival, router_of
+from hf_slospec.lab.systems import OURS, Arrival, router_of
 from hf_slospec.lab.texts import Library
 from hf_slospec.lab.workload import MAX_TIME_S, Job
 from hf_slospec.policies import max_nodes_per_request, new_policy
 from hf_slospec.policies.adaserve import AdaServePolicy
 from hf_slospec.policies.auto import SpeculationHistory
+from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.scheduler.load import Need, ReplicaLoad, load_of, need_of
 
-NewDrafter = Callable[[Library, Hardware, VirtualClock, int], Drafter]  # texts, costs, clock and seed
+NewDrafter = Callable[
+    [Library, Hardware, VirtualClock, int], Drafter
+]  # texts, costs, clock and seed
 
 MAX_REPLICAS = 1000
 
@@ -45,15 +53,17 @@ class _RoutedRequest:
 
     def outcome(self) -> Outcome:
         """Return the result; a request that was never decoded ended with its prefill."""
-        begun_s = self.request.stats.last_token_s if self.decode_begun_s is None else self.decode_begun_s
+        begun_s = (
+            self.request.stats.last_token_s if self.decode_begun_s is None else self.decode_begun_s
+        )
         return Outcome.of(self.request, self.job, self.replica, begun_s, len(self.refused_by))
 
 
 class Replica:
     """One engine with hardware and clock.
 
-    A step is simulated at once, so the clock of a busy replica is at the end of its current step, ahead of the
-    simulation. Requests that arrive meanwhile are admitted at that time.
+    A step is simulated at once, so the clock of a busy replica is at the end of its current step,
+    ahead of the simulation. Requests that arrive meanwhile are admitted at that time.
     """
 
     def __init__(
@@ -68,7 +78,8 @@ class Replica:
         new_drafter: NewDrafter,
         continued: Mapping[int, int],
     ):
-        self.clock, costs = clock, hardware.costs()
+        self.clock = clock
+        costs = hardware.costs()
         max_nodes = max_nodes_per_request(config, make_policy)
         kv_tokens = hardware.kv_tokens if config.kv_tokens is None else config.kv_tokens
         limits = limits_of(config, kv_tokens, max_nodes)
@@ -77,7 +88,9 @@ class Replica:
         if oracle and config.policy == AdaServePolicy.name:
             policy = AdaServeOraclePolicy(library, config, costs)
         elif oracle:
-            policy = OraclePolicy(library, config, hardware, new_drafter(library, hardware, VirtualClock(), seed))
+            policy = OraclePolicy(
+                library, config, hardware, new_drafter(library, hardware, VirtualClock(), seed)
+            )
         else:
             config = config.model_copy(update={"kv_tokens": kv_tokens})
             policy = new_policy(config, costs, SpeculationHistory(config), make_policy)
@@ -88,7 +101,9 @@ class Replica:
         parts = Parts(target, drafter, policy, costs, self.clock, checks=checks)
         self.engine = continuous_engine(config, parts, limits)
         self.scheduler = self.engine.scheduler
-        self._reported = self._next_report = load_of(self.scheduler)  # before and after the latest step
+        self._reported = self._next_report = load_of(
+            self.scheduler
+        )  # before and after the latest step
 
     @property
     def is_busy(self) -> bool:
@@ -96,7 +111,9 @@ class Replica:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def load(self, now_s: float) -> ReplicaLoad:
-        """Return the load that a router knows: after the last finished step, plus the requests sent since."""
+        """Return the load that a router knows: after the last finished step, plus the requests sent
+        since.
+        """
         return self._next_report if now_s >= self.clock.now_s else self._reported
 
     def need(self, request: Request) -> Need:
@@ -114,7 +131,8 @@ class Replica:
         self._count_in(request, bool(request.is_guaranteed), now_s)
 
     def offer(self, request: Request, now_s: float) -> float | None:
-        """Queue a request if its SLOs are guaranteed, which is decided at the end of the current step.
+        """Queue a request if its SLOs are guaranteed, which is decided at the end of the current
+        step.
 
         Returns:
             Time of the refusal in seconds; None if the request was queued.
@@ -124,8 +142,12 @@ class Replica:
         self._count_in(request, True, now_s, is_queued)
         return None if is_queued else self.clock.now_s
 
-    def _count_in(self, request: Request, is_guaranteed: bool, now_s: float, is_queued: bool = True) -> None:
-        """Add a request to the loads that the router knows; a refusal becomes known at the end of the step."""
+    def _count_in(
+        self, request: Request, is_guaranteed: bool, now_s: float, is_queued: bool = True
+    ) -> None:
+        """Add a request to the loads that the router knows; a refusal becomes known at the end of
+        the step.
+        """
         need = self.need(request)
         if now_s < self.clock.now_s:
             self._reported = self._reported.with_request(need, is_guaranteed)
@@ -153,10 +175,11 @@ class Simulation:
 
     Args:
         library: the texts of the requests, in order.
-        router: one of :data:`~hf_slospec.lab.routers.ROUTERS`, for several replicas.
-        oracle: use an oracle in place of the config's policy, with AdaServe's Algorithm 1 if that is ``adaserve``.
-        make_policy: makes a custom policy in place of the config's; its plans are limited by the config's
-            ``max_depth`` and ``max_width``.
+        router: one of :data:`~hf_slospec.lab.systems.ROUTERS`, for several replicas.
+        oracle: use an oracle in place of the config's policy, with AdaServe's Algorithm 1 if that
+            is ``adaserve``.
+        make_policy: makes a custom policy in place of the config's; its plans are limited by the
+            config's ``max_depth`` and ``max_width``.
         new_clock: makes the clock of a replica, for example of a machine whose speed changes.
         new_drafter: makes the drafter of a replica.
 
@@ -196,9 +219,23 @@ class Simulation:
             )
         if not all(0.0 <= job.arrival_s <= MAX_TIME_S for job in jobs):
             raise InvalidInputError(f"requests must arrive within 0..{MAX_TIME_S:g} seconds")
-        continued = {index: job.after for index, job in enumerate(jobs) if job.continues and job.after is not None}
+        continued = {
+            index: job.after
+            for index, job in enumerate(jobs)
+            if job.continues and job.after is not None
+        }
         self.replicas = [
-            Replica(config, hardware, library, seed + index, oracle, make_policy, new_clock(), new_drafter, continued)
+            Replica(
+                config,
+                hardware,
+                library,
+                seed + index,
+                oracle,
+                make_policy,
+                new_clock(),
+                new_drafter,
+                continued,
+            )
             for index in range(replicas)
         ]
         limits = self.replicas[0].scheduler.limits
@@ -211,7 +248,9 @@ class Simulation:
                     f"but the hardware has {limits.kv_tokens}; raise kv_tokens or shorten the request"
                 )
         self._router = router_of(router, seed)
-        self._followers: dict[int, list[int]] = {}  # requests that arrive after the end of another, by the other
+        self._followers: dict[
+            int, list[int]
+        ] = {}  # requests that arrive after the end of another, by the other
         for index, job in enumerate(jobs):
             if job.after is not None:
                 if not 0 <= job.after < index:
@@ -220,12 +259,16 @@ class Simulation:
                     )
                 self._followers.setdefault(job.after, []).append(index)
             before = None if job.after is None else jobs[job.after]
-            if job.continues and (before is None or job.input_tokens <= before.input_tokens + before.output_tokens):
+            if job.continues and (
+                before is None or job.input_tokens <= before.input_tokens + before.output_tokens
+            ):
                 raise InvalidInputError(
                     f"request {index} continues another, so `after` must name that one, and its own input_tokens must "
                     "exceed input_tokens + output_tokens of that one"
                 )
-        self._requests = [_RoutedRequest(_request(index, job), job) for index, job in enumerate(jobs)]
+        self._requests = [
+            _RoutedRequest(_request(index, job), job) for index, job in enumerate(jobs)
+        ]
 
     def run(self, system: str = "", on_end: Callable[[], object] = lambda: None) -> Run:
         """Serve the whole load.
@@ -237,7 +280,8 @@ class Simulation:
         jobs = [routed.job for routed in self._requests]
         arrivals = [(job.arrival_s, index) for index, job in enumerate(jobs) if job.after is None]
         heapq.heapify(arrivals)
-        totals, num_left = Totals(), len(jobs)
+        totals = Totals()
+        num_left = len(jobs)
         while num_left:
             busy = [replica for replica in self.replicas if replica.is_busy]
             now_s = min((replica.clock.now_s for replica in busy), default=math.inf)
@@ -257,39 +301,56 @@ class Simulation:
                 routed = self._requests[part.index]
                 if routed.decode_begun_s is None:
                     routed.decode_begun_s = event.begun_s
-            ended = [part.index for part in event.requests if self._requests[part.index].request.is_finished]
+            ended = [
+                part.index
+                for part in event.requests
+                if self._requests[part.index].request.is_finished
+            ]
             num_left -= len(ended)
             for index in ended:
                 for follower in self._followers.get(index, ()):
-                    heapq.heappush(arrivals, (self._follow(follower, replica.clock.now_s), follower))
+                    heapq.heappush(
+                        arrivals, (self._follow(follower, replica.clock.now_s), follower)
+                    )
                 on_end()
         outcomes = tuple(routed.outcome() for routed in self._requests)
         requests = [routed.request for routed in self._requests]
-        return Run(system, outcomes, totals, sum(r.params.has_slo and not r.is_guaranteed for r in requests))
+        return Run(
+            system,
+            outcomes,
+            totals,
+            sum(r.params.has_slo and not r.is_guaranteed for r in requests),
+        )
 
     def _follow(self, index: int, ended_s: float) -> float:
-        """Return the arrival time of a request that follows one that ended at ``ended_s``, and note it."""
+        """Return the arrival time of a request that follows one that ended at ``ended_s``, and note
+        it.
+        """
         job = self._requests[index].job
         job = replace(job, arrival_s=ended_s + job.arrival_s)
         self._requests[index] = _RoutedRequest(_request(index, job), job)
         return job.arrival_s
 
     def _raise_errors(self, event: StepEvent) -> None:
-        """Raise the error that the engine recorded for a request; in a simulation it can only be an interrupt."""
+        """Raise the error that the engine recorded for a request; in a simulation it can only be an
+        interrupt.
+        """
         for part in event.requests:
             if (error := self._requests[part.index].request.error) is not None:
                 raise error
 
     def _route(self, routed: _RoutedRequest, now_s: float) -> float | None:
         """Send a request to a replica; return the time at which it comes back refused, or None."""
-        request, need = routed.request, self.replicas[0].need(routed.request)
+        request = routed.request
+        need = self.replicas[0].need(routed.request)
         if len(self.replicas) == 1:
             self.replicas[0].add(request, now_s)
             return None
         loads = [replica.load(now_s) for replica in self.replicas]
         schedulers = [replica.scheduler for replica in self.replicas]
         choice = self._router(Arrival(request, need, loads, routed.refused_by, schedulers, now_s))
-        routed.replica, replica = choice.replica, self.replicas[choice.replica]
+        routed.replica = choice.replica
+        replica = self.replicas[choice.replica]
         if not choice.may_refuse:
             replica.send(request, now_s)
             return None
@@ -314,7 +375,9 @@ def _request(index: int, job: Job) -> Request:
 
 
 def _stages(job: Job) -> tuple[Stage, ...]:
-    """Return the stages of a request; the scheduler does not know where the marker between two will come."""
+    """Return the stages of a request; the scheduler does not know where the marker between two will
+    come.
+    """
     if not job.think_tokens:
         return (Stage(job.tpot_slo_s),)
     end = job.input_tokens + job.think_tokens

@@ -1,4 +1,6 @@
-"""Outputs of simulated targets with the draft's probabilities, synthetic or recorded from real runs."""
+"""Outputs of simulated targets with the draft's probabilities, synthetic or recorded from real
+runs.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,16 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from hf_slospec.algo.acceptance import SHARPNESS
-from hf_slospec.algo.tree import FloatArray, IntArray
+from hf_slospec.engine.acceptance import SHARPNESS
 from hf_slospec.errors import InputModel
 from hf_slospec.forks import cached_property
 from hf_slospec.lab.files import read_json, validated
+from hf_slospec.tree.tree import FloatArray, IntArray
 
 NUM_CHILDREN = 4  # default number of children per position of synthetic texts
-MAX_SCALE = 50.0  # standard deviation of log-probability changes at which the distance reaches its maximum
+MAX_SCALE = (
+    50.0  # standard deviation of log-probability changes at which the distance reaches its maximum
+)
 NUM_REST = 28  # tokens besides the children, if the draft's probabilities differ from the target's
 
 
@@ -27,12 +31,15 @@ NUM_REST = 28  # tokens besides the children, if the draft's probabilities diffe
 class Text:
     """Output of one request.
 
-    A token is identified by its rank among the draft's candidates for its position: token ``j`` is the draft's ``j``-th
-    most probable one, token ``num_children`` is one that the draft does not propose.
-    """
+    A token is identified by its rank among the draft's candidates for its position: token ``j`` is
+    the draft's ``j``-th most probable one, token ``num_children`` is one that the draft does not
+    propose."""
 
-    child_probs: FloatArray  # [length, num_children] f64, probabilities of the draft's candidates, descending
-    ranks: IntArray  # [length] int64, rank of the target's token; num_children: none of the candidates
+    # [length, num_children] f64, probabilities of the draft's candidates, descending
+    child_probs: FloatArray
+    ranks: (
+        IntArray  # [length] int64, rank of the target's token; num_children: none of the candidates
+    )
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -45,24 +52,28 @@ class Text:
 class TextModel(InputModel):
     """Random source of synthetic texts.
 
-    The probability of the draft's first choice at a position is drawn from a beta distribution around the request's
-    mean, which is drawn from a beta distribution around ``acceptance``. Further choices share the remaining
-    probability. The target's token is drawn with these probabilities, so a draft of ``sharpness`` 1 is calibrated.
+    The probability of the draft's first choice at a position is drawn from a beta distribution
+    around the request's mean, which is drawn from a beta distribution around ``acceptance``.
+    Further choices share the remaining probability. The target's token is drawn with these
+    probabilities, so a draft of ``sharpness`` 1 is calibrated.
 
-    With a ``distance`` these are the target's probabilities, ``NUM_REST`` more tokens share the rest, and the draft's
-    are log-normal around them. With ``coupled`` the draft ranks its tokens with the noise that the target samples with.
+    With a ``distance`` these are the target's probabilities, ``NUM_REST`` more tokens share the
+    rest, and the draft's are log-normal around them. With ``coupled`` the draft ranks its tokens
+    with the noise that the target samples with.
 
     Args:
         acceptance: mean probability that the target chooses the draft's first choice.
-        spread: sum of the parameters of the beta distribution over requests; larger: requests are more alike; inf: all
-            have the same mean.
-        evenness: sum of the parameters of the beta distribution over the positions of a request; small: the first
-            choice is either almost certain or almost impossible.
+        spread: sum of the parameters of the beta distribution over requests; larger: requests are
+            more alike; inf: all have the same mean.
+        evenness: sum of the parameters of the beta distribution over the positions of a request;
+            small: the first choice is either almost certain or almost impossible.
         sibling: share of the remaining probability that each further choice gets.
-        sharpness: exponent of the probabilities that the draft reports; above 1: the draft is over-confident.
+        sharpness: exponent of the probabilities that the draft reports; above 1: the draft is
+            over-confident.
         num_children: candidates per position.
         matched: share of steps in which a request gets any proposal, as with prompt lookup.
-        distance: mean total variation distance between the draft's and the target's probabilities in each text.
+        distance: mean total variation distance between the draft's and the target's probabilities
+            in each text.
         coupled: the draft knows the target's noise, as in coupled drafting of sampled requests.
 
     Raises:
@@ -79,7 +90,9 @@ class TextModel(InputModel):
     distance: float = Field(0.0, ge=0, lt=1)
     coupled: bool = False
 
-    def __init__(self, acceptance: float = 0.8, spread: float = 12.0, **parameters: float | bool) -> None:
+    def __init__(
+        self, acceptance: float = 0.8, spread: float = 12.0, **parameters: float | bool
+    ) -> None:
         super().__init__(acceptance=acceptance, spread=spread, **parameters)
 
     def write(self, rng: np.random.Generator, length: int) -> Text:
@@ -94,10 +107,14 @@ class TextModel(InputModel):
         return Text(*_sorted_by_prob(self._reported(probs), drawn.sum(axis=1)))
 
     def _drawn_by_noise(self, rng: np.random.Generator, probs: FloatArray) -> Text:
-        """Return a text from the target's probabilities, [length, num_children] f64, and a draft at a distance."""
+        """Return a text from the target's probabilities, [length, num_children] f64, and a draft at
+        a distance.
+        """
         rest = np.maximum(1.0 - probs.sum(axis=1, keepdims=True), 0.0)
         target = np.concatenate((probs, np.repeat(rest / NUM_REST, NUM_REST, axis=1)), axis=1)
-        draft = self._reported(_at_distance(target, rng.standard_normal(target.shape), self.distance))
+        draft = self._reported(
+            _at_distance(target, rng.standard_normal(target.shape), self.distance)
+        )
         noise = rng.exponential(size=target.shape)
         if self.coupled:
             draft = (draft / noise) ** (1.0 / SHARPNESS)
@@ -113,14 +130,16 @@ class TextModel(InputModel):
 
 
 def _at_distance(probs: FloatArray, change: FloatArray, distance: float) -> FloatArray:
-    """Return ``probs * exp(scale * change)``, normalised, with the scale that gives this total variation distance.
+    """Return ``probs * exp(scale * change)``, normalised, with the scale that gives this total
+    variation distance.
 
     Args:
         probs: [length, num_tokens] f64.
         change: [length, num_tokens] f64.
         distance: mean over positions.
     """
-    low, high = 0.0, MAX_SCALE
+    low = 0.0
+    high = MAX_SCALE
     for _ in range(40):  # bisection
         scale = (low + high) / 2
         changed: FloatArray = probs * np.exp(scale * change)
@@ -138,7 +157,8 @@ def _beta(rng: np.random.Generator, mean: FloatArray, total: float) -> FloatArra
 
 
 def _sorted_by_prob(probs: FloatArray, chosen: IntArray) -> tuple[FloatArray, IntArray]:
-    """Return each position's probabilities in descending order, and the ranks of the chosen children.
+    """Return each position's probabilities in descending order, and the ranks of the chosen
+    children.
 
     Args:
         probs: [length, num_children] f64.
@@ -147,7 +167,9 @@ def _sorted_by_prob(probs: FloatArray, chosen: IntArray) -> tuple[FloatArray, In
     order = np.argsort(-probs, axis=1, kind="stable")
     ranks = np.argsort(order, axis=1)
     padded = np.concatenate((ranks, np.full((len(probs), 1), probs.shape[1])), axis=1)
-    return np.take_along_axis(probs, order, axis=1), np.take_along_axis(padded, chosen[:, None], axis=1)[:, 0]
+    return np.take_along_axis(probs, order, axis=1), np.take_along_axis(
+        padded, chosen[:, None], axis=1
+    )[:, 0]
 
 
 class Library:
@@ -162,7 +184,9 @@ class Library:
         self.matched = matched
         self.lengths = np.array([len(text) for text in texts])
         self.starts = np.cumsum(self.lengths) - self.lengths  # [num_texts] int64
-        self.child_probs = np.concatenate([text.child_probs for text in texts])  # [num_rows, num_children] f64
+        self.child_probs = np.concatenate(
+            [text.child_probs for text in texts]
+        )  # [num_rows, num_children] f64
         self.ranks = np.concatenate([text.ranks for text in texts])  # [num_rows] int64
 
     @property
@@ -172,21 +196,29 @@ class Library:
 
     @cached_property
     def _tokens(self) -> list[list[int]]:
-        return [self.ranks[b : b + n].tolist() for b, n in zip(self.starts, self.lengths, strict=True)]
+        return [
+            self.ranks[b : b + n].tolist() for b, n in zip(self.starts, self.lengths, strict=True)
+        ]
 
     def token(self, index: int, position: int) -> int:
-        """Return the target's token at a position of a text; beyond the end, the last token is repeated."""
+        """Return the target's token at a position of a text; beyond the end, the last token is
+        repeated.
+        """
         tokens = self._tokens[index]
         return tokens[min(position, len(tokens) - 1)]
 
     def rows(self, indices: IntArray, positions: IntArray) -> IntArray:
-        """Return the rows of :attr:`child_probs` and :attr:`ranks` for positions in texts.  -> [len(indices)] int64"""
+        """Return the rows of :attr:`child_probs` and :attr:`ranks` for positions in texts.  ->
+        [len(indices)] int64
+        """
         rows: IntArray = self.starts[indices] + np.minimum(positions, self.lengths[indices] - 1)
         return rows
 
 
 class RecordedText(BaseModel):
-    """One recorded output of a real run. ``input_tokens`` is the prompt's length, for information only."""
+    """One recorded output of a real run. ``input_tokens`` is the prompt's length, for information
+    only.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -198,15 +230,21 @@ class RecordedText(BaseModel):
     def _check(self) -> RecordedText:
         width = len(self.child_probs[0])
         if not width or any(len(row) != width for row in self.child_probs):
-            raise ValueError("child_probs must have the same number of probabilities, at least one, for every token")
+            raise ValueError(
+                "child_probs must have the same number of probabilities, at least one, for every token"
+            )
         if any(not 0.0 <= p <= 1.0 + 1e-6 for row in self.child_probs for p in row):
             raise ValueError("child_probs must lie within 0..1")
         if any(sum(row) > 1.001 for row in self.child_probs):  # the recorded values are rounded
             raise ValueError("child_probs of a token must not sum to more than 1")
         if any(a < b for row in self.child_probs for a, b in itertools.pairwise(row)):
             raise ValueError("child_probs must be in descending order")
-        if len(self.ranks) != len(self.child_probs) or any(not 0 <= rank <= width for rank in self.ranks):
-            raise ValueError(f"ranks must be the index of one of the {width} children, or {width}, for every token")
+        if len(self.ranks) != len(self.child_probs) or any(
+            not 0 <= rank <= width for rank in self.ranks
+        ):
+            raise ValueError(
+                f"ranks must be the index of one of the {width} children, or {width}, for every token"
+            )
         return self
 
     def text(self) -> Text:
@@ -215,7 +253,9 @@ class RecordedText(BaseModel):
 
 
 class Recording(BaseModel):
-    """Texts recorded by ``benchmarks/fidelity.py``: the target's tokens with the draft's probabilities."""
+    """Texts recorded by ``benchmarks/fidelity.py``: the target's tokens with the draft's
+    probabilities.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -240,4 +280,6 @@ class Recording(BaseModel):
 
     def write(self, path: Path) -> None:
         """Write the recording as JSON."""
-        path.write_text(json.dumps(self.model_dump(), separators=(",", ":")) + "\n", encoding="utf-8")
+        path.write_text(
+            json.dumps(self.model_dump(), separators=(",", ":")) + "\n", encoding="utf-8"
+        )

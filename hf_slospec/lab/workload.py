@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hf_slospec.algo.tree import FloatArray
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.tree.tree import FloatArray
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,14 @@ class Job:
     priority: int = 0
     max_new_tokens: int | None = None  # limit that the scheduler knows; None: output_tokens
     is_sampled: bool = True  # the text was sampled, like synthetic texts, not decoded greedily
-    after: int | None = None  # index of a request; this one arrives ``arrival_s`` seconds after its end
-    continues: bool = False  # the prompt begins with that request's prompt and output, whose K/V may still be kept
-    think_tokens: int = 0  # first output tokens, up to a marker; the others are the answer, with the SLOs above
+    after: int | None = (
+        None  # index of a request; this one arrives ``arrival_s`` seconds after its end
+    )
+    # The prompt begins with that request's prompt and output, whose K/V may still be kept
+    continues: bool = False
+    think_tokens: int = (
+        0  # first output tokens, up to a marker; the others are the answer, with the SLOs above
+    )
     think_tpot_slo_s: float | None = None
     answer_ttft_slo_s: float | None = None  # seconds from the marker to the answer's first token
 
@@ -41,7 +46,9 @@ class Job:
 
 
 def poisson(rng: np.random.Generator, rate: float, number: int) -> FloatArray:
-    """Return the arrival times of a Poisson process in seconds, ``rate`` per second on average.  -> [number] f64"""
+    """Return the arrival times of a Poisson process in seconds, ``rate`` per second on average.  ->
+    [number] f64
+    """
     return gamma(rng, rate, number, 1.0)
 
 
@@ -50,14 +57,20 @@ def gamma(rng: np.random.Generator, rate: float, number: int, variation: float) 
 
     Args:
         rate: arrivals per second on average.
-        variation: coefficient of variation of the gaps; 1 is a Poisson process, above 1 there are bursts.
+        variation: coefficient of variation of the gaps; 1 is a Poisson process, above 1 there are
+            bursts.
     """
     shape = 1.0 / variation**2
     return np.cumsum(rng.gamma(shape, 1.0 / (rate * shape), number))
 
 
 def on_off(
-    rng: np.random.Generator, rate: float, number: int, on_s: float = 10.0, off_s: float = 20.0, low: float = 0.2
+    rng: np.random.Generator,
+    rate: float,
+    number: int,
+    on_s: float = 10.0,
+    off_s: float = 20.0,
+    low: float = 0.2,
 ) -> FloatArray:
     """Return arrival times of a Poisson process that alternates between two rates.  -> [number] f64
 
@@ -68,14 +81,21 @@ def on_off(
         low: the low rate as a share of the high rate.
     """
     busy_rate = rate * (on_s + off_s) / (on_s + low * off_s)
-    times, now_s, is_busy = list[float](), 0.0, True
+    times = list[float]()
+    now_s = 0.0
+    is_busy = True
     while len(times) < number:
         end_s = now_s + rng.exponential(on_s if is_busy else off_s)
         current_rate = busy_rate * (1.0 if is_busy else low)
         at_s = now_s
-        while len(times) < number and current_rate and (at_s := at_s + rng.exponential(1.0 / current_rate)) < end_s:
+        while (
+            len(times) < number
+            and current_rate
+            and (at_s := at_s + rng.exponential(1.0 / current_rate)) < end_s
+        ):
             times.append(at_s)
-        now_s, is_busy = end_s, not is_busy
+        now_s = end_s
+        is_busy = not is_busy
     return np.array(times)
 
 
@@ -83,16 +103,21 @@ MAX_TIME_S = 1e10  # limit of the virtual clock, beyond which f64 seconds do not
 ARRIVALS = ("poisson", "gamma", "on-off")
 MAX_REQUESTS = 1_000_000
 MAX_SPAN_S = 1e7  # from the first arrival to the last
-MIN_VARIATION, MAX_VARIATION = 0.01, 100.0
+MIN_VARIATION = 0.01
+MAX_VARIATION = 100.0
 
 
 def check_rate(rate: float) -> None:
     """Raise InvalidInputError unless the rate is positive and finite."""
     if not (math.isfinite(rate) and rate > 0.0):
-        raise InvalidInputError(f"rate must be a positive number of requests per second, got {rate}")
+        raise InvalidInputError(
+            f"rate must be a positive number of requests per second, got {rate}"
+        )
 
 
-def arrivals(kind: str, rng: np.random.Generator, rate: float, number: int, variation: float = 3.0) -> FloatArray:
+def arrivals(
+    kind: str, rng: np.random.Generator, rate: float, number: int, variation: float = 3.0
+) -> FloatArray:
     """Return the arrival times of the process ``kind``, one of :data:`ARRIVALS`.  -> [number] f64
 
     Args:
@@ -104,7 +129,9 @@ def arrivals(kind: str, rng: np.random.Generator, rate: float, number: int, vari
     """
     check_rate(rate)
     if not 1 <= number <= MAX_REQUESTS:
-        raise InvalidInputError(f"the number of requests must be within 1..{MAX_REQUESTS}, got {number}")
+        raise InvalidInputError(
+            f"the number of requests must be within 1..{MAX_REQUESTS}, got {number}"
+        )
     if number / rate > MAX_SPAN_S:
         raise InvalidInputError(
             f"at a rate of {rate:g} per second {number} requests take {number / rate:.3g} s, more than {MAX_SPAN_S:g} "
@@ -114,7 +141,9 @@ def arrivals(kind: str, rng: np.random.Generator, rate: float, number: int, vari
         return poisson(rng, rate, number)
     if kind == "gamma":
         if not MIN_VARIATION <= variation <= MAX_VARIATION:
-            raise InvalidInputError(f"variation must be within {MIN_VARIATION}..{MAX_VARIATION:g}, got {variation}")
+            raise InvalidInputError(
+                f"variation must be within {MIN_VARIATION}..{MAX_VARIATION:g}, got {variation}"
+            )
         return gamma(rng, rate, number, variation)
     if kind == "on-off":
         return on_off(rng, rate, number)
@@ -150,21 +179,25 @@ class Kind:
     output: Length
     tpot_slo_s: float | None = None
     ttft_slo_s: float | None = None
-    ttft_slowdown: float | None = None  # without ttft_slo_s: TTFT SLO as a multiple of the prompt's prefill time alone
+    ttft_slowdown: float | None = (
+        None  # without ttft_slo_s: TTFT SLO as a multiple of the prompt's prefill time alone
+    )
     priority: int = 0
     think: Length | None = None  # tokens before those of ``output``, up to a marker
     think_tpot_slo_s: float | None = None
     answer_ttft_slo_s: float | None = None
 
 
-def _slos_serve(name: str, share: float, slowdown: float, tpot_slo_s: float, *lengths: float) -> Kind:
+def _slos_serve(
+    name: str, share: float, slowdown: float, tpot_slo_s: float, *lengths: float
+) -> Kind:
     in_mean, in_std, in_max, out_mean, out_std, out_max = lengths
     sizes = Length(in_mean, in_std, int(in_max), 8), Length(out_mean, out_std, int(out_max), 4)
     return Kind(name, share, *sizes, tpot_slo_s=tpot_slo_s, ttft_slowdown=slowdown)
 
 
-# Statistics of the papers' data sets (SLOs-Serve, table 4; AdaServe, section 6; the Azure LLM traces):
-# mean, standard deviation and maximum of the prompt's tokens, then of the output's.
+# Statistics of the papers' data sets (SLOs-Serve, table 4; AdaServe, section 6; the Azure LLM
+# traces): mean, standard deviation and maximum of the prompt's tokens, then of the output's.
 CHATBOT = (763, 424, 1591, 266, 160, 619)
 CODER = (847, 617, 2010, 26, 47, 232)
 SUMMARIZER = (1333, 444, 1946, 202, 234, 1508)
@@ -172,8 +205,22 @@ TOOLLLM = (690, 356, 2131, 116, 66, 363)
 MIXES: dict[str, tuple[Kind, ...]] = {
     "adaserve": (
         Kind("coding", 0.6, Length(150, 60, 1000), Length(206, 80, 256, 5), tpot_slo_s=0.036),
-        Kind("chat", 0.2, Length(250, 350, 2000), Length(206, 80, 256, 5), tpot_slo_s=0.050, priority=1),
-        Kind("summary", 0.2, Length(800, 300, 2000), Length(206, 80, 256, 5), tpot_slo_s=0.150, priority=2),
+        Kind(
+            "chat",
+            0.2,
+            Length(250, 350, 2000),
+            Length(206, 80, 256, 5),
+            tpot_slo_s=0.050,
+            priority=1,
+        ),
+        Kind(
+            "summary",
+            0.2,
+            Length(800, 300, 2000),
+            Length(206, 80, 256, 5),
+            tpot_slo_s=0.150,
+            priority=2,
+        ),
     ),
     "chatbot": (_slos_serve("chatbot", 1.0, 5.0, 0.1, *CHATBOT),),
     "coder": (_slos_serve("coder", 1.0, 5.0, 0.05, *CODER),),
@@ -196,25 +243,36 @@ MIXES: dict[str, tuple[Kind, ...]] = {
             think_tpot_slo_s=0.05,
         ),
     ),
-    "azure-code": (Kind("code", 1.0, Length(2048, 1900, 7400), Length(28, 60, 1000, 1), tpot_slo_s=0.05),),
-    "azure-conversation": (Kind("chat", 1.0, Length(1155, 1100, 8000), Length(211, 160, 1500, 2), tpot_slo_s=0.1),),
+    "azure-code": (
+        Kind("code", 1.0, Length(2048, 1900, 7400), Length(28, 60, 1000, 1), tpot_slo_s=0.05),
+    ),
+    "azure-conversation": (
+        Kind("chat", 1.0, Length(1155, 1100, 8000), Length(211, 160, 1500, 2), tpot_slo_s=0.1),
+    ),
 }
 
 
 def jobs_of(
-    mix: Sequence[Kind], times_s: FloatArray, rng: np.random.Generator, prompt_s: Callable[[int], float]
+    mix: Sequence[Kind],
+    times_s: FloatArray,
+    rng: np.random.Generator,
+    prompt_s: Callable[[int], float],
 ) -> list[Job]:
     """Return requests of a mix with random classes and lengths.
 
     Args:
         times_s: [num_requests] f64, arrival times.
-        prompt_s: returns the prefill seconds of a prompt alone by its tokens; ``ttft_slowdown`` multiplies them.
+        prompt_s: returns the prefill seconds of a prompt alone by its tokens; ``ttft_slowdown``
+            multiplies them.
     """
     shares = np.array([kind.share for kind in mix])
     jobs = []
-    for time_s, index in zip(times_s, rng.choice(len(mix), len(times_s), p=shares / shares.sum()), strict=True):
+    for time_s, index in zip(
+        times_s, rng.choice(len(mix), len(times_s), p=shares / shares.sum()), strict=True
+    ):
         kind = mix[index]
-        num_input, num_output = kind.input.draw(rng), kind.output.draw(rng)
+        num_input = kind.input.draw(rng)
+        num_output = kind.output.draw(rng)
         ttft_slo_s = kind.ttft_slo_s
         if ttft_slo_s is None and kind.ttft_slowdown is not None:
             ttft_slo_s = kind.ttft_slowdown * prompt_s(num_input)
@@ -237,24 +295,43 @@ def in_rounds(
     prompt_s: Callable[[int], float],
     pause_s: float | None = None,
 ) -> list[Job]:
-    """Return requests in several rounds, one after the other: calls of tools, then the given request, the answer.
+    """Return requests in several rounds, one after the other: calls of tools, then the given
+    request, the answer.
 
     Args:
         call: lengths and SLOs of the calls.
         rounds: mean and standard deviation of a request's rounds.
         prompt_s: as for :func:`jobs_of`.
-        pause_s: mean seconds that a tool takes, exponentially distributed. Each round then continues the one before
-            with its own input appended. None: rounds share no text, and tools take no time.
+        pause_s: mean seconds that a tool takes, exponentially distributed. Each round then
+            continues the one before with its own input appended. None: rounds share no text, and
+            tools take no time.
     """
     jobs: list[Job] = []
     for answer in answers:
         number = max(round(rng.normal(*rounds)), 1)
-        first, num_before = len(jobs), 0
-        for place, job in enumerate([*jobs_of((call,), np.zeros(number - 1), rng, prompt_s), answer]):
-            arrival_s = answer.arrival_s if not place else 0.0 if pause_s is None else rng.exponential(pause_s)
+        first = len(jobs)
+        num_before = 0
+        for place, job in enumerate(
+            [*jobs_of((call,), np.zeros(number - 1), rng, prompt_s), answer]
+        ):
+            arrival_s = (
+                answer.arrival_s
+                if not place
+                else 0.0
+                if pause_s is None
+                else rng.exponential(pause_s)
+            )
             after, continues = (first + place - 1, pause_s is not None) if place else (None, False)
             num_input = job.input_tokens + num_before * continues
-            jobs.append(replace(job, arrival_s=arrival_s, after=after, continues=continues, input_tokens=num_input))
+            jobs.append(
+                replace(
+                    job,
+                    arrival_s=arrival_s,
+                    after=after,
+                    continues=continues,
+                    input_tokens=num_input,
+                )
+            )
             num_before = num_input + job.output_tokens
     return jobs
 
@@ -270,11 +347,15 @@ def mix_of(name: str) -> tuple[Kind, ...]:
     return MIXES[name]
 
 
-def early_ends(jobs: Sequence[Job], rng: np.random.Generator, full_share: float, min_tokens: int = 5) -> list[Job]:
-    """Return the requests with outputs that may end early; the old lengths become ``max_new_tokens``.
+def early_ends(
+    jobs: Sequence[Job], rng: np.random.Generator, full_share: float, min_tokens: int = 5
+) -> list[Job]:
+    """Return the requests with outputs that may end early; the old lengths become
+    ``max_new_tokens``.
 
     Args:
-        full_share: share of the requests that keep their length; the lengths of all others are uniform below it.
+        full_share: share of the requests that keep their length; the lengths of all others are
+            uniform below it.
         min_tokens: shortest output, unless the given length is shorter.
     """
     shortened = []
@@ -282,5 +363,9 @@ def early_ends(jobs: Sequence[Job], rng: np.random.Generator, full_share: float,
         length = job.output_tokens
         if rng.random() >= full_share:
             length = int(rng.integers(min(min_tokens, length), length + 1))
-        shortened.append(replace(job, output_tokens=length, max_new_tokens=job.max_new_tokens or job.output_tokens))
+        shortened.append(
+            replace(
+                job, output_tokens=length, max_new_tokens=job.max_new_tokens or job.output_tokens
+            )
+        )
     return shortened

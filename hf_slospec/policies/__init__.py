@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hf_slospec.engine.checks import check_policy
-from hf_slospec.engine.protocols import Policy
-from hf_slospec.engine.step_times import StepCosts
+from hf_slospec.engine.costs import StepCosts
+from hf_slospec.engine.interfaces import Policy
 from hf_slospec.policies.adaserve import AdaServePolicy
 from hf_slospec.policies.auto import AutoPolicy, SpeculationHistory
 from hf_slospec.policies.fixed import FixedPolicy, PlainPolicy
@@ -38,7 +38,9 @@ def new_policy(
     return named(config, costs, history) if issubclass(named, AutoPolicy) else named(config, costs)
 
 
-def max_nodes_per_request(config: PolicySettings, make_policy: Callable[..., Policy] | None = None) -> int:
+def max_nodes_per_request(
+    config: PolicySettings, make_policy: Callable[..., Policy] | None = None
+) -> int:
     """Return the maximum nodes of one request's draft tree, root not counted.
 
     With ``make_policy``, the config's ``policy`` is ignored.

@@ -1,48 +1,169 @@
-"""AdaServe (arXiv 2501.12162): depth and width by equations 8 and 9, nodes by Algorithm 2, a fixed token budget."""
+"""AdaServe (arXiv 2501.12162): depth and width by equations 8 and 9, nodes by Algorithm 2, a fixed
+token budget.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
+import numpy as np
 from pydantic import Field
 
-from hf_slospec.algo.tree import IntArray, TokenTree
-from hf_slospec.engine.protocols import Plan, PolicyStep
-from hf_slospec.engine.request import Request
-from hf_slospec.engine.step_times import StepCosts
-from hf_slospec.policies.adaserve_selection import SLOOrder, adaptive_shape, required_tokens, select_nodes
+from hf_slospec.engine.costs import StepCosts
+from hf_slospec.engine.interfaces import Plan, PolicyStep
 from hf_slospec.policies.fixed import selection_of
-from hf_slospec.policies.limits import max_useful_depth, roofline_tokens, without_useless_nodes
-from hf_slospec.policies.registry import NamedPolicy, PolicyOptions
+from hf_slospec.policies.registry import (
+    NamedPolicy,
+    PolicyOptions,
+    max_useful_depth,
+    roofline_tokens,
+    without_useless_nodes,
+)
 from hf_slospec.policies.settings import PolicySettings
+from hf_slospec.request.request import Request
+from hf_slospec.tree.tree import FloatArray, Forest, IntArray, TokenTree
+
+SLOOrder = Literal["ascending", "descending"]
+
+
+def required_tokens(
+    elapsed_s: float, emitted: int, step_time_s: float, pace_s: float | None
+) -> float:
+    """Return A(r), the tokens that this step must commit to meet the TPOT SLO on average (AdaServe,
+    constraint 3).
+
+    ``elapsed_s`` and ``emitted`` count from the first token on. At most 1 means that the root alone
+    suffices; 0 without a TPOT SLO.
+    """
+    return 0.0 if pace_s is None else (elapsed_s + step_time_s) / pace_s - emitted
+
+
+def adaptive_shape(
+    num_requests: int,
+    verify_tokens: int,
+    draft_tokens: int,
+    max_depth: int,
+    max_width: int,
+    depth_offset: int = 0,
+    width_offset: int = 0,
+    min_depth: int = 0,
+) -> tuple[int, int]:
+    """Return depth and beam width for this many requests (AdaServe, equations 8 and 9).
+
+    [FIX] D_min = 0 lets speculation stop when the batch alone fills the verifier, which the paper's
+    D_min >= 3 cannot.
+
+    Args:
+        num_requests: n, requests that decode in the step.
+        verify_tokens: B1, nodes that the target verifies per step at most, roots included.
+        draft_tokens: B2, tokens that the draft forwards per level at most.
+        max_depth, max_width: D_max and W_max.
+        depth_offset, width_offset: c1 and c2.
+        min_depth: D_min.
+    """
+    depth = verify_tokens // (num_requests + depth_offset) - 1
+    width = draft_tokens // num_requests + width_offset
+    return min(max(depth, min_depth), max_depth), min(max(width, 1), max_width)
+
+
+def count_until(needed: float, path_probs: FloatArray, at_most: int) -> int:
+    """Return how many of ``path_probs`` are needed for 1 + their sum to reach ``needed``; all if
+    they do not suffice.
+
+    Args:
+        needed: expected tokens, the root's bonus token included.
+        path_probs: [n] f64, descending.
+        at_most: maximum number of path probabilities to use.
+    """
+    path_probs = path_probs[:at_most]
+    return min(int(np.searchsorted(expected_tokens(path_probs), needed)), len(path_probs))
+
+
+def expected_tokens(path_probs: FloatArray) -> FloatArray:
+    """Return the expected tokens of a root with the first 0, 1, 2, ... nodes.  -> [len(path_probs)
+    + 1] f64
+    """
+    return np.cumsum(np.concatenate(([1.0], path_probs)))
+
+
+def select_nodes(
+    trees: Sequence[TokenTree],
+    required: Sequence[float],
+    budget: int,
+    *,
+    max_slo_nodes: int,
+    order: SLOOrder = "ascending",
+) -> list[IntArray]:
+    """Select the nodes that TPOT SLOs need first, then the globally best nodes (AdaServe, Algorithm
+    2).
+
+    Args:
+        trees: one candidate tree per request.
+        required: A(r) per request, see :func:`required_tokens`.
+        budget: maximum number of verified nodes, roots included; roots are always verified.
+        max_slo_nodes: n_max, nodes that the SLO phase may add to one request.
+        order: order of the requests in the SLO phase. Ascending A(r) meets more TPOT SLOs when the
+            budget is short.
+
+    Returns:
+        Per request the selected nodes, root first; each set is parent-closed.
+    """
+    forest = Forest.of(trees)
+    ranked = forest.canonical(forest.path_probs)
+    tree_of = forest.tree_of[ranked]
+    path_probs = forest.path_probs[ranked]
+    left = max(budget - len(trees), 0)
+    is_taken = np.zeros(len(ranked), dtype=np.bool_)
+
+    for request in sorted(
+        range(len(trees)), key=lambda i: required[i], reverse=order == "descending"
+    ):
+        indices = np.flatnonzero(tree_of == request)
+        # [FIX] the cap: no tree can commit more than depth + 1 tokens; sums path probabilities, not
+        # conditionals
+        needed = min(required[request], trees[request].max_depth + 1)
+        count = count_until(needed, path_probs[indices], min(max_slo_nodes, left))
+        is_taken[indices[:count]] = True
+        left -= count
+
+    is_taken[np.flatnonzero(~is_taken)[:left]] = True
+    return forest.nodes(ranked[is_taken])
 
 
 class AdaServeOptions(PolicyOptions):
     """Settings of ``adaserve``."""
 
-    depth_offset: int = Field(0, ge=0, description="c1 of AdaServe's equation 8: larger means shallower trees.")
-    width_offset: int = Field(0, description="c2 of AdaServe's equation 9: larger means wider trees.")
+    depth_offset: int = Field(
+        0, ge=0, description="c1 of AdaServe's equation 8: larger means shallower trees."
+    )
+    width_offset: int = Field(
+        0, description="c2 of AdaServe's equation 9: larger means wider trees."
+    )
     min_depth: int = Field(
         0,
         ge=0,
         description="D_min of AdaServe's equation 8. The paper's systems have 3 and 4, and never stop drafting.",
     )
     slo_order: SLOOrder = Field(
-        "ascending", description="Order of the requests in the SLO phase, by the tokens they require."
+        "ascending",
+        description="Order of the requests in the SLO phase, by the tokens they require.",
     )
     max_slo_share: float = Field(
-        1.2, gt=0, description="n_max as a multiple of an even share of the budget: the SLO phase's limit per request."
+        1.2,
+        gt=0,
+        description="n_max as a multiple of an even share of the budget: the SLO phase's limit per request.",
     )
 
 
 class AdaServePolicy(NamedPolicy):
-    """Policy that selects nodes for TPOT SLOs first, and spends the whole token budget on every step.
+    """Policy that selects nodes for TPOT SLOs first, and spends the whole token budget on every
+    step.
 
-    As in the paper, the draft's probabilities are not calibrated. Step times come from the cost model, which measured
-    steps correct; the artifact adds 5 % to constant ones. Without a given token budget, B is the ridge of the measured
-    roofline; the artifact has 512 for Llama-70B on four A100, and 256 for Qwen-32B.
-    """
+    As in the paper, the draft's probabilities are not calibrated. Step times come from the cost
+    model, which measured steps correct; the artifact adds 5 % to constant ones. Without a given
+    token budget, B is the ridge of the measured roofline; the artifact has 512 for Llama-70B on
+    four A100, and 256 for Qwen-32B."""
 
     name = "adaserve"
     options: ClassVar[type[PolicyOptions]] = AdaServeOptions
@@ -52,15 +173,22 @@ class AdaServePolicy(NamedPolicy):
         self.settings = config.options_of(AdaServeOptions)
         self.budget = config.token_budget or roofline_tokens(costs)
 
-    def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
+    def step(
+        self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
+    ) -> PolicyStep:
         candidates, plan = yield Plan(*self._shape(requests))
         candidates = without_useless_nodes(requests, candidates)
         num_keys = sum(len(request.tokens) for request in requests)
         draft_s = self.costs.draft_s(len(requests), plan.depth, plan.width, num_keys)
         step_s = float(draft_s + self.costs.verify_s(self.budget, len(requests), num_keys))
-        required = [required_tokens(*request.decoded(begun_s), step_s, request.pace_s) for request in requests]
+        required = [
+            required_tokens(*request.decoded(begun_s), step_s, request.pace_s)
+            for request in requests
+        ]
         nodes = self._nodes(requests, candidates, required)
-        yield selection_of([tree.subtree(chosen) for tree, chosen in zip(candidates, nodes, strict=True)], step_s)
+        yield selection_of(
+            [tree.subtree(chosen) for tree, chosen in zip(candidates, nodes, strict=True)], step_s
+        )
 
     def _shape(self, requests: Sequence[Request]) -> tuple[int, int]:
         """Return the depth and the width of candidate trees."""
@@ -76,9 +204,14 @@ class AdaServePolicy(NamedPolicy):
         )
 
     def _nodes(
-        self, requests: Sequence[Request], candidates: Sequence[TokenTree], required: Sequence[float]
+        self,
+        requests: Sequence[Request],
+        candidates: Sequence[TokenTree],
+        required: Sequence[float],
     ) -> list[IntArray]:
-        """Return the nodes to verify of each candidate tree, given the tokens that each request requires."""
+        """Return the nodes to verify of each candidate tree, given the tokens that each request
+        requires.
+        """
         return select_nodes(
             candidates,
             required,

@@ -1,4 +1,6 @@
-"""Default policy: depth, width and nodes of every step maximise weighted expected tokens per second."""
+"""Default policy: depth, width and nodes of every step maximise weighted expected tokens per
+second.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +13,42 @@ from weakref import WeakSet, ref
 
 import numpy as np
 
-from hf_slospec.algo.acceptance import Acceptance, Prediction
-from hf_slospec.algo.depth import DepthControl, Drafted, ShapeTime
-from hf_slospec.algo.select import best_ratio_nodes
-from hf_slospec.algo.tree import BoolArray, FloatArray, Forest, IntArray
-from hf_slospec.algo.urgency import SLOProgress, end_weights, urgency
-from hf_slospec.engine.protocols import Plan, PolicyStep, Selection
-from hf_slospec.engine.request import Request
-from hf_slospec.engine.step_times import StepCosts, level_share
-from hf_slospec.policies.limits import affordable_tokens, max_useful_depth
-from hf_slospec.policies.registry import NamedPolicy
+from hf_slospec.engine.acceptance import Acceptance, Prediction
+from hf_slospec.engine.costs import StepCosts, level_share
+from hf_slospec.engine.interfaces import Plan, PolicyStep, Selection
+from hf_slospec.policies.depth import (
+    DepthControl,
+    Drafted,
+    ShapeTime,
+    SLOProgress,
+    end_weights,
+    urgency,
+)
+from hf_slospec.policies.registry import NamedPolicy, affordable_tokens, max_useful_depth
 from hf_slospec.policies.settings import PolicySettings
+from hf_slospec.request.request import Request
+from hf_slospec.tree.select import best_ratio_nodes
+from hf_slospec.tree.tree import BoolArray, FloatArray, Forest, IntArray
 
 logger = logging.getLogger(__name__)
 
 SPAN = 16  # nodes over which the cost of one more node is averaged
-UNATTAINABLE = 2.0  # an SLO is unattainable if it needs this many times the tokens of whole candidate trees
+UNATTAINABLE = (
+    2.0  # an SLO is unattainable if it needs this many times the tokens of whole candidate trees
+)
 MIN_DRAFTED_STEPS = 8  # steps with drafts before any SLO counts as unattainable
 FADE = 0.1  # weight of a step in running averages
 MAX_UNDERSTATED = 4.0  # largest ratio of a step's calibrated probabilities to the draft's
-MAX_NEEDED = 1000.0  # needed tokens per step above which the warning says that the time of the SLO has passed
+# Needed tokens per step above which the warning says that the time of the SLO has passed
+MAX_NEEDED = 1000.0
 SETTLED_STEPS = 32  # steps within which drafting must pay for what the draft has to prefill first
-PROBED_REQUESTS = 8  # requests drafted for while speculation does not pay; for all, the draft would prefill all prompts
+# Requests drafted for while speculation does not pay; for all, the draft would prefill all prompts
+PROBED_REQUESTS = 8
 BEST_EFFORT_WEIGHT = 0.5  # factor on the weight of best-effort requests when nodes are selected
-BATCH_STEPS, BATCH_TREES = 4, 16  # learned from at once, whichever is less: numpy takes as long for one tree as for 16
+BATCH_STEPS, BATCH_TREES = (
+    4,
+    16,
+)  # learned from at once, whichever is less: numpy takes as long for one tree as for 16
 
 
 class SpeculationHistory:
@@ -47,8 +61,12 @@ class SpeculationHistory:
         self._acceptance = Acceptance(config.max_depth)
         self.depths = DepthControl(config.max_depth, config.max_width)
         self.variance = 1.0  # mean squared error of the predicted tokens per request and step
-        self.max_tokens = 2.0  # expected tokens per request and step if all its candidates were verified
-        self.understated = 1.0  # ratio of the candidates' calibrated path probabilities to the draft's
+        self.max_tokens = (
+            2.0  # expected tokens per request and step if all its candidates were verified
+        )
+        self.understated = (
+            1.0  # ratio of the candidates' calibrated path probabilities to the draft's
+        )
         self._outcomes = list[_Outcome]()
 
     @property
@@ -73,25 +91,41 @@ class SpeculationHistory:
         """Learn from the outcomes recorded since the last call."""
         if not self._outcomes:
             return
-        outcomes, self._outcomes = self._outcomes, []
+        outcomes = self._outcomes
+        self._outcomes = []
         prediction = Prediction.joined([outcome.prediction for outcome in outcomes])
         is_verified = np.concatenate([outcome.is_verified for outcome in outcomes])
         # Accepted nodes are numbered as in the verified trees.
-        verified, accepted = np.flatnonzero(is_verified), [nodes for outcome in outcomes for nodes in outcome.accepted]
+        verified, accepted = (
+            np.flatnonzero(is_verified),
+            [nodes for outcome in outcomes for nodes in outcome.accepted],
+        )
         starts = np.searchsorted(verified, prediction.forest.starts).tolist()
-        indices = [start + node for start, nodes in zip(starts, accepted, strict=True) for node in nodes]
+        indices = [
+            start + node for start, nodes in zip(starts, accepted, strict=True) for node in nodes
+        ]
         requests = [request() for outcome in outcomes for request in outcome.requests]
-        drafted, forest = [outcome.drafted for outcome in outcomes], prediction.forest
-        self._acceptance.observe(requests, prediction, is_verified, verified[np.array(indices, np.int64)])
+        drafted = [outcome.drafted for outcome in outcomes]
+        forest = prediction.forest
+        self._acceptance.observe(
+            requests, prediction, is_verified, verified[np.array(indices, np.int64)]
+        )
         weights = np.concatenate([outcome.weights for outcome in outcomes])
-        self.depths.observe(forest, weights[forest.tree_of] * prediction.path_probs, is_verified, drafted)
+        self.depths.observe(
+            forest, weights[forest.tree_of] * prediction.path_probs, is_verified, drafted
+        )
         # Sums of the path probabilities of all candidates, roots left out.
-        mass, draft_mass = (float(probs.sum()) - len(accepted) for probs in (prediction.path_probs, forest.path_probs))
+        mass, draft_mass = (
+            float(probs.sum()) - len(accepted)
+            for probs in (prediction.path_probs, forest.path_probs)
+        )
         weight = 1.0 - (1.0 - FADE) ** len(outcomes)
         if draft_mass > 0.0:
             ratio = min(max(mass / draft_mass, 1.0 / MAX_UNDERSTATED), MAX_UNDERSTATED)
             self.understated += weight * (ratio - self.understated)
-        error = np.array([1.0 + len(nodes) for nodes in accepted]) - prediction.expected_tokens(is_verified)
+        error = np.array([1.0 + len(nodes) for nodes in accepted]) - prediction.expected_tokens(
+            is_verified
+        )
         self.variance += weight * (float((error**2).mean()) - self.variance)
         max_tokens = 1.0 + mass / sum(step.num_trees for step in drafted)
         self.max_tokens += weight * (max_tokens - self.max_tokens)
@@ -106,45 +140,69 @@ class _Outcome:
     is_verified: BoolArray  # [num_nodes]
     accepted: Sequence[Sequence[int]]  # accepted nodes of each verified tree
     drafted: Drafted
-    weights: FloatArray  # [num_trees] f64, of rows that end together, with a mean of 1 over the trees drafted; else 1
+    # [num_trees] f64, of rows that end together, with a mean of 1 over the trees drafted; else 1
+    weights: FloatArray
 
 
 class AutoPolicy(NamedPolicy):
-    """Policy that maximises expected tokens per second, with higher weights for late requests and a call's last rows.
+    """Policy that maximises expected tokens per second, with higher weights for late requests and a
+    call's last rows.
 
-    Nodes are added, best first, while the ratio of expected tokens to seconds rises, which also sets the budget of a
-    step. Depth and width are those that pay by running averages, but no deeper than this step's trees are worth; if
-    none pays, drafting stops except for occasional looks. Path probabilities are calibrated by observed acceptance,
-    step times corrected by measured ones.
+    Nodes are added, best first, while the ratio of expected tokens to seconds rises, which also
+    sets the budget of a step. Depth and width are those that pay by running averages, but no deeper
+    than this step's trees are worth; if none pays, drafting stops except for occasional looks. Path
+    probabilities are calibrated by observed acceptance, step times corrected by measured ones.
     """
 
-    name, falls_back = "auto", True
+    name = "auto"
+    falls_back = True
 
-    def __init__(self, config: PolicySettings, costs: StepCosts, history: SpeculationHistory | None = None):
+    def __init__(
+        self, config: PolicySettings, costs: StepCosts, history: SpeculationHistory | None = None
+    ):
         super().__init__(config, costs)
         self.history = history or SpeculationHistory(config)
         self.budget = config.token_budget or affordable_tokens(costs)
         self._warned: WeakSet[Request] = WeakSet()
 
-    def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
-        num_requests, num_keys = len(requests), sum(len(request.tokens) for request in requests)
+    def step(
+        self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
+    ) -> PolicyStep:
+        num_requests = len(requests)
+        num_keys = sum(len(request.tokens) for request in requests)
         urgencies = self._urgencies(requests, begun_s)
         plan = self._shape(requests, urgencies, num_keys, num_prefill_tokens)
         if plan.depth:
             ends = self._end_weights(requests)
-            weights = urgencies * ends * np.array([BEST_EFFORT_WEIGHT if r.is_best_effort else 1.0 for r in requests])
-            num_behind = {request: request.num_draft_behind for request in requests}  # before the draft processes them
+            weights = (
+                urgencies
+                * ends
+                * np.array([BEST_EFFORT_WEIGHT if r.is_best_effort else 1.0 for r in requests])
+            )
+            num_behind = {
+                request: request.num_draft_behind for request in requests
+            }  # before the draft processes them
             plan = self._limited(plan, requests, weights / weights.mean(), num_keys)
         candidates, plan = yield plan
-        drafting = requests if plan.drafting is None else plan.drafting  # without those that must not draft
+        drafting = (
+            requests if plan.drafting is None else plan.drafting
+        )  # without those that must not draft
         if not (plan.depth and drafting):
-            plain_s = self.costs.verify_at(num_requests + num_prefill_tokens, num_requests, num_keys)
+            plain_s = self.costs.verify_at(
+                num_requests + num_prefill_tokens, num_requests, num_keys
+            )
             yield replace(Selection.of_roots(candidates), step_s=plain_s)
             return
         forest = Forest.of(candidates)
         prediction = self.history.predict(requests, forest)
         levels = int(forest.depths.max())
-        sizes = len(drafting), levels, plan.width, num_keys, sum(num_behind[request] for request in drafting)
+        sizes = (
+            len(drafting),
+            levels,
+            plan.width,
+            num_keys,
+            sum(num_behind[request] for request in drafting),
+        )
         draft_s = self.costs.draft_at(*sizes, level_share(candidates, len(drafting)))
 
         def step_s(num_nodes: IntArray) -> FloatArray:
@@ -157,9 +215,13 @@ class AutoPolicy(NamedPolicy):
             return priced_s(num_nodes + num_prefill_tokens)
 
         # Nodes deeper than what a request may still emit are never committed.
-        is_useful = forest.depths < np.array([request.num_left for request in requests])[forest.tree_of]
+        is_useful = (
+            forest.depths < np.array([request.num_left for request in requests])[forest.tree_of]
+        )
         values = weights[forest.tree_of] * prediction.path_probs * is_useful
-        is_verified = best_ratio_nodes(forest, values, self.budget, priced_s, mixed_s if num_prefill_tokens else None)
+        is_verified = best_ratio_nodes(
+            forest, values, self.budget, priced_s, mixed_s if num_prefill_tokens else None
+        )
         expected = prediction.expected_tokens(is_verified)
         predicted_s = float(step_s(np.array(np.count_nonzero(is_verified) + num_prefill_tokens)))
         accepted, _ = yield Selection(forest.subtrees(is_verified), expected.tolist(), predicted_s)
@@ -167,13 +229,20 @@ class AutoPolicy(NamedPolicy):
         if len(drafting) < num_requests:
             drafted_for = set(drafting)
             ends /= ends[[request in drafted_for for request in requests]].mean()
-        self.history.observe(_Outcome(list(map(ref, requests)), prediction, is_verified, accepted, drafted, ends))
+        self.history.observe(
+            _Outcome(list(map(ref, requests)), prediction, is_verified, accepted, drafted, ends)
+        )
 
     def _shape(
-        self, requests: Sequence[Request], urgencies: FloatArray, num_keys: int, num_prefill_tokens: int
+        self,
+        requests: Sequence[Request],
+        urgencies: FloatArray,
+        num_keys: int,
+        num_prefill_tokens: int,
     ) -> Plan:
         """Return the plan's depth, width and requests to draft for."""
-        num_requests, depths = len(requests), self.history.depths
+        num_requests = len(requests)
+        depths = self.history.depths
         max_depth = max_useful_depth(requests, self.config.max_depth)
         max_width = min(max(self.config.draft_budget // num_requests, 1), self.config.max_width)
         shape_time = self._shape_time(requests, num_requests, num_keys)
@@ -187,7 +256,8 @@ class AutoPolicy(NamedPolicy):
             return (depth, width) if best > plain else (0, 1)
 
         if depth == 0 and (num_urgent := int((urgencies > 1.0).sum())):
-            # Speculation that does not pay for all requests may still pay if urgent requests get all nodes.
+            # Speculation that does not pay for all requests may still pay if urgent requests get
+            # all nodes.
             drafting = requests
             depth, width = paying_shape(num_urgent)
         if depth and (due_s := self.costs.first_tokens.due_s) < np.inf:
@@ -195,20 +265,35 @@ class AutoPolicy(NamedPolicy):
                 depth, width = paying_shape(num_requests, num_prefill_tokens)
             num_behind = sum(request.num_draft_behind for request in drafting)
             draft_s = self.costs.draft_at(len(drafting), depth, width, num_keys, num_behind)
-            if draft_s + self.costs.verify_at(num_requests + num_prefill_tokens, num_requests, num_keys) > due_s:
-                depth, width = 0, 1  # the draft has to process whole texts first, or the look takes too long
+            if (
+                draft_s
+                + self.costs.verify_at(num_requests + num_prefill_tokens, num_requests, num_keys)
+                > due_s
+            ):
+                depth, width = (
+                    0,
+                    1,
+                )  # the draft has to process whole texts first, or the look takes too long
         return Plan(depth, width, drafting=drafting)
 
-    def _limited(self, plan: Plan, requests: Sequence[Request], weights: FloatArray, num_keys: int) -> Plan:
+    def _limited(
+        self, plan: Plan, requests: Sequence[Request], weights: FloatArray, num_keys: int
+    ) -> Plan:
         """Return the plan with limits at which drafting stops; the mean of ``weights`` is 1."""
-        num_requests, depths, drafting = len(requests), self.history.depths, plan.drafting
+        num_requests = len(requests)
+        depths = self.history.depths
+        drafting = plan.drafting
         assert drafting is not None
-        # A node or a level is worth its time if it may gain more tokens than that time yields on average.
+        # A node or a level is worth its time if it may gain more tokens than that time yields on
+        # average.
         goodput = depths.goodput * num_requests
-        roots_s, more_s = (self.costs.verify_at(num_requests + n, num_requests, num_keys) for n in (0, SPAN))
+        roots_s, more_s = (
+            self.costs.verify_at(num_requests + n, num_requests, num_keys) for n in (0, SPAN)
+        )
         num_drafted_keys = num_keys * len(drafting) // num_requests
         level_s, request_s = self.costs.level_parts_s(len(drafting), plan.width, num_drafted_keys)
-        # Drafters compare these limits with uncalibrated path probabilities of the last level, not of its children.
+        # Drafters compare these limits with uncalibrated path probabilities of the last level, not
+        # of its children.
         to_draft_probs = 1.0 / (self.history.understated * depths.continuation(plan.width))
         return replace(
             plan,
@@ -219,29 +304,38 @@ class AutoPolicy(NamedPolicy):
         )
 
     def _urgencies(self, requests: Sequence[Request], begun_s: float) -> FloatArray:
-        """Return the weights of :func:`~hf_slospec.algo.urgency.urgency`.  -> [num_requests] f64"""
+        """Return the weights of :func:`~hf_slospec.policies.depth.urgency`.  -> [num_requests] f64"""
         if all(request.pace_s is None for request in requests):
             return np.ones(len(requests))
-        history, recent = self.history, self.costs.recent
+        history = self.history
+        recent = self.costs.recent
         columns = [(r.pace_s or np.inf, *r.paced(begun_s)) for r in requests]
         progress = SLOProgress(*np.array(columns, np.float64).T)
         needed = progress.needed_rate(recent.step_s)
         has_history = history.depths.num_observed > MIN_DRAFTED_STEPS
         is_unattainable = (needed > UNATTAINABLE * history.max_tokens) & has_history
         for index in np.flatnonzero(is_unattainable).tolist():
-            if not requests[index].has_open_guarantee:  # a lost window says nothing about the rest of the request
+            if not requests[
+                index
+            ].has_open_guarantee:  # a lost window says nothing about the rest of the request
                 self._warn_once(requests[index], float(needed[index]))
         cushion = progress.cushion(needed, recent.tokens, history.variance**0.5)
-        return urgency(progress.behind(recent.step_s), cushion, is_unattainable, self.config.urgency)
+        return urgency(
+            progress.behind(recent.step_s), cushion, is_unattainable, self.config.urgency
+        )
 
     def _end_weights(self, requests: Sequence[Request]) -> FloatArray:
-        """Return the weights of :func:`~hf_slospec.algo.urgency.end_weights`, with a mean of 1.  -> [num_requests] f64
+        """Return the weights of :func:`~hf_slospec.policies.depth.end_weights`, with a mean of 1.
+        -> [num_requests] f64
 
         They are 1 for requests that end one by one, and if any has an SLO.
         """
-        if len(requests) == 1 or not all(r.params.ends_with_others and r.pace_s is None for r in requests):
+        if len(requests) == 1 or not all(
+            r.params.ends_with_others and r.pace_s is None for r in requests
+        ):
             return np.ones(len(requests))
-        all_s, one_s = self.costs.step_at(len(requests)), self.costs.step_at(1)
+        all_s = self.costs.step_at(len(requests))
+        one_s = self.costs.step_at(1)
         row_s = max(all_s - one_s, 0.0) / (len(requests) - 1)
         # The first token came with the prompt.
         columns = [(r.num_left, r.num_emitted - 1, r.stats.num_steps) for r in requests]
@@ -264,7 +358,10 @@ class AutoPolicy(NamedPolicy):
     def _probe_s(self, requests: Sequence[Request], depth: int, width: int) -> float:
         """Return the seconds of drafting for a look while speculation is off."""
         probed = _probed(requests)
-        num_keys, num_behind = sum(len(r.tokens) for r in probed), sum(r.num_draft_behind for r in probed)
+        num_keys, num_behind = (
+            sum(len(r.tokens) for r in probed),
+            sum(r.num_draft_behind for r in probed),
+        )
         return self.costs.draft_at(len(probed), depth, width, num_keys, num_behind)
 
     def _shape_time(
@@ -274,17 +371,21 @@ class AutoPolicy(NamedPolicy):
         num_keys: int,
         num_prefill_tokens: int = 0,
     ) -> ShapeTime:
-        """Return the step time by shape, with its price, if ``num_drafting`` requests get nodes besides their roots.
+        """Return the step time by shape, with its price, if ``num_drafting`` requests get nodes
+        besides their roots.
 
-        The time of what the draft has to prefill first is spread over ``SETTLED_STEPS`` steps, so that speculation is
-        not switched on unless it gains more than that.
+        The time of what the draft has to prefill first is spread over ``SETTLED_STEPS`` steps, so
+        that speculation is not switched on unless it gains more than that.
         """
         num_requests = len(requests)
 
-        def seconds(depths: IntArray, widths: IntArray, tokens: FloatArray, nodes: FloatArray) -> FloatArray:
+        def seconds(
+            depths: IntArray, widths: IntArray, tokens: FloatArray, nodes: FloatArray
+        ) -> FloatArray:
             num_behind = sum(request.num_draft_behind for request in requests)
             catch_up_s, settled_s = (
-                self.costs.draft_at(num_requests, 1, 1, num_keys, first) for first in (num_behind, num_requests)
+                self.costs.draft_at(num_requests, 1, 1, num_keys, first)
+                for first in (num_behind, num_requests)
             )
             first_s = max(catch_up_s - settled_s, 0.0) / SETTLED_STEPS
             prompt_len = sum(request.prompt_len for request in requests) / num_requests
@@ -297,12 +398,17 @@ class AutoPolicy(NamedPolicy):
             step_s = draft_s + first_s * (depths > 0) + verify_s
             prefill_s: FloatArray | float = 0.0
             if num_prefill_tokens:
-                prefill_s = self.costs.verify_s(num_nodes + num_prefill_tokens, num_requests, num_keys) - verify_s
+                prefill_s = (
+                    self.costs.verify_s(num_nodes + num_prefill_tokens, num_requests, num_keys)
+                    - verify_s
+                )
             return step_s + self.costs.first_tokens.price_s(step_s + prefill_s)
 
         return seconds
 
 
 def _probed(requests: Sequence[Request]) -> list[Request]:
-    """Return the requests to draft for in a look: those with the fewest tokens for the draft to prefill."""
+    """Return the requests to draft for in a look: those with the fewest tokens for the draft to
+    prefill.
+    """
     return sorted(requests, key=attrgetter("num_draft_behind"))[:PROBED_REQUESTS]

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from hf_slospec.policies.registry import PolicyOptions, policies_with, policy_named
 
@@ -17,7 +25,9 @@ Options = TypeVar("Options", bound=PolicyOptions)
 
 
 class PolicySettings(BaseModel):
-    """Settings of the policy, part of :class:`~hf_slospec.SLOSpecConfig`. Frozen; unknown fields are refused."""
+    """Settings of the policy, part of :class:`~hf_slospec.SLOSpecConfig`. Frozen; unknown fields
+    are refused.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -27,9 +37,14 @@ class PolicySettings(BaseModel):
         "that is registered, as those after papers are.",
     )
     max_depth: int = Field(
-        12, ge=0, le=MAX_DEPTH, description="Maximum depth of token trees (D_max). 0 turns speculation off."
+        12,
+        ge=0,
+        le=MAX_DEPTH,
+        description="Maximum depth of token trees (D_max). 0 turns speculation off.",
     )
-    max_width: int = Field(3, ge=1, le=64, description="Maximum beam width of a request while drafting (W_max).")
+    max_width: int = Field(
+        3, ge=1, le=64, description="Maximum beam width of a request while drafting (W_max)."
+    )
     token_budget: int | None = Field(
         None,
         ge=1,
@@ -39,7 +54,10 @@ class PolicySettings(BaseModel):
         "thesis' policies the ridge of the roofline, where a step turns from memory-bound to compute-bound.",
     )
     draft_budget: int = Field(
-        96, ge=1, le=MAX_COUNT, description="Maximum draft tokens per level over all requests (B2); bounds the width."
+        96,
+        ge=1,
+        le=MAX_COUNT,
+        description="Maximum draft tokens per level over all requests (B2); bounds the width.",
     )
     urgency: float = Field(
         1.0,
@@ -68,7 +86,11 @@ class PolicySettings(BaseModel):
             given = given.model_dump()
         if not isinstance(given, Mapping):
             return data
-        options = {name: value for name, value in data.items() if name not in cls.model_fields and policies_with(name)}
+        options = {
+            name: value
+            for name, value in data.items()
+            if name not in cls.model_fields and policies_with(name)
+        }
         rest = {name: value for name, value in data.items() if name not in options}
         return {**rest, "policy_options": {**given, **options}} if options else data
 
@@ -89,8 +111,11 @@ class PolicySettings(BaseModel):
                 )
         return options.model_validate(value)
 
-    def model_copy(self: Settings, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Settings:
-        """Return a validated copy with ``update``. If the policy changes, the options of the old one are dropped.
+    def model_copy(
+        self: Settings, *, update: Mapping[str, Any] | None = None, deep: bool = False
+    ) -> Settings:
+        """Return a validated copy with ``update``. If the policy changes, the options of the old
+        one are dropped.
 
         Fields that were not set take their defaults again, some of which depend on others.
         """
@@ -100,5 +125,7 @@ class PolicySettings(BaseModel):
         return type(self).model_validate({**kept, **update})
 
     def options_of(self, kind: type[Options]) -> Options:
-        """Return the policy's options, or the defaults of ``kind`` if the named policy has other options."""
+        """Return the policy's options, or the defaults of ``kind`` if the named policy has other
+        options.
+        """
         return self.policy_options if isinstance(self.policy_options, kind) else kind()

@@ -1,4 +1,6 @@
-"""Ray Serve application: a deployment that takes HTTP requests, the front, and one of model replicas."""
+"""Ray Serve application: a deployment that takes HTTP requests, the front, and one of model
+replicas.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,24 @@ from ray.serve.deployment import Application
 from ray.serve.handle import DeploymentHandle
 
 from hf_slospec.replicas.failover import ReplicatedEngine
-from hf_slospec.replicas.loopback import keep_replica_on_loopback
-from hf_slospec.replicas.messages import REPORT_S
+from hf_slospec.replicas.messages import REPORT_S, keep_replica_on_loopback
 from hf_slospec.replicas.options import HEAD, ReplicaOptions
 from hf_slospec.replicas.replica import ModelReplica
-from hf_slospec.replicas.running import running_replicas
-from hf_slospec.serving.openai.access import ServerSettings
-from hf_slospec.serving.openai.app import make_app
-from hf_slospec.serving.openai.serve import SWITCH_S
+from hf_slospec.replicas.router import running_replicas
+from hf_slospec.server.access import ServerSettings
+from hf_slospec.server.app import make_app
+from hf_slospec.server.serve import SWITCH_S
 
 logger = logging.getLogger(__name__)
 
 HEALTH_S = 2.0  # seconds between health checks
 HEALTH_ANSWER_S = 10.0  # seconds for an answer; Serve ends a replica after three that are missing
-MAX_CALLS = 100_000  # concurrent calls of one process: no limit in effect, as the batcher has max_queue
-HEAD_SHARE = 1e-3  # of the head's resource, which a front reserves; of another front_resource a whole unit
+MAX_CALLS = (
+    100_000  # concurrent calls of one process: no limit in effect, as the batcher has max_queue
+)
+HEAD_SHARE = (
+    1e-3  # of the head's resource, which a front reserves; of another front_resource a whole unit
+)
 FRONT = "HTTP"
 MODEL = "Model"
 
@@ -39,7 +44,9 @@ class Front:
         """Create the front of ``models``; its application is made once one replica runs."""
         sys.setswitchinterval(SWITCH_S)
         keep_replica_on_loopback()
-        self.models, self.settings, self.options = models, settings, options
+        self.models = models
+        self.settings = settings
+        self.options = options
 
     async def __serve_build_asgi_app__(self) -> Any:
         """Return the HTTP application."""
@@ -63,13 +70,17 @@ def app(options: ReplicaOptions) -> Application:
     """Return the application for ``serve.run``, ``serve run`` and Serve's config files.
 
     Args:
-        options: a :class:`ReplicaOptions`, or a dict of its fields, as Serve reads it from a config file.
+        options: a :class:`ReplicaOptions`, or a dict of its fields, as Serve reads it from a config
+            file.
 
     Raises:
         InvalidInputError: an option is invalid.
     """
     options = ReplicaOptions.of(options)
-    resources = {"num_cpus": options.cpus, "num_gpus": options.gpus or float(options.device.startswith("cuda"))}
+    resources = {
+        "num_cpus": options.cpus,
+        "num_gpus": options.gpus or float(options.device.startswith("cuda")),
+    }
     scaling: dict[str, Any] = {"num_replicas": options.replicas}
     if options.max_replicas is not None:
         scaling = {
@@ -79,7 +90,9 @@ def app(options: ReplicaOptions) -> Application:
                 max_replicas=options.max_replicas,
                 upscale_delay_s=options.upscale_delay_s,
                 downscale_delay_s=options.downscale_delay_s,
-                policy=AutoscalingPolicy(policy_function="hf_slospec.replicas.autoscaling:by_guarantees"),
+                policy=AutoscalingPolicy(
+                    policy_function="hf_slospec.replicas.autoscaling:by_guarantees"
+                ),
             )
         }
     models = serve.deployment(ModelReplica, name=MODEL).options(
@@ -88,7 +101,9 @@ def app(options: ReplicaOptions) -> Application:
         graceful_shutdown_timeout_s=options.drain_s,
         health_check_period_s=HEALTH_S,
         health_check_timeout_s=HEALTH_ANSWER_S,
-        request_router_config=RequestRouterConfig(request_router_class="hf_slospec.replicas.router.AddressRouter"),
+        request_router_config=RequestRouterConfig(
+            request_router_class="hf_slospec.replicas.router.AddressRouter"
+        ),
         **scaling,
     )
     share = HEAD_SHARE if options.front_resource == HEAD else 1.0

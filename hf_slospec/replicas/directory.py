@@ -1,19 +1,82 @@
-"""Directory of the running replicas, as one front sees them: which of them live, and how loaded they are."""
+"""Directory of the running replicas, as one front sees them: which of them live, and how loaded
+they are.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from hf_slospec.algo.prefixes import PrefixIndex
-from hf_slospec.algo.replica_ranking import Need, ReplicaLoad, ranked
-from hf_slospec.replicas.calls import FAULTS, call, next_within
-from hf_slospec.replicas.messages import REPORT_S, Offer, Report, ToReplica
+from hf_slospec.replicas.messages import (
+    FAULTS,
+    REPORT_S,
+    Offer,
+    Report,
+    ToReplica,
+    call,
+    next_within,
+)
+from hf_slospec.scheduler.load import Need, ReplicaLoad, ranked
+
+BLOCK = 32  # tokens; prompts are compared by whole blocks
+MAX_BLOCKS = 2**16  # blocks of all prompts together; the least recently used are dropped
+
+
+class PrefixIndex:
+    """Approximate record of which replicas hold the K/V of which prefixes.
+
+    A block's key is a hash of its tokens and of all before it, so prompts share the entries of
+    their common prefix. A replica may have dropped K/V that is recorded here.
+    """
+
+    def __init__(self, block: int = BLOCK, max_blocks: int = MAX_BLOCKS):
+        self.block = block
+        self.max_blocks = max_blocks
+        self._holders: OrderedDict[int, set[str]] = (
+            OrderedDict()
+        )  # replicas by key, least recently used first
+
+    def record(self, replica: str, prompt: Sequence[int], salt: str = "") -> None:
+        """Record that a replica processes a prompt; prompts of different salts share nothing."""
+        for key in self._keys(prompt, salt):
+            self._holders.setdefault(key, set()).add(replica)
+            self._holders.move_to_end(key)
+        while len(self._holders) > self.max_blocks:
+            self._holders.popitem(last=False)
+
+    def num_known(
+        self, replicas: Sequence[str], prompt: Sequence[int], salt: str = ""
+    ) -> list[int]:
+        """Return for each replica the length in tokens of the prompt's prefix that it has
+        processed.
+        """
+        known = dict.fromkeys(replicas, 0)
+        alive = set(replicas)
+        for num_blocks, key in enumerate(self._keys(prompt, salt), 1):
+            alive &= self._holders.get(key, set())
+            if not alive:
+                break
+            known |= dict.fromkeys(alive, num_blocks * self.block)
+        return [known[replica] for replica in replicas]
+
+    def forget(self, replica: str) -> None:
+        """Drop the entries of a replica that has stopped."""
+        for key, holders in list(self._holders.items()):
+            holders.discard(replica)
+            if not holders:
+                del self._holders[key]
+
+    def _keys(self, prompt: Sequence[int], salt: str) -> Iterator[int]:
+        key = hash(salt)
+        for begin in range(0, len(prompt) - self.block + 1, self.block):
+            key = hash((key, *prompt[begin : begin + self.block]))
+            yield key
+
 
 logger = logging.getLogger("ray.serve")
 
@@ -33,12 +96,17 @@ class ReplicaDirectory:
     """
 
     def __init__(self, running: Callable[[], Sequence[str]], silent_s: float):
-        """Take ``running()``, which names the running replicas, and the seconds after which one counts as silent."""
-        self.running, self.silent_s = running, silent_s
+        """Take ``running()``, which names the running replicas, and the seconds after which one
+        counts as silent.
+        """
+        self.running = running
+        self.silent_s = silent_s
         self.silent = set[str]()  # replicas that have not reported for silent_s, or cannot
         self._reports: dict[str, Report] = {}
         self._sent: dict[int, SentOffer] = {}  # by number
-        self._left: defaultdict[str, set[int]] = defaultdict(set)  # by replica, the numbers of offers that it must drop
+        self._left: defaultdict[str, set[int]] = defaultdict(
+            set
+        )  # by replica, the numbers of offers that it must drop
         self._prefixes = PrefixIndex()
 
     def alive(self) -> set[str]:
@@ -46,12 +114,20 @@ class ReplicaDirectory:
         return {*self.running()} - self.silent
 
     def in_order(self, names: Collection[str], offer: Offer) -> list[str]:
-        """Return the names, best first: by guarantees if the offer asks for them, else by load alone."""
-        listed, need = sorted(names), offer.need
-        known = self._prefixes.num_known(listed, offer.order.prompt, offer.order.arguments.get("cache_salt", ""))
+        """Return the names, best first: by guarantees if the offer asks for them, else by load
+        alone.
+        """
+        listed = sorted(names)
+        need = offer.need
+        known = self._prefixes.num_known(
+            listed, offer.order.prompt, offer.order.arguments.get("cache_salt", "")
+        )
         by_load = replace(need, tpot_slo_s=math.inf, ttft_slo_s=math.inf)
         loads = [self.load(name) for name in listed]
-        return [listed[index] for index in ranked(loads, need if offer.must_guarantee else by_load, known)]
+        return [
+            listed[index]
+            for index in ranked(loads, need if offer.must_guarantee else by_load, known)
+        ]
 
     def load(self, name: str) -> ReplicaLoad:
         """Return the load of a replica, with the offers that its report does not contain."""
@@ -63,7 +139,9 @@ class ReplicaDirectory:
         return load
 
     def _idle(self) -> ReplicaLoad:
-        """Return the load of a replica that has not reported yet: as fast as the others, and without requests."""
+        """Return the load of a replica that has not reported yet: as fast as the others, and
+        without requests.
+        """
         loads = [report.load for report in self._reports.values()]
         most = max(loads, key=lambda load: load.kv_free, default=ReplicaLoad())
         return replace(most, guaranteed=(), best_effort=0, prefill_tokens=0)
@@ -77,23 +155,33 @@ class ReplicaDirectory:
         self._sent.pop(number, None)
 
     def leave(self, replica: str, number: int) -> None:
-        """Let a replica drop an offer, or its request, when it can be reached: the call's cancellation may be lost."""
+        """Let a replica drop an offer, or its request, when it can be reached: the call's
+        cancellation may be lost.
+        """
         if replica in self.running():
             self._left[replica].add(number)
 
     def record_taken(self, replica: str, offer: Offer) -> None:
         """Record that a replica has taken an offer, and gets its prompt's K/V."""
-        self._prefixes.record(replica, offer.order.prompt, offer.order.arguments.get("cache_salt", ""))
+        self._prefixes.record(
+            replica, offer.order.prompt, offer.order.arguments.get("cache_salt", "")
+        )
 
     def hear(self, report: Report, sender: str) -> None:
         """Take the report of a replica to the front ``sender``."""
         self._reports[report.replica] = report
         seen = report.seen.get(sender, -1)
-        for number in [each for each, sent in self._sent.items() if sent.replica == report.replica and each <= seen]:
+        for number in [
+            each
+            for each, sent in self._sent.items()
+            if sent.replica == report.replica and each <= seen
+        ]:
             del self._sent[number]
 
     async def watch(self, streams: Any, sender: str) -> None:
-        """Read the reports of all running replicas, until cancelled; ``streams`` is the handle of their streams."""
+        """Read the reports of all running replicas, until cancelled; ``streams`` is the handle of
+        their streams.
+        """
         listening: dict[str, asyncio.Task[None]] = {}
         try:
             while True:

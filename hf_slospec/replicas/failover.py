@@ -1,4 +1,6 @@
-"""Failover: an engine that offers requests to replicas, and resumes those of replicas that die on other ones."""
+"""Failover: an engine that offers requests to replicas, and resumes those of replicas that die on
+other ones.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,12 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from hf_slospec.algo.replica_ranking import Need
-from hf_slospec.engine.request import FinishReason, Progress, Request, RequestMetrics, RequestParams, Stage
-from hf_slospec.engine.scheduling.guarantees import first_token_slo_s, tightest_tpot_slo_s
+from hf_slospec.batcher.stats import with_labels
 from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, RequestCancelledError
-from hf_slospec.generate.slo import SLOStage, parse_slo
-from hf_slospec.models.sampling import TokenLogprobs
-from hf_slospec.replicas.calls import FAULTS, call, next_within
+from hf_slospec.model.sampling import TokenLogprobs
 from hf_slospec.replicas.directory import ReplicaDirectory
 from hf_slospec.replicas.messages import (
+    FAULTS,
     Alive,
     Answer,
     Broken,
@@ -34,17 +33,33 @@ from hf_slospec.replicas.messages import (
     Taken,
     ToReplica,
     Update,
+    call,
+    next_within,
 )
 from hf_slospec.replicas.options import ReplicaOptions
-from hf_slospec.serving.openai.engine import Order
-from hf_slospec.serving.openai.work import Work
-from hf_slospec.serving.telemetry import with_labels
+from hf_slospec.request.request import (
+    FinishReason,
+    Progress,
+    Request,
+    RequestMetrics,
+    RequestParams,
+    Stage,
+)
+from hf_slospec.request.slo import SLOStage, parse_slo
+from hf_slospec.scheduler.guarantees import first_token_slo_s, tightest_tpot_slo_s
+from hf_slospec.scheduler.load import Need
+from hf_slospec.server.engine import Order
+from hf_slospec.server.work import Work
 
 logger = logging.getLogger("ray.serve")
-MAX_FAULTS = 5  # replicas that may die or fall silent while they serve a request; one that kills them must not kill all
+# Replicas that may die or fall silent while they serve a request; one that kills them must not kill
+# all
+MAX_FAULTS = 5
 ANSWER_S = 5.0  # seconds for a replica to return its metrics
 AGAIN_S = 0.5  # seconds between retries while all queues are full, or all replicas have failed
-PATIENCE_S = 120.0  # seconds to wait for a report while all replicas are silent, before these are asked
+PATIENCE_S = (
+    120.0  # seconds to wait for a report while all replicas are silent, before these are asked
+)
 
 
 class ReplicatedEngine:
@@ -58,15 +73,29 @@ class ReplicatedEngine:
         options: ReplicaOptions,
         work: Work | None = None,
     ):
-        """Take the handle of the :class:`ModelReplica` deployment; ``running()`` names the running replicas."""
-        self.handle, self.streams, self.options = handle, handle.options(stream=True), options
+        """Take the handle of the :class:`ModelReplica` deployment; ``running()`` names the running
+        replicas.
+        """
+        self.handle = handle
+        self.streams = handle.options(stream=True)
+        self.options = options
         self.directory = ReplicaDirectory(running, options.silent_s)
-        self.tokenizer, self.generation_config = description.tokenizer, description.generation_config
-        self.vocab_size, self.max_len = description.vocab_size, description.max_len
-        self.processor, self.work = None, work or Work()  # replicas take no images
-        self.response_template, self._max_nodes = description.response_template, description.max_nodes
+        self.tokenizer, self.generation_config = (
+            description.tokenizer,
+            description.generation_config,
+        )
+        self.vocab_size = description.vocab_size
+        self.max_len = description.max_len
+        # replicas take no images
+        self.processor = None
+        self.work = work or Work()
+        self.response_template, self._max_nodes = (
+            description.response_template,
+            description.max_nodes,
+        )
         self.name = uuid.uuid4().hex[:12]
-        self.offer_numbers, self.turns = itertools.count(), itertools.count()
+        self.offer_numbers = itertools.count()
+        self.turns = itertools.count()
 
     async def watch(self) -> None:
         """Read the reports of all running replicas, until cancelled."""
@@ -99,8 +128,11 @@ class ReplicatedEngine:
             order.prompt, arguments["max_new_tokens"], stages, stages[0].ttft_slo_s or arguments.get("slo_ttft"),
             e2e_slo_s=arguments.get("slo_e2e"),
         )  # fmt: skip
-        request, kv_tokens = Request(0, params), params.max_len + self._max_nodes
-        return Need(request.prompt_len, kv_tokens, tightest_tpot_slo_s(request), first_token_slo_s(request))
+        request = Request(0, params)
+        kv_tokens = params.max_len + self._max_nodes
+        return Need(
+            request.prompt_len, kv_tokens, tightest_tpot_slo_s(request), first_token_slo_s(request)
+        )
 
     async def families(self, prefix: str) -> list[Any]:
         """Return the metric families of all replicas, their samples labelled with the replica."""
@@ -132,11 +164,14 @@ class ReplicatedDecoding:
     replica: str | None = None  # name of the replica that serves the request now
 
     def __init__(self, engine: ReplicatedEngine, order: Order, need: Need):
-        self._engine, self._order, self._need = engine, order, need
+        self._engine = engine
+        self._order = order
+        self._need = need
         self._stream: Any = None
         self._offer: Offer | None = None  # what the stream answers
         self._is_cancelled = False
-        self._begun_s, self._first_token_s = time.monotonic(), math.nan
+        self._begun_s = time.monotonic()
+        self._first_token_s = math.nan
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: Sequence[TokenLogprobs | None] = ()
@@ -147,8 +182,9 @@ class ReplicatedDecoding:
     async def begin(self) -> None:
         """Send offers of the request to replicas, until one takes it.
 
-        First, each replica is asked whether it guarantees the SLOs, once and up to ``max_hops``; then for room in its
-        queue only. An offer that is not answered in time goes to the next replica.
+        First, each replica is asked whether it guarantees the SLOs, once and up to ``max_hops``;
+        then for room in its queue only. An offer that is not answered in time goes to the next
+        replica.
 
         Raises:
             QueueFull: no replica has room.
@@ -156,14 +192,22 @@ class ReplicatedDecoding:
         """
         options = self._engine.options
         may_decline = self._has_choice and options.backup == "decline" and self.replica is None
-        declined, full, late = list[str](), set[str](), set[str]()
+        declined = list[str]()
+        full = set[str]()
+        late = set[str]()
         while True:
             usable = await self._usable_replicas()
             if full >= usable:
-                raise QueueFull("all replicas have as many waiting requests as they may have; retry later")
-            is_last = usable <= {*declined} or (options.max_hops is not None and len(declined) > options.max_hops)
+                raise QueueFull(
+                    "all replicas have as many waiting requests as they may have; retry later"
+                )
+            is_last = usable <= {*declined} or (
+                options.max_hops is not None and len(declined) > options.max_hops
+            )
             if may_decline and is_last:
-                raise NotGuaranteedError(f"none of {len(declined)} replicas can guarantee the SLOs now; retry later")
+                raise NotGuaranteedError(
+                    f"none of {len(declined)} replicas can guarantee the SLOs now; retry later"
+                )
             must_guarantee = self._has_choice and not is_last and (may_decline or len(usable) > 1)
             asked = late | ({*declined} if must_guarantee else full)
             offer = self._offer_to(usable - asked or usable - full, must_guarantee, declined)
@@ -182,30 +226,40 @@ class ReplicatedDecoding:
                     declined.append(offer.replica)
                     late.add(offer.replica)
 
-    def _offer_to(self, names: AbstractSet[str], must_guarantee: bool, declined: Sequence[str]) -> Offer:
+    def _offer_to(
+        self, names: AbstractSet[str], must_guarantee: bool, declined: Sequence[str]
+    ) -> Offer:
         """Return an offer of the request to the best of the replicas.
 
         Args:
             declined: names of the replicas that have declined it, the last one at the end.
         """
-        order, directory = self._order, self._engine.directory
+        order = self._order
+        directory = self._engine.directory
         if self.prompt_logprobs:  # already computed by a replica that died
             order = replace(order, arguments=order.arguments | {"prompt_logprobs": None})
         number = next(self._engine.offer_numbers)
-        offer = Offer("", order, self._need, self._progress, self._engine.name, number, must_guarantee)
+        offer = Offer(
+            "", order, self._need, self._progress, self._engine.name, number, must_guarantee
+        )
         if self._engine.options.routing == "guarantees":
             return replace(offer, replica=directory.in_order(names, offer)[0])
         if declined and declined[-1] in names:  # it has moved on as often as it may
             return replace(offer, replica=declined[-1])
         running = sorted({*directory.running()} | names)
         turn = self._turn % len(running)
-        return replace(offer, replica=next(name for name in running[turn:] + running[:turn] if name in names))
+        return replace(
+            offer, replica=next(name for name in running[turn:] + running[:turn] if name in names)
+        )
 
     async def _answer_to(self, offer: Offer, asked: AbstractSet[str]) -> Answer | None:
-        """Return the answer to an offer; None if there is none in time, and a replica lives that was not asked."""
+        """Return the answer to an offer; None if there is none in time, and a replica lives that
+        was not asked.
+        """
         self._check_wanted()
         directory = self._engine.directory
-        self._stream, self._offer = call(self._engine.streams.decode, offer), offer
+        self._stream = call(self._engine.streams.decode, offer)
+        self._offer = offer
         directory.add_sent(offer)
         answer = None
         try:
@@ -217,15 +271,19 @@ class ReplicatedDecoding:
             directory.record_taken(answer.replica, offer)
         return answer
 
-    async def _next_answer(self, replica: str, asked: AbstractSet[str] = frozenset()) -> Answer | None:
-        """Return the next answer of the stream; None if there is none in time, and another replica lives.
+    async def _next_answer(
+        self, replica: str, asked: AbstractSet[str] = frozenset()
+    ) -> Answer | None:
+        """Return the next answer of the stream; None if there is none in time, and another replica
+        lives.
 
         After twice the time the same replica will do: if it reports, the stream is broken.
 
         Args:
             asked: names of replicas that cannot take the request.
         """
-        directory, expiries = self._engine.directory, itertools.count()
+        directory = self._engine.directory
+        expiries = itertools.count()
 
         def may_give_up() -> bool:
             return bool(directory.alive() - asked - (set() if next(expiries) else {replica}))
@@ -251,7 +309,8 @@ class ReplicatedDecoding:
         until_s = now_s() + PATIENCE_S
         while True:
             self._check_wanted()
-            alive, running = self._engine.directory.alive(), {*self._engine.directory.running()}
+            alive = self._engine.directory.alive()
+            running = {*self._engine.directory.running()}
             if alive or (running and now_s() > until_s):
                 return alive or running
             await asyncio.sleep(AGAIN_S)
@@ -262,7 +321,9 @@ class ReplicatedDecoding:
         return self._need.has_slo and not self._order.arguments.get("best_effort")
 
     async def _resume(self) -> None:
-        """Send the request to another replica; wait while all are full, as a request that has begun must not fail."""
+        """Send the request to another replica; wait while all are full, as a request that has begun
+        must not fail.
+        """
         while True:
             try:
                 await self.begin()
@@ -272,10 +333,13 @@ class ReplicatedDecoding:
 
     @property
     def _progress(self) -> Progress:
-        now_s, metrics = time.monotonic(), self.metrics
+        now_s = time.monotonic()
+        metrics = self.metrics
         decoding_s = now_s - self._first_token_s if self.tokens else 0.0
         elapsed_s = max(now_s - self._begun_s, decoding_s)
-        return Progress(self.tokens.copy(), elapsed_s, decoding_s, metrics.drafted, metrics.acceptance_histogram)
+        return Progress(
+            self.tokens.copy(), elapsed_s, decoding_s, metrics.drafted, metrics.acceptance_histogram
+        )
 
     async def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
         """Yield newly committed tokens, and whether they are the last."""
@@ -283,12 +347,16 @@ class ReplicatedDecoding:
             replica = self.replica or ""
             answer = await self._next_answer(replica)
             if answer is None:
-                answer = Broken(replica, f"it has sent nothing for {self._engine.options.silent_s:g} s")
+                answer = Broken(
+                    replica, f"it has sent nothing for {self._engine.options.silent_s:g} s"
+                )
             if isinstance(answer, Broken):
                 self._count_fault(replica, answer.reason)
                 await self._resume()
                 name = self._order.request_id
-                logger.info("%s goes on on replica %s after %d tokens", name, self.replica, len(self.tokens))
+                logger.info(
+                    "%s goes on on replica %s after %d tokens", name, self.replica, len(self.tokens)
+                )
                 continue
             if isinstance(answer, Alive):
                 continue
@@ -300,7 +368,8 @@ class ReplicatedDecoding:
             self.tokens += answer.tokens
             self.logprobs += answer.logprobs
             self.prompt_logprobs = self.prompt_logprobs or answer.prompt_logprobs
-            self.metrics, self.finish_reason = answer.metrics, answer.finish_reason
+            self.metrics = answer.metrics
+            self.finish_reason = answer.finish_reason
             yield answer.tokens, self.finish_reason is not None
 
     def _count_fault(self, replica: str, reason: str) -> None:
@@ -312,11 +381,15 @@ class ReplicatedDecoding:
         """
         self._check_wanted()
         name = self._order.request_id
-        logger.warning("replica %s failed after %d tokens of %s: %s", replica, len(self.tokens), name, reason)
+        logger.warning(
+            "replica %s failed after %d tokens of %s: %s", replica, len(self.tokens), name, reason
+        )
         self._engine.directory.set_silent(replica, reason)
         self.num_faults += 1
         if self.num_faults >= MAX_FAULTS:
-            raise NotRunningError(f"{self.num_faults} replicas failed while they decoded this request; see their logs")
+            raise NotRunningError(
+                f"{self.num_faults} replicas failed while they decoded this request; see their logs"
+            )
 
     def _check_wanted(self) -> None:
         if self._is_cancelled:

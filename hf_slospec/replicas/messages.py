@@ -2,14 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hf_slospec.algo.replica_ranking import Need, ReplicaLoad
-from hf_slospec.engine.request import FinishReason, Progress, RequestMetrics
-from hf_slospec.models.sampling import TokenLogprobs
-from hf_slospec.serving.openai.engine import Order
+import ray
+from ray import serve
+from ray._private import ray_constants
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from hf_slospec.model.sampling import TokenLogprobs
+from hf_slospec.request.request import FinishReason, Progress, RequestMetrics
+from hf_slospec.scheduler.load import Need, ReplicaLoad
+from hf_slospec.server.engine import Order
+
+LOOPBACK = "127.0.0.1"
+
+
+@contextmanager
+def on_loopback() -> Iterator[str]:
+    """Let ``ray.init`` in a ``with`` block take loopback addresses as they are, and yield that of a
+    local node.
+
+    Ray binds its ports to the address of the node. It would replace a loopback address by one that
+    other machines can reach, except on systems where Ray has no clusters.
+    """
+    is_cluster = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield LOOPBACK
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = is_cluster
+
+
+def keep_replica_on_loopback() -> None:
+    """Keep the port of this process's Serve replica on the loopback interface, if the node has that
+    address.
+
+    Serve calls the constructor of a deployment first and then opens the port, on all interfaces.
+    """
+    if ray.util.get_node_ip_address() != LOOPBACK:
+        return
+    from ray.serve._private import replica
+
+    bind = replica.add_port_to_grpc_server
+
+    def bind_to_loopback(server: Any, address: str) -> int:
+        port: int = bind(server, address.replace("[::]", LOOPBACK))
+        return port
+
+    replica.add_port_to_grpc_server = bind_to_loopback
+
+
+FAULTS = (RayError, RayServeException, StopAsyncIteration)  # a replica died, or there is none
+PARTS = 5  # of a time limit
+
+
+def call(method: Any, *arguments: Any) -> Any:
+    """Return the response of a replica's method, called under a new request id.
+
+    Serve gives all calls made for one HTTP request the same id, and its routers confuse those under
+    way at once."""
+    return contextvars.Context().run(method.remote, *arguments)
+
+
+async def next_within(
+    stream: Any, limit_s: float, may_give_up: Callable[[], bool] = lambda: True
+) -> Any:
+    """Return the next answer of a stream, or None if there is none within a time limit.
+
+    Args:
+        limit_s: seconds. They are counted in parts, so that answers which arrive while this process
+            stands still are not missing when it goes on.
+        may_give_up: asked whenever the limit is over; if it returns False, the limit begins again.
+    """
+    answer = asyncio.ensure_future(_next(stream))
+    try:
+        while not await _is_done(answer, limit_s):
+            if may_give_up():
+                return None
+        return answer.result()
+    finally:
+        answer.cancel()
+
+
+async def _is_done(answer: asyncio.Future[Any], limit_s: float) -> bool:
+    for _ in range(PARTS):
+        if (await asyncio.wait({answer}, timeout=limit_s / PARTS))[0]:
+            return True
+    return False
+
+
+async def _next(stream: Any) -> Any:
+    """Return the next answer of a stream. Serve turns a task's cancellation into another error;
+    raise the original.
+    """
+    try:
+        return await anext(stream)
+    except serve.exceptions.RequestCancelledError as error:
+        raise asyncio.CancelledError from error
+
 
 REPORT_S = 0.5  # seconds between reports of a replica
 
@@ -72,7 +168,9 @@ class Failed:
 
 @dataclass(frozen=True)
 class Broken:
-    """End of a replica's answers because the replica has failed; another one can resume from the updates so far."""
+    """End of a replica's answers because the replica has failed; another one can resume from the
+    updates so far.
+    """
 
     replica: str
     reason: str
@@ -86,7 +184,9 @@ class Update:
     logprobs: list[TokenLogprobs]  # one per token, empty unless requested
     metrics: RequestMetrics
     finish_reason: FinishReason | None  # None before the last update
-    prompt_logprobs: Sequence[TokenLogprobs | None] = ()  # in the first update of each replica, if requested
+    prompt_logprobs: Sequence[
+        TokenLogprobs | None
+    ] = ()  # in the first update of each replica, if requested
 
 
 Answer = Taken | Declined | Failed | Broken | Update | Alive

@@ -12,40 +12,68 @@ import torch
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.serving.openai.options import ServerOptions
-from hf_slospec.serving.options import AUTO
+from hf_slospec.server.model_options import AUTO
+from hf_slospec.server.options import ServerOptions
 
 HEAD = "node:__internal_head__"  # a resource that Ray gives to the head of a cluster
 OPTION = re.compile(r"--([a-z]+(?:-[a-z]+)*)\b")  # an option of the command line
 
 
 class ReplicaOptions(ServerOptions):
-    """Options of :func:`~hf_slospec.replicas.app`; those of models and server are those of ``hf_slospec serve``."""
+    """Options of :func:`~hf_slospec.replicas.app`; those of models and server are those of
+    ``hf_slospec serve``.
+    """
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    replicas: int = Field(1, ge=1, description="Replicas at the start, and without autoscaling always.")
-    max_replicas: int | None = Field(None, ge=1, description="Scale between min_replicas and this many. None: do not.")
+    replicas: int = Field(
+        1, ge=1, description="Replicas at the start, and without autoscaling always."
+    )
+    max_replicas: int | None = Field(
+        None, ge=1, description="Scale between min_replicas and this many. None: do not."
+    )
     min_replicas: int = Field(1, ge=1)
     fronts: int = Field(1, ge=1, description="Processes that take HTTP requests and tokenize.")
-    front_resource: str = Field(HEAD, min_length=1, description="Ray's resource of the machines where fronts run.")
+    front_resource: str = Field(
+        HEAD, min_length=1, description="Ray's resource of the machines where fronts run."
+    )
     routing: Literal["guarantees", "sequential"] = Field(
-        "guarantees", description="Order in which replicas are asked for a guarantee: by load, or in turn (SLOs-Serve)."
+        "guarantees",
+        description="Order in which replicas are asked for a guarantee: by load, or in turn (SLOs-Serve).",
     )
     max_hops: int | None = Field(
-        None, ge=0, description="How often a request that a replica declined moves on. None: to all of them."
+        None,
+        ge=0,
+        description="How often a request that a replica declined moves on. None: to all of them.",
     )
     backup: Literal["best_effort", "decline"] = Field(
-        "best_effort", description="What happens to requests that no replica guaranteed: best effort, or status 429."
+        "best_effort",
+        description="What happens to requests that no replica guaranteed: best effort, or status 429.",
     )
-    silent_s: float = Field(5.0, ge=1, description="Requests go elsewhere when a replica has sent nothing for so long.")
-    cpus: float = Field(1.0, ge=0, description="CPUs that Ray reserves for a replica; may be a fraction.")
-    gpus: float = Field(0.0, ge=0, description="GPUs that Ray reserves for a replica; 1 with device cuda.")
-    threads: int | None = Field(None, ge=1, description="Torch's threads in a replica. None: as torch decides.")
-    hang_s: float = Field(300.0, gt=0, description="A replica is replaced when one of its steps takes longer.")
-    drain_s: float = Field(600.0, gt=0, description="Seconds that requests of a replica that is to end have to finish.")
-    upscale_delay_s: float = Field(10.0, ge=0, description="Seconds of missed SLOs before replicas are added.")
-    downscale_delay_s: float = Field(300.0, ge=0, description="Seconds of little load before a replica is removed.")
+    silent_s: float = Field(
+        5.0, ge=1, description="Requests go elsewhere when a replica has sent nothing for so long."
+    )
+    cpus: float = Field(
+        1.0, ge=0, description="CPUs that Ray reserves for a replica; may be a fraction."
+    )
+    gpus: float = Field(
+        0.0, ge=0, description="GPUs that Ray reserves for a replica; 1 with device cuda."
+    )
+    threads: int | None = Field(
+        None, ge=1, description="Torch's threads in a replica. None: as torch decides."
+    )
+    hang_s: float = Field(
+        300.0, gt=0, description="A replica is replaced when one of its steps takes longer."
+    )
+    drain_s: float = Field(
+        600.0, gt=0, description="Seconds that requests of a replica that is to end have to finish."
+    )
+    upscale_delay_s: float = Field(
+        10.0, ge=0, description="Seconds of missed SLOs before replicas are added."
+    )
+    downscale_delay_s: float = Field(
+        300.0, ge=0, description="Seconds of little load before a replica is removed."
+    )
 
     def __init__(self, **fields: Any) -> None:
         with names_of_fields():
@@ -88,8 +116,13 @@ class ReplicaOptions(ServerOptions):
     @model_validator(mode="after")
     def _fit_together(self) -> ReplicaOptions:
         if self.max_replicas is None and self.min_replicas != 1:
-            raise ValueError("min_replicas has no effect without max_replicas; give both, or replicas alone")
-        if self.max_replicas is not None and not self.min_replicas <= self.replicas <= self.max_replicas:
+            raise ValueError(
+                "min_replicas has no effect without max_replicas; give both, or replicas alone"
+            )
+        if (
+            self.max_replicas is not None
+            and not self.min_replicas <= self.replicas <= self.max_replicas
+        ):
             raise ValueError(
                 f"replicas must be within min_replicas..max_replicas, got {self.replicas} and "
                 f"{self.min_replicas}..{self.max_replicas}"
@@ -102,7 +135,9 @@ class ReplicaOptions(ServerOptions):
         if isinstance(options, ReplicaOptions):
             return options
         if not isinstance(options, dict):
-            raise InvalidInputError(f"options must be ReplicaOptions or a dict, got {type(options).__name__}")
+            raise InvalidInputError(
+                f"options must be ReplicaOptions or a dict, got {type(options).__name__}"
+            )
         return cls(**options)
 
 

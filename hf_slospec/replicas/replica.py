@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from ray import serve
 
-from hf_slospec.algo.replica_ranking import utilisation
+from hf_slospec.batcher.handle import RequestHandle
 from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, SLOSpecError
-from hf_slospec.replicas.loopback import keep_replica_on_loopback
 from hf_slospec.replicas.messages import (
     REPORT_S,
     Alive,
@@ -33,16 +32,21 @@ from hf_slospec.replicas.messages import (
     Taken,
     ToReplica,
     Update,
+    keep_replica_on_loopback,
 )
 from hf_slospec.replicas.options import ReplicaOptions, names_of_fields
-from hf_slospec.serving.handle import RequestHandle
-from hf_slospec.serving.loading import load_generator
-from hf_slospec.serving.openai.engine import LocalEngine
-from hf_slospec.serving.openai.serve import SWITCH_S
+from hf_slospec.scheduler.load import utilisation
+from hf_slospec.server.engine import LocalEngine
+from hf_slospec.server.loading import load_generator
+from hf_slospec.server.serve import SWITCH_S
 
 logger = logging.getLogger("ray.serve")  # its handlers add the replica and the request to each line
-NUM_REPORTS = 20  # in one call; a replica that is to end waits for its calls, also for those of fronts that died
-ORPHAN_S, TICK_S = 60.0, 5.0  # seconds after which a replica that is not asked for ends itself; between checks of this
+# In one call; a replica that is to end waits for its calls, also for those of fronts that died
+NUM_REPORTS = 20
+ORPHAN_S, TICK_S = (
+    60.0,
+    5.0,
+)  # seconds after which a replica that is not asked for ends itself; between checks of this
 RECENT_S = 60.0  # seconds in which missed SLOs are counted
 
 
@@ -58,14 +62,20 @@ class ModelReplica:
         self.options = options
         with names_of_fields():
             self.generator = load_generator(options, options.config, options.chat_template).start()
-        logger.info("%s with drafts by %s", options.name, self.generator.decoder.speculator.method.kind)
+        logger.info(
+            "%s with drafts by %s", options.name, self.generator.decoder.speculator.method.kind
+        )
         self.engine = LocalEngine(self.generator, options.response_template)
         self.name = _own_name()
         self._num_unhealthy = 0  # health checks that failed
         self._num_ticks = 0  # since Serve or a front has asked for the replica
-        self._handles: dict[tuple[str, int], RequestHandle | None] = {}  # by sender and number of the offer
+        self._handles: dict[
+            tuple[str, int], RequestHandle | None
+        ] = {}  # by sender and number of the offer
         self._seen: dict[str, int] = {}  # by sender, the number of the last offer taken or declined
-        self._recent: deque[tuple[float, bool]] = deque()  # requests with SLOs: end in seconds, is_missed
+        self._recent: deque[tuple[float, bool]] = (
+            deque()
+        )  # requests with SLOs: end in seconds, is_missed
         _end_when_orphaned(self)
 
     # ---- for the front
@@ -80,8 +90,12 @@ class ModelReplica:
 
     async def decode(self, offer: Offer) -> AsyncIterator[Answer]:
         """Yield the answer to an offer and, if it is taken, the output as it is committed."""
-        arguments = offer.order.arguments | {"resume": offer.progress, "must_guarantee": offer.must_guarantee}
-        order, key = replace(offer.order, arguments=arguments), (offer.sender, offer.number)
+        arguments = offer.order.arguments | {
+            "resume": offer.progress,
+            "must_guarantee": offer.must_guarantee,
+        }
+        order = replace(offer.order, arguments=arguments)
+        key = (offer.sender, offer.number)
         handle = self._handles[key] = None
         try:
             handle = await self.engine.submit(order)
@@ -98,7 +112,9 @@ class ModelReplica:
                 async for answer in answers:
                     yield answer
             if offer.need.has_slo:
-                self._recent.append((time.monotonic(), not handle.metrics.guaranteed or not handle.metrics.attained))
+                self._recent.append(
+                    (time.monotonic(), not handle.metrics.guaranteed or not handle.metrics.attained)
+                )
                 self._forget_old()
         except (NotGuaranteedError, QueueFull) as error:
             self._record(offer)
@@ -128,7 +144,9 @@ class ModelReplica:
     def _record(self, offer: Offer) -> None:
         self._seen[offer.sender] = max(offer.number, self._seen.get(offer.sender, -1))
 
-    async def reports(self, address: ToReplica, sender: str, left: Collection[int]) -> AsyncIterator[Report | Alive]:
+    async def reports(
+        self, address: ToReplica, sender: str, left: Collection[int]
+    ) -> AsyncIterator[Report | Alive]:
         """Yield a report twice a second, for some time; during a long step only a sign of life.
 
         Args:
@@ -160,13 +178,19 @@ class ModelReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the gauges that the autoscaling policy decides by."""
-        stats, load = self.generator.stats(), await self.generator.aload()
+        stats = self.generator.stats()
+        load = await self.generator.aload()
         self._forget_old()
-        num_missed, max_batch = sum(is_missed for _, is_missed in self._recent), self.options.config.max_batch
+        num_missed, max_batch = (
+            sum(is_missed for _, is_missed in self._recent),
+            self.options.config.max_batch,
+        )
         return {
             "missed": num_missed / max(len(self._recent), 1),
             "waiting": stats.waiting / max_batch,
-            "utilisation": max(utilisation(load), stats.kv_tokens / stats.kv_limit, stats.running / max_batch),
+            "utilisation": max(
+                utilisation(load), stats.kv_tokens / stats.kv_limit, stats.running / max_batch
+            ),
         }
 
     def _forget_old(self) -> None:
@@ -174,18 +198,20 @@ class ModelReplica:
             self._recent.popleft()
 
     def is_wanted_after_tick(self) -> bool:
-        """Count ``TICK_S`` seconds, and return False if the replica is idle and was not asked for ``ORPHAN_S``.
+        """Count ``TICK_S`` seconds, and return False if the replica is idle and was not asked for
+        ``ORPHAN_S``.
 
-        Ticks are counted, not seconds, as a process that stood still finds the questions of that time afterwards.
-        """
+        Ticks are counted, not seconds, as a process that stood still finds the questions of that
+        time afterwards."""
         self._num_ticks = 0 if self._handles else self._num_ticks + 1
         return self._num_ticks * TICK_S <= ORPHAN_S
 
     def check_health(self) -> None:
-        """Raise NotRunningError if the batcher has died, or one of its steps takes longer than ``hang_s``.
+        """Raise NotRunningError if the batcher has died, or one of its steps takes longer than
+        ``hang_s``.
 
-        The process exits at the second failed check, so that other replicas resume its requests at once: Serve would
-        first wait ``drain_s`` for them to finish, which they cannot.
+        The process exits at the second failed check, so that other replicas resume its requests at
+        once: Serve would first wait ``drain_s`` for them to finish, which they cannot.
         """
         self._num_ticks = 0
         try:
@@ -201,20 +227,25 @@ class ModelReplica:
 def _end_when_orphaned(replica: ModelReplica) -> None:
     """Start a thread that ends the process once the replica has no requests and is not asked for.
 
-    Serve stops a replica that it cannot reach, but its order to end the process can be lost on the way. The process
-    would go on for ever and keep its CPUs and GPUs.
+    Serve stops a replica that it cannot reach, but its order to end the process can be lost on the
+    way. The process would go on for ever and keep its CPUs and GPUs.
     """
 
     def watch() -> None:
         while replica.is_wanted_after_tick():
             time.sleep(TICK_S)
-        logger.error("neither Serve nor a front has asked for this replica for %g s; the process ends", ORPHAN_S)
+        logger.error(
+            "neither Serve nor a front has asked for this replica for %g s; the process ends",
+            ORPHAN_S,
+        )
         _end_process()
 
     threading.Thread(target=watch, name="orphan-watch", daemon=True).start()
 
 
-async def _with_signs_of_life(updates: AsyncIterator[Update], pause_s: float) -> AsyncGenerator[Update | Alive]:
+async def _with_signs_of_life(
+    updates: AsyncIterator[Update], pause_s: float
+) -> AsyncGenerator[Update | Alive]:
     """Yield the updates, and a sign of life whenever there has been none for ``pause_s``."""
     update = asyncio.ensure_future(anext(updates, None))
     try:
@@ -234,7 +265,8 @@ async def _with_signs_of_life(updates: AsyncIterator[Update], pause_s: float) ->
 
 async def _updates(handle: RequestHandle, num_known: int) -> AsyncIterator[Update]:
     """Yield a request's output as it is committed, without the first ``num_known`` tokens."""
-    num_tokens, is_first = 0, True
+    num_tokens = 0
+    is_first = True
     async for tokens, is_last in handle.asteps():
         new = tokens[max(num_known - num_tokens, 0) :]
         num_tokens += len(tokens)
@@ -242,7 +274,13 @@ async def _updates(handle: RequestHandle, num_known: int) -> AsyncIterator[Updat
         if new or is_whole:
             reason = handle.finish_reason if is_last and is_whole else None
             of_prompt = handle.prompt_logprobs if is_first else ()
-            yield Update(new, handle.logprobs[num_tokens - len(new) : num_tokens], handle.metrics, reason, of_prompt)
+            yield Update(
+                new,
+                handle.logprobs[num_tokens - len(new) : num_tokens],
+                handle.metrics,
+                reason,
+                of_prompt,
+            )
             is_first = False
 
 

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from hf_slospec.replicas.messages import Offer, ToReplica
-from hf_slospec.replicas.running import set_running
+
+_names: weakref.WeakKeyDictionary[object, tuple[str, ...]] = (
+    weakref.WeakKeyDictionary()
+)  # by router
+
+
+def set_running(router: object, names: Sequence[str]) -> None:
+    """Set the names of the running replicas that a router knows."""
+    _names[router] = tuple(names)
+
+
+def running_replicas() -> list[str]:
+    """Return the names of the running replicas, sorted."""
+    return sorted({name for names in list(_names.values()) for name in names})
 
 
 class AddressRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     """Router that passes a call to the replica that its first argument names.
 
-    Requests are matched to the replica that was chosen for them, so Serve's FIFO mixin, which gives a replica to the
-    request that waits longest, must not be mixed in.
+    Requests are matched to the replica that was chosen for them, so Serve's FIFO mixin, which gives
+    a replica to the request that waits longest, must not be mixed in.
     """
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -31,21 +46,34 @@ class AddressRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         set_running(self, [_name(replica_id) for replica_id in self.curr_replicas])
 
     async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the named replica, or all of them if the call names none or is an offer to one that has just died.
+        """Return the named replica, or all of them if the call names none or is an offer to one
+        that has just died.
 
-        Serve would ask a replica for the length of its queue first, and let at most two calls per replica wait for such
-        answers. One that does not answer would hold up the calls of all, so the length is set: there is no limit to it.
-        """
+        Serve would ask a replica for the length of its queue first, and let at most two calls per
+        replica wait for such answers. One that does not answer would hold up the calls of all, so
+        the length is set: there is no limit to it."""
         for replica in candidate_replicas:
             self.replica_queue_len_cache.update(replica.replica_id, 0)
-        address: Any = pending_request.args[0] if pending_request is not None and pending_request.args else None
+        address: Any = (
+            pending_request.args[0]
+            if pending_request is not None and pending_request.args
+            else None
+        )
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = True  # if no replica can be reached, wait
+            pending_request.routing_context.should_backoff = (
+                True  # if no replica can be reached, wait
+            )
         if isinstance(address, Offer | ToReplica):
-            named = [each for each in candidate_replicas if _name(each.replica_id) == address.replica]
-            candidate_replicas = named if named or isinstance(address, ToReplica) else candidate_replicas
+            named = [
+                each for each in candidate_replicas if _name(each.replica_id) == address.replica
+            ]
+            candidate_replicas = (
+                named if named or isinstance(address, ToReplica) else candidate_replicas
+            )
         return [[replica] for replica in candidate_replicas]
 
 

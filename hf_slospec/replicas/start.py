@@ -1,4 +1,6 @@
-"""Start of a replicated server from the command line: in a local Ray, or in the cluster that RAY_ADDRESS names."""
+"""Start of a replicated server from the command line: in a local Ray, or in the cluster that
+RAY_ADDRESS names.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,16 @@ import ray
 from ray import serve
 from transformers import AutoConfig, AutoTokenizer
 
-from hf_slospec.drafters.heads.checkpoint import LOADING_ERRORS
 from hf_slospec.errors import InvalidInputError, NotRunningError
-from hf_slospec.models.device.threads import available_cores
-from hf_slospec.models.inspection.hub import hub_options
+from hf_slospec.heads.checkpoint import LOADING_ERRORS
+from hf_slospec.model.loading import hub_options
+from hf_slospec.model.machine import available_cores
 from hf_slospec.replicas.application import app
-from hf_slospec.replicas.loopback import on_loopback
+from hf_slospec.replicas.messages import on_loopback
 from hf_slospec.replicas.options import ReplicaOptions
-from hf_slospec.serving.loading import check_drafter
-from hf_slospec.serving.openai.options import ServeOptions, ServerOptions
-from hf_slospec.serving.openai.serve import requests_to_try
+from hf_slospec.server.loading import check_drafter
+from hf_slospec.server.options import ServeOptions, ServerOptions
+from hf_slospec.server.serve import requests_to_try
 
 APP = "hf_slospec"
 EVERY_ADDRESS = ("0.0.0.0", "::")
@@ -39,8 +41,11 @@ def replica_options(options: ServeOptions, replicas: int) -> ReplicaOptions:
     Raises:
         InvalidInputError: an option is invalid.
     """
-    is_local, cores = "RAY_ADDRESS" not in os.environ, available_cores()
-    common = {name: getattr(options, name) for name in ServerOptions.model_fields} | {"allowed_hosts": options.hosts}
+    is_local = "RAY_ADDRESS" not in os.environ
+    cores = available_cores()
+    common = {name: getattr(options, name) for name in ServerOptions.model_fields} | {
+        "allowed_hosts": options.hosts
+    }
     return ReplicaOptions(
         **common,
         replicas=replicas,
@@ -51,22 +56,26 @@ def replica_options(options: ServeOptions, replicas: int) -> ReplicaOptions:
 
 @contextmanager
 def served(options: ReplicaOptions, host: str, port: int, root_path: str = "") -> Iterator[str]:
-    """Serve in a ``with`` block, and yield the address; at its end requests in progress are finished.
+    """Serve in a ``with`` block, and yield the address; at its end requests in progress are
+    finished.
 
-    A Ray that this function started ends with the block; a cluster keeps running without the application. If Serve
-    runs already in the cluster, it keeps its address and ignores ``host`` and ``port``.
+    A Ray that this function started ends with the block; a cluster keeps running without the
+    application. If Serve runs already in the cluster, it keeps its address and ignores ``host`` and
+    ``port``.
 
     Raises:
         InvalidInputError: a model cannot be found.
         OSError: another process listens at the port.
         NotRunningError: the replicas could not be started.
     """
-    is_joined, is_ours = "RAY_ADDRESS" in os.environ, not ray.is_initialized()
+    is_joined = "RAY_ADDRESS" in os.environ
+    is_ours = not ray.is_initialized()
     if is_ours and not is_joined:
         _check_here(options, host, port)
     folder = _join_or_start(options) if is_ours else None
     try:
-        # Proxies of other machines could not listen at a single address of this one, and would be restarted for ever.
+        # Proxies of other machines could not listen at a single address of this one, and would be
+        # restarted for ever.
         location = "EveryNode" if host in EVERY_ADDRESS else "HeadOnly"
         serve.start(location, {"host": host, "port": port, "root_path": root_path})
         try:
@@ -87,7 +96,9 @@ def served(options: ReplicaOptions, host: str, port: int, root_path: str = "") -
 
 
 def _check_here(options: ReplicaOptions, host: str, port: int) -> None:
-    """Check models, drafter and port now; in the processes of a local Ray they would fail after a minute."""
+    """Check models, drafter and port now; in the processes of a local Ray they would fail after a
+    minute.
+    """
     for name in (options.target, options.assistant):
         if name is not None:
             try:
@@ -101,15 +112,22 @@ def _check_here(options: ReplicaOptions, host: str, port: int) -> None:
         try:
             listener.bind((host, port))
         except OSError as error:
-            raise OSError(f"cannot listen at {host}, port {port}: {error.strerror}; choose another port") from error
+            raise OSError(
+                f"cannot listen at {host}, port {port}: {error.strerror}; choose another port"
+            ) from error
 
 
 def _is_chat(options: ReplicaOptions) -> bool:
-    """Return True if the model has a chat template; False also if its tokenizer is not on this machine."""
+    """Return True if the model has a chat template; False also if its tokenizer is not on this
+    machine.
+    """
     if options.chat_template is not None or options.target is None:
         return options.chat_template is not None
     try:
-        return AutoTokenizer.from_pretrained(options.target, local_files_only=True).chat_template is not None
+        return (
+            AutoTokenizer.from_pretrained(options.target, local_files_only=True).chat_template
+            is not None
+        )
     except LOADING_ERRORS:  # the path may exist on the cluster's machines only
         return False
 
@@ -117,7 +135,8 @@ def _is_chat(options: ReplicaOptions) -> bool:
 def _join_or_start(options: ReplicaOptions) -> str | None:
     """Start a local Ray and return its folder, or join the cluster and return None."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # On a busy machine a proxy may not be ready after 5 s; Serve's controller then ends it and does not try again.
+    # On a busy machine a proxy may not be ready after 5 s; Serve's controller then ends it and does
+    # not try again.
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
     if "RAY_ADDRESS" in os.environ:
         with on_loopback():  # the address may be that of a Ray on loopback
@@ -143,12 +162,16 @@ def serve_replicas(options: ServeOptions, replicas: int, say: Callable[[str], No
     Raises:
         InvalidInputError: an option is invalid.
     """
-    replicated, ended = replica_options(options, replicas), threading.Event()
+    replicated = replica_options(options, replicas)
+    ended = threading.Event()
     ray_name = os.environ.get("RAY_ADDRESS", "a local Ray")
     say(f"starting {replicas} replicas of {replicated.name} on {ray_name}; this takes a minute")
     with served(replicated, options.host, options.port, options.root_path) as url:
-        is_embedded, is_guarded = replicated.target is None, bool(replicated.api_keys)
-        lines = requests_to_try(f"{url}/v1", replicated.name, _is_chat(replicated), is_embedded, 0.1, is_guarded)
+        is_embedded = replicated.target is None
+        is_guarded = bool(replicated.api_keys)
+        lines = requests_to_try(
+            f"{url}/v1", replicated.name, _is_chat(replicated), is_embedded, 0.1, is_guarded
+        )
         say("\n".join((f"address  {url}/v1", *lines)))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: ended.set())

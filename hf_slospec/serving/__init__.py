@@ -1,1 +1,1 @@
-"""The in-process batcher: submit requests from any thread, decode them together."""
+"""Public path of the replicas."""

@@ -1,1 +1,3 @@
-"""The embedded pair of models, its inflation to larger sizes, and the loading of models for commands."""
+"""The embedded pair of models, its inflation to larger sizes, and the loading of models for
+commands.
+"""

@@ -10,9 +10,9 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_slospec.drafters.head import HeadMethod
-from hf_slospec.drafters.heads.loading import load_head
 from hf_slospec.drafters.methods import DraftMethod
 from hf_slospec.errors import InvalidInputError
+from hf_slospec.heads.loading import load_head
 from hf_slospec.tiny.inflate import inflate_head
 
 FOLDER = Path(__file__).parent / "pair"
@@ -28,7 +28,8 @@ def load_tiny_pair(
     Both models were trained on the source of Python's standard library and write Python-like text.
 
     Args:
-        dtype: of the weights; ``torch.float32`` for exact identity with ``generate``, ``torch.bfloat16`` for speed.
+        dtype: of the weights; ``torch.float32`` for exact identity with ``generate``,
+            ``torch.bfloat16`` for speed.
     """
     target = LlamaForCausalLM.from_pretrained(FOLDER / "target", dtype=dtype)
     draft = LlamaForCausalLM.from_pretrained(FOLDER / "draft", dtype=dtype)
@@ -36,7 +37,8 @@ def load_tiny_pair(
 
 
 def load_tiny_drafter(kind: str, target: LlamaForCausalLM) -> DraftMethod:
-    """Return a trained head of the embedded target, to be given as ``drafter=``, without a download.
+    """Return a trained head of the embedded target, to be given as ``drafter=``, without a
+    download.
 
     Args:
         kind: ``"eagle3"`` or ``"mtp"``.

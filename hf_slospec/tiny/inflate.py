@@ -1,23 +1,21 @@
 """Function-preserving inflation: a model of larger size with the same outputs.
 
-Additional hidden channels are exactly zero; additional heads, MLP neurons and layers contribute exactly zero, and
-additional ids never win. They are computed like all others, so that texts and acceptance are real while time and
-memory are those of the larger shape.
+Additional hidden channels are exactly zero; additional heads, MLP neurons and layers contribute
+exactly zero, and additional ids never win. They are computed like all others, so that texts and
+acceptance are real while time and memory are those of the larger shape.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_slospec.drafters.heads.eagle3 import Eagle3Head
-from hf_slospec.drafters.heads.head import own_modules
-from hf_slospec.drafters.heads.mtp import MtpHead
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.tiny.placement import Placement
+from hf_slospec.heads.eagle3 import Eagle3Head
+from hf_slospec.heads.mtp import MtpHead, own_modules
 from hf_slospec.tiny.shapes import Shape
 
 Head = TypeVar("Head", Eagle3Head, MtpHead)
@@ -27,8 +25,8 @@ Head = TypeVar("Head", Eagle3Head, MtpHead)
 def inflate(model: LlamaForCausalLM, shape: Shape, seed: int = 0) -> LlamaForCausalLM:
     """Return a larger model with the logits of ``model``, up to the rounding of longer sums.
 
-    Larger heads also round their queries, which are scaled by the square root of the ratio of head sizes. Additional
-    ids have logits below -100.
+    Larger heads also round their queries, which are scaled by the square root of the ratio of head
+    sizes. Additional ids have logits below -100.
 
     Args:
         model: a Llama without biases, with plain rotary embeddings.
@@ -36,8 +34,8 @@ def inflate(model: LlamaForCausalLM, shape: Shape, seed: int = 0) -> LlamaForCau
         seed: seed of the random weights, which do not affect the output.
 
     Raises:
-        InvalidInputError: the shape is smaller than the model, or not a multiple of its hidden and head sizes; it has
-            additional ids for a model in fp16; or the model has biases.
+        InvalidInputError: the shape is smaller than the model, or not a multiple of its hidden and
+            head sizes; it has additional ids for a model in fp16; or the model has biases.
     """
     config = config_of(model, shape)
     with torch.device(model.device):
@@ -51,9 +49,13 @@ def config_of(model: LlamaForCausalLM, shape: Shape) -> LlamaConfig:
     """Return the config of an inflated model; raises as :func:`inflate` does."""
     old: Any = model.config
     if old.attention_bias or old.mlp_bias:
-        raise InvalidInputError("a model with biases cannot be inflated; use one without attention and MLP biases")
+        raise InvalidInputError(
+            "a model with biases cannot be inflated; use one without attention and MLP biases"
+        )
     factor = max(shape.hidden_size // old.hidden_size, 1)
-    is_tied = old.tie_word_embeddings if shape.tie_word_embeddings is None else shape.tie_word_embeddings
+    is_tied = (
+        old.tie_word_embeddings if shape.tie_word_embeddings is None else shape.tie_word_embeddings
+    )
     shape = shape._replace(
         num_heads=shape.num_heads or old.num_attention_heads * factor,
         num_kv_heads=shape.num_kv_heads or old.num_key_value_heads * factor,
@@ -70,14 +72,18 @@ def config_of(model: LlamaForCausalLM, shape: Shape) -> LlamaConfig:
         "head_dim": shape.head_dim,
         "vocab_size": shape.vocab_size,
         "tie_word_embeddings": shape.tie_word_embeddings,
-        # The additional channels are zero, so the mean square is smaller by the factor, and epsilon must be, too.
+        # The additional channels are zero, so the mean square is smaller by the factor, and epsilon
+        # must be, too.
         "rms_norm_eps": old.rms_norm_eps / factor,
     })  # fmt: skip
 
 
 @torch.no_grad()
-def inflate_head(head: Head, plain: LlamaForCausalLM, target: LlamaForCausalLM, seed: int = 0) -> Head:
-    """Return a larger head that drafts for an inflated target what ``head`` drafts for the plain one.
+def inflate_head(
+    head: Head, plain: LlamaForCausalLM, target: LlamaForCausalLM, seed: int = 0
+) -> Head:
+    """Return a larger head that drafts for an inflated target what ``head`` drafts for the plain
+    one.
 
     Args:
         head: an EAGLE-3 head or MTP layer of ``plain``.
@@ -105,17 +111,27 @@ def inflate_head(head: Head, plain: LlamaForCausalLM, target: LlamaForCausalLM, 
         else:
             larger = MtpHead(target)
     larger.to(target.dtype).eval()
-    _fill(own_modules(larger, target), own_modules(head, plain), Placement.of(old, larger.config), seed)
+    _fill(
+        own_modules(larger, target),
+        own_modules(head, plain),
+        Placement.of(old, larger.config),
+        seed,
+    )
     inflated: Head = larger
     return inflated
 
 
 def _check_holds(shape: Any, old: Any, dtype: torch.dtype) -> None:
-    """Raise InvalidInputError if a :class:`Shape` without None cannot hold a model with this config and dtype."""
-    num_heads, num_kv_heads, vocab_size = shape.num_heads, shape.num_kv_heads, shape.vocab_size
+    """Raise InvalidInputError if a :class:`Shape` without None cannot hold a model with this config
+    and dtype.
+    """
+    num_heads = shape.num_heads
+    num_kv_heads = shape.num_kv_heads
+    vocab_size = shape.vocab_size
     needs = {
         f"a multiple of hidden size {old.hidden_size}": shape.hidden_size % old.hidden_size == 0,
-        f"at least {old.intermediate_size} MLP neurons": shape.intermediate_size >= old.intermediate_size,
+        f"at least {old.intermediate_size} MLP neurons": shape.intermediate_size
+        >= old.intermediate_size,
         f"at least {old.num_hidden_layers} layers": shape.num_layers >= old.num_hidden_layers,
         f"a multiple of head size {old.head_dim}": shape.head_dim % old.head_dim == 0,
         f"at least {old.num_key_value_heads} K/V heads": num_kv_heads >= old.num_key_value_heads,
@@ -124,18 +140,156 @@ def _check_holds(shape: Any, old: Any, dtype: torch.dtype) -> None:
         f"at least {old.vocab_size} ids": vocab_size >= old.vocab_size,
         "additional ids only with a larger hidden size": vocab_size == old.vocab_size
         or shape.hidden_size > old.hidden_size,
-        "additional ids only in bf16 or fp32": vocab_size == old.vocab_size or dtype != torch.float16,
-        "tied embeddings only if the model has them": old.tie_word_embeddings or not shape.tie_word_embeddings,
+        "additional ids only in bf16 or fp32": vocab_size == old.vocab_size
+        or dtype != torch.float16,
+        "tied embeddings only if the model has them": old.tie_word_embeddings
+        or not shape.tie_word_embeddings,
     }
     if missing := [need for need, is_met in needs.items() if not is_met]:
-        raise InvalidInputError(f"{shape} cannot hold this model: it must have {', '.join(missing)}")
+        raise InvalidInputError(
+            f"{shape} cannot hold this model: it must have {', '.join(missing)}"
+        )
 
 
-def _fill(larger: torch.nn.Module, source: torch.nn.Module, placement: Placement, seed: int) -> None:
+def _fill(
+    larger: torch.nn.Module, source: torch.nn.Module, placement: Placement, seed: int
+) -> None:
     """Fill the weights of a larger model from those of a smaller one."""
     sources = dict(source.named_parameters())
     generators = dict[torch.device, torch.Generator]()
     for name, parameter in larger.named_parameters():
-        generator = generators.setdefault(parameter.device, torch.Generator(parameter.device).manual_seed(seed))
+        generator = generators.setdefault(
+            parameter.device, torch.Generator(parameter.device).manual_seed(seed)
+        )
         shared = "model.embed_tokens.weight" if name == "lm_head.weight" else name  # if tied
         placement.fill(name, parameter, sources.get(name, sources.get(shared)), generator)
+
+
+# One hidden channel separates the additional ids from the others. It has this value at every token,
+# which is too small to change a norm, and only the output reads it.
+DELTA = 2.0**-13
+NEVER = -(2.0**32)  # weight of the additional ids for that channel; beyond the range of fp16
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Sizes of a Llama, or of a head with Llama's layers, before and after inflation."""
+
+    hidden_size: int
+    factor: int  # larger hidden size / hidden size
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    larger_num_heads: int
+    larger_num_kv_heads: int
+    larger_head_dim: int
+    vocab_size: int
+    larger_vocab_size: int
+
+    @classmethod
+    def of(cls, old: Any, larger: Any) -> Placement:
+        """Return the placement from one config to another."""
+        return cls(
+            old.hidden_size,
+            larger.hidden_size // old.hidden_size,
+            old.num_attention_heads,
+            old.num_key_value_heads,
+            old.head_dim,
+            larger.num_attention_heads,
+            larger.num_key_value_heads,
+            larger.head_dim,
+            old.vocab_size,
+            larger.vocab_size,
+        )
+
+    def fill(
+        self,
+        name: str,
+        parameter: torch.Tensor,
+        source: torch.Tensor | None,
+        generator: torch.Generator,
+    ) -> None:
+        """Copy the old weights; set weights that write to hidden channels to zero, and unused
+        weights to random values.
+
+        Args:
+            name: name of the parameter in its model.
+            parameter: the larger weight.
+            source: the old one; None for a weight of an additional layer.
+            generator: draws the random values, on the parameter's device.
+        """
+        module = name.rpartition(".")[0].rpartition(".")[2]
+        if "norm" in name:
+            parameter.fill_(self.factor**-0.5)
+        elif module in ("o_proj", "down_proj", "embed_tokens", "fc"):
+            parameter.zero_()
+        else:
+            parameter.normal_(0.0, 0.02, generator=generator)
+        if source is not None:
+            self._copy(name, parameter, source)
+        if self.larger_vocab_size > self.vocab_size:
+            self._exclude(name, module, parameter)
+
+    def _copy(self, name: str, parameter: torch.Tensor, source: torch.Tensor) -> None:
+        device = parameter.device
+        scale = 1.0
+        rows = torch.arange(len(source), device=device)
+        if "norm" in name:
+            scale = self.factor**-0.5
+        elif ".q_proj." in name:
+            rows = self._channels(
+                self.num_heads, self.num_heads // self.num_kv_heads, self._larger_group
+            ).to(device)
+            # The channels of a larger head between the old ones add nothing to its scores, whose
+            # scale is smaller.
+            used = rows.view(self.num_heads, -1)[:, 0] // self.larger_head_dim
+            parameter.unflatten(0, (self.larger_num_heads, -1))[used] = 0.0
+            scale = (self.larger_head_dim // self.head_dim) ** 0.5
+        elif ".k_proj." in name or ".v_proj." in name:
+            rows = self._channels(self.num_kv_heads, 1, 1).to(device)
+        if source.dim() == 1 and "norm" not in name:  # a bias
+            parameter[rows] = source * scale
+            return
+        columns = torch.arange(source.shape[-1], device=device)
+        if ".o_proj." in name:
+            columns = self._channels(
+                self.num_heads, self.num_heads // self.num_kv_heads, self._larger_group
+            ).to(device)
+        elif ".down_proj." not in name:  # reads hidden states, one of them, or several concatenated
+            block = columns // self.hidden_size
+            columns = columns + block * (self.factor - 1) * self.hidden_size
+        if source.dim() == 1:
+            parameter[columns] = source * scale
+        else:
+            parameter[rows[:, None], columns] = source * scale
+
+    @property
+    def _larger_group(self) -> int:
+        return self.larger_num_heads // self.larger_num_kv_heads
+
+    def _channels(self, num_heads: int, group: int, larger_group: int) -> torch.Tensor:
+        """Return the indices of all heads' channels among the larger ones.  -> [num_heads *
+        head_dim] int64
+
+        Rotary embeddings turn channel pairs (i, i + head_dim / 2) by the frequency theta ** (-2i /
+        head_dim), so that pair i of a small head turns like pair ``ratio`` * i of a head that is
+        ``ratio`` times as large."""
+        heads = torch.arange(num_heads)
+        heads = heads // group * larger_group + heads % group
+        channels = torch.arange(self.head_dim)
+        half = self.head_dim // 2
+        ratio = self.larger_head_dim // self.head_dim
+        channels = channels // half * (self.larger_head_dim // 2) + channels % half * ratio
+        return (heads[:, None] * self.larger_head_dim + channels).flatten()
+
+    def _exclude(self, name: str, module: str, parameter: torch.Tensor) -> None:
+        """Give the additional ids very low logits, by the first additional hidden channel."""
+        channel = self.hidden_size
+        if module in ("embed_tokens", "lm_head"):
+            parameter[: self.vocab_size, channel] = DELTA if module == "embed_tokens" else 0.0
+            parameter[self.vocab_size :] = 0.0
+            parameter[self.vocab_size :, channel] = NEVER
+        elif module.endswith("layernorm"):
+            parameter[channel] = 0.0
+        elif name == "fc.weight" and parameter.shape[1] == 2 * self.hidden_size * self.factor:
+            parameter[channel, channel] = 1.0  # an MTP layer: its input begins with the embedding

@@ -18,7 +18,8 @@ class Shape(NamedTuple):
     tie_word_embeddings: bool | None = None
 
 
-# Hidden sizes are 4**n times the embedded target's 256, which makes the scaling of norms exact in any float format.
+# Hidden sizes are 4**n times the embedded target's 256, which makes the scaling of norms exact in
+# any float format.
 SHAPES = {
     "0.1B": Shape(1024, 3072, 8),
     "0.3B": Shape(1024, 5120, 16),

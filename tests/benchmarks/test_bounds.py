@@ -22,13 +22,18 @@ from hf_slospec.lab.texts import Library, Text, TextModel
 from hf_slospec.lab.workload import Job
 from tests.support.toys.trees import SEEDS
 
-MAX_DEPTH, MAX_BATCH = 2, 2
-TINY = Hardware(curve({1: 10, 2: 11, 4: 12, 5: 20, 8: 24}), lines((2.0, 0.5)), host_s=0.001, kv_tokens=1000)
+MAX_DEPTH = 2
+MAX_BATCH = 2
+TINY = Hardware(
+    curve({1: 10, 2: 11, 4: 12, 5: 20, 8: 24}), lines((2.0, 0.5)), host_s=0.001, kv_tokens=1000
+)
 
 
 @dataclass(frozen=True)
 class State:
-    """A load on its way; one entry per request, ``seen`` counts the tokens that the draft has processed."""
+    """A load on its way; one entry per request, ``seen`` counts the tokens that the draft has
+    processed.
+    """
 
     now_s: float
     emitted: tuple[int, ...]
@@ -41,7 +46,9 @@ class Schedules:
     """All schedules of a load whose texts have one child per place, by exhaustive search."""
 
     def __init__(self, jobs: Sequence[Job], library: Library, hardware: Hardware):
-        self.jobs, self.library, self.hardware = jobs, library, hardware
+        self.jobs = jobs
+        self.library = library
+        self.hardware = hardware
         self.target = functools.lru_cache(None)(lambda *sizes: float(hardware.target(*sizes)))
         self.draft = functools.lru_cache(None)(lambda *sizes: float(hardware.draft(*sizes)))
 
@@ -49,7 +56,9 @@ class Schedules:
         """Yield the last state of every schedule."""
         number = len(self.jobs)
         state = state or State(0.0, (0,) * number, (0,) * number, (0.0,) * number, (0.0,) * number)
-        if all(done == job.output_tokens for done, job in zip(state.emitted, self.jobs, strict=True)):
+        if all(
+            done == job.output_tokens for done, job in zip(state.emitted, self.jobs, strict=True)
+        ):
             yield state
             return
         for after in self._steps(state):
@@ -65,12 +74,19 @@ class Schedules:
                 yield self._after(state, takes)
 
     def _choices(self, state: State, index: int) -> list[int | None]:
-        """Return None, to sit out, and how many drafted tokens a request may verify; a prompt is taken whole."""
-        job, done = self.jobs[index], state.emitted[index]
+        """Return None, to sit out, and how many drafted tokens a request may verify; a prompt is
+        taken whole.
+        """
+        job = self.jobs[index]
+        done = state.emitted[index]
         if job.arrival_s > state.now_s or done == job.output_tokens:
             return [None]
         most = 0
-        while done and most < min(MAX_DEPTH, job.output_tokens - done - 1) and not self._is_missed(index, done + most):
+        while (
+            done
+            and most < min(MAX_DEPTH, job.output_tokens - done - 1)
+            and not self._is_missed(index, done + most)
+        ):
             most += 1
         return [None, *range(most + 1)]
 
@@ -78,22 +94,29 @@ class Schedules:
         return self.library.token(index, place) > 0
 
     def _after(self, state: State, takes: Sequence[int | None]) -> State:
-        emitted, seen, first_s, finish_s = map(list, (state.emitted, state.seen, state.first_s, state.finish_s))
+        emitted, seen, first_s, finish_s = map(
+            list, (state.emitted, state.seen, state.first_s, state.finish_s)
+        )
         num_tokens = num_requests = keys = 0
-        drafting, depth = [], 0
+        drafting = []
+        depth = 0
         for index, take in enumerate(takes):
             if take is None:
                 continue
             context = self.jobs[index].input_tokens + emitted[index]
             num_tokens += 1 + take if emitted[index] else context
-            num_requests, keys = num_requests + 1, keys + context
+            num_requests = num_requests + 1
+            keys = keys + context
             if take:
                 drafting.append((index, context))
                 depth = max(depth, take)
         now_s = state.now_s + self.target(num_tokens, num_requests, keys) + self.hardware.host_s
         if drafting:
-            draft_keys, new = sum(c for _, c in drafting), sum(c - seen[i] for i, c in drafting)
-            now_s += self.draft(new, len(drafting), draft_keys) + self.hardware.drafting_request_s * len(drafting)
+            draft_keys = sum(c for _, c in drafting)
+            new = sum(c - seen[i] for i, c in drafting)
+            now_s += self.draft(
+                new, len(drafting), draft_keys
+            ) + self.hardware.drafting_request_s * len(drafting)
             now_s += (depth - 1) * self.draft(len(drafting), len(drafting), draft_keys)
             for index, context in drafting:
                 seen[index] = context
@@ -116,7 +139,10 @@ def tiny_load(seed: int, number: int, slos: bool = True) -> tuple[list[Job], Lib
         )
         for length in lengths
     ]  # fmt: skip
-    texts = [Text(np.full((length, 1), 0.7), (rng.random(length) > 0.7).astype(np.int64)) for length in lengths]
+    texts = [
+        Text(np.full((length, 1), 0.7), (rng.random(length) > 0.7).astype(np.int64))
+        for length in lengths
+    ]
     return jobs, Library(texts)
 
 
@@ -133,25 +159,43 @@ def num_attained(jobs: Sequence[Job], end: State, counts_ttft: bool) -> int:
     )
 
 
-@given(seed=SEEDS, number=st.integers(1, 3), keys=st.booleans(), drafting_s=st.sampled_from([0.0, 0.003]))
+@given(
+    seed=SEEDS,
+    number=st.integers(1, 3),
+    keys=st.booleans(),
+    drafting_s=st.sampled_from([0.0, 0.003]),
+)
 @settings(deadline=None, max_examples=25)
-def test_no_schedule_of_a_tiny_load_exceeds_a_bound(seed: int, number: int, keys: bool, drafting_s: float) -> None:
+def test_no_schedule_of_a_tiny_load_exceeds_a_bound(
+    seed: int, number: int, keys: bool, drafting_s: float
+) -> None:
     jobs, library = tiny_load(seed, number)
     hardware = replace(TINY, drafting_request_s=drafting_s)
     if keys:
-        hardware = replace(hardware, target=replace(hardware.target, per_key_s=1e-3, per_request_s=1e-3))
+        hardware = replace(
+            hardware, target=replace(hardware.target, per_key_s=1e-3, per_request_s=1e-3)
+        )
     bounds = bounds_of(jobs, library, hardware)
     ends = list(Schedules(jobs, library, hardware).ends())
-    latency_s, seconds = bounds.latency_s(), bounds.seconds()
-    assert min(np.mean(np.subtract(end.finish_s, bounds.arrivals_s)) for end in ends) >= latency_s - 1e-9
+    latency_s = bounds.latency_s()
+    seconds = bounds.seconds()
+    assert (
+        min(np.mean(np.subtract(end.finish_s, bounds.arrivals_s)) for end in ends)
+        >= latency_s - 1e-9
+    )
     assert min(max(end.finish_s) for end in ends) - bounds.arrivals_s.min() >= seconds - 1e-9
     best = max(num_attained(jobs, end, True) for end in ends) / number
     assert best <= bounds.attainment("tpot")
-    patient = [replace(job, ttft_slo_s=None) for job in jobs]  # to wait misses no SLO: the bound is exact
+    patient = [
+        replace(job, ttft_slo_s=None) for job in jobs
+    ]  # to wait misses no SLO: the bound is exact
     exact = bounds_of(patient, library, hardware).attainment("tpot")
     # The bound leaves out what the draft processes of a prompt; here that is a token or two.
     free = replace(hardware, draft=replace(hardware.draft, curve=curve({1: 2.5}).curve))
-    reached = max(num_attained(patient, end, False) for end in Schedules(patient, library, free).ends()) / number
+    reached = (
+        max(num_attained(patient, end, False) for end in Schedules(patient, library, free).ends())
+        / number
+    )
     assert bounds_of(patient, library, free).attainment("tpot") == reached >= exact
 
 
@@ -159,7 +203,9 @@ def test_no_schedule_of_a_tiny_load_exceeds_a_bound(seed: int, number: int, keys
 @settings(deadline=None, max_examples=20)
 def test_no_system_is_faster_than_the_best_schedule(seed: int, number: int, system: str) -> None:
     jobs, library = tiny_load(seed, number, slos=False)
-    config = config_of(system).model_copy(update={"max_depth": MAX_DEPTH, "max_width": 1, "max_batch": MAX_BATCH})
+    config = config_of(system).model_copy(
+        update={"max_depth": MAX_DEPTH, "max_width": 1, "max_batch": MAX_BATCH}
+    )
     run = Simulation(jobs, library, TINY, config, oracle=system == "oracle").run()
     best_s = min(np.mean(np.subtract(end.finish_s, [j.arrival_s for j in jobs]))
                  for end in Schedules(jobs, library, TINY).ends())  # fmt: skip
@@ -171,33 +217,51 @@ def test_one_request_alone_meets_its_bound() -> None:
     for seed in range(5):
         jobs, library = tiny_load(seed, 1)
         free = replace(TINY, draft=lines((2.5, 0.0)))
-        ends, bounds = list(Schedules(jobs, library, free).ends()), bounds_of(jobs, library, free)
-        assert min(end.finish_s[0] for end in ends) - jobs[0].arrival_s == pytest.approx(bounds.latency_s())
-        assert min(end.first_s[0] for end in ends) - jobs[0].arrival_s == pytest.approx(float(bounds.prefill_s[0]))
+        ends = list(Schedules(jobs, library, free).ends())
+        bounds = bounds_of(jobs, library, free)
+        assert min(end.finish_s[0] for end in ends) - jobs[0].arrival_s == pytest.approx(
+            bounds.latency_s()
+        )
+        assert min(end.first_s[0] for end in ends) - jobs[0].arrival_s == pytest.approx(
+            float(bounds.prefill_s[0])
+        )
 
 
 @pytest.mark.parametrize(("kv_tokens", "seconds"), [(1000, 0.5), (2 * 17, 0.5), (17 + 8, 0.68)])
 def test_work_is_shared_by_the_batch_or_by_the_kv(kv_tokens: int, seconds: float) -> None:
-    jobs = [Job(0.0, 7, 10)] * 10  # 10 forwards each, two at a time, or as many as their 17 tokens leave room for
+    jobs = [
+        Job(0.0, 7, 10)
+    ] * 10  # 10 forwards each, two at a time, or as many as their 17 tokens leave room for
     library = Library([Text(np.full((10, 1), 0.5), np.ones(10, np.int64))] * 10)
     flat = Hardware(lines((10.0, 0.0)), lines((1.0, 0.0)), kv_tokens=kv_tokens)
     bounds = Bounds(jobs, library, flat, 4, 1, 2)
     assert bounds.seconds() == pytest.approx(seconds)
-    config = config_of('{"policy": "none", "max_batch": 2, "prefill": "first", "admission": "fcfs"}')
+    config = config_of(
+        '{"policy": "none", "max_batch": 2, "prefill": "first", "admission": "fcfs"}'
+    )
     assert Simulation(jobs, library, flat, config).run().seconds >= bounds.seconds() - 1e-9
 
 
 @pytest.mark.parametrize("ttft_slo_s", [0.4, pytest.param(None, marks=pytest.mark.nightly)])
 def test_no_simulated_system_exceeds_a_bound(ttft_slo_s: float | None) -> None:
-    rng, hardware = np.random.default_rng(5), HARDWARE["opt-13b-a100"]
+    rng = np.random.default_rng(5)
+    hardware = HARDWARE["opt-13b-a100"]
     jobs = [
-        Job(float(time_s), int(rng.integers(100, 1500)), int(rng.integers(1, 60)), rng.choice([0.02, 0.05]), ttft_slo_s)
+        Job(
+            float(time_s),
+            int(rng.integers(100, 1500)),
+            int(rng.integers(1, 60)),
+            rng.choice([0.02, 0.05]),
+            ttft_slo_s,
+        )
         for time_s in np.cumsum(rng.exponential(0.1, 25))
     ]
     library = Library([TextModel(0.7).write(rng, job.output_tokens) for job in jobs])
     bounds = Bounds(jobs, library, hardware, 12, 4, 256)
     for system in ("auto", "vllm", "oracle", "slos-serve"):
-        run = Simulation(jobs, library, hardware, config_of(system), oracle=system == "oracle").run()
+        run = Simulation(
+            jobs, library, hardware, config_of(system), oracle=system == "oracle"
+        ).run()
         for name, metric in METRICS.items():
             figures = run.summary(metric)
             assert figures["attainment"] <= bounds.attainment(name)
@@ -207,25 +271,39 @@ def test_no_simulated_system_exceeds_a_bound(ttft_slo_s: float | None) -> None:
 
 
 def test_bounds_follow_the_load() -> None:
-    rng, hardware = np.random.default_rng(0), HARDWARE["opt-13b-a100"]
+    rng = np.random.default_rng(0)
+    hardware = HARDWARE["opt-13b-a100"]
     kept = [Job(0.01 * place, 1000, 40, 0.05, 0.7) for place in range(64)]
     library = Library([TextModel(0.7).write(rng, 40) for _ in kept])
     crowded = Bounds(kept, library, hardware, 8, 4, 64)
-    spread = Bounds([replace(job, arrival_s=100 * job.arrival_s) for job in kept], library, hardware, 8, 4, 64)
-    assert spread.attainment("tpot") == 1.0 > 2 * crowded.attainment("tpot")  # 64 prompts of 140 ms in 1.3 seconds
+    spread = Bounds(
+        [replace(job, arrival_s=100 * job.arrival_s) for job in kept], library, hardware, 8, 4, 64
+    )
+    assert (
+        spread.attainment("tpot") == 1.0 > 2 * crowded.attainment("tpot")
+    )  # 64 prompts of 140 ms in 1.3 seconds
     assert crowded.latency_s() > 5 * spread.latency_s()
     assert crowded.attainment("adaserve") == 1.0
-    assert Bounds([replace(job, tpot_slo_s=0.001) for job in kept], library, hardware, 8, 4, 64).attainment("tpot") == 0
+    assert (
+        Bounds(
+            [replace(job, tpot_slo_s=0.001) for job in kept], library, hardware, 8, 4, 64
+        ).attainment("tpot")
+        == 0
+    )
     assert Bounds([Job(0.0, 9, 40)] * 64, library, hardware, 8, 4, 64).attainment("tpot") is None
 
 
 @given(
     points=st.lists(
-        st.tuples(st.integers(1, 300), st.integers(1, 90)), min_size=1, max_size=8, unique_by=lambda p: p[0]
+        st.tuples(st.integers(1, 300), st.integers(1, 90)),
+        min_size=1,
+        max_size=8,
+        unique_by=lambda p: p[0],
     )
 )
 def test_lines_lie_below_the_cost(points: list[tuple[int, int]]) -> None:
-    tokens, milliseconds = sorted(n for n, _ in points), sorted(ms for _, ms in points)
+    tokens = sorted(n for n, _ in points)
+    milliseconds = sorted(ms for _, ms in points)
     cost = curve(dict(zip(tokens, map(float, milliseconds), strict=True)))
     sizes = np.arange(1, 1000)
     found = lines_below(cost)
@@ -236,33 +314,53 @@ def test_lines_lie_below_the_cost(points: list[tuple[int, int]]) -> None:
 
 
 @given(
-    jobs=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 4), st.integers(1, 9)), min_size=1, max_size=6),
+    jobs=st.lists(
+        st.tuples(st.integers(0, 6), st.integers(1, 4), st.integers(1, 9)), min_size=1, max_size=6
+    ),
     block=st.integers(1, 3),
 )
-def test_at_least_as_many_in_time_as_any_subset(jobs: list[tuple[int, int, int]], block: int) -> None:
+def test_at_least_as_many_in_time_as_any_subset(
+    jobs: list[tuple[int, int, int]], block: int
+) -> None:
     arrivals, works, allowed = map(np.array, zip(*jobs, strict=True))
     due = arrivals + allowed
 
     def fits(subset: tuple[int, ...]) -> bool:
-        """Return whether one preemptive machine can finish a subset in time: no interval holds too much work."""
+        """Return whether one preemptive machine can finish a subset in time: no interval holds too
+        much work.
+        """
         return all(
             sum(works[i] for i in subset if arrivals[i] >= begin and due[i] <= end) <= end - begin
             for begin in arrivals for end in due if end > begin
         )  # fmt: skip
 
-    subsets = (s for size in range(len(jobs), -1, -1) for s in itertools.combinations(range(len(jobs)), size))
+    subsets = (
+        s
+        for size in range(len(jobs), -1, -1)
+        for s in itertools.combinations(range(len(jobs)), size)
+    )
     best = next(len(subset) for subset in subsets if fits(subset))
-    assert best <= _most_in_time(arrivals.astype(float), works.astype(float), due.astype(float), block) <= len(jobs)
+    assert (
+        best
+        <= _most_in_time(arrivals.astype(float), works.astype(float), due.astype(float), block)
+        <= len(jobs)
+    )
 
 
 @given(jobs=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 4)), min_size=1, max_size=4))
 @settings(max_examples=40)
-def test_shortest_remaining_work_first_is_no_slower_than_any_order(jobs: list[tuple[int, int]]) -> None:
+def test_shortest_remaining_work_first_is_no_slower_than_any_order(
+    jobs: list[tuple[int, int]],
+) -> None:
     arrivals, works = (np.array(column, np.float64) for column in zip(*jobs, strict=True))
 
     def mean_s(order: tuple[int, ...]) -> float:
-        """Return the mean flow time if the first request of the order that is there is served, in unit slices."""
-        left, now, total = works.copy(), 0.0, 0.0
+        """Return the mean flow time if the first request of the order that is there is served, in
+        unit slices.
+        """
+        left = works.copy()
+        now = 0.0
+        total = 0.0
         while left.any():
             there = [i for i in order if left[i] and arrivals[i] <= now]
             now += 1.0
@@ -283,7 +381,9 @@ def test_what_cannot_be_bounded_is_refused() -> None:
         Bounds(jobs[:1], library, TINY, 1, 1, 1)
     with pytest.raises(InvalidInputError, match="got 1, 0 and 4"):
         Bounds(jobs, library, TINY, 1, 0, 4)
-    with pytest.raises(InvalidInputError, match="requests that follow others depend on the schedule"):
+    with pytest.raises(
+        InvalidInputError, match="requests that follow others depend on the schedule"
+    ):
         Bounds([jobs[0], replace(jobs[1], after=0)], library, TINY, 1, 1, 1)
     with pytest.raises(InvalidInputError, match="unknown metric 'itl'; known are: tpot"):
         Bounds(jobs, library, TINY, 1, 1, 1).attainment("itl")

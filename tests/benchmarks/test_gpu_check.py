@@ -16,7 +16,18 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks import gpu as checking
-from benchmarks.gpu import Plan, bandwidth, check, comparison, earlier_results, exit_code, floor, phases, speed, tables
+from benchmarks.gpu import (
+    Plan,
+    bandwidth,
+    check,
+    comparison,
+    earlier_results,
+    exit_code,
+    floor,
+    phases,
+    speed,
+    tables,
+)
 from benchmarks.gpu import __main__ as command_line
 from benchmarks.gpu import identity as identity_phase
 from benchmarks.gpu.__main__ import app
@@ -30,8 +41,8 @@ from benchmarks.gpu.speed import MIN_WARM_UP, Repeats, compare, measure
 from benchmarks.gpu.variants import VARIANTS
 from hf_slospec import Divergence, DivergenceReport, InvalidInputError, load_tiny_pair, tiny_prompts
 from hf_slospec.cli.benchmark import ASSISTED, OURS, PLAIN, Bench
-from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
-from hf_slospec.models.device.graphs import Graphs
+from hf_slospec.cuda import flash_kernels as kernel_choice
+from hf_slospec.cuda.graphs import Graphs
 from tests.support.stand_ins.flash import StandIn
 from tests.support.stand_ins.graphs import Tapes
 
@@ -44,7 +55,9 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bandwidth.READ_BYTES, "cpu", 2**20)  # times say nothing here
     monkeypatch.setattr(floor, "NUM_FORWARDS", 2)
     monkeypatch.setattr(identity_phase, "BATCH", 2)
-    monkeypatch.setattr(identity_phase, "tiny_prompts", lambda: [text[:30] for text in tiny_prompts()])
+    monkeypatch.setattr(
+        identity_phase, "tiny_prompts", lambda: [text[:30] for text in tiny_prompts()]
+    )
     for name, config in VARIANTS.items():  # on a CPU, each would wait for the compiler
         monkeypatch.setitem(VARIANTS, name, config.model_copy(update={"compile": False}))
 
@@ -52,7 +65,18 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.nightly
 def test_all_phases_on_a_cpu_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "result.json"
-    options = ["--batches", "1", "--prompt-tokens", "12", "--new-tokens", "6", "--repeats", "1", "--budget-s", "5000"]
+    options = [
+        "--batches",
+        "1",
+        "--prompt-tokens",
+        "12",
+        "--new-tokens",
+        "6",
+        "--repeats",
+        "1",
+        "--budget-s",
+        "5000",
+    ]
     options += ["--json", str(path), "--profile"]
     result = RUN.invoke(app, [*ON_CPU, *options])
     assert result.exit_code == 0, result.output
@@ -70,7 +94,9 @@ def test_all_phases_on_a_cpu_and_again(tmp_path: Path, monkeypatch: pytest.Monke
     (cell,) = found["speed"]
     rows = {row["name"]: row for row in cell["contestants"]}
     assert list(rows) == names_at(1) and list(rows)[:4] == [PLAIN, OURS, COMPILED, ASSISTED]
-    not_measured = {name: row["status"] for name, row in rows.items() if row["status"] != "measured"}
+    not_measured = {
+        name: row["status"] for name, row in rows.items() if row["status"] != "measured"
+    }
     others = {f"{OURS}, graphs off": "same", f"{OURS}, sdpa": "same", f"{OURS}, flash": "refused"}
     assert not_measured == others
     assert rows[f"{OURS}, sdpa"]["reason"].endswith(f"same as {OURS}")
@@ -85,9 +111,15 @@ def test_all_phases_on_a_cpu_and_again(tmp_path: Path, monkeypatch: pytest.Monke
     assert cell["drift"] > 0 and cell["profile"]["per_step"]["verify"]["operators"] > 0
     (row,) = found["floor"]
     assert (row["batch"], row["keys_each"]) == (1, 15) and row["tokens"] >= 1
-    assert row["kv_gb"] == round(15 * 8 * 2 * 2 * 64 * 2 / 1e9, 4)  # layers, K and V, heads, size, bytes
+    assert row["kv_gb"] == round(
+        15 * 8 * 2 * 2 * 64 * 2 / 1e9, 4
+    )  # layers, K and V, heads, size, bytes
     assert row["forward_ms"] > 0 and row["verify_ms"] > 0 and row["verify_over_datasheet"] is None
-    assert "same as" in result.output and CONTINUOUS in result.output and "send it to us" in result.output
+    assert (
+        "same as" in result.output
+        and CONTINUOUS in result.output
+        and "send it to us" in result.output
+    )
 
     def measured_again(*_: Any) -> Any:
         raise AssertionError("measured again")
@@ -108,7 +140,8 @@ def test_only_some_methods_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(comparison, "measure", measured)
     path = tmp_path / "check.json"
     result = RUN.invoke(
-        app, [*ON_CPU, "--batches", "1", "--methods", f"{OURS}, no drafts;{PLAIN}", "--json", str(path)]
+        app,
+        [*ON_CPU, "--batches", "1", "--methods", f"{OURS}, no drafts;{PLAIN}", "--json", str(path)],
     )
     assert result.exit_code == 0, result.output
     found = json.loads(path.read_text())["results"]
@@ -121,7 +154,9 @@ def test_only_some_methods_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_there_must_be_results_to_go_on_from(tmp_path: Path) -> None:
     result = RUN.invoke(app, [*ON_CPU, "--resume", "--json", str(tmp_path / "missing.json")])
     assert result.exit_code == 2
-    assert "leave out --resume" in " ".join(result.output.replace("│", " ").split())  # it is wrapped in a frame
+    assert "leave out --resume" in " ".join(
+        result.output.replace("│", " ").split()
+    )  # it is wrapped in a frame
 
 
 def plan(**changed: Any) -> Plan:
@@ -138,17 +173,23 @@ def contestants(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_what_there_is_no_time_for_is_skipped_with_the_reason() -> None:
     written: list[str] = []
-    results = check(plan(budget_s=1e-6), lambda so_far: written.append(json.dumps(so_far)), lambda _: None)
+    results = check(
+        plan(budget_s=1e-6), lambda so_far: written.append(json.dumps(so_far)), lambda _: None
+    )
     assert [row["name"] for row in contestants(results)] == names_at(1)
     assert {r["status"] for r in [*results["identity"], *contestants(results)]} == {"skipped"}
-    assert {r["reason"] for r in [*results["identity"], *contestants(results)]} == {"no time was left"}
+    assert {r["reason"] for r in [*results["identity"], *contestants(results)]} == {
+        "no time was left"
+    }
     assert exit_code(results) == 1  # nothing was looked at
     assert json.loads(written[0]).keys() == {"environment"}  # after each phase, in order
     assert json.loads(written[-1]) == json.loads(json.dumps(results))
     assert list(tables(results))
 
 
-def test_what_was_skipped_is_measured_later_and_the_rest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_skipped_is_measured_later_and_the_rest_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run: list[str] = []
 
     def measured(_: Bench, batch: int, name: str, *__: Any) -> dict[str, Any]:
@@ -194,7 +235,9 @@ def test_one_shape_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phases, "identity", lambda *_: [])
     monkeypatch.setattr(comparison, "measure", lambda *_: {"status": "failed", "reason": "not run"})
     results = check(plan(sizes=("tiny", "0.1B"), batches=(1, 2)), lambda _: None, lambda _: None)
-    assert [cell["size"] for cell in results["speed"]] == ["0.1B", "tiny", "tiny", "0.1B"] and len(held) == 4
+    assert [cell["size"] for cell in results["speed"]] == ["0.1B", "tiny", "tiny", "0.1B"] and len(
+        held
+    ) == 4
     assert all("floor_ms" in row and row["verify_ms"] is None for row in results["floor"])
 
 
@@ -202,7 +245,8 @@ def bench() -> Bench:
     return Bench(*load_tiny_pair(), tiny_prompts(), 8, 4)
 
 
-ONCE, TWICE = Repeats(1, 1, 0.0), Repeats(2, 2, 0.0)
+ONCE = Repeats(1, 1, 0.0)
+TWICE = Repeats(2, 2, 0.0)
 
 
 def not_hanging() -> None:
@@ -211,7 +255,8 @@ def not_hanging() -> None:
 
 @pytest.mark.parametrize("num_good", [0, MIN_WARM_UP + 1])
 def test_an_error_is_recorded(num_good: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, calls = Bench.time, list[str]()
+    plain = Bench.time
+    calls = list[str]()
 
     def time(self: Bench, method: Any, repeat: int) -> Any:
         calls.append(method.name)
@@ -228,7 +273,9 @@ def test_an_error_is_recorded(num_good: int, monkeypatch: pytest.MonkeyPatch) ->
 def test_flash_is_a_contestant_where_it_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_choice, "KERNELS", (StandIn,))
     models = bench()
-    stock, flash = (measure(models, 2, name, ONCE, 1000.0, not_hanging) for name in (PLAIN, f"{OURS}, flash"))
+    stock, flash = (
+        measure(models, 2, name, ONCE, 1000.0, not_hanging) for name in (PLAIN, f"{OURS}, flash")
+    )
     compare(flash, stock)
     assert flash["status"] == "measured" and flash["attention"] == "flash_attention[stand-in]"
     assert flash["rows_equal_to_generate"] == "2/2"
@@ -243,12 +290,14 @@ def test_speed_without_stock_has_no_ratio() -> None:
 
 
 def test_warm_up_ends_when_a_call_captured_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    models, found = bench(), iter([0, 3, 1, 0, 0, 0])
+    models = bench()
+    found = iter([0, 3, 1, 0, 0, 0])
     plain = speed._time
 
     def time(*arguments: Any) -> Any:
         sample, counts = plain(*arguments)
-        counts.captures, counts.replays = next(found), 1
+        counts.captures = next(found)
+        counts.replays = 1
         return sample, counts
 
     monkeypatch.setattr(speed, "_time", time)
@@ -286,8 +335,14 @@ def test_a_method_that_hangs_is_reported() -> None:
 
 def test_a_method_that_ended_the_process_is_not_run_again(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    cell = {"size": "tiny", "batch": 1, "contestants": [{"name": PLAIN, "batch": 1, "status": "started"}]}
-    path.write_text(json.dumps({"provenance": {"torch": "2", "date": "a"}, "results": {"speed": [cell]}}))
+    cell = {
+        "size": "tiny",
+        "batch": 1,
+        "contestants": [{"name": PLAIN, "batch": 1, "status": "started"}],
+    }
+    path.write_text(
+        json.dumps({"provenance": {"torch": "2", "date": "a"}, "results": {"speed": [cell]}})
+    )
     (record,) = contestants(earlier_results(path, {"torch": "2", "date": "b"}))
     assert record["status"] == "hung" and is_done(record)
     with pytest.raises(InvalidInputError, match="torch: '2', now '3'"):
@@ -306,13 +361,19 @@ def test_a_restart_has_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [plan(batches=(1, 4), budget_s=77.0)]
 
 
-@pytest.mark.parametrize(("margin", "status"), [(9e-5, "passed"), (2e-4, "failed"), (math.nan, "failed")])
-def test_ties_are_no_divergences_in_fp32(margin: float, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("margin", "status"), [(9e-5, "passed"), (2e-4, "failed"), (math.nan, "failed")]
+)
+def test_ties_are_no_divergences_in_fp32(
+    margin: float, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tie = Divergence(0, 3, 5, 6, 1.0, 1.0 + margin, 1e-7, 1e-6)
     report = DivergenceReport(torch.float32, 4, [tie], [[1]], [[2]])
     monkeypatch.setattr(identity_phase, "_report", lambda *_: report)
     monkeypatch.setattr(identity_phase, "load_pair", lambda *_: None)
-    records = list(identity_phase.identity(torch.device("cpu"), "tiny", 4, Budget(1000.0), (), not_hanging))
+    records = list(
+        identity_phase.identity(torch.device("cpu"), "tiny", 4, Budget(1000.0), (), not_hanging)
+    )
     assert {r["status"] for r in records if r["dtype"] == "float32"} == {status}
     assert any("margin" in line for line in records[0]["report"])
 
@@ -325,14 +386,26 @@ def test_ties_are_no_divergences_in_fp32(margin: float, status: str, monkeypatch
         ({"tests": {"status": "cut off"}}, 0),
         ({"identity": []}, 1),
         ({"identity": [{"dtype": "bfloat16", "status": "passed"}]}, 1),
-        ({"identity": [{"dtype": "float32", "status": "passed"}, {"dtype": "bfloat16", "status": "failed"}]}, 1),
+        (
+            {
+                "identity": [
+                    {"dtype": "float32", "status": "passed"},
+                    {"dtype": "bfloat16", "status": "failed"},
+                ]
+            },
+            1,
+        ),
         ({"speed": [{"contestants": [{"name": OURS, "status": "failed"}]}]}, 1),
         ({"speed": [{"contestants": [{"name": CONTINUOUS, "status": "failed"}]}]}, 0),
         ({"speed": [{"contestants": [{"name": OURS, "status": "out of memory"}]}]}, 0),
     ],
 )
 def test_exit_code(results: dict[str, Any], code: int) -> None:
-    right = {"tests": {"status": "passed"}, "identity": [{"dtype": "float32", "status": "passed"}], "speed": []}
+    right = {
+        "tests": {"status": "passed"},
+        "identity": [{"dtype": "float32", "status": "passed"}],
+        "speed": [],
+    }
     assert exit_code(right | results) == code
 
 
@@ -354,7 +427,9 @@ def test_continuous_batching_says_what_stock_says() -> None:
 
 
 @pytest.mark.parametrize(("built_for", "word"), [(None, "without CUDA"), ("13.0", "nvidia-smi")])
-def test_without_a_gpu_it_says_so(built_for: str | None, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_it_says_so(
+    built_for: str | None, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", built_for)
     result = RUN.invoke(app, [])

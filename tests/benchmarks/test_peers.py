@@ -20,15 +20,23 @@ from hf_slospec import load_tiny_pair
 SETTINGS = Settings(Path("a"), Path("b"), 2, "native", 2112, [2])
 
 
-def record(repeat: int, name: str, seconds: float, batch: int = 1, task: str = "held-out") -> dict[str, object]:
+def record(
+    repeat: int, name: str, seconds: float, batch: int = 1, task: str = "held-out"
+) -> dict[str, object]:
     named = {"group": "g", "batch": batch, "task": task, "question": str(repeat), "name": name}
     differs = [None] * (batch - 1) + [3 if name == "peer" else None]
     return named | {"seconds": seconds, "tokens": 64 * batch, "different_at": differs}
 
 
 def test_ratios_are_medians_within_repeats() -> None:
-    times = {"stock generate fp32": (8.0, 16.0, 80.0), "hf_slospec fp32": (2.0, 8.0, 10.0), "peer": (4.0, 4.0, 40.0)}
-    records = [record(repeat, name, own[repeat]) for repeat in range(3) for name, own in times.items()]
+    times = {
+        "stock generate fp32": (8.0, 16.0, 80.0),
+        "hf_slospec fp32": (2.0, 8.0, 10.0),
+        "peer": (4.0, 4.0, 40.0),
+    }
+    records = [
+        record(repeat, name, own[repeat]) for repeat in range(3) for name, own in times.items()
+    ]
     rows = {row["name"]: row for row in summarize(records, new_tokens=64)}
     assert rows["peer"]["tokens_per_s"] == 16.0
     assert rows["peer"]["vs_stock"] == 2.0  # median of 2, 4 and 2
@@ -42,7 +50,16 @@ def test_ratios_are_medians_within_repeats() -> None:
 def test_a_failed_contestant_is_named_and_keeps_its_earlier_repeats() -> None:
     records = [record(0, "stock generate fp32", 8.0, batch=8), record(0, "peer", 2.0, batch=8)]
     records += [record(1, "stock generate fp32", 8.0, batch=8)]
-    records += [{"group": "g", "batch": 8, "task": "held-out", "question": "1", "name": "peer", "error": "no answer"}]
+    records += [
+        {
+            "group": "g",
+            "batch": 8,
+            "task": "held-out",
+            "question": "1",
+            "name": "peer",
+            "error": "no answer",
+        }
+    ]
     rows = summarize(records, new_tokens=64)
     assert rows[1]["vs_stock"] == 4.0
     assert rows[1]["rows_equal"] == "7/8"
@@ -61,15 +78,24 @@ def test_tasks_are_ratios_to_stock_in_bf16_and_keep_refusals() -> None:
     rows = {(row["name"], row["task"]): row for row in summarize_tasks(records)}
     assert [rows["peer", task]["speedup"] for task in ("QA", "maths", "overall")] == [2.0, 4.0, 3.0]
     assert rows[STOCK_BF16, "overall"]["speedup"] == 1.0
-    assert rows["peer", "overall"]["rows_equal"] == "0/2" and rows["peer", "QA"]["rows_equal"] == "0/1"
+    assert (
+        rows["peer", "overall"]["rows_equal"] == "0/2" and rows["peer", "QA"]["rows_equal"] == "0/1"
+    )
     assert ("refusing", "QA") not in rows and rows["refusing", "overall"]["error"] == "no batches"
-    lines = task_table(list(rows.values()), {"g": {"peer": {"load_s": 3.0, "rss_gb": 0.5}}}).splitlines()
+    lines = task_table(
+        list(rows.values()), {"g": {"peer": {"load_s": 3.0, "rss_gb": 0.5}}}
+    ).splitlines()
     assert lines[3] == "| g | 1 | peer | 2.00 | 4.00 | 3.00 (2.00-4.00) | 0/2 | 3.0 | 0.5 |"
     assert lines[4] == "| g | 1 | refusing |  |  | failed: no batches |  |  |  |"
 
 
 def test_first_difference_of_every_row() -> None:
-    assert different_at([[1, 2, 3]] * 4, [[1, 2, 3], [1, 5, 3], [1, 2], [1, 2, 3, 4]]) == [None, 1, 2, 3]
+    assert different_at([[1, 2, 3]] * 4, [[1, 2, 3], [1, 5, 3], [1, 2], [1, 2, 3, 4]]) == [
+        None,
+        1,
+        2,
+        3,
+    ]
 
 
 @pytest.mark.parametrize("groups", [PAIR_GROUPS, CHECKPOINT_GROUPS], ids=["pair", "checkpoint"])
@@ -81,7 +107,9 @@ def test_every_group_has_its_references_first_and_each_name_once(groups: dict) -
 
 
 def test_workers_read_the_settings_that_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["worker", replace(SETTINGS, threads=3).written(), "bf16", "none"])
+    monkeypatch.setattr(
+        sys, "argv", ["worker", replace(SETTINGS, threads=3).written(), "bf16", "none"]
+    )
     assert Settings.read() == (replace(SETTINGS, threads=3), ["bf16", "none"])
 
 
@@ -89,13 +117,19 @@ def test_prompts_are_those_of_spec_bench_without_padding(tmp_path: Path) -> None
     _, draft, tokenizer = load_tiny_pair()
     draft.generation_config.eos_token_id = [5, 3]
     save(tmp_path, tokenizer, target=draft)
-    (tmp_path / "own.jsonl").write_text('{"turns": ["a b c d", "later"]}\n{"turns": ["a"]}\n', encoding="utf-8")
+    (tmp_path / "own.jsonl").write_text(
+        '{"turns": ["a b c d", "later"]}\n{"turns": ["a"]}\n', encoding="utf-8"
+    )
     questions = Questions(tmp_path, tmp_path / "own.jsonl", per_task=2, max_prompt=3)
     warm_up, (trial,) = questions.trials(2)
     assert questions.ends == [3, 5]
     assert trial.ids == [tokenizer("a b c d")["input_ids"][:3], tokenizer("a")["input_ids"]]
     assert len(warm_up.ids) == 2 and warm_up.task != trial.task
-    assert models_folder(tmp_path, "org/name") == tmp_path / "models-name" != models_folder(tmp_path, None)
+    assert (
+        models_folder(tmp_path, "org/name")
+        == tmp_path / "models-name"
+        != models_folder(tmp_path, None)
+    )
 
 
 def test_repeats_of_the_pair_have_other_prompts(tmp_path: Path) -> None:
@@ -105,9 +139,17 @@ def test_repeats_of_the_pair_have_other_prompts(tmp_path: Path) -> None:
 
 
 def test_scaled_rotary_frequencies_are_factors() -> None:
-    shape = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
+    shape = dict(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=8,
+    )
     scaled = dict(rope_type="linear", factor=4.0, rope_theta=1e4)
-    plain, linear = (LlamaForCausalLM(LlamaConfig(**shape, rope_parameters=rope)) for rope in (None, scaled))
+    plain, linear = (
+        LlamaForCausalLM(LlamaConfig(**shape, rope_parameters=rope)) for rope in (None, scaled)
+    )
     assert torch.tensor(rope_factors(plain)).allclose(torch.ones(8))
     assert torch.tensor(rope_factors(linear)).allclose(torch.full((8,), 4.0))
     linear.config.model_type = "other"

@@ -18,7 +18,7 @@ from benchmarks.predictors import (
     most_probable_path,
     recorded,
 )
-from hf_slospec.algo.tree import TokenTree
+from hf_slospec.tree.tree import TokenTree
 from tests.support.toys.tiny_models import tiny_model
 
 
@@ -29,7 +29,8 @@ def test_agreeing() -> None:
 
 
 def test_the_most_probable_path_of_a_tree() -> None:
-    parents, probs = np.array([-1, 0, 0, 1, 2, 2, 5]), np.array([1.0, 0.4, 0.5, 0.4, 0.1, 0.3, 0.3])
+    parents = np.array([-1, 0, 0, 1, 2, 2, 5])
+    probs = np.array([1.0, 0.4, 0.5, 0.4, 0.1, 0.3, 0.3])
     tree = TokenTree(np.arange(10, 17), parents, np.array([0, 1, 1, 2, 2, 2, 3]), probs)
     assert most_probable_path(tree) == ([12, 15, 16], [0.5, 0.3, 0.3])
     assert most_probable_path(TokenTree.root_only(3)) == ([], [])
@@ -48,7 +49,9 @@ def test_chains_of_prompt_lookup() -> None:
 
 
 def repeated(probs: list[float], accepted: list[int], times: int) -> Chains:
-    return Chains(input_tokens=5, path_probs=[probs] * (len(accepted) * times), accepted=accepted * times)
+    return Chains(
+        input_tokens=5, path_probs=[probs] * (len(accepted) * times), accepted=accepted * times
+    )
 
 
 @pytest.mark.parametrize("rate", [1.0, 50.0])
@@ -64,6 +67,10 @@ def test_who_knows_more_is_not_slower(rate: float) -> None:
 
 def test_a_drafter_that_is_never_right_costs_nothing_to_who_knows() -> None:
     chains = [repeated([0.9**depth for depth in range(1, 9)], [0], times=40)]
-    plain, known = (latency_s(chains, "llama-7b-a100", 20.0, name, 20, 0) for name in (PLAIN, ORACLE))
-    assert known == pytest.approx(plain, rel=0.02)  # the oracle tries the drafts at no cost but the host's
+    plain, known = (
+        latency_s(chains, "llama-7b-a100", 20.0, name, 20, 0) for name in (PLAIN, ORACLE)
+    )
+    assert known == pytest.approx(
+        plain, rel=0.02
+    )  # the oracle tries the drafts at no cost but the host's
     assert latency_s(chains, "llama-7b-a100", 20.0, RANDOM, 20, 0) > plain

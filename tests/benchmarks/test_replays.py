@@ -18,7 +18,9 @@ from tests.support.paths import ROOT
 
 
 def script(monkeypatch: pytest.MonkeyPatch, name: str, *imported: str) -> ModuleType:
-    """Import a script of the replays; it and the scripts that it imports are not in ``sys.modules`` during the test."""
+    """Import a script of the replays; it and the scripts that it imports are not in ``sys.modules``
+    during the test.
+    """
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "papers"))
     module = importlib.import_module(name)
     for each in (name, *imported):
@@ -32,7 +34,8 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_finished_runs_are_not_repeated(replays: ModuleType, tmp_path: Path) -> None:
-    kept, ran = tmp_path / "runs.jsonl", list[int]()
+    kept = tmp_path / "runs.jsonl"
+    ran = list[int]()
 
     def task(number: int) -> dict[str, int]:
         if number == 3 and 3 not in ran:
@@ -70,7 +73,8 @@ def test_intervals_in_tables(replays: ModuleType) -> None:
 
 def test_bounds_hold_for_the_widest_system(replays: ModuleType) -> None:
     rng = np.random.default_rng(0)
-    jobs, library = [Job(0.0, 10, 60)], Library([TextModel(0.95).write(rng, 60)])
+    jobs = [Job(0.0, 10, 60)]
+    library = Library([TextModel(0.95).write(rng, 60)])
     hardware = HARDWARE["llama-8b-h100"]
     shallow, deep, plain = (
         replays.bounds_of(jobs, library, hardware, [*names, 'auto {"max_depth": 2}']).latency_s()
@@ -86,21 +90,34 @@ def slos_serve(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_requests_with_tools_are_pairs_one_after_the_other(slos_serve: ModuleType) -> None:
     jobs = slos_serve.SCENARIOS["toolllm"].load(1.0, 1, 1).jobs
-    arriving, followed = [job for job in jobs if job.after is None], {job.after for job in jobs}
+    arriving = [job for job in jobs if job.after is None]
+    followed = {job.after for job in jobs}
     assert len(arriving) == 300 and len(jobs) == pytest.approx(2.7 * 300, rel=0.1)
     assert [job.arrival_s for job in arriving] == sorted(job.arrival_s for job in arriving)
     for index, job in enumerate(jobs):
-        assert job.after == index - 1 and job.arrival_s == 0.0 if job.after is not None else job.arrival_s > 0.0
+        assert (
+            job.after == index - 1 and job.arrival_s == 0.0
+            if job.after is not None
+            else job.arrival_s > 0.0
+        )
         assert job.tpot_slo_s == (0.05 if index in followed else 0.1)
 
 
 def test_a_request_with_tools_attains_what_all_its_pairs_attain(slos_serve: ModuleType) -> None:
-    jobs = [Job(0.0, 1, 1), Job(0.0, 1, 1, after=0), Job(1.0, 1, 1), Job(0.0, 1, 1, after=2), Job(2.0, 1, 1)]
+    jobs = [
+        Job(0.0, 1, 1),
+        Job(0.0, 1, 1, after=0),
+        Job(1.0, 1, 1),
+        Job(0.0, 1, 1, after=2),
+        Job(2.0, 1, 1),
+    ]
     outcomes = [
         SimpleNamespace(tpot_slo_s=0.1, ttft_slo_s=None, worst_tpot_s=worst_s, think_tokens=0)
         for worst_s in (0.1, 0.1, 0.1, 0.2, 0.2)
     ]
-    assert slos_serve.attained_share(jobs, SimpleNamespace(outcomes=outcomes)) == pytest.approx(1 / 3)
+    assert slos_serve.attained_share(jobs, SimpleNamespace(outcomes=outcomes)) == pytest.approx(
+        1 / 3
+    )
 
 
 @pytest.fixture
@@ -112,14 +129,22 @@ def test_figures_of_goodput_are_kept_by_phase(goodput_figures: ModuleType) -> No
     keys = [key for key, _ in goodput_figures.tasks()]
     assert len(keys) == len(set(keys))
     phases = [
-        goodput_figures.Phase(name, 4.0, 1.0, (20.0, 5.0), (output, 1.0), goodput_figures.constant(acceptance))
+        goodput_figures.Phase(
+            name, 4.0, 1.0, (20.0, 5.0), (output, 1.0), goodput_figures.constant(acceptance)
+        )
         for name, output, acceptance in (("hard", 10.0, 0.05), ("easy", 30.0, 0.95))
     ]
     found = goodput_figures.Task(phases, goodput_figures.H100, goodput_figures.CHAINS["k=3"]).run()
-    assert found["hard, steps"] == pytest.approx(9, abs=1)  # a token per step, the first by the prefill
+    assert found["hard, steps"] == pytest.approx(
+        9, abs=1
+    )  # a token per step, the first by the prefill
     assert found["easy, steps"] == pytest.approx(29 / 3.7, abs=1.5)
-    assert found["hard, latency_s"] < found["p99_s"] <= max(found["easy, p99_s"], found["hard, p99_s"])
-    tree = goodput_figures.nested({("a", "1", "Org"): {"x": 0.12345}, ("a", "1", "k=1"): {"x": 1.0}})
+    assert (
+        found["hard, latency_s"] < found["p99_s"] <= max(found["easy, p99_s"], found["hard, p99_s"])
+    )
+    tree = goodput_figures.nested(
+        {("a", "1", "Org"): {"x": 0.12345}, ("a", "1", "k=1"): {"x": 1.0}}
+    )
     assert tree == {"a": {"1": {"Org": {"x": 0.1235}, "k=1": {"x": 1.0}}}}
 
 

@@ -1,4 +1,6 @@
-"""The load of benchmarks/serving.py: its classes on real questions, its figures, and a run that is continued."""
+"""The load of benchmarks/serving.py: its classes on real questions, its figures, and a run that is
+continued.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,16 @@ from typer.testing import CliRunner
 from benchmarks import serving
 from benchmarks.serving import ADASERVE_CLASSES, app, goodput, load_of, real_texts, tiny_texts
 from hf_slospec import load_tiny_pair
-from hf_slospec.tiny.load import Pair
+from hf_slospec.server.loading import Pair
 
 
 def test_questions_of_each_class_are_drawn_by_their_shares() -> None:
     texts = real_texts(Pair(*load_tiny_pair()), 100, 2048)
-    assert {name: len(prompts) for name, prompts in texts.prompts.items()} == {"code": 10, "chat": 70, "summary": 160}
+    assert {name: len(prompts) for name, prompts in texts.prompts.items()} == {
+        "code": 10,
+        "chat": 70,
+        "summary": 160,
+    }
     assert np.mean([len(ids) for ids in texts.prompts["summary"]]) > 3 * texts.mean_prompt / 2
     load = load_of(0, "poisson", 1.0, 400, 0.03, texts)
     for name, (share, tpot, _) in ADASERVE_CLASSES.items():
@@ -37,19 +43,35 @@ def test_the_embedded_pair_gets_excerpts_and_writes_on() -> None:
 
 
 def test_goodput_has_an_interval_over_requests() -> None:
-    found = goodput([dict(seconds=2.0, good_tokens=[10, 0, 10, 0] * 20), dict(seconds=2.0, good_tokens=[5] * 80)])
+    found = goodput(
+        [
+            dict(seconds=2.0, good_tokens=[10, 0, 10, 0] * 20),
+            dict(seconds=2.0, good_tokens=[5] * 80),
+        ]
+    )
     assert found["mean"] == 200.0
     assert 170 < found["low"] < 200 < found["high"] < 230
 
 
 @pytest.mark.nightly
-def test_a_load_on_a_named_target_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_on_a_named_target_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(serving, "plain_token_s", lambda *_: 0.02)  # it takes longer than the loads
     target, _, tokenizer = load_tiny_pair()
     for part in (target, tokenizer):
         part.save_pretrained(tmp_path / "target")
-    file, plot = tmp_path / "load.json", tmp_path / "load.png"
-    options: list[Any] = ["load", "--target", tmp_path / "target", "--systems", "auto,plain", "--number", 3]
+    file = tmp_path / "load.json"
+    plot = tmp_path / "load.png"
+    options: list[Any] = [
+        "load",
+        "--target",
+        tmp_path / "target",
+        "--systems",
+        "auto,plain",
+        "--number",
+        3,
+    ]
     options += "--new-tokens 5 --max-prompt 40 --pressures 1.0 --kinds poisson --dtype float32 --json".split()
     options = [*map(str, options), str(file)]
     run = CliRunner().invoke(app, [*options, "--repeats", "1", "--minutes", "0"])
@@ -61,9 +83,15 @@ def test_a_load_on_a_named_target_is_continued(tmp_path: Path, monkeypatch: pyte
     run = CliRunner().invoke(app, [*options, "--repeats", "2", "--plot", str(plot)])
     assert run.exit_code == 0, run.output
     second = json.loads(file.read_text(encoding="utf-8"))
-    assert len(first["runs"]) == 1 and second["runs"][:1] == first["runs"] and len(second["runs"]) == 2
+    assert (
+        len(first["runs"]) == 1 and second["runs"][:1] == first["runs"] and len(second["runs"]) == 2
+    )
     for own in second["results"]["poisson"]["1.0"].values():
-        assert own["requests"] == 6 == sum(run["requests"] for r in second["runs"] for run in [r["systems"]["plain"]])
+        assert (
+            own["requests"]
+            == 6
+            == sum(run["requests"] for r in second["runs"] for run in [r["systems"]["plain"]])
+        )
         assert own["goodput"]["low"] <= own["goodput"]["mean"] <= own["goodput"]["high"]
         assert all(0 <= c["attained_tpot"]["mean"] <= 1 for c in own["classes"].values())
     assert plot.stat().st_size > 10_000

@@ -12,7 +12,16 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import spec_bench
-from benchmarks.spec_bench import CHAT, OURS, QUESTIONS, STOCK, Question, groups_of, questions_of, speedups
+from benchmarks.spec_bench import (
+    CHAT,
+    OURS,
+    QUESTIONS,
+    STOCK,
+    Question,
+    groups_of,
+    questions_of,
+    speedups,
+)
 from hf_slospec import SLOSpecConfig, load_tiny_pair
 
 APP = typer.Typer()
@@ -23,17 +32,26 @@ def test_questions_are_those_of_spec_bench_evenly_over_categories() -> None:
     questions = questions_of(QUESTIONS, 16)
     assert set(Counter(question.task for question in questions).values()) == {16}
     assert len({question.task for question in questions}) == 6
-    categories = Counter(json.loads(line)["category"] for line in QUESTIONS.read_text(encoding="utf-8").splitlines())
+    categories = Counter(
+        json.loads(line)["category"] for line in QUESTIONS.read_text(encoding="utf-8").splitlines()
+    )
     assert sum(categories.values()) == 480 == len(questions_of(QUESTIONS, 480))
     chats = [question for question in questions if question.task == CHAT]
-    assert sorted(question.name[:3] for question in chats) == ["001"] * 8 + ["002"] * 8  # two of eight categories
+    assert (
+        sorted(question.name[:3] for question in chats) == ["001"] * 8 + ["002"] * 8
+    )  # two of eight categories
     assert all(len(question.turns) == 2 for question in chats)
 
 
 def test_prompts_of_a_file_are_one_task(tmp_path: Path) -> None:
-    (tmp_path / "own.jsonl").write_text('{"turns": ["a"]}\n\n{"turns": ["b", "c"]}\n', encoding="utf-8")
+    (tmp_path / "own.jsonl").write_text(
+        '{"turns": ["a"]}\n\n{"turns": ["b", "c"]}\n', encoding="utf-8"
+    )
     questions = questions_of(tmp_path / "own.jsonl", 10)
-    assert [(question.task, question.turns) for question in questions] == [("prompts", ["a"]), ("prompts", ["b", "c"])]
+    assert [(question.task, question.turns) for question in questions] == [
+        ("prompts", ["a"]),
+        ("prompts", ["b", "c"]),
+    ]
 
 
 def test_batches_are_of_one_task_and_whole() -> None:
@@ -44,7 +62,11 @@ def test_batches_are_of_one_task_and_whole() -> None:
 
 def test_speedups_are_ratios_of_mean_speeds_of_the_same_questions() -> None:
     records: list[dict[str, Any]] = []
-    for question, task, stock_s, ours_s in (("1", "QA", 2.0, 1.0), ("2", "QA", 1.0, 1.0), ("3", "maths", 4.0, 1.0)):
+    for question, task, stock_s, ours_s in (
+        ("1", "QA", 2.0, 1.0),
+        ("2", "QA", 1.0, 1.0),
+        ("3", "maths", 4.0, 1.0),
+    ):
         key = dict(temperature=0.0, batch=1, task=task, question=question, turn=0, tokens=11)
         records += [
             key | dict(method=STOCK, seconds=stock_s, steps=10.0),
@@ -56,13 +78,20 @@ def test_speedups_are_ratios_of_mean_speeds_of_the_same_questions() -> None:
     assert rows["overall", OURS + "suffix"]["speedup"] == pytest.approx(33 / 19.25, abs=1e-3)
     low, high = rows["overall", OURS + "suffix"]["interval"]
     assert 1.0 <= low < 33 / 19.25 < high <= 4.0
-    assert rows["overall", OURS + "suffix"]["tokens_per_step"] == 2.5 and rows["QA", STOCK]["tokens_per_step"] == 1.0
+    assert (
+        rows["overall", OURS + "suffix"]["tokens_per_step"] == 2.5
+        and rows["QA", STOCK]["tokens_per_step"] == 1.0
+    )
 
 
 @pytest.mark.nightly
-def test_a_run_is_continued_and_all_methods_write_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_continued_and_all_methods_write_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     eager = {"compile": False}  # compiling takes long
-    monkeypatch.setattr(spec_bench, "SLOSpecConfig", lambda **options: SLOSpecConfig(**options | eager))
+    monkeypatch.setattr(
+        spec_bench, "SLOSpecConfig", lambda **options: SLOSpecConfig(**options | eager)
+    )
     target, draft, tokenizer = load_tiny_pair()
     for part in (target, tokenizer):
         part.save_pretrained(tmp_path / "target")
@@ -102,4 +131,6 @@ def test_a_run_is_continued_and_all_methods_write_the_same(tmp_path: Path, monke
     assert drafting and all(row["expected_over_committed"] > 0 for row in drafting)
     assert (tmp_path / "plot.png").stat().st_size > 10_000
     again = CliRunner().invoke(APP, [*map(str, options)])
-    assert again.exit_code == 0 and json.loads(file.read_text(encoding="utf-8"))["records"] == records
+    assert (
+        again.exit_code == 0 and json.loads(file.read_text(encoding="utf-8"))["records"] == records
+    )

@@ -21,14 +21,18 @@ from transformers import (
 from typer.testing import CliRunner, Result
 
 from hf_slospec import load_tiny_pair
-from hf_slospec.cli import budget
+from hf_slospec.cli import options as budget
 from hf_slospec.cli.app import app
 from hf_slospec.cli.check_prompts import BUILT_IN, image_inputs, read_prompts
 from hf_slospec.cli.model_check import Comparison, Difference, ModelCheck, headline
-from hf_slospec.models.sampling import StockSampler
+from hf_slospec.model.sampling import StockSampler
 
 RUN = CliRunner(env={"COLUMNS": "400"})
-TEXTS = ("def main():\n", "import os\n\n\ndef read(path):\n    with open(path) as file:\n", "x = [1, 2, 3]\n")
+TEXTS = (
+    "def main():\n",
+    "import os\n\n\ndef read(path):\n    with open(path) as file:\n",
+    "x = [1, 2, 3]\n",
+)
 
 
 @pytest.fixture
@@ -40,13 +44,27 @@ def prompts(tmp_path: Path) -> str:
 
 def check(*options: str) -> Result:
     return RUN.invoke(
-        app, ["check", *options, "--max-new-tokens", "8", "--config", '{"prepack": false}', "--seconds", "10000"]
+        app,
+        [
+            "check",
+            *options,
+            "--max-new-tokens",
+            "8",
+            "--config",
+            '{"prepack": false}',
+            "--seconds",
+            "10000",
+        ],
     )
 
 
 def rows(result: Result) -> dict[str, str]:
     """The report's table by the names of its rows."""
-    lines = [line.strip("| ").split(" | ", 1) for line in result.stdout.splitlines() if line.startswith("| ")]
+    lines = [
+        line.strip("| ").split(" | ", 1)
+        for line in result.stdout.splitlines()
+        if line.startswith("| ")
+    ]
     return {line[0]: line[1] for line in lines if len(line) == 2}
 
 
@@ -84,7 +102,9 @@ class Clock:
         for name in ("_examined", "_unexamined"):
             self._count(monkeypatch, ModelCheck, name, output_s)
 
-    def _count(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, seconds: float) -> None:
+    def _count(
+        self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, seconds: float
+    ) -> None:
         plain = getattr(owner, name)
 
         def counted(*given: Any, **options: Any) -> Any:
@@ -94,10 +114,21 @@ class Clock:
         monkeypatch.setattr(owner, name, counted)
 
 
-def test_what_there_is_no_time_for_is_left_out_and_named(prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_there_is_no_time_for_is_left_out_and_named(
+    prompts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of 100 s: 2 outputs of 12 s within 30 s, 2 more within 50 s, and both batches."""
     clock = Clock(monkeypatch, output_s=12.0)
-    options = ["--dtype", "float32", "--prompts", prompts, "--max-new-tokens", "8", "--config", '{"prepack": false}']
+    options = [
+        "--dtype",
+        "float32",
+        "--prompts",
+        prompts,
+        "--max-new-tokens",
+        "8",
+        "--config",
+        '{"prepack": false}',
+    ]
     result = RUN.invoke(app, ["check", *options])
     assert result.exit_code == 0, result.output
     found = rows(result)
@@ -112,15 +143,21 @@ def test_what_there_is_no_time_for_is_left_out_and_named(prompts: str, monkeypat
 
 
 def test_a_wrong_token_is_found_where_it_is(prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The packed forward has negated logits at one place: behind five new tokens of the second prompt."""
+    """The packed forward has negated logits at one place: behind five new tokens of the second
+    prompt.
+    """
     plain = StockSampler.choose
     prompt = load_tiny_pair()[2](TEXTS[1])["input_ids"]
 
     def wrong(self: StockSampler, requests: Any, logits: torch.Tensor, trees: Any) -> Any:
-        logits, begin = logits.clone(), 0
+        logits = logits.clone()
+        begin = 0
         for request, tree in zip(requests, trees, strict=True):
             for node, depth in enumerate(tree.depths):
-                if request.tokens[: len(prompt)] == prompt and len(request.tokens) + depth == len(prompt) + 5:
+                if (
+                    request.tokens[: len(prompt)] == prompt
+                    and len(request.tokens) + depth == len(prompt) + 5
+                ):
                     logits[begin + node].neg_()
             begin += tree.num_nodes
         return plain(self, requests, logits, trees)
@@ -128,12 +165,18 @@ def test_a_wrong_token_is_found_where_it_is(prompts: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(StockSampler, "choose", wrong)
     result = check("--dtype", "float32", "--prompts", prompts)
     assert result.exit_code == 1, result.output
-    assert result.stdout.startswith("### hf_slospec check: WRONG: greedy, one by one, prompt 2, new token 5: ")
-    assert rows(result)["greedy, one by one"].startswith("WRONG, 2 of 3 outputs equal; prompt 2, new token 5: ")
+    assert result.stdout.startswith(
+        "### hf_slospec check: WRONG: greedy, one by one, prompt 2, new token 5: "
+    )
+    assert rows(result)["greedy, one by one"].startswith(
+        "WRONG, 2 of 3 outputs equal; prompt 2, new token 5: "
+    )
 
 
 def test_a_refused_model_is_no_error(tmp_path: Path) -> None:
-    RwkvForCausalLM(RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2)).save_pretrained(tmp_path)
+    RwkvForCausalLM(RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2)).save_pretrained(
+        tmp_path
+    )
     load_tiny_pair()[2].save_pretrained(tmp_path)
     result = check(str(tmp_path))
     assert result.exit_code == 0, result.output
@@ -144,9 +187,19 @@ def test_a_refused_model_is_no_error(tmp_path: Path) -> None:
 def test_pictures_are_compared(tmp_path: Path, prompts: str) -> None:
     tokenizer = load_tiny_pair()[2]
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=28)
+    vision = dict(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=28,
+    )
     text = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
     )
     config = LlavaConfig(
         vision_config=CLIPVisionConfig(**vision, patch_size=14),
@@ -157,7 +210,11 @@ def test_pictures_are_compared(tmp_path: Path, prompts: str) -> None:
     LlavaForConditionalGeneration(config).save_pretrained(tmp_path)
     images = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     LlavaProcessor(
-        images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1
+        images,
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
     ).save_pretrained(tmp_path)
     one, two = image_inputs(str(tmp_path), torch.device("cpu"))
     assert (len(one["pixel_values"]), len(two["pixel_values"])) == (1, 2)
@@ -169,7 +226,9 @@ def test_pictures_are_compared(tmp_path: Path, prompts: str) -> None:
 
 def test_verdicts() -> None:
     def compared(*are_near_ties: bool | None) -> Comparison:
-        return Comparison("greedy", 3, 3, [Difference(near, f"prompt {near}") for near in are_near_ties])
+        return Comparison(
+            "greedy", 3, 3, [Difference(near, f"prompt {near}") for near in are_near_ties]
+        )
 
     refused = Comparison("sampled", 3, refused="for a reason")
     assert headline([compared(), refused]) == "exact"

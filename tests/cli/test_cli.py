@@ -14,10 +14,10 @@ import torch
 from typer.testing import CliRunner
 
 from hf_slospec import SLOSpecConfig, __version__, load_tiny_pair, tiny_prompts
+from hf_slospec.batcher.handle import RequestHandle
 from hf_slospec.cli import benchmark
 from hf_slospec.cli.app import app
-from hf_slospec.models.costs.measure import CURVE, HELD_OUT
-from hf_slospec.serving.handle import RequestHandle
+from hf_slospec.model.measure import CURVE, HELD_OUT
 from hf_slospec.tiny.embedded import FOLDER
 from tests.support.breadth import nightly_but
 
@@ -30,7 +30,9 @@ EAGER = ["--config", '{"compile": false}']  # compiling takes long
 def test_bench_writes_table_and_json(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "result.json"
     options = "--size tiny --dtype float32 --new-tokens 6 --repeats 1 --batch 1 --batch 2".split()
-    result = CliRunner(env={"COLUMNS": "30"}).invoke(app, ["bench", *EAGER, *options, "--json", str(path)])
+    result = CliRunner(env={"COLUMNS": "30"}).invoke(
+        app, ["bench", *EAGER, *options, "--json", str(path)]
+    )
     assert result.exit_code == 0, result.output
     assert "…" not in result.output  # complete in a narrow terminal
     written = json.loads(path.read_text())
@@ -46,7 +48,9 @@ def test_bench_writes_table_and_json(tmp_path: Path) -> None:
 
 def test_bench_waits_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[Any]()
-    monkeypatch.setattr(benchmark, "SLOSpecGenerator", lambda *given, **_: seen.append(given[3].compile))
+    monkeypatch.setattr(
+        benchmark, "SLOSpecGenerator", lambda *given, **_: seen.append(given[3].compile)
+    )
     bench = benchmark.Bench(*load_tiny_pair(), tiny_prompts(), 8, 4)
     for config in (None, SLOSpecConfig(compile=False)):
         bench.ours(config)
@@ -59,7 +63,9 @@ def test_bench_of_a_drafter_without_a_draft_model(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "target")
     path = tmp_path / "result.json"
     options = f"--target {tmp_path / 'target'} --dtype float32 --new-tokens 4 --repeats 1 --batch 1 --json {path}"
-    result = RUN.invoke(app, ["bench", "--drafter", f"lookup+{FOLDER / 'mtp'}", *options.split(), *EAGER])
+    result = RUN.invoke(
+        app, ["bench", "--drafter", f"lookup+{FOLDER / 'mtp'}", *options.split(), *EAGER]
+    )
     assert result.exit_code == 0, result.output
     written = json.loads(path.read_text())
     assert written["provenance"]["drafter"] == "prompt lookup + MTP layer"
@@ -69,15 +75,32 @@ def test_bench_of_a_drafter_without_a_draft_model(tmp_path: Path) -> None:
 
 
 def test_profile_measures_fits_draws_and_keeps(tmp_path: Path) -> None:
-    plot, path = tmp_path / "curve.png", tmp_path / "profile.json"
-    options = ["--size", "tiny", "--dtype", "float32", "--seconds", "1", "--plot", str(plot), "--json", str(path)]
+    plot = tmp_path / "curve.png"
+    path = tmp_path / "profile.json"
+    options = [
+        "--size",
+        "tiny",
+        "--dtype",
+        "float32",
+        "--seconds",
+        "1",
+        "--plot",
+        str(plot),
+        "--json",
+        str(path),
+    ]
     result = RUN.invoke(app, ["profile", "--no-compile", *options])
     assert result.exit_code == 0, result.output
     assert plot.read_bytes().startswith(b"\x89PNG")
     records = json.loads(path.read_text())["results"]
     for name in ("target", "draft"):
-        sizes = {size["tokens"] for size in (*records[name]["measured"], *records[name]["held_out"])}
-        assert {size.num_tokens for size in (*CURVE, *HELD_OUT)} <= {*sizes, *records[name]["not_measured"]}
+        sizes = {
+            size["tokens"] for size in (*records[name]["measured"], *records[name]["held_out"])
+        }
+        assert {size.num_tokens for size in (*CURVE, *HELD_OUT)} <= {
+            *sizes,
+            *records[name]["not_measured"],
+        }
         assert records[name]["fit"]["ms"] == sorted(records[name]["fit"]["ms"])
 
 
@@ -109,7 +132,8 @@ def test_version_and_help() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["generate", "serve", "demo", "bench", "profile", "check", "simulate", "train-drafter"]
+    "command",
+    ["generate", "serve", "demo", "bench", "profile", "check", "simulate", "train-drafter"],
 )
 def test_help_teaches_by_example(command: str) -> None:
     output = RUN.invoke(app, [command, "--help"]).output
@@ -124,7 +148,9 @@ FAST = ["--max-new-tokens", "12", "--dtype", "float32"]
 def stock(text: str, **options: Any) -> str:
     target, _, tokenizer = load_tiny_pair()
     inputs = tokenizer(text, return_tensors="pt")
-    out = target.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=12, **options)
+    out = target.generate(
+        inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=12, **options
+    )
     return str(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
@@ -137,7 +163,9 @@ def test_generate_writes_the_text_to_the_output_and_figures_beside_it() -> None:
     assert "\x1b" not in result.output
 
 
-def test_what_is_logged_while_text_is_streamed_stands_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_logged_while_text_is_streamed_stands_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plain = RequestHandle.__iter__
 
     def noticed(self: RequestHandle) -> Iterator[str]:
@@ -161,9 +189,14 @@ def test_a_target_alone_is_drafted_for_by_its_text(command: str, tmp_path: Path)
         "bench": ["--new-tokens", "4", "--repeats", "1", "--batch", "1", *EAGER],
         "profile": ["--seconds", "1", "--no-keep", "--no-compile"],
     }
-    result = RUN.invoke(app, [command, "--target", str(tmp_path / "own"), "--dtype", "float32", *options[command]])
+    result = RUN.invoke(
+        app, [command, "--target", str(tmp_path / "own"), "--dtype", "float32", *options[command]]
+    )
     assert result.exit_code == 0, result.output
-    assert "M parameters, float32, on cpu" in result.stderr and "drafts: prompt lookup" in result.stderr
+    assert (
+        "M parameters, float32, on cpu" in result.stderr
+        and "drafts: prompt lookup" in result.stderr
+    )
     assert command != "generate" or result.stdout == stock(TEXT) + "\n"
 
 
@@ -183,10 +216,14 @@ def test_profile_measures_what_drafts(tmp_path: Path) -> None:
     ]
     result = RUN.invoke(app, ["profile", *options, "--drafter", "lookup+mtp"])
     assert result.exit_code == 0, result.output
-    assert "measuring target and draft for at most about 2 s (--seconds)" in result.stderr  # before it begins
+    assert (
+        "measuring target and draft for at most about 2 s (--seconds)" in result.stderr
+    )  # before it begins
     assert "measuring the draft (" in result.stderr
     written = json.loads(path.read_text())
-    assert written["provenance"]["drafter"] == "prompt lookup + MTP layer" and set(written["results"]) == {
+    assert written["provenance"]["drafter"] == "prompt lookup + MTP layer" and set(
+        written["results"]
+    ) == {
         "target",
         "draft",
     }
@@ -196,7 +233,10 @@ def test_profile_measures_what_drafts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "drafter",
-    nightly_but(("mtp", "suffix+assistant"), ("lookup", "mtp", "assistant", "lookup+mtp", "suffix+assistant")),
+    nightly_but(
+        ("mtp", "suffix+assistant"),
+        ("lookup", "mtp", "assistant", "lookup+mtp", "suffix+assistant"),
+    ),
 )
 def test_generate_drafts_as_it_is_told(drafter: str) -> None:
     result = RUN.invoke(app, ["generate", TEXT, "--drafter", drafter, *FAST])
@@ -220,7 +260,11 @@ def test_generate_samples_as_stock_does_and_writes_json(tmp_path: Path) -> None:
     torch.manual_seed(3)
     assert written["text"] + "\n" == result.stdout
     assert written["text"] == stock(TEXT, do_sample=True, temperature=0.8, top_p=0.9, top_k=40)
-    assert (written["seed"], written["finish_reason"], written["metrics"]["tokens"]) == (3, "length", 12)
+    assert (written["seed"], written["finish_reason"], written["metrics"]["tokens"]) == (
+        3,
+        "length",
+        12,
+    )
     assert len(written["from_draft"]) == len(written["token_ids"]) == 12
     result = RUN.invoke(app, ["generate", TEXT, *FAST, "--json", "-"])
     assert json.loads(result.stdout)["prompt"] == TEXT  # and nothing else there

@@ -51,7 +51,8 @@ CONFIGS = {  # for folders that claim to be models
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    own, before = tmp_path_factory.mktemp("fuzz"), Path.cwd()
+    own = tmp_path_factory.mktemp("fuzz")
+    before = Path.cwd()
     os.chdir(own)
     with pytest.MonkeyPatch.context() as patch:
         _stop_before_work(patch)
@@ -64,8 +65,8 @@ def _stop_before_work(patch: pytest.MonkeyPatch) -> None:
 
     import hf_slospec.cli.model_check as check_module
     import hf_slospec.demo.serve as demo
-    import hf_slospec.drafters.training.run as training
-    import hf_slospec.tiny.load as load
+    import hf_slospec.server.loading as load
+    import hf_slospec.training.run as training
 
     def stop(*_: Any, **__: Any) -> Any:
         raise typer.Exit(0)
@@ -98,13 +99,43 @@ def _write_files(folder: Path) -> None:
 
 
 paths = st.sampled_from(
-    [*FILES, "model0", "missing", "deep/new", "/dev/null/x", "", ".", "..", "\udcff", "a" * 300, "new.png", "-"]
+    [
+        *FILES,
+        "model0",
+        "missing",
+        "deep/new",
+        "/dev/null/x",
+        "",
+        ".",
+        "..",
+        "\udcff",
+        "a" * 300,
+        "new.png",
+        "-",
+    ]
 )
 models = st.sampled_from([*CONFIGS, "text.txt", "missing", "", "a" * 300])
 words = st.text(max_size=5) | st.sampled_from(
-    ("", "x", "-1", "0", "nan", "inf", "1e400", "1e-300", str(10**30), "9" * 5000, "\udcff", "[/red]", "{}", "[]", "--")
+    (
+        "",
+        "x",
+        "-1",
+        "0",
+        "nan",
+        "inf",
+        "1e400",
+        "1e-300",
+        str(10**30),
+        "9" * 5000,
+        "\udcff",
+        "[/red]",
+        "{}",
+        "[]",
+        "--",
+    )
 )
-whole, real = st.integers(0, 9).map(str), st.floats(0, 2).map(str)
+whole = st.integers(0, 9).map(str)
+real = st.floats(0, 2).map(str)
 configs = st.sampled_from(
     (
         "{}", '{"max_depth": 4}', '{"max_depht": 4}', '{"policy": "none"}', "[]", "{" * 2000, "[" * 100_000,
@@ -119,10 +150,13 @@ MODEL: Options = {
     "assistant": models,
     "size": st.sampled_from(("tiny", "0.1B", "8B", "x")),
     "dtype": st.sampled_from(("fast", "auto", "float32", "bfloat16", "float64")),
-    "device": st.sampled_from(("cpu", "cuda", "meta", "mps", "cuda:9", "cpu:3", "xpu", "privateuseone", "")),
+    "device": st.sampled_from(
+        ("cpu", "cuda", "meta", "mps", "cuda:9", "cpu:3", "xpu", "privateuseone", "")
+    ),
 }
 DRAFTER: Options = {
-    "drafter": models | st.sampled_from(("lookup", "suffix", "mtp", "eagle3", "lookup+mtp", "mtp+x", "+"))
+    "drafter": models
+    | st.sampled_from(("lookup", "suffix", "mtp", "eagle3", "lookup+mtp", "mtp+x", "+"))
 }
 COMMANDS: dict[str, Options] = {
     "generate": MODEL | DRAFTER | {

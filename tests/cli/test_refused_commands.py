@@ -81,7 +81,10 @@ REFUSED = [
     ("serve --target pickled --drafter lookup", "need --allow-pickle"),
     ("serve --share-texts", "--drafter suffix"),
     ("serve --images", "--target"),
-    ("serve --images --replicas 2 --target ./nowhere --drafter lookup", "--images: replicas take no"),
+    (
+        "serve --images --replicas 2 --target ./nowhere --drafter lookup",
+        "--images: replicas take no",
+    ),
     ("serve --share-texts --drafter lookup+mtp", "--drafter suffix"),
     ("serve --drafter pickled", "safetensors"),
     ("serve --metrics-prefix 'no name'", "--metrics-prefix: String"),
@@ -100,7 +103,10 @@ REFUSED = [
         "serve --tensor-parallel-size 2 --target pickled --replicas 1",
         "--tensor-parallel-size: a replica is one process",
     ),
-    ("serve --tensor-parallel-size 2 --target pickled", "torchrun --nproc-per-node 2 -m hf_slospec"),
+    (
+        "serve --tensor-parallel-size 2 --target pickled",
+        "torchrun --nproc-per-node 2 -m hf_slospec",
+    ),
     ("demo --size 7T", "--size"),
     ("generate TEXT --drafter " + "9" * 5000, "--drafter"),
     ("generate 'x\udcff' --max-new-tokens 12 --dtype float32", "the tokenizer refused the prompt"),

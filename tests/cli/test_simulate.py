@@ -22,30 +22,74 @@ def run(*options: object) -> Result:
 
 
 def test_table_json_csv_and_picture(tmp_path: Path) -> None:
-    made, lines, plot = tmp_path / "deep" / "r.json", tmp_path / "other" / "r.csv", tmp_path / "p" / "r.png"
-    options = ("--rate", 2, "--rate", 5, "--seed", 3, "--json", made, "--csv", lines, "--plot", plot)
+    made, lines, plot = (
+        tmp_path / "deep" / "r.json",
+        tmp_path / "other" / "r.csv",
+        tmp_path / "p" / "r.png",
+    )
+    options = (
+        "--rate",
+        2,
+        "--rate",
+        5,
+        "--seed",
+        3,
+        "--json",
+        made,
+        "--csv",
+        lines,
+        "--plot",
+        plot,
+    )
     result = run(*SMALL, *options)
     assert result.exit_code == 0, result.output
     assert all(word in result.output for word in ("auto", "vllm", "2/s", "5/s", "plotted to"))
     written = json.loads(made.read_text())
     facts = written["provenance"]
-    assert facts["seed"] == 3 and facts["rates"] == [2, 5] and facts["hardware"] == "llama-70b-4xa100"
-    assert facts["systems"]["vllm"]["policy"] == "none" and facts["load"]["mix"] == "adaserve" and facts["date"]
+    assert (
+        facts["seed"] == 3 and facts["rates"] == [2, 5] and facts["hardware"] == "llama-70b-4xa100"
+    )
+    assert (
+        facts["systems"]["vllm"]["policy"] == "none"
+        and facts["load"]["mix"] == "adaserve"
+        and facts["date"]
+    )
     places = [(record["load"], record["system"]) for record in written["results"]]
     assert places == [("2/s", "auto"), ("2/s", "vllm"), ("5/s", "auto"), ("5/s", "vllm")]
-    assert all(record["requests"] == 6 and 0 <= record["attainment"] <= 1 for record in written["results"])
+    assert all(
+        record["requests"] == 6 and 0 <= record["attainment"] <= 1 for record in written["results"]
+    )
     with lines.open(newline="") as file:
         assert len(list(csv.DictReader(file))) == 24
     assert plot.read_bytes().startswith(b"\x89PNG")
     again = run(*SMALL, *options)
-    assert again.output == result.output and json.loads(made.read_text())["results"] == written["results"]
+    assert (
+        again.output == result.output
+        and json.loads(made.read_text())["results"] == written["results"]
+    )
 
 
 def test_traces_and_latency_files_in_place_of_mixes_and_known_hardware(tmp_path: Path) -> None:
-    trace, latency = tmp_path / "t.csv", tmp_path / "l.json"
-    trace.write_text("arrival_s,input_tokens,output_tokens,slo_ratio,class\n0,5,4,1.2,$\\bad$\n1,5,4,,b\n")
-    latency.write_text('{"target": {"tokens": [1], "ms": [20]}, "draft": {"tokens": [1], "ms": [0]}}')
-    options = ("--trace", trace, "--base-tpot", "0.02", "--hardware", latency, "--system", "vllm", "--replicas", 5)
+    trace = tmp_path / "t.csv"
+    latency = tmp_path / "l.json"
+    trace.write_text(
+        "arrival_s,input_tokens,output_tokens,slo_ratio,class\n0,5,4,1.2,$\\bad$\n1,5,4,,b\n"
+    )
+    latency.write_text(
+        '{"target": {"tokens": [1], "ms": [20]}, "draft": {"tokens": [1], "ms": [0]}}'
+    )
+    options = (
+        "--trace",
+        trace,
+        "--base-tpot",
+        "0.02",
+        "--hardware",
+        latency,
+        "--system",
+        "vllm",
+        "--replicas",
+        5,
+    )
     result = run(*options, "--json", tmp_path / "r.json", "--plot", tmp_path / "r.png")
     assert result.exit_code == 0 and "as traced" in result.output, result.output
     record = json.loads((tmp_path / "r.json").read_text())["results"][0]
@@ -58,7 +102,9 @@ def test_traces_and_latency_files_in_place_of_mixes_and_known_hardware(tmp_path:
 def test_what_bench_records_is_replayed(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "texts.json"
     options = "--size tiny --dtype float32 --new-tokens 8 --repeats 1 --no-tune --batch 2".split()
-    result = RUN.invoke(app, ["bench", *options, "--record", str(path), "--config", '{"compile": false}'])
+    result = RUN.invoke(
+        app, ["bench", *options, "--record", str(path), "--config", '{"compile": false}']
+    )
     assert result.exit_code == 0, result.output
     written = json.loads(path.read_text())
     assert len(written["texts"]) == 2 and all(len(text["ranks"]) == 8 for text in written["texts"])
@@ -73,7 +119,9 @@ def test_made_up_texts_are_as_wide_as_systems_draft() -> None:
     assert result.exit_code == 0, result.output
 
 
-def test_an_interrupt_ends_it_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_it_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -88,7 +136,7 @@ def test_the_table_is_complete_in_a_narrow_terminal(tmp_path: Path) -> None:
     result = CliRunner(env={"COLUMNS": "40"}).invoke(
         app, ["simulate", "--trace", str(trace), "--system", "vllm-spec4", "--rate", "12.25"]
     )
-    assert all(word in result.output for word in ("12.25/s", "vllm-spec4", "attained", "tok/step", "nodes")), (
-        result.output
-    )
+    assert all(
+        word in result.output for word in ("12.25/s", "vllm-spec4", "attained", "tok/step", "nodes")
+    ), result.output
     assert "…" not in result.output and max(map(len, result.output.splitlines())) <= 80

@@ -1,4 +1,6 @@
-"""The demo as a visitor meets it, in Chromium. Pictures of it are left in the folder that SCREENSHOTS names."""
+"""The demo as a visitor meets it, in Chromium. Pictures of it are left in the folder that
+SCREENSHOTS names.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,27 @@ import pytest
 
 from hf_slospec.demo.serve import Options, launch, prepare
 from hf_slospec.demo.sessions import DemoSessions
-from hf_slospec.serving.options import ModelOptions
+from hf_slospec.server.model_options import ModelOptions
 from tests.support.fixed_policy import always_drafting
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 if CHROMIUM is None:
-    assert "REQUIRE_BROWSER" not in os.environ, "browser tests are required, and Chromium is not installed"
+    assert "REQUIRE_BROWSER" not in os.environ, (
+        "browser tests are required, and Chromium is not installed"
+    )
     pytest.skip("Chromium is not installed", allow_module_level=True)
 pytest.importorskip("gradio", reason="gradio is not installed")
-# Third parties' own deprecations, and event loops of servers that were closed, are not ours to fail on.
+# Third parties' own deprecations, and event loops of servers that were closed, are not ours to fail
+# on.
 pytestmark = [pytest.mark.filterwarnings("default")]
 
 WAIT_MS = 120_000
 SCREENSHOTS = os.environ.get("SCREENSHOTS")  # drawing whole pages takes seconds
-DESKTOP, PHONE = dict(width=1440, height=1000), dict(width=390, height=844)
+DESKTOP = dict(width=1440, height=1000)
+PHONE = dict(width=390, height=844)
 ARGUMENTS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
@@ -103,7 +111,9 @@ class Visit:
 
 
 @pytest.fixture
-def visit(browser: Any, desktop: Any, served: tuple[DemoSessions, str]) -> Iterator[Callable[..., Visit]]:
+def visit(
+    browser: Any, desktop: Any, served: tuple[DemoSessions, str]
+) -> Iterator[Callable[..., Visit]]:
     visits: list[Visit] = []
 
     def begin(**options: Any) -> Visit:
@@ -118,7 +128,9 @@ def visit(browser: Any, desktop: Any, served: tuple[DemoSessions, str]) -> Itera
         own.page.close() if own.context is desktop else own.context.close()
 
 
-def test_three_streams_run_and_nothing_leaves_the_machine(visit: Callable[..., Visit], served: Any) -> None:
+def test_three_streams_run_and_nothing_leaves_the_machine(
+    visit: Callable[..., Visit], served: Any
+) -> None:
     page = visit()
     for place in range(3):
         page.writes(f"#user-{place}")
@@ -134,7 +146,10 @@ def test_speeds_are_shown_and_follow_the_targets(visit: Callable[..., Visit]) ->
     page = visit()
     for place in range(3):
         page.page.wait_for_selector(f"#user-{place} .verdict.met, #user-{place} .verdict.missed")
-    slos = [float(re.findall(r"[\d.]+", page.card(place).locator(".slo-label").inner_text())[0]) for place in range(3)]
+    slos = [
+        float(re.findall(r"[\d.]+", page.card(place).locator(".slo-label").inner_text())[0])
+        for place in range(3)
+    ]
     assert slos == sorted(slos, reverse=True)
     page.page.wait_for_function(
         "() => { const [copilot, chat] = [0, 1].map(i => parseFloat("
@@ -163,37 +178,46 @@ def test_a_user_is_stopped_started_removed_and_added(visit: Callable[..., Visit]
 
 @pytest.mark.nightly
 def test_a_target_is_moved_for_everybody(visit: Callable[..., Visit]) -> None:
-    one, other = visit(), visit()
+    one = visit()
+    other = visit()
     other.writes("#user-2")
     number = one.page.locator("#user-2 input[type=number]").first
     number.fill("7")
     number.blur()
     one.says("#user-2", "speed target 142.9")
     other.says("#user-2", "speed target 142.9")
-    sync_api.expect(other.page.locator("#user-2 input[type=number]").first).to_have_value("7", timeout=WAIT_MS)
+    sync_api.expect(other.page.locator("#user-2 input[type=number]").first).to_have_value(
+        "7", timeout=WAIT_MS
+    )
 
 
 @pytest.mark.nightly
 def test_the_policy_is_switched_under_running_streams(visit: Callable[..., Visit]) -> None:
-    page, other = visit(), visit()
+    page = visit()
+    other = visit()
     page.writes("#user-0")
     for name in ("none", "adaserve"):
         page.page.locator(f"#policy input[value={name}]").check()
         page.says("#headline", f"since “{name}” was chosen")
-        sync_api.expect(other.page.locator(f"#policy input[value={name}]")).to_be_checked(timeout=WAIT_MS)
+        sync_api.expect(other.page.locator(f"#policy input[value={name}]")).to_be_checked(
+            timeout=WAIT_MS
+        )
         page.grows("#user-0")
         page.shoot(f"policy-{name}")
 
 
 def test_two_visitors_write_at_once_and_see_each_other(visit: Callable[..., Visit]) -> None:
-    one, other = visit(), visit()
+    one = visit()
+    other = visit()
     for page in (one, other):
         page.writes("#user-0")
         page.page.locator("#own-write").click()
     for page in (one, other):
         page.writes("#own-card")
         page.page.wait_for_selector("#others .card")
-        assert page.page.locator("#others .text").count() == 0  # whose text is nobody else's business
+        assert (
+            page.page.locator("#others .text").count() == 0
+        )  # whose text is nobody else's business
     one.shoot("two-visitors")
     one.page.locator("#own-stop").click()
     one.page.wait_for_selector("#own-card .state.stopped, #own-card .state.finished")
@@ -227,7 +251,9 @@ def test_a_dead_engine_is_shown_and_can_be_started_again(
     engine: Any = served[0].generator.generator._service._engine()
     engine.target.verify = fails
     failed = page.page.locator(".user:has(.error)").first  # it served several in that step
-    sync_api.expect(failed.locator(".error")).to_have_text("the accelerator fell off", timeout=WAIT_MS)
+    sync_api.expect(failed.locator(".error")).to_have_text(
+        "the accelerator fell off", timeout=WAIT_MS
+    )
     page.shoot("failed")
     place = f"#{failed.get_attribute('id')}"
     page.page.locator(place).get_by_role("button", name="Start again").click()
@@ -261,16 +287,23 @@ def test_it_fits_a_phone(visit: Callable[..., Visit], colors: str) -> None:
     page.shoot(f"phone-{colors}")
 
 
-def test_with_a_password_nobody_else_comes_in(browser: Any, served: tuple[DemoSessions, str]) -> None:
+def test_with_a_password_nobody_else_comes_in(
+    browser: Any, served: tuple[DemoSessions, str]
+) -> None:
     from hf_slospec.demo.layout import Page
 
     options = Options(password=PASSWORD)
     sessions = served[0]
-    closed = Page(sessions, {"x": (None, sessions.refresh("x").simulated[0].user_request)}, 100, "").build()  # type: ignore[dict-item, union-attr]
+    closed = Page(
+        sessions, {"x": (None, sessions.refresh("x").simulated[0].user_request)}, 100, ""
+    ).build()  # type: ignore[dict-item, union-attr]
     url = launch(closed, options)
     try:
         visit = Visit(browser.new_context(viewport=DESKTOP), url)
-        name, password = visit.page.locator("input").nth(0), visit.page.locator("input[type=password]")
+        name, password = (
+            visit.page.locator("input").nth(0),
+            visit.page.locator("input[type=password]"),
+        )
         for given, words in (("guess", "Incorrect"), (PASSWORD, "One model, many users")):
             name.fill("somebody")
             password.fill(given)

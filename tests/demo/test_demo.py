@@ -15,10 +15,8 @@ from typer.testing import CliRunner
 from hf_slospec import InvalidInputError, SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
 from hf_slospec.cli.app import app
 from hf_slospec.demo import cards, layout, serve
-from hf_slospec.demo.generator import POLICIES, DemoGenerator
-from hf_slospec.demo.highlight import HighlightedText, TextPiece
+from hf_slospec.demo.generator import POLICIES, DemoGenerator, HighlightedText, TextPiece
 from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_CHARS, PERSONAS, UserRequest
-from hf_slospec.demo.rates import HISTORY_S, Gain, gains, history, shares, tokens_per_s
 from hf_slospec.demo.serve import Options, password_check, plain_tpot_s
 from hf_slospec.demo.sessions import (
     CONFIG,
@@ -28,7 +26,16 @@ from hf_slospec.demo.sessions import (
     DemoSessions,
     Scene,
 )
-from hf_slospec.demo.stream import PAUSE_S, View
+from hf_slospec.demo.stream import (
+    HISTORY_S,
+    PAUSE_S,
+    Gain,
+    View,
+    gains,
+    history,
+    shares,
+    tokens_per_s,
+)
 from hf_slospec.engine.events import Commit
 from hf_slospec.errors import NotRunningError, SLOSpecError
 from hf_slospec.generate.speculator import clock
@@ -106,11 +113,18 @@ class TestUserRequest:
         assert SHORT.options == dict(slo_tpot=0.05, best_effort=False, max_new_tokens=12)
         without_slo = UserRequest(prompt="x", tpot_slo_ms=None, temperature=0.5, top_p=0.9)
         assert without_slo.options == dict(
-            slo_tpot=None, best_effort=True, max_new_tokens=128, do_sample=True, temperature=0.5, top_p=0.9
+            slo_tpot=None,
+            best_effort=True,
+            max_new_tokens=128,
+            do_sample=True,
+            temperature=0.5,
+            top_p=0.9,
         )
 
     def test_simulated_users_differ_in_their_targets(self) -> None:
-        requests = [persona.request(0.1, is_chat) for is_chat in (True, False) for persona in PERSONAS]
+        requests = [
+            persona.request(0.1, is_chat) for is_chat in (True, False) for persona in PERSONAS
+        ]
         assert [request.tpot_slo_ms for request in requests[:4]] == [90, 150, 300, None]
         assert len({request.prompt for request in requests}) == len(requests)
         assert PERSONAS[0].request(1e-9, True).tpot_slo_ms == 1
@@ -164,7 +178,9 @@ class TestHighlight:
 
 
 class TestDemoSessions:
-    def test_a_simulated_user_writes_pauses_and_asks_again_while_a_page_refreshes(self, sessions: DemoSessions) -> None:
+    def test_a_simulated_user_writes_pauses_and_asks_again_while_a_page_refreshes(
+        self, sessions: DemoSessions
+    ) -> None:
         place = sessions.add(PERSONAS[0], SHORT)
         scene = until(sessions, lambda scene: at(scene, place).state == "finished")
         view = at(scene, place)
@@ -209,12 +225,18 @@ class TestDemoSessions:
     def test_visitors_see_each_other_and_only_their_own_text(self, sessions: DemoSessions) -> None:
         sessions.ask("a", LONG)
         sessions.ask("b", SHORT)
-        scene = until(sessions, lambda scene: scene.visitor and scene.visitor.pieces and scene.other_visitors[0].pieces)
+        scene = until(
+            sessions,
+            lambda scene: scene.visitor and scene.visitor.pieces and scene.other_visitors[0].pieces,
+        )
         assert scene.visitor is not None and scene.visitor.user_request is LONG
         _, own, others = cards.cards(scene)
         assert 'class="text"' in own and 'class="text"' not in others
         assert "def f(x):" in own and "def f(x):" not in others
-        assert scene.views[-2:] == [scene.visitor, *scene.other_visitors]  # behind those who were there before
+        assert scene.views[-2:] == [
+            scene.visitor,
+            *scene.other_visitors,
+        ]  # behind those who were there before
         assert "Visitor 2" in others
         sessions.ask("a", SHORT)  # replaces the one before
         assert len(sessions.refresh("b").other_visitors) == 1
@@ -244,7 +266,9 @@ class TestDemoSessions:
     def test_policies_fit_into_the_generator(self) -> None:
         assert max(map(max_nodes_per_request, POLICIES.values())) <= max_nodes_per_request(CONFIG)
 
-    def test_a_prompt_that_is_too_long_shows_as_its_users_error(self, sessions: DemoSessions) -> None:
+    def test_a_prompt_that_is_too_long_shows_as_its_users_error(
+        self, sessions: DemoSessions
+    ) -> None:
         request = UserRequest(prompt="é☃" * (MAX_PROMPT_CHARS // 2), tpot_slo_ms=50)
         with pytest.raises(InvalidInputError, match="limit"):
             sessions.ask("a", request)
@@ -254,7 +278,9 @@ class TestDemoSessions:
         sessions.ask("a", SHORT)
         until(sessions, lambda scene: scene.visitor and scene.visitor.state == "finished")
 
-    def test_when_the_engine_dies_it_is_said_and_asking_again_revives_it(self, sessions: DemoSessions) -> None:
+    def test_when_the_engine_dies_it_is_said_and_asking_again_revives_it(
+        self, sessions: DemoSessions
+    ) -> None:
         place = sessions.add(PERSONAS[0], LONG)
         until(sessions, lambda scene: at(scene, place).pieces)
         engine: Any = sessions.generator.generator._service._engine()  # type: ignore[attr-defined]
@@ -286,23 +312,34 @@ class TestCards:
         assert "<script>" not in text
         assert '<span class="d">&lt;script&gt;</span>&amp;' in text
 
-    def test_bars_share_a_scale_and_words_say_what_colours_say(self, sessions: DemoSessions) -> None:
+    def test_bars_share_a_scale_and_words_say_what_colours_say(
+        self, sessions: DemoSessions
+    ) -> None:
         slow = UserRequest(prompt="def f(x):\n", tpot_slo_ms=5000, max_new_tokens=12)
         hopeless = UserRequest(prompt="def f(x):\n", tpot_slo_ms=0.001, max_new_tokens=12)
-        for place, request in enumerate((slow, hopeless, slow.model_copy(update={"tpot_slo_ms": None}))):
+        for place, request in enumerate(
+            (slow, hopeless, slow.model_copy(update={"tpot_slo_ms": None}))
+        ):
             sessions.add(PERSONAS[place], request)
-        scene = until(sessions, lambda scene: all(at(scene, place).state == "finished" for place in range(3)))
+        scene = until(
+            sessions, lambda scene: all(at(scene, place).state == "finished" for place in range(3))
+        )
         met, missed, unjudged = cards.cards(scene)[0][:3]
         assert "✓ speed target met" in met
         assert "✗ speed target missed" in missed
         assert "no speed target" in unjudged
-        assert cards.full_scale(scene.views) >= max(cards.speed_of(view) or 0 for view in scene.views)
+        assert cards.full_scale(scene.views) >= max(
+            cards.speed_of(view) or 0 for view in scene.views
+        )
         head = cards.headline(scene)
         assert "1 of 2" in head
         assert "tokens/s in total" in head
 
     def test_long_answers_show_their_end(self) -> None:
-        text = cards._text([TextPiece("a" * 5000, False), TextPiece("z" * 1000, True), TextPiece("end", False)], False)
+        text = cards._text(
+            [TextPiece("a" * 5000, False), TextPiece("z" * 1000, True), TextPiece("end", False)],
+            False,
+        )
         assert "end" in text
         assert len(text) < 2 * cards.MAX_CHARS
 
@@ -319,7 +356,13 @@ def test_what_drafts_is_called_by_its_kind() -> None:
 
 def test_a_plan_that_fails_is_no_promise(sessions: DemoSessions) -> None:
     sessions.add(PERSONAS[0], LONG)
-    view = at(until(sessions, lambda scene: at(scene, 0).metrics is not None and at(scene, 0).metrics.tokens > 2), 0)
+    view = at(
+        until(
+            sessions,
+            lambda scene: at(scene, 0).metrics is not None and at(scene, 0).metrics.tokens > 2,
+        ),
+        0,
+    )
     assert view.metrics is not None
     for guaranteed, tpot_slo_s, words in (
         (True, 1e3, "planned for by the scheduler&nbsp;"),
@@ -364,7 +407,9 @@ def test_other_machines_need_a_password(
     "options", [Options(), Options(host="127.0.0.1"), Options(host="::1"), Options(host="0.0.0.0", password="x"),
                 Options(host="0.0.0.0", allows_no_password=True)]
 )  # fmt: skip
-def test_no_error_on_this_machine_without_a_password_or_where_the_operator_lets_all_in(options: Options) -> None:
+def test_no_error_on_this_machine_without_a_password_or_where_the_operator_lets_all_in(
+    options: Options,
+) -> None:
     options.check_open()
 
 
@@ -373,10 +418,15 @@ def test_the_command_says_that_gradio_is_missing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "gradio", None)
     result = CliRunner().invoke(app, ["demo", "--size", "tiny"])
     assert result.exit_code == 1, result.output
-    assert "the demo needs gradio; install with: pip install" in result.output and "[demo]" in result.output
+    assert (
+        "the demo needs gradio; install with: pip install" in result.output
+        and "[demo]" in result.output
+    )
 
 
-def test_a_policy_that_a_page_shows_wrongly_is_replaced_once_it_is_seen_twice(sessions: DemoSessions) -> None:
+def test_a_policy_that_a_page_shows_wrongly_is_replaced_once_it_is_seen_twice(
+    sessions: DemoSessions,
+) -> None:
     page: Any = layout.Page(sessions, {}, 100.0, "")
     request = SimpleNamespace(session_hash="a")
     sessions.set_policy("none")

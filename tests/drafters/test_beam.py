@@ -1,4 +1,6 @@
-"""Beam search against brute force, and that a beam contains the optimal tree (AdaServe, theorem 4.1)."""
+"""Beam search against brute force, and that a beam contains the optimal tree (AdaServe, theorem
+4.1).
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.algo.tree import FloatArray, IntArray, TokenTree
 from hf_slospec.drafters.assistant import AssistantDrafter
-from hf_slospec.drafters.level import extend_beam
-from hf_slospec.engine.protocols import Plan
-from hf_slospec.engine.request import Request, RequestParams
+from hf_slospec.drafters.beam import extend_beam
+from hf_slospec.engine.interfaces import Plan
 from hf_slospec.lab.policies.goodput import confident_length
 from hf_slospec.lab.policies.optimal import optimal_nodes
+from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.tree.tree import FloatArray, IntArray, TokenTree
 from tests.support.packed import packed_model
 from tests.support.toys.tiny_models import tiny_model
 from tests.support.toys.trees import SEEDS, path_to
@@ -25,15 +27,21 @@ NEVER = -torch.inf
 DRAFT = tiny_model("llama")
 
 
-def random_beam(seed: int, beam: int, vocab: int, is_tied: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def random_beam(
+    seed: int, beam: int, vocab: int, is_tied: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer of three requests: its path log probabilities and the logits after its nodes."""
     rng = np.random.default_rng(seed)
     if is_tied:
-        paths, logits = rng.integers(-2, 1, (3, beam)), rng.integers(0, 3, (3, beam, vocab))
+        paths = rng.integers(-2, 1, (3, beam))
+        logits = rng.integers(0, 3, (3, beam, vocab))
     else:
-        paths, logits = -rng.exponential(size=(3, beam)), 3.0 * rng.normal(size=(3, beam, vocab))
+        paths = -rng.exponential(size=(3, beam))
+        logits = 3.0 * rng.normal(size=(3, beam, vocab))
     logits = torch.tensor(logits, dtype=torch.float32)
-    logits[..., 1:][torch.tensor(rng.random((3, beam, vocab - 1)) < 0.2)] = NEVER  # as a grammar mask does
+    logits[..., 1:][torch.tensor(rng.random((3, beam, vocab - 1)) < 0.2)] = (
+        NEVER  # as a grammar mask does
+    )
     return torch.tensor(paths, dtype=torch.float32).sort(dim=-1, descending=True).values, logits
 
 
@@ -55,10 +63,16 @@ def test_extend_beam_keeps_the_best_children(seed: int, beam: int, vocab: int, w
     children = all_children(paths, logits)
     for request in range(3):
         best = sorted(
-            ((children[request, parent, token], parent, token) for parent in range(beam) for token in range(vocab)),
+            (
+                (children[request, parent, token], parent, token)
+                for parent in range(beam)
+                for token in range(vocab)
+            ),
             key=lambda child: -child[0],
         )
-        found = list(zip(*(column[request].tolist() for column in (extended, parents, tokens)), strict=True))
+        found = list(
+            zip(*(column[request].tolist() for column in (extended, parents, tokens)), strict=True)
+        )
         possible = [child for child in best[: len(found)] if child[0] > NEVER]
         assert found[: len(possible)] == possible
         assert all(child[0] == NEVER for child in found[len(possible) :])
@@ -96,7 +110,9 @@ def test_requests_leave_the_beam_once_they_are_unsure() -> None:
         return drafter.draft(requests, Plan(8, width, min_confidence=min_confidence))
 
     whole = trees(0.0)
-    confidences = np.sort(np.concatenate([tree.path_probs[1:] / tree.path_probs[:-1] for tree in whole]))
+    confidences = np.sort(
+        np.concatenate([tree.path_probs[1:] / tree.path_probs[:-1] for tree in whole])
+    )
     depths = set()
     for threshold in ((confidences[:-1] + confidences[1:]) / 2).tolist():
         for cut, tree in zip(trees(threshold), whole, strict=True):
@@ -109,7 +125,10 @@ def test_requests_leave_the_beam_once_they_are_unsure() -> None:
 def worthwhile_levels(tree: TokenTree, weight: float, plan: Plan) -> list[float]:
     """The gain of every level of one request's whole tree, less what it must exceed."""
     gains = np.maximum(weight * tree.path_probs - plan.min_path_prob, 0.0)
-    return [float(gains[tree.depths == depth].sum()) - plan.min_request_gain for depth in range(1, plan.depth + 1)]
+    return [
+        float(gains[tree.depths == depth].sum()) - plan.min_request_gain
+        for depth in range(1, plan.depth + 1)
+    ]
 
 
 @given(
@@ -129,7 +148,8 @@ def test_every_request_is_drafted_for_as_deep_as_it_is_worth_and_no_deeper(
     )  # fmt: skip
     whole = AssistantDrafter(packed_model(DRAFT, "sdpa"), 10, 101).draft(requests, Plan(5, 2))
     gains = np.array([worthwhile_levels(*pair, plan) for pair in zip(whole, weights, strict=True)])
-    goes_on, depths = np.ones(3, dtype=np.bool_), np.zeros(3, dtype=np.int64)
+    goes_on = np.ones(3, dtype=np.bool_)
+    depths = np.zeros(3, dtype=np.int64)
     for depth in range(1, 6):
         depths += goes_on
         goes_on &= (gains[:, depth - 1] > 0.0) & (np.array(levels) > depth)
@@ -138,20 +158,26 @@ def test_every_request_is_drafted_for_as_deep_as_it_is_worth_and_no_deeper(
     assert [tree.max_depth for tree in trees] == depths.tolist()
     for tree, full in zip(trees, whole, strict=True):
         cut = full.up_to(tree.max_depth)
-        assert tree.tokens.tolist() == cut.tokens.tolist() and tree.parents.tolist() == cut.parents.tolist()
+        assert (
+            tree.tokens.tolist() == cut.tokens.tolist()
+            and tree.parents.tolist() == cut.parents.tolist()
+        )
         assert tree.path_probs == pytest.approx(cut.path_probs, rel=1e-5)
 
 
 def test_requests_leave_where_a_plan_does_not_go_on_with_them() -> None:
     requests = [Request(index, RequestParams([1, 5 + index, 9], 40)) for index in range(3)]
-    model, seen = tiny_model("llama"), dict[int, list[np.ndarray]]()
+    model = tiny_model("llama")
+    seen = dict[int, list[np.ndarray]]()
 
     def goes_on(path_probs: np.ndarray, rows: np.ndarray) -> np.ndarray:
         for row, level in zip(rows.tolist(), path_probs, strict=True):
             seen.setdefault(row, []).append(level)
         return np.array([len(seen[row]) < 3 + row for row in rows.tolist()])
 
-    trees = AssistantDrafter(packed_model(model, "sdpa"), 16, 101).draft(requests, Plan(8, 2, goes_on=goes_on))
+    trees = AssistantDrafter(packed_model(model, "sdpa"), 16, 101).draft(
+        requests, Plan(8, 2, goes_on=goes_on)
+    )
     whole = AssistantDrafter(packed_model(model, "sdpa"), 16, 101).draft(requests, Plan(8, 2))
     for index, (tree, own) in enumerate(zip(trees, whole, strict=True)):
         assert tree.tokens.tolist() == own.up_to(3 + index).tokens.tolist()
@@ -160,13 +186,23 @@ def test_requests_leave_where_a_plan_does_not_go_on_with_them() -> None:
 
 def search(table: torch.Tensor, depth: int, width_at: Callable[[int], int]) -> TokenTree:
     """One request's candidate tree after token 0; ``table[t]`` holds the logits after token t."""
-    tokens, path_logprobs = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1)
-    columns, begin, num_nodes = [(np.array([0]), np.array([-1]), np.array([0]), np.array([1.0]))], 0, 1
+    tokens = torch.zeros(1, 1, dtype=torch.int64)
+    path_logprobs = torch.zeros(1, 1)
+    columns, begin, num_nodes = (
+        [(np.array([0]), np.array([-1]), np.array([0]), np.array([1.0]))],
+        0,
+        1,
+    )
     for level in range(1, depth + 1):
         tokens, parents, path_logprobs = extend_beam(path_logprobs, table[tokens], width_at(level))
-        layer = begin + parents[0].numpy(), np.full(tokens.shape[1], level), path_logprobs[0].double().exp().numpy()
+        layer = (
+            begin + parents[0].numpy(),
+            np.full(tokens.shape[1], level),
+            path_logprobs[0].double().exp().numpy(),
+        )
         columns.append((tokens[0].numpy(), *layer))
-        begin, num_nodes = num_nodes, num_nodes + tokens.shape[1]
+        begin = num_nodes
+        num_nodes = num_nodes + tokens.shape[1]
     return TokenTree(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
@@ -179,8 +215,12 @@ def optimal(tree: TokenTree, budget: int) -> tuple[IntArray, FloatArray]:
 
 @given(seed=SEEDS, vocab=st.integers(2, 3), budget=st.integers(2, 7))
 @settings(deadline=None, max_examples=60)
-def test_beam_of_width_budget_minus_level_contains_the_optimal_tree(seed: int, vocab: int, budget: int) -> None:
-    table = torch.tensor(3.0 * np.random.default_rng(seed).normal(size=(vocab, vocab)), dtype=torch.float32)
+def test_beam_of_width_budget_minus_level_contains_the_optimal_tree(
+    seed: int, vocab: int, budget: int
+) -> None:
+    table = torch.tensor(
+        3.0 * np.random.default_rng(seed).normal(size=(vocab, vocab)), dtype=torch.float32
+    )
     full = search(table, budget - 1, lambda level: vocab**level)
     narrow = search(table, budget - 1, lambda level: budget - level)
     in_beam = {tuple(path_to(narrow, node)) for node in range(narrow.num_nodes)}
@@ -190,8 +230,11 @@ def test_beam_of_width_budget_minus_level_contains_the_optimal_tree(seed: int, v
 @given(seed=SEEDS, vocab=st.integers(2, 3), budget=st.integers(2, 7))
 @settings(deadline=None, max_examples=60)
 def test_beam_contains_an_optimal_tree_when_paths_tie(seed: int, vocab: int, budget: int) -> None:
-    # Which of several equally likely tokens torch.topk keeps is its own affair; what they are worth is not.
-    table = torch.tensor(np.random.default_rng(seed).integers(0, 2, (vocab, vocab)), dtype=torch.float32)
+    # Which of several equally likely tokens torch.topk keeps is its own affair; what they are worth
+    # is not.
+    table = torch.tensor(
+        np.random.default_rng(seed).integers(0, 2, (vocab, vocab)), dtype=torch.float32
+    )
     full = search(table, budget - 1, lambda level: vocab**level)
     narrow = search(table, budget - 1, lambda level: budget - level)
     assert optimal(narrow, budget)[1].tolist() == optimal(full, budget)[1].tolist()
@@ -200,8 +243,11 @@ def test_beam_contains_an_optimal_tree_when_paths_tie(seed: int, vocab: int, bud
 @pytest.mark.parametrize("level", [1, 2, 4])
 @pytest.mark.parametrize("fan", [2, 3, 6])
 def test_one_node_narrower_loses_a_chain_with_a_fan(level: int, fan: int) -> None:
-    """A certain chain of level - 1 tokens, then ``fan`` equally likely ones, each followed by anything."""
-    vocab, budget = level + fan, level + fan
+    """A certain chain of level - 1 tokens, then ``fan`` equally likely ones, each followed by
+    anything.
+    """
+    vocab = level + fan
+    budget = level + fan
     table = torch.zeros(vocab, vocab)
     for token in range(level - 1):
         table[token] = NEVER
@@ -235,13 +281,18 @@ class Parity:
 
 @torch.no_grad()
 def test_beams_hold_the_most_probable_of_the_allowed_paths() -> None:
-    model, plan = tiny_model("llama"), Plan(3, 4)
-    requests = [Request(index, RequestParams([1, 5 + index, 9], 40, grammar=Parity())) for index in range(2)]
+    model = tiny_model("llama")
+    plan = Plan(3, 4)
+    requests = [
+        Request(index, RequestParams([1, 5 + index, 9], 40, grammar=Parity())) for index in range(2)
+    ]
     requests.append(Request(2, RequestParams([1, 7, 9], 40)))
     for request in requests:
         request.emit(11)
     for request, tree in zip(
-        requests, AssistantDrafter(packed_model(model, "sdpa"), 12, 101).draft(requests, plan), strict=True
+        requests,
+        AssistantDrafter(packed_model(model, "sdpa"), 12, 101).draft(requests, plan),
+        strict=True,
     ):
         layer: list[tuple[list[int], float]] = [([], 0.0)]
         for depth in range(1, plan.depth + 1):
@@ -251,8 +302,12 @@ def test_beams_hold_the_most_probable_of_the_allowed_paths() -> None:
                 if request.params.grammar is not None:
                     logits = request.params.grammar.masked([[11, *path]], logits[None])[0]
                 logprobs = logits.log_softmax(-1)
-                children += [([*path, token], logprob + float(logprobs[token])) for token in range(101)]
+                children += [
+                    ([*path, token], logprob + float(logprobs[token])) for token in range(101)
+                ]
             layer = sorted(children, key=lambda child: -child[1])[: plan.width]
             nodes = np.flatnonzero(tree.depths == depth).tolist()
             assert [path_to(tree, node) for node in nodes] == [path for path, _ in layer]
-            assert tree.path_probs[nodes] == pytest.approx(np.exp([logprob for _, logprob in layer]), rel=1e-3)
+            assert tree.path_probs[nodes] == pytest.approx(
+                np.exp([logprob for _, logprob in layer]), rel=1e-3
+            )

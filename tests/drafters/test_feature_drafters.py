@@ -1,4 +1,6 @@
-"""Trees of drafters that read features against brute force, by plain forwards of the target and of the head."""
+"""Trees of drafters that read features against brute force, by plain forwards of the target and of
+the head.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from hf_slospec import Plan, SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.drafters import features as features_module
 from hf_slospec.drafters.features import FeatureDrafter
 from hf_slospec.drafters.head import HeadMethod
-from hf_slospec.drafters.heads.dflash import DFlashHead
-from hf_slospec.models.inspection.cache_names import cache_option
-from hf_slospec.models.target import PackedTarget
-from tests.drafters.heads.checkpoints import target_of
+from hf_slospec.heads.dflash import DFlashHead
+from hf_slospec.model.properties import cache_option
+from hf_slospec.model.target import PackedTarget
 from tests.drafters.test_features import texts_of
+from tests.heads.checkpoints import target_of
 from tests.support.breadth import nightly_but
 from tests.support.toys.feature_heads import DRAFTS_ALWAYS, Checks, Expected, random_head
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts
@@ -33,9 +35,11 @@ def beam_of_head(
 ) -> dict[tuple[int, ...], float]:
     """Nodes of a beam search, level by level, each path by a forward of the whole text."""
     states = {(): head.combine(features)}  # by path, [num_tokens, hidden]
-    beam, found = {(): 0.0}, dict[tuple[int, ...], float]()
+    beam = {(): 0.0}
+    found = dict[tuple[int, ...], float]()
     for _ in range(plan.depth):
-        following, below = dict[tuple[int, ...], float](), dict[tuple[int, ...], torch.Tensor]()
+        following = dict[tuple[int, ...], float]()
+        below = dict[tuple[int, ...], torch.Tensor]()
         for path, logprob in beam.items():
             embeds = head.embed_tokens(torch.tensor([*tokens[first + 1 :], *path]))
             positions = torch.arange(first, first + len(embeds))[None]
@@ -56,14 +60,22 @@ def beam_of_head(
 def best_of_block(
     head: DFlashHead, tokens: list[int], features: torch.Tensor, first: int, plan: Plan
 ) -> dict[tuple[int, ...], float]:
-    """The most probable prefixes of a block's predictions, by forwards with a cache of transformers' own."""
-    cache, size = DynamicCache(), head.block_size
-    head.cache_context(head.combine(features)[None], torch.arange(first, len(tokens) - 1)[None], cache)
+    """The most probable prefixes of a block's predictions, by forwards with a cache of
+    transformers' own.
+    """
+    cache = DynamicCache()
+    size = head.block_size
+    head.cache_context(
+        head.combine(features)[None], torch.arange(first, len(tokens) - 1)[None], cache
+    )
     block = torch.tensor([[tokens[-1], *[head.mask_token_id] * (size - 1)]])
     mask = torch.zeros(1, 1, size, len(features) + size)
     positions = torch.arange(len(tokens) - 1, len(tokens) - 1 + size)[None]
-    probs = head(block, attention_mask=mask, position_ids=positions, cache=cache).logits[0].softmax(-1)
-    beam, every = {(): 1.0}, dict[tuple[int, ...], float]()
+    probs = (
+        head(block, attention_mask=mask, position_ids=positions, cache=cache).logits[0].softmax(-1)
+    )
+    beam = {(): 1.0}
+    every = dict[tuple[int, ...], float]()
     num_nodes = plan.depth * plan.width
     for depth in range(1, min(plan.depth + 1, size)):
         best = probs[depth].topk(num_nodes)
@@ -78,7 +90,8 @@ class Setting:
     """A target, a drafter with a random head, and the checks of its trees."""
 
     def __init__(self, kind: str, folder: Path):
-        self.target, self.head = target_of("llama"), random_head(kind, folder)
+        self.target = target_of("llama")
+        self.head = random_head(kind, folder)
         self.method = HeadMethod(self.head)
         expected: Expected = partial(best_of_block if kind == "dflash" else beam_of_head, self.head)
         self.checks = Checks(self.target, expected)
@@ -88,7 +101,9 @@ class Setting:
 
     def text(self, prompt: list[int], num_tokens: int) -> list[int]:
         """What stock generate gives for a prompt."""
-        out: Any = self.target.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=num_tokens)  # type: ignore[operator]
+        out: Any = self.target.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=num_tokens
+        )  # type: ignore[operator]
         return list(out[0].tolist())
 
     def run(self, batch: int = 3) -> None:
@@ -122,7 +137,9 @@ def test_after_steps_without_drafting(setting: Setting, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("waiting", [3, 0])
-def test_more_features_than_may_wait(setting: Setting, waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_features_than_may_wait(
+    setting: Setting, waiting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(features_module, "MAX_WAITING", waiting)
     setting.checks.skips = lambda call: call % 3 == 1
     with setting.checks.on(monkeypatch) as checks:
@@ -135,13 +152,19 @@ def test_chunked_prompts_in_the_batcher(setting: Setting, monkeypatch: pytest.Mo
     texts = setting.checks.texts = [setting.text(prompt, 14) for prompt in prompts]
     with setting.checks.on(monkeypatch) as checks, setting.generator(BATCHED) as generator:
         handles = [generator.submit(prompt, **OPTIONS) for prompt in prompts]
-        assert [prompt + handle.result(60).token_ids for prompt, handle in zip(prompts, handles, strict=True)] == texts
+        assert [
+            prompt + handle.result(60).token_ids
+            for prompt, handle in zip(prompts, handles, strict=True)
+        ] == texts
     assert checks.num_checked > 9 and not checks.num_unready
 
 
 def test_after_a_step_that_was_undone(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verification runs out of memory and nothing is freed: the next step drafts for the same tokens."""
-    verify, failed = PackedTarget._verify, list[int]()
+    """Verification runs out of memory and nothing is freed: the next step drafts for the same
+    tokens.
+    """
+    verify = PackedTarget._verify
+    failed = list[int]()
 
     def fails(*arguments: Any) -> Any:
         if setting.checks.num_calls in (2, 4) and setting.checks.num_calls not in failed:
@@ -163,15 +186,19 @@ def test_behind_a_cache_that_was_given(setting: Setting, monkeypatch: pytest.Mon
     cache = DynamicCache(config=setting.target.config)
     with torch.no_grad():
         setting.target(torch.tensor([prompt[:20]]), **cache_option(cache))
-    setting.checks.texts, setting.checks.first = [text], {0: 20}
+    setting.checks.texts = [text]
+    setting.checks.first = {0: 20}
     with setting.checks.on(monkeypatch) as checks:
         out = setting.generator().generate(torch.tensor([prompt]), **cache_option(cache), **OPTIONS)
     assert out[0].tolist() == text and checks.num_checked > 4
 
 
-def test_turns_of_a_conversation_keep_the_whole_text(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_of_a_conversation_keep_the_whole_text(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The target recomputes the few tokens whose features the head lacks, turn after turn."""
-    (prompt,), additions = prompts_of(1, 40), prompts_of(3, 5, seed=1)
+    (prompt,) = prompts_of(1, 40)
+    additions = prompts_of(3, 5, seed=1)
     with setting.checks.on(monkeypatch) as checks, setting.generator(BATCHED) as generator:
         for addition in additions:
             checks.texts = [setting.text(prompt, 14)]
@@ -181,26 +208,35 @@ def test_turns_of_a_conversation_keep_the_whole_text(setting: Setting, monkeypat
     assert checks.num_checked > 9 and not checks.num_unready
 
 
-def test_a_prompt_shared_with_a_running_request(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    (shared,), ends = prompts_of(1, 32), prompts_of(3, 6, seed=1)
+def test_a_prompt_shared_with_a_running_request(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (shared,) = prompts_of(1, 32)
+    ends = prompts_of(3, 6, seed=1)
     prompts = [shared + end for end in ends]
     texts = setting.checks.texts = [setting.text(prompt, 20) for prompt in prompts]
     with setting.checks.on(monkeypatch) as checks, setting.generator(BATCHED) as generator:
         first = generator.submit(prompts[0], do_sample=False, max_new_tokens=20)
         next(first.tokens())
-        others = [generator.submit(prompt, do_sample=False, max_new_tokens=20) for prompt in prompts[1:]]
+        others = [
+            generator.submit(prompt, do_sample=False, max_new_tokens=20) for prompt in prompts[1:]
+        ]
         results = [handle.result(60) for handle in (first, *others)]
     assert [prompt + own.token_ids for prompt, own in zip(prompts, results, strict=True)] == texts
     assert checks.num_checked > 9 and not checks.num_unready
 
 
-def test_text_with_a_gap_is_neither_kept_nor_shared(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_with_a_gap_is_neither_kept_nor_shared(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (prompt,) = prompts_of(1, 40)
     texts = [setting.text(prompt, 14)]
     with setting.generator(BATCHED) as generator:
         process = FeatureDrafter.take_features
 
-        def forgets(drafter: FeatureDrafter, request: Any, begin: int, features: torch.Tensor) -> None:
+        def forgets(
+            drafter: FeatureDrafter, request: Any, begin: int, features: torch.Tensor
+        ) -> None:
             if begin:  # the first chunk of the prompt is lost
                 process(drafter, request, begin, features)
 
@@ -208,10 +244,13 @@ def test_text_with_a_gap_is_neither_kept_nor_shared(setting: Setting, monkeypatc
             patched.setattr(FeatureDrafter, "take_features", forgets)
             assert prompt + generator.submit(prompt, **OPTIONS).result(60).token_ids == texts[0]
         second = texts[0] + [5, 6, 7]
-        expected, found = setting.text(second, 14), list[int]()
+        expected = setting.text(second, 14)
+        found = list[int]()
         reuse = FeatureDrafter.reuse
         monkeypatch.setattr(
-            FeatureDrafter, "reuse", lambda self, request: found.append(reuse(self, request)) or found[-1]
+            FeatureDrafter,
+            "reuse",
+            lambda self, request: found.append(reuse(self, request)) or found[-1],
         )
         assert second + generator.submit(second, **OPTIONS).result(60).token_ids == expected
         assert set(found) == {0}

@@ -10,36 +10,53 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_slospec import Plan, Request, RequestParams, SLOSpecConfig, SLOSpecGenerator, TokenTree, UnsupportedModelError
+from hf_slospec import (
+    Plan,
+    Request,
+    RequestParams,
+    SLOSpecConfig,
+    SLOSpecGenerator,
+    TokenTree,
+    UnsupportedModelError,
+)
 from hf_slospec.drafters.features import FeatureQueue
-from hf_slospec.models.inspection.cache_names import cache_option
+from hf_slospec.model.properties import cache_option
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
 
 LAYERS = (0, 2, 1)
 
 
 class Reader:
-    """Drafts what a text of the same beginning went on with, wrong at every fourth token, and keeps all features."""
+    """Drafts what a text of the same beginning went on with, wrong at every fourth token, and keeps
+    all features.
+    """
 
     def __init__(self, layers: tuple[int, ...] = LAYERS, texts: Sequence[list[int]] = ()):
-        self.feature_layers, self.texts = layers, texts
+        self.feature_layers = layers
+        self.texts = texts
         self.features: dict[Request, list[tuple[int, torch.Tensor]]] = {}
 
     def take_features(self, request: Request, begin: int, features: torch.Tensor) -> None:
         self.features.setdefault(request, []).append((begin, features))
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
-        return [TokenTree.chain(r.tokens[-1], self.guess(r.tokens)[: plan.depth], 0.9) for r in requests]
+        return [
+            TokenTree.chain(r.tokens[-1], self.guess(r.tokens)[: plan.depth], 0.9) for r in requests
+        ]
 
     def guess(self, tokens: list[int]) -> list[int]:
         text = next((text for text in self.texts if text[: len(tokens)] == tokens), [])
-        return [token if place % 4 else (token + 1) % VOCAB for place, token in enumerate(text)][len(tokens) :]
+        return [token if place % 4 else (token + 1) % VOCAB for place, token in enumerate(text)][
+            len(tokens) :
+        ]
 
     def release(self, request: Request) -> None:
         """Keep the features."""
 
     def of(self, request: Request) -> torch.Tensor:
-        """All features since the request's last prefill, after a check that none is missing or came twice."""
+        """All features since the request's last prefill, after a check that none is missing or came
+        twice.
+        """
         parts = self.features[request]
         parts = parts[max(index for index, (begin, _) in enumerate(parts) if begin == 0) :]
         for (begin, features), (following, _) in itertools.pairwise(parts):
@@ -53,30 +70,46 @@ def plain_features(model: Any, tokens: list[int], layers: tuple[int, ...] = LAYE
 
 
 def texts_of(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> list[list[int]]:
-    out, begin = model.generate(**inputs, **options), inputs["input_ids"].shape[1]
+    out = model.generate(**inputs, **options)
+    begin = inputs["input_ids"].shape[1]
     pairs = zip(inputs["input_ids"], inputs["attention_mask"], out[:, begin:], strict=True)
     return [ids[mask == 1].tolist() + new.tolist() for ids, mask, new in pairs]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 def test_features_are_those_of_a_plain_forward(family: str) -> None:
-    model, inputs = tiny_model(family), ragged_prompts(3)
+    model = tiny_model(family)
+    inputs = ragged_prompts(3)
     reader = Reader(texts=texts_of(model, inputs, do_sample=False, max_new_tokens=24))
-    ours = SLOSpecGenerator(model, drafter=reader, config=SLOSpecConfig(policy="fixed", max_depth=5, max_width=1))
+    ours = SLOSpecGenerator(
+        model, drafter=reader, config=SLOSpecConfig(policy="fixed", max_depth=5, max_width=1)
+    )
     out = assert_same_as_stock(model, ours.generate, inputs, do_sample=False, max_new_tokens=24)
-    assert 10 < sum(metrics.accepted for metrics in out.slo) < sum(metrics.drafted for metrics in out.slo)
+    assert (
+        10
+        < sum(metrics.accepted for metrics in out.slo)
+        < sum(metrics.drafted for metrics in out.slo)
+    )
     for request in reader.features:
         found = reader.of(request)
-        assert len(found) >= len(request.tokens) - 7  # those of the last step's tokens need not come
-        torch.testing.assert_close(found, plain_features(model, request.tokens)[: len(found)], rtol=1e-3, atol=1e-3)
+        assert (
+            len(found) >= len(request.tokens) - 7
+        )  # those of the last step's tokens need not come
+        torch.testing.assert_close(
+            found, plain_features(model, request.tokens)[: len(found)], rtol=1e-3, atol=1e-3
+        )
 
 
 def test_features_of_chunked_prompts_and_of_preempted_requests() -> None:
-    model, reader = tiny_model("llama"), Reader()
+    model = tiny_model("llama")
+    reader = Reader()
     config = SLOSpecConfig(max_depth=2, max_width=2, max_batch=2, kept_tokens=0, prefill_chunk=16)
     prompts = torch.randint(3, VOCAB, (3, 40), generator=torch.Generator().manual_seed(0)).tolist()
     with SLOSpecGenerator(model, drafter=reader, config=config) as generator:
-        spare = [generator.submit(prompt, max_new_tokens=100, min_new_tokens=100) for prompt in prompts[:2]]
+        spare = [
+            generator.submit(prompt, max_new_tokens=100, min_new_tokens=100)
+            for prompt in prompts[:2]
+        ]
         for handle in spare:
             next(handle.tokens())
         urgent = generator.submit(prompts[2], max_new_tokens=30, slo_tpot=10.0, slo_ttft=100.0)
@@ -85,14 +118,20 @@ def test_features_of_chunked_prompts_and_of_preempted_requests() -> None:
     for request in reader.features:
         found = reader.of(request)
         assert len(found) >= len(request.tokens) - 3
-        torch.testing.assert_close(found, plain_features(model, request.tokens)[: len(found)], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            found, plain_features(model, request.tokens)[: len(found)], rtol=1e-3, atol=1e-3
+        )
 
 
 def test_features_begin_behind_a_given_cache() -> None:
-    model, reader, text = tiny_model("llama"), Reader(), torch.randint(3, VOCAB, (1, 30))
+    model = tiny_model("llama")
+    reader = Reader()
+    text = torch.randint(3, VOCAB, (1, 30))
     cache = DynamicCache(config=model.config)
     model(text[:, :20], **cache_option(cache))
-    SLOSpecGenerator(model, drafter=reader).generate(text, **cache_option(cache), max_new_tokens=6, do_sample=False)
+    SLOSpecGenerator(model, drafter=reader).generate(
+        text, **cache_option(cache), max_new_tokens=6, do_sample=False
+    )
     (parts,) = reader.features.values()
     assert parts[0][0] == 20
 
@@ -104,13 +143,20 @@ def test_hidden_states_that_the_target_has_not_are_refused(layers: tuple[int, ..
 
 
 def test_a_queue_leaves_out_what_is_known_and_goes_on_behind_gaps() -> None:
-    request, queue = Request(0, RequestParams(list(range(10)), 5)), FeatureQueue()
+    request = Request(0, RequestParams(list(range(10)), 5))
+    queue = FeatureQueue()
     rows = torch.arange(20.0)[:, None]
     queue.add(request, 0, rows[:3])
     queue.add(request, 1, rows[1:5])
-    assert queue.num_waiting(request) == 5 and not queue.is_complete(request) and queue.num_bytes > 0
+    assert (
+        queue.num_waiting(request) == 5 and not queue.is_complete(request) and queue.num_bytes > 0
+    )
     begin, features = queue.take(request)
-    assert begin == 0 and features[:, 0].tolist() == [0, 1, 2, 3, 4] and queue.num_waiting(request) == 0
+    assert (
+        begin == 0
+        and features[:, 0].tolist() == [0, 1, 2, 3, 4]
+        and queue.num_waiting(request) == 0
+    )
     assert queue.take(request)[0] == 4 and queue.take(request)[1].tolist() == [[4.0]]  # once more
     queue.add(request, 7, rows[7:9])
     assert queue.has_gap(request) and queue.is_complete(request)
@@ -120,4 +166,6 @@ def test_a_queue_leaves_out_what_is_known_and_goes_on_behind_gaps() -> None:
     queue.add(request, 2, rows[2:9])
     assert queue.take(request)[0] == 4 and not queue.has_gap(request)
     queue.drop(request)
-    assert not queue.is_complete(request) and queue.num_waiting(request) == 0 and queue.num_bytes == 0
+    assert (
+        not queue.is_complete(request) and queue.num_waiting(request) == 0 and queue.num_bytes == 0
+    )

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.algo.tree import ROOT, TokenTree
 from hf_slospec.drafters import hybrid
 from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.drafters.hybrid import HybridDrafter
-from hf_slospec.drafters.prompt_lookup import PromptLookupDrafter
-from hf_slospec.drafters.suffix import SuffixDrafter
-from hf_slospec.engine.protocols import Drafter, Plan
-from hf_slospec.engine.request import Request, RequestParams
-from hf_slospec.models.checked_model import CheckedModel
+from hf_slospec.drafters.lookup import PromptLookupDrafter
+from hf_slospec.engine.interfaces import Drafter, Plan
+from hf_slospec.heads.suffix import SuffixDrafter
+from hf_slospec.model.checked_model import CheckedModel
+from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.tree.tree import ROOT, TokenTree
 from tests.support.breadth import nightly_but, quick_or
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
 from tests.support.toys.trees import SEEDS, UNEVEN
@@ -29,7 +29,8 @@ class Scripted(Drafter):
     """Drafts by a function of the text; counts its calls."""
 
     def __init__(self, guess: Callable[[list[int]], Sequence[int]], conditional: float = 0.5):
-        self.guess, self.conditional = guess, conditional
+        self.guess = guess
+        self.conditional = conditional
         self.asked: list[int] = []
         self.released: list[int] = []
         self.closed = 0
@@ -37,7 +38,9 @@ class Scripted(Drafter):
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         self.asked += [request.index for request in requests]
         return [
-            TokenTree.chain(request.tokens[-1], self.guess(request.tokens)[: plan.depth], self.conditional)
+            TokenTree.chain(
+                request.tokens[-1], self.guess(request.tokens)[: plan.depth], self.conditional
+            )
             for request in requests
         ]
 
@@ -65,7 +68,9 @@ def request_of(index: int) -> Request:
 
 
 def step(drafter: Drafter, requests: Sequence[Request], plan: Plan) -> int:
-    """Verify what is drafted against the text that goes on by 1 (modulo 50); return the number of new tokens."""
+    """Verify what is drafted against the text that goes on by 1 (modulo 50); return the number of
+    new tokens.
+    """
     num_tokens = 0
     for request, tree in zip(requests, drafter.draft(requests, plan), strict=True):
         tree.check()
@@ -75,7 +80,8 @@ def step(drafter: Drafter, requests: Sequence[Request], plan: Plan) -> int:
         while node is not None:
             token = (request.tokens[-1] + 1) % 50
             request.emit(token)
-            node, num_tokens = tree.child(node, token), num_tokens + 1
+            node = tree.child(node, token)
+            num_tokens = num_tokens + 1
     return num_tokens
 
 
@@ -84,7 +90,8 @@ def test_parts_that_complement_each_other_are_merged() -> None:
         return Scripted(lambda tokens: right(tokens) if tokens[-1] % 2 == rest else wrong(tokens))
 
     parts = [at(0), at(1), Scripted(wrong)]
-    drafter, request = HybridDrafter(parts), request_of(0)
+    drafter = HybridDrafter(parts)
+    request = request_of(0)
     for _ in range(8):
         assert step(drafter, [request], Plan(2, 2)) == 3
     assert [len(part.asked) for part in parts] == [8, 8, 8]
@@ -94,13 +101,15 @@ def test_parts_that_complement_each_other_are_merged() -> None:
 @settings(deadline=None, max_examples=40)
 def test_requests_that_come_pause_and_leave(seed: int, num_parts: int) -> None:
     """Trees are valid, the first part is asked for all requests, and later ones for no others."""
-    rng, plan = np.random.default_rng(seed), Plan(4, 2)
+    rng = np.random.default_rng(seed)
+    plan = Plan(4, 2)
 
     def guess(tokens: list[int]) -> list[int]:
         return right(tokens)[: int(rng.integers(0, 5))] + [77] * int(rng.integers(0, 3))
 
     parts = [Scripted(guess, conditional) for conditional in rng.choice(UNEVEN, num_parts)]
-    drafter, requests = HybridDrafter(parts), [request_of(0)]
+    drafter = HybridDrafter(parts)
+    requests = [request_of(0)]
     for number in range(20):
         if rng.random() < 0.2:
             requests.append(request_of(number + 1))
@@ -126,7 +135,9 @@ def test_a_tree_that_only_one_part_proposes_is_not_merged(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("conditional", "is_asked"), [(0.9, False), (0.5, True)])
-def test_model_is_not_asked_where_the_cheap_part_is_confident(conditional: float, is_asked: bool) -> None:
+def test_model_is_not_asked_where_the_cheap_part_is_confident(
+    conditional: float, is_asked: bool
+) -> None:
     model = Scripted(right)
     step(HybridDrafter([Scripted(right, conditional), model]), [request_of(0)], Plan(4, 1))
     assert bool(model.asked) is is_asked
@@ -143,9 +154,13 @@ def test_release_reuse_and_close_are_passed_on() -> None:
     assert all(part.released == [5] and part.closed == 1 for part in parts)
 
 
-@pytest.mark.parametrize("cheap", nightly_but([SuffixDrafter], [PromptLookupDrafter, SuffixDrafter]))
+@pytest.mark.parametrize(
+    "cheap", nightly_but([SuffixDrafter], [PromptLookupDrafter, SuffixDrafter])
+)
 @pytest.mark.parametrize("confident", [0.3, 2.0])
-def test_same_tokens_as_stock(cheap: Callable[[], Drafter], confident: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_tokens_as_stock(
+    cheap: Callable[[], Drafter], confident: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hybrid, "CONFIDENT", confident)
     model = tiny_model("llama")
     packed = CheckedModel(tiny_model("llama", noise=0.02), SLOSpecConfig(), 0.1).packed
@@ -153,11 +168,15 @@ def test_same_tokens_as_stock(cheap: Callable[[], Drafter], confident: float, mo
     config = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=40)
     ours = SLOSpecGenerator(model, drafter=drafter, config=config)
     for options in (dict(do_sample=False), dict(do_sample=True, temperature=0.7)):
-        out = assert_same_as_stock(model, ours.generate, ragged_prompts(3), **options, max_new_tokens=quick_or(16, 30))
+        out = assert_same_as_stock(
+            model, ours.generate, ragged_prompts(3), **options, max_new_tokens=quick_or(16, 30)
+        )
         assert sum(metrics.accepted for metrics in out.slo) > 0
     prompts = [torch.randint(3, VOCAB, (9,)).repeat(2).tolist() for _ in range(3)]
     expected = [
-        model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=15)[0, len(prompt) :].tolist()
+        model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=15)[
+            0, len(prompt) :
+        ].tolist()
         for prompt in prompts
     ]
     with ours:

@@ -27,7 +27,7 @@ from hf_slospec import (
 from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.drafters.methods import DraftMethod
 from hf_slospec.generate.enable import decoder_of
-from tests.drafters.heads.checkpoints import (
+from tests.heads.checkpoints import (
     GROUPED,
     HIDDEN,
     eagle3_tensors,
@@ -89,7 +89,8 @@ def test_every_kind(name: str, tmp_path: Path) -> None:
 def test_drafter_takes_every_kind_by_itself(name: str, tmp_path: Path) -> None:
     """Without naming the target a second time."""
     source, kind = SOURCES[name]
-    target, given = target_of("llama"), source(tmp_path)
+    target = target_of("llama")
+    given = source(tmp_path)
     given = Path(given) if name == "assistant" else given
     ours = SLOSpecGenerator(target, drafter=given, config=DRAFTS_ALWAYS)
     assert ours.decoder.speculator.method.kind == kind
@@ -104,7 +105,10 @@ def test_from_pretrained_takes_names_folders_and_models(tmp_path: Path) -> None:
     for part in (target, tokenizer):
         part.save_pretrained(tmp_path / "target")
     draft.save_pretrained(tmp_path / "draft")
-    for given, kind in {"lookup": "prompt lookup", str(tmp_path / "draft"): "assistant model"}.items():
+    for given, kind in {
+        "lookup": "prompt lookup",
+        str(tmp_path / "draft"): "assistant model",
+    }.items():
         ours = SLOSpecGenerator.from_pretrained(str(tmp_path / "target"), drafter=given)
         assert ours.decoder.speculator.method.kind == kind
     ours = SLOSpecGenerator.from_pretrained(str(tmp_path / "target"), drafter=["lookup", draft])
@@ -118,8 +122,10 @@ def test_bad_drafters_are_refused_before_the_target_is_loaded(drafter: Any, tmp_
 
 
 @pytest.mark.parametrize("drafter", ["lokup", "lookup+", 3, object()])
-def test_bad_drafters_are_refused_before_the_target_is_tried(drafter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_slospec.generate.decode.CheckedModel", None)
+def test_bad_drafters_are_refused_before_the_target_is_tried(
+    drafter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_slospec.generate.call.CheckedModel", None)
     for refused in (
         lambda: enable(target_of("llama"), drafter=drafter),
         lambda: SLOSpecGenerator(target_of("llama"), drafter=drafter, fallback=True),
@@ -138,21 +144,32 @@ def test_tokenizers_of_the_folders_decide_about_translation(tmp_path: Path) -> N
 
     def saved(name: str, tokenizer: Any) -> LlamaForCausalLM:
         torch.manual_seed(0)
-        ids = dict(vocab_size=len(tokenizer), eos_token_id=None, bos_token_id=None, pad_token_id=None)
+        ids = dict(
+            vocab_size=len(tokenizer), eos_token_id=None, bos_token_id=None, pad_token_id=None
+        )
         model = LlamaForCausalLM(LlamaConfig(**GROUPED | ids)).eval()
         model.save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
         loaded: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(tmp_path / name)
         return loaded
 
-    tokenizer, other = byte_level(420), byte_level(300, 3, eos="</s>")
-    target, draft = saved("target", tokenizer), saved("draft", other)
+    tokenizer = byte_level(420)
+    other = byte_level(300, 3, eos="</s>")
+    target = saved("target", tokenizer)
+    draft = saved("draft", other)
     saved("same", tokenizer)
     translated = load_drafter(str(tmp_path / "draft"), target)
     assert translated.kind == "assistant model with another tokenizer"
-    assert load_drafter(draft, target, tokenizer=tokenizer, assistant_tokenizer=other).kind == translated.kind
+    assert (
+        load_drafter(draft, target, tokenizer=tokenizer, assistant_tokenizer=other).kind
+        == translated.kind
+    )
     assert load_drafter(str(tmp_path / "same"), target).kind == "assistant model"
-    inputs = dict(tokenizer(["import os\n", "def f(x):"], return_tensors="pt", padding=True, padding_side="left"))
+    inputs = dict(
+        tokenizer(
+            ["import os\n", "def f(x):"], return_tensors="pt", padding=True, padding_side="left"
+        )
+    )
     ours = SLOSpecGenerator(target, drafter=translated, tokenizer=tokenizer, config=DRAFTS_ALWAYS)
     assert_same_as_stock(target, ours.generate, inputs, **GREEDY, pad_token_id=0)
     with pytest.raises(IncompatibleDraftError, match="vocabulary"):
@@ -216,7 +233,9 @@ def other_target(**changes: Any) -> Any:
 
 @pytest.mark.parametrize("kind", FOLDERS)
 @pytest.mark.parametrize("changes", [dict(hidden_size=2 * HIDDEN), dict(vocab_size=VOCAB - 8)])
-def test_heads_of_other_targets_are_refused_before_any_work(kind: str, changes: Any, tmp_path: Path) -> None:
+def test_heads_of_other_targets_are_refused_before_any_work(
+    kind: str, changes: Any, tmp_path: Path
+) -> None:
     method = load_drafter(FOLDERS[kind](tmp_path), target_of("llama"))
     other = other_target(**changes)
     for refused in (
@@ -232,14 +251,19 @@ def test_heads_of_other_targets_are_refused_before_any_work(kind: str, changes: 
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_targets_that_were_cast_or_moved_since(kind: str, tmp_path: Path) -> None:
     """Modules that the head shares with the target are cast with it, the head's own are not."""
-    path, target = FOLDERS[kind](tmp_path), copy.deepcopy(target_of("llama"))
+    path = FOLDERS[kind](tmp_path)
+    target = copy.deepcopy(target_of("llama"))
     method = load_drafter(path, target)
     ours = SLOSpecGenerator(target, drafter=method, config=DRAFTS_ALWAYS)
     assert_same_as_stock(target, ours.generate, ragged_prompts(2), **GREEDY)
     target.to(torch.bfloat16)
-    with pytest.raises(IncompatibleDraftError, match=r"in torch\.float32 on cpu and the target in torch\.bfloat16"):
+    with pytest.raises(
+        IncompatibleDraftError, match=r"in torch\.float32 on cpu and the target in torch\.bfloat16"
+    ):
         ours.generate(**ragged_prompts(2), **GREEDY)
-    with pytest.raises(IncompatibleDraftError, match="load it again after the target was moved or cast"):
+    with pytest.raises(
+        IncompatibleDraftError, match="load it again after the target was moved or cast"
+    ):
         SLOSpecGenerator(target, drafter=method)
     again = load_drafter(path, target)
     cast = SLOSpecGenerator(target, drafter=again, config=DRAFTS_ALWAYS)
@@ -252,16 +276,26 @@ def test_targets_that_were_cast_or_moved_since(kind: str, tmp_path: Path) -> Non
 
 def other_format(folder: Path, config: dict[str, Any], *names: str, **tensors: torch.Tensor) -> str:
     shapes = {name: torch.ones(2, 2) for name in names}
-    return write(folder / "head", config, shapes | {name.replace("__", "."): own for name, own in tensors.items()})
+    return write(
+        folder / "head",
+        config,
+        shapes | {name.replace("__", "."): own for name, own in tensors.items()},
+    )
 
 
-def draft_folder_with(folder: Path, config: dict[str, Any], *lacking: str, **tensors: torch.Tensor) -> str:
+def draft_folder_with(
+    folder: Path, config: dict[str, Any], *lacking: str, **tensors: torch.Tensor
+) -> str:
     """A folder with a whole causal LM, changed as other formats that have its tensors are."""
     path = Path(assistant_folder(folder))
     fields = json.loads((path / "config.json").read_text()) | config
     (path / "config.json").write_text(json.dumps(fields))
-    own = load_file(path / "model.safetensors") | {name.replace("__", "."): one for name, one in tensors.items()}
-    save_file({name: one for name, one in own.items() if name not in lacking}, path / "model.safetensors")
+    own = load_file(path / "model.safetensors") | {
+        name.replace("__", "."): one for name, one in tensors.items()
+    }
+    save_file(
+        {name: one for name, one in own.items() if name not in lacking}, path / "model.safetensors"
+    )
     return str(path)
 
 
@@ -300,8 +334,14 @@ def test_sources_that_are_refused(name: str, tmp_path: Path) -> None:
 
 def test_heads_without_a_window_that_name_one(tmp_path: Path) -> None:
     """A window that no layer uses, as configs copied from a target's have it."""
-    for changes in (dict(layer_types=["full_attention"]), dict(use_sliding_window=False), dict(layer_types=None)):
+    for changes in (
+        dict(layer_types=["full_attention"]),
+        dict(use_sliding_window=False),
+        dict(layer_types=None),
+    ):
         path = write(
-            tmp_path / next(iter(changes)), published_config(sliding_window=8, **changes), eagle3_tensors(set())
+            tmp_path / next(iter(changes)),
+            published_config(sliding_window=8, **changes),
+            eagle3_tensors(set()),
         )
         check(load_drafter(path, target_of("llama")), target_of("llama"))

@@ -27,13 +27,19 @@ from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts,
 
 
 class Parrot:
-    """Expects the text to go on as it did after the last two tokens of its prompt, and remembers what it was told."""
+    """Expects the text to go on as it did after the last two tokens of its prompt, and remembers
+    what it was told.
+    """
 
     def __init__(self, texts: Sequence[Sequence[int]] = ()):
-        self.texts, self.released = texts, 0
+        self.texts = texts
+        self.released = 0
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
-        return [TokenTree.chain(r.tokens[-1], self.guess(r.tokens)[: plan.depth], conditional=0.8) for r in requests]
+        return [
+            TokenTree.chain(r.tokens[-1], self.guess(r.tokens)[: plan.depth], conditional=0.8)
+            for r in requests
+        ]
 
     def guess(self, tokens: list[int]) -> list[int]:
         for text in self.texts:
@@ -46,7 +52,11 @@ class Parrot:
 
 
 def test_own_drafter() -> None:
-    model, inputs, options = tiny_model("llama"), ragged_prompts(3), dict(do_sample=False, max_new_tokens=24)
+    model, inputs, options = (
+        tiny_model("llama"),
+        ragged_prompts(3),
+        dict(do_sample=False, max_new_tokens=24),
+    )
     texts = [
         row[mask == 1].tolist() + new.tolist()
         for row, mask, new in zip(
@@ -62,7 +72,9 @@ def test_own_drafter() -> None:
     assert_same_as_stock(model, ours.generate, inputs, do_sample=True, max_new_tokens=24)
     enable(model, drafter=parrot)
     try:
-        assert_same_as_stock(model, lambda **k: model.generate(**k, slo_tpot=0.1), inputs, **options)
+        assert_same_as_stock(
+            model, lambda **k: model.generate(**k, slo_tpot=0.1), inputs, **options
+        )
     finally:
         disable(model)
 
@@ -73,8 +85,12 @@ BROKEN: dict[str, Any] = {
     "2 trees for 1": lambda r, plan: [ROOT(r.tokens[-1])] * 2,
     "root is not": lambda r, plan: [ROOT(r.tokens[-1] + 1)],
     "outside 0": lambda r, plan: [TokenTree.chain(r.tokens[-1], [101], 0.5)],
-    "for a plan of depth": lambda r, plan: [TokenTree.chain(r.tokens[-1], [5] * (plan.depth + 1), 0.5)],
-    "parent": lambda r, plan: [replace(TokenTree.chain(r.tokens[-1], [5, 6], 0.5), parents=np.array([-1, 2, 0]))],
+    "for a plan of depth": lambda r, plan: [
+        TokenTree.chain(r.tokens[-1], [5] * (plan.depth + 1), 0.5)
+    ],
+    "parent": lambda r, plan: [
+        replace(TokenTree.chain(r.tokens[-1], [5, 6], 0.5), parents=np.array([-1, 2, 0]))
+    ],
     "path probabilities": lambda r, plan: [TokenTree.chain(r.tokens[-1], [5, 6], 1.5)],
 }
 
@@ -104,4 +120,6 @@ def test_a_drafter_may_draw_from_the_global_generator() -> None:
 
     ours = SLOSpecGenerator(tiny_model("llama"), drafter=Dice())
     for do_sample in (False, True):
-        assert_same_as_stock(ours.model, ours.generate, ragged_prompts(2), do_sample=do_sample, max_new_tokens=24)
+        assert_same_as_stock(
+            ours.model, ours.generate, ragged_prompts(2), do_sample=do_sample, max_new_tokens=24
+        )

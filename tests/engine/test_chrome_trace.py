@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from hf_slospec import write_chrome_trace
-from hf_slospec.engine.chrome_trace import PHASES
-from hf_slospec.engine.events import PhaseTimes, RequestStep, StepEvent
+from hf_slospec.engine.events import PHASES, PhaseTimes, RequestStep, StepEvent
 
 
 def part(index: int, nodes: int, committed: int) -> RequestStep:
@@ -19,7 +18,9 @@ def part(index: int, nodes: int, committed: int) -> RequestStep:
 
 STEPS = [
     StepEvent(10.0, 0, 0, 1, PhaseTimes(0.0, 0.0, 0.5, 0.25), 0.0, (part(0, 1, 1), part(1, 1, 1))),
-    StepEvent(11.0, 2, 3, 2, PhaseTimes(0.125, 0.25, 0.5, 0.0625), 0.9, (part(0, 6, 3), part(1, 2, 1))),
+    StepEvent(
+        11.0, 2, 3, 2, PhaseTimes(0.125, 0.25, 0.5, 0.0625), 0.9, (part(0, 6, 3), part(1, 2, 1))
+    ),
     StepEvent(12.0, 2, 0, 1, PhaseTimes(0.0, 0.125, 0.25, 0.125), 0.5, (part(1, 1, 1),)),
 ]
 
@@ -51,17 +52,27 @@ def test_phases_follow_each_other_and_fill_the_step(events: list[dict[str, Any]]
         assert own[0]["args"] == dict(
             step=number, depth=step.depth, width=step.width, predicted_ms=step.predicted_s * 1e3
         )
-    assert [event["name"] for event in phases if event["tid"] == "verify"] == ["prefill", "verify", "verify"]
+    assert [event["name"] for event in phases if event["tid"] == "verify"] == [
+        "prefill",
+        "verify",
+        "verify",
+    ]
 
 
 def test_every_request_has_a_lane(events: list[dict[str, Any]]) -> None:
     lanes = {
-        lane: [(event["name"], event["ts"], event["dur"]) for event in events if event["tid"] == lane]
+        lane: [
+            (event["name"], event["ts"], event["dur"]) for event in events if event["tid"] == lane
+        ]
         for lane in ("request 0", "request 1")
     }
     assert lanes == {
         "request 0": [("+1 of 1", 10e6, 0.75e6), ("+3 of 6", 11e6, 0.9375e6)],
-        "request 1": [("+1 of 1", 10e6, 0.75e6), ("+1 of 2", 11e6, 0.9375e6), ("+1 of 1", 12e6, 0.5e6)],
+        "request 1": [
+            ("+1 of 1", 10e6, 0.75e6),
+            ("+1 of 2", 11e6, 0.9375e6),
+            ("+1 of 1", 12e6, 0.5e6),
+        ],
     }
     counts = [event["args"] for event in events if event["pid"] == "requests"]
     assert sum(count["committed"] for count in counts) == sum(step.committed for step in STEPS)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes, StepEvent
-from hf_slospec.engine.request import Request, RequestParams, Stage
-from hf_slospec.policies.adaserve_selection import SLOOrder
+from hf_slospec.policies.adaserve import SLOOrder
+from hf_slospec.request.request import Request, RequestParams, Stage
 from tests.support.policy_names import POLICIES
 from tests.support.toys.engine import decode_plainly, policy_of, run
 from tests.support.toys.models import (
@@ -31,11 +31,16 @@ from tests.support.toys.trees import SEEDS, markov_model
 def random_stages(rng: np.random.Generator) -> tuple[Stage, ...]:
     """One to three, that end after some tokens or with one that is even."""
     targets = rng.choice([None, 0.01, 0.8, 10.0], rng.integers(1, 4)).tolist()
-    ends = [(dict(num_tokens=3), dict(is_over=lambda tokens: tokens[-1] % 2 == 0))[rng.integers(2)] for _ in targets]
+    ends = [
+        (dict(num_tokens=3), dict(is_over=lambda tokens: tokens[-1] % 2 == 0))[rng.integers(2)]
+        for _ in targets
+    ]
     return tuple(Stage(tpot_slo_s, **end) for tpot_slo_s, end in zip(targets, ends, strict=True))
 
 
-def random_requests(rng: np.random.Generator, num_requests: int, stops: bool = True) -> list[Request]:
+def random_requests(
+    rng: np.random.Generator, num_requests: int, stops: bool = True
+) -> list[Request]:
     return [
         Request(
             index,
@@ -57,7 +62,10 @@ def check_events(events: Sequence[StepEvent], requests: Sequence[Request]) -> No
         assert event.committed == sum(part.committed for part in event.requests)
         assert event.depth or event.nodes == len(event.requests)
     for request in requests:
-        metrics, parts, phases, expected = request.metrics(), [], PhaseTimes(), 0.0
+        metrics = request.metrics()
+        parts = []
+        phases = PhaseTimes()
+        expected = 0.0
         for event in events:
             own = [part for part in event.requests if part.index == request.index]
             if own:
@@ -67,7 +75,9 @@ def check_events(events: Sequence[StepEvent], requests: Sequence[Request]) -> No
         assert sum(part.committed for part in parts) == metrics.tokens
         assert sum(part.nodes - 1 for part in parts) == metrics.drafted
         assert all(1 <= part.committed <= part.nodes for part in parts)
-        assert {part.tpot_slo_s for part in parts} <= {stage.tpot_slo_s for stage in request.params.stages}
+        assert {part.tpot_slo_s for part in parts} <= {
+            stage.tpot_slo_s for stage in request.params.stages
+        }
         assert metrics.phases == phases
         assert metrics.expected_tokens == pytest.approx(expected)
 
@@ -98,30 +108,48 @@ def test_every_request_gets_what_plain_decoding_gives(
     tick_s: float,
 ) -> None:
     rng = np.random.default_rng(seed)
-    target, other = markov_model(rng, VOCAB), markov_model(rng, VOCAB)
+    target = markov_model(rng, VOCAB)
+    other = markov_model(rng, VOCAB)
     choose = sampled(target, seed) if is_sampled else greedy(target)
     requests = random_requests(rng, num_requests)
     expected = [decode_plainly(choose, request) for request in requests]
 
     own = dict(slo_order=order) if policy_name == "adaserve" else {}
     config = SLOSpecConfig(
-        policy=policy_name, max_depth=max_depth, max_width=max_width, token_budget=token_budget, **own
+        policy=policy_name,
+        max_depth=max_depth,
+        max_width=max_width,
+        token_budget=token_budget,
+        **own,
     )
     policy = policy_of(config)
     toy = ToyTarget(choose)
-    drafter = ToyDrafter(lambda tokens: likeness * target(tokens) + (1.0 - likeness) * other(tokens))
+    drafter = ToyDrafter(
+        lambda tokens: likeness * target(tokens) + (1.0 - likeness) * other(tokens)
+    )
     events = run(engine_of(requests, toy, drafter, policy, Clock(tick_s=tick_s)))
 
     assert [request.tokens for request in requests] == expected
-    assert sorted(r.index for r in toy.released) == sorted(r.index for r in drafter.released) == [*range(num_requests)]
+    assert (
+        sorted(r.index for r in toy.released)
+        == sorted(r.index for r in drafter.released)
+        == [*range(num_requests)]
+    )
     for step in toy.steps:
         if policy_name in ("auto", "adaserve"):
             assert sum(tree.num_nodes for _, tree, _ in step) <= max(policy.budget, len(step))
-        assert all(tree.max_depth < num_left for _, tree, num_left in step)  # deeper nodes could not be committed
+        assert all(
+            tree.max_depth < num_left for _, tree, num_left in step
+        )  # deeper nodes could not be committed
     for request in requests:
-        metrics, own = request.metrics(), [tree for step in toy.steps for r, tree, _ in step if r is request]
+        metrics, own = (
+            request.metrics(),
+            [tree for step in toy.steps for r, tree, _ in step if r is request],
+        )
         assert metrics.tokens == len(request.tokens) - request.prompt_len
-        assert metrics.tokens == 1 + metrics.steps + metrics.accepted  # also when the request stops inside a walk
+        assert (
+            metrics.tokens == 1 + metrics.steps + metrics.accepted
+        )  # also when the request stops inside a walk
         assert metrics.steps == len(own) - 1  # the prefill is no step
         assert metrics.drafted == sum(tree.num_nodes - 1 for tree in own) >= metrics.accepted
     check_events(events, requests)

@@ -14,7 +14,8 @@ WAIT_S = 20.0  # far more than anything here takes
 
 class TestFairLock:
     def test_it_is_handed_on_in_the_order_of_asking(self) -> None:
-        lock, order = FairLock(), list[int]()
+        lock = FairLock()
+        order = list[int]()
 
         def ask(name: int) -> None:
             with lock:
@@ -32,7 +33,8 @@ class TestFairLock:
         assert order == [0, 1, 2, 3, 4]
 
     def test_a_thread_in_a_tight_loop_starves_nobody(self) -> None:
-        lock, is_over = FairLock(), threading.Event()
+        lock = FairLock()
+        is_over = threading.Event()
 
         def loop() -> None:
             while not is_over.is_set():
@@ -49,7 +51,8 @@ class TestFairLock:
         assert not greedy_thread.is_alive()
 
     def test_other_threads_take_it_while_it_is_released(self) -> None:
-        lock, order = FairLock(), list[str]()
+        lock = FairLock()
+        order = list[str]()
 
         def ask() -> None:
             with lock:

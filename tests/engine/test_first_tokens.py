@@ -33,7 +33,9 @@ def test_the_price_is_what_requests_that_arrive_too_early_in_the_step_would_have
     first_tokens.arrived(0.1, 90)  # is missed however short steps are
     first_tokens.begin(math.inf, own_s)
     slacks_s = IN_TIME * 1.0 - 0.45, IN_TIME * 2.0 - 0.9
-    expected = [sum(max(step_s - slack_s, 0.0) for slack_s in slacks_s) * PRICE / 6 for step_s in STEPS_S]
+    expected = [
+        sum(max(step_s - slack_s, 0.0) for slack_s in slacks_s) * PRICE / 6 for step_s in STEPS_S
+    ]
     assert first_tokens.price_s(STEPS_S) == pytest.approx(expected)
     first_tokens.begin(math.inf, None)  # they would wait anyway
     assert (first_tokens.price_s(STEPS_S) == 0.0).all()

@@ -1,4 +1,6 @@
-"""Drafts that follow a grammar, on the toy model: plain constrained decoding's tokens, and no node in vain."""
+"""Drafts that follow a grammar, on the toy model: plain constrained decoding's tokens, and no node
+in vain.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +12,41 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.algo.tree import ROOT, TokenTree
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.grammar import EXPECTED, MAX_GROWN, followed
-from hf_slospec.engine.protocols import Plan
-from hf_slospec.engine.request import Request, RequestParams
+from hf_slospec.engine.interfaces import Plan
+from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.tree.tree import ROOT, TokenTree
 from tests.support.policy_names import POLICIES
 from tests.support.toys.engine import decode_plainly, policy_of, run
-from tests.support.toys.models import VOCAB, Clock, ToyDrafter, ToyTarget, WholeTrees, engine_of, greedy, sampled
+from tests.support.toys.models import (
+    VOCAB,
+    Clock,
+    ToyDrafter,
+    ToyTarget,
+    WholeTrees,
+    engine_of,
+    greedy,
+    sampled,
+)
 from tests.support.toys.trees import SEEDS, NextProbs, beam_tree, markov_model, path_to
 
 
 class ToyGrammar:
-    """Allows the tokens of a table after the last token at even and odd places; often it is a single one."""
+    """Allows the tokens of a table after the last token at even and odd places; often it is a
+    single one.
+    """
 
     def __init__(self, rng: np.random.Generator):
         self.table = rng.random((2, VOCAB, VOCAB)) < 0.3
         self.table[:, np.arange(VOCAB), rng.integers(0, VOCAB, VOCAB)] = True
 
     def allowed(self, token_ids: Sequence[int]) -> np.ndarray:
-        return self.table[len(token_ids) % 2, token_ids[-1]] if token_ids else np.ones(VOCAB, dtype=np.bool_)
+        return (
+            self.table[len(token_ids) % 2, token_ids[-1]]
+            if token_ids
+            else np.ones(VOCAB, dtype=np.bool_)
+        )
 
     def allows(self, token_ids: Sequence[int], proposed: Sequence[int]) -> list[bool]:
         return self.allowed(token_ids)[list(proposed)].tolist()
@@ -61,9 +78,13 @@ class ToyGrammar:
         return next_probs
 
 
-def request_with(rng: np.random.Generator, index: int, has_grammar: bool, num_new: int = 16) -> Request:
+def request_with(
+    rng: np.random.Generator, index: int, has_grammar: bool, num_new: int = 16
+) -> Request:
     prompt = rng.integers(0, VOCAB, 3).tolist()
-    return Request(index, RequestParams(prompt, num_new, grammar=ToyGrammar(rng) if has_grammar else None))
+    return Request(
+        index, RequestParams(prompt, num_new, grammar=ToyGrammar(rng) if has_grammar else None)
+    )
 
 
 def constrained(target: NextProbs, request: Request) -> NextProbs:
@@ -72,15 +93,22 @@ def constrained(target: NextProbs, request: Request) -> NextProbs:
 
 
 def is_allowed(request: Request, path: Sequence[int]) -> bool:
-    grammar, output = request.params.grammar, request.tokens[request.prompt_len :]
-    return all(grammar is None or grammar.allows([*output, *path[:at]], [path[at]])[0] for at in range(len(path)))
+    grammar = request.params.grammar
+    output = request.tokens[request.prompt_len :]
+    return all(
+        grammar is None or grammar.allows([*output, *path[:at]], [path[at]])[0]
+        for at in range(len(path))
+    )
 
 
 @given(seed=SEEDS, policy_name=st.sampled_from(POLICIES), is_sampled=st.booleans())
 @settings(deadline=None, max_examples=60)
-def test_every_policy_decodes_as_plain_constrained_decoding_does(seed: int, policy_name: str, is_sampled: bool) -> None:
+def test_every_policy_decodes_as_plain_constrained_decoding_does(
+    seed: int, policy_name: str, is_sampled: bool
+) -> None:
     rng = np.random.default_rng(seed)
-    target, draft = markov_model(rng, VOCAB), markov_model(rng, VOCAB)
+    target = markov_model(rng, VOCAB)
+    draft = markov_model(rng, VOCAB)
     requests = [request_with(rng, index, has_grammar=index != 1) for index in range(3)]
 
     def choose(request: Request) -> int:
@@ -96,40 +124,66 @@ def test_every_policy_decodes_as_plain_constrained_decoding_does(seed: int, poli
 
 @given(seed=SEEDS, depth=st.integers(1, 5), width=st.integers(1, 3))
 @settings(deadline=None)
-def test_nodes_are_the_allowed_ones_and_the_expected_ones(seed: int, depth: int, width: int) -> None:
+def test_nodes_are_the_allowed_ones_and_the_expected_ones(
+    seed: int, depth: int, width: int
+) -> None:
     rng = np.random.default_rng(seed)
-    plan, draft, free = Plan(depth, width), markov_model(rng, VOCAB), request_with(rng, 1, has_grammar=False)
+    plan, draft, free = (
+        Plan(depth, width),
+        markov_model(rng, VOCAB),
+        request_with(rng, 1, has_grammar=False),
+    )
     bound = request_with(rng, 0, has_grammar=True)
     bound.emit(int(rng.integers(0, VOCAB)))
     trees = {request: beam_tree(draft, request.tokens, depth, width) for request in (bound, free)}
     found = followed(trees, plan)
     assert list(found) == [bound, free] and found[free] is trees[free]
-    tree, before = found[bound], trees[bound]
+    tree = found[bound]
+    before = trees[bound]
     tree.check()
     assert tree.num_nodes - 1 <= depth * width and tree.max_depth <= depth
     probs = {tuple(path_to(tree, node)): tree.path_probs[node] for node in range(tree.num_nodes)}
     assert len(probs) == tree.num_nodes, "siblings carry equal tokens"
     assert all(is_allowed(bound, path) for path in probs)
-    # Brute force: what the drafter proposed and the grammar allows, then what follows its most probable nodes.
-    output, paths = bound.tokens[bound.prompt_len :], [path_to(before, node) for node in range(before.num_nodes)]
+    # Brute force: what the drafter proposed and the grammar allows, then what follows its most
+    # probable nodes.
+    output, paths = (
+        bound.tokens[bound.prompt_len :],
+        [path_to(before, node) for node in range(before.num_nodes)],
+    )
     proposed = {tuple(path) for path in paths if is_allowed(bound, path)}
     wanted = set(proposed)
     for node in np.argsort(-before.path_probs, kind="stable")[:MAX_GROWN].tolist():
         if tuple(path := paths[node]) in proposed:
             ways = bound.params.grammar.expected([*output, *path])
-            wanted |= {(*path, *way[:end]) for way in ways for end in range(len(way) + 1) if len(path) + end <= depth}
+            wanted |= {
+                (*path, *way[:end])
+                for way in ways
+                for end in range(len(way) + 1)
+                if len(path) + end <= depth
+            }
     assert probs.keys() == wanted if len(wanted) - 1 <= depth * width else probs.keys() < wanted
 
 
 def test_ways_share_what_other_proposals_leave() -> None:
     grammar = ToyGrammar(np.random.default_rng(0))
-    grammar.table[:] = np.eye(VOCAB, dtype=np.bool_)[[1, 3, 0, 4, 4]]  # after 0 comes 1, after 1 comes 3, ...
+    grammar.table[:] = np.eye(VOCAB, dtype=np.bool_)[
+        [1, 3, 0, 4, 4]
+    ]  # after 0 comes 1, after 1 comes 3, ...
     grammar.table[:, 1, 2] = True  # ... or 2
     request = Request(0, RequestParams([0], 9, grammar=grammar))
     request.emit(1)
-    for proposed, conditional in (([], 0.0), ([2], 0.25), ([4], 0.25)):  # nothing, a way, a forbidden token
-        (tree,) = followed({request: TokenTree.chain(1, proposed, conditional)}, Plan(2, 9)).values()
-        found = {tuple(path_to(tree, node)): tree.path_probs[node] for node in range(1, tree.num_nodes)}
+    for proposed, conditional in (
+        ([], 0.0),
+        ([2], 0.25),
+        ([4], 0.25),
+    ):  # nothing, a way, a forbidden token
+        (tree,) = followed(
+            {request: TokenTree.chain(1, proposed, conditional)}, Plan(2, 9)
+        ).values()
+        found = {
+            tuple(path_to(tree, node)): tree.path_probs[node] for node in range(1, tree.num_nodes)
+        }
         first = EXPECTED / 2
         expected = {(2,): first, (3,): first, (2, 0): first * EXPECTED, (3, 4): first * EXPECTED}
         assert found == pytest.approx(expected)
@@ -154,10 +208,19 @@ def test_what_the_grammar_forces_needs_no_drafter(policy_name: str) -> None:
             return [TokenTree.root_only(request.tokens[-1]) for request in requests]
 
     rng = np.random.default_rng(3)
-    target, grammar = markov_model(rng, VOCAB), Cycle()
+    target = markov_model(rng, VOCAB)
+    grammar = Cycle()
     request = Request(0, RequestParams([0, 1, 1], 200, grammar=grammar))
     toy = ToyTarget(greedy(grammar.keep(lambda tokens: np.array([0.1, 0.3, 0.2, 0.2, 0.2]), 3)))
-    run(engine_of([request], toy, Silent(target), policy_of(SLOSpecConfig(policy=policy_name, max_depth=6)), Clock()))
+    run(
+        engine_of(
+            [request],
+            toy,
+            Silent(target),
+            policy_of(SLOSpecConfig(policy=policy_name, max_depth=6)),
+            Clock(),
+        )
+    )
     metrics = request.metrics()
     assert metrics.tokens == 200 and metrics.acceptance_length > 4.0
 
@@ -171,7 +234,20 @@ def test_nodes_below_forbidden_ones_are_gone() -> None:
     chain = TokenTree.chain(1, [3, 2, 3], 0.5)
     (tree,) = followed({request: chain}, Plan(3, 1)).values()
     assert tree.tokens.tolist() == [1, 3] and tree.parents.tolist() == [-1, ROOT]
-    toy, plan = ToyTarget(greedy(grammar.keep(markov_model(np.random.default_rng(1), VOCAB), 1))), Plan(3, 2)
+    toy, plan = (
+        ToyTarget(greedy(grammar.keep(markov_model(np.random.default_rng(1), VOCAB), 1))),
+        Plan(3, 2),
+    )
     late = Request(0, RequestParams([0, 1], 9, grammar=grammar, may_draft=False))
-    run(engine_of([late], toy, ToyDrafter(markov_model(np.random.default_rng(2), VOCAB)), WholeTrees(plan), Clock()))
-    assert all(tree.num_nodes == 1 for step in toy.steps for _, tree, _ in step), "may_draft=False drafts nothing"
+    run(
+        engine_of(
+            [late],
+            toy,
+            ToyDrafter(markov_model(np.random.default_rng(2), VOCAB)),
+            WholeTrees(plan),
+            Clock(),
+        )
+    )
+    assert all(tree.num_nodes == 1 for step in toy.steps for _, tree, _ in step), (
+        "may_draft=False drafts nothing"
+    )

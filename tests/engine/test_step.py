@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_slospec.algo.tree import TokenTree
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes
-from hf_slospec.engine.protocols import Plan, Policy, PolicyStep, Selection
-from hf_slospec.engine.request import Request, RequestParams, Stage
+from hf_slospec.engine.interfaces import Plan, Policy, PolicyStep, Selection
+from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.tree.tree import TokenTree
 from tests.support.policy_names import POLICIES
 from tests.support.toys.engine import decode_plainly, policy_of, run
 from tests.support.toys.models import (
@@ -32,12 +32,18 @@ def test_requests_are_prefilled_first_and_alone() -> None:
     rng = np.random.default_rng(0)
     target = markov_model(rng, VOCAB)
     first, second, late = (Request(index, RequestParams([0, 1], 9)) for index in range(3))
-    toy, drafter = ToyTarget(greedy(target)), ToyDrafter(target)
+    toy = ToyTarget(greedy(target))
+    drafter = ToyDrafter(target)
     engine = engine_of([first, second], toy, drafter, WholeTrees(Plan(1, 1)), Clock())
     events = [engine.step(), engine.step()]
     engine.scheduler.running.append(late)
     events += [engine.step(), engine.step()]
-    assert [[part.index for part in event.requests] for event in events] == [[0, 1], [0, 1], [2], [0, 1, 2]]
+    assert [[part.index for part in event.requests] for event in events] == [
+        [0, 1],
+        [0, 1],
+        [2],
+        [0, 1, 2],
+    ]
     assert [event.is_prefill for event in events] == [True, False, True, False]
     assert [(event.depth, event.width) for event in events] == [(0, 1), (1, 1), (0, 1), (1, 1)]
     sizes = [[tree.num_nodes for _, tree, _ in step] for step in toy.steps]
@@ -52,7 +58,15 @@ def test_depth_0_never_drafts(policy_name: str) -> None:
     requests = [Request(index, RequestParams([0, 1], 6)) for index in range(3)]
     drafter = ToyDrafter(target)
     toy = ToyTarget(greedy(target))
-    run(engine_of(requests, toy, drafter, policy_of(SLOSpecConfig(policy=policy_name, max_depth=0)), Clock()))
+    run(
+        engine_of(
+            requests,
+            toy,
+            drafter,
+            policy_of(SLOSpecConfig(policy=policy_name, max_depth=0)),
+            Clock(),
+        )
+    )
     assert drafter.plans == []
     assert len(toy.steps) == 6
     assert [request.metrics().acceptance_length for request in requests] == [1.0] * 3
@@ -74,7 +88,11 @@ def test_a_draft_that_is_always_right_commits_whole_chains(depth: int) -> None:
     target = markov_model(np.random.default_rng(2), VOCAB)
     drafter = ToyDrafter(lambda tokens: one_hot(target(tokens).argmax()))
     request = Request(0, RequestParams([0, 1], 1 + 3 * (depth + 1)))
-    run(engine_of([request], ToyTarget(greedy(target)), drafter, WholeTrees(Plan(depth, 1)), Clock()))
+    run(
+        engine_of(
+            [request], ToyTarget(greedy(target)), drafter, WholeTrees(Plan(depth, 1)), Clock()
+        )
+    )
     metrics = request.metrics()
     assert (metrics.steps, metrics.drafted, metrics.accepted) == (3, 3 * depth, 3 * depth)
     assert metrics.acceptance_length == depth + 1
@@ -93,15 +111,33 @@ def test_who_is_not_drafted_for_decodes_plainly() -> None:
     target = markov_model(np.random.default_rng(3), VOCAB)
     requests = [Request(index, RequestParams([index, 1], 9)) for index in range(3)]
     expected = [decode_plainly(greedy(target), request) for request in requests]
-    toy, drafter = ToyTarget(greedy(target)), ToyDrafter(target)
-    run(engine_of(requests, toy, drafter, WholeTrees(Plan(2, 1, drafting=[requests[2], requests[0]])), Clock()))
+    toy = ToyTarget(greedy(target))
+    drafter = ToyDrafter(target)
+    run(
+        engine_of(
+            requests,
+            toy,
+            drafter,
+            WholeTrees(Plan(2, 1, drafting=[requests[2], requests[0]])),
+            Clock(),
+        )
+    )
     assert [request.tokens for request in requests] == expected
     assert [request.stats.num_drafted > 0 for request in requests] == [True, False, True]
-    assert all(tree.num_nodes == 1 for step in toy.steps for request, tree, _ in step if request is requests[1])
+    assert all(
+        tree.num_nodes == 1
+        for step in toy.steps
+        for request, tree, _ in step
+        if request is requests[1]
+    )
 
     nobody = ToyDrafter(target)
     alone = Request(0, RequestParams([0, 1], 5))
-    run(engine_of([alone], ToyTarget(greedy(target)), nobody, WholeTrees(Plan(2, 1, drafting=[])), Clock()))
+    run(
+        engine_of(
+            [alone], ToyTarget(greedy(target)), nobody, WholeTrees(Plan(2, 1, drafting=[])), Clock()
+        )
+    )
     assert nobody.plans == []
     assert alone.stats.num_steps == 4
 
@@ -110,27 +146,44 @@ def test_who_sits_a_step_out_keeps_its_tokens_and_goes_on_later() -> None:
     class Alternating(WholeTrees):
         """Lets one request decode in each step."""
 
-        def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
+        def plan(
+            self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
+        ) -> Plan:
             fewest = min(requests, key=lambda request: request.num_emitted)
             return replace(super().plan(requests, begun_s, num_prefill_tokens), decoding=[fewest])
 
     target = markov_model(np.random.default_rng(3), VOCAB)
     requests = [Request(index, RequestParams([index, 1], 9)) for index in range(3)]
     expected = [decode_plainly(greedy(target), request) for request in requests]
-    toy, drafter = ToyTarget(greedy(target)), ToyDrafter(target)
+    toy = ToyTarget(greedy(target))
+    drafter = ToyDrafter(target)
     events = run(engine_of(requests, toy, drafter, Alternating(Plan(2, 1)), Clock()))
     assert [request.tokens for request in requests] == expected
     assert [len(event.decoding) for event in events[1:]] == [1] * (len(events) - 1)
-    assert all(event.num_decoding == event.num_drafted_for == 1 for event in events[1:] if event.depth)
+    assert all(
+        event.num_decoding == event.num_drafted_for == 1 for event in events[1:] if event.depth
+    )
 
 
 def test_finished_requests_leave_and_the_others_go_on() -> None:
     target = markov_model(np.random.default_rng(3), VOCAB)
-    requests = [Request(index, RequestParams([0, 1], max_new_tokens)) for index, max_new_tokens in enumerate((1, 8, 3))]
-    toy, drafter = ToyTarget(greedy(target)), ToyDrafter(target)
+    requests = [
+        Request(index, RequestParams([0, 1], max_new_tokens))
+        for index, max_new_tokens in enumerate((1, 8, 3))
+    ]
+    toy = ToyTarget(greedy(target))
+    drafter = ToyDrafter(target)
     run(engine_of(requests, toy, drafter, WholeTrees(Plan(0, 1)), Clock()))
-    assert [[request.index for request, _, _ in step] for step in toy.steps] == [[0, 1, 2], *[[1, 2]] * 2, *[[1]] * 5]
-    assert [request.index for request in toy.released] == [request.index for request in drafter.released] == [0, 2, 1]
+    assert [[request.index for request, _, _ in step] for step in toy.steps] == [
+        [0, 1, 2],
+        *[[1, 2]] * 2,
+        *[[1]] * 5,
+    ]
+    assert (
+        [request.index for request in toy.released]
+        == [request.index for request in drafter.released]
+        == [0, 2, 1]
+    )
 
 
 def test_a_stop_inside_the_walk_ends_the_request_there() -> None:
@@ -140,7 +193,11 @@ def test_a_stop_inside_the_walk_ends_the_request_there() -> None:
     drafter = ToyDrafter(lambda tokens: one_hot(chain[tokens[-1]]))
     run(engine_of([request], toy, drafter, WholeTrees(Plan(4, 1)), Clock()))
     assert request.tokens == [0, 0, 1, 2, 3]
-    assert (request.stats.num_steps, request.stats.num_drafted, request.stats.num_accepted) == (1, 4, 1)
+    assert (request.stats.num_steps, request.stats.num_drafted, request.stats.num_accepted) == (
+        1,
+        4,
+        1,
+    )
 
 
 def test_times_are_taken_when_tokens_are_committed() -> None:
@@ -150,7 +207,9 @@ def test_times_are_taken_when_tokens_are_committed() -> None:
         Request(1, RequestParams([1, 0], 5, (Stage(0.6),))),
     ]
     clock = Clock()
-    engine = engine_of(requests, ToyTarget(greedy(target)), ToyDrafter(target), WholeTrees(Plan(0, 1)), clock)
+    engine = engine_of(
+        requests, ToyTarget(greedy(target)), ToyDrafter(target), WholeTrees(Plan(0, 1)), clock
+    )
     for now_s in (12.0, 12.25, 13.0, 13.5, 14.25):
         clock.now_s = now_s
         engine.step()
@@ -198,7 +257,9 @@ def test_the_seconds_of_a_step_go_to_its_phases() -> None:
     slow = Slow()
     engine = engine_of([Request(0, RequestParams([0, 1], 9))], slow, slow, slow, clock)
     assert engine.step().phases == PhaseTimes(verify_s=1000.0, host_s=10000.0)
-    assert engine.step().phases == PhaseTimes(draft_s=10.0, select_s=101.0, verify_s=1000.0, host_s=10000.0)
+    assert engine.step().phases == PhaseTimes(
+        draft_s=10.0, select_s=101.0, verify_s=1000.0, host_s=10000.0
+    )
     assert engine.scheduler.running[0].metrics().phases.total_s == clock.now_s
 
 
@@ -207,12 +268,15 @@ def test_costs_follow_at_once_when_forwards_are_computed_in_another_way() -> Non
     clock = Clock()
 
     class Switching(ToyTarget):
-        path, num_one_off_forwards, num_compared = "eager", 0, 0
+        path = "eager"
+        num_one_off_forwards = 0
+        num_compared = 0
 
         def verify(self, *arguments: object) -> list[Callable[[int], int]]:
             clock.now_s += {"eager": 2.0, "compiled": 1.2}[self.path]
             if self.num_compared:  # computed in both ways
-                clock.now_s, self.num_compared = clock.now_s + 2.0, self.num_compared - 1
+                clock.now_s = clock.now_s + 2.0
+                self.num_compared = self.num_compared - 1
                 self.num_one_off_forwards += 1
             return super().verify(*arguments)
 
@@ -223,7 +287,8 @@ def test_costs_follow_at_once_when_forwards_are_computed_in_another_way() -> Non
         event = engine.step()
     assert engine.costs.predicted(event).verify_s == pytest.approx(2.0, rel=0.1)
     others = engine.costs.for_own_engine()
-    toy.path, toy.num_compared = "compiled", 2
+    toy.path = "compiled"
+    toy.num_compared = 2
     for _ in range(3):
         event = engine.step()
     assert others.verify_at(4) == engine.costs.verify_at(4)
@@ -233,9 +298,22 @@ def test_costs_follow_at_once_when_forwards_are_computed_in_another_way() -> Non
 def test_a_request_of_one_token_has_no_tpot_and_is_not_late() -> None:
     target = markov_model(np.random.default_rng(4), VOCAB)
     request = Request(0, RequestParams([0, 1], 1, (Stage(1e-9),)))
-    run(engine_of([request], ToyTarget(greedy(target)), ToyDrafter(target), WholeTrees(Plan(2, 2)), Clock()))
+    run(
+        engine_of(
+            [request],
+            ToyTarget(greedy(target)),
+            ToyDrafter(target),
+            WholeTrees(Plan(2, 2)),
+            Clock(),
+        )
+    )
     metrics = request.metrics()
-    assert (metrics.tokens, metrics.steps, metrics.tpot_s, metrics.acceptance_length) == (1, 0, None, None)
+    assert (metrics.tokens, metrics.steps, metrics.tpot_s, metrics.acceptance_length) == (
+        1,
+        0,
+        None,
+        None,
+    )
     assert metrics.attained is True
 
 
@@ -243,7 +321,11 @@ def test_broken_trees_are_caught_when_invariants_are_checked() -> None:
     target = markov_model(np.random.default_rng(5), VOCAB)
     drafter = ToyDrafter(lambda tokens: 1.5 * one_hot(0))
     engine = engine_of(
-        [Request(0, RequestParams([0, 1], 9))], ToyTarget(greedy(target)), drafter, WholeTrees(Plan(2, 1)), Clock()
+        [Request(0, RequestParams([0, 1], 9))],
+        ToyTarget(greedy(target)),
+        drafter,
+        WholeTrees(Plan(2, 1)),
+        Clock(),
     )
     engine.step()
     with pytest.raises(AssertionError):
@@ -251,7 +333,8 @@ def test_broken_trees_are_caught_when_invariants_are_checked() -> None:
 
 
 def test_while_drafting_is_paused_the_policy_learns_of_no_drafts() -> None:
-    target, depths = markov_model(np.random.default_rng(5), VOCAB), list[tuple[int, int, int]]()
+    target = markov_model(np.random.default_rng(5), VOCAB)
+    depths = list[tuple[int, int, int]]()
 
     class Watching(Policy):
         def step(self, requests: list[Request], *_: object) -> PolicyStep:
@@ -260,7 +343,11 @@ def test_while_drafting_is_paused_the_policy_learns_of_no_drafts() -> None:
             depths.append((plan.depth, candidates[0].max_depth, len(accepted)))
 
     engine = engine_of(
-        [Request(0, RequestParams([0, 1], 9))], ToyTarget(greedy(target)), ToyDrafter(target), Watching(), Clock()
+        [Request(0, RequestParams([0, 1], 9))],
+        ToyTarget(greedy(target)),
+        ToyDrafter(target),
+        Watching(),
+        Clock(),
     )
     engine.step()
     engine.relieve()

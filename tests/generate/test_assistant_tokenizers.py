@@ -1,4 +1,6 @@
-"""Calls with ``assistant_tokenizer``, for assistant models with another vocabulary (universal assisted generation)."""
+"""Calls with ``assistant_tokenizer``, for assistant models with another vocabulary (universal
+assisted generation).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from tests.support.breadth import quick_or
 from tests.support.toys.tiny_models import assert_same_as_stock, sharpened
 from tests.support.toys.tiny_tokenizers import byte_level, sentencepiece_like
 
-TOKENIZER, ASSISTANT_TOKENIZER = byte_level(400), sentencepiece_like(2100)
+TOKENIZER = byte_level(400)
+ASSISTANT_TOKENIZER = sentencepiece_like(2100)
 PROMPTS = ["def add(left, right):\n", "class Queue:\n    def put(self, item):\n        self."]
 NEW: dict[str, Any] = dict(max_new_tokens=quick_or(12, 24))
 OPTIONS = [dict(do_sample=False), dict(do_sample=True, temperature=0.8)]
@@ -41,7 +44,9 @@ def model_of(tokenizer: Any, seed: int) -> PreTrainedModel:
 
 
 ASSISTANT = model_of(ASSISTANT_TOKENIZER, 1)
-PAIR: dict[str, Any] = dict(assistant_model=ASSISTANT, tokenizer=TOKENIZER, assistant_tokenizer=ASSISTANT_TOKENIZER)
+PAIR: dict[str, Any] = dict(
+    assistant_model=ASSISTANT, tokenizer=TOKENIZER, assistant_tokenizer=ASSISTANT_TOKENIZER
+)
 
 
 @pytest.fixture
@@ -57,7 +62,9 @@ def inputs(batch: int) -> Any:
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("batch", [1, 2])
-def test_calls_with_both_tokenizers_draft_and_have_stocks_tokens(target: Any, batch: int, options: Any) -> None:
+def test_calls_with_both_tokenizers_draft_and_have_stocks_tokens(
+    target: Any, batch: int, options: Any
+) -> None:
     hf_slospec.enable(target, config=DRAFTS_ALWAYS)
     drafted = list[int]()
 
@@ -71,7 +78,9 @@ def test_calls_with_both_tokenizers_draft_and_have_stocks_tokens(target: Any, ba
     speculator = target.generate.decoder.speculator_for(*PAIR.values())
     assert isinstance(speculator.method, AssistantMethod)
     assert speculator.method.translation is not None
-    assert target.generate.decoder.speculator_for(*PAIR.values()) is speculator  # kept for the next call
+    assert (
+        target.generate.decoder.speculator_for(*PAIR.values()) is speculator
+    )  # kept for the next call
     other = {**PAIR, "assistant_tokenizer": copy.deepcopy(ASSISTANT_TOKENIZER)}
     assert target.generate.decoder.speculator_for(*other.values()) is not speculator
 
@@ -80,7 +89,9 @@ def test_calls_with_both_tokenizers_draft_and_have_stocks_tokens(target: Any, ba
 def test_pairs_are_given_once_to_enable_or_to_a_generator(target: Any, options: Any) -> None:
     generator = SLOSpecGenerator(target, config=DRAFTS_ALWAYS, **PAIR)
     assert_same_as_stock(target, generator.generate, inputs(2), **NEW, **options)
-    alone = target.generate(**inputs(1), **NEW, do_sample=False)[0, inputs(1)["input_ids"].shape[1] :].tolist()
+    alone = target.generate(**inputs(1), **NEW, do_sample=False)[
+        0, inputs(1)["input_ids"].shape[1] :
+    ].tolist()
     with generator:
         assert generator.submit(PROMPTS[0], **NEW).result(timeout=120).token_ids == alone
         with pytest.raises(UnsupportedOptionError, match="assistant_tokenizer"):
@@ -90,12 +101,16 @@ def test_pairs_are_given_once_to_enable_or_to_a_generator(target: Any, options: 
     later = lambda **kwargs: generator.generate(  # noqa: E731
         **kwargs, assistant_model=ASSISTANT, assistant_tokenizer=ASSISTANT_TOKENIZER
     )
-    assert_same_as_stock(target, later, inputs(1), **NEW, **options)  # the generator knows the target's tokenizer
+    assert_same_as_stock(
+        target, later, inputs(1), **NEW, **options
+    )  # the generator knows the target's tokenizer
 
 
 def test_pipelines_with_another_vocabulary(target: Any) -> None:
     new = dict(max_new_tokens=12, do_sample=False, return_full_text=False)
-    stock = pipeline("text-generation", model=target, tokenizer=TOKENIZER, device="cpu")(PROMPTS[0], **new)
+    stock = pipeline("text-generation", model=target, tokenizer=TOKENIZER, device="cpu")(
+        PROMPTS[0], **new
+    )
     pipe = pipeline(
         "text-generation", model=target, tokenizer=TOKENIZER, device="cpu", assistant_model=ASSISTANT,
         assistant_tokenizer=ASSISTANT_TOKENIZER,
@@ -108,7 +123,10 @@ def test_pipelines_with_another_vocabulary(target: Any) -> None:
 
 def test_an_assistant_tokenizer_without_an_assistant_is_not_read(target: Any) -> None:
     hf_slospec.enable(target)
-    for tokenizers in ({"assistant_tokenizer": ASSISTANT_TOKENIZER}, {**PAIR, "assistant_model": None}):
+    for tokenizers in (
+        {"assistant_tokenizer": ASSISTANT_TOKENIZER},
+        {**PAIR, "assistant_model": None},
+    ):
         ours = target.generate(**inputs(2), **NEW, do_sample=False, slo_tpot=1.0, **tokenizers)
         assert torch.equal(ours, target.generate(**inputs(2), **NEW, do_sample=False))
 
@@ -139,7 +157,13 @@ def test_wrong_tokenizers_are_refused_by_name(target: Any, fallback: bool) -> No
 
 def test_without_assistant_tokenizer_the_error_says_what_to_pass(target: Any) -> None:
     hf_slospec.enable(target)
-    arguments = {**inputs(1), **NEW, "assistant_model": ASSISTANT, "tokenizer": TOKENIZER, "slo_tpot": 1.0}
+    arguments = {
+        **inputs(1),
+        **NEW,
+        "assistant_model": ASSISTANT,
+        "tokenizer": TOKENIZER,
+        "slo_tpot": 1.0,
+    }
     with pytest.raises(IncompatibleDraftError, match="assistant_tokenizer"):
         target.generate(**arguments)
     with pytest.warns(FallbackWarning):
@@ -149,7 +173,9 @@ def test_without_assistant_tokenizer_the_error_says_what_to_pass(target: Any) ->
 
 def test_vocabularies_of_one_size_need_no_assistant_tokenizer_as_in_stock(target: Any) -> None:
     draft = copy.deepcopy(target)
-    same: dict[str, Any] = dict(assistant_model=draft, tokenizer=TOKENIZER, assistant_tokenizer=TOKENIZER)
+    same: dict[str, Any] = dict(
+        assistant_model=draft, tokenizer=TOKENIZER, assistant_tokenizer=TOKENIZER
+    )
     hf_slospec.enable(target)
     with pytest.raises(ValueError, match="assistant_tokenizer"):
         target.generate(**inputs(1), **NEW, **same)
@@ -164,7 +190,9 @@ def test_padded_embeddings_of_one_tokenizer_need_no_translation(target: Any) -> 
     draft = copy.deepcopy(target)
     draft.resize_token_embeddings(len(TOKENIZER) + 24)
     hf_slospec.enable(target, config=DRAFTS_ALWAYS)
-    same: dict[str, Any] = dict(assistant_model=draft, tokenizer=TOKENIZER, assistant_tokenizer=TOKENIZER)
+    same: dict[str, Any] = dict(
+        assistant_model=draft, tokenizer=TOKENIZER, assistant_tokenizer=TOKENIZER
+    )
     generate = lambda **kwargs: target.generate(**kwargs, **same, slo_tpot=1.0)  # noqa: E731
     assert_same_as_stock(target, generate, inputs(2), **NEW, do_sample=False)
     assert target.generate.decoder.speculator_for(*same.values()).method.translation is None

@@ -114,7 +114,10 @@ def accepted(config: SLOSpecConfig, options: dict[str, Any], noise: float = 0.01
     model = tiny_model("llama")
     ours = SLOSpecGenerator(model, tiny_model("llama", noise=noise), config=config)
     out = assert_same_as_stock(
-        model, ours.generate, ragged_prompts(6), **NEW | options | dict(max_new_tokens=quick_or(36, 60))
+        model,
+        ours.generate,
+        ragged_prompts(6),
+        **NEW | options | dict(max_new_tokens=quick_or(36, 60)),
     )
     return sum(metrics.accepted for metrics in out.slo)
 
@@ -122,7 +125,8 @@ def accepted(config: SLOSpecConfig, options: dict[str, Any], noise: float = 0.01
 @pytest.mark.parametrize(
     "options",
     nightly_but(
-        [dict(temperature=2.0)], [dict(temperature=2.0), dict(temperature=2.0, top_k=30, num_return_sequences=2)]
+        [dict(temperature=2.0)],
+        [dict(temperature=2.0), dict(temperature=2.0, top_k=30, num_return_sequences=2)],
     ),
 )
 def test_coupling_accepts_more(options: dict[str, Any]) -> None:
@@ -132,7 +136,7 @@ def test_coupling_accepts_more(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("num_bytes", [0, 10**4])
 def test_with_little_noise_at_hand(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    monkeypatch.setattr("hf_slospec.models.noise.MAX_NOISE_BYTES", num_bytes)
+    monkeypatch.setattr("hf_slospec.model.noise.MAX_NOISE_BYTES", num_bytes)
     accepted(SLOSpecConfig(policy="adaserve", token_budget=40, max_depth=quick_or(2, 4)), {})
 
 
@@ -140,7 +144,9 @@ def test_with_little_noise_at_hand(monkeypatch: pytest.MonkeyPatch, num_bytes: i
 def test_a_draft_whose_tokens_are_all_banned(options: dict[str, Any]) -> None:
     model = tiny_model("llama")
     torch.manual_seed(0)
-    draft = type(model)(type(model.config)(**model.config.to_dict() | {"vocab_size": VOCAB - 11})).eval()
+    draft = type(model)(
+        type(model.config)(**model.config.to_dict() | {"vocab_size": VOCAB - 11})
+    ).eval()
     ours = SLOSpecGenerator(model, draft, config=CHAIN)
     banned = dict(suppress_tokens=list(range(VOCAB - 11)))
     assert_same_as_stock(model, ours.generate, ragged_prompts(2), **NEW | options | banned)
@@ -180,7 +186,9 @@ def test_draft_with_another_vocabulary(vocab: int) -> None:
 
 
 class Foresight:
-    """Proposes what noise favours if all tokens are equally probable, and may draw random numbers itself."""
+    """Proposes what noise favours if all tokens are equally probable, and may draw random numbers
+    itself.
+    """
 
     def __init__(self, draws: bool):
         self.draws = draws
@@ -191,7 +199,9 @@ class Foresight:
         trees = []
         for request in requests:
             assert request.noise is not None
-            tokens = [int(request.noise.after(depth)[:VOCAB].argmin()) for depth in range(plan.depth)]
+            tokens = [
+                int(request.noise.after(depth)[:VOCAB].argmin()) for depth in range(plan.depth)
+            ]
             trees.append(TokenTree.chain(request.tokens[-1], tokens, 0.5))
         return trees
 
@@ -205,4 +215,6 @@ def test_own_drafter_uses_the_noise(draws: bool) -> None:
     ours = SLOSpecGenerator(model, drafter=Foresight(draws), config=CHAIN)
     flat = NEW | dict(temperature=1000.0, top_k=0, max_new_tokens=40)
     out = assert_same_as_stock(model, ours.generate, ragged_prompts(3), **flat)
-    assert sum(metrics.accepted for metrics in out.slo) > 0.9 * sum(metrics.drafted for metrics in out.slo)
+    assert sum(metrics.accepted for metrics in out.slo) > 0.9 * sum(
+        metrics.drafted for metrics in out.slo
+    )

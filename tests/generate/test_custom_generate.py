@@ -22,7 +22,9 @@ FOLDER = str(ROOT / "examples" / "custom_generate")
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     return copy.deepcopy(tiny_model("llama"))
 
 
@@ -35,17 +37,23 @@ def test_same_as_stock(model: Any, sampled: bool, slo_tpot: Any, has_assistant: 
         ours["assistant_model"] = tiny_model("llama", noise=0.02)
     for _ in range(2):  # the second call uses what the first one measured
         generate = functools.partial(model.generate, **ours)
-        out = assert_same_as_stock(model, generate, ragged_prompts(3), max_new_tokens=24, do_sample=sampled)
+        out = assert_same_as_stock(
+            model, generate, ragged_prompts(3), max_new_tokens=24, do_sample=sampled
+        )
         assert [row.tpot_slo_s for row in out.slo] == (slo_tpot or [None] * 3)
     assert "generate" not in model.__dict__
     assert torch.equal(
-        model.generate(**ragged_prompts(2), max_new_tokens=4, do_sample=False, **{**ours, "slo_tpot": None}),
+        model.generate(
+            **ragged_prompts(2), max_new_tokens=4, do_sample=False, **{**ours, "slo_tpot": None}
+        ),
         model.generate(**ragged_prompts(2), max_new_tokens=4, do_sample=False),
     )
 
 
 def test_drafter_fallback_and_errors(model: Any) -> None:
-    ours: dict[str, Any] = dict(custom_generate=FOLDER, trust_remote_code=True, max_new_tokens=6, do_sample=False)
+    ours: dict[str, Any] = dict(
+        custom_generate=FOLDER, trust_remote_code=True, max_new_tokens=6, do_sample=False
+    )
     inputs = ragged_prompts(2)
     expected = model.generate(**inputs, max_new_tokens=6, do_sample=False)
     assert torch.equal(model.generate(**inputs, drafter="suffix", **ours), expected)
@@ -53,15 +61,21 @@ def test_drafter_fallback_and_errors(model: Any) -> None:
         model.generate(**inputs, slo_tpot=-1.0, **ours)
     with pytest.warns(UserWarning, match="stock generate runs instead"):
         beams = model.generate(**inputs, num_beams=2, fallback=True, **ours)
-    assert torch.equal(beams, model.generate(**inputs, num_beams=2, max_new_tokens=6, do_sample=False))
+    assert torch.equal(
+        beams, model.generate(**inputs, num_beams=2, max_new_tokens=6, do_sample=False)
+    )
 
 
 def test_a_repository_with_the_folder_speculates_every_call(model: Any, tmp_path: Path) -> None:
     inputs = ragged_prompts(2)
     expected = model.generate(**inputs, max_new_tokens=8, do_sample=False)
     model.save_pretrained(tmp_path / "target")
-    shutil.copytree(os.path.join(FOLDER, "custom_generate"), tmp_path / "target" / "custom_generate")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "target", trust_remote_code=True, dtype=torch.float32)
+    shutil.copytree(
+        os.path.join(FOLDER, "custom_generate"), tmp_path / "target" / "custom_generate"
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "target", trust_remote_code=True, dtype=torch.float32
+    )
     out = loaded.generate(**inputs, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
     assert torch.equal(out.sequences, expected) and len(out.slo) == 2
     assert torch.equal(loaded.generate(inputs["input_ids"], max_new_tokens=8, do_sample=False,

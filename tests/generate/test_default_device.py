@@ -27,7 +27,10 @@ def default_of_the_thread() -> Iterator[None]:
         torch.set_default_device(None)
 
 
-@pytest.fixture(params=[default_of_the_thread, lambda: torch.device("meta")], ids=["set_default_device", "context"])
+@pytest.fixture(
+    params=[default_of_the_thread, lambda: torch.device("meta")],
+    ids=["set_default_device", "context"],
+)
 def on_meta(request: pytest.FixtureRequest) -> Callable[[], Any]:
     return request.param
 
@@ -40,7 +43,8 @@ def call_of(family: str) -> tuple[Any, dict[str, Any]]:
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
-    ("family", "drafter"), [("llama", "self"), ("llama", "lookup+suffix"), ("mixtral", "suffix"), ("Bart", "lookup")]
+    ("family", "drafter"),
+    [("llama", "self"), ("llama", "lookup+suffix"), ("mixtral", "suffix"), ("Bart", "lookup")],
 )
 def test_generate(family: str, drafter: str, options: dict[str, Any]) -> None:
     model, call = call_of(family)
@@ -54,8 +58,15 @@ def test_generate(family: str, drafter: str, options: dict[str, Any]) -> None:
 
 
 def test_enabled_models_and_all_outputs(on_meta: Callable[[], Any]) -> None:
-    model, inputs = tiny_model("llama"), ragged_prompts(2)
-    call = dict(inputs, max_new_tokens=8, return_dict_in_generate=True, output_scores=True, repetition_penalty=1.2)
+    model = tiny_model("llama")
+    inputs = ragged_prompts(2)
+    call = dict(
+        inputs,
+        max_new_tokens=8,
+        return_dict_in_generate=True,
+        output_scores=True,
+        repetition_penalty=1.2,
+    )
     with on_meta():
         expected = model.generate(**call)
         hf_slospec.enable(model, config=CONFIG)
@@ -82,7 +93,8 @@ def test_submit(on_meta: Callable[[], Any], is_started_inside: bool) -> None:
 
 
 def test_compiled_forwards_stay_in_use(on_meta: Callable[[], Any]) -> None:
-    model, inputs = tiny_model("llama"), ragged_prompts(2)
+    model = tiny_model("llama")
+    inputs = ragged_prompts(2)
     expected = model.generate(**inputs, max_new_tokens=8)
     generator = SLOSpecGenerator(model, config=SLOSpecConfig(compile="wait"))
     before = generator.stats().forwards
@@ -100,5 +112,7 @@ def test_callbacks_see_the_default_device_of_the_caller(on_meta: Callable[[], An
 
     with on_meta():
         generator = SLOSpecGenerator(tiny_model("llama"), config=CONFIG)
-        generator.generate(torch.arange(3, 9, device="cpu")[None], max_new_tokens=4, logits_processor=[note])
+        generator.generate(
+            torch.arange(3, 9, device="cpu")[None], max_new_tokens=4, logits_processor=[note]
+        )
     assert seen == {"meta"}

@@ -13,8 +13,8 @@ from hf_slospec import Plan, Request, RequestParams, SLOSpecGenerator
 from hf_slospec.drafters.features import FeatureDrafter, FeatureQueue
 from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.generate.speculator import Speculator
-from hf_slospec.models.packed.model import PackedModel
-from tests.drafters.heads.checkpoints import target_of
+from hf_slospec.model.packed_model import PackedModel
+from tests.heads.checkpoints import target_of
 from tests.support.breadth import nightly_but
 from tests.support.toys.feature_heads import DRAFTS_ALWAYS, random_head
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
@@ -42,9 +42,12 @@ class Shortage:
     """Fails chosen forwards, and records whether each was one of the drafter's."""
 
     def __init__(self, generator: SLOSpecGenerator, monkeypatch: pytest.MonkeyPatch):
-        self.target, self.forwards = generator.model, list[str]()  # "draft" or "verify"
+        # "draft" or "verify"
+        self.target = generator.model
+        self.forwards = list[str]()
         self.fails: Callable[[str, int], bool] = lambda kind, count: False
-        self.num_failed, self._run = 0, PackedModel._run
+        self.num_failed = 0
+        self._run = PackedModel._run
         self.drafter: Any = None
         new_drafter = Speculator.new_drafter
 
@@ -54,14 +57,18 @@ class Shortage:
 
         _ = generator.decoder.speculator.costs  # measured before
         monkeypatch.setattr(Speculator, "new_drafter", made)
-        monkeypatch.setattr(PackedModel, "_run", lambda packed, *arguments: self._forward(packed, *arguments))
+        monkeypatch.setattr(
+            PackedModel, "_run", lambda packed, *arguments: self._forward(packed, *arguments)
+        )
 
     def _forward(self, packed: PackedModel, *arguments: Any) -> Any:
         kind = "verify" if packed.model is self.target else "draft"
         self.forwards.append(kind)
         if self.fails(kind, self.forwards.count(kind)):
             self.num_failed += 1
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+            raise RuntimeError(
+                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+            )
         return self._run(packed, *arguments)
 
 
@@ -72,16 +79,22 @@ def served(generator: SLOSpecGenerator, prompts: list[list[int]], **options: Any
 
 
 def prompts_of(num_prompts: int) -> list[list[int]]:
-    return torch.randint(3, VOCAB, (num_prompts, 20), generator=torch.Generator().manual_seed(0)).tolist()
+    return torch.randint(
+        3, VOCAB, (num_prompts, 20), generator=torch.Generator().manual_seed(0)
+    ).tolist()
 
 
 def expected_of(model: Any, prompts: list[list[int]]) -> list[list[int]]:
-    return [model.generate(torch.tensor([prompt]), **OPTIONS)[0, 20:].tolist() for prompt in prompts]
+    return [
+        model.generate(torch.tensor([prompt]), **OPTIONS)[0, 20:].tolist() for prompt in prompts
+    ]
 
 
 @pytest.mark.parametrize("kind", ["draft", "verify"])
 @pytest.mark.parametrize("make", nightly_but(("eagle3", "assistant"), MAKES))
-def test_drafters_give_way_in_generate(make: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafters_give_way_in_generate(
+    make: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Drafting pauses, comes back, and fails again: output stays the same."""
     monkeypatch.setattr("hf_slospec.engine.step.PAUSE", 4)
     generator = MAKES[make](tmp_path)
@@ -92,14 +105,21 @@ def test_drafters_give_way_in_generate(make: str, kind: str, tmp_path: Path, mon
     decoding = [step for step in out.steps if step.num_decoding]
     has_drafted = [bool(step.num_drafted_for) for step in decoding]
     begin = has_drafted.index(False)
-    assert has_drafted[begin : begin + 3] == [False] * 3 and True in has_drafted[:begin] and True in has_drafted[begin:]
+    assert (
+        has_drafted[begin : begin + 3] == [False] * 3
+        and True in has_drafted[:begin]
+        and True in has_drafted[begin:]
+    )
 
 
 @pytest.mark.parametrize("make", nightly_but(("eagle3", "assistant"), MAKES))
-def test_a_drafter_without_any_room_is_not_needed(make: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_without_any_room_is_not_needed(
+    make: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every forward of the drafter fails, the first one as well."""
     monkeypatch.setattr("hf_slospec.engine.step.PAUSE", 4)
-    generator, prompts = MAKES[make](tmp_path), prompts_of(3)
+    generator = MAKES[make](tmp_path)
+    prompts = prompts_of(3)
     shortage = Shortage(generator, monkeypatch)
     shortage.fails = lambda kind, count: kind == "draft"
     assert_same_as_stock(generator.model, generator.generate, ragged_prompts(2), **OPTIONS)
@@ -108,7 +128,9 @@ def test_a_drafter_without_any_room_is_not_needed(make: str, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("make", ["eagle3", "assistant"])
-def test_no_kv_can_be_reserved_for_the_drafter(make: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_kv_can_be_reserved_for_the_drafter(
+    make: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = MAKES[make](tmp_path)
     shortage = Shortage(generator, monkeypatch)
 
@@ -130,7 +152,9 @@ def test_no_kv_can_be_reserved_for_the_drafter(make: str, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("make", ["eagle3", "assistant"])
-def test_memory_that_stays_short_ends_the_call(make: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_stays_short_ends_the_call(
+    make: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = MAKES[make](tmp_path)
     shortage = Shortage(generator, monkeypatch)
     shortage.fails = lambda kind, count: kind == "verify" and count > 4
@@ -149,7 +173,8 @@ def test_memory_that_stays_short_ends_the_call(make: str, tmp_path: Path, monkey
 def test_the_batcher_frees_the_drafter_before_it_preempts(
     make: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generator, prompts = MAKES[make](tmp_path), prompts_of(3)
+    generator = MAKES[make](tmp_path)
+    prompts = prompts_of(3)
     expected = expected_of(generator.model, prompts)
     shortage = Shortage(generator, monkeypatch)
     shortage.fails = lambda kind, count: kind == "verify" and count == 6
@@ -160,8 +185,11 @@ def test_the_batcher_frees_the_drafter_before_it_preempts(
 def test_features_that_find_no_memory_are_missing_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generator, prompts, num_calls = MAKES["eagle3"](tmp_path), prompts_of(2), 0
-    expected, add = expected_of(generator.model, prompts), FeatureQueue.add
+    generator = MAKES["eagle3"](tmp_path)
+    prompts = prompts_of(2)
+    num_calls = 0
+    expected = expected_of(generator.model, prompts)
+    add = FeatureQueue.add
 
     def fails_at_times(queue: FeatureQueue, *arguments: Any) -> None:
         nonlocal num_calls
@@ -176,7 +204,8 @@ def test_features_that_find_no_memory_are_missing_and_nothing_else(
 
 
 def test_features_and_kv_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator, found = MAKES["eagle3"](tmp_path), list[tuple[int, int, int]]()
+    generator = MAKES["eagle3"](tmp_path)
+    found = list[tuple[int, int, int]]()
     draft = FeatureDrafter.draft
 
     def counted(drafter: FeatureDrafter, requests: list[Request], plan: Plan) -> Any:
@@ -196,10 +225,13 @@ def test_features_and_kv_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_features_that_wait_do_not_keep_those_of_a_whole_step() -> None:
-    queue, step = FeatureQueue(), torch.zeros(600, 8)
+    queue = FeatureQueue()
+    step = torch.zeros(600, 8)
     for index in range(3):
         queue.add(Request(index, RequestParams([1, 2, 3], 5)), 0, step[index : index + 1])
-    held = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in _parts(queue)}
+    held = {
+        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in _parts(queue)
+    }
     assert sum(held.values()) == queue.num_bytes == 3 * 8 * 4
 
 

@@ -29,17 +29,25 @@ def test_prompt_given_as_embeddings(family: str, batch: int, with_ids: bool) -> 
     for mode in quick_or((SAMPLED,), (GREEDY, SAMPLED)):
         assert_same_as_stock(ours.model, ours.generate, given, **mode)
     if not with_ids:
-        assert_same_as_stock(ours.model, ours.generate, given, max_length=embeds.shape[1] + 9, do_sample=False)
+        assert_same_as_stock(
+            ours.model, ours.generate, given, max_length=embeds.shape[1] + 9, do_sample=False
+        )
 
 
 def test_embeddings_of_tokens_are_drafted_for_as_those_tokens() -> None:
     model = tiny_model("llama")
     ours = SLOSpecGenerator(
-        model, model, config=SLOSpecConfig(policy="adaserve", max_depth=4, max_width=1, token_budget=64)
+        model,
+        model,
+        config=SLOSpecConfig(policy="adaserve", max_depth=4, max_width=1, token_budget=64),
     )
     embeds = model.get_input_embeddings()(ragged_prompts(1)["input_ids"]).detach()
     out = ours.generate(
-        inputs_embeds=embeds, do_sample=False, max_new_tokens=21, eos_token_id=None, return_dict_in_generate=True
+        inputs_embeds=embeds,
+        do_sample=False,
+        max_new_tokens=21,
+        eos_token_id=None,
+        return_dict_in_generate=True,
     )
     assert out.slo[0].acceptance_length == 5.0
 
@@ -47,12 +55,15 @@ def test_embeddings_of_tokens_are_drafted_for_as_those_tokens() -> None:
 def test_several_sequences_of_embeddings() -> None:
     ours = generator()
     embeds = ours.model.get_input_embeddings()(ragged_prompts(1)["input_ids"]).detach()
-    assert_same_as_stock(ours.model, ours.generate, {"inputs_embeds": embeds}, **SAMPLED, num_return_sequences=2)
+    assert_same_as_stock(
+        ours.model, ours.generate, {"inputs_embeds": embeds}, **SAMPLED, num_return_sequences=2
+    )
 
 
 def test_tokens_masked_in_the_middle() -> None:
     for family in ("llama", "gpt2"):
-        ours, inputs = generator(family), ragged_prompts(2)
+        ours = generator(family)
+        inputs = ragged_prompts(2)
         inputs["attention_mask"][0, -5:-2] = 0
         assert_same_as_stock(ours.model, ours.generate, inputs, **GREEDY)
     inputs["attention_mask"][0, -5:-2] = 0

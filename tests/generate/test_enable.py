@@ -48,7 +48,11 @@ def test_disable_restores_everything() -> None:
     model.generate(**ragged_prompts(1), **OPTIONS, slo_tpot=0.1)
     hf_slospec.disable(model)
     hf_slospec.disable(model)
-    assert (dict(model.__dict__), model.config.to_dict(), model.config._attn_implementation) == before
+    assert (
+        dict(model.__dict__),
+        model.config.to_dict(),
+        model.config._attn_implementation,
+    ) == before
     with pytest.raises(ValueError, match="slo_tpot"):
         model.generate(**ragged_prompts(1), **OPTIONS, slo_tpot=0.1)
 
@@ -78,7 +82,8 @@ def test_plain_forwards_are_untouched_while_enabled(model: Any) -> None:
 
 
 def test_enabled_model_can_be_copied_and_pickled() -> None:
-    # One of its own: where hidden states were asked for, transformers leaves hooks that cannot be pickled.
+    # One of its own: where hidden states were asked for, transformers leaves hooks that cannot be
+    # pickled.
     model: Any = hf_slospec.enable(tiny_model.__wrapped__("llama"), tiny_model("llama", noise=0.03))
     inputs = ragged_prompts(2)
     expected = type(model).generate(model, **inputs, **OPTIONS)
@@ -91,7 +96,7 @@ def test_enabled_model_can_be_copied_and_pickled() -> None:
 
 
 def test_a_model_that_cannot_hold_a_tree_stays_as_it_was() -> None:
-    """The other families are refused in tests/models/packed/test_families.py."""
+    """The other families are refused in tests/model/test_families.py."""
     model = RwkvForCausalLM(RwkvConfig(vocab_size=101, hidden_size=32, num_hidden_layers=2))
     with pytest.raises(UnsupportedModelError, match=r"RwkvForCausalLM .*keeps states"):
         hf_slospec.enable(model, tiny_model("llama"))
@@ -103,12 +108,15 @@ def test_another_draft_for_one_call(model: Any) -> None:
     expected = type(model).generate(model, **inputs, **OPTIONS)
     for _ in range(2):
         assert torch.equal(
-            model.generate(**inputs, **OPTIONS, slo_tpot=0.1, assistant_model=tiny_model("llama")), expected
+            model.generate(**inputs, **OPTIONS, slo_tpot=0.1, assistant_model=tiny_model("llama")),
+            expected,
         )
     with pytest.raises(InvalidTypeError, match="assistant_model"):
         model.generate(**inputs, **OPTIONS, slo_tpot=0.1, assistant_model="gpt2")
     generator = SLOSpecGenerator(model, tiny_model("llama"))
-    assert torch.equal(generator.generate(**inputs, **OPTIONS, assistant_model=tiny_model("qwen2")), expected)
+    assert torch.equal(
+        generator.generate(**inputs, **OPTIONS, assistant_model=tiny_model("qwen2")), expected
+    )
 
 
 def test_model_may_be_cast_after_enabling() -> None:

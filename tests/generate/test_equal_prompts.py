@@ -17,7 +17,8 @@ CONFIG = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=64
 
 def inputs_of(lengths: list[int], repeats: int) -> dict[str, torch.Tensor]:
     """Left-padded random prompts, each repeated, as TRL makes them."""
-    generator, longest = torch.Generator().manual_seed(0), max(lengths)
+    generator = torch.Generator().manual_seed(0)
+    longest = max(lengths)
     input_ids = torch.randint(3, 101, (len(lengths), longest), generator=generator)
     mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
     repeated = (part.repeat_interleave(repeats, 0) for part in (input_ids * mask, mask.long()))
@@ -29,23 +30,32 @@ def prefilled(out: Any) -> int:
 
 
 @pytest.mark.parametrize("drafter", [None, "assistant", "suffix"])
-@pytest.mark.parametrize("options", [dict(do_sample=False), dict(do_sample=True, num_return_sequences=2)])
+@pytest.mark.parametrize(
+    "options", [dict(do_sample=False), dict(do_sample=True, num_return_sequences=2)]
+)
 @pytest.mark.parametrize("extra", [{}, dict(output_scores=True)], ids=["", "scores"])
-def test_repeated_rows_are_prefilled_once(drafter: Any, options: dict[str, Any], extra: dict[str, Any]) -> None:
+def test_repeated_rows_are_prefilled_once(
+    drafter: Any, options: dict[str, Any], extra: dict[str, Any]
+) -> None:
     model = tiny_model("llama")
     draft = tiny_model("llama", noise=0.02) if drafter == "assistant" else None
     method = load_drafter(drafter, model) if drafter not in (None, "assistant") else None
     ours = SLOSpecGenerator(model, draft, config=CONFIG, drafter=method)
-    inputs, copies = inputs_of([40, 90], 3), options.get("num_return_sequences", 1)
+    inputs = inputs_of([40, 90], 3)
+    copies = options.get("num_return_sequences", 1)
     out = assert_same_as_stock(model, ours.generate, inputs, max_new_tokens=12, **options, **extra)
     assert prefilled(out) == 39 + 89 + 6 * copies
-    assert sorted(row.reused for row in out.slo) == [0] * 2 + [39] * (3 * copies - 1) + [89] * (3 * copies - 1)
+    assert sorted(row.reused for row in out.slo) == [0] * 2 + [39] * (3 * copies - 1) + [89] * (
+        3 * copies - 1
+    )
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral-window", "gpt2", "gpt-oss", "mixtral"])
 def test_families(family: str) -> None:
     ours = SLOSpecGenerator(tiny_model(family), tiny_model(family, noise=0.02), config=CONFIG)
-    out = assert_same_as_stock(ours.model, ours.generate, inputs_of([64], 4), max_new_tokens=16, do_sample=True)
+    out = assert_same_as_stock(
+        ours.model, ours.generate, inputs_of([64], 4), max_new_tokens=16, do_sample=True
+    )
     assert prefilled(out) == 63 + 4
 
 
@@ -55,22 +65,30 @@ def test_recurrent_states_are_copied_too(name: str) -> None:
     config = tiny_config(model_class.config_class)
     target, draft = (sharpened(lambda: model_class(config), 0, noise) for noise in (0.0, 0.02))
     ours = SLOSpecGenerator(target, draft, config=CONFIG)
-    out = assert_same_as_stock(target, ours.generate, inputs_of([50], 3), max_new_tokens=12, do_sample=True)
+    out = assert_same_as_stock(
+        target, ours.generate, inputs_of([50], 3), max_new_tokens=12, do_sample=True
+    )
     assert prefilled(out) == 49 + 3
 
 
 def test_prompts_of_several_chunks_and_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_slospec.engine.scheduling.static_batch.CHUNK", 30)
+    monkeypatch.setattr("hf_slospec.scheduler.static.CHUNK", 30)
     ours = SLOSpecGenerator(tiny_model("llama"), tiny_model("llama", noise=0.02), config=CONFIG)
-    out = assert_same_as_stock(ours.model, ours.generate, inputs_of([100, 71, 20], 2), max_new_tokens=8)
-    # What a last chunk of fewer than 16 tokens adds to the K/V that was copied before is computed again.
+    out = assert_same_as_stock(
+        ours.model, ours.generate, inputs_of([100, 71, 20], 2), max_new_tokens=8
+    )
+    # What a last chunk of fewer than 16 tokens adds to the K/V that was copied before is computed
+    # again.
     assert prefilled(out) == 99 + 70 + 4 + 2 * 20 + 9 + 10
 
 
 def test_embeddings_are_processed_for_every_row() -> None:
     ours = SLOSpecGenerator(tiny_model("llama"), config=CONFIG)
     inputs = inputs_of([64], 3)
-    embeds = {"inputs_embeds": ours.model.get_input_embeddings()(inputs.pop("input_ids")).detach(), **inputs}
+    embeds = {
+        "inputs_embeds": ours.model.get_input_embeddings()(inputs.pop("input_ids")).detach(),
+        **inputs,
+    }
     assert_same_as_stock(ours.model, ours.generate, embeds, max_new_tokens=8, do_sample=False)
 
 
@@ -86,6 +104,8 @@ def test_a_draft_processes_a_common_prompt_once(monkeypatch: pytest.MonkeyPatch)
             return forward(pool, parts, *given)
 
         monkeypatch.setattr(packed, name, counted)
-    out = ours.generate(**inputs_of([120], 4), max_new_tokens=8, do_sample=True, return_dict_in_generate=True)
+    out = ours.generate(
+        **inputs_of([120], 4), max_new_tokens=8, do_sample=True, return_dict_in_generate=True
+    )
     assert max(sizes) < 4 * 120 and sum(sizes) < 120 + 4 * 8 * 10
     assert out.sequences.shape[1] == 128

@@ -21,7 +21,8 @@ from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
 def test_fallback_runs_stock_generate_and_says_so() -> None:
     model = enable(tiny_model("llama"), tiny_model("llama", noise=0.03), fallback=True)
-    inputs, options = ragged_prompts(2), dict(do_sample=False, max_new_tokens=6, num_beams=2)
+    inputs = ragged_prompts(2)
+    options = dict(do_sample=False, max_new_tokens=6, num_beams=2)
     expected = type(model).generate(model, **inputs, **options)
     try:
         with pytest.warns(FallbackWarning, match="beam"):
@@ -44,7 +45,9 @@ def test_fallback_for_a_model_that_cannot_hold_a_tree() -> None:
         enable(model)
     enable(model, fallback=True)
     with pytest.warns(FallbackWarning, match="Rwkv"):
-        assert torch.equal(model.generate(**inputs, do_sample=False, max_new_tokens=6, slo_tpot=0.1), expected)
+        assert torch.equal(
+            model.generate(**inputs, do_sample=False, max_new_tokens=6, slo_tpot=0.1), expected
+        )
 
 
 def test_fallback_for_a_model_with_an_embedding_table_per_codebook() -> None:
@@ -58,7 +61,10 @@ def test_fallback_for_a_model_with_an_embedding_table_per_codebook() -> None:
     with pytest.raises(UnsupportedModelError, match=r"MoshiDepthDecoder .*one table of all tokens"):
         enable(model)
     options: dict[str, Any] = dict(
-        input_ids=torch.tensor([[3], [5]]), last_hidden_state=torch.randn(2, 1, 32), max_new_tokens=3, do_sample=False
+        input_ids=torch.tensor([[3], [5]]),
+        last_hidden_state=torch.randn(2, 1, 32),
+        max_new_tokens=3,
+        do_sample=False,
     )
     expected = model.generate(**options)
     enable(model, fallback=True, always=True)
@@ -67,8 +73,12 @@ def test_fallback_for_a_model_with_an_embedding_table_per_codebook() -> None:
 
 
 def test_fallback_does_not_stream_the_prompt_twice() -> None:
-    inputs, streamer, stock = ragged_prompts(1), Recorder(), Recorder()
-    options = dict(do_sample=False, max_new_tokens=6, output_hidden_states=True, return_dict_in_generate=True)
+    inputs = ragged_prompts(1)
+    streamer = Recorder()
+    stock = Recorder()
+    options = dict(
+        do_sample=False, max_new_tokens=6, output_hidden_states=True, return_dict_in_generate=True
+    )
     tiny_model("llama").generate(**inputs, **options, streamer=stock)
     with pytest.warns(FallbackWarning):
         generator(fallback=True).generate(**inputs, **options, streamer=streamer)

@@ -16,9 +16,9 @@ import torch
 
 import hf_slospec
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.models.inspection.graph_preconditions import GraphPreconditions
-from hf_slospec.models.inspection.model_changes import Fingerprint
-from hf_slospec.models.inspection.properties import config_values
+from hf_slospec.cuda.captured import GraphPreconditions
+from hf_slospec.model.properties import config_values
+from hf_slospec.model.version import Fingerprint
 from tests.support.enabled_model import OPTIONS
 from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
@@ -97,10 +97,12 @@ def give(model: Any, value: Any) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about sparse and nested tensors
 @pytest.mark.parametrize("name", VALUES)
 def test_no_attribute_stops_a_call_and_its_replacement_counts_as_a_change(name: str) -> None:
-    target, draft = copy.deepcopy(tiny_model("llama")), tiny_model("llama", noise=0.03)
+    target = copy.deepcopy(tiny_model("llama"))
+    draft = tiny_model("llama", noise=0.03)
     give(target, VALUES[name]())
     model = hf_slospec.enable(target, draft)
-    fingerprint, preconditions = Fingerprint(model), GraphPreconditions(model)
+    fingerprint = Fingerprint(model)
+    preconditions = GraphPreconditions(model)
     assert not fingerprint.renew()
     before = preconditions.now()
     preconditions.renew()
@@ -117,7 +119,10 @@ def test_no_attribute_stops_a_call_and_its_replacement_counts_as_a_change(name: 
 
 
 def test_attributes_of_drafts_and_between_submitted_requests() -> None:
-    target, draft = copy.deepcopy(tiny_model("llama")), copy.deepcopy(tiny_model("llama", noise=0.03))
+    target, draft = (
+        copy.deepcopy(tiny_model("llama")),
+        copy.deepcopy(tiny_model("llama", noise=0.03)),
+    )
     prompt = ragged_prompts(1)["input_ids"]
     stock = target.generate(prompt, **OPTIONS)[0, prompt.shape[1] :].tolist()
     give(draft, np.arange(5))
@@ -149,8 +154,10 @@ def test_config_that_cannot_be_pickled_leaves_forwards_eager() -> None:
 
 
 def test_config_values_tell_nested_objects_and_a_config_that_holds_itself() -> None:
-    config, array = copy.deepcopy(tiny_model("llama").config), np.arange(3)
-    config.label_map, config.itself = {"a": [array, torch.float16]}, config
+    config = copy.deepcopy(tiny_model("llama").config)
+    array = np.arange(3)
+    config.label_map = {"a": [array, torch.float16]}
+    config.itself = config
     values = config_values(config)
     assert values["label_map"]["a"] == [f"numpy.ndarray at {id(array)}", "torch.float16"]
     assert values == config_values(config)

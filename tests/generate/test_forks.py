@@ -26,7 +26,9 @@ WAIT_S = 120.0
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """GNU's OpenMP, and stock generate with it, hangs in children of processes that used several threads."""
+    """GNU's OpenMP, and stock generate with it, hangs in children of processes that used several
+    threads.
+    """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -36,7 +38,9 @@ def one_thread() -> Iterator[None]:
 @contextlib.contextmanager
 def stopped_within(module: torch.nn.Module, call: Any) -> Iterator[None]:
     """Keep ``call`` in another thread within a forward of a module."""
-    is_within, is_over, callers = threading.Event(), threading.Event(), list[int]()
+    is_within = threading.Event()
+    is_over = threading.Event()
+    callers = list[int]()
     plain = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -69,15 +73,21 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.nightly  # passes by itself; after many other tests in one process its children took too long
+# Passes by itself; after many other tests in one process its children took too long
+@pytest.mark.nightly
 @pytest.mark.parametrize("prepack", [False, True])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_child_generates_while_another_thread_is_within_a_forward(drafter: str, prepack: bool) -> None:
+def test_a_child_generates_while_another_thread_is_within_a_forward(
+    drafter: str, prepack: bool
+) -> None:
     target = copy.deepcopy(tiny_model("llama"))
     classes = [type(module) for module in target.modules()]
-    inputs, stock = ragged_prompts(2), target.generate(**ragged_prompts(2), **OPTIONS)
+    inputs = ragged_prompts(2)
+    stock = target.generate(**ragged_prompts(2), **OPTIONS)
     model = hf_slospec.enable(
-        target, drafter=DRAFTERS[drafter](target), config=SLOSpecConfig(prepack=prepack, compile=False)
+        target,
+        drafter=DRAFTERS[drafter](target),
+        config=SLOSpecConfig(prepack=prepack, compile=False),
     )
 
     def is_same() -> bool:
@@ -94,10 +104,13 @@ def test_a_child_generates_while_another_thread_is_within_a_forward(drafter: str
 
 def test_children_generate_while_two_threads_generate() -> None:
     target = copy.deepcopy(tiny_model("llama"))
-    inputs, stock = ragged_prompts(2), target.generate(**ragged_prompts(2), **OPTIONS)
-    draft, config = copy.deepcopy(tiny_model("llama", noise=0.03)), SLOSpecConfig(compile=False)
+    inputs = ragged_prompts(2)
+    stock = target.generate(**ragged_prompts(2), **OPTIONS)
+    draft = copy.deepcopy(tiny_model("llama", noise=0.03))
+    config = SLOSpecConfig(compile=False)
     model = hf_slospec.enable(target, draft, config=config)
-    differing, is_over = list[Any](), threading.Event()
+    differing = list[Any]()
+    is_over = threading.Event()
 
     def is_same() -> bool:
         return torch.equal(model.generate(**inputs, **OPTIONS, slo_tpot=1.0), stock)
@@ -132,7 +145,8 @@ def test_a_child_of_a_running_batcher_is_told_so_and_generates() -> None:
     target = copy.deepcopy(tiny_model("llama"))
     prompt = ragged_prompts(1)["input_ids"]
     stock = target.generate(prompt, **OPTIONS)
-    new, options = stock[0, prompt.shape[1] :].tolist(), OPTIONS
+    new = stock[0, prompt.shape[1] :].tolist()
+    options = OPTIONS
     generator = SLOSpecGenerator(target, copy.deepcopy(tiny_model("llama", noise=0.03)))
 
     def is_right() -> bool:
@@ -151,7 +165,10 @@ def test_a_child_of_a_running_batcher_is_told_so_and_generates() -> None:
         if not torch.equal(generator.generate(prompt, **options), stock):
             return False
         with generator:
-            return generator.submit(prompt[0].tolist(), **options).result(timeout=WAIT_S).token_ids == new
+            return (
+                generator.submit(prompt[0].tolist(), **options).result(timeout=WAIT_S).token_ids
+                == new
+            )
 
     with generator:
         for _ in range(2):
@@ -159,16 +176,20 @@ def test_a_child_of_a_running_batcher_is_told_so_and_generates() -> None:
             next(iter(handle.tokens()))
             assert passes_in_child(is_right)
             assert len(handle.result(timeout=WAIT_S).token_ids) > 0
-        assert generator.submit(prompt[0].tolist(), **options).result(timeout=WAIT_S).token_ids == new
+        assert (
+            generator.submit(prompt[0].tolist(), **options).result(timeout=WAIT_S).token_ids == new
+        )
 
 
 def test_a_call_whose_callback_forks_goes_on_in_both_processes() -> None:
     target = copy.deepcopy(tiny_model("llama"))
     inputs = ragged_prompts(1)
     stock = target.generate(**inputs, **OPTIONS)
-    draft, config = copy.deepcopy(tiny_model("llama", noise=0.03)), SLOSpecConfig(compile=False)
+    draft = copy.deepcopy(tiny_model("llama", noise=0.03))
+    config = SLOSpecConfig(compile=False)
     model = hf_slospec.enable(target, draft, config=config)
-    forked, has_begun = list[int](), threading.Event()
+    forked = list[int]()
+    has_begun = threading.Event()
 
     def fork_once(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if has_begun.is_set() and not forked:
@@ -179,7 +200,9 @@ def test_a_call_whose_callback_forks_goes_on_in_both_processes() -> None:
 
     is_same = False
     try:
-        is_same = torch.equal(model.generate(**inputs, **OPTIONS, slo_tpot=1.0, logits_processor=[fork_once]), stock)
+        is_same = torch.equal(
+            model.generate(**inputs, **OPTIONS, slo_tpot=1.0, logits_processor=[fork_once]), stock
+        )
     finally:
         if forked == [0]:
             os._exit(0 if is_same else 1)

@@ -1,4 +1,6 @@
-"""What an enabled model or a generator made is freed with the last reference to it, not by a later collection."""
+"""What an enabled model or a generator made is freed with the last reference to it, not by a later
+collection.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import pytest
 
 import hf_slospec
 from hf_slospec import SLOSpecGenerator
-from hf_slospec.generate.decode import Decoder
+from hf_slospec.generate.call import Decoder
 from tests.support.enabled_model import OPTIONS
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
@@ -31,7 +33,9 @@ def parts_of(decoder: Decoder) -> dict[str, weakref.ref[Any]]:
     packed = speculator.target.packed
     parts: dict[str, Any] = {"decoder": decoder, "speculator": speculator, "packed": packed}
     names = "fingerprint", "prepacked", "captured", "compiled", "fused"
-    parts |= {"target": speculator.target, "history": speculator.history} | {n: getattr(packed, n) for n in names}
+    parts |= {"target": speculator.target, "history": speculator.history} | {
+        n: getattr(packed, n) for n in names
+    }
     return {name: weakref.ref(part) for name, part in parts.items()}
 
 

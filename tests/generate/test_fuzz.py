@@ -1,4 +1,6 @@
-"""Arguments of any kind for ``enable``, ``generate`` and drafters; ``scripts/fuzz.py`` tries more of them."""
+"""Arguments of any kind for ``enable``, ``generate`` and drafters; ``scripts/fuzz.py`` tries more
+of them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,15 @@ from hf_slospec import SLOSpecConfig, SLOSpecError, SLOSpecGenerator
 from hf_slospec.policies.fixed import FixedPolicy
 from tests.support.against_stock import DRAFTS_ALWAYS
 from tests.support.fuzzing import fuzzed, mostly, odd, some_of
-from tests.support.generate_arguments import SLO, VALID, OwnError, called, check_like_stock, fails, prompts
+from tests.support.generate_arguments import (
+    SLO,
+    VALID,
+    OwnError,
+    called,
+    check_like_stock,
+    fails,
+    prompts,
+)
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 from tests.support.toys.tiny_tokenizers import byte_level
 from tests.support.user_code import USER_CODE, Nested
@@ -43,13 +53,20 @@ def check_works(model: Any, **slo: Any) -> None:
 
 @pytest.fixture(scope="module")
 def drafting() -> Iterator[Any]:
-    yield hf_slospec.enable(tiny_model("llama"), tiny_model("llama", noise=0.03), config=DRAFTS_ALWAYS)
+    yield hf_slospec.enable(
+        tiny_model("llama"), tiny_model("llama", noise=0.03), config=DRAFTS_ALWAYS
+    )
     hf_slospec.disable(tiny_model("llama"))
     assert "generate" not in vars(tiny_model("llama"))
 
 
 @fuzzed(25)
-@given(inputs=prompts(), options=some_of(VALID), slo=mostly(SLO), fallback=st.sampled_from([None, None, False, True]))
+@given(
+    inputs=prompts(),
+    options=some_of(VALID),
+    slo=mostly(SLO),
+    fallback=st.sampled_from([None, None, False, True]),
+)
 def test_generate_returns_what_stock_returns_or_says_what_is_wrong(
     drafting: Any, inputs: dict[str, Any], options: dict[str, Any], slo: Any, fallback: bool | None
 ) -> None:
@@ -72,10 +89,19 @@ class Object:
     plan = select = observe = release = draft
 
 
-CONFIGS = [SLOSpecConfig(), DRAFTS_ALWAYS, SLOSpecConfig(policy="none"), SLOSpecConfig(prepack=False), {}]
+CONFIGS = [
+    SLOSpecConfig(),
+    DRAFTS_ALWAYS,
+    SLOSpecConfig(policy="none"),
+    SLOSpecConfig(prepack=False),
+    {},
+]
 ENABLE: dict[str, st.SearchStrategy[Any]] = dict(
-    assistant_model=st.sampled_from([tiny_model("llama", noise=0.03), tiny_model("opt"), tiny_model("llama")]),
-    drafter=st.builds(Object, odd()) | st.builds(lambda: hf_slospec.load_drafter("lookup", tiny_model("llama"))),
+    assistant_model=st.sampled_from(
+        [tiny_model("llama", noise=0.03), tiny_model("opt"), tiny_model("llama")]
+    ),
+    drafter=st.builds(Object, odd())
+    | st.builds(lambda: hf_slospec.load_drafter("lookup", tiny_model("llama"))),
     config=st.sampled_from(CONFIGS),
     make_policy=st.sampled_from([Object, FixedPolicy, lambda *_: None, fails]),
     always=st.booleans(),
@@ -89,7 +115,9 @@ MODELS = st.sampled_from([tiny_model("llama"), tiny_model("gpt2")])
 
 @fuzzed(25)
 @given(model=mostly(MODELS, 8), arguments=some_of(ENABLE), slo=mostly(SLO))
-def test_enable_refuses_or_works_and_disable_restores(model: Any, arguments: dict[str, Any], slo: Any) -> None:
+def test_enable_refuses_or_works_and_disable_restores(
+    model: Any, arguments: dict[str, Any], slo: Any
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -110,7 +138,12 @@ def test_enable_refuses_or_works_and_disable_restores(model: Any, arguments: dic
 
 
 @fuzzed(25)
-@given(model=mostly(MODELS, 8), arguments=some_of(GENERATOR), inputs=prompts(), options=some_of(VALID, 2))
+@given(
+    model=mostly(MODELS, 8),
+    arguments=some_of(GENERATOR),
+    inputs=prompts(),
+    options=some_of(VALID, 2),
+)
 def test_generators_refuse_or_return_what_stock_returns(
     model: Any, arguments: dict[str, Any], inputs: dict[str, Any], options: dict[str, Any]
 ) -> None:
@@ -134,16 +167,31 @@ def test_generators_refuse_or_return_what_stock_returns(
 @fuzzed(25)
 @given(
     source=mostly(
-        st.sampled_from(["lookup", "lookup+lookup", "mtp", "+", "lookup+", "no/such", tiny_model("opt"), ["lookup", 3]])
+        st.sampled_from(
+            [
+                "lookup",
+                "lookup+lookup",
+                "mtp",
+                "+",
+                "lookup+",
+                "no/such",
+                tiny_model("opt"),
+                ["lookup", 3],
+            ]
+        )
     ),
     target=mostly(MODELS),
     arguments=some_of(
         dict(
-            tokenizer=st.just(byte_level(300)), assistant_tokenizer=st.just(byte_level(290)), share_texts=st.booleans()
+            tokenizer=st.just(byte_level(300)),
+            assistant_tokenizer=st.just(byte_level(290)),
+            share_texts=st.booleans(),
         )
     ),
 )
-def test_drafters_are_loaded_or_refused(source: Any, target: Any, arguments: dict[str, Any]) -> None:
+def test_drafters_are_loaded_or_refused(
+    source: Any, target: Any, arguments: dict[str, Any]
+) -> None:
     with contextlib.suppress(SLOSpecError):
         hf_slospec.load_drafter(source, target, **arguments)
 
@@ -180,7 +228,8 @@ def test_code_of_the_user_is_called_as_stock_calls_it_or_refused(
     code: list[Any], nested: Nested, batch: int, seed: int, do_sample: bool, always: bool, slo_in_nested: bool,
     as_generator: bool, fallback: bool,
 ) -> None:  # fmt: skip
-    stock, model = copy.deepcopy(tiny_model("llama")), copy.deepcopy(tiny_model("llama"))
+    stock = copy.deepcopy(tiny_model("llama"))
+    model = copy.deepcopy(tiny_model("llama"))
     prompt = ragged_prompts(batch, seed)
     options = prompt | {"max_new_tokens": 12, "do_sample": do_sample}
     without_slo = dataclasses.replace(nested, slo={})
@@ -199,13 +248,21 @@ def test_code_of_the_user_is_called_as_stock_calls_it_or_refused(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             hf_slospec.enable(
-                model, tiny_model("llama", noise=0.03), config=DRAFTS_ALWAYS, always=always, fallback=fallback
+                model,
+                tiny_model("llama", noise=0.03),
+                config=DRAFTS_ALWAYS,
+                always=always,
+                fallback=fallback,
             )
             generate = functools.partial(model.generate, slo_tpot=0.1)
             if as_generator:
-                generate = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=DRAFTS_ALWAYS).generate
+                generate = SLOSpecGenerator(
+                    model, tiny_model("llama", noise=0.03), config=DRAFTS_ALWAYS
+                ).generate
             ours = called(generate, own)
-            plain = called(functools.partial(model.generate, slo_tpot=0.1), prompt | {"max_new_tokens": 6})
+            plain = called(
+                functools.partial(model.generate, slo_tpot=0.1), prompt | {"max_new_tokens": 6}
+            )
     except SLOSpecError:
         return
     if isinstance(ours, SLOSpecError):

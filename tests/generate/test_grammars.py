@@ -42,7 +42,11 @@ def grammars(pair: tuple[Any, Any, Any]) -> Grammars:
 
 @pytest.mark.parametrize(
     ("options", "seeds"),
-    [(dict(do_sample=False), [0]), (dict(do_sample=True, temperature=1.5), [0, 1]), (dict(do_sample=True), [2])],
+    [
+        (dict(do_sample=False), [0]),
+        (dict(do_sample=True, temperature=1.5), [0, 1]),
+        (dict(do_sample=True), [2]),
+    ],
 )
 def test_outputs_follow_the_schema_and_equal_those_of_generate(
     pair: tuple[Any, Any, Any], grammars: Grammars, options: dict[str, Any], seeds: list[int]
@@ -54,25 +58,42 @@ def test_outputs_follow_the_schema_and_equal_those_of_generate(
         for seed in seeds:
             torch.manual_seed(seed)
             own = [grammars.processor(SCHEMA, num_prompt)]
-            expected = target.generate(ids, logits_processor=own, max_new_tokens=160, **options)[0, num_prompt:]
-            given = dict(logits_processor=[grammars.processor(SCHEMA, num_prompt)], max_new_tokens=160, **options)
+            expected = target.generate(ids, logits_processor=own, max_new_tokens=160, **options)[
+                0, num_prompt:
+            ]
+            given = dict(
+                logits_processor=[grammars.processor(SCHEMA, num_prompt)],
+                max_new_tokens=160,
+                **options,
+            )
             handle = generator.submit(PROMPT, seed=seed if options["do_sample"] else None, **given)
             result = handle.result(120.0)
-            assert result.token_ids == expected.tolist() and result.finish_reason == "stop" and result.text is not None
+            assert (
+                result.token_ids == expected.tolist()
+                and result.finish_reason == "stop"
+                and result.text is not None
+            )
             found = json.loads(result.text)
             assert found.keys() == {"ok", "size", "name"}
-            assert isinstance(found["ok"], bool) and found["size"] in (1, 20, 300) and len(found["name"]) <= 4
+            assert (
+                isinstance(found["ok"], bool)
+                and found["size"] in (1, 20, 300)
+                and len(found["name"]) <= 4
+            )
 
 
 def test_a_text_that_was_cut_back_is_followed_again(grammars: Grammars) -> None:
-    constraint, scores = grammars.processor(SCHEMA, 1), torch.zeros(1, grammars._vocab_size)
+    constraint = grammars.processor(SCHEMA, 1)
+    scores = torch.zeros(1, grammars._vocab_size)
     first = constraint(torch.tensor([[5]]), scores)
     token = int((first[0] == 0).nonzero()[0])
     constraint(torch.tensor([[5, token]]), scores)
     assert torch.equal(constraint(torch.tensor([[5]]), scores), first)
 
 
-def test_schemas_that_cannot_be_followed_are_refused_by_name(pair: tuple[Any, Any, Any], grammars: Grammars) -> None:
+def test_schemas_that_cannot_be_followed_are_refused_by_name(
+    pair: tuple[Any, Any, Any], grammars: Grammars
+) -> None:
     for schema in ({"type": "nonsense"}, {"$ref": "http://elsewhere/schema"}):
         with pytest.raises(InvalidInputError, match="response_format"):
             grammars.processor(schema, 1)
@@ -80,7 +101,9 @@ def test_schemas_that_cannot_be_followed_are_refused_by_name(pair: tuple[Any, An
         Grammars(pair[2], 100, []).processor(SCHEMA, 1)
 
 
-def test_a_schema_that_llguidance_gives_up_on_fails_the_request(pair: tuple[Any, Any, Any], grammars: Grammars) -> None:
+def test_a_schema_that_llguidance_gives_up_on_fails_the_request(
+    pair: tuple[Any, Any, Any], grammars: Grammars
+) -> None:
     constraint = grammars.processor({"$ref": "#"}, 1)
     with SLOSpecGenerator(*pair) as generator:
         handle = generator.submit(PROMPT, logits_processor=[constraint], max_new_tokens=8)
@@ -110,18 +133,29 @@ def test_expected_are_keys_punctuation_and_few_values_with_the_whitespace_so_far
     pair: tuple[Any, Any, Any], grammars: Grammars, output: str, expected: list[str]
 ) -> None:
     grammar, tokens = follow(grammars, output)
-    ways, end, texts = grammar.expected(tokens), pair[0].generation_config.eos_token_id, list[str]()
+    ways = grammar.expected(tokens)
+    end = pair[0].generation_config.eos_token_id
+    texts = list[str]()
     for way in ways:
         assert (end in way) == output.endswith("abcd") and end not in way[:-1]
-        texts.append(grammars._vocabulary.tokenizer.decode_bytes([token for token in way if token != end]).decode())
-        scores = grammar.masked([tokens + way[:place] for place in range(len(way))], torch.zeros(len(way), 2048))
+        texts.append(
+            grammars._vocabulary.tokenizer.decode_bytes(
+                [token for token in way if token != end]
+            ).decode()
+        )
+        scores = grammar.masked(
+            [tokens + way[:place] for place in range(len(way))], torch.zeros(len(way), 2048)
+        )
         assert scores[range(len(way)), way].isfinite().all()
     assert texts == expected
 
 
 def test_optional_properties_and_items_part_the_ways(grammars: Grammars) -> None:
     optional = SCHEMA | {"required": ["ok"]}
-    for schema, output in ((optional, '{"ok": true'), ({"type": "array", "items": {"const": "xy"}}, '["xy"')):
+    for schema, output in (
+        (optional, '{"ok": true'),
+        ({"type": "array", "items": {"const": "xy"}}, '["xy"'),
+    ):
         grammar, tokens = follow(grammars, output, schema)
         texts = [grammars._tokenizer.decode(way) for way in grammar.expected(tokens)]
         assert len(texts) == 2 and texts[0].startswith(', "') and texts[1][:1] in "]}"
@@ -129,9 +163,13 @@ def test_optional_properties_and_items_part_the_ways(grammars: Grammars) -> None
 
 def test_branches_are_masked_as_by_a_matcher_of_their_own(grammars: Grammars) -> None:
     grammar, tokens = follow(grammars, '{"ok": ')
-    rng, size = torch.Generator().manual_seed(0), grammars._vocab_size
-    paths, scores = [tokens], torch.randn(1, size, generator=rng)
-    for _ in range(24):  # random allowed continuations of random paths, and now and then a forbidden one
+    rng = torch.Generator().manual_seed(0)
+    size = grammars._vocab_size
+    paths = [tokens]
+    scores = torch.randn(1, size, generator=rng)
+    for _ in range(
+        24
+    ):  # random allowed continuations of random paths, and now and then a forbidden one
         path = paths[int(torch.randint(len(paths), (), generator=rng))]
         allowed = grammar.masked([path], scores)[0].isfinite()
         if not allowed.any():
@@ -152,15 +190,22 @@ def batch(pair: tuple[Any, Any, Any]) -> dict[str, torch.Tensor]:
     return dict(pair[2](texts, return_tensors="pt", padding=True, padding_side="left"))
 
 
-@pytest.mark.parametrize("schema", [{"type": "integer"}, {"enum": ["a", "bcd", True]}, {"const": [1, 2]}])
+@pytest.mark.parametrize(
+    "schema", [{"type": "integer"}, {"enum": ["a", "bcd", True]}, {"const": [1, 2]}]
+)
 def test_rows_that_end_before_others_are_padded(
     pair: tuple[Any, Any, Any], grammars: Grammars, schema: dict[str, Any]
 ) -> None:
-    inputs, ours = batch(pair), SLOSpecGenerator(pair[0], tokenizer=pair[2], config=SLOSpecConfig(policy="fixed"))
+    inputs, ours = (
+        batch(pair),
+        SLOSpecGenerator(pair[0], tokenizer=pair[2], config=SLOSpecConfig(policy="fixed")),
+    )
     for seed in range(quick_or(2, 3)):
         constraint = grammars.processor(schema, inputs["input_ids"].shape[1])
         options = dict(do_sample=True, temperature=1.5 + seed, max_new_tokens=16)
-        assert_same_as_stock(pair[0], ours.generate, inputs, logits_processor=[constraint], **options)
+        assert_same_as_stock(
+            pair[0], ours.generate, inputs, logits_processor=[constraint], **options
+        )
 
 
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -174,7 +219,10 @@ LONG = {"type": "array", "minItems": quick_or(2, 3), "items": SCHEMA}
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param(dict(do_sample=False), marks=pytest.mark.nightly), dict(do_sample=True, temperature=1.2)],
+    [
+        pytest.param(dict(do_sample=False), marks=pytest.mark.nightly),
+        dict(do_sample=True, temperature=1.2),
+    ],
     ids=["greedy", "sampled"],
 )
 @pytest.mark.parametrize(
@@ -194,8 +242,13 @@ def test_batches_equal_stock_and_take_fewer_steps_than_without_the_grammar(
     drafting: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
-    (target, draft, tokenizer), inputs = pair, batch(pair)
-    method = hf_slospec.load_tiny_drafter("mtp", target) if drafting == DRAFTERS["head"] else drafting.get("drafter")
+    (target, draft, tokenizer) = pair
+    inputs = batch(pair)
+    method = (
+        hf_slospec.load_tiny_drafter("mtp", target)
+        if drafting == DRAFTERS["head"]
+        else drafting.get("drafter")
+    )
     runs = []
     for knows in (True, False):
         if not knows:
@@ -206,7 +259,8 @@ def test_batches_equal_stock_and_take_fewer_steps_than_without_the_grammar(
             config=SLOSpecConfig(policy="fixed", max_depth=8, max_width=2, check_invariants=True),
         )  # fmt: skip
         given = dict(
-            logits_processor=[grammars.processor(LONG, inputs["input_ids"].shape[1])], max_new_tokens=quick_or(56, 80)
+            logits_processor=[grammars.processor(LONG, inputs["input_ids"].shape[1])],
+            max_new_tokens=quick_or(56, 80),
         )
         if knows:
             runs.append(assert_same_as_stock(target, ours.generate, inputs, **given, **options))

@@ -1,4 +1,6 @@
-"""Code of the user's that computes tokens: it computes each alone, as its code or a declaration says, or is refused."""
+"""Code of the user's that computes tokens: it computes each alone, as its code or a declaration
+says, or is refused.
+"""
 
 from __future__ import annotations
 
@@ -178,7 +180,9 @@ def with_accelerate(model: Any) -> None:
 
 def with_two_of_accelerate(model: Any) -> None:
     with_accelerate(model)
-    accelerate.hooks.add_hook_to_module(model.model.layers[0].mlp, accelerate.hooks.ModelHook(), append=True)
+    accelerate.hooks.add_hook_to_module(
+        model.model.layers[0].mlp, accelerate.hooks.ModelHook(), append=True
+    )
 
 
 def wrapped_by_accelerate(model: Any) -> None:
@@ -197,7 +201,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "random": on_layer(lambda module, inputs, output: output + torch.rand(HIDDEN)),
     "called always": on_layer(decode_only, always_call=True),
     "before a layer": lambda model: model.model.layers[1].register_forward_pre_hook(before_layer),
-    "before the model": lambda model: model.register_forward_pre_hook(before_model, with_kwargs=True),
+    "before the model": lambda model: model.register_forward_pre_hook(
+        before_model, with_kwargs=True
+    ),
     "logits": lambda model: model.register_forward_hook(logits_of_decoding),
     "forward of an instance": replaced_forward,
     "custom module": custom_module,
@@ -222,9 +228,12 @@ def test_other_code_is_refused_by_name_or_falls_back(name: str) -> None:
         model.generate(**call, slo_tpot=0.1)
 
 
-@pytest.mark.parametrize("name", ["counter in an object", "before a layer", "custom module", "forward of an instance"])
+@pytest.mark.parametrize(
+    "name", ["counter in an object", "before a layer", "custom module", "forward of an instance"]
+)
 def test_other_code_after_enable_is_refused_until_it_is_taken_back(name: str) -> None:
-    model, call = copy.deepcopy(tiny_model("llama")), dict(ragged_prompts(2), max_new_tokens=6)
+    model = copy.deepcopy(tiny_model("llama"))
+    call = dict(ragged_prompts(2), max_new_tokens=6)
     hf_slospec.enable(model, config=CONFIG)
     before = copy.deepcopy(model.model.layers)
     CHANGES[name](model)
@@ -249,7 +258,8 @@ def test_submit_refuses_other_code() -> None:
 
 
 def test_hooks_of_all_modules_are_refused() -> None:
-    model, call = copy.deepcopy(tiny_model("llama")), dict(ragged_prompts(1), max_new_tokens=3)
+    model = copy.deepcopy(tiny_model("llama"))
+    call = dict(ragged_prompts(1), max_new_tokens=3)
     hf_slospec.enable(model, config=CONFIG)
     handle = nn.modules.module.register_module_forward_hook(counted())
     with handle, pytest.raises(UnsupportedModelError, match="a global forward hook"):
@@ -257,7 +267,9 @@ def test_hooks_of_all_modules_are_refused() -> None:
     assert torch.equal(model.generate(**call, slo_tpot=0.1), model.generate(**call))
 
 
-def test_a_forward_that_is_replaced_in_its_class_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_that_is_replaced_in_its_class_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plain = LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: plain(self, x) * len(x))
     with pytest.raises(UnsupportedModelError, match=REFUSED):
@@ -292,7 +304,8 @@ class Scaled(nn.Module):
 
     def __init__(self, inner: nn.Module):
         super().__init__()
-        self.plain, self.scale = inner, 1.5
+        self.plain = inner
+        self.scale = 1.5
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.plain(hidden) * self.scale
@@ -305,13 +318,17 @@ def scaled_module(model: Any) -> None:
 PLAIN: dict[str, Callable[[Any], Any]] = {
     "added": on_layer(scaled_by(VECTOR, 0.7)),
     "in place": on_layer(in_place),
-    "projected": on_layer(lambda module, inputs, output: output - (output @ VECTOR).unsqueeze(-1) * VECTOR),
+    "projected": on_layer(
+        lambda module, inputs, output: output - (output @ VECTOR).unsqueeze(-1) * VECTOR
+    ),
     "before": lambda model: model.model.layers[1].register_forward_pre_hook(
         lambda module, inputs: (inputs[0] + VECTOR, *inputs[1:])
     ),
     "read from the module": lambda model: (
         setattr(model.model.layers[0], "offset", VECTOR),
-        model.model.layers[0].register_forward_hook(lambda module, inputs, output: output + module.offset),
+        model.model.layers[0].register_forward_hook(
+            lambda module, inputs, output: output + module.offset
+        ),
     ),
     "module": scaled_module,
 }
@@ -319,8 +336,11 @@ PLAIN: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_code_that_adds_and_multiplies_is_speculated(name: str) -> None:
-    model, call = model_with(PLAIN[name]), dict(ragged_prompts(3), max_new_tokens=8)
-    assert not torch.equal(model.generate(**call), tiny_model("llama").generate(**call)), "it changes nothing"
+    model = model_with(PLAIN[name])
+    call = dict(ragged_prompts(3), max_new_tokens=8)
+    assert not torch.equal(model.generate(**call), tiny_model("llama").generate(**call)), (
+        "it changes nothing"
+    )
     expected = model.generate(**call)
     generator = SLOSpecGenerator(model, model, config=CONFIG)
     assert torch.equal(generator.generate(**call), expected)
@@ -347,7 +367,8 @@ class Adapter(nn.Module):
 
 @pytest.mark.parametrize("where", ["hook", "partial", "module", "class", "model"])
 def test_declared_code_is_speculated(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    model, call = copy.deepcopy(tiny_model("llama")), dict(ragged_prompts(2), max_new_tokens=8)
+    model = copy.deepcopy(tiny_model("llama"))
+    call = dict(ragged_prompts(2), max_new_tokens=8)
     layer = model.model.layers[0]
     if where in ("module", "class", "model"):
         layer.mlp = Adapter(layer.mlp)
@@ -365,9 +386,12 @@ def test_declared_code_is_speculated(monkeypatch: pytest.MonkeyPatch, where: str
 
 
 def test_drafts_may_have_any_hooks() -> None:
-    model, draft = tiny_model("llama"), model_with(on_layer(Counting()))
+    model = tiny_model("llama")
+    draft = model_with(on_layer(Counting()))
     call = dict(ragged_prompts(2), max_new_tokens=6)
-    assert torch.equal(SLOSpecGenerator(model, draft, config=CONFIG).generate(**call), model.generate(**call))
+    assert torch.equal(
+        SLOSpecGenerator(model, draft, config=CONFIG).generate(**call), model.generate(**call)
+    )
 
 
 class Symmetric(nn.Module):
@@ -395,7 +419,8 @@ def with_hooks_of_libraries(model: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_changes_of_weights_and_hooks_of_libraries_are_speculated() -> None:
-    model, call = model_with(with_hooks_of_libraries), dict(ragged_prompts(2), max_new_tokens=6)
+    model = model_with(with_hooks_of_libraries)
+    call = dict(ragged_prompts(2), max_new_tokens=6)
     adapted = get_peft_model(model, LoraConfig(target_modules=["v_proj"], init_lora_weights=False))
     expected = adapted.generate(**call)
     hf_slospec.enable(adapted, config=CONFIG)
@@ -404,8 +429,12 @@ def test_changes_of_weights_and_hooks_of_libraries_are_speculated() -> None:
 
 @pytest.mark.parametrize("first", [None, 1])
 def test_published_steering_vectors(first: int | None) -> None:
-    """The package's hook builds a mask over the places of a forward's tokens, so it is refused until declared."""
-    package = pytest.importorskip("steering_vectors", reason="steering-vectors is not among the requirements of tests")
+    """The package's hook builds a mask over the places of a forward's tokens, so it is refused
+    until declared.
+    """
+    package = pytest.importorskip(
+        "steering_vectors", reason="steering-vectors is not among the requirements of tests"
+    )
     model = copy.deepcopy(tiny_model("llama"))
     package.SteeringVector({0: VECTOR}).patch_activations(model, min_token_index=first)
     call = dict(ragged_prompts(2), max_new_tokens=6)

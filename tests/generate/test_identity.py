@@ -11,18 +11,25 @@ import pytest
 import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
-from hf_slospec.engine.protocols import Plan
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.interfaces import Plan
 from hf_slospec.policies.fixed import FixedPolicy
+from hf_slospec.request.request import Request
 from tests.support.breadth import nightly_but, nightly_rows_but, quick_or
-from tests.support.toys.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import (
+    FAMILIES,
+    assert_same_as_stock,
+    ragged_prompts,
+    tiny_model,
+)
 
 GREEDY: dict[str, Any] = dict(do_sample=False)
 SAMPLED: dict[str, Any] = dict(do_sample=True, temperature=0.8, top_k=30, top_p=0.95)
 DRAFTS = {"perfect": dict(seed=0), "useless": dict(seed=1), "fair": dict(seed=0, noise=0.03)}
 BATCHES = 1, 3, 8
 # This policy always drafts; four levels cost half as many draft forwards as the default.
-CHECKED = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=40, max_depth=quick_or(3, 4))
+CHECKED = SLOSpecConfig(
+    policy="adaserve", check_invariants=True, token_budget=40, max_depth=quick_or(3, 4)
+)
 
 
 ALL_DRAFTS = ("llama", "mistral-window", "gpt2", "gemma3")
@@ -56,13 +63,22 @@ def test_same_tokens_as_stock(family: str, draft: str, batch: int) -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "4d_mask"])
-@pytest.mark.parametrize("shape", nightly_but([(0, 1), (4, 1), (7, 6)], [(0, 1), (1, 1), (4, 1), (1, 5), (7, 6)]))
-def test_same_tokens_for_every_tree_shape_and_backend(shape: tuple[int, int], attention: Any) -> None:
-    model, draft = tiny_model("mistral-window"), tiny_model("mistral-window", noise=0.03)
-    config = SLOSpecConfig(max_depth=shape[0], max_width=shape[1], attention=attention, check_invariants=True)
+@pytest.mark.parametrize(
+    "shape", nightly_but([(0, 1), (4, 1), (7, 6)], [(0, 1), (1, 1), (4, 1), (1, 5), (7, 6)])
+)
+def test_same_tokens_for_every_tree_shape_and_backend(
+    shape: tuple[int, int], attention: Any
+) -> None:
+    model = tiny_model("mistral-window")
+    draft = tiny_model("mistral-window", noise=0.03)
+    config = SLOSpecConfig(
+        max_depth=shape[0], max_width=shape[1], attention=attention, check_invariants=True
+    )
     for options in (GREEDY, SAMPLED):
         generator = SLOSpecGenerator(model, draft, config=config)
-        assert_same_as_stock(model, generator.generate, ragged_prompts(4), **options, max_new_tokens=quick_or(12, 20))
+        assert_same_as_stock(
+            model, generator.generate, ragged_prompts(4), **options, max_new_tokens=quick_or(12, 20)
+        )
 
 
 def test_perfect_draft_commits_whole_chains() -> None:
@@ -72,13 +88,19 @@ def test_perfect_draft_commits_whole_chains() -> None:
         model, SLOSpecGenerator(model, model, config=config).generate, ragged_prompts(1, seed=3), **GREEDY,
         max_new_tokens=31, eos_token_id=None,
     )  # fmt: skip
-    assert out.slo[0].acceptance_length == 5.0  # every step: four accepted nodes and the bonus token
+    assert (
+        out.slo[0].acceptance_length == 5.0
+    )  # every step: four accepted nodes and the bonus token
     assert out.slo[0].steps == 6
 
 
 def test_draft_of_another_family_and_fewer_positions() -> None:
-    model, draft = tiny_model("llama"), tiny_model("gpt2")
-    long = {"input_ids": torch.randint(3, 101, (2, 110)), "attention_mask": torch.ones(2, 110, dtype=torch.int64)}
+    model = tiny_model("llama")
+    draft = tiny_model("gpt2")
+    long = {
+        "input_ids": torch.randint(3, 101, (2, 110)),
+        "attention_mask": torch.ones(2, 110, dtype=torch.int64),
+    }
     generator = SLOSpecGenerator(model, draft, config=CHECKED)
     assert_same_as_stock(model, generator.generate, long, **GREEDY, max_new_tokens=quick_or(20, 50))
 
@@ -89,9 +111,17 @@ def test_rows_stop_at_any_eos_and_are_padded_as_stock_pads(eos: Any) -> None:
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CHECKED)
     for options in (GREEDY, SAMPLED):
         out = assert_same_as_stock(
-            model, generator.generate, ragged_prompts(8), **options, max_new_tokens=40, eos_token_id=eos, pad_token_id=5
+            model,
+            generator.generate,
+            ragged_prompts(8),
+            **options,
+            max_new_tokens=40,
+            eos_token_id=eos,
+            pad_token_id=5,
         )
-        assert len({metrics.tokens for metrics in out.slo}) > 1  # the test is about rows that end apart
+        assert (
+            len({metrics.tokens for metrics in out.slo}) > 1
+        )  # the test is about rows that end apart
 
 
 def test_embedded_pair_is_exact_on_real_text() -> None:
@@ -100,12 +130,18 @@ def test_embedded_pair_is_exact_on_real_text() -> None:
     for batch in quick_or((4,), (1, 6)):
         inputs = tokenizer(tiny_prompts()[:batch], return_tensors="pt", padding=True)
         for options in quick_or((SAMPLED,), (GREEDY, SAMPLED)):
-            assert_same_as_stock(target, generator.generate, dict(inputs), **options, max_new_tokens=quick_or(16, 24))
+            assert_same_as_stock(
+                target, generator.generate, dict(inputs), **options, max_new_tokens=quick_or(16, 24)
+            )
 
 
 @pytest.mark.parametrize(
     ("lengths", "options"),
-    [((600,), SAMPLED), pytest.param((1100, 700), GREEDY, marks=pytest.mark.nightly), ((1030, 40), SAMPLED)],
+    [
+        ((600,), SAMPLED),
+        pytest.param((1100, 700), GREEDY, marks=pytest.mark.nightly),
+        ((1030, 40), SAMPLED),
+    ],
     ids=str,
 )
 def test_prompts_of_many_tokens(lengths: tuple[int, ...], options: dict[str, Any]) -> None:
@@ -130,14 +166,21 @@ def test_processors_that_look_at_the_sequence() -> None:
 
 def test_drafting_for_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that were passed over are fed to the draft what they emitted meanwhile."""
-    rng, shape = np.random.default_rng(0), SLOSpecConfig(max_depth=4, max_width=2)
+    rng = np.random.default_rng(0)
+    shape = SLOSpecConfig(max_depth=4, max_width=2)
 
     class ForSome(FixedPolicy):
-        def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
+        def plan(
+            self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
+        ) -> Plan:
             some = rng.permutation(len(requests))[: rng.integers(len(requests) + 1)]
-            return replace(super().plan(requests, begun_s), drafting=[requests[index] for index in some])
+            return replace(
+                super().plan(requests, begun_s), drafting=[requests[index] for index in some]
+            )
 
-    monkeypatch.setattr("hf_slospec.generate.speculator.new_policy", lambda _, costs, *others: ForSome(shape, costs))
+    monkeypatch.setattr(
+        "hf_slospec.generate.speculator.new_policy", lambda _, costs, *others: ForSome(shape, costs)
+    )
     model = tiny_model("llama")
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CHECKED)
     for options in (GREEDY, SAMPLED):

@@ -1,4 +1,6 @@
-"""Prompts with images: the output of stock ``generate``, token for token, on tiny models of many families."""
+"""Prompts with images: the output of stock ``generate``, token for token, on tiny models of many
+families.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,23 @@ from hf_slospec import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
-from hf_slospec.algo.tree import TokenTree
-from hf_slospec.generate import multimodal_prompts
-from hf_slospec.models.inspection.cache_names import CACHE_NAME, cache_option
-from hf_slospec.models.packed.prefilled_prompts import sees_later_tokens
-from hf_slospec.models.packed.probe import probe_layers
+from hf_slospec.families.prefilled_prompts import sees_later_tokens
+from hf_slospec.generate import images as multimodal_prompts
+from hf_slospec.model.probe import probe_layers
+from hf_slospec.model.properties import CACHE_NAME, cache_option
+from hf_slospec.tree.tree import TokenTree
 from tests.support.breadth import nightly_but, quick_or
-from tests.support.toys.tiny_image_models import IMAGE, image_inputs, prompts_with_images, tiny_image_model
+from tests.support.toys.tiny_image_models import (
+    IMAGE,
+    image_inputs,
+    prompts_with_images,
+    tiny_image_model,
+)
 from tests.support.toys.tiny_models import assert_same_as_stock, sharpened, tiny_model
 
-CONFIG = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=24, max_depth=3, max_width=2)
+CONFIG = SLOSpecConfig(
+    policy="adaserve", check_invariants=True, token_budget=24, max_depth=3, max_width=2
+)
 OPTIONS: dict[str, Any] = dict(max_new_tokens=quick_or(9, 12), pad_token_id=0, eos_token_id=2)
 SAMPLING: dict[str, Any] = dict(do_sample=True, temperature=0.8, top_k=30)
 FAMILIES = """Qwen2VL Qwen2_5_VL Qwen3VL Gemma3 Gemma4 Llava LlavaNext LlavaOnevision Mistral3 InternVL Idefics3 SmolVLM
@@ -53,7 +62,10 @@ def first_scores(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor
 
 
 @pytest.mark.parametrize(
-    "family", nightly_but(("Qwen2_5_VL", "Qwen3VL", "Gemma3", "Gemma4", "Llava", "Idefics3", "Qwen3_5"), FAMILIES)
+    "family",
+    nightly_but(
+        ("Qwen2_5_VL", "Qwen3VL", "Gemma3", "Gemma4", "Llava", "Idefics3", "Qwen3_5"), FAMILIES
+    ),
 )
 def test_every_family_is_exact(family: str) -> None:
     model, inputs = image_inputs(name_of(family), seed=1, images=(1, 2))
@@ -95,7 +107,8 @@ class ReadsFeatures:
 
 def test_features_begin_with_the_last_token_of_the_prompt() -> None:
     model, inputs = image_inputs(name_of("Qwen2VL"), seed=1, images=(1, 2))
-    drafter, options = ReadsFeatures(), OPTIONS | dict(eos_token_id=None)
+    drafter = ReadsFeatures()
+    options = OPTIONS | dict(eos_token_id=None)
     ours = SLOSpecGenerator(model, drafter=drafter, config=CONFIG)
     assert torch.equal(ours.generate(**inputs, **options), stock(model, inputs, **options))
     for row, length in enumerate(inputs["attention_mask"].sum(1).tolist()):
@@ -106,9 +119,15 @@ def test_features_begin_with_the_last_token_of_the_prompt() -> None:
 def test_options_of_generate() -> None:
     model, inputs = image_inputs(name_of("Qwen2VL"), images=(2, 1))
     ours = SLOSpecGenerator(model, config=CONFIG)
-    assert_same_as_stock(model, ours.generate, inputs, **OPTIONS, output_scores=True, repetition_penalty=1.3)
-    assert_same_as_stock(model, ours.generate, inputs, **OPTIONS, **SAMPLING, num_return_sequences=2)
-    assert_same_as_stock(model, ours.generate, inputs, **OPTIONS, use_cache=False, suppress_tokens=[IMAGE])
+    assert_same_as_stock(
+        model, ours.generate, inputs, **OPTIONS, output_scores=True, repetition_penalty=1.3
+    )
+    assert_same_as_stock(
+        model, ours.generate, inputs, **OPTIONS, **SAMPLING, num_return_sequences=2
+    )
+    assert_same_as_stock(
+        model, ours.generate, inputs, **OPTIONS, use_cache=False, suppress_tokens=[IMAGE]
+    )
     chosen = model.generation_config
     try:
         model.generation_config = copy.deepcopy(chosen)
@@ -128,7 +147,9 @@ def test_stock_generate_continues_as_if_nothing_had_run() -> None:
         ids = torch.cat((first.sequences, more), dim=1)
         mask = torch.ones_like(ids)
         second = type(model).generate
-        return second(model, input_ids=ids, attention_mask=mask, **cache_option(first[CACHE_NAME]), **OPTIONS)
+        return second(
+            model, input_ids=ids, attention_mask=mask, **cache_option(first[CACHE_NAME]), **OPTIONS
+        )
 
     assert torch.equal(two_turns(ours.generate), two_turns(type(model).generate.__get__(model)))
 
@@ -138,14 +159,18 @@ def test_text_without_images_is_not_processed_as_a_whole(monkeypatch: pytest.Mon
     inputs = prompts_with_images(model, 4, (0, 0))
     expected = stock(model, inputs)
     monkeypatch.setattr(multimodal_prompts.WholePrompts, "_process", None)
-    assert torch.equal(SLOSpecGenerator(model, config=CONFIG).generate(**inputs, **OPTIONS), expected)
+    assert torch.equal(
+        SLOSpecGenerator(model, config=CONFIG).generate(**inputs, **OPTIONS), expected
+    )
 
 
 def test_texts_that_are_seen_from_both_sides() -> None:
     model = tiny_image_model(name_of("PaliGemma"))
     assert sees_later_tokens(model) and probe_layers(model)
     assert not sees_later_tokens(tiny_image_model(name_of("Gemma3")))
-    ours = SLOSpecGenerator(model, tiny_image_model(name_of("PaliGemma"), noise=0.03), config=CONFIG)
+    ours = SLOSpecGenerator(
+        model, tiny_image_model(name_of("PaliGemma"), noise=0.03), config=CONFIG
+    )
     ids = torch.randint(3, IMAGE, (1, 17), generator=torch.Generator().manual_seed(0))
     for sampling in ({}, SAMPLING):
         assert_same_as_stock(model, ours.generate, {"input_ids": ids}, **OPTIONS, **sampling)
@@ -153,10 +178,15 @@ def test_texts_that_are_seen_from_both_sides() -> None:
         ours.prompt_logprobs(ids)
 
 
-def test_a_model_that_packed_forwards_do_not_follow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_packed_forwards_do_not_follow_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, inputs = image_inputs(name_of("Qwen2VL"))
-    expected, right = stock(model, inputs), multimodal_prompts._last_position
-    monkeypatch.setattr(multimodal_prompts, "_last_position", lambda *arguments: right(*arguments) + 5)
+    expected = stock(model, inputs)
+    right = multimodal_prompts._last_position
+    monkeypatch.setattr(
+        multimodal_prompts, "_last_position", lambda *arguments: right(*arguments) + 5
+    )
     ours = SLOSpecGenerator(model, config=CONFIG)
     with pytest.raises(UnsupportedModelError, match="logits of a packed forward differ"):
         ours.generate(**inputs, **OPTIONS)
@@ -175,11 +205,16 @@ def test_images_before_the_text_are_refused() -> None:
     model = sharpened(lambda: GitForCausalLM(config), 0)
     inputs = dict(input_ids=torch.randint(3, 99, (1, 6)), pixel_values=torch.randn(1, 3, 8, 8))
     ours = SLOSpecGenerator(model, config=CONFIG)
-    with pytest.raises(UnsupportedOptionError, match="pixel_values of GitForCausalLM, which has no placeholder"):
+    with pytest.raises(
+        UnsupportedOptionError, match="pixel_values of GitForCausalLM, which has no placeholder"
+    ):
         ours.generate(**inputs, **OPTIONS)
     with pytest.warns(FallbackWarning, match="placeholder"):
         assert torch.equal(ours.generate(**inputs, **OPTIONS, fallback=True), stock(model, inputs))
-    assert torch.equal(ours.generate(inputs["input_ids"], **OPTIONS), stock(model, {"input_ids": inputs["input_ids"]}))
+    assert torch.equal(
+        ours.generate(inputs["input_ids"], **OPTIONS),
+        stock(model, {"input_ids": inputs["input_ids"]}),
+    )
 
 
 def test_what_cannot_be_combined_with_images() -> None:
@@ -187,7 +222,9 @@ def test_what_cannot_be_combined_with_images() -> None:
     ours = SLOSpecGenerator(model, config=CONFIG)
     end = int((inputs["input_ids"][0] == IMAGE).nonzero()[-1]) + 1
     shape = inputs["input_ids"].shape
-    cut = {name: value[:, :end] if value.shape == shape else value for name, value in inputs.items()}
+    cut = {
+        name: value[:, :end] if value.shape == shape else value for name, value in inputs.items()
+    }
     with pytest.raises(UnsupportedInputError, match="row 0 of input_ids ends with an image"):
         ours.generate(**cut, **OPTIONS)
     with pytest.raises(UnsupportedOptionError, match="num_beams"):
@@ -197,8 +234,14 @@ def test_what_cannot_be_combined_with_images() -> None:
         ours.generate(**inputs, inputs_embeds=embeds, **OPTIONS)
     first = type(model).generate(model, **inputs, **OPTIONS, return_dict_in_generate=True)
     ids = torch.cat((first.sequences, inputs["input_ids"]), dim=1)
-    both = {name: torch.cat((inputs[name], inputs[name])) for name in ("pixel_values", "image_grid_thw")}
-    both |= {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == IMAGE).long()}
+    both = {
+        name: torch.cat((inputs[name], inputs[name])) for name in ("pixel_values", "image_grid_thw")
+    }
+    both |= {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": (ids == IMAGE).long(),
+    }
     with pytest.raises(UnsupportedOptionError, match=f"{CACHE_NAME} that holds tokens"):
         ours.generate(**both, **cache_option(first[CACHE_NAME]), **OPTIONS)
     text = SLOSpecGenerator(tiny_model("llama"), config=CONFIG)

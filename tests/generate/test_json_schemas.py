@@ -1,4 +1,6 @@
-"""Objects may have the properties that their schemas list and no others, and formats of pydantic are followed."""
+"""Objects may have the properties that their schemas list and no others, and formats of pydantic
+are followed.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,21 @@ from hf_slospec.generate.json_schemas import to_follow
 
 A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 B: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
-TO_A, DEFS = {"$ref": "#/$defs/A"}, {"$defs": {"A": A, "B": B}}
-N: dict[str, Any] = {"properties": {"v": {"type": "integer"}, "of": {"items": {"$ref": "#/$defs/N"}, "type": "array"}}}
+TO_A = {"$ref": "#/$defs/A"}
+DEFS = {"$defs": {"A": A, "B": B}}
+N: dict[str, Any] = {
+    "properties": {
+        "v": {"type": "integer"},
+        "of": {"items": {"$ref": "#/$defs/N"}, "type": "array"},
+    }
+}
 CALL: dict[str, Any] = {
     "properties": {"arguments": {"$id": "tool:0", "properties": {"x": {"$ref": "#/$defs/A"}}, "$defs": {"A": A}}},
     "required": ["arguments"], "additionalProperties": False,
 }  # fmt: skip
 
-# Schema, values that follow it, and values that have names of the model's own or lack a required one.
+# Schema, values that follow it, and values that have names of the model's own or lack a required
+# one.
 CLOSED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
     "alone": (A, [{"a": 1}, {}], [{"a": 1, "x": 1}, {"x": 1}]),
     "nested": (
@@ -158,7 +167,10 @@ def test_models_of_pydantic_are_followed(grammars: Grammars) -> None:
 VALUES: dict[Any, tuple[list[str], list[str]]] = {
     pydantic.UUID1: ([str(uuid.uuid1())], [str(uuid.uuid4()), "x"]),
     pydantic.UUID3: ([str(uuid.uuid3(uuid.NAMESPACE_DNS, "x"))], [str(uuid.uuid4())]),
-    pydantic.UUID4: ([str(uuid.uuid4()) for _ in range(8)], [str(uuid.uuid1()), str(uuid.uuid4())[:-1]]),
+    pydantic.UUID4: (
+        [str(uuid.uuid4()) for _ in range(8)],
+        [str(uuid.uuid1()), str(uuid.uuid4())[:-1]],
+    ),
     pydantic.UUID5: ([str(uuid.uuid5(uuid.NAMESPACE_DNS, "x"))], [str(uuid.uuid4())]),
     uuid.UUID: ([str(uuid.uuid4())], ["x"]),
     Path: (["/a/b", "C:\\x", ""], []),
@@ -166,14 +178,36 @@ VALUES: dict[Any, tuple[list[str], list[str]]] = {
     bytes: (["abc", "\u00e9"], []),
     pydantic.SecretStr: (["secret"], []),
     re.Pattern: (["^a*$"], []),
-    pydantic.Base64Str: ([base64.b64encode(b"abcdefghi~"[:size]).decode() for size in range(10)], ["a", "YQ", "/w=="]),
+    pydantic.Base64Str: (
+        [base64.b64encode(b"abcdefghi~"[:size]).decode() for size in range(10)],
+        ["a", "YQ", "/w=="],
+    ),
     pydantic.Base64Bytes: ([base64.b64encode(b"ab\x00").decode()], ["*"]),
     pydantic.Base64UrlStr: ([base64.urlsafe_b64encode(b"a~?b>").decode()], ["a+b/"]),
     ipaddress.IPv4Network: (
-        ["10.0.0.0/8", "172.16.0.0/12", "192.168.1.4/30", "0.0.0.0/0", "128.0.0.0/1", "1.2.3.4/32", "1.2.3.4"],
-        ["10.0.0.1/8", "172.17.0.0/12", "192.168.1.5/30", "1.0.0.0/0", "1.2.3/24", "1.2.3.4/33", "256.0.0.0/8"],
+        [
+            "10.0.0.0/8",
+            "172.16.0.0/12",
+            "192.168.1.4/30",
+            "0.0.0.0/0",
+            "128.0.0.0/1",
+            "1.2.3.4/32",
+            "1.2.3.4",
+        ],
+        [
+            "10.0.0.1/8",
+            "172.17.0.0/12",
+            "192.168.1.5/30",
+            "1.0.0.0/0",
+            "1.2.3/24",
+            "1.2.3.4/33",
+            "256.0.0.0/8",
+        ],
     ),
-    ipaddress.IPv6Network: (["2001:db8::/32", "::/0", "fe80:1:2:3::/64", "1:2:3:4:5:6:7:8", "::1"], ["::1/64"]),
+    ipaddress.IPv6Network: (
+        ["2001:db8::/32", "::/0", "fe80:1:2:3::/64", "1:2:3:4:5:6:7:8", "::1"],
+        ["::1/64"],
+    ),
     ipaddress.IPv4Interface: (["10.0.0.1/8", "1.2.3.4"], ["1.2.3.4/33"]),
     ipaddress.IPv6Interface: (["fe80::1/64", "::1"], ["fe80::1/129"]),
     networks.IPvAnyAddress: (["1.2.3.4", "::1"], ["x", "1.2.3.4/8"]),
@@ -195,14 +229,20 @@ def test_formats_of_pydantic_are_followed(grammars: Grammars, kind: Any) -> None
         assert not follows(grammars, schema, json.dumps({"x": text})), text
 
 
-@pytest.mark.parametrize("kind", [kind for kind, (_, invalid) in VALUES.items() if invalid and kind is not uuid.UUID])
+@pytest.mark.parametrize(
+    "kind", [kind for kind, (_, invalid) in VALUES.items() if invalid and kind is not uuid.UUID]
+)
 def test_what_follows_a_format_is_valid_for_pydantic(grammars: Grammars, kind: Any) -> None:
-    adapter, rng = pydantic.TypeAdapter(kind), np.random.default_rng(0)
+    adapter = pydantic.TypeAdapter(kind)
+    rng = np.random.default_rng(0)
     tokenizer = grammars._tokenizer
     quote = tokenizer.convert_tokens_to_ids('"')
     for _ in range(4):
-        matcher, tokens = grammars.processor(adapter.json_schema(), 0)._matcher, list[int]()
-        while not matcher.is_accepting():  # random characters, and after some the closing quote where it may come
+        matcher = grammars.processor(adapter.json_schema(), 0)._matcher
+        tokens = list[int]()
+        while (
+            not matcher.is_accepting()
+        ):  # random characters, and after some the closing quote where it may come
             allowed = np.flatnonzero(np.frombuffer(matcher.compute_logit_bias(), dtype=np.uint8))
             characters = [int(token) for token in allowed if len(tokenizer.decode([token])) == 1]
             is_end = len(tokens) > 40 and quote in characters
@@ -241,8 +281,13 @@ def test_chains_and_graphs_of_references_are_followed_once_or_refused() -> None:
     chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(5000)}
     with pytest.raises(InvalidInputError, match="nests too deeply"):
         to_follow({"$ref": "#/$defs/a0", "$defs": chain})
-    graph = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(100)}  # 2^100 paths
-    assert to_follow({"$ref": "#/$defs/a0", "$defs": graph | {"a100": A}})["$defs"].keys() == {*graph, "a100"}
+    graph = {
+        f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(100)
+    }  # 2^100 paths
+    assert to_follow({"$ref": "#/$defs/a0", "$defs": graph | {"a100": A}})["$defs"].keys() == {
+        *graph,
+        "a100",
+    }
     nested = {
         f"a{i}": {
             "properties": {f"p{i}_{j}": {} for j in range(40)},
@@ -274,6 +319,8 @@ PRETTY = json.dumps({"a": [1, {"b": 2}], "c": "x"}, indent=2)
         ('{"a": "' + " " * 30 + '"}', True),  # within texts is any
     ],
 )  # fmt: skip
-def test_whitespace_is_a_space_or_a_line_with_its_indentation(grammars: Grammars, text: str, is_possible: bool) -> None:
+def test_whitespace_is_a_space_or_a_line_with_its_indentation(
+    grammars: Grammars, text: str, is_possible: bool
+) -> None:
     assert follows(grammars, {"type": "object"}, text) == is_possible
     assert "{0,24}" not in JSON_OPTIONS["whitespace_pattern"]

@@ -22,7 +22,9 @@ from tests.support.generate_arguments import Returns
 from tests.support.toys.tiny_models import ragged_prompts
 
 
-@pytest.mark.parametrize("mode", nightly_but([SAMPLED], [GREEDY, SAMPLED]), ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "mode", nightly_but([SAMPLED], [GREEDY, SAMPLED]), ids=["greedy", "sampled"]
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -39,7 +41,13 @@ from tests.support.toys.tiny_models import ragged_prompts
         dict(begin_suppress_tokens=[1, 3, 50, 60]),
         dict(sequence_bias={(10,): 5.0, (11, 12): -4.0}),
         dict(exponential_decay_length_penalty=(5, 1.3)),
-        dict(repetition_penalty=1.2, no_repeat_ngram_size=3, min_new_tokens=6, temperature=0.9, top_k=30),
+        dict(
+            repetition_penalty=1.2,
+            no_repeat_ngram_size=3,
+            min_new_tokens=6,
+            temperature=0.9,
+            top_k=30,
+        ),
     ],
     ids=str,
 )
@@ -77,7 +85,10 @@ class RowBias(LogitsProcessor):
     """Tells rows apart by their place in the batch."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores + 6.0 * torch.randn(3, 101, generator=torch.Generator().manual_seed(1))[: len(scores)]
+        return (
+            scores
+            + 6.0 * torch.randn(3, 101, generator=torch.Generator().manual_seed(1))[: len(scores)]
+        )
 
 
 class Drawing(LogitsProcessor):
@@ -122,7 +133,9 @@ CUSTOM = [Countdown, lambda: Widened(5), RowBias, Drawing, stateful_function, Co
 @pytest.mark.parametrize(("mode", "batch"), [(GREEDY, 1), (SAMPLED, 3)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("make", CUSTOM, ids=lambda make: getattr(make, "__name__", "?"))
 def test_custom_processors(make: Any, mode: dict[str, Any], batch: int) -> None:
-    ours, inputs, seen = generator(), ragged_prompts(batch, seed=batch), []
+    ours = generator()
+    inputs = ragged_prompts(batch, seed=batch)
+    seen = []
     for generate in (type(ours.model).generate.__get__(ours.model), ours.generate):
         torch.manual_seed(7)
         out = generate(**inputs, **mode, logits_processor=[make()], return_dict_in_generate=True)
@@ -133,12 +146,17 @@ def test_custom_processors(make: Any, mode: dict[str, Any], batch: int) -> None:
 
 
 def test_what_may_look_at_the_whole_batch_is_decoded_in_step_and_says_so() -> None:
-    ours, inputs = generator(), ragged_prompts(3)
+    ours = generator()
+    inputs = ragged_prompts(3)
     with pytest.warns(FallbackWarning, match="Countdown may look at the whole batch"):
-        out = ours.generate(**inputs, **GREEDY, logits_processor=[Countdown()], return_dict_in_generate=True)
+        out = ours.generate(
+            **inputs, **GREEDY, logits_processor=[Countdown()], return_dict_in_generate=True
+        )
     assert [metrics.drafted for metrics in out.slo] == [0, 0, 0]
     assert all(metrics.tpot_s > 0 and metrics.tokens == 1 + metrics.steps for metrics in out.slo)
-    out = ours.generate(**inputs, **GREEDY, logits_processor=[Counting()], return_dict_in_generate=True)
+    out = ours.generate(
+        **inputs, **GREEDY, logits_processor=[Counting()], return_dict_in_generate=True
+    )
     assert all(metrics.drafted for metrics in out.slo)
 
 
@@ -146,7 +164,9 @@ def test_what_may_look_at_the_whole_batch_is_decoded_in_step_and_says_so() -> No
 @pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_processors_that_return_something_else(mode: dict[str, Any], found: Any) -> None:
     with pytest.raises(InvalidInputError, match=r"logits_processor .* must return scores of shape"):
-        generator().generate(**ragged_prompts(1), **mode, logits_processor=LogitsProcessorList([Returns(found)]))
+        generator().generate(
+            **ragged_prompts(1), **mode, logits_processor=LogitsProcessorList([Returns(found)])
+        )
 
 
 def test_prefix_allowed_tokens() -> None:

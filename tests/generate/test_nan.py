@@ -1,4 +1,6 @@
-"""Drafted tokens whose hidden states are NaN: outputs equal those of stock, which never computes these tokens."""
+"""Drafted tokens whose hidden states are NaN: outputs equal those of stock, which never computes
+these tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ import transformers
 from torch import nn
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.algo.tree import TokenTree
-from hf_slospec.engine.protocols import Plan
-from hf_slospec.engine.request import Request
-from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.engine.interfaces import Plan
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.request.request import Request
+from hf_slospec.tree.tree import TokenTree
 from tests.support.breadth import nightly_but
 from tests.support.toys.tiny_configs import tiny_config
 from tests.support.toys.tiny_encoder_decoders import texts, tiny_text_model
@@ -40,18 +42,24 @@ def stock(family: str) -> tuple[Any, dict[str, Any]]:
 
 
 class Drafting:
-    """Drafts trees of tokens that stock writes, and of tokens without finite embeddings beside and before them."""
+    """Drafts trees of tokens that stock writes, and of tokens without finite embeddings beside and
+    before them.
+    """
 
     def __init__(self, written: Sequence[int], lost: Sequence[int]):
-        self.written, self.lost = written, lost
+        self.written = written
+        self.lost = lost
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         return [self._tree(request, plan.levels_of(request)) for request in requests]
 
     def _tree(self, request: Request, levels: int) -> TokenTree:
-        first, second = (self.written[(len(request.tokens) + more) % len(self.written)] for more in range(2))
+        first, second = (
+            self.written[(len(request.tokens) + more) % len(self.written)] for more in range(2)
+        )
         tokens = np.array([request.tokens[-1], self.lost[0], first, second, self.lost[1], first])
-        parents, depths = np.array([-1, 0, 0, 0, 2, 1]), np.array([0, 1, 1, 1, 2, 2])
+        parents = np.array([-1, 0, 0, 0, 2, 1])
+        depths = np.array([0, 1, 1, 1, 2, 2])
         kept = depths <= levels
         return TokenTree(tokens[kept], parents[kept], depths[kept], 0.5 ** depths[kept])
 
@@ -62,7 +70,8 @@ class Drafting:
 def without(model: Any, tokens: Sequence[int], value: float = torch.nan) -> Any:
     """Return a copy of the model whose embeddings of some tokens are not finite."""
     model = copy.deepcopy(model)
-    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
+    inputs = model.get_input_embeddings()
+    outputs = model.get_output_embeddings()
     if inputs.weight is outputs.weight:
         outputs.weight = nn.Parameter(outputs.weight.clone())
     with torch.no_grad():
@@ -73,23 +82,31 @@ def without(model: Any, tokens: Sequence[int], value: float = torch.nan) -> Any:
 def lost_case(
     family: str, value: float = torch.nan, **options: Any
 ) -> tuple[Any, dict[str, Any], torch.Tensor, Drafting]:
-    """Return a model with lost tokens, a call, stock's output of it, and what drafts lost tokens for it."""
+    """Return a model with lost tokens, a call, stock's output of it, and what drafts lost tokens
+    for it.
+    """
     base, call = stock(family)
     torch.manual_seed(0)
     written = set(base.generate(**call, **options).unique().tolist())
     used = written | set(call["input_ids"].unique().tolist())
-    lost = [token for token in range(4, base.config.get_text_config().vocab_size) if token not in used][-6:]
+    lost = [
+        token for token in range(4, base.config.get_text_config().vocab_size) if token not in used
+    ][-6:]
     model = without(base, lost, value)
     torch.manual_seed(0)
     return model, call, model.generate(**call, **options), Drafting(sorted(written), lost)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "4d_mask"])
-@pytest.mark.parametrize("family", nightly_but(["llama", "T5"], ["llama", "gemma2", "gpt-oss", "T5"]))
+@pytest.mark.parametrize(
+    "family", nightly_but(["llama", "T5"], ["llama", "gemma2", "gpt-oss", "T5"])
+)
 def test_attention_through_the_interface(family: str, attention: str) -> None:
     model, call, expected, drafter = lost_case(family)
     config = SLOSpecConfig(compile=False, attention=attention, **FIXED)
-    assert torch.equal(SLOSpecGenerator(model, drafter=drafter, config=config).generate(**call), expected)
+    assert torch.equal(
+        SLOSpecGenerator(model, drafter=drafter, config=config).generate(**call), expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,24 +119,32 @@ def test_attention_through_the_interface(family: str, attention: str) -> None:
 def test_attention_over_gathered_latent_and_chunked_keys(family: str) -> None:
     model, call, expected, drafter = lost_case(family)
     config = SLOSpecConfig(compile=False, **FIXED)
-    assert torch.equal(SLOSpecGenerator(model, drafter=drafter, config=config).generate(**call), expected)
+    assert torch.equal(
+        SLOSpecGenerator(model, drafter=drafter, config=config).generate(**call), expected
+    )
 
 
 @pytest.mark.parametrize(
     "family",
-    nightly_but(["Qwen3NextForCausalLM"], ["Qwen3NextForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM"]),
+    nightly_but(
+        ["Qwen3NextForCausalLM"], ["Qwen3NextForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM"]
+    ),
 )
 def test_recurrent_states(family: str) -> None:
     model, call, expected, drafter = lost_case(family)
     config = SLOSpecConfig(compile=False, **FIXED)
-    assert torch.equal(SLOSpecGenerator(model, drafter=drafter, config=config).generate(**call), expected)
+    assert torch.equal(
+        SLOSpecGenerator(model, drafter=drafter, config=config).generate(**call), expected
+    )
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("value", nightly_but([torch.inf], [torch.nan, torch.inf]))
 def test_compiled_forwards_stay_in_use(value: float, options: dict[str, Any]) -> None:
     model, call, expected, drafter = lost_case("llama", value, **options)
-    generator = SLOSpecGenerator(model, drafter=drafter, config=SLOSpecConfig(compile="wait", **FIXED))
+    generator = SLOSpecGenerator(
+        model, drafter=drafter, config=SLOSpecConfig(compile="wait", **FIXED)
+    )
     torch.manual_seed(0)
     before = generator.stats().forwards
     assert torch.equal(generator.generate(**call, **options), expected)
@@ -138,27 +163,41 @@ def test_drafts_with_the_same_lost_tokens(options: dict[str, Any]) -> None:
 def test_requests_beside_a_lost_one_and_after_it() -> None:
     """With one mask for all requests, NaN in the pool would reach all of them."""
     model, call, _, drafter = lost_case("llama")
-    prompts = [row[mask.bool()].tolist() for row, mask in zip(call["input_ids"], call["attention_mask"], strict=True)]
+    prompts = [
+        row[mask.bool()].tolist()
+        for row, mask in zip(call["input_ids"], call["attention_mask"], strict=True)
+    ]
     lost = [*prompts[0], drafter.lost[0]]
-    texts_ = [model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS)[0, len(prompt) :] for prompt in prompts]
+    texts_ = [
+        model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS)[0, len(prompt) :]
+        for prompt in prompts
+    ]
     with SLOSpecGenerator(
         model, drafter=drafter, config=SLOSpecConfig(compile=False, attention="4d_mask", **FIXED)
     ) as generator:
         for _ in range(2):
-            handles = [generator.submit(prompt, max_new_tokens=NEW_TOKENS) for prompt in (lost, *prompts)]
+            handles = [
+                generator.submit(prompt, max_new_tokens=NEW_TOKENS) for prompt in (lost, *prompts)
+            ]
             results = [handle.result(60).token_ids for handle in handles]
             assert results[1:] == [text.tolist() for text in texts_]
 
 
 def test_a_lost_prompt_has_the_output_of_stock() -> None:
     model, _, _, drafter = lost_case("llama")
-    call = dict(input_ids=torch.tensor([[5, 6, drafter.lost[0], 7]]), max_new_tokens=5, eos_token_id=None)
-    generator = SLOSpecGenerator(model, drafter=drafter, config=SLOSpecConfig(compile=False, **FIXED))
+    call = dict(
+        input_ids=torch.tensor([[5, 6, drafter.lost[0], 7]]), max_new_tokens=5, eos_token_id=None
+    )
+    generator = SLOSpecGenerator(
+        model, drafter=drafter, config=SLOSpecConfig(compile=False, **FIXED)
+    )
     assert torch.equal(generator.generate(**call), model.generate(**call))
 
 
 def test_forwards_are_repeated_for_nan_only(monkeypatch: pytest.MonkeyPatch) -> None:
     model, call = stock("llama")
     monkeypatch.delattr(PackedModel, "_isolated")
-    generator = SLOSpecGenerator(model, drafter=Drafting([5, 6], [7, 8]), config=SLOSpecConfig(compile=False, **FIXED))
+    generator = SLOSpecGenerator(
+        model, drafter=Drafting([5, 6], [7, 8]), config=SLOSpecConfig(compile=False, **FIXED)
+    )
     assert torch.equal(generator.generate(**call), model.generate(**call))

@@ -27,7 +27,8 @@ NESTED: dict[str, Any] = dict(max_new_tokens=6, do_sample=False)
 @pytest.fixture(params=["enabled", "generator"])
 def speculated(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Callable[..., Any]]]:
     """The model, and a ``generate`` of ours."""
-    model, draft = tiny_model("llama"), tiny_model("llama", noise=0.03)
+    model = tiny_model("llama")
+    draft = tiny_model("llama", noise=0.03)
     if request.param == "generator":
         yield model, SLOSpecGenerator(model, draft, config=DRAFTS_ALWAYS).generate
     else:
@@ -38,7 +39,9 @@ def speculated(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Callable[.
 
 @pytest.fixture
 def enabled() -> Iterator[Any]:
-    yield hf_slospec.enable(tiny_model("llama"), tiny_model("llama", noise=0.03), config=DRAFTS_ALWAYS, always=True)
+    yield hf_slospec.enable(
+        tiny_model("llama"), tiny_model("llama", noise=0.03), config=DRAFTS_ALWAYS, always=True
+    )
     hf_slospec.disable(tiny_model("llama"))
 
 
@@ -59,9 +62,15 @@ def nested_calls(model: Any, generate: Callable[..., Any], ours: bool) -> Run:
         lambda ids: generate(**texts(ids), **NESTED).tolist(),
         lambda ids: generate(**texts(ids, 3), **NESTED).tolist(),
         lambda ids: generate(**texts(ids, 2), **NESTED | dict(do_sample=True)).tolist(),
-        lambda ids: generate(**texts(ids), **NESTED, **dict(assistant_model=model) if ours else {}).tolist(),
-        lambda ids: generate(**texts(ids), **NESTED, **dict(prompt_lookup_num_tokens=3) if ours else {}).tolist(),
-        lambda ids: len(generate(**texts(ids), **NESTED, return_dict_in_generate=True).sequences[0]),
+        lambda ids: generate(
+            **texts(ids), **NESTED, **dict(assistant_model=model) if ours else {}
+        ).tolist(),
+        lambda ids: generate(
+            **texts(ids), **NESTED, **dict(prompt_lookup_num_tokens=3) if ours else {}
+        ).tolist(),
+        lambda ids: len(
+            generate(**texts(ids), **NESTED, return_dict_in_generate=True).sequences[0]
+        ),
         lambda ids: stock_of(model)(**texts(ids), **NESTED).tolist(),
         lambda ids: model(**texts(ids)).logits[0, -1].argmax().item(),
         lambda ids: generate(**texts(ids), **NESTED, slo_tpot=0.1).tolist() if ours else None,
@@ -84,7 +93,8 @@ def nested_calls(model: Any, generate: Callable[..., Any], ours: bool) -> Run:
 )
 def test_callbacks_may_call_generate(speculated: Any, kind: str, do_sample: bool) -> None:
     model, ours = speculated
-    inputs, results = ragged_prompts(1, seed=3), []
+    inputs = ragged_prompts(1, seed=3)
+    results = []
     for generate in (stock_of(model), ours):
         torch.manual_seed(5)
         callback, argument = calling(kind, nested_calls(model, generate, generate is ours))
@@ -99,7 +109,9 @@ def test_callbacks_may_call_generate(speculated: Any, kind: str, do_sample: bool
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_callbacks_of_a_batch_may_call_generate(enabled: Any, kind: str) -> None:
-    inputs, results, seen = ragged_prompts(3, seed=3), [], []
+    inputs = ragged_prompts(3, seed=3)
+    results = []
+    seen = []
     for generate in (stock_of(enabled), enabled.generate):
         nested = list[Any]()
 
@@ -108,7 +120,11 @@ def test_callbacks_of_a_batch_may_call_generate(enabled: Any, kind: str) -> None
                 nested.append(generate(**texts(row[None][:, -14:]), **NESTED).tolist())
 
         argument = calling(kind, run)[1]
-        results.append(generate(**inputs, **argument, do_sample=True, max_new_tokens=NEW, eos_token_id=None).tolist())
+        results.append(
+            generate(
+                **inputs, **argument, do_sample=True, max_new_tokens=NEW, eos_token_id=None
+            ).tolist()
+        )
         seen.append(sorted(nested))
         torch.manual_seed(0)
     assert results[0] == results[1]
@@ -119,7 +135,9 @@ def test_copies_per_row_refer_to_the_same_model(enabled: Any) -> None:
     class Judge(CallingCriterion):
         def __init__(self, model: Any, generator: Any):
             super().__init__(self.judge)
-            self.model, self.generator, self.method = model, generator, model.generate
+            self.model = model
+            self.generator = generator
+            self.method = model.generate
 
         def judge(self, input_ids: torch.Tensor) -> None:
             assert self.model is enabled and self.method.__self__ is enabled
@@ -127,7 +145,8 @@ def test_copies_per_row_refer_to_the_same_model(enabled: Any) -> None:
             call(**texts(input_ids), **NESTED, slo_tpot=0.1)
 
     judge = Judge(enabled, SLOSpecGenerator(enabled, config=DRAFTS_ALWAYS))
-    inputs, options = ragged_prompts(2, seed=4), dict(do_sample=False, max_new_tokens=NEW)
+    inputs = ragged_prompts(2, seed=4)
+    options = dict(do_sample=False, max_new_tokens=NEW)
     expected = stock_of(enabled)(**inputs, **options)
     assert torch.equal(enabled.generate(**inputs, **options, stopping_criteria=[judge]), expected)
 
@@ -143,13 +162,16 @@ def test_callbacks_may_wait_for_calls_in_other_threads(enabled: Any, kind: str) 
         assert not thread.is_alive(), "the call waits for the callback"
         return results[0]
 
-    inputs, results = ragged_prompts(1, seed=6), []
+    inputs = ragged_prompts(1, seed=6)
+    results = []
     for generate, run in (
         (stock_of(enabled), lambda ids: stock_of(enabled)(**texts(ids, 2), **NESTED).tolist()),
         (enabled.generate, in_thread),
     ):
         callback, argument = calling(kind, run)
-        output = generate(**inputs, **argument, do_sample=False, max_new_tokens=5, eos_token_id=None)
+        output = generate(
+            **inputs, **argument, do_sample=False, max_new_tokens=5, eos_token_id=None
+        )
         results.append((output.tolist(), callback.seen))
     assert results[0] == results[1]
 
@@ -162,7 +184,9 @@ def test_other_threads_decode_while_callbacks_run(enabled: Any) -> None:
 
     def call(index: int) -> None:
         criterion = CallingCriterion(lambda ids: enabled.generate(**texts(ids), **NESTED))
-        results[index] = enabled.generate(**inputs[index], **options, stopping_criteria=[criterion]).tolist()
+        results[index] = enabled.generate(
+            **inputs[index], **options, stopping_criteria=[criterion]
+        ).tolist()
 
     threads = [threading.Thread(target=call, args=(index,), daemon=True) for index in range(3)]
     for thread in threads:
@@ -173,7 +197,8 @@ def test_other_threads_decode_while_callbacks_run(enabled: Any) -> None:
 
 
 def test_padding_of_a_batch_is_processed_by_callbacks_that_call_generate(enabled: Any) -> None:
-    inputs, seen = ragged_prompts(3, seed=8), []
+    inputs = ragged_prompts(3, seed=8)
+    seen = []
     for generate in (stock_of(enabled), enabled.generate):
         processor = CallingProcessor(lambda ids: generate(**texts(ids), **NESTED))  # noqa: B023
         output = generate(
@@ -182,11 +207,14 @@ def test_padding_of_a_batch_is_processed_by_callbacks_that_call_generate(enabled
         )  # fmt: skip
         seen.append(output)
     assert torch.equal(seen[0].sequences, seen[1].sequences)
-    torch.testing.assert_close(torch.stack(seen[1].logits), torch.stack(seen[0].logits), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        torch.stack(seen[1].logits), torch.stack(seen[0].logits), rtol=1e-3, atol=1e-3
+    )
 
 
 def test_calls_nest_and_their_errors_are_the_callers(enabled: Any) -> None:
-    inputs, options = ragged_prompts(1, seed=9), dict(do_sample=False, max_new_tokens=4)
+    inputs = ragged_prompts(1, seed=9)
+    options = dict(do_sample=False, max_new_tokens=4)
     expected = stock_of(enabled)(**inputs, **options)
 
     def inner(input_ids: torch.Tensor) -> None:
@@ -197,7 +225,9 @@ def test_calls_nest_and_their_errors_are_the_callers(enabled: Any) -> None:
         with pytest.raises(InvalidInputError, match="input_ids is empty"):
             enabled.generate(input_ids=input_ids[:, :0], max_new_tokens=3)
 
-    assert torch.equal(enabled.generate(**inputs, **options, logits_processor=[CallingProcessor(middle)]), expected)
+    assert torch.equal(
+        enabled.generate(**inputs, **options, logits_processor=[CallingProcessor(middle)]), expected
+    )
 
     def fails(input_ids: torch.Tensor) -> None:
         if input_ids.shape[1] > inputs["input_ids"].shape[1] + 1:
@@ -213,7 +243,9 @@ def test_calls_nest_and_their_errors_are_the_callers(enabled: Any) -> None:
 
 @pytest.mark.parametrize("with_streamer", [False, True])
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_criteria_may_replace_the_last_token(enabled: Any, do_sample: bool, with_streamer: bool) -> None:
+def test_criteria_may_replace_the_last_token(
+    enabled: Any, do_sample: bool, with_streamer: bool
+) -> None:
     class Replaces(CallingCriterion):
         def __init__(self) -> None:
             super().__init__(self.replace)
@@ -222,14 +254,21 @@ def test_criteria_may_replace_the_last_token(enabled: Any, do_sample: bool, with
             if input_ids.shape[1] % 3 == 0 or input_ids[0, -1] == 2:
                 input_ids[:, -1] = (input_ids[:, -1] + 7) % 101
 
-    inputs, results = ragged_prompts(1, seed=2), []
+    inputs = ragged_prompts(1, seed=2)
+    results = []
     for generate in (stock_of(enabled), enabled.generate):
         torch.manual_seed(1)
         streamer = Recorder() if with_streamer else None
         output = generate(
-            **inputs, do_sample=do_sample, max_new_tokens=30, stopping_criteria=[Replaces()], streamer=streamer
+            **inputs,
+            do_sample=do_sample,
+            max_new_tokens=30,
+            stopping_criteria=[Replaces()],
+            streamer=streamer,
         )
-        results.append((output.tolist(), streamer and streamer.puts, torch.get_rng_state().tolist()))
+        results.append(
+            (output.tolist(), streamer and streamer.puts, torch.get_rng_state().tolist())
+        )
     assert results[0] == results[1]
 
 
@@ -243,7 +282,11 @@ class Edits:
 
     def __call__(self, input_ids: torch.Tensor, scores: Any) -> Any:
         input_ids.view(-1)[self.place] = 7
-        return scores if isinstance(scores, torch.Tensor) else torch.zeros(len(input_ids), dtype=torch.bool)
+        return (
+            scores
+            if isinstance(scores, torch.Tensor)
+            else torch.zeros(len(input_ids), dtype=torch.bool)
+        )
 
 
 @pytest.mark.parametrize(
@@ -256,25 +299,39 @@ class Edits:
         ("stopping_criteria", 2, -1),
     ],
 )
-def test_changed_tokens_that_the_model_has_read_are_refused(enabled: Any, name: str, batch: int, place: int) -> None:
-    inputs, options = ragged_prompts(batch, seed=2), dict(do_sample=True, max_new_tokens=NEW, eos_token_id=None)
+def test_changed_tokens_that_the_model_has_read_are_refused(
+    enabled: Any, name: str, batch: int, place: int
+) -> None:
+    inputs, options = (
+        ragged_prompts(batch, seed=2),
+        dict(do_sample=True, max_new_tokens=NEW, eos_token_id=None),
+    )
     argument: dict[str, Any] = {name: [Edits(place)]}
     with pytest.raises(hf_slospec.UnsupportedOptionError, match=f"{name}.* has changed input_ids"):
         enabled.generate(**inputs, **options, **argument)
     if batch == 1:  # stock calls them with all rows
         torch.manual_seed(4)
-        expected = stock_of(enabled)(**{key: value.clone() for key, value in inputs.items()}, **options, **argument)
+        expected = stock_of(enabled)(
+            **{key: value.clone() for key, value in inputs.items()}, **options, **argument
+        )
         torch.manual_seed(4)
         with pytest.warns(hf_slospec.FallbackWarning, match=f"{name}.* has changed input_ids"):
-            assert torch.equal(enabled.generate(**inputs, **options, **argument, fallback=True), expected)
+            assert torch.equal(
+                enabled.generate(**inputs, **options, **argument, fallback=True), expected
+            )
 
 
-def test_processors_may_use_their_tokens_as_scratch_memory_if_they_restore_them(enabled: Any) -> None:
+def test_processors_may_use_their_tokens_as_scratch_memory_if_they_restore_them(
+    enabled: Any,
+) -> None:
     class Restores(LogitsProcessor):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             input_ids.add_(1).sub_(1)
             return scores
 
-    inputs, options = ragged_prompts(1, seed=2), dict(do_sample=False, max_new_tokens=NEW)
+    inputs = ragged_prompts(1, seed=2)
+    options = dict(do_sample=False, max_new_tokens=NEW)
     expected = stock_of(enabled)(**inputs, **options)
-    assert torch.equal(enabled.generate(**inputs, **options, logits_processor=[Restores()]), expected)
+    assert torch.equal(
+        enabled.generate(**inputs, **options, logits_processor=[Restores()]), expected
+    )

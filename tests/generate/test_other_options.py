@@ -24,14 +24,20 @@ from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts,
 def test_text_may_be_far_shorter_than_its_limit() -> None:
     options: dict[str, Any] = dict(do_sample=True, eos_token_id=[2, 17, 40, 41, 42])
     ours = generator()
-    assert_same_as_stock(ours.model, ours.generate, ragged_prompts(3), **options, max_new_tokens=10**9)
+    assert_same_as_stock(
+        ours.model, ours.generate, ragged_prompts(3), **options, max_new_tokens=10**9
+    )
 
 
 @pytest.mark.parametrize("family", nightly_but(["mistral-window"], ["mistral-window", "gpt2"]))
 def test_storage_grows_with_the_text(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    monkeypatch.setattr("hf_slospec.models.sequences.room.FIRST_ROOM", 5)
-    check(GREEDY | dict(max_new_tokens=quick_or(20, 36), eos_token_id=[2, 17]), (1, 3), family=family)
-    check(SAMPLED | dict(max_new_tokens=quick_or(20, 36), eos_token_id=[2, 17]), (3,), family=family)
+    monkeypatch.setattr("hf_slospec.model.sequence_room.FIRST_ROOM", 5)
+    check(
+        GREEDY | dict(max_new_tokens=quick_or(20, 36), eos_token_id=[2, 17]), (1, 3), family=family
+    )
+    check(
+        SAMPLED | dict(max_new_tokens=quick_or(20, 36), eos_token_id=[2, 17]), (3,), family=family
+    )
 
 
 def test_model_in_training_mode() -> None:
@@ -52,7 +58,8 @@ def test_arguments_that_change_nothing() -> None:
     check(GREEDY, batches, logits_to_keep=1)
     check(GREEDY, batches, prefill_chunk_size=4)
     check(GREEDY, batches, output_attentions=True, return_dict_in_generate=False)
-    ours, inputs = generator(), ragged_prompts(3)
+    ours = generator()
+    inputs = ragged_prompts(3)
     positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     assert_same_as_stock(ours.model, ours.generate, inputs, **GREEDY, position_ids=positions)
     with pytest.raises(UnsupportedOptionError, match="position_ids"):
@@ -67,7 +74,9 @@ def test_no_prompt_at_all_starts_from_bos() -> None:
 def test_missing_pad_token() -> None:
     ours = generator()
     inputs = ragged_prompts(4, seed=2)
-    assert_same_as_stock(ours.model, ours.generate, inputs, **GREEDY, pad_token_id=None, eos_token_id=[2, 17, 40, 41])
+    assert_same_as_stock(
+        ours.model, ours.generate, inputs, **GREEDY, pad_token_id=None, eos_token_id=[2, 17, 40, 41]
+    )
 
 
 def test_target_and_everything_else_from_a_saved_generation_config(tmp_path: Any) -> None:
@@ -76,7 +85,9 @@ def test_target_and_everything_else_from_a_saved_generation_config(tmp_path: Any
     config = GenerationConfig.from_pretrained(tmp_path)
     model = enable(tiny_model("llama"), tiny_model("llama", noise=0.03))
     try:
-        out = assert_same_as_stock(model, model.generate, ragged_prompts(2), generation_config=config)
+        out = assert_same_as_stock(
+            model, model.generate, ragged_prompts(2), generation_config=config
+        )
     finally:
         disable(model)
     assert [metrics.tpot_slo_s for metrics in out.slo] == [0.5, None]
@@ -90,7 +101,9 @@ def test_prompt_lookup_by_argument(place: str) -> None:
     expected = ours.model.generate(**inputs, do_sample=False, max_new_tokens=30)
     options: dict[str, Any] = dict(do_sample=False, max_new_tokens=30, return_dict_in_generate=True)
     if place == "config":
-        options = dict(generation_config=GenerationConfig(**options, **lookup, eos_token_id=2, pad_token_id=0))
+        options = dict(
+            generation_config=GenerationConfig(**options, **lookup, eos_token_id=2, pad_token_id=0)
+        )
         lookup = {}
     out = ours.generate(**inputs, **options, **lookup)
     assert torch.equal(out.sequences, expected)

@@ -12,15 +12,17 @@ import pytest
 from torch.utils import _pytree
 
 import hf_slospec
-from hf_slospec.generate.decode import SLOSpecEncoderDecoderOutput
-from hf_slospec.models.inspection.cache_names import CACHE_NAME
+from hf_slospec.generate.call import SLOSpecEncoderDecoderOutput
+from hf_slospec.model.properties import CACHE_NAME
 from tests.support.enabled_model import OPTIONS
 from tests.support.toys.tiny_encoder_decoders import texts, tiny_text_model
 from tests.support.toys.tiny_models import ragged_prompts
 
 
 def test_output_has_hf_fields_and_per_row_metrics(model: Any) -> None:
-    out = model.generate(**ragged_prompts(3), **OPTIONS, slo_tpot=[1e-6, None, 100.0], return_dict_in_generate=True)
+    out = model.generate(
+        **ragged_prompts(3), **OPTIONS, slo_tpot=[1e-6, None, 100.0], return_dict_in_generate=True
+    )
     assert out.sequences.shape[0] == 3
     assert out.scores is None
     assert [metrics.tpot_slo_s for metrics in out.slo] == [1e-6, None, 100.0]
@@ -39,7 +41,9 @@ def test_output_has_hf_fields_and_per_row_metrics(model: Any) -> None:
 
 def test_output_tells_what_happened_in_every_step(model: Any, tmp_path: Any) -> None:
     inputs = ragged_prompts(3)
-    out = model.generate(**inputs, **OPTIONS, slo_tpot=[0.5, None, 0.1], return_dict_in_generate=True)
+    out = model.generate(
+        **inputs, **OPTIONS, slo_tpot=[0.5, None, 0.1], return_dict_in_generate=True
+    )
     assert [step.is_prefill for step in out.steps] == [True] + [False] * (len(out.steps) - 1)
     for row, metrics in enumerate(out.slo):
         parts = [part for step in out.steps for part in step.requests if part.index == row]
@@ -50,7 +54,9 @@ def test_output_tells_what_happened_in_every_step(model: Any, tmp_path: Any) -> 
     for step, later in itertools.pairwise(out.steps):
         assert step.begun_s + step.phases.total_s <= later.begun_s + 1e-6
     hf_slospec.write_chrome_trace(out.steps, tmp_path / "trace.json")
-    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) > 4 * len(out.steps)
+    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) > 4 * len(
+        out.steps
+    )
 
 
 @pytest.mark.parametrize("extra", [{}, {"output_scores": True, "output_logits": True}])
@@ -58,9 +64,13 @@ def test_output_tells_what_happened_in_every_step(model: Any, tmp_path: Any) -> 
 def test_items_and_indices_are_those_of_stocks_output(model: Any, kind: Any, extra: Any) -> None:
     inputs = ragged_prompts(2)
     if kind is SLOSpecEncoderDecoderOutput:
-        model, inputs = hf_slospec.enable(copy.deepcopy(tiny_text_model("Bart"))), texts(2)
+        model = hf_slospec.enable(copy.deepcopy(tiny_text_model("Bart")))
+        inputs = texts(2)
     options = OPTIONS | extra | {"return_dict_in_generate": True}
-    stock, ours = model.generate(**inputs, **options), model.generate(**inputs, **options, slo_tpot=0.05)
+    stock, ours = (
+        model.generate(**inputs, **options),
+        model.generate(**inputs, **options, slo_tpot=0.05),
+    )
     assert type(ours) is kind
     assert isinstance(ours, type(stock))
     assert list(ours) == list(ours.keys()) == list(stock)

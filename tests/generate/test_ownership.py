@@ -1,4 +1,6 @@
-"""Code of someone else in the model, its attention or its caches: run as stock runs it, or refused by name."""
+"""Code of someone else in the model, its attention or its caches: run as stock runs it, or refused
+by name.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, create_causal_mask
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
+    create_causal_mask,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.models.llama import modeling_llama
 
@@ -37,8 +43,8 @@ from hf_slospec import (
     UnsupportedOptionError,
 )
 from hf_slospec.generate.speculator import MEASURE_S
-from hf_slospec.models.inspection.cache_names import CACHE_NAME, cache_option
-from hf_slospec.models.inspection.ownership import check_own_code, foreign_members, is_of_transformers
+from hf_slospec.model.ownership import check_own_code, foreign_members, is_of_transformers
+from hf_slospec.model.properties import CACHE_NAME, cache_option
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
 CONFIG = SLOSpecConfig(compile=False, prepack=False)
@@ -66,7 +72,9 @@ def stock(model: Any, **options: Any) -> Any:
 def speculated(model: Any, **options: Any) -> Any:
     """The same call by ``enable`` and by a generator, which agree."""
     torch.manual_seed(3)
-    ours = SLOSpecGenerator(model, config=CONFIG).generate(**copy.deepcopy(PROMPTS), **OPTIONS | options, slo_tpot=0.1)
+    ours = SLOSpecGenerator(model, config=CONFIG).generate(
+        **copy.deepcopy(PROMPTS), **OPTIONS | options, slo_tpot=0.1
+    )
     hf_slospec.enable(model, config=CONFIG)
     try:
         enabled = stock(model, **options, slo_tpot=0.1)
@@ -94,7 +102,8 @@ def check_refused(model: Any, match: str) -> None:
 
 def is_same_as_stock(model: Any) -> bool:
     return all(
-        torch.equal(speculated(model, do_sample=sampled), stock(model, do_sample=sampled)) for sampled in (False, True)
+        torch.equal(speculated(model, do_sample=sampled), stock(model, do_sample=sampled))
+        for sampled in (False, True)
     )
 
 
@@ -166,7 +175,9 @@ def with_layer() -> DynamicCache:
 
 CACHES: dict[str, Callable[[], Any]] = {
     "a subclass": RoundingCache,
-    "a static subclass": lambda: RoundingStaticCache(config=tiny_model("llama").config, max_cache_len=64),
+    "a static subclass": lambda: RoundingStaticCache(
+        config=tiny_model("llama").config, max_cache_len=64
+    ),
     "another length": CountingCache,
     "another attribute": NotCompilable,
     "a class of layers": lambda: Cache(layer_class_to_replicate=Rounding),
@@ -175,8 +186,12 @@ CACHES: dict[str, Callable[[], Any]] = {
     "a patched instance": lambda: patched("update"),
     "a patched layer": lambda: patched("update", on_layer=True),
     "patched mask sizes": lambda: patched("get_mask_sizes"),
-    "a partial": lambda: vars(cache := DynamicCache()).update(update=functools.partial(cache.update)) or cache,
-    "of another cache": lambda: vars(cache := DynamicCache()).update(update=DynamicCache().update) or cache,
+    "a partial": lambda: (
+        vars(cache := DynamicCache()).update(update=functools.partial(cache.update)) or cache
+    ),
+    "of another cache": lambda: (
+        vars(cache := DynamicCache()).update(update=DynamicCache().update) or cache
+    ),
     "no subclass": NotACache,
 }
 
@@ -184,9 +199,12 @@ CACHES: dict[str, Callable[[], Any]] = {
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # transformers' own
 @pytest.mark.parametrize("number", range(len(CACHES)), ids=list(CACHES))
 def test_caches_with_code_of_the_user_are_refused(number: int) -> None:
-    model, cache = model_of(), list(CACHES.values())[number]
+    model = model_of()
+    cache = list(CACHES.values())[number]
     name = (CACHE_NAME, "past_key_values")[number % 2]
-    with pytest.raises(UnsupportedOptionError, match=rf"^{name}, a \w+, has members that are not transformers' own"):
+    with pytest.raises(
+        UnsupportedOptionError, match=rf"^{name}, a \w+, has members that are not transformers' own"
+    ):
         speculated(model, **{name: cache()})
     if cache is not NotACache:
         options = dict(do_sample=False, fallback=True) | {name: cache()}
@@ -215,12 +233,15 @@ def test_caches_that_only_add_members_are_used() -> None:
     expected = stock(model, **cache_option(caches[0]))
     generator = SLOSpecGenerator(model, config=CONFIG)
     torch.manual_seed(3)
-    assert torch.equal(generator.generate(**PROMPTS, **OPTIONS, **cache_option(caches[1])), expected)
+    assert torch.equal(
+        generator.generate(**PROMPTS, **OPTIONS, **cache_option(caches[1])), expected
+    )
     assert caches[0].num_bytes() == caches[1].num_bytes()
 
 
 def test_patched_classes_of_caches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, plain = model_of(), DynamicLayer.update
+    model = model_of()
+    plain = DynamicLayer.update
     generator = SLOSpecGenerator(model, config=CONFIG)
     monkeypatch.setattr(DynamicLayer, "update", lambda *args, **kwargs: plain(*args, **kwargs))
     with pytest.raises(UnsupportedModelError, match=r"not transformers' own \(update\)"):
@@ -268,7 +289,11 @@ class OwnPrefill(LlamaForCausalLM):
         (OwnSampling, "_sample"),
         (OwnPrefill, "_prefill"),
         (
-            type("Partial", (LlamaForCausalLM,), {"_sample": functools.partialmethod(LlamaForCausalLM._sample)}),
+            type(
+                "Partial",
+                (LlamaForCausalLM,),
+                {"_sample": functools.partialmethod(LlamaForCausalLM._sample)},
+            ),
             "_sample",
         ),
     ],
@@ -278,22 +303,31 @@ def test_overridden_decoding_methods_are_refused(kind: type, name: str) -> None:
 
 
 @pytest.mark.parametrize("wraps", [functools.wraps, lambda plain: lambda function: function])
-def test_decoding_methods_that_are_replaced_later_are_refused(monkeypatch: pytest.MonkeyPatch, wraps: Any) -> None:
+def test_decoding_methods_that_are_replaced_later_are_refused(
+    monkeypatch: pytest.MonkeyPatch, wraps: Any
+) -> None:
     model = model_of()
     with SLOSpecGenerator(model, config=CONFIG) as generator:
         for owner, name in ((GenerationMixin, "_sample"), (model, "prepare_inputs_for_generation")):
             plain = getattr(owner, name)
             mine = lambda *args, _plain=plain, **kwargs: _plain(*args, **kwargs)  # noqa: E731
             monkeypatch.setattr(owner, name, wraps(plain)(mine))
-            for call in (lambda: generator.generate(**PROMPTS, **OPTIONS), lambda: generator.submit([3, 4, 5])):
-                with pytest.raises(UnsupportedModelError, match=rf"not transformers' own \({name}\)"):
+            for call in (
+                lambda: generator.generate(**PROMPTS, **OPTIONS),
+                lambda: generator.submit([3, 4, 5]),
+            ):
+                with pytest.raises(
+                    UnsupportedModelError, match=rf"not transformers' own \({name}\)"
+                ):
                     call()
             monkeypatch.undo()
         assert generator.submit([3, 4, 5], max_new_tokens=4).result(60).token_ids
 
 
 class OwnCache(LlamaForCausalLM):
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: Any, *args: Any) -> None:
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: Any, *args: Any
+    ) -> None:
         model_kwargs.update(cache_option(RoundingCache()))
 
 
@@ -315,12 +349,18 @@ class ShortCriteria(MaxLengthCriteria):
     """Ends outputs before the length that it tells."""
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        return torch.full((len(input_ids),), input_ids.shape[1] >= PROMPTS["input_ids"].shape[1] + 9)
+        return torch.full(
+            (len(input_ids),), input_ids.shape[1] >= PROMPTS["input_ids"].shape[1] + 9
+        )
 
 
 @pytest.mark.parametrize(
     ("kind", "match"),
-    [(OwnCache, "has members"), (OwnProcessors, r"lists of processors .*\(__call__\)"), (Endless, "limit no length")],
+    [
+        (OwnCache, "has members"),
+        (OwnProcessors, r"lists of processors .*\(__call__\)"),
+        (Endless, "limit no length"),
+    ],
 )
 def test_what_methods_prepare_in_their_own_way_is_refused(kind: type, match: str) -> None:
     model = model_of(kind)
@@ -358,8 +398,12 @@ def test_methods_that_stock_calls_before_it_decodes_run() -> None:
     model = model_of(PreparesMore)
     assert is_same_as_stock(model)
     with SLOSpecGenerator(model, config=CONFIG) as generator:
-        expected = model.generate(torch.tensor([[3, 4, 5]]), **OPTIONS, do_sample=False)[0, 3:].tolist()
-        assert generator.submit([3, 4, 5], **OPTIONS, do_sample=False).result(60).token_ids == expected
+        expected = model.generate(torch.tensor([[3, 4, 5]]), **OPTIONS, do_sample=False)[
+            0, 3:
+        ].tolist()
+        assert (
+            generator.submit([3, 4, 5], **OPTIONS, do_sample=False).result(60).token_ids == expected
+        )
 
 
 def test_criteria_that_change_those_of_transformers_are_called() -> None:
@@ -392,9 +436,13 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.mark.parametrize("function", [longer_is_sharper, functools.wraps(sdpa_attention_forward)(longer_is_sharper)])
+@pytest.mark.parametrize(
+    "function", [longer_is_sharper, functools.wraps(sdpa_attention_forward)(longer_is_sharper)]
+)
 @pytest.mark.parametrize("name", ["mine", "sdpa", "sdpa of one file", "eager"])
-def test_attention_of_the_user_is_refused(interfaces: pytest.MonkeyPatch, name: str, function: Any) -> None:
+def test_attention_of_the_user_is_refused(
+    interfaces: pytest.MonkeyPatch, name: str, function: Any
+) -> None:
     model = model_of()
     if name == "eager":
         interfaces.setattr(modeling_llama, "eager_attention_forward", function)
@@ -412,7 +460,10 @@ def test_attention_that_is_registered_later_is_refused(interfaces: pytest.Monkey
     model = model_of()
     with SLOSpecGenerator(model, config=CONFIG) as generator:
         AttentionInterface.register("sdpa", longer_is_sharper)
-        for call in (lambda: generator.generate(**PROMPTS, **OPTIONS), lambda: generator.submit([3, 4, 5])):
+        for call in (
+            lambda: generator.generate(**PROMPTS, **OPTIONS),
+            lambda: generator.submit([3, 4, 5]),
+        ):
             with pytest.raises(UnsupportedModelError, match="attends by 'sdpa'"):
                 call()
 
@@ -444,7 +495,9 @@ def test_replaced_functions_that_attention_calls_are_refused(
     check_refused(model_of(), rf"attends by {module.__name__}\.{name} \(tests")
 
 
-def test_replaced_functions_that_packed_forwards_call_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_functions_that_packed_forwards_call_are_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plain = modeling_llama.apply_rotary_pos_emb
     larger = lambda query, *args, **kwargs: plain(1.5 * query, *args, **kwargs)  # noqa: E731
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", larger)
@@ -468,7 +521,9 @@ class NearKeys(LlamaModel):
             config=self.config, inputs_embeds=embeds, attention_mask=attention_mask, position_ids=position_ids,
             and_mask_function=lambda batch, head, query, key: query - key < 20, **{name: kwargs.get(name)},
         )  # fmt: skip
-        return super().forward(inputs_embeds=embeds, attention_mask=mask, position_ids=position_ids, **kwargs)
+        return super().forward(
+            inputs_embeds=embeds, attention_mask=mask, position_ids=position_ids, **kwargs
+        )
 
 
 def test_masks_with_functions_of_the_user_are_refused() -> None:
@@ -505,20 +560,34 @@ class Twice(LlamaForCausalLM):
 def test_overridden_generates_run(kind: type, sampled: bool) -> None:
     model = model_of(kind)
     assert torch.equal(speculated(model, do_sample=sampled), stock(model, do_sample=sampled))
-    mask, ids = PROMPTS["attention_mask"], PROMPTS["input_ids"]
+    mask = PROMPTS["attention_mask"]
+    ids = PROMPTS["input_ids"]
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
     hf_slospec.enable(model, config=CONFIG, always=True)
-    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False), expected)
+    assert torch.equal(
+        model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False), expected
+    )
     ours = SLOSpecGenerator(model, config=CONFIG)
-    assert torch.equal(ours.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False), expected)
+    assert torch.equal(
+        ours.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False), expected
+    )
 
 
 def test_submit_takes_a_generate_that_returns_what_stock_does() -> None:
-    expected = model_of().generate(torch.tensor([[3, 4, 5]]), max_new_tokens=6, do_sample=False)[0, 3:].tolist()
+    expected = (
+        model_of()
+        .generate(torch.tensor([[3, 4, 5]]), max_new_tokens=6, do_sample=False)[0, 3:]
+        .tolist()
+    )
     with SLOSpecGenerator(model_of(PassesOn), config=CONFIG) as generator:
-        assert generator.submit([3, 4, 5], max_new_tokens=6, do_sample=False).result(60).token_ids == expected
+        assert (
+            generator.submit([3, 4, 5], max_new_tokens=6, do_sample=False).result(60).token_ids
+            == expected
+        )
     for kind in (Slices, Twice):
-        with pytest.raises(UnsupportedModelError, match=f"{kind.__name__} decodes by a generate of its own"):
+        with pytest.raises(
+            UnsupportedModelError, match=f"{kind.__name__} decodes by a generate of its own"
+        ):
             SLOSpecGenerator(model_of(kind), config=CONFIG).start()
 
 
@@ -530,16 +599,21 @@ class Alone(LlamaForCausalLM):
 
 class FewArguments(LlamaForCausalLM):
     def generate(self, input_ids: Any, attention_mask: Any = None, max_new_tokens: int = 4) -> Any:
-        return super().generate(input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, do_sample=True)
+        return super().generate(
+            input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, do_sample=True
+        )
 
 
 @pytest.mark.parametrize("kind", [Alone, FewArguments])
 def test_generates_that_decode_by_themselves_are_refused(kind: type) -> None:
-    model, call = model_of(kind), PROMPTS | dict(max_new_tokens=6)
+    model = model_of(kind)
+    call = PROMPTS | dict(max_new_tokens=6)
     torch.manual_seed(3)
     expected = model.generate(**call)
     hf_slospec.enable(model, config=CONFIG, always=True)
-    with pytest.raises(UnsupportedModelError, match=f"{kind.__name__} decodes by a generate of its own"):
+    with pytest.raises(
+        UnsupportedModelError, match=f"{kind.__name__} decodes by a generate of its own"
+    ):
         model.generate(**call)
     torch.manual_seed(3)
     with pytest.warns(FallbackWarning, match="a generate of its own"):
@@ -548,14 +622,17 @@ def test_generates_that_decode_by_themselves_are_refused(kind: type) -> None:
 
 @pytest.mark.parametrize("is_wrapped", [False, True])
 def test_libraries_may_wrap_generate(monkeypatch: pytest.MonkeyPatch, is_wrapped: bool) -> None:
-    plain, lengths = GenerationMixin.generate, list[int]()
+    plain = GenerationMixin.generate
+    lengths = list[int]()
 
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         out = plain(self, *args, **kwargs)
         lengths.append(out.shape[1])
         return out
 
-    monkeypatch.setattr(GenerationMixin, "generate", functools.wraps(plain)(watched) if is_wrapped else watched)
+    monkeypatch.setattr(
+        GenerationMixin, "generate", functools.wraps(plain)(watched) if is_wrapped else watched
+    )
     assert is_same_as_stock(model_of())
     assert len(lengths) == 6 and len(set(lengths)) == 1
 
@@ -564,8 +641,11 @@ def test_libraries_may_wrap_generate(monkeypatch: pytest.MonkeyPatch, is_wrapped
 def test_a_generate_of_the_instance_is_refused(always: bool) -> None:
     model = model_of()
     plain = model.generate
-    model.generate = functools.partial(lambda *args, model, **kwargs: plain(*args, **kwargs).flip(1), model=model)
-    replaced, expected = model.generate, stock(model, do_sample=False)
+    model.generate = functools.partial(
+        lambda *args, model, **kwargs: plain(*args, **kwargs).flip(1), model=model
+    )
+    replaced = model.generate
+    expected = stock(model, do_sample=False)
     hf_slospec.enable(model, config=CONFIG, always=always)
     options = dict(do_sample=False) | ({} if always else dict(slo_tpot=0.1))
     with pytest.raises(UnsupportedModelError, match="generate was set on this LlamaForCausalLM"):
@@ -593,7 +673,9 @@ def test_an_enabled_generate_may_be_wrapped() -> None:
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_a_generate_of_a_peft_model_is_called_and_restored() -> None:
     peft = pytest.importorskip("peft", reason="wraps models")
-    model = peft.get_peft_model(model_of(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model = peft.get_peft_model(
+        model_of(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
     plain = model.generate
     model.generate = replaced = lambda *args, **kwargs: plain(*args, **kwargs).flip(1)
     expected = stock(model)
@@ -609,16 +691,22 @@ def test_what_an_enabled_generate_wraps_takes_the_model() -> None:
     expected = stock(model, do_sample=False)
     for always in (False, True):
         hf_slospec.enable(model, config=CONFIG, always=always)
-        assert torch.equal(model.generate.__wrapped__(model, **PROMPTS, **OPTIONS, do_sample=False), expected)
+        assert torch.equal(
+            model.generate.__wrapped__(model, **PROMPTS, **OPTIONS, do_sample=False), expected
+        )
         ids = PROMPTS["input_ids"][:, -5:]
-        assert model.generate.__wrapped__(model, ids, max_new_tokens=2, pad_token_id=0).shape == (2, 7)
+        assert model.generate.__wrapped__(model, ids, max_new_tokens=2, pad_token_id=0).shape == (
+            2,
+            7,
+        )
 
 
 # ---- drafts, compilation, adapters
 
 
 def test_drafts_with_code_of_the_user_draft() -> None:
-    model, draft = model_of(), model_of(OwnInputs)
+    model = model_of()
+    draft = model_of(OwnInputs)
     draft.generate = lambda *_: None
     generator = SLOSpecGenerator(model, draft, config=CONFIG)
     out = generator.generate(**PROMPTS, **OPTIONS, do_sample=False, return_dict_in_generate=True)
@@ -637,14 +725,19 @@ def test_compiled_forwards_are_named(name: str, is_forward: bool) -> None:
         setattr(model.get_submodule(parent), attribute, torch.compile(part, backend="eager"))
     else:
         model.compile(backend="eager")
-    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM was compiled with compile\(\) or torch.compile"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"LlamaForCausalLM was compiled with compile\(\) or torch.compile",
+    ):
         SLOSpecGenerator(model, config=CONFIG)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_activated_loras_are_named_while_they_are_in_use() -> None:
     peft = pytest.importorskip("peft", reason="has these adapters")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[8, 9])
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[8, 9]
+    )
     model = peft.get_peft_model(model_of(), config).eval()
     for name, weight in model.named_parameters():
         if "lora_B" in name:
@@ -672,7 +765,14 @@ def test_functions_are_told_apart_by_their_code() -> None:
     moved = types.FunctionType(mine.__code__, plain.__globals__)
     assert is_of_transformers(plain) and is_of_transformers(model_of().generate)
     assert is_of_transformers(torch.no_grad()(plain))
-    for function in (mine, functools.wraps(plain)(mine), torch.no_grad()(mine), functools.partial(plain), moved, print):
+    for function in (
+        mine,
+        functools.wraps(plain)(mine),
+        torch.no_grad()(mine),
+        functools.partial(plain),
+        moved,
+        print,
+    ):
         assert not is_of_transformers(function)
     assert foreign_members([DynamicCache(), LogitsProcessorList()]) == []
     assert foreign_members([[], Rounding()]) == ["list", "update"]

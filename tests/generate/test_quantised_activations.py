@@ -1,4 +1,6 @@
-"""Layers that quantise activations are refused by name: logits of a token depend on the other tokens of a forward."""
+"""Layers that quantise activations are refused by name: logits of a token depend on the other
+tokens of a forward.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def by_torch(model: Any) -> Any:
 
 
 class Linear8bitLt(nn.Linear):
-    """Stands for the class of bitsandbytes, which needs a GPU; outlier columns are those of all tokens."""
+    """Stands for the class of bitsandbytes, which needs a GPU; outlier columns are those of all
+    tokens.
+    """
 
     __module__ = "bitsandbytes.nn.modules"
 
@@ -46,7 +50,9 @@ def like_transformers(model: Any) -> Any:
 
 
 def like_compressed_tensors(model: Any) -> Any:
-    model.model.layers[1].mlp.up_proj.quantization_scheme = SimpleNamespace(input_activations=SimpleNamespace(bits=8))
+    model.model.layers[1].mlp.up_proj.quantization_scheme = SimpleNamespace(
+        input_activations=SimpleNamespace(bits=8)
+    )
     return model
 
 
@@ -59,10 +65,15 @@ QUANTISED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor:UserWarning"
+)
 @pytest.mark.parametrize("name", QUANTISED)
 def test_quantised_activations_are_refused_or_fall_back(name: str) -> None:
-    model, call = QUANTISED[name](copy.deepcopy(tiny_model("llama"))), dict(ragged_prompts(2), max_new_tokens=4)
+    model, call = (
+        QUANTISED[name](copy.deepcopy(tiny_model("llama"))),
+        dict(ragged_prompts(2), max_new_tokens=4),
+    )
     expected = model.generate(**call)
     with pytest.raises(UnsupportedModelError, match=REFUSED):
         SLOSpecGenerator(model, config=CONFIG)
@@ -72,22 +83,31 @@ def test_quantised_activations_are_refused_or_fall_back(name: str) -> None:
 
 
 def test_models_that_are_quantised_after_enable_are_refused() -> None:
-    model, call = copy.deepcopy(tiny_model("llama")), dict(ragged_prompts(2), max_new_tokens=4)
+    model = copy.deepcopy(tiny_model("llama"))
+    call = dict(ragged_prompts(2), max_new_tokens=4)
     hf_slospec.enable(model, config=CONFIG)
     by_torchao(model, "Int8DynamicActivationInt8WeightConfig")
     with pytest.raises(UnsupportedModelError, match=REFUSED):
         model.generate(**call, slo_tpot=0.1)
 
 
-@pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "IntxWeightOnlyConfig", "Float8WeightOnlyConfig"])
+@pytest.mark.parametrize(
+    "name", ["Int8WeightOnlyConfig", "IntxWeightOnlyConfig", "Float8WeightOnlyConfig"]
+)
 def test_quantised_weights_are_speculated(name: str) -> None:
-    model, call = by_torchao(copy.deepcopy(tiny_model("llama")), name), dict(ragged_prompts(2), max_new_tokens=6)
+    model, call = (
+        by_torchao(copy.deepcopy(tiny_model("llama")), name),
+        dict(ragged_prompts(2), max_new_tokens=6),
+    )
     expected = model.generate(**call)
     hf_slospec.enable(model, config=CONFIG)
     assert torch.equal(model.generate(**call, slo_tpot=0.1), expected)
 
 
 def test_drafts_may_quantise_activations() -> None:
-    model, call = tiny_model("llama"), dict(ragged_prompts(2), max_new_tokens=6)
+    model = tiny_model("llama")
+    call = dict(ragged_prompts(2), max_new_tokens=6)
     draft = by_torchao(copy.deepcopy(model), "Int8DynamicActivationInt8WeightConfig")
-    assert torch.equal(SLOSpecGenerator(model, draft, config=CONFIG).generate(**call), model.generate(**call))
+    assert torch.equal(
+        SLOSpecGenerator(model, draft, config=CONFIG).generate(**call), model.generate(**call)
+    )

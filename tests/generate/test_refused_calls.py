@@ -25,7 +25,7 @@ from hf_slospec import (
     load_drafter,
     load_tiny_pair,
 )
-from hf_slospec.models.inspection.cache_names import CACHE_NAME, cache_option
+from hf_slospec.model.properties import CACHE_NAME, cache_option
 from tests.support.against_stock import generator
 from tests.support.toys.tiny_encoder_decoders import audio, texts, tiny_text_model, tiny_whisper
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
@@ -38,7 +38,9 @@ def generated(*inputs: Any, ours: Any = None, **arguments: Any) -> Callable[[], 
     """Return a call of generate, with a batch of two rows unless inputs are given."""
     prompts = {} if inputs or "input_ids" in arguments else ragged_prompts(2)
     options = dict(do_sample=False, max_new_tokens=6)
-    return lambda: (ours() if ours else generator()).generate(*inputs, **prompts | options | arguments)
+    return lambda: (ours() if ours else generator()).generate(
+        *inputs, **prompts | options | arguments
+    )
 
 
 def enabled(**arguments: Any) -> Callable[[], Any]:
@@ -171,8 +173,12 @@ ENCODERS: list[Refused] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "error", "words"), [*PROMPTS, *OPTIONS, *MODELS, *REPORTS, *ENCODERS])
-def test_refused_calls_say_what_is_wrong(call: Callable[[], Any], error: type[Exception], words: str) -> None:
+@pytest.mark.parametrize(
+    ("call", "error", "words"), [*PROMPTS, *OPTIONS, *MODELS, *REPORTS, *ENCODERS]
+)
+def test_refused_calls_say_what_is_wrong(
+    call: Callable[[], Any], error: type[Exception], words: str
+) -> None:
     with pytest.raises(error, match=words):
         call()
     assert "generate" not in vars(LLAMA)

@@ -1,4 +1,6 @@
-"""Modules that are replaced after ``enable``: outputs equal stock's, or the call is refused by name."""
+"""Modules that are replaced after ``enable``: outputs equal stock's, or the call is refused by
+name.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,20 @@ from torch import nn
 from transformers import MptConfig, MptForCausalLM
 
 import hf_slospec
-from hf_slospec import SLOSpecConfig, SLOSpecGenerator, UnsupportedModelError, UnsupportedOptionError
-from hf_slospec.models.packed.model import PackedModel
-from hf_slospec.models.packed.trial import check_by_trial
+from hf_slospec import (
+    SLOSpecConfig,
+    SLOSpecGenerator,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.trial import check_by_trial
 from tests.support.toys.tiny_models import tiny_model
 
 CONFIG = SLOSpecConfig(compile=False)
-CALL: dict[str, Any] = dict(input_ids=torch.arange(3, 15)[None], max_new_tokens=12, eos_token_id=None)
+CALL: dict[str, Any] = dict(
+    input_ids=torch.arange(3, 15)[None], max_new_tokens=12, eos_token_id=None
+)
 
 
 def enabled(family: str = "llama", **options: Any) -> Any:
@@ -65,9 +74,11 @@ def test_further_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedModelError, match="have changed: their number"):
         model.generate(**CALL, slo_tpot=0.1)
     with monkeypatch.context() as patch:  # as in requests that run on while a layer is added
-        patch.setattr("hf_slospec.models.packed.model.PackedModel.check_layers", lambda _: None)
-        patch.setattr("hf_slospec.models.checked_model.check_by_trial", lambda _: None)
-        with pytest.raises(UnsupportedModelError, match="attention layers and now has one of index"):
+        patch.setattr("hf_slospec.model.packed_model.PackedModel.check_layers", lambda _: None)
+        patch.setattr("hf_slospec.model.checked_model.check_by_trial", lambda _: None)
+        with pytest.raises(
+            UnsupportedModelError, match="attention layers and now has one of index"
+        ):
             model.generate(**CALL, slo_tpot=0.1)
     hf_slospec.enable(model, config=CONFIG)
     check_like_stock(model)
@@ -79,9 +90,9 @@ def test_layers_that_leave_the_interface_are_refused(monkeypatch: pytest.MonkeyP
     attention = model.model.layers[1].self_attn
     monkeypatch.setattr(attention, "config", copy.deepcopy(attention.config))
     with monkeypatch.context() as patch:  # as if nothing had noticed the new config
-        patch.setattr("hf_slospec.models.packed.model.forget_attributes", lambda _: None)
-        patch.setattr("hf_slospec.models.packed.model.PackedModel.check_layers", lambda _: None)
-        patch.setattr("hf_slospec.models.checked_model.check_by_trial", lambda _: None)
+        patch.setattr("hf_slospec.model.packed_model.forget_attributes", lambda _: None)
+        patch.setattr("hf_slospec.model.packed_model.PackedModel.check_layers", lambda _: None)
+        patch.setattr("hf_slospec.model.checked_model.check_by_trial", lambda _: None)
         with pytest.raises(UnsupportedModelError, match=r"layers \[1\] no longer attend"):
             model.generate(**CALL, slo_tpot=0.1)
 
@@ -127,7 +138,9 @@ def test_tables_may_have_more_rows_than_the_config_says() -> None:
 
 def test_alibi_by_place_refuses_gaps() -> None:
     torch.manual_seed(0)
-    model: Any = MptForCausalLM(MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, initializer_range=0.2))
+    model: Any = MptForCausalLM(
+        MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, initializer_range=0.2)
+    )
     model.eval()
     model.generation_config.pad_token_id = 0
     hf_slospec.enable(model, config=CONFIG)
@@ -140,7 +153,9 @@ def test_alibi_by_place_refuses_gaps() -> None:
 
 
 class TokenShift(nn.Module):
-    """Adds a part of the token before, which is another one in a packed row, and declares that it does not."""
+    """Adds a part of the token before, which is another one in a packed row, and declares that it
+    does not.
+    """
 
     per_token = True
 
@@ -156,7 +171,8 @@ def test_layers_that_mix_tokens_are_refused_until_they_are_put_back() -> None:
     model = enabled()
     check_like_stock(model)
     layer = model.model.layers[0]
-    plain, layer.mlp = layer.mlp, TokenShift(layer.mlp)
+    plain = layer.mlp
+    layer.mlp = TokenShift(layer.mlp)
     for _ in range(2):
         with pytest.raises(UnsupportedModelError, match="its logits differed"):
             model.generate(**CALL, slo_tpot=0.1)
@@ -165,7 +181,8 @@ def test_layers_that_mix_tokens_are_refused_until_they_are_put_back() -> None:
 
 
 def test_drafts_that_mix_tokens_are_refused() -> None:
-    model, draft = copy.deepcopy(tiny_model("llama")), copy.deepcopy(tiny_model("llama"))
+    model = copy.deepcopy(tiny_model("llama"))
+    draft = copy.deepcopy(tiny_model("llama"))
     hf_slospec.enable(model, assistant_model=draft, config=CONFIG)
     check_like_stock(model)
     draft.model.layers[0].mlp = TokenShift(draft.model.layers[0].mlp)
@@ -174,8 +191,9 @@ def test_drafts_that_mix_tokens_are_refused() -> None:
 
 
 def test_the_trial_is_repeated_for_changes_of_modules_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, trials = enabled(), []
-    monkeypatch.setattr("hf_slospec.models.checked_model.check_by_trial", trials.append)
+    model = enabled()
+    trials = []
+    monkeypatch.setattr("hf_slospec.model.checked_model.check_by_trial", trials.append)
     check_like_stock(model)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(1.01)
@@ -192,9 +210,11 @@ def test_the_trial_is_repeated_for_changes_of_modules_only(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("family", "window"), [("mistral", 9), ("gemma3", 30), ("gpt-oss", 40)])
 def test_other_windows_are_refused_until_enabled_again(family: str, window: int) -> None:
-    model, call = enabled(family), dict(input_ids=torch.arange(3, 73)[None])
+    model = enabled(family)
+    call = dict(input_ids=torch.arange(3, 73)[None])
     check_like_stock(model, **call)
-    before, model.config.sliding_window = model.config.sliding_window, window
+    before = model.config.sliding_window
+    model.config.sliding_window = window
     for _ in range(2):
         with pytest.raises(UnsupportedModelError, match="the attention layers of"):
             model.generate(**CALL | call, slo_tpot=0.1)
@@ -220,8 +240,9 @@ def test_a_part_of_another_dtype_is_refused_and_does_no_harm() -> None:
 
 @pytest.mark.parametrize("name", ["generation_config", "use_cache"])
 def test_settings_of_trainers_repeat_no_trial(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    model, trials = enabled(), []
-    monkeypatch.setattr("hf_slospec.models.checked_model.check_by_trial", trials.append)
+    model = enabled()
+    trials = []
+    monkeypatch.setattr("hf_slospec.model.checked_model.check_by_trial", trials.append)
     if name == "use_cache":
         model.config.use_cache = not model.config.use_cache
     else:
@@ -237,7 +258,8 @@ class Counting(nn.Module):
 
     def __init__(self, inner: nn.Module):
         super().__init__()
-        self.inner, self.seen = inner, 0.0
+        self.inner = inner
+        self.seen = 0.0
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         self.seen += 0.1
@@ -245,15 +267,17 @@ class Counting(nn.Module):
 
 
 def test_layers_that_set_attributes_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, trials = enabled(), []
+    model = enabled()
+    trials = []
 
     def counted(packed: PackedModel) -> None:
         trials.append(packed)
         check_by_trial(packed)
 
-    monkeypatch.setattr("hf_slospec.models.checked_model.check_by_trial", counted)
+    monkeypatch.setattr("hf_slospec.model.checked_model.check_by_trial", counted)
     layer = model.model.layers[0]
-    plain, layer.mlp = layer.mlp, Counting(layer.mlp)
+    plain = layer.mlp
+    layer.mlp = Counting(layer.mlp)
     for _ in range(3):
         check_like_stock(model)
     assert len(trials) == 1
@@ -274,9 +298,10 @@ def test_windows_of_a_running_generator_are_refused_beside_new_hooks() -> None:
 
 
 def test_threads_repeat_a_trial_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, trials = copy.deepcopy(tiny_model("llama")), []
+    model = copy.deepcopy(tiny_model("llama"))
+    trials = []
     with SLOSpecGenerator(model, config=CONFIG) as generator:
-        monkeypatch.setattr("hf_slospec.models.checked_model.check_by_trial", trials.append)
+        monkeypatch.setattr("hf_slospec.model.checked_model.check_by_trial", trials.append)
         model.model.layers[0].mlp.act_fn = nn.GELU()
         with ThreadPoolExecutor(4) as pool:
             handles = pool.map(lambda _: generator.submit([3, 4, 5], max_new_tokens=4), range(8))

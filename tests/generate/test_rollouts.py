@@ -22,7 +22,10 @@ class Rollouts:
 
     def __init__(self, folder: Path, callback: RolloutCallback, **settings: bool):
         self.model: Any = copy.deepcopy(tiny_model("llama"))
-        self.args, self.state = TrainingArguments(output_dir=str(folder), use_cpu=True), TrainerState(global_step=0)
+        self.args, self.state = (
+            TrainingArguments(output_dir=str(folder), use_cpu=True),
+            TrainerState(global_step=0),
+        )
         vars(self.args).update(settings)
         self.callback = callback
 
@@ -56,7 +59,9 @@ def test_answers_go_with_checkpoints(tmp_path: Path) -> None:
     rollouts.epoch()
     (tmp_path / "checkpoint-1").mkdir()
     rollouts.call("on_save")
-    resumed = Rollouts(tmp_path, RolloutCallback("lookup", past=PastAnswers(max_per_prompt=8), config=CONFIG))
+    resumed = Rollouts(
+        tmp_path, RolloutCallback("lookup", past=PastAnswers(max_per_prompt=8), config=CONFIG)
+    )
     resumed.state.global_step = 1
     resumed.call("on_train_begin")
     assert len(resumed.callback.past) == 4
@@ -65,12 +70,18 @@ def test_answers_go_with_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", [None, "use_vllm", "use_transformers_continuous_batching"])
-def test_trainers_that_do_not_call_generate_are_warned_of(setting: str | None, tmp_path: Path) -> None:
-    rollouts = Rollouts(tmp_path, RolloutCallback("lookup"), **({} if setting is None else {setting: True}))
+def test_trainers_that_do_not_call_generate_are_warned_of(
+    setting: str | None, tmp_path: Path
+) -> None:
+    rollouts = Rollouts(
+        tmp_path, RolloutCallback("lookup"), **({} if setting is None else {setting: True})
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", FallbackWarning)
         rollouts.call("on_train_begin")
     messages = [str(one.message) for one in caught if one.category is FallbackWarning]
-    assert len(messages) == (setting is not None) and all(f"{setting}=True" in message for message in messages)
+    assert len(messages) == (setting is not None) and all(
+        f"{setting}=True" in message for message in messages
+    )
     rollouts.call("on_epoch_end")  # without a rollout
     assert rollouts.callback.tokens_per_step == []

@@ -36,12 +36,13 @@ def test_sampling(warpers: dict[str, Any]) -> None:
 def test_sampling_node_by_node_where_a_step_has_many_logits(
     monkeypatch: pytest.MonkeyPatch, warpers: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("hf_slospec.models.sampling.MAX_BATCHED_LOGITS", 0)
+    monkeypatch.setattr("hf_slospec.model.sampling.MAX_BATCHED_LOGITS", 0)
     check(SAMPLED | warpers)
 
 
 def test_processors_that_ignore_the_sequence_do_so() -> None:
-    scores, ids = torch.randn(5, 50), torch.empty(5, 0, dtype=torch.int64)
+    scores = torch.randn(5, 50)
+    ids = torch.empty(5, 0, dtype=torch.int64)
     made = {
         "TopKLogitsWarper": dict(top_k=5), "TopPLogitsWarper": dict(top_p=0.7), "TopHLogitsWarper": dict(top_h=0.4),
         "MinPLogitsWarper": dict(min_p=0.1), "TypicalLogitsWarper": dict(mass=0.7), "EpsilonLogitsWarper": dict(

@@ -12,10 +12,11 @@ import torch
 
 import hf_slospec
 from hf_slospec import InvalidInputError, InvalidTypeError, SLOStage
-from hf_slospec.engine.request import Stage
-from hf_slospec.generate.slo import parse_slo, stages_by_row
+from hf_slospec.request.request import Stage
+from hf_slospec.request.slo import parse_slo, stages_by_row
 
-THINK, ANSWER = SLOStage(slo_tpot=0.01, until="</think>"), SLOStage(slo_tpot=0.05)
+THINK = SLOStage(slo_tpot=0.01, until="</think>")
+ANSWER = SLOStage(slo_tpot=0.05)
 AS_DICTS = [{"slo_tpot": 0.01, "until": "</think>"}, {"slo_tpot": 0.05}]
 
 
@@ -81,7 +82,9 @@ def test_one_slo_is_for_all_rows_and_a_list_for_prompts_or_rows() -> None:
         by_row = stages_by_row(parse_slo(slo), num_rows, num_return_sequences)
         assert [stage.tpot_slo_s for (stage,) in by_row] == expected
     for wrong in ([], [0.5], [0.5] * 3):
-        with pytest.raises(InvalidInputError, match=f"slo_tpot has {len(wrong)} entries for 4 rows"):
+        with pytest.raises(
+            InvalidInputError, match=f"slo_tpot has {len(wrong)} entries for 4 rows"
+        ):
             stages_by_row(parse_slo(wrong), 4, 2)
 
 

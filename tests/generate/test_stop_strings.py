@@ -11,20 +11,27 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.generation import StopStringCriteria
 
-from hf_slospec.generate import stop_strings
-from hf_slospec.generate.stop_strings import StopStrings
+from hf_slospec.generate import rows as stop_strings
+from hf_slospec.generate.rows import StopStrings
 from tests.support.toys.tiny_tokenizers import FOREIGN, byte_level, sentencepiece_like
 
 
 def whole_words() -> PreTrainedTokenizerFast:
     """A tokenizer without a decoder, whose tokens are compared as texts."""
-    words = {word: index for index, word in enumerate(["[UNK]", *"abcdef a b ab ba stop st op s t o p 好".split()])}
+    words = {
+        word: index
+        for index, word in enumerate(["[UNK]", *"abcdef a b ab ba stop st op s t o p 好".split()])
+    }
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
 
 
-TOKENIZERS = {"bytes": lambda: byte_level(500), "fallback": lambda: sentencepiece_like(500), "words": whole_words}
+TOKENIZERS = {
+    "bytes": lambda: byte_level(500),
+    "fallback": lambda: sentencepiece_like(500),
+    "words": whole_words,
+}
 
 
 def criterion(kind: Any, tokenizer: Any, stops: list[str]) -> Any:
@@ -36,13 +43,22 @@ def criterion(kind: Any, tokenizer: Any, stops: list[str]) -> Any:
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_they_are_found_where_stock_finds_them(name: str) -> None:
-    tokenizer, rng = TOKENIZERS[name](), random.Random(0)
+    tokenizer = TOKENIZERS[name]()
+    rng = random.Random(0)
     num_found = num_refused = 0
     for _ in range(25):
-        texts = [tokenizer.decode(rng.choices(range(len(tokenizer)), k=rng.randint(1, 3))) for _ in range(4)]
+        texts = [
+            tokenizer.decode(rng.choices(range(len(tokenizer)), k=rng.randint(1, 3)))
+            for _ in range(4)
+        ]
         texts += [FOREIGN[rng.randrange(len(FOREIGN)) :]]
-        stops = [text[rng.randint(0, 2) :][: rng.randint(1, 9)] or "s" for text in rng.sample(texts, rng.randint(1, 4))]
-        stock, ours = (criterion(kind, tokenizer, stops) for kind in (StopStringCriteria, StopStrings))
+        stops = [
+            text[rng.randint(0, 2) :][: rng.randint(1, 9)] or "s"
+            for text in rng.sample(texts, rng.randint(1, 4))
+        ]
+        stock, ours = (
+            criterion(kind, tokenizer, stops) for kind in (StopStringCriteria, StopStrings)
+        )
         assert (stock is None) == (ours is None), stops
         if stock is None:
             num_refused += 1
@@ -51,7 +67,9 @@ def test_they_are_found_where_stock_finds_them(name: str) -> None:
         for number in range(60):
             tokens = rng.choices(range(len(tokenizer) + 2), k=12)  # two beyond the vocabulary
             if number % 2:
-                ends = tokenizer(rng.choice(texts) + rng.choice(stops), add_special_tokens=False)["input_ids"]
+                ends = tokenizer(rng.choice(texts) + rng.choice(stops), add_special_tokens=False)[
+                    "input_ids"
+                ]
                 tokens = (tokens + ends[: rng.randint(1, len(ends))])[-12:] if ends else tokens
             rows.append(tokens)
         ids = torch.tensor(rows)
@@ -70,7 +88,10 @@ def test_no_table_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_level(500)
     ours = StopStrings(tokenizer, [f"{number:040d}" for number in range(200)])
     ids = tokenizer("x" + f"{7:040d}")["input_ids"]
-    assert ours(torch.tensor([ids]), None).tolist() == [True] and not ours(torch.tensor([ids[:-1]]), None).any()
+    assert (
+        ours(torch.tensor([ids]), None).tolist() == [True]
+        and not ours(torch.tensor([ids[:-1]]), None).any()
+    )
 
 
 def test_tokens_that_are_added_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

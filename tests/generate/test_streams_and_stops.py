@@ -23,7 +23,9 @@ from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_streamer_sees_what_stock_streams(model: Any, batch: int) -> None:
-    inputs, stock, ours = ragged_prompts(batch), Recorder(), Recorder()
+    inputs = ragged_prompts(batch)
+    stock = Recorder()
+    ours = Recorder()
     type(model).generate(model, **inputs, do_sample=False, max_new_tokens=50, streamer=stock)
     model.generate(**inputs, do_sample=False, max_new_tokens=50, streamer=ours, slo_tpot=0.1)
     assert ours.puts == stock.puts
@@ -36,7 +38,9 @@ def test_stop_strings_end_at_the_token_that_completes_them(as_config: bool) -> N
     inputs = dict(tokenizer(["def __init__(self"], return_tensors="pt"))
     options: dict[str, Any] = dict(do_sample=False, max_new_tokens=60, stop_strings=["self.", "):"])
     if as_config:
-        options = dict(generation_config=GenerationConfig(**options, eos_token_id=0, pad_token_id=1))
+        options = dict(
+            generation_config=GenerationConfig(**options, eos_token_id=0, pad_token_id=1)
+        )
     expected = target.generate(**inputs, **options, tokenizer=tokenizer)
     assert inputs["input_ids"].shape[1] < expected.shape[1] < inputs["input_ids"].shape[1] + 60
     generator = SLOSpecGenerator(target, draft, tokenizer)
@@ -49,11 +53,15 @@ def test_prefix_constraint_sees_its_own_row(model: Any) -> None:
     def allowed(row: int, _: torch.Tensor) -> list[int]:
         return list(range(10 + 20 * row, 30 + 20 * row))
 
-    assert_same_as_stock(model, with_slo(model), ragged_prompts(3), **OPTIONS, prefix_allowed_tokens_fn=allowed)
+    assert_same_as_stock(
+        model, with_slo(model), ragged_prompts(3), **OPTIONS, prefix_allowed_tokens_fn=allowed
+    )
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
-def test_interrupted_run_leaves_the_model_usable(model: Any, interruption: type[BaseException]) -> None:
+def test_interrupted_run_leaves_the_model_usable(
+    model: Any, interruption: type[BaseException]
+) -> None:
     class Interrupting(Recorder):
         def put(self, value: torch.Tensor) -> None:
             super().put(value)
@@ -82,5 +90,10 @@ def test_stateful_processor_keeps_its_state_per_row(model: Any) -> None:
     synth = SynthIDTextWatermarkingConfig(ngram_len=3, keys=[11, 22, 33], context_history_size=16)
     for config in (watermark, synth):
         assert_same_as_stock(
-            model, with_slo(model), ragged_prompts(3), do_sample=True, max_new_tokens=16, watermarking_config=config
+            model,
+            with_slo(model),
+            ragged_prompts(3),
+            do_sample=True,
+            max_new_tokens=16,
+            watermarking_config=config,
         )

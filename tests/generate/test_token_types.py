@@ -14,7 +14,13 @@ import hf_slospec
 from hf_slospec import FallbackWarning, SLOSpecGenerator, UnsupportedOptionError
 from tests.support.breadth import nightly_but
 from tests.support.enabled_model import OPTIONS
-from tests.support.toys.tiny_models import SMALL, assert_same_as_stock, ragged_prompts, sharpened, tiny_model
+from tests.support.toys.tiny_models import (
+    SMALL,
+    assert_same_as_stock,
+    ragged_prompts,
+    sharpened,
+    tiny_model,
+)
 
 DECODER = SMALL | dict(is_decoder=True)
 CLASSES = {
@@ -24,7 +30,16 @@ CLASSES = {
     "RoFormer": DECODER | dict(embedding_size=32, rotary_value=False),
     "RemBert": DECODER | dict(input_embedding_size=32, output_embedding_size=32),
 }
-CTRL = dict(vocab_size=101, n_embd=32, dff=48, n_layer=2, n_head=4, n_positions=160, pad_token_id=0, eos_token_id=2)
+CTRL = dict(
+    vocab_size=101,
+    n_embd=32,
+    dff=48,
+    n_layer=2,
+    n_head=4,
+    n_positions=160,
+    pad_token_id=0,
+    eos_token_id=2,
+)
 
 
 def model_of(name: str, settings: dict[str, Any]) -> Any:
@@ -45,7 +60,9 @@ def test_zeros_that_are_the_default_give_stocks_tokens(name: str) -> None:
     assert_same_as_stock(model, SLOSpecGenerator(model).generate, typed(1), **sampled)
 
 
-@pytest.mark.parametrize("model", [tiny_model("gpt2"), model_of("CTRL", CTRL)], ids=["GPT2", "CTRL"])
+@pytest.mark.parametrize(
+    "model", [tiny_model("gpt2"), model_of("CTRL", CTRL)], ids=["GPT2", "CTRL"]
+)
 def test_zeros_that_add_an_embedding_are_refused_by_name(model: Any) -> None:
     model = hf_slospec.enable(copy.deepcopy(model))
     inputs = typed(1)

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, pipeline
 
 import hf_slospec
 from hf_slospec import FallbackWarning, SLOSpecConfig, UnsupportedModelError
-from hf_slospec.generate.decode import Decoder
+from hf_slospec.generate.call import Decoder
 from tests.support.forced_kernels import WORKING, force_kernel
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
@@ -36,7 +36,8 @@ def model_in_training() -> Any:
 @pytest.mark.usefixtures("_kernel")
 @pytest.mark.parametrize("is_enabled_first", [True, False])
 def test_autocast_within_the_forward(is_enabled_first: bool) -> None:
-    model, draft = model_in_training(), tiny_model("llama", noise=0.02)
+    model = model_in_training()
+    draft = tiny_model("llama", noise=0.02)
     if is_enabled_first:
         hf_slospec.enable(model, draft, config=SLOSpecConfig(max_depth=3), always=True)
         model.generate(**ragged_prompts(2), max_new_tokens=4)
@@ -45,7 +46,9 @@ def test_autocast_within_the_forward(is_enabled_first: bool) -> None:
         hf_slospec.enable(model, draft, config=SLOSpecConfig(max_depth=3), always=True)
     decoder = model.generate.decoder
     for _ in range(2):
-        report = hf_slospec.divergence_report(model, ragged_prompts(4), max_new_tokens=24, do_sample=False)
+        report = hf_slospec.divergence_report(
+            model, ragged_prompts(4), max_new_tokens=24, do_sample=False
+        )
         assert report.all_near_ties and report.dtype is torch.bfloat16, str(report)
         packed = decoder.speculator.target.packed
         assert packed.autocast is torch.bfloat16
@@ -78,7 +81,9 @@ def test_dropout_of_adapters_is_refused_with_a_remedy_or_falls_back() -> None:
     lora = peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)
     model = peft.get_peft_model(model_in_training(), lora).train()
     hf_slospec.enable(model, always=True)
-    with pytest.raises(UnsupportedModelError, match=r"lora_dropout.*LoraConfig\(lora_dropout=0.0\)"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"lora_dropout.*LoraConfig\(lora_dropout=0.0\)"
+    ):
         model.generate(**ragged_prompts(1), max_new_tokens=4)
     hf_slospec.enable(model, always=True, fallback=True)
     with pytest.warns(FallbackWarning, match="dropout"):
@@ -98,18 +103,23 @@ def test_gradient_checkpointing_is_refused_by_name() -> None:
 
 def test_what_stock_ignores_is_ignored_and_nothing_warns() -> None:
     model = copy.deepcopy(tiny_model("llama"))
-    inputs, config = ragged_prompts(2), GenerationConfig(max_new_tokens=6, do_sample=False)
+    inputs = ragged_prompts(2)
+    config = GenerationConfig(max_new_tokens=6, do_sample=False)
     expected = model.generate(**inputs, labels=inputs["input_ids"], generation_config=config)
     hf_slospec.enable(model, always=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert torch.equal(model.generate(**inputs, labels=inputs["input_ids"], generation_config=config), expected)
+        assert torch.equal(
+            model.generate(**inputs, labels=inputs["input_ids"], generation_config=config), expected
+        )
         config.prompt_lookup_num_tokens = 3
         assert torch.equal(model.generate(**inputs, generation_config=config), expected)
     assert config.prompt_lookup_num_tokens == 3
 
 
-def test_continuous_batching_of_transformers_says_that_it_does_not_speculate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_continuous_batching_of_transformers_says_that_it_does_not_speculate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = copy.deepcopy(tiny_model("llama"))
     monkeypatch.setattr(type(model), "generate_batch", lambda self, inputs: inputs)
     hf_slospec.enable(model, always=True)
@@ -125,14 +135,21 @@ def test_pipelines_speculate(slo_tpot: float | None, monkeypatch: pytest.MonkeyP
     model.float(), draft.float()
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
     prompts = ["def main():\n", "import os\n", "class Stack:\n"]
-    options: dict[str, Any] = dict(max_new_tokens=24, do_sample=True, return_full_text=False, batch_size=2)
+    options: dict[str, Any] = dict(
+        max_new_tokens=24, do_sample=True, return_full_text=False, batch_size=2
+    )
     torch.manual_seed(0)
     expected = pipe(prompts, **options)
     hf_slospec.enable(model, draft, always=slo_tpot is None)
-    calls, decode = list[Any](), Decoder.generate
-    monkeypatch.setattr(Decoder, "generate", lambda self, *given: calls.append(given[0]) or decode(self, *given))
+    calls = list[Any]()
+    decode = Decoder.generate
+    monkeypatch.setattr(
+        Decoder, "generate", lambda self, *given: calls.append(given[0]) or decode(self, *given)
+    )
     torch.manual_seed(0)
-    assert pipe(prompts, **options, **({} if slo_tpot is None else {"slo_tpot": slo_tpot})) == expected
+    assert (
+        pipe(prompts, **options, **({} if slo_tpot is None else {"slo_tpot": slo_tpot})) == expected
+    )
     assert calls == [slo_tpot] * 2
 
 
@@ -141,10 +158,17 @@ def test_batches_of_lm_eval_speculate() -> None:
     huggingface = pytest.importorskip("lm_eval.models.huggingface")
     instance = pytest.importorskip("lm_eval.api.instance").Instance
     model, draft, tokenizer = (copy.deepcopy(part) for part in hf_slospec.load_tiny_pair())
-    harness = huggingface.HFLM(pretrained=model.float(), tokenizer=tokenizer, batch_size=3, device="cpu")
+    harness = huggingface.HFLM(
+        pretrained=model.float(), tokenizer=tokenizer, batch_size=3, device="cpu"
+    )
     until = [["\n\n", "return"], ["):\n"], ["self", "\n"]]
     asked = [
-        instance("generate_until", {}, (prompt, {"until": strings, "max_gen_toks": 24, "do_sample": False}), 0)
+        instance(
+            "generate_until",
+            {},
+            (prompt, {"until": strings, "max_gen_toks": 24, "do_sample": False}),
+            0,
+        )
         for strings in until
         for prompt in hf_slospec.tiny_prompts()[:4]
     ]

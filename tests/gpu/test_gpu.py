@@ -20,12 +20,11 @@ from hf_slospec import (
     load_tiny_pair,
     tiny_prompts,
 )
-from hf_slospec.models.attention import TreeAttention
-from hf_slospec.models.attention.flash_kernels import FlashKernel
-from hf_slospec.models.fused.few_row_kernels import gated_product, joint_products
-from hf_slospec.models.fused.layers import FusedLayers
-from hf_slospec.models.fused.triton_kernels import SILU, rotate
-from hf_slospec.models.linear.invariant_kernels import invariant_product
+from hf_slospec.cuda.few_row_kernels import gated_product, invariant_product, joint_products
+from hf_slospec.cuda.flash_kernels import FlashKernel
+from hf_slospec.cuda.fused_kernels import SILU, rotate
+from hf_slospec.cuda.fused_layers import FusedLayers
+from hf_slospec.cuda.tree_attention import TreeAttention
 from tests.support.cuda_tests import (  # noqa: F401  collected here
     CUDA,
     TOLERANCE,
@@ -52,7 +51,9 @@ from tests.support.toys.tiny_models import ragged_texts, sharpened, tiny_model
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("default"),  # the stacks of CUDA machines warn of much that is not ours
+    pytest.mark.filterwarnings(
+        "default"
+    ),  # the stacks of CUDA machines warn of much that is not ours
 ]
 CAUSAL = SUPPORT.read_text(encoding="utf-8").split("\n## Image-text models\n")[0]
 JOINT = (torch.nn.Linear, "forward")
@@ -62,8 +63,9 @@ EXACT = re.findall(r"^\| (\w+) \| [^|]+ \| exact \|", CAUSAL, re.MULTILINE)
 def of_class(name: str) -> Callable[[], Any]:
     model_class = getattr(transformers, name)
     config = tiny_config(model_class.config_class)
-    # Values of latent layers are views behind keys. Torch's efficient attention, which some classes call by themselves,
-    # does not check that they begin at multiples of 16 bytes, and ends the process's CUDA context.
+    # Values of latent layers are views behind keys. Torch's efficient attention, which some classes
+    # call by themselves, does not check that they begin at multiples of 16 bytes, and ends the
+    # process's CUDA context.
     for size in ("qk_nope_head_dim", "qk_head_dim"):
         if vars(config).get(size):  # not getattr, which per-layer sizes refuse
             setattr(config, size, vars(config)[size] + 4)
@@ -73,7 +75,9 @@ def of_class(name: str) -> Callable[[], Any]:
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("window", [None, 1, 9, 40])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_kind_of_row(kernel: FlashKernel, dtype: torch.dtype, window: int | None, name: str) -> None:
+def test_every_kind_of_row(
+    kernel: FlashKernel, dtype: torch.dtype, window: int | None, name: str
+) -> None:
     for softcap in (None, 2.0) if kernel.has_softcap else (None,):
         for has_sinks in (False, True):
             check_row(ROWS[name], (8, 2, 64), dtype, window, softcap, has_sinks)
@@ -81,29 +85,46 @@ def test_every_kind_of_row(kernel: FlashKernel, dtype: torch.dtype, window: int 
 
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("options", [(None, None, False), (9, 2.0, True)], ids=["plain", "window-softcap-sinks"])
-def test_every_kind_of_row_by_triton(dtype: torch.dtype, options: tuple[Any, ...], name: str) -> None:
+@pytest.mark.parametrize(
+    "options", [(None, None, False), (9, 2.0, True)], ids=["plain", "window-softcap-sinks"]
+)
+def test_every_kind_of_row_by_triton(
+    dtype: torch.dtype, options: tuple[Any, ...], name: str
+) -> None:
     check_row(ROWS[name], (8, 2, 64), dtype, *options, backend=TreeAttention())
 
 
 @pytest.mark.parametrize("heads", [(32, 8, 128), (4, 2, 8), (12, 4, 96)])
 def test_long_prefixes_by_triton(heads: tuple[int, int, int]) -> None:
     root, branching, chain = TREES
-    spans = [(4099, 2, branching), (0, 1, chain), (1500, 1, root), (2000, 512, root), (0, 300, root)]
+    spans = [
+        (4099, 2, branching),
+        (0, 1, chain),
+        (1500, 1, root),
+        (2000, 512, root),
+        (0, 300, root),
+    ]
     check_row(spans, heads, torch.bfloat16, None, None, False, backend=TreeAttention())
 
 
 def test_rotary_embeddings_are_equal_bit_by_bit() -> None:
-    query, key = (torch.randn(1, 5, n, 64, dtype=torch.bfloat16, device=CUDA).transpose(1, 2) for n in (4, 2))
+    query, key = (
+        torch.randn(1, 5, n, 64, dtype=torch.bfloat16, device=CUDA).transpose(1, 2) for n in (4, 2)
+    )
     cos, sin = torch.randn(2, 1, 5, 64, dtype=torch.bfloat16, device=CUDA)
-    for found, right in zip(rotate(query, key, cos, sin), apply_rotary_pos_emb(query, key, cos, sin), strict=True):
+    for found, right in zip(
+        rotate(query, key, cos, sin), apply_rotary_pos_emb(query, key, cos, sin), strict=True
+    ):
         assert found.equal(right)
 
 
-@pytest.mark.parametrize(("family", "num_places"), [("llama", 3), ("qwen3", 3), ("gemma3", 3), ("gpt2", 0)])
+@pytest.mark.parametrize(
+    ("family", "num_places"), [("llama", 3), ("qwen3", 3), ("gemma3", 3), ("gpt2", 0)]
+)
 def test_layers_are_fused(family: str, num_places: int) -> None:
     model = copy.deepcopy(tiny_model(family)).to(CUDA, torch.bfloat16)
-    fused, ids = FusedLayers(model, True), torch.arange(3, 9, device=CUDA)[None]
+    fused = FusedLayers(model, True)
+    ids = torch.arange(3, 9, device=CUDA)[None]
     assert (
         len(fused.attributes) - (JOINT in fused.attributes) == num_places
     )  # joint where that is measured to be faster
@@ -115,27 +136,46 @@ def test_layers_are_fused(family: str, num_places: int) -> None:
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 64])
 @pytest.mark.parametrize("inputs", [576, 4096])
 def test_products_by_several_weights(num_rows: int, inputs: int) -> None:
-    rows, *weights = (torch.randn(n, inputs).to(CUDA, torch.bfloat16) for n in (num_rows, 4096, 1024, 576))
+    rows, *weights = (
+        torch.randn(n, inputs).to(CUDA, torch.bfloat16) for n in (num_rows, 4096, 1024, 576)
+    )
     for out, weight in zip(joint_products(rows, weights, [None] * 3), weights, strict=True):
-        torch.testing.assert_close(out.float(), rows.float() @ weight.float().T, rtol=0.02, atol=0.02 * inputs**0.5)
-    gate, up = weights[1] / inputs**0.5, weights[2][:1024].repeat(2, 1)[:1024] / inputs**0.5
-    expected = torch.nn.functional.silu(rows.float() @ gate.float().T) * (rows.float() @ up.float().T)
-    torch.testing.assert_close(gated_product(rows, gate, up, SILU).float(), expected, rtol=0.03, atol=0.03)
+        torch.testing.assert_close(
+            out.float(), rows.float() @ weight.float().T, rtol=0.02, atol=0.02 * inputs**0.5
+        )
+    gate = weights[1] / inputs**0.5
+    up = weights[2][:1024].repeat(2, 1)[:1024] / inputs**0.5
+    expected = torch.nn.functional.silu(rows.float() @ gate.float().T) * (
+        rows.float() @ up.float().T
+    )
+    torch.testing.assert_close(
+        gated_product(rows, gate, up, SILU).float(), expected, rtol=0.03, atol=0.03
+    )
 
 
 @pytest.mark.parametrize("heads", [(32, 8, 128), (8, 8, 64), (8, 1, 256), (12, 4, 96), (4, 2, 8)])
 @pytest.mark.parametrize("window", [None, 1000])
-def test_long_prefixes(kernel: FlashKernel, heads: tuple[int, int, int], window: int | None) -> None:
+def test_long_prefixes(
+    kernel: FlashKernel, heads: tuple[int, int, int], window: int | None
+) -> None:
     """Cut into pieces, and two prompts of several hundred tokens beside them."""
     root, branching, chain = TREES
-    spans = [(4099, 2, branching), (0, 1, chain), (1500, 1, root), (2000, 512, root), (0, 300, root)]
+    spans = [
+        (4099, 2, branching),
+        (0, 1, chain),
+        (1500, 1, root),
+        (2000, 512, root),
+        (0, 300, root),
+    ]
     check_row(spans, heads, torch.bfloat16, window, None, False)
 
 
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("attention", ["triton", "flash"])
 def test_every_attention_call_of_every_class(attention: str, name: str) -> None:
-    """Against 4d_mask, in bf16; a layer that the kernel cannot do goes to sdpa and is compared all the same."""
+    """Against 4d_mask, in bf16; a layer that the kernel cannot do goes to sdpa and is compared all
+    the same.
+    """
     model = sharpened(of_class(name), 0).to(CUDA, torch.bfloat16)
     try:
         packed_model(model, attention)
@@ -145,11 +185,17 @@ def test_every_attention_call_of_every_class(attention: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(1, 3, 4), (4, 4, 3), (16, 2, 5)], ids=str)
-def test_bf16_parts_from_stock_at_near_ties_only(kernel: FlashKernel, sizes: tuple[int, int, int]) -> None:
+def test_bf16_parts_from_stock_at_near_ties_only(
+    kernel: FlashKernel, sizes: tuple[int, int, int]
+) -> None:
     batch, width, depth = sizes
     target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
-    inputs = tokenizer(tiny_prompts()[:batch], return_tensors="pt", padding=True, padding_side="left")
-    config = SLOSpecConfig(attention="flash", policy="fixed", max_depth=depth, max_width=width, check_invariants=True)
+    inputs = tokenizer(
+        tiny_prompts()[:batch], return_tensors="pt", padding=True, padding_side="left"
+    )
+    config = SLOSpecConfig(
+        attention="flash", policy="fixed", max_depth=depth, max_width=width, check_invariants=True
+    )
     generator = SLOSpecGenerator(target.to(CUDA), draft.to(CUDA), config=config)
     report = divergence_report(generator, moved(inputs), do_sample=False, max_new_tokens=64)
     assert report.all_near_ties, report
@@ -162,16 +208,24 @@ def test_speculation_is_worth_a_tree_on_cuda(attention: str) -> None:
     inputs = tokenizer(tiny_prompts()[:8], return_tensors="pt", padding=True, padding_side="left")
     config = SLOSpecConfig(attention=attention, policy="fixed", max_depth=4, max_width=3)
     generator = SLOSpecGenerator(target.to(CUDA), draft.to(CUDA), config=config)
-    output = generator.generate(**moved(inputs), do_sample=False, max_new_tokens=48, return_dict_in_generate=True)
+    output = generator.generate(
+        **moved(inputs), do_sample=False, max_new_tokens=48, return_dict_in_generate=True
+    )
     assert sum(row.steps for row in output.slo) < 0.6 * 8 * 47
 
 
 @pytest.mark.parametrize("attention", ["triton", "flash"])
 @pytest.mark.parametrize("streams", [1, 6])
-def test_graphs_part_from_stock_at_near_ties_only(captures: list[None], attention: str, streams: int) -> None:
+def test_graphs_part_from_stock_at_near_ties_only(
+    captures: list[None], attention: str, streams: int
+) -> None:
     target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
-    inputs = tokenizer(tiny_prompts()[:streams], return_tensors="pt", padding=True, padding_side="left")
-    config = SLOSpecConfig(attention=attention, policy="fixed", max_depth=4, max_width=3, check_invariants=True)
+    inputs = tokenizer(
+        tiny_prompts()[:streams], return_tensors="pt", padding=True, padding_side="left"
+    )
+    config = SLOSpecConfig(
+        attention=attention, policy="fixed", max_depth=4, max_width=3, check_invariants=True
+    )
     generator = SLOSpecGenerator(target.to(CUDA), draft.to(CUDA), config=config)
     report = divergence_report(generator, moved(inputs), do_sample=False, max_new_tokens=64)
     assert report.all_near_ties, report
@@ -185,17 +239,26 @@ def test_the_batcher_replays(captures: list[None]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(40, 24), (1536, 4096), (4096, 14336), (1, 4096)], ids=str)
-def test_products_of_a_row_are_the_same_beside_others(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_products_of_a_row_are_the_same_beside_others(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     outputs, inputs = shape
-    rows, weight = torch.randn(200, inputs).to(CUDA, dtype), torch.randn(outputs, inputs).to(CUDA, dtype)
+    rows, weight = (
+        torch.randn(200, inputs).to(CUDA, dtype),
+        torch.randn(outputs, inputs).to(CUDA, dtype),
+    )
     together = invariant_product(rows, weight, weight[:, 0])
     expected = rows.double() @ weight.double().T + weight[:, 0]
     assert (together - expected).abs().max() <= (TOLERANCE.get(dtype, 1e-5)) * expected.abs().max()
     for begin, end in ((0, 1), (3, 20), (63, 66), (199, 200)):
-        assert torch.equal(invariant_product(rows[begin:end], weight, weight[:, 0]), together[begin:end])
+        assert torch.equal(
+            invariant_product(rows[begin:end], weight, weight[:, 0]), together[begin:end]
+        )
 
 
-@pytest.mark.parametrize("options", [(None, None, False), (90, 2.0, True)], ids=["plain", "window-softcap-sinks"])
+@pytest.mark.parametrize(
+    "options", [(None, None, False), (90, 2.0, True)], ids=["plain", "window-softcap-sinks"]
+)
 @pytest.mark.parametrize("heads", [(32, 8, 128), (8, 1, 256), (4, 2, 8)], ids=str)
 def test_paths_are_what_masks_are(heads: tuple[int, int, int], options: tuple[Any, ...]) -> None:
     root, branching, chain = TREES
@@ -207,12 +270,16 @@ def test_paths_are_what_masks_are(heads: tuple[int, int, int], options: tuple[An
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_self_is_always_the_same(dtype: torch.dtype, family: str) -> None:
     """The trial of exact bits would refuse a device whose kernels depend on the batch."""
-    model, draft = (copy.deepcopy(tiny_model(family, noise=noise)).to(CUDA, dtype) for noise in (0.0, 0.03))
+    model, draft = (
+        copy.deepcopy(tiny_model(family, noise=noise)).to(CUDA, dtype) for noise in (0.0, 0.03)
+    )
     prompts = ragged_texts(5)
     check_self(model, draft, prompts, do_sample=False, max_new_tokens=24)
 
 
-@pytest.mark.parametrize("options", [dict(do_sample=False), dict(do_sample=True, temperature=0.8, top_p=0.9, seed=7)])
+@pytest.mark.parametrize(
+    "options", [dict(do_sample=False), dict(do_sample=True, temperature=0.8, top_p=0.9, seed=7)]
+)
 def test_self_is_always_the_same_on_text(options: dict[str, Any]) -> None:
     target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
     prompts = [tokenizer(text)["input_ids"][-150:] for text in tiny_prompts()[:6]]

@@ -13,23 +13,30 @@ from hypothesis import strategies as st
 
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab import comparison
+from hf_slospec.lab.files import OPTIONAL, REQUIRED, read_trace
 from hf_slospec.lab.hardware import HARDWARE, Hardware, hardware_of
 from hf_slospec.lab.outcomes import METRICS
 from hf_slospec.lab.systems import SYSTEMS
 from hf_slospec.lab.texts import Recording, TextModel
-from hf_slospec.lab.traces import OPTIONAL, REQUIRED, read_trace
 from hf_slospec.lab.workload import Job
 from tests.support.fuzzing import fuzzed
 
-KNOWN, JOBS = HARDWARE["llama-8b-h100"], (Job(0.0, 5, 4, 0.1), Job(0.1, 50, 3))
+KNOWN = HARDWARE["llama-8b-h100"]
+JOBS = (Job(0.0, 5, 4, 0.1), Job(0.1, 50, 3))
 MOST_TOKENS = 500  # larger loads are not simulated
-numbers = st.integers(-1, 5) | st.integers() | st.floats() | st.sampled_from((10**400, 1e308, 5e-324))
+numbers = (
+    st.integers(-1, 5) | st.integers() | st.floats() | st.sampled_from((10**400, 1e308, 5e-324))
+)
 json_values = st.recursive(
     st.none() | st.booleans() | numbers | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(("target", "ms", "a")), inner),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(("target", "ms", "a")), inner)
+    ),
     max_leaves=6,
 )
-raw = st.binary(max_size=30) | st.sampled_from((b"[" * 100_000, b"9" * 5000, "\ud800".encode("utf-8", "surrogatepass")))
+raw = st.binary(max_size=30) | st.sampled_from(
+    (b"[" * 100_000, b"9" * 5000, "\ud800".encode("utf-8", "surrogatepass"))
+)
 
 
 def rather(valid: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -44,7 +51,9 @@ def as_file(content: st.SearchStrategy[Any]) -> st.SearchStrategy[bytes]:
     return st.integers(0, 9).flatmap(lambda number: raw if number == 9 else written)
 
 
-def check_simulated(system: str, jobs: Any, texts: Any, hardware: Hardware = KNOWN, replicas: int = 1) -> None:
+def check_simulated(
+    system: str, jobs: Any, texts: Any, hardware: Hardware = KNOWN, replicas: int = 1
+) -> None:
     if sum(job.output_tokens for job in jobs) > MOST_TOKENS:
         return
     load = comparison.Load.of("x", jobs, texts, np.random.default_rng(0))
@@ -55,17 +64,25 @@ def check_simulated(system: str, jobs: Any, texts: Any, hardware: Hardware = KNO
         assert record["requests"] == len(jobs) and 0 <= (record["attainment"] or 0) <= 1
 
 
-def ascending(values: st.SearchStrategy[Any], number: int, unique: bool = False) -> st.SearchStrategy[list[Any]]:
+def ascending(
+    values: st.SearchStrategy[Any], number: int, unique: bool = False
+) -> st.SearchStrategy[list[Any]]:
     return st.lists(values, min_size=number, max_size=number, unique=unique).map(sorted)
 
 
 forwards = st.integers(1, 4).flatmap(
     lambda number: st.fixed_dictionaries(
         {
-            "tokens": rather(ascending(st.integers(1, 100) | st.integers(1, 10**9), number, unique=True)),
-            "ms": rather(ascending(st.floats(0.01, 1e3) | st.sampled_from((1e6, 0, 5e-324)), number)),
+            "tokens": rather(
+                ascending(st.integers(1, 100) | st.integers(1, 10**9), number, unique=True)
+            ),
+            "ms": rather(
+                ascending(st.floats(0.01, 1e3) | st.sampled_from((1e6, 0, 5e-324)), number)
+            ),
         },
-        optional=dict.fromkeys(("ms_per_further_request", "ms_per_1000_keys"), rather(st.floats(0, 1e6))),
+        optional=dict.fromkeys(
+            ("ms_per_further_request", "ms_per_1000_keys"), rather(st.floats(0, 1e6))
+        ),
     )
 )
 extra = st.floats(0, 1) | st.floats(0, 1e6)
@@ -75,7 +92,9 @@ latencies = st.fixed_dictionaries(
     | {"kv_tokens": rather(st.integers(1, 10**9))},
 )
 fits = st.fixed_dictionaries({"fit": rather(forwards)})
-profiles = st.fixed_dictionaries({"results": rather(st.fixed_dictionaries({"target": rather(fits), "draft": fits}))})
+profiles = st.fixed_dictionaries(
+    {"results": rather(st.fixed_dictionaries({"target": rather(fits), "draft": fits}))}
+)
 systems = st.sampled_from(list(SYSTEMS))
 
 
@@ -93,7 +112,9 @@ texts = st.integers(1, 4).flatmap(
             "input_tokens": rather(st.integers(1, 10**30)),
             "child_probs": rather(
                 st.lists(
-                    ascending(st.floats(0, 0.5), 2).map(lambda probs: probs[::-1]), min_size=length, max_size=length
+                    ascending(st.floats(0, 0.5), 2).map(lambda probs: probs[::-1]),
+                    min_size=length,
+                    max_size=length,
                 )
             ),
             "ranks": rather(st.lists(st.integers(0, 2), min_size=length, max_size=length)),
@@ -126,16 +147,22 @@ CELLS: dict[str, st.SearchStrategy[Any]] = {
     "max_new_tokens": st.just("") | st.integers(1, 40),
 }
 odd_cells = (
-    st.text(max_size=4) | numbers | st.sampled_from(("1_0", "\u0661", "0x1", "1e400", '"', "nan", " 3 ", "1" * 5000))
+    st.text(max_size=4)
+    | numbers
+    | st.sampled_from(("1_0", "\u0661", "0x1", "1e400", '"', "nan", " 3 ", "1" * 5000))
 )
 
 
 @st.composite
 def traces(draw: st.DrawFn) -> str:
-    names = draw(st.permutations([*REQUIRED, *draw(st.lists(st.sampled_from(OPTIONAL), max_size=4))]))
+    names = draw(
+        st.permutations([*REQUIRED, *draw(st.lists(st.sampled_from(OPTIONAL), max_size=4))])
+    )
     lines = [",".join(names)]
     for _ in range(draw(st.integers(0, 4))):
-        cells = [draw(odd_cells if draw(st.integers(0, 19)) == 19 else CELLS[name]) for name in names]
+        cells = [
+            draw(odd_cells if draw(st.integers(0, 19)) == 19 else CELLS[name]) for name in names
+        ]
         lines.append(",".join(map(str, cells)))
     if draw(st.integers(0, 9)) == 9:
         lines.insert(draw(st.integers(0, len(lines))), draw(st.text(max_size=12)))

@@ -14,7 +14,9 @@ from hf_slospec.lab.files import line_and_column
 from hf_slospec.lab.hardware import HARDWARE, MAX_TOKENS, curve, hardware_of, lines
 from tests.support.paths import ROOT
 
-LINES = st.tuples(st.integers(0, 500).map(lambda n: n / 10), st.integers(0, 100).map(lambda n: n / 100))  # ms
+LINES = st.tuples(
+    st.integers(0, 500).map(lambda n: n / 10), st.integers(0, 100).map(lambda n: n / 100)
+)  # ms
 
 
 @given(parts=st.lists(LINES, min_size=1, max_size=4), tokens=st.integers(1, MAX_TOKENS))
@@ -32,7 +34,9 @@ def test_the_published_line_is_read_in_milliseconds() -> None:
 
 def test_curves_are_linear_between_points_and_go_on_beyond() -> None:
     cost = curve({1: 10.0, 11: 20.0, 21: 60.0})
-    assert [float(cost(n)) for n in (1, 6, 11, 16, 31)] == pytest.approx([0.01, 0.015, 0.02, 0.04, 0.1])
+    assert [float(cost(n)) for n in (1, 6, 11, 16, 31)] == pytest.approx(
+        [0.01, 0.015, 0.02, 0.04, 0.1]
+    )
 
 
 @pytest.mark.parametrize("name", HARDWARE)
@@ -44,7 +48,12 @@ def test_known_hardware_never_gets_faster_with_tokens(name: str) -> None:
     assert float(hardware.draft(1)) < float(hardware.target(1))
 
 
-FORWARD = {"tokens": [1, 64], "ms": [10.0, 20.0], "ms_per_further_request": 0.5, "ms_per_1000_keys": 2.0}
+FORWARD = {
+    "tokens": [1, 64],
+    "ms": [10.0, 20.0],
+    "ms_per_further_request": 0.5,
+    "ms_per_1000_keys": 2.0,
+}
 WHOLE = {"target": FORWARD, "draft": {"tokens": [1], "ms": [1.0]}}
 
 
@@ -89,16 +98,37 @@ def test_a_profile_that_was_measured_here_is_one_too() -> None:
         ('{"target": {"tokens": [1],\n "ms": [-1]}, "draft": 1}', r":2:9: target\.ms\.0: "),
         ('{"target": {"tokens": [0],\n "ms": [1]}, "draft": 1}', r":1:24: target\.tokens\.0: "),
         ('{"target": {"tokens": [],\n "ms": []}, "draft": 1}', r":1:23: target\.tokens: "),
-        ('{"target":\n {"tokens": [2, 1], "ms": [1, 2]}, "draft": 1}', r":2:2: target: tokens must increase"),
-        ('{"target":\n {"tokens": [1, 2], "ms": [2, 1]}, "draft": 1}', r":2:2: target: tokens must increase"),
-        ('{"target":\n {"tokens": [1, 2], "ms": [1]}, "draft": 1}', r":2:2: target: tokens and ms .* got 2 and 1"),
-        ('{"target":\n {"tokens": [1], "ms": [0]}, "draft": 1}', r":2:2: target: .* at least 0\.01 ms"),
+        (
+            '{"target":\n {"tokens": [2, 1], "ms": [1, 2]}, "draft": 1}',
+            r":2:2: target: tokens must increase",
+        ),
+        (
+            '{"target":\n {"tokens": [1, 2], "ms": [2, 1]}, "draft": 1}',
+            r":2:2: target: tokens must increase",
+        ),
+        (
+            '{"target":\n {"tokens": [1, 2], "ms": [1]}, "draft": 1}',
+            r":2:2: target: tokens and ms .* got 2 and 1",
+        ),
+        (
+            '{"target":\n {"tokens": [1], "ms": [0]}, "draft": 1}',
+            r":2:2: target: .* at least 0\.01 ms",
+        ),
         ('{"target": 1, "draft": 1,\n "kv_tokens": 0}', r":2:15: kv_tokens: "),
         ('{"target": 1, "draft": 1,\n "host_s": 0}', r":2:12: host_s: "),
-        ('{"target": {"tokens": [1], "ms": [1],\n "ms_per_key": 1}, "draft": 1}', r":2:16: target\.ms_per_key: "),
-        ('{"results":\n {"target": {"fit": {"tokens": [1, 0]}}}}', r":2:36: results\.target\.fit\.tokens\.1: "),
+        (
+            '{"target": {"tokens": [1], "ms": [1],\n "ms_per_key": 1}, "draft": 1}',
+            r":2:16: target\.ms_per_key: ",
+        ),
+        (
+            '{"results":\n {"target": {"fit": {"tokens": [1, 0]}}}}',
+            r":2:36: results\.target\.fit\.tokens\.1: ",
+        ),
         ('{"results":\n {"target": {}}}', r":2:13: results\.target\.fit: Field required"),
-        ('{"results":\n {"target": {"fit": {"tokens": [1], "ms": [0]}}, "draft": 1}}', r":2:21: .* at least 0\.01 ms"),
+        (
+            '{"results":\n {"target": {"fit": {"tokens": [1], "ms": [0]}}, "draft": 1}}',
+            r":2:21: .* at least 0\.01 ms",
+        ),
         ('{"target": ' + "9" * 5000 + "}", r":1:1: "),
         ("[" * 100_000, r":1:1: "),
     ],
@@ -122,16 +152,24 @@ def test_unknown_names_list_the_known_ones_and_folders_are_none(tmp_path: Path) 
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=6),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
 
 @given(data=JSON, indent=st.sampled_from([None, 1, "\t"]), draw=st.data())
-def test_places_are_where_values_begin(data: object, indent: int | str | None, draw: st.DataObject) -> None:
-    text, value, location = json.dumps(data, indent=indent), data, []
+def test_places_are_where_values_begin(
+    data: object, indent: int | str | None, draw: st.DataObject
+) -> None:
+    text = json.dumps(data, indent=indent)
+    value = data
+    location = []
     while isinstance(value, (list, dict)) and value:
-        step = draw.draw(st.sampled_from(sorted(value) if isinstance(value, dict) else range(len(value))))
+        step = draw.draw(
+            st.sampled_from(sorted(value) if isinstance(value, dict) else range(len(value)))
+        )
         location.append(step)
         value = value[step]
     line, column = map(int, line_and_column(text, tuple(location)).split(":"))

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.lab.oracle import AdaServeOraclePolicy, accepted_nodes
+from hf_slospec.lab.models import AdaServeOraclePolicy, accepted_nodes
 from hf_slospec.lab.texts import Library, TextModel
 from hf_slospec.lab.workload import Job
-from hf_slospec.policies.adaserve_selection import required_tokens
+from hf_slospec.policies.adaserve import required_tokens
 from tests.lab.test_simulation import Watched
 from tests.support.policy_costs import begun, costs, late
 from tests.support.toys.trees import SEEDS, grow
@@ -33,14 +33,18 @@ def test_hindsight_meets_what_can_be_met_and_wastes_nothing(
     rng = np.random.default_rng(seed)
     library = Library([TextModel(0.8).write(rng, 20) for _ in slos_s])
     requests = [late(index, slo_s, 0.25) for index, slo_s in enumerate(slos_s)]
-    policy = AdaServeOraclePolicy(library, SLOSpecConfig(policy="adaserve", token_budget=budget), costs(0.01))
+    policy = AdaServeOraclePolicy(
+        library, SLOSpecConfig(policy="adaserve", token_budget=budget), costs(0.01)
+    )
     step, plan = begun(policy, requests, now_s)
     trees = [grow(*TREE) for _ in requests]
     hits = [accepted_nodes(library, *pair) for pair in zip(requests, trees, strict=True)]
     selection = step.select(trees, plan)
     sizes = [tree.num_nodes for tree in selection.trees]
     for tree, chosen, nodes in zip(trees, selection.trees, hits, strict=True):
-        assert chosen.tokens.tolist() == tree.tokens[nodes[: chosen.num_nodes]].tolist()  # Only nodes on the true path.
+        assert (
+            chosen.tokens.tolist() == tree.tokens[nodes[: chosen.num_nodes]].tolist()
+        )  # Only nodes on the true path.
         assert chosen.path_probs.tolist() == tree.path_probs[nodes[: chosen.num_nodes]].tolist()
     assert sum(sizes) == max(min(budget, sum(map(len, hits))), len(requests))
 
@@ -68,11 +72,16 @@ def test_hindsight_attains_more_than_estimates() -> None:
         watched.result = watched.run()
         return watched
 
-    hindsight, estimates = run("adaserve-oracle", True), run("adaserve")
+    hindsight = run("adaserve-oracle", True)
+    estimates = run("adaserve")
     assert hindsight.tokens == estimates.tokens
     figures, others = (each.result.summary() for each in (hindsight, estimates))
     assert figures["attainment"] > others["attainment"]
-    assert hindsight.result.totals.nodes == hindsight.result.totals.committed < estimates.result.totals.nodes
+    assert (
+        hindsight.result.totals.nodes
+        == hindsight.result.totals.committed
+        < estimates.result.totals.nodes
+    )
 
 
 def test_a_lone_root_is_kept_where_nothing_will_be_accepted() -> None:

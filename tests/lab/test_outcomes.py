@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from hf_slospec.engine.events import PhaseTimes
-from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab.outcomes import METRICS, Outcome, Run, Totals, write_requests
 from hf_slospec.lab.systems import SYSTEMS, config_of
 from hf_slospec.lab.workload import Job
+from hf_slospec.request.request import Request, RequestParams, Stage
 
 
 def outcome_of(
@@ -26,7 +26,9 @@ def outcome_of(
 ) -> Outcome:
     """A request that commits so many tokens at these times."""
     job = Job(arrival_s, 2, sum(count for count, _ in commits), tpot_s, ttft_s, kind)
-    request = Request(0, RequestParams([0, 0], job.output_tokens, (Stage(tpot_s),), ttft_slo_s=ttft_s), arrival_s)
+    request = Request(
+        0, RequestParams([0, 0], job.output_tokens, (Stage(tpot_s),), ttft_slo_s=ttft_s), arrival_s
+    )
     for count, now_s in commits:
         for _ in range(count):
             request.emit(0)
@@ -39,13 +41,18 @@ def verdicts(outcome: Outcome) -> list[bool | None]:
 
 
 def test_adaserve_divides_by_all_tokens_and_begins_with_the_first_decoding_step() -> None:
-    # 11 tokens: the first at 1.0 s, decoding from 1.0 s on, the last at 2.0 s: 0.1 s a token, AdaServe's 1 / 11
+    # 11 tokens: the first at 1.0 s, decoding from 1.0 s on, the last at 2.0 s: 0.1 s a token,
+    # AdaServe's 1 / 11
     even = [(1, 1.0), *((1, 1.0 + 0.1 * step) for step in range(1, 11))]
     assert verdicts(outcome_of(even, 0.1001, begun_s=1.0)) == [True, True, True]
     assert verdicts(outcome_of(even, 0.095, begun_s=1.0)) == [False, True, False]
     assert verdicts(outcome_of(even, 0.095, begun_s=1.1)) == [False, True, False]
     assert verdicts(outcome_of(even, 0.09, begun_s=1.0)) == [False, False, False]
-    assert verdicts(outcome_of(even, 0.09, begun_s=1.05)) == [False, True, False]  # it waited before it decoded
+    assert verdicts(outcome_of(even, 0.09, begun_s=1.05)) == [
+        False,
+        True,
+        False,
+    ]  # it waited before it decoded
 
 
 def test_slos_serve_looks_at_any_ten_tokens() -> None:
@@ -99,7 +106,11 @@ def test_every_request_of_every_run_is_a_line_of_csv(tmp_path: Path) -> None:
     write_requests(runs, METRICS["adaserve"], tmp_path / "r.csv")
     with (tmp_path / "r.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [(row["load"], row["system"]) for row in rows] == [("1/s", "x"), ("1/s", "x"), ("2/s", "y")]
+    assert [(row["load"], row["system"]) for row in rows] == [
+        ("1/s", "x"),
+        ("1/s", "x"),
+        ("2/s", "y"),
+    ]
     assert {row["attained"] for row in rows} == {str(METRICS["adaserve"](own))}
     assert {row["kind"] for row in rows} == {'a, "b"'} and rows[0]["finish_s"] == "2.0"
 

@@ -1,4 +1,6 @@
-"""Routers of simulated replicas: nothing is lost, nothing happens before its time, and ours does better."""
+"""Routers of simulated replicas: nothing is lost, nothing happens before its time, and ours does
+better.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.algo.replica_ranking import Need, ReplicaLoad
-from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab.outcomes import Run
-from hf_slospec.lab.routers import (
+from hf_slospec.lab.systems import (
     MAX_HOPS,
     OURS,
     ROUTERS,
@@ -25,12 +25,16 @@ from hf_slospec.lab.routers import (
     shortest_queue,
 )
 from hf_slospec.lab.workload import Job
+from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.scheduler.load import Need, ReplicaLoad
 from tests.lab.test_simulation import CHECKED, Watched, check, library_of, some_jobs
 from tests.support.toys.trees import SEEDS
 
 
 class Offered(Watched):
-    """Keeps which replicas each request was passed to, with when they decide and when it arrived at the router."""
+    """Keeps which replicas each request was passed to, with when they decide and when it arrived at
+    the router.
+    """
 
     def __init__(self, jobs: Sequence[Job], system: str, **options: Any):
         super().__init__(jobs, system, **options)
@@ -39,20 +43,33 @@ class Offered(Watched):
             replica.add = self._noted(replica.add, index)
             replica.offer = self._noted(replica.offer, index)
 
-    def _noted(self, method: Callable[[Request, float], Any], index: int) -> Callable[[Request, float], Any]:
+    def _noted(
+        self, method: Callable[[Request, float], Any], index: int
+    ) -> Callable[[Request, float], Any]:
         def noted(request: Request, now_s: float) -> Any:
             done = method(request, now_s)
-            self.passed.setdefault(request.index, []).append((index, self.replicas[index].clock.now_s, now_s))
+            self.passed.setdefault(request.index, []).append(
+                (index, self.replicas[index].clock.now_s, now_s)
+            )
             return done
 
         return noted
 
 
-@given(seed=SEEDS, number=st.integers(1, 10), replicas=st.integers(2, 5), router=st.sampled_from(sorted(ROUTERS)))
+@given(
+    seed=SEEDS,
+    number=st.integers(1, 10),
+    replicas=st.integers(2, 5),
+    router=st.sampled_from(sorted(ROUTERS)),
+)
 @settings(deadline=None, max_examples=30)
-def test_every_request_is_served_once_by_every_router(seed: int, number: int, replicas: int, router: str) -> None:
+def test_every_request_is_served_once_by_every_router(
+    seed: int, number: int, replicas: int, router: str
+) -> None:
     jobs = some_jobs(seed, number)
-    simulation = Offered(jobs, f"auto {{{CHECKED}}}", replicas=replicas, router=router, seed=seed % 1000)
+    simulation = Offered(
+        jobs, f"auto {{{CHECKED}}}", replicas=replicas, router=router, seed=seed % 1000
+    )
     simulation.library = library_of(jobs)
     run = simulation.run()
     check(jobs, simulation, run)
@@ -64,7 +81,11 @@ def test_every_request_is_served_once_by_every_router(seed: int, number: int, re
         assert len(refused_by) <= most
         assert len({*refused_by}) == len(refused_by)
         arrives_s = job.arrival_s
-        for _, decides_s, now_s in passed:  # each replica decides after its present step, and the next is asked then
+        for (
+            _,
+            decides_s,
+            now_s,
+        ) in passed:  # each replica decides after its present step, and the next is asked then
             assert decides_s >= now_s == arrives_s
             arrives_s = decides_s
         assert outcome.first_token_s > passed[-1][1]
@@ -73,7 +94,9 @@ def test_every_request_is_served_once_by_every_router(seed: int, number: int, re
 @pytest.mark.parametrize("router", sorted(set(ROUTERS) - {OURS}))
 def test_one_replica_needs_no_router(router: str) -> None:
     jobs = some_jobs(5, 10)
-    assert Watched(jobs, "auto", router=router).run().outcomes == Watched(jobs, "auto").run().outcomes
+    assert (
+        Watched(jobs, "auto", router=router).run().outcomes == Watched(jobs, "auto").run().outcomes
+    )
 
 
 def test_a_request_that_none_guarantees_is_offered_to_all_and_served() -> None:
@@ -84,7 +107,9 @@ def test_a_request_that_none_guarantees_is_offered_to_all_and_served() -> None:
 
 
 @pytest.mark.parametrize(("max_hops", "asked"), [(0, 1), (1, 2), (2, 3), (9, 3)])
-def test_the_sequential_router_goes_round_and_moves_on_a_limited_number_of_times(max_hops: int, asked: int) -> None:
+def test_the_sequential_router_goes_round_and_moves_on_a_limited_number_of_times(
+    max_hops: int, asked: int
+) -> None:
     choose = sequential(max_hops)
 
     def asked_of(is_guaranteed_by: int | None, has_slo: bool = True) -> tuple[list[int], bool]:
@@ -92,20 +117,31 @@ def test_the_sequential_router_goes_round_and_moves_on_a_limited_number_of_times
         refused: list[int] = []
         while True:
             need = Need(1, 1, tpot_slo_s=0.1) if has_slo else WITHOUT_SLO
-            choice = choose(Arrival(Request(0, RequestParams([1], 1)), need, loads_of(0, 0, 0), refused, (), 0.0))
+            choice = choose(
+                Arrival(
+                    Request(0, RequestParams([1], 1)), need, loads_of(0, 0, 0), refused, (), 0.0
+                )
+            )
             if not choice.may_refuse or choice.replica == is_guaranteed_by:
-                return [*refused, choice.replica][: len(refused) + choice.may_refuse], not choice.may_refuse
+                return [*refused, choice.replica][
+                    : len(refused) + choice.may_refuse
+                ], not choice.may_refuse
             refused.append(choice.replica)
 
     assert asked_of(0) == ([0], False)
-    assert asked_of(None) == ([(1 + hop) % 3 for hop in range(asked)], True)  # the second one begins at the next
+    assert asked_of(None) == (
+        [(1 + hop) % 3 for hop in range(asked)],
+        True,
+    )  # the second one begins at the next
     assert asked_of(0, has_slo=False) == ([], True)  # nobody is asked
     if max_hops:
         assert asked_of(1) == ([0, 1], False)
 
 
 def test_many_requests_at_once_are_guaranteed_as_far_as_there_is_room() -> None:
-    """More than one decision of the dynamic programme takes are decided one after the other, none unexamined."""
+    """More than one decision of the dynamic programme takes are decided one after the other, none
+    unexamined.
+    """
     jobs = [Job(0.0, 50, 20, tpot_slo_s=5.0) for _ in range(60)]
     run = Watched(jobs, replicas=2, system="auto").run()
     assert run.not_guaranteed == 0 and all(outcome.reroutes == 0 for outcome in run.outcomes)
@@ -113,12 +149,16 @@ def test_many_requests_at_once_are_guaranteed_as_far_as_there_is_room() -> None:
 
 
 def test_requests_without_slos_go_to_the_least_loaded_replica() -> None:
-    run = Watched([Job(0.001 * index, 50, 20) for index in range(6)], replicas=3, system="auto").run()
+    run = Watched(
+        [Job(0.001 * index, 50, 20) for index in range(6)], replicas=3, system="auto"
+    ).run()
     assert [outcome.replica for outcome in run.outcomes] == [0, 1, 2, 0, 1, 2]
 
 
 def test_ours_keeps_short_prompts_away_from_long_ones() -> None:
-    """Every second, long prompts come to two replicas, and short ones whose first tokens are due soon."""
+    """Every second, long prompts come to two replicas, and short ones whose first tokens are due
+    soon.
+    """
     jobs = []
     for second in range(8):
         jobs += [Job(second + 0.001 * place, 1500, 5, 1.0, 2.0) for place in range(2)]
@@ -130,7 +170,9 @@ def test_ours_keeps_short_prompts_away_from_long_ones() -> None:
 
     found = {router: attained(router) for router in ROUTERS}
     assert found[OURS] == 1.0
-    assert all(found[router] < 0.9 for router in ("shortest-queue", "power-of-two", "round-robin")), found
+    assert all(
+        found[router] < 0.9 for router in ("shortest-queue", "power-of-two", "round-robin")
+    ), found
 
 
 def loads_of(*counts: int) -> list[ReplicaLoad]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.first_tokens import FirstTokens
-from hf_slospec.engine.protocols import Plan
+from hf_slospec.engine.interfaces import Plan
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab.hardware import Hardware, lines
 from hf_slospec.lab.models import SlowedClock
@@ -41,7 +41,13 @@ def library_of(jobs: Sequence[Job], seed: int = 0) -> Library:
 class Watched(Simulation):
     """Keeps all steps, and checks that clocks go on."""
 
-    def __init__(self, jobs: Sequence[Job], system: str = "vllm", hardware: Hardware = HARDWARE, **options: Any):
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        system: str = "vllm",
+        hardware: Hardware = HARDWARE,
+        **options: Any,
+    ):
         super().__init__(jobs, library_of(jobs), hardware, config_of(system), **options)
         self.events = list[StepEvent]()
         for replica in self.replicas:
@@ -49,7 +55,8 @@ class Watched(Simulation):
 
     def _kept(self, step, clock):
         def kept() -> StepEvent:
-            before_s, event = clock.now_s, step()
+            before_s = clock.now_s
+            event = step()
             assert event.begun_s == before_s < clock.now_s
             assert clock.now_s - before_s == pytest.approx(event.phases.total_s)
             self.events.append(event)
@@ -81,7 +88,9 @@ def check(jobs: Sequence[Job], simulation: Watched, run: Run) -> None:
         assert simulation.tokens[index][job.input_tokens :] == [
             simulation.library.token(index, place) for place in range(job.output_tokens)
         ]
-    assert sum(event.committed for event in simulation.events) == sum(job.output_tokens for job in jobs)
+    assert sum(event.committed for event in simulation.events) == sum(
+        job.output_tokens for job in jobs
+    )
     assert run.totals.num_steps + run.totals.num_prefills == len(simulation.events)
     assert not any(replica.is_busy for replica in simulation.replicas)
 
@@ -101,7 +110,9 @@ def test_every_request_ends_with_its_text_under_every_system(
 ) -> None:
     jobs = some_jobs(seed, number)
     limits = f'"max_batch": {max_batch}, "token_budget": {budget}, "kv_tokens": {kv_tokens}'
-    simulation = Watched(jobs, f"{system} {{{CHECKED}, {limits}}}", replicas=replicas, seed=seed % 1000)
+    simulation = Watched(
+        jobs, f"{system} {{{CHECKED}, {limits}}}", replicas=replicas, seed=seed % 1000
+    )
     simulation.library = library_of(jobs)
     check(jobs, simulation, simulation.run())
 
@@ -122,7 +133,9 @@ def test_everything_follows_from_the_seed(system: str) -> None:
     jobs = some_jobs(1, 15)
     runs = [Watched(jobs, system, replicas=2, seed=seed).run() for seed in (4, 4, 5)]
     assert runs[0].outcomes == runs[1].outcomes and runs[0].totals == runs[1].totals
-    assert system == "slos-serve" or runs[0].outcomes != runs[2].outcomes  # other guesses off the true path
+    assert (
+        system == "slos-serve" or runs[0].outcomes != runs[2].outcomes
+    )  # other guesses off the true path
 
 
 def test_one_request_alone_takes_the_sum_of_its_forwards() -> None:
@@ -140,7 +153,10 @@ def test_one_request_alone_takes_the_sum_of_its_forwards() -> None:
 def test_first_come_first_served_feeds_prompts_before_anybody_decodes() -> None:
     simulation = Watched([Job(0.0, 10, 3), Job(0.001, 20, 2), Job(0.04, 30, 1)], "vllm")
     simulation.run()
-    steps = [(event.prefill_tokens, [part.index for part in event.requests]) for event in simulation.events]
+    steps = [
+        (event.prefill_tokens, [part.index for part in event.requests])
+        for event in simulation.events
+    ]
     assert steps == [
         (10, [0]),  # the others are not there yet
         (20, [1]),  # in place of decoding
@@ -171,7 +187,12 @@ def test_lower_priorities_take_the_room_of_higher_ones() -> None:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_followers_arrive_after_the_end_of_another(replicas: int) -> None:
-    jobs = [Job(0.0, 50, 10, 1.0), Job(0.5, 30, 5, 1.0, 2.0, after=0), Job(0.0, 20, 5, after=1), Job(0.1, 10, 4)]
+    jobs = [
+        Job(0.0, 50, 10, 1.0),
+        Job(0.5, 30, 5, 1.0, 2.0, after=0),
+        Job(0.0, 20, 5, after=1),
+        Job(0.1, 10, 4),
+    ]
     simulation = Watched(jobs, "auto", replicas=replicas)
     first, second, third, other = simulation.run().outcomes
     assert (first.arrival_s, other.arrival_s) == (0.0, 0.1)
@@ -212,9 +233,17 @@ JOB = Job(0.0, 100, 50)
         ([JOB], "vllm", {"oracle": True, "make_policy": SmartSpecPolicy}, "exclude each other"),
     ],
 )
-def test_impossible_simulations_are_refused(jobs: list[Job], system: str, options: dict, fault: str) -> None:
+def test_impossible_simulations_are_refused(
+    jobs: list[Job], system: str, options: dict, fault: str
+) -> None:
     with pytest.raises(InvalidInputError, match=fault):
-        Simulation(jobs, library_of([replace(JOB)] * max(len(jobs), 1)), HARDWARE, config_of(system), **options)
+        Simulation(
+            jobs,
+            library_of([replace(JOB)] * max(len(jobs), 1)),
+            HARDWARE,
+            config_of(system),
+            **options,
+        )
 
 
 def test_every_request_needs_a_text() -> None:
@@ -224,7 +253,9 @@ def test_every_request_needs_a_text() -> None:
 
 def test_a_policy_of_ones_own_decides() -> None:
     jobs = some_jobs(0, 8)
-    config = config_of('{"policy": "none", "max_depth": 6, "max_width": 1}')  # what it is called does not count
+    config = config_of(
+        '{"policy": "none", "max_depth": 6, "max_width": 1}'
+    )  # what it is called does not count
 
     def run(**options: Any) -> Run:
         return Simulation(jobs, library_of(jobs), HARDWARE, config, replicas=2, **options).run()
@@ -232,7 +263,11 @@ def test_a_policy_of_ones_own_decides() -> None:
     own, named = (
         run(make_policy=SmartSpecPolicy),
         Simulation(
-            jobs, library_of(jobs), HARDWARE, config.model_copy(update={"policy": "smartspec"}), replicas=2
+            jobs,
+            library_of(jobs),
+            HARDWARE,
+            config.model_copy(update={"policy": "smartspec"}),
+            replicas=2,
         ).run(),
     )
     assert own.outcomes == named.outcomes
@@ -245,17 +280,28 @@ def test_what_is_wrong_with_its_decisions_is_said() -> None:
             return Plan(7, 1)
 
     config = config_of('{"policy": "none", "max_depth": 6, "max_width": 1}')
-    with pytest.raises(InvalidInputError, match="depth 7 and width 1, but a request has room for 6"):
+    with pytest.raises(
+        InvalidInputError, match="depth 7 and width 1, but a request has room for 6"
+    ):
         Simulation([JOB], library_of([JOB]), HARDWARE, config, make_policy=Greedy).run()
 
 
 def test_a_machine_at_half_speed_for_a_minute_is_predicted_again_soon() -> None:
     jobs = [Job(0.0, 20, 7000) for _ in range(2)]
-    watched = Watched(jobs, "auto", replace(HARDWARE, kv_tokens=50_000), new_clock=partial(SlowedClock, 10.0, 70.0))
+    watched = Watched(
+        jobs,
+        "auto",
+        replace(HARDWARE, kv_tokens=50_000),
+        new_clock=partial(SlowedClock, 10.0, 70.0),
+    )
     watched.run()
 
     def errors(begin_s: float, end_s: float) -> list[float]:
-        within = [event for event in watched.events if begin_s <= event.begun_s < end_s and event.predicted_s]
+        within = [
+            event
+            for event in watched.events
+            if begin_s <= event.begun_s < end_s and event.predicted_s
+        ]
         return [abs(event.predicted_s / event.phases.total_s - 1.0) for event in within]
 
     assert np.median(errors(0.0, 10.0)) < 0.05
@@ -271,7 +317,11 @@ def test_the_oracle_verifies_what_is_accepted_and_nobody_is_faster() -> None:
     oracle = Watched(jobs, "oracle", oracle=True)
     run = oracle.run()
     assert run.totals.nodes == run.totals.committed == run.totals.expected
-    assert sum(outcome.drafted for outcome in run.outcomes) == sum(outcome.accepted for outcome in run.outcomes) > 0
+    assert (
+        sum(outcome.drafted for outcome in run.outcomes)
+        == sum(outcome.accepted for outcome in run.outcomes)
+        > 0
+    )
     for system in ("vllm-spec4", "auto", "vllm", '{"policy": "sequoia"}'):
         other = Watched(jobs, system)
         assert run.seconds < other.run().seconds
@@ -311,16 +361,23 @@ def test_a_pause_keeps_kv_while_there_is_room(kv_tokens: int, system: str) -> No
     assert (second.ttft_s < first.ttft_s) == is_kept
 
 
-@pytest.mark.parametrize("job", [Job(0.0, 400, 5, continues=True), Job(0.0, 210, 5, after=0, continues=True)])
+@pytest.mark.parametrize(
+    "job", [Job(0.0, 400, 5, continues=True), Job(0.0, 210, 5, after=0, continues=True)]
+)
 def test_a_request_continues_only_one_before_it_and_with_more_text(job: Job) -> None:
     with pytest.raises(InvalidInputError, match="continues another"):
         Watched([Job(0.0, 200, 10), job])
 
 
-def test_first_tokens_are_in_time_though_others_are_drafted_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_tokens_are_in_time_though_others_are_drafted_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rng = np.random.default_rng(5)
-    jobs = [Job(float(time_s), 40, 150, 0.2, 0.055) for time_s in np.cumsum(rng.exponential(0.3, 25))]
-    missed, depths = [], []
+    jobs = [
+        Job(float(time_s), 40, 150, 0.2, 0.055) for time_s in np.cumsum(rng.exponential(0.3, 25))
+    ]
+    missed = []
+    depths = []
     for is_watched in (True, False):
         if not is_watched:
             monkeypatch.setattr(FirstTokens, "begin", lambda self, due_s, own_s: None)

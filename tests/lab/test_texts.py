@@ -47,14 +47,19 @@ def hits(text: Text) -> np.ndarray:
 
 @pytest.mark.parametrize("sibling", [0.2, 0.5, 0.8])
 def test_with_sharpness_1_probabilities_are_the_frequencies_of_hits(sibling: float) -> None:
-    model, rng = TextModel(0.7, spread=3.0, sibling=sibling), np.random.default_rng(0)
+    model = TextModel(0.7, spread=3.0, sibling=sibling)
+    rng = np.random.default_rng(0)
     texts = [model.write(rng, 200) for _ in range(400)]
-    probs, hit = np.concatenate([t.child_probs for t in texts]), np.concatenate([hits(t) for t in texts])
+    probs, hit = (
+        np.concatenate([t.child_probs for t in texts]),
+        np.concatenate([hits(t) for t in texts]),
+    )
     for rank in range(model.num_children):
         for least in np.arange(0.0, 1.0, 0.1):
             within = (probs[:, rank] >= least) & (probs[:, rank] < least + 0.1)
             if (number := np.count_nonzero(within)) > 200:
-                shown, found = probs[within, rank].mean(), hit[within, rank].mean()
+                shown = probs[within, rank].mean()
+                found = hit[within, rank].mean()
                 error = math.sqrt(max(shown * (1.0 - shown), 1e-3) / number)
                 assert abs(found - shown) < 4.5 * error, (rank, least)
 
@@ -68,7 +73,9 @@ def test_a_sharp_draft_is_too_sure_and_a_dull_one_not_sure_enough() -> None:
 
 def first_hits(distance: float, coupled: bool, num_children: int = 4) -> float:
     """How often the target takes the draft's first choice."""
-    model = TextModel(0.5, evenness=6.0, num_children=num_children, distance=distance, coupled=coupled)
+    model = TextModel(
+        0.5, evenness=6.0, num_children=num_children, distance=distance, coupled=coupled
+    )
     return float(hits(model.write(np.random.default_rng(1), 20_000))[:, 0].mean())
 
 
@@ -77,7 +84,9 @@ def test_a_draft_further_away_is_accepted_less_often() -> None:
         rates = [first_hits(distance, coupled) for distance in (0.0, 0.15, 0.3, 0.5)]
         assert all(a > b + 0.02 for a, b in itertools.pairwise(rates)), rates
     alike = TextModel(0.5, evenness=6.0).write(np.random.default_rng(1), 20_000)
-    assert first_hits(1e-6, coupled=False) == pytest.approx(float(hits(alike)[:, 0].mean()), abs=0.02)
+    assert first_hits(1e-6, coupled=False) == pytest.approx(
+        float(hits(alike)[:, 0].mean()), abs=0.02
+    )
 
 
 @pytest.mark.parametrize("distance", [0.0, 0.2, 0.4])
@@ -93,14 +102,19 @@ def test_a_coupled_draft_equal_to_the_target_knows_the_text() -> None:
 
 
 def test_sharpness_changes_what_is_shown_and_not_what_is_written() -> None:
-    plain, sharp = (TextModel(0.6, sharpness=s).write(np.random.default_rng(5), 300) for s in (1.0, 3.0))
+    plain, sharp = (
+        TextModel(0.6, sharpness=s).write(np.random.default_rng(5), 300) for s in (1.0, 3.0)
+    )
     assert (plain.ranks == sharp.ranks).all()
     assert (plain.child_probs[:, 0] != sharp.child_probs[:, 0]).any()
 
 
 @pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9])
 def test_chains_are_accepted_as_often_as_asked_for(acceptance: float) -> None:
-    model, rng = TextModel(acceptance, sibling=0.0), np.random.default_rng(1)  # without siblings the first one is best
+    model, rng = (
+        TextModel(acceptance, sibling=0.0),
+        np.random.default_rng(1),
+    )  # without siblings the first one is best
     rates = [hits(model.write(rng, 100))[:, 0].mean() for _ in range(2000)]
     assert np.mean(rates) == pytest.approx(acceptance, abs=0.015)
     assert np.std(rates) > 0.07, "requests differ in how difficult they are"
@@ -114,7 +128,9 @@ def test_without_spread_all_requests_are_alike_and_places_are_independent() -> N
     assert in_a_row.mean() == pytest.approx(sum(0.8**depth for depth in range(1, 6)), rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["acceptance", "spread", "evenness", "sharpness", "sibling", "num_children"])
+@pytest.mark.parametrize(
+    "name", ["acceptance", "spread", "evenness", "sharpness", "sibling", "num_children"]
+)
 @pytest.mark.parametrize("value", [-1.0, math.nan])
 def test_impossible_models_are_refused_by_name(name: str, value: float) -> None:
     if name == "num_children":
@@ -124,7 +140,8 @@ def test_impossible_models_are_refused_by_name(name: str, value: float) -> None:
 
 
 def test_a_library_finds_places_of_each_text_and_ends_go_on() -> None:
-    model, rng = TextModel(num_children=3), np.random.default_rng(3)
+    model = TextModel(num_children=3)
+    rng = np.random.default_rng(3)
     texts = [model.write(rng, length) for length in (4, 1, 7)]
     library = Library(texts)
     assert library.num_children == 3
@@ -141,9 +158,13 @@ def test_a_library_finds_places_of_each_text_and_ends_go_on() -> None:
 def test_recordings_read_what_was_written(
     seed: int, lengths: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    rng, path = np.random.default_rng(seed), tmp_path_factory.mktemp("recording") / "texts.json"
+    rng = np.random.default_rng(seed)
+    path = tmp_path_factory.mktemp("recording") / "texts.json"
     texts = [TextModel().write(rng, length) for length in lengths]
-    made = [RecordedText(input_tokens=3, child_probs=t.child_probs.tolist(), ranks=t.ranks.tolist()) for t in texts]
+    made = [
+        RecordedText(input_tokens=3, child_probs=t.child_probs.tolist(), ranks=t.ranks.tolist())
+        for t in texts
+    ]
     Recording(provenance={"seed": seed}, texts=made).write(path)
     read = Recording.read(path)
     assert read.provenance == {"seed": seed}

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.errors import InvalidFileError, InvalidInputError
-from hf_slospec.lab.traces import REQUIRED, read_trace
+from hf_slospec.lab.files import REQUIRED, read_trace
 from hf_slospec.lab.workload import Job
 
 TARGETS = st.none() | st.floats(1e-6, 100.0)
@@ -35,12 +35,16 @@ def a_job(draw: st.DrawFn) -> Job:
 
 @given(jobs=st.lists(a_job(), min_size=1, max_size=6))
 @settings(deadline=None, max_examples=50)
-def test_traces_are_read_as_they_were_written(jobs: list[Job], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_traces_are_read_as_they_were_written(
+    jobs: list[Job], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.mktemp("trace") / "load.csv"
     rows = [(j.arrival_s, j.input_tokens, j.output_tokens, j.tpot_slo_s, j.ttft_slo_s, j.kind, j.priority,
              j.max_new_tokens) for j in jobs]  # fmt: skip
     with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([(*REQUIRED, "slo", "ttft_s", "class", "priority", "max_new_tokens"), *rows])
+        csv.writer(file).writerows(
+            [(*REQUIRED, "slo", "ttft_s", "class", "priority", "max_new_tokens"), *rows]
+        )
     assert read_trace(path) == sorted(jobs, key=lambda job: job.arrival_s)
 
 
@@ -78,7 +82,9 @@ def test_optional_fields_may_be_empty_or_missing(tmp_path: Path) -> None:
 
 
 def test_ratios_multiply_a_base_and_negative_ones_are_milliseconds(tmp_path: Path) -> None:
-    path = written(tmp_path, "arrival_s,input_tokens,output_tokens,slo_ratio\n0,1,1,1.2\n1,1,1,-50\n2,1,1,\n")
+    path = written(
+        tmp_path, "arrival_s,input_tokens,output_tokens,slo_ratio\n0,1,1,1.2\n1,1,1,-50\n2,1,1,\n"
+    )
     assert [job.tpot_slo_s for job in read_trace(path, 0.03)] == [pytest.approx(0.036), 0.05, None]
     with pytest.raises(InvalidInputError, match="--base-tpot"):
         read_trace(path)
@@ -141,7 +147,9 @@ MALFORMED: list[tuple[str | bytes, str]] = [
 
 
 @pytest.mark.parametrize(("text", "fault"), MALFORMED, ids=lambda value: str(value)[:40])
-def test_malformed_files_are_refused_with_line_and_column(text: str | bytes, fault: str, tmp_path: Path) -> None:
+def test_malformed_files_are_refused_with_line_and_column(
+    text: str | bytes, fault: str, tmp_path: Path
+) -> None:
     with pytest.raises(InvalidFileError, match=r"load\.csv" + fault):
         read_trace(written(tmp_path, text), 0.03)
 

@@ -37,7 +37,9 @@ def gaps(kind: str, **options: float) -> np.ndarray:
     ("kind", "options", "variation"),
     [("poisson", {}, 1.0), ("gamma", {"variation": 0.5}, 0.5), ("gamma", {"variation": 3.0}, 3.0)],
 )
-def test_gaps_have_the_mean_and_the_variation_asked_for(kind: str, options: dict, variation: float) -> None:
+def test_gaps_have_the_mean_and_the_variation_asked_for(
+    kind: str, options: dict, variation: float
+) -> None:
     found = gaps(kind, **options)
     assert found.mean() == pytest.approx(1.0 / 4.0, rel=0.05)
     assert found.std() / found.mean() == pytest.approx(variation, rel=0.05)
@@ -93,7 +95,12 @@ def test_impossible_arrivals_are_refused(options: tuple, fault: str) -> None:
 @pytest.mark.parametrize("name", MIXES)
 def test_mixes_have_the_mean_lengths_and_shares_of_their_sources(name: str) -> None:
     number = 4000
-    jobs = jobs_of(mix_of(name), np.arange(number, dtype=np.float64), np.random.default_rng(0), lambda tokens: tokens)
+    jobs = jobs_of(
+        mix_of(name),
+        np.arange(number, dtype=np.float64),
+        np.random.default_rng(0),
+        lambda tokens: tokens,
+    )
     assert [job.arrival_s for job in jobs] == list(range(number))
     shares = sum(kind.share for kind in MIXES[name])
     for kind in MIXES[name]:
@@ -105,15 +112,27 @@ def test_mixes_have_the_mean_lengths_and_shares_of_their_sources(name: str) -> N
             *([] if kind.think is None else [(kind.think, [j.think_tokens for j in own])]),
         ):
             assert length.min_tokens <= min(drawn) and max(drawn) <= length.max_tokens
-            cut = 1.0 - math.exp(-((length.max_tokens - length.mean) / length.std))  # most cut off only little
+            cut = 1.0 - math.exp(
+                -((length.max_tokens - length.mean) / length.std)
+            )  # most cut off only little
             assert np.mean(drawn) == pytest.approx(length.mean, rel=0.12 if cut > 0.8 else 0.25)
-        assert all((job.tpot_slo_s, job.priority) == (kind.tpot_slo_s, kind.priority) for job in own)
+        assert all(
+            (job.tpot_slo_s, job.priority) == (kind.tpot_slo_s, kind.priority) for job in own
+        )
 
 
 def test_slowdowns_multiply_what_a_prompt_takes_alone() -> None:
-    exact, slow = Kind("e", 1.0, Length(5, 0, 9), Length(5, 0, 9), ttft_slo_s=3.0, ttft_slowdown=9.0), MIXES["coder"][0]
-    for kind, expected in ((exact, lambda job: 3.0), (slow, lambda job: 5.0 * 2.0 * job.input_tokens)):
-        for job in jobs_of([kind], np.zeros(20), np.random.default_rng(0), lambda tokens: 2.0 * tokens):
+    exact, slow = (
+        Kind("e", 1.0, Length(5, 0, 9), Length(5, 0, 9), ttft_slo_s=3.0, ttft_slowdown=9.0),
+        MIXES["coder"][0],
+    )
+    for kind, expected in (
+        (exact, lambda job: 3.0),
+        (slow, lambda job: 5.0 * 2.0 * job.input_tokens),
+    ):
+        for job in jobs_of(
+            [kind], np.zeros(20), np.random.default_rng(0), lambda tokens: 2.0 * tokens
+        ):
             assert job.ttft_slo_s == pytest.approx(expected(job))
     plain = dataclasses.replace(exact, ttft_slo_s=None, ttft_slowdown=None)
     none = jobs_of([plain], np.zeros(1), np.random.default_rng(0), float)
@@ -122,10 +141,14 @@ def test_slowdowns_multiply_what_a_prompt_takes_alone() -> None:
 
 @pytest.mark.parametrize("pause_s", [None, 3.0])
 def test_rounds_follow_one_another_and_continue_after_a_pause(pause_s: float | None) -> None:
-    call = Kind("call", 1.0, Length(50, 0, 99), Length(20, 0, 99), tpot_slo_s=0.05, ttft_slowdown=3.0)
+    call = Kind(
+        "call", 1.0, Length(50, 0, 99), Length(20, 0, 99), tpot_slo_s=0.05, ttft_slowdown=3.0
+    )
     answers = [Job(float(at), 30, 10, 0.1, kind="answer") for at in range(300)]
     jobs = in_rounds(answers, call, (2.7, 1.1), np.random.default_rng(0), float, pause_s)
-    assert [(j.kind, j.tpot_slo_s, j.output_tokens) for j in jobs if j.kind == "answer"] == [("answer", 0.1, 10)] * 300
+    assert [(j.kind, j.tpot_slo_s, j.output_tokens) for j in jobs if j.kind == "answer"] == [
+        ("answer", 0.1, 10)
+    ] * 300
     assert [job.arrival_s for job in jobs if job.after is None] == list(range(300))
     assert len(jobs) / 300 == pytest.approx(2.7, abs=0.2)
     followers = [(job, jobs[job.after]) for job in jobs if job.after is not None]
@@ -133,9 +156,13 @@ def test_rounds_follow_one_another_and_continue_after_a_pause(pause_s: float | N
     for job, before in followers:
         own = 50 if job.kind == "call" else 30
         assert job.continues == (pause_s is not None)
-        assert job.input_tokens == own + (before.input_tokens + before.output_tokens if pause_s else 0)
+        assert job.input_tokens == own + (
+            before.input_tokens + before.output_tokens if pause_s else 0
+        )
         assert job.kind == "answer" or job.ttft_slo_s == 3.0 * 50  # the prefill of what is new
-    assert np.mean([job.arrival_s for job, _ in followers]) == pytest.approx(pause_s or 0.0, rel=0.15)
+    assert np.mean([job.arrival_s for job, _ in followers]) == pytest.approx(
+        pause_s or 0.0, rel=0.15
+    )
 
 
 def test_unknown_mixes_list_the_known_ones() -> None:
@@ -143,8 +170,13 @@ def test_unknown_mixes_list_the_known_ones() -> None:
         mix_of("chat")
 
 
-@given(times_s=st.lists(st.floats(0.0, 1e6), min_size=2, max_size=20, unique=True), rate=st.floats(0.01, 100.0))
-def test_at_rate_stretches_gaps_and_keeps_order_and_requests(times_s: list[float], rate: float) -> None:
+@given(
+    times_s=st.lists(st.floats(0.0, 1e6), min_size=2, max_size=20, unique=True),
+    rate=st.floats(0.01, 100.0),
+)
+def test_at_rate_stretches_gaps_and_keeps_order_and_requests(
+    times_s: list[float], rate: float
+) -> None:
     jobs = [Job(time_s, index + 1, 2) for index, time_s in enumerate(sorted(times_s))]
     if jobs[-1].arrival_s - jobs[0].arrival_s < 1e-6:
         return
@@ -169,6 +201,13 @@ def test_at_rate_refuses_what_has_no_rate() -> None:
 def test_early_ends_keep_the_limit_that_schedulers_know() -> None:
     jobs = [Job(0.0, 3, 100)] * 3000
     made = early_ends(jobs, np.random.default_rng(0), full_share=0.25)
-    assert all(job.max_new_tokens == job.max_output_tokens == 100 and 5 <= job.output_tokens <= 100 for job in made)
-    assert np.mean([job.output_tokens == 100 for job in made]) == pytest.approx(0.25 + 0.75 / 96, abs=0.03)
-    assert early_ends([Job(0.0, 3, 2)], np.random.default_rng(0), full_share=0.0)[0].output_tokens == 2
+    assert all(
+        job.max_new_tokens == job.max_output_tokens == 100 and 5 <= job.output_tokens <= 100
+        for job in made
+    )
+    assert np.mean([job.output_tokens == 100 for job in made]) == pytest.approx(
+        0.25 + 0.75 / 96, abs=0.03
+    )
+    assert (
+        early_ends([Job(0.0, 3, 2)], np.random.default_rng(0), full_share=0.0)[0].output_tokens == 2
+    )

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.engine.protocols import Plan
-from hf_slospec.engine.request import Request, RequestParams, Stage
+from hf_slospec.engine.interfaces import Plan
 from hf_slospec.policies.adaserve import AdaServePolicy
+from hf_slospec.request.request import Request, RequestParams, Stage
 from tests.support.policy_costs import begun
 from tests.support.toys.engine import commit
 from tests.support.toys.models import (
@@ -26,9 +26,15 @@ from tests.support.toys.trees import markov_model
 def test_late_requests_get_their_nodes_first() -> None:
     """Both draft the same tree and ties favour the first; the second one is behind its target."""
     target = markov_model(np.random.default_rng(6), VOCAB)
-    toy, clock = ToyTarget(greedy(target)), Clock()
-    relaxed, late = Request(0, RequestParams([0, 1], 30)), Request(1, RequestParams([0, 1], 30, (Stage(1.0),)))
-    policy = AdaServePolicy(SLOSpecConfig(policy="adaserve", token_budget=4, max_slo_share=9.0), new_costs())
+    toy = ToyTarget(greedy(target))
+    clock = Clock()
+    relaxed, late = (
+        Request(0, RequestParams([0, 1], 30)),
+        Request(1, RequestParams([0, 1], 30, (Stage(1.0),))),
+    )
+    policy = AdaServePolicy(
+        SLOSpecConfig(policy="adaserve", token_budget=4, max_slo_share=9.0), new_costs()
+    )
     engine = engine_of([relaxed, late], toy, ToyDrafter(target), policy, clock)
     engine.step()
     engine.step()
@@ -42,15 +48,23 @@ def test_late_requests_get_their_nodes_first() -> None:
 def test_required_tokens_count_from_the_first_token_to_the_end_of_the_step(
     required: float, expected: list[int]
 ) -> None:
-    """Ties and the one node to give favour the first request, unless the second needs more than its root."""
+    """Ties and the one node to give favour the first request, unless the second needs more than its
+    root.
+    """
     model = markov_model(np.random.default_rng(6), VOCAB)
     plan = Plan(1, 2)
-    requests = [Request(0, RequestParams([0, 1], 30)), Request(1, RequestParams([0, 1], 30, (Stage(1.0),)))]
+    requests = [
+        Request(0, RequestParams([0, 1], 30)),
+        Request(1, RequestParams([0, 1], 30, (Stage(1.0),))),
+    ]
     for request in requests:
         commit(request, [2], 100.0)
         commit(request, [3, 2, 0, 1], 101.0)
-    costs, num_keys = new_costs(), sum(len(request.tokens) for request in requests)
-    step_s = float(costs.draft_s(2, plan.depth, plan.width, num_keys) + costs.verify_s(3, 2, num_keys))
+    costs = new_costs()
+    num_keys = sum(len(request.tokens) for request in requests)
+    step_s = float(
+        costs.draft_s(2, plan.depth, plan.width, num_keys) + costs.verify_s(3, 2, num_keys)
+    )
     policy = AdaServePolicy(SLOSpecConfig(token_budget=3), costs)
     step, _ = begun(policy, requests, 100.0 + (4.0 + required) - step_s)
     selection = step.select(ToyDrafter(model).draft(requests, plan), plan)

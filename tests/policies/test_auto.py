@@ -1,4 +1,6 @@
-"""The default policy: depth that pays off, nodes for late requests, and acceptance learned from few requests."""
+"""The default policy: depth that pays off, nodes for late requests, and acceptance learned from few
+requests.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,24 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from hf_slospec.algo.depth import DepthControl
-from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
-from hf_slospec.algo.tree import TokenTree
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.drafters.hybrid import HybridDrafter
-from hf_slospec.engine.protocols import Drafter, Plan
-from hf_slospec.engine.request import Request, RequestParams, Stage
-from hf_slospec.engine.scheduling.static_batch import StaticScheduler
+from hf_slospec.engine.costs import StepCosts
+from hf_slospec.engine.interfaces import Drafter, Plan
+from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.engine.step import Engine
-from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.generate.speculator import HOST_LEVEL
 from hf_slospec.policies import new_policy
-from hf_slospec.policies.auto import BATCH_STEPS, MIN_DRAFTED_STEPS, PROBED_REQUESTS, SpeculationHistory
+from hf_slospec.policies.auto import (
+    BATCH_STEPS,
+    MIN_DRAFTED_STEPS,
+    PROBED_REQUESTS,
+    SpeculationHistory,
+)
+from hf_slospec.policies.depth import DepthControl
+from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.scheduler.static import StaticScheduler
+from hf_slospec.tree.tree import TokenTree
 from tests.support.policy_costs import NO_TIME, begun, costs, late, plan_of, requests_of
 from tests.support.toys.engine import policy_of, run
 from tests.support.toys.models import (
@@ -41,9 +48,15 @@ from tests.support.toys.trees import NextProbs, chain, markov_model
 @pytest.mark.parametrize("elapsed_s", [0.0, 6.0])
 def test_auto_gives_late_requests_more_nodes_of_the_same_tree(elapsed_s: float) -> None:
     target = markov_model(np.random.default_rng(6), VOCAB)
-    relaxed, late = Request(0, RequestParams([0, 1], 90)), Request(1, RequestParams([0, 1], 90, (Stage(1.0),)))
-    clock, policy = Clock(), policy_of(SLOSpecConfig(token_budget=6, urgency=1.0))
-    engine = engine_of([relaxed, late], ToyTarget(greedy(target)), ToyDrafter(target), policy, clock)
+    relaxed, late = (
+        Request(0, RequestParams([0, 1], 90)),
+        Request(1, RequestParams([0, 1], 90, (Stage(1.0),))),
+    )
+    clock = Clock()
+    policy = policy_of(SLOSpecConfig(token_budget=6, urgency=1.0))
+    engine = engine_of(
+        [relaxed, late], ToyTarget(greedy(target)), ToyDrafter(target), policy, clock
+    )
     engine.step()
     clock.now_s = elapsed_s
     first, second = (part.nodes for part in engine.step().requests)
@@ -53,25 +66,38 @@ def test_auto_gives_late_requests_more_nodes_of_the_same_tree(elapsed_s: float) 
 def test_levels_are_worth_more_for_late_requests() -> None:
     config = SLOSpecConfig(urgency=1.0)
     policy = new_policy(config, costs(1e-3), SpeculationHistory(config))
-    hurried, relaxed = late(0, 0.5, elapsed_s=10.0), late(1, None)
+    hurried = late(0, 0.5, elapsed_s=10.0)
+    relaxed = late(1, None)
     weights = plan_of(policy, [hurried, relaxed], 10.0).weights
     assert weights is not None and weights[hurried] > 1.0 > weights[relaxed]
     assert sum(weights.values()) == pytest.approx(2.0)
 
 
 def sizes(
-    targets: Sequence[float | None], experience: SpeculationHistory, draft: NextProbs, max_new_tokens: int = 40
+    targets: Sequence[float | None],
+    experience: SpeculationHistory,
+    draft: NextProbs,
+    max_new_tokens: int = 40,
 ) -> list[list[int]]:
     """Nodes of every request in each step under auto."""
     config = SLOSpecConfig(token_budget=8, max_depth=4)
     requests = [
-        Request(i, RequestParams([0, 1], max_new_tokens, (Stage(tpot_slo_s),))) for i, tpot_slo_s in enumerate(targets)
+        Request(i, RequestParams([0, 1], max_new_tokens, (Stage(tpot_slo_s),)))
+        for i, tpot_slo_s in enumerate(targets)
     ]
-    engine = engine_of(requests, ToyTarget(greedy(draft)), ToyDrafter(draft), policy_of(config, experience), Clock())
+    engine = engine_of(
+        requests,
+        ToyTarget(greedy(draft)),
+        ToyDrafter(draft),
+        policy_of(config, experience),
+        Clock(),
+    )
     return [[part.nodes for part in event.requests] for event in run(engine)]
 
 
-def test_hopeless_requests_are_logged_once_and_count_like_any_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_hopeless_requests_are_logged_once_and_count_like_any_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = markov_model(np.random.default_rng(6), VOCAB)
     experience = SpeculationHistory(SLOSpecConfig(max_depth=4))
     sizes([None, None], experience, model)
@@ -94,7 +120,9 @@ def test_auto_stops_drafting_what_is_never_taken() -> None:
     target = markov_model(np.random.default_rng(2), VOCAB)
     drafter = ToyDrafter(lambda tokens: one_hot(target(tokens).argmin()))
     requests = [Request(index, RequestParams([index, 1], 400)) for index in range(2)]
-    events = run(engine_of(requests, ToyTarget(greedy(target)), drafter, policy_of(SLOSpecConfig()), Clock()))
+    events = run(
+        engine_of(requests, ToyTarget(greedy(target)), drafter, policy_of(SLOSpecConfig()), Clock())
+    )
     num_looks = sum(event.depth > 0 for event in events[100:])
     assert num_looks * DepthControl.MIN_GAP <= len(events[100:])
     assert len(events) == 400
@@ -105,7 +133,11 @@ def test_auto_stops_drafting_what_is_never_taken() -> None:
 def test_auto_stops_drafting_that_takes_longer_on_the_host_than_it_gains(
     draft_s: float, pays: bool, has_model: bool
 ) -> None:
-    target, clock, config = markov_model(np.random.default_rng(2), VOCAB), Clock(), SLOSpecConfig(max_depth=4)
+    target, clock, config = (
+        markov_model(np.random.default_rng(2), VOCAB),
+        Clock(),
+        SLOSpecConfig(max_depth=4),
+    )
 
     class Slow(ToyDrafter):
         def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
@@ -115,7 +147,8 @@ def test_auto_stops_drafting_that_takes_longer_on_the_host_than_it_gains(
     drafter: Drafter = Slow(lambda tokens: one_hot(target(tokens).argmax()))
     step_costs = StepCosts(new_costs().verify, HOST_LEVEL)
     if has_model:  # the profile is that of the model alone
-        drafter, step_costs = HybridDrafter([drafter, ToyDrafter(target)]), new_costs()
+        drafter = HybridDrafter([drafter, ToyDrafter(target)])
+        step_costs = new_costs()
     scheduler = StaticScheduler([Request(0, RequestParams([0, 1], 600))])
     policy = new_policy(config, step_costs, SpeculationHistory(config))
     events = run(Engine(ToyTarget(greedy(target)), drafter, policy, scheduler, step_costs, clock))
@@ -127,7 +160,15 @@ def test_auto_goes_deep_with_a_draft_that_is_always_right() -> None:
     target = markov_model(np.random.default_rng(2), VOCAB)
     drafter = ToyDrafter(lambda tokens: one_hot(target(tokens).argmax()))
     request = Request(0, RequestParams([0, 1], 200))
-    run(engine_of([request], ToyTarget(greedy(target)), drafter, policy_of(SLOSpecConfig(max_depth=6)), Clock()))
+    run(
+        engine_of(
+            [request],
+            ToyTarget(greedy(target)),
+            drafter,
+            policy_of(SLOSpecConfig(max_depth=6)),
+            Clock(),
+        )
+    )
     assert request.metrics().acceptance_length > 6.0
     assert request.metrics().expected_tokens == pytest.approx(199, rel=0.1)
 
@@ -142,7 +183,10 @@ def test_auto_looks_at_a_few_requests_while_speculation_does_not_pay() -> None:
         step, plan = begun(policy, requests)
         drafting = requests if plan.drafting is None else plan.drafting
         useless = [0.01] * plan.depth  # and refused
-        trees = [chain(*useless) if plan.depth and r in drafting else TokenTree.root_only(0) for r in requests]
+        trees = [
+            chain(*useless) if plan.depth and r in drafting else TokenTree.root_only(0)
+            for r in requests
+        ]
         step.select(trees, plan)
         step.observe([[] for _ in requests], NO_TIME)
         if plan.depth:
@@ -152,7 +196,9 @@ def test_auto_looks_at_a_few_requests_while_speculation_does_not_pay() -> None:
 
 
 def test_auto_learns_from_a_few_as_from_all() -> None:
-    """What a look at some says of a drafting request does not depend on how many are not drafted for."""
+    """What a look at some says of a drafting request does not depend on how many are not drafted
+    for.
+    """
     config = SLOSpecConfig(max_depth=4, max_width=1)
     found = []
     for number in (PROBED_REQUESTS, 40):
@@ -167,7 +213,10 @@ def test_auto_learns_from_a_few_as_from_all() -> None:
             step.observe([[] for _ in requests], NO_TIME)
             step, plan = begun(policy, requests)
         assert plan.drafting is not None and len(plan.drafting) == PROBED_REQUESTS
-        trees = [chain(0.9, 0.8) if request in plan.drafting else TokenTree.root_only(0) for request in requests]
+        trees = [
+            chain(0.9, 0.8) if request in plan.drafting else TokenTree.root_only(0)
+            for request in requests
+        ]
         step.select(trees, plan)
         step.observe([[1] if request in plan.drafting else [] for request in requests], NO_TIME)
         found.append(experience.depths.mass[:3, 0].tolist())
@@ -180,7 +229,8 @@ def test_auto_does_not_switch_on_for_less_than_the_draft_has_to_process_first(
 ) -> None:
     config = SLOSpecConfig(max_depth=1, max_width=1)
     history = SpeculationHistory(config)
-    history.depths.num_observed, history.depths.is_on = 99, False
+    history.depths.num_observed = 99
+    history.depths.is_on = False
     history.depths.steps_since[1] = 1.0
     history.depths.mass[1] = history.depths.nodes[1] = 0.9
     draft_level = ForwardCost(LatencyCurve((1, 1001), (0.1, 10.1)))  # 0.01 s per token
@@ -192,8 +242,12 @@ def test_auto_does_not_switch_on_for_less_than_the_draft_has_to_process_first(
 
 
 @pytest.mark.parametrize(("says", "is_understated"), [(0.3, True), (0.999, False)])
-def test_limits_of_drafting_are_in_the_drafts_own_probabilities(says: float, is_understated: bool) -> None:
-    """A draft that is always right but says 0.3 is given limits that are lower by as much as it understates."""
+def test_limits_of_drafting_are_in_the_drafts_own_probabilities(
+    says: float, is_understated: bool
+) -> None:
+    """A draft that is always right but says 0.3 is given limits that are lower by as much as it
+    understates.
+    """
     target = markov_model(np.random.default_rng(2), VOCAB)
 
     def draft(tokens: Sequence[int]) -> np.ndarray:
@@ -242,12 +296,16 @@ def test_what_is_still_to_be_learned_keeps_no_request_alive() -> None:
     assert history.depths.num_observed == now + 1
 
 
-@pytest.mark.parametrize(("due_s", "num_levels"), [(float("inf"), 4), (1.25, 4), (1.12, 2), (1.04, 0)], ids=str)
+@pytest.mark.parametrize(
+    ("due_s", "num_levels"), [(float("inf"), 4), (1.25, 4), (1.12, 2), (1.04, 0)], ids=str
+)
 def test_drafts_leave_time_for_first_tokens_that_are_due(due_s: float, num_levels: int) -> None:
     """A step of plain decoding takes 1 s, a level of drafting 0.05 s."""
     config = SLOSpecConfig(max_depth=4, max_width=1)
-    step_costs, history = costs(1e-6, 0.05), SpeculationHistory(config)
-    policy, requests = new_policy(config, step_costs, history), requests_of(2)
+    step_costs = costs(1e-6, 0.05)
+    history = SpeculationHistory(config)
+    policy = new_policy(config, step_costs, history)
+    requests = requests_of(2)
     for _ in range(40):  # whole chains are accepted
         step, plan = begun(policy, requests)
         step.select([chain(*[0.99] * plan.depth) for _ in requests], plan)
@@ -262,7 +320,10 @@ def test_steps_are_shorter_where_requests_with_tight_ttft_slos_arrive() -> None:
     depths = []
     for ttft_slo_s in (float("inf"), 3.0, 2.2):
         step_costs = costs(1e-6, 0.05)
-        policy, requests = new_policy(config, step_costs, SpeculationHistory(config)), requests_of(2)
+        policy, requests = (
+            new_policy(config, step_costs, SpeculationHistory(config)),
+            requests_of(2),
+        )
         step_costs.first_tokens.arrived(ttft_slo_s, 1)
         for _ in range(60):
             step_costs.first_tokens.begin(float("inf"), lambda num_tokens: 1.0 + 0.0 * num_tokens)

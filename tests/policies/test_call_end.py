@@ -9,37 +9,53 @@ import numpy as np
 from hf_slospec.assembly import Parts, static_engine
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import StepEvent
-from hf_slospec.engine.request import Request, RequestParams, Stage
 from hf_slospec.lab.hardware import Hardware, lines
 from hf_slospec.lab.models import SimulatedDrafter, SimulatedTarget, VirtualClock
 from hf_slospec.lab.texts import Library, TextModel
 from hf_slospec.policies.auto import AutoPolicy, SpeculationHistory
+from hf_slospec.request.request import Request, RequestParams, Stage
 
-PROMPT, LENGTH = [1] * 8, 96
+PROMPT = [1] * 8
+LENGTH = 96
 CHEAP, DEAR = (Hardware(lines((9.0, 0.03)), lines((level_ms, 0.004))) for level_ms in (1.6, 6.0))
 
 
 class Calls:
-    """Simulated calls of ``auto`` that learn from each other; ``options`` are those of all requests."""
+    """Simulated calls of ``auto`` that learn from each other; ``options`` are those of all
+    requests.
+    """
 
-    def __init__(self, hardware: Hardware, acceptances: Sequence[float], seed: int = 1, **options: object):
-        self.hardware, self.acceptances, self.options = hardware, acceptances, options
-        self.config, self.rng = SLOSpecConfig(), np.random.default_rng(seed)
+    def __init__(
+        self, hardware: Hardware, acceptances: Sequence[float], seed: int = 1, **options: object
+    ):
+        self.hardware = hardware
+        self.acceptances = acceptances
+        self.options = options
+        self.config = SLOSpecConfig()
+        self.rng = np.random.default_rng(seed)
         self.costs, self.history = hardware.costs(), SpeculationHistory(self.config)
-        self.total_s, self.events = 0.0, list[StepEvent]()
+        self.total_s = 0.0
+        self.events = list[StepEvent]()
 
     def run(self, lengths: Sequence[int] | None = None, number: int = 12) -> Calls:
         """Run calls in which rows end after so many tokens, if not by the limit."""
         for _ in range(number):
-            texts = [TextModel(acceptance, np.inf).write(self.rng, LENGTH) for acceptance in self.acceptances]
-            library, clock = Library(texts), VirtualClock()
+            texts = [
+                TextModel(acceptance, np.inf).write(self.rng, LENGTH)
+                for acceptance in self.acceptances
+            ]
+            library = Library(texts)
+            clock = VirtualClock()
             target = SimulatedTarget(library, self.hardware, clock)
             drafter = SimulatedDrafter(library, self.hardware, clock, int(self.rng.integers(100)))
             requests = [
-                Request(row, self.params(None if lengths is None else lengths[row])) for row in range(len(texts))
+                Request(row, self.params(None if lengths is None else lengths[row]))
+                for row in range(len(texts))
             ]
             policy = AutoPolicy(self.config, self.costs, self.history)
-            engine = static_engine(self.config, Parts(target, drafter, policy, self.costs, clock), requests)
+            engine = static_engine(
+                self.config, Parts(target, drafter, policy, self.costs, clock), requests
+            )
             while engine.scheduler.running:
                 self.events.append(engine.step())
             self.total_s += clock.now_s
@@ -47,20 +63,27 @@ class Calls:
 
     def params(self, length: int | None) -> RequestParams:
         """Return the parameters of a request that ends after so many tokens."""
-        ends = (lambda tokens: False) if length is None else (lambda tokens: len(tokens) >= len(PROMPT) + length)
+        ends = (
+            (lambda tokens: False)
+            if length is None
+            else (lambda tokens: len(tokens) >= len(PROMPT) + length)
+        )
         return RequestParams(PROMPT, LENGTH, is_stop=ends, **self.options)  # type: ignore[arg-type]
 
     @property
     def nodes(self) -> list[float]:
         """Mean nodes of each row while all decode."""
         whole = [event for event in self.events if event.num_decoding == len(self.acceptances)]
-        means: list[float] = np.mean([[part.nodes for part in event.requests] for event in whole], axis=0).tolist()
+        means: list[float] = np.mean(
+            [[part.nodes for part in event.requests] for event in whole], axis=0
+        ).tolist()
         return means
 
 
 def test_calls_end_sooner_as_the_slowest_row_gets_most_nodes() -> None:
     rows = 0.9, 0.9, 0.9, 0.4
-    even, ours = Calls(CHEAP, rows).run(), Calls(CHEAP, rows, ends_with_others=True).run()
+    even = Calls(CHEAP, rows).run()
+    ours = Calls(CHEAP, rows, ends_with_others=True).run()
     assert max(even.nodes[:-1]) > 0.8 * even.nodes[-1]
     assert max(ours.nodes[:-1]) < 0.8 * ours.nodes[-1]
     assert ours.total_s < 0.96 * even.total_s
@@ -68,18 +91,27 @@ def test_calls_end_sooner_as_the_slowest_row_gets_most_nodes() -> None:
 
 def test_drafts_that_only_other_rows_gain_by_delay_the_last_one_less() -> None:
     rows = 0.9, 0.9, 0.9, 0.2
-    even, ours = Calls(DEAR, rows).run(), Calls(DEAR, rows, ends_with_others=True).run()
-    assert even.total_s > 12 * LENGTH * float(DEAR.target(len(rows), len(rows), 0))  # without drafts
+    even = Calls(DEAR, rows).run()
+    ours = Calls(DEAR, rows, ends_with_others=True).run()
+    assert even.total_s > 12 * LENGTH * float(
+        DEAR.target(len(rows), len(rows), 0)
+    )  # without drafts
     assert ours.total_s < 0.99 * even.total_s
 
 
 def test_where_the_last_row_is_another_than_expected_little_is_lost() -> None:
-    rows, lengths = (0.9, 0.7, 0.7, 0.4), (90, 60, 25, 15)  # the row that accepts least ends first
-    even, ours = (Calls(CHEAP, rows, **own).run(lengths, 30) for own in ({}, {"ends_with_others": True}))
+    # the row that accepts least ends first
+    rows = (0.9, 0.7, 0.7, 0.4)
+    lengths = (90, 60, 25, 15)
+    even, ours = (
+        Calls(CHEAP, rows, **own).run(lengths, 30) for own in ({}, {"ends_with_others": True})
+    )
     assert ours.total_s < 1.02 * even.total_s
 
 
 def test_rows_with_targets_count_by_these() -> None:
     slo = {"stages": (Stage(1e-3),)}  # missed, so that urgencies are at work
-    even, ours = (Calls(CHEAP, (0.9, 0.4), **slo, **own).run() for own in ({}, {"ends_with_others": True}))
+    even, ours = (
+        Calls(CHEAP, (0.9, 0.4), **slo, **own).run() for own in ({}, {"ends_with_others": True})
+    )
     assert ours.nodes == even.nodes and ours.total_s == even.total_s

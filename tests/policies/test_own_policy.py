@@ -23,7 +23,7 @@ from hf_slospec import (
     disable,
     enable,
 )
-from hf_slospec.engine.protocols import PolicyStep
+from hf_slospec.engine.interfaces import PolicyStep
 from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
 CONFIG = SLOSpecConfig(max_depth=4, max_width=2)
@@ -36,31 +36,44 @@ class Odd:
 
     def __init__(self, config: SLOSpecConfig, costs: StepCosts):
         assert costs.verify_s(8) > 0
-        self.config, self.steps = config, 0
+        self.config = config
+        self.steps = 0
         Odd.made.append(self)
 
-    def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
+    def plan(
+        self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
+    ) -> Plan:
         depth = min(self.config.max_depth, *(max(request.num_left - 1, 0) for request in requests))
         return Plan(depth, self.config.max_width, drafting=requests[::2])
 
-    def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
+    def select(
+        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
+    ) -> Selection:
         return Selection(candidates, [float(tree.path_probs.sum()) for tree in candidates])
 
-    def observe(self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes) -> None:
+    def observe(
+        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes
+    ) -> None:
         self.steps += 1
 
 
 def test_own_policy() -> None:
     Odd.made.clear()
-    model, draft, inputs = tiny_model("llama"), tiny_model("llama", noise=0.03), ragged_prompts(3)
+    model = tiny_model("llama")
+    draft = tiny_model("llama", noise=0.03)
+    inputs = ragged_prompts(3)
     gen = SLOSpecGenerator(model, draft, config=CONFIG, make_policy=Odd)
     for do_sample in (False, True):
-        out = assert_same_as_stock(model, gen.generate, inputs, do_sample=do_sample, max_new_tokens=24)
+        out = assert_same_as_stock(
+            model, gen.generate, inputs, do_sample=do_sample, max_new_tokens=24
+        )
         assert [metrics.drafted > 0 for metrics in out.slo] == [True, False, True]
     assert len(Odd.made) == 2 and all(policy.steps for policy in Odd.made)
     enable(model, draft, config=CONFIG, make_policy=Odd)
     try:
-        assert_same_as_stock(model, lambda **k: model.generate(**k, slo_tpot=0.1), inputs, max_new_tokens=9)
+        assert_same_as_stock(
+            model, lambda **k: model.generate(**k, slo_tpot=0.1), inputs, max_new_tokens=9
+        )
     finally:
         disable(model)
     assert len(Odd.made) == 3
@@ -72,14 +85,22 @@ class InSteps(Policy):
     made: list[InSteps] = []  # noqa: RUF012
 
     def __init__(self, config: SLOSpecConfig, costs: StepCosts):
-        self.config, self.accepted = config, 0
+        self.config = config
+        self.accepted = 0
         InSteps.made.append(self)
 
-    def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
-        planned, number = Plan(max(min(request.num_left for request in requests) - 1, 0), 1), len(requests)
+    def step(
+        self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
+    ) -> PolicyStep:
+        planned, number = (
+            Plan(max(min(request.num_left for request in requests) - 1, 0), 1),
+            len(requests),
+        )
         candidates, plan = yield planned
         assert plan == planned and len(candidates) == number
-        accepted, phases = yield Selection(candidates, [float(tree.path_probs.sum()) for tree in candidates])
+        accepted, phases = yield Selection(
+            candidates, [float(tree.path_probs.sum()) for tree in candidates]
+        )
         assert phases.verify_s > 0.0
         self.accepted += sum(map(len, accepted))
 
@@ -87,7 +108,9 @@ class InSteps(Policy):
 def test_a_policy_whose_step_is_a_generator() -> None:
     InSteps.made.clear()
     config = SLOSpecConfig(max_depth=24, max_width=1)
-    model, draft, inputs = tiny_model("llama"), tiny_model("llama", noise=0.03), ragged_prompts(3)
+    model = tiny_model("llama")
+    draft = tiny_model("llama", noise=0.03)
+    inputs = ragged_prompts(3)
     gen = SLOSpecGenerator(model, draft, config=config, make_policy=InSteps)
     out = assert_same_as_stock(model, gen.generate, inputs, max_new_tokens=24)
     assert InSteps.made[0].accepted == sum(metrics.accepted for metrics in out.slo) > 0
@@ -95,13 +118,21 @@ def test_a_policy_whose_step_is_a_generator() -> None:
 
 def test_a_policy_of_the_base_class_needs_to_observe_nothing() -> None:
     class Brief(Policy):
-        plan, select = Odd.plan, Odd.select
+        plan = Odd.plan
+        select = Odd.select
 
         def __init__(self, config: SLOSpecConfig, costs: StepCosts):
             self.config = config
 
-    gen = SLOSpecGenerator(tiny_model("llama"), tiny_model("llama"), config=CONFIG, make_policy=Brief)
-    assert gen.generate(**ragged_prompts(1), max_new_tokens=9, return_dict_in_generate=True).slo[0].accepted > 0
+    gen = SLOSpecGenerator(
+        tiny_model("llama"), tiny_model("llama"), config=CONFIG, make_policy=Brief
+    )
+    assert (
+        gen.generate(**ragged_prompts(1), max_new_tokens=9, return_dict_in_generate=True)
+        .slo[0]
+        .accepted
+        > 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,14 +144,19 @@ def test_a_policy_of_the_base_class_needs_to_observe_nothing() -> None:
         ([Plan(1, 1), Plan(1, 1)], "policy.select returned Plan, where hf_slospec.Selection"),
     ],
 )
-def test_what_is_wrong_with_a_generator_is_said(decisions: list[Plan | Selection], why: str) -> None:
+def test_what_is_wrong_with_a_generator_is_said(
+    decisions: list[Plan | Selection], why: str
+) -> None:
     class Broken(Policy):
         def step(self, *_: Any) -> PolicyStep:
             for decision in decisions:  # noqa: UP028  a list cannot be sent anything
                 yield decision
 
     gen = SLOSpecGenerator(
-        tiny_model("llama"), tiny_model("llama"), config=CONFIG, make_policy=lambda config, costs: Broken()
+        tiny_model("llama"),
+        tiny_model("llama"),
+        config=CONFIG,
+        make_policy=lambda config, costs: Broken(),
     )
     with pytest.raises(InvalidInputError, match=why):
         gen.generate(**ragged_prompts(1), max_new_tokens=9)
@@ -135,7 +171,9 @@ def test_what_the_config_names_does_not_count() -> None:
 
 def test_in_the_batcher_until_another_is_set() -> None:
     Odd.made.clear()
-    gen = SLOSpecGenerator(tiny_model("llama"), tiny_model("llama", noise=0.03), config=CONFIG, make_policy=Odd)
+    gen = SLOSpecGenerator(
+        tiny_model("llama"), tiny_model("llama", noise=0.03), config=CONFIG, make_policy=Odd
+    )
     with gen:
         first = gen.submit([5, 6, 7], max_new_tokens=9).result(60)
         steps = Odd.made[0].steps
@@ -153,7 +191,9 @@ BROKEN_PLANS: dict[str, Any] = {
     "depth 1.5": lambda requests: Plan(1.5, 1),
     "depth nan": lambda requests: Plan(float("nan"), 1),
     "a request twice": lambda requests: Plan(1, 1, drafting=[*requests, *requests]),
-    "lets 1 requests decode": lambda requests: Plan(1, 1, decoding=[Request(99, requests[0].params)]),
+    "lets 1 requests decode": lambda requests: Plan(
+        1, 1, decoding=[Request(99, requests[0].params)]
+    ),
     "lets 0 requests decode": lambda requests: Plan(1, 1, decoding=[]),
     "do not decode": lambda requests: Plan(1, 1, drafting=[Request(99, requests[0].params)]),
 }
@@ -166,23 +206,35 @@ BROKEN_SELECTIONS: dict[str, Any] = {
     "made of numpy arrays": lambda requests, trees: Selection(
         [TokenTree([requests[0].tokens[-1]], [-1], [0], [1.0])], [1.0]
     ),
-    "integers but for": lambda requests, trees: Selection([replace(trees[0], tokens=trees[0].tokens / 1.0)], [1.0]),
+    "integers but for": lambda requests, trees: Selection(
+        [replace(trees[0], tokens=trees[0].tokens / 1.0)], [1.0]
+    ),
     "root is not": lambda requests, trees: Selection([ROOT(requests[0].tokens[-1] + 1)], [1.0]),
-    "outside 0": lambda requests, trees: Selection([TokenTree.chain(requests[0].tokens[-1], [101], 0.5)], [1.0]),
-    "room for 8": lambda requests, trees: Selection([TokenTree.chain(requests[0].tokens[-1], [5] * 9, 0.5)], [1.0]),
+    "outside 0": lambda requests, trees: Selection(
+        [TokenTree.chain(requests[0].tokens[-1], [101], 0.5)], [1.0]
+    ),
+    "room for 8": lambda requests, trees: Selection(
+        [TokenTree.chain(requests[0].tokens[-1], [5] * 9, 0.5)], [1.0]
+    ),
 }
 
 
 @pytest.mark.parametrize("why", [*BROKEN_PLANS, *BROKEN_SELECTIONS])
 def test_what_is_wrong_with_its_decisions_is_said(why: str) -> None:
     class Broken(Odd):
-        def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
+        def plan(
+            self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
+        ) -> Plan:
             return BROKEN_PLANS[why](requests) if why in BROKEN_PLANS else Plan(1, 1)
 
-        def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
+        def select(
+            self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
+        ) -> Selection:
             return BROKEN_SELECTIONS[why](requests, candidates)
 
-    gen = SLOSpecGenerator(tiny_model("llama"), tiny_model("llama"), config=CONFIG, make_policy=Broken)
+    gen = SLOSpecGenerator(
+        tiny_model("llama"), tiny_model("llama"), config=CONFIG, make_policy=Broken
+    )
     with pytest.raises(InvalidInputError, match=f"policy.* {why}"):
         gen.generate(**ragged_prompts(1), max_new_tokens=9)
 

@@ -1,4 +1,6 @@
-"""Policies of other packages: registered by entry points, imported when a name or an option needs them."""
+"""Policies of other packages: registered by entry points, imported when a name or an option needs
+them.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,15 @@ register(TwinPolicy)
 
 
 def printed(folder: Path, code: str) -> list[str]:
-    """Run code in a new process that finds the packages in the folder; return the lines that it prints."""
+    """Run code in a new process that finds the packages in the folder; return the lines that it
+    prints.
+    """
     path = os.pathsep.join([str(folder), str(ROOT)])
-    command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": path}
-    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
+    command = [sys.executable, "-c", code]
+    environment = os.environ | {"PYTHONPATH": path}
+    return subprocess.run(
+        command, env=environment, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
 
 
 @pytest.fixture
@@ -63,7 +70,9 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_policy_of_another_package_is_imported_by_its_name_and_not_before(installed: Path) -> None:
+def test_a_policy_of_another_package_is_imported_by_its_name_and_not_before(
+    installed: Path,
+) -> None:
     code = """
 import sys
 from hf_slospec.config import SLOSpecConfig
@@ -89,16 +98,20 @@ for fields in ({"twins": 3}, {"policy": "triplets"}):
 """
     of_option, of_name = printed(installed, code)
     assert "twins is a setting of policy 'twins', not of 'auto'" in of_option
-    assert "there is no policy 'triplets'; choose among 'auto', 'adaserve', 'fixed', 'none'" in of_name
+    assert (
+        "there is no policy 'triplets'; choose among 'auto', 'adaserve', 'fixed', 'none'" in of_name
+    )
     assert "'twins'" in of_name
 
 
 def test_the_lab_is_an_entry_point_that_registers_its_policies() -> None:
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][ENTRY_POINTS]
-    assert [EntryPoint(name, module, ENTRY_POINTS).load().__name__ for name, module in declared.items()] == [
-        "hf_slospec.lab"
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
+        ENTRY_POINTS
     ]
-    assert policy_named("turbospec").__module__ == "hf_slospec.lab.policies.turbospec"
+    assert [
+        EntryPoint(name, module, ENTRY_POINTS).load().__name__ for name, module in declared.items()
+    ] == ["hf_slospec.lab"]
+    assert policy_named("turbospec").__module__ == "hf_slospec.lab.policies.smartspec_variants"
 
 
 def test_a_name_is_registered_once() -> None:
@@ -107,6 +120,8 @@ def test_a_name_is_registered_once() -> None:
     class Other(NamedPolicy):
         name = "fixed"
 
-    with pytest.raises(InvalidInputError, match=r"'fixed' is hf_slospec.policies.fixed.FixedPolicy already"):
+    with pytest.raises(
+        InvalidInputError, match=r"'fixed' is hf_slospec.policies.fixed.FixedPolicy already"
+    ):
         register(Other)
     assert policy_named("fixed") is FixedPolicy

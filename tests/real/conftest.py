@@ -11,7 +11,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from hf_slospec.cli.benchmark import encoded
 from scripts.checkpoints import COMPLETE
@@ -40,7 +45,9 @@ class Real(NamedTuple):
                 for text in texts
             ]
         is_plain = self.tokenizer.chat_template is None  # templates write special tokens themselves
-        return encoded(self.tokenizer, texts, max_tokens, self.model.device, add_special_tokens=is_plain)
+        return encoded(
+            self.tokenizer, texts, max_tokens, self.model.device, add_special_tokens=is_plain
+        )
 
 
 def load(name: str, dtype: torch.dtype = torch.float32) -> Real:

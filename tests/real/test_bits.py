@@ -1,4 +1,6 @@
-"""Published checkpoints in bf16 with ``exact="bits"`` write what stock ``generate`` writes for every row alone."""
+"""Published checkpoints in bf16 with ``exact="bits"`` write what stock ``generate`` writes for
+every row alone.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.models.packed import exact_trial
+from hf_slospec.cpu import exact_trial
 from tests.real.conftest import Real, load
 from tests.support.breadth import quick_or
 from tests.support.served_pair import WAIT_S
@@ -29,13 +31,18 @@ def real(request: pytest.FixtureRequest) -> Real:
 def prompts(real: Real, questions: dict[str, list[str]]) -> list[torch.Tensor]:
     """Prompts of both lengths, [1, length] each."""
     text = " ".join(questions["rag"][:2])
-    return [real.encoded([text], max_tokens=length)["input_ids"] for length in LENGTHS[real.folder.name]]
+    return [
+        real.encoded([text], max_tokens=length)["input_ids"] for length in LENGTHS[real.folder.name]
+    ]
 
 
 def alone(real: Real, prompt: torch.Tensor, **options: Any) -> list[int]:
     torch.manual_seed(7)
     out = real.model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW[real.folder.name], **options
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=NEW[real.folder.name],
+        **options,
     )
     return out[0, prompt.shape[1] :].tolist()
 
@@ -44,15 +51,32 @@ def alone(real: Real, prompt: torch.Tensor, **options: Any) -> list[int]:
 def test_a_padded_batch_and_a_sampled_row(
     real: Real, prompts: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in quick_or(dict(PROMPTS=(9, 2), DEPTH=3), {}).items():  # the whole trial takes a minute
+    for name, value in quick_or(
+        dict(PROMPTS=(9, 2), DEPTH=3), {}
+    ).items():  # the whole trial takes a minute
         monkeypatch.setattr(exact_trial, name, value)
     expected = [alone(real, prompt, do_sample=False) for prompt in prompts]
-    ours = SLOSpecGenerator(real.model, tokenizer=real.tokenizer, drafter="lookup+suffix", config=BITS)
-    longest, pad = max(prompt.shape[1] for prompt in prompts), real.tokenizer.pad_token_id
-    rows = [torch.nn.functional.pad(prompt[0], (longest - prompt.shape[1], 0), value=pad) for prompt in prompts]
-    mask = torch.stack([torch.arange(longest) >= longest - prompt.shape[1] for prompt in prompts]).long()
-    out = ours.generate(torch.stack(rows), attention_mask=mask, max_new_tokens=NEW[real.folder.name], do_sample=False)
-    assert [row[: len(own)] for row, own in zip(out[:, longest:].tolist(), expected, strict=True)] == expected
+    ours = SLOSpecGenerator(
+        real.model, tokenizer=real.tokenizer, drafter="lookup+suffix", config=BITS
+    )
+    longest = max(prompt.shape[1] for prompt in prompts)
+    pad = real.tokenizer.pad_token_id
+    rows = [
+        torch.nn.functional.pad(prompt[0], (longest - prompt.shape[1], 0), value=pad)
+        for prompt in prompts
+    ]
+    mask = torch.stack(
+        [torch.arange(longest) >= longest - prompt.shape[1] for prompt in prompts]
+    ).long()
+    out = ours.generate(
+        torch.stack(rows),
+        attention_mask=mask,
+        max_new_tokens=NEW[real.folder.name],
+        do_sample=False,
+    )
+    assert [
+        row[: len(own)] for row, own in zip(out[:, longest:].tolist(), expected, strict=True)
+    ] == expected
     sampled = alone(real, prompts[0], **SAMPLED)
     torch.manual_seed(7)
     out = ours.generate(prompts[0], max_new_tokens=NEW[real.folder.name], **SAMPLED)
@@ -62,11 +86,16 @@ def test_a_padded_batch_and_a_sampled_row(
 @pytest.mark.nightly
 @pytest.mark.parametrize("real", ["gemma-3-270m"], indirect=True)
 def test_neighbours_that_preempt_each_other(real: Real, prompts: list[torch.Tensor]) -> None:
-    room = sum(prompt.shape[1] for prompt in prompts) + NEW[real.folder.name]  # not for two at once to their ends
+    room = (
+        sum(prompt.shape[1] for prompt in prompts) + NEW[real.folder.name]
+    )  # not for two at once to their ends
     config = BITS.model_copy(update={"kv_tokens": room, "prefill_chunk": 64})
-    with SLOSpecGenerator(real.model, tokenizer=real.tokenizer, drafter="lookup", config=config) as generator:
+    with SLOSpecGenerator(
+        real.model, tokenizer=real.tokenizer, drafter="lookup", config=config
+    ) as generator:
         handles = [
-            generator.submit(prompt, max_new_tokens=NEW[real.folder.name], do_sample=False) for prompt in prompts * 2
+            generator.submit(prompt, max_new_tokens=NEW[real.folder.name], do_sample=False)
+            for prompt in prompts * 2
         ]
         results = [handle.result(WAIT_S).token_ids for handle in handles]
     assert results == [alone(real, prompt, do_sample=False) for prompt in prompts] * 2

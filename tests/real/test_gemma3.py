@@ -21,7 +21,10 @@ ALWAYS = SLOSpecConfig(policy="fixed", max_depth=quick_or(2, 4), max_width=2, ch
 
 @pytest.mark.parametrize(
     ("options", "drafter", "max_tokens", "batch"),
-    [(GREEDY, "suffix", 505, 1), pytest.param(SAMPLED, "lookup", 560, 2, marks=pytest.mark.nightly)],
+    [
+        (GREEDY, "suffix", 505, 1),
+        pytest.param(SAMPLED, "lookup", 560, 2, marks=pytest.mark.nightly),
+    ],
     ids=["crossed while decoding", "crossed before by one row of two"],
 )
 def test_texts_on_both_sides_of_the_window(
@@ -38,19 +41,29 @@ def test_texts_on_both_sides_of_the_window(
     assert inputs["input_ids"].shape[1] == max_tokens
     num_new = quick_or(10, 14)
     expected = stock(gemma3, inputs, max_new_tokens=num_new, **options)
-    ours = SLOSpecGenerator(gemma3.model, tokenizer=gemma3.tokenizer, drafter=drafter, config=ALWAYS)
+    ours = SLOSpecGenerator(
+        gemma3.model, tokenizer=gemma3.tokenizer, drafter=drafter, config=ALWAYS
+    )
     torch.manual_seed(7)
     assert torch.equal(ours.generate(**inputs, max_new_tokens=num_new, **options), expected)
 
 
 @pytest.mark.parametrize("options", [GREEDY, pytest.param(SAMPLED, marks=pytest.mark.nightly)])
 def test_smollm2_drafts_over_two_tokenizers(
-    gemma3: Real, smollm2: Real, questions: dict[str, list[str]], stock: Stock, options: dict[str, Any]
+    gemma3: Real,
+    smollm2: Real,
+    questions: dict[str, list[str]],
+    stock: Stock,
+    options: dict[str, Any],
 ) -> None:
     texts = [questions["qa"][2], questions["writing"][0]]
     inputs = gemma3.encoded(texts, max_tokens=quick_or(30, 60))
-    drafter = load_drafter(smollm2.folder, gemma3.model, tokenizer=gemma3.tokenizer)  # reads the draft's tokenizer
-    ours = SLOSpecGenerator(gemma3.model, tokenizer=gemma3.tokenizer, drafter=drafter, config=ALWAYS)
+    drafter = load_drafter(
+        smollm2.folder, gemma3.model, tokenizer=gemma3.tokenizer
+    )  # reads the draft's tokenizer
+    ours = SLOSpecGenerator(
+        gemma3.model, tokenizer=gemma3.tokenizer, drafter=drafter, config=ALWAYS
+    )
     expected = stock(gemma3, inputs, max_new_tokens=quick_or(5, 7), **options)
     torch.manual_seed(7)
     assert torch.equal(ours.generate(**inputs, max_new_tokens=quick_or(5, 7), **options), expected)
@@ -58,10 +71,17 @@ def test_smollm2_drafts_over_two_tokenizers(
 
 @pytest.mark.nightly
 def test_the_batcher(gemma3: Real, questions: dict[str, list[str]], stock: Stock) -> None:
-    prompts = [gemma3.encoded([questions[kind][4]], max_tokens=520) for kind in ("rag", "qa", "roleplay")]
+    prompts = [
+        gemma3.encoded([questions[kind][4]], max_tokens=520) for kind in ("rag", "qa", "roleplay")
+    ]
     with SLOSpecGenerator(gemma3.model, tokenizer=gemma3.tokenizer, drafter="suffix") as generator:
-        handles = [generator.submit(inputs["input_ids"], max_new_tokens=14, do_sample=False) for inputs in prompts]
+        handles = [
+            generator.submit(inputs["input_ids"], max_new_tokens=14, do_sample=False)
+            for inputs in prompts
+        ]
         results = [handle.result(300.0) for handle in handles]
     for inputs, result in zip(prompts, results, strict=True):
-        expected = stock(gemma3, inputs, max_new_tokens=14, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        expected = stock(gemma3, inputs, max_new_tokens=14, do_sample=False)[
+            0, inputs["input_ids"].shape[1] :
+        ]
         assert result.token_ids == expected.tolist()

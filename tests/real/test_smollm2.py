@@ -1,4 +1,6 @@
-"""SmolLM2-135M-Instruct in fp32 writes what stock ``generate`` writes, by every way to call the package."""
+"""SmolLM2-135M-Instruct in fp32 writes what stock ``generate`` writes, by every way to call the
+package.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from hf_slospec.cli.app import app
 from hf_slospec.demo.generator import DemoGenerator
 from hf_slospec.demo.personas import PERSONAS
 from hf_slospec.generate.grammars import Grammars
-from hf_slospec.serving.openai.app import ServerSettings, make_app
-from hf_slospec.serving.openai.engine import LocalEngine
-from hf_slospec.tiny.load import load_pair
+from hf_slospec.server.app import ServerSettings, make_app
+from hf_slospec.server.engine import LocalEngine
+from hf_slospec.server.loading import load_pair
 from tests.real.conftest import Real
-from tests.serving.openai.conftest import listening
+from tests.server.conftest import listening
 from tests.support.breadth import EXHAUSTIVE, nightly_rows_but, quick_or
 from tests.support.served_pair import WAIT_S
 
@@ -55,18 +57,26 @@ def texts_of(questions: dict[str, list[str]], batch: int) -> list[str]:
     ids=["1 greedy", "greedy", "sampled", "1 filtered"],
 )
 def test_generate(
-    smollm2: Real, questions: dict[str, list[str]], stock: Stock, options: dict[str, Any], batch: int
+    smollm2: Real,
+    questions: dict[str, list[str]],
+    stock: Stock,
+    options: dict[str, Any],
+    batch: int,
 ) -> None:
     inputs = smollm2.encoded(texts_of(questions, batch))
     expected = stock(smollm2, inputs, max_new_tokens=16, **options)
     for drafter in DRAFTERS if EXHAUSTIVE and options is GREEDY and batch == 1 else DRAFTERS[-1:]:
-        ours = SLOSpecGenerator(smollm2.model, tokenizer=smollm2.tokenizer, drafter=drafter, config=ALWAYS)
+        ours = SLOSpecGenerator(
+            smollm2.model, tokenizer=smollm2.tokenizer, drafter=drafter, config=ALWAYS
+        )
         torch.manual_seed(7)
         assert torch.equal(ours.generate(**inputs, max_new_tokens=16, **options), expected), drafter
 
 
 @pytest.mark.nightly
-def test_a_prompt_of_two_thousand_tokens(smollm2: Real, questions: dict[str, list[str]], stock: Stock) -> None:
+def test_a_prompt_of_two_thousand_tokens(
+    smollm2: Real, questions: dict[str, list[str]], stock: Stock
+) -> None:
     text = "Summarize: " + " ".join(questions["summarization"][:4])
     inputs = smollm2.encoded([text], max_tokens=2100)
     assert inputs["input_ids"].shape[1] > 2000
@@ -80,7 +90,9 @@ def test_the_batcher_with_stop_strings_and_schemas(
 ) -> None:
     tokenizer = smollm2.tokenizer
     grammars = Grammars(tokenizer, smollm2.model.config.vocab_size, [tokenizer.eos_token_id])
-    prompts = [smollm2.encoded([text], max_tokens=quick_or(60, 200)) for text in texts_of(questions, 4)]
+    prompts = [
+        smollm2.encoded([text], max_tokens=quick_or(60, 200)) for text in texts_of(questions, 4)
+    ]
     num_new = quick_or(8, 14)
 
     def options_of(index: int) -> dict[str, Any]:
@@ -88,7 +100,11 @@ def test_the_batcher_with_stop_strings_and_schemas(
         return [
             dict(do_sample=False, max_new_tokens=num_new),
             dict(do_sample=False, max_new_tokens=num_new, stop_strings=["the", "."]),
-            dict(do_sample=False, max_new_tokens=48, logits_processor=[grammars.processor(SCHEMA, length)]),
+            dict(
+                do_sample=False,
+                max_new_tokens=48,
+                logits_processor=[grammars.processor(SCHEMA, length)],
+            ),
             dict(max_new_tokens=num_new, **FILTERED),
         ][index]
 
@@ -105,9 +121,14 @@ def test_the_batcher_with_stop_strings_and_schemas(
         results = [handle.result(WAIT_S) for handle in handles]
     for index, (inputs, result) in enumerate(zip(prompts, results, strict=True)):
         extra = {"tokenizer": tokenizer} if index == 1 else {}
-        expected = stock(smollm2, inputs, **options_of(index), **extra)[0, inputs["input_ids"].shape[1] :]
+        expected = stock(smollm2, inputs, **options_of(index), **extra)[
+            0, inputs["input_ids"].shape[1] :
+        ]
         assert result.token_ids == expected.tolist()
-    assert json.loads(tokenizer.decode(results[2].token_ids, skip_special_tokens=True)).keys() == {"city", "is_capital"}
+    assert json.loads(tokenizer.decode(results[2].token_ids, skip_special_tokens=True)).keys() == {
+        "city",
+        "is_capital",
+    }
 
 
 def test_the_server_answers_chats(smollm2: Real, stock: Stock) -> None:
@@ -121,7 +142,9 @@ def test_the_server_answers_chats(smollm2: Real, stock: Stock) -> None:
                 messages, add_generation_prompt=True, return_dict=True, return_tensors="pt", **given
             )
         )
-        expected = stock(smollm2, inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        expected = stock(smollm2, inputs, max_new_tokens=24, do_sample=False)[
+            0, inputs["input_ids"].shape[1] :
+        ]
         return tokenizer.decode(expected, skip_special_tokens=True)
 
     own_template = tokenizer.chat_template
@@ -130,7 +153,9 @@ def test_the_server_answers_chats(smollm2: Real, stock: Stock) -> None:
         def answer(**given: Any) -> str | None:
             options: Any = dict(max_tokens=24, temperature=0) | given
             with (
-                listening(make_app(LocalEngine(generator), ServerSettings(model_name="smol"))) as url,
+                listening(
+                    make_app(LocalEngine(generator), ServerSettings(model_name="smol"))
+                ) as url,
                 openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
             ):
                 answer = client.chat.completions.create(model="smol", messages=messages, **options)
@@ -140,7 +165,9 @@ def test_the_server_answers_chats(smollm2: Real, stock: Stock) -> None:
         form = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
         found = json.loads(answer(max_tokens=64, response_format=form) or "")
         assert found.keys() == {"city", "is_capital"}
-        with pytest.raises(openai.BadRequestError, match="tools"):  # the model's own template drops them
+        with pytest.raises(
+            openai.BadRequestError, match="tools"
+        ):  # the model's own template drops them
             answer(tools=tools)
         try:
             tokenizer.chat_template = TEMPLATE_WITH_TOOLS
@@ -151,7 +178,9 @@ def test_the_server_answers_chats(smollm2: Real, stock: Stock) -> None:
 
 @pytest.mark.nightly
 def test_the_demo_asks_in_the_chat_template_and_answers_end(smollm2: Real) -> None:
-    with SLOSpecGenerator(smollm2.model, tokenizer=smollm2.tokenizer, drafter="suffix") as generator:
+    with SLOSpecGenerator(
+        smollm2.model, tokenizer=smollm2.tokenizer, drafter="suffix"
+    ) as generator:
         demo = DemoGenerator(generator)
         request = PERSONAS[0].request(1.0, demo.is_chat).model_copy(update={"temperature": 0.0})
         handle = demo.submit(request.prompt, **request.options)
@@ -163,15 +192,28 @@ def test_the_demo_asks_in_the_chat_template_and_answers_end(smollm2: Real) -> No
 
 @pytest.mark.nightly
 def test_a_gguf_file_has_the_tokenizer_of_its_folder(smollm2: Real) -> None:
-    tokenizer = load_pair(str(smollm2.folder / "model.gguf"), None, "tiny", "bfloat16", "cpu").tokenizer
+    tokenizer = load_pair(
+        str(smollm2.folder / "model.gguf"), None, "tiny", "bfloat16", "cpu"
+    ).tokenizer
     assert tokenizer.chat_template == smollm2.tokenizer.chat_template
     assert tokenizer.eos_token == smollm2.tokenizer.eos_token
 
 
 @pytest.mark.nightly
 def test_check_finds_it_exact(smollm2: Real, tmp_path: Any) -> None:
-    (tmp_path / "prompts.txt").write_text("The capital of France is\nOnce upon a time\n", encoding="utf-8")
-    options = ["--dtype", "float32", "--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "8"]
-    result = CliRunner().invoke(app, ["check", str(smollm2.folder), *options, "--repeats", "0", "--seconds", "10000"])
+    (tmp_path / "prompts.txt").write_text(
+        "The capital of France is\nOnce upon a time\n", encoding="utf-8"
+    )
+    options = [
+        "--dtype",
+        "float32",
+        "--prompts",
+        str(tmp_path / "prompts.txt"),
+        "--max-new-tokens",
+        "8",
+    ]
+    result = CliRunner().invoke(
+        app, ["check", str(smollm2.folder), *options, "--repeats", "0", "--seconds", "10000"]
+    )
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("### hf_slospec check: exact\n")

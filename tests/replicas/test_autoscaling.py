@@ -34,9 +34,16 @@ def test_replicas_follow_missed_slos_and_waiting_requests(
 
 
 def context(
-    current: int, least: int = 1, most: int = 8, queued: float = 0.0, starting: int = 0, **gauges: float
+    current: int,
+    least: int = 1,
+    most: int = 8,
+    queued: float = 0.0,
+    starting: int = 0,
+    **gauges: float,
 ) -> Any:
-    metrics = {name: {f"r{index}": value for index in range(current)} for name, value in gauges.items()}
+    metrics = {
+        name: {f"r{index}": value for index in range(current)} for name, value in gauges.items()
+    }
     return SimpleNamespace(
         target_num_replicas=current, running_replicas=["r"] * (current - starting), aggregated_metrics=metrics,
         total_queued_requests=queued,
@@ -73,9 +80,13 @@ class Fluid:
     """A load and replicas of a fixed speed; what cannot be served in time is missed."""
 
     def __init__(self, capacity: float = 1.0, start_s: int = 40):
-        self.capacity, self.start_s = capacity, start_s
-        self.replicas, self.starting = 1, list[int]()
-        self.sizes, self.num_missed, self.num_total = list[int](), 0.0, 0.0
+        self.capacity = capacity
+        self.start_s = start_s
+        self.replicas = 1
+        self.starting = list[int]()
+        self.sizes = list[int]()
+        self.num_missed = 0.0
+        self.num_total = 0.0
 
     def run(self, rates: list[float], up_delay: int = 10, down_delay: int = 120) -> None:
         """Serve so many requests per second, second by second, with Serve's delays."""
@@ -86,16 +97,19 @@ class Fluid:
             self.starting = [left for left in self.starting if left > 0]
             room = self.replicas * self.capacity
             missed = max(rate - room, 0.0) / rate if rate else 0.0
-            self.num_missed, self.num_total = self.num_missed + missed * rate, self.num_total + rate
+            self.num_missed = self.num_missed + missed * rate
+            self.num_total = self.num_total + rate
             now = self.replicas + len(self.starting)
             gauges = dict(zip(GAUGES, (missed, 0.0, min(rate / room, 1.0)), strict=True))
             wanted = by_guarantees(context(now, most=16, starting=len(self.starting), **gauges))[0]
-            above, below = (above + 1 if wanted > now else 0), (below + 1 if wanted < now else 0)
+            above = above + 1 if wanted > now else 0
+            below = below + 1 if wanted < now else 0
             if above > up_delay:
                 self.starting += [self.start_s] * (wanted - now)
                 above = 0
             elif below > down_delay and not self.starting:
-                self.replicas, below = wanted, 0
+                self.replicas = wanted
+                below = 0
             self.sizes.append(self.replicas)
 
 

@@ -1,4 +1,6 @@
-"""Replicas that are full, dead or slow, and clients that leave: nothing is lost, asked for ever or counted twice."""
+"""Replicas that are full, dead or slow, and clients that leave: nothing is lost, asked for ever or
+counted twice.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,17 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_slospec import NotRunningError, QueueFull, SLOSpecGenerator
-from hf_slospec.algo.latency_curves import LatencyCurve
-from hf_slospec.algo.replica_ranking import Need, ReplicaLoad
 from hf_slospec.cli.app import app as cli
-from hf_slospec.engine.request import PhaseTimes, Progress, Request, RequestParams, Stage
+from hf_slospec.engine.latency_curves import LatencyCurve
 from hf_slospec.replicas import start
 from hf_slospec.replicas.application import HEAD_SHARE, app
 from hf_slospec.replicas.directory import ReplicaDirectory
 from hf_slospec.replicas.failover import MAX_FAULTS, ReplicatedEngine
 from hf_slospec.replicas.messages import Offer, Report
 from hf_slospec.replicas.options import HEAD, ReplicaOptions
-from hf_slospec.serving.openai.options import ServerOptions
+from hf_slospec.request.request import PhaseTimes, Progress, Request, RequestParams, Stage
+from hf_slospec.scheduler.load import Need, ReplicaLoad
+from hf_slospec.server.options import ServerOptions
 from tests.support.breadth import quick_or
 from tests.support.paths import ROOT
 from tests.support.served_pair import WAIT_S, alone
@@ -59,7 +61,9 @@ IDLE = ReplicaLoad(kv_free=10_000, step_s=LatencyCurve((1, 64), (0.01, 0.05)))
 
 
 def test_full_replica_with_least_load_is_not_asked_for_ever() -> None:
-    """r0: few long requests, its queue full; r1 has more requests, and room: the offer never goes there."""
+    """r0: few long requests, its queue full; r1 has more requests, and room: the offer never goes
+    there.
+    """
     with replicated(2, max_queue=1, max_batch=1) as (engine, handle):
         with_loads(engine, r0=IDLE, r1=ReplicaLoad(best_effort=3, kv_free=9000, step_s=IDLE.step_s))
         full = handle.replicas["r0"].generator
@@ -86,8 +90,12 @@ def test_all_queues_full_is_an_error_not_a_circle() -> None:
         asyncio.run(run())
 
 
-def test_replica_whose_batcher_died_and_that_serve_still_lists_is_not_asked_again_and_again(pair: Any) -> None:
-    """Serve takes three failed checks, 6 s, to take it out; until then it is idle, so all retries go to it."""
+def test_replica_whose_batcher_died_and_that_serve_still_lists_is_not_asked_again_and_again(
+    pair: Any,
+) -> None:
+    """Serve takes three failed checks, 6 s, to take it out; until then it is idle, so all retries
+    go to it.
+    """
     with replicated(2) as (engine, handle):
         with_loads(engine, r0=IDLE, r1=ReplicaLoad(best_effort=3, kv_free=9000, step_s=IDLE.step_s))
 
@@ -108,7 +116,9 @@ NEW_TOKENS = quick_or(60, 100)
 
 
 def test_begun_request_waits_where_all_queues_are_full_for_a_moment(pair: Any) -> None:
-    """r0 dies with a request that has written tokens; r1's queue is full just then; the request is lost."""
+    """r0 dies with a request that has written tokens; r1's queue is full just then; the request is
+    lost.
+    """
     with replicated(2, max_queue=1, max_batch=1) as (engine, handle):
 
         async def run() -> list[int]:
@@ -151,7 +161,9 @@ def test_stream_that_ends_without_an_answer_is_a_fault_of_the_replica(pair: Any)
 
 
 def test_cancel_during_begin_sends_no_further_offer() -> None:
-    """``cancel`` closes the stream; its RayError is taken for a death, and another replica gets the request."""
+    """``cancel`` closes the stream; its RayError is taken for a death, and another replica gets the
+    request.
+    """
     with replicated(2) as (engine, handle):
         from ray.exceptions import RayError
 
@@ -236,7 +248,9 @@ def test_requests_with_slos_are_not_kept_for_ever() -> None:
 
         async def run() -> None:
             order = order_of(ids(engine), max_new_tokens=2, slo_tpot=5.0)
-            async for _ in replica.decode(Offer("r0", order, engine._need(order), Progress([]), "test", 0)):
+            async for _ in replica.decode(
+                Offer("r0", order, engine._need(order), Progress([]), "test", 0)
+            ):
                 pass
             assert len(replica._recent) < 10
 
@@ -255,7 +269,9 @@ def test_declined_offer_does_not_lift_the_limit_after_running_out_of_memory() ->
 
 
 def stages_request(now_s: float = 0.0, progress: Progress | None = None) -> Request:
-    return Request(0, RequestParams([1, 2], 100, stages=(Stage(0.1, 3), Stage(0.1))), now_s, progress)
+    return Request(
+        0, RequestParams([1, 2], 100, stages=(Stage(0.1, 3), Stage(0.1))), now_s, progress
+    )
 
 
 def test_resumed_tokens_of_a_later_stage_earn_no_time() -> None:
@@ -279,10 +295,18 @@ def test_missed_stage_stays_missed_over_a_resumption() -> None:
 
 
 def test_long_known_prefix_outweighs_noise_of_measured_step_times() -> None:
-    from hf_slospec.serving.openai.engine import Order
+    from hf_slospec.server.engine import Order
 
     directory = ReplicaDirectory(lambda: ["a", "b"], 5.0)
-    offer = Offer("b", Order(list(range(8000))), Need(8000, 9000, 0.1), Progress([]), "f", 0, must_guarantee=True)
+    offer = Offer(
+        "b",
+        Order(list(range(8000))),
+        Need(8000, 9000, 0.1),
+        Progress([]),
+        "f",
+        0,
+        must_guarantee=True,
+    )
     directory.record_taken("b", offer)
     for name, step_s in (("a", 0.01), ("b", 0.01001)):
         load = ReplicaLoad(kv_free=100_000, step_s=LatencyCurve((1, 64), (step_s, 0.05)))
@@ -325,12 +349,15 @@ def test_wrong_option_is_refused_by_name(wrong: dict[str, Any]) -> None:
 def test_tensor_parallel_replicas_are_refused_with_the_way_out() -> None:
     from hf_slospec import InvalidInputError
 
-    with pytest.raises(InvalidInputError, match=r"one server per group of GPUs.*torchrun with 2 processes"):
+    with pytest.raises(
+        InvalidInputError, match=r"one server per group of GPUs.*torchrun with 2 processes"
+    ):
         ReplicaOptions(target="org/name", tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize(
-    ("options", "resources"), [({}, {HEAD: HEAD_SHARE}), (dict(front_resource="edge", fronts=2), {"edge": 1.0})]
+    ("options", "resources"),
+    [({}, {HEAD: HEAD_SHARE}), (dict(front_resource="edge", fronts=2), {"edge": 1.0})],
 )
 def test_fronts_run_on_the_machines_whose_proxies_take_connections(
     options: dict[str, Any], resources: dict[str, float]
@@ -342,7 +369,12 @@ def test_fronts_run_on_the_machines_whose_proxies_take_connections(
 
 @pytest.mark.parametrize(
     ("host", "location"),
-    [("127.0.0.1", "HeadOnly"), ("10.0.0.1", "HeadOnly"), ("0.0.0.0", "EveryNode"), ("::", "EveryNode")],
+    [
+        ("127.0.0.1", "HeadOnly"),
+        ("10.0.0.1", "HeadOnly"),
+        ("0.0.0.0", "EveryNode"),
+        ("::", "EveryNode"),
+    ],
 )
 def test_proxies_of_other_machines_listen_only_where_they_can(
     host: str, location: str, monkeypatch: pytest.MonkeyPatch
@@ -358,7 +390,9 @@ def test_proxies_of_other_machines_listen_only_where_they_can(
 
 
 def test_documentation_lists_the_options_of_replicas_with_their_defaults() -> None:
-    table = re.findall(r"^\| (`\w+`.*?) \| (.*?) \|", (ROOT / "docs" / "replicas.md").read_text(), re.MULTILINE)
+    table = re.findall(
+        r"^\| (`\w+`.*?) \| (.*?) \|", (ROOT / "docs" / "replicas.md").read_text(), re.MULTILINE
+    )
     listed = {
         name: default
         for names, defaults in table
@@ -375,12 +409,17 @@ def test_documentation_lists_the_options_of_replicas_with_their_defaults() -> No
 
 def test_drafter_reaches_the_models_of_a_replica() -> None:
     from hf_slospec import InvalidInputError
-    from hf_slospec.serving.openai.options import ServeOptions
+    from hf_slospec.server.options import ServeOptions
 
-    models = dict(target="org/name", drafter="suffix+org/draft", share_texts=True, allow_missing=True)
+    models = dict(
+        target="org/name", drafter="suffix+org/draft", share_texts=True, allow_missing=True
+    )
     options = start.replica_options(ServeOptions(**models), 2)
     assert models.items() <= dict(options).items() and not options.allow_pickle
-    with pytest.raises(InvalidInputError, match=r"^assistant and drafter are .* in drafter alone: drafter org/draft"):
+    with pytest.raises(
+        InvalidInputError,
+        match=r"^assistant and drafter are .* in drafter alone: drafter org/draft",
+    ):
         ReplicaOptions(target="org/name", assistant="org/draft", drafter="suffix")
 
 

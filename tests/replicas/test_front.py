@@ -13,21 +13,31 @@ from typing import Any
 import httpx
 import pytest
 
-from hf_slospec import InvalidInputError, NotRunningError, QueueFull, RequestCancelledError, SLOStage
-from hf_slospec.generate.penalties import OccurrencePenalties
+from hf_slospec import (
+    InvalidInputError,
+    NotRunningError,
+    QueueFull,
+    RequestCancelledError,
+    SLOStage,
+)
+from hf_slospec.generate.processors import OccurrencePenalties
 from hf_slospec.replicas import replica as replica_module
 from hf_slospec.replicas.failover import MAX_FAULTS, ReplicatedDecoding, ReplicatedEngine
 from hf_slospec.replicas.messages import Alive, Failed, Offer, Report, ToReplica, Update
 from hf_slospec.replicas.options import ReplicaOptions
 from hf_slospec.replicas.replica import ORPHAN_S, TICK_S
-from hf_slospec.serving.openai.app import ServerSettings, make_app
-from hf_slospec.serving.openai.engine import LocalEngine
+from hf_slospec.server.app import ServerSettings, make_app
+from hf_slospec.server.engine import LocalEngine
 from tests.support.breadth import nightly_but, quick_or
 from tests.support.served_pair import WAIT_S, alone
 from tests.support.stand_ins.replicas import FakeHandle, offer_of, order_of, replicated
 
 PROMPT = "def main(argv):\n    "
-SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}},
+    "required": ["name"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +68,10 @@ def ids(engine: ReplicatedEngine) -> list[int]:
 
 async def until_idle(handle: FakeHandle) -> None:
     async with asyncio.timeout(WAIT_S):
-        while any(one.running + one.waiting for one in (own.generator.stats() for own in handle.replicas.values())):
+        while any(
+            one.running + one.waiting
+            for one in (own.generator.stats() for own in handle.replicas.values())
+        ):
             await asyncio.sleep(0.02)
 
 
@@ -71,12 +84,17 @@ async def decoded(engine: ReplicatedEngine, order: Any) -> tuple[list[int], Repl
 CASES: list[dict[str, Any]] = [
     dict(),
     dict(do_sample=True, temperature=1.2, seed=3),
-    dict(slo_tpot=[SLOStage(slo_tpot=0.5, until="\n"), SLOStage(slo_tpot=1.0, slo_ttft=2.0)], logprobs=1),
+    dict(
+        slo_tpot=[SLOStage(slo_tpot=0.5, until="\n"), SLOStage(slo_tpot=1.0, slo_ttft=2.0)],
+        logprobs=1,
+    ),
     dict(logits_processor=[OccurrencePenalties(8, 0.5, 0.5)]),
 ]
 
 
-@pytest.mark.parametrize("options", nightly_but(CASES[1:3], CASES), ids=["-".join(case) or "greedy" for case in CASES])
+@pytest.mark.parametrize(
+    "options", nightly_but(CASES[1:3], CASES), ids=["-".join(case) or "greedy" for case in CASES]
+)
 def test_output_goes_on_where_a_replica_died(
     pair: Any, engine: ReplicatedEngine, handle: FakeHandle, options: dict[str, Any]
 ) -> None:
@@ -90,12 +108,19 @@ def test_output_goes_on_where_a_replica_died(
         tokens, decoding = asyncio.run(decoded(engine, order_of(ids(engine), **options)))
         assert tokens == whole
         assert decoding.num_faults == len(deaths)
-        assert decoding.metrics.tokens == len(whole) and decoding.finish_reason == undisturbed.finish_reason
-        assert (decoding.metrics.resumed > 0) == any(number > 1 for number in deaths)  # the first answer has no tokens
+        assert (
+            decoding.metrics.tokens == len(whole)
+            and decoding.finish_reason == undisturbed.finish_reason
+        )
+        assert (decoding.metrics.resumed > 0) == any(
+            number > 1 for number in deaths
+        )  # the first answer has no tokens
         assert [each.logprob for each in decoding.logprobs] == pytest.approx(
             [each.logprob for each in undisturbed.logprobs], abs=1e-4
         )
-    assert [offer.number for offer in handle.offers] == sorted({offer.number for offer in handle.offers})
+    assert [offer.number for offer in handle.offers] == sorted(
+        {offer.number for offer in handle.offers}
+    )
 
 
 def test_json_goes_on_within_its_schema(engine: ReplicatedEngine, handle: FakeHandle) -> None:
@@ -113,7 +138,10 @@ def test_seed_is_drawn_once(engine: ReplicatedEngine, handle: FakeHandle) -> Non
     left = [2, 2]
     handle.dies_after = lambda offer: left.pop(0) if left else None
     asyncio.run(decoded(engine, order_of(ids(engine), do_sample=True)))
-    assert len(handle.offers) == 3 and len({offer.order.arguments["seed"] for offer in handle.offers}) == 1
+    assert (
+        len(handle.offers) == 3
+        and len({offer.order.arguments["seed"] for offer in handle.offers}) == 1
+    )
 
 
 def test_time_goes_on_over_deaths(engine: ReplicatedEngine, handle: FakeHandle) -> None:
@@ -121,14 +149,19 @@ def test_time_goes_on_over_deaths(engine: ReplicatedEngine, handle: FakeHandle) 
     handle.dies_after = lambda offer: left.pop(0) if left else None
     begun_s = time.monotonic()
     _, decoding = asyncio.run(decoded(engine, order_of(ids(engine), slo_tpot=1.0)))
-    seconds, metrics = time.monotonic() - begun_s, decoding.metrics
+    seconds = time.monotonic() - begun_s
+    metrics = decoding.metrics
     assert metrics.ttft_s is not None and metrics.tpot_s is not None
     assert 0 < metrics.ttft_s + metrics.tpot_s * (metrics.tokens - 1) <= seconds + 0.1
     progress = handle.offers[-1].progress
-    assert sum(progress.acceptance_histogram) <= metrics.steps and progress.drafted <= metrics.drafted
+    assert (
+        sum(progress.acceptance_histogram) <= metrics.steps and progress.drafted <= metrics.drafted
+    )
 
 
-def test_request_that_kills_replicas_is_given_back(engine: ReplicatedEngine, handle: FakeHandle) -> None:
+def test_request_that_kills_replicas_is_given_back(
+    engine: ReplicatedEngine, handle: FakeHandle
+) -> None:
     handle.dies_after = lambda offer: 0
     with pytest.raises(NotRunningError, match=f"{MAX_FAULTS} replicas failed"):
         asyncio.run(decoded(engine, order_of(ids(engine))))
@@ -171,7 +204,9 @@ def test_only_full_queues_everywhere_are_an_error() -> None:
         asyncio.run(run())
 
 
-def test_errors_of_the_request_are_not_tried_elsewhere(engine: ReplicatedEngine, handle: FakeHandle) -> None:
+def test_errors_of_the_request_are_not_tried_elsewhere(
+    engine: ReplicatedEngine, handle: FakeHandle
+) -> None:
     with pytest.raises(InvalidInputError, match="max_new_tokens"):
         asyncio.run(decoded(engine, order_of(ids(engine), max_new_tokens=10**9)))
     assert len(handle.offers) == 1
@@ -234,7 +269,9 @@ def test_reports_contain_what_was_taken(handle: FakeHandle, engine: ReplicatedEn
     replica = handle.first()
 
     async def run() -> None:
-        answers = replica.decode(offer_of(order_of(ids(engine), max_new_tokens=3000, slo_tpot=5.0), number=7))
+        answers = replica.decode(
+            offer_of(order_of(ids(engine), max_new_tokens=3000, slo_tpot=5.0), number=7)
+        )
         await anext(answers)
         reports = replica.reports(ToReplica("r0"), "test", [])
         report = await anext(reports)
@@ -253,7 +290,8 @@ def test_reports_contain_what_was_taken(handle: FakeHandle, engine: ReplicatedEn
 def test_replica_that_nobody_asks_for_ends_itself(
     handle: FakeHandle, engine: ReplicatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replica, most = handle.first(), round(ORPHAN_S / TICK_S)
+    replica = handle.first()
+    most = round(ORPHAN_S / TICK_S)
 
     def num_ticks() -> int:
         count = 0
@@ -272,7 +310,9 @@ def test_replica_that_nobody_asks_for_ends_itself(
     assert num_ticks() == most, "Serve has asked"
     asyncio.run(ask())
     assert num_ticks() == most, "a front has asked"
-    replica._handles["test", 1] = None  # a request that it finishes, as it is to end, or that nobody wants
+    replica._handles["test", 1] = (
+        None  # a request that it finishes, as it is to end, or that nobody wants
+    )
     assert all(replica.is_wanted_after_tick() for _ in range(2 * most))
     del replica._handles["test", 1]
     assert num_ticks() == most
@@ -284,14 +324,20 @@ def test_replica_that_nobody_asks_for_ends_itself(
     replica.check_health()
 
 
-def test_replica_drops_what_a_front_says_it_has_left(handle: FakeHandle, engine: ReplicatedEngine) -> None:
-    """A cancelled call that did not reach the replica, and one whose offer arrives after it was left."""
+def test_replica_drops_what_a_front_says_it_has_left(
+    handle: FakeHandle, engine: ReplicatedEngine
+) -> None:
+    """A cancelled call that did not reach the replica, and one whose offer arrives after it was
+    left.
+    """
     replica = handle.first()
 
     async def run() -> None:
         running = replica.decode(offer_of(order_of(ids(engine), max_new_tokens=4000), number=8))
         await anext(running)
-        arriving = asyncio.ensure_future(anext(replica.decode(offer_of(order_of(ids(engine)), number=9))))
+        arriving = asyncio.ensure_future(
+            anext(replica.decode(offer_of(order_of(ids(engine)), number=9)))
+        )
         await asyncio.sleep(0)
         for sender, is_running in (("another", True), ("test", False)):
             reports = replica.reports(ToReplica("r0"), sender, [8, 9])
@@ -299,7 +345,9 @@ def test_replica_drops_what_a_front_says_it_has_left(handle: FakeHandle, engine:
             await reports.aclose()  # type: ignore[attr-defined]
             assert (("test", 8) in replica._handles) == is_running
         answers = [answer async for answer in running]
-        assert isinstance(answers[-1], Failed) and isinstance(answers[-1].error, RequestCancelledError)
+        assert isinstance(answers[-1], Failed) and isinstance(
+            answers[-1].error, RequestCancelledError
+        )
         assert not isinstance(await arriving, Update)
         await until_idle(handle)
 
@@ -308,7 +356,12 @@ def test_replica_drops_what_a_front_says_it_has_left(handle: FakeHandle, engine:
 
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", dict(prompt=PROMPT, max_tokens=12, temperature=0)),
-    ("/v1/completions", dict(prompt=[PROMPT, "import os\n"], max_tokens=9, temperature=0.9, seed=5, n=2, logprobs=2)),
+    (
+        "/v1/completions",
+        dict(
+            prompt=[PROMPT, "import os\n"], max_tokens=9, temperature=0.9, seed=5, n=2, logprobs=2
+        ),
+    ),
     ("/v1/completions", dict(prompt=PROMPT, max_tokens=0, echo=True, logprobs=1)),
     ("/v1/completions", dict(prompt=PROMPT, max_tokens=12, temperature=0, stream=True)),
     ("/v1/completions", dict(prompt=PROMPT, max_tokens=10**9)),
@@ -324,21 +377,32 @@ def test_answers_are_those_of_the_local_server(
 ) -> None:
     local = LocalEngine(handle.first().generator)
 
-    here, there = [(answer.status_code, _plain(answer.text)) for answer in _posted((local, engine), path, body)]
+    here, there = [
+        (answer.status_code, _plain(answer.text)) for answer in _posted((local, engine), path, body)
+    ]
     assert _without_floats(here) == _without_floats(there)
-    assert _floats(here) == pytest.approx(_floats(there), abs=1e-3)  # steps of other shapes round logprobs differently
+    assert _floats(here) == pytest.approx(
+        _floats(there), abs=1e-3
+    )  # steps of other shapes round logprobs differently
 
 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
         ("/v1/responses", {"input": "pass", "max_output_tokens": 9, "temperature": 0}),
-        ("/v1/messages", {"messages": [{"role": "user", "content": "pass"}], "max_tokens": 9, "temperature": 0}),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": "pass"}], "max_tokens": 9, "temperature": 0},
+        ),
         ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "pass"}]}),
     ],
 )
 def test_other_apis_are_served_by_replicas(
-    engine: ReplicatedEngine, handle: FakeHandle, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+    engine: ReplicatedEngine,
+    handle: FakeHandle,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
 ) -> None:
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     monkeypatch.setattr(engine.tokenizer, "chat_template", template)
@@ -346,7 +410,9 @@ def test_other_apis_are_served_by_replicas(
     monkeypatch.setattr(local.tokenizer, "chat_template", template)
 
     answers = _posted((local, engine), path, body)
-    assert [answer.status_code for answer in answers] == [200, 200], [answer.text for answer in answers]
+    assert [answer.status_code for answer in answers] == [200, 200], [
+        answer.text for answer in answers
+    ]
     here, there = (re.findall(r'"(?:text|input_tokens)":[^,}]*', answer.text) for answer in answers)
     assert here == there and here
 
@@ -358,7 +424,9 @@ def _posted(engines: Iterable[Any], path: str, body: dict[str, Any]) -> list[htt
         found = []
         for own in engines:
             app = make_app(own, ServerSettings(model_name="tiny"))
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            async with httpx.AsyncClient(
+                transport=httpx.ASGITransport(app), base_url="http://localhost"
+            ) as client:
                 found.append(await client.post(path, json=body))
         return found
 
@@ -374,7 +442,9 @@ def _plain(text: str) -> Any:
     for name in ("id", "created", "metrics"):
         whole.pop(name, None)
     if "usage" in whole:
-        whole["usage"] = {name: whole["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
+        whole["usage"] = {
+            name: whole["usage"][name] for name in ("prompt_tokens", "completion_tokens")
+        }
     return whole
 
 
@@ -391,31 +461,45 @@ def _without_floats(answer: Any) -> Any:
     return json.loads(json.dumps(answer), parse_float=lambda _: 0.5)
 
 
-def test_metrics_of_all_replicas_are_in_one_place(engine: ReplicatedEngine, handle: FakeHandle) -> None:
+def test_metrics_of_all_replicas_are_in_one_place(
+    engine: ReplicatedEngine, handle: FakeHandle
+) -> None:
     async def metrics() -> str:
         app = make_app(engine, ServerSettings(model_name="tiny"))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost"
+        ) as client:
             return (await client.get("/metrics")).text
 
     text = asyncio.run(metrics())
     for replica in ("r0", "r1"):
-        assert f'hf_slospec:num_requests_running{{engine="0",model_name="tiny",replica="{replica}"}} 0.0' in text
+        assert (
+            f'hf_slospec:num_requests_running{{engine="0",model_name="tiny",replica="{replica}"}} 0.0'
+            in text
+        )
     assert text.count("# TYPE hf_slospec:num_requests_running gauge") == 1
 
 
 def test_engine_without_replicas_takes_nothing(engine: ReplicatedEngine) -> None:
     engine.check_running()
-    bare = ReplicatedEngine(engine.handle, engine.handle.first().describe(None), lambda: [], ReplicaOptions())
+    bare = ReplicatedEngine(
+        engine.handle, engine.handle.first().describe(None), lambda: [], ReplicaOptions()
+    )
     with pytest.raises(NotRunningError, match="no replica runs"):
         bare.check_running()
 
 
-def test_log_probabilities_of_a_prompt_are_computed_once(engine: ReplicatedEngine, handle: FakeHandle) -> None:
-    fatal, prompt = iter([2]), ids(engine)
+def test_log_probabilities_of_a_prompt_are_computed_once(
+    engine: ReplicatedEngine, handle: FakeHandle
+) -> None:
+    fatal = iter([2])
+    prompt = ids(engine)
     handle.dies_after = lambda offer: next(fatal, None)
 
     async def run() -> Any:
-        decoding = await engine.submit(order_of(prompt, prompt_logprobs=2, max_new_tokens=12, eos_token_id=None))
+        decoding = await engine.submit(
+            order_of(prompt, prompt_logprobs=2, max_new_tokens=12, eos_token_id=None)
+        )
         tokens = [token async for new, _ in decoding.asteps() for token in new]
         assert len(tokens) == 12 and decoding.num_faults == 1
         return decoding.prompt_logprobs

@@ -1,4 +1,6 @@
-"""Replicas on a local Ray: answers, bursts, deaths, scaling down, deploys and the end of the server, for real."""
+"""Replicas on a local Ray: answers, bursts, deaths, scaling down, deploys and the end of the
+server, for real.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,16 @@ from tests.support.served_pair import PROMPTS, alone
 WAIT_S = 600.0  # far more than anything here takes
 # No compiler runs beside the replicas, and none goes on after them.
 CONFIG = SLOSpecConfig(kv_tokens=20_000, compile=False)
-OPTIONS = ReplicaOptions(dtype="float32", replicas=2, cpus=0.1, threads=1, drain_s=WAIT_S, config=CONFIG)
+OPTIONS = ReplicaOptions(
+    dtype="float32", replicas=2, cpus=0.1, threads=1, drain_s=WAIT_S, config=CONFIG
+)
 
 
 @pytest.fixture(scope="module")
 def url(free_port: int, pair: Any) -> Iterator[str]:
-    _ = SLOSpecGenerator(*pair, OPTIONS.config).decoder.speculator.costs  # measured here, for all replicas
+    _ = SLOSpecGenerator(
+        *pair, OPTIONS.config
+    ).decoder.speculator.costs  # measured here, for all replicas
     with served(OPTIONS, "127.0.0.1", free_port) as address:
         yield address
 
@@ -48,7 +54,11 @@ def free_port() -> int:
 
 
 def body_of(index: int, tokens: int = 60, **fields: Any) -> dict[str, Any]:
-    body = {"prompt": PROMPTS[index % len(PROMPTS)], "max_tokens": tokens, "temperature": 0} | fields
+    body = {
+        "prompt": PROMPTS[index % len(PROMPTS)],
+        "max_tokens": tokens,
+        "temperature": 0,
+    } | fields
     if index % 2:
         body |= {"temperature": 1.0, "seed": index}
     return body
@@ -56,14 +66,21 @@ def body_of(index: int, tokens: int = 60, **fields: Any) -> dict[str, Any]:
 
 def text_of(pair: Any, body: dict[str, Any]) -> str:
     """What stock ``generate`` writes."""
-    sampling = dict(do_sample=True, temperature=1.0, top_k=0) if "seed" in body else dict(do_sample=False)
-    ids = alone(pair, body["prompt"], body.get("seed"), max_new_tokens=body["max_tokens"], **sampling)
+    sampling = (
+        dict(do_sample=True, temperature=1.0, top_k=0) if "seed" in body else dict(do_sample=False)
+    )
+    ids = alone(
+        pair, body["prompt"], body.get("seed"), max_new_tokens=body["max_tokens"], **sampling
+    )
     return str(pair[2].decode(ids, skip_special_tokens=True))
 
 
-async def streamed(client: httpx.AsyncClient, body: dict[str, Any], begun: asyncio.Event) -> tuple[str, dict[str, Any]]:
+async def streamed(
+    client: httpx.AsyncClient, body: dict[str, Any], begun: asyncio.Event
+) -> tuple[str, dict[str, Any]]:
     """Return text and measurements of a streamed answer; ``begun`` is set with its first token."""
-    text, usage = "", dict[str, Any]()
+    text = ""
+    usage = dict[str, Any]()
     fields = {"stream": True, "stream_options": {"include_usage": True}}
     async with client.stream("POST", "/v1/completions", json=body | fields) as response:
         assert response.status_code == 200, await response.aread()
@@ -80,7 +97,9 @@ async def streamed(client: httpx.AsyncClient, body: dict[str, Any], begun: async
 def during_streams(
     url: str, pair: Any, disturb: Callable[[], Awaitable[Any]], number: int = 4, tokens: int = 100
 ) -> list[dict[str, Any]]:
-    """Check that streams which are disturbed once all have begun end as if they were not; return measurements."""
+    """Check that streams which are disturbed once all have begun end as if they were not; return
+    measurements.
+    """
     bodies = [body_of(index, tokens) for index in range(number)]
 
     async def run() -> list[tuple[str, dict[str, Any]]]:
@@ -89,7 +108,9 @@ def during_streams(
             pairs = zip(bodies, begun, strict=True)
             streams = asyncio.gather(*(streamed(client, body, event) for body, event in pairs))
             all_begun = asyncio.gather(*(event.wait() for event in begun))
-            await asyncio.wait([streams, all_begun], return_when=asyncio.FIRST_COMPLETED)  # or one has failed
+            await asyncio.wait(
+                [streams, all_begun], return_when=asyncio.FIRST_COMPLETED
+            )  # or one has failed
             await disturb()
             return await streams
 
@@ -124,16 +145,22 @@ def test_answers_are_those_of_generate_and_a_burst_uses_all_replicas(url: str, p
 
     async def run() -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
-            return await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+            return await asyncio.gather(
+                *(client.post("/v1/completions", json=body) for body in bodies)
+            )
 
     answers = [response.json() for response in asyncio.run(run())]
-    assert [answer["choices"][0]["text"] for answer in answers] == [text_of(pair, body) for body in bodies]
+    assert [answer["choices"][0]["text"] for answer in answers] == [
+        text_of(pair, body) for body in bodies
+    ]
     metrics = [answer["usage"]["metrics"] for answer in answers]
     assert len({own["replica"] for own in metrics}) == 2
     assert [own["guaranteed"] for own in metrics] == [True] * 3 + [False] * 5
     text = httpx.get(f"{url}/metrics", timeout=WAIT_S).text
     assert {own["replica"] for own in metrics} == {
-        line.split('replica="')[1].split('"')[0] for line in text.splitlines() if "num_requests_running{" in line
+        line.split('replica="')[1].split('"')[0]
+        for line in text.splitlines()
+        if "num_requests_running{" in line
     }
     assert httpx.get(f"{url}/health", timeout=WAIT_S).status_code == 200
 
@@ -145,7 +172,9 @@ def test_other_machines_reach_none_of_rays_ports(url: str) -> None:
             found = process.net_connections(kind="inet")
             addresses += [each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN]
     assert len(addresses) > 2 * OPTIONS.replicas, "each replica has two, and the node has some"
-    assert all(address.removeprefix("::ffff:").startswith("127.") for address in addresses), addresses
+    assert all(address.removeprefix("::ffff:").startswith("127.") for address in addresses), (
+        addresses
+    )
 
 
 def test_slo_that_no_replica_can_guarantee_is_served_as_best_effort(url: str, pair: Any) -> None:
@@ -154,7 +183,11 @@ def test_slo_that_no_replica_can_guarantee_is_served_as_best_effort(url: str, pa
     assert answer["choices"][0]["text"] == text_of(pair, body)
     assert answer["usage"]["metrics"]["guaranteed"] is False
     text = httpx.get(f"{url}/metrics", timeout=WAIT_S).text
-    declined = [line for line in text.splitlines() if line.startswith("hf_slospec:slo_guarantees_declined_total{")]
+    declined = [
+        line
+        for line in text.splitlines()
+        if line.startswith("hf_slospec:slo_guarantees_declined_total{")
+    ]
     assert [float(line.split()[-1]) for line in declined] == [1.0, 1.0]
 
 
@@ -162,7 +195,9 @@ def test_client_that_goes_away_frees_its_replica(url: str) -> None:
     async def run() -> None:
         async with httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
             fields = {"stream": True, "max_tokens": 1500}
-            async with client.stream("POST", "/v1/completions", json=body_of(0) | fields) as response:
+            async with client.stream(
+                "POST", "/v1/completions", json=body_of(0) | fields
+            ) as response:
                 async for _ in response.aiter_lines():
                     break
 
@@ -170,7 +205,11 @@ def test_client_that_goes_away_frees_its_replica(url: str) -> None:
 
     def is_idle() -> bool:
         lines = httpx.get(f"{url}/metrics", timeout=WAIT_S).text.splitlines()
-        return all(line.endswith(" 0.0") for line in lines if line.startswith("hf_slospec:num_requests_running{"))
+        return all(
+            line.endswith(" 0.0")
+            for line in lines
+            if line.startswith("hf_slospec:num_requests_running{")
+        )
 
     wait_until(is_idle)
 
@@ -204,7 +243,9 @@ def test_command_deploys_to_a_cluster_and_ends_after_the_last_stream(url: str, p
     environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     command = [sys.executable, "-m", "hf_slospec", "serve", "--replicas", "1", "--dtype", "float32",
                "--port", url.rsplit(":", 1)[1], "--config", '{"kv_tokens": 10000, "compile": false}']  # fmt: skip
-    process = subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
     assert process.stderr is not None
     lines = list[str]()
 
@@ -220,7 +261,9 @@ def test_command_deploys_to_a_cluster_and_ends_after_the_last_stream(url: str, p
 
     try:
         metrics = during_streams(url, pair, deploy)
-        assert not any(own["resumed_tokens"] for own in metrics)  # the replicas that go, two of two, finish them
+        assert not any(
+            own["resumed_tokens"] for own in metrics
+        )  # the replicas that go, two of two, finish them
         assert any(line.startswith("address") for line in lines), lines
 
         async def end() -> None:
@@ -228,7 +271,9 @@ def test_command_deploys_to_a_cluster_and_ends_after_the_last_stream(url: str, p
 
         during_streams(url, pair, end, number=2)
         assert process.wait(WAIT_S) == 0
-        assert httpx.get(f"{url}/health", timeout=WAIT_S).status_code == 404  # the cluster goes on without it
+        assert (
+            httpx.get(f"{url}/health", timeout=WAIT_S).status_code == 404
+        )  # the cluster goes on without it
     finally:
         process.kill()
         process.stderr.close()

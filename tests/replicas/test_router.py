@@ -1,4 +1,6 @@
-"""Routing: replicas in the order of what they can guarantee, with what was sent since they reported."""
+"""Routing: replicas in the order of what they can guarantee, with what was sent since they
+reported.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,22 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_slospec.algo.latency_curves import LatencyCurve
-from hf_slospec.algo.replica_ranking import Need, ReplicaLoad
-from hf_slospec.engine.request import Progress
+from hf_slospec.engine.latency_curves import LatencyCurve
 from hf_slospec.replicas.directory import ReplicaDirectory
 from hf_slospec.replicas.messages import Offer, Report, ToReplica
 from hf_slospec.replicas.router import AddressRouter
-from hf_slospec.serving.openai.engine import Order
+from hf_slospec.request.request import Progress
+from hf_slospec.scheduler.load import Need, ReplicaLoad
+from hf_slospec.server.engine import Order
 
 IDLE = ReplicaLoad(kv_free=10_000, step_s=LatencyCurve((1, 64), (0.01, 0.05)))
 PROMPT = list(range(200))
 
 
 def offer(number: int = 0, prompt: list[int] = PROMPT, slo_s: float = 0.1, **fields: Any) -> Offer:
-    return Offer("", Order(prompt), Need(len(prompt), 500, slo_s), Progress([]), "front", number, **fields)
+    return Offer(
+        "", Order(prompt), Need(len(prompt), 500, slo_s), Progress([]), "front", number, **fields
+    )
 
 
 def directory_of(names: str = "abc", **loads: ReplicaLoad) -> ReplicaDirectory:
@@ -70,7 +74,8 @@ def test_new_replica_gets_requests_before_its_first_report() -> None:
         directory = directory_of("ab", a=busy, b=busy)
         directory.running = lambda: ["a", "b", "new"]
         chosen = [
-            send(directory, offer(index, slo_s=slo_s, must_guarantee=True), directory.alive()) for index in range(9)
+            send(directory, offer(index, slo_s=slo_s, must_guarantee=True), directory.alive())
+            for index in range(9)
         ]
         assert chosen[0] == "new" and 3 <= chosen.count("new") < 9, chosen
 
@@ -85,7 +90,12 @@ def test_equal_replicas_are_told_apart_by_what_they_know_of_the_prompt() -> None
 def test_chats_without_slos_return_to_their_replica_unless_it_is_busier() -> None:
     directory = directory_of()
     take(directory, offer(slo_s=math.inf), "b")
-    assert [send(directory, offer(index, slo_s=math.inf)) for index in range(1, 5)] == ["b", "b", "a", "c"]
+    assert [send(directory, offer(index, slo_s=math.inf)) for index in range(1, 5)] == [
+        "b",
+        "b",
+        "a",
+        "c",
+    ]
 
 
 def test_conversation_that_comes_back_goes_to_the_replica_that_has_its_kv() -> None:
@@ -99,7 +109,8 @@ def test_conversation_that_comes_back_goes_to_the_replica_that_has_its_kv() -> N
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("ab"), st.booleans()), max_size=30))
 def test_counts_are_those_of_offers_under_way(acts: list[tuple[int, str, bool]]) -> None:
-    directory, under_way = directory_of("ab"), dict[int, str]()
+    directory = directory_of("ab")
+    under_way = dict[int, str]()
     for number, where, begins in acts:
         if begins:
             directory.add_sent(replace(offer(number), replica=where))
@@ -116,16 +127,22 @@ class Router(AddressRouter):
 
     def __init__(self) -> None:
         self.lengths = dict[str, int]()
-        cache = SimpleNamespace(update=lambda replica_id, length: self.lengths.update({replica_id.unique_id: length}))
+        cache = SimpleNamespace(
+            update=lambda replica_id, length: self.lengths.update({replica_id.unique_id: length})
+        )
         self._replica_queue_len_cache = cache
 
 
 def order(router: Router, names: str, *arguments: Any) -> list[str]:
-    replicas: list[Any] = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in names]
+    replicas: list[Any] = [
+        SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in names
+    ]
     context = SimpleNamespace(should_backoff=False)
     pending: Any = SimpleNamespace(args=list(arguments), routing_context=context)
     ranks = asyncio.run(router.choose_replicas(replicas, pending))
-    assert all(len(rank) == 1 for rank in ranks), "within a rank Serve would take the shortest queue"
+    assert all(len(rank) == 1 for rank in ranks), (
+        "within a rank Serve would take the shortest queue"
+    )
     assert context.should_backoff
     return [rank[0].replica_id.unique_id for rank in ranks]
 
@@ -134,7 +151,10 @@ def test_call_goes_to_its_replica_without_a_question_about_its_queue() -> None:
     router = Router()
     assert order(router, "ab", ToReplica("b")) == ["b"]
     assert order(router, "ab", replace(offer(), replica="b")) == ["b"]
-    assert router.lengths == {"a": 0, "b": 0}  # what Serve would ask for, and a silent replica would not answer
+    assert router.lengths == {
+        "a": 0,
+        "b": 0,
+    }  # what Serve would ask for, and a silent replica would not answer
 
 
 def test_call_to_a_replica_that_has_just_died_goes_to_another() -> None:
@@ -144,7 +164,7 @@ def test_call_to_a_replica_that_has_just_died_goes_to_another() -> None:
 
 def test_replicas_have_two_names() -> None:
     from hf_slospec import replicas
-    from hf_slospec.serving import replicas as public
+    from hf_slospec.batcher import replicas as public
 
     assert {name: getattr(public, name) for name in public.__all__} == {
         name: getattr(replicas, name) for name in replicas.__all__

@@ -1,4 +1,6 @@
-"""Replicas that fall silent: what they served goes on elsewhere, and what they still send is dropped."""
+"""Replicas that fall silent: what they served goes on elsewhere, and what they still send is
+dropped.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from hypothesis import strategies as st
 
 from hf_slospec import NotGuaranteedError, QueueFull
 from hf_slospec.replicas.failover import MAX_FAULTS
-from hf_slospec.serving.openai.engine import Order
-from hf_slospec.serving.openai.reading import fault_of
+from hf_slospec.server.engine import Order
+from hf_slospec.server.reading import fault_of
 from tests.support.breadth import quick_or
 from tests.support.stand_ins.silent_replicas import STEP_S, World, run_jumping, stand_still
 
@@ -35,7 +37,8 @@ def test_stream_of_a_silent_replica_goes_on_elsewhere() -> None:
         decoding, pause_s = await during(world.decoded(100), (2.0, world["r0"].reaches.clear))
         assert decoding.replica == "r1" and decoding.num_faults == 1
         assert SILENT_S <= pause_s <= SILENT_S + TICK_S
-        (first, second) = (world["r0"].offers, world["r1"].offers)
+        first = world["r0"].offers
+        second = world["r1"].offers
         assert len(first) == len(second) == 1 and second[0].progress.tokens == decoding.tokens[:19]
 
     run_jumping(run)
@@ -47,7 +50,9 @@ def test_what_a_silent_replica_still_sends_is_dropped() -> None:
         held = world["r0"].reaches
         decoding, _ = await during(world.decoded(300), (2.0, held.clear), (20.0, held.set))
         assert decoding.replica == "r1" and len(decoding.tokens) == 300
-        assert world.streams[0].is_left and 0 < world.streams[0].num_late < 5  # then the replica is told to stop
+        assert (
+            world.streams[0].is_left and 0 < world.streams[0].num_late < 5
+        )  # then the replica is told to stop
         decoding, pause_s = await world.decoded(5)
         assert decoding.replica == "r0", "it reports again, and gets offers again"
         assert pause_s <= 2 * STEP_S
@@ -109,7 +114,9 @@ def test_offer_that_no_replica_answers_in_time_waits() -> None:
         world = World(2)
         world["r0"].answer_s = world["r1"].answer_s = 60.0
         decoding, _ = await world.decoded(5)
-        assert decoding.num_faults == 0 and sum(len(world[name].offers) for name in ("r0", "r1")) <= 4
+        assert (
+            decoding.num_faults == 0 and sum(len(world[name].offers) for name in ("r0", "r1")) <= 4
+        )
 
     run_jumping(run)
 
@@ -132,7 +139,9 @@ def test_only_replica_keeps_its_stream_while_it_is_silent(begin_s: float) -> Non
     async def run() -> None:
         world = World(1)
         held = world["r0"].reaches
-        decoding, pause_s = await during(world.decoded(100), (begin_s, held.clear), (32.0, held.set))
+        decoding, pause_s = await during(
+            world.decoded(100), (begin_s, held.clear), (32.0, held.set)
+        )
         assert len(world["r0"].offers) == 1 and decoding.num_faults == 0
         assert 29.0 < pause_s < 31.0
         await during(world.decoded(100), (2.0, held.clear), (15.0, held.set))
@@ -142,12 +151,16 @@ def test_only_replica_keeps_its_stream_while_it_is_silent(begin_s: float) -> Non
 
 @pytest.mark.parametrize("begin_s", [2.0, 2.4, 2.8, 3.2])
 def test_only_replica_keeps_a_waiting_request_while_it_is_silent(begin_s: float) -> None:
-    """Its stream has only signs of life, so that its silence may be noticed before that of the reports."""
+    """Its stream has only signs of life, so that its silence may be noticed before that of the
+    reports.
+    """
 
     async def run() -> None:
         world = World(1)
         held = world["r0"].reaches
-        decoding, _ = await during(world.decoded(5, waits_s=50.0), (begin_s, held.clear), (begin_s + 30.0, held.set))
+        decoding, _ = await during(
+            world.decoded(5, waits_s=50.0), (begin_s, held.clear), (begin_s + 30.0, held.set)
+        )
         assert len(world["r0"].offers) == 1 and decoding.num_faults == 0
 
     run_jumping(run)
@@ -185,11 +198,18 @@ def test_slow_network_that_loses_packets_moves_nothing(seed: int) -> None:
     """A lost packet is sent again after 0.3 s, then after 0.6 s, and so on; messages stay in order."""
 
     async def run() -> None:
-        world, rng = World(2), random.Random(seed)
+        world = World(2)
+        rng = random.Random(seed)
         for replica in world.replicas.values():
-            replica.delay_s = lambda: 0.04 + (0.3 * 2 ** rng.choice([0, 0, 0, 1, 2]) if rng.random() < 0.05 else 0.0)
-        decodings = await asyncio.gather(*(world.decoded(200, [index], slo_tpot=1.0) for index in range(8)))
-        assert all(decoding.num_faults == 0 and pause_s < SILENT_S for decoding, pause_s in decodings)
+            replica.delay_s = lambda: (
+                0.04 + (0.3 * 2 ** rng.choice([0, 0, 0, 1, 2]) if rng.random() < 0.05 else 0.0)
+            )
+        decodings = await asyncio.gather(
+            *(world.decoded(200, [index], slo_tpot=1.0) for index in range(8))
+        )
+        assert all(
+            decoding.num_faults == 0 and pause_s < SILENT_S for decoding, pause_s in decodings
+        )
         assert {decoding.replica for decoding, _ in decodings} == {"r0", "r1"}
 
     run_jumping(run)
@@ -237,12 +257,16 @@ FAULTS = st.lists(
     ),
     max_size=MAX_FAULTS - 1,
 )  # fmt: skip
-REQUESTS = st.lists(st.tuples(st.floats(0.0, 20.0), st.integers(1, 150), st.booleans()), min_size=1, max_size=6)
+REQUESTS = st.lists(
+    st.tuples(st.floats(0.0, 20.0), st.integers(1, 150), st.booleans()), min_size=1, max_size=6
+)
 
 
 @given(FAULTS, REQUESTS, st.sampled_from(["guarantees", "sequential"]))
 def test_nothing_is_lost_or_repeated_as_long_as_one_replica_lives(
-    faults: list[tuple[float, int, float | None]], requests: list[tuple[float, int, bool]], routing: str
+    faults: list[tuple[float, int, float | None]],
+    requests: list[tuple[float, int, bool]],
+    routing: str,
 ) -> None:
     async def run() -> None:
         world = World(3, routing=routing)
@@ -299,7 +323,9 @@ def test_hops_are_limited(routing: str, hops: int | None, number: int) -> None:
         for replica in world.replicas.values():
             replica.guarantees = False
         await world.decoded(2, slo_tpot=1.0)
-        assert [stream.replica.offers[0].must_guarantee for stream in world.streams[:number]] == [True] * number
+        assert [stream.replica.offers[0].must_guarantee for stream in world.streams[:number]] == [
+            True
+        ] * number
         assert len(world.streams) == number + 1 and len({*asked(world)[:number]}) == number
 
     run_jumping(run)
@@ -311,7 +337,9 @@ def test_requests_without_a_guarantee_are_declined_if_the_options_say_so(number:
         world = World(number, backup="decline")
         for replica in world.replicas.values():
             replica.guarantees = False
-        with pytest.raises(NotGuaranteedError, match=f"none of {number} replicas can guarantee") as caught:
+        with pytest.raises(
+            NotGuaranteedError, match=f"none of {number} replicas can guarantee"
+        ) as caught:
             await world.decoded(2, slo_tpot=1.0)
         fault = fault_of(caught.value)
         assert fault.status == 429 and len(world.streams) == number
@@ -328,7 +356,9 @@ def test_guaranteed_request_is_not_declined_when_its_replica_falls_silent() -> N
     async def run() -> None:
         world = World(2, backup="decline")
         world["r1"].guarantees = False
-        decoding, _ = await during(world.decoded(100, slo_tpot=1.0), (2.0, world["r0"].reaches.clear))
+        decoding, _ = await during(
+            world.decoded(100, slo_tpot=1.0), (2.0, world["r0"].reaches.clear)
+        )
         assert decoding.replica == "r1"
 
     run_jumping(run)

@@ -1,10 +1,11 @@
-"""The documentation's code: every Python block runs, every command line is one that the commands take.
+"""The documentation's code: every Python block runs, every command line is one that the commands
+take.
 
-Python blocks of a page run top to bottom in one namespace, which begins with that of the last block of
-docs/getting_started.md ("Names on the other pages"), in an empty folder where ``org/target`` and ``org/draft`` are the
-embedded pair. A ``text`` block behind one is what it prints, numbers aside. What cannot run here has
-``<!-- not run: the reason -->`` on the line before it. Notebooks are run by the documentation's build.
-"""
+Python blocks of a page run top to bottom in one namespace, which begins with that of the last block
+of docs/getting_started.md ("Names on the other pages"), in an empty folder where ``org/target`` and
+``org/draft`` are the embedded pair. A ``text`` block behind one is what it prints, numbers aside.
+What cannot run here has ``<!-- not run: the reason -->`` on the line before it. Notebooks are run
+by the documentation's build."""
 
 from __future__ import annotations
 
@@ -24,9 +25,15 @@ from hf_slospec.tiny.embedded import FOLDER
 from tests.support.paths import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "demo" / "README.md", *sorted((ROOT / "hf_slospec").glob("**/*.md"))]
+TEXTS = [
+    *PAGES,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "demo" / "README.md",
+    *sorted((ROOT / "hf_slospec").glob("**/*.md")),
+]
 FENCE = re.compile(
-    r"(?P<mark><!-- not run: .+ -->\n)?^```(?P<kind>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+    r"(?P<mark><!-- not run: .+ -->\n)?^```(?P<kind>[^\n]*)\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
 )
 COMMAND = re.compile(r"(?:^|`|\$ )python -m hf_slospec ([a-z][^`\n]+)", re.MULTILINE)
 
@@ -41,7 +48,12 @@ class Block(NamedTuple):
 def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     return [
-        Block(text.count("\n", 0, found.start("code")) + 1, found["kind"], found["code"], found["mark"] is None)
+        Block(
+            text.count("\n", 0, found.start("code")) + 1,
+            found["kind"],
+            found["code"],
+            found["mark"] is None,
+        )
         for found in FENCE.finditer(text)
     ]
 
@@ -56,7 +68,9 @@ def has_code(page: Path) -> bool:
 
 
 def commands() -> list[str]:
-    found = {line.strip() for text in TEXTS for line in COMMAND.findall(text.read_text(encoding="utf-8"))}
+    found = {
+        line.strip() for text in TEXTS for line in COMMAND.findall(text.read_text(encoding="utf-8"))
+    }
     return sorted(found)
 
 
@@ -84,7 +98,9 @@ def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_models_by_name", "_no_server")
 @pytest.mark.parametrize("page", [page for page in PAGES if has_code(page)], ids=name)
 def test_the_code_of_a_page_runs_and_prints_what_it_says(page: Path) -> None:
-    prelude = [block for block in blocks(ROOT / "docs" / "getting_started.md") if block.kind == "python"][-1]
+    prelude = [
+        block for block in blocks(ROOT / "docs" / "getting_started.md") if block.kind == "python"
+    ][-1]
     namespace: dict[str, object] = {"__name__": "__main__"}
     exec(prelude.code, namespace)
     printed = None
@@ -97,7 +113,9 @@ def test_the_code_of_a_page_runs_and_prints_what_it_says(page: Path) -> None:
                 exec(code, namespace)
             printed = out.getvalue()
         elif block.kind == "text" and printed is not None:
-            assert without_numbers(printed) == without_numbers(block.code), f"{name(page)}:{block.line}"
+            assert without_numbers(printed) == without_numbers(block.code), (
+                f"{name(page)}:{block.line}"
+            )
             printed = None
 
 

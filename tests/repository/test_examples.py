@@ -31,11 +31,11 @@ from hf_slospec import (
     load_tiny_pair,
     tiny_prompts,
 )
-from hf_slospec.serving.openai.app import ServerSettings, make_app
-from hf_slospec.serving.openai.engine import LocalEngine
+from hf_slospec.server.app import ServerSettings, make_app
+from hf_slospec.server.engine import LocalEngine
 from hf_slospec.tiny.shapes import Shape
-from tests.serving.openai.conftest import listening
-from tests.serving.openai.test_serve import NO_COMPILER
+from tests.server.conftest import listening
+from tests.server.test_serve import NO_COMPILER
 from tests.support.paths import ROOT
 
 FOLDER = ROOT / "examples"
@@ -68,13 +68,17 @@ def test_quickstart(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     monkeypatch.setattr(quickstart, "SHAPES", {"0.1B": Shape(256, 1024, 8)})
     quickstart.main(new_tokens=16)
     said = capsys.readouterr().out
-    assert len(re.findall(r"^>>> [\d.]+ ms per token", said, re.MULTILINE)) == len(quickstart.PROMPTS)
+    assert len(re.findall(r"^>>> [\d.]+ ms per token", said, re.MULTILINE)) == len(
+        quickstart.PROMPTS
+    )
     assert "identical tokens: yes" in said
 
 
 @pytest.fixture
 def _not_inflated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The quickstart inflates its target, by less than for its users; the others would have the same text, slower."""
+    """The quickstart inflates its target, by less than for its users; the others would have the
+    same text, slower.
+    """
     for example in (batch_with_slos, custom_drafter, many_users, streaming):
         monkeypatch.setattr(example, "inflate", lambda model, _: model)
 
@@ -113,20 +117,27 @@ def test_many_users(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(rows) == list(many_users.USERS)
     assert rows["impossible"][2:4] == ["no", "no"]
     assert rows["batch job"][2:4] == rows["no SLO"][2:4] == ["no", ""]
-    assert rows["one line"][5] == "stop" and all(own[5] == "length" for name, own in rows.items() if name != "one line")
+    assert rows["one line"][5] == "stop" and all(
+        own[5] == "length" for name, own in rows.items() if name != "one line"
+    )
     assert all(own[4] == "24" for own in rows.values() if own[5] == "length")
 
 
 @pytest.mark.usefixtures("_not_inflated")
-def test_custom_drafter(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_custom_drafter(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     # The default policy may find that drafting does not pay on a busy machine.
-    always = partial(SLOSpecGenerator, config=SLOSpecConfig(policy="fixed", max_depth=4, max_width=2))
+    always = partial(
+        SLOSpecGenerator, config=SLOSpecConfig(policy="fixed", max_depth=4, max_width=2)
+    )
     monkeypatch.setattr(custom_drafter, "SLOSpecGenerator", always)
     (tmp_path / "own.py").write_text(tiny_prompts()[0] * 2, encoding="utf-8")
     custom_drafter.main(str(tmp_path), new_tokens=24)
     said = capsys.readouterr().out
     assert re.match(r"\d+ n-grams from 1 files", said)
-    rows, num_accepted = rows_of(said), 0
+    rows = rows_of(said)
+    num_accepted = 0
     for name in ("prompt lookup", "n-grams", "draft model"):
         assert rows[name][3] == "yes" and number(rows[name][0]) >= 1.0
         accepted, drafted = map(int, rows[name][1].split(" of "))
@@ -148,13 +159,22 @@ def test_grpo(capsys: pytest.CaptureFixture[str]) -> None:
     from examples import grpo
 
     grpo.main(epochs=2, new_tokens=24)
-    assert len(re.findall(r"^epoch \d: [\d.]+ tokens per step and row$", capsys.readouterr().out, re.MULTILINE)) == 2
+    assert (
+        len(
+            re.findall(
+                r"^epoch \d: [\d.]+ tokens per step and row$", capsys.readouterr().out, re.MULTILINE
+            )
+        )
+        == 2
+    )
 
 
 @pytest.mark.nightly
 def test_openai_client(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = subprocess.Popen
-    monkeypatch.setattr(openai_client.subprocess, "Popen", lambda given, **own: plain([*given, *NO_COMPILER], **own))
+    monkeypatch.setattr(
+        openai_client.subprocess, "Popen", lambda given, **own: plain([*given, *NO_COMPILER], **own)
+    )
     openai_client.main(["--size", "tiny", "--new-tokens", "16", "--slo-tpot", "100"])
     said = capsys.readouterr().out
     rows = rows_of(said)
@@ -162,13 +182,19 @@ def test_openai_client(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     assert [own[0] for own in rows.values()] == ["100000.0", "100000.0", "400000.0", ""]
     assert [own[4] for own in rows.values()] == ["yes", "yes", "yes", ""]
     assert all(number(cell) > 0.0 for own in rows.values() for cell in own[1:3])
-    pieces = {user: re.findall(rf"^{user} \| (.*)$", said, re.MULTILINE) for user in openai_client.USERS}
+    pieces = {
+        user: re.findall(rf"^{user} \| (.*)$", said, re.MULTILINE) for user in openai_client.USERS
+    }
     texts = {user: "".join(map(ast.literal_eval, own)) for user, own in pieces.items()}
-    assert texts["copilot"][:8] == texts["summary"][:8] != ""  # one question, greedily; later tokens may be near ties
+    assert (
+        texts["copilot"][:8] == texts["summary"][:8] != ""
+    )  # one question, greedily; later tokens may be near ties
     assert re.search(r"^name='\w+' num_arguments=\d is_recursive=(True|False)$", said, re.MULTILINE)
 
 
-def test_openai_client_of_a_server_that_runs_a_model_without_chat_template(capsys: pytest.CaptureFixture[str]) -> None:
+def test_openai_client_of_a_server_that_runs_a_model_without_chat_template(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Which then gets prompts in place of messages."""
     with (
         SLOSpecGenerator(*load_tiny_pair()) as generator,
@@ -180,7 +206,8 @@ def test_openai_client_of_a_server_that_runs_a_model_without_chat_template(capsy
 
 def test_a_table_of_ngrams_expects_what_it_has_read() -> None:
     drafter = custom_drafter.NgramDrafter([[5, 6, 7, 8, 9], [5, 6, 7, 8, 4]])
-    request, plan = Request(0, RequestParams([3, 5, 6], 20)), Plan(depth=3, width=2)
+    request = Request(0, RequestParams([3, 5, 6], 20))
+    plan = Plan(depth=3, width=2)
     (tree,) = drafter.draft([request], plan)
     tree.check()
     assert tree.tokens.tolist() == [6, 7, 8, 9, 4] and tree.parents.tolist() == [-1, 0, 1, 2, 2]
@@ -196,7 +223,9 @@ def test_custom_policy(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     rows = [line.split("  ") for line in said.splitlines() if "/s " in line and "%" in line]
     assert len(rows) == 8
-    lengths = [float(next(cell for cell in reversed(row[:-1]) if cell.strip()).split()[-1]) for row in rows]
+    lengths = [
+        float(next(cell for cell in reversed(row[:-1]) if cell.strip()).split()[-1]) for row in rows
+    ]
     own, auto, chains, plain = lengths[:4]
     assert plain == 1.0 <= own < chains < auto
     assert lengths[4] > own  # more requests are late under more load
@@ -209,10 +238,15 @@ def test_hub_models(capsys: pytest.CaptureFixture[str], tmp_path: Path, is_chat:
     for model, name in ((target, "target"), (draft, "draft")):
         model.save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
-    prompts = [argument for prompt in ("def main():", "import os, ") for argument in ("--prompt", prompt)]
+    prompts = [
+        argument for prompt in ("def main():", "import os, ") for argument in ("--prompt", prompt)
+    ]
     folders = ["--target", str(tmp_path / "target"), "--assistant", str(tmp_path / "draft")]
     hub_models.main([*folders, *prompts, "--new-tokens", "16", "--device-map", "cpu"])
     said = capsys.readouterr().out
     rows = rows_of(said)
-    assert [own[4] for own in rows.values()] == ["yes", "yes"] and list(rows) == ["def main():", "import os,"]
+    assert [own[4] for own in rows.values()] == ["yes", "yes"] and list(rows) == [
+        "def main():",
+        "import os,",
+    ]
     assert re.search(r"[\d.]+x plain generate", said)

@@ -67,7 +67,10 @@ class Installed:
             {"url": "{folder}/gone.whl", "archive_info": {}},
             'pip install "ray[serve]<3,>=2.60" "fastapi>=0.115" "uvicorn>=0.30"',
         ),
-        ({"url": "https://a.org/own.whl", "archive_info": {}}, 'pip install "hf_slospec[ray] @ https://a.org/own.whl"'),
+        (
+            {"url": "https://a.org/own.whl", "archive_info": {}},
+            'pip install "hf_slospec[ray] @ https://a.org/own.whl"',
+        ),
         (
             {"url": "https://a.org/own", "vcs_info": {"vcs": "git", "commit_id": "f00"}},
             'pip install "hf_slospec[ray] @ git+https://a.org/own@f00"',
@@ -95,9 +98,14 @@ def test_the_command_from_a_clone_that_is_not_installed(monkeypatch: pytest.Monk
 
 
 def test_what_is_missing_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("openai", "uvicorn") else name)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in ("openai", "uvicorn") else name
+    )
     extras.need("plot", "--plot")
-    with pytest.raises(MissingExtraError, match=r'^the server needs openai, uvicorn; install with: pip install .+"$'):
+    with pytest.raises(
+        MissingExtraError,
+        match=r'^the server needs openai, uvicorn; install with: pip install .+"$',
+    ):
         extras.need("serve", "the server")
     with pytest.raises(ImportError):
         extras.need("ray", "--replicas")
@@ -105,7 +113,11 @@ def test_what_is_missing_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -
 
 def test_documents_install_extras_from_the_clone() -> None:
     """The package is on no index, so a line must not name it as if it were."""
-    lines = [(path.name, line) for path in PAGES for line in LINE.findall(path.read_text(encoding="utf-8"))]
+    lines = [
+        (path.name, line)
+        for path in PAGES
+        for line in LINE.findall(path.read_text(encoding="utf-8"))
+    ]
     assert len(lines) > 5
     for name, line in lines:
         extra = re.search(r"(\S*)\[(\w+)\]", line)

@@ -1,9 +1,9 @@
 """Tables and figures of the documentation are those of the files in benchmarks/results.
 
-``python -m docs.tables`` writes the tables. A number with the unit x, ms or % in running text has its source behind it,
-or the reason why it has none: ``<!-- given: ... -->`` behind a number, or before a block, for what was chosen,
-published or defined, and ``<!-- not backed: ... -->`` before a block with the date of a measurement of which there is
-no file.
+``python -m docs.tables`` writes the tables. A number with the unit x, ms or % in running text has
+its source behind it, or the reason why it has none: ``<!-- given: ... -->`` behind a number, or
+before a block, for what was chosen, published or defined, and ``<!-- not backed: ... -->`` before a
+block with the date of a measurement of which there is no file.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from docs import measured, replayed
 from docs.tables import FIGURE, PAGES, TABLE, Figure, figures, filled
 from tests.support.paths import ROOT
 
-# Notebooks print figures of the run in which they are built, and the support matrix has a script of its own.
+# Notebooks print figures of the run in which they are built, and the support matrix has a script of
+# its own.
 BEARING = [page for page in PAGES if page.parent.name != "notebooks" and page.name != "support.md"]
 GIVEN = re.compile(r"<!-- given: [^>]+ -->")
 # A block without figures: from its comment to the next empty line.
-EXEMPT = re.compile(r"^ *<!-- (?:given|not backed): [^>]+ -->\n.*?(?=\n\n|\Z)", re.MULTILINE | re.DOTALL)
+EXEMPT = re.compile(
+    r"^ *<!-- (?:given|not backed): [^>]+ -->\n.*?(?=\n\n|\Z)", re.MULTILINE | re.DOTALL
+)
 UNBACKED = re.compile(r"^ *<!-- not backed: [^>]+ -->\n(.*?)(?=\n\n|\Z)", re.MULTILINE | re.DOTALL)
 DATE = re.compile(r"\b(October|November|December) \d{1,2}, 20\d\d\b")
 CODE = re.compile(r"^ *```.*?^ *```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
@@ -58,7 +61,9 @@ def test_tables_are_those_of_the_files(page: Path) -> None:
 
 
 def test_every_table_is_shown_once() -> None:
-    shown = [found[1] for page in PAGES for found in TABLE.findall(page.read_text(encoding="utf-8"))]
+    shown = [
+        found[1] for page in PAGES for found in TABLE.findall(page.read_text(encoding="utf-8"))
+    ]
     assert sorted(shown) == sorted(measured.TABLES | replayed.TABLES)
 
 
@@ -66,8 +71,12 @@ def test_every_table_is_shown_once() -> None:
 def test_figures_are_those_of_the_files(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert wrong(text) == []
-    assert text.count("<!-- figure") == len(list(FIGURE.finditer(text))), "a marker that cannot be read"
-    assert not re.search(r"^\s*<!-- figure", text, re.MULTILINE), "a comment at the start of a line ends the paragraph"
+    assert text.count("<!-- figure") == len(list(FIGURE.finditer(text))), (
+        "a marker that cannot be read"
+    )
+    assert not re.search(r"^\s*<!-- figure", text, re.MULTILINE), (
+        "a comment at the start of a line ends the paragraph"
+    )
 
 
 @pytest.mark.parametrize("page", BEARING, ids=name)

@@ -1,4 +1,5 @@
-"""Docstrings, comments and messages are plain technical English: the part of that rule that a program can check.
+"""Docstrings, comments and messages are plain technical English: the part of that rule that a
+program can check.
 
 Sources are parsed, not imported.
 """
@@ -25,7 +26,21 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 
 # First words that make a fragment or a riddle of a summary.
-NOT_FIRST = {"How", "It", "Of", "That", "They", "Those", "What", "Whether", "Who", "Whoever", "Whom", "Whose", "Within"}
+NOT_FIRST = {
+    "How",
+    "It",
+    "Of",
+    "That",
+    "They",
+    "Those",
+    "What",
+    "Whether",
+    "Who",
+    "Whoever",
+    "Whom",
+    "Whose",
+    "Within",
+}
 # First words of the docstrings of functions and methods. A further verb is added here on purpose.
 VERBS = set(
     """
@@ -38,7 +53,13 @@ VERBS = set(
     """.split()
 )
 BANNED = (
-    *(r"nobody", r"somebody", r"everybody", r"anybody", r"who(m)?ever"),  # name the thread, request, user or caller
+    *(
+        r"nobody",
+        r"somebody",
+        r"everybody",
+        r"anybody",
+        r"who(m)?ever",
+    ),  # name the thread, request, user or caller
     *(r"(gives?|gave|given|giving)[\s#]+up",),  # cancel, abort
     *(r"hears?", r"heard"),  # is called, receives
     *(r"fed", r"feeds?", r"feeding"),  # prefill, process, pass
@@ -71,8 +92,14 @@ class Thing(NamedTuple):
         """Return whether it is a function whose name is its own choice, and no property."""
         if isinstance(self.node, (ast.Module, ast.ClassDef)):
             return False
-        decorators = {ast.unparse(decorator).split(".")[-1] for decorator in self.node.decorator_list}
-        return not decorators & {"property", "cached_property", "setter"} and not self.node.name.startswith("__")
+        decorators = {
+            ast.unparse(decorator).split(".")[-1] for decorator in self.node.decorator_list
+        }
+        return not decorators & {
+            "property",
+            "cached_property",
+            "setter",
+        } and not self.node.name.startswith("__")
 
 
 def things(source: str, name: str) -> Iterator[Thing]:
@@ -92,14 +119,21 @@ def things(source: str, name: str) -> Iterator[Thing]:
 
 
 def documented_elsewhere(everything: Mapping[Path, Sequence[Thing]]) -> set[tuple[str, str]]:
-    """Return (class, method) of what a base class in the package, or a protocol that the class has, documents."""
+    """Return (class, method) of what a base class in the package, or a protocol that the class has,
+    documents.
+    """
     nodes = [thing.node for own in everything.values() for thing in own]
     classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
     bases = {
-        name: {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases} for name, node in classes.items()
+        name: {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
+        for name, node in classes.items()
     }
     methods = {
-        name: {member.name: ast.get_docstring(member) for member in node.body if isinstance(member, FUNCTION)}
+        name: {
+            member.name: ast.get_docstring(member)
+            for member in node.body
+            if isinstance(member, FUNCTION)
+        }
         for name, node in classes.items()
     }
     protocols = [own.keys() for name, own in methods.items() if "Protocol" in bases[name]]
@@ -112,7 +146,9 @@ def documented_elsewhere(everything: Mapping[Path, Sequence[Thing]]) -> set[tupl
         return set().union(*above)
 
     def all_methods(name: str) -> set[str]:
-        return methods[name].keys() | set().union(*(all_methods(base) for base in bases[name] & classes.keys()))
+        return methods[name].keys() | set().union(
+            *(all_methods(base) for base in bases[name] & classes.keys())
+        )
 
     found = {(name, method) for name in classes for method in inherited(name)}
     return found | {
@@ -130,7 +166,11 @@ def undocumented(everything: Mapping[Path, Sequence[Thing]]) -> Iterator[str]:
     for path, own in everything.items():
         for thing in own:
             owner = "" if thing.owner is None else thing.owner.name
-            if thing.is_public and not thing.docstring and (owner, thing.name.split(".")[-1]) not in elsewhere:
+            if (
+                thing.is_public
+                and not thing.docstring
+                and (owner, thing.name.split(".")[-1]) not in elsewhere
+            ):
                 yield f"{path.relative_to(ROOT)}: {thing.name} has no docstring"
 
 
@@ -160,27 +200,43 @@ def texts(source: str) -> Iterator[tuple[int, str]]:
 
 def prose(page: str) -> str:
     """Return a page without its code; lines stay where they are."""
-    page = re.sub(r"^```.*?^```$", lambda found: "\n" * found[0].count("\n"), page, flags=re.MULTILINE | re.DOTALL)
+    page = re.sub(
+        r"^```.*?^```$",
+        lambda found: "\n" * found[0].count("\n"),
+        page,
+        flags=re.MULTILINE | re.DOTALL,
+    )
     return re.sub(r"`[^`\n]+`|\]\([^)\n]*\)", "", page)
 
 
 def banned(line: int, text: str) -> Iterator[str]:
-    """Yield the words of a text that the package does not use, with their lines; the text begins at ``line``."""
+    """Yield the words of a text that the package does not use, with their lines; the text begins at
+    ``line``.
+    """
     for found in WORDS.finditer(text):
         yield f"{line + text.count(chr(10), 0, found.start())}: {found[0]!r}"
 
 
 @pytest.fixture(scope="module")
 def everything() -> dict[Path, list[Thing]]:
-    return {path: list(things(path.read_text(encoding="utf-8"), path.stem.strip("_"))) for path in MODULES}
+    return {
+        path: list(things(path.read_text(encoding="utf-8"), path.stem.strip("_")))
+        for path in MODULES
+    }
 
 
 def test_every_public_name_has_a_docstring(everything: Mapping[Path, Sequence[Thing]]) -> None:
     assert list(undocumented(everything)) == []
 
 
-def test_summaries_say_what_it_does_or_name_the_thing(everything: Mapping[Path, Sequence[Thing]]) -> None:
-    assert [f"{path.relative_to(ROOT)}: {bad}" for path, own in everything.items() for bad in bad_summaries(own)] == []
+def test_summaries_say_what_it_does_or_name_the_thing(
+    everything: Mapping[Path, Sequence[Thing]],
+) -> None:
+    assert [
+        f"{path.relative_to(ROOT)}: {bad}"
+        for path, own in everything.items()
+        for bad in bad_summaries(own)
+    ] == []
 
 
 def test_words_of_the_code() -> None:
@@ -200,16 +256,27 @@ def test_words_of_the_documentation(page: Path) -> None:
 
 @pytest.mark.parametrize(
     "docstring",
-    ["Whether it is late.", "Of a call that is over: for the next one.", "Return the depth", "Depth of the tree."],
+    [
+        "Whether it is late.",
+        "Of a call that is over: for the next one.",
+        "Return the depth",
+        "Depth of the tree.",
+    ],
 )
 def test_bad_summaries_are_found(docstring: str) -> None:
-    source = f'class Tree:\n    """Token tree."""\n\n    def depth(self):\n        """{docstring}"""\n'
+    source = (
+        f'class Tree:\n    """Token tree."""\n\n    def depth(self):\n        """{docstring}"""\n'
+    )
     assert list(bad_summaries(list(things(source, "tree"))))
 
 
-@pytest.mark.parametrize("docstring", ["Return it.", "Return depths.  -> [num_nodes] int64", "Compute:\n\n- depth"])
+@pytest.mark.parametrize(
+    "docstring", ["Return it.", "Return depths.  -> [num_nodes] int64", "Compute:\n\n- depth"]
+)
 def test_good_summaries_are_not(docstring: str) -> None:
-    assert not list(bad_summaries(list(things(f'def depth(tree):\n    """{docstring}"""\n', "tree"))))
+    assert not list(
+        bad_summaries(list(things(f'def depth(tree):\n    """{docstring}"""\n', "tree")))
+    )
 
 
 def test_missing_docstrings_are_found() -> None:
@@ -227,10 +294,20 @@ def test_missing_docstrings_are_found() -> None:
         def plan(self): ...
     """
     found = undocumented({ROOT / "fixed.py": list(things(textwrap.dedent(source), "fixed"))})
-    assert [line.split()[1] for line in found] == ["fixed", "Policy", "Fixed", "Other", "Other.plan"]
+    assert [line.split()[1] for line in found] == [
+        "fixed",
+        "Policy",
+        "Fixed",
+        "Other",
+        "Other.plan",
+    ]
 
 
-@pytest.mark.parametrize("text", ["nobody hears", "gives\n# up", "it is Promised", "a packed\nrow", "TPOT target"])
+@pytest.mark.parametrize(
+    "text", ["nobody hears", "gives\n# up", "it is Promised", "a packed\nrow", "TPOT target"]
+)
 def test_banned_words_are_found(text: str) -> None:
     assert list(banned(1, text))
-    assert list(banned(1, prose(f"{text}\n```python\nnobody\n```\nand `whoever`"))) == list(banned(1, text))
+    assert list(banned(1, prose(f"{text}\n```python\nnobody\n```\nand `whoever`"))) == list(
+        banned(1, text)
+    )

@@ -12,7 +12,18 @@ import pytest
 import hf_slospec
 from hf_slospec.cli.app import app
 
-HEAVY = ("torch", "transformers", "gradio", "fastapi", "httpx", "httpx2", "ray", "matplotlib", "openai", "accelerate")
+HEAVY = (
+    "torch",
+    "transformers",
+    "gradio",
+    "fastapi",
+    "httpx",
+    "httpx2",
+    "ray",
+    "matplotlib",
+    "openai",
+    "accelerate",
+)
 COMMANDS = ("generate", "serve", "demo", "bench", "profile", "check", "simulate", "train-drafter")
 SIMULATED = "simulate --system auto --number 4 --rate 1".split()
 
@@ -27,7 +38,9 @@ def imported_by(code: str) -> set[str]:
 def test_the_import_loads_no_torch_and_limits_its_kernels() -> None:
     code = "import os; os.environ.pop('LRU_CACHE_CAPACITY', None); import hf_slospec; "
     assert imported_by(code + "assert os.environ['LRU_CACHE_CAPACITY'] == '256'") == set()
-    assert imported_by("import hf_slospec; hf_slospec.SLOSpecConfig(); hf_slospec.TokenTree") == set()
+    assert (
+        imported_by("import hf_slospec; hf_slospec.SLOSpecConfig(); hf_slospec.TokenTree") == set()
+    )
     assert "torch" in imported_by("import hf_slospec; hf_slospec.enable")
 
 
@@ -38,9 +51,10 @@ def test_commands_that_need_no_model_load_no_torch() -> None:
 
 
 def test_all_commands_are_tested() -> None:
-    assert {command.name or command.callback.__name__.replace("_", "-") for command in app.registered_commands} == {
-        *COMMANDS
-    }
+    assert {
+        command.name or command.callback.__name__.replace("_", "-")
+        for command in app.registered_commands
+    } == {*COMMANDS}
 
 
 def test_type_checkers_see_the_same_names() -> None:

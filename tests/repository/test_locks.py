@@ -8,15 +8,24 @@ from pathlib import Path
 import hf_slospec
 
 PACKAGE = Path(hf_slospec.__file__).parent
-HOLDING = ("Lock", "RLock", "Condition", "Event", "Semaphore", "BoundedSemaphore", "Barrier", "cached_property")
+HOLDING = (
+    "Lock",
+    "RLock",
+    "Condition",
+    "Event",
+    "Semaphore",
+    "BoundedSemaphore",
+    "Barrier",
+    "cached_property",
+)
 BODIES = "pydantic's models take no other cached_property, and no child serves"
 EXCEPTIONS = {
     "forks.py": "makes them",
     "engine/fair_lock.py": "is reset in a child",
     "replicas/start.py": "a signal handler sets the event, and no child waits for it",
-    "serving/openai/anthropic.py": BODIES,
-    "serving/openai/bodies.py": BODIES,
-    "serving/openai/responses.py": BODIES,
+    "server/anthropic.py": BODIES,
+    "server/bodies.py": BODIES,
+    "server/responses.py": BODIES,
 }
 
 
@@ -30,7 +39,12 @@ def made_in(path: Path) -> list[str]:
         if node.value.id in ("threading", "functools", "queue", "multiprocessing")
     ]
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module in ("threading", "functools", "queue", "multiprocessing"):
+        if isinstance(node, ast.ImportFrom) and node.module in (
+            "threading",
+            "functools",
+            "queue",
+            "multiprocessing",
+        ):
             names += [alias.name for alias in node.names]
     return [name for name in names if name in HOLDING or name.endswith("Queue")]
 

@@ -1,4 +1,6 @@
-"""The list of modules is made from docstrings, and docs/design.md names only files and methods that exist."""
+"""The list of modules is made from docstrings, and docs/design.md names only files and methods that
+exist.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,12 @@ def section(title: str) -> str:
 
 def test_every_module_is_listed_with_a_sentence_of_its_docstring() -> None:
     listed = dict(modules.described())
-    assert sorted(listed) == sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
-    assert [path for path, sentence in listed.items() if not re.fullmatch(r"[^\n]{5,200}[.)]", sentence)] == []
+    assert sorted(listed) == sorted(
+        path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")
+    )
+    assert [
+        path for path, sentence in listed.items() if not re.fullmatch(r"[^\n]{5,200}[.)]", sentence)
+    ] == []
     # A file's row appears under the heading of its folder.
     shown = modules.tables()
     for path, _ in modules.described():
@@ -34,20 +40,29 @@ def test_the_place_of_the_list_is_there() -> None:
 
 
 def test_the_files_to_look_at_first_exist() -> None:
-    questions = re.findall(r"^\| (.+\?) \| `(.+)` \|$", section("Where to look first"), re.MULTILINE)
+    questions = re.findall(
+        r"^\| (.+\?) \| `(.+)` \|$", section("Where to look first"), re.MULTILINE
+    )
     assert len(questions) == 18
     assert all((PACKAGE / file).exists() for _, file in questions)
 
 
 def test_all_files_that_the_page_names_exist() -> None:
-    named = set(re.findall(r"`((?:\w+/)+\w*(?:\.py)?)`", PAGE)) - set(re.findall(r"`(torch/\w+)`", PAGE))
+    named = set(re.findall(r"`((?:\w+/)+\w*(?:\.py)?)`", PAGE)) - set(
+        re.findall(r"`(torch/\w+)`", PAGE)
+    )
     assert len(named) > 60
-    assert [name for name in named if not (PACKAGE / name).exists() and not (ROOT / name).exists()] == []
+    assert [
+        name for name in named if not (PACKAGE / name).exists() and not (ROOT / name).exists()
+    ] == []
 
 
 def test_methods_that_the_page_names_exist() -> None:
     members = {
-        (node.name, getattr(member, "name", None) or getattr(getattr(member, "target", None), "id", None))
+        (
+            node.name,
+            getattr(member, "name", None) or getattr(getattr(member, "target", None), "id", None),
+        )
         for path in PACKAGE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.ClassDef)

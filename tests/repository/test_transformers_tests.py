@@ -8,7 +8,9 @@ from scripts.transformers_tests import NOISE, Report, merged, new_failures, nois
 from tests.support.toys.tiny_models import tiny_model
 
 STOCK = Report(
-    {"a": "passed", "b": "failed", "c": "skipped"}, {"b": "no network"}, {"a": "causal LM", "b": "causal LM"}
+    {"a": "passed", "b": "failed", "c": "skipped"},
+    {"b": "no network"},
+    {"a": "causal LM", "b": "causal LM"},
 )
 LOOKUP = Report(
     {"a": "failed", "b": "failed", "c": "passed"}, {"a": "other tokens", "b": "no network"},
@@ -21,22 +23,36 @@ def test_only_failures_that_stock_does_not_have_are_new() -> None:
 
 
 def test_the_page_counts_and_names_them() -> None:
-    text = page({"stock": STOCK, "lookup": merged([LOOKUP, Report(speculated={"LlamaForCausalLM": 1})])}, "5.0", ["a"])
-    assert "| causal LM | stock | 1 | 1 | 0 | - |" in text and "| causal LM | lookup | 0 | 2 | 0 | 1 |" in text
-    assert "| speculated | 4, of 1 classes |" in text and "| fell back: not with beam search | 2 |" in text
+    text = page(
+        {"stock": STOCK, "lookup": merged([LOOKUP, Report(speculated={"LlamaForCausalLM": 1})])},
+        "5.0",
+        ["a"],
+    )
+    assert (
+        "| causal LM | stock | 1 | 1 | 0 | - |" in text
+        and "| causal LM | lookup | 0 | 2 | 0 | 1 |" in text
+    )
+    assert (
+        "| speculated | 4, of 1 classes |" in text
+        and "| fell back: not with beam search | 2 |" in text
+    )
     assert "- `a`: other tokens" in text and "the classes of a that" in text
 
 
 def test_reasons_of_one_kind_are_one_line() -> None:
     first, second = (
-        short(f"{name}ForCausalLM: row {row} is bad; do this") for name, row in (("Llama", 1), ("Opt", 23))
+        short(f"{name}ForCausalLM: row {row} is bad; do this")
+        for name, row in (("Llama", 1), ("Opt", 23))
     )
     assert first == second == "the class: row N is bad"
 
 
 def test_copies_draft_by_other_weights_and_leave_the_generator_alone() -> None:
-    model, state = tiny_model("llama"), torch.get_rng_state()
+    model = tiny_model("llama")
+    state = torch.get_rng_state()
     copies = [noisy_copy(model) for _ in range(2)]
     assert torch.equal(torch.get_rng_state(), state)
     weight, *own = (each.lm_head.weight.detach() for each in (model, *copies))
-    assert torch.equal(*own) and 0 < float((own[0] - weight).std()) < 2 * NOISE * float(weight.std())
+    assert torch.equal(*own) and 0 < float((own[0] - weight).std()) < 2 * NOISE * float(
+        weight.std()
+    )

@@ -11,17 +11,25 @@ from hf_slospec import (
 from tests.support.breadth import quick_or
 from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
-DRAFTS_ALWAYS = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=40, max_depth=quick_or(2, 4))
+DRAFTS_ALWAYS = SLOSpecConfig(
+    policy="adaserve", check_invariants=True, token_budget=40, max_depth=quick_or(2, 4)
+)
 NEW: dict[str, Any] = dict(max_new_tokens=quick_or(14, 24), output_scores=True, output_logits=True)
 GREEDY: dict[str, Any] = NEW | dict(do_sample=False)
 SAMPLED: dict[str, Any] = NEW | dict(do_sample=True)
 
 
 def generator(family: str = "llama", **options: Any) -> SLOSpecGenerator:
-    return SLOSpecGenerator(tiny_model(family), tiny_model(family, noise=0.03), config=DRAFTS_ALWAYS, **options)
+    return SLOSpecGenerator(
+        tiny_model(family), tiny_model(family, noise=0.03), config=DRAFTS_ALWAYS, **options
+    )
 
 
-def check(options: dict[str, Any], batches: tuple[int, ...] = (1, 3), family: str = "llama", **extra: Any) -> None:
+def check(
+    options: dict[str, Any], batches: tuple[int, ...] = (1, 3), family: str = "llama", **extra: Any
+) -> None:
     ours = generator(family)
     for batch in batches:
-        assert_same_as_stock(ours.model, ours.generate, ragged_prompts(batch, seed=batch), **options, **extra)
+        assert_same_as_stock(
+            ours.model, ours.generate, ragged_prompts(batch, seed=batch), **options, **extra
+        )

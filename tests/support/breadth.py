@@ -12,7 +12,9 @@ EXHAUSTIVE = "EXHAUSTIVE" in os.environ  # set by make nightly
 
 
 def quick_or(quick: Any, full: Any) -> Any:
-    """Return a size: the quick one, which is enough for the mechanism, or the full one in ``make nightly``."""
+    """Return a size: the quick one, which is enough for the mechanism, or the full one in
+    ``make nightly``.
+    """
     return full if EXHAUSTIVE else quick
 
 
@@ -21,6 +23,8 @@ def nightly_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
     return nightly_rows_but([(value,) for value in quick], [(value,) for value in values])
 
 
-def nightly_rows_but(quick: Collection[tuple[Any, ...]], rows: Iterable[tuple[Any, ...]]) -> list[Any]:
+def nightly_rows_but(
+    quick: Collection[tuple[Any, ...]], rows: Iterable[tuple[Any, ...]]
+) -> list[Any]:
     """Return values of several parameters at once, marked as nightly but for the quick ones."""
     return [pytest.param(*row, marks=() if row in quick else pytest.mark.nightly) for row in rows]

@@ -15,30 +15,39 @@ from hf_slospec import (
     load_tiny_pair,
     tiny_prompts,
 )
+from hf_slospec.cuda import flash as packing
+from hf_slospec.cuda import flash_kernels as kernel_choice
+from hf_slospec.cuda import graphs
+from hf_slospec.cuda.flash_attention import FlashAttention
+from hf_slospec.cuda.flash_kernels import FlashKernel, KernelUnavailable
+from hf_slospec.cuda.graphs import Graphs
 from hf_slospec.drafters import beam
 from hf_slospec.drafters.assistant import AssistantDrafter
-from hf_slospec.engine.protocols import Plan
-from hf_slospec.models.attention import FlashAttention, packing, sdpa_attention
-from hf_slospec.models.attention import flash_kernel_choice as kernel_choice
-from hf_slospec.models.attention.flash_kernels import FlashKernel, KernelUnavailable
-from hf_slospec.models.batch.attention_rules import AttentionRules
-from hf_slospec.models.device import graphs
-from hf_slospec.models.device.deferred import DeferredFlags
-from hf_slospec.models.device.graphs import Graphs
+from hf_slospec.engine.interfaces import Plan
+from hf_slospec.model.attention.sdpa import sdpa_attention
+from hf_slospec.model.batch import AttentionRules
+from hf_slospec.model.transfer import DeferredFlags
 from tests.support.breadth import nightly_but
 from tests.support.graph_bench import Bench
 from tests.support.oracles.attention_rows import TREES, case
 from tests.support.packed import packed_model
-from tests.support.toys.tiny_models import FAMILIES, assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import (
+    FAMILIES,
+    assert_same_as_stock,
+    ragged_prompts,
+    tiny_model,
+)
 
 CUDA = torch.device("cuda:0")
-# Shares of the largest value, between flash attention in half precision and the reference in fp32: weights and outputs
-# are rounded to 8 bits (bf16) or 11 (fp16), each by up to half a spacing.
+# Shares of the largest value, between flash attention in half precision and the reference in fp32:
+# weights and outputs are rounded to 8 bits (bf16) or 11 (fp16), each by up to half a spacing.
 TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
 @pytest.fixture(
-    params=nightly_but(set(kernel_choice.KERNELS) - {kernel_choice.TorchVarlen}, kernel_choice.KERNELS),
+    params=nightly_but(
+        set(kernel_choice.KERNELS) - {kernel_choice.TorchVarlen}, kernel_choice.KERNELS
+    ),
 )
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FlashKernel:
     """Each kernel that can be loaded here, being the only one that there is."""
@@ -60,14 +69,19 @@ def moved(inputs: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.to(CUDA) for name, tensor in inputs.items()}
 
 
-@pytest.mark.parametrize("sampling", [{}, dict(do_sample=True, temperature=0.8, top_k=30)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling", [{}, dict(do_sample=True, temperature=0.8, top_k=30)], ids=["greedy", "sampled"]
+)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_fp32_token_for_token_by_sdpa(family: str, sampling: dict[str, Any]) -> None:
-    model, draft = on_cuda(tiny_model(family)), on_cuda(tiny_model(family, noise=0.03))
+    model = on_cuda(tiny_model(family))
+    draft = on_cuda(tiny_model(family, noise=0.03))
     generator = SLOSpecGenerator(model, draft, config=SLOSpecConfig(check_invariants=True))
     assert generator.generate(**moved(ragged_prompts(1)), max_new_tokens=2).is_cuda
     options = dict(do_sample=False) | sampling
-    assert_same_as_stock(model, generator.generate, moved(ragged_prompts(3)), max_new_tokens=20, **options)
+    assert_same_as_stock(
+        model, generator.generate, moved(ragged_prompts(3)), max_new_tokens=20, **options
+    )
 
 
 def test_auto_is_triton_and_flash_is_flash() -> None:
@@ -75,8 +89,14 @@ def test_auto_is_triton_and_flash_is_flash() -> None:
     kernel = kernel_choice.kernel_on(CUDA, torch.bfloat16, 8)
     if isinstance(kernel, str):
         pytest.skip(kernel)
-    names = [packed_model(half, attention).backend.__name__ for attention in ("auto", "triton", "flash")]
-    assert names == ["tree_attention[triton]", "tree_attention[triton]", f"flash_attention[{kernel.name}]"]
+    names = [
+        packed_model(half, attention).backend.__name__ for attention in ("auto", "triton", "flash")
+    ]
+    assert names == [
+        "tree_attention[triton]",
+        "tree_attention[triton]",
+        f"flash_attention[{kernel.name}]",
+    ]
     assert packed_model(half, "sdpa").backend is packed_model(full).backend is sdpa_attention
     for attention in ("triton", "flash"):
         with pytest.raises(UnsupportedOptionError, match=r"does not compute in torch.float32"):
@@ -85,7 +105,14 @@ def test_auto_is_triton_and_flash_is_flash() -> None:
 
 def test_pieces_of_few_keys(kernel: FlashKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "PIECE_KEYS", 4)
-    check_row([(0, 1, TREES[1]), (2, 1, TREES[2]), (21, 3, TREES[1])], (8, 2, 64), torch.bfloat16, None, None, True)
+    check_row(
+        [(0, 1, TREES[1]), (2, 1, TREES[2]), (21, 3, TREES[1])],
+        (8, 2, 64),
+        torch.bfloat16,
+        None,
+        None,
+        True,
+    )
 
 
 def check_row(
@@ -109,9 +136,17 @@ def check_row(
 
 
 def check_self(target: Any, draft: Any, prompts: list[list[int]], **options: Any) -> None:
-    """Compare outputs by ``exact="self"``: by plain decoding one by one, and by trees beside each other."""
+    """Compare outputs by ``exact="self"``: by plain decoding one by one, and by trees beside each
+    other.
+    """
     alone = dict(policy="none", max_batch=1)
-    beside = dict(policy="fixed", max_depth=4, max_width=3, prefill_chunk=7, kv_tokens=2 * max(map(len, prompts)) + 150)
+    beside = dict(
+        policy="fixed",
+        max_depth=4,
+        max_width=3,
+        prefill_chunk=7,
+        kv_tokens=2 * max(map(len, prompts)) + 150,
+    )
     texts = []
     for drafter, order, own in ((None, 1, alone), (draft, -1, beside)):
         config = SLOSpecConfig(exact="self", check_invariants=True, **own)
@@ -125,7 +160,8 @@ def check_self(target: Any, draft: Any, prompts: list[list[int]], **options: Any
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """One entry for each forward that was captured while the test runs."""
-    made, capture = list[None](), Graphs._capture
+    made = list[None]()
+    capture = Graphs._capture
 
     def counted(self: Graphs, *arguments: Any) -> Any:
         outputs = capture(self, *arguments)
@@ -138,9 +174,12 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
 
 @pytest.mark.parametrize("family", nightly_but(("gemma3",), ("llama", "gpt2", "gemma3")))
-def test_replays_are_what_forwards_compute(kernel: FlashKernel, captures: list[None], family: str) -> None:
+def test_replays_are_what_forwards_compute(
+    kernel: FlashKernel, captures: list[None], family: str
+) -> None:
     model = on_cuda(tiny_model(family), torch.bfloat16)
-    replayed, plain = Bench(model), Bench(model)
+    replayed = Bench(model)
+    plain = Bench(model)
     assert plain.graphs is not None
     plain.graphs.patience = 10**9  # padded all the same
     for _ in range(8):
@@ -155,11 +194,16 @@ def serve(num_requests: int, new_tokens: int) -> None:
     config = SLOSpecConfig(attention="flash", policy="fixed", max_batch=3, check_invariants=True)
     with SLOSpecGenerator(target.to(CUDA), draft.to(CUDA), tokenizer, config) as generator:
         prompts = tiny_prompts()[:num_requests]
-        handles = [generator.submit(prompt, max_new_tokens=new_tokens, do_sample=False) for prompt in prompts]
+        handles = [
+            generator.submit(prompt, max_new_tokens=new_tokens, do_sample=False)
+            for prompt in prompts
+        ]
         assert all(len(handle.result(120).token_ids) for handle in handles)
 
 
-def test_too_much_memory_ends_it(kernel: FlashKernel, captures: list[None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_much_memory_ends_it(
+    kernel: FlashKernel, captures: list[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = Bench(on_cuda(tiny_model("llama"), torch.bfloat16))
     monkeypatch.setattr(bench.graphs._capturer, "max_bytes", 0)
     out = [bench.verify() for _ in range(4)]

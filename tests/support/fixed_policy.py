@@ -8,12 +8,18 @@ from typing import Any
 
 from hf_slospec import SLOSpecGenerator
 
-FIXED: dict[str, Any] = {"policy": "fixed", "max_depth": 4, "max_width": 1}  # settings: four nodes in every step
+FIXED: dict[str, Any] = {
+    "policy": "fixed",
+    "max_depth": 4,
+    "max_width": 1,
+}  # settings: four nodes in every step
 
 
 @contextmanager
 def always_drafting(generator: SLOSpecGenerator) -> Iterator[None]:
-    """Draft in every step of ``generator`` inside of the context; ``auto`` may draft nothing on a busy machine."""
+    """Draft in every step of ``generator`` inside of the context; ``auto`` may draft nothing on a
+    busy machine.
+    """
     generator.set_policy(generator.config.model_copy(update=FIXED))
     try:
         yield

@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from hf_slospec.models.linear import cpu_kernel_choice as kernel_choice
-from hf_slospec.models.linear.cpu_kernel_choice import SIZES, Choice
-from hf_slospec.models.linear.cpu_kernels import DTYPES, PACKING, Kernel, works
+from hf_slospec.cpu import kernels as kernel_choice
+from hf_slospec.cpu.kernels import DTYPES, PACKING, SIZES, Choice, Kernel, works
 
 WORKING = [(name, dtype) for name in PACKING for dtype in DTYPES[name] if works(name, dtype)]
 
 
-def force_kernel(monkeypatch: pytest.MonkeyPatch, name: str, is_faster: Sequence[bool] = (True,) * len(SIZES)) -> None:
+def force_kernel(
+    monkeypatch: pytest.MonkeyPatch, name: str, is_faster: Sequence[bool] = (True,) * len(SIZES)
+) -> None:
     """Make every measurement find one kernel, where it works at all, and forget those of before."""
     found: dict[str, Choice] = {}
 

@@ -21,11 +21,19 @@ ODD: tuple[Any, ...] = (
 
 
 def fuzzed(examples: int) -> settings:
-    """Return the settings of a test: these examples, always the same, or those of the profile of scripts/fuzz.py."""
+    """Return the settings of a test: these examples, always the same, or those of the profile of
+    scripts/fuzz.py.
+    """
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
     if settings.get_current_profile_name() == PROFILE:
         return settings(deadline=None, suppress_health_check=checks)
-    return settings(deadline=None, suppress_health_check=checks, max_examples=examples, derandomize=True, database=None)
+    return settings(
+        deadline=None,
+        suppress_health_check=checks,
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+    )
 
 
 def odd() -> st.SearchStrategy[Any]:
@@ -43,4 +51,6 @@ def some_of(
 ) -> st.SearchStrategy[dict[str, Any]]:
     """Arguments, some of those that there are, with mostly valid values."""
     names = st.lists(st.sampled_from(sorted(valid)), min_size=least, max_size=most, unique=True)
-    return names.flatmap(lambda chosen: st.fixed_dictionaries({name: mostly(valid[name], odd_of) for name in chosen}))
+    return names.flatmap(
+        lambda chosen: st.fixed_dictionaries({name: mostly(valid[name], odd_of) for name in chosen})
+    )

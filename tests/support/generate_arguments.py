@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from hf_slospec import SLOSpecError, SLOStage
-from hf_slospec.models.inspection.cache_names import CACHE_NAME, cache_option
+from hf_slospec.model.properties import CACHE_NAME, cache_option
 from tests.support.fuzzing import HUGE
 from tests.support.toys.tiny_models import VOCAB, ragged_prompts, tiny_model
 from tests.support.toys.tiny_tokenizers import byte_level
@@ -45,7 +45,9 @@ class Ends(StoppingCriteria):
         self.length = length
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length, device=input_ids.device)
+        return torch.full(
+            (len(input_ids),), input_ids.shape[1] >= self.length, device=input_ids.device
+        )
 
 
 class Shifts(LogitsProcessor):
@@ -188,10 +190,15 @@ VALID: dict[str, st.SearchStrategy[Any]] = dict(
     use_model_defaults=flags,
 )  # fmt: skip
 
-seconds = st.one_of(st.floats(1e-9, 1e3), st.sampled_from((1, 1e-9, 1e-300, 1e300, np.float32(0.5), 0.0, -1.0)))
+seconds = st.one_of(
+    st.floats(1e-9, 1e3), st.sampled_from((1, 1e-9, 1e-300, 1e300, np.float32(0.5), 0.0, -1.0))
+)
 stage = st.fixed_dictionaries(
     {"slo_tpot": st.one_of(st.none(), seconds)},
-    optional={"until": st.sampled_from(["e", "", " x", "\n"]), "tokens": st.one_of(st.integers(-1, 4), huge)},
+    optional={
+        "until": st.sampled_from(["e", "", " x", "\n"]),
+        "tokens": st.one_of(st.integers(-1, 4), huge),
+    },
 )
 stages = st.lists(stage, min_size=1, max_size=3)
 row_slo = st.one_of(st.none(), seconds, stages)
@@ -199,7 +206,9 @@ SLO: st.SearchStrategy[Any] = st.one_of(
     row_slo,
     st.lists(row_slo, max_size=3),
     st.lists(seconds, min_size=1, max_size=3).map(np.array),
-    st.lists(seconds, min_size=1, max_size=3).map(lambda own: torch.tensor([float(one) for one in own])),
+    st.lists(seconds, min_size=1, max_size=3).map(
+        lambda own: torch.tensor([float(one) for one in own])
+    ),
     st.just([SLOStage(slo_tpot=0.1, tokens=2), SLOStage(slo_tpot=None)]),
 )
 
@@ -208,7 +217,8 @@ SLO: st.SearchStrategy[Any] = st.one_of(
 def prompts(draw: st.DrawFn) -> dict[str, Any]:
     """Draw the tensors of a prompt: most often left-padded ones with their mask."""
     inputs: dict[str, Any] = ragged_prompts(draw(st.integers(1, 3)), seed=draw(st.integers(0, 3)))
-    input_ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    input_ids = inputs["input_ids"]
+    mask = inputs["attention_mask"]
     embeds = tiny_model("llama").get_input_embeddings()(input_ids).detach()
     others: list[dict[str, Any]] = [
         {"input_ids": input_ids},
@@ -249,12 +259,15 @@ def prompts(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def ready(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments for one call: own copies of what calls change, and an end for texts without one."""
+    """Return arguments for one call: own copies of what calls change, and an end for texts without
+    one.
+    """
     found = {
         name: value if name in ("assistant_model", "tokenizer") else copy.deepcopy(value)
         for name, value in arguments.items()
     }
-    cache, config = found.get(CACHE_NAME), tiny_model("llama").config
+    cache = found.get(CACHE_NAME)
+    config = tiny_model("llama").config
     if cache == "dynamic":
         found[CACHE_NAME] = DynamicCache(config=config)
     elif cache == "static":
@@ -280,7 +293,8 @@ def called(call: Callable[..., Any], arguments: dict[str, Any], seed: int = SEED
 
 
 def check_like_stock(ours: Any, model: Any, arguments: dict[str, Any], seed: int = SEED) -> None:
-    """Raise unless ours is an error of the package, or else what stock ``generate`` returns or raises.
+    """Raise unless ours is an error of the package, or else what stock ``generate`` returns or
+    raises.
 
     Args:
         ours: tokens or an exception.
@@ -290,7 +304,9 @@ def check_like_stock(ours: Any, model: Any, arguments: dict[str, Any], seed: int
         return
     stock = called(functools.partial(type(model).generate, model), _as_batch(arguments), seed)
     if isinstance(ours, Exception):
-        is_same = type(ours) is type(stock) and (str(ours) == str(stock) or "inf or nan" in str(ours))
+        is_same = type(ours) is type(stock) and (
+            str(ours) == str(stock) or "inf or nan" in str(ours)
+        )
         if is_same or (isinstance(stock, Exception) and _is_raised_by_stock(ours)):
             return
         raise ours
@@ -314,6 +330,8 @@ def _as_batch(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_raised_by_stock(error: Exception) -> bool:
-    """Return whether an error comes out of stock ``generate``, which prepares calls; it may stop for another reason."""
+    """Return whether an error comes out of stock ``generate``, which prepares calls; it may stop
+    for another reason.
+    """
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(code.co_name == "generate" and code.co_filename == STOCK for code in codes)

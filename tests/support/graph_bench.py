@@ -1,4 +1,6 @@
-"""Requests with K/V in one pool and forwards of trees behind them, for the tests of captured forwards."""
+"""Requests with K/V in one pool and forwards of trees behind them, for the tests of captured
+forwards.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_slospec.algo.tree import TokenTree
-from hf_slospec.engine.request import Request, RequestParams
-from hf_slospec.models.attention import NewTokens
-from hf_slospec.models.device.graphs import Graphs
-from hf_slospec.models.sequences.request_sequences import RequestSequences
+from hf_slospec.cuda.graphs import Graphs
+from hf_slospec.model.batch import NewTokens
+from hf_slospec.model.sequences import RequestSequences
+from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.tree.tree import TokenTree
 from tests.support.packed import packed_model
 
 CPU = torch.device("cpu")
@@ -21,7 +23,13 @@ TREES = [(-1, 0, 0, 1, 3), (-1,), (-1, 0, 1)]
 class Bench:
     """Requests with K/V in one pool, and forwards of trees behind them."""
 
-    def __init__(self, model: Any, num_cached: tuple[int, ...] = (11, 30, 7), attention: str = "flash", **options: Any):
+    def __init__(
+        self,
+        model: Any,
+        num_cached: tuple[int, ...] = (11, 30, 7),
+        attention: str = "flash",
+        **options: Any,
+    ):
         self.packed = packed_model(model, attention, **options)
         draw = torch.Generator().manual_seed(0)
         self.requests = [
@@ -40,11 +48,15 @@ class Bench:
     def parts(self) -> list[NewTokens]:
         trees = [tree(request, TREES[request.index % 3]) for request in self.requests]
         pairs = zip(self.requests, trees, strict=True)
-        return [self.sequences.chain_and_tree(r, self.sequences.uncached(r), tree) for r, tree in pairs]
+        return [
+            self.sequences.chain_and_tree(r, self.sequences.uncached(r), tree) for r, tree in pairs
+        ]
 
     def verify(self) -> torch.Tensor:
         parts = self.parts()
-        return self.sequences.forward(parts, torch.arange(sum(len(part.input_ids) for part in parts))).logits
+        return self.sequences.forward(
+            parts, torch.arange(sum(len(part.input_ids) for part in parts))
+        ).logits
 
     def grow(self, num_tokens: int) -> None:
         for request in self.requests:

@@ -19,7 +19,8 @@ class CallingProcessor(LogitsProcessor):
     per_row = True
 
     def __init__(self, run: Run):
-        self.run, self.seen = run, list[Any]()
+        self.run = run
+        self.seen = list[Any]()
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.seen.append(self.run(input_ids))
@@ -32,7 +33,8 @@ class CallingCriterion(StoppingCriteria):
     per_row = True
 
     def __init__(self, run: Run):
-        self.run, self.seen = run, list[Any]()
+        self.run = run
+        self.seen = list[Any]()
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         self.seen.append(self.run(input_ids))
@@ -41,12 +43,15 @@ class CallingCriterion(StoppingCriteria):
 
 class CallingStreamer(BaseStreamer):
     def __init__(self, run: Run):
-        self.run, self.seen = run, list[Any]()
+        self.run = run
+        self.seen = list[Any]()
         self.ended = threading.Event()
         self.input_ids: torch.Tensor | None = None
 
     def put(self, value: torch.Tensor) -> None:
-        self.input_ids = value if self.input_ids is None else torch.cat((self.input_ids, value[:, None]), dim=1)
+        self.input_ids = (
+            value if self.input_ids is None else torch.cat((self.input_ids, value[:, None]), dim=1)
+        )
         self.seen.append(self.run(self.input_ids))
 
     def end(self) -> None:
@@ -57,7 +62,8 @@ class CallingPrefix:
     """Allows all tokens."""
 
     def __init__(self, run: Run):
-        self.run, self.seen = run, list[Any]()
+        self.run = run
+        self.seen = list[Any]()
 
     def __call__(self, row: int, input_ids: torch.Tensor) -> list[int]:
         self.seen.append(self.run(input_ids[None]))

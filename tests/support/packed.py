@@ -1,4 +1,6 @@
-"""Packed models with some settings, computed eagerly unless compilation is asked for, and what they have cached."""
+"""Packed models with some settings, computed eagerly unless compilation is asked for, and what they
+have cached.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,20 @@ from typing import Any
 import torch
 
 from hf_slospec import SLOSpecConfig
-from hf_slospec.models.batch.cached_sequence import CachedSequence
-from hf_slospec.models.kv_cache.cache import KVCache
-from hf_slospec.models.packed.model import PackedModel
+from hf_slospec.model.batch import CachedSequence
+from hf_slospec.model.kv_cache import KVCache
+from hf_slospec.model.packed_model import PackedModel
 
 
 def packed_model(model: Any, attention: str = "auto", **settings: Any) -> PackedModel:
-    return PackedModel(model, SLOSpecConfig(**{"attention": attention, "compile": False} | settings))
+    return PackedModel(
+        model, SLOSpecConfig(**{"attention": attention, "compile": False} | settings)
+    )
 
 
 def cached(cache: KVCache, sequence: CachedSequence) -> list[tuple[torch.Tensor, ...]]:
-    """Return views of a sequence's K, V and index keys, [num_heads, length, dim] each, for each layer."""
+    """Return views of a sequence's K, V and index keys, [num_heads, length, dim] each, for each
+    layer.
+    """
     slots = slice(sequence.start, sequence.start + sequence.length)
     return [tuple(stored[slots].transpose(0, 1) for stored in layer) for layer in cache.pool.layers]

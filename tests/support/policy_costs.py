@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
-from hf_slospec.algo.tree import TokenTree
 from hf_slospec.config import SLOSpecConfig
+from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes
-from hf_slospec.engine.protocols import Plan, Policy, Selection, StepDecisions
-from hf_slospec.engine.request import Request, RequestParams, Stage
-from hf_slospec.engine.step_times import StepCosts
+from hf_slospec.engine.interfaces import Plan, Policy, Selection, StepDecisions
+from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
+from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.tree.tree import TokenTree
 
 NO_TIME = PhaseTimes()
 EIGHT = SLOSpecConfig(max_depth=8)
@@ -50,11 +50,15 @@ def plan_of(policy: Policy, requests: Sequence[Request], now_s: float = 0.0) -> 
     return begun(policy, requests, now_s)[1]
 
 
-def selected(policy: Policy, requests: Sequence[Request], trees: Sequence[TokenTree], now_s: float = 0.0) -> Selection:
+def selected(
+    policy: Policy, requests: Sequence[Request], trees: Sequence[TokenTree], now_s: float = 0.0
+) -> Selection:
     """Return the selection of a step in which the plan is kept."""
     step, plan = begun(policy, requests, now_s)
     return step.select(trees, plan)
 
 
-def sizes(policy: Policy, requests: Sequence[Request], trees: Sequence[TokenTree], now_s: float = 1.0) -> list[int]:
+def sizes(
+    policy: Policy, requests: Sequence[Request], trees: Sequence[TokenTree], now_s: float = 1.0
+) -> list[int]:
     return [tree.num_nodes for tree in selected(policy, requests, trees, now_s).trees]

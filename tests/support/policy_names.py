@@ -1,4 +1,6 @@
-"""Names of all policies; importing this registers those of the lab, where entry points of the package are missing."""
+"""Names of all policies; importing this registers those of the lab, where entry points of the
+package are missing.
+"""
 
 from __future__ import annotations
 

@@ -18,23 +18,31 @@ CONFIG = SLOSpecConfig(check_invariants=True, kv_tokens=20_000)
 PROMPTS = tiny_prompts()[:10]
 
 
-def alone(pair: tuple[Any, Any, Any], prompt: str, seed: int | None = None, **options: Any) -> list[int]:
+def alone(
+    pair: tuple[Any, Any, Any], prompt: str, seed: int | None = None, **options: Any
+) -> list[int]:
     """What stock ``generate`` gives."""
     target, _, tokenizer = pair
     inputs = tokenizer(prompt, return_tensors="pt")
     if seed is not None:
         torch.manual_seed(seed)
     out = target.generate(
-        input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], tokenizer=tokenizer, **options
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        tokenizer=tokenizer,
+        **options,
     )
     return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
 class Holds(StoppingCriteria):
-    """Criterion that holds the batcher in the first step that writes a token of its request, until it is let go."""
+    """Criterion that holds the batcher in the first step that writes a token of its request, until
+    it is let go.
+    """
 
     def __init__(self) -> None:
-        self.is_reached, self.may_go = threading.Event(), threading.Event()
+        self.is_reached = threading.Event()
+        self.may_go = threading.Event()
 
     def __call__(self, input_ids: Any, *_: Any, **__: Any) -> Any:
         self.is_reached.set()
@@ -50,7 +58,8 @@ class Holds(StoppingCriteria):
 
 class Fails:
     def __init__(self, after: int):
-        self.after, self.calls = after, 0
+        self.after = after
+        self.calls = 0
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         self.calls += 1

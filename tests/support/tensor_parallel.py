@@ -24,8 +24,11 @@ from tests.support.breadth import quick_or
 from tests.support.toys.tiny_models import ragged_prompts, ragged_texts
 
 NUM_RANKS = 2
-CONFIG = SLOSpecConfig(policy="adaserve", token_budget=24, max_depth=3, check_invariants=True)  # drafts at any cost
-PROMPTS, TEXTS = ragged_prompts(3), ragged_texts(3)
+CONFIG = SLOSpecConfig(
+    policy="adaserve", token_budget=24, max_depth=3, check_invariants=True
+)  # drafts at any cost
+PROMPTS = ragged_prompts(3)
+TEXTS = ragged_texts(3)
 IDS = PROMPTS["input_ids"]
 NEW_TOKENS = quick_or(8, 12)
 SLOW = 5.0  # times as much time as on the first rank passes on the others, by their clocks
@@ -42,7 +45,9 @@ TIMEOUT = datetime.timedelta(minutes=5)  # after which a rank that waits for ano
 def generated(model: Any, options: dict[str, Any], **kwargs: Any) -> Any:
     """Return what a ``generate`` returns for the prompts, always with the same noise."""
     torch.manual_seed(1)
-    return model.generate(**PROMPTS, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True, **options, **kwargs)
+    return model.generate(
+        **PROMPTS, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True, **options, **kwargs
+    )
 
 
 def run(folder: Path) -> list[dict[str, Any]]:
@@ -58,7 +63,9 @@ def _work(rank: int, folder: Path) -> None:
     logging.disable_progress_bar()
     MEASURE_S.update(target=0.2, draft=0.1)
     store = f"file://{folder / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_RANKS, timeout=TIMEOUT)
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=NUM_RANKS, timeout=TIMEOUT
+    )
     own_s = time.perf_counter
     with patch.object(time, "perf_counter", lambda: own_s() * (SLOW if rank else 1.0)):
         torch.save(_found(rank, folder), folder / f"rank{rank}")
@@ -76,7 +83,8 @@ def _found(rank: int, folder: Path) -> dict[str, Any]:
         config=CONFIG,
         distributed_config=DistributedConfig(tp_size=NUM_RANKS),
     )
-    target, whole_draft = by_draft.model, by_draft.assistant_model
+    target = by_draft.model
+    whole_draft = by_draft.assistant_model
     ways: dict[str, dict[str, Any]] = {
         "draft": {},
         "split draft": {"assistant_model": load("draft")},
@@ -88,7 +96,9 @@ def _found(rank: int, folder: Path) -> dict[str, Any]:
         for way, own in ways.items():
             out = generated(by_draft, options | own, slo_tpot=0.1)
             found["ours"][kind, way], found["steps"][kind, way] = out.sequences, _shapes(out)
-    out = generated(SLOSpecGenerator(target, whole_draft), OPTIONS["greedy"], slo_tpot=[0.001, None, 0.1])
+    out = generated(
+        SLOSpecGenerator(target, whole_draft), OPTIONS["greedy"], slo_tpot=[0.001, None, 0.1]
+    )
     found["ours"]["greedy", "auto"], found["steps"]["greedy", "auto"] = out.sequences, _shapes(out)
     embeds = target.get_input_embeddings()(IDS[1:2])
     options = dict(inputs_embeds=embeds, max_new_tokens=NEW_TOKENS, do_sample=False)
@@ -131,8 +141,12 @@ def _batched(rank: int, generator: SLOSpecGenerator) -> dict[str, Any]:
 
 
 def _hooked(rank: int, generator: SLOSpecGenerator) -> dict[str, Any]:
-    """Return how a request ends after a hook was added to the model of a batcher, and after its restart."""
-    found, hooks, options = dict[str, Any](), list[Any](), dict(max_new_tokens=4, do_sample=False)
+    """Return how a request ends after a hook was added to the model of a batcher, and after its
+    restart.
+    """
+    found = dict[str, Any]()
+    hooks = list[Any]()
+    options = dict(max_new_tokens=4, do_sample=False)
     for attempt in ("refused", "restarted"):
         with generator:
             if not hooks:
@@ -152,7 +166,9 @@ def _answers(generator: SLOSpecGenerator) -> dict[str, Any]:
     further = zip(TEXTS[1:], SLOS[1:], strict=True)
     greedy = [first, *(generator.submit(text, slo_tpot=slo, **options) for text, slo in further)]
     failing = generator.submit(TEXTS[1], logits_processor=[_fail], **options)
-    sampled = generator.submit(TEXTS[2], seed=5, do_sample=True, max_new_tokens=NEW_TOKENS, max_time=99.0)
+    sampled = generator.submit(
+        TEXTS[2], seed=5, do_sample=True, max_new_tokens=NEW_TOKENS, max_time=99.0
+    )
     cancelled.cancel()
     read = generator.submit(TEXTS[2], prompt_logprobs=2, **options)
     tokens = [handle.result(60).token_ids for handle in (*greedy, read)]
@@ -169,10 +185,14 @@ def _answers(generator: SLOSpecGenerator) -> dict[str, Any]:
 
 
 def _changed(rank: int, folder: Path, generator: SLOSpecGenerator) -> list[list[int]]:
-    """Return the tokens of one prompt with two states of the weights, which the first process alone is told of."""
+    """Return the tokens of one prompt with two states of the weights, which the first process alone
+    is told of.
+    """
     norm = generator.model.model.norm.weight
     before = norm.detach().clone()
-    has_answered, has_changed, found = folder / "answered", folder / "changed", list[list[int]]()
+    has_answered = folder / "answered"
+    has_changed = folder / "changed"
+    found = list[list[int]]()
     options = dict(max_new_tokens=4, do_sample=False)
     with generator:
         if rank == 0:
@@ -197,8 +217,14 @@ def other_norm(norm: torch.Tensor) -> torch.Tensor:
 
 
 def _parted(rank: int, folder: Path, generator: SLOSpecGenerator) -> dict[str, Any]:
-    """Return how the batcher ends after a process lost K/V that the others have, and a request after its restart."""
-    has_parted, options, found = folder / "parted", dict(max_new_tokens=4, do_sample=False), dict[str, Any]()
+    """Return how the batcher ends after a process lost K/V that the others have, and a request
+    after its restart.
+    """
+    has_parted, options, found = (
+        folder / "parted",
+        dict(max_new_tokens=4, do_sample=False),
+        dict[str, Any](),
+    )
     generator.start()
     if rank == 0:
         generator.submit(TEXTS[0] * 3, **options).result(60)
@@ -232,7 +258,10 @@ def _message(call: Callable[[], Any]) -> str:
 
 def _shapes(out: Any) -> list[Any]:
     """Return what was decided in each step."""
-    return [(step.depth, step.width, step.predicted_s, [own.nodes for own in step.requests]) for step in out.steps]
+    return [
+        (step.depth, step.width, step.predicted_s, [own.nodes for own in step.requests])
+        for step in out.steps
+    ]
 
 
 class Reader:

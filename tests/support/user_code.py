@@ -1,4 +1,6 @@
-"""Code of a user's own that changes how tokens are computed, cached or chosen, for fuzz tests against stock."""
+"""Code of a user's own that changes how tokens are computed, cached or chosen, for fuzz tests
+against stock.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,16 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from hf_slospec.models.inspection.cache_names import CACHE_NAME
+from hf_slospec.model.properties import CACHE_NAME
 
 LONG = 20  # tokens of a forward beyond which some of this code acts
 
 
 @dataclass
 class Nested:
-    """Options of the calls of ``generate`` that callbacks make; ``slo`` only where the model is enabled."""
+    """Options of the calls of ``generate`` that callbacks make; ``slo`` only where the model is
+    enabled.
+    """
 
     options: dict[str, Any]
     slo: dict[str, Any] = field(default_factory=dict)
@@ -109,7 +113,9 @@ def patched_cache(model: Any, nested: Nested) -> dict[str, Any]:
 
 
 def prepared_cache(model: Any, nested: Nested) -> dict[str, Any]:
-    def prepare(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *_: Any, **__: Any) -> None:
+    def prepare(
+        self: Any, generation_config: Any, model_kwargs: dict[str, Any], *_: Any, **__: Any
+    ) -> None:
         model_kwargs[CACHE_NAME] = _Rounding(config=self.config)
 
     return with_class(model, _prepare_cache_for_generation=prepare)
@@ -237,7 +243,9 @@ def sampled_by_own(model: Any, nested: Nested) -> dict[str, Any]:
     return with_class(model, _sample=changed)
 
 
-def _scaled_by_length(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+def _scaled_by_length(
+    module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
+) -> Any:
     scale = 3.0 if key.shape[2] > LONG else 1.0
     return sdpa_attention_forward(module, query * scale, key, value, *args, **kwargs)
 

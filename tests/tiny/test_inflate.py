@@ -6,12 +6,24 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from hf_slospec import InvalidInputError, SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
+from hf_slospec import (
+    InvalidInputError,
+    SLOSpecConfig,
+    SLOSpecGenerator,
+    load_tiny_pair,
+    tiny_prompts,
+)
 from hf_slospec.tiny.inflate import config_of, inflate
 from hf_slospec.tiny.shapes import DRAFT_SHAPES, SHAPES, Shape
 
-LLAMA = dict(num_heads=16, num_kv_heads=4, head_dim=128, vocab_size=5000)  # as in Llama 3, all but the sizes
-ONE_SIZE = Shape(256, 704, 10), Shape(256, 1024, 8), Shape(512, 704, 8)  # only one of them is another
+LLAMA = dict(
+    num_heads=16, num_kv_heads=4, head_dim=128, vocab_size=5000
+)  # as in Llama 3, all but the sizes
+ONE_SIZE = (
+    Shape(256, 704, 10),
+    Shape(256, 1024, 8),
+    Shape(512, 704, 8),
+)  # only one of them is another
 
 
 @pytest.mark.parametrize(
@@ -31,9 +43,12 @@ def test_inflated_target_says_the_same(shape: Shape) -> None:
     assert larger.num_parameters() > target.num_parameters()
     inputs = tokenizer(tiny_prompts()[:2], return_tensors="pt", padding=True)
     with torch.no_grad():
-        ours, theirs = larger(**inputs).logits, target(**inputs).logits
+        ours = larger(**inputs).logits
+        theirs = target(**inputs).logits
     real = inputs["attention_mask"].bool()
-    assert ours.shape[-1] == larger.config.vocab_size == larger.get_input_embeddings().num_embeddings
+    assert (
+        ours.shape[-1] == larger.config.vocab_size == larger.get_input_embeddings().num_embeddings
+    )
     ours, more = ours[real].split([theirs.shape[-1], ours.shape[-1] - theirs.shape[-1]], dim=-1)
     torch.testing.assert_close(ours, theirs[real], rtol=1e-3, atol=1e-3)
     assert more.isfinite().all() and (more < -100.0).all()
@@ -51,7 +66,9 @@ def test_further_ids_never_win_in_bf16() -> None:
 
 
 def test_shapes_of_the_8b_pair() -> None:
-    """Weights of 8.03 and 1.24 billion parameters, and 131 kB of K/V per token, as the models of these names have."""
+    """Weights of 8.03 and 1.24 billion parameters, and 131 kB of K/V per token, as the models of
+    these names have.
+    """
     pair = load_tiny_pair(torch.bfloat16)[:2]
     shapes = SHAPES["8B"], DRAFT_SHAPES["8B"]
     with torch.device("meta"):

@@ -9,13 +9,21 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_slospec import Plan, Request, SLOSpecConfig, SLOSpecGenerator, TokenTree, load_tiny_drafter, load_tiny_pair
+from hf_slospec import (
+    Plan,
+    Request,
+    SLOSpecConfig,
+    SLOSpecGenerator,
+    TokenTree,
+    load_tiny_drafter,
+    load_tiny_pair,
+)
 from hf_slospec.drafters.features import FeatureDrafter
 from hf_slospec.drafters.head import HeadMethod
-from hf_slospec.drafters.heads.loading import load_head
+from hf_slospec.heads.loading import load_head
 from hf_slospec.tiny.inflate import inflate, inflate_head
 from hf_slospec.tiny.shapes import Shape
-from tests.drafters.heads.checkpoints import (
+from tests.heads.checkpoints import (
     CONFIGS,
     FLAGS,
     eagle3_fields,
@@ -27,7 +35,11 @@ from tests.drafters.heads.checkpoints import (
 from tests.support.toys.tiny_models import ragged_prompts
 
 CONFIG = SLOSpecConfig(policy="fixed", max_depth=3, max_width=3)
-SHAPES = [Shape(128, 192, 9), Shape(128, 100, 8), Shape(128, 192, 9, 16, 4, 32, 700, tie_word_embeddings=False)]
+SHAPES = [
+    Shape(128, 192, 9),
+    Shape(128, 100, 8),
+    Shape(128, 192, 9, 16, 4, 32, 700, tie_word_embeddings=False),
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +49,18 @@ def plain() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def trees_of(target: Any, head: Any, inputs: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, list[Any]]:
-    draft, found = FeatureDrafter.draft, list[Any]()
+def trees_of(
+    target: Any, head: Any, inputs: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[torch.Tensor, list[Any]]:
+    draft = FeatureDrafter.draft
+    found = list[Any]()
 
     def recorded(drafter: FeatureDrafter, requests: list[Request], plan: Plan) -> list[TokenTree]:
         trees = draft(drafter, requests, plan)
-        found.extend((tree.tokens.tolist(), tree.parents.tolist(), tree.path_probs.tolist()) for tree in trees)
+        found.extend(
+            (tree.tokens.tolist(), tree.parents.tolist(), tree.path_probs.tolist())
+            for tree in trees
+        )
         return trees
 
     with monkeypatch.context() as patched:
@@ -51,7 +69,9 @@ def trees_of(target: Any, head: Any, inputs: Any, monkeypatch: pytest.MonkeyPatc
         return generator.generate(**inputs, do_sample=False, max_new_tokens=8), found
 
 
-def assert_same_trees(first: tuple[torch.Tensor, list[Any]], second: tuple[torch.Tensor, list[Any]]) -> None:
+def assert_same_trees(
+    first: tuple[torch.Tensor, list[Any]], second: tuple[torch.Tensor, list[Any]]
+) -> None:
     assert torch.equal(first[0], second[0]) and len(first[1]) == len(second[1]) > 4
     for ours, theirs in zip(first[1], second[1], strict=True):
         assert ours[:2] == theirs[:2]
@@ -61,30 +81,46 @@ def assert_same_trees(first: tuple[torch.Tensor, list[Any]], second: tuple[torch
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["mtp", "all flags", "biases"])
 def test_random_heads(
-    kind: str, shape: Shape, plain: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    shape: Shape,
+    plain: LlamaForCausalLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of EAGLE-3 heads, attention is wider than the hidden size, and epsilon is not the target's."""
     if kind == "mtp":
         tensors = {f"mtp.{name}": tensor for name, tensor in mtp_tensors("llama").items()}
         path = write(tmp_path, CONFIGS["llama"], tensors)
     else:
-        flags = {name for name in FLAGS if name != "norm_before_fc"} if kind == "all flags" else {"norm_before_fc"}
-        changes: dict[str, Any] = {"attention_bias": True} if kind == "biases" else {"rms_norm_eps": 0.1}
+        flags = (
+            {name for name in FLAGS if name != "norm_before_fc"}
+            if kind == "all flags"
+            else {"norm_before_fc"}
+        )
+        changes: dict[str, Any] = (
+            {"attention_bias": True} if kind == "biases" else {"rms_norm_eps": 0.1}
+        )
         assert eagle3_fields()["head_dim"] * 4 > 32
         config = published_config(**dict.fromkeys(flags, True), **changes)
         path = write(tmp_path, config, eagle3_tensors(flags, **changes))
     head: Any = load_head(path, plain)
-    target, inputs = inflate(plain, shape), ragged_prompts(2)
+    target = inflate(plain, shape)
+    inputs = ragged_prompts(2)
     larger = inflate_head(head, plain, target)
-    assert_same_trees(trees_of(plain, head, inputs, monkeypatch), trees_of(target, larger, inputs, monkeypatch))
+    assert_same_trees(
+        trees_of(plain, head, inputs, monkeypatch), trees_of(target, larger, inputs, monkeypatch)
+    )
 
 
 def test_trained_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     target, _, _ = load_tiny_pair()
     larger = inflate(target, Shape(512, 704, 8))
     heads = (load_tiny_drafter("mtp", model).model for model in (target, larger))
-    inputs = {"input_ids": torch.randint(3, 2000, (2, 20), generator=torch.Generator().manual_seed(0))}
+    inputs = {
+        "input_ids": torch.randint(3, 2000, (2, 20), generator=torch.Generator().manual_seed(0))
+    }
     first, second = (
-        trees_of(model, head, inputs, monkeypatch) for model, head in zip((target, larger), heads, strict=True)
+        trees_of(model, head, inputs, monkeypatch)
+        for model, head in zip((target, larger), heads, strict=True)
     )
     assert_same_trees(first, second)

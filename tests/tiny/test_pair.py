@@ -39,7 +39,12 @@ def test_target_knows_the_held_out_modules_as_its_card_says() -> None:
     losses = []
     for model in (target, draft):
         with torch.no_grad():
-            rows = [tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in tiny_prompts()[:16]]
+            rows = [
+                tokenizer(prompt, return_tensors="pt")["input_ids"]
+                for prompt in tiny_prompts()[:16]
+            ]
             losses.append(sum(float(model(row, labels=row).loss) for row in rows) / len(rows))
-    assert losses[0] == pytest.approx(FACTS["target"]["held_out_loss"], abs=1.0)  # short contexts cost up to a nat
+    assert losses[0] == pytest.approx(
+        FACTS["target"]["held_out_loss"], abs=1.0
+    )  # short contexts cost up to a nat
     assert losses[0] < losses[1] < 6.0  # a random model is at log(2048) = 7.6

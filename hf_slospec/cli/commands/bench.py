@@ -19,28 +19,33 @@ from hf_slospec.cli.options import (
     with_models,
     write_results,
 )
-from hf_slospec.serving.options import ModelOptions
+from hf_slospec.server.model_options import ModelOptions
 
 
 @with_models(size="0.6B")
 def bench(
     given: dict[str, Any],
     batch: Annotated[list[int], typer.Option(help="Batch sizes; repeatable.")] = [1, 8],  # noqa: B006  read only
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompts are truncated to this many tokens.")] = 64,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="Prompts are truncated to this many tokens.")
+    ] = 64,
     new_tokens: Annotated[int, typer.Option(min=2, help="New tokens of every row.")] = 96,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each method, each with other prompts.")] = 5,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Runs of each method, each with other prompts.")
+    ] = 5,
     exact: ExactName = None,
     config: ConfigJSON = "{}",
     json_path: ResultPath = None,
 ) -> None:
-    """Compare hf_slospec with stock generate, assisted generation and prompt lookup on this machine.
+    """Compare hf_slospec with stock generate, assisted generation and prompt lookup on this
+    machine.
 
     All methods take turns in one process; speed-ups are medians of the ratios within a repeat.
 
     Example:  hf_slospec bench --size 0.3B --batch 1 --batch 4 --json result.json
     """
     from hf_slospec.cli import benchmark
-    from hf_slospec.serving.loading import draft_method, load_models, size_and_place
+    from hf_slospec.server.loading import draft_method, load_models, size_and_place
     from hf_slospec.tiny.embedded import tiny_prompts
 
     check_outputs(None, json_path)
@@ -59,7 +64,9 @@ def bench(
         new_tokens=new_tokens, repeats=repeats,
         config=settings.model_dump(),
     )  # fmt: skip
-    runner = benchmark.Bench(*models, tiny_prompts(), prompt_tokens, new_tokens, settings, method=method)
+    runner = benchmark.Bench(
+        *models, tiny_prompts(), prompt_tokens, new_tokens, settings, method=method
+    )
     rows = benchmark.summarize(runner.run(runner.methods(sorted(set(batch))), repeats), new_tokens)
     console().print(_table(rows, facts))
     if json_path is not None:

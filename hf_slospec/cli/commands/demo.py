@@ -13,20 +13,26 @@ from hf_slospec.cli.options import (
 )
 from hf_slospec.demo import SIZE
 from hf_slospec.extras import need
-from hf_slospec.serving.options import ModelOptions
+from hf_slospec.server.model_options import ModelOptions
 
 
 @with_models(size=SIZE)
 def demo(
     given: dict[str, Any],
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all machines. Default: this machine only.")
+        str | None,
+        typer.Option(
+            help="Address to listen on; 0.0.0.0 for all machines. Default: this machine only."
+        ),
     ] = None,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: the first free port from 7860.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Default: the first free port from 7860.")
+    ] = None,
     password: Annotated[
         str | None,
         typer.Option(
-            envvar="HF_SLOSPEC_DEMO_PASSWORD", help="Required of visitors; preferably set by the environment variable."
+            envvar="HF_SLOSPEC_DEMO_PASSWORD",
+            help="Required of visitors; preferably set by the environment variable.",
         ),
     ] = None,
     no_password: Annotated[
@@ -35,14 +41,15 @@ def demo(
 ) -> None:
     """Show several users of one model, each with a speed target, in a browser.
 
-    A coding copilot, a chat, a summary and a batch job share one engine with the page's visitors. Change their speed
-    targets, switch the policy and see the speed of each user. No data leaves the machine. Stop with Ctrl-C.
+    A coding copilot, a chat, a summary and a batch job share one engine with the page's visitors.
+    Change their speed targets, switch the policy and see the speed of each user. No data leaves the
+    machine. Stop with Ctrl-C.
 
     Example, with a slower model:  hf_slospec demo --size 0.3B --port 7860
 
     With other models, for other machines:
-    hf_slospec demo --target org/name --assistant org/draft --device cuda --host 0.0.0.0 --password ...
-    """
+    hf_slospec demo --target org/name --assistant org/draft --device cuda --host 0.0.0.0 --password
+    ..."""
     console = Console(stderr=True, soft_wrap=True)
     with usage_errors(OSError):
         need("demo", "the demo")

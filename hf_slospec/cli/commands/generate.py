@@ -19,14 +19,15 @@ from hf_slospec.cli.options import (
     usage_errors,
     with_models,
 )
-from hf_slospec.serving.log_level import logged_afterwards
-from hf_slospec.serving.options import ModelOptions
+from hf_slospec.server.model_options import ModelOptions, logged_afterwards
 
 if TYPE_CHECKING:
-    from hf_slospec.engine.request import RequestMetrics
-    from hf_slospec.serving.handle import RequestHandle, RequestResult
+    from hf_slospec.batcher.handle import RequestHandle, RequestResult
+    from hf_slospec.request.request import RequestMetrics
 
-MISSED, INTERRUPTED = 3, 130  # exit codes; 1 is an error, 2 a usage error
+# exit codes; 1 is an error, 2 a usage error
+MISSED = 3
+INTERRUPTED = 130
 
 
 @with_models()
@@ -36,25 +37,43 @@ def generate(
         str | None, typer.Argument(help="The prompt. '-', or no prompt in a pipe: standard input.")
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
-    slo_tpot: Annotated[float | None, typer.Option(help="TPOT SLO in seconds per token. Default: none.")] = None,
+    slo_tpot: Annotated[
+        float | None, typer.Option(help="TPOT SLO in seconds per token. Default: none.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the most probable token.")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0: always the most probable token.")
+    ] = 0.0,
     top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Sample from the most probable tokens with this total probability.")
+        float,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Sample from the most probable tokens with this total probability.",
+        ),
     ] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many most probable tokens; 0: from all.")] = 0,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of sampling. Default: random.")] = None,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="Sample from this many most probable tokens; 0: from all.")
+    ] = 0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed of sampling. Default: random.")
+    ] = None,
     stop: Annotated[list[str], typer.Option(help="Stop string; repeatable.")] = [],  # noqa: B006  read only
-    chat: Annotated[bool, typer.Option(help="Apply the tokenizer's chat template to the prompt.")] = False,
+    chat: Annotated[
+        bool, typer.Option(help="Apply the tokenizer's chat template to the prompt.")
+    ] = False,
     exact: ExactName = None,
     config: ConfigJSON = "{}",
     json_path: Annotated[
         str | None,
         typer.Option(
-            "--json", help="Write text and metrics to this file; '-': to standard output, instead of the text."
+            "--json",
+            help="Write text and metrics to this file; '-': to standard output, instead of the text.",
         ),
     ] = None,
-    strict: Annotated[bool, typer.Option(help=f"Exit with {MISSED} if the SLO was missed.")] = False,
+    strict: Annotated[
+        bool, typer.Option(help=f"Exit with {MISSED} if the SLO was missed.")
+    ] = False,
 ) -> None:
     """Continue a prompt under a TPOT SLO and report the speed.
 
@@ -67,23 +86,34 @@ def generate(
 
     Exit codes: 0 finished, 1 failed, 2 usage error, 3 SLO missed (with --strict), 130 interrupted.
     """
-    from hf_slospec.serving.loading import load_generator, size_and_place
+    from hf_slospec.server.loading import load_generator, size_and_place
 
     check_outputs(None, None if json_path in (None, "-") else Path(str(json_path)))
-    text, settings = _prompt(prompt, file), config_of(config, exact=exact)
+    text = _prompt(prompt, file)
+    settings = config_of(config, exact=exact)
     sampling: dict[str, Any] = {}
     if temperature:
         sampling = dict(do_sample=True, temperature=temperature, top_p=top_p, top_k=top_k)
-    arguments = dict(slo_tpot=slo_tpot, max_new_tokens=max_new_tokens, seed=seed, stop_strings=stop or None, **sampling)
+    arguments = dict(
+        slo_tpot=slo_tpot,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        stop_strings=stop or None,
+        **sampling,
+    )
     console = Console(stderr=True)
     try:
         with usage_errors():
-            with console.status("loading, and measuring the speed of the models (stored for later runs)"):
+            with console.status(
+                "loading, and measuring the speed of the models (stored for later runs)"
+            ):
                 generator = load_generator(ModelOptions(**given), settings).start()
             facts = f"{size_and_place(generator.model)}; drafts: {generator.decoder.speculator.method.kind}"
             console.print(facts, style="dim", highlight=False, soft_wrap=True)
             with generator, logged_afterwards():  # logs follow the text
-                handle = generator.submit([{"role": "user", "content": text}] if chat else text, **arguments)
+                handle = generator.submit(
+                    [{"role": "user", "content": text}] if chat else text, **arguments
+                )
                 result = _streamed(handle, is_shown=json_path != "-")
     except KeyboardInterrupt as error:
         raise typer.Exit(INTERRUPTED) from error
@@ -130,7 +160,9 @@ def summary(metrics: RequestMetrics) -> str:
     if metrics.tpot_s:
         parts.append(f"{1e3 * metrics.tpot_s:.1f} ms per token ({1 / metrics.tpot_s:.1f} tokens/s)")
     if metrics.tpot_slo_s is not None:
-        parts.append(f"SLO of {1e3 * metrics.tpot_slo_s:g} ms {'met' if metrics.attained else 'missed'}")
+        parts.append(
+            f"SLO of {1e3 * metrics.tpot_slo_s:g} ms {'met' if metrics.attained else 'missed'}"
+        )
     if metrics.ttft_s is not None:
         parts.append(f"first token after {1e3 * metrics.ttft_s:.0f} ms")
     if metrics.acceptance_length:
@@ -140,7 +172,9 @@ def summary(metrics: RequestMetrics) -> str:
 
 def record(prompt: str, result: RequestResult, handle: RequestHandle) -> dict[str, Any]:
     """Return the content of ``--json``."""
-    metrics = dataclasses.asdict(result.metrics) | {"acceptance_length": result.metrics.acceptance_length}
+    metrics = dataclasses.asdict(result.metrics) | {
+        "acceptance_length": result.metrics.acceptance_length
+    }
     return {
         "prompt": prompt,
         "text": result.text,

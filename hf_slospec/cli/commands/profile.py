@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from hf_slospec.cli.budget import TimeBudget
 from hf_slospec.cli.options import (
     ResultPath,
+    TimeBudget,
     check_outputs,
     console,
     usage_errors,
@@ -18,29 +18,38 @@ from hf_slospec.cli.options import (
     write_results,
 )
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.serving.options import ModelOptions
+from hf_slospec.server.model_options import ModelOptions
 
 
 @with_models(size="0.6B")
 def profile(
     given: dict[str, Any],
-    seconds: Annotated[float, typer.Option(min=1.0, help="Duration of the measurement of each model.")] = 30.0,
+    seconds: Annotated[
+        float, typer.Option(min=1.0, help="Duration of the measurement of each model.")
+    ] = 30.0,
     plot: Annotated[Path | None, typer.Option(help="Plot the measured curves to this PNG.")] = None,
     json_path: ResultPath = None,
     keep: Annotated[
-        bool, typer.Option(help="Store the result, which later runs use in place of a shorter measurement.")
+        bool,
+        typer.Option(
+            help="Store the result, which later runs use in place of a shorter measurement."
+        ),
     ] = True,
     compile: Annotated[
-        bool, typer.Option(help="On a CPU, compile forwards first, about a minute; later processes load them at once.")
+        bool,
+        typer.Option(
+            help="On a CPU, compile forwards first, about a minute; later processes load them at once."
+        ),
     ] = True,
 ) -> None:
-    """Measure the latencies of forwards on this machine, of target and draft model, and the error of the fit.
+    """Measure the latencies of forwards on this machine, of target and draft model, and the error
+    of the fit.
 
     Example:  hf_slospec profile --size 0.3B --seconds 20 --plot curves.png
     """
+    from hf_slospec.batcher.generator import SLOSpecGenerator
     from hf_slospec.cli import benchmark, profiling
-    from hf_slospec.serving.generator import SLOSpecGenerator
-    from hf_slospec.serving.loading import draft_method, load_models, size_and_place
+    from hf_slospec.server.loading import draft_method, load_models, size_and_place
 
     check_outputs(plot, json_path)
     err = Console(stderr=True, soft_wrap=True)
@@ -50,13 +59,23 @@ def profile(
             pair = load_models(options)
             method = draft_method(options, pair)
             config = SLOSpecConfig(compile="wait" if compile else False)
-            speculator = SLOSpecGenerator(pair.target, drafter=method, config=config).decoder.speculator
+            speculator = SLOSpecGenerator(
+                pair.target, drafter=method, config=config
+            ).decoder.speculator
     models = dict(zip(("target", "draft"), speculator.models, strict=False))
     total_s = seconds * len(models)
-    err.print(f"{options.name}: {size_and_place(pair.target)}; drafts: {method.kind}", highlight=False)
-    err.print(f"measuring {' and '.join(models)} for at most about {total_s:.0f} s (--seconds)", highlight=False)
+    err.print(
+        f"{options.name}: {size_and_place(pair.target)}; drafts: {method.kind}", highlight=False
+    )
+    err.print(
+        f"measuring {' and '.join(models)} for at most about {total_s:.0f} s (--seconds)",
+        highlight=False,
+    )
     show = TimeBudget(total_s, err).show
-    records = {name: profiling.profile(name, packed, seconds, keep, show) for name, packed in models.items()}
+    records = {
+        name: profiling.profile(name, packed, seconds, keep, show)
+        for name, packed in models.items()
+    }
     output = console()
     for name, record in records.items():
         output.print(profiling.table(name, record))

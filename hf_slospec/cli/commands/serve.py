@@ -11,15 +11,30 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
-from hf_slospec.cli.options import ConfigJSON, ExactName, config_of, option, settings_of, usage_errors, with_options
+from hf_slospec.cli.options import (
+    ConfigJSON,
+    ExactName,
+    config_of,
+    option,
+    settings_of,
+    usage_errors,
+    with_options,
+)
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import InvalidInputError, describe_validation_error
 from hf_slospec.extras import need
-from hf_slospec.serving.openai.limits import RequestLimits
-from hf_slospec.serving.openai.options import Objectives, ServeOptions, SLOLimits
+from hf_slospec.server.limits import RequestLimits
+from hf_slospec.server.options import Objectives, ServeOptions, SLOLimits
 
 FILES = ("chat_template", "response_template")
-COMPOSED = (*FILES, "api_keys", "limits", "bounds", "objectives", "config")  # fields whose options have another form
+COMPOSED = (
+    *FILES,
+    "api_keys",
+    "limits",
+    "bounds",
+    "objectives",
+    "config",
+)  # fields whose options have another form
 LIMITS = ("default_tpot", "strictest_tpot", "lowest_priority")
 KEYS = TypeAdapter(dict[str, SLOLimits])
 
@@ -35,7 +50,8 @@ KEYS = TypeAdapter(dict[str, SLOLimits])
 def serve(
     given: dict[str, Any],
     api_key: Annotated[
-        list[str], typer.Option(envvar="HF_SLOSPEC_API_KEY", help="Key that clients must send; repeatable.")
+        list[str],
+        typer.Option(envvar="HF_SLOSPEC_API_KEY", help="Key that clients must send; repeatable."),
     ] = [],  # noqa: B006  read only
     api_key_file: Annotated[
         Path | None,
@@ -44,7 +60,10 @@ def serve(
         ),
     ] = None,
     replicas: Annotated[
-        int | None, typer.Option(min=1, help="Serve with so many replicas on Ray; RAY_ADDRESS names a cluster.")
+        int | None,
+        typer.Option(
+            min=1, help="Serve with so many replicas on Ray; RAY_ADDRESS names a cluster."
+        ),
     ] = None,
     exact: ExactName = None,
     config: ConfigJSON = "{}",
@@ -69,11 +88,13 @@ def serve(
         if api_key_file is not None:
             keys |= read_keys(api_key_file)
             if not keys:
-                raise InvalidInputError(f"--api-key-file {api_key_file} has no key; leave it out to serve all")
+                raise InvalidInputError(
+                    f"--api-key-file {api_key_file} has no key; leave it out to serve all"
+                )
         settings = config_of(config, guarantee=given.pop("guarantee"), exact=exact)
         options = ServeOptions(**given, limits=limits, api_keys=keys, config=settings)
         if replicas is None:
-            from hf_slospec.serving.openai.serve import serve as run
+            from hf_slospec.server.serve import serve as run
 
             run(options, say)
         else:
@@ -87,7 +108,9 @@ def read_keys(path: Path) -> dict[str, SLOLimits]:
     try:
         return KEYS.validate_json(_read("--api-key-file", path))
     except ValidationError as error:
-        raise InvalidInputError(f"--api-key-file {path}: {describe_validation_error(error)}") from None
+        raise InvalidInputError(
+            f"--api-key-file {path}: {describe_validation_error(error)}"
+        ) from None
 
 
 def _read_json(name: str, path: Path) -> Any:

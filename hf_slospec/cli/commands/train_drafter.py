@@ -10,13 +10,12 @@ import typer
 from rich.console import Console
 
 from hf_slospec.cli.options import option, usage_errors, with_options
-from hf_slospec.drafters.training.options import TrainingOptions
-from hf_slospec.serving.log_level import only_errors_logged
-from hf_slospec.serving.options import ModelOptions
+from hf_slospec.server.model_options import ModelOptions, only_errors_logged
+from hf_slospec.training.options import TrainingOptions
 
 if TYPE_CHECKING:
-    from hf_slospec.drafters.training.texts import Text, Write
-    from hf_slospec.serving.generator import SLOSpecGenerator
+    from hf_slospec.batcher.generator import SLOSpecGenerator
+    from hf_slospec.training.texts import Text, Write
 
 MODEL = ("target", "dtype", "device", "allow_missing")  # fields of ModelOptions
 
@@ -28,21 +27,28 @@ MODEL = ("target", "dtype", "device", "allow_missing")  # fields of ModelOptions
 def train_drafter(given: dict[str, Any]) -> None:
     """Train a drafter for a target, from texts of yours or from texts that the target writes.
 
-    The folder --out is one for --drafter of the other commands. The same command goes on where it was interrupted.
+    The folder --out is one for --drafter of the other commands. The same command goes on where it
+    was interrupted.
 
     Example:  hf_slospec train-drafter --target org/target --out org-target-eagle3 --minutes 120
     """
-    from hf_slospec.drafters.training.run import FOLDER, train_drafter
-    from hf_slospec.models.device.machine import native_dtypes
-    from hf_slospec.serving.loading import load_models, size_and_place
+    from hf_slospec.model.machine import native_dtypes
+    from hf_slospec.server.loading import load_models, size_and_place
+    from hf_slospec.training.run import FOLDER, train_drafter
 
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     with usage_errors(), only_errors_logged():
         models = ModelOptions(**{field: given.pop(field) for field in MODEL})
         options = TrainingOptions(**given)
         target, _, tokenizer = load_models(models)
-        if models.dtype == "fast" and target.device.type == "cpu" and not native_dtypes()[target.dtype]:
-            target = target.float()  # bf16 is fast by packed weights here, which cannot be trained on
+        if (
+            models.dtype == "fast"
+            and target.device.type == "cpu"
+            and not native_dtypes()[target.dtype]
+        ):
+            target = (
+                target.float()
+            )  # bf16 is fast by packed weights here, which cannot be trained on
         console.print(f"{models.name}: {size_and_place(target)}")
         write = writer(_generator(target, tokenizer))
         held_out = train_drafter(options, target, tokenizer, write, console.print)
@@ -50,13 +56,15 @@ def train_drafter(given: dict[str, Any]) -> None:
             console.print(f"stopped after {options.minutes:g} minutes; the same command goes on")
             return
         length = chain_length(target, tokenizer, options, held_out)
-    console.print(f"{options.out}: {length:.2f} tokens per step on held-out prompts, greedy chains of {options.levels}")
+    console.print(
+        f"{options.out}: {length:.2f} tokens per step on held-out prompts, greedy chains of {options.levels}"
+    )
     console.print(f"use it by --drafter {options.out}; {options.out / FOLDER} may be deleted")
     typer.echo(json.dumps({"drafter": str(options.out), "tokens_per_step": round(length, 3)}))
 
 
 def _generator(target: Any, tokenizer: Any, **options: Any) -> SLOSpecGenerator:
-    from hf_slospec.serving.generator import SLOSpecGenerator
+    from hf_slospec.batcher.generator import SLOSpecGenerator
 
     return SLOSpecGenerator(target, tokenizer=tokenizer, **options)
 
@@ -69,23 +77,36 @@ def writer(generator: SLOSpecGenerator) -> Write:
 
     ends = model_end_tokens(generator.model.generation_config)
 
-    def write(prompts: Sequence[list[int]], max_new_tokens: int, is_greedy: bool, seed: int) -> list[list[int]]:
-        sampling: dict[str, Any] = {} if is_greedy else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    def write(
+        prompts: Sequence[list[int]], max_new_tokens: int, is_greedy: bool, seed: int
+    ) -> list[list[int]]:
+        sampling: dict[str, Any] = (
+            {} if is_greedy else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        )
         torch.manual_seed(seed)
-        out = _continued(generator, prompts, max_new_tokens=max_new_tokens, do_sample=not is_greedy, **sampling)
+        out = _continued(
+            generator, prompts, max_new_tokens=max_new_tokens, do_sample=not is_greedy, **sampling
+        )
         rows: list[list[int]] = out.sequences[:, max(map(len, prompts)) :].tolist()
         return [until_end(row, ends) for row in rows]
 
     return write
 
 
-def chain_length(target: Any, tokenizer: Any, options: TrainingOptions, held_out: Sequence[Text]) -> float:
-    """Return the tokens per step of greedy chains of the trained drafter, loaded from its folder, behind prompts."""
+def chain_length(
+    target: Any, tokenizer: Any, options: TrainingOptions, held_out: Sequence[Text]
+) -> float:
+    """Return the tokens per step of greedy chains of the trained drafter, loaded from its folder,
+    behind prompts.
+    """
     from hf_slospec.config import SLOSpecConfig
 
     chains = SLOSpecConfig(policy="fixed", max_depth=options.levels, max_width=1)
     generator = _generator(target, tokenizer, drafter=options.out, config=chains)
-    prompts, new = [text.ids[: text.begin] for text in held_out], max(len(text.ids) - text.begin for text in held_out)
+    prompts, new = (
+        [text.ids[: text.begin] for text in held_out],
+        max(len(text.ids) - text.begin for text in held_out),
+    )
     rows = _continued(generator, prompts, max_new_tokens=new, do_sample=False).slo
     return float(sum(row.tokens - 1 for row in rows) / max(1, sum(row.steps for row in rows)))
 
@@ -94,8 +115,11 @@ def _continued(generator: SLOSpecGenerator, prompts: Sequence[list[int]], **opti
     """Return the output of ``generate`` for prompts of different lengths, padded on the left."""
     import torch
 
-    longest, device = max(map(len, prompts)), generator.model.device
+    longest = max(map(len, prompts))
+    device = generator.model.device
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     ids = torch.zeros_like(mask)
     ids[mask.bool()] = torch.tensor([token for prompt in prompts for token in prompt])
-    return generator.generate(ids.to(device), attention_mask=mask.to(device), return_dict_in_generate=True, **options)
+    return generator.generate(
+        ids.to(device), attention_mask=mask.to(device), return_dict_in_generate=True, **options
+    )

@@ -1,1 +1,3 @@
-"""Policies after papers, and the algorithms that only they use; registered by :mod:`hf_slospec.lab`."""
+"""Policies after papers, and the algorithms that only they use; registered by
+:mod:`hf_slospec.lab`.
+"""

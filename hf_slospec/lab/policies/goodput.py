@@ -8,14 +8,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_slospec.algo.tree import BoolArray, FloatArray, IntArray, TokenTree
+from hf_slospec.tree.tree import BoolArray, FloatArray, IntArray, TokenTree
 
 
 def chain_tokens(acceptance: float, length: IntArray | int) -> FloatArray:
-    """Return the expected tokens of verifying a chain: 1 + a + ... + a^length (SmartSpec, equation 8).
+    """Return the expected tokens of verifying a chain: 1 + a + ... + a^length (SmartSpec, equation
+    8).
 
     Args:
-        acceptance: a in [0, 1], probability that a drafted token is accepted given that its parent was.
+        acceptance: a in [0, 1], probability that a drafted token is accepted given that its parent
+            was.
         length: drafted tokens; 0: plain decoding.
     """
     lengths = np.asarray(length, dtype=np.float64)
@@ -25,11 +27,14 @@ def chain_tokens(acceptance: float, length: IntArray | int) -> FloatArray:
     return tokens
 
 
-def heads_tokens(acceptances: FloatArray | Sequence[float], widths: IntArray | Sequence[int]) -> FloatArray:
-    """Return the expected tokens of a full tree of heads, head j proposing ``widths[j]`` candidates (equation 10).
+def heads_tokens(
+    acceptances: FloatArray | Sequence[float], widths: IntArray | Sequence[int]
+) -> FloatArray:
+    """Return the expected tokens of a full tree of heads, head j proposing ``widths[j]`` candidates
+    (equation 10).
 
-    [FIX] the printed sum lacks the term of no accepted head, and its factor (1 - a) lacks the exponent k: a head
-    fails when all of its k candidates do, each accepted with ``acceptances[j]``.
+    [FIX] the printed sum lacks the term of no accepted head, and its factor (1 - a) lacks the
+    exponent k: a head fails when all of its k candidates do, each accepted with ``acceptances[j]``.
 
     Args:
         acceptances: [heads] f64 in [0, 1], acceptance rate of a candidate of each head.
@@ -44,7 +49,9 @@ def heads_tokens(acceptances: FloatArray | Sequence[float], widths: IntArray | S
 
 
 def heads_nodes(widths: IntArray | Sequence[int]) -> IntArray:
-    """Return the number of nodes of full trees of heads, root included; ``widths`` as in :func:`heads_tokens`."""
+    """Return the number of nodes of full trees of heads, root included; ``widths`` as in
+    :func:`heads_tokens`.
+    """
     nodes: IntArray = 1 + np.cumprod(np.asarray(widths, dtype=np.int64), axis=-1).sum(axis=-1)
     return nodes
 
@@ -54,7 +61,8 @@ def heads_shapes(max_depth: int, max_width: int) -> IntArray:
     """Return the widths of all trees of heads with at most ``max_width`` nodes in a layer.
 
     Returns:
-        [shapes, max_depth] int64. The first shape is a lone root; shapes with fewer heads end in zeros.
+        [shapes, max_depth] int64. The first shape is a lone root; shapes with fewer heads end in
+        zeros.
     """
     shapes: list[tuple[int, ...]] = [()]
     for shape in shapes:  # the list grows during the iteration
@@ -67,7 +75,8 @@ def heads_shapes(max_depth: int, max_width: int) -> IntArray:
 
 
 def confident_length(tree: TokenTree, min_confidence: float) -> int:
-    """Return the depth to which Algorithm 3 drafts: that of the first token with at most this confidence.
+    """Return the depth to which Algorithm 3 drafts: that of the first token with at most this
+    confidence.
 
     Confidence is the conditional probability of a token, not that of its path.
     """
@@ -76,13 +85,18 @@ def confident_length(tree: TokenTree, min_confidence: float) -> int:
     return int(tree.depths[1:][is_unsure].min(initial=tree.max_depth))
 
 
-def best_batch(tokens: FloatArray, seconds: FloatArray, has_slots: BoolArray, bias: float) -> tuple[int, int]:
-    """Return the batch and the chain length of the highest goodput, tokens over seconds (Algorithms 1 and 2).
+def best_batch(
+    tokens: FloatArray, seconds: FloatArray, has_slots: BoolArray, bias: float
+) -> tuple[int, int]:
+    """Return the batch and the chain length of the highest goodput, tokens over seconds (Algorithms
+    1 and 2).
 
-    Batches are the first requests to come, by rows: one, two, and so on. Of equals the smaller batch, then the shorter
+    Batches are the first requests to come, by rows: one, two, and so on. Of equals the smaller
+        batch, then the shorter
     length is returned.
-    [FIX] length 0 is included, so that speculation can be turned off; the printed Algorithm 1 multiplies by the number
-    of requests twice, and the printed Algorithm 2 runs all requests whichever batch was best.
+    [FIX] length 0 is included, so that speculation can be turned off; the printed Algorithm 1
+    multiplies by the number of requests twice, and the printed Algorithm 2 runs all requests
+    whichever batch was best.
 
     Args:
         tokens: [batches, lengths] f64, expected tokens of a step.
@@ -103,17 +117,20 @@ def best_batch(tokens: FloatArray, seconds: FloatArray, has_slots: BoolArray, bi
 class MovingAcceptance:
     """Moving average of the acceptance rate of tried tokens.
 
-    The tokens of a chain are tried up to the first rejected one. [FIX] dividing by all drafted tokens would count those
-    after a rejection as rejected, and averaging the ratios of steps would give a chain that is rejected at once the
-    weight of a long one; neither estimates the acceptance rate a of equation 8. So accepted and tried tokens are
-    averaged separately. [FIX] The released weight of earlier steps, 0.85, forgets within some six steps: with one to
-    three requests the rate then falls by chance until nothing is drafted. Here the window is about 20 steps.
-    """
+    The tokens of a chain are tried up to the first rejected one. [FIX] dividing by all drafted
+    tokens would count those after a rejection as rejected, and averaging the ratios of steps would
+    give a chain that is rejected at once the weight of a long one; neither estimates the acceptance
+    rate a of equation 8. So accepted and tried tokens are averaged separately. [FIX] The released
+    weight of earlier steps, 0.85, forgets within some six steps: with one to three requests the
+    rate then falls by chance until nothing is drafted. Here the window is about 20 steps."""
 
-    START, KEEP = 0.7, 0.95  # initial rate, as in the released code, and weight of earlier steps
+    # initial rate, as in the released code, and weight of earlier steps
+    START = 0.7
+    KEEP = 0.95
 
     def __init__(self) -> None:
-        self._tried, self._accepted = 1.0, self.START
+        self._tried = 1.0
+        self._accepted = self.START
 
     @property
     def rate(self) -> float:

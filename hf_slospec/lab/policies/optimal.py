@@ -7,28 +7,28 @@ from typing import ClassVar
 
 import numpy as np
 
-from hf_slospec.algo.tree import Forest, IntArray, TokenTree
-from hf_slospec.engine.request import Request
-from hf_slospec.policies.adaserve import AdaServePolicy
-from hf_slospec.policies.adaserve_selection import count_until, expected_tokens
-from hf_slospec.policies.limits import max_useful_depth
-from hf_slospec.policies.registry import PolicyOptions
+from hf_slospec.policies.adaserve import AdaServePolicy, count_until, expected_tokens
+from hf_slospec.policies.registry import PolicyOptions, max_useful_depth
+from hf_slospec.request.request import Request
+from hf_slospec.tree.tree import Forest, IntArray, TokenTree
 
 
 class OptimalPolicy(AdaServePolicy):
-    """Policy that solves AdaServe's problem for the draft's probabilities, without its approximations.
+    """Policy that solves AdaServe's problem for the draft's probabilities, without its
+    approximations.
 
     Algorithm 1 takes path probabilities as true. It gives every request the fewest nodes that yield
     the tokens it requires, and spends the rest of the budget on the best nodes of all. Candidate
     trees are the widest and deepest that the config allows: by Theorem 4.1, beams as wide as the
-    budget hold the optimal trees. What this costs in drafting is not considered, so the policy shows
-    what better selection can gain, not what should be run.
+    budget hold the optimal trees. What this costs in drafting is not considered, so the policy
+    shows what better selection can gain, not what should be run.
 
-    A request that requires more than its candidate tree holds requires the whole tree. Where the budget does not
-    suffice for all (INVALID), Algorithm 2 selects, with the default settings of ``adaserve``.
-    """
+    A request that requires more than its candidate tree holds requires the whole tree. Where the
+    budget does not suffice for all (INVALID), Algorithm 2 selects, with the default settings of
+    ``adaserve``."""
 
-    name, options = "optimal", PolicyOptions
+    name = "optimal"
+    options = PolicyOptions
     is_wide: ClassVar[bool] = True  # False: candidate trees have AdaServe's depth and width
 
     def _shape(self, requests: Sequence[Request]) -> tuple[int, int]:
@@ -39,7 +39,10 @@ class OptimalPolicy(AdaServePolicy):
         return max_depth, min(self.config.max_width, num_spare)
 
     def _nodes(
-        self, requests: Sequence[Request], candidates: Sequence[TokenTree], required: Sequence[float]
+        self,
+        requests: Sequence[Request],
+        candidates: Sequence[TokenTree],
+        required: Sequence[float],
     ) -> list[IntArray]:
         # Summed in the order of the selection, so that both round alike.
         whole = [expected_tokens(np.sort(tree.path_probs[1:])[::-1])[-1] for tree in candidates]
@@ -48,11 +51,15 @@ class OptimalPolicy(AdaServePolicy):
         return super()._nodes(requests, candidates, attainable) if nodes is None else nodes
 
 
-def optimal_nodes(trees: Sequence[TokenTree], required: Sequence[float], budget: int) -> list[IntArray] | None:
-    """Return the nodes with most expected tokens such that every A(r) is met; None if that is impossible.
+def optimal_nodes(
+    trees: Sequence[TokenTree], required: Sequence[float], budget: int
+) -> list[IntArray] | None:
+    """Return the nodes with most expected tokens such that every A(r) is met; None if that is
+    impossible.
 
     This is AdaServe's Algorithm 1, which is optimal if path probabilities are true.
-    [FIX] roots are charged to the budget, exhausted trees are infeasible, and the last node may not overspend.
+    [FIX] roots are charged to the budget, exhausted trees are infeasible, and the last node may not
+    overspend.
 
     Args:
         trees: one candidate tree per request.
@@ -61,7 +68,8 @@ def optimal_nodes(trees: Sequence[TokenTree], required: Sequence[float], budget:
     """
     forest = Forest.of(trees)
     ranked = forest.canonical(forest.path_probs)
-    tree_of, path_probs = forest.tree_of[ranked], forest.path_probs[ranked]
+    tree_of = forest.tree_of[ranked]
+    path_probs = forest.path_probs[ranked]
     left = budget - len(trees)
     is_taken = np.zeros(len(ranked), dtype=np.bool_)
     for request, needed in enumerate(required):

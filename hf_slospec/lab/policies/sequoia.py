@@ -1,25 +1,217 @@
-"""Sequoia (arXiv 2402.12374): the optimal static tree for the measured acceptance, its size by step times."""
+"""Sequoia (arXiv 2402.12374): the optimal static tree for the measured acceptance, its size by step
+times.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from hf_slospec.algo.calibration import Conditionals, path_products, tried_and_hit
-from hf_slospec.algo.tree import FloatArray, Forest, IntArray
-from hf_slospec.engine.protocols import Plan, PolicyStep, Selection
-from hf_slospec.engine.request import Request
-from hf_slospec.engine.step_times import StepCosts
-from hf_slospec.lab.policies.static_tree import trees_within
-from hf_slospec.lab.policies.tree_shapes import Sequoia, StaticTree
-from hf_slospec.policies.limits import max_useful_depth
-from hf_slospec.policies.registry import NamedPolicy
+from hf_slospec.engine.acceptance import Conditionals, path_products, tried_and_hit
+from hf_slospec.engine.costs import StepCosts
+from hf_slospec.engine.interfaces import Plan, PolicyStep, Selection
+from hf_slospec.forks import cached_property
+from hf_slospec.policies.fixed import selection_of
+from hf_slospec.policies.registry import NamedPolicy, max_useful_depth, without_useless_nodes
 from hf_slospec.policies.settings import PolicySettings
+from hf_slospec.request.request import Request
+from hf_slospec.tree.tree import BoolArray, FloatArray, Forest, IntArray, TokenTree, ranks_by_key
+
+TreeTime = Callable[
+    [IntArray, IntArray], FloatArray
+]  # nodes [m, 1], levels with the root [l] -> seconds [m, l]
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """Tree shape, independent of tokens. Parents precede children."""
+
+    parents: tuple[int, ...]  # -1 at the root
+    ranks: tuple[
+        int, ...
+    ]  # rank among the siblings; 0: the draft's most probable child, and the root
+
+    @classmethod
+    def of_expansion(cls, expansion: Sequence[int]) -> StaticTree:
+        """Return the shape in which every node of depth d has ``expansion[d]`` children."""
+        parents = [-1]
+        ranks = [0]
+        layer = range(1)
+        for count in expansion:
+            parents += [node for node in layer for _ in range(count)]
+            ranks += [rank for _ in layer for rank in range(count)]
+            layer = range(layer.stop, len(parents))
+        return cls(tuple(parents), tuple(ranks))
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, root included."""
+        return len(self.parents)
+
+    @cached_property
+    def depths(self) -> IntArray:
+        """Depths of the nodes, [num_nodes] int64."""
+        depths = np.zeros(self.num_nodes, dtype=np.int64)
+        for node in range(1, self.num_nodes):
+            depths[node] = depths[self.parents[node]] + 1
+        return depths
+
+    @property
+    def max_depth(self) -> int:
+        """Depth of the deepest node; the root has depth 0."""
+        return int(self.depths.max())
+
+    @property
+    def max_width(self) -> int:
+        """Number of nodes of the widest layer."""
+        return int(np.bincount(self.depths).max())
+
+    def within(self, forest: Forest) -> BoolArray:
+        """Return a mask of the nodes of candidate trees that this shape contains.  -> [num_nodes]
+        bool
+
+        Siblings are ranked by path probability, equal ones by node. Nodes of the shape may have no
+        candidate."""
+        inner = np.flatnonzero(forest.depths > 0)
+        inner = inner[np.argsort(-forest.path_probs[inner], kind="stable")]
+        num_ranks = max(self.ranks) + 1
+        ranks = ranks_by_key(forest.parents[inner])
+        keys = np.where(ranks < num_ranks, forest.parents[inner] * num_ranks + ranks, -1)
+        order = np.argsort(keys)
+        keys = keys[order]
+        inner = inner[order]
+        matches = np.full(
+            (self.num_nodes, len(forest.trees)), -1
+        )  # candidate for each node of the shape; -1: none
+        matches[0] = forest.starts
+        for depth in range(1, self.max_depth + 1 if len(inner) else 0):
+            level = np.flatnonzero(self.depths == depth)
+            above = matches[np.array(self.parents)[level]]
+            rank = np.array(self.ranks)[level, None]
+            wanted = np.where(above >= 0, above * num_ranks + rank, -2)
+            indices = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+            matches[level] = np.where(keys[indices] == wanted, inner[indices], -1)
+        is_taken = np.zeros(len(forest.depths), dtype=np.bool_)
+        is_taken[matches[matches >= 0]] = True
+        return is_taken
+
+
+# SpecInfer's tree (arXiv 2305.09781): 18 nodes, three chains from depth 2 on.
+SPECINFER = StaticTree.of_expansion((1, 1, 3, 1, 1, 1, 1))
+
+
+class Sequoia:
+    """Optimal trees of every size and number of levels, by dynamic programming (Sequoia, arXiv
+    2402.12374).
+
+    ``expected[m, l]`` is the number of expected tokens of the best tree with exactly m nodes on at
+    most l levels, the root included in both; -inf if there is none.
+    """
+
+    def __init__(self, acceptance: FloatArray, max_nodes: int, max_levels: int):
+        """Solve for all sizes.
+
+        Args:
+            acceptance: [max_children] f64, probability that the child of rank r is accepted given
+                that its parent is.
+            max_nodes, max_levels: bounds of the trees, root included.
+        """
+        self.acceptance = acceptance
+        # [nodes, levels, children of the root]; no tree has 0 nodes or levels
+        self._values = np.full((max_nodes + 1, max_levels + 1, len(acceptance) + 1), -np.inf)
+        self._values[1, 1:, 0] = 1.0
+        self.expected = np.full((max_nodes + 1, max_levels + 1), -np.inf)
+        sizes = np.arange(max_nodes + 1)
+        self._rest = np.maximum(
+            sizes[:, None] - sizes, 0
+        )  # [m, y] nodes of the last child's subtree: m - y
+        for levels in range(1, max_levels + 1):
+            for count in range(1, len(acceptance) + 1):
+                self._values[:, levels, count] = self._splits(levels, count).max(axis=1)
+            self.expected[:, levels] = self._values[:, levels].max(axis=1)
+
+    def _splits(self, levels: int, count: int) -> FloatArray:
+        """Return the expected tokens of trees whose root has ``count`` children.
+
+        Returns:
+            [m, y] f64, by number of nodes and by number of nodes outside of the last child's
+            subtree.
+        """
+        below = self.expected[:, levels - 1]
+        gain = np.where(below > 0.0, self.acceptance[count - 1] * np.maximum(below, 0.0), -np.inf)
+        splits: FloatArray = self._values[:, levels, count - 1] + gain[self._rest]
+        return splits
+
+    def best_size(self, seconds: TreeTime, max_levels: int) -> tuple[int, int]:
+        """Return the nodes and levels, root included, with most expected tokens per second."""
+        sizes = np.arange(1, len(self.expected))
+        levels = np.arange(1, max_levels + 1)
+        rates = self.expected[1:, 1 : max_levels + 1] / seconds(sizes[:, None], levels)
+        size, level = np.unravel_index(np.argmax(rates), rates.shape)
+        return int(size) + 1, int(level) + 1
+
+    def tree(self, num_nodes: int, num_levels: int) -> StaticTree:
+        """Return the best tree of this size, which must exist."""
+        parents = [-1]
+        ranks = [0]
+        sizes = [num_nodes]
+        levels = [num_levels]
+        for node, (size, level) in enumerate(
+            zip(sizes, levels, strict=True)
+        ):  # they grow during the iteration
+            for count in range(int(np.argmax(self._values[size, level])), 0, -1):
+                rest = int(
+                    np.argmax(self._splits(level, count)[size])
+                )  # nodes outside of the last child's subtree
+                parents.append(node)
+                ranks.append(count - 1)
+                sizes.append(size - rest)
+                levels.append(level - 1)
+                size = rest
+        return StaticTree(tuple(parents), tuple(ranks))
+
+
+class StaticTreePolicy(NamedPolicy):
+    """Policy that verifies SpecInfer's tree of 18 nodes on every step."""
+
+    name = "static"
+    shape = SPECINFER
+    width = SPECINFER.max_width
+
+    @classmethod
+    def max_nodes(cls, config: PolicySettings) -> int:
+        return cls.shape.max_depth * cls.width
+
+    def plan(
+        self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
+    ) -> Plan:
+        max_depth = min(self.shape.max_depth, self.config.max_depth)
+        return Plan(max_useful_depth(requests, max_depth), self.width)
+
+    def select(
+        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
+    ) -> Selection:
+        return selection_of(trees_within(self.shape, requests, candidates))
+
+
+def trees_within(
+    shape: StaticTree, requests: Sequence[Request], candidates: Sequence[TokenTree]
+) -> list[TokenTree]:
+    """Return the subtrees of the candidates that lie in the shape and can still be committed."""
+    forest = Forest.of(without_useless_nodes(requests, candidates))
+    return forest.subtrees(shape.within(forest))
+
 
 MAX_NODES = 64  # per tree
 RESOLVE = 32  # steps between solutions for new acceptance rates
-PRIOR = 0.6, 0.45  # acceptance rate of the first child, and of each further one given that those before were rejected
+PRIOR = (
+    0.6,
+    0.45,
+    # Acceptance rate of the first child, and of each further one given that those before were
+    # rejected
+)
 PRIOR_WEIGHT = 20.0  # weight of the prior per rank, in tried children
 MEMORY = 400.0  # tried children per rank after which the oldest fade
 
@@ -27,8 +219,8 @@ MEMORY = 400.0  # tried children per rank after which the oldest fade
 class AcceptanceByRank:
     """Acceptance rates of children by rank, given that their parent was accepted; old steps fade.
 
-    A child counts as tried if its earlier siblings were rejected, so the sum of the rates never exceeds 1.
-    """
+    A child counts as tried if its earlier siblings were rejected, so the sum of the rates never
+    exceeds 1."""
 
     def __init__(self, max_rank: int):
         self._tried = np.full(max_rank, PRIOR_WEIGHT)
@@ -43,9 +235,12 @@ class AcceptanceByRank:
         return rates
 
     def observe(self, forest: Forest, accepted: IntArray) -> None:
-        """Learn from the draft trees of a step; ``accepted`` are nodes of the forest, [num_accepted] int64."""
+        """Learn from the draft trees of a step; ``accepted`` are nodes of the forest,
+        [num_accepted] int64.
+        """
         was_tried, was_hit = tried_and_hit(forest, accepted)
-        ranks, max_rank = Conditionals.of(forest).ranks, len(self._tried)
+        ranks = Conditionals.of(forest).ranks
+        max_rank = len(self._tried)
         hit_below = np.full(len(ranks), max_rank)  # rank of the child that was accepted
         hit_below[forest.parents[accepted]] = ranks[accepted]
         was_tried &= ranks <= hit_below[forest.parents]
@@ -57,11 +252,12 @@ class AcceptanceByRank:
 
 
 class SequoiaPolicy(NamedPolicy):
-    """Policy that verifies one tree shape for all requests, chosen for every batch, or none if that is faster.
+    """Policy that verifies one tree shape for all requests, chosen for every batch, or none if that
+    is faster.
 
-    Acceptance by rank is measured while decoding, starting from ``PRIOR``, and the trees are solved for again every
-    ``RESOLVE`` steps. Step times are those of the whole batch; the paper considers a single request.
-    """
+    Acceptance by rank is measured while decoding, starting from ``PRIOR``, and the trees are solved
+    for again every ``RESOLVE`` steps. Step times are those of the whole batch; the paper considers
+    a single request."""
 
     name = "sequoia"
 
@@ -71,12 +267,17 @@ class SequoiaPolicy(NamedPolicy):
         self._num_steps = 0
         self._solve()
 
-    def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
-        num_requests, num_keys = len(requests), sum(len(request.tokens) for request in requests)
+    def step(
+        self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
+    ) -> PolicyStep:
+        num_requests = len(requests)
+        num_keys = sum(len(request.tokens) for request in requests)
         max_width = self.config.max_width  # the width of a tree is known only when it is solved for
 
         def seconds(num_nodes: IntArray, num_levels: IntArray) -> FloatArray:
-            verify_s = self.costs.verify_s(num_requests * num_nodes + num_prefill_tokens, num_requests, num_keys)
+            verify_s = self.costs.verify_s(
+                num_requests * num_nodes + num_prefill_tokens, num_requests, num_keys
+            )
             return verify_s + self.costs.draft_s(num_requests, num_levels - 1, max_width, num_keys)
 
         size = self._table.best_size(seconds, max_useful_depth(requests, self.config.max_depth) + 1)
@@ -86,9 +287,13 @@ class SequoiaPolicy(NamedPolicy):
         step_s = float(seconds(*np.array(size)))
         candidates, _ = yield Plan(shape.max_depth, min(shape.max_width, max_width))
         trees = trees_within(shape, requests, candidates)
-        forest = Forest.of(trees)  # smaller than the shape where candidates are missing or few tokens are left
+        forest = Forest.of(
+            trees
+        )  # smaller than the shape where candidates are missing or few tokens are left
         path_probs = path_products(forest, self._rates[Conditionals.of(forest).ranks])
-        accepted, _ = yield Selection(trees, np.bincount(forest.tree_of, path_probs).tolist(), step_s)
+        accepted, _ = yield Selection(
+            trees, np.bincount(forest.tree_of, path_probs).tolist(), step_s
+        )
         self.acceptance.observe(forest, forest.indices(accepted))
         self._num_steps += 1
         if self._num_steps % RESOLVE == 0:

@@ -1,4 +1,6 @@
-"""SLOs-Serve (arXiv 2504.08784): chains as long as each tier of TPOT SLOs needs, the rest of a step for prefill."""
+"""SLOs-Serve (arXiv 2504.08784): chains as long as each tier of TPOT SLOs needs, the rest of a step
+for prefill.
+"""
 
 from __future__ import annotations
 
@@ -6,46 +8,52 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hf_slospec.algo.spec_lengths import SpecLengths, best_lengths
-from hf_slospec.algo.tree import BoolArray, FloatArray, IntArray
-from hf_slospec.engine.request import Request
-from hf_slospec.engine.scheduling.guarantees import tiers_of
-from hf_slospec.engine.step_times import StepCosts
+from hf_slospec.engine.costs import StepCosts
 from hf_slospec.lab.policies.goodput import chain_tokens
 from hf_slospec.lab.policies.smartspec import Batch, Chains, SmartSpecPolicy
-from hf_slospec.policies.limits import affordable_tokens
-from hf_slospec.policies.registry import PolicyOptions
+from hf_slospec.policies.registry import PolicyOptions, affordable_tokens
 from hf_slospec.policies.settings import PolicySettings
+from hf_slospec.request.request import Request
+from hf_slospec.scheduler.admission import SpecLengths, best_lengths
+from hf_slospec.scheduler.guarantees import tiers_of
+from hf_slospec.tree.tree import BoolArray, FloatArray, IntArray
 
 CATCH_UP = 0.5  # maximum share of the longest chain's gain that one step uses to catch up
 
 
 class SLOsServePolicy(SmartSpecPolicy):
-    """Policy that solves appendix D in every step: one length per tier, to meet TPOT SLOs at the highest prefill rate.
+    """Policy that solves appendix D in every step: one length per tier, to meet TPOT SLOs at the
+    highest prefill rate.
 
-    A TPOT SLO that plain decoding meets needs no drafting, so its tier has length 0. A tier with a late request must
-    also make up for the delay. [FIX] the paper tightens the TPOT SLO of such a tier without a formula. If the TPOT SLOs
-    cannot be met even without prefill, catching up is dropped first, then tiers are relaxed to the next one. Requests
-    without a TPOT SLO get what fits into the step besides. If no request has a TPOT SLO, or none can be met, goodput
-    decides.
+    A TPOT SLO that plain decoding meets needs no drafting, so its tier has length 0. A tier with a
+    late request must also make up for the delay. [FIX] the paper tightens the TPOT SLO of such a
+    tier without a formula. If the TPOT SLOs cannot be met even without prefill, catching up is
+    dropped first, then tiers are relaxed to the next one. Requests without a TPOT SLO get what fits
+    into the step besides. If no request has a TPOT SLO, or none can be met, goodput decides.
     """
 
-    name, options, chooses_requests = "slos-serve", PolicyOptions, False
+    name = "slos-serve"
+    options = PolicyOptions
+    chooses_requests = False
 
     def __init__(self, config: PolicySettings, costs: StepCosts):
         super().__init__(config, costs)
         self.budget = config.token_budget or affordable_tokens(costs)
 
     def _to_draft(self, batch: Batch) -> Chains:
-        num_requests, longest = len(batch.requests), int(batch.useful.max())
+        num_requests = len(batch.requests)
+        longest = int(batch.useful.max())
         needed = self._slo_lengths(batch, longest + 1)  # nodes, roots included
         wanted = self._best(batch, batch.useful)[0] if needed is None else needed - 1
         lengths: IntArray = np.minimum(wanted, batch.useful)
-        seconds = self._seconds(batch, num_requests, int(lengths.max()), int(lengths.sum()) + num_requests)
+        seconds = self._seconds(
+            batch, num_requests, int(lengths.max()), int(lengths.sum()) + num_requests
+        )
         return Chains(lengths, float(seconds))
 
     def _slo_lengths(self, batch: Batch, max_len: int) -> IntArray | None:
-        """Return the nodes to verify of each request, root included, to meet the TPOT SLOs; None if none can be met.
+        """Return the nodes to verify of each request, root included, to meet the TPOT SLOs; None if
+        none can be met.
 
         Args:
             batch: the requests.
@@ -58,11 +66,14 @@ class SLOsServePolicy(SmartSpecPolicy):
         tpot_slos_s = np.array([request.pace_s or np.inf for request in requests])
         if np.isinf(tpot_slos_s).all():
             return None
-        num_requests, tiers = len(requests), np.array(tiers_of(tpot_slos_s.tolist()))
+        num_requests = len(requests)
+        tiers = np.array(tiers_of(tpot_slos_s.tolist()))
         tier_of = np.searchsorted(tiers, tpot_slos_s, side="right") - 1
         counts = np.bincount(tier_of, minlength=len(tiers))
         slacks = self._slacks(requests, batch.begun_s, max_len)
-        for tried, slack in _attempts(tiers, np.array([slacks[tier_of == tier].min() for tier in range(len(tiers))])):
+        for tried, slack in _attempts(
+            tiers, np.array([slacks[tier_of == tier].min() for tier in range(len(tiers))])
+        ):
             solution = best_lengths(
                 lambda num_tokens: self.costs.verify_s(num_tokens, num_requests, batch.num_keys),
                 tried.tolist(),
@@ -81,7 +92,9 @@ class SLOsServePolicy(SmartSpecPolicy):
         return None
 
     def _slacks(self, requests: Sequence[Request], begun_s: float, max_len: int) -> FloatArray:
-        """Return minus the seconds by which the step must be shorter to catch up; 0: not late.  -> [num_requests]"""
+        """Return minus the seconds by which the step must be shorter to catch up; 0: not late.  ->
+        [num_requests]
+        """
         gain = float(chain_tokens(self.acceptance.rate, max_len - 1))
         slacks = []
         for request in requests:
@@ -90,8 +103,11 @@ class SLOsServePolicy(SmartSpecPolicy):
             slacks.append(np.clip(pace_s * emitted - elapsed_s, -CATCH_UP * gain * pace_s, 0.0))
         return np.array(slacks)
 
-    def _free_length(self, batch: Batch, solution: SpecLengths, counts: IntArray, is_free: BoolArray) -> int:
-        """Return the longest chain for requests without a TPOT SLO that needs no more levels and fits into the step.
+    def _free_length(
+        self, batch: Batch, solution: SpecLengths, counts: IntArray, is_free: BoolArray
+    ) -> int:
+        """Return the longest chain for requests without a TPOT SLO that needs no more levels and
+        fits into the step.
 
         Args:
             batch: the requests.
@@ -99,20 +115,31 @@ class SLOsServePolicy(SmartSpecPolicy):
             counts: [tiers] int64, requests.
             is_free: [tiers] bool, the tier has no TPOT SLO.
         """
-        num_free, longest = int(counts[is_free].sum()), int(solution.lengths.max())
-        num_bound = int((solution.lengths * counts)[~is_free].sum())  # nodes for requests with a TPOT SLO
+        num_free = int(counts[is_free].sum())
+        longest = int(solution.lengths.max())
+        num_bound = int(
+            (solution.lengths * counts)[~is_free].sum()
+        )  # nodes for requests with a TPOT SLO
         num_tokens = num_bound + num_free * np.arange(1, longest + 1)
         fits = self._seconds(batch, int(counts.sum()), longest - 1, num_tokens) <= solution.limit_s
         return 1 + int(np.count_nonzero(fits[1:]))
 
-    def _seconds(self, batch: Batch, num_requests: int, num_levels: int, num_tokens: IntArray | int) -> FloatArray:
-        """Return the seconds of a step with these draft levels and nodes, and the step's prefill tokens."""
+    def _seconds(
+        self, batch: Batch, num_requests: int, num_levels: int, num_tokens: IntArray | int
+    ) -> FloatArray:
+        """Return the seconds of a step with these draft levels and nodes, and the step's prefill
+        tokens.
+        """
         draft_s = self.costs.draft_s(num_requests, num_levels, 1, batch.num_keys)
-        return draft_s + self.costs.verify_s(num_tokens + batch.num_prefill_tokens, num_requests, batch.num_keys)
+        return draft_s + self.costs.verify_s(
+            num_tokens + batch.num_prefill_tokens, num_requests, batch.num_keys
+        )
 
 
 def _attempts(tiers: FloatArray, slacks: FloatArray) -> Iterator[tuple[FloatArray, FloatArray]]:
-    """Yield TPOT SLOs and slacks by tier, from the hardest to the easiest; tiers without TPOT SLO stay as they are."""
+    """Yield TPOT SLOs and slacks by tier, from the hardest to the easiest; tiers without TPOT SLO
+    stay as they are.
+    """
     yield tiers, slacks
     for tpot_slo_s in tiers[np.isfinite(tiers)]:
         yield np.maximum(tiers, tpot_slo_s), np.zeros(len(tiers))

@@ -1,4 +1,6 @@
-"""SmartSpec (arXiv 2406.14066v2): chains whose length maximises goodput, one for all requests or one per request."""
+"""SmartSpec (arXiv 2406.14066v2): chains whose length maximises goodput, one for all requests or
+one per request.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,17 @@ from weakref import WeakKeyDictionary, WeakSet
 import numpy as np
 from pydantic import Field
 
-from hf_slospec.algo.tree import BoolArray, FloatArray, IntArray, TokenTree
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.engine.protocols import Plan, PolicyStep, Selection
-from hf_slospec.engine.request import Request
-from hf_slospec.engine.step_times import StepCosts
+from hf_slospec.engine.costs import StepCosts
+from hf_slospec.engine.interfaces import Plan, PolicyStep, Selection
 from hf_slospec.lab.policies.goodput import MovingAcceptance, best_batch, chain_tokens
 from hf_slospec.policies.registry import NamedPolicy, PolicyOptions
 from hf_slospec.policies.settings import PolicySettings
+from hf_slospec.request.request import Request
+from hf_slospec.tree.tree import BoolArray, FloatArray, IntArray, TokenTree
 
-BIAS = 1.1  # factor on the goodput of plain decoding, for costs besides the forwards, as in the released code
+# Factor on the goodput of plain decoding, for costs besides the forwards, as in the released code
+BIAS = 1.1
 RECENT = 100  # steps that decide whether to draft for new requests
 RETRY = 20  # consecutive steps without drafts, of which the last one tries to draft again
 
@@ -46,8 +49,11 @@ class Batch:
     begun_s: float
     num_prefill_tokens: int
     keys: IntArray  # [num_requests] int64, cached tokens
-    useful: IntArray  # [num_requests] int64, maximum useful lengths; a chain of k tokens commits up to k + 1
-    slots_left: float  # K/V slots without a cached token of a decoding request, whether it runs or not
+    # [num_requests] int64, maximum useful lengths; a chain of k tokens commits up to k + 1
+    useful: IntArray
+    slots_left: (
+        float  # K/V slots without a cached token of a decoding request, whether it runs or not
+    )
 
     @property
     def num_keys(self) -> int:
@@ -57,7 +63,9 @@ class Batch:
     def part(self, indices: Sequence[int]) -> Batch:
         """Return the batch of the requests at these indices."""
         requests = [self.requests[index] for index in indices]
-        return replace(self, requests=requests, keys=self.keys[indices], useful=self.useful[indices])
+        return replace(
+            self, requests=requests, keys=self.keys[indices], useful=self.useful[indices]
+        )
 
 
 @dataclass(frozen=True)
@@ -82,22 +90,26 @@ def _prefix_sums(values: Any) -> Any:
 
 
 class SmartSpecPolicy(NamedPolicy):
-    """Policy that runs the first requests to come with chains of one length, as many and as long as pay (Algorithm 2).
+    """Policy that runs the first requests to come with chains of one length, as many and as long as
+    pay (Algorithm 2).
 
-    What pays most has most expected tokens per second over all requests that run; the others sit the step out. The
-    acceptance rate is a moving average over all requests. A level of drafting costs as much as the requests that draft
-    it (equation 5).
+    What pays most has most expected tokens per second over all requests that run; the others sit
+    the step out. The acceptance rate is a moving average over all requests. A level of drafting
+    costs as much as the requests that draft it (equation 5).
 
-    K/V slots: a batch needs them for all cached tokens and for those that it drafts. Plain decoding always has them,
-    as the scheduler preempts requests before.
+    K/V slots: a batch needs them for all cached tokens and for those that it drafts. Plain decoding
+    always has them, as the scheduler preempts requests before.
 
-    Retry: [FIX] nothing is learned where nothing is drafted, so as printed and released, speculation that was switched
-    off by low acceptance stays off as long as the batch does. Here every :data:`RETRY`-th consecutive step without
-    drafts takes the length that would be best at the initial acceptance rate, which is 0 if the batch is too large.
+    Retry: [FIX] nothing is learned where nothing is drafted, so as printed and released,
+        speculation that was switched
+    off by low acceptance stays off as long as the batch does. Here every :data:`RETRY`-th
+    consecutive step without drafts takes the length that would be best at the initial acceptance
+    rate, which is 0 if the batch is too large.
 
-    Prefill disabling: requests that arrive while most recent steps drafted nothing are never drafted for, which saves
-    the draft's prefill. [FIX] a step counts by the length that is best if all requests are drafted for; otherwise
-    drafting would never resume once no request is drafted for.
+    Prefill disabling: requests that arrive while most recent steps drafted nothing are never
+        drafted for, which saves
+    the draft's prefill. [FIX] a step counts by the length that is best if all requests are drafted
+    for; otherwise drafting would never resume once no request is drafted for.
     """
 
     name = "smartspec"
@@ -111,18 +123,26 @@ class SmartSpecPolicy(NamedPolicy):
         self.kv_tokens = math.inf if kv_tokens is None else kv_tokens
         self.prefill_disabling = config.options_of(SmartSpecOptions).prefill_disabling
         self.acceptance = MovingAcceptance()
-        self.acceptances: WeakKeyDictionary[Request, MovingAcceptance] = WeakKeyDictionary()  # per request
+        self.acceptances: WeakKeyDictionary[Request, MovingAcceptance] = (
+            WeakKeyDictionary()
+        )  # per request
         self.undrafted: WeakSet[Request] = WeakSet()  # requests that are never drafted for
         self._seen: WeakSet[Request] = WeakSet()
         self._was_plain: deque[bool] = deque(maxlen=RECENT)
         self._num_plain = 0  # consecutive steps without drafts, though some could have been used
 
-    def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
+    def step(
+        self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
+    ) -> PolicyStep:
         self._decide_on_new(requests)
         keys = np.array([len(request.tokens) for request in requests])
-        useful = np.array([min(self.config.max_depth, request.num_left - 1) for request in requests])
+        useful = np.array(
+            [min(self.config.max_depth, request.num_left - 1) for request in requests]
+        )
         slots_left = self.kv_tokens - float(keys.sum())
-        batch = self._running(Batch(requests, begun_s, num_prefill_tokens, keys, useful, slots_left))
+        batch = self._running(
+            Batch(requests, begun_s, num_prefill_tokens, keys, useful, slots_left)
+        )
         chains = self._to_draft(batch)
         pairs = zip(batch.requests, chains.lengths.tolist(), strict=True)
         depths = {request: length for request, length in pairs if length}
@@ -135,10 +155,15 @@ class SmartSpecPolicy(NamedPolicy):
             decoding=batch.requests,
         )
         chains = self._to_verify(batch, chains, candidates, plan)
-        trees = [tree.up_to(length) for tree, length in zip(candidates, chains.lengths.tolist(), strict=True)]
+        trees = [
+            tree.up_to(length)
+            for tree, length in zip(candidates, chains.lengths.tolist(), strict=True)
+        ]
         expected = [float(chain_tokens(self.acceptance.rate, tree.max_depth)) for tree in trees]
         accepted, _ = yield Selection(trees, expected, chains.step_s)
-        tried = [min(len(nodes) + 1, tree.max_depth) for nodes, tree in zip(accepted, trees, strict=True)]
+        tried = [
+            min(len(nodes) + 1, tree.max_depth) for nodes, tree in zip(accepted, trees, strict=True)
+        ]
         self.acceptance.observe(sum(tried), sum(len(nodes) for nodes in accepted))
         for request, num_tried, nodes in zip(batch.requests, tried, accepted, strict=True):
             self.acceptances.setdefault(request, MovingAcceptance()).observe(num_tried, len(nodes))
@@ -153,7 +178,9 @@ class SmartSpecPolicy(NamedPolicy):
         useful = queue.useful * self._is_drafted(queue)
         lengths = _up_to(useful)
         tokens = _prefix_sums(chain_tokens(self.acceptance.rate, lengths))
-        last, _ = best_batch(tokens, self._step_s(queue, lengths, add=_prefix_sums), _has_slots(queue, lengths), BIAS)
+        last, _ = best_batch(
+            tokens, self._step_s(queue, lengths, add=_prefix_sums), _has_slots(queue, lengths), BIAS
+        )
         return batch.part(sorted(order[: last + 1]))
 
     def _is_drafted(self, batch: Batch) -> BoolArray:
@@ -176,12 +203,16 @@ class SmartSpecPolicy(NamedPolicy):
         lengths: IntArray = np.minimum(self._lengths(batch.requests, length, useful > 0), useful)
         return Chains(lengths, float(self._step_s(batch, lengths[:, None])[0, 0]))
 
-    def _to_verify(self, batch: Batch, drafted: Chains, candidates: Sequence[TokenTree], plan: Plan) -> Chains:
+    def _to_verify(
+        self, batch: Batch, drafted: Chains, candidates: Sequence[TokenTree], plan: Plan
+    ) -> Chains:
         """Return the chains to verify, parts of the candidates that were drafted by the plan."""
         return drafted
 
     def _lengths(self, requests: Sequence[Request], length: int, is_drafted: BoolArray) -> IntArray:
-        """Return the lengths of all chains, given the best common length, useful or not.  -> [num_requests] int64"""
+        """Return the lengths of all chains, given the best common length, useful or not.  ->
+        [num_requests] int64
+        """
         return np.full(len(requests), length)
 
     def _decide_on_new(self, requests: Sequence[Request]) -> None:
@@ -201,24 +232,37 @@ class SmartSpecPolicy(NamedPolicy):
         return float(self.costs.draft_s(1, 1, 1)) > 0.0
 
     def _best(
-        self, batch: Batch, proposed: IntArray, drafted_s: float | None = None, rate: float | None = None
+        self,
+        batch: Batch,
+        proposed: IntArray,
+        drafted_s: float | None = None,
+        rate: float | None = None,
     ) -> tuple[int, float]:
-        """Return the common length limit with the highest goodput, and the predicted seconds of its step.
+        """Return the common length limit with the highest goodput, and the predicted seconds of its
+        step.
 
         Args:
             batch: the requests.
-            proposed: [num_requests] int64, maximum tokens to propose; requests without any still commit one token.
-            drafted_s: seconds that drafting has taken; None: drafting is still to come, and depends on the length.
+            proposed: [num_requests] int64, maximum tokens to propose; requests without any still
+                commit one token.
+            drafted_s: seconds that drafting has taken; None: drafting is still to come, and depends
+                on the length.
             rate: acceptance rate to assume; None: the observed one.
         """
         lengths = _up_to(proposed)
         tokens = chain_tokens(self.acceptance.rate if rate is None else rate, lengths).sum(axis=0)
-        seconds, has_slots = self._step_s(batch, lengths, drafted_s), _has_slots(batch, lengths)[-1:]
+        seconds, has_slots = (
+            self._step_s(batch, lengths, drafted_s),
+            _has_slots(batch, lengths)[-1:],
+        )
         _, length = best_batch(tokens[None], seconds, has_slots, BIAS)
         return length, float(seconds[0, length])
 
-    def _step_s(self, batch: Batch, lengths: IntArray, drafted_s: float | None = None, add: Add = _sum) -> FloatArray:
-        """Return the predicted seconds of steps of the batch or, with prefix sums, of its first one, two, ... requests.
+    def _step_s(
+        self, batch: Batch, lengths: IntArray, drafted_s: float | None = None, add: Add = _sum
+    ) -> FloatArray:
+        """Return the predicted seconds of steps of the batch or, with prefix sums, of its first
+        one, two, ... requests.
 
         Args:
             batch: the requests.
@@ -229,16 +273,24 @@ class SmartSpecPolicy(NamedPolicy):
         Returns:
             [1 or num_requests, options] f64.
         """
-        num_requests, num_keys = add(np.ones((len(lengths), 1))), add(batch.keys[:, None])
+        num_requests = add(np.ones((len(lengths), 1)))
+        num_keys = add(batch.keys[:, None])
         num_tokens = add(lengths + 1) + batch.num_prefill_tokens
         draft_s = self._draft_s(batch, lengths, add) if drafted_s is None else drafted_s
         return draft_s + self.costs.verify_s(num_tokens, num_requests, num_keys)
 
     def _draft_s(self, batch: Batch, lengths: IntArray, add: Add = _sum) -> FloatArray:
-        """Return the seconds of drafting in such steps: of each level for the requests that draft it (equation 5)."""
-        is_drafted = lengths[..., None] > np.arange(max(int(lengths.max()), 1))  # [num_requests, options, levels]
-        num_drafting, num_keys = add(is_drafted), add(is_drafted * batch.keys[:, None, None])
-        first_s, both_s = (self.costs.draft_s(num_drafting, levels, 1, num_keys) for levels in (1, 2))
+        """Return the seconds of drafting in such steps: of each level for the requests that draft
+        it (equation 5).
+        """
+        is_drafted = lengths[..., None] > np.arange(
+            max(int(lengths.max()), 1)
+        )  # [num_requests, options, levels]
+        num_drafting = add(is_drafted)
+        num_keys = add(is_drafted * batch.keys[:, None, None])
+        first_s, both_s = (
+            self.costs.draft_s(num_drafting, levels, 1, num_keys) for levels in (1, 2)
+        )
         levels_s = both_s - first_s
         levels_s[..., 0] = first_s[..., 0]
         seconds: FloatArray = (levels_s * (num_drafting > 0)).sum(axis=-1)
@@ -246,7 +298,8 @@ class SmartSpecPolicy(NamedPolicy):
 
 
 def _up_to(longest: IntArray) -> IntArray:
-    """Return the chains under each common limit, from 0 to the longest.  -> [num_requests, limits] int64
+    """Return the chains under each common limit, from 0 to the longest.  -> [num_requests, limits]
+    int64
 
     Args:
         longest: [num_requests] int64.
@@ -255,7 +308,8 @@ def _up_to(longest: IntArray) -> IntArray:
 
 
 def _has_slots(batch: Batch, lengths: IntArray) -> BoolArray:
-    """Return whether the first requests of the batch, one, two and so on, have slots for their chains (HasSlot).
+    """Return whether the first requests of the batch, one, two and so on, have slots for their
+    chains (HasSlot).
 
     Args:
         batch: the requests.
@@ -270,7 +324,8 @@ def _has_slots(batch: Batch, lengths: IntArray) -> BoolArray:
 
 
 class SmartSpecRequestsPolicy(SmartSpecPolicy):
-    """Policy that distributes the drafted tokens of ``smartspec`` by each request's acceptance (the released code).
+    """Policy that distributes the drafted tokens of ``smartspec`` by each request's acceptance (the
+    released code).
 
     k_i = round(k n a_i / sum of a).
     """
@@ -280,7 +335,9 @@ class SmartSpecRequestsPolicy(SmartSpecPolicy):
     def _lengths(self, requests: Sequence[Request], length: int, is_drafted: BoolArray) -> IntArray:
         if not length:
             return super()._lengths(requests, length, is_drafted)
-        rates = np.array([self.acceptances.get(request, MovingAcceptance()).rate for request in requests])
+        rates = np.array(
+            [self.acceptances.get(request, MovingAcceptance()).rate for request in requests]
+        )
         share = rates * is_drafted / rates[is_drafted].sum()
         lengths: IntArray = np.rint(length * np.count_nonzero(is_drafted) * share).astype(np.int64)
         return lengths

@@ -1,23 +1,259 @@
-"""Delacourt's thesis: trees by growth and pruning (its Algorithm 1), and nodes by importance (its Algorithm 2)."""
+"""Delacourt's thesis: trees by growth and pruning (its Algorithm 1), and nodes by importance (its
+Algorithm 2).
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 from pydantic import Field
 
-from hf_slospec.algo.tree import TokenTree
-from hf_slospec.engine.protocols import Plan, PolicyStep, Selection
-from hf_slospec.engine.request import Request
-from hf_slospec.engine.step_times import StepCosts
-from hf_slospec.lab.policies.growth import StopRule, grown_nodes, important_nodes
-from hf_slospec.policies.adaserve_selection import required_tokens
+from hf_slospec.engine.costs import StepCosts
+from hf_slospec.engine.interfaces import Plan, PolicyStep, Selection
+from hf_slospec.policies.adaserve import required_tokens
 from hf_slospec.policies.fixed import selection_of
-from hf_slospec.policies.limits import max_useful_depth, roofline_tokens, without_useless_nodes
-from hf_slospec.policies.registry import NamedPolicy, PolicyOptions
+from hf_slospec.policies.registry import (
+    NamedPolicy,
+    PolicyOptions,
+    max_useful_depth,
+    roofline_tokens,
+    without_useless_nodes,
+)
 from hf_slospec.policies.settings import PolicySettings
+from hf_slospec.request.request import Request
+from hf_slospec.tree.tree import BoolArray, FloatArray, Forest, IntArray, TokenTree, ranks_by_key
+
+MAX_CHILDREN = 4  # maximum children of a node (k), as printed
+
+
+def grown_nodes(
+    trees: Sequence[TokenTree],
+    budget: int,
+    max_nodes: int,
+    max_depth: int,
+    max_width: int,
+    max_children: int = MAX_CHILDREN,
+) -> list[IntArray]:
+    """Grow the trees layer by layer; new nodes replace the worst kept nodes (Algorithm 1).
+
+    A replaced node is not added again, nor are its children. If the width is the limit, the result
+    need not be optimal: a layer may have dropped a node that would have paid only with its
+        children.
+
+    Args:
+        trees: one candidate tree per request; their layers stand for the draft's proposals.
+        budget: N, maximum nodes of all trees; roots are always kept.
+        max_nodes: S, maximum nodes of one tree.
+        max_depth: D.
+        max_width: W, nodes that a tree may consider per layer.
+        max_children: k, maximum children of a node.
+
+    Returns:
+        Per request the kept nodes, root first; each set is parent-closed.
+    """
+    growth = _Growth(Forest.of(trees), budget, max_nodes)
+    for depth in range(1, max_depth + 1):
+        layers = _layers(growth.forest, depth, growth.is_kept, max_width, max_children)
+        if not sum(growth.add_layer(tree, layer) for tree, layer in layers):
+            break
+    return growth.forest.nodes(np.flatnonzero(growth.is_kept))
+
+
+def _layers(
+    forest: Forest, depth: int, is_kept: BoolArray, max_width: int, max_children: int
+) -> Iterator[tuple[int, list[int]]]:
+    """Yield each tree's index and its best children of kept nodes at this depth, nodes of the
+    forest, best first.
+    """
+    nodes = np.flatnonzero(
+        (forest.depths == depth) & is_kept[forest.parents] & (forest.path_probs > 0.0)
+    )
+    nodes = nodes[np.argsort(-forest.path_probs[nodes], kind="stable")]
+    for key, limit in ((forest.parents, max_children), (forest.tree_of, max_width)):
+        nodes = nodes[ranks_by_key(key[nodes]) < limit]
+    nodes = nodes[np.argsort(forest.tree_of[nodes], kind="stable")]
+    first = np.flatnonzero(np.diff(forest.tree_of[nodes], prepend=-1))
+    for tree_nodes in np.split(nodes, first[1:]) if len(nodes) else ():
+        yield int(forest.tree_of[tree_nodes[0]]), tree_nodes.tolist()
+
+
+class _Growth:
+    """Nodes kept so far, with heaps of the worst nodes per tree and overall; pruned nodes leave the
+    heaps lazily.
+    """
+
+    def __init__(self, forest: Forest, budget: int, max_nodes: int):
+        self.forest = forest
+        self.budget = budget
+        self.max_nodes = max_nodes
+        self.is_kept: BoolArray = forest.depths == 0
+        self.path_probs = forest.path_probs.tolist()
+        self.sizes = [1] * len(forest.trees)
+        self.total = len(forest.trees)
+        self.per_tree: list[list[tuple[float, int, int]]] = [
+            [] for _ in forest.trees
+        ]  # (path prob, -depth, -node)
+        self.overall: list[tuple[float, int, int]] = []
+
+    def add_layer(self, tree: int, nodes: Sequence[int]) -> int:
+        """Add the nodes, best first, that are better than the kept nodes they replace.  -> number
+        of added nodes
+        """
+        num_added = 0
+        for node in nodes:
+            is_whole = self.sizes[tree] >= self.max_nodes
+            is_spent = self.total >= self.budget
+            # [FIX] a tie must not be added, else the limits are exceeded. This also excludes
+            # children of a node pruned after the layer was listed: all kept nodes are at least as
+            # good as that node, which is as good as they.
+            if is_spent and self.path_probs[node] <= self._worst(self.overall):
+                break
+            if is_whole and self.path_probs[node] <= self._worst(self.per_tree[tree]):
+                break
+            if is_whole or is_spent:
+                self._prune_worst(self.per_tree[tree] if is_whole else self.overall)
+            self._add(tree, node)
+            num_added += 1
+        return num_added
+
+    def _worst(self, heap: list[tuple[float, int, int]]) -> float:
+        """Return the path probability of the worst kept node; inf if only roots are kept, which are
+        never pruned.
+        """
+        while heap and not self.is_kept[-heap[0][2]]:
+            heapq.heappop(heap)
+        return heap[0][0] if heap else np.inf
+
+    def _prune_worst(self, heap: list[tuple[float, int, int]]) -> None:
+        # [FIX] of equal nodes the deepest is pruned: an inner node would leave its children without
+        # a parent
+        node = -heapq.heappop(heap)[2]
+        self.is_kept[node] = False
+        self._count(int(self.forest.tree_of[node]), -1)
+
+    def _add(self, tree: int, node: int) -> None:
+        entry = (self.path_probs[node], -int(self.forest.depths[node]), -node)
+        heapq.heappush(self.per_tree[tree], entry)
+        heapq.heappush(self.overall, entry)
+        self.is_kept[node] = True
+        self._count(tree, 1)
+
+    def _count(self, tree: int, change: int) -> None:
+        self.sizes[tree] += change
+        self.total += change
+
+
+class StopRule:
+    """Trees to draft another level for while they grow (the stopping criterion of Algorithm 1).
+
+    The kept nodes are the best ones, at most N in all and S of each tree, as :func:`grown_nodes`
+    keeps them. A tree without a kept node in its last level is finished. Children of pruned nodes
+    are never kept, as they are no better than these. The limit on children of a node is not
+    applied, so a tree may be drafted on for a node beyond it."""
+
+    def __init__(self, num_trees: int, budget: int, max_nodes: int):
+        """Start with roots only; ``budget`` N and ``max_nodes`` S count roots."""
+        self.num_nodes = max(budget - num_trees, 0)
+        self.max_tree_nodes = max_nodes - 1
+        self.is_growing: BoolArray = np.ones(num_trees, dtype=np.bool_)
+        self.path_probs: FloatArray = np.empty(0)  # of kept nodes, descending
+        self.tree_of: IntArray = np.empty(0, np.int64)  # of kept nodes
+
+    def goes_on(self, path_probs: FloatArray, trees: IntArray) -> BoolArray:
+        """Add a level of some trees; return which of them to draft the next level for.
+
+        Args:
+            path_probs: [num_rows, beam] f64.
+            trees: [num_rows] int64.
+        """
+        is_new = np.arange(len(self.tree_of) + path_probs.size) >= len(self.tree_of)
+        level = np.where(self.is_growing[trees, None], path_probs, 0.0)
+        all_probs = np.concatenate((self.path_probs, level.ravel()))
+        tree_of = np.concatenate((self.tree_of, np.repeat(trees, path_probs.shape[1])))
+        best = np.argsort(-all_probs, kind="stable")  # ties replace nothing
+        best = best[all_probs[best] > 0.0]
+        best = best[ranks_by_key(tree_of[best]) < self.max_tree_nodes][: self.num_nodes]
+        self.path_probs = all_probs[best]
+        self.tree_of = tree_of[best]
+        self.is_growing[:] = False
+        self.is_growing[self.tree_of[is_new[best]]] = True
+        return self.is_growing[trees]
+
+
+def important_nodes(
+    trees: Sequence[TokenTree],
+    required: Sequence[float],
+    tpot_slos_s: Sequence[float | None],
+    budget: int,
+    *,
+    slack_s: float = 0.0,
+    capped: bool = False,
+    max_slo_nodes: int = 0,
+) -> list[IntArray]:
+    """Select one node at a time for the request with the highest importance score (Algorithm 2).
+
+    The score of a request that expects fewer tokens than its TPOT SLO requires is 1 + the seconds
+    it will be late; the score of any other is the path probability of its best remaining node.
+    Scores of a request never rise while it gets nodes, so sorting nodes by score gives what the
+    printed loop would choose.
+
+    [FIX] A request without remaining nodes is skipped. Lateness takes the request's progress into
+    account (``required`` as in AdaServe), not as if every step were its first. Uncapped, as
+    printed, a request whose TPOT SLO no tree can meet takes the whole budget, its least probable
+    nodes included.
+
+    Args:
+        trees: one candidate tree per request.
+        required: tokens that each request must commit in this step, see
+            :func:`~hf_slospec.policies.adaserve.required_tokens`.
+        tpot_slos_s: seconds per output token; None: no TPOT SLO.
+        budget: maximum number of verified nodes, roots included; roots are always verified.
+        slack_s: epsilon, seconds by which to be ahead.
+        capped: apply AdaServe's limits: a request requires at most its tree's depth + 1 tokens, and
+            gets at most ``max_slo_nodes`` for being late.
+        max_slo_nodes: n_max of these limits.
+
+    Returns:
+        Per request the selected nodes, root first; each set is parent-closed.
+    """
+    forest = Forest.of(trees)
+    ranked = forest.canonical(forest.path_probs)
+    ranked = ranked[
+        np.argsort(forest.tree_of[ranked], kind="stable")
+    ]  # tree after tree, best nodes first
+    tree_of = forest.tree_of[ranked]
+    path_probs = forest.path_probs[ranked]
+    seconds = np.array([1.0 if tpot_slo_s is None else tpot_slo_s for tpot_slo_s in tpot_slos_s])
+    has_slo = np.array([tpot_slo_s is not None for tpot_slo_s in tpot_slos_s])
+    needed = np.where(has_slo, np.asarray(required) + slack_s / seconds, 0.0)
+    ranks = ranks_by_key(tree_of)
+    if capped:
+        needed = np.minimum(needed, [tree.max_depth + 1.0 for tree in trees])
+    missing = needed[tree_of] - _expected_before(path_probs, ranks)
+    is_late = missing > 0.0
+    if capped:
+        is_late &= ranks < max_slo_nodes
+    scores = np.where(is_late, 1.0 + missing * seconds[tree_of], path_probs)
+    best = np.argsort(-scores, kind="stable")[: max(budget - len(trees), 0)]
+    return forest.nodes(ranked[best])
+
+
+def _expected_before(path_probs: FloatArray, ranks: IntArray) -> FloatArray:
+    """Return the expected tokens of the root and the nodes before each node.  -> [num_nodes] f64
+
+    Args:
+        path_probs: [num_nodes] f64, tree after tree.
+        ranks: [num_nodes] int64, ranks of the nodes in their trees.
+    """
+    before = np.cumsum(path_probs) - path_probs
+    firsts = np.arange(len(ranks)) - ranks
+    expected: FloatArray = 1.0 + before - before[firsts]
+    return expected
+
 
 RECENT = 20  # steps whose mean is the predicted latency of the next one, as printed
 
@@ -26,21 +262,27 @@ class ThesisOptions(PolicyOptions):
     """Settings of ``thesis``."""
 
     max_tree_nodes: int | None = Field(
-        None, ge=1, description="Maximum nodes of one request's tree, its root included (S). None: no limit."
+        None,
+        ge=1,
+        description="Maximum nodes of one request's tree, its root included (S). None: no limit.",
     )
 
 
 class ThesisSLOOptions(PolicyOptions):
     """Settings of ``thesis-slo``."""
 
-    slack: float = Field(0.0, ge=0, description="Seconds per step to be ahead of TPOT SLOs by (epsilon).")
+    slack: float = Field(
+        0.0, ge=0, description="Seconds per step to be ahead of TPOT SLOs by (epsilon)."
+    )
 
 
 class CappedThesisSLOOptions(ThesisSLOOptions):
     """Settings of ``thesis-slo-capped``."""
 
     max_slo_share: float = Field(
-        1.2, gt=0, description="n_max as a multiple of an even share of the budget: a late request's limit."
+        1.2,
+        gt=0,
+        description="n_max as a multiple of an even share of the budget: a late request's limit.",
     )
 
 
@@ -58,51 +300,71 @@ class _ThesisPolicy(NamedPolicy):
 
 
 class ThesisPolicy(_ThesisPolicy):
-    """Policy that maximises expected tokens under a budget for all trees (N) and one per tree (S), by Algorithm 1.
+    """Policy that maximises expected tokens under a budget for all trees (N) and one per tree (S),
+    by Algorithm 1.
 
-    A tree is drafted on while its last level holds one of the best N nodes so far, of which at most S are of one tree:
-    no child is better than its parent. Drafters that do not draft level by level draft the whole planned depth.
+    A tree is drafted on while its last level holds one of the best N nodes so far, of which at most
+    S are of one tree: no child is better than its parent. Drafters that do not draft level by level
+        draft the whole planned depth.
     """
 
-    name, options = "thesis", ThesisOptions
+    name = "thesis"
+    options = ThesisOptions
 
     def __init__(self, config: PolicySettings, costs: StepCosts):
         super().__init__(config, costs)
         self.max_tree_nodes = config.options_of(ThesisOptions).max_tree_nodes or self.budget
 
-    def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
+    def plan(
+        self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
+    ) -> Plan:
         rule = StopRule(len(requests), self.budget, self.max_tree_nodes)
         return replace(self._shape(requests), goes_on=rule.goes_on)
 
-    def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
-        config, candidates = self.config, without_useless_nodes(requests, candidates)
-        nodes = grown_nodes(candidates, self.budget, self.max_tree_nodes, config.max_depth, config.max_width)
-        return selection_of([tree.subtree(kept) for tree, kept in zip(candidates, nodes, strict=True)])
+    def select(
+        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
+    ) -> Selection:
+        config = self.config
+        candidates = without_useless_nodes(requests, candidates)
+        nodes = grown_nodes(
+            candidates, self.budget, self.max_tree_nodes, config.max_depth, config.max_width
+        )
+        return selection_of(
+            [tree.subtree(kept) for tree, kept in zip(candidates, nodes, strict=True)]
+        )
 
 
 class ThesisSLOPolicy(_ThesisPolicy):
     """Policy that selects nodes for TPOT SLOs first, by lateness of the requests (Algorithm 2).
 
-    As one of n requests may get all of the budget N but the others' roots, candidate trees must have S >= N - n + 1
-    nodes. So N is at most n + ``max_depth`` * ``max_width``.
+    As one of n requests may get all of the budget N but the others' roots, candidate trees must
+    have S >= N - n + 1 nodes. So N is at most n + ``max_depth`` * ``max_width``.
     """
 
-    name, options = "thesis-slo", ThesisSLOOptions
+    name = "thesis-slo"
+    options = ThesisSLOOptions
     capped = False
 
     def __init__(self, config: PolicySettings, costs: StepCosts):
         super().__init__(config, costs)
         self.slack_s = config.options_of(ThesisSLOOptions).slack
-        self.max_slo_share = config.options_of(CappedThesisSLOOptions).max_slo_share  # only if capped
+        self.max_slo_share = config.options_of(
+            CappedThesisSLOOptions
+        ).max_slo_share  # only if capped
         self._latencies: deque[float] = deque(maxlen=RECENT)
 
-    def step(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> PolicyStep:
+    def step(
+        self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
+    ) -> PolicyStep:
         step_s = sum(self._latencies) / max(len(self._latencies), 1)
         candidates, _ = yield self._shape(requests)
         candidates = without_useless_nodes(requests, candidates)
         nodes = important_nodes(
             candidates,
-            [required_tokens(*request.decoded(begun_s), step_s, request.pace_s) for request in requests],
+            [
+                required_tokens(*request.decoded(begun_s), step_s, request.pace_s)
+                for request in requests
+            ],
             [request.pace_s for request in requests],
             min(self.budget, len(requests) + self.max_nodes(self.config)),
             slack_s=self.slack_s,
@@ -115,7 +377,10 @@ class ThesisSLOPolicy(_ThesisPolicy):
 
 
 class CappedThesisSLOPolicy(ThesisSLOPolicy):
-    """Policy ``thesis-slo`` with AdaServe's limits, so that a late request cannot take the whole budget."""
+    """Policy ``thesis-slo`` with AdaServe's limits, so that a late request cannot take the whole
+    budget.
+    """
 
-    name, options = "thesis-slo-capped", CappedThesisSLOOptions
+    name = "thesis-slo-capped"
+    options = CappedThesisSLOOptions
     capped = True

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.engine.protocols import Plan
-from hf_slospec.engine.request import Request, RequestParams, Stage
+from hf_slospec.engine.interfaces import Plan
 from hf_slospec.lab.policies.adaspec import GRAPH_STEP, START, AdaSpecPolicy, smaller_size
+from hf_slospec.request.request import Request, RequestParams, Stage
 from tests.support.policy_costs import EIGHT, costs, plan_of, requests_of, selected
 from tests.support.toys.trees import SEEDS, chain
 
@@ -20,24 +20,37 @@ def drafted(plan: Plan, levels: Sequence[Sequence[float]]) -> int:
     """Draft as drafters do, one conditional per request and level; return the number of levels."""
     if not plan.depth:
         return 0
-    path_probs, length = np.array(levels[0], np.float64)[:, None], 1
-    while length < plan.depth and (plan.goes_on is None or plan.goes_on(path_probs, np.arange(len(path_probs))).all()):
-        path_probs, length = path_probs * np.array(levels[length])[:, None], length + 1
+    path_probs = np.array(levels[0], np.float64)[:, None]
+    length = 1
+    while length < plan.depth and (
+        plan.goes_on is None or plan.goes_on(path_probs, np.arange(len(path_probs))).all()
+    ):
+        path_probs = path_probs * np.array(levels[length])[:, None]
+        length = length + 1
     return length
 
 
 def step_s(policy: AdaSpecPolicy, num_requests: int, length: int, num_keys: int) -> float:
     draft_s = policy.costs.draft_s(num_requests, length, 1, num_keys)
-    return float(draft_s + policy.costs.verify_s(num_requests * (length + 1), num_requests, num_keys))
+    return float(
+        draft_s + policy.costs.verify_s(num_requests * (length + 1), num_requests, num_keys)
+    )
 
 
-def as_printed(policy: AdaSpecPolicy, levels: Sequence[Sequence[float]], num_keys: int) -> tuple[int, list[float]]:
-    """Return the drafted length, and the confidences that enter the running mean, by the paper's loop."""
-    number, mean, seen = len(levels[0]), policy.confidence, list[float]()
+def as_printed(
+    policy: AdaSpecPolicy, levels: Sequence[Sequence[float]], num_keys: int
+) -> tuple[int, list[float]]:
+    """Return the drafted length, and the confidences that enter the running mean, by the paper's
+    loop.
+    """
+    number = len(levels[0])
+    mean = policy.confidence
+    seen = list[float]()
     goodput = number / step_s(policy, number, 0, num_keys)
     if (number + number * mean) / step_s(policy, number, 1, num_keys) <= goodput:
         return 0, seen
-    tokens, paths = float(number), [1.0] * number
+    tokens = float(number)
+    paths = [1.0] * number
     for length in range(1, len(levels)):
         paths = [path * own for path, own in zip(paths, levels[length - 1], strict=True)]
         tokens += sum(paths)
@@ -54,17 +67,21 @@ def as_printed(policy: AdaSpecPolicy, levels: Sequence[Sequence[float]], num_key
 
 @given(seed=SEEDS, num_requests=st.integers(1, 12), token_s=st.floats(0.001, 0.5))
 @settings(deadline=None)
-def test_drafting_ends_where_the_printed_loop_does(seed: int, num_requests: int, token_s: float) -> None:
+def test_drafting_ends_where_the_printed_loop_does(
+    seed: int, num_requests: int, token_s: float
+) -> None:
     rng = np.random.default_rng(seed)
     levels = rng.uniform(0.05, 1.0, (EIGHT.max_depth, num_requests)).tolist()
-    policy, requests = AdaSpecPolicy(EIGHT, costs(token_s)), requests_of(num_requests)
+    policy = AdaSpecPolicy(EIGHT, costs(token_s))
+    requests = requests_of(num_requests)
     length, seen = as_printed(policy, levels, sum(len(request.tokens) for request in requests))
     assert drafted(plan_of(policy, requests), levels) == length
     assert policy.confidence == pytest.approx((START + sum(seen)) / (1 + len(seen)))
 
 
 def test_a_confident_draft_is_followed_to_the_end_and_an_unsure_one_is_not() -> None:
-    sure, unsure = AdaSpecPolicy(EIGHT, costs(0.02)), AdaSpecPolicy(EIGHT, costs(0.02))
+    sure = AdaSpecPolicy(EIGHT, costs(0.02))
+    unsure = AdaSpecPolicy(EIGHT, costs(0.02))
     assert drafted(plan_of(sure, requests_of(1)), [[0.99]] * 8) == 8
     assert drafted(plan_of(unsure, requests_of(1)), [[0.01]] * 8) == 1
     assert plan_of(AdaSpecPolicy(EIGHT, costs(0.02)), requests_of(256)).depth == 0
@@ -81,10 +98,25 @@ def test_no_step_is_planned_to_take_longer_than_the_tightest_slo() -> None:
 
 
 def test_the_least_probable_tokens_go_where_a_captured_size_is_exceeded() -> None:
-    assert [smaller_size(number) for number in (1, 2, 3, 4, 5, 32, 33, 64, 65)] == [0, 1, 2, 2, 4, 16, 32, 32, 64]
-    policy, requests = AdaSpecPolicy(EIGHT, costs(0.02)), requests_of(3)
-    sure, unsure, hopeless = chain(0.9, 0.9), chain(0.9, 0.5), chain(0.9, 0.001)
-    trees = selected(policy, requests, [sure, unsure, hopeless]).trees  # 9 tokens, the next size is 8
+    assert [smaller_size(number) for number in (1, 2, 3, 4, 5, 32, 33, 64, 65)] == [
+        0,
+        1,
+        2,
+        2,
+        4,
+        16,
+        32,
+        32,
+        64,
+    ]
+    policy = AdaSpecPolicy(EIGHT, costs(0.02))
+    requests = requests_of(3)
+    sure = chain(0.9, 0.9)
+    unsure = chain(0.9, 0.5)
+    hopeless = chain(0.9, 0.001)
+    trees = selected(
+        policy, requests, [sure, unsure, hopeless]
+    ).trees  # 9 tokens, the next size is 8
     assert [tree.num_nodes for tree in trees] == [3, 3, 2]
     trees = selected(policy, requests, [chain(0.9, 0.9)] * 3).trees  # the token is worth its time
     assert sum(tree.num_nodes for tree in trees) == 9

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_slospec.algo.tree import TokenTree
 from hf_slospec.lab.policies.goodput import (
     MovingAcceptance,
     best_batch,
@@ -22,7 +21,8 @@ from hf_slospec.lab.policies.goodput import (
     heads_shapes,
     heads_tokens,
 )
-from hf_slospec.lab.policies.tree_shapes import StaticTree
+from hf_slospec.lab.policies.sequoia import StaticTree
+from hf_slospec.tree.tree import TokenTree
 from tests.support.toys.trees import SEEDS, grow
 
 DRAWS = 200_000
@@ -33,47 +33,74 @@ DRAWS = 200_000
 def test_tokens_of_a_chain_match_monte_carlo(acceptance: float, length: int) -> None:
     is_accepted = np.random.default_rng(0).random((DRAWS, length)) < acceptance
     drawn = 1.0 + np.cumprod(is_accepted, axis=1).sum(axis=1)
-    assert chain_tokens(acceptance, length) == pytest.approx(drawn.mean(), abs=4.0 * drawn.std() / DRAWS**0.5 + 1e-12)
+    assert chain_tokens(acceptance, length) == pytest.approx(
+        drawn.mean(), abs=4.0 * drawn.std() / DRAWS**0.5 + 1e-12
+    )
 
 
-@pytest.mark.parametrize(("rates", "widths"), [((0.6, 0.6, 0.6), (3, 2, 2)), ((0.9, 0.2), (1, 4)), ((), ())])
-def test_tokens_of_heads_match_monte_carlo(rates: tuple[float, ...], widths: tuple[int, ...]) -> None:
-    rng, drawn = np.random.default_rng(0), np.ones(DRAWS)
+@pytest.mark.parametrize(
+    ("rates", "widths"), [((0.6, 0.6, 0.6), (3, 2, 2)), ((0.9, 0.2), (1, 4)), ((), ())]
+)
+def test_tokens_of_heads_match_monte_carlo(
+    rates: tuple[float, ...], widths: tuple[int, ...]
+) -> None:
+    rng = np.random.default_rng(0)
+    drawn = np.ones(DRAWS)
     alive = np.ones(DRAWS, dtype=bool)
     for rate, width in zip(rates, widths, strict=True):
         alive &= (rng.random((DRAWS, width)) < rate).any(axis=1)
         drawn += alive
-    assert heads_tokens(rates, widths) == pytest.approx(drawn.mean(), abs=4.0 * drawn.std() / DRAWS**0.5 + 1e-12)
-    assert heads_nodes(widths) == 1 + sum(np.prod(widths[:end], dtype=int) for end in range(1, len(widths) + 1))
+    assert heads_tokens(rates, widths) == pytest.approx(
+        drawn.mean(), abs=4.0 * drawn.std() / DRAWS**0.5 + 1e-12
+    )
+    assert heads_nodes(widths) == 1 + sum(
+        np.prod(widths[:end], dtype=int) for end in range(1, len(widths) + 1)
+    )
 
 
-def best_length(tokens: Callable[..., Any], seconds: Callable[..., Any], max_length: int, bias: float) -> int:
+def best_length(
+    tokens: Callable[..., Any], seconds: Callable[..., Any], max_length: int, bias: float
+) -> int:
     """Of one batch that has slots."""
     lengths = np.arange(max_length + 1)
     has_slots = np.ones((1, max_length + 1), dtype=bool)
     return best_batch(tokens(lengths)[None], seconds(lengths)[None], has_slots, bias)[1]
 
 
-@given(seed=SEEDS, num_requests=st.integers(1, 5), max_length=st.integers(0, 4), bias=st.sampled_from([1.0, 1.1, 2.0]))
-def test_the_best_batch_equals_the_printed_loops(seed: int, num_requests: int, max_length: int, bias: float) -> None:
+@given(
+    seed=SEEDS,
+    num_requests=st.integers(1, 5),
+    max_length=st.integers(0, 4),
+    bias=st.sampled_from([1.0, 1.1, 2.0]),
+)
+def test_the_best_batch_equals_the_printed_loops(
+    seed: int, num_requests: int, max_length: int, bias: float
+) -> None:
     """Algorithm 2, lines 3 to 11, with ties and slots; length 0 always has slots."""
-    rng, shape = np.random.default_rng(seed), (num_requests, max_length + 1)
-    tokens, seconds = rng.integers(1, 6, shape) / 2, rng.integers(1, 4, shape) / 4
+    rng = np.random.default_rng(seed)
+    shape = (num_requests, max_length + 1)
+    tokens = rng.integers(1, 6, shape) / 2
+    seconds = rng.integers(1, 4, shape) / 4
     has_slots = rng.random(shape) < 0.6
     has_slots[:, 0] = True
-    best_goodput, best = -1.0, (-1, -1)
+    best_goodput = -1.0
+    best = (-1, -1)
     for row in range(num_requests):
         for length in range(max_length + 1):
             if not has_slots[row, length]:
                 continue
             goodput = tokens[row, length] / seconds[row, length] * (1.0 if length else bias)
             if goodput > best_goodput:
-                best_goodput, best = goodput, (row, length)
+                best_goodput = goodput
+                best = (row, length)
     assert best_batch(tokens, seconds, has_slots, bias) == best
 
 
 @given(
-    acceptance=st.floats(0.0, 0.99), node_s=st.floats(0.0, 1.0), level_s=st.floats(0.0, 0.5), bias=st.floats(1.0, 1.3)
+    acceptance=st.floats(0.0, 0.99),
+    node_s=st.floats(0.0, 1.0),
+    level_s=st.floats(0.0, 0.5),
+    bias=st.floats(1.0, 1.3),
 )
 def test_the_best_length_is_the_best_and_falls_with_the_price(
     acceptance: float, node_s: float, level_s: float, bias: float
@@ -84,7 +111,9 @@ def test_the_best_length_is_the_best_and_falls_with_the_price(
 
         best = best_length(lambda lengths: chain_tokens(acceptance, lengths), seconds, 8, bias)
         lengths = np.arange(9)
-        goodput = chain_tokens(acceptance, lengths) / seconds(lengths) * np.where(lengths == 0, bias, 1.0)
+        goodput = (
+            chain_tokens(acceptance, lengths) / seconds(lengths) * np.where(lengths == 0, bias, 1.0)
+        )
         assert goodput[best] == goodput.max()
         return best
 
@@ -93,7 +122,8 @@ def test_the_best_length_is_the_best_and_falls_with_the_price(
 
 
 def test_the_moving_average_counts_what_was_tried() -> None:
-    acceptance, rng = MovingAcceptance(), np.random.default_rng(0)
+    acceptance = MovingAcceptance()
+    rng = np.random.default_rng(0)
     rates = []
     for _ in range(3000):
         accepted = int(np.cumprod(rng.random(5) < 0.8).sum())
@@ -121,23 +151,33 @@ def test_the_best_length_falls_with_requests_and_rises_with_acceptance(
         def seconds(lengths: np.ndarray) -> np.ndarray:
             return 1.0 + num_requests * (context_s + node_s * (lengths + 1)) + level_s * lengths
 
-        return best_length(lambda lengths: num_requests * chain_tokens(rate, lengths), seconds, 8, 1.0)
+        return best_length(
+            lambda lengths: num_requests * chain_tokens(rate, lengths), seconds, 8, 1.0
+        )
 
     low, high = sorted((acceptance, higher))
     by_rate = [length_of(4, rate) for rate in (low, high)]
     assert by_rate == sorted(by_rate)
     if high < 0.1:  # the tokens of long chains are lost in rounding
         return
-    # Levels are shared by the requests, so it is where they cost nothing that more requests can only shorten.
+    # Levels are shared by the requests, so it is where they cost nothing that more requests can
+    # only shorten.
     level_s = 0.0
     by_requests = [length_of(num_requests, high) for num_requests in (1, 3, 10, 100)]
     assert by_requests == sorted(by_requests, reverse=True)
 
 
 def test_plain_decoding_wins_where_nodes_cost_most() -> None:
-    """Property 8, its limit: with n requests the fixed cost of a step counts for nothing, and a < 1 of a node's."""
+    """Property 8, its limit: with n requests the fixed cost of a step counts for nothing, and a < 1
+    of a node's.
+    """
     for rate in (0.0, 0.5, 0.9, 0.99):
-        assert best_length(lambda k, a=rate: chain_tokens(a, k), lambda k: 1e-4 + 1.0 * (k + 1), 8, 1.0) == 0
+        assert (
+            best_length(
+                lambda k, a=rate: chain_tokens(a, k), lambda k: 1e-4 + 1.0 * (k + 1), 8, 1.0
+            )
+            == 0
+        )
 
 
 @pytest.mark.parametrize(("max_depth", "max_width"), [(0, 3), (1, 3), (3, 1), (3, 4), (2, 8)])

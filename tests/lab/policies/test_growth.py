@@ -1,4 +1,6 @@
-"""The thesis' algorithms: growth and pruning against the global best nodes, importance against its plain loop."""
+"""The thesis' algorithms: growth and pruning against the global best nodes, importance against its
+plain loop.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.algo.tree import ROOT, Forest, TokenTree
-from hf_slospec.lab.policies.growth import StopRule, grown_nodes, important_nodes
 from hf_slospec.lab.policies.optimal import optimal_nodes
-from tests.support.toys.trees import SEEDS, TIED, UNEVEN, chain, fan, grow, is_parent_closed, random_tree, total
+from hf_slospec.lab.policies.thesis import StopRule, grown_nodes, important_nodes
+from hf_slospec.tree.tree import ROOT, Forest, TokenTree
+from tests.support.toys.trees import (
+    SEEDS,
+    TIED,
+    UNEVEN,
+    chain,
+    fan,
+    grow,
+    is_parent_closed,
+    random_tree,
+    total,
+)
 
 NO_LIMIT = 99
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=4)
@@ -31,7 +43,10 @@ def test_growth_takes_the_globally_best_nodes_where_only_the_budget_binds(
     best = optimal_nodes(trees, [0.0] * len(trees), max(budget, len(trees)))
     assert best is not None
     assert total(trees, grown) == total(trees, best)
-    untied = [TokenTree(t.tokens, t.parents, t.depths, t.path_probs * np.exp(-1e-3 * t.depths)) for t in trees]
+    untied = [
+        TokenTree(t.tokens, t.parents, t.depths, t.path_probs * np.exp(-1e-3 * t.depths))
+        for t in trees
+    ]
     for tree in untied:
         tree.path_probs[1:] *= 1.0 - 1e-5 * rng.random(tree.num_nodes - 1)
     grown = grown_nodes(untied, budget, NO_LIMIT, NO_LIMIT, NO_LIMIT, NO_LIMIT)
@@ -40,7 +55,13 @@ def test_growth_takes_the_globally_best_nodes_where_only_the_budget_binds(
     assert [nodes.tolist() for nodes in grown] == [nodes.tolist() for nodes in best]
 
 
-@given(seed=SEEDS, sizes=SIZES, conditionals=PROBS, budget=st.integers(1, 30), max_nodes=st.integers(1, 8))
+@given(
+    seed=SEEDS,
+    sizes=SIZES,
+    conditionals=PROBS,
+    budget=st.integers(1, 30),
+    max_nodes=st.integers(1, 8),
+)
 @settings(deadline=None, max_examples=200)
 def test_trees_are_drafted_on_exactly_while_they_grow(
     seed: int, sizes: list[int], conditionals: Sequence[float], budget: int, max_nodes: int
@@ -55,7 +76,10 @@ def test_trees_are_drafted_on_exactly_while_they_grow(
             probs = trees[index].path_probs[trees[index].depths == depth]
             level[row, : len(probs)] = probs
         kept = grown_nodes(trees, max(budget, len(trees)), max_nodes, depth, NO_LIMIT, NO_LIMIT)
-        grown = [tree.depths[nodes].max(initial=0) == depth for tree, nodes in zip(trees, kept, strict=True)]
+        grown = [
+            tree.depths[nodes].max(initial=0) == depth
+            for tree, nodes in zip(trees, kept, strict=True)
+        ]
         goes_on = rule.goes_on(level, growing)
         assert goes_on.tolist() == [grown[index] for index in growing]
         growing = growing[goes_on]
@@ -91,7 +115,11 @@ def test_growth_keeps_its_limits(
         assert is_parent_closed(tree, nodes)  # so no child of what was pruned is among them
         assert len(nodes) <= max_nodes
         assert np.bincount(tree.depths[nodes])[1:].max(initial=0) <= max_width
-        assert np.bincount(tree.parents[nodes[1:]]).max(initial=0) <= max_children if len(nodes) > 1 else True
+        assert (
+            np.bincount(tree.parents[nodes[1:]]).max(initial=0) <= max_children
+            if len(nodes) > 1
+            else True
+        )
         assert tree.depths[nodes].max() <= max_depth
         assert (tree.path_probs[nodes] > 0.0).all()
 
@@ -128,11 +156,18 @@ def printed_loop(
     chosen = [[ROOT] for _ in trees]
 
     def best_left(i: int) -> int | None:
-        left = [v for v in range(1, trees[i].num_nodes) if v not in chosen[i] and trees[i].path_probs[v] > 0.0]
-        return min(left, key=lambda v: (-trees[i].path_probs[v], trees[i].depths[v], v), default=None)
+        left = [
+            v
+            for v in range(1, trees[i].num_nodes)
+            if v not in chosen[i] and trees[i].path_probs[v] > 0.0
+        ]
+        return min(
+            left, key=lambda v: (-trees[i].path_probs[v], trees[i].depths[v], v), default=None
+        )
 
     def score(i: int) -> float:
-        node, tpot_slo_s = best_left(i), tpot_slos_s[i]
+        node = best_left(i)
+        tpot_slo_s = tpot_slos_s[i]
         if node is None:
             return -1.0
         if tpot_slo_s is not None and (max_slo_nodes is None or len(chosen[i]) <= max_slo_nodes):
@@ -173,7 +208,11 @@ def test_importance_equals_the_plain_loop(
     trees = [random_tree(rng, size, conditionals) for size in sizes]
     required = (rng.integers(-4, 30, len(trees)) / 4).tolist()
     tpot_slos_s = [[None, 0.25, 0.5, 2.0][i] for i in rng.integers(0, 4, len(trees))]
-    limits = dict(capped=False) if max_slo_nodes is None else dict(capped=True, max_slo_nodes=max_slo_nodes)
+    limits = (
+        dict(capped=False)
+        if max_slo_nodes is None
+        else dict(capped=True, max_slo_nodes=max_slo_nodes)
+    )
     chosen = important_nodes(trees, required, tpot_slos_s, budget, slack_s=slack_s, **limits)
     assert [nodes.tolist() for nodes in chosen] == printed_loop(
         trees, required, tpot_slos_s, budget, slack_s, max_slo_nodes
@@ -184,10 +223,14 @@ def test_importance_equals_the_plain_loop(
 
 
 def test_an_unattainable_request_takes_the_whole_budget_unless_capped() -> None:
-    hopeless, good = fan(*[0.05] * 8), chain(0.9, 0.9, 0.9)
+    hopeless = fan(*[0.05] * 8)
+    good = chain(0.9, 0.9, 0.9)
     arguments = [hopeless, good], [50.0, 2.5], [1.0, 1.0], 7
     assert [len(nodes) for nodes in important_nodes(*arguments)] == [6, 1]
-    assert [len(nodes) for nodes in important_nodes(*arguments, capped=True, max_slo_nodes=2)] == [3, 4]
+    assert [len(nodes) for nodes in important_nodes(*arguments, capped=True, max_slo_nodes=2)] == [
+        3,
+        4,
+    ]
 
 
 def test_without_targets_the_best_nodes_are_taken() -> None:

@@ -25,7 +25,9 @@ def test_candidate_trees_are_as_wide_and_deep_as_the_config_and_the_budget_allow
 
 
 def test_late_requests_get_the_fewest_nodes_that_they_require() -> None:
-    policy = OptimalPolicy(SLOSpecConfig(token_budget=6), costs(0.0, level_s=0.0))  # a step takes 1 s
+    policy = OptimalPolicy(
+        SLOSpecConfig(token_budget=6), costs(0.0, level_s=0.0)
+    )  # a step takes 1 s
     requests = [late(0, 1.25), late(1, None)]  # (1 + 1) / 1.25 - 1 = 0.6, and no requirement
     trees = [chain(0.5, 0.5, 0.5), chain(0.9, 0.9, 0.9, 0.9)]
     assert sizes(policy, requests, trees) == [1, 5]
@@ -39,10 +41,15 @@ def test_late_requests_get_the_fewest_nodes_that_they_require() -> None:
 @settings(deadline=None, max_examples=100)
 def test_no_selection_of_adaserve_expects_more(seed: int, budget: int, pace_s: float) -> None:
     """Of the same trees, if both meet what is required."""
-    rng, config = np.random.default_rng(seed), SLOSpecConfig(token_budget=budget)
-    trees, requests = [random_tree(rng, 8) for _ in range(3)], [late(0, pace_s), late(1, 4.0), late(2, None)]
+    rng = np.random.default_rng(seed)
+    config = SLOSpecConfig(token_budget=budget)
+    trees, requests = (
+        [random_tree(rng, 8) for _ in range(3)],
+        [late(0, pace_s), late(1, 4.0), late(2, None)],
+    )
     optimal, adaserve = (
-        selected(kind(config, costs(0.0, 0.0)), requests, trees, 1.0) for kind in (OptimalPolicy, AdaServePolicy)
+        selected(kind(config, costs(0.0, 0.0)), requests, trees, 1.0)
+        for kind in (OptimalPolicy, AdaServePolicy)
     )
     required = min(1.0 + 1.0 / pace_s, trees[0].path_probs.sum())
     if adaserve.expected[0] >= required - 1e-9:
@@ -51,7 +58,8 @@ def test_no_selection_of_adaserve_expects_more(seed: int, budget: int, pace_s: f
 
 @pytest.mark.parametrize("slo", [None, 1e-4])
 def test_generate_runs_it_with_equal_tokens(slo: float | None) -> None:
-    model, draft = tiny_model("llama"), tiny_model("llama", noise=0.03)
+    model = tiny_model("llama")
+    draft = tiny_model("llama", noise=0.03)
     arguments = ragged_prompts(2) | {"max_new_tokens": 12}
     expected = model.generate(**arguments)
     config = SLOSpecConfig(policy="optimal", token_budget=16)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.engine.protocols import Plan
+from hf_slospec.engine.interfaces import Plan
 from hf_slospec.lab.policies.sequoia import RESOLVE, AcceptanceByRank, SequoiaPolicy
 from tests.support.policy_costs import EIGHT, NO_TIME, begun, costs, plan_of, requests_of
 from tests.support.toys.trees import fan, grow
@@ -15,7 +15,8 @@ from tests.support.toys.trees import fan, grow
 def test_acceptance_by_rank_is_measured_from_a_prior_on() -> None:
     acceptance = AcceptanceByRank(3)
     assert acceptance.rates.tolist() == pytest.approx([0.6, 0.18, 0.099])
-    rng, actual = np.random.default_rng(0), np.array([0.5, 0.3, 0.1])
+    rng = np.random.default_rng(0)
+    actual = np.array([0.5, 0.3, 0.1])
     policy = SequoiaPolicy(SLOSpecConfig(max_depth=1, max_width=3), costs(0.0, 0.0))
     [request] = requests_of(1)
     measured = []
@@ -34,11 +35,13 @@ def test_sequoia_makes_trees_that_suit_draft_and_batch() -> None:
     beam = grow(parents, [0.5, 0.3, 0.2] * 8, [5, 6, 7] * 8)
 
     def plan_after(rank: int | None, token_s: float = 0.02) -> Plan:
-        policy, requests = SequoiaPolicy(EIGHT, costs(token_s)), requests_of(1)
+        policy = SequoiaPolicy(EIGHT, costs(token_s))
+        requests = requests_of(1)
         for _ in range(20 * RESOLVE):
             step, plan = begun(policy, requests)
             [tree] = step.select([beam], plan).trees
-            path, node = list[int](), None if rank is None else tree.child(0, 5 + rank)
+            path = list[int]()
+            node = None if rank is None else tree.child(0, 5 + rank)
             while node is not None and rank is not None:
                 path.append(node)
                 node = tree.child(node, 5 + rank)
@@ -49,7 +52,10 @@ def test_sequoia_makes_trees_that_suit_draft_and_batch() -> None:
     assert (longest.depth, longest.width) == (8, 1)
     assert plan_after(None).depth == 0
     assert plan_after(2, token_s=0.001).width == 3  # only wide trees hold it
-    new = [plan_of(SequoiaPolicy(EIGHT, costs(0.02)), requests_of(number)) for number in (1, 8, 64, 500)]
+    new = [
+        plan_of(SequoiaPolicy(EIGHT, costs(0.02)), requests_of(number))
+        for number in (1, 8, 64, 500)
+    ]
     nodes = [plan.depth * plan.width for plan in new]
     assert nodes == sorted(nodes, reverse=True)
     assert nodes[0] > 3 and nodes[-1] == 0

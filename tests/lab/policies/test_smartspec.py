@@ -6,16 +6,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.engine.protocols import Plan, StepDecisions
-from hf_slospec.engine.request import Request, RequestParams
-from hf_slospec.engine.step_times import StepCosts
+from hf_slospec.engine.costs import StepCosts
+from hf_slospec.engine.interfaces import Plan, StepDecisions
+from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.lab.policies.goodput import MovingAcceptance, heads_nodes
-from hf_slospec.lab.policies.smartspec import BIAS, RECENT, RETRY, SmartSpecPolicy, SmartSpecRequestsPolicy
-from hf_slospec.lab.policies.smartspec_confidence import ConfidencePolicy
-from hf_slospec.lab.policies.smartspec_tree import HeadsPolicy
-from hf_slospec.lab.policies.turbospec import TurboSpecPolicy
+from hf_slospec.lab.policies.smartspec import (
+    BIAS,
+    RECENT,
+    RETRY,
+    SmartSpecPolicy,
+    SmartSpecRequestsPolicy,
+)
+from hf_slospec.lab.policies.smartspec_variants import (
+    ConfidencePolicy,
+    HeadsPolicy,
+    TurboSpecPolicy,
+)
+from hf_slospec.request.request import Request, RequestParams
 from tests.support.policy_costs import EIGHT, NO_TIME, begun, costs, plan_of, requests_of, selected
 from tests.support.toys.trees import chain, grow
 
@@ -31,9 +39,13 @@ def test_speculation_shortens_with_the_batch_and_ends() -> None:
 def stairs(edge: int, jump_s: float) -> StepCosts:
     """A forward of more tokens than ``edge`` takes that much longer."""
     target = LatencyCurve(
-        (1, edge, edge + 1, 1000), (1.0, 1.0 + 0.01 * edge, 1.01 + 0.01 * edge + jump_s, 40.0 + jump_s)
+        (1, edge, edge + 1, 1000),
+        (1.0, 1.0 + 0.01 * edge, 1.01 + 0.01 * edge + jump_s, 40.0 + jump_s),
     )
-    return StepCosts(ForwardCost(target, per_key_s=1e-3), ForwardCost(LatencyCurve((1, 64), (0.02, 0.4)), 0.01, 1e-4))
+    return StepCosts(
+        ForwardCost(target, per_key_s=1e-3),
+        ForwardCost(LatencyCurve((1, 64), (0.02, 0.4)), 0.01, 1e-4),
+    )
 
 
 @given(
@@ -46,10 +58,16 @@ def stairs(edge: int, jump_s: float) -> StepCosts:
 )
 @settings(deadline=None, max_examples=80)
 def test_batch_and_length_are_the_best_of_all(
-    arrivals: list[int], new_tokens: list[int], edge: int, jump_s: float, rate: float, kv_tokens: int | None
+    arrivals: list[int],
+    new_tokens: list[int],
+    edge: int,
+    jump_s: float,
+    rate: float,
+    kv_tokens: int | None,
 ) -> None:
     """Algorithm 2 with equation 5, over all first requests to come and all lengths."""
-    step_costs, config = stairs(edge, jump_s), SLOSpecConfig(max_depth=4, kv_tokens=kv_tokens)
+    step_costs = stairs(edge, jump_s)
+    config = SLOSpecConfig(max_depth=4, kv_tokens=kv_tokens)
     requests = [
         Request(index, RequestParams([1] * (5 + index), new), float(arrived))
         for index, (arrived, new) in enumerate(zip(arrivals, new_tokens, strict=False))
@@ -69,9 +87,16 @@ def test_batch_and_length_are_the_best_of_all(
         for level in range(1, max(k for _, k in batch) + 1):
             drafted = [len(request.tokens) for request, k in batch if k >= level]
             draft_s += float(step_costs.draft_level(len(drafted), len(drafted), sum(drafted)))
-        num_nodes, num_keys = sum(k + 1 for _, k in batch), sum(len(request.tokens) for request, _ in batch)
+        num_nodes, num_keys = (
+            sum(k + 1 for _, k in batch),
+            sum(len(request.tokens) for request, _ in batch),
+        )
         tokens = sum(sum(rate**i for i in range(k + 1)) for _, k in batch)
-        return tokens / (draft_s + float(step_costs.verify_s(num_nodes, number, num_keys))) * (1.0 if limit else BIAS)
+        return (
+            tokens
+            / (draft_s + float(step_costs.verify_s(num_nodes, number, num_keys)))
+            * (1.0 if limit else BIAS)
+        )
 
     plan = plan_of(policy, requests)
     assert plan.decoding is not None and plan.depths is not None
@@ -108,7 +133,10 @@ def test_requests_that_accept_more_draft_more() -> None:
     assert selection.trees[0].num_nodes > selection.trees[1].num_nodes
     assert plan.depths == {hot: selection.trees[0].max_depth, cold: selection.trees[1].max_depth}
     levels = (plan.depth, selection.trees[1].max_depth)  # the cold one leaves the draft's batch
-    level_s, verify_s = policy.costs.level_s(1, 1), float(policy.costs.verify_s(sum(levels) + 2, 2, 6))
+    level_s, verify_s = (
+        policy.costs.level_s(1, 1),
+        float(policy.costs.verify_s(sum(levels) + 2, 2, 6)),
+    )
     assert selection.step_s == pytest.approx(plan.depth * level_s + verify_s)
 
 
@@ -126,14 +154,17 @@ def test_requests_that_come_while_nothing_is_drafted_are_never_drafted_for() -> 
     plan_of(policy, [*alone, third[0]])
     assert third[0] not in policy.undrafted
 
-    kept = SmartSpecPolicy(SLOSpecConfig(policy="smartspec", max_depth=8, prefill_disabling=1.0), costs(0.02))
+    kept = SmartSpecPolicy(
+        SLOSpecConfig(policy="smartspec", max_depth=8, prefill_disabling=1.0), costs(0.02)
+    )
     plan_of(kept, first)
     plan_of(kept, second)
     assert not kept.undrafted
 
 
 def test_drafting_that_low_acceptance_has_stopped_is_tried_again() -> None:
-    policy, requests = SmartSpecPolicy(EIGHT, costs(0.02)), requests_of(1)
+    policy = SmartSpecPolicy(EIGHT, costs(0.02))
+    requests = requests_of(1)
     for _ in range(100):
         policy.acceptance.observe(4, 0)
     depths = [plan_of(policy, requests).depth for _ in range(2 * RETRY)]
@@ -158,7 +189,8 @@ def test_acceptance_is_that_of_about_twenty_steps() -> None:
 
 
 def test_the_last_token_of_a_request_is_not_drafted_for() -> None:
-    first, last = Request(0, RequestParams([1], 50)), Request(1, RequestParams([1], 1))
+    first = Request(0, RequestParams([1], 50))
+    last = Request(1, RequestParams([1], 1))
     plan = plan_of(SmartSpecPolicy(EIGHT, costs(0.02)), [first, last])
     assert plan.drafting == [first]
 
@@ -172,7 +204,9 @@ def test_confidence_cuts_each_chain_where_it_is_unsure_and_goodput_all_of_them()
     step, plan = begun(policy, requests)
     assert (plan.depth, plan.width, plan.min_confidence) == (4, 1, 0.5)
     assert [tree.num_nodes for tree in step.select(trees, plan).trees] == [5, 3, 2]
-    dear = ConfidencePolicy(SLOSpecConfig(policy="smartspec-confidence", max_depth=4, min_confidence=0.5), costs(9.0))
+    dear = ConfidencePolicy(
+        SLOSpecConfig(policy="smartspec-confidence", max_depth=4, min_confidence=0.5), costs(9.0)
+    )
     assert [tree.num_nodes for tree in selected(dear, requests, trees).trees] == [1, 1, 1]
 
 
@@ -189,14 +223,20 @@ def test_heads_widen_where_single_guesses_fail_and_end_where_nodes_cost() -> Non
     assert unsure.width == 4 and sure.width == 1
     assert sure.depth == 4
     assert begun_at(0.3, 500)[1].depth == 0
-    # The whole tree of heads is verified, N_bat nodes: four children of the root, one of each node below.
-    wide = grow([0] * 4 + [1, 1, 2, 2, 3, 3, 4, 4], [0.2] * 4 + [0.9, 0.8] * 4, [*range(4), *[0, 1] * 4])
+    # The whole tree of heads is verified, N_bat nodes: four children of the root, one of each node
+    # below.
+    wide = grow(
+        [0] * 4 + [1, 1, 2, 2, 3, 3, 4, 4], [0.2] * 4 + [0.9, 0.8] * 4, [*range(4), *[0, 1] * 4]
+    )
     [tree, _] = step.select([wide] * 2, unsure).trees
     assert tree.num_nodes == heads_nodes([4, 1])
 
 
 def test_heads_learn_what_is_accepted_at_each_depth() -> None:
-    policy, requests = HeadsPolicy(SLOSpecConfig(max_depth=2, max_width=1), costs(0.001, 0.0)), requests_of(1)
+    policy, requests = (
+        HeadsPolicy(SLOSpecConfig(max_depth=2, max_width=1), costs(0.001, 0.0)),
+        requests_of(1),
+    )
     for _ in range(120):
         step, plan = begun(policy, requests)
         step.select([chain(0.9, 0.9).up_to(plan.depth)], plan)

@@ -7,7 +7,7 @@ import pytest
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes
-from hf_slospec.engine.protocols import Plan
+from hf_slospec.engine.interfaces import Plan
 from hf_slospec.lab.policies.thesis import CappedThesisSLOPolicy, ThesisPolicy, ThesisSLOPolicy
 from tests.support.policy_costs import begun, costs, late, plan_of, requests_of, selected, sizes
 from tests.support.toys.trees import chain, fan
@@ -17,7 +17,9 @@ def test_thesis_gives_the_budget_to_the_better_drafts() -> None:
     trees = [chain(0.3, 0.3, 0.3), chain(0.9, 0.9, 0.9)]
     policy = ThesisPolicy(SLOSpecConfig(token_budget=5), costs(0.02))
     assert sizes(policy, requests_of(2), trees) == [1, 4]
-    bounded = ThesisPolicy(SLOSpecConfig(policy="thesis", token_budget=5, max_tree_nodes=3), costs(0.02))
+    bounded = ThesisPolicy(
+        SLOSpecConfig(policy="thesis", token_budget=5, max_tree_nodes=3), costs(0.02)
+    )
     assert sizes(bounded, requests_of(2), trees) == [2, 3]
     assert plan_of(policy, requests_of(5)).depth == 0  # the roots are the budget
 
@@ -29,20 +31,29 @@ def levels_of(plan: Plan, *levels: list[list[float]]) -> list[list[bool]]:
 
 
 def test_thesis_drafts_on_for_trees_whose_last_level_is_among_the_best() -> None:
-    plan = plan_of(ThesisPolicy(SLOSpecConfig(token_budget=6), costs(0.02)), requests_of(2))  # four nodes and two roots
-    first, second = [[0.5, 0.1], [0.9, 0.2]], [[0.05, 0.0], [0.8, 0.7]]  # two of these replace those of 0.1 and 0.2
+    plan = plan_of(
+        ThesisPolicy(SLOSpecConfig(token_budget=6), costs(0.02)), requests_of(2)
+    )  # four nodes and two roots
+    first, second = (
+        [[0.5, 0.1], [0.9, 0.2]],
+        [[0.05, 0.0], [0.8, 0.7]],
+    )  # two of these replace those of 0.1 and 0.2
     third = [[0.05, 0.0], [0.5, 0.1]]  # ties replace nothing
     assert levels_of(plan, first, second, third) == [[True, True], [False, True], [False, False]]
 
 
 def test_thesis_drafts_no_further_for_a_tree_that_is_full() -> None:
-    policy = ThesisPolicy(SLOSpecConfig(policy="thesis", token_budget=64, max_tree_nodes=3), costs(0.02))
+    policy = ThesisPolicy(
+        SLOSpecConfig(policy="thesis", token_budget=64, max_tree_nodes=3), costs(0.02)
+    )
     levels = [[0.9, 0.8], [0.5, 0.4]], [[0.7, 0.6], [0.45, 0.1]]
     assert levels_of(plan_of(policy, requests_of(2)), *levels) == [[True, True], [False, True]]
 
 
 def test_thesis_ignores_levels_of_finished_trees() -> None:
-    plan = plan_of(ThesisPolicy(SLOSpecConfig(token_budget=3), costs(0.02)), requests_of(2))  # one node and two roots
+    plan = plan_of(
+        ThesisPolicy(SLOSpecConfig(token_budget=3), costs(0.02)), requests_of(2)
+    )  # one node and two roots
     assert levels_of(plan, [[0.3], [0.5]], [[0.2], [0.4]]) == [[False, True], [False, False]]
 
 
@@ -54,11 +65,14 @@ def test_thesis_slo_spends_no_more_than_one_tree_can_take() -> None:
 
 
 @pytest.mark.parametrize("kind", [ThesisSLOPolicy, CappedThesisSLOPolicy])
-def test_thesis_slo_serves_the_late_and_capped_leaves_something_for_others(kind: type[ThesisSLOPolicy]) -> None:
+def test_thesis_slo_serves_the_late_and_capped_leaves_something_for_others(
+    kind: type[ThesisSLOPolicy],
+) -> None:
     trees = [fan(0.2, 0.2, 0.2, 0.2, 0.2, 0.2), chain(0.9, 0.9, 0.9)]
     config = SLOSpecConfig(policy="thesis-slo-capped", token_budget=8, max_slo_share=0.5)
     policy = kind(config, costs(0.02))
-    relaxed, hopeless = [late(i, 9.0) for i in range(2)], [late(0, 1e-3), late(1, 9.0)]
+    relaxed = [late(i, 9.0) for i in range(2)]
+    hopeless = [late(0, 1e-3), late(1, 9.0)]
     assert sizes(policy, relaxed, trees) == [4, 4]
     assert sizes(policy, hopeless, trees) == ([4, 4] if kind.capped else [7, 1])
 

@@ -1,4 +1,6 @@
-"""Static trees: taken out of candidate trees as the plain loop does, and Sequoia's against every tree there is."""
+"""Static trees: taken out of candidate trees as the plain loop does, and Sequoia's against every
+tree there is.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.algo.tree import ROOT, Forest, TokenTree
-from hf_slospec.lab.policies.tree_shapes import SPECINFER, Sequoia, StaticTree
+from hf_slospec.lab.policies.sequoia import SPECINFER, Sequoia, StaticTree
+from hf_slospec.tree.tree import ROOT, Forest, TokenTree
 from tests.support.toys.trees import SEEDS, UNEVEN, path_to, random_tree
 
 Shape = tuple["Shape", ...]  # a tree as those of its children, by rank
@@ -65,7 +67,9 @@ def all_shapes(num_nodes: int, num_levels: int, max_children: int) -> tuple[Shap
 
 
 def expected_tokens(tree: StaticTree, acceptance: np.ndarray) -> float:
-    """Tokens a step commits, if the child of rank r is accepted with ``acceptance[r]`` once its parent is."""
+    """Tokens a step commits, if the child of rank r is accepted with ``acceptance[r]`` once its
+    parent is.
+    """
     path_probs = [1.0]
     for parent, rank in zip(tree.parents[1:], tree.ranks[1:], strict=True):
         path_probs.append(path_probs[parent] * float(acceptance[rank]))
@@ -73,7 +77,9 @@ def expected_tokens(tree: StaticTree, acceptance: np.ndarray) -> float:
 
 
 def worth(shape: Shape, acceptance: np.ndarray) -> float:
-    return 1.0 + sum(p * worth(child, acceptance) for p, child in zip(acceptance, shape, strict=False))
+    return 1.0 + sum(
+        p * worth(child, acceptance) for p, child in zip(acceptance, shape, strict=False)
+    )
 
 
 @given(acceptance=st.lists(st.sampled_from([0.0, 0.1, 0.2, 0.4, 0.7, 1.0]), min_size=1, max_size=3))
@@ -84,14 +90,20 @@ def test_sequoias_trees_are_the_best_of_all(acceptance: list[float]) -> None:
     table = Sequoia(rates, 7, 6)
     for num_nodes in range(1, 8):
         for num_levels in range(1, 7):
-            best = max((worth(s, rates) for s in all_shapes(num_nodes, num_levels, len(rates))), default=-np.inf)
+            best = max(
+                (worth(s, rates) for s in all_shapes(num_nodes, num_levels, len(rates))),
+                default=-np.inf,
+            )
             assert table.expected[num_nodes, num_levels] == pytest.approx(best)
             if best > 0.0:
                 tree = table.tree(num_nodes, num_levels)
                 assert tree.num_nodes == num_nodes
                 assert tree.max_depth < num_levels
                 assert expected_tokens(tree, rates) == pytest.approx(best)
-                siblings = [{r for p, r in zip(tree.parents, tree.ranks, strict=True) if p == v} for v in range(7)]
+                siblings = [
+                    {r for p, r in zip(tree.parents, tree.ranks, strict=True) if p == v}
+                    for v in range(7)
+                ]
                 assert all(ranks == set(range(len(ranks))) for ranks in siblings)
 
 
@@ -103,16 +115,22 @@ def test_expected_tokens_rise_with_nodes_and_levels() -> None:
         values = column[column > 0.0]
         assert (np.diff(values) >= -1e-12).all()
     assert table.expected[18, 8] > expected_tokens(SPECINFER, table.acceptance)
-    assert table.expected[18, 8] > expected_tokens(StaticTree.of_expansion([1] * 17), table.acceptance)
+    assert table.expected[18, 8] > expected_tokens(
+        StaticTree.of_expansion([1] * 17), table.acceptance
+    )
 
 
 def test_expected_tokens_match_monte_carlo() -> None:
-    rates, rng, draws = np.array([0.5, 0.25, 0.1]), np.random.default_rng(0), 10_000
+    rates = np.array([0.5, 0.25, 0.1])
+    rng = np.random.default_rng(0)
+    draws = 10_000
     tree = Sequoia(rates, 12, 5).tree(12, 5)
     child = {(p, r): v for v, (p, r) in enumerate(zip(tree.parents, tree.ranks, strict=True)) if v}
-    edges, drawn = np.cumsum(rates), []
+    edges = np.cumsum(rates)
+    drawn = []
     for _ in range(draws):
-        node, committed = ROOT, 0
+        node = ROOT
+        committed = 0
         while node is not None:
             committed += 1
             node = child.get((node, int(np.searchsorted(edges, rng.random(), side="right"))))
@@ -121,7 +139,9 @@ def test_expected_tokens_match_monte_carlo() -> None:
     assert expected_tokens(tree, rates) == pytest.approx(np.mean(drawn), abs=error)
 
 
-@pytest.mark.parametrize(("node_s", "level_s"), [(0.0, 0.0), (0.02, 0.05), (0.1, 0.0), (0.0, 0.5), (3.0, 3.0)])
+@pytest.mark.parametrize(
+    ("node_s", "level_s"), [(0.0, 0.0), (0.02, 0.05), (0.1, 0.0), (0.0, 0.5), (3.0, 3.0)]
+)
 def test_the_chosen_size_has_the_best_ratio(node_s: float, level_s: float) -> None:
     table = Sequoia(np.array([0.7, 0.2]), 24, 7)
     nodes, levels = table.best_size(lambda m, depth: 1.0 + node_s * m + level_s * (depth - 1), 7)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from hf_slospec.algo.tree import TokenTree
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.lab.policies.turbospec import PAUSE, PROPOSED, RESET, TRIES, TurboSpecPolicy
+from hf_slospec.lab.policies.smartspec_variants import (
+    PAUSE,
+    PROPOSED,
+    RESET,
+    TRIES,
+    TurboSpecPolicy,
+)
+from hf_slospec.tree.tree import TokenTree
 from tests.support.policy_costs import EIGHT, NO_TIME, begun, costs, plan_of, requests_of, selected
 from tests.support.toys.trees import chain
 
@@ -28,7 +34,8 @@ def test_requests_that_come_to_too_large_a_batch_are_not_drafted_for() -> None:
 
 
 def test_a_step_that_drafts_lifts_the_limit_of_smaller_batches() -> None:
-    policy, [request] = TurboSpecPolicy(EIGHT, costs(0.02)), requests_of(1)
+    policy = TurboSpecPolicy(EIGHT, costs(0.02))
+    [request] = requests_of(1)
     rate = policy.acceptance
     for _ in range(100):
         rate.observe(4, 0)
@@ -63,7 +70,8 @@ def test_free_proposals_are_verified_as_far_as_goodput_says_for_those_who_have_o
 
 def test_free_proposals_pause_when_nothing_of_them_is_worth_verifying() -> None:
     policy = TurboSpecPolicy(EIGHT, costs(9.0, level_s=0.0))
-    requests, depths = requests_of(2), []
+    requests = requests_of(2)
+    depths = []
     for _ in range(2 * (TRIES + PAUSE)):
         step, plan = begun(policy, requests)
         depths.append(plan.depth)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.lab.policies.vllm_adaptive import VLLMAdaptivePolicy
+from hf_slospec.lab.policies.smartspec_variants import VLLMAdaptivePolicy
 from tests.support.policy_costs import begun, costs, requests_of, sizes
 from tests.support.toys.trees import chain
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from hypothesis import strategies as st
 
-from hf_slospec.algo.admission import Candidate, Counts, PrefillRate, admitted
+from hf_slospec.scheduler.admission import Candidate, Counts, PrefillRate, admitted
 
 FULL_RATE = 32.0  # tokens per second of the toy server without decoding requests
 SHARES = (8.0, 4.0)  # tokens per second of it that a decoding request of each tier takes
@@ -20,7 +20,9 @@ def toy_rate(counts: Counts) -> float:
     return rate if rate >= 0.0 else -math.inf
 
 
-def at(deadline_s: float, prompt_tokens: int, kv_tokens: int = 1, tier: int = 0, **rest: int) -> Candidate:
+def at(
+    deadline_s: float, prompt_tokens: int, kv_tokens: int = 1, tier: int = 0, **rest: int
+) -> Candidate:
     return Candidate(deadline_s, prompt_tokens, kv_tokens, tier, **rest)
 
 
@@ -33,17 +35,25 @@ def in_turn(chosen: Iterable[int], candidates: Sequence[Candidate]) -> list[Cand
 
 
 def is_feasible(
-    chosen: Iterable[int], candidates: Sequence[Candidate], rate: PrefillRate, running: Counts, kv_free: int
+    chosen: Iterable[int],
+    candidates: Sequence[Candidate],
+    rate: PrefillRate,
+    running: Counts,
+    kv_free: int,
 ) -> bool:
     """By the definition, interval by interval between accepted deadlines."""
     accepted = in_turn(chosen, candidates)
     if sum(c.kv_tokens for c in accepted if not c.is_forced) > kv_free:
         return False
-    counts, budget, now_s = list(running), 0.0, 0.0
+    counts = list(running)
+    budget = 0.0
+    now_s = 0.0
     for candidate in accepted:
         if rate(tuple(counts)) < 0.0:
             return False
-        budget += rate(tuple(counts)) * max(candidate.deadline_s - now_s, 0.0) - candidate.prompt_tokens
+        budget += (
+            rate(tuple(counts)) * max(candidate.deadline_s - now_s, 0.0) - candidate.prompt_tokens
+        )
         if budget < 0.0:
             return False
         now_s = max(candidate.deadline_s, now_s)
@@ -55,7 +65,9 @@ def value(chosen: Iterable[int], candidates: Sequence[Candidate]) -> tuple[int, 
     """Value of the accepted candidates by priority, the lowest first."""
     accepted = [candidates[i] for i in chosen]
     priorities = sorted({c.priority for c in candidates})
-    return tuple(sum(c.value for c in accepted if c.priority == priority) for priority in priorities)
+    return tuple(
+        sum(c.value for c in accepted if c.priority == priority) for priority in priorities
+    )
 
 
 def feasible_sets(
@@ -64,12 +76,16 @@ def feasible_sets(
     """All that contain the forced candidates."""
     must = [i for i, c in enumerate(candidates) if c.is_forced]
     others = [i for i, c in enumerate(candidates) if not c.is_forced]
-    subsets = itertools.chain.from_iterable(itertools.combinations(others, n) for n in range(len(others) + 1))
+    subsets = itertools.chain.from_iterable(
+        itertools.combinations(others, n) for n in range(len(others) + 1)
+    )
     sets = [(*must, *subset) for subset in subsets]
     return [chosen for chosen in sets if is_feasible(chosen, candidates, rate, running, kv_free)]
 
 
-def check(candidates: Sequence[Candidate], rate: PrefillRate, running: Counts, kv_free: int) -> list[int]:
+def check(
+    candidates: Sequence[Candidate], rate: PrefillRate, running: Counts, kv_free: int
+) -> list[int]:
     """Of :func:`admitted`, against exhaustive search."""
     chosen = admitted(candidates, rate, running, kv_free)
     assert chosen == sorted(set(chosen)) == admitted(candidates, rate, running, kv_free)
@@ -86,7 +102,9 @@ def check(candidates: Sequence[Candidate], rate: PrefillRate, running: Counts, k
 def candidates_of(
     num_tiers: int, max_priority: int = 0, forced_share: int = 0, max_value: int = 1
 ) -> st.SearchStrategy[list[Candidate]]:
-    """Whole numbers of quarter seconds: with whole rates that divide by four, every budget is exact."""
+    """Whole numbers of quarter seconds: with whole rates that divide by four, every budget is
+    exact.
+    """
     candidate = st.builds(
         lambda quarters, prompt, kv, tier, priority, value, roll: Candidate(
             quarters / 4, prompt, kv, tier, priority, value, roll < forced_share

@@ -8,16 +8,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_slospec.algo.tree import TokenTree
-from hf_slospec.models.attention import PackedBatch, Span
-from hf_slospec.models.batch.attention_rules import AttentionRules
-from hf_slospec.models.batch.cached_sequence import CachedSequence, LayerShape, Stored
-from hf_slospec.models.kv_cache.pool import KVPool
-from hf_slospec.models.packed.tree_mask import tree_after_chain
+from hf_slospec.model.batch import (
+    AttentionRules,
+    CachedSequence,
+    LayerShape,
+    PackedBatch,
+    Span,
+    Stored,
+)
+from hf_slospec.model.kv_cache import KVPool
+from hf_slospec.model.tree_mask import tree_after_chain
+from hf_slospec.tree.tree import TokenTree
 
 TREES = [
     TokenTree.root_only(3),
-    TokenTree(np.arange(6), np.array([-1, 0, 0, 1, 1, 3]), np.array([0, 1, 1, 2, 2, 3]), np.ones(6)),
+    TokenTree(
+        np.arange(6), np.array([-1, 0, 0, 1, 1, 3]), np.array([0, 1, 1, 2, 2, 3]), np.ones(6)
+    ),
     TokenTree(np.arange(4), np.array([-1, 0, 1, 2]), np.array([0, 1, 2, 3]), np.ones(4)),
 ]
 
@@ -71,9 +78,12 @@ class Case:
             scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
             if bias is not None:
                 distances = [
-                    token.position - dict(zip(token.slots, token.positions, strict=True))[slot] for slot in seen
+                    token.position - dict(zip(token.slots, token.positions, strict=True))[slot]
+                    for slot in seen
                 ]
-                scores = scores + bias[:, [min(distance, bias.shape[1] - 1) for distance in distances]]
+                scores = (
+                    scores + bias[:, [min(distance, bias.shape[1] - 1) for distance in distances]]
+                )
             extra = scores.new_empty(len(query), 0) if sinks is None else sinks.float()[:, None]
             weights = torch.cat((scores, extra), 1).softmax(1)[:, : len(seen)]
             outs.append(torch.einsum("hk,khd->hd", weights, values[seen]))
@@ -81,7 +91,9 @@ class Case:
 
 
 def case(
-    spans: list[tuple[int, int, TokenTree]],  # tokens committed, tokens of a chain, the tree at its end
+    spans: list[
+        tuple[int, int, TokenTree]
+    ],  # tokens committed, tokens of a chain, the tree at its end
     num_kv_heads: int,
     key_dim: int,
     value_dim: int,
@@ -90,8 +102,12 @@ def case(
     in_order: bool = True,
 ) -> Case:
     """Spans in a pool with free slots between them, filled at random; ``in_order``: as in the row."""
-    shape = LayerShape(*(Stored(num_kv_heads, dim, dtype, torch.device(device)) for dim in (key_dim, value_dim)))
-    capacities = [prefix_len + chain_len + tree.num_nodes + 3 for prefix_len, chain_len, tree in spans]
+    shape = LayerShape(
+        *(Stored(num_kv_heads, dim, dtype, torch.device(device)) for dim in (key_dim, value_dim))
+    )
+    capacities = [
+        prefix_len + chain_len + tree.num_nodes + 3 for prefix_len, chain_len, tree in spans
+    ]
     pool = KVPool([shape], sum(capacities))
     pool.keys[0].normal_()
     pool.values[0].normal_()
@@ -105,7 +121,8 @@ def case(
         sequence = sequences[index]
         sequence.length = prefix_len
         mask, offsets = tree_after_chain(chain_len, tree)
-        begin, positions = len(tokens), prefix_len + offsets
+        begin = len(tokens)
+        positions = prefix_len + offsets
         for row, position in enumerate(positions.tolist()):
             fresh = np.flatnonzero(mask[row])
             slots = [sequence.start + slot for slot in [*range(prefix_len), *(prefix_len + fresh)]]
@@ -120,14 +137,25 @@ def case(
                 is_chain=tree.num_nodes == 1,
             )
         )
-    return Case(PackedBatch(own_spans, [span.visible for span in own_spans]), pool.keys[0], pool.values[0], tokens)
+    return Case(
+        PackedBatch(own_spans, [span.visible for span in own_spans]),
+        pool.keys[0],
+        pool.values[0],
+        tokens,
+    )
 
 
 ROOT, BRANCHING, CHAIN = TREES
-SPANS = [(prefix_len, chain_len, tree) for prefix_len in (0, 7) for chain_len in (1, 3) for tree in TREES]
+SPANS = [
+    (prefix_len, chain_len, tree) for prefix_len in (0, 7) for chain_len in (1, 3) for tree in TREES
+]
 ROWS = {
     "every-kind": SPANS,
-    "long-chains-beside-trees": [(5, 70, ROOT), (0, 66, ROOT), *SPANS],  # as prompts are fed beside decoding
+    "long-chains-beside-trees": [
+        (5, 70, ROOT),
+        (0, 66, ROOT),
+        *SPANS,
+    ],  # as prompts are fed beside decoding
     "long-chains-only": [(5, 70, ROOT), (0, 66, ROOT)],
     "single-tokens": [(prefix_len, 1, ROOT) for prefix_len in (0, 1, 30)],
     "nothing-committed": [(0, 3, BRANCHING), (0, 1, CHAIN)],

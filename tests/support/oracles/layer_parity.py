@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_slospec.algo.tree import TokenTree
-from hf_slospec.engine.request import Request, RequestParams
-from hf_slospec.models.attention import PackedBatch, masked_attention
-from hf_slospec.models.sequences.request_sequences import RequestSequences
+from hf_slospec.model.attention.sdpa import masked_attention
+from hf_slospec.model.batch import PackedBatch
+from hf_slospec.model.sequences import RequestSequences
+from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.tree.tree import TokenTree
 from tests.support.packed import packed_model
 
 PROMPTS = (90, 7, 30)  # the first is fed as a long chain, as the causal kernel gets it
@@ -18,27 +19,39 @@ PARENTS = ((-1, 0, 0, 1, 3), (-1, 0, 1), (-1,))
 
 
 class Compared:
-    """A backend that checks each of its results against the reference in fp32, on the very same inputs."""
+    """A backend that checks each of its results against the reference in fp32, on the very same
+    inputs.
+    """
 
     __name__ = "compared"
 
     def __init__(self, backend: Any, tolerance: float):
-        self.backend, self.tolerance, self.num_calls = backend, tolerance, 0
+        self.backend = backend
+        self.tolerance = tolerance
+        self.num_calls = 0
 
     def __call__(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, row: PackedBatch, *rest: Any
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        row: PackedBatch,
+        *rest: Any,
     ) -> torch.Tensor:
         out = self.backend(query, keys, values, row, *rest)
         right = masked_attention(query.float(), keys.float(), values.float(), row, *rest)
         assert out.dtype == query.dtype and out.shape == right.shape
-        torch.testing.assert_close(out.float(), right, rtol=0, atol=self.tolerance * float(values.abs().max()))
+        torch.testing.assert_close(
+            out.float(), right, rtol=0, atol=self.tolerance * float(values.abs().max())
+        )
         self.num_calls += 1
         return out
 
 
 @torch.no_grad()
 def compare_layers(model: Any, tolerance: float, attention: str = "flash") -> int:
-    """Feed prompts and verify trees with this attention; ``tolerance`` is relative to the largest value.
+    """Feed prompts and verify trees with this attention; ``tolerance`` is relative to the largest
+    value.
 
     Returns:
         How many attention calls were compared.
@@ -46,12 +59,15 @@ def compare_layers(model: Any, tolerance: float, attention: str = "flash") -> in
     packed = packed_model(model, attention)
     packed.backend = compared = Compared(packed.backend, tolerance)
     requests = [
-        Request(i, RequestParams(torch.randint(3, packed.vocab_size, (n,)).tolist(), max_new_tokens=0))
+        Request(
+            i, RequestParams(torch.randint(3, packed.vocab_size, (n,)).tolist(), max_new_tokens=0)
+        )
         for i, n in enumerate(PROMPTS)
     ]
     sequences = RequestSequences(packed, max_nodes=max(map(len, PARENTS)))
     sequences.reserve(requests)
-    none, device = torch.empty(0, dtype=torch.int64, device=packed.device), packed.device
+    none = torch.empty(0, dtype=torch.int64, device=packed.device)
+    device = packed.device
     sequences.forward([sequences.chain(request, request.tokens[:-3]) for request in requests], none)
     for request in requests:
         sequences.of(request).length = request.prompt_len - 3

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hf_slospec.algo.replica_ranking import ReplicaLoad
-from hf_slospec.engine.request import Request
-from hf_slospec.engine.scheduling.continuous import LAST_RANK, STARVING, ContinuousScheduler
-from hf_slospec.engine.scheduling.guarantees import guaranteeable, prefill_deadline_s, tightest_tpot_slo_s
+from hf_slospec.request.request import Request
+from hf_slospec.scheduler.continuous import LAST_RANK, STARVING, ContinuousScheduler
+from hf_slospec.scheduler.guarantees import guaranteeable, prefill_deadline_s, tightest_tpot_slo_s
+from hf_slospec.scheduler.load import ReplicaLoad
 
 
 class PlainScheduler(ContinuousScheduler):
@@ -47,13 +47,23 @@ class PlainScheduler(ContinuousScheduler):
 
     def _guarantee(self, undecided: Sequence[Request], now_s: float) -> bool:
         before = [request for request in (*self.running, *self.waiting) if request.is_guaranteed]
-        unmovable = [*before, *(r for r in self.running if r in self._protected and not r.is_guaranteed)]
+        unmovable = [
+            *before,
+            *(r for r in self.running if r in self._protected and not r.is_guaranteed),
+        ]
         places = self.limits.max_batch - len(unmovable)
         if places <= 0:
             return False
         kv_free = self._max_slots - self._expected(unmovable)
         found = guaranteeable(
-            undecided, before, kv_free, self._kv_needed, self.num_reusable, self.costs, self.windows, now_s
+            undecided,
+            before,
+            kv_free,
+            self._kv_needed,
+            self.num_reusable,
+            self.costs,
+            self.windows,
+            now_s,
         )
         found.sort(key=lambda request: (request.params.priority, prefill_deadline_s(request)))
         for request in found[:places]:
@@ -83,11 +93,16 @@ class PlainScheduler(ContinuousScheduler):
 def plain_load_of(scheduler: ContinuousScheduler, load: ReplicaLoad) -> ReplicaLoad:
     """A load with what is summed over requests summed over all of them, those that wait included."""
     unfinished = (*scheduler.running, *scheduler.waiting)
-    guaranteed = Counter(tightest_tpot_slo_s(request) for request in unfinished if request.is_guaranteed)
+    guaranteed = Counter(
+        tightest_tpot_slo_s(request) for request in unfinished if request.is_guaranteed
+    )
     return replace(
         load,
         guaranteed=tuple(sorted(guaranteed.items())),
         best_effort=sum(not request.is_guaranteed for request in unfinished),
-        prefill_tokens=sum(request.num_uncached for request in unfinished if not request.is_decoding),
-        kv_free=scheduler.limits.kv_tokens - sum(scheduler.limits.kv_needed(request.params) for request in unfinished),
+        prefill_tokens=sum(
+            request.num_uncached for request in unfinished if not request.is_decoding
+        ),
+        kv_free=scheduler.limits.kv_tokens
+        - sum(scheduler.limits.kv_needed(request.params) for request in unfinished),
     )

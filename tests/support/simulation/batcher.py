@@ -1,7 +1,8 @@
-"""Deterministic simulation of the batcher: a seed makes a plan of users, faults and times, and the run is checked.
+"""Deterministic simulation of the batcher: a seed makes a plan of users, faults and times, and the
+run is checked.
 
-Batcher, handles, engine, scheduler, K/V cache, drafters and telemetry are the real ones. Threads, clock and the two
-networks are simulated.
+Batcher, handles, engine, scheduler, K/V cache, drafters and telemetry are the real ones. Threads,
+clock and the two networks are simulated.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from functools import partial
 
 import torch
 
-from hf_slospec.engine.request import IsOver, Progress, Request, RequestParams, Stage
+from hf_slospec.batcher.handle import RequestHandle
+from hf_slospec.batcher.service import _stream
 from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, RequestCancelledError
-from hf_slospec.serving.handle import RequestHandle
-from hf_slospec.serving.service import _stream
+from hf_slospec.request.request import IsOver, Progress, Request, RequestParams, Stage
 from tests.support.simulation.engines import Engines, Server
 from tests.support.simulation.models import VOCAB, plain_token
 from tests.support.simulation.schedules import (
@@ -63,7 +64,12 @@ class Submitted:
 
 class Streamer:
     def __init__(self, submitted: Submitted, world: World):
-        self.submitted, self.world, self.tokens, self.has_ended = submitted, world, list[int](), False
+        self.submitted, self.world, self.tokens, self.has_ended = (
+            submitted,
+            world,
+            list[int](),
+            False,
+        )
 
     def put(self, tokens: torch.Tensor) -> None:
         self.world.at("streamer")
@@ -81,11 +87,14 @@ class Simulation:
     """One run of a schedule."""
 
     def __init__(self, plan: Schedule):
-        self.plan, self.world = plan, World(plan.seed, plan.switching)
+        self.plan = plan
+        self.world = World(plan.seed, plan.switching)
         self.world.faults = {(fault.point, fault.number): fault.error() for fault in plan.faults}
         self.submitted = list[Submitted]()
         self.num_tried = 0
-        self.stops = [False] * plan.num_batchers  # whether a stop without drain, or in time, may have ended requests
+        self.stops = [
+            False
+        ] * plan.num_batchers  # whether a stop without drain, or in time, may have ended requests
 
     def run(self) -> None:
         """Run the schedule; raises AssertionError where something is wrong."""
@@ -93,7 +102,8 @@ class Simulation:
             self.engines = Engines(self.plan, self.world)
             self.servers = [Server(self.engines) for _ in range(self.plan.num_batchers)]
             threads = [
-                Thread(self.world, self._user, (actions,), f"user {n}") for n, actions in enumerate(self.plan.users)
+                Thread(self.world, self._user, (actions,), f"user {n}")
+                for n, actions in enumerate(self.plan.users)
             ]
             for server in self.servers:
                 server.batcher.start()
@@ -159,7 +169,9 @@ class Simulation:
         self.num_tried += 1
         rng = random.Random(f"{job.family} {job.prompt_len} {job.own_tokens}")
         shared = job.prompt_len - job.own_tokens
-        prompt = BEGINNINGS[job.family][:shared] + [rng.randrange(VOCAB) for _ in range(job.own_tokens)]
+        prompt = BEGINNINGS[job.family][:shared] + [
+            rng.randrange(VOCAB) for _ in range(job.own_tokens)
+        ]
         # Sampled requests of equal number mod 8 have the same noise.
         index = 8 * self.num_tried + job.prompt_len % 8
         params = RequestParams(
@@ -172,7 +184,9 @@ class Simulation:
 
     def _generate(self, call: Generate) -> None:
         requests = [self._new_request(job, partial(_is_stop, job)) for job in call.jobs]
-        expected = [_decoded_alone(own, job).tokens for own, job in zip(requests, call.jobs, strict=True)]
+        expected = [
+            _decoded_alone(own, job).tokens for own, job in zip(requests, call.jobs, strict=True)
+        ]
         try:
             self.engines.generate(requests)
         except (MemoryError, DeviceError) as error:
@@ -180,7 +194,9 @@ class Simulation:
             kinds = _MEMORY if isinstance(error, MemoryError) else DeviceError
             if not any(isinstance(struck, kinds) for _, struck in self.world.struck):
                 raise AssertionError("generate failed with an error of its own") from error
-            expected = [tokens[: len(own.tokens)] for tokens, own in zip(expected, requests, strict=True)]
+            expected = [
+                tokens[: len(own.tokens)] for tokens, own in zip(expected, requests, strict=True)
+            ]
         else:
             self.engines.counts["generate"] += 1
         assert [request.tokens for request in requests] == expected, "generate gives wrong tokens"
@@ -189,7 +205,9 @@ class Simulation:
         server = self.servers[job.batcher]
         error = MemoryError("of a processor") if job.processor_memory else ProcessorError()
         fails_in_criterion = job.fails_at is not None and job.in_criterion
-        is_stop = partial(_is_stop, job, error=error) if fails_in_criterion else partial(_is_stop, job)
+        is_stop = (
+            partial(_is_stop, job, error=error) if fails_in_criterion else partial(_is_stop, job)
+        )
         request = self._new_request(job, is_stop, progress)
         handle = RequestHandle(request, None, server.batcher.abort, None)
         submitted = Submitted(job, server, handle)
@@ -202,21 +220,30 @@ class Simulation:
         return submitted
 
     def _consume(self, submitted: Submitted) -> None:
-        job, handle = submitted.job, submitted.handle
+        job = submitted.job
+        handle = submitted.handle
         if job.consumer == "streamer":
             streamer = Streamer(submitted, self.world)
-            Thread(self.world, self._stream, (submitted, streamer), f"streamer {handle.request.index}").start()
+            Thread(
+                self.world, self._stream, (submitted, streamer), f"streamer {handle.request.index}"
+            ).start()
         elif job.consumer == "tokens":
             Thread(self.world, self._read, (submitted,), f"reader {handle.request.index}").start()
         elif job.consumer == "result":
             self._read_result(submitted)
 
     def _stream(self, submitted: Submitted, streamer: Streamer) -> None:
-        _stream(submitted.handle, torch.tensor([submitted.handle.request.tokens[: submitted.job.prompt_len]]), streamer)
+        _stream(
+            submitted.handle,
+            torch.tensor([submitted.handle.request.tokens[: submitted.job.prompt_len]]),
+            streamer,
+        )
         assert streamer.has_ended
 
     def _read(self, submitted: Submitted) -> None:
-        job, handle, seen = submitted.job, submitted.handle, list[int]()
+        job = submitted.job
+        handle = submitted.handle
+        seen = list[int]()
         with contextlib.suppress(RequestCancelledError, *_ERRORS):
             for token in handle.tokens():
                 seen.append(token)
@@ -225,7 +252,9 @@ class Simulation:
         submitted.seen = seen
         if job.resumes and handle.finish_reason == "cancelled" and submitted.job.fails_at is None:
             with contextlib.suppress(QueueFull, NotRunningError):
-                self._read(self._submit(replace(job, ends_after=None, resumes=False), handle.progress))
+                self._read(
+                    self._submit(replace(job, ends_after=None, resumes=False), handle.progress)
+                )
 
     def _abort(self, submitted: Submitted) -> None:
         if submitted.job.ends_with_error:
@@ -236,7 +265,8 @@ class Simulation:
             submitted.handle.cancel()
 
     def _read_result(self, submitted: Submitted) -> None:
-        job, handle = submitted.job, submitted.handle
+        job = submitted.job
+        handle = submitted.handle
         if job.ends_after is not None:
             with contextlib.suppress(TimeoutError, RequestCancelledError, *_ERRORS):
                 handle.result(timeout=0.7 * job.ends_after)
@@ -262,36 +292,64 @@ class Simulation:
             num_short += self._check_request(own, fatal, memory)
         # A step of one token is the least there is; all others are made smaller first.
         most = max(len(memory) - (self.plan.limits.prefill_chunk > 1), 0)
-        assert num_short <= most, f"{num_short} requests failed as memory ran short {len(memory)} times"
+        assert num_short <= most, (
+            f"{num_short} requests failed as memory ran short {len(memory)} times"
+        )
         for server in self.servers:
             batcher = server.batcher
             left = [batcher._handles, batcher._arrivals, batcher._aborted, batcher._load_futures]
             assert not any(left), f"orders are kept: {left}"
-            assert (batcher.num_waiting, batcher.num_running, batcher.kv_held, batcher.num_kept) == (0, 0, 0, 0)
+            assert (
+                batcher.num_waiting,
+                batcher.num_running,
+                batcher.kv_held,
+                batcher.num_kept,
+            ) == (0, 0, 0, 0)
             assert "died" not in batcher._why_not or fatal, f"the engine died: {batcher._why_not}"
             ended = [own.handle.request for own in self.submitted if own.server is server]
-            assert sorted(r.index for r in server.ended) == sorted(r.index for r in ended), "on_end is not called once"
+            assert sorted(r.index for r in server.ended) == sorted(r.index for r in ended), (
+                "on_end is not called once"
+            )
             if not struck:
                 self._check_counts(server)
-        assert self.engines.target.num_held == self.engines.draft.num_held == 0, "K/V was left behind"
+        assert self.engines.target.num_held == self.engines.draft.num_held == 0, (
+            "K/V was left behind"
+        )
 
-    def _check_request(self, own: Submitted, fatal: list[BaseException], memory: list[BaseException]) -> bool:
+    def _check_request(
+        self, own: Submitted, fatal: list[BaseException], memory: list[BaseException]
+    ) -> bool:
         """Check one request; return whether it failed because memory ran short."""
-        job, handle, request = own.job, own.handle, own.handle.request
+        job = own.job
+        handle = own.handle
+        request = own.handle.request
         name = f"request {request.index}"
         assert handle.done(), f"{name} does not end"
         alone = _decoded_alone(request, job)
         tokens = handle.token_ids
-        assert tokens == request.tokens[request.prompt_len :], f"{name} has tokens that its handle does not show"
-        assert tokens == alone.tokens[alone.prompt_len :][: len(tokens)], f"{name} has wrong tokens: {tokens}"
+        assert tokens == request.tokens[request.prompt_len :], (
+            f"{name} has tokens that its handle does not show"
+        )
+        assert tokens == alone.tokens[alone.prompt_len :][: len(tokens)], (
+            f"{name} has wrong tokens: {tokens}"
+        )
         if own.seen is not None:
             assert own.seen == tokens, f"{name} streamed {own.seen} of {tokens}"
-        reason, error, is_short = request.finish_reason, request.error, False
+        reason = request.finish_reason
+        error = request.error
+        is_short = False
         if reason in ("stop", "length"):
             assert error is None
-            assert (tokens, reason) == (alone.tokens[alone.prompt_len :], alone.finish_reason), f"{name} ends early"
-            assert [commit.num_emitted for commit in handle.commits][-1:] == [len(tokens)], f"{name} lacks a commit"
-            assert len(handle.from_draft) == len(tokens) - request.stats.num_resumed or request.stats.num_resumed
+            assert (tokens, reason) == (alone.tokens[alone.prompt_len :], alone.finish_reason), (
+                f"{name} ends early"
+            )
+            assert [commit.num_emitted for commit in handle.commits][-1:] == [len(tokens)], (
+                f"{name} lacks a commit"
+            )
+            assert (
+                len(handle.from_draft) == len(tokens) - request.stats.num_resumed
+                or request.stats.num_resumed
+            )
         elif reason == "cancelled":
             assert own.is_cancelled or self.stops[job.batcher], f"{name} was cancelled by nothing"
         elif isinstance(error, NotGuaranteedError):
@@ -306,7 +364,9 @@ class Simulation:
         reasons = [own.handle.request for own in self.submitted if own.server is server]
         done = [request for request in reasons if request.finish_reason in ("stop", "length")]
         assert stats.finished.get("length", 0) + stats.finished.get("stop", 0) == len(done)
-        guaranteed = sum(request.metrics().guaranteed and request.params.has_slo for request in done)
+        guaranteed = sum(
+            request.metrics().guaranteed and request.params.has_slo for request in done
+        )
         assert stats.guaranteed == guaranteed, "a guarantee is not counted once"
 
 

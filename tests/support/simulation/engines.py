@@ -8,25 +8,25 @@ from functools import partial
 from typing import Any, cast
 
 from hf_slospec.assembly import Parts, continuous_engine
+from hf_slospec.batcher.batcher import Batcher
+from hf_slospec.batcher.stats import Telemetry
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.drafters.assistant import AssistantDrafter
-from hf_slospec.drafters.prompt_lookup import PromptLookupDrafter
+from hf_slospec.drafters.lookup import PromptLookupDrafter
+from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
-from hf_slospec.engine.protocols import Plan as DraftPlan
-from hf_slospec.engine.protocols import Policy, PolicyStep, StepDecisions
-from hf_slospec.engine.protocols import Schedule as StepSchedule
-from hf_slospec.engine.request import Request
-from hf_slospec.engine.scheduling.batch_formation import MAX_SKIPPED
-from hf_slospec.engine.scheduling.continuous import ContinuousScheduler
+from hf_slospec.engine.interfaces import Plan as DraftPlan
+from hf_slospec.engine.interfaces import Policy, PolicyStep, StepDecisions
+from hf_slospec.engine.interfaces import Schedule as StepSchedule
 from hf_slospec.engine.step import Engine
-from hf_slospec.engine.step_times import StepCosts
 from hf_slospec.generate.speculator import Speculator
-from hf_slospec.models.target import PackedTarget
+from hf_slospec.model.target import PackedTarget
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import SpeculationHistory
-from hf_slospec.serving.batcher import Batcher
-from hf_slospec.serving.telemetry import Telemetry
+from hf_slospec.request.request import Request
+from hf_slospec.scheduler.batch_formation import MAX_SKIPPED
+from hf_slospec.scheduler.continuous import ContinuousScheduler
 from tests.support.simulation.models import VOCAB, SimulatedModel, SimulatedSampler
 from tests.support.simulation.schedules import Schedule
 from tests.support.simulation.threads import World
@@ -43,7 +43,11 @@ class CheckedScheduler(ContinuousScheduler):
 
     def enter(self, now_s: float) -> list[Request]:
         waited = dict.fromkeys(self.waiting)
-        starving = [request for request in waited if now_s >= self._waiting_since[request] + self.limits.starvation_s]
+        starving = [
+            request
+            for request in waited
+            if now_s >= self._waiting_since[request] + self.limits.starvation_s
+        ]
         guaranteed = {request for request in (*self.running, *waited) if request.is_guaranteed}
         preempted = super().enter(now_s)
         assert all(request.is_guaranteed for request in guaranteed), "a guarantee was taken back"
@@ -53,26 +57,36 @@ class CheckedScheduler(ContinuousScheduler):
         assert len(self.running) <= self.limits.max_batch
         assert self.kv_held <= self.limits.kv_tokens
         soft = [request for request in self.running if not request.is_guaranteed]
-        assert not soft or self._after_step(self.running) <= self.limits.kv_tokens, "slots may run out"
+        assert not soft or self._after_step(self.running) <= self.limits.kv_tokens, (
+            "slots may run out"
+        )
         booked = [request for request in present if request.is_guaranteed]
         if self.admission == "slo":
             assert len(booked) <= self.limits.max_batch, "more is guaranteed than there are places"
             # Texts only: where nodes find no room beside them, they are decoded without drafts.
-            assert sum(request.params.max_len for request in booked) <= self.limits.kv_tokens, "K/V is guaranteed twice"
+            assert sum(request.params.max_len for request in booked) <= self.limits.kv_tokens, (
+                "K/V is guaranteed twice"
+            )
         entered = [request for request in self.running if request in waited]
         left = [request for request in starving if request in self.waiting]
         if left:
-            assert all(request in starving for request in entered), "a starving request was overtaken"
+            assert all(request in starving for request in entered), (
+                "a starving request was overtaken"
+            )
         return preempted
 
     def _make_room(self) -> list[Request]:
         protected = {*self._protected}
         preempted = super()._make_room()
         self.counts["preempted as slots ran out"] += len(preempted)
-        assert not any(request.is_guaranteed for request in preempted), "a guaranteed request was preempted for room"
+        assert not any(request.is_guaranteed for request in preempted), (
+            "a guaranteed request was preempted for room"
+        )
         if protected.intersection(preempted):
             left = [request for request in self.running if not request.is_guaranteed]
-            assert protected.issuperset(left), "a protected request was preempted for room before others"
+            assert protected.issuperset(left), (
+                "a protected request was preempted for room before others"
+            )
         return preempted
 
     def schedule(self, now_s: float) -> StepSchedule:
@@ -81,9 +95,13 @@ class CheckedScheduler(ContinuousScheduler):
         assert taking_part or not self.running, "a step does nothing"
         if self.batches.prefill == "first":  # which leaves all others out as long as prompts come
             return schedule
-        most = (MAX_SKIPPED + 1) * self.limits.max_batch  # each of them may be left out before one takes part
+        most = (
+            MAX_SKIPPED + 1
+        ) * self.limits.max_batch  # each of them may be left out before one takes part
         for request in self.running:
-            self.left_out[request] = 0 if request in taking_part else self.left_out.get(request, 0) + 1
+            self.left_out[request] = (
+                0 if request in taking_part else self.left_out.get(request, 0) + 1
+            )
             assert self.left_out[request] <= most, f"request {request.index} starves"
         return schedule
 
@@ -92,7 +110,8 @@ class FaultyPolicy(Policy):
     """A policy for which memory may run short."""
 
     def __init__(self, policy: Policy, world: World):
-        self.policy, self.world = policy, world
+        self.policy = policy
+        self.world = world
 
     def step(self, *arguments: Any) -> PolicyStep:
         decisions = StepDecisions(self.policy.step(*arguments))
@@ -108,19 +127,28 @@ class Engines:
     """What engines of one simulation have in common: models, lock and settings."""
 
     def __init__(self, plan: Schedule, world: World):
-        self.plan, self.world, self.lock = plan, world, FairLock()
+        self.plan = plan
+        self.world = world
+        self.lock = FairLock()
         self.target = SimulatedModel(world, "target", plan.seconds)
         self.draft = SimulatedModel(world, "draft", [0.01])
-        self.config = SLOSpecConfig(max_depth=max(plan.depth, 1), max_width=plan.width, check_invariants=True)
-        self.costs, self.counts = new_costs(), Counter[str]()
-        self.turns = list[object]()  # the batchers and calls of `generate` whose steps have ended, in order
+        self.config = SLOSpecConfig(
+            max_depth=max(plan.depth, 1), max_width=plan.width, check_invariants=True
+        )
+        self.costs = new_costs()
+        self.counts = Counter[str]()
+        self.turns = list[
+            object
+        ]()  # the batchers and calls of `generate` whose steps have ended, in order
 
     def new_drafter(self, kv_tokens: int | None = None, kept: float = 0.0) -> Any:
         if not self.plan.has_assistant:
             return PromptLookupDrafter()
         return AssistantDrafter(self.draft, self.plan.limits.max_nodes, VOCAB, kv_tokens, kept)
 
-    def new_target(self, sampler: SimulatedSampler, kv_tokens: int | None = None, kept: float = 0.0) -> PackedTarget:
+    def new_target(
+        self, sampler: SimulatedSampler, kv_tokens: int | None = None, kept: float = 0.0
+    ) -> PackedTarget:
         return PackedTarget(self.target, self.plan.limits.max_nodes, sampler, kv_tokens, kept)
 
     def parts(self, target: PackedTarget, drafter: Any, costs: StepCosts, _: None = None) -> Parts:
@@ -136,7 +164,9 @@ class Engines:
         self.counts["steps"] += 1
         self.counts["steps that decode"] += step.num_decoding > 0
         self.counts["steps that draft"] += step.draft_levels > 0
-        self.counts["draft tokens accepted"] += step.committed - len(step.requests) if step.draft_levels else 0
+        self.counts["draft tokens accepted"] += (
+            step.committed - len(step.requests) if step.draft_levels else 0
+        )
 
     def generate(self, requests: Sequence[Request]) -> None:
         """Decode requests in the calling thread, as a call of ``generate`` does."""
@@ -152,23 +182,32 @@ class Server:
     """One batcher with its engine's parts."""
 
     def __init__(self, engines: Engines):
-        self.engines, self.world = engines, engines.world
-        self.telemetry, self.ended, self.most_running = Telemetry(), list[Request](), 0
+        self.engines = engines
+        self.world = engines.world
+        self.telemetry = Telemetry()
+        self.ended = list[Request]()
+        self.most_running = 0
         self.sampler = SimulatedSampler(engines.world)
         self.batcher = Batcher(self._engine, engines.plan.max_queue, engines.lock, self)
 
     def _engine(self) -> Engine[ContinuousScheduler]:
-        engines, plan, costs = self.engines, self.engines.plan, new_costs()
+        engines = self.engines
+        plan = self.engines.plan
+        costs = new_costs()
         engines.counts["starts"] += 1
         target = engines.new_target(self.sampler, plan.limits.kv_tokens, plan.kept)
         drafter = engines.new_drafter(plan.limits.kv_tokens, plan.kept)
-        engine = continuous_engine(engines.config, engines.parts(target, drafter, costs), plan.limits)
+        engine = continuous_engine(
+            engines.config, engines.parts(target, drafter, costs), plan.limits
+        )
         guarantee = 0.95 if plan.admission == "slo" else None
         engine.scheduler = CheckedScheduler(
             plan.limits, costs, plan.admission, plan.prefill, target.num_reusable, guarantee, True
         )
-        engine.scheduler.counts, engine.scheduler.output_tokens = engines.counts, plan.output_tokens
-        close, self.engine = engine.close, engine
+        engine.scheduler.counts = engines.counts
+        engine.scheduler.output_tokens = plan.output_tokens
+        close = engine.close
+        self.engine = engine
 
         def closed() -> None:
             close()

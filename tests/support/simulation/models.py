@@ -1,4 +1,6 @@
-"""Toy models in real packed storage: the next token depends on every token whose K/V is read, so wrong K/V shows."""
+"""Toy models in real packed storage: the next token depends on every token whose K/V is read, so
+wrong K/V shows.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +8,25 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ref
 
 import numpy as np
 import torch
 
-from hf_slospec.algo.tree import TokenTree
-from hf_slospec.drafters.level import Level
-from hf_slospec.engine.request import Request
-from hf_slospec.models.attention import NewTokens
-from hf_slospec.models.batch.cached_sequence import CachedSequence, LayerShape
-from hf_slospec.models.kv_cache.cache import KVCache
-from hf_slospec.models.kv_cache.pool import KVPool
-from hf_slospec.models.packed.model import Outputs
-from hf_slospec.models.sampling import PendingChoices
+from hf_slospec.drafters.beam import Level
+from hf_slospec.model.batch import CachedSequence, LayerShape, NewTokens
+from hf_slospec.model.kv_cache import KVCache, KVPool
+from hf_slospec.model.packed_model import Outputs
+from hf_slospec.model.sampling import PendingChoices
+from hf_slospec.request.request import Request
+from hf_slospec.tree.tree import TokenTree
 from tests.support.simulation.threads import World
 from tests.support.toys.trees import stored
 
-VOCAB, ROWS, LONGEST = 5, 64, 256
+VOCAB = 5
+ROWS = 64
+LONGEST = 256
 TABLE = np.random.default_rng(0).gumbel(size=(ROWS, VOCAB)).astype(np.float32)
 NOISE = np.random.default_rng(1).gumbel(size=(8, LONGEST, VOCAB)).astype(np.float32)
 
@@ -36,8 +38,12 @@ def row_of(tokens: bytes, is_draft: bool = False) -> int:
 
 
 def chosen(rows: np.ndarray, request: Request, positions: np.ndarray) -> np.ndarray:
-    """The tokens that plain decoding takes at positions of a request's output, given logits [num_tokens, vocab]."""
-    return (rows + NOISE[request.index % 8][positions] if request.params.is_sampled else rows).argmax(-1)
+    """The tokens that plain decoding takes at positions of a request's output, given logits
+    [num_tokens, vocab].
+    """
+    return (
+        rows + NOISE[request.index % 8][positions] if request.params.is_sampled else rows
+    ).argmax(-1)
 
 
 def plain_token(request: Request) -> int:
@@ -51,7 +57,8 @@ class FaultyPool(KVPool):
     def __init__(self, world: World, name: str, num_slots: int):
         world.at(f"{name} pool")
         super().__init__([LayerShape(stored(1, 1), stored(1, 1))], num_slots)
-        self.world, self.name = world, name
+        self.world = world
+        self.name = name
 
     def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
         if source:
@@ -69,16 +76,25 @@ class FaultyPool(KVPool):
 
 
 class SimulatedModel:
-    """A packed model that stores tokens as K and their positions as V, and reads the text from there."""
+    """A packed model that stores tokens as K and their positions as V, and reads the text from
+    there.
+    """
 
-    has_states, vocab_size, device, num_one_off_forwards = False, VOCAB, torch.device("cpu"), 0
-    compiled, ranks = {(): "eager"}, SimpleNamespace(number=1, least=lambda value: value)
+    has_states = False
+    vocab_size = VOCAB
+    device = torch.device("cpu")
+    num_one_off_forwards = 0
+    compiled: ClassVar[dict[tuple[int, ...], str]] = {(): "eager"}
+    ranks = SimpleNamespace(number=1, least=lambda value: value)
     rope = SimpleNamespace(max_plain=None)
 
     def __init__(self, world: World, name: str, seconds: Sequence[float]):
         """``seconds`` that forwards take, in turn."""
-        self.world, self.name, self.seconds = world, name, seconds
-        self.model, self.num_forwards = torch.nn.Module(), 0
+        self.world = world
+        self.name = name
+        self.seconds = seconds
+        self.model = torch.nn.Module()
+        self.num_forwards = 0
         self.fingerprint = SimpleNamespace(state=0, notice=lambda structure=True: None)
         self._shared: Any = lambda: None
 
@@ -86,7 +102,9 @@ class SimulatedModel:
     def kv_cache(self) -> KVCache:
         cache = self._shared()
         if cache is None:
-            cache = KVCache(lambda num_slots: FaultyPool(self.world, self.name, num_slots), self._empty())
+            cache = KVCache(
+                lambda num_slots: FaultyPool(self.world, self.name, num_slots), self._empty()
+            )
             self._shared = ref(cache)
         return cache
 
@@ -110,25 +128,42 @@ class SimulatedModel:
     def num_draft_rows(self, num_requests: int) -> None:
         return None
 
-    def draft(self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor, level: Level) -> Any:
+    def draft(
+        self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor, level: Level
+    ) -> Any:
         own = level.resolved(parts)
         ids = [level.inputs({"input_ids": part.input_ids[None]})["input_ids"][0] for part in own]
         own = [replace(part, input_ids=tokens) for part, tokens in zip(own, ids, strict=True)]
         return level.outputs(self.outputs(pool, own, logit_rows).logits)
 
     def outputs(
-        self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor, feature_layers: tuple[int, ...] = ()
+        self,
+        pool: KVPool,
+        parts: Sequence[NewTokens],
+        logit_rows: torch.Tensor,
+        feature_layers: tuple[int, ...] = (),
     ) -> Outputs:
         self.num_forwards += 1
         self.world.at(f"{self.name} forward", self.seconds[self.num_forwards % len(self.seconds)])
-        wanted, rows, begin = logit_rows.tolist(), list[int](), 0
-        keys, values = pool.keys[0].numpy()[:, 0, 0], pool.values[0].numpy()[:, 0, 0]
+        wanted = logit_rows.tolist()
+        rows = list[int]()
+        begin = 0
+        keys = pool.keys[0].numpy()[:, 0, 0]
+        values = pool.values[0].numpy()[:, 0, 0]
         for part in parts:
-            own, new_tokens, new_places = part.sequence, part.input_ids.numpy(), part.positions.numpy()
-            num_new, num_staged = len(new_tokens), len(new_places)
+            own, new_tokens, new_places = (
+                part.sequence,
+                part.input_ids.numpy(),
+                part.positions.numpy(),
+            )
+            num_new = len(new_tokens)
+            num_staged = len(new_places)
             end = own.start + own.length + num_staged
             assert own.length + num_staged <= own.capacity, "K/V is staged in slots of others"
-            keys[end - num_new : end], values[end - num_new : end] = new_tokens, new_places[-num_new:]
+            keys[end - num_new : end], values[end - num_new : end] = (
+                new_tokens,
+                new_places[-num_new:],
+            )
             if own_rows := [row - begin for row in wanted if begin <= row < begin + num_new]:
                 tokens, places, mask = (
                     keys[own.start : end].astype(np.uint8),
@@ -145,18 +180,27 @@ class SimulatedModel:
 
 
 class SimulatedSampler:
-    """Chooses what plain decoding does; each position of a request is chosen once, as processors may have state."""
+    """Chooses what plain decoding does; each position of a request is chosen once, as processors
+    may have state.
+    """
 
     def __init__(self, world: World):
-        self.world, self.fails_at = world, dict[Request, tuple[int, BaseException]]()
+        self.world = world
+        self.fails_at = dict[Request, tuple[int, BaseException]]()
         self.next_position = dict[Request, int]()
 
-    def choose(self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]) -> PendingChoices:
+    def choose(
+        self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]
+    ) -> PendingChoices:
         self.world.at("sampler")
-        rows, choosers, begin = logits.numpy(), list[Any](), 0
+        rows = logits.numpy()
+        choosers = list[Any]()
+        begin = 0
         for request, tree in zip(requests, trees, strict=True):
             own = rows[begin : begin + tree.num_nodes]
-            choosers.append(self._chooser(request, chosen(own, request, request.num_emitted + tree.depths)))
+            choosers.append(
+                self._chooser(request, chosen(own, request, request.num_emitted + tree.depths))
+            )
             begin += tree.num_nodes
         return torch.empty(0, dtype=torch.int64), lambda _: choosers
 
@@ -164,7 +208,9 @@ class SimulatedSampler:
         def choose(node: int) -> int:
             position = request.num_emitted
             due = self.next_position.get(request, request.stats.num_resumed)
-            assert position == due, f"position {position} of request {request.index} is chosen in place of {due}"
+            assert position == due, (
+                f"position {position} of request {request.index} is chosen in place of {due}"
+            )
             self.next_position[request] = position + 1
             fails_at, error = self.fails_at.get(request, (-1, None))
             if error is not None and position == fails_at:

@@ -1,4 +1,6 @@
-"""Schedules of a simulated batcher: users, faults and settings, drawn by a seed, and made smaller where they fail."""
+"""Schedules of a simulated batcher: users, faults and settings, drawn by a seed, and made smaller
+where they fail.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hf_slospec.engine.scheduling.continuous import Limits
+from hf_slospec.scheduler.continuous import Limits
 
 MEMORY = ("target pool", "target move", "target copy", "target repack", "target forward", "sampler")
 HOST = ("plan", "select", "learn")  # memory of policies, which do not use torch
 DRAFT_MEMORY = ("draft pool", "draft copy", "draft repack", "draft forward")
-RARE = ("target move", "target copy", "target repack", "draft copy", "draft repack")  # points of few schedules
+RARE = (
+    "target move",
+    "target copy",
+    "target repack",
+    "draft copy",
+    "draft repack",
+)  # points of few schedules
 OBSERVER = ("on_step", "on_end")
 FATAL = ("target forward", "target move", "draft forward", "close")
 
@@ -38,7 +46,9 @@ class Job:
     is_sampled: bool = False
     salt: str = ""
     consumer: str = "result"  # "result", "tokens", "streamer" or "none"
-    ends_after: int | None = None  # tokens after which the user cancels it, or ends it with an error
+    ends_after: int | None = (
+        None  # tokens after which the user cancels it, or ends it with an error
+    )
     ends_with_error: bool = False
     fails_at: int | None = None  # position at which its processor raises
     in_criterion: bool = False  # its criterion, after the token
@@ -81,7 +91,9 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Generate:
-    """Call ``generate`` beside the batchers; only the prompts of its jobs, and how they are decoded, count."""
+    """Call ``generate`` beside the batchers; only the prompts of its jobs, and how they are
+    decoded, count.
+    """
 
     jobs: tuple[Job, ...]
 
@@ -96,7 +108,12 @@ class Fault:
     kind: str  # "memory", "torch" (its own class), "observer" or "fatal"
 
     def error(self) -> BaseException:
-        errors = {"memory": MemoryError, "torch": torch.OutOfMemoryError, "observer": KeyError, "fatal": DeviceError}
+        errors = {
+            "memory": MemoryError,
+            "torch": torch.OutOfMemoryError,
+            "observer": KeyError,
+            "fatal": DeviceError,
+        }
         return errors[self.kind](f"injected: {self.point} {self.number}")
 
 
@@ -130,7 +147,8 @@ def schedule_of(seed: int) -> Schedule:
     has_assistant = rng.random() < 0.6
     max_nodes = depth * width
     kv_tokens = rng.choice([45, 70, 90, 130, 400]) + max_nodes
-    chunk, starvation_s = rng.choice([1, 4, 16, 16, 64, 64]), rng.choice([2.0, 20.0, 1e9])
+    chunk = rng.choice([1, 4, 16, 16, 64, 64])
+    starvation_s = rng.choice([2.0, 20.0, 1e9])
     limits = Limits(rng.randrange(1, 5), kv_tokens, max_nodes, chunk, starvation_s)
     # Prompts of few chunks, as steps that only prefill are much alike; some are long anyway.
     longest = rng.choice({1: [4, 4, 4, 50], 4: [12, 12, 50]}.get(chunk, [50]))
@@ -148,7 +166,9 @@ def schedule_of(seed: int) -> Schedule:
     )  # fmt: skip
 
 
-def _actions(rng: random.Random, number: int, longest: int, room: int, num_batchers: int) -> Iterator[Action]:
+def _actions(
+    rng: random.Random, number: int, longest: int, room: int, num_batchers: int
+) -> Iterator[Action]:
     for _ in range(number):
         batcher = rng.randrange(num_batchers)
         if rng.random() < 0.7:
@@ -189,30 +209,44 @@ def _job(rng: random.Random, longest: int, room: int, batcher: int) -> Job:
 def _plain_job(rng: random.Random) -> Job:
     prompt_len = rng.randrange(1, 30)
     own_tokens = rng.randrange(min(prompt_len, 6))
-    return Job(rng.randrange(2), prompt_len, own_tokens, rng.choice([1, 2, 5]), is_sampled=rng.random() < 0.5)
+    return Job(
+        rng.randrange(2),
+        prompt_len,
+        own_tokens,
+        rng.choice([1, 2, 5]),
+        is_sampled=rng.random() < 0.5,
+    )
 
 
 def _faults(rng: random.Random) -> tuple[Fault, ...]:
-    kind, memory = rng.random(), (*MEMORY, *DRAFT_MEMORY)
+    kind = rng.random()
+    memory = (*MEMORY, *DRAFT_MEMORY)
     if kind < 0.3:
         return ()
     if kind < 0.75:
         points = [rng.choice((*memory, *RARE, *HOST)) for _ in range(rng.choice([1, 1, 2, 3, 6]))]
-        numbers = [rng.choice([0, 0, 1] if point in RARE else [0, 0, 1, 2, 3, 5, 8]) for point in points]
+        numbers = [
+            rng.choice([0, 0, 1] if point in RARE else [0, 0, 1, 2, 3, 5, 8]) for point in points
+        ]
         return tuple(
             Fault(point, number, "memory" if point in HOST else rng.choice(["memory", "torch"]))
             for point, number in zip(points, numbers, strict=True)
         )
     if kind < 0.85:
-        point, first = rng.choice(["target forward", "draft forward", "sampler"]), rng.randrange(6)
-        return tuple(Fault(point, first + number, "memory") for number in range(rng.choice([3, 8, 16])))
+        point = rng.choice(["target forward", "draft forward", "sampler"])
+        first = rng.randrange(6)
+        return tuple(
+            Fault(point, first + number, "memory") for number in range(rng.choice([3, 8, 16]))
+        )
     if kind < 0.93:
         return (Fault(rng.choice(OBSERVER), rng.randrange(3), "observer"),)
     return (Fault(rng.choice(FATAL), rng.randrange(6), "fatal"),)
 
 
 def shrunk(plan: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
-    """Return a smaller schedule that fails as well: fewer faults, users and actions, plainer settings."""
+    """Return a smaller schedule that fails as well: fewer faults, users and actions, plainer
+    settings.
+    """
     while (smaller := next(filter(fails, _smaller(plan)), None)) is not None:
         plan = smaller
     return plan
@@ -222,18 +256,34 @@ def _smaller(plan: Schedule) -> Iterator[Schedule]:
     for place in range(len(plan.faults)):
         yield replace(plan, faults=plan.faults[:place] + plan.faults[place + 1 :])
     for place, actions in enumerate(plan.users):
-        before, behind = plan.users[:place], plan.users[place + 1 :]
+        before = plan.users[:place]
+        behind = plan.users[place + 1 :]
         yield replace(plan, users=before + behind)
         for at, action in enumerate(actions):
             yield replace(plan, users=(*before, actions[:at] + actions[at + 1 :], *behind))
             if isinstance(action, Job):
-                plain = Job(action.family, action.prompt_len, action.own_tokens, action.new, batcher=action.batcher)
+                plain = Job(
+                    action.family,
+                    action.prompt_len,
+                    action.own_tokens,
+                    action.new,
+                    batcher=action.batcher,
+                )
                 for name in Job.__dataclass_fields__:
                     if getattr(action, name) != getattr(plain, name):
                         other = replace(action, **{name: getattr(plain, name)})
-                        yield replace(plan, users=(*before, (*actions[:at], other, *actions[at + 1 :]), *behind))
+                        yield replace(
+                            plan,
+                            users=(*before, (*actions[:at], other, *actions[at + 1 :]), *behind),
+                        )
     plain = dict(
-        num_batchers=1, kept=0, has_assistant=False, policy="whole", prefill="beside", seconds=(1.0,), max_queue=100
+        num_batchers=1,
+        kept=0,
+        has_assistant=False,
+        policy="whole",
+        prefill="beside",
+        seconds=(1.0,),
+        max_queue=100,
     )
     for name, value in plain.items():
         if getattr(plan, name) != value and (name != "num_batchers" or not _uses_second(plan)):

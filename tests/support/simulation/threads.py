@@ -1,7 +1,8 @@
-"""Threads and time of a simulation: one thread runs at a time, and a seed decides which goes on wherever one may wait.
+"""Threads and time of a simulation: one thread runs at a time, and a seed decides which goes on
+wherever one may wait.
 
-``Threading`` and ``Time`` stand in for the modules ``threading`` and ``time`` of the code under test, and for the locks
-of :mod:`hf_slospec.forks`.
+``Threading`` and ``Time`` stand in for the modules ``threading`` and ``time`` of the code under
+test, and for the locks of :mod:`hf_slospec.forks`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
+from hf_slospec.batcher import batcher, handle
 from hf_slospec.engine import fair_lock
-from hf_slospec.serving import batcher, handle
 
 REPLACED = (
     (batcher, "threading"),
@@ -38,7 +39,8 @@ class World:
 
     def __init__(self, seed: int, switching: float = 0.3):
         """``switching``: how often a thread that need not wait lets another one go first."""
-        self.rng, self.switching = random.Random(seed), switching
+        self.rng = random.Random(seed)
+        self.switching = switching
         self.now_s = 0.0
         self.threads = list[Thread]()  # that have begun and not ended
         self.running: Thread | None = None
@@ -46,7 +48,8 @@ class World:
         self.faults: dict[tuple[str, int], BaseException] = {}
         self.struck: list[tuple[str, BaseException]] = []
         self._counts: dict[str, int] = {}
-        self.is_over, self._num_turns = False, 0
+        self.is_over = False
+        self._num_turns = 0
 
     def clock(self) -> float:
         return self.now_s
@@ -71,7 +74,8 @@ class World:
         if me is None:  # all threads have ended
             assert is_ready(), "the simulation itself would have to wait"
             return True
-        me.is_ready, me.until_s = is_ready, None if timeout is None else self.now_s + timeout
+        me.is_ready = is_ready
+        me.until_s = None if timeout is None else self.now_s + timeout
         self._let_others_run()
         me.until_s = None
         return is_ready()
@@ -80,7 +84,8 @@ class World:
         """Go on with one of the threads that are ready, which may be this one."""
         if self.is_over:
             raise GreenletExit
-        me, chosen = self.running, self._chosen()
+        me = self.running
+        chosen = self._chosen()
         if chosen is None:
             self.hub.switch()  # which raises why there is none
         elif chosen is not me:
@@ -115,7 +120,9 @@ class World:
             self.running = self._chosen()
             if self.running is None:
                 what = "wait" if self._num_turns <= MOST_TURNS else "do not end"
-                raise StuckError(f"these threads {what}: {[thread.name for thread in self.threads]}")
+                raise StuckError(
+                    f"these threads {what}: {[thread.name for thread in self.threads]}"
+                )
             self.running.greenlet.switch()
         self.running = None
 
@@ -133,7 +140,12 @@ class World:
     def in_place(self) -> Iterator[None]:
         """Put these threads and this clock in the place of real ones."""
         own = Threading(self)
-        stand_ins = {"threading": own, "time": Time(self), "Condition": own.Condition, "Lock": own.RLock}
+        stand_ins = {
+            "threading": own,
+            "time": Time(self),
+            "Condition": own.Condition,
+            "Lock": own.RLock,
+        }
         real = {(module, name): getattr(module, name) for module, name in REPLACED}
         for module, name in REPLACED:
             setattr(module, name, stand_ins[name])
@@ -146,12 +158,21 @@ class World:
 
 
 class Thread:
-    def __init__(self, world: World, target: Callable[..., object], args: tuple[Any, ...] = (), name: str = "") -> None:
-        self.world, self.name = world, name
+    def __init__(
+        self,
+        world: World,
+        target: Callable[..., object],
+        args: tuple[Any, ...] = (),
+        name: str = "",
+    ) -> None:
+        self.world = world
+        self.name = name
         self.is_ready: Callable[[], bool] | None = None  # None: it need not wait
         self.until_s: float | None = None
-        self.target, self.args = target, args
-        self.greenlet, self.has_begun = greenlet(self._run, world.hub), False
+        self.target = target
+        self.args = args
+        self.greenlet = greenlet(self._run, world.hub)
+        self.has_begun = False
 
     def start(self) -> None:
         self.has_begun = True
@@ -175,7 +196,8 @@ class Thread:
 
 class Lock:
     def __init__(self, world: World):
-        self.world, self.is_held = world, False
+        self.world = world
+        self.is_held = False
 
     def acquire(self) -> bool:
         self.world.pause()
@@ -197,14 +219,18 @@ class Lock:
 
 class RLock:
     def __init__(self, world: World):
-        self.lock, self.world, self.owner, self.depth = Lock(world), world, None, 0
+        self.lock = Lock(world)
+        self.world = world
+        self.owner = None
+        self.depth = 0
 
     def __enter__(self) -> None:
         if self.depth and self.owner is self.world.running:
             self.depth += 1
             return
         self.lock.acquire()
-        self.owner, self.depth = self.world.running, 1
+        self.owner = self.world.running
+        self.depth = 1
 
     def __exit__(self, *_: object) -> None:
         self.depth -= 1
@@ -254,7 +280,11 @@ class Threading:
         self.world = world
 
     def Thread(  # noqa: N802
-        self, target: Callable[..., object], args: tuple[Any, ...] = (), name: str = "", daemon: bool = False
+        self,
+        target: Callable[..., object],
+        args: tuple[Any, ...] = (),
+        name: str = "",
+        daemon: bool = False,
     ) -> Thread:
         return Thread(self.world, target, args, name)
 

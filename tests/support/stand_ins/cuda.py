@@ -1,8 +1,8 @@
 """A CUDA device for machines without one: its tensors, and what is asked of ``torch.cuda``.
 
-It shows that nothing mixes tensors of host and device, what has the host wait, that nobody reads what has not arrived
-yet, and that what is asked of ``torch.cuda`` goes together. It cannot show kernels, memory, speed, or streams that run
-at the same time.
+It shows that nothing mixes tensors of host and device, what has the host wait, that nobody reads
+what has not arrived yet, and that what is asked of ``torch.cuda`` goes together. It cannot show
+kernels, memory, speed, or streams that run at the same time.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_slospec.models.fused import few_rows
-from hf_slospec.models.inspection import graph_preconditions
+from hf_slospec.cuda import captured as graph_preconditions
+from hf_slospec.cuda import few_rows
 from tests.support.stand_ins import cuda_tensors
 from tests.support.stand_ins.cuda_tensors import CUDA, Device, OnDevice, flash_attn_varlen_func
 from tests.support.stand_ins.graphs import Tape
 from tests.support.stand_ins.triton import triton_stand_ins
 
 PLACES = (str, torch.device)  # in which a device may be named
-handles = itertools.count(1)  # one per memory pool, as graphs of earlier tests may be collected later
+handles = itertools.count(
+    1
+)  # one per memory pool, as graphs of earlier tests may be collected later
 
 
 class Generator(torch.Generator):
@@ -78,16 +80,23 @@ class Event:
 
 
 class Graph:
-    """In the place of ``torch.cuda.CUDAGraph``; strict about the memory that graphs share, as torch is."""
+    """In the place of ``torch.cuda.CUDAGraph``; strict about the memory that graphs share, as torch
+    is.
+    """
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
-        device, pool = cuda_tensors.device, torch.cuda.graph_pool_handle() if pool is None else pool
+        device = cuda_tensors.device
+        pool = torch.cuda.graph_pool_handle() if pool is None else pool
         assert not device.captures, "two threads capture at once"
         if device.users.get(pool) == 0:
-            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")  # all graphs of this memory are gone
+            raise RuntimeError(
+                "use_count > 0 INTERNAL ASSERT FAILED"
+            )  # all graphs of this memory are gone
         device.users[pool] = device.users.get(pool, 0) + 1
-        device.allocates_to, device.generator.is_capturing = pool, True
-        self.pool, self.tape = pool, Tape()
+        device.allocates_to = pool
+        device.generator.is_capturing = True
+        self.pool = pool
+        self.tape = Tape()
         device.captures[threading.get_ident()] = self.tape
 
     def capture_end(self) -> None:
@@ -124,9 +133,16 @@ class Places(TorchFunctionMode):
         args = [numbered(argument) if type(argument) in PLACES else argument for argument in args]
         if not kwargs:
             return func(*args)
-        kwargs = {name: numbered(value) if type(value) in PLACES else value for name, value in kwargs.items()}
+        kwargs = {
+            name: numbered(value) if type(value) in PLACES else value
+            for name, value in kwargs.items()
+        }
         where = kwargs.get("device")
-        if func in (torch.tensor, torch.as_tensor) and isinstance(where, torch.device) and where.type == "cuda":
+        if (
+            func in (torch.tensor, torch.as_tensor)
+            and isinstance(where, torch.device)
+            and where.type == "cuda"
+        ):
             kwargs["device"] = "cpu"
             return func(*args, **kwargs).to(where)
         return func(*args, **kwargs)
@@ -155,7 +171,10 @@ def stand_in_cuda() -> Iterator[Device]:
 
     properties = SimpleNamespace(name="stand-in", total_memory=2**36, multi_processor_count=1)
     package: Any = ModuleType("flash_attn")
-    package.__spec__, package.flash_attn_varlen_func = ModuleSpec("flash_attn", None), flash_attn_varlen_func
+    package.__spec__, package.flash_attn_varlen_func = (
+        ModuleSpec("flash_attn", None),
+        flash_attn_varlen_func,
+    )
     cuda: dict[str, Any] = dict(
         _lazy_init=lambda: None,
         is_available=lambda: True,
@@ -199,13 +218,20 @@ def stand_in_cuda() -> Iterator[Device]:
     with contextlib.ExitStack() as stack:
         for name, value in cuda.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
-        for name, function in dict(_cuda_endAllocateToPool=end_allocate, _cuda_releasePool=release).items():
+        for name, function in dict(
+            _cuda_endAllocateToPool=end_allocate, _cuda_releasePool=release
+        ).items():
             stack.enter_context(mock.patch.object(torch._C, name, function, create=True))
         stack.enter_context(mock.patch.object(torch, "Generator", Generator))
-        # patch.dict would also take away modules that are first imported meanwhile, such as those of models.
-        stack.enter_context(pytest.MonkeyPatch.context()).setitem(sys.modules, "flash_attn", package)
+        # patch.dict would also take away modules that are first imported meanwhile, such as those
+        # of models.
+        stack.enter_context(pytest.MonkeyPatch.context()).setitem(
+            sys.modules, "flash_attn", package
+        )
         stack.enter_context(mock.patch.object(threading.Thread, "run", run))
-        stack.enter_context(mock.patch.object(few_rows, "is_faster", return_value=False))  # without timing
+        stack.enter_context(
+            mock.patch.object(few_rows, "is_faster", return_value=False)
+        )  # without timing
         for module in (graph_preconditions, few_rows):
             stack.enter_context(mock.patch.object(module, "PLAIN", (*module.PLAIN, OnDevice)))
         torch.__future__.set_overwrite_module_params_on_conversion(True)

@@ -1,4 +1,6 @@
-"""Tensors that say they are on a CUDA device, with their values in host memory; see ``stand_ins.cuda``."""
+"""Tensors that say they are on a CUDA device, with their values in host memory; see
+``stand_ins.cuda``.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,15 @@ from typing import Any
 
 import torch
 
-from hf_slospec.models.attention.packing import Entries
-from hf_slospec.models.batch.attention_rules import AttentionRules
-from hf_slospec.models.device import sync_guard
+from hf_slospec.cuda.flash import Entries
+from hf_slospec.model import transfer as sync_guard
+from hf_slospec.model.batch import AttentionRules
 from tests.support.stand_ins.graphs import OpaqueStandIn, Tape, each, tensors_in
 
 aten = torch.ops.aten
-PIN, COPY, COPY_TO = aten._pin_memory, aten._to_copy, aten.copy_
+PIN = aten._pin_memory
+COPY = aten._to_copy
+COPY_TO = aten.copy_
 HISTC = aten.histc.default
 INDEXED = (aten.index, aten.index_put, aten.index_put_)
 importlib.import_module("torch.nn.attention.varlen")  # makes an operator
@@ -37,7 +41,12 @@ class OnDevice(torch.Tensor):
     def __new__(cls, held: torch.Tensor) -> OnDevice:
         assert type(held) is torch.Tensor and held.is_cpu, held
         made: OnDevice = torch.Tensor._make_wrapper_subclass(
-            cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, device=CUDA
+            cls,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=CUDA,
         )
         made.held = held
         return made
@@ -72,7 +81,10 @@ class OnDevice(torch.Tensor):
 
 
 # What the host reads; and what would ask the driver in torch's bindings, before any operator.
-READS = {getattr(torch.Tensor, name) for name in ("tolist", "item", "__int__", "__float__", "__bool__", "__index__")}
+READS = {
+    getattr(torch.Tensor, name)
+    for name in ("tolist", "item", "__int__", "__float__", "__bool__", "__index__")
+}
 DATA_PTR, SET_DATA = torch.Tensor.data_ptr, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 INSTEAD: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__getitem__: lambda *args: device.index(torch.Tensor.__getitem__, args),
@@ -88,7 +100,11 @@ INSTEAD: dict[Any, Callable[..., Any]] = {
 
 def like(tensor: OnDevice, held: torch.Tensor) -> Any:
     made = OnDevice(held)
-    return torch.nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else made
+    return (
+        torch.nn.Parameter(made, tensor.requires_grad)
+        if isinstance(tensor, torch.nn.Parameter)
+        else made
+    )
 
 
 def of_host(tree: Any, given: list[torch.Tensor]) -> Any:
@@ -128,7 +144,9 @@ class Device:
         self.sync_debug_mode = "default"
         self.captures: dict[int, Tape] = {}  # that run, by thread
         self.arriving: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the host: where, and what
-        self.leaving: list[tuple[torch.Tensor, torch.Tensor]] = []  # from the host: where, and what was there
+        self.leaving: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # from the host: where, and what was there
         self.num_arrived = self.num_graphs = 0
         self.users: dict[Any, int] = {}  # graphs and captures that share a pool's memory, by handle
         self.allocates_to: Any = None  # the pool of a capture that runs
@@ -150,13 +168,16 @@ class Device:
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """One operator: on values in host memory, after a look at where they are said to be."""
         given: list[torch.Tensor] = []
-        held, of = [of_host(argument, given) for argument in args], func.overloadpacket
+        held = [of_host(argument, given) for argument in args]
+        of = func.overloadpacket
         on_host = of_host(kwargs, given) if kwargs else kwargs
         is_here = self._is_here(of, args, kwargs, given)
         if on_host:
             if on_host.get("device") is not None:
                 on_host["device"] = torch.device("cpu")
-            assert not on_host.pop("pin_memory", None) or not is_here, "only memory of the host can be pinned"
+            assert not on_host.pop("pin_memory", None) or not is_here, (
+                "only memory of the host can be pinned"
+            )
         if of is PIN:
             assert not is_here, "only memory of the host can be pinned"
             return args[0].clone()
@@ -166,7 +187,11 @@ class Device:
             return func(*held, **on_host)
         self._check(func, args, given)
         if func is HISTC and not args[0].is_floating_point():  # which torch has for CUDA only
-            return self.run(aten.to.dtype, (self.run(func, (args[0].float(), *args[1:]), kwargs), args[0].dtype), {})
+            return self.run(
+                aten.to.dtype,
+                (self.run(func, (args[0].float(), *args[1:]), kwargs), args[0].dtype),
+                {},
+            )
         if of is VARLEN:
             out = (*torch_flash(*held, **on_host), torch.zeros(2, dtype=torch.uint64))
         elif draws(func) and kwargs.get("generator") is None:
@@ -184,11 +209,17 @@ class Device:
         with torch._C.DisableTorchFunctionSubclass():
             for tensor in tensors_in(args[1]):
                 if tensor.ndim:
-                    assert is_here or type(tensor) is not OnDevice, "a tensor on the host and indices on the device"
-                    if is_here and (type(tensor) is not OnDevice or tensor.dtype in sync_guard.BOOLEAN):
+                    assert is_here or type(tensor) is not OnDevice, (
+                        "a tensor on the host and indices on the device"
+                    )
+                    if is_here and (
+                        type(tensor) is not OnDevice or tensor.dtype in sync_guard.BOOLEAN
+                    ):
                         self.wait(func)
             if any(
-                isinstance(own, torch.Tensor) and own.ndim and (type(own) is not OnDevice) == is_here
+                isinstance(own, torch.Tensor)
+                and own.ndim
+                and (type(own) is not OnDevice) == is_here
                 for own in args[2:]
             ):
                 self.wait(func)
@@ -215,7 +246,9 @@ class Device:
             if of in INDEXED and tensor is not args[0]:
                 self.wait(func)  # such indices are copied there
             elif of is not COPY_TO and of is not COPY:
-                raise RuntimeError(f"{func}: tensors on host and device: {[(t.shape, t.device) for t in given]}")
+                raise RuntimeError(
+                    f"{func}: tensors on host and device: {[(t.shape, t.device) for t in given]}"
+                )
 
     def _across(self, func: Any, args: Any, kwargs: Any, on_host: Any, source: torch.Tensor) -> Any:
         """Between host and device."""
@@ -304,7 +337,9 @@ class Device:
         self.wait(torch.cuda.synchronize)
 
     def refuse_beside_captures(self, func: Any) -> None:
-        """What concerns the whole device fails while another thread captures, and so does the capture."""
+        """What concerns the whole device fails while another thread captures, and so does the
+        capture.
+        """
         for thread, tape in list(self.captures.items()):
             if thread != threading.get_ident():
                 tape.is_broken = True
@@ -343,7 +378,17 @@ def torch_flash(
     assert all(argument is None for argument in unused.values()), unused
     assert enable_gqa or query.shape[1] == key.shape[1]
     return flash_attn_varlen_func(
-        query, key, value, cu_queries, cu_keys, max_queries, max_keys, 0.0, scale, is_causal, window_size
+        query,
+        key,
+        value,
+        cu_queries,
+        cu_keys,
+        max_queries,
+        max_keys,
+        0.0,
+        scale,
+        is_causal,
+        window_size,
     )[:2]
 
 
@@ -371,5 +416,7 @@ def flash_attn_varlen_func(
     entries = Entries(cu_seqlens_q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     window = None if left == -1 else left + 1
-    out, lse = OpaqueStandIn(q.device)(q, k, v, entries, is_causal, AttentionRules(scale, window, softcap or None))
+    out, lse = OpaqueStandIn(q.device)(
+        q, k, v, entries, is_causal, AttentionRules(scale, window, softcap or None)
+    )
     return out, lse, None

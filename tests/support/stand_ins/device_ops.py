@@ -12,20 +12,36 @@ from tests.support.stand_ins.cuda_tensors import Device, OnDevice
 from tests.support.stand_ins.graphs import tensors_in
 
 REPLAY = "replay"  # a whole graph's
-NO_WORK = ("empty", "detach", "record_stream", "lift_fresh", "alias", "_unsafe_view")  # parts of names
+NO_WORK = (
+    "empty",
+    "detach",
+    "record_stream",
+    "lift_fresh",
+    "alias",
+    "_unsafe_view",
+)  # parts of names
 
 
 @contextlib.contextmanager
 def device_operations() -> Iterator[list[str]]:
     """Names of the operations that the device is given within, copies included and views not."""
-    names, run, index, replay = list[str](), Device.run, Device.index, Graph.replay
+    names = list[str]()
+    run = Device.run
+    index = Device.index
+    replay = Graph.replay
     is_replaying = False
 
     def noted_run(self: Device, func: Any, args: Any, kwargs: Any) -> Any:
         out = run(self, func, args, kwargs)
-        name, tensors = str(func), [*tensors_in(args), *tensors_in(kwargs), *tensors_in(out)]
+        name = str(func)
+        tensors = [*tensors_in(args), *tensors_in(kwargs), *tensors_in(out)]
         is_here = any(type(tensor) is OnDevice for tensor in tensors)
-        if is_here and not is_replaying and not is_view(func) and not any(own in name for own in NO_WORK):
+        if (
+            is_here
+            and not is_replaying
+            and not is_view(func)
+            and not any(own in name for own in NO_WORK)
+        ):
             names.append(name)
         return out
 

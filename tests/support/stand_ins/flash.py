@@ -1,4 +1,6 @@
-"""A flash-attention kernel in plain torch, for any device and dtype, in place of CUDA's in the tests."""
+"""A flash-attention kernel in plain torch, for any device and dtype, in place of CUDA's in the
+tests.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +9,24 @@ from typing import Any
 
 import torch
 
-from hf_slospec.models.attention.packing import Entries
-from hf_slospec.models.batch.attention_rules import AttentionRules
+from hf_slospec.cuda.flash import Entries
+from hf_slospec.model.batch import AttentionRules
 
 
 class StandIn:
     """Written from the kernels' documentation, and sharing no code with the package."""
 
-    name, dtypes, has_softcap = "stand-in", (torch.float32, torch.bfloat16, torch.float16), True
-    EMPTY_LSE, EMPTY_OUT = math.inf, 0.0  # FlashAttention-2's, for an entry without keys
+    name = "stand-in"
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    has_softcap = True
+    # FlashAttention-2's, for an entry without keys
+    EMPTY_LSE = math.inf
+    EMPTY_OUT = 0.0
 
     def __init__(self, device: torch.device):
-        self.calls: list[tuple[bool, int, int]] = []  # is_causal, max_queries, num_heads per KV head
+        self.calls: list[
+            tuple[bool, int, int]
+        ] = []  # is_causal, max_queries, num_heads per KV head
 
     def __call__(
         self,
@@ -33,13 +41,20 @@ class StandIn:
         groups = query.shape[1] // key.shape[1]
         self.calls.append((is_causal, entries.max_queries, groups))
         for tensor in (entries.cu_queries, entries.cu_keys):
-            assert tensor.dtype == torch.int32 and tensor.is_contiguous() and bool((tensor.diff() >= 0).all())
+            assert (
+                tensor.dtype == torch.int32
+                and tensor.is_contiguous()
+                and bool((tensor.diff() >= 0).all())
+            )
         assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
         assert entries.cu_queries[-1] == len(query) and entries.cu_keys[-1] <= len(key)
-        assert groups == 1 or entries.max_queries > 1, "some kernels take this for one query per entry"
+        assert groups == 1 or entries.max_queries > 1, (
+            "some kernels take this for one query per entry"
+        )
         out = torch.full_like(query, math.nan)
         lse = query.new_full((query.shape[1], len(query)), math.nan, dtype=torch.float32)
-        queries, keys = entries.cu_queries.tolist(), entries.cu_keys.tolist()
+        queries = entries.cu_queries.tolist()
+        keys = entries.cu_keys.tolist()
         for first, last, start, stop in zip(queries, queries[1:], keys, keys[1:], strict=False):
             if first == last:
                 continue
@@ -49,17 +64,23 @@ class StandIn:
                 continue
             ends = torch.full((last - first,), stop, device=query.device)
             if is_causal:
-                ends += torch.arange(last - first, device=query.device) - self.diagonal(last - first, stop - start)
+                ends += torch.arange(last - first, device=query.device) - self.diagonal(
+                    last - first, stop - start
+                )
             slots = torch.arange(start, stop, device=query.device)
             hidden = slots >= ends[:, None]
             if window is not None:
                 hidden |= slots < ends[:, None] - window
-            own_key, own_value = (kv[start:stop].float().repeat_interleave(groups, 1) for kv in (key, value))
+            own_key, own_value = (
+                kv[start:stop].float().repeat_interleave(groups, 1) for kv in (key, value)
+            )
             scores = torch.einsum("qhd,khd->hqk", query[first:last].float(), own_key) * scaling
             scores = scores if softcap is None else softcap * (scores / softcap).tanh()
             scores = scores.masked_fill(hidden, -math.inf)
             lse[:, first:last] = scores.logsumexp(-1)
-            out[first:last] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), own_value).to(out.dtype)
+            out[first:last] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), own_value).to(
+                out.dtype
+            )
         return out, lse
 
     @staticmethod
@@ -71,7 +92,8 @@ class StandIn:
 class EmptyIsMinusInfinity(StandIn):
     """FlashAttention-3's and 4's, and an output nobody wrote to."""
 
-    EMPTY_LSE, EMPTY_OUT = -math.inf, math.nan
+    EMPTY_LSE = -math.inf
+    EMPTY_OUT = math.nan
 
 
 class EmptyIsZero(StandIn):

@@ -9,13 +9,23 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_slospec.models.attention.packing import Entries
-from hf_slospec.models.batch.attention_rules import AttentionRules
-from hf_slospec.models.device.transfer import map_tensors
+from hf_slospec.cuda.flash import Entries
+from hf_slospec.model.batch import AttentionRules
+from hf_slospec.model.transfer import map_tensors
 from tests.support.stand_ins.flash import StandIn
 
 # Of arguments that hold no tensors, those that are frequent.
-PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+PLAIN = (
+    int,
+    float,
+    bool,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 
 
 def each(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
@@ -48,11 +58,15 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, out))  # keeps all tensors, so that none gets another's id
+        self.calls.append(
+            (func, args, kwargs or {}, out)
+        )  # keeps all tensors, so that none gets another's id
         return out
 
     def play(self, result: Any) -> Any:
-        """Call all of it again: on tensors made by calls as they are made now, on all others where they are."""
+        """Call all of it again: on tensors made by calls as they are made now, on all others where
+        they are.
+        """
         made: dict[int, torch.Tensor] = {}
 
         def now(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,7 +82,8 @@ class Tape(TorchDispatchMode):
 class Tapes:
     """Makes them, in the place of graphs."""
 
-    max_bytes, num_bytes = 2**40, 0
+    max_bytes = 2**40
+    num_bytes = 0
 
     def __init__(self) -> None:
         self.num_captured = self.num_replayed = 0

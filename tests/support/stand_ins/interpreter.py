@@ -1,4 +1,6 @@
-"""Triton's interpreter with products of tiles in which a row has the same bits wherever it stands, as on GPUs."""
+"""Triton's interpreter with products of tiles in which a row has the same bits wherever it stands,
+as on GPUs.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ _create_dot = interpreter.InterpreterBuilder.create_dot
 
 
 def _dot_by_rows(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
-    """As Triton's, which multiplies whole tiles by a BLAS whose bits depend, on some CPUs, on a row's place in them."""
+    """As Triton's, which multiplies whole tiles by a BLAS whose bits depend, on some CPUs, on a
+    row's place in them.
+    """
     if a.dtype.primitive_bitwidth == 8 or b.dtype.primitive_bitwidth == 8:
         return _create_dot(self, a, b, d, *options)
     rows = np.matmul(a.data[..., None, :], b.data[..., None, :, :], dtype=d.data.dtype)[..., 0, :]

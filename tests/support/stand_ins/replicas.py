@@ -12,22 +12,29 @@ from unittest import mock
 
 from ray.exceptions import RayError
 
-from hf_slospec.algo.replica_ranking import Need
-from hf_slospec.engine.request import Progress
 from hf_slospec.replicas import replica as replica_module
 from hf_slospec.replicas.failover import ReplicatedEngine
 from hf_slospec.replicas.messages import Offer
 from hf_slospec.replicas.options import ReplicaOptions
 from hf_slospec.replicas.replica import ModelReplica
-from hf_slospec.serving.openai.engine import Order
+from hf_slospec.request.request import Progress
+from hf_slospec.scheduler.load import Need
+from hf_slospec.server.engine import Order
 from tests.support.served_pair import CONFIG
 
 
 class FakeStream:
     """Answers of a replica, as they arrive through Ray."""
 
-    def __init__(self, answers: AsyncIterator[Any], dies_after: int | None, on_death: Callable[[], None]):
-        self._answers, self._left, self._on_death, self.was_cancelled = answers, dies_after, on_death, False
+    def __init__(
+        self, answers: AsyncIterator[Any], dies_after: int | None, on_death: Callable[[], None]
+    ):
+        self._answers, self._left, self._on_death, self.was_cancelled = (
+            answers,
+            dies_after,
+            on_death,
+            False,
+        )
 
     async def __anext__(self) -> Any:
         if self._left == 0:
@@ -51,8 +58,11 @@ class FakeHandle:
     """Handle of replicas, which passes calls to those that they are for."""
 
     def __init__(self, replicas: dict[str, ModelReplica]):
-        self.replicas, self.offers = replicas, list[Offer]()
-        self.dies_after: Callable[[Offer], int | None] = lambda offer: None  # answers that a replica gives before
+        self.replicas = replicas
+        self.offers = list[Offer]()
+        self.dies_after: Callable[[Offer], int | None] = lambda offer: (
+            None
+        )  # answers that a replica gives before
         self.decode = SimpleNamespace(remote=self._decode)
         self.families = SimpleNamespace(remote=self._families)
         self.streams = list[FakeStream]()
@@ -70,7 +80,11 @@ class FakeHandle:
         offer = pickle.loads(pickle.dumps(offer))
         self.offers.append(offer)
         chosen = offer.replica if offer.replica in self.replicas else next(iter(self.replicas))
-        stream = FakeStream(self.replicas[chosen].decode(offer), self.dies_after(offer), lambda: self._replace(chosen))
+        stream = FakeStream(
+            self.replicas[chosen].decode(offer),
+            self.dies_after(offer),
+            lambda: self._replace(chosen),
+        )
         self.streams.append(stream)
         return stream
 
@@ -89,7 +103,9 @@ class FakeHandle:
         self.replicas[replica.name] = replica
 
     async def _families(self, address: Any, prefix: str) -> list[Any]:
-        families: list[Any] = pickle.loads(pickle.dumps(self.replicas[address.replica].families(address, prefix)))
+        families: list[Any] = pickle.loads(
+            pickle.dumps(self.replicas[address.replica].families(address, prefix))
+        )
         return families
 
 
@@ -99,7 +115,10 @@ def replicated(number: int = 2, **config: Any) -> Iterator[tuple[ReplicatedEngin
     options = ReplicaOptions(dtype="float32", config=CONFIG.model_copy(update=config), hang_s=0.2)
     replicas = dict[str, ModelReplica]()
     for index in range(number):
-        serve_parts = {"_own_name": lambda index=index: f"r{index}", "_end_when_orphaned": lambda replica: None}
+        serve_parts = {
+            "_own_name": lambda index=index: f"r{index}",
+            "_end_when_orphaned": lambda replica: None,
+        }
         with mock.patch.multiple(replica_module, **serve_parts):
             replicas[f"r{index}"] = ModelReplica(options)
     handle = FakeHandle(replicas)

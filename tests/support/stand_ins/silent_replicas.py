@@ -1,4 +1,6 @@
-"""Replicas that fall silent, answer late or die where a test says so, in an event loop whose clock jumps."""
+"""Replicas that fall silent, answer late or die where a test says so, in an event loop whose clock
+jumps.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,22 @@ from typing import Any, TypeVar
 
 from ray.exceptions import RayError
 
-from hf_slospec.algo.replica_ranking import ReplicaLoad
-from hf_slospec.engine.request import Request, RequestParams
 from hf_slospec.replicas.failover import ReplicatedEngine
-from hf_slospec.replicas.messages import REPORT_S, Declined, Description, Offer, Report, Taken, ToReplica, Update
+from hf_slospec.replicas.messages import (
+    REPORT_S,
+    Declined,
+    Description,
+    Offer,
+    Report,
+    Taken,
+    ToReplica,
+    Update,
+)
 from hf_slospec.replicas.options import ReplicaOptions
 from hf_slospec.replicas.replica import _with_signs_of_life
-from hf_slospec.serving.openai.engine import Order
+from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.scheduler.load import ReplicaLoad
+from hf_slospec.server.engine import Order
 
 STEP_S = 0.1
 T = TypeVar("T")
@@ -63,13 +74,19 @@ class SilentReplica:
     """A replica that writes one token per step."""
 
     def __init__(self, name: str, silent_s: float):
-        self.name, self.silent_s = name, silent_s
-        self.reaches = asyncio.Event()  # its messages arrive; else they wait, as if it were cut off or frozen
+        self.name = name
+        self.silent_s = silent_s
+        self.reaches = (
+            asyncio.Event()
+        )  # its messages arrive; else they wait, as if it were cut off or frozen
         self.reaches.set()
         self.died = asyncio.Event()
         self.delay_s: Callable[[], float] = lambda: 0.0  # of each of its messages on the way
-        self.is_full, self.guarantees, self.answer_s = False, True, 0.0
-        self.offers, self.running = list[Offer](), set[int]()
+        self.is_full = False
+        self.guarantees = True
+        self.answer_s = 0.0
+        self.offers = list[Offer]()
+        self.running = set[int]()
 
     async def decode(self, offer: Offer) -> AsyncIterator[Any]:
         self.offers.append(offer)
@@ -90,9 +107,16 @@ class SilentReplica:
             if offer.number not in self.running:
                 return
             metrics = Request(0, RequestParams(offer.order.prompt, 0)).metrics()
-            yield Update([token_of(offer.order, index)], [], metrics, "length" if index == number - 1 else None)
+            yield Update(
+                [token_of(offer.order, index)],
+                [],
+                metrics,
+                "length" if index == number - 1 else None,
+            )
 
-    async def reports(self, address: ToReplica, sender: str, left: Collection[int]) -> AsyncIterator[Report]:
+    async def reports(
+        self, address: ToReplica, sender: str, left: Collection[int]
+    ) -> AsyncIterator[Report]:
         self.running -= {*left}
         for _ in range(20):
             yield Report(self.name, ReplicaLoad(), {})
@@ -103,7 +127,9 @@ class HeldStream:
     """Answers of a replica, which wait while it reaches nobody."""
 
     def __init__(self, replica: SilentReplica, answers: AsyncIterator[Any]):
-        self.replica, self.answers, self.queue = replica, answers, asyncio.Queue[Any]()
+        self.replica = replica
+        self.answers = answers
+        self.queue = asyncio.Queue[Any]()
         self.is_left = self.is_stuck = False
         self.num_late = 0  # answers that arrived after the stream was left
         self.pump = asyncio.ensure_future(self._pump())
@@ -122,7 +148,10 @@ class HeldStream:
 
     async def __anext__(self) -> Any:
         assert not self.is_left, "an answer is asked of a stream that was left"
-        answer, death = asyncio.ensure_future(self.queue.get()), asyncio.ensure_future(self.replica.died.wait())
+        answer, death = (
+            asyncio.ensure_future(self.queue.get()),
+            asyncio.ensure_future(self.replica.died.wait()),
+        )
         try:
             await asyncio.wait({answer, death}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
@@ -135,7 +164,9 @@ class HeldStream:
             death.cancel()
 
     def cancel(self) -> None:
-        """Cancel the call; a replica that cannot be reached does not hear of it, as happens with Ray."""
+        """Cancel the call; a replica that cannot be reached does not hear of it, as happens with
+        Ray.
+        """
         self.is_left = True
         if self.replica.reaches.is_set():
             self.pump.cancel()
@@ -146,10 +177,14 @@ class World:
 
     def __init__(self, number: int, **options: Any):
         self.options = ReplicaOptions(**options)
-        self.replicas = {f"r{index}": SilentReplica(f"r{index}", self.options.silent_s) for index in range(number)}
+        self.replicas = {
+            f"r{index}": SilentReplica(f"r{index}", self.options.silent_s)
+            for index in range(number)
+        }
         self.streams = list[HeldStream]()
         handle: Any = SimpleNamespace(
-            decode=SimpleNamespace(remote=self._decode), reports=SimpleNamespace(remote=self._reports)
+            decode=SimpleNamespace(remote=self._decode),
+            reports=SimpleNamespace(remote=self._reports),
         )
         handle.options = lambda stream: handle
         description = Description(None, None, 1000, 10_000, 8, None)
@@ -163,20 +198,32 @@ class World:
         return self.replicas[name]
 
     def _decode(self, offer: Offer) -> HeldStream:
-        self.streams.append(HeldStream(self.replicas[offer.replica], self.replicas[offer.replica].decode(offer)))
+        self.streams.append(
+            HeldStream(self.replicas[offer.replica], self.replicas[offer.replica].decode(offer))
+        )
         return self.streams[-1]
 
     def _reports(self, address: ToReplica, sender: str, left: Collection[int]) -> HeldStream:
-        return HeldStream(self.replicas[address.replica], self.replicas[address.replica].reports(address, sender, left))
+        return HeldStream(
+            self.replicas[address.replica],
+            self.replicas[address.replica].reports(address, sender, left),
+        )
 
-    async def decoded(self, tokens: int, prompt: Sequence[int] = (1, 2), **arguments: Any) -> tuple[Any, float]:
+    async def decoded(
+        self, tokens: int, prompt: Sequence[int] = (1, 2), **arguments: Any
+    ) -> tuple[Any, float]:
         """Return a decoding that has ended, checked, and its longest pause in seconds."""
         now_s = asyncio.get_running_loop().time
-        order, last_s, pause_s = Order(list(prompt), {"max_new_tokens": tokens} | arguments), now_s(), 0.0
+        order, last_s, pause_s = (
+            Order(list(prompt), {"max_new_tokens": tokens} | arguments),
+            now_s(),
+            0.0,
+        )
         decoding = await self.engine.submit(order)
         written = list[int]()
         async for new, _ in decoding.asteps():
             written += new
-            pause_s, last_s = max(pause_s, now_s() - last_s), now_s()
+            pause_s = max(pause_s, now_s() - last_s)
+            last_s = now_s()
         assert written == decoding.tokens == [token_of(order, index) for index in range(tokens)]
         return decoding, max(pause_s, now_s() - last_s)

@@ -1,4 +1,6 @@
-"""Stand-ins for the Triton kernels, each one operator to whoever traces it; those of exact bits are interpreted."""
+"""Stand-ins for the Triton kernels, each one operator to whoever traces it; those of exact bits are
+interpreted.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,13 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from hf_slospec.models.attention import tree_kernels
-from hf_slospec.models.attention.dense import dense_attention
-from hf_slospec.models.attention.tree_kernels import tree_attention
-from hf_slospec.models.attention.tree_plan import TreePlan
-from hf_slospec.models.batch.attention_rules import AttentionRules
-from hf_slospec.models.fused import few_row_kernels
-from hf_slospec.models.fused import triton_kernels as fused_kernels
-from hf_slospec.models.linear import invariant_kernels
-from hf_slospec.models.linear.invariant_kernels import invariant_product as product
+from hf_slospec.cuda import few_row_kernels, fused_kernels, tree_kernels
+from hf_slospec.cuda import few_row_kernels as invariant_kernels
+from hf_slospec.cuda.few_row_kernels import invariant_product as product
+from hf_slospec.cuda.tree_attention import TreePlan
+from hf_slospec.cuda.tree_kernels import tree_attention
+from hf_slospec.model.attention.sdpa import dense_attention
+from hf_slospec.model.batch import AttentionRules
 
 
 def tree_attention_stand_in(
@@ -55,15 +55,20 @@ def _attend(
 ) -> torch.Tensor:
     if paths is not None:  # its bits matter
         plan = TreePlan(tiles, mask, positions, staged_positions, paths, num_rows)
-        return tree_attention(query, keys, values, plan, AttentionRules(scaling, window, softcap, sinks, chunk))
+        return tree_attention(
+            query, keys, values, plan, AttentionRules(scaling, window, softcap, sinks, chunk)
+        )
     out = query.new_zeros(query.shape[1], query.shape[0], values.shape[-1])
     for start, prefix_len, num_staged, first, count, offset, sequence, is_chain in tiles.tolist():
         if not count:
             continue
-        own, num_keys = slice(first, first + count), prefix_len + num_staged
+        own = slice(first, first + count)
+        num_keys = prefix_len + num_staged
         seen = torch.ones(count, num_keys, dtype=torch.bool)
         staged = mask[own, :num_staged]
-        seen[:, prefix_len:] = torch.ones(count, num_staged).tril(offset).bool() if is_chain else staged
+        seen[:, prefix_len:] = (
+            torch.ones(count, num_staged).tril(offset).bool() if is_chain else staged
+        )
         if positions is not None and staged_positions is not None:
             at = torch.cat((torch.arange(prefix_len), staged_positions[sequence, :num_staged]))
             if window is not None:
@@ -84,16 +89,24 @@ def _(query, keys, values, *_):  # type: ignore[no-untyped-def]
 
 
 @torch.library.custom_op("hf_slospec_tests::invariant_product", mutates_args=())
-def invariant_product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def invariant_product(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     """-> [num_rows, outputs], by Triton's interpreter"""
     return product(rows, weight, bias)
 
 
 @torch.library.custom_op("hf_slospec_tests::rms_norm", mutates_args=())
-def rms_norm(states: torch.Tensor, weight: torch.Tensor, eps: float, adds_one: bool) -> torch.Tensor:
+def rms_norm(
+    states: torch.Tensor, weight: torch.Tensor, eps: float, adds_one: bool
+) -> torch.Tensor:
     """-> [*, hidden]"""
     normed = states.float() * (states.float().square().mean(-1, keepdim=True) + eps).rsqrt()
-    return (normed * (1.0 + weight.float())).to(states.dtype) if adds_one else normed.to(states.dtype) * weight
+    return (
+        (normed * (1.0 + weight.float())).to(states.dtype)
+        if adds_one
+        else normed.to(states.dtype) * weight
+    )
 
 
 @torch.library.custom_op("hf_slospec_tests::rotate", mutates_args=())
@@ -112,13 +125,21 @@ def rotate(
 @torch.library.custom_op("hf_slospec_tests::gated_activation", mutates_args=())
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
     """-> of the shape of gate"""
-    return (F.silu(gate) if activation == fused_kernels.SILU else F.gelu(gate, approximate="tanh")) * up
+    return (
+        F.silu(gate) if activation == fused_kernels.SILU else F.gelu(gate, approximate="tanh")
+    ) * up
 
 
 @torch.library.custom_op("hf_slospec_tests::gated_product", mutates_args=())
-def gated_product(rows: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
+def gated_product(
+    rows: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: int
+) -> torch.Tensor:
     """-> [num_rows, outputs]"""
-    function = F.silu if activation == fused_kernels.SILU else functools.partial(F.gelu, approximate="tanh")
+    function = (
+        F.silu
+        if activation == fused_kernels.SILU
+        else functools.partial(F.gelu, approximate="tanh")
+    )
     return function(F.linear(rows, gate)) * F.linear(rows, up)
 
 
@@ -142,7 +163,9 @@ def _(rows, weights, biases):  # type: ignore[no-untyped-def]
 
 for op, shapes in ((rms_norm, 1), (rotate, 2), (gated_activation, 1)):
     op.register_fake(
-        lambda *given, n=shapes: torch.empty_like(given[0]) if n == 1 else (*map(torch.empty_like, given[:2]),)
+        lambda *given, n=shapes: (
+            torch.empty_like(given[0]) if n == 1 else (*map(torch.empty_like, given[:2]),)
+        )
     )
 
 

@@ -1,1 +1,3 @@
-"""Toy models that are exact, and tiny random models, configs and tokenizers of transformers' classes."""
+"""Toy models that are exact, and tiny random models, configs and tokenizers of transformers'
+classes.
+"""

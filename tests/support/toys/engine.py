@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes, StepEvent
-from hf_slospec.engine.protocols import Policy
-from hf_slospec.engine.request import Request
+from hf_slospec.engine.interfaces import Policy
 from hf_slospec.engine.step import Engine
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import SpeculationHistory
+from hf_slospec.request.request import Request
 from tests.support.toys.models import (
     Choose,
     new_costs,

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel, Qwen3Config
 
 from hf_slospec import Plan, Request, SLOSpecConfig, TokenTree
 from hf_slospec.drafters.features import FeatureDrafter
-from hf_slospec.drafters.heads.dflash import DFlashHead
-from hf_slospec.drafters.heads.loading import load_head
-from tests.drafters.heads.checkpoints import (
+from hf_slospec.heads.dflash import DFlashHead
+from hf_slospec.heads.loading import load_head
+from tests.heads.checkpoints import (
     CONFIGS,
     HIDDEN,
     eagle3_tensors,
@@ -27,7 +27,8 @@ from tests.drafters.heads.checkpoints import (
 from tests.support.toys.tiny_models import VOCAB
 
 DRAFTS_ALWAYS = SLOSpecConfig(policy="fixed", max_depth=3, max_width=3, check_invariants=True)
-BLOCK, MASK = 5, 100
+BLOCK = 5
+MASK = 100
 FLAGS = {"norm_before_residual"}
 
 
@@ -42,7 +43,9 @@ def mtp_folder(folder: Path) -> str:
 
 
 def dflash_config(**changes: Any) -> dict[str, Any]:
-    sizes = dict(vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2, head_dim=8)
+    sizes = dict(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2, head_dim=8
+    )
     heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=160)
     own = dict(block_size=BLOCK, mask_token_id=MASK, target_layer_ids=[1, 4])
     return dict(architectures=["DFlashDraftModel"], dflash_config=own) | sizes | heads | changes
@@ -50,15 +53,24 @@ def dflash_config(**changes: Any) -> dict[str, Any]:
 
 def dflash_folder(folder: Path) -> str:
     torch.manual_seed(4)
-    fields, target = dflash_config(), target_of("llama")
-    config = Qwen3Config.from_dict({name: value for name, value in fields.items() if name != "architectures"})
-    own = DFlashHead(config, target.get_input_embeddings(), target.get_output_embeddings()).state_dict()
+    fields = dflash_config()
+    target = target_of("llama")
+    config = Qwen3Config.from_dict(
+        {name: value for name, value in fields.items() if name != "architectures"}
+    )
+    own = DFlashHead(
+        config, target.get_input_embeddings(), target.get_output_embeddings()
+    ).state_dict()
     names = [name for name in own if not name.startswith(("embed_tokens", "lm_head"))]
     tensors = {name: own[name] + 0.3 * torch.randn_like(own[name]) for name in names}
     return write(folder / "dflash", fields, tensors)
 
 
-FOLDERS: dict[str, Callable[[Path], str]] = {"eagle3": eagle3_folder, "mtp": mtp_folder, "dflash": dflash_folder}
+FOLDERS: dict[str, Callable[[Path], str]] = {
+    "eagle3": eagle3_folder,
+    "mtp": mtp_folder,
+    "dflash": dflash_folder,
+}
 
 
 def random_head(kind: str, folder: Path, target: PreTrainedModel | None = None) -> Any:
@@ -67,8 +79,12 @@ def random_head(kind: str, folder: Path, target: PreTrainedModel | None = None) 
 
 @torch.no_grad()
 def features_of(target: Any, tokens: Sequence[int], layers: Sequence[int]) -> torch.Tensor:
-    """The features of all tokens but the last, by a plain forward.  -> [num_tokens - 1, num_features]"""
-    states = target(torch.tensor([tokens[:-1]]), output_hidden_states=True, use_cache=False).hidden_states
+    """The features of all tokens but the last, by a plain forward.  -> [num_tokens - 1,
+    num_features]
+    """
+    states = target(
+        torch.tensor([tokens[:-1]]), output_hidden_states=True, use_cache=False
+    ).hidden_states
     return torch.cat([states[layer][0] for layer in layers], dim=-1)
 
 
@@ -76,19 +92,25 @@ Expected = Callable[[list[int], torch.Tensor, int, Plan], dict[tuple[int, ...], 
 
 
 class Checks:
-    """Compares the trees of a drafter with those of plain forwards; the engine gets trees of the right tokens instead.
+    """Compares the trees of a drafter with those of plain forwards; the engine gets trees of the
+    right tokens instead.
 
-    A request's right tokens are those of the text that begins alike, so that steps commit several tokens at a time.
-    """
+    A request's right tokens are those of the text that begins alike, so that steps commit several
+    tokens at a time."""
 
     def __init__(self, target: Any, expected: Expected, texts: Sequence[list[int]] = ()):
-        self.target, self.expected, self.texts = target, expected, texts
-        self.first: dict[int, int] = {}  # first place that the head knows of requests with a gap, by request index
+        self.target = target
+        self.expected = expected
+        self.texts = texts
+        self.first: dict[
+            int, int
+        ] = {}  # first place that the head knows of requests with a gap, by request index
         self.skips: Callable[[int], bool] = lambda call: False  # calls without drafting
         self.num_calls = self.num_checked = self.num_unready = 0
 
     def check(self, request: Request, tree: TokenTree, plan: Plan, layers: Sequence[int]) -> None:
-        first, tokens = self.first.get(request.index, 0), list(request.tokens)
+        first = self.first.get(request.index, 0)
+        tokens = list(request.tokens)
         features = features_of(self.target, tokens, layers)[first:]
         expected = self.expected(tokens, features, first, plan)
         paths: list[tuple[int, ...]] = [()]
@@ -100,7 +122,9 @@ class Checks:
         self.num_checked += 1
 
     def right(self, request: Request, plan: Plan) -> TokenTree:
-        text = next((text for text in self.texts if text[: len(request.tokens)] == request.tokens), [])
+        text = next(
+            (text for text in self.texts if text[: len(request.tokens)] == request.tokens), []
+        )
         chain = [token if place % 5 else (token + 1) % VOCAB for place, token in enumerate(text)]
         return TokenTree.chain(request.tokens[-1], chain[len(request.tokens) :][: plan.depth], 0.9)
 
@@ -108,7 +132,9 @@ class Checks:
     def on(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checks]:
         draft = FeatureDrafter.draft
 
-        def checked(drafter: FeatureDrafter, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+        def checked(
+            drafter: FeatureDrafter, requests: Sequence[Request], plan: Plan
+        ) -> list[TokenTree]:
             self.num_calls += 1
             if self.skips(self.num_calls):
                 return [TokenTree.root_only(request.tokens[-1]) for request in requests]

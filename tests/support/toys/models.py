@@ -8,23 +8,28 @@ from typing import Any
 
 import numpy as np
 
-from hf_slospec.algo.latency_curves import ForwardCost, LatencyCurve
-from hf_slospec.algo.tree import ROOT, TokenTree
-from hf_slospec.engine.protocols import Chunk, Drafter, Plan, Policy, Selection, Target
-from hf_slospec.engine.request import Request
-from hf_slospec.engine.scheduling.static_batch import StaticScheduler
+from hf_slospec.engine.costs import StepCosts
+from hf_slospec.engine.interfaces import Chunk, Drafter, Plan, Policy, Selection, Target
+from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.engine.step import Engine
-from hf_slospec.engine.step_times import StepCosts
+from hf_slospec.request.request import Request
+from hf_slospec.scheduler.static import StaticScheduler
+from hf_slospec.tree.tree import ROOT, TokenTree
 from tests.support.toys.trees import NextProbs, beam_tree, draw, path_to
 
-Choose = Callable[[Request], int]  # the token plain decoding gives a request after its tokens as they stand
+Choose = Callable[
+    [Request], int
+]  # the token plain decoding gives a request after its tokens as they stand
 
-VOCAB, STOP = 5, 4
+VOCAB = 5
+STOP = 4
 
 
 def new_costs() -> StepCosts:
     return StepCosts(
-        verify=ForwardCost(LatencyCurve((1, 2, 4, 8, 16, 32, 64), (1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 6.0)), 0.01, 0.001),
+        verify=ForwardCost(
+            LatencyCurve((1, 2, 4, 8, 16, 32, 64), (1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 6.0)), 0.01, 0.001
+        ),
         draft_level=ForwardCost(LatencyCurve((1, 64), (0.05, 0.2))),
     )
 
@@ -52,7 +57,9 @@ class ToyTarget(Target):
 
     def __init__(self, choose: Choose):
         self.choose = choose
-        self.steps = list[list[tuple[Request, TokenTree, int]]]()  # request, tree and tokens left before the step
+        self.steps = list[
+            list[tuple[Request, TokenTree, int]]
+        ]()  # request, tree and tokens left before the step
         self.fed = list[int]()  # tokens of the chunks of each step
         self.cached: dict[Request, list[int]] = {}
         self.released = list[Request]()
@@ -66,19 +73,27 @@ class ToyTarget(Target):
         assert len({*requests, *(chunk.request for chunk in chunks)}) == len(requests) + len(chunks)
         assert all(request.tokens[-1] == tree.tokens[ROOT] for request, tree, _ in step)
         assert all(0 < chunk.num_tokens < chunk.request.num_uncached for chunk in chunks)
-        return [functools.partial(self._choose, request, tree, list(request.tokens)) for request, tree, _ in step]
+        return [
+            functools.partial(self._choose, request, tree, list(request.tokens))
+            for request, tree, _ in step
+        ]
 
     def _choose(self, request: Request, tree: TokenTree, before: list[int], node: int) -> int:
         assert request.tokens == [*before, *path_to(tree, node)]  # processors see the path
         return self.choose(request)
 
     def commit(
-        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], chunks: Sequence[Chunk] = ()
+        self,
+        requests: Sequence[Request],
+        accepted: Sequence[Sequence[int]],
+        chunks: Sequence[Chunk] = (),
     ) -> None:
         trees = {request: tree for request, tree, _ in self.steps[-1]}
         for request, nodes in zip(requests, accepted, strict=True):
             committed = [int(trees[request].tokens[node]) for node in nodes]
-            behind = len(request.tokens) - 1 - len(committed)  # tokens up to the root, which was fed
+            behind = (
+                len(request.tokens) - 1 - len(committed)
+            )  # tokens up to the root, which was fed
             self.cached[request] = [*request.tokens[:behind], *committed]
             assert self.cached[request] == request.tokens[:-1]  # all but the next root
         for chunk in chunks:
@@ -104,7 +119,10 @@ class ToyDrafter(Drafter):
 
     def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         self.plans.append(plan)
-        return [beam_tree(self.next_probs, request.tokens, plan.depth, plan.width) for request in requests]
+        return [
+            beam_tree(self.next_probs, request.tokens, plan.depth, plan.width)
+            for request in requests
+        ]
 
     def release(self, request: Request) -> None:
         self.released.append(request)
@@ -116,10 +134,14 @@ class WholeTrees(Policy):
     def __init__(self, plan: Plan):
         self.fixed = plan
 
-    def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Plan:
+    def plan(
+        self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
+    ) -> Plan:
         return self.fixed
 
-    def select(self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan) -> Selection:
+    def select(
+        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
+    ) -> Selection:
         return Selection(candidates, [float(tree.path_probs.sum()) for tree in candidates])
 
 
@@ -140,7 +162,8 @@ class NowAndThen(WholeTrees):
 
 class Clock:
     def __init__(self, now_s: float = 0.0, tick_s: float = 0.0):
-        self.now_s, self.tick_s = now_s, tick_s
+        self.now_s = now_s
+        self.tick_s = tick_s
 
     def __call__(self) -> float:
         self.now_s += self.tick_s
@@ -156,4 +179,6 @@ def engine_of(
     check_invariants: bool = True,
 ) -> Engine:
     """One that decodes these requests as a batch."""
-    return Engine(target, drafter, policy, StaticScheduler(requests), new_costs(), clock, check_invariants)
+    return Engine(
+        target, drafter, policy, StaticScheduler(requests), new_costs(), clock, check_invariants
+    )

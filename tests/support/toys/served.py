@@ -5,11 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 from hf_slospec.engine.events import StepEvent
-from hf_slospec.engine.protocols import Plan
-from hf_slospec.engine.request import Request, RequestParams, Stage
-from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
+from hf_slospec.engine.interfaces import Plan
 from hf_slospec.engine.step import Engine
-from tests.support.toys.models import VOCAB, Clock, ToyDrafter, ToyTarget, WholeTrees, greedy, new_costs
+from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.scheduler.continuous import ContinuousScheduler, Limits
+from tests.support.toys.models import (
+    VOCAB,
+    Clock,
+    ToyDrafter,
+    ToyTarget,
+    WholeTrees,
+    greedy,
+    new_costs,
+)
 from tests.support.toys.trees import markov_model
 
 ROOMY = Limits(max_batch=8, kv_tokens=10**6, max_nodes=4, prefill_chunk=8, starvation_s=1e9)
@@ -18,13 +26,18 @@ ROOMY = Limits(max_batch=8, kv_tokens=10**6, max_nodes=4, prefill_chunk=8, starv
 class Served:
     """An engine under continuous batching, whose steps take the time that is expected of them."""
 
-    def __init__(self, limits: Limits = ROOMY, admission: str = "slo", policy: object = None, seed: int = 0):
-        self.clock, self.target_model = Clock(), markov_model(np.random.default_rng(seed), VOCAB)
+    def __init__(
+        self, limits: Limits = ROOMY, admission: str = "slo", policy: object = None, seed: int = 0
+    ):
+        self.clock = Clock()
+        self.target_model = markov_model(np.random.default_rng(seed), VOCAB)
         self.toy, self.drafter = ToyTarget(greedy(self.target_model)), ToyDrafter(self.target_model)
         costs = new_costs()
         self.scheduler = ContinuousScheduler(limits, costs, admission)
         policy = policy or WholeTrees(Plan(0, 1))
-        self.engine = Engine(self.toy, self.drafter, policy, self.scheduler, costs, self.clock, check_invariants=True)
+        self.engine = Engine(
+            self.toy, self.drafter, policy, self.scheduler, costs, self.clock, check_invariants=True
+        )
         self.events = list[StepEvent]()
 
     def add(self, index: int = 0, prompt: int = 3, new: int = 5, **fields: object) -> Request:
@@ -38,7 +51,9 @@ class Served:
         event = self.engine.step()
         num_tokens = sum(request.nodes for request in event.decoding) + event.prefill_tokens
         costs = self.scheduler.costs
-        self.clock.now_s += float(costs.verify_s(num_tokens, max(event.num_decoding, 1), event.num_keys))
+        self.clock.now_s += float(
+            costs.verify_s(num_tokens, max(event.num_decoding, 1), event.num_keys)
+        )
         self.events.append(event)
         return event
 

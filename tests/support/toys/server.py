@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hf_slospec.algo.tree import TokenTree
+from hf_slospec.batcher.batcher import Batcher, Observer
+from hf_slospec.batcher.handle import RequestHandle
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
-from hf_slospec.engine.protocols import Chunk, Plan
-from hf_slospec.engine.request import Request, RequestParams
-from hf_slospec.engine.scheduling.continuous import ContinuousScheduler, Limits
+from hf_slospec.engine.interfaces import Chunk, Plan
 from hf_slospec.engine.step import Engine
-from hf_slospec.serving.batcher import Batcher, Observer
-from hf_slospec.serving.handle import RequestHandle
+from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.scheduler.continuous import ContinuousScheduler, Limits
+from hf_slospec.tree.tree import TokenTree
 from tests.support.toys.models import VOCAB, ToyDrafter, ToyTarget, WholeTrees, greedy, new_costs
 from tests.support.toys.trees import markov_model
 
@@ -60,22 +60,34 @@ class Server:
     """A batcher over the toy model."""
 
     def __init__(self, max_queue: int = 1000, max_batch: int = 4):
-        self.toy, self.books = GatedTarget(), Books()
+        self.toy = GatedTarget()
+        self.books = Books()
         self.limits = Limits(max_batch, 10**12, 6, 8, 1e9)
         self.batcher = Batcher(self._engine, max_queue, FairLock(), self.books)
         self.num_submitted = 0
 
     def _engine(self) -> Engine[ContinuousScheduler]:
-        costs, policy = new_costs(), WholeTrees(Plan(2, 2))
+        costs = new_costs()
+        policy = WholeTrees(Plan(2, 2))
         scheduler = ContinuousScheduler(self.limits, costs)
-        return Engine(self.toy, ToyDrafter(MODEL), policy, scheduler, costs, time.perf_counter, check_invariants=True)
+        return Engine(
+            self.toy,
+            ToyDrafter(MODEL),
+            policy,
+            scheduler,
+            costs,
+            time.perf_counter,
+            check_invariants=True,
+        )
 
     def submit(
         self, new: int = 10, block: bool = False, timeout: float | None = None, **fields: object
     ) -> RequestHandle:
         self.num_submitted += 1
         request = Request(self.num_submitted, RequestParams([0, 1, 2], new, **fields))
-        handle = RequestHandle(request, lambda ids: "".join(map(str, ids)), self.batcher.abort, None)
+        handle = RequestHandle(
+            request, lambda ids: "".join(map(str, ids)), self.batcher.abort, None
+        )
         self.batcher.submit(handle, block, timeout)
         return handle
 

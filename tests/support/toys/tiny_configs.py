@@ -42,14 +42,20 @@ SIZES: dict[str, Any] = {
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 HYBRID = {"layers_block_type": ["linear_attention", "hybrid"], "num_hidden_layers": 2}
-SHARED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+SHARED = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+}
 # What the rule above does not do, by the name of the config.
 SPECIAL: dict[str, dict[str, Any]] = {
     "BigBirdConfig": dict(attention_type="original_full"),
     "BigBirdPegasusConfig": dict(attention_type="original_full"),
     "BambaConfig": dict(attn_layer_indices=[1]),
     "BltConfig": dict(encoder_hash_byte_group_vocab=256),
-    "CohereCompassTextConfig": dict(rope_parameters={"full_attention": ROPE, "sliding_attention": ROPE}),
+    "CohereCompassTextConfig": dict(
+        rope_parameters={"full_attention": ROPE, "sliding_attention": ROPE}
+    ),
     "DbrxConfig": dict(attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}),
     "FalconH1Config": dict(mamba_d_ssm=64),
     "GPTNeoXConfig": dict(is_decoder=False),  # its default, and causal all the same
@@ -57,36 +63,56 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "Gemma3nTextConfig": SHARED,
     "Gemma4TextConfig": SHARED,
     "Gemma4UnifiedTextConfig": SHARED,
-    "GraniteMoeHybridConfig": dict(layer_types=["linear_attention", "full_attention"], num_hidden_layers=2),
-    "JambaConfig": dict(attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1),
+    "GraniteMoeHybridConfig": dict(
+        layer_types=["linear_attention", "full_attention"], num_hidden_layers=2
+    ),
+    "JambaConfig": dict(
+        attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1
+    ),
     "Lfm2Config": dict(layer_types=["conv", "full_attention"]),
     "Lfm2MoeConfig": dict(layer_types=["conv", "full_attention"]),
-    "Llama4TextConfig": dict(no_rope_layers=[1, 0], floor_scale=4),  # a temperature that depends on positions
+    "Llama4TextConfig": dict(
+        no_rope_layers=[1, 0], floor_scale=4
+    ),  # a temperature that depends on positions
     "Mamba2Config": dict(num_heads=8),
     "MiniMaxConfig": dict(layer_types=["linear_attention", "full_attention"], num_hidden_layers=2),
     "MiniMaxM3VLTextConfig": dict(layer_types=["full_attention", "minimax_m3_sparse"]),
     "Qwen4ExpTextConfig": dict(
-        indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=4, indexer_compress_ratio=2
+        indexer_n_heads=2,
+        indexer_kv_heads=1,
+        indexer_head_dim=8,
+        indexer_budget=4,
+        indexer_compress_ratio=2,
     ),
     "RecurrentGemmaConfig": dict(num_hidden_layers=3),
-    "ReformerConfig": dict(axial_pos_embds_dim=(16, 16), axial_pos_shape=(16, 10), attn_layers=["local", "local"]),
+    "ReformerConfig": dict(
+        axial_pos_embds_dim=(16, 16), axial_pos_shape=(16, 10), attn_layers=["local", "local"]
+    ),
     "XmodConfig": dict(default_language="en_XX"),
     "Zamba2Config": HYBRID,
     "ZambaConfig": HYBRID | dict(attention_hidden_size=64, attention_head_dim=16),
-    "ZayaConfig": dict(num_experts_per_tok=1, layer_types=["hybrid_sliding", "hybrid"], num_hidden_layers=2),
+    "ZayaConfig": dict(
+        num_experts_per_tok=1, layer_types=["hybrid_sliding", "hybrid"], num_hidden_layers=2
+    ),
     "xLSTMConfig": dict(hidden_size=128, embedding_dim=128),
 }
 
 
 def tiny_config(config_class: Any) -> Any:
-    """A config of a tiny model with one layer of every kind its default has, and a sliding one if it knows windows."""
+    """A config of a tiny model with one layer of every kind its default has, and a sliding one if
+    it knows windows.
+    """
     fields = {field.name for field in dataclasses.fields(config_class)}
     settings = {name: value for name, value in SIZES.items() if name in fields}
-    if "qk_rope_head_dim" in fields:  # latent attention: all heads have K, and the rotary embedding its own size
+    if (
+        "qk_rope_head_dim" in fields
+    ):  # latent attention: all heads have K, and the rotary embedding its own size
         settings |= {"head_dim": 4} if "head_dim" in fields else {}
         settings |= {"num_key_value_heads": 4} if "num_key_value_heads" in fields else {}
     special = SPECIAL.get(config_class.__name__, {})
-    with contextlib.suppress(ValueError):  # some defaults contradict themselves; they need a special case
+    with contextlib.suppress(
+        ValueError
+    ):  # some defaults contradict themselves; they need a special case
         default = config_class()
         for name in config_class.sub_configs:
             if name in fields and name not in special and getattr(default, name, None) is not None:
@@ -94,10 +120,17 @@ def tiny_config(config_class: Any) -> Any:
         if kinds := getattr(default, "layer_types", None):
             knows_windows = "sliding_window" in fields and "full_attention" in kinds
             known = dict.fromkeys([*kinds, *(["sliding_attention"] if knows_windows else [])])
-            layers = sorted(known, key="full_attention".__eq__)  # some insist on full attention in the last layer
-            settings |= {"layer_types": layers * (2 if len(layers) == 1 else 1)} if "layer_types" in fields else {}
+            layers = sorted(
+                known, key="full_attention".__eq__
+            )  # some insist on full attention in the last layer
+            settings |= (
+                {"layer_types": layers * (2 if len(layers) == 1 else 1)}
+                if "layer_types" in fields
+                else {}
+            )
             settings["num_hidden_layers"] = max(len(layers), 2)
         if kinds := getattr(default, "mlp_layer_types", None):
-            distinct, count = list(dict.fromkeys(kinds)), settings["num_hidden_layers"]
+            distinct = list(dict.fromkeys(kinds))
+            count = settings["num_hidden_layers"]
             settings["mlp_layer_types"] = (distinct * count)[:count]
     return config_class(**settings | special)

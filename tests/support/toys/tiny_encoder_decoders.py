@@ -1,4 +1,6 @@
-"""Tiny random encoder-decoders, whose later decoder layers hardly count, and drafts of half the decoder's layers."""
+"""Tiny random encoder-decoders, whose later decoder layers hardly count, and drafts of half the
+decoder's layers.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,23 @@ T5: dict[str, Any] = dict(
     eos_token_id=2, pad_token_id=0, decoder_start_token_id=3, relative_attention_num_buckets=8,
     relative_attention_max_distance=20, tie_word_embeddings=False,
 )  # fmt: skip
-TEXT_MODELS = {"Bart": SIZES, "MBart": SIZES, "Marian": SIZES, "Pegasus": SIZES, "T5": T5, "MT5": T5}
-MELS, FRAMES = 8, 40  # frames of a segment; the encoder's outputs are half as many
-EN, DE, TRANSCRIBE, TRANSLATE, PREVIOUS, NO_TIMESTAMPS = 60, 61, 62, 63, 64, 70
+TEXT_MODELS = {
+    "Bart": SIZES,
+    "MBart": SIZES,
+    "Marian": SIZES,
+    "Pegasus": SIZES,
+    "T5": T5,
+    "MT5": T5,
+}
+# frames of a segment; the encoder's outputs are half as many
+MELS = 8
+FRAMES = 40
+EN = 60
+DE = 61
+TRANSCRIBE = 62
+TRANSLATE = 63
+PREVIOUS = 64
+NO_TIMESTAMPS = 70
 FAINT = 0.15  # share of what decoder layers of the second half would add
 
 
@@ -64,7 +80,9 @@ def tiny_whisper(seed: int = 0) -> WhisperForConditionalGeneration:
 
 
 def faint(model: Any, encoder: float = 1.0) -> Any:
-    """Scale down what the second half of its layers adds, and multiply what all read of the encoder."""
+    """Scale down what the second half of its layers adds, and multiply what all read of the
+    encoder.
+    """
     layers = decoder_layers(model)
     for name, parameter in layers.named_parameters():
         if "encoder_attn.out_proj.weight" in name or "EncDecAttention.o.weight" in name:
@@ -84,7 +102,8 @@ def decoder_layers(model: Any) -> Any:
 def halved(model: Any) -> Any:
     """A draft with the same encoder and the first half of the decoder's layers."""
     draft = copy.deepcopy(model)
-    decoder, layers = draft.get_decoder(), decoder_layers(draft)
+    decoder = draft.get_decoder()
+    layers = decoder_layers(draft)
     setattr(decoder, "block" if hasattr(decoder, "block") else "layers", layers[: len(layers) // 2])
     for config in (draft.config, decoder.config):
         config.num_layers = config.decoder_layers = config.num_decoder_layers = len(layers) // 2

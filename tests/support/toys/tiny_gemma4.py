@@ -9,12 +9,15 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from hf_slospec.models.inspection.checkpoints import assistants_can_be_built
+from hf_slospec.model.loading import assistants_can_be_built
 from tests.support.toys.tiny_models import GROUPED, WINDOW, sharpened
 
 KINDS = ["sliding_attention", "full_attention"]
-SHARED: dict[str, Any] = dict(num_kv_shared_layers=2, hidden_size_per_layer_input=4, vocab_size_per_layer_input=101)
-# Released models have per-layer inputs and shared K/V (E2B, E4B), or K that are V and other numbers of heads (31B).
+SHARED: dict[str, Any] = dict(
+    num_kv_shared_layers=2, hidden_size_per_layer_input=4, vocab_size_per_layer_input=101
+)
+# Released models have per-layer inputs and shared K/V (E2B, E4B), or K that are V and other numbers
+# of heads (31B).
 TARGETS: dict[str, dict[str, Any]] = {
     "shared": SHARED,
     "own": dict(hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1),
@@ -28,13 +31,17 @@ def text_config(unified: bool = False, **settings: Any) -> Any:
 
 
 @functools.cache
-def tiny_target(variant: str = "shared", multimodal: bool = False, unified: bool = False) -> PreTrainedModel:
+def tiny_target(
+    variant: str = "shared", multimodal: bool = False, unified: bool = False
+) -> PreTrainedModel:
     prefix = "Gemma4Unified" if unified else "Gemma4"
     settings = {} if unified else TARGETS[variant]
     if not multimodal:
         causal = getattr(transformers, f"{prefix}ForCausalLM")
         return sharpened(lambda: causal(text_config(unified, **settings)), 0)
-    config = transformers.Gemma4Config(text_config=text_config(**settings), vision_config=None, audio_config=None)
+    config = transformers.Gemma4Config(
+        text_config=text_config(**settings), vision_config=None, audio_config=None
+    )
     return sharpened(lambda: transformers.Gemma4ForConditionalGeneration(config), 0)
 
 
@@ -45,13 +52,22 @@ def tiny_assistant(
     backbone_hidden_size: int = 32,
     **settings: Any,
 ) -> PreTrainedModel:
-    """An assistant of two sliding layers and a full one; ``ordered``: its logits are those of a few clusters."""
+    """An assistant of two sliding layers and a full one; ``ordered``: its logits are those of a few
+    clusters.
+    """
     prefix = "Gemma4Unified" if unified else "Gemma4"
     own = {} if unified or variant == "shared" else dict(TARGETS[variant])
-    own |= dict(hidden_size=24, num_hidden_layers=3, layer_types=["sliding_attention", *KINDS], num_kv_shared_layers=3)
+    own |= dict(
+        hidden_size=24,
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", *KINDS],
+        num_kv_shared_layers=3,
+    )
     if not unified:
         own |= dict(hidden_size_per_layer_input=0, vocab_size_per_layer_input=0)
-    of_assistant: dict[str, Any] = dict(backbone_hidden_size=backbone_hidden_size, use_ordered_embeddings=ordered)
+    of_assistant: dict[str, Any] = dict(
+        backbone_hidden_size=backbone_hidden_size, use_ordered_embeddings=ordered
+    )
     if ordered:
         own["vocab_size"] = 100  # as many tokens for each cluster
         of_assistant |= dict(num_centroids=20, centroid_intermediate_top_k=6)

@@ -1,4 +1,6 @@
-"""Tiny random image-text models of any class, and prompts with images for them, by rule and by exception."""
+"""Tiny random image-text models of any class, and prompts with images for them, by rule and by
+exception.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,13 @@ from transformers import PreTrainedModel
 from tests.support.toys import tiny_configs
 from tests.support.toys.tiny_models import VOCAB, sharpened
 
-IMAGE, VIDEO, AUDIO = 90, 91, 92  # placeholders; text has smaller tokens
-SIDE, PATCH = 16, 4  # pixels
+# placeholders; text has smaller tokens
+IMAGE = 90
+VIDEO = 91
+AUDIO = 92
+# pixels
+SIDE = 16
+PATCH = 4
 # Beside those of tiny_configs.
 SIZES: dict[str, Any] = {
     name: value
@@ -75,15 +82,20 @@ def tiny_image_model(name: str, seed: int = 0, noise: float = 0.0) -> PreTrained
     def build() -> PreTrainedModel:
         model: PreTrainedModel = getattr(transformers, name)(image_config(name))
         for parameter in model.parameters():
-            if parameter.ndim > 1 and not parameter.any():  # such as Gemma 3's projection, which would hide all images
+            if (
+                parameter.ndim > 1 and not parameter.any()
+            ):  # such as Gemma 3's projection, which would hide all images
                 torch.nn.init.normal_(parameter, std=0.2)
         return model
 
     return sharpened(build, seed, noise)
 
 
-def image_inputs(name: str, seed: int = 0, images: Sequence[int] = (1,)) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return a tiny model of a class, and inputs of ``generate`` with so many images in each row, left-padded.
+def image_inputs(
+    name: str, seed: int = 0, images: Sequence[int] = (1,)
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return a tiny model of a class, and inputs of ``generate`` with so many images in each row,
+    left-padded.
 
     Raises:
         NoImagesError: they cannot be made, or the class has no way to images that is known here.
@@ -94,20 +106,27 @@ def image_inputs(name: str, seed: int = 0, images: Sequence[int] = (1,)) -> tupl
     except NoImagesError:
         raise
     except Exception as error:  # constructors and encoders may raise anything
-        raise NoImagesError(f"{name}: no tiny model with images can be made: {error!r}"[:300]) from error
+        raise NoImagesError(
+            f"{name}: no tiny model with images can be made: {error!r}"[:300]
+        ) from error
 
 
 @torch.no_grad()
 def prompts_with_images(model: Any, seed: int, images: Sequence[int]) -> dict[str, Any]:
-    """Return prompts with so many images in each row, left-padded, as a processor of the model would."""
+    """Return prompts with so many images in each row, left-padded, as a processor of the model
+    would.
+    """
     generator = torch.Generator().manual_seed(seed)
     accepted = inspect.signature(model.forward).parameters
     if "pixel_values" not in accepted or not hasattr(model, "get_image_features"):
-        raise NoImagesError(f"{type(model).__name__} takes no pixel_values or has no get_image_features")
+        raise NoImagesError(
+            f"{type(model).__name__} takes no pixel_values or has no get_image_features"
+        )
     pixels = [_pixels(model, accepted, place, generator) for place in range(sum(images))]
     known = inspect.signature(model.get_image_features).parameters
     lengths = [_num_tokens(model, {k: v for k, v in own.items() if k in known}) for own in pixels]
-    rows, left = list[list[int]](), iter(lengths)
+    rows = list[list[int]]()
+    left = iter(lengths)
     for count in images:
         rows.append(_text(generator))
         for _ in range(count):
@@ -131,8 +150,12 @@ def _text(generator: torch.Generator) -> list[int]:
     return torch.randint(3, IMAGE, (length,), generator=generator).tolist()
 
 
-def _pixels(model: Any, accepted: Any, place: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Return the inputs of one image; those of different places have different sizes where the class allows it."""
+def _pixels(
+    model: Any, accepted: Any, place: int, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Return the inputs of one image; those of different places have different sizes where the
+    class allows it.
+    """
     size = 2 if place % 2 else 1  # every second image is wider
     if "image_grid_thw" in accepted:
         vision = model.config.vision_config
@@ -149,14 +172,22 @@ def _pixels(model: Any, accepted: Any, place: int, generator: torch.Generator) -
         }
     if "pixel_attention_mask" in accepted:
         image = torch.rand(1, 1, 3, SIDE, SIDE, generator=generator)
-        return {"pixel_values": image, "pixel_attention_mask": torch.ones(1, 1, SIDE, SIDE, dtype=torch.int64)}
+        return {
+            "pixel_values": image,
+            "pixel_attention_mask": torch.ones(1, 1, SIDE, SIDE, dtype=torch.int64),
+        }
     if "image_sizes" in accepted and hasattr(model.config, "image_grid_pinpoints"):
         tiles = 1 + 2  # the whole image, and its halves side by side
         image = torch.rand(1, tiles, 3, SIDE, SIDE, generator=generator)
-        return {"pixel_values": image, "image_sizes": torch.tensor([[SIDE, 2 * SIDE - 3 * (size - 1)]])}
+        return {
+            "pixel_values": image,
+            "image_sizes": torch.tensor([[SIDE, 2 * SIDE - 3 * (size - 1)]]),
+        }
     image = torch.rand(1, 3, SIDE, SIDE, generator=generator)
     takes_sizes = "image_sizes" in inspect.signature(model.get_image_features).parameters
-    return {"pixel_values": image} | ({"image_sizes": torch.tensor([[SIDE, SIDE]])} if takes_sizes else {})
+    return {"pixel_values": image} | (
+        {"image_sizes": torch.tensor([[SIDE, SIDE]])} if takes_sizes else {}
+    )
 
 
 def _num_tokens(model: Any, own: dict[str, torch.Tensor]) -> int:
@@ -166,13 +197,20 @@ def _num_tokens(model: Any, own: dict[str, torch.Tensor]) -> int:
     return sum(part.shape[:-1].numel() for part in parts)
 
 
-def _joined(pixels: list[dict[str, torch.Tensor]], images: Sequence[int]) -> dict[str, torch.Tensor]:
+def _joined(
+    pixels: list[dict[str, torch.Tensor]], images: Sequence[int]
+) -> dict[str, torch.Tensor]:
     """Return the inputs of all images together, by row where the class has them so."""
     joined = {name: torch.cat([own[name] for own in pixels]) for name in pixels[0]}
     if "pixel_attention_mask" not in joined:
         return joined
     by_row = {}
-    for name, value in joined.items():  # [num_images, 1, ...] to [batch, most images, ...]; missing ones are zeros
+    for (
+        name,
+        value,
+    ) in (
+        joined.items()
+    ):  # [num_images, 1, ...] to [batch, most images, ...]; missing ones are zeros
         by_row[name] = value.new_zeros(len(images), max(images), *value.shape[2:])
         for row, own in enumerate(value[:, 0].split(list(images))):
             by_row[name][row, : len(own)] = own

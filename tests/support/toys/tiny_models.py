@@ -11,9 +11,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_slospec.models.inspection.cache_names import CACHE_NAME
+from hf_slospec.model.properties import CACHE_NAME
 
-VOCAB, POSITIONS = 101, 160
+VOCAB = 101
+POSITIONS = 160
 SMALL: dict[str, Any] = dict(
     vocab_size=VOCAB,
     hidden_size=32,
@@ -59,11 +60,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 @functools.cache
 def tiny_model(family: str, seed: int = 0, noise: float = 0.0) -> PreTrainedModel:
     name, settings = FAMILIES[family]
-    return sharpened(lambda: AutoModelForCausalLM.from_config(getattr(transformers, name)(**settings)), seed, noise)
+    return sharpened(
+        lambda: AutoModelForCausalLM.from_config(getattr(transformers, name)(**settings)),
+        seed,
+        noise,
+    )
 
 
-def sharpened(build: Callable[[], PreTrainedModel], seed: int, noise: float = 0.0) -> PreTrainedModel:
-    """A random model with sharp, uneven predictions; with ``noise`` a draft that agrees with it only sometimes."""
+def sharpened(
+    build: Callable[[], PreTrainedModel], seed: int, noise: float = 0.0
+) -> PreTrainedModel:
+    """A random model with sharp, uneven predictions; with ``noise`` a draft that agrees with it
+    only sometimes.
+    """
     torch.manual_seed(seed)
     model = build().float().eval()
     for parameter in model.parameters():
@@ -92,8 +101,11 @@ def ragged_texts(batch: int) -> list[list[int]]:
     return [row[mask.bool()].tolist() for row, mask in rows]
 
 
-def assert_same_as_stock(model: PreTrainedModel, generate: Any, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
-    """Stock and ours on the same inputs and seed: equal outputs, and the global generator left in the same state.
+def assert_same_as_stock(
+    model: PreTrainedModel, generate: Any, inputs: dict[str, torch.Tensor], **options: Any
+) -> Any:
+    """Stock and ours on the same inputs and seed: equal outputs, and the global generator left in
+    the same state.
 
     Tokens are equal exactly, scores, logits and K/V up to rounding.
     """
@@ -103,13 +115,16 @@ def assert_same_as_stock(model: PreTrainedModel, generate: Any, inputs: dict[str
     states = _rng_states()
     torch.manual_seed(7)
     ours = generate(**inputs, **options)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(_rng_states(), states, strict=True))
+    assert all(
+        torch.equal(mine, theirs) for mine, theirs in zip(_rng_states(), states, strict=True)
+    )
     if not options["return_dict_in_generate"]:
         assert torch.equal(ours, stock)
         return ours
     assert torch.equal(ours.sequences, stock.sequences)
     for name in ("scores", "logits"):
-        theirs, own = getattr(stock, name), getattr(ours, name)
+        theirs = getattr(stock, name)
+        own = getattr(ours, name)
         assert (own is None) == (theirs is None)
         if theirs is not None:
             assert len(own) == len(theirs)
@@ -119,7 +134,10 @@ def assert_same_as_stock(model: PreTrainedModel, generate: Any, inputs: dict[str
 
 
 def _rng_states() -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
+    return [
+        torch.get_rng_state(),
+        *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ()),
+    ]
 
 
 def assert_same_cache(ours: Any, stock: Any, attention_mask: torch.Tensor | None = None) -> None:
@@ -134,7 +152,9 @@ def assert_same_cache(ours: Any, stock: Any, attention_mask: torch.Tensor | None
                 if state is not None:  # the first column of a convolution is not read
                     begin = int(name == "conv_states")
                     mine = getattr(own, name)[index]
-                    torch.testing.assert_close(mine[..., begin:], state[..., begin:], rtol=1e-3, atol=1e-3)
+                    torch.testing.assert_close(
+                        mine[..., begin:], state[..., begin:], rtol=1e-3, atol=1e-3
+                    )
         if not hasattr(theirs, "keys"):
             continue
         if theirs.keys is None or not theirs.keys.numel():
@@ -145,6 +165,10 @@ def assert_same_cache(ours: Any, stock: Any, attention_mask: torch.Tensor | None
             dropped = stock.get_seq_length() - a.shape[2]  # by a sliding window
             seen = torch.ones(len(a), a.shape[2], dtype=torch.bool)
             if attention_mask is not None and dropped < attention_mask.shape[1]:
-                masks = attention_mask.repeat_interleave(len(a) // len(attention_mask), 0)[:, max(dropped, 0) :].bool()
+                masks = attention_mask.repeat_interleave(len(a) // len(attention_mask), 0)[
+                    :, max(dropped, 0) :
+                ].bool()
                 seen[:, : masks.shape[1]] = masks[:, : seen.shape[1]]
-            torch.testing.assert_close(a.transpose(1, 2)[seen], b.transpose(1, 2)[seen], rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(
+                a.transpose(1, 2)[seen], b.transpose(1, 2)[seen], rtol=1e-3, atol=1e-3
+            )

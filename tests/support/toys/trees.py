@@ -9,13 +9,16 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from hf_slospec.algo.tree import ROOT, FloatArray, IntArray, TokenTree
-from hf_slospec.models.batch.cached_sequence import Stored
+from hf_slospec.model.batch import Stored
+from hf_slospec.tree.tree import ROOT, FloatArray, IntArray, TokenTree
 
-NextProbs = Callable[[Sequence[int]], FloatArray]  # all tokens so far -> [vocab], probabilities of the next one
+NextProbs = Callable[
+    [Sequence[int]], FloatArray
+]  # all tokens so far -> [vocab], probabilities of the next one
 
 SEEDS = st.integers(0, 2**32 - 1)
-# Powers of two: sums of path probabilities are exact in any order, so equal sums compare equal and ties are true ties.
+# Powers of two: sums of path probabilities are exact in any order, so equal sums compare equal and
+# ties are true ties.
 TIED = (0.0, 0.25, 0.5, 1.0)
 UNEVEN = (0.0, 0.1, 0.3, 0.7, 0.9, 1.0)
 
@@ -25,18 +28,29 @@ def stored(num_heads: int, dim: int) -> Stored:
 
 
 def grow(parents: Sequence[int], conditionals: Sequence[float], tokens: Sequence[int]) -> TokenTree:
-    """The tree of nodes 1, 2, ... with these parents, conditional probabilities and tokens; the root's token is 0."""
-    depths, path_probs = [0], [1.0]
+    """The tree of nodes 1, 2, ... with these parents, conditional probabilities and tokens; the
+    root's token is 0.
+    """
+    depths = [0]
+    path_probs = [1.0]
     for parent, conditional in zip(parents, conditionals, strict=True):
         depths.append(depths[parent] + 1)
         path_probs.append(path_probs[parent] * conditional)
-    return TokenTree(np.array([0, *tokens]), np.array([-1, *parents]), np.array(depths), np.array(path_probs))
+    return TokenTree(
+        np.array([0, *tokens]), np.array([-1, *parents]), np.array(depths), np.array(path_probs)
+    )
 
 
-def random_tree(rng: np.random.Generator, num_nodes: int, conditionals: Sequence[float] = TIED) -> TokenTree:
+def random_tree(
+    rng: np.random.Generator, num_nodes: int, conditionals: Sequence[float] = TIED
+) -> TokenTree:
     """Any shape; siblings may carry equal tokens and their probabilities need not sum to 1."""
     parents = [int(rng.integers(node)) for node in range(1, num_nodes)]
-    return grow(parents, list(rng.choice(conditionals, len(parents))), list(rng.integers(0, 4, len(parents))))
+    return grow(
+        parents,
+        list(rng.choice(conditionals, len(parents))),
+        list(rng.integers(0, 4, len(parents))),
+    )
 
 
 def path_to(tree: TokenTree, node: int) -> list[int]:
@@ -60,8 +74,12 @@ def draw(probs: FloatArray, uniform: float) -> int:
     return int(np.searchsorted(np.cumsum(probs), uniform, side="right"))
 
 
-def tree_of_paths(next_probs: NextProbs, context: Sequence[int], paths: Iterable[Sequence[int]]) -> TokenTree:
-    """The tree that holds ``paths`` after ``context``, with the path probabilities of ``next_probs``."""
+def tree_of_paths(
+    next_probs: NextProbs, context: Sequence[int], paths: Iterable[Sequence[int]]
+) -> TokenTree:
+    """The tree that holds ``paths`` after ``context``, with the path probabilities of
+    ``next_probs``.
+    """
     nodes = {tuple(path[:end]) for path in paths for end in range(1, len(path) + 1)}
     order = [(), *sorted(nodes, key=lambda path: (len(path), path))]
     tree = grow(
@@ -75,7 +93,8 @@ def tree_of_paths(next_probs: NextProbs, context: Sequence[int], paths: Iterable
 
 def beam_tree(next_probs: NextProbs, context: Sequence[int], depth: int, width: int) -> TokenTree:
     """All nodes of a beam search; tokens of probability 0 are not drafted."""
-    layer, paths = [((), 1.0)], list[tuple[int, ...]]()
+    layer = [((), 1.0)]
+    paths = list[tuple[int, ...]]()
     for _ in range(depth):
         children = [
             ((*path, token), prob * conditional)
@@ -97,7 +116,9 @@ def fan(*conditionals: float) -> TokenTree:
 
 
 def total(trees: Sequence[TokenTree], chosen: Sequence[IntArray]) -> float:
-    return math.fsum(tree.path_probs[nodes].sum() for tree, nodes in zip(trees, chosen, strict=True))
+    return math.fsum(
+        tree.path_probs[nodes].sum() for tree, nodes in zip(trees, chosen, strict=True)
+    )
 
 
 def affine(num_tokens: IntArray) -> FloatArray:

@@ -1,1 +1,0 @@
-"""Algorithms on arrays: no model, no clock, no transformers."""

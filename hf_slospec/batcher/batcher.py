@@ -1,0 +1,465 @@
+"""The thread that decodes what other threads submit."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import logging
+import math
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
+
+from hf_slospec.batcher.handle import WAITS_FOR_ITSELF, RequestHandle, waiting_s, wake
+from hf_slospec.engine.events import StepEvent
+from hf_slospec.engine.fair_lock import FairLock
+from hf_slospec.engine.step import Engine
+from hf_slospec.errors import (
+    NotGuaranteedError,
+    NotRunningError,
+    QueueFull,
+    SLOSpecError,
+    UnsupportedModelError,
+)
+from hf_slospec.forks import Condition, Lock, reset_in_children
+from hf_slospec.request.request import Request
+from hf_slospec.scheduler.continuous import ContinuousScheduler
+from hf_slospec.scheduler.load import ReplicaLoad, load_of
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+NewEngine = Callable[[], Engine[ContinuousScheduler]]
+
+
+class Observer(Protocol):
+    """Callbacks that a batcher calls in its thread. Their errors are logged, and end no request."""
+
+    def on_step(self, step: StepEvent) -> None:
+        """Handle the end of a step."""
+
+    def on_end(self, request: Request) -> None:
+        """Handle a request that finished, was cancelled or failed."""
+
+
+class Batcher:
+    """Runs one engine in its own thread.
+
+    Other threads only queue orders under a lock: to add a request, to cancel one, to return the
+        load, to stop. The
+    engine's thread takes them between steps, so no other thread touches engine and scheduler.
+    """
+
+    def __init__(
+        self,
+        new_engine: NewEngine,
+        max_queue: int,
+        lock: FairLock,
+        observer: Observer,
+        in_thread: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        is_current: Callable[[], bool] = lambda: True,
+    ):
+        """Create a batcher that is not started.
+
+        Args:
+            new_engine: makes the engine of each start.
+            max_queue: maximum number of waiting requests.
+            lock: held while the engine is used; other threads may run the same models between
+                steps.
+            in_thread: makes the context of the batcher's thread; must not raise.
+            is_current: returns False once the models were moved or cast; a new engine is made then.
+        """
+        self.in_thread = in_thread
+        self.is_current = is_current
+        self.new_engine = new_engine
+        self.max_queue = max_queue
+        self.lock = lock
+        self.observer = observer
+        self._clear("has not been started; call start(), or use `with generator:`")
+        reset_in_children(self)
+
+    def reset_after_fork(self) -> None:
+        """Drop the thread and its requests, which stayed with the parent."""
+        self._clear("runs in the process this one was forked from; call start() here")
+
+    def _clear(self, why_not: str) -> None:
+        self._state = Condition()  # guards the orders below
+        self._arrivals: deque[RequestHandle] = deque()
+        self._aborted: deque[tuple[RequestHandle, BaseException | None]] = deque()
+        self._load_futures: list[Future[ReplicaLoad]] = []
+        self._ending: str | None = None  # "drain": take no more requests; "now": cancel all
+        self._handles: dict[int, RequestHandle] = {}  # unfinished requests, by index
+        self._num_waiting = 0  # requests in the scheduler's queue
+        self.num_running = self.kv_held = 0  # running requests, and their tokens
+        self.num_kept = 0  # tokens of finished requests whose K/V is kept
+        self.step_begun_s: float | None = None  # by the monotonic clock; None between steps
+        self._thread: threading.Thread | None = None
+        self._why_not = why_not
+        self._starting = Lock()
+
+    # ---- for other threads
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether its thread runs, in this process."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for room."""
+        return len(self._arrivals) + self._num_waiting
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether it has no unfinished request."""
+        return not self._handles
+
+    def start(self) -> None:
+        """Start the thread unless it takes requests; a stop in progress is waited for.
+
+        Raises:
+            NotRunningError: called by the batcher's own thread while it stops.
+        """
+        if self._thread is threading.current_thread():
+            if self._is_taking:
+                return
+            raise NotRunningError(
+                "start() was called by the batcher's own thread while it stops; call it from another"
+            )
+        with self._starting:
+            if self._is_taking:
+                return
+            if self._thread is not None:
+                self._thread.join()
+            engine = self.new_engine()
+            self.lock.rest()  # this thread may have loaded and measured the models
+            thread = threading.Thread(
+                target=self._run, args=(engine,), name="hf_slospec", daemon=True
+            )
+            with self._state:  # until the state is complete, the thread takes no orders
+                thread.start()  # may raise, with too many threads
+                self._ending = None
+                self._thread = thread
+            _batchers.add(self)
+
+    def submit(self, handle: RequestHandle, block: bool, timeout: float | None) -> None:
+        """Queue a request.
+
+        Raises:
+            QueueFull: at once, or with ``block`` after ``timeout`` seconds.
+            NotRunningError: the batcher takes no requests.
+        """
+        self.check_running()
+        with self._state:
+            may_wait = (
+                block and threading.current_thread() is not self._thread
+            )  # only that thread makes room
+            limit_s = waiting_s(timeout) if may_wait else 0.0
+            is_room = self._state.wait_for(
+                lambda: self.num_waiting < self.max_queue or not self._is_taking, limit_s
+            )
+            self.check_running()
+            if not is_room:
+                raise QueueFull(
+                    f"{self.num_waiting} requests are waiting, which is max_queue; submit with block=True, or later"
+                )
+            handle.thread = self._thread
+            self._arrivals.append(handle)
+            self._handles[handle.request.index] = handle
+            self._state.notify_all()
+
+    def abort(self, handle: RequestHandle, error: BaseException | None) -> None:
+        """Cancel a request, or fail it with an error, before the next step."""
+        with self._state:
+            if not handle.done():  # otherwise it would stay here until the next start
+                self._aborted.append((handle, error))
+                self._state.notify_all()
+
+    def load(self) -> Future[ReplicaLoad]:
+        """Return the load of the engine before the next step; NotRunningError if none can be waited
+        for.
+        """
+        future: Future[ReplicaLoad] = Future()
+        if self._thread is threading.current_thread():
+            raise NotRunningError(WAITS_FOR_ITSELF)
+        with self._state:
+            self.check_running()
+            self._load_futures.append(future)
+            self._state.notify_all()
+        return future
+
+    def stop(self, drain: bool, timeout: float | None) -> None:
+        """Take no more requests, with ``drain`` finish the present ones for ``timeout`` seconds,
+        and cancel the rest.
+
+        Raises:
+            NotRunningError: called by the batcher's own thread.
+        """
+        thread = self._thread
+        if thread is None:
+            return
+        if thread is threading.current_thread():
+            raise NotRunningError(
+                "stop() was called by the batcher's own thread; call it from another one"
+            )
+        self._end_with("drain" if drain else "now", thread)
+        thread.join(timeout if drain else None)
+        self._end_with("now", thread)
+        thread.join()
+
+    def _end_with(self, ending: str, thread: threading.Thread) -> None:
+        with self._state:
+            if (
+                self._thread is thread and self._ending != "now"
+            ):  # neither restarted, nor stopping already
+                self._ending = ending
+                self._why_not = "was stopped; call start() to use it again"
+                self._state.notify_all()
+
+    def check_running(self, hang_s: float = math.inf) -> None:
+        """Raise NotRunningError unless the batcher takes requests and its step has not lasted
+        ``hang_s`` seconds.
+        """
+        if not self._is_taking:
+            raise NotRunningError(f"the batcher {self._why_not}")
+        begun_s = self.step_begun_s
+        if begun_s is not None and time.monotonic() - begun_s > hang_s:
+            raise NotRunningError(
+                f"a step of the batcher has not ended for more than {hang_s:g} s; restart it"
+            )
+
+    @property
+    def _is_taking(self) -> bool:
+        return self.is_running and self._ending is None
+
+    # ---- the engine's thread
+
+    def _run(self, engine: Engine[ContinuousScheduler]) -> None:
+        error: BaseException | None = None
+        engines = [engine]  # one element, which `_replace_engine` replaces
+        del engine
+        with self.in_thread():
+            for part in (self._serve, self._close):
+                try:
+                    part(engines)
+                except BaseException as caught:  # noqa: BLE001  every waiting handle raises it
+                    error = error or caught
+        with self._state:
+            if error is not None:
+                self._why_not = f"died of {error!r}; call start() to use it again"
+            unfinished = list(self._handles.values())
+            self._arrivals.clear()
+            load_futures = self._load_futures
+            self._load_futures = []
+            self._num_waiting = self.num_running = self.kv_held = self.num_kept = 0
+            self._ending = "now"
+            self._state.notify_all()
+        for future in load_futures:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(NotRunningError(f"the batcher {self._why_not}"))
+        for handle in unfinished:
+            handle.request.end(error)
+            self._end(handle.request)
+        with self._state:
+            self._aborted.clear()
+
+    def _serve(self, engines: list[Engine[ContinuousScheduler]]) -> None:
+        while self._take_orders(engines):
+            if _is_busy(engines[0].scheduler):
+                self._step(engines[0])
+        with self.lock:
+            engines[0].retire([*engines[0].scheduler.running, *engines[0].scheduler.waiting])
+
+    def _close(self, engines: list[Engine[ContinuousScheduler]]) -> None:
+        with self.lock:
+            engines[0].close()
+
+    def _replace_engine(self, engines: list[Engine[ContinuousScheduler]]) -> SLOSpecError | None:
+        """Replace an engine whose models were moved or cast, and fail its requests; return an error
+        if that fails.
+        """
+        (engine,) = engines
+        error: SLOSpecError = UnsupportedModelError(
+            "the model was moved, cast or given another forward while requests were running; submit them again"
+        )
+        for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
+            self._retire(engine, request, error)
+        try:
+            engines[0] = self.new_engine()
+        except SLOSpecError as caught:  # the next requests try again
+            return caught
+        with self.lock:
+            engine.close()
+        return None
+
+    def _take_orders(self, engines: list[Engine[ContinuousScheduler]]) -> bool:
+        """Wait for work or orders, carry the orders out, and return whether to go on."""
+        engine = engines[0]
+        scheduler = engines[0].scheduler
+        if not (is_busy := _is_busy(scheduler)):
+            self.lock.rest()
+        with self._state:
+            self._count(engine)
+            self._state.wait_for(
+                lambda: (
+                    is_busy or self._arrivals or self._aborted or self._load_futures or self._ending
+                )
+            )
+            arrivals = self._arrivals
+            self._arrivals = deque()
+            aborted = self._aborted
+            self._aborted = deque()
+            load_futures = self._load_futures
+            self._load_futures = []
+            self._num_waiting += len(arrivals)
+            ending = self._ending
+        if not self.is_current():
+            refusal = self._replace_engine(engines)
+            engine = engines[0]
+            scheduler = engines[0].scheduler
+            while refusal is not None and arrivals:
+                request = arrivals.popleft().request
+                request.end(refusal)
+                self._end(request)
+        for handle in arrivals:
+            self._take(engine, handle)
+        for handle, error in aborted:
+            if not handle.request.is_finished:
+                self._retire(engine, handle.request, error)
+        for future in load_futures:
+            if future.set_running_or_notify_cancel():
+                future.set_result(load_of(scheduler))
+        return ending != "now" and not (ending == "drain" and not _is_busy(scheduler))
+
+    def _take(self, engine: Engine[ContinuousScheduler], handle: RequestHandle) -> None:
+        """Queue a request in the scheduler, or refuse it."""
+        request = handle.request
+        if request.params.must_guarantee:
+            with self.lock:
+                is_queued = engine.scheduler.offer(request, engine.clock())
+            if not is_queued:
+                request.end(
+                    NotGuaranteedError(
+                        f"the SLOs of request {request.index} cannot be guaranteed now"
+                    )
+                )
+                self._end(request)
+                return
+        else:
+            engine.scheduler.add(request)
+        wake(handle.advance())
+
+    def _step(self, engine: Engine[ContinuousScheduler]) -> None:
+        try:
+            with self.lock:
+                self.step_begun_s = time.monotonic()
+                event = engine.step()
+        except MemoryError as error:
+            self._do_less(engine, error)
+            return
+        except Exception:
+            if self.is_current():
+                raise
+            return  # the model was cast during the step; the requests fail before the next one
+        finally:
+            self.step_begun_s = None
+        # Counted first: threads that wait for a result may read the counts.
+        with self._state:
+            self._count(engine)
+        self._notify(self.observer.on_step, event)
+        handles = [self._handles[part.index] for part in event.requests]
+        wake(
+            itertools.chain.from_iterable(
+                each.advance() for each in handles if not each.request.is_finished
+            )
+        )
+        for handle in handles:
+            if handle.request.is_finished:
+                self._end(handle.request)
+
+    def _count(self, engine: Engine[ContinuousScheduler]) -> None:
+        scheduler = engine.scheduler
+        before = self._num_waiting
+        self._num_waiting = len(scheduler.waiting)
+        self.num_running = len(scheduler.running)
+        self.kv_held = scheduler.kv_held
+        self.num_kept = engine.target.num_kept
+        if self._num_waiting < before:
+            self._state.notify_all()  # there is room in the queue
+
+    def _do_less(self, engine: Engine[ContinuousScheduler], error: MemoryError) -> None:
+        """Reduce the work of steps after one ran out of memory; a request that is too large by
+        itself fails.
+        """
+        scheduler = engine.scheduler
+        with self.lock:
+            if engine.relieve():
+                return
+        if preempted := scheduler.relieve(engine.clock()):
+            with self.lock:
+                engine.forget(preempted)
+        elif not scheduler.shrink():
+            self._retire(
+                engine, max(scheduler.running, key=lambda request: len(request.tokens)), error
+            )
+
+    def _retire(
+        self, engine: Engine[ContinuousScheduler], request: Request, error: BaseException | None
+    ) -> None:
+        """End a request that is not finished."""
+        request.end(error)
+        with self.lock:
+            engine.retire([request])
+        self._end(request)
+
+    def _end(self, request: Request) -> None:
+        handle = self._handles.pop(request.index)
+        if request.error is not None:
+            _clear_frames(request.error)
+        try:
+            self._notify(self.observer.on_end, request)
+        finally:
+            wake(handle.advance())
+
+    def _notify(self, callback: Callable[[T], None], event: T) -> None:
+        """Pass an event to the observer; requests continue if that raises."""
+        try:
+            callback(event)
+        except Exception:
+            logger.exception(
+                "the observer of the batcher raised; requests continue, and its counts may be wrong"
+            )
+
+
+def _is_busy(scheduler: ContinuousScheduler) -> bool:
+    return bool(scheduler.running or scheduler.waiting)
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Clear the frames that an error's traceback keeps, which refer to the engine and all of its
+    K/V.
+    """
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame: Any = traceback.tb_frame
+        while frame is not None:
+            with contextlib.suppress(RuntimeError):  # the frame still runs
+                frame.clear()
+            frame = frame.f_back
+        traceback = traceback.tb_next
+
+
+_batchers: weakref.WeakSet[Batcher] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Stop every batcher before the interpreter shuts down, so that no step is in progress then."""
+    for batcher in list(_batchers):
+        with contextlib.suppress(NotRunningError):
+            batcher.stop(drain=False, timeout=None)

@@ -1,0 +1,355 @@
+"""The caller's view of a submitted request: a stream of committed tokens, and a result."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import numbers
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+from hf_slospec.batcher.texts import TextStream, ToText
+from hf_slospec.engine.events import Commit
+from hf_slospec.errors import (
+    InvalidInputError,
+    InvalidTypeError,
+    NotRunningError,
+    RequestCancelledError,
+)
+from hf_slospec.forks import Condition
+from hf_slospec.model.sampling import TokenLogprobs
+from hf_slospec.request.request import FinishReason, Progress, Request, RequestMetrics
+
+WAITS_FOR_ITSELF = (
+    "the batcher's own thread would wait for itself: a processor, criterion or drafter waits for what the batcher does "
+    "after it has returned; call generate there, or wait elsewhere"
+)
+MAX_WAIT_S = threading.TIMEOUT_MAX / 2  # until a time that threads can wait for
+
+
+def waiting_s(timeout: Any) -> float | None:
+    """Return a number of seconds that threads can wait; None waits without limit.
+
+    Raises:
+        InvalidTypeError, InvalidInputError: ``timeout`` is no number, or not a number of seconds.
+    """
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
+        raise InvalidTypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
+    seconds = float(timeout)
+    if math.isnan(seconds):
+        raise InvalidInputError("timeout must be a number of seconds or None, got nan")
+    return None if seconds > MAX_WAIT_S else seconds
+
+
+@dataclass(frozen=True)
+class RequestResult:
+    """Output of a finished request."""
+
+    token_ids: list[int]  # new tokens only
+    text: str | None  # text of the new tokens; None without a tokenizer
+    finish_reason: FinishReason
+    metrics: RequestMetrics
+
+
+class RequestHandle:
+    """A stream of a request's output, and its result; may be used from any thread.
+
+    Iterating yields pieces of text as tokens are committed, or token ids without a tokenizer. Every
+    iteration starts from the beginning. Iteration and ``result`` raise the error of a request that
+    failed."""
+
+    def __init__(
+        self,
+        request: Request,
+        to_text: ToText | None,
+        abort: Callable[[RequestHandle, BaseException | None], None],
+        seed: int | None,
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[TokenLogprobs | None] = (),
+    ):
+        self._logprobs = logprobs
+        self._prompt_logprobs = prompt_logprobs
+        self.replica: str | None = None  # name of the replica that serves it, if there are replicas
+        self.has_images = False  # its prompt holds images, audio or video
+        self.request = request
+        self._to_text = to_text
+        self._abort = abort
+        self.seed = seed  # seed of sampling; None for greedy decoding
+        self._changed = Condition()
+        self._num_ready = -1  # published new tokens; -1 until the engine has taken the request
+        self._traceback: TracebackType | None = None  # traceback of the request's error
+        self._is_done = False
+        self._wakers: list[Waker] = []
+        self._pid = os.getpid()
+        self.thread: threading.Thread | None = None  # the batcher's
+
+    # ---- for the engine
+
+    def advance(self) -> list[Waker]:
+        """Publish the tokens committed so far, wake all waiting threads, and return the tasks to
+        :func:`wake`.
+        """
+        with self._changed:
+            self._num_ready = self.request.num_emitted
+            self._is_done = self.request.is_finished
+            if self.request.error is not None:
+                self._traceback = self.request.error.__traceback__
+            self._changed.notify_all()
+            return [
+                waker
+                for waker in self._wakers
+                if self._is_done or self._num_ready > waker.num_known
+            ]
+
+    # ---- for the caller
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The new tokens so far."""
+        return self._since(0)
+
+    def _since(self, num_known: int) -> list[int]:
+        """Return the new tokens but the first ``num_known``."""
+        begin = self.request.prompt_len
+        return self.request.tokens[begin + num_known : begin + max(self._num_ready, 0)]
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """Log probabilities of the new tokens so far, if ``submit`` was asked for them."""
+        return list(self._logprobs[: max(self._num_ready, 0)])
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None]:
+        """Log probabilities of the prompt's tokens, None for the first; empty before the first new
+        token.
+
+        Also empty unless ``submit`` was asked for them.
+        """
+        return list(self._prompt_logprobs) if self._num_ready > 0 else []
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Reason why the request ended; None before that."""
+        return self.request.finish_reason if self._is_done else None
+
+    @property
+    def commits(self) -> list[Commit]:
+        """Commits of the steps so far: the number of tokens, accepted ones among them, and the
+        time.
+        """
+        return [
+            commit
+            for commit in list(self.request.stats.commits)
+            if commit.num_emitted <= self._num_ready
+        ]
+
+    @property
+    def from_draft(self) -> list[bool]:
+        """Flags of the new tokens so far: True for an accepted draft token."""
+        origins: list[bool] = []
+        for commit in self.commits:
+            num_new = commit.num_emitted - len(origins)
+            origins += [index < commit.num_accepted for index in range(num_new)]
+        return origins
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """SLOs and measurements so far."""
+        return self.request.metrics()
+
+    @property
+    def progress(self) -> Progress:
+        """Output so far, to ``submit`` to another generator of the same models with ``resume``."""
+        now = self.request.progress(time.perf_counter())
+        return replace(now, tokens=now.tokens[: max(self._num_ready, 0)])
+
+    def done(self) -> bool:
+        """Return whether the request has finished, was cancelled or failed."""
+        return self._is_done
+
+    def cancel(self) -> None:
+        """Cancel the request, unless it is done."""
+        self._end(None)
+
+    def fail(self, error: BaseException) -> None:
+        """End the request with an error, which ``result`` raises, unless it is done."""
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        if not self._is_done and self._pid == os.getpid():
+            self._abort(self, error)
+
+    def result(self, timeout: float | None = None) -> RequestResult:
+        """Wait for the end of the request and return its output.
+
+        Args:
+            timeout: seconds; None waits without limit.
+
+        Raises:
+            TimeoutError: the request continues; call again.
+            RequestCancelledError: it was cancelled; ``token_ids`` has the tokens until then.
+        """
+        limit_s = waiting_s(timeout)
+        self._check_waiting()
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_done, limit_s):
+                raise TimeoutError(f"the request was not finished within {timeout} s; it goes on")
+        return self._result()
+
+    def tokens(self) -> Iterator[int]:
+        """Yield new tokens as they are committed."""
+        for new, _ in self._steps():
+            yield from new
+
+    def __iter__(self) -> Iterator[str | int]:
+        if self._to_text is None:
+            yield from self.tokens()
+            return
+        text = TextStream(self._to_text)
+        for new, is_last in self._steps():
+            if piece := text.push(new, is_last):
+                yield piece
+
+    def _steps(self) -> Iterator[tuple[list[int], bool]]:
+        """Yield newly committed tokens, and whether they are the last."""
+        num_known = 0
+        is_done = False
+        while not is_done:
+            self._check_waiting()
+            new, is_done = self._wait_past(num_known)
+            num_known += len(new)
+            yield new, is_done
+        self._raise_if_failed()
+
+    def _wait_past(self, num_known: int) -> tuple[list[int], bool]:
+        """Wait for further tokens or the end; return the tokens and whether they are the last."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_done or self._num_ready > num_known)
+            return self._since(num_known), self._is_done
+
+    # ---- for asyncio
+
+    async def aguaranteed(self) -> bool:
+        """Wait until the engine has taken the request; return whether its SLOs are guaranteed then.
+
+        Without ``must_guarantee`` the engine decides later, before the next step.
+
+        Raises:
+            NotGuaranteedError: they are not, and it was submitted with ``must_guarantee``.
+        """
+        await self._more(-1)
+        self._raise_if_failed()
+        return bool(self.request.is_guaranteed)
+
+    async def aresult(self, timeout: float | None = None) -> RequestResult:
+        """Await the output; see :meth:`result`."""
+        limit_s = waiting_s(timeout)
+        try:
+            await asyncio.wait_for(self._more(math.inf), limit_s)
+        except TimeoutError:
+            raise TimeoutError(
+                f"the request was not finished within {timeout} s; it goes on"
+            ) from None
+        return self._result()
+
+    async def atokens(self) -> AsyncIterator[list[int]]:
+        """Yield new tokens as steps commit them."""
+        async for new, _ in self.asteps():
+            if new:
+                yield new
+
+    async def __aiter__(self) -> AsyncIterator[str | int]:
+        text = None if self._to_text is None else TextStream(self._to_text)
+        async for new, is_done in self.asteps():
+            if text is None:
+                for token in new:
+                    yield token
+            elif piece := text.push(new, is_done):
+                yield piece
+
+    async def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
+        """Yield newly committed tokens, and whether they are the last."""
+        num_known = 0
+        is_done = False
+        while not is_done:
+            await self._more(num_known)
+            with self._changed:
+                new = self._since(num_known)
+                is_done = self._is_done
+            num_known += len(new)
+            yield new, is_done
+        self._raise_if_failed()
+
+    async def _more(self, num_known: float) -> None:
+        """Wait for more than ``num_known`` new tokens, or the end."""
+        self._check_waiting()
+        waker = Waker(num_known)
+        with self._changed:
+            if self._is_done or self._num_ready > num_known:
+                return
+            self._wakers.append(waker)
+        try:
+            await waker.future
+        finally:
+            with self._changed:
+                self._wakers.remove(waker)
+
+    def _check_waiting(self) -> None:
+        """Raise NotRunningError where waiting would never end."""
+        if self._pid != os.getpid():
+            raise NotRunningError(
+                "the request runs in the process this one was forked from; wait for it there"
+            )
+        if threading.current_thread() is self.thread and not self._is_done:
+            raise NotRunningError(WAITS_FOR_ITSELF)
+
+    # ---- for both
+
+    def _result(self) -> RequestResult:
+        self._raise_if_failed()
+        tokens = self.token_ids
+        reason = self.request.finish_reason
+        assert reason is not None
+        text = None if self._to_text is None else self._to_text(tokens)
+        return RequestResult(tokens, text, reason, self.metrics)
+
+    def _raise_if_failed(self) -> None:
+        if self.request.error is not None:
+            raise self.request.error.with_traceback(self._traceback)
+        if self.request.finish_reason == "cancelled":
+            raise RequestCancelledError(f"request {self.request.index} was cancelled")
+
+
+class Waker:
+    """A task in an event loop that waits for more than ``num_known`` tokens."""
+
+    def __init__(self, num_known: float):
+        self.num_known = num_known
+        self.loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[None] = self.loop.create_future()
+
+
+def wake(wakers: Iterable[Waker]) -> None:
+    """Let tasks of other threads go on, those of an event loop by one call: each call may hand the
+    GIL to the loop.
+    """
+    by_loop: dict[asyncio.AbstractEventLoop, list[Waker]] = {}
+    for waker in wakers:
+        by_loop.setdefault(waker.loop, []).append(waker)
+    for loop, its_wakers in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # it was closed
+            loop.call_soon_threadsafe(_resolve, its_wakers)
+
+
+def _resolve(wakers: Sequence[Waker]) -> None:
+    for waker in wakers:
+        if not waker.future.done():
+            waker.future.set_result(None)

@@ -1,0 +1,458 @@
+"""The batching service of one generator: makes requests of submissions and runs them in the
+batcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import WeakSet, ref
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hf_slospec.assembly import continuous_engine, limits_of
+from hf_slospec.batcher.batcher import Batcher
+from hf_slospec.batcher.handle import RequestHandle
+from hf_slospec.batcher.stats import Collector, Stats, Telemetry
+from hf_slospec.batcher.submission import (
+    Prompt,
+    SubmitOptions,
+    check_arguments_of_one,
+    inputs_after,
+    inputs_of,
+)
+from hf_slospec.batcher.texts import Detokenizer, OutputStopStrings
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.engine.events import StepEvent
+from hf_slospec.engine.fair_lock import FairLock
+from hf_slospec.engine.step import Engine
+from hf_slospec.errors import (
+    IncompatibleDraftError,
+    InvalidInputError,
+    NotRunningError,
+    RequestCancelledError,
+    UnsupportedInputError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
+from hf_slospec.extras import need
+from hf_slospec.families.tensor_parallel import Follower, LeadingTarget, check_draft_is_whole
+from hf_slospec.generate.call import Decoder
+from hf_slospec.generate.images import keeping_rope_deltas
+from hf_slospec.generate.prepare import Call
+from hf_slospec.generate.prompt_logprobs import prompt_logprobs_of
+from hf_slospec.generate.speculator import Speculator
+from hf_slospec.generate.validation import check_decoder_only, check_ids, configured
+from hf_slospec.model.host_memory import return_freed_memory
+from hf_slospec.model.memory import free_memory
+from hf_slospec.model.properties import autocast_dtype, trained_len, vocab_size
+from hf_slospec.model.sampling import RequestSamplers, TokenLogprobs
+from hf_slospec.model.target import PackedTarget
+from hf_slospec.policies import max_nodes_per_request
+from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.slo import SLOTpot
+from hf_slospec.scheduler.continuous import ContinuousScheduler, Limits
+
+logger = logging.getLogger(__name__)
+STREAMER_S = 5.0  # seconds that stop() waits for a streamer to receive the remaining tokens
+UNBOUNDED_LEN = 1 << 20  # assumed maximum length in tokens if the model states none and has no K/V
+# Share of the free memory for K/V; a growing pool is copied, so it needs twice its size for a
+# moment
+FREE_SHARE = 0.4
+
+
+class BatchingService:
+    """Runs submitted requests on a decoder's models."""
+
+    def __init__(
+        self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase | None, processor: Any = None
+    ):
+        self.decoder = decoder
+        self.tokenizer = tokenizer
+        self.config = decoder.config
+        self.processor = processor  # for prompts with images
+        # By whether special tokens are left out; what they find out about the tokenizer is kept.
+        self._texts = {skips: Detokenizer(tokenizer, skips) for skips in (False, True)}
+        self.telemetry = Telemetry()
+        self._samplers = RequestSamplers()
+        self._streaming: WeakSet[threading.Thread] = WeakSet()
+        self._batcher: Batcher | Follower | None = (
+            None  # a follower in all but the first process of the model
+        )
+        self._limits: Limits | None = None
+        self._policy_config: SLOSpecConfig | None = None  # set by `set_policy`
+        self._engine: Callable[[], Engine[ContinuousScheduler] | None] = lambda: (
+            None
+        )  # weak: it holds all K/V
+        self._placements: list[
+            tuple[Any, ...]
+        ] = []  # placements of the models when the engine was made
+        self._is_led = False  # by this service's batcher; see Ranks
+        self._index = itertools.count()
+        self._lock = FairLock()
+
+    # ---- life cycle
+
+    def start(self) -> None:
+        """Start the batcher unless it runs.
+
+        All processes of a tensor-parallel model must call it.
+
+        Raises:
+            UnsupportedModelError: the model is an encoder-decoder, or the decoder can only fall
+                back to stock ``generate``.
+            UnsupportedOptionError: the draft is split over processes.
+            UnsupportedInputError: every request would fail because of the model's generation
+                config.
+        """
+        with self._lock:
+            if self._batcher is None:
+                check_decoder_only(self.decoder.model, "the batcher")
+                speculator = self.decoder.speculator
+                ranks = speculator.target.ranks
+                check_draft_is_whole(speculator)
+                self._check_defaults()
+                kv_tokens = self.config.kv_tokens
+                if kv_tokens is None:
+                    kv_tokens = ranks.least(
+                        _affordable_kv_tokens(speculator, self.config.max_batch)
+                    )
+                self._limits = limits_of(self.config, kv_tokens, speculator.max_nodes)
+                new_engine, lock, max_queue = (
+                    self._new_engine,
+                    speculator.lock,
+                    self.config.max_queue,
+                )
+                if ranks.is_first:
+                    self._batcher = Batcher(
+                        new_engine, max_queue, lock, self, _batcher_thread, self._is_current
+                    )
+                else:
+                    self._batcher = Follower(new_engine, speculator, _batcher_thread)
+            if not self._batcher.is_running:
+                self._end_leading()
+            self._batcher.start()
+
+    def _check_defaults(self) -> None:
+        """Prepare a request without options, so that a generation config that fails every request
+        fails the start.
+        """
+        ids = torch.zeros((1, 1), dtype=torch.int64, device=self.decoder.model.device)
+        short = {"max_new_tokens": 1, "min_new_tokens": 0, "tokenizer": self.tokenizer}
+        try:
+            self.decoder.prepare(
+                None, {"inputs": ids, "attention_mask": torch.ones_like(ids)} | short
+            )
+        except (ValueError, TypeError) as error:
+            if isinstance(error, (UnsupportedModelError, IncompatibleDraftError)):
+                raise
+            raise UnsupportedInputError(
+                f"the generation config of {type(self.decoder.model).__name__} fails every request: {error}; set it in "
+                "model.generation_config, or in generation_config.json beside the weights"
+            ) from error
+
+    def stop(self, drain: bool, timeout: float | None) -> None:
+        """Stop the batcher, and wait for streamers to receive their remaining tokens."""
+        if self._batcher is not None:
+            try:
+                self._batcher.stop(drain, timeout)
+            finally:
+                if not self._batcher.is_running:  # a batcher that stops itself is refused
+                    self._end_leading()
+            for thread in list(self._streaming):
+                if thread is not threading.current_thread():  # a streamer may stop the batcher
+                    thread.join(STREAMER_S)
+
+    @property
+    def batcher(self) -> Batcher:
+        """The running batcher; raises NotRunningError without one."""
+        if self._batcher is None:
+            raise NotRunningError(
+                "the batcher has not been started; call start(), or use `with generator:`"
+            )
+        if isinstance(self._batcher, Follower):
+            self._batcher.refuse()
+        self._batcher.check_running()
+        return self._batcher
+
+    @property
+    def limits(self) -> Limits:
+        """Resources of the engine, once the batcher was started."""
+        assert self._limits is not None
+        return self._limits
+
+    @property
+    def max_len(self) -> int:
+        """Maximum tokens of prompt and output of one request, once the batcher was started."""
+        return int(
+            min(
+                trained_len(self.decoder.model) or math.inf,
+                self.limits.kv_tokens - self.limits.max_nodes,
+            )
+        )
+
+    def _new_engine(self) -> Engine[ContinuousScheduler]:
+        speculator = self.decoder.speculator
+        slots = self.limits.kv_tokens
+        ranks = speculator.target.ranks
+        if ranks.number > 1:
+            if ranks.is_led:
+                raise InvalidInputError(
+                    "the processes of this tensor-parallel model follow a batcher, and cannot follow another or a new "
+                    "one; stop() it first, in all processes"
+                )
+            speculator.renew()
+        self._placements = speculator.placements
+        max_kept = math.inf if self.config.kept_tokens is None else self.config.kept_tokens or None
+        others = self._samplers, slots, max_kept
+        if ranks.number > 1 and ranks.is_first:
+            target: PackedTarget = LeadingTarget(speculator, *others)
+        else:
+            target = speculator.new_target(*others)
+        drafter = speculator.new_drafter(
+            slots, max_kept, keeps_rng=False
+        )  # every request has its own noise
+        costs = speculator.costs.for_own_engine()  # concurrent generate calls have other batches
+        engine = continuous_engine(
+            self.config, speculator.parts(target, drafter, costs, self._policy_config), self.limits
+        )
+        self._engine = ref(engine)
+        ranks.begin_to_lead()
+        self._is_led = True
+        return engine
+
+    def _end_leading(self) -> None:
+        """Let all processes of the model decide again, once the batcher has ended."""
+        if self._is_led:
+            self.decoder.speculator.target.ranks.end_leading()
+            self._is_led = False
+
+    def _is_current(self) -> bool:
+        return self._placements == self.decoder.speculator.placements
+
+    def set_policy(self, config: SLOSpecConfig) -> None:
+        """Use this config's policy from the next step on.
+
+        Raises:
+            InvalidInputError: its trees may be larger than those of the generator's own config.
+        """
+        if isinstance(self._batcher, Follower):
+            self._batcher.refuse()
+        speculator = self.decoder.speculator
+        if (needed := max_nodes_per_request(config)) > speculator.max_nodes:
+            raise InvalidInputError(
+                f"policy {config.policy!r} may draft {needed} tokens of a request at a time and the generator has room "
+                f"for {speculator.max_nodes}; lower max_depth or max_width, or make a generator with larger ones"
+            )
+        with speculator.lock:  # waits until no step runs
+            self._policy_config = config
+            if (engine := self._engine()) is not None:
+                engine.policy = speculator.policy(engine.costs, config)
+                engine.checks = speculator.checks(config)
+
+    # ---- observing the batcher
+
+    def on_step(self, step: StepEvent) -> None:
+        """Count a step."""
+        self.telemetry.on_step(step)
+
+    def on_end(self, request: Request) -> None:
+        """Count a request that ended, and drop its sampler."""
+        self._samplers.remove(request)
+        request.drop_hooks()
+        self.telemetry.on_end(request)
+
+    def stats(self) -> Stats:
+        """Return a snapshot."""
+        batcher = self._batcher
+        limits = self._limits
+        forwards = self.decoder.speculator.forwards
+        if not isinstance(batcher, Batcher) or limits is None:
+            return self.telemetry.stats(
+                running=0,
+                waiting=0,
+                kv_tokens=0,
+                kept_tokens=0,
+                kv_limit=0,
+                memory=None,
+                forwards=forwards,
+            )
+        memory = self.decoder.speculator.memory(batcher.num_running)
+        return self.telemetry.stats(
+            running=batcher.num_running, waiting=batcher.num_waiting, kv_tokens=batcher.kv_held,
+            kept_tokens=batcher.num_kept, kv_limit=limits.kv_tokens, memory=memory,
+            forwards=forwards,
+        )  # fmt: skip
+
+    def collector(self, prefix: str) -> Collector:
+        """Return a collector for Prometheus; raises MissingExtraError without prometheus_client."""
+        need("metrics", "collector")
+        return Collector(lambda: self.telemetry.families(self.stats(), prefix))
+
+    # ---- requests
+
+    def submit(
+        self,
+        prompt: Prompt,
+        slo_tpot: SLOTpot,
+        options: SubmitOptions,
+        arguments: dict[str, Any],
+        images: Sequence[Any] | None = None,
+        continues: RequestHandle | None = None,
+    ) -> RequestHandle:
+        """Prepare one request and queue it; see :meth:`SLOSpecGenerator.submit`."""
+        batcher = self.batcher
+        check_arguments_of_one(arguments)
+        if autocast_dtype(self.decoder.model.device.type) is not None:
+            raise UnsupportedOptionError(
+                "submit was called under autocast, which ends with this thread: the batcher computes in another; "
+                "submit outside of it, and let Accelerator.prepare turn autocast on within the model's forward"
+            )
+        streamer = arguments.pop("streamer", None)
+        if continues is None:
+            inputs = inputs_of(prompt, images, self.tokenizer, self.processor)
+        else:
+            inputs = inputs_after(continues, prompt, images, self.tokenizer)
+        inputs["attention_mask"] = torch.ones_like(inputs["inputs"])
+        inputs = {name: value.to(self.decoder.model.device) if isinstance(value, torch.Tensor) else value
+                  for name, value in inputs.items()}  # fmt: skip
+
+        def new_stop_strings(tokenizer: Any, strings: str | Sequence[str]) -> OutputStopStrings:
+            min_tokens = configured("min_new_tokens", self.decoder.model, arguments) or 0
+            skips = options.skip_special_tokens
+            to_text = (
+                self._texts[skips] if tokenizer is self.tokenizer else Detokenizer(tokenizer, skips)
+            )
+            return OutputStopStrings(to_text, strings, inputs["inputs"].shape[1], min_tokens)
+
+        with keeping_rope_deltas(self.decoder.model):
+            call = self.decoder.prepare(
+                slo_tpot,
+                {"tokenizer": self.tokenizer} | arguments | inputs,
+                batcher.is_idle,
+                new_stop_strings,
+            )
+        call.speculator.lock.rest()  # this thread may have read weights or encoded images
+        params = self._params(call, options)
+        record = call.rows.record
+        seed = options.seed
+        reader = (
+            None
+            if options.prompt_logprobs is None
+            else prompt_logprobs_of(call, options.prompt_logprobs)
+        )
+        params = replace(params, prompt_reader=reader)
+        record.num_top = options.logprobs
+        if continues is not None:
+            cache_salt = (
+                options.cache_salt or continues.request.params.cache_salt
+            )  # its K/V is found under its salt
+            params = replace(params, earlier=continues.metrics, cache_salt=cache_salt)
+        if options.resume is not None:
+            check_ids("resume", options.resume.tokens, vocab_size(self.decoder.model))
+            if record.num_top is not None:  # the log probabilities of earlier tokens are not known
+                record.logprobs[0] += [TokenLogprobs(math.nan, [])] * len(options.resume.tokens)
+        if params.is_sampled and seed is None:
+            seed = secrets.randbits(63)
+        is_plain = not (params.is_sampled or len(call.stock.processors) or record.is_wanted)
+        sampler = None if is_plain else call.sampler(seed, sharing=self.config.max_batch)
+        new_noise = None if sampler is None else partial(call.noise_of, sampler)
+        request = Request(next(self._index), params, call.rows.arrived_s, options.resume, new_noise)
+        if sampler is not None:
+            self._samplers.add(request, sampler)
+        handle = RequestHandle(
+            request, None if self.tokenizer is None else self._texts[options.skip_special_tokens],
+            batcher.abort, seed if params.is_sampled else None, record.logprobs[0],
+            [] if reader is None else reader.logprobs,
+        )  # fmt: skip
+        handle.has_images = call.has_images
+        try:
+            batcher.submit(handle, options.block, options.timeout)
+        except BaseException:
+            self._samplers.remove(request)
+            raise
+        if streamer is not None:
+            thread = threading.Thread(
+                target=_stream, args=(handle, call.rows.input_ids, streamer), daemon=True
+            )
+            self._streaming.add(thread)
+            thread.start()
+        return handle
+
+    def _params(self, call: Call, options: SubmitOptions) -> RequestParams:
+        if len(call.rows.params) != 1:
+            raise UnsupportedOptionError(
+                "num_return_sequences must be 1; submit once per sequence, with seeds"
+            )
+        (params,) = call.rows.params
+        if (needed := self.limits.kv_needed(params)) > self.limits.kv_tokens:
+            raise InvalidInputError(
+                f"prompt of {len(params.prompt)} tokens + max_new_tokens={params.max_new_tokens} + "
+                f"{self.limits.max_nodes} for speculation need {needed} tokens of K/V, and there are kv_tokens="
+                f"{self.limits.kv_tokens}; lower max_new_tokens or raise SLOSpecConfig(kv_tokens=...)"
+            )
+        return replace(
+            params, ttft_slo_s=params.ttft_slo_s or options.slo_ttft, e2e_slo_s=options.slo_e2e,
+            priority=options.priority, value=options.value, is_best_effort=options.best_effort,
+            must_guarantee=options.must_guarantee, cache_salt=options.cache_salt, may_draft=options.speculative,
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _batcher_thread() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+    return_freed_memory()
+
+
+def _affordable_kv_tokens(speculator: Speculator, max_batch: int) -> int:
+    """Return how many tokens of K/V fit into a share of the free memory, at most those of a full
+    batch.
+
+    The recurrent states of a full batch are subtracted; if all layers keep states, tokens take no
+    memory."""
+    bytes_per_token = sum(model.kv_bytes_per_token for model in speculator.models)
+    state_bytes = max_batch * sum(model.state_bytes for model in speculator.models)
+    device = speculator.target.packed.device
+    if device.type == "cuda":  # torch's allocator reserves memory that it has freed
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + reserved
+    else:
+        free = free_memory()
+    max_len = trained_len(speculator.target.model) or (
+        math.inf if bytes_per_token else UNBOUNDED_LEN
+    )
+    fitting = (
+        max(FREE_SHARE * free - state_bytes, 0) / bytes_per_token if bytes_per_token else math.inf
+    )
+    return int(min(fitting, max_batch * (max_len + speculator.max_nodes)))
+
+
+def _stream(handle: RequestHandle, prompt: torch.Tensor, streamer: Any) -> None:
+    """Send tokens to a streamer; runs in its own thread, so that a slow streamer delays no step."""
+    try:
+        try:
+            streamer.put(prompt.cpu())
+            for token in handle.tokens():
+                streamer.put(torch.tensor([token], device="cpu"))
+        finally:
+            streamer.end()
+    except Exception as error:  # noqa: BLE001  an error of the streamer fails its request, unless that is done
+        if (
+            handle.done()
+            and error is not handle.request.error
+            and not isinstance(error, RequestCancelledError)
+        ):
+            logger.warning(
+                "the streamer of request %d raised after its end: %r", handle.request.index, error
+            )
+        handle.fail(error)

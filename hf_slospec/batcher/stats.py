@@ -1,0 +1,358 @@
+"""Counters of a batcher: as a snapshot, and for Prometheus under vLLM's names."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from hf_slospec.engine.events import StepEvent
+from hf_slospec.engine.fair_lock import FairLock
+from hf_slospec.errors import NotGuaranteedError
+from hf_slospec.model.memory import MemoryUse
+from hf_slospec.request.request import Request, RequestMetrics
+from hf_slospec.tree.tree import FloatArray
+
+RECENT = 1024  # number of last finished requests that percentiles are taken over
+LATENCY_BUCKETS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    1.0,
+    2.5,
+)
+TIME_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+TOKEN_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+
+
+class Percentiles(BaseModel):
+    """Percentiles over recently finished requests, in seconds."""
+
+    p50: float
+    p90: float
+    p99: float
+
+
+class Stats(BaseModel):
+    """Snapshot of a batcher. Counts are since it was first started."""
+
+    model_config = ConfigDict(frozen=True)
+
+    running: int = Field(description="Requests that hold K/V.")
+    waiting: int = Field(description="Requests that wait for room, preempted ones included.")
+    kv_tokens: int = Field(
+        description="Tokens of running requests, whose K/V is held or computed next."
+    )
+    kept_tokens: int = Field(
+        description="Tokens of finished requests whose K/V is kept for reuse by later ones."
+    )
+    kv_limit: int = Field(description="Maximum tokens of K/V.")
+    memory: MemoryUse | None = Field(description="None before the batcher was first started.")
+    forwards: dict[str, str] = Field(
+        description="How the forwards of target and draft are computed: compiled, or eager with the reason."
+    )
+    finished: dict[str, int] = Field(
+        description="Requests by finish reason: stop, length, cancelled, error."
+    )
+    attained: int = Field(description="Finished requests that met their SLOs.")
+    missed: int = Field(description="Finished requests that missed an SLO.")
+    guaranteed: int = Field(description="Finished requests whose SLOs had been guaranteed.")
+    broken: int = Field(description="Guaranteed requests that missed an SLO.")
+    declined: int = Field(
+        description="Requests refused because their SLOs could not be guaranteed (must_guarantee)."
+    )
+    preempted: int = Field(description="Times that finished requests had been preempted.")
+    steps: int
+    prompt_tokens: int = Field(description="Prompt tokens of finished requests.")
+    reused_tokens: int = Field(description="Prompt tokens whose K/V other requests had computed.")
+    generated_tokens: int
+    drafted_tokens: int = Field(
+        description="Drafted tokens that were verified, of finished requests."
+    )
+    accepted_tokens: int = Field(description="Drafted tokens that were accepted.")
+    drafts: int = Field(description="Draft trees that were verified, of finished requests.")
+    accepted_per_position: list[int] = Field(
+        description="Of these trees, those of which a token was accepted at the first level, at the second, and so on."
+    )
+    tokens_per_step: float = Field(
+        description="Tokens committed per decoding request and step (acceptance length)."
+    )
+    ttft_s: Percentiles | None = Field(description="Time to the first token.")
+    tpot_s: Percentiles | None = Field(description="Time per output token.")
+
+
+COUNTS = (  # counters with the names of the fields of Stats
+    *("attained", "missed", "guaranteed", "broken", "declined", "preempted", "steps"),
+    *("prompt_tokens", "reused_tokens", "generated_tokens", "drafted_tokens", "accepted_tokens"),
+)
+HISTOGRAMS = {  # buckets by vLLM's name
+    **dict.fromkeys(("time_to_first_token_seconds", "e2e_request_latency_seconds"), TIME_BUCKETS),
+    **{
+        f"request_{phase}_time_seconds": TIME_BUCKETS
+        for phase in ("queue", "prefill", "decode", "inference")
+    },
+    **dict.fromkeys(
+        ("time_per_output_token_seconds", "inter_token_latency_seconds", "step_seconds"),
+        LATENCY_BUCKETS,
+    ),
+    **dict.fromkeys(
+        ("request_prompt_tokens", "request_generation_tokens", "request_params_max_tokens"),
+        TOKEN_BUCKETS,
+    ),
+    "iteration_tokens_total": TOKEN_BUCKETS,
+}
+SAME = {  # further names of vLLM for histograms that are equal here
+    "request_time_per_output_token_seconds": "time_per_output_token_seconds",
+    "request_max_num_generation_tokens": "request_generation_tokens",
+}
+
+
+class _Histogram:
+    """A Prometheus histogram."""
+
+    def __init__(self, buckets: tuple[float, ...]):
+        self.buckets = buckets
+        self.counts = np.zeros(len(buckets) + 1, np.int64)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect.bisect_left(self.buckets, value)] += 1
+        self.sum += value
+
+    def observe_all(self, values: FloatArray) -> None:
+        self.counts += np.bincount(
+            np.searchsorted(self.buckets, values), minlength=len(self.counts)
+        )
+        self.sum += float(values.sum())
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        names = [*map(str, self.buckets), "+Inf"]
+        return list(zip(names, map(float, itertools.accumulate(self.counts)), strict=True))
+
+
+class Telemetry:
+    """Counters that the batcher's thread writes and any thread reads."""
+
+    def __init__(self) -> None:
+        self._lock = FairLock()
+        self._counts: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
+        self._accepted_lengths: Counter[int] = (
+            Counter()
+        )  # draft trees by the number of their tokens that were accepted
+        self._ttft_s: deque[float] = deque(maxlen=RECENT)
+        self._tpot_s: deque[float] = deque(maxlen=RECENT)
+        self._histograms = {name: _Histogram(buckets) for name, buckets in HISTOGRAMS.items()}
+
+    def on_step(self, step: StepEvent) -> None:
+        """Count a step."""
+        with self._lock:
+            self._counts.update(
+                steps=1,
+                generated_tokens=step.committed,
+                request_steps=step.num_decoding,
+                decoded=sum(request.committed for request in step.decoding),
+            )
+            self._histograms["step_seconds"].observe(step.phases.total_s)
+            self._histograms["iteration_tokens_total"].observe(step.num_tokens)
+
+    def on_end(self, request: Request) -> None:
+        """Count a request that ended."""
+        metrics = request.metrics()
+        stats = request.stats
+        with self._lock:
+            if isinstance(request.error, NotGuaranteedError):
+                self._counts["declined"] += 1
+                return
+            self._finished[str(request.finish_reason)] += 1
+            self._counts.update(
+                prompt_tokens=request.prompt_len,
+                reused_tokens=metrics.reused,
+                drafted_tokens=metrics.drafted,
+                accepted_tokens=metrics.accepted,
+                preempted=metrics.preempted,
+            )
+            self._accepted_lengths.update(
+                commit.num_accepted for commit in stats.commits if commit.num_nodes > 1
+            )
+            if stats.first_token_s is None or metrics.ttft_s is None:
+                return
+            self._ttft_s.append(metrics.ttft_s)
+            if metrics.tpot_s is not None:
+                self._tpot_s.append(metrics.tpot_s)
+            for name, value in _observations(request, metrics).items():
+                self._histograms[name].observe(value)
+            times_s = np.array([commit.at_s for commit in stats.commits])
+            self._histograms["inter_token_latency_seconds"].observe_all(np.diff(times_s))
+            if metrics.attained is not None and request.finish_reason in ("stop", "length"):
+                self._counts["attained" if metrics.attained else "missed"] += 1
+                self._counts["guaranteed"] += metrics.guaranteed
+                self._counts["broken"] += metrics.guaranteed and not metrics.attained
+
+    def stats(
+        self,
+        running: int,
+        waiting: int,
+        kv_tokens: int,
+        kept_tokens: int,
+        kv_limit: int,
+        memory: MemoryUse | None,
+        forwards: dict[str, str],
+    ) -> Stats:
+        """Return a snapshot; the arguments are the present state of the batcher."""
+        with self._lock:
+            counts = self._counts
+            return Stats(
+                running=running,
+                waiting=waiting,
+                kv_tokens=kv_tokens,
+                kept_tokens=kept_tokens,
+                kv_limit=kv_limit,
+                memory=memory,
+                forwards=forwards,
+                finished=dict(self._finished),
+                drafts=self._accepted_lengths.total(),
+                accepted_per_position=_per_position(self._accepted_lengths),
+                tokens_per_step=counts["decoded"] / max(counts["request_steps"], 1),
+                ttft_s=_percentiles(self._ttft_s),
+                tpot_s=_percentiles(self._tpot_s),
+                **{name: counts[name] for name in COUNTS},
+            )
+
+    def families(self, stats: Stats, prefix: str) -> Iterator[Any]:
+        """Yield Prometheus metric families; needs the extra ``metrics``."""
+        from prometheus_client.core import (
+            CounterMetricFamily,
+            GaugeMetricFamily,
+            HistogramMetricFamily,
+        )
+
+        for name, text, value in (
+            ("num_requests_running", "Requests that hold K/V.", stats.running),
+            ("num_requests_waiting", "Requests that wait for room.", stats.waiting),
+            (
+                "kv_cache_usage_perc",
+                "Share of the K/V limit in use, 0 to 1.",
+                stats.kv_tokens / max(stats.kv_limit, 1),
+            ),
+        ):
+            yield GaugeMetricFamily(prefix + name, text, value=value)
+        compiled = GaugeMetricFamily(
+            prefix + "compiled", "Forwards are compiled, 0 or 1.", labels=["model"]
+        )
+        for model, path in stats.forwards.items():
+            compiled.add_metric([model], path == "compiled")
+        yield compiled
+        for name, text, value in (
+            ("prompt_tokens", "Prompt tokens of finished requests.", stats.prompt_tokens),
+            (
+                "prefix_cache_queries",
+                "Prompt tokens looked up among kept texts.",
+                stats.prompt_tokens,
+            ),
+            ("prefix_cache_hits", "Prompt tokens whose K/V was there.", stats.reused_tokens),
+            ("generation_tokens", "Tokens generated.", stats.generated_tokens),
+            ("spec_decode_num_drafts", "Draft trees verified.", stats.drafts),
+            ("spec_decode_num_draft_tokens", "Draft tokens verified.", stats.drafted_tokens),
+            ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", stats.accepted_tokens),
+            ("num_preemptions", "Times a request was preempted.", stats.preempted),
+            ("slo_attained", "Finished requests that met their SLOs.", stats.attained),
+            ("slo_missed", "Finished requests that missed an SLO.", stats.missed),
+            ("slo_guarantees_broken", "Guaranteed requests that missed an SLO.", stats.broken),
+            (
+                "slo_guarantees_declined",
+                "Requests refused as their SLOs could not be guaranteed.",
+                stats.declined,
+            ),
+        ):
+            yield CounterMetricFamily(prefix + name, text, value=value)
+        per_position = CounterMetricFamily(
+            prefix + "spec_decode_num_accepted_tokens_per_pos",
+            "Draft trees of which a token at this level, from 0 on, was accepted.",
+            labels=["position"],
+        )
+        for position, count in enumerate(stats.accepted_per_position or [0]):
+            per_position.add_metric([str(position)], count)
+        yield per_position
+        finished = CounterMetricFamily(
+            prefix + "request_success", "Requests by finish reason.", labels=["finished_reason"]
+        )
+        for reason, count in stats.finished.items():
+            finished.add_metric([reason], count)
+        yield finished
+        with self._lock:
+            histograms = {
+                name: (each.cumulative(), each.sum) for name, each in self._histograms.items()
+            }
+        histograms |= {name: histograms[same] for name, same in SAME.items()}
+        for name, (buckets, total) in histograms.items():
+            yield HistogramMetricFamily(
+                prefix + name, name.replace("_", " "), buckets=buckets, sum_value=total
+            )
+
+
+class Collector:
+    """A collector as ``prometheus_client`` expects it."""
+
+    def __init__(self, families: Callable[[], Iterator[Any]]):
+        self.collect = families
+
+
+def with_labels(families: Iterable[Any], **labels: str) -> Iterator[Any]:
+    """Yield Prometheus metric families, with further labels on all of their samples."""
+    for family in families:
+        family.samples = [
+            sample._replace(labels=sample.labels | labels) for sample in family.samples
+        ]
+        yield family
+
+
+def _observations(request: Request, metrics: RequestMetrics) -> dict[str, float]:
+    """Return what histograms observe of a request that had a token, by their names."""
+    stats = request.stats
+    first_s = stats.first_token_s or 0.0
+    observations: dict[str, float | None] = {
+        "time_to_first_token_seconds": metrics.ttft_s,
+        "time_per_output_token_seconds": metrics.tpot_s,
+        "e2e_request_latency_seconds": metrics.e2e_s,
+        "request_decode_time_seconds": stats.last_token_s - first_s,
+        "request_prompt_tokens": request.prompt_len,
+        "request_generation_tokens": metrics.tokens,
+        "request_params_max_tokens": request.params.max_new_tokens,
+    }
+    if (
+        stats.entered_s is not None and not metrics.resumed
+    ):  # otherwise another engine had it in its queue
+        observations["request_queue_time_seconds"] = stats.entered_s - stats.arrived_s
+        observations["request_prefill_time_seconds"] = first_s - stats.entered_s
+        observations["request_inference_time_seconds"] = stats.last_token_s - stats.entered_s
+    return {name: value for name, value in observations.items() if value is not None}
+
+
+def _per_position(lengths: Counter[int]) -> list[int]:
+    """Return how many draft trees had an accepted token at each level, of counts by accepted
+    tokens.
+    """
+    levels = range(max(lengths, default=0))
+    return [sum(count for length, count in lengths.items() if length > level) for level in levels]
+
+
+def _percentiles(values: deque[float]) -> Percentiles | None:
+    if not values:
+        return None
+    p50, p90, p99 = np.percentile(np.array(values), (50, 90, 99)).tolist()
+    return Percentiles(p50=p50, p90=p90, p99=p99)

@@ -1,0 +1,1 @@
+"""Compiled forwards, packed weights and exact forwards on CPUs."""

@@ -1,0 +1,174 @@
+"""Compilation of a model's graph, in a process of its own, into a package that later processes
+load.
+
+Run as a module, it reads a :class:`Job` from its standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+from hf_slospec.cpu import operators, twin
+from hf_slospec.cpu.twin import Description, Interface, export_graph
+from hf_slospec.model.machine import kept_file, write_atomically
+
+NICENESS = 5  # a compilation beside a running model then gets a fourth of a busy core
+MAX_PACKAGES = 64  # kept packages; each has some megabytes
+RETRY_S = 86_400.0  # seconds after which a failed compilation is tried again
+
+
+@dataclass(frozen=True)
+class Job:
+    """A graph to compile, and the file for its package."""
+
+    description: Description
+    path: Path
+    num_threads: int
+    niceness: int
+
+    @classmethod
+    def of(cls, description: Description, niceness: int) -> Job:
+        """Return the job for a model on this machine.
+
+        Raises:
+            OSError: the cache directory cannot be written.
+        """
+        sources = [
+            Path(module.__file__ or "").read_text() for module in (operators, twin)
+        ] + description.sources
+        sources.append(
+            operators.SOURCE.read_text().partition("TORCH_LIBRARY")[2]
+        )  # the operators' arguments
+        num_threads = torch.get_num_threads()
+        versions = {"transformers": transformers.__version__, "sources": sources}
+        key = {
+            **description.identity(),
+            **operators.instructions(),
+            **versions,
+            "threads": num_threads,
+        }
+        path = kept_file("compiled", description.model_class.__name__, key).with_suffix(".pt2")
+        return cls(description, path, num_threads, niceness)
+
+    @property
+    def interface(self) -> Interface | None:
+        """Interface of the finished package; None before it is finished."""
+        try:
+            kept = json.loads(self._interface_path.read_text(encoding="utf-8"))
+            return (
+                Interface(**kept)
+                if self.path.exists() and operators.library_path().exists()
+                else None
+            )
+        except (OSError, ValueError, TypeError):
+            return None
+
+    @property
+    def failure(self) -> str | None:
+        """Why the compilation failed lately; None if it did not."""
+        try:
+            if time.time() - self._failure_path.stat().st_mtime < RETRY_S:
+                return self._failure_path.read_text(encoding="utf-8")
+        except OSError:
+            pass
+        return None
+
+    @property
+    def _interface_path(self) -> Path:
+        return self.path.with_suffix(".json")
+
+    @property
+    def _failure_path(self) -> Path:
+        return self.path.with_suffix(".failed")
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the compilation; it ends with the package or with a failure, and goes on if this
+        process ends.
+
+        Raises:
+            OSError: no process could be started, or the model's config cannot be pickled.
+        """
+        try:
+            pickled = pickle.dumps(self)
+        except Exception as error:  # values of the config may be objects of any class
+            raise OSError(f"{type(error).__name__}: {error}") from error
+        environment = os.environ | {
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            env=environment, start_new_session=True,
+        )  # fmt: skip
+        assert process.stdin is not None
+        with process.stdin as pipe:
+            pipe.write(pickled)
+        return process
+
+    def run(self) -> None:
+        """Make the package, and keep it or why that failed."""
+        os.nice(self.niceness)
+        # Linux may weigh sessions against each other, and this one's niceness within it only.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(self.niceness), encoding="ascii")
+        with open(self.path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may compile the same
+            if self.interface is not None:
+                return
+            try:
+                self._compile()
+            except (MemoryError, OSError):
+                raise
+            except Exception as error:  # noqa: BLE001  tracing and compiling run the model's code and much of torch
+                write_atomically(self._failure_path, f"{type(error).__name__}: {str(error)[:500]}")
+        self._remove_old()
+
+    def _compile(self) -> None:
+        torch.set_num_threads(self.num_threads)
+        operators.build()
+        operators.load()
+        with (
+            warnings.catch_warnings(action="ignore"),
+            tempfile.TemporaryDirectory(dir=self.path.parent) as folder,
+        ):
+            program, interface = export_graph(self.description)
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+            package = Path(folder) / "package.pt2"
+            torch._inductor.aoti_compile_and_package(program, package_path=str(package))
+            package.replace(self.path)
+        write_atomically(self._interface_path, json.dumps(asdict(interface)))
+
+    def _remove_old(self) -> None:
+        """Remove the packages that were not used for the longest time."""
+        packages = sorted(
+            self.path.parent.parent.glob("*/*.pt2"),
+            key=lambda path: path.stat().st_mtime,
+            reverse=True,
+        )
+        for path in packages[MAX_PACKAGES:]:
+            for file in _files_of(path):
+                file.unlink(missing_ok=True)
+
+
+def _files_of(package: Path) -> Iterator[Path]:
+    yield from (package.with_suffix(suffix) for suffix in (".json", ".failed", ".lock", ".pt2"))
+
+
+if __name__ == "__main__":
+    pickle.load(sys.stdin.buffer).run()

@@ -1,0 +1,248 @@
+"""Products of linear layers in which the bits of a row do not depend on how many rows there are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from hf_slospec.cpu import operators
+from hf_slospec.cpu.operators import Blocks
+
+# Inputs that a kernel of torch's may sum by themselves before adding them up; 0: it sums all in one
+# go. oneDNN's bf16 products of one row have 512 where AVX-512 multiplies pairs.
+CHUNKS = (0, 256, 512, 1024, 2048)
+SIZES = (1, 2, 4, 8, 16, 32)  # rows of a group
+TRIED_ROWS, MAX_TRIED_PRODUCTS = (
+    256,
+    2**22,
+)  # rows that are compared; fewer for weights with many outputs
+MAX_TRIED_WEIGHTS = 2**22  # elements of the weight; of larger ones, fewer outputs are tried
+PADDED_SIZE = (
+    16  # rows of every group where torch's product of one row has other bits than that of several
+)
+ALIGNMENT = 64  # bytes to which torch aligns what it allocates
+Product = Callable[[torch.Tensor], torch.Tensor]  # [1, num_rows, inputs] -> [1, num_rows, outputs]
+MEANS = (torch.mean, torch.Tensor.mean)
+
+
+class Way(NamedTuple):
+    """Kind of product by weights of one shape."""
+
+    chunk: int | None = (
+        None  # by blocks, with chunks of this size; None: by torch's product of groups
+    )
+    sizes: tuple[int, ...] = ()  # Sizes of groups, rising.
+
+
+class _Copy(NamedTuple):
+    state: tuple[int, int]  # address of the weight, and count of writes to it
+    blocks: Blocks
+
+
+class ExactProducts(TorchFunctionMode):
+    """Computes linear layers with rows that do not depend on each other, while it is entered.
+
+    With ``as_one``, a row has the bits of torch's product of that row alone. Where the order of
+    that product's sums is known, all rows are multiplied together, by our own kernel; else, they
+    are in groups, of one row at worst. On CUDA, which ``as_one`` is not for, products and means
+    over the last dimension are by a kernel with fixed tiles: torch's divide a row among as many
+        threads as the number of rows leaves.
+    """
+
+    def __init__(self, as_one: bool):
+        super().__init__()
+        self._as_one = as_one
+        self._copies = dict[int, _Copy]()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of copies of weights."""
+        return sum(copy.blocks.num_bytes for copy in self._copies.values())
+
+    def renew(self) -> None:
+        """Drop the copies, as weights may have changed unnoticed."""
+        self._copies.clear()
+
+    def __torch_function__(
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function of torch, products by weights exactly."""
+        kwargs = kwargs or {}
+        if function is F.linear:
+            return self._linear(*args, **kwargs)
+        if function is torch.addmm and not kwargs:  # transformers' Conv1D
+            bias, rows, weight = args
+            return self._product(rows[None], weight, bias, is_transposed=True)[0]
+        if (
+            function in MEANS
+            and args
+            and args[0].is_cuda
+            and (means := _row_means(*args, **kwargs)) is not None
+        ):
+            return means
+        return function(*args, **kwargs)
+
+    def _linear(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        out = self._product(
+            input.reshape(1, -1, input.shape[-1]), weight, bias, is_transposed=False
+        )
+        return out.view(*input.shape[:-1], out.shape[-1])
+
+    def _product(
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        is_transposed: bool,
+    ) -> torch.Tensor:
+        """Return products with ``rows`` [1, num_rows, inputs].  -> [1, num_rows, outputs]"""
+        if rows.is_cuda:
+            return _on_cuda(rows[0], weight.T if is_transposed else weight, bias)[None]
+        shape = tuple(weight.shape)
+        threads = torch.get_num_threads()
+        way = way_for(rows.dtype, shape, is_transposed, bias is not None, self._as_one, threads)
+        if way.chunk is None:
+            return _in_groups(rows, way.sizes, _plain(weight, bias, is_transposed))
+        copy = self._copies.get(id(weight))
+        state = (weight.data_ptr(), weight._version)
+        if copy is None or copy.state != state:
+            with torch.inference_mode(False):  # copies may outlive the caller's inference mode
+                copy = _Copy(
+                    state,
+                    Blocks(weight.detach().T if is_transposed else weight.detach(), way.chunk),
+                )
+            self._copies[id(weight)] = copy
+        return copy.blocks(rows, bias)
+
+
+def _plain(weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool) -> Product:
+    """Return torch's product by a weight [outputs, inputs], or [inputs, outputs] if it is
+    transposed.
+    """
+    if is_transposed:
+        assert bias is not None
+        return lambda rows: torch.addmm(bias, rows[0], weight)[None]
+    return lambda rows: F.linear(rows, weight, bias)
+
+
+def _on_cuda(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return products by a weight [outputs, inputs].  -> [num_rows, outputs]"""
+    from hf_slospec.cuda.few_row_kernels import (
+        invariant_product,  # Triton comes with torch for CUDA only
+    )
+
+    return invariant_product(rows, weight, bias)
+
+
+def _row_means(
+    input: torch.Tensor, dim: Any = None, keepdim: bool = False, **others: Any
+) -> torch.Tensor | None:
+    """Return means over the last dimension, as products with ones; None if means over others are
+    wanted.
+    """
+    if dim not in (-1, (-1,), [-1]) or others:
+        return None
+    size = input.shape[-1]
+    means = (
+        _on_cuda(input.reshape(-1, size), input.new_ones(1, size), None).view(*input.shape[:-1], 1)
+        / size
+    )
+    return means if keepdim else means[..., 0]
+
+
+def _in_groups(rows: torch.Tensor, sizes: tuple[int, ...], product: Product) -> torch.Tensor:
+    """Return products of rows [1, num_rows, inputs] in groups, the last one padded to one of the
+    sizes.
+    """
+    outputs = []
+    for part in rows[0].split(sizes[-1]):
+        num_rows = len(part)
+        padding = next(size for size in sizes if size >= num_rows) - num_rows
+        part = F.pad(part, (0, 0, 0, padding)) if padding else part
+        # Laid out as in stock's forwards: sums of MKL depend on alignment, and on strides of
+        # dimensions of size 1.
+        part = part.clone() if part.data_ptr() % ALIGNMENT else part
+        outputs.append(product(part[None])[:, :num_rows])
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+@functools.cache
+@torch.no_grad()
+def way_for(
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    is_transposed: bool,
+    has_bias: bool,
+    as_one: bool,
+    num_threads: int,
+) -> Way:
+    """Return how to multiply by weights of a shape, found by trying products whose sums cancel out
+    to rounding errors.
+
+    Args:
+        dtype: that of weights and rows.
+        shape: [outputs, inputs], or [inputs, outputs] with ``is_transposed``.
+        has_bias: a bias is added.
+        as_one: see ExactProducts.
+        num_threads: threads of torch, on which its results may depend.
+    """
+    del num_threads
+    inputs, outputs = shape if is_transposed else shape[::-1]
+    outputs = min(outputs, max(MAX_TRIED_WEIGHTS // inputs, 1))
+    num_rows = max(
+        SIZES[-1], min(TRIED_ROWS, MAX_TRIED_PRODUCTS // outputs // SIZES[-1] * SIZES[-1])
+    )
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(2 * (inputs // 2), generator=generator, device="cpu")
+    halves = [
+        torch.randn(size, inputs // 2, generator=generator, device="cpu")
+        for size in (outputs, num_rows)
+    ]
+    weight = F.pad(torch.cat((halves[0], halves[0]), dim=1)[:, order], (0, inputs % 2)).to(dtype)
+    rows = F.pad(torch.cat((halves[1], -halves[1]), dim=1)[:, order], (0, inputs % 2)).to(dtype)[
+        None
+    ]
+    bias = (
+        1e-6 * torch.randn(outputs, generator=generator, device="cpu").to(dtype)
+        if has_bias
+        else None
+    )
+    product = _plain(weight.T.contiguous() if is_transposed else weight, bias, is_transposed)
+    alone = _in_groups(rows, (1,), product)
+    for chunk in CHUNKS if _has_blocks() else ():
+        try:
+            blocks = Blocks(weight, chunk)
+        except OverflowError:
+            break
+        if not as_one or torch.equal(blocks(rows, bias), alone):
+            return Way(chunk)
+    sizes = [1]
+    for size in SIZES[1:]:
+        if not torch.equal(_in_groups(rows, (size,), product), alone):
+            break
+        sizes.append(size)
+    return Way(sizes=tuple(sizes) if as_one or len(sizes) > 1 else (PADDED_SIZE,))
+
+
+@functools.cache
+def _has_blocks() -> bool:
+    """Return whether our own kernel can be used, building it if it was not yet."""
+    if operators.why_unsupported() is not None:
+        return False
+    try:
+        operators.build()
+        operators.load()
+    except (OSError, RuntimeError):
+        return False
+    return True

@@ -1,0 +1,113 @@
+"""Trial of a model with exact bits: a tree beside another sequence must have the logits of single
+steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_slospec.errors import UnsupportedModelError
+from hf_slospec.families.prefilled_prompts import cached_tensors
+from hf_slospec.model.batch import CachedSequence
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.properties import evaluating, refused_if_it_fails
+from hf_slospec.model.tree_mask import chain, chain_and_tree
+from hf_slospec.model.trial import plain_steps
+from hf_slospec.tree.tree import TokenTree
+
+PROMPTS = (
+    120,
+    7,
+)  # tokens of the sequences; the first tree begins and ends in different blocks of 64 keys
+# Shape of the trees: more nodes than a group has rows.
+DEPTH = 12
+WIDTH = 4
+TRIAL_CHUNKS = (33, 64)  # tokens of a prompt's forwards, where prompts may be cut
+
+
+def check_exact(packed: PackedModel) -> None:
+    """Raise UnsupportedModelError unless nodes of trees have, bit for bit, the logits of tokens
+    decoded one by one.
+
+    These are stock's own for ``exact="bits"``, else those of packed forwards.
+    """
+    numbers = np.random.default_rng(0)
+    prompts = [numbers.integers(packed.vocab_size, size=length).tolist() for length in PROMPTS]
+    trees = [_comb(numbers.integers(packed.vocab_size, size=DEPTH * WIDTH + 1)) for _ in prompts]
+    with evaluating(packed.model), refused_if_it_fails(packed.model), torch.no_grad():
+        paths = [tree.tokens[_spine(tree)].tolist() for tree in trees]
+        expected = [_one_by_one(packed, *pair) for pair in zip(prompts, paths, strict=True)]
+        cache = packed.kv_cache
+        sizes = [tree.num_nodes for tree in trees]
+        with cache.temporary(
+            [len(p) + size for p, size in zip(prompts, sizes, strict=True)]
+        ) as sequences:
+            for sequence, prompt in zip(sequences, prompts, strict=True):
+                _prefill(packed, sequence, prompt, TRIAL_CHUNKS[0])
+            triples = zip(sequences, trees, strict=True)
+            parts = [
+                chain_and_tree(packed, sequence, tree.tokens[:1].tolist(), tree)
+                for sequence, tree in triples
+            ]
+            logits = packed.forward(
+                cache.pool, parts, torch.arange(sum(sizes), device="cpu")
+            ).split(sizes)
+    for tree, ours, plain in zip(trees, logits, expected, strict=True):
+        if not torch.equal(own := ours[_spine(tree)], plain):
+            share = float((own != plain).float().mean())
+            largest = float((own - plain).abs().max())
+            name = type(packed.model).__name__
+            dtype = packed.model.dtype
+            way_out = 'exact="self" asks for less' if packed.exact == "bits" else "leave exact out"
+            raise UnsupportedModelError(
+                f'exact="{packed.exact}" cannot be had of {name} in {dtype} here: {share:.1%} of the logits of a trial '
+                f"tree differ from those of single tokens, by {largest:.2g} at most; {way_out}"
+            )
+
+
+def _comb(tokens: Any) -> TokenTree:
+    """Return a tree of WIDTH nodes per depth, all children of the first one of the depth before."""
+    depths = np.concatenate(([0], np.repeat(np.arange(1, DEPTH + 1), WIDTH)))
+    parents = np.where(depths == 0, -1, np.maximum(WIDTH * (depths - 2) + 1, 0))
+    return TokenTree(tokens, parents, depths, 0.5**depths)
+
+
+def _spine(tree: TokenTree) -> list[int]:
+    """Return the nodes on the path to the last node."""
+    return np.flatnonzero(tree.ancestor_mask()[-1]).tolist()
+
+
+def _prefill(packed: PackedModel, sequence: CachedSequence, prompt: list[int], chunk: int) -> None:
+    """Cache a prompt, as calls do: by the model's own forward, or by chunks."""
+    pool = packed.kv_cache.pool
+    if packed.prefills_alone:
+        _, cache = plain_steps(packed, prompt, [])
+        packed.kv_cache.load(
+            sequence,
+            cached_tensors(cache, 0, torch.arange(len(prompt), device="cpu"), len(prompt)),
+            len(prompt),
+        )
+        return
+    for begin in range(0, len(prompt), chunk):
+        tokens = prompt[begin : begin + chunk]
+        packed.forward(pool, [chain(packed, sequence, tokens)], torch.tensor([0], device="cpu"))
+        sequence.length += len(tokens)
+
+
+def _one_by_one(packed: PackedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """Return the logits after each of ``tokens`` behind a prompt.  -> [len(tokens), vocab]"""
+    if packed.exact == "bits":
+        return plain_steps(packed, prompt, tokens)[0][1:]
+    logits = []
+    with packed.kv_cache.temporary([len(prompt) + len(tokens)]) as (sequence,):
+        _prefill(packed, sequence, prompt, TRIAL_CHUNKS[1])
+        for token in tokens:
+            part = chain(packed, sequence, [token])
+            logits.append(
+                packed.forward(packed.kv_cache.pool, [part], torch.tensor([0], device="cpu"))
+            )
+            sequence.length += 1
+    return torch.cat(logits)

@@ -1,0 +1,399 @@
+"""CPU kernels for linear layers: those that read packed weights, and torch's own."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict
+
+from hf_slospec.model.machine import kept_file, machine, native_dtypes, write_atomically
+
+logger = logging.getLogger(__name__)
+
+TYPICAL_TOKENS = 8  # tokens per step; a packed layout may depend on it
+TRIED_TOKENS = (
+    1,
+    3,
+    8,
+    40,
+    300,
+)  # token counts for which a kernel must agree with torch's before it is used
+TOLERANCE = 0.05  # relative error; above rounding in any dtype
+
+
+class Matrix(Protocol):
+    """A packed weight, which multiplies inputs by it."""
+
+    num_bytes: int  # bytes of the copy
+    num_rounded: int  # elements that the copy holds only approximately
+
+    def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return ``input @ weight.T + bias``.  [num_tokens, inputs] -> [num_tokens, outputs], in
+        the input's dtype
+        """
+
+
+# Packs a contiguous weight [outputs, inputs]; raises OverflowError if the format cannot hold the
+# values.
+Kernel = Callable[[torch.Tensor], Matrix]
+
+
+class Plain:
+    """Torch's own kernels, which read the plain weight."""
+
+    num_bytes = num_rounded = 0
+
+    def __init__(self, weight: torch.Tensor):
+        self.weight = weight
+
+    def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(input, self.weight, bias)
+
+
+class OneDNN:
+    """oneDNN's kernels, which torch's compiler uses for frozen weights in half precision."""
+
+    num_rounded = 0
+
+    def __init__(self, weight: torch.Tensor):
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_TOKENS)
+        self.num_bytes = weight.nbytes
+
+    def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        num_tokens = len(
+            input
+        )  # padded to one of few sizes, as oneDNN caches half a megabyte or more for each
+        if missing := -num_tokens % granularity(num_tokens):
+            input = F.pad(input, (0, 0, 0, missing))
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            input, self.packed, bias, "none", [], ""
+        )
+        return out[:num_tokens] if missing else out
+
+
+class MKL:
+    """MKL's kernels, which torch's compiler uses for frozen weights in fp32."""
+
+    num_rounded = 0
+
+    def __init__(self, weight: torch.Tensor):
+        self.packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, TYPICAL_TOKENS)
+        self.sizes = weight.new_empty(1).expand(
+            weight.shape
+        )  # the operator reads only the shape of the weight
+        self.num_bytes = weight.nbytes  # MKL reserves more, but writes no more
+
+    def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        # The packed weight serves any number of tokens; the operator falls back if that is not the
+        # number passed.
+        out: torch.Tensor = torch.ops.mkl._mkl_linear(
+            input, self.packed, self.sizes, bias, len(input)
+        )
+        return out
+
+
+class FBGEMM:
+    """FBGEMM's kernels for fp16 weights, which multiply in fp32: more precise than kernels that
+    round to bf16.
+    """
+
+    def __init__(self, weight: torch.Tensor):
+        if not float(weight.abs().max()) <= torch.finfo(torch.float16).max:  # true for nan, too
+            raise OverflowError("fp16 cannot hold the weight")
+        self.num_rounded = int((weight.half().to(weight.dtype) != weight).sum())
+        self.packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), None)
+        self.num_bytes = weight.nbytes
+
+    def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(input.float(), self.packed)
+        return (out if bias is None else out.add_(bias)).to(input.dtype)
+
+
+BLOCKS = "Blocks"  # the kernel of compiled forwards; see cpu/operators.py
+PACKING: dict[str, Kernel] = {"OneDNN": OneDNN, "MKL": MKL, "FBGEMM": FBGEMM}
+DTYPES = {
+    "OneDNN": (torch.float32, torch.bfloat16, torch.float16),
+    "MKL": (torch.float32,),
+    "FBGEMM": (torch.bfloat16, torch.float16),
+}  # dtypes of weights, by kernel
+
+
+def granularity(num_tokens: int) -> int:
+    """Return the number of which ``num_tokens`` is padded to a multiple; this adds an eighth at
+    most.
+    """
+    return 1 << max(num_tokens.bit_length() - 4, 0) if num_tokens < 512 else 64
+
+
+@functools.cache
+def works(name: str, dtype: torch.dtype) -> bool:
+    """Return whether a kernel of PACKING gives right products in this dtype on this machine."""
+    return dtype in DTYPES[name] and is_right(PACKING[name], dtype)
+
+
+@functools.cache
+def is_right(make: Kernel, dtype: torch.dtype) -> bool:
+    """Return whether a kernel gives right products in this dtype on this machine."""
+    weight = torch.linspace(-1, 1, 96 * 64, device="cpu").sin().view(96, 64).to(dtype)
+    try:
+        matrix = make(weight)
+        return all(_agrees(matrix, weight, num_tokens) for num_tokens in TRIED_TOKENS)
+    except (
+        AttributeError,
+        RuntimeError,
+        OverflowError,
+    ) as error:  # missing from this torch, or refused for this CPU
+        logger.debug("kernel %s cannot be used in %s: %s", make, dtype, error)
+        return False
+
+
+def _agrees(matrix: Matrix, weight: torch.Tensor, num_tokens: int) -> bool:
+    tokens = (
+        torch.linspace(-1, 1, num_tokens * weight.shape[1], device="cpu")
+        .cos()
+        .view(num_tokens, -1)
+        .to(weight.dtype)
+    )
+    plain = F.linear(tokens.double(), weight.double())
+    return bool((matrix(tokens, None).double() - plain).norm() <= TOLERANCE * plain.norm())
+
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]  # the module or nothing
+
+CPU = torch.device("cpu")
+SIZES = (1, 4, 8, 16, 64, 256)  # tokens at which kernels are timed
+STEP_SIZES = 4  # the first sizes are those of steps; a packed layout is chosen by their sum
+MEASURED_BYTES = (
+    2**24
+)  # bytes of the weights of one shape that are timed in turn; caches cannot hold them all
+REPEATS = 3
+CALM_S = 0.02  # seconds between two preemptions on an idle machine
+SMALL_BYTES = 2**20  # bytes of a weight; smaller ones stay in caches, where packing gains little
+MAX_SLOWDOWN = 3.0  # times the fastest kernel; slower ones are not timed for larger sizes
+WORTHWHILE = 0.95  # share of the time of torch's kernel; a packed weight must take less
+
+
+class Choice(BaseModel):
+    """Kernel for weights of one shape."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kernel: str | None  # name in PACKING; None: torch's own kernel
+    is_faster: tuple[bool, ...] = ()  # by SIZES: the kernel is faster than torch's
+    seconds: dict[
+        str, tuple[float | None, ...]
+    ] = {}  # seconds per product with one weight, by kernel and SIZES
+
+    def packs(self, num_tokens: int) -> bool:
+        """Return whether the packed weight is faster for this many tokens."""
+        return self.is_faster[_bucket(num_tokens)]
+
+
+PLAIN = Choice(kernel=None)
+
+
+class _Kept(BaseModel):
+    """File of choices."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    of: dict[str, object]  # the machine
+    choices: dict[str, Choice]
+
+
+def choose(
+    weights: Sequence[torch.Tensor],
+    more: Mapping[str, Kernel] = MappingProxyType({}),
+) -> Choice:
+    """Return the kernel for weights of one shape and dtype, measured if this machine has not
+    measured it yet.
+
+    Args:
+        weights: a model's weights of this shape, [outputs, inputs] each.
+        more: kernels beside those of PACKING, by name.
+    """
+    weight = weights[0]
+    choices = _choices(torch.get_num_threads())
+    name = " ".join(
+        [str(weight.dtype).removeprefix("torch."), f"{weight.shape[0]}x{weight.shape[1]}", *more]
+    )
+    if name not in choices:
+        kernels = {kernel: make for kernel, make in PACKING.items() if works(kernel, weight.dtype)}
+        kernels |= {kernel: make for kernel, make in more.items() if is_right(make, weight.dtype)}
+        measured = _measured(weights, kernels) if kernels else PLAIN
+        choices[name] = measured or _default_choice(weight, kernels)
+        if measured is not None and measured.seconds:
+            _keep({name: measured})
+    return choices[name]
+
+
+def _default_choice(weight: torch.Tensor, kernels: Collection[str]) -> Choice:
+    """Return the kernel that is fastest on most machines, as this one is too busy to be measured."""
+    order = (
+        BLOCKS,
+        "MKL",
+        *(("OneDNN", "FBGEMM") if native_dtypes().get(weight.dtype, True) else ("FBGEMM",)),
+    )
+    name = next((name for name in order if name in kernels), None)
+    if name is None or weight.nbytes < SMALL_BYTES:
+        return PLAIN
+    # Blocks are for the sizes of steps; other libraries may have faster products of many tokens.
+    return Choice(
+        kernel=name, is_faster=(False, *(name != BLOCKS or size <= 16 for size in SIZES[1:]))
+    )
+
+
+@torch.no_grad()
+def _measured(weights: Sequence[torch.Tensor], kernels: Mapping[str, Kernel]) -> Choice | None:
+    """Return the fastest kernel; None if other processes disturbed the measurement."""
+    max_outputs = math.ceil(MEASURED_BYTES / weights[0][0].nbytes)  # large output layers have more
+    weights = [
+        weight[:max_outputs] for weight in weights[: math.ceil(MEASURED_BYTES / weights[0].nbytes)]
+    ]
+    makers: dict[str, Kernel] = {"Plain": Plain, **kernels}
+    packed = {
+        name: [packed_by(make, weight) for weight in weights] for name, make in makers.items()
+    }
+    matrices = {
+        name: [matrix for matrix in copies if matrix is not None]
+        for name, copies in packed.items()
+        if any(copies)
+    }
+    seconds: dict[str, list[float | None]] = {name: [] for name in matrices}
+    for num_tokens in SIZES:
+        tokens = weights[0].new_ones(num_tokens, weights[0].shape[1])
+        # One weight is enough for larger sizes, where computing takes longer than reading the
+        # weight.
+        timed = slice(None) if num_tokens <= SIZES[STEP_SIZES - 1] else slice(1)
+        candidates = {
+            name: copies[timed] for name, copies in matrices.items() if None not in seconds[name]
+        }
+        fastest = _seconds(candidates, tokens) or _seconds(
+            candidates, tokens
+        )  # new threads may share a core at first
+        if fastest is None:
+            return None
+        limit_s = MAX_SLOWDOWN * min(fastest.values())
+        for name, by_size in seconds.items():
+            kernel_s = fastest.get(name)
+            by_size.append(None if kernel_s is None or kernel_s > limit_s else round(kernel_s, 9))
+    return _choice(seconds)
+
+
+def _seconds(matrices: Mapping[str, list[Matrix]], tokens: torch.Tensor) -> dict[str, float] | None:
+    """Return the fastest seconds per weight of each kernel, timed in turn; None if most runs were
+    disturbed.
+    """
+    fastest = dict.fromkeys(matrices, math.inf)
+    for copies in matrices.values():
+        copies[0](tokens, None)  # the first call for a size may compile
+    num_disturbed = 0
+    for _ in range(REPEATS):
+        for name, copies in matrices.items():
+            num_before = _num_preemptions()
+            begun_s = time.perf_counter()
+            for matrix in copies:
+                matrix(tokens, None)
+            seconds = time.perf_counter() - begun_s
+            fastest[name] = min(fastest[name], seconds / len(copies))
+            num_disturbed += _num_preemptions() - num_before > 1 + seconds / CALM_S
+    return None if 2 * num_disturbed > REPEATS * len(matrices) else fastest
+
+
+def _num_preemptions() -> int:
+    """Return how often this process was preempted; 0 where the system does not count it."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw if resource is not None else 0
+
+
+def _choice(seconds: dict[str, list[float | None]]) -> Choice:
+    """Return the kernel with the least time over the sizes of steps, if it is worth a copy of the
+    weight.
+    """
+    times = {
+        name: [math.inf if s is None else s for s in by_size] for name, by_size in seconds.items()
+    }
+    measured = {name: tuple(by_size) for name, by_size in seconds.items()}
+    plain = times.pop("Plain")
+    # Sizes for which torch's kernel is faster use it, as the plain weight is kept beside the copy.
+    combined = {
+        name: sum(map(min, by_size[:STEP_SIZES], plain[:STEP_SIZES]))
+        for name, by_size in times.items()
+    }
+    best = min(combined, key=lambda name: combined[name], default=None)
+    if best is None or not combined[best] < WORTHWHILE * sum(plain[:STEP_SIZES]):
+        return Choice(kernel=None, seconds=measured)
+    is_faster = tuple(
+        packed_s < plain_s for packed_s, plain_s in zip(times[best], plain, strict=True)
+    )
+    return Choice(kernel=best, is_faster=is_faster, seconds=measured)
+
+
+def packed_by(make: Kernel, weight: torch.Tensor) -> Matrix | None:
+    """Return the packed weight; None if the kernel cannot hold its values."""
+    try:
+        return make(weight.contiguous())
+    except OverflowError:
+        return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _bucket(num_tokens: int) -> int:
+    """Return the index of the smallest size of at least ``num_tokens``; the last one if all are
+    smaller.
+    """
+    return next((index for index, size in enumerate(SIZES) if num_tokens <= size), len(SIZES) - 1)
+
+
+@functools.cache
+def _choices(num_threads: int) -> dict[str, Choice]:
+    """Return the choices for a number of threads, which begin with the saved ones."""
+    return _kept()
+
+
+def _kept() -> dict[str, Choice]:
+    """Return the choices saved for this machine; none if the file is missing or cannot be used."""
+    try:
+        kept = _Kept.model_validate_json(_path().read_text(encoding="utf-8")).choices
+    except (OSError, ValueError):
+        return {}
+    return {name: choice for name, choice in kept.items() if _is_possible(name, choice)}
+
+
+def _is_possible(name: str, choice: Choice) -> bool:
+    """Return whether this version of torch and of the package could have made a choice."""
+    if choice.kernel is None:
+        return True
+    dtype_name, _, *more = name.split(" ")
+    dtype = getattr(torch, dtype_name, None)
+    if len(choice.is_faster) != len(SIZES) or not isinstance(dtype, torch.dtype):
+        return False
+    return choice.kernel in more or (choice.kernel in PACKING and works(choice.kernel, dtype))
+
+
+def _keep(choices: dict[str, Choice]) -> None:
+    """Save the choices, with those that other processes have saved meanwhile."""
+    try:
+        kept = _Kept(of=machine(CPU), choices=_kept() | choices)
+        write_atomically(_path(), kept.model_dump_json(indent=1))
+    except (OSError, ValueError) as error:
+        warnings.warn(
+            f"the choice of kernels could not be saved ({error}); it is made again next time",
+            stacklevel=2,
+        )
+
+
+def _path() -> Path:
+    return kept_file("kernels", "cpu", machine(CPU))

@@ -1,0 +1,293 @@
+"""The library of operators.cpp, built with this machine's C++ compiler, and its state for one
+model.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import subprocess
+import sys
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from hf_slospec.cpu.kernels import FBGEMM, MKL, SIZES, Choice, Matrix, OneDNN
+from hf_slospec.forks import Lock
+from hf_slospec.model.batch import PackedBatch, Plan, Span
+from hf_slospec.model.kv_cache import KVPool
+from hf_slospec.model.machine import cpu_info, kept_file
+
+SOURCE = Path(__file__).with_name("operators.cpp")
+# Without -ffast-math, which would make the process flush denormal numbers to zero.
+FLAGS = [
+    *("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-DAT_PARALLEL_OPENMP=1", "-Wno-psabi"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"),
+]
+BLOCK = 64  # outputs of a block
+COMPILE_S = 600  # seconds after which the compiler is stopped
+
+_loading = Lock()
+
+
+def instructions() -> dict[str, str]:
+    """Return what compiled code depends on, besides its source."""
+    flags = cpu_info("flags") or cpu_info("Features")
+    capability = torch.backends.cpu.get_cpu_capability()
+    return {
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "cpu": flags,
+        "capability": capability,
+    }
+
+
+def library_path() -> Path:
+    """Return the path of the library for this machine, whether it was built or not.
+
+    Raises:
+        OSError: the cache directory cannot be written.
+    """
+    return kept_file(
+        "compiled", "operators", {"source": SOURCE.read_text(), **instructions()}
+    ).with_suffix(".so")
+
+
+def compiler() -> str:
+    """Return the C++ compiler that torch's compiler uses.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler  # takes a second
+
+    found: str = get_cpp_compiler()
+    return found
+
+
+def build() -> Path:
+    """Make the library for this machine, unless it was made before, and return its path.
+
+    Raises:
+        RuntimeError: there is no C++ compiler, or it failed.
+        OSError: the cache directory cannot be written.
+    """
+    path = library_path()
+    if path.exists():
+        return path
+    root = Path(torch.__file__).parent
+    openmp = next(
+        (f"-l:{found.name}" for found in sorted((root / "lib").glob("libgomp*.so*"))), "-lgomp"
+    )
+    partial = path.with_suffix(f".{os.getpid()}")
+    target = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    command = [
+        *(
+            compiler(),
+            *FLAGS,
+            target,
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        ),
+        *(
+            f"-I{root / 'include'}",
+            f"-I{root / 'include/torch/csrc/api/include'}",
+            str(SOURCE),
+            "-o",
+            str(partial),
+        ),
+        *(f"-L{root / 'lib'}", openmp, "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{command[0]} failed: {done.stderr[-2000:]}")
+    partial.replace(path)
+    return path
+
+
+@functools.cache
+def _load(path: Path) -> None:
+    torch.ops.load_library(path)
+    torch.library.register_fake("hf_slospec::linear", _traced_linear)
+    torch.library.register_fake("hf_slospec::attend", _traced_attend)
+
+
+def _traced_linear(x: torch.Tensor, id: torch.Tensor, index: int, outputs: int) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], outputs)
+
+
+def _traced_attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
+) -> torch.Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def load() -> None:
+    """Load the library, which must have been built.
+
+    Raises:
+        OSError: it is missing, or cannot be loaded.
+    """
+    with _loading:
+        _load(library_path())
+
+
+def why_unsupported() -> str | None:
+    """Return why this system cannot have compiled forwards; None if it can."""
+    if sys.platform != "linux":
+        return f"compiled forwards need Linux, and this is {sys.platform}"
+    if not hasattr(torch._inductor, "aoti_load_package"):
+        return f"torch {torch.__version__} cannot load packages of its compiler"
+    return None
+
+
+class Blocks:
+    """Weights in blocks of 64 outputs, for the library's own kernel: one pass over memory for any
+    number of tokens.
+
+    A row of products does not depend on how many rows there are.
+    """
+
+    num_rounded = 0
+
+    def __init__(self, weight: torch.Tensor, chunk: int = 0):
+        """Pack a weight [outputs, inputs].
+
+        Args:
+            weight: the weight.
+            chunk: inputs that are summed by themselves before they are added to the others; 0: all.
+
+        Raises:
+            OverflowError: the kernel cannot hold it.
+        """
+        self.outputs, inputs = weight.shape
+        self.chunk = chunk
+        size = torch.ops.hf_slospec.block_elements(weight.dtype == torch.bfloat16)
+        if weight.dtype not in (torch.float32, torch.bfloat16) or inputs % size:
+            raise OverflowError(f"no blocks of {weight.dtype} with {inputs} inputs")
+        rows = F.pad(weight, (0, 0, 0, -self.outputs % BLOCK))
+        # [num_blocks, inputs / size, BLOCK, size]
+        self.packed = rows.view(-1, BLOCK, inputs // size, size).transpose(1, 2).contiguous()
+        self.num_bytes = self.packed.nbytes
+
+    def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.hf_slospec.block_product(
+            input, self.packed, self.outputs, self.chunk, bias
+        )
+        return out
+
+
+class Context:
+    """Weights, K/V and plan that the operators of one model's compiled forwards use."""
+
+    def __init__(self, is_invariant: bool = False) -> None:
+        """Make an empty context; the library must be loaded.
+
+        With ``is_invariant``, a token's attention depends on the tokens before it only, not on the
+        rest of the batch."""
+        self._id: int = torch.ops.hf_slospec.new_context(is_invariant)
+        self.tensor = torch.tensor([self._id], device="cpu")
+        self._pool: weakref.ref[KVPool] | None = None
+        weakref.finalize(self, torch.ops.hf_slospec.delete_context, self._id)
+
+    def set_linear(
+        self, index: int, plain: Sequence[torch.Tensor], matrices: Sequence[Matrix], choice: Choice
+    ) -> None:
+        """Set the weights of a linear layer, or of several with the same input, whose outputs are
+        concatenated.
+
+        Args:
+            index: number of the layer in the graph.
+            plain: [outputs, inputs] each.
+            matrices: packed copy of all of them joined; none where torch's kernels are used.
+            choice: numbers of tokens for which the copies are used.
+        """
+        operators = torch.ops.hf_slospec
+        uses_packed = list(map(int, choice.is_faster)) or [0] * len(SIZES)
+        operators.set_linear(self._id, index, list(plain), list(SIZES), uses_packed)
+        for matrix in matrices:
+            if isinstance(matrix, OneDNN):
+                operators.add_onednn(self._id, index, matrix.packed)
+            elif isinstance(matrix, MKL):
+                operators.add_mkl(self._id, index, matrix.packed, matrix.sizes)
+            elif isinstance(matrix, Blocks):
+                operators.add_blocks(self._id, index, matrix.packed, matrix.outputs)
+            else:
+                assert isinstance(matrix, FBGEMM)
+                operators.add_fbgemm(self._id, index, matrix.packed)
+
+    def follow(self, pool: KVPool, plan: SequencesPlan) -> None:
+        """Let the next forward use this pool and plan."""
+        operators = torch.ops.hf_slospec
+        if self._pool is None or self._pool() is not pool:
+            operators.set_pool(self._id, pool.keys, pool.values)
+            self._pool = weakref.ref(pool)
+        tensors = (
+            plan.sequences,
+            plan.mask,
+            plan.windowed_mask,
+            plan.positions,
+            plan.staged_positions,
+        )
+        operators.set_plan(self._id, *tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class SequencesPlan(Plan):
+    """Sequences of a packed batch: ranges of slots and of tokens, and masks among staged tokens."""
+
+    # [num_sequences, 6] int32: first slot, committed tokens, staged tokens, first token in the
+    # batch, tokens in the batch, and 1 for chains
+    sequences: torch.Tensor
+    mask: torch.Tensor  # [num_tokens, max_staged] bool, True = may attend; not read for chains
+    windowed_mask: torch.Tensor  # the same for layers with a sliding window
+    positions: torch.Tensor  # [num_tokens] int32
+    staged_positions: torch.Tensor  # [num_sequences, max_staged] int32
+
+
+def plan_for_operators(batch: PackedBatch) -> SequencesPlan:
+    """Return the plan of a batch with boolean masks on the host."""
+    spans = batch.spans
+    sequences = [
+        (
+            span.visible.start,
+            span.sequence.length,
+            span.num_staged,
+            span.begin,
+            span.num_tokens,
+            span.is_chain,
+        )
+        for span in spans
+    ]
+    mask = _stacked_masks([None if span.is_chain else span.staged_mask for span in spans], spans)
+    windowed_mask = mask
+    if any(span.windowed_mask is not None for span in spans):
+        windowed_mask = _stacked_masks([span.staged_mask_for(0) for span in spans], spans)
+    staged_positions = torch.zeros(
+        len(spans), max(span.num_staged for span in spans), dtype=torch.int32, device="cpu"
+    )
+    for row, span in zip(staged_positions, spans, strict=True):
+        row[: span.num_staged] = span.staged_positions
+    positions = torch.cat([span.staged_positions[-span.num_tokens :] for span in spans]).int()
+    return SequencesPlan(
+        torch.tensor(sequences, dtype=torch.int32, device="cpu"),
+        mask,
+        windowed_mask,
+        positions,
+        staged_positions,
+    )
+
+
+def _stacked_masks(masks: list[torch.Tensor | None], spans: list[Span]) -> torch.Tensor:
+    """Return the masks below each other, padded with False.  -> [num_tokens, max_staged] bool"""
+    width = max((mask.shape[1] for mask in masks if mask is not None), default=1)
+    stacked = torch.zeros(spans[-1].end, width, dtype=torch.bool, device="cpu")
+    for span, mask in zip(spans, masks, strict=True):
+        if mask is not None:
+            stacked[span.begin : span.end, : mask.shape[1]] = mask
+    return stacked

@@ -1,0 +1,1 @@
+"""Attention kernels, CUDA graphs and fused layers for CUDA devices."""

@@ -1,0 +1,242 @@
+"""Products of few rows by several weights at once, as Triton kernels that read the weights at the
+memory's speed.
+
+A layer that reads megabytes takes some ten microseconds on a data-center GPU, of which a kernel's
+begin and end are a quarter or more; one kernel for several layers has them once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_slospec.cuda.fused_kernels import activated
+from hf_slospec.cuda.tree_kernels import on_device_of
+
+MAX_ROWS = 64
+MAX_WEIGHTS = 3
+MIN_TILE_ROWS = 16  # rows of the smallest product of tensor cores
+TILE_OUTPUTS = 64
+TILE_INPUTS = 128
+
+
+def tile_rows(num_rows: int) -> int:
+    """Return the rows of a tile, for each of which a kernel is compiled."""
+    return MIN_TILE_ROWS if num_rows <= MIN_TILE_ROWS else MAX_ROWS
+
+
+def joint_products(
+    rows: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    """Return products of rows by each of several weights, summed in fp32.  -> [num_rows, outputs]
+    for each
+
+    Args:
+        rows: [num_rows, inputs] in half precision, contiguous; at most ``MAX_ROWS``.
+        weights: at most ``MAX_WEIGHTS``, [outputs, inputs] each, contiguous, of the dtype of
+            ``rows``.
+        biases: [outputs] for each, contiguous; all of them or none.
+    """
+    num_rows, inputs = rows.shape
+    outs = [rows.new_empty(num_rows, len(weight)) for weight in weights]
+    sizes = [len(weight) for weight in weights] + [0] * (MAX_WEIGHTS - len(weights))
+    has_bias = biases[0] is not None
+    added = [out if bias is None else bias for out, bias in zip(outs, biases, strict=True)]
+    pointers = [
+        own[min(index, len(own) - 1)]
+        for own in (weights, added, outs)
+        for index in range(MAX_WEIGHTS)
+    ]
+    num_tiles = [triton.cdiv(size, TILE_OUTPUTS) for size in sizes]
+    with on_device_of(rows):
+        _joint[(sum(num_tiles),)](
+            rows, *pointers, *sizes, *num_tiles[:2], num_rows, inputs,
+            TILE_M=tile_rows(num_rows), TILE_N=TILE_OUTPUTS, TILE_K=TILE_INPUTS, HAS_BIAS=has_bias,
+            IN_FP32=rows.is_cpu, num_warps=4, num_stages=4,
+        )  # fmt: skip
+    return outs
+
+
+def gated_product(
+    rows: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: int
+) -> torch.Tensor:
+    """Return ``activation(rows @ gate.T) * (rows @ up.T)``, rounded as separate operators do.  ->
+    [num_rows, outputs]
+
+    Args:
+        rows: [num_rows, inputs] in half precision, contiguous; at most ``MAX_ROWS``.
+        gate: [outputs, inputs], contiguous, of the dtype of ``rows``.
+        up: the same.
+        activation: as :func:`~hf_slospec.cuda.fused_kernels.gated_activation` takes it.
+    """
+    (num_rows, inputs) = rows.shape
+    outputs = len(gate)
+    out = rows.new_empty(num_rows, outputs)
+    with on_device_of(rows):
+        _gated[(triton.cdiv(outputs, TILE_OUTPUTS),)](
+            rows, gate, up, out, outputs, num_rows, inputs,
+            TILE_M=tile_rows(num_rows), TILE_N=TILE_OUTPUTS, TILE_K=TILE_INPUTS, ACTIVATION=activation,
+            IN_FP32=rows.is_cpu, num_warps=4, num_stages=3,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _block(
+    source, row, column, is_row, num_columns, IN_FP32: tl.constexpr, IS_WEIGHT: tl.constexpr
+):
+    """Load a block of a matrix with contiguous rows, transposed if it is a weight."""
+    if IS_WEIGHT:
+        place = row[None, :] * num_columns + column[:, None]
+        block = tl.load(
+            source + place, mask=is_row[None, :] & (column < num_columns)[:, None], other=0.0
+        )
+    else:
+        place = row[:, None] * num_columns + column[None, :]
+        block = tl.load(
+            source + place, mask=is_row[:, None] & (column < num_columns)[None, :], other=0.0
+        )
+    return block.to(tl.float32) if IN_FP32 else block  # the interpreter has no products of bf16
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _joint(
+    rows, weight_0, weight_1, weight_2, bias_0, bias_1, bias_2, out_0, out_1, out_2, outputs_0, outputs_1, outputs_2,
+    num_tiles_0, num_tiles_1, num_rows, inputs,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, HAS_BIAS: tl.constexpr, IN_FP32: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    weight = weight_0
+    bias = bias_0
+    out = out_0
+    outputs = outputs_0
+    if tile >= num_tiles_0 + num_tiles_1:
+        weight = weight_2
+        bias = bias_2
+        out = out_2
+        outputs = outputs_2
+        tile -= num_tiles_0 + num_tiles_1
+    elif tile >= num_tiles_0:
+        weight = weight_1
+        bias = bias_1
+        out = out_1
+        outputs = outputs_1
+        tile -= num_tiles_0
+    output = tile.to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
+    row = tl.arange(0, TILE_M)
+    is_row = row < num_rows
+    is_output = output < outputs
+    sums = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for first in range(0, inputs, TILE_K):
+        column = first + tl.arange(0, TILE_K)
+        sums = tl.dot(
+            _block(rows, row, column, is_row, inputs, IN_FP32, False),
+            _block(weight, output, column, is_output, inputs, IN_FP32, True), sums,
+        )  # fmt: skip
+    if HAS_BIAS:
+        sums += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    place = row[:, None] * outputs + output[None, :]
+    tl.store(out + place, sums.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gated(
+    rows, gate, up, out, outputs, num_rows, inputs,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, ACTIVATION: tl.constexpr, IN_FP32: tl.constexpr,
+):  # fmt: skip
+    output = tl.program_id(0).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
+    row = tl.arange(0, TILE_M)
+    is_row = row < num_rows
+    is_output = output < outputs
+    gates = tl.zeros([TILE_M, TILE_N], tl.float32)
+    factors = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for first in range(0, inputs, TILE_K):
+        column = first + tl.arange(0, TILE_K)
+        states = _block(rows, row, column, is_row, inputs, IN_FP32, False)
+        gates = tl.dot(
+            states, _block(gate, output, column, is_output, inputs, IN_FP32, True), gates
+        )
+        factors = tl.dot(
+            states, _block(up, output, column, is_output, inputs, IN_FP32, True), factors
+        )
+    dtype = out.dtype.element_ty
+    active = activated(gates.to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
+    place = row[:, None] * outputs + output[None, :]
+    product = active * factors.to(dtype).to(tl.float32)
+    tl.store(out + place, product.to(dtype), mask=is_row[:, None] & is_output[None, :])
+
+
+BLOCK_M, BLOCK_N, BLOCK_K = (
+    64,
+    32,
+    64,
+)  # rows, outputs and inputs of a tile, the same for every number of rows
+
+
+def invariant_product(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return products of rows, each summed in fp32 in the order of its inputs.  -> [num_rows,
+    outputs]
+
+    Args:
+        rows: [num_rows, inputs].
+        weight: [outputs, inputs], of the dtype of ``rows``; a view of a transposed one is not
+            copied.
+        bias: [outputs]; None: none is added.
+    """
+    rows = rows.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    (num_rows, inputs) = rows.shape
+    outputs = len(weight)
+    out = rows.new_empty(num_rows, outputs)
+    with on_device_of(rows):
+        _product[(triton.cdiv(num_rows, BLOCK_M), triton.cdiv(outputs, BLOCK_N))](
+            rows, weight, out if bias is None else bias, out, num_rows, weight.stride(0), weight.stride(1),
+            INPUTS=inputs, OUTPUTS=outputs, TILE_M=BLOCK_M, TILE_N=BLOCK_N, TILE_K=BLOCK_K,
+            # The interpreter has no products of bf16
+            HAS_BIAS=bias is not None, IN_FP32=rows.is_cpu,
+            # 48 KiB of shared memory at most
+            num_warps=4, num_stages=2 if rows.dtype == torch.float32 else 3,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _product(
+    rows, weight, bias, out, num_rows, output_stride, input_stride,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IN_FP32: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+    output = tl.program_id(1).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
+    is_row = row < num_rows
+    is_output = output < OUTPUTS
+    sums = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for first in range(0, INPUTS, TILE_K):
+        column = first + tl.arange(0, TILE_K)
+        in_row = column < INPUTS
+        row_block = tl.load(
+            rows + row[:, None] * INPUTS + column[None, :],
+            mask=is_row[:, None] & in_row[None, :],
+            other=0.0,
+        )
+        weight_block = tl.load(
+            weight + output[None, :] * output_stride + column[:, None] * input_stride,
+            mask=is_output[None, :] & in_row[:, None], other=0.0,
+        )  # fmt: skip
+        if IN_FP32:
+            row_block = row_block.to(tl.float32)
+            weight_block = weight_block.to(tl.float32)
+        sums = tl.dot(row_block, weight_block, sums, input_precision="ieee")
+    if HAS_BIAS:
+        sums += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    is_stored = is_row[:, None] & is_output[None, :]
+    tl.store(
+        out + row[:, None] * OUTPUTS + output[None, :],
+        sums.to(out.dtype.element_ty),
+        mask=is_stored,
+    )

@@ -1,0 +1,236 @@
+"""Linear layers of the same inputs that one kernel computes for few rows, where that is faster than
+one kernel each.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hf_slospec.cuda.flash_kernels import HALF
+from hf_slospec.cuda.graphs import capturer_for, replayed_s
+from hf_slospec.model.version import PLAIN
+
+logger = logging.getLogger(__name__)
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # attributes of attention layers in transformers
+MEASURED_BYTES = 2**28  # weights of timed layers: more than caches hold
+WORTHWHILE = 0.97  # share of the time of separate kernels
+TOLERANCE = 0.02  # relative; two roundings of bf16 are 0.008
+
+Compute = Callable[
+    [Any, torch.Tensor], Sequence[torch.Tensor]
+]  # takes a layer or a group of layers, and states
+
+
+class Way(NamedTuple):
+    """One kernel for a layer or a group, and the operators that it replaces."""
+
+    fused: Compute
+    plain: Compute
+
+
+class JointProjections:
+    """Query, key and value projections: the first one computes them all, and the others return what
+    it has kept.
+    """
+
+    def __init__(self, model: nn.Module):
+        groups = list(_groups_in(model))
+        by_shape = max_rows(Way(_joint, _separate), [(group, group) for group in groups])
+        self._others = WeakKeyDictionary[
+            nn.Module, list[ref[nn.Linear]]
+        ]()  # by a group's first layer
+        self._others |= {
+            group[0]: [ref(layer) for layer in group[1:]]
+            for group in groups
+            if by_shape[shape_of(group)]
+        }
+        self._by_shape = by_shape
+        # States, their version and the output, by layer.
+        self._kept = WeakKeyDictionary[nn.Module, tuple[torch.Tensor, int | None, torch.Tensor]]()
+
+    def __len__(self) -> int:
+        return len(self._others)
+
+    def __call__(self, original: Callable[..., Any], layer: Any, *given: Any, **named: Any) -> Any:
+        """Return a linear layer's output; the signature is that of fused layers."""
+        states = given[0] if len(given) == 1 and not named else None
+        kept = self._kept.pop(layer, None)
+        if kept is not None and kept[0] is states and kept[1] == _version(states):
+            return kept[2]
+        if states is None or layer not in self._others:
+            return original(layer, *given, **named)
+        others = [other for link in self._others[layer] if (other := link()) is not None]
+        if len(others) < len(self._others[layer]) or any(other in self._kept for other in others):
+            del self._others[layer]  # one was replaced, or is not called with these states
+            for other in others:
+                self._kept.pop(other, None)
+            return original(layer, states)
+        group = [layer, *others]
+        if not _is_group(group, states) or not are_few(
+            states, layer, self._by_shape.get(shape_of(group), 0)
+        ):
+            return original(layer, states)
+        outputs = [
+            out.view(*states.shape[:-1], out.shape[-1])
+            for out in _joint(group, states.flatten(0, -2))
+        ]
+        for other, out in zip(group[1:], outputs[1:], strict=True):
+            self._kept[other] = states, _version(states), out
+        return outputs[0]
+
+
+def are_few(states: torch.Tensor, layer: nn.Linear, most: int) -> bool:
+    """Return whether states are at most so many rows of a layer's inputs, and laid out as the
+    kernels read them.
+    """
+    is_right = states.dim() > 1 and states.shape[-1] == layer.in_features and states.is_contiguous()
+    return is_right and 0 < states.numel() <= most * layer.in_features
+
+
+def is_plain(layer: Any, states: torch.Tensor) -> bool:
+    """Return whether nothing but ``F.linear`` of its own weight and bias would compute this layer."""
+    hooks = nn.modules.module
+    return (
+        type(layer) is nn.Linear
+        and states.dtype in HALF
+        and all(
+            type(own) in PLAIN
+            and (own.dtype, own.device) == (states.dtype, states.device)
+            and own.is_contiguous()
+            for own in (layer.weight, layer.bias)
+            if own is not None
+        )
+        and not ("forward" in layer.__dict__ or hasattr(layer, "_hf_hook"))
+        and not (layer._forward_hooks or layer._forward_pre_hooks)
+        and not (hooks._global_forward_hooks or hooks._global_forward_pre_hooks)
+    )
+
+
+def shape_of(linears: Sequence[nn.Linear]) -> Hashable:
+    """Return a key that linear layers of one group share with those of groups that take as long."""
+    return tuple((layer.in_features, layer.out_features, layer.bias is None) for layer in linears)
+
+
+@torch.no_grad()
+def max_rows(way: Way, layers: Iterable[tuple[Any, Sequence[nn.Linear]]]) -> dict[Hashable, int]:
+    """Return up to how many rows a way is right and faster, as tried with as many as fill a tile;
+    0: never.
+
+    Args:
+        way: the kernel and what it replaces.
+        layers: what its functions take, and the linear layers in it.
+
+    Returns:
+        The number of rows, by the linear layers' shape.
+    """
+    by_shape: dict[Hashable, list[tuple[Any, Sequence[nn.Linear]]]] = {}
+    for each in layers:
+        by_shape.setdefault(shape_of(each[1]), []).append(each)
+    return {shape: _max_rows(way, own) for shape, own in by_shape.items()}
+
+
+def _max_rows(way: Way, layers: Sequence[tuple[Any, Sequence[nn.Linear]]]) -> int:
+    from hf_slospec.cuda.few_row_kernels import MAX_ROWS, MIN_TILE_ROWS
+
+    most = 0
+    size = sum(linear.weight.nbytes for linear in layers[0][1])
+    timed = [layer for layer, _ in layers[: -(-MEASURED_BYTES // size)]]
+    try:
+        for rows in (MIN_TILE_ROWS, MAX_ROWS):
+            states = _random(layers[0][1][0], rows)
+            if not all(
+                _are_close(way.fused(layer, states), way.plain(layer, states))
+                for layer, _ in layers
+            ):
+                break
+            if not is_faster(way, timed, states):
+                break
+            most = rows
+    except Exception as error:  # noqa: BLE001  Triton fails in many ways, and so do captures
+        logger.debug("layers are not computed by one kernel: %r", error)
+    return most
+
+
+def is_faster(way: Way, layers: Sequence[Any], states: torch.Tensor) -> bool:
+    """Return whether one kernel is faster than the operators that it replaces, in captured graphs.
+
+    Outside of graphs the host's time counts, of which one kernel needs less anyway.
+    """
+    if (capturer := _capturer(states.device)) is None:
+        return False
+    fused_s, plain_s = (
+        replayed_s(capturer, functools.partial(_run, compute, layers, states), states.device)
+        for compute in way
+    )
+    return fused_s <= WORTHWHILE * plain_s
+
+
+_capturer = functools.cache(
+    capturer_for
+)  # one stream per device: libraries keep a workspace for each
+
+
+def _run(compute: Compute, layers: Sequence[Any], states: torch.Tensor) -> None:
+    for layer in layers:
+        compute(layer, states)
+
+
+def _groups_in(model: nn.Module) -> Iterator[list[nn.Linear]]:
+    """Yield the projections of each attention layer that one kernel can compute."""
+    for module in model.modules():
+        group: list[Any] = [getattr(module, name, None) for name in PROJECTIONS]
+        if type(group[0]) is nn.Linear and _is_group(group, group[0].weight):
+            yield group
+
+
+def _is_group(group: Sequence[Any], states: torch.Tensor) -> bool:
+    """Return whether one kernel can compute these layers for such states."""
+    return (
+        all(is_plain(layer, states) for layer in group)
+        and len({(layer.in_features, layer.bias is None) for layer in group}) == 1
+    )
+
+
+def _version(states: torch.Tensor | None) -> int | None:
+    """Return what changes whenever a tensor does."""
+    return None if states is None or states.is_inference() else states._version
+
+
+def _joint(group: Sequence[nn.Linear], states: torch.Tensor) -> list[torch.Tensor]:
+    from hf_slospec.cuda.few_row_kernels import joint_products
+
+    return joint_products(
+        states, [layer.weight for layer in group], [layer.bias for layer in group]
+    )
+
+
+def _separate(group: Sequence[nn.Linear], states: torch.Tensor) -> list[torch.Tensor]:
+    return [F.linear(states, layer.weight, layer.bias) for layer in group]
+
+
+def _random(linear: nn.Linear, rows: int) -> torch.Tensor:
+    weight = linear.weight
+    draw = torch.Generator(weight.device).manual_seed(0)
+    return torch.randn(
+        rows, linear.in_features, generator=draw, dtype=weight.dtype, device=weight.device
+    )
+
+
+def _are_close(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    pairs = itertools.zip_longest(found, expected)
+    return all(is_small((a.float() - b.float()).norm(), b.float().norm()) for a, b in pairs)
+
+
+def is_small(error: torch.Tensor, size: torch.Tensor) -> bool:
+    """Return whether a difference is one of rounding only; not if one of the numbers is not finite."""
+    return bool(error <= TOLERANCE * size) and bool(size.isfinite())

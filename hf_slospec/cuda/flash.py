@@ -1,0 +1,360 @@
+"""Merging of attention over disjoint sets of keys by log-sum-exp, in fp32."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from hf_slospec.cuda.graphs import bucket_for
+from hf_slospec.model.batch import AttentionRules, PackedBatch, Plan, Span
+
+
+def merged_attention(
+    query: torch.Tensor,  # [batch, num_queries, head_dim]
+    key: torch.Tensor,  # [batch, num_keys, head_dim]
+    value: torch.Tensor,  # [batch, num_keys, value_dim]
+    # [batch, num_queries, num_keys] f32: 0, or -inf where a query may not attend
+    bias: torch.Tensor,
+    outs: torch.Tensor,  # [batch, num_queries, num_parts, value_dim]: attention over other keys
+    # [batch, num_queries, num_parts] f32: log-sum-exps of outs, -inf where a part has no keys
+    lses: torch.Tensor,
+    rules: AttentionRules,  # sinks are among the parts
+) -> torch.Tensor:
+    """Return attention over these keys and those of the parts, in one softmax.
+
+    A part enters the softmax as one key, with the part's log-sum-exp as score and its out as value;
+    a sink is a part with an out of 0. Every query must attend to at least one key.
+
+    Returns:
+        [batch, num_queries, value_dim] f32.
+    """
+    query = query.float()
+    key_t = key.float().transpose(1, 2)
+    if rules.softcap is None:
+        scores = torch.baddbmm(bias, query, key_t, alpha=rules.scaling)
+    else:
+        scores = rules.capped(query @ key_t * rules.scaling) + bias
+    weights = torch.cat((scores, lses), -1).softmax(-1)
+    num_keys = key.shape[1]
+    parts = (weights[..., num_keys:, None] * outs).sum(-2)
+    return torch.baddbmm(parts, weights[..., :num_keys], value.float())
+
+
+def weigh_sinks(
+    out: torch.Tensor,  # [num_queries, num_heads, value_dim]
+    lse: torch.Tensor,  # [num_queries, num_heads] f32
+    sinks: torch.Tensor,  # [num_heads]: logits that take probability but contribute no value
+) -> torch.Tensor:
+    """Return ``out`` scaled for sinks in the softmax.  -> [num_queries, num_heads, value_dim] f32"""
+    return out.float() * (lse - sinks.float()).sigmoid()[..., None]
+
+
+MAX_DENSE = (
+    64  # longer chains are causal entries, as the work of a dense block is quadratic in its tokens
+)
+# A kernel runs one thread block per entry and head: long ranges are cut until there are enough (an
+# estimate).
+PIECE_KEYS = 512
+ENOUGH_BLOCKS = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """Arguments of one kernel call: ranges of keys, and the queries that see each of them."""
+
+    token_indices: torch.Tensor  # [num_queries] int64, in the batch, entry after entry
+    cu_queries: torch.Tensor  # [num_entries + 1] int32
+    cu_keys: torch.Tensor  # [num_entries + 1] int32, starts at the first range's first slot
+    max_queries: int
+    max_keys: int
+
+    @classmethod
+    def of(cls, ranges: Sequence[tuple[range, slice]], repeats: int = 1) -> Entries:
+        """Return the entries of these ranges.
+
+        Args:
+            ranges: tokens of the batch and the slots they see, in ascending order of slots.
+            repeats: queries per token.
+        """
+        num_queries = []
+        edges = [ranges[0][1].start]
+        for tokens, slots in ranges:
+            if slots.start > edges[-1]:
+                num_queries.append(0)
+                edges.append(slots.start)
+            num_queries.append(len(tokens) * repeats)
+            edges.append(slots.stop)
+        assert all(a <= b for a, b in itertools.pairwise(edges)), "ranges of slots overlap"
+        ends = list(itertools.accumulate(num_queries, initial=0))
+        return cls(
+            torch.tensor([token for tokens, _ in ranges for token in tokens], device="cpu"),
+            torch.tensor(ends, dtype=torch.int32, device="cpu"),
+            torch.tensor(edges, dtype=torch.int32, device="cpu"),
+            max(num_queries),
+            max(slots.stop - slots.start for _, slots in ranges),
+        )
+
+    def padded(self, num_entries: int, max_queries: int, max_keys: int) -> Entries:
+        """Return a copy with empty entries added, ``num_entries`` in all, and with these maxima."""
+        missing = num_entries + 1 - len(self.cu_keys)
+        assert missing >= 0 and max_queries >= self.max_queries and max_keys >= self.max_keys
+        cu_queries, cu_keys = (
+            torch.cat((cu, cu[-1:].expand(missing))) for cu in (self.cu_queries, self.cu_keys)
+        )
+        return Entries(self.token_indices, cu_queries, cu_keys, max_queries, max_keys)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Tokens of several sequences, padded to a rectangle, and the keys that only some of each
+    sequence's tokens see.
+
+    Padding repeats tokens and keys of the same sequence, so that values of one never enter products
+    of another."""
+
+    token_indices: torch.Tensor  # [num_sequences, num_queries] int64, in the batch
+    # [num_sequences, num_keys] int64; num_keys is 0 for single tokens, which see all of one range
+    slots: torch.Tensor
+    # [num_sequences, num_queries, num_keys] bool, True = may attend; or int64, see NewTokens.mask
+    mask: torch.Tensor
+    pieces: (
+        torch.Tensor
+    )  # [num_pieces, num_sequences, num_queries] int64: the queries' indices in the entries
+    is_empty: (
+        torch.Tensor | None
+    )  # [num_pieces, num_sequences, num_queries] bool: pieces without keys; None: none
+    real_queries: (
+        torch.Tensor | None
+    )  # [num_real] int64, of num_sequences * num_queries: not padding; None: all
+    real_token_indices: torch.Tensor  # [num_real] int64, in the batch
+    bias: torch.Tensor | None = (
+        None  # [num_sequences * num_kv_heads, num_queries * groups, num_keys] f32: 0 or -inf
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Tokens whose keys are split: ranges that all tokens of a sequence see, and blocks of the
+    other keys.
+    """
+
+    entries: Entries | None  # one per range, query heads folded; None if all ranges are empty
+    blocks: list[Block]
+    groups: int  # query heads per KV head
+    num_kv_heads: int
+
+    def with_bias(self, seen: torch.Tensor | None = None) -> Split:
+        """Return a copy with each block's mask as an additive bias for its folded query heads."""
+        masks = [block.mask if seen is None else seen[block.mask] for block in self.blocks]
+        pairs = zip(self.blocks, masks, strict=True)
+        return replace(
+            self, blocks=[replace(block, bias=self._bias(mask)) for block, mask in pairs]
+        )
+
+    def _bias(self, mask: torch.Tensor) -> torch.Tensor:
+        bias = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
+        heads = bias[:, None, :, None].expand(-1, self.num_kv_heads, -1, self.groups, -1)
+        return heads.flatten(2, 3).flatten(0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Packing(Plan):
+    """Kernel calls and dense blocks of a batch, for layers of one kind."""
+
+    chains: Entries | None
+    split: Split | None
+
+    def completed(self, seen: torch.Tensor | None = None) -> Packing:
+        """Return a copy with biases, which are made on the layers' device, as they are larger than
+        their masks.
+        """
+        return self if self.split is None else replace(self, split=self.split.with_bias(seen))
+
+
+def pack(batch: PackedBatch, window: int | None, num_heads: int, num_kv_heads: int) -> Packing:
+    """Return the packing of a batch for layers with this window and these numbers of heads, made on
+    the host.
+    """
+    in_order = sorted(zip(batch.spans, batch.visible, strict=True), key=lambda pair: pair[1].start)
+    chains = [pair for pair in in_order if _is_long_chain(pair[0])]
+    split = [pair for pair in in_order if not _is_long_chain(pair[0])]
+    return Packing(
+        Entries.of([(range(span.begin, span.end), slots) for span, slots in chains])
+        if chains
+        else None,
+        _split(split, window, num_heads // num_kv_heads, num_kv_heads, batch.is_padded)
+        if split
+        else None,
+    )
+
+
+def _is_long_chain(span: Span) -> bool:
+    return span.is_chain and span.num_tokens > MAX_DENSE
+
+
+def _split(
+    spans: list[tuple[Span, slice]],
+    window: int | None,
+    groups: int,
+    num_kv_heads: int,
+    is_padded: bool,
+) -> Split:
+    common = [_common(span, slots, window) for span, slots in spans]
+    longest = max(slots.stop - slots.start for slots in common)
+    if is_padded:
+        longest = max(PIECE_KEYS, 1 << max(longest - 1, 0).bit_length())
+    num_pieces = min(
+        -(-longest // PIECE_KEYS), max(1, ENOUGH_BLOCKS // (len(spans) * num_kv_heads))
+    )
+    ranges: list[tuple[range, slice]] = []
+    by_size: dict[int, list[_Part]] = {}
+    num_queries = 0
+    for (span, slots), seen in zip(spans, common, strict=True):
+        pieces = _cut(seen, num_pieces)
+        ranges += [(range(span.begin, span.end), piece) for piece in pieces]
+        part = _Part.of(
+            span, slots, seen, window, num_queries, [piece.start == piece.stop for piece in pieces]
+        )
+        # One block per power of four of keys, so that a large tree does not pad all small ones to
+        # its size.
+        size = ((len(part.slots) - 1).bit_length() // 2) if len(part.slots) else -1
+        by_size.setdefault(0 if is_padded else size, []).append(part)
+        num_queries += num_pieces * span.num_tokens
+    entries = Entries.of(ranges, groups) if num_pieces else None
+    if is_padded and entries is not None:
+        max_tokens = bucket_for(max(span.num_tokens for span, _ in spans))
+        entries = entries.padded(2 * len(ranges), max_tokens * groups, -(-longest // num_pieces))
+    return Split(
+        entries, [_block(parts, is_padded) for parts in by_size.values()], groups, num_kv_heads
+    )
+
+
+def _common(span: Span, slots: slice, window: int | None) -> slice:
+    """Return a range of slots that every token of the span sees."""
+    if span.num_staged == 1:  # a single token also sees itself
+        return slice(
+            slots.start if window is None else max(slots.start, slots.stop - window), slots.stop
+        )
+    length = span.sequence.length
+    # Positions are on the device, so this is a bound: no token is further from the root than
+    # num_staged.
+    dropped = 0 if window is None else min(max(length + span.num_staged - window, 0), length)
+    return slice(slots.start + dropped, slots.start + length)
+
+
+def _cut(slots: slice, num_pieces: int) -> list[slice]:
+    num_keys = slots.stop - slots.start
+    edges = [
+        slots.start + num_keys * piece // max(num_pieces, 1) for piece in range(num_pieces + 1)
+    ]
+    return [slice(start, stop) for start, stop in itertools.pairwise(edges)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """One sequence's tokens in a block."""
+
+    span: Span
+    slots: np.ndarray  # [num_keys] int64: slots that only some of the tokens see
+    last_slot: int  # its last visible slot, with which ``slots`` are padded
+    mask: torch.Tensor  # [num_tokens, num_keys] bool
+    first_query: int  # index in the entries; queries there are ordered by piece, then token
+    is_empty: list[bool]  # by piece
+
+    @classmethod
+    def of(
+        cls,
+        span: Span,
+        slots: slice,
+        common: slice,
+        window: int | None,
+        first_query: int,
+        is_empty: list[bool],
+    ) -> _Part:
+        staged = np.arange(common.stop, slots.stop)
+        if window is None or not len(staged):
+            return cls(
+                span,
+                staged,
+                slots.stop - 1,
+                span.staged_mask[:, : len(staged)],
+                first_query,
+                is_empty,
+            )
+        first_common = common.start - slots.start
+        first = min(
+            max(span.sequence.length - window + 1, 0), first_common
+        )  # no token sees a slot before it
+        edge = torch.arange(first, first_common, device=span.staged_mask.device)
+        key_positions = torch.cat((edge, span.staged_positions))
+        is_near = span.staged_positions[-span.num_tokens :, None] - key_positions[None, :] < window
+        is_seen = F.pad(span.staged_mask_for(window), (len(edge), 0), value=True)
+        some = np.concatenate((np.arange(slots.start + first, common.start), staged))
+        return cls(span, some, slots.stop - 1, is_near * is_seen, first_query, is_empty)
+
+
+def _block(parts: list[_Part], is_padded: bool) -> Block:
+    num_queries = max(part.span.num_tokens for part in parts)
+    num_keys = max(len(part.slots) for part in parts)
+    if is_padded:
+        num_queries = bucket_for(num_queries)
+        num_keys = bucket_for(num_keys) if num_keys else 0
+    num_tokens = np.array([part.span.num_tokens for part in parts])
+    token_offsets = np.minimum(
+        np.arange(num_queries), num_tokens[:, None] - 1
+    )  # [num_sequences, num_queries]
+    token_indices = token_offsets + np.array([part.span.begin for part in parts])[:, None]
+    slots = np.array([part.last_slot for part in parts])[:, None].repeat(num_keys, 1)
+    for part_slots, part in zip(slots, parts, strict=True):
+        part_slots[: len(part.slots)] = part.slots
+    num_pieces = len(parts[0].is_empty)
+    first_query = np.array([part.first_query for part in parts])[:, None]
+    pieces = [
+        token_offsets + first_query + piece * num_tokens[:, None] for piece in range(num_pieces)
+    ]
+    is_empty = np.array([part.is_empty for part in parts], dtype=np.bool_).reshape(
+        len(parts), num_pieces
+    )
+    are_empty = np.broadcast_to(is_empty.T[..., None], (num_pieces, *token_offsets.shape))
+    is_real = np.arange(num_queries) < num_tokens[:, None]
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array.copy())  # owns its memory, contiguous
+
+    return Block(
+        tensor(token_indices),
+        tensor(slots),
+        _stacked([part.mask for part in parts], num_queries, num_keys),
+        tensor(np.array(pieces, dtype=np.int64).reshape(num_pieces, *token_offsets.shape)),
+        tensor(are_empty) if is_padded or is_empty.any() else None,
+        None if is_real.all() and not is_padded else tensor(np.flatnonzero(is_real)),
+        tensor(token_indices[is_real]),
+    )
+
+
+def _stacked(masks: Sequence[torch.Tensor], num_queries: int, num_keys: int) -> torch.Tensor:
+    """Return masks padded to one size, [num_masks, num_queries, num_keys]; neighbours of one shape
+    are padded at once.
+
+    Padding repeats the last query, which attends to some key, and adds masked keys.
+    """
+    groups = [
+        torch.stack(list(group))
+        for _, group in itertools.groupby(masks, key=lambda mask: mask.shape)
+    ]
+    padded = [_padded(group, num_queries, num_keys) for group in groups]
+    return padded[0] if len(padded) == 1 else torch.cat(padded)
+
+
+def _padded(masks: torch.Tensor, num_queries: int, num_keys: int) -> torch.Tensor:
+    num_masks, real_queries, keys = masks.shape
+    if real_queries < num_queries:
+        masks = torch.cat(
+            (masks, masks[:, -1:].expand(num_masks, num_queries - real_queries, keys)), dim=1
+        )
+    return F.pad(masks, (0, num_keys - keys)) if keys < num_keys else masks

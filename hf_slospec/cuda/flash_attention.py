@@ -1,0 +1,202 @@
+"""Attention by flash-attention kernels over keys that all tokens of a sequence see, dense over the
+others.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from hf_slospec.cuda.flash import Block, Entries, Packing, merged_attention, pack, weigh_sinks
+from hf_slospec.cuda.flash_kernels import FlashKernel, kernel_on
+from hf_slospec.model.attention.sdpa import sdpa_attention
+from hf_slospec.model.batch import AttentionLayer, AttentionRules, Plans
+from hf_slospec.model.transfer import aligned
+
+logger = logging.getLogger(__name__)
+
+MAX_DIM, DIM_STEP = (
+    256,
+    8,
+)  # head sizes of FlashAttention-2 and torch's version of it: multiples of 8 up to 256
+
+
+def kernel_for(layer: AttentionLayer) -> FlashKernel | str:
+    """Return the kernel for a layer with this K/V shape, or the reason why there is none."""
+    if layer.is_own:
+        return "the model's layers attend by themselves"
+    key = layer.shape.key
+    value = layer.shape.value
+    # A latent layer attends with K and V of other sizes than it caches.
+    dims = (DIM_STEP, DIM_STEP) if layer.is_latent else (key.dim, value.dim)
+    return _kernel_for(
+        key.device,
+        (key.dtype, value.dtype),
+        dims,
+        has_softcap=False,
+        is_chunked=layer.chunk is not None,
+    )
+
+
+def _kernel_for(
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
+    dims: tuple[int, int],
+    has_softcap: bool,
+    is_chunked: bool,
+) -> FlashKernel | str:
+    if is_chunked:
+        return "no kernel has chunked attention"
+    if len(set(dtypes)) > 1:
+        return f"queries, keys and values differ in dtype: {dtypes}"
+    key_dim, value_dim = dims
+    if key_dim != value_dim or key_dim > MAX_DIM or key_dim % DIM_STEP:
+        return f"no kernel takes heads of size {key_dim} with values of size {value_dim}"
+    return kernel_on(device, dtypes[0], key_dim, has_softcap)
+
+
+class FlashAttention:
+    """The ``flash`` backend; layers that no kernel supports use ``sdpa``, with a debug log."""
+
+    def __init__(self, kernel_names: str):
+        self.__name__ = (
+            f"flash_attention[{kernel_names}]"  # step-time profiles are stored under this name
+        )
+        self._kernels: dict[tuple[object, ...], FlashKernel | str] = {}
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: Plans,
+        rules: AttentionRules,
+    ) -> torch.Tensor:
+        kernel = self._kernel(query, keys, values, rules)
+        if isinstance(kernel, str):
+            return sdpa_attention(query, keys, values, batch, rules)
+        keys = aligned(keys)
+        values = aligned(values)
+        packing: Packing = batch.plan(
+            pack, query.device, rules.window, query.shape[0], keys.shape[1]
+        )
+        query = query.transpose(0, 1)
+        out = query.new_empty(query.shape)  # contiguous, because the layer reshapes it next
+        if packing.chains is not None:
+            attended = _attend_chains(kernel, query, keys, values, packing.chains, rules)
+            out[packing.chains.token_indices] = attended.to(out.dtype)
+        if packing.split is not None:
+            entries = packing.split.entries
+            parts = None
+            if entries is not None:
+                parts = _attend_ranges(
+                    kernel, query[entries.token_indices], keys, values, entries, rules
+                )
+            for block in packing.split.blocks:
+                attended = _attend_block(query, keys, values, block, parts, rules).flatten(0, 1)
+                attended = attended if block.real_queries is None else attended[block.real_queries]
+                out[block.real_token_indices] = attended.to(out.dtype)
+        return out
+
+    def _kernel(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rules: AttentionRules
+    ) -> FlashKernel | str:
+        dtypes = (query.dtype, keys.dtype, values.dtype)
+        dims = (query.shape[-1], values.shape[-1])
+        key = query.device, dtypes, dims, rules.softcap is not None, rules.chunk is not None
+        if key not in self._kernels:
+            kernel = self._kernels[key] = _kernel_for(*key)
+            if isinstance(kernel, str):
+                logger.debug("sdpa instead of flash attention: %s", kernel)
+        return self._kernels[key]
+
+
+def _attend_chains(
+    kernel: FlashKernel,
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    entries: Entries,
+    rules: AttentionRules,
+) -> torch.Tensor:
+    """Return attention of the tokens of long chains.  -> [num_queries, num_heads, head_dim]"""
+    out, lse = kernel(query[entries.token_indices], keys, values, entries, True, rules)
+    return out if rules.sinks is None else weigh_sinks(out, lse.T, rules.sinks)
+
+
+def _attend_ranges(
+    kernel: FlashKernel,
+    query: torch.Tensor,  # [num_queries, num_heads, head_dim]
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    entries: Entries,
+    rules: AttentionRules,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention over ranges of keys that all tokens of a sequence see, and its log-sum-exp.
+
+    Query heads that share a KV head are folded into its queries, so that its keys are read once.
+
+    Returns:
+        out [num_queries, groups, num_kv_heads, head_dim] and lse [num_kv_heads, num_queries,
+        groups] f32.
+    """
+    grouped = query.unflatten(1, (keys.shape[1], -1)).transpose(
+        1, 2
+    )  # [num_queries, groups, num_kv_heads, head_dim]
+    out, lse = kernel(grouped.flatten(0, 1), keys, values, entries, False, rules)
+    groups = grouped.shape[1]
+    return out.unflatten(0, (-1, groups)), lse.unflatten(1, (-1, groups))
+
+
+def _attend_block(
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    block: Block,
+    parts: tuple[torch.Tensor, torch.Tensor] | None,  # results of _attend_ranges
+    rules: AttentionRules,
+) -> torch.Tensor:
+    """Return attention of a block's tokens.  -> [num_sequences, num_queries, num_heads, head_dim]"""
+    (num_sequences, num_queries) = block.token_indices.shape
+    num_kv_heads = keys.shape[1]
+    shape = num_sequences, num_kv_heads, num_queries, query.shape[1] // num_kv_heads  # groups last
+
+    # Query heads that share a KV head are folded into its queries here too.
+    def folded(tensor: torch.Tensor) -> torch.Tensor:
+        """Reshape [num_sequences, num_kv_heads, num_queries, groups, *] to merge dimensions 0 and
+        1, and 2 and 3.
+        """
+        return tensor.flatten(2, 3).flatten(0, 1)
+
+    outs = query.new_empty(
+        num_sequences * num_kv_heads, num_queries * shape[-1], 0, query.shape[-1]
+    )
+    lses = query.new_empty(outs.shape[:3], dtype=torch.float32)
+    if parts is not None:
+        out = parts[0][block.pieces]
+        lse = parts[1][:, block.pieces]
+        if (
+            block.is_empty is not None
+        ):  # without keys, a kernel's lse is +inf, -inf or 0, and its out is arbitrary
+            out = out.masked_fill(block.is_empty[..., None, None, None], 0.0)
+            lse = lse.masked_fill(block.is_empty[None, ..., None], -torch.inf)
+        outs = folded(out.permute(1, 4, 2, 3, 0, 5))
+        lses = folded(lse.permute(2, 0, 3, 4, 1))
+    if rules.sinks is not None:
+        sink = rules.sinks.float().view(1, num_kv_heads, 1, -1, 1).expand(*shape, 1)
+        lses = torch.cat((lses, folded(sink)), -1)
+        outs = torch.cat((outs, outs.new_zeros(*outs.shape[:2], 1, outs.shape[-1])), 2)
+    if (
+        outs.shape[2] == 1 and not block.slots.shape[1]
+    ):  # single tokens with one piece of keys: nothing to merge
+        merged = outs[:, :, 0]
+    else:
+        assert block.bias is not None, "a plan is used before completed()"
+        queries = folded(
+            query[block.token_indices].unflatten(2, (num_kv_heads, -1)).transpose(1, 2)
+        )
+        key, value = (kv[block.slots].transpose(1, 2).flatten(0, 1) for kv in (keys, values))
+        merged = merged_attention(queries, key, value, block.bias, outs, lses, rules)
+    attended: torch.Tensor = merged.unflatten(1, shape[2:]).unflatten(0, shape[:2])
+    return attended.transpose(1, 2).flatten(2, 3)

@@ -1,0 +1,275 @@
+"""The ``triton`` backend: one kernel for committed keys and trees."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from hf_slospec.cuda.flash_kernels import HALF
+from hf_slospec.errors import UnsupportedOptionError
+from hf_slospec.model.attention.sdpa import masked_attention, sdpa_attention
+from hf_slospec.model.batch import (
+    AttentionLayer,
+    AttentionRules,
+    CachedSequence,
+    PackedBatch,
+    Plan,
+    Plans,
+    Span,
+)
+
+MIN_ROWS, MAX_ROWS = (
+    16,
+    64,
+)  # rows per tile: the minimum of tensor cores, and as many as registers suffice for
+MIN_WIDTH = 16  # least number of columns of a padded mask
+COLUMNS = (
+    "start",
+    "prefix_len",
+    "num_staged",
+    "first_token",
+    "num_tokens",
+    "offset",
+    "sequence",
+    "is_chain",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class TreePlan(Plan):
+    """Tokens of a packed batch in tiles, each with tokens of one sequence; a kernel's program
+    computes one tile.
+
+    ``start`` is the sequence's first slot in the layer's K and V; ``prefix_len`` committed and
+    ``num_staged`` staged tokens follow. The tile's first token has the index ``first_token`` in the
+    batch, and ``offset`` among the sequence's tokens in the batch. Tiles of 0 tokens are padding.
+
+    With ``paths``, ``num_staged`` of a tree's tile is that of its tokens with the longest path.
+    """
+
+    tiles: torch.Tensor  # [num_tiles, len(COLUMNS)] int32
+    # [num_tokens, width] bool, among staged tokens, True = may attend; or int64, see NewTokens. Not
+    # read for chains.
+    mask: torch.Tensor
+    positions: (
+        torch.Tensor | None
+    )  # [num_tokens] int32; None: the layer's attention does not depend on positions
+    staged_positions: torch.Tensor | None  # [num_sequences, width] int32
+    # [num_tokens, 1 + longest] int32: number of staged tokens on the token's path, then their
+    # indices among the sequence's, read in place of the mask; None: the mask is read
+    paths: torch.Tensor | None
+    num_rows: int  # rows per tile: query heads that share a KV head, times tokens
+
+    def completed(self, seen: torch.Tensor | None = None) -> TreePlan:
+        """Return the plan with its mask looked up in ``seen``."""
+        return self if seen is None else replace(self, mask=seen[self.mask])
+
+
+def plan_tree(
+    batch: PackedBatch, has_window: bool, by_position: bool, groups: int, by_path: bool = False
+) -> TreePlan:
+    """Return the tiles of a batch, made on the host.
+
+    The plan's sizes depend on the batch's numbers of tokens and sequences and, rounded up, on its
+    largest tree.
+
+    Args:
+        has_window: for layers with a sliding window.
+        by_position: for layers with a window, or with chunks.
+        groups: query heads per KV head.
+        by_path: with ``paths``, and with a number of rows that does not depend on the batch, which
+            is not padded.
+    """
+    spans = batch.spans
+    num_tokens = spans[-1].end
+    width = max((span.num_staged for span in spans if not span.is_chain or by_position), default=1)
+    if batch.is_padded:
+        width = max(MIN_WIDTH, 1 << (width - 1).bit_length())
+    is_small = groups <= MIN_ROWS if by_path else groups * num_tokens <= MIN_ROWS * len(spans)
+    num_rows = MIN_ROWS if is_small else MAX_ROWS  # one kernel is compiled for each
+    tokens_per_tile = num_rows // groups
+    tiles = [
+        (slots.start, span.num_visible - span.num_staged, span.num_staged, span.begin + offset,
+         min(tokens_per_tile, span.num_tokens - offset), offset, sequence, span.is_chain)
+        for sequence, (span, slots) in enumerate(zip(spans, batch.visible, strict=True))
+        for offset in range(0, span.num_tokens, tokens_per_tile)
+    ]  # fmt: skip
+    num_tiles = num_tokens // tokens_per_tile + len(spans) if batch.is_padded else len(tiles)
+    array = np.zeros((num_tiles, len(COLUMNS)), dtype=np.int32)
+    array[: len(tiles)] = tiles
+    masks = [
+        None if span.is_chain else span.staged_mask_for(0 if has_window else None) for span in spans
+    ]
+    mask = _mask(spans, masks, width)
+    positions = staged_positions = paths = None
+    if by_position:
+        positions = torch.cat([span.staged_positions[-span.num_tokens :] for span in spans]).int()
+        staged_positions = _stacked([span.staged_positions for span in spans], width).int()
+    if by_path:
+        paths = _paths(mask.cpu())
+        lengths = np.maximum.reduceat(paths[:, 0].numpy(), array[:, 3])  # each tile's longest path
+        array[:, 2] = np.where(array[:, 7], array[:, 2], lengths)
+    return TreePlan(torch.from_numpy(array), mask, positions, staged_positions, paths, num_rows)
+
+
+def _paths(mask: torch.Tensor) -> torch.Tensor:
+    """Return for each row of a mask the number of its true columns, then their indices.  ->
+    [num_tokens, *] int32
+    """
+    lengths = mask.sum(1)
+    (rows, columns) = mask.nonzero(as_tuple=True)
+    paths = torch.zeros(len(mask), 1 + int(lengths.max()), dtype=torch.int32, device="cpu")
+    paths[:, 0] = lengths
+    paths[rows, 1 + torch.arange(len(rows), device="cpu") - (lengths.cumsum(0) - lengths)[rows]] = (
+        columns.int()
+    )
+    return paths
+
+
+def _mask(spans: list[Span], masks: list[torch.Tensor | None], width: int) -> torch.Tensor:
+    """Return the masks below each other.  -> [num_tokens, width], of their dtype"""
+    given = [mask for mask in masks if mask is not None]
+    if (
+        given and not given[0].is_cpu
+    ):  # draft levels that run eagerly: as few operations as possible
+        rows = [
+            spans[i].staged_mask[:, :width] if mask is None else mask
+            for i, mask in enumerate(masks)
+        ]
+        if len({row.shape[1] for row in rows}) > 1:
+            rows = [F.pad(row, (0, width - row.shape[1])) for row in rows]
+        whole = torch.cat(rows)
+        return F.pad(whole, (0, width - whole.shape[1])) if whole.shape[1] < width else whole
+    whole = torch.zeros(
+        spans[-1].end, width, dtype=given[0].dtype if given else torch.bool, device="cpu"
+    )
+    for span, mask in zip(spans, masks, strict=True):
+        if mask is not None:
+            whole[span.begin : span.end, : mask.shape[1]] = mask
+    return whole
+
+
+def _stacked(rows: list[torch.Tensor], width: int) -> torch.Tensor:
+    """Return rows of different lengths below each other, padded with 0.  -> [num_rows, width]"""
+    if len({len(row) for row in rows}) > 1:
+        return torch.stack([F.pad(row, (0, width - len(row))) for row in rows])
+    stacked = torch.stack(rows)
+    return F.pad(stacked, (0, width - stacked.shape[1])) if stacked.shape[1] < width else stacked
+
+
+logger = logging.getLogger(__name__)
+
+MAX_DIM = 256  # head size: larger ones do not fit into a multiprocessor's shared memory
+VOLTA = (7, 0)  # compute capability; Triton compiles for none below
+TRIAL_TOLERANCE = 0.05  # absolute: values are of order one, and bf16 rounds to 8 bits
+
+
+def why_no_kernel(layer: AttentionLayer) -> str | None:
+    """Return why the kernel cannot be used for a layer; None if it can."""
+    if layer.is_own:
+        return "the model's layers attend by themselves"
+    key = layer.shape.key
+    value = layer.shape.value
+    if key.dtype != value.dtype:
+        return f"keys are {key.dtype} and values {value.dtype}"
+    # A latent layer attends with K and V of other sizes than it caches.
+    return _why_no_kernel(
+        key.device, key.dtype, *((16, 16) if layer.is_latent else (key.dim, value.dim))
+    )
+
+
+@functools.cache
+def _why_no_kernel(
+    device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int
+) -> str | None:
+    if device.type != "cuda":
+        return f"the kernel needs a CUDA device, and this is {device.type}"
+    if dtype not in HALF:
+        return f"the kernel does not compute in {dtype}"
+    if torch.cuda.get_device_capability(device) < VOLTA:
+        return f"{torch.cuda.get_device_name(device)} is older than Volta (compute capability 7.0)"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if max(key_dim, value_dim) > MAX_DIM:
+        return f"heads of size {key_dim} with values of size {value_dim} are larger than {MAX_DIM}"
+    try:
+        worst = trial_error(device, dtype, key_dim, value_dim)
+    except Exception as error:  # noqa: BLE001  Triton fails in many ways, such as without a C compiler
+        return f"the kernel failed in a trial with {error!r}"
+    return (
+        None if worst <= TRIAL_TOLERANCE else f"the kernel was off by {worst:.2g} in a trial"
+    )  # also NaN
+
+
+def trial_error(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> float:
+    """Return the largest difference between the kernel and the reference in fp32 on a small batch."""
+    tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool, device="cpu")
+    spans = [
+        Span(CachedSequence(1, 20, length=9), 0, 3, tree, torch.tensor([9, 10, 10], device="cpu")),
+        Span(
+            CachedSequence(22, 70),
+            3,
+            68,
+            torch.ones(65, 65, device="cpu").tril().bool(),
+            torch.arange(65, device="cpu"),
+            is_chain=True,
+        ),
+    ]
+    batch = PackedBatch(spans, [span.visible for span in spans])
+    draw = torch.Generator().manual_seed(0)
+    query, keys, values = (
+        torch.randn(shape, generator=draw, device="cpu").to(device, dtype)
+        for shape in ((4, 68, key_dim), (96, 2, key_dim), (96, 2, value_dim))
+    )
+    sinks = torch.randn(4, generator=draw, device="cpu").to(device)
+    worst = 0.0
+    for rules in (AttentionRules(key_dim**-0.5), AttentionRules(key_dim**-0.5, 5, 3.0, sinks)):
+        out = TreeAttention()(query, keys, values, batch, rules)
+        expected = masked_attention(query.float(), keys.float(), values.float(), batch, rules)
+        worst = max(worst, float((out.float() - expected).abs().max().nan_to_num(nan=torch.inf)))
+    return worst
+
+
+class TreeAttention:
+    """The ``triton`` backend; layers with too many query heads per KV head, or too large heads, use
+    ``sdpa``.
+
+    With ``by_path``, the bits of a token's result depend on its path only, and such layers are
+    refused."""
+
+    __name__ = "tree_attention[triton]"  # step-time profiles are stored under this name
+
+    def __init__(self, by_path: bool = False):
+        self.by_path = by_path
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: Plans,
+        rules: AttentionRules,
+    ) -> torch.Tensor:
+        groups = query.shape[0] // keys.shape[1]
+        is_same = query.dtype == keys.dtype == values.dtype
+        if groups > MAX_ROWS or max(query.shape[-1], values.shape[-1]) > MAX_DIM or not is_same:
+            why = f"{groups} query heads per KV head, {query.dtype}, {values.shape}"
+            if self.by_path:
+                raise UnsupportedOptionError(
+                    f'exact="self" is not available for a layer with {why}; leave exact out'
+                )
+            logger.debug("sdpa instead of the kernel: %s", why)
+            return sdpa_attention(query, keys, values, batch, rules)
+        # Imported here: Triton comes with torch for CUDA only.
+        from hf_slospec.cuda.tree_kernels import tree_attention
+
+        has_window = rules.window is not None
+        kind = has_window, has_window or rules.chunk is not None, groups, self.by_path
+        plan: TreePlan = batch.plan(plan_tree, query.device, *kind)
+        return tree_attention(query, keys, values, plan, rules)

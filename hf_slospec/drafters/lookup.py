@@ -1,0 +1,178 @@
+"""Acceptance probabilities of proposals without a model, given the noise of sampled requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from math import exp, inf
+
+import numpy as np
+import torch
+
+from hf_slospec.drafters.methods import DraftMethod, Room
+from hf_slospec.engine.interfaces import Drafter, Plan
+from hf_slospec.heads.past_answers import END, PastAnswers
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.transfer import to_device
+from hf_slospec.request.request import Request
+from hf_slospec.tree.tree import ROOT, TokenTree
+
+
+class ForeseenNoise:
+    """Noise of one request's proposed tokens, if it is known."""
+
+    def __init__(self, request: Request, proposed: Sequence[Collection[int]]):
+        """Read the noise of the tokens ``proposed[depth - 1]`` at every depth, with one copy from
+        the device.
+        """
+        self._is_known = request.noise is not None
+        self._noise = _noise_of(request, proposed)
+
+    def given(self, prob: float, depth: int, token: int) -> float:
+        """Return the probability that the target takes a proposal, given its noise if that is
+        known.
+
+        ``prob`` is the probability without the noise; ``depth`` is at least 1.
+        """
+        if not self._is_known or prob <= 0.0:
+            return prob
+        return exp(-self._noise.get((depth, token), inf) * (1.0 - prob) / prob)
+
+
+def _noise_of(
+    request: Request, proposed: Sequence[Collection[int]]
+) -> dict[tuple[int, int], float]:
+    """Return the noise of proposed tokens by depth and token; empty if it is not known."""
+    if request.noise is None or not proposed:
+        return {}
+    noise = torch.stack(
+        [request.noise.after(depth) for depth in range(len(proposed))]
+    )  # [depth, vocab]
+    size = noise.shape[1]  # some models have embeddings of more tokens than they have logits of
+    known = [
+        (depth, token)
+        for depth, tokens in enumerate(proposed)
+        for token in sorted(tokens)
+        if token < size
+    ]
+    index = to_device(
+        torch.tensor(
+            [depth * size + token for depth, token in known], dtype=torch.int64, device="cpu"
+        ),
+        noise.device,
+    )
+    return {
+        (depth + 1, token): q
+        for (depth, token), q in zip(known, noise.flatten()[index].tolist(), strict=True)
+    }
+
+
+MAX_NGRAM = (
+    3  # longest n-gram of last tokens that is looked up; if it does not occur, shorter ones are
+)
+TRUST = 0.7  # conditional probability of a token on which all matches agree
+
+
+class PromptLookupDrafter(Drafter):
+    """Prompt lookup, with several matches as branches of a tree.
+
+    Every earlier occurrence of the request's last tokens, in its text and in past answers to its
+    prompt, proposes the tokens that followed it. Continuations are merged into a tree; a child's
+    conditional probability is its share of its parent's matches, times :data:`TRUST`. If the noise
+    of a sampled request is known, it is the probability given that noise.
+    """
+
+    def __init__(
+        self,
+        max_ngram: int = MAX_NGRAM,
+        max_depth: int | None = None,
+        past: PastAnswers | None = None,
+    ):
+        """Make a drafter.
+
+        Args:
+            max_ngram: maximum number of last tokens that are looked up.
+            max_depth: maximum depth of trees; None: only the plan bounds it.
+            past: answers; those to the request's prompt are looked up, too, and the drafter's own
+                are added.
+        """
+        self.max_ngram = max_ngram
+        self.max_depth = max_depth
+        self.past = past
+
+    def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+        return [self._tree(request, plan) for request in requests]
+
+    def release(self, request: Request) -> None:
+        """End the request's answer, if past ones are kept."""
+        if self.past is not None:
+            self.past.end(request)
+
+    def _tree(self, request: Request, plan: Plan) -> TokenTree:
+        # Level by level; each node comes with the continuations that pass through it.
+        tokens, max_depth = (
+            request.tokens,
+            plan.depth if self.max_depth is None else min(plan.depth, self.max_depth),
+        )
+        searched = np.array(tokens)
+        if self.past is not None:
+            searched = np.concatenate((self.past.before(request), searched))
+        matches = continuations(searched, max_depth, self.max_ngram)
+        noise = ForeseenNoise(request, [set(level) - {None} for level in zip_longest(*matches)])
+        layer = [(ROOT, 1.0, matches)]
+        nodes = [tokens[-1]]
+        parents = [-1]
+        depths = [0]
+        path_probs = [1.0]
+        for depth in range(1, max_depth + 1):
+            children = []
+            for parent, path_prob, runs in layer:
+                going_on = [run for run in runs if len(run) >= depth]
+                for token, count in Counter(run[depth - 1] for run in going_on).items():
+                    through = [run for run in going_on if run[depth - 1] == token]
+                    prob = noise.given(TRUST * count / len(runs), depth, token)
+                    children.append((parent, path_prob * prob, token, through))
+            children.sort(
+                key=lambda child: -child[1]
+            )  # stable: among equals the latest match is first
+            layer = []
+            for parent, path_prob, token, through in children[: plan.width]:
+                layer.append((len(nodes), path_prob, through))
+                nodes.append(token)
+                parents.append(parent)
+                depths.append(depth)
+                path_probs.append(path_prob)
+        return TokenTree(np.array(nodes), np.array(parents), np.array(depths), np.array(path_probs))
+
+
+def continuations(tokens: np.ndarray, depth: int, max_ngram: int = MAX_NGRAM) -> list[list[int]]:
+    """Return up to ``depth`` tokens behind every earlier occurrence of the longest last n-gram that
+    has one.
+
+    The latest occurrence comes first. Texts before the last one end with ``END``.
+    """
+    for length in range(min(max_ngram, len(tokens) - 1), 0, -1):
+        windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], length)
+        begins = np.flatnonzero((windows == tokens[-length:]).all(axis=1)) + length
+        if len(begins):
+            runs = [tokens[begin : begin + depth].tolist() for begin in begins[::-1]]
+            return [run[: run.index(END)] if END in run else run for run in runs]
+    return []
+
+
+@dataclass(frozen=True, repr=False)
+class LookupMethod(DraftMethod):
+    """Prompt lookup."""
+
+    max_ngram: int = MAX_NGRAM
+    max_depth: int | None = None
+    past: PastAnswers | None = None
+
+    @property
+    def kind(self) -> str:
+        return "prompt lookup"
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        return PromptLookupDrafter(self.max_ngram, self.max_depth, self.past)

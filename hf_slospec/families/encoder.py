@@ -1,0 +1,136 @@
+"""Calls of encoder-decoders: what the decoders of target and draft attend to, for every row."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from transformers import PreTrainedModel
+from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
+
+from hf_slospec.errors import UnsupportedInputError, UnsupportedOptionError
+from hf_slospec.model.batch import Encoded
+from hf_slospec.model.properties import attends_to_encoder, given_cache
+from hf_slospec.model.run import encode
+
+ENCODER_INPUTS = {
+    "encoder_outputs",
+    "attention_mask",
+    "inputs_embeds",
+}  # what stock passes on for the encoder
+# Draft -> targets whose encoder has the same weights; a wrong entry, after training, costs
+# acceptance only.
+_same_encoder = WeakKeyDictionary[Any, "WeakSet[Any]"]()
+
+
+def generates_in_parts(model: PreTrainedModel) -> bool:
+    """Return whether the class's own ``generate`` calls transformers' for one part of the output
+    after another.
+    """
+    return isinstance(model, WhisperGenerationMixin)
+
+
+def decoder_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return what stock ``generate`` prepared for the decoder, by the names that decoder-only
+    models have for it.
+
+    Raises:
+        UnsupportedOptionError: it cannot be speculated.
+    """
+    if model_kwargs.get("decoder_inputs_embeds") is not None:
+        raise UnsupportedOptionError(
+            "decoder_inputs_embeds cannot be combined with slo_tpot; pass the text so far as decoder_input_ids"
+        )
+    own = {name: value for name, value in model_kwargs.items() if name not in ENCODER_INPUTS}
+    name, cache = given_cache(own)
+    if cache is not None:
+        own[name] = cache.self_attention_cache
+    return {name.removeprefix("decoder_"): value for name, value in own.items()}
+
+
+class EncoderInputs:
+    """The encoder's inputs and outputs of one call; each decoder's K and V of them are computed
+    once.
+    """
+
+    def __init__(self, model: PreTrainedModel, inputs: Any, model_kwargs: dict[str, Any]):
+        """Keep what stock ``generate`` prepared.
+
+        Args:
+            model: the target.
+            inputs: the encoder's main input for every prompt, as another encoder takes it.
+            model_kwargs: of the target's decoder, with ``encoder_outputs`` for every row.
+
+        Raises:
+            UnsupportedInputError: the attention mask leaves nothing to attend to.
+        """
+        self._model = model
+        self._inputs = inputs
+        self._outputs: torch.Tensor = model_kwargs["encoder_outputs"][0]  # [batch, length, hidden]
+        self._mask: torch.Tensor | None = model_kwargs.get("attention_mask")
+        is_of_outputs = (
+            self._mask is not None and self._mask.shape == self._outputs.shape[:2]
+        )  # Whisper's is not
+        if is_of_outputs and not bool(model_kwargs["attention_mask"].any(-1).all()):
+            raise UnsupportedInputError(
+                "attention_mask leaves out all of a row; give its encoder at least one input"
+            )
+        self._rows: dict[int, list[Encoded]] = {}  # by id of a model, which the call refers to
+        self._of_target: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer, of all rows
+
+    def of_row(self, row: int) -> Callable[[Any], Encoded | None]:
+        """Return the function that returns what a model's decoder attends to for one row."""
+        return functools.partial(self._encoded, row)
+
+    def _encoded(self, row: int, model: Any) -> Encoded | None:
+        if not attends_to_encoder(model):
+            return None
+        if id(model) not in self._rows:
+            self._rows[id(model)], by_layer = encode(model, self._outputs_for(model), self._mask)
+            if model is self._model:
+                self._of_target = by_layer
+        return self._rows[id(model)][row]
+
+    @torch.no_grad()
+    def _outputs_for(self, model: Any) -> torch.Tensor:
+        """Return the encoder's outputs for a decoder, by the draft's own encoder if it differs from
+        the target's.
+        """
+        if model is self._model:
+            return self._outputs
+        if not model.config.is_encoder_decoder or _has_encoder_of(model, self._model):
+            return self._outputs.to(model.dtype)
+        num_rows = len(self._outputs) // len(self._inputs)
+        inputs = self._inputs.to(model.dtype) if self._inputs.is_floating_point() else self._inputs
+        mask = {} if self._mask is None else {"attention_mask": self._mask[::num_rows]}
+        prepared = model._prepare_text_encoder_decoder_kwargs_for_generation(
+            inputs, mask, model.main_input_name, model.generation_config
+        )
+        outputs: torch.Tensor = prepared["encoder_outputs"][0]
+        return outputs.repeat_interleave(num_rows, dim=0)
+
+    def fill(self, model_kwargs: dict[str, Any]) -> Any:
+        """Add K and V of the encoder's outputs to the cache that stock prepared, as stock does, and
+        return it.
+        """
+        _, cache = given_cache(model_kwargs)
+        for layer_idx, (keys, values) in self._of_target.items():
+            cache.cross_attention_cache.update(keys, values, layer_idx)
+            cache.is_updated[layer_idx] = True
+        return cache
+
+
+def _has_encoder_of(draft: Any, target: Any) -> bool:
+    """Return whether two encoder-decoders have the same encoder, as distilled ones do."""
+    known = _same_encoder.setdefault(draft, WeakSet())
+    if target not in known:
+        own, other = (model.get_encoder().state_dict() for model in (draft, target))
+        if own.keys() != other.keys() or not all(
+            torch.equal(own[name], other[name]) for name in own
+        ):
+            return False
+        known.add(target)
+    return True

@@ -1,0 +1,249 @@
+"""Recurrences over the nodes of token trees, without a state per node.
+
+A layer with a state S [key_dim, value_dim] per head computes, token after token,
+
+    S_i = exp(decay_i) * S_parent + key_i value_i^T        output_i = query_i S_i
+
+where a delta rule (Yang et al., Gated Delta Networks, arXiv 2412.06464) replaces value_i by the
+correction beta_i * (value_i - key_i exp(decay_i) S_parent). Unrolled from a node to the root's
+state, both are attention over the node's ancestors with decays between them, as in the chunks of a
+prompt, with the tree's mask in place of the causal one; the delta rule also solves a triangular
+system. So a tree costs about as much as a chain.
+
+Shapes: ``batch`` trees of the same size, N nodes in this forward, and S staged nodes, which are
+those of earlier forwards of the step and then these, parents before children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class Updates(NamedTuple):
+    """Keys and values that staged nodes add to the state of a linear recurrence; a batch adds a
+    first dimension.
+    """
+
+    keys: torch.Tensor  # [heads, S, key_dim]
+    values: torch.Tensor  # [heads, S, value_dim]
+    decays: torch.Tensor  # [heads, S, 1 or key_dim], logarithms
+    totals: torch.Tensor  # shape of decays: their sums over the path from the state to the node
+
+    def after(self, state: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+        """Return the state after some nodes, each the parent of the next.
+
+        Args:
+            state: [heads, key_dim, value_dim].
+            path: [num_nodes] int64, indices of the nodes among the staged ones; at least one.
+        """
+        keys, values, _, totals = (tensor.index_select(-2, path) for tensor in self)
+        total = totals[..., -1:, :]
+        kept = state * total.transpose(-1, -2).exp()
+        return torch.baddbmm(kept, (keys * (total - totals).exp()).transpose(-1, -2), values)
+
+
+def linear_recurrence(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor | None,
+    state: torch.Tensor,
+    mask: torch.Tensor,
+    earlier: Updates | None = None,
+) -> tuple[torch.Tensor, Updates]:
+    """Return the outputs of new nodes, and the updates of all staged ones.
+
+    Args:
+        query, key: [batch, heads, N, key_dim] f32.
+        value: [batch, heads, N, value_dim] f32.
+        decay: [batch, heads, N, 1 or key_dim] f32, logarithms.
+        beta: [batch, heads, N, 1] f32 of a delta rule; None: values are added as they are.
+        state: [batch, heads, key_dim, value_dim] f32, before the first staged node.
+        mask: [batch, N, S] bool, True = an ancestor of the node, or itself.
+        earlier: updates of the S - N nodes staged before.
+
+    Returns:
+        [batch, heads, N, value_dim], and the updates of all S staged nodes.
+    """
+    if earlier is None and value.is_cpu and bool((is_lost := value[:, 0, :, 0].isnan()).any()):
+        # A mask does not keep NaN out, as 0 times NaN is NaN.
+        q, k, v, decay = (
+            each.masked_fill(is_lost[:, None, :, None], 0.0) for each in (query, key, value, decay)
+        )
+        rate = None if beta is None else beta.masked_fill(is_lost[:, None, :, None], 0.0)
+        out, updates = linear_recurrence(q, k, v, decay, rate, state, mask)
+        lost = (mask & is_lost[:, None]).any(-1)[:, None, :, None]
+        values = updates.values.masked_fill(lost, torch.nan)
+        return out.masked_fill(lost, torch.nan), updates._replace(values=values)
+    num_earlier = 0 if earlier is None else earlier.keys.shape[-2]
+    decays = decay if earlier is None else torch.cat((earlier.decays, decay), -2)
+    new_totals = mask[:, None].to(decay) @ decays
+    totals = new_totals if earlier is None else torch.cat((earlier.totals, new_totals), -2)
+    keys = key if earlier is None else torch.cat((earlier.keys, key), -2)
+    between = (
+        new_totals[..., :, None, :] - totals[..., None, :, :]
+    )  # [batch, heads, N, S, 1 or key_dim]
+    between = between.masked_fill(~mask[:, None, :, :, None], -torch.inf).exp()
+
+    def scores(rows: torch.Tensor) -> torch.Tensor:
+        """Return decayed products with the keys of ancestors.  -> [batch, heads, N, S]"""
+        if between.shape[-1] == 1:
+            return rows @ keys.transpose(-1, -2) * between[..., 0]
+        return torch.einsum("...nd,...sd,...nsd->...ns", rows, keys, between)
+
+    reach = new_totals.exp()
+    if beta is None:
+        out = (query * reach) @ state
+    else:
+        # The state is large: it is read once for both.
+        recalled, out = (torch.cat((key * reach, query * reach), -2) @ state).split(
+            query.shape[-2], -2
+        )
+        overlaps = beta * scores(key)
+        value = beta * (value - recalled)
+        if earlier is not None:
+            value = value - overlaps[..., :num_earlier] @ earlier.values
+        system = overlaps[..., num_earlier:]  # unitriangular: the diagonal is not read
+        value = torch.linalg.solve_triangular(system, value, upper=False, unitriangular=True)
+    values = value if earlier is None else torch.cat((earlier.values, value), -2)
+    return out + scores(query) @ values, Updates(keys, values, decays, totals)
+
+
+class Inputs(NamedTuple):
+    """Inputs of a causal convolution at staged nodes; its state is the last inputs before them."""
+
+    rows: torch.Tensor  # [..., S, channels]
+
+    def after(self, state: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+        """Return the last inputs [kernel_size - 1, channels] after some nodes; see
+        :meth:`Updates.after`.
+        """
+        rows = torch.cat((state, self.rows.index_select(-2, path)), -2)
+        return rows[..., rows.shape[-2] - state.shape[-2] :, :]
+
+
+def windows(mask: torch.Tensor, kernel_size: int) -> torch.Tensor:
+    """Return the indices of the inputs that a causal convolution reads at each node, the node's
+    last.
+
+    Args:
+        mask: [batch, N, S] bool, True = an ancestor of the node, or itself.
+
+    Returns:
+        [batch, N, kernel_size] int64 into the kernel_size - 1 inputs of the state, followed by the
+        staged ones.
+    """
+    visible = torch.cat((mask.new_ones(*mask.shape[:-1], kernel_size - 1), mask), -1)
+    indices = torch.arange(visible.shape[-1], device=mask.device)
+    return torch.where(visible, indices, -1).topk(kernel_size, dim=-1).values.flip(-1)
+
+
+def convolution(
+    rows: torch.Tensor, window: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return a depthwise causal convolution at new nodes.
+
+    Args:
+        rows: [batch, kernel_size - 1 + S, channels], the state and the staged inputs.
+        window: [batch, N, kernel_size], as :func:`windows` returns it.
+        weight: [channels, kernel_size].
+
+    Returns:
+        [batch, N, channels], in the weight's dtype.
+    """
+    batch, num_rows, channels = rows.shape
+    begins = torch.arange(batch, device=rows.device)[:, None, None] * num_rows
+    read = rows.to(weight.dtype).flatten(0, 1).index_select(0, (begins + window).flatten())
+    out = (read.view(*window.shape, channels) * weight.T.contiguous()).sum(-2)
+    return out if bias is None else out + bias
+
+
+class Snapshots(NamedTuple):
+    """States after each staged node."""
+
+    states: torch.Tensor  # [S, channels, state_size]
+
+    def after(self, state: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+        """Return the state after some nodes; see :meth:`Updates.after`."""
+        del state
+        return self.states[path[-1]]
+
+
+class Whole(NamedTuple):
+    """State after a whole chain, which can only be committed as a whole."""
+
+    state: torch.Tensor
+    num_tokens: int
+
+    def after(self, state: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+        """Return the state after all tokens."""
+        del state
+        assert len(path) == self.num_tokens, "a long chain is committed as a whole"
+        return self.state
+
+
+Staged = Updates | Inputs | Snapshots | Whole
+
+
+def parents(mask: torch.Tensor) -> list[int]:
+    """Return the parent of each node among the staged ones, -1 for the state.
+
+    Args:
+        mask: [N, S] bool, True = an ancestor of the node, or itself.
+    """
+    num_nodes, num_staged = mask.shape
+    indices = torch.arange(num_staged, device=mask.device)
+    nodes = indices[num_staged - num_nodes :, None]
+    nearest: list[int] = torch.where(mask & (indices < nodes), indices, -1).amax(-1).tolist()
+    return nearest
+
+
+def selective_tree(
+    state: torch.Tensor,
+    known: torch.Tensor,
+    decays: torch.Tensor,
+    added: torch.Tensor,
+    read: torch.Tensor,
+    parents_: Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the outputs of a selective scan at the new nodes of a tree, and the states after all
+    staged nodes.
+
+    The state is small and each of its numbers has its own decay, so a state per node costs less
+    than decays between nodes.
+
+    Args:
+        state: [channels, state_size] f32, before the first staged node.
+        known: [S - N, channels, state_size], states after the nodes that earlier forwards staged.
+        decays, added: [N, channels, state_size] f32, factors and terms of each node.
+        read: [N, state_size], by which a node's output reads its state.
+        parents_: [N] parent of each node, as :func:`parents` returns them.
+
+    Returns:
+        [N, channels] and [S, channels, state_size].
+    """
+    after = list(known)
+    for parent, decay, more in zip(parents_, decays, added, strict=True):
+        after.append(decay * (state if parent < 0 else after[parent]) + more)
+    states = torch.stack(after)
+    return torch.einsum("ncs,ns->nc", states[len(known) :], read.to(states)), states
+
+
+def selective_chain(
+    state: torch.Tensor, decays: torch.Tensor, added: torch.Tensor, read: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the outputs of a selective scan along a chain, and the state after it; see
+    :func:`selective_tree`.
+
+    Returns:
+        [N, channels] and [channels, state_size].
+    """
+    outputs = []
+    for decay, more, row in zip(decays, added, read.to(state), strict=True):
+        state = decay * state + more
+        outputs.append(state @ row)
+    return torch.stack(outputs), state

@@ -1,0 +1,401 @@
+"""Stock decoding of batches whose rows depend on each other, by processors or criteria that see the
+whole batch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+)
+from transformers.generation import (
+    GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)
+
+from hf_slospec.config import NewPolicy, SLOSpecConfig
+from hf_slospec.drafters.load_drafter import Drafting, assistant_method, drafting_method
+from hf_slospec.drafters.lookup import MAX_NGRAM, LookupMethod
+from hf_slospec.engine.events import PhaseTimes, StepEvent
+from hf_slospec.engine.interfaces import Clock
+from hf_slospec.errors import (
+    FallbackWarning,
+    IncompatibleDraftError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
+from hf_slospec.families.encoder import generates_in_parts
+from hf_slospec.generate.prepare import (
+    Call,
+    foreign_generate,
+    generate_in_parts,
+    has_own_generate,
+    prepare,
+    stock_generate,
+    without_drafts,
+)
+from hf_slospec.generate.processors import is_stock
+from hf_slospec.generate.rows import Rows, is_joint
+from hf_slospec.generate.speculator import MEASURE_S, Speculator
+from hf_slospec.generate.validation import (
+    check_config,
+    check_flag,
+    check_make_policy,
+    check_pair,
+    configured,
+)
+from hf_slospec.model.checked_model import CheckedModel
+from hf_slospec.model.loading import check_causal_lm, check_tokenizer
+from hf_slospec.model.noise import default_generator
+from hf_slospec.model.properties import CACHE_NAME
+from hf_slospec.model.version import are_same
+from hf_slospec.request.request import Request, RequestMetrics
+from hf_slospec.request.slo import SLOTpot
+
+
+def batch_level_names(
+    processors: LogitsProcessorList, criteria: StoppingCriteriaList, num_rows: int
+) -> list[str]:
+    """Return the names of processors and criteria that are not known to treat each row by itself.
+
+    Those of transformers do, and joint criteria are known. A user's declare it by an attribute
+    ``per_row = True``; without it they may tell rows apart, end all of them together or count their
+    calls, and stock calls them once per step with the whole batch.
+    """
+    users = [each for each in (*processors, *criteria) if not is_stock(each)]
+    return [
+        type(each).__name__
+        for each in users
+        if not getattr(each, "per_row", False) and not is_joint(each, num_rows)
+    ]
+
+
+def run_stock_loop(
+    model: PreTrainedModel,
+    rows: Rows,
+    clock: Clock,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> Any:
+    """Decode with stock's loop, one token of every row at a time, and record the times on the
+    requests.
+    """
+    rows.begin()
+    watch = _TokenTimes(clock)
+    loop: Any = type(model)
+    output = loop._sample(
+        model,
+        rows.input_ids,
+        logits_processor=processors,
+        stopping_criteria=StoppingCriteriaList([*criteria, watch]),
+        generation_config=config,
+        streamer=rows.streamer,
+        **model_kwargs,
+    )
+    sequences = getattr(output, "sequences", output)[:, rows.input_ids.shape[1] :].tolist()
+    for request, new in zip(rows.requests, sequences, strict=True):
+        _record(request, new[: rows.length_of(new)], watch.times_s)
+    return output
+
+
+def _record(request: Request, new: list[int], times_s: list[float]) -> None:
+    for token, now_s in zip(new, times_s, strict=False):
+        request.tokens.append(token)
+        request.record_step(0, 0, 1.0, PhaseTimes(), now_s)
+    request.finish_reason = "stop" if request.num_left > 0 else "length"
+
+
+class _TokenTimes(StoppingCriteria):
+    """Criterion that never stops, and records when each step's tokens were chosen."""
+
+    def __init__(self, clock: Clock):
+        self.clock = clock
+        self.times_s = list[float]()
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        self.times_s.append(self.clock())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+class SLOSpecOutput(GenerateDecoderOnlyOutput):
+    """HF's output with the metrics of every row and the record of every step.
+
+    Both are plain attributes: keys, items, ``to_tuple()``, indices and pytree leaves are those of
+        stock's output.
+    Copies and pickles keep them; functions that rebuild an output from its items leave them None.
+    """
+
+    slo: list[RequestMetrics] | None = None  # one per row
+    steps: list[StepEvent] | None = None  # in order, prefill first
+
+
+class SLOSpecEncoderDecoderOutput(GenerateEncoderDecoderOutput):
+    """The same of an encoder-decoder."""
+
+    slo: list[RequestMetrics] | None = None
+    steps: list[StepEvent] | None = None
+
+
+class Decoder:
+    """Speculated decoding in place of stock ``generate``'s own, for one model."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        assistant_model: PreTrainedModel | None = None,
+        *,
+        drafter: Drafting | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        assistant_tokenizer: PreTrainedTokenizerBase | None = None,
+        config: SLOSpecConfig | None = None,
+        make_policy: NewPolicy | None = None,
+        fallback: bool = False,
+    ):
+        self.model = check_causal_lm("model", model)
+        self.config = check_config(config)
+        self.fallback = check_flag("fallback", fallback)
+        self.make_policy = check_make_policy(make_policy)
+        check_tokenizer(tokenizer)
+        check_tokenizer(assistant_tokenizer, "assistant_tokenizer")
+        self._tokenizer = tokenizer
+        self._method = drafting_method(
+            self.model, assistant_model, drafter, tokenizer, assistant_tokenizer
+        )
+        self._target: CheckedModel | None = None
+        self._speculator: Speculator | None = None
+        # Last assistant model passed to a call, with the tokenizers of a pair that has two.
+        self._override: tuple[tuple[Any, ...], Speculator] | None = None
+        self._lookup: tuple[tuple[int, int], Speculator] | None = None  # by n-gram and draft length
+        self._refusal = ""
+        self.replaced: tuple[Any] | None = (
+            None  # the instance's generate that ours has replaced, once it is enabled
+        )
+        self.num_tokens = self.num_steps = (
+            0  # Sums over calls and rows: new tokens but first ones; steps.
+        )
+        try:
+            self._target = CheckedModel(self.model, self.config, MEASURE_S["target"])
+            self._speculator = Speculator(self._target, self._method, self.config, make_policy)
+        except UnsupportedModelError as error:
+            if not fallback:
+                raise
+            self._refusal = str(error)
+
+    @property
+    def is_led(self) -> bool:
+        """Return whether the model's processes follow a batcher, so that none of them can generate."""
+        return self._target is not None and self._target.ranks.is_led
+
+    def generate(
+        self, slo_tpot: SLOTpot, arguments: dict[str, Any], fallback: bool | None = None
+    ) -> Any:
+        """Return what stock ``generate`` returns for these arguments, given by name."""
+        may_fall_back = self.fallback if fallback is None else check_flag("fallback", fallback)
+        if self.is_led:
+            raise UnsupportedOptionError(
+                "generate was called while the batcher of this tensor-parallel model runs, which uses its processes; "
+                "submit the prompts, or stop() the batcher first"
+            )
+        try:
+            if generates_in_parts(self.model) or has_own_generate(self.model):
+                return generate_in_parts(
+                    self._speculator_of(arguments), slo_tpot, arguments, self._decode
+                )
+            return self._decode(self.prepare(slo_tpot, arguments))
+        except (UnsupportedModelError, UnsupportedOptionError, IncompatibleDraftError) as error:
+            if not may_fall_back:
+                raise
+            warnings.warn(
+                f"stock generate runs instead, without slo_tpot: {error}",
+                FallbackWarning,
+                stacklevel=3,
+            )
+        if self._skipped is not None:
+            return self._skipped(**arguments)
+        return stock_generate(self.model)(**without_drafts(self.model, arguments))
+
+    @property
+    def _skipped(self) -> Any:
+        """The ``generate`` of someone else on the model instance, which calls would skip; None if
+        there is none.
+        """
+        return foreign_generate(
+            self.replaced[0] if self.replaced else vars(self.model).get("generate")
+        )
+
+    def _decode(self, call: Call) -> Any:
+        """Return the output of a call, and count its tokens and steps."""
+        output = decode(call)
+        self.num_tokens += sum(max(request.num_emitted - 1, 0) for request in call.rows.requests)
+        self.num_steps += sum(request.stats.num_steps for request in call.rows.requests)
+        return output
+
+    def prepare(self, slo_tpot: SLOTpot, arguments: dict[str, Any], *options: Any) -> Call:
+        """Return the prepared call; see :func:`~hf_slospec.generate.prepare.prepare`."""
+        return prepare(self._speculator_of(arguments), slo_tpot, arguments, *options)
+
+    def _speculator_of(self, arguments: dict[str, Any]) -> Speculator:
+        """Return the speculator of a call with these arguments."""
+        if self._skipped is not None:
+            raise UnsupportedModelError(
+                f"generate was set on this {type(self.model).__name__}, by its repository's custom_generate folder or "
+                "by other code, and may decode in its own way; call it without slo_tpot, delete the attribute (del "
+                "model.generate), or pass fallback=True"
+            )
+        names = "assistant_model", "tokenizer", "assistant_tokenizer"
+        speculator = self.speculator_for(*map(arguments.get, names))
+        return self._by_lookup(arguments) or speculator
+
+    @property
+    def speculator(self) -> Speculator:
+        """The speculator of calls without an assistant model."""
+        return self.speculator_for(None)
+
+    def speculator_for(
+        self, assistant_model: Any, tokenizer: Any = None, assistant_tokenizer: Any = None
+    ) -> Speculator:
+        """Return the speculator of a call; one with another assistant model is kept until the next
+        of these.
+
+        The tokenizers are the call's. As in stock, they say nothing without an assistant model.
+
+        Raises:
+            InvalidTypeError: an argument is no loaded model or tokenizer.
+            InvalidInputError: the pair needs no ``assistant_tokenizer``, or has no ``tokenizer``.
+            UnsupportedModelError: the target cannot be speculated.
+            IncompatibleDraftError: the models have different vocabularies, and not both tokenizers
+                were given.
+        """
+        check_tokenizer(assistant_tokenizer, "assistant_tokenizer")
+        draft = (
+            None if assistant_model is None else check_causal_lm("assistant_model", assistant_model)
+        )
+        known = self._tokenizer if tokenizer is None else tokenizer
+        tokenizers = () if assistant_tokenizer is None else (known, assistant_tokenizer)
+        if draft is not None and tokenizers:
+            check_pair(self.model, draft, *tokenizers)
+        if (
+            self._target is not None
+            and draft is not None
+            and (draft is not self._method.model or tokenizers)
+        ):
+            pair = draft, *tokenizers
+            if self._override is None or not are_same(self._override[0], pair):
+                method = assistant_method(draft, self.model, *tokenizers)
+                self._override = (
+                    pair,
+                    Speculator(self._target, method, self.config, self.make_policy),
+                )
+            return self._override[1]
+        if self._speculator is None:
+            raise UnsupportedModelError(self._refusal)
+        return self._speculator
+
+    def _by_lookup(self, arguments: dict[str, Any]) -> Speculator | None:
+        """Return the speculator of a call with stock's ``prompt_lookup_num_tokens``; it measures
+        its own costs.
+        """
+        num_tokens = configured("prompt_lookup_num_tokens", self.model, arguments)
+        if num_tokens is None or self._target is None:
+            return None
+        max_ngram = configured("max_matching_ngram_size", self.model, arguments) or MAX_NGRAM
+        if self._lookup is None or self._lookup[0] != (max_ngram, num_tokens):
+            method = LookupMethod(max_ngram, num_tokens)
+            self._lookup = (
+                (max_ngram, num_tokens),
+                Speculator(self._target, method, self.config, self.make_policy),
+            )
+        return self._lookup[1]
+
+
+@torch.no_grad()
+def decode(call: Call) -> Any:
+    """Decode a call's requests to their ends and return what stock ``generate`` returns."""
+    rows = call.rows
+    stock = call.stock
+    speculator = call.speculator
+    record = call.rows.record
+    is_dict = stock.config.return_dict_in_generate
+    num_rows = len(rows.params)
+    reason = ""
+    if num_rows > 1 and (names := batch_level_names(stock.processors, stock.criteria, num_rows)):
+        reason = (
+            f"{', '.join(names)} may look at the whole batch, so all rows are decoded in step, without speculation; "
+            "set per_row = True on what treats every row by itself"
+        )
+    elif rows.has_callbacks and rows.prompt.is_cache_given:
+        reason = (
+            "the call's processors, criteria or streamer may look at the cache that it was given, which speculation "
+            "fills at the end only, so its tokens are decoded without speculation; leave one of them out"
+        )
+    if reason:
+        warnings.warn(reason, FallbackWarning, stacklevel=2)
+        rows.make_requests()
+        output = run_stock_loop(
+            speculator.target.model, rows, speculator.target.ranks.clock, *stock[1:5]
+        )
+        return _output(call, **output) if is_dict else output
+    cache = rows.prompt.cache if is_dict or rows.prompt.is_cache_given else None
+    holds_finished = cache is not None or record.is_wanted
+    sampler = call.sampler()
+    rows.make_requests(partial(call.noise_of, sampler))
+    generator = default_generator(sampler.device)
+    state = generator.get_state()
+    target = speculator.new_target(sampler, holds_finished=holds_finished)
+    try:
+        with speculator.lock:
+            rows.prompt.load_into(rows.requests, target.sequences)
+        rows.begin()
+        speculator.run(rows.requests, target, rows.on_step)
+        rows.end()
+        sampler.end(rows.num_new)
+        if holds_finished:
+            rows.forward_padding(target.sequences, sampler, speculator.lock)
+        with speculator.lock:
+            if cache is not None:
+                rows.prompt.fill(cache, rows.requests, target.sequences, rows.num_new)
+    except (UnsupportedModelError, UnsupportedOptionError):  # stock generate may run instead
+        generator.set_state(state)
+        raise
+    finally:
+        for request in rows.requests:
+            request.drop_hooks()
+        with speculator.lock:
+            target.close()
+    if not is_dict:
+        return rows.sequences()
+    return _output(
+        call,
+        sequences=rows.sequences(),
+        scores=record.scores(rows.num_new),
+        logits=record.logits(rows.num_new),
+        **{
+            CACHE_NAME: cache
+            if cache is None or call.encoder is None
+            else call.encoder.fill(stock.model_kwargs)
+        },
+    )
+
+
+def _output(call: Call, **stock: Any) -> Any:
+    if call.is_part:  # stock code reads all of its fields
+        return GenerateEncoderDecoderOutput(**stock)
+    output = (
+        SLOSpecOutput(**stock) if call.encoder is None else SLOSpecEncoderDecoderOutput(**stock)
+    )
+    output.slo, output.steps = (
+        [request.metrics() for request in call.rows.requests],
+        call.rows.steps,
+    )
+    return output

@@ -1,0 +1,266 @@
+"""Prompts of a call that the model's own forward processes: with images, audio or video, or seen
+from both sides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_slospec.errors import UnsupportedInputError, UnsupportedOptionError
+from hf_slospec.families.prefilled_prompts import (
+    Prefilled,
+    cached_tensors,
+    own_cache,
+    sees_later_tokens,
+)
+from hf_slospec.families.states import StateLayer, read_states
+from hf_slospec.generate.prompt import PromptInputs
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.properties import CACHE_NAME, CACHE_NAMES, cache_option, vocab_size
+
+
+def names_beside_text(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> list[str]:
+    """Return the names of inputs that are images, audio or video, or say where in the text those
+    are.
+    """
+    modalities = model.input_modalities
+    if not set([modalities] if isinstance(modalities, str) else modalities) - {"text"}:
+        return []
+    names = [name for name, value in model_kwargs.items() if _holds_tensors(value)]
+    if names == ["mm_token_type_ids"] and not bool(model_kwargs["mm_token_type_ids"].any()):
+        return []  # processors return the types of tokens for a mere text, too
+    return names
+
+
+def _holds_tensors(value: Any) -> bool:
+    parts = (
+        value.values()
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, (list, tuple))
+        else ()
+    )
+    return isinstance(value, torch.Tensor) or any(map(_holds_tensors, parts))
+
+
+@contextlib.contextmanager
+def keeping_rope_deltas(model: PreTrainedModel) -> Iterator[None]:
+    """Reset, on exit, the ``rope_deltas`` that stock ``generate`` leaves for calls that continue
+    its cache.
+    """
+    owners: list[Any] = [module for module in model.modules() if "rope_deltas" in vars(module)]
+    before = [owner.rope_deltas for owner in owners]
+    try:
+        yield
+    finally:
+        for owner, deltas in zip(owners, before, strict=True):
+            owner.rope_deltas = deltas
+
+
+class WholePrompts:
+    """The prompts of one call, processed as stock ``generate`` does: by one forward of the model,
+    with all inputs.
+
+    Prompts of one call share that forward. A prompt that is needed again after preemption is
+    forwarded again."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompt: PromptInputs,
+        model_kwargs: dict[str, Any],
+        names: Sequence[str],
+        state_layers: Sequence[StateLayer],
+        is_exact: bool = False,
+    ):
+        """Keep the inputs that stock ``generate`` prepared; ``names``: the inputs beside the text.
+
+        Raises:
+            UnsupportedOptionError, UnsupportedInputError: they cannot be speculated.
+        """
+        self._model: Any = model
+        self._prompt = prompt
+        self._state_layers = state_layers
+        self._inputs = {
+            name: value for name, value in model_kwargs.items() if name not in CACHE_NAMES
+        }
+        self._inputs["use_cache"] = True
+        self._is_exact = is_exact
+        if is_exact and names and len(prompt.tokens) > 1:
+            raise UnsupportedOptionError(
+                f"exact cannot be combined with batches of prompts with {', '.join(names)}; pass one row per call"
+            )
+        beside = (
+            ", ".join(names) or f"{type(model).__name__}, whose prompts are seen from both sides"
+        )
+        what = "exact" if is_exact else beside
+        if prompt.embeds is not None:
+            raise UnsupportedOptionError(
+                f"inputs_embeds cannot be combined with slo_tpot and {what}; pass input_ids, or call generate without "
+                "slo_tpot"
+            )
+        if prompt.num_cached:
+            raise UnsupportedOptionError(
+                f"{CACHE_NAME} that holds tokens cannot be combined with slo_tpot and {what}; pass the whole text "
+                "with all of its images, without the cache"
+            )
+        if names:
+            self._check_placeholders(what)
+            self._check_ends()
+        self._prefilled: dict[int, Prefilled] = {}  # by row, until its request takes it
+
+    @classmethod
+    def of(
+        cls,
+        packed: PackedModel,
+        prompt: PromptInputs,
+        model_kwargs: dict[str, Any],
+        names: list[str],
+    ) -> WholePrompts | None:
+        """Return the prompts of a call, or None if they can be processed in chunks."""
+        if not names and not sees_later_tokens(packed.model) and not packed.prefills_alone:
+            return None
+        return cls(
+            packed.model, prompt, model_kwargs, names, packed.state_layers, packed.exact is not None
+        )
+
+    def _check_placeholders(self, what: str) -> None:
+        """Refuse inputs that a model puts before the text, at positions that ``input_ids`` does not
+        have.
+        """
+        if not _placeholders(self._model.config):
+            raise UnsupportedOptionError(
+                f"{what} of {type(self._model).__name__}, which has no placeholder tokens for them, cannot be combined "
+                "with slo_tpot; call generate without slo_tpot"
+            )
+
+    def _check_ends(self) -> None:
+        """Refuse prompts that end with an image: their last token is verified like the new ones, as
+        text.
+        """
+        kinds = self._inputs.get("mm_token_type_ids")
+        last = self._prompt.tokens[:, -1]
+        is_text = last < vocab_size(self._model)
+        for placeholder in _placeholders(self._model.config):
+            is_text &= last != placeholder
+        if kinds is not None:
+            is_text &= kinds[:, -1] == 0
+        if not bool(is_text.all()):
+            raise UnsupportedInputError(
+                f"row {int(is_text.int().argmin())} of input_ids ends with an image, audio or video, which cannot be "
+                "combined with slo_tpot; end the prompt with text, as chat templates do"
+            )
+
+    def prefill(self, row: int) -> Callable[[], Prefilled]:
+        """Return the function that processes one row's prompt; call it with the model's lock held."""
+        return functools.partial(self._take, row)
+
+    def _take(self, row: int) -> Prefilled:
+        if self._is_exact:
+            return self._process_alone(row)
+        if row not in self._prefilled:
+            self._prefilled = dict(enumerate(self._process()))
+        return self._prefilled.pop(row)
+
+    @torch.no_grad()
+    def _process_alone(self, row: int) -> Prefilled:
+        """Return one row's prefilled prompt, by the forward that stock ``generate`` would begin
+        with for it alone.
+        """
+        columns = self._prompt.columns_of(row)
+        cache, inputs, logits = self._forwarded(
+            lambda by_token: by_token[..., row : row + 1, columns]
+        )
+        length = len(columns) - 1
+        held, last = (
+            list(cached_tensors(cache, 0, part, length + 1))
+            for part in (
+                torch.arange(length, device="cpu"),
+                torch.arange(length, length + 1, device="cpu"),
+            )
+        )
+        offset = _last_position(inputs.get("position_ids"), 0, length) - length
+        return Prefilled(held, length, offset, None, logits[0], last)
+
+    def _forwarded(
+        self, part: Callable[[Any], torch.Tensor]
+    ) -> tuple[DynamicCache, dict[str, Any], torch.Tensor]:
+        """Run the model's own forward on a part of all inputs that have one number per token.
+
+        Returns:
+            The cache, the inputs that stock prepared for the forward, and the last logits,
+            [num_rows, vocab].
+        """
+        cache = own_cache(self._model)
+        ids = self._prompt.tokens
+        # Copied, as models add what they have encoded to the dict of encoder outputs.
+        inputs = {
+            name: dict(value) if isinstance(value, dict) else value
+            for name, value in self._inputs.items()
+        }
+        inputs |= {name: part(value) for name, value in inputs.items() if _is_by_token(value, ids)}
+        inputs = self._model.prepare_inputs_for_generation(
+            part(ids), is_first_iteration=True, **cache_option(cache), **inputs
+        )
+        return cache, inputs, self._model(**inputs, return_dict=True).logits[:, -1]
+
+    @torch.no_grad()
+    def _process(self) -> list[Prefilled]:
+        """Return the prefilled prompts of all rows, by one forward of the model.
+
+        The last token is verified like new ones. It is left out where layers keep states, which
+        cannot be undone."""
+        num_left_out = 1 if self._state_layers else 0
+        end = self._prompt.tokens.shape[1] - num_left_out
+        cache, inputs, logits = self._forwarded(lambda by_token: by_token[..., :end])
+        prefilled = []
+        for row in range(len(logits)):
+            columns = self._prompt.columns_of(row)
+            length = len(columns) - 1
+            tensors = list(cached_tensors(cache, row, columns[:-1], end))
+            last = _last_position(inputs.get("position_ids"), row, length - num_left_out)
+            states = read_states(cache, self._state_layers, row, length)
+            offset = last + num_left_out - length
+            prefilled.append(
+                Prefilled(tensors, length, offset, states, None if num_left_out else logits[row])
+            )
+        return prefilled
+
+
+def _is_by_token(value: Any, ids: torch.Tensor) -> bool:
+    """Return whether an input has one integer per token, such as masks, or positions on one or
+    several axes.
+    """
+    return (
+        isinstance(value, torch.Tensor)
+        and not value.is_floating_point()
+        and value.shape[-2:] == ids.shape
+    )
+
+
+def _placeholders(config: Any) -> list[int]:
+    """Return the tokens that stand for images, audio or video."""
+    names = [
+        f"{kind}_token_{key}" for kind in ("image", "video", "audio") for key in ("id", "index")
+    ]
+    return [value for name in names if isinstance(value := getattr(config, name, None), int)]
+
+
+def _last_position(position_ids: torch.Tensor | None, row: int, counted: int) -> int:
+    """Return the position of a row's last token, which is ``counted`` if the model counts positions
+    itself.
+
+    Args:
+        position_ids: [batch, length] int64, or [num_axes, batch, length]; text has the same
+            position on all axes.
+    """
+    if position_ids is None:
+        return counted
+    by_axis = position_ids[..., min(row, position_ids.shape[-2] - 1), -1].reshape(-1)
+    return int(by_axis[-1])

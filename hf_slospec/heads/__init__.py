@@ -1,0 +1,1 @@
+"""Published drafting heads, suffix trees and translation between tokenizers."""

@@ -1,0 +1,253 @@
+"""Drafting with heads that predict a block of tokens at a time (DFlash, DFlash2, DSpark, Domino)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from hf_slospec.drafters.beam import Beam, Level, Scores, Vocabulary, beam_search
+from hf_slospec.drafters.features import FeatureDrafter
+from hf_slospec.engine.interfaces import Plan
+from hf_slospec.heads.dflash import DFlashHead, SequentialHead
+from hf_slospec.model.batch import CachedSequence, NewTokens
+from hf_slospec.model.coupling import coupled, is_ranked
+from hf_slospec.request.request import Request
+from hf_slospec.tree.best_first import best_first_tree
+from hf_slospec.tree.tree import FloatArray, IntArray, TokenTree
+
+
+class BlockDrafter(FeatureDrafter):
+    """Drafts trees of a block head's predictions (:class:`DFlashHead`), with one forward for all
+    levels.
+    """
+
+    @classmethod
+    def min_nodes(cls, head: DFlashHead) -> int:
+        return head.block_size
+
+    @property
+    def head(self) -> DFlashHead:
+        """The network."""
+        head: DFlashHead = self.packed.model
+        return head
+
+    def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+        self._process([request for request in requests if self.features.num_waiting(request)])
+        self.sequences.reserve(requests)
+        parts = [
+            block_tokens(self.head, self.sequences.of(request), request.tokens)
+            for request in requests
+        ]
+        outputs = self.sequences.forward(parts, self._rows(len(requests), plan.depth)).logits
+        return self._trees(requests, outputs.view(len(requests), -1, outputs.shape[-1]), plan)
+
+    def _rows(self, num_requests: int, depth: int) -> torch.Tensor:
+        """Return the rows of a packed batch of blocks whose outputs trees of this depth need."""
+        return block_rows(self.head, num_requests, depth)
+
+    def _trees(
+        self, requests: Sequence[Request], outputs: torch.Tensor, plan: Plan
+    ) -> list[TokenTree]:
+        """Return candidate trees of blocks' outputs, [num_requests, depth, output_size]."""
+        return block_trees(requests, self._spread(outputs), plan)
+
+    def _spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits of the target's vocabulary.  [..., draft_vocab] -> [..., vocab]"""
+        if (vocabulary := self._vocabulary) is not None:
+            return vocabulary.spread(logits)
+        return logits[..., : self.vocab_size]
+
+    @property
+    def _vocabulary(self) -> Vocabulary | None:
+        """Tokens of a reduced vocabulary; None: the head's ids are the target's."""
+        ids = self.head.target_ids
+        return None if ids is None else Vocabulary(ids, self.vocab_size)
+
+    def _process(self, requests: Sequence[Request]) -> None:
+        """Cache the K/V of all waiting features."""
+        if not requests:
+            return
+        self.sequences.reserve(requests)
+        begins, features = zip(*(self.features.take(request) for request in requests), strict=True)
+        lengths = [len(part) for part in features]
+        combined = self.head.combine(torch.cat(features).to(self.packed.device)).split(lengths)
+        sequences = [self.sequences.of(request) for request in requests]
+        parts = [context_tokens(*part) for part in zip(sequences, begins, combined, strict=True)]
+        self.sequences.forward(parts, torch.empty(0, dtype=torch.int64, device="cpu"))
+        for sequence, length in zip(sequences, lengths, strict=True):
+            sequence.length += length
+
+
+class SequentialBlockDrafter(BlockDrafter):
+    """Drafts trees of a :class:`SequentialHead` by beam search over one forward of a block."""
+
+    @property
+    def head(self) -> SequentialHead:
+        """The network."""
+        head: SequentialHead = self.packed.model
+        return head
+
+    def _rows(self, num_requests: int, depth: int) -> torch.Tensor:
+        return block_rows(self.head, num_requests, depth, self.head.first_read_slot)
+
+    def _trees(
+        self, requests: Sequence[Request], outputs: torch.Tensor, plan: Plan
+    ) -> list[TokenTree]:
+        states = self.head.initial_states(len(requests)) if self.head.is_recurrent else None
+        if self.head.first_read_slot < self.head.first_slot:
+            roots = torch.tensor(
+                [[request.tokens[-1]] for request in requests], device=outputs.device
+            )
+            _, states, _ = self.head.after(roots, outputs[:, 0], states, 0)
+            outputs = outputs[:, self.head.first_slot :]
+        plan = replace(plan, depth=min(plan.depth, outputs.shape[1]))
+        run = partial(self._grown, outputs)
+        return beam_search(requests, plan, None, run, outputs.device, len(requests), states)
+
+    def _grown(self, outputs: torch.Tensor, _: IntArray, level: Level) -> Beam | Scores:
+        """Return the beam of all requests with its next layer, or scores; see ``Level.grown``."""
+        depth = len(level.sizes) - 1
+        scores = Scores(
+            *self.head.after(level.tokens, outputs[:, depth], level.inherited_states, depth)
+        )
+        if level.is_coupled:
+            return scores._replace(logits=self._spread(scores.logits))
+        if (vocabulary := self._vocabulary) is None:
+            scores = scores._replace(logits=scores.logits[..., : self.vocab_size])
+        return level.extended(scores, vocabulary)
+
+
+def context_tokens(sequence: CachedSequence, begin: int, combined: torch.Tensor) -> NewTokens:
+    """Return the context tokens of a forward: committed tokens behind those in a head's cache, by
+    their features.
+
+    They have no logits. Their K and V are kept by raising the length of the sequence, as after a
+    prefill.
+
+    Args:
+        sequence: the cached context tokens.
+        begin: index of the first new one among the request's tokens.
+        combined: [num_tokens, hidden], what the head's ``combine`` returned.
+    """
+    num_tokens = len(combined)
+    positions = torch.arange(begin, begin + num_tokens, device="cpu")
+    mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device="cpu").tril()
+    return NewTokens(
+        sequence,
+        torch.zeros(num_tokens, dtype=torch.int64, device="cpu"),
+        positions,
+        mask,
+        combined,
+        is_chain=True,
+    )
+
+
+def block_tokens(head: DFlashHead, sequence: CachedSequence, token_ids: Sequence[int]) -> NewTokens:
+    """Return a block: the last of some tokens, the others of which are in the head's cache, then
+    mask tokens.
+    """
+    size = head.block_size
+    tokens = torch.full((size,), head.mask_token_id, device="cpu")
+    tokens[0] = token_ids[-1]
+    positions = torch.arange(len(token_ids) - 1, len(token_ids) - 1 + size, device="cpu")
+    everything = torch.ones(size, size, dtype=torch.bool, device="cpu")
+    mask, windowed_mask = (
+        everything if sees_later else everything.tril()
+        for sees_later in (head.sees_later, head.sees_later_in_window)
+    )
+    return NewTokens(
+        sequence, tokens, positions, mask, windowed_mask=windowed_mask if head.is_windowed else None
+    )
+
+
+def block_rows(
+    head: DFlashHead, num_requests: int, depth: int, first: int | None = None
+) -> torch.Tensor:
+    """Return the rows of a packed batch of blocks that predict the first ``depth`` positions after
+    the roots.
+
+    Args:
+        head: the network.
+        num_requests: number of blocks.
+        depth: positions to predict; a block predicts ``num_proposals`` at most.
+        first: first token of each block whose row to return; None: the first that predicts.
+
+    Returns:
+        [num_requests * num_rows] int64, block after block.
+    """
+    starts = head.block_size * torch.arange(num_requests, device="cpu")
+    slots = torch.arange(
+        head.first_slot if first is None else first,
+        head.first_slot + min(depth, head.num_proposals),
+        device="cpu",
+    )
+    return (starts[:, None] + slots).flatten()
+
+
+def block_marginals(
+    requests: Sequence[Request], logits: torch.Tensor, num_candidates: int
+) -> tuple[IntArray, FloatArray]:
+    """Return the most probable tokens of every position, with one copy from the device.
+
+    Positions of sampled requests are coupled to the noise that will choose their tokens. Processors
+    that read ``input_ids`` get the best candidates of earlier positions.
+
+    Args:
+        requests: those of the blocks.
+        logits: [num_requests, depth, vocab], of the positions after the roots.
+        num_candidates: tokens per position; fewer in a smaller vocabulary.
+
+    Returns:
+        Tokens [num_requests, depth, num_candidates] int64, most probable first, and their
+        probabilities f64.
+    """
+    ranked = _coupled_positions(requests, logits).float()
+    best = ranked.topk(min(num_candidates, ranked.shape[-1]), dim=-1)
+    logprobs = best.values - ranked.logsumexp(-1, keepdim=True)
+    # Rounding may put a certain token's probability above 1; positions without any possible token
+    # have nan.
+    logprobs = logprobs.clamp(max=0.0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    tokens, values = torch.stack((best.indices.double(), logprobs.double())).cpu().numpy()
+    return tokens.astype(np.int64), np.minimum.accumulate(np.exp(values), axis=-1)
+
+
+def block_trees(requests: Sequence[Request], logits: torch.Tensor, plan: Plan) -> list[TokenTree]:
+    """Return candidate trees: the ``plan.depth * plan.width`` most probable prefixes of each
+    block's predictions.
+
+    Args:
+        requests: those of the blocks.
+        logits: [num_requests, depth, vocab], of the positions after the roots; those below
+            ``plan.depth`` are not used.
+        plan: depth and width of the trees.
+    """
+    max_nodes = plan.depth * plan.width
+    tokens, probs = block_marginals(requests, logits[:, : plan.depth], max_nodes)
+    return [
+        best_first_tree(request.tokens[-1], row_tokens, row_probs, max_nodes)
+        for request, row_tokens, row_probs in zip(requests, tokens, probs, strict=True)
+    ]
+
+
+def _coupled_positions(requests: Sequence[Request], logits: torch.Tensor) -> torch.Tensor:
+    """Return the logits that rank tokens, by known noise and grammars.  -> [num_requests, depth,
+    vocab]
+    """
+    if not any(map(is_ranked, requests)):
+        return logits
+    levels: list[torch.Tensor] = []  # [num_requests, vocab] each
+    for depth in range(logits.shape[1]):
+        level = coupled(requests, depth, logits[:, depth : depth + 1], partial(_best_path, levels))
+        levels.append(level[:, 0])
+    return torch.stack(levels, dim=1)
+
+
+def _best_path(levels: Sequence[torch.Tensor], index: int) -> torch.Tensor:
+    """Return the best candidates of one request's positions so far.  -> [1, depth] int64"""
+    if not levels:
+        return torch.empty(1, 0, dtype=torch.int64, device="cpu")
+    return torch.stack([level[index].argmax() for level in levels])[None]

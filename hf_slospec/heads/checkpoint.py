@@ -1,0 +1,304 @@
+"""Files of a published drafter: its config and its tensors by name, none of which is read on
+opening.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hf_slospec.errors import (
+    IncompatibleDraftError,
+    InvalidInputError,
+    SLOSpecError,
+    UnsupportedModelError,
+)
+from hf_slospec.heads.dflash import DFlashHead
+from hf_slospec.heads.mtp import DraftHead, own_modules
+from hf_slospec.model.loading import hub_options, listed, not_finite
+from hf_slospec.model.properties import input_device, vocab_size
+
+# Raised for missing models, an unreachable Hub, unknown classes and files with invalid content.
+LOADING_ERRORS = (
+    OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError, StrictDataclassError,
+)  # fmt: skip
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A folder with config.json and safetensors files."""
+
+    source: str  # name in errors
+    config: dict[str, Any]
+    files: dict[str, Path]  # by the name of the tensor that they hold
+
+    def read(self, prefix: str = "") -> dict[str, torch.Tensor]:
+        """Return the tensors whose names begin with ``prefix``, by the rest of the name."""
+        tensors: dict[str, torch.Tensor] = {}
+        for path in dict.fromkeys(self.files.values()):
+            with safe_open(path, framework="pt") as file:
+                names = [
+                    name
+                    for name, file_of in self.files.items()
+                    if file_of == path and name.startswith(prefix)
+                ]
+                tensors |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+        return tensors
+
+    @property
+    def architectures(self) -> list[str]:
+        """Return the class names in the config."""
+        names: Any = self.config.get("architectures")
+        return [str(name) for name in names] if isinstance(names, (list, tuple)) else []
+
+    def is_named(self, *parts: str) -> bool:
+        """Return whether a class name holds one of these, in lower case."""
+        return any(part in name.lower() for name in self.architectures for part in parts)
+
+
+def open_checkpoint(source: str) -> Checkpoint:
+    """Return the checkpoint in a folder, or else in the Hub repository of this name; read no
+    tensor.
+    """
+    folder = Path(source)
+    if not os.path.isdir(source):
+        options = hub_options(source)
+        try:
+            folder = Path(
+                snapshot_download(source, allow_patterns=["*.json", "*.safetensors"], **options)
+            )
+        except (OSError, ValueError) as error:
+            raise InvalidInputError(
+                f"{source!r} is neither a folder nor a repository that can be read: {error}"
+            ) from error
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
+        why = f"{', '.join(pickled)} may run code when it is read" if pickled else "there are none"
+        raise UnsupportedModelError(
+            f"{source} must hold safetensors files: {why}; save its tensors as model.safetensors"
+        )
+    if not (folder / "config.json").exists():
+        raise UnsupportedModelError(
+            f"{source} has no config.json; give the folder in which the whole model was saved"
+        )
+    files: dict[str, Path] = {}
+    try:
+        for path in paths:
+            with safe_open(path, framework="pt") as file:
+                files |= dict.fromkeys(file.keys(), path)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        raise UnsupportedModelError(f"{source} has a file that cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise UnsupportedModelError(f"{source}: config.json must hold an object")
+    return Checkpoint(source, config, files)
+
+
+logger = logging.getLogger(__name__)
+
+# Tensors that are not read: copies of the target's modules, and computed buffers.
+IGNORED = (
+    "verifier_norm.weight",
+    "verifier_lm_head.weight",
+    "rotary_emb.inv_freq",
+    "midlayer.self_attn.rotary_emb.inv_freq",
+)
+Head = TypeVar("Head", bound=DraftHead | DFlashHead)
+
+
+def read_config(source: str, kind: type[PreTrainedConfig], fields: Mapping[str, Any]) -> Any:
+    """Return a config of this class; raise UnsupportedModelError if it refuses the fields."""
+    try:
+        return kind.from_dict(dict(fields))
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        raise UnsupportedModelError(f"{source} has an invalid config: {error}") from error
+
+
+def fields_of_layers(source: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the layers' config of speculators, which is saved without the defaults
+    of its class.
+    """
+    nested: Any = fields.get("transformer_layer_config")
+    if not isinstance(nested, Mapping):
+        raise UnsupportedModelError(f"{source} has no transformer_layer_config in its config")
+    kind = nested.get("model_type", "qwen3")
+    if kind not in CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f"{source} has layers of type {kind!r}, which transformers does not know"
+        )
+    own: dict[str, Any] = read_config(source, CONFIG_MAPPING[kind], nested).to_dict()
+    return own
+
+
+def check_verifier(checkpoint: Checkpoint, target: PreTrainedModel) -> None:
+    """Log a warning if a head of speculators names another class of target; tensors show other
+    shapes.
+    """
+    verifier = (checkpoint.config.get("speculators_config") or {}).get("verifier") or {}
+    names = [str(name) for name in verifier.get("architectures") or ()]
+    families = {
+        name.split("For")[0]
+        for name in (type(target).__name__, *(target.config.architectures or ()))
+    }
+    if names and not any(name.split("For")[0] in families for name in names):
+        logger.warning(
+            "%s was trained with %s, a %s; this target is a %s: it may accept few of its proposals",
+            checkpoint.source, verifier.get("name_or_path"), ", ".join(names), type(target).__name__,
+        )  # fmt: skip
+
+
+def check_vocabulary(source: str, size: int | None, target: PreTrainedModel) -> None:
+    """Raise IncompatibleDraftError if a head's vocabulary is not the target's."""
+    if size != vocab_size(target):
+        raise IncompatibleDraftError(
+            f"{source} is for a vocabulary of {size} tokens; the target's has {vocab_size(target)}"
+        )
+
+
+def check_layers(source: str, layers: tuple[int, ...], num_layers: int) -> None:
+    """Raise IncompatibleDraftError if a target of this many layers lacks hidden states that a head
+    reads.
+    """
+    if not all(0 <= one <= num_layers for one in layers):
+        raise IncompatibleDraftError(
+            f"{source} reads the hidden states {layers} of a target that has 0 to {num_layers}"
+        )
+
+
+def shared_modules(
+    source: str,
+    size: int,
+    tensors: Mapping[str, torch.Tensor],
+    is_reduced: bool,
+    target: PreTrainedModel,
+) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return the target's embeddings and output layer, None for those that the head has itself.
+
+    Args:
+        source: name in errors.
+        size: the head's hidden size.
+        tensors: the head's.
+        is_reduced: the head has a reduced vocabulary, which needs an output layer of its own.
+        target: the model that the head drafts for.
+
+    Raises:
+        IncompatibleDraftError: the head needs the target's, and they have another size.
+    """
+    shared = {
+        what: None if is_own else module
+        for what, is_own, module in (
+            ("embeddings", "embed_tokens.weight" in tensors, target.get_input_embeddings()),
+            ("lm_head", "lm_head.weight" in tensors or is_reduced, target.get_output_embeddings()),
+        )
+    }
+    for what, module in shared.items():
+        if module is not None and size != hidden_size_of(target):
+            raise IncompatibleDraftError(
+                f"{source} has a hidden size of {size} and no {what} of its own; the target's have "
+                f"{hidden_size_of(target)}"
+            )
+    return shared["embeddings"], shared["lm_head"]
+
+
+def tensors_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Return the tensors to load, without the prefix ``model.`` that some publishers give to all
+    but the lm_head.
+    """
+    tensors = {name.removeprefix("model."): tensor for name, tensor in checkpoint.read().items()}
+    return {name: tensor for name, tensor in tensors.items() if name not in IGNORED}
+
+
+def target_ids_of(
+    source: str, d2t: torch.Tensor | None, t2d: torch.Tensor | None, draft_vocab: int, vocab: int
+) -> torch.Tensor | None:
+    """Return the target ids of a draft vocabulary, [draft_vocab] int64; None if the ids are the
+    same.
+    """
+    if d2t is None:
+        if draft_vocab != vocab:
+            raise UnsupportedModelError(
+                f"{source} drafts {draft_vocab} of {vocab} tokens, and has no tensor d2t"
+            )
+        return None
+    if d2t.shape != (draft_vocab,):
+        raise UnsupportedModelError(
+            f"d2t of {source} has shape {tuple(d2t.shape)}; it must be ({draft_vocab},)"
+        )
+    target_ids = torch.arange(draft_vocab) + d2t.long()
+    if (
+        not bool(((target_ids >= 0) & (target_ids < vocab)).all())
+        or len(target_ids.unique()) != draft_vocab
+    ):
+        raise IncompatibleDraftError(
+            f"d2t of {source} does not map to {draft_vocab} different ids of 0 to {vocab - 1}"
+        )
+    if t2d is not None and (
+        t2d.shape != (vocab,) or not torch.equal(t2d.nonzero()[:, 0], target_ids.sort().values)
+    ):
+        raise IncompatibleDraftError(f"d2t and t2d of {source} do not name the same tokens")
+    return target_ids
+
+
+def filled(
+    checkpoint: Checkpoint,
+    target: PreTrainedModel,
+    build: Callable[[], Head],
+    tensors: Mapping[str, torch.Tensor],
+    error: type[SLOSpecError],
+) -> Head:
+    """Return a head with these tensors; raise ``error`` before it is built if their names or shapes
+    do not fit.
+    """
+    with torch.device("meta"):
+        expected = own_modules(build(), target).state_dict()
+    faults = [
+        f"{what} {', '.join(sorted(names))}"
+        for what, names in (
+            ("it lacks", expected.keys() - tensors.keys()),
+            ("it has unknown", tensors.keys() - expected.keys()),
+        )
+        if names
+    ]
+    faults += [
+        f"{name} has shape {tuple(tensors[name].shape)} and not {tuple(expected[name].shape)}"
+        for name in sorted(expected.keys() & tensors.keys())
+        if tensors[name].shape != expected[name].shape
+    ]
+    if faults:
+        raise error(f"the tensors of {checkpoint.source} do not fit: {'; '.join(faults)}")
+    if names := not_finite(tensors.items()):
+        raise UnsupportedModelError(
+            f"{checkpoint.source} holds NaN or infinite weights, in {listed(names)}"
+        )
+    device = input_device(target)
+    with torch.device(device):
+        head = build()
+    state = {name: tensor.to(device, target.dtype) for name, tensor in tensors.items()}
+    own_modules(head, target).load_state_dict(state, assign=True)
+    head.train(False)
+    return head
+
+
+def num_layers_of(target: PreTrainedModel) -> int:
+    """Return the number of the target's layers."""
+    return int(target.config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def hidden_size_of(target: PreTrainedModel) -> int:
+    """Return the size of the target's hidden states."""
+    return int(target.config.get_text_config(decoder=True).hidden_size)

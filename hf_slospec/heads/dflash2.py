@@ -1,0 +1,164 @@
+"""DFlash2 heads: DFlash blocks with convolutions, whose best candidates are scored by the token
+before.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+from hf_slospec.errors import UnsupportedModelError
+from hf_slospec.heads.dflash import KNOWN, SequentialHead
+
+
+class BlockConvolution(nn.Module):
+    """Two convolutions along a block, before and after a sublayer, with kernels that depend on the
+    token.
+    """
+
+    def __init__(self, hidden_size: int, num_taps: int, group_size: int):
+        super().__init__()
+        self.group_size = group_size
+        self.base_kernel = nn.Parameter(torch.empty(2, num_taps, hidden_size))
+        self.kernel_projection = nn.Linear(
+            hidden_size, 2 * num_taps * (hidden_size // group_size), bias=False
+        )
+
+    def kernels(self, states: torch.Tensor) -> torch.Tensor:
+        """Return both kernels of every token.  [1, num_tokens, hidden] -> [1, num_tokens, 2,
+        num_taps, hidden]
+        """
+        projected = self.kernel_projection(states).unflatten(-1, (*self.base_kernel.shape[:2], -1))
+        kernels: torch.Tensor = self.base_kernel + projected.repeat_interleave(
+            self.group_size, dim=-1
+        )
+        return kernels
+
+    @staticmethod
+    def convolve(
+        states: torch.Tensor, kernel: torch.Tensor, is_behind: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the sum over a token and those before it in its block.
+
+        Args:
+            states: [1, num_tokens, hidden].
+            kernel: [1, num_tokens, num_taps, hidden].
+            is_behind: [1, num_tokens] bool, True where the token before is of the same block.
+        """
+        output = states * kernel[..., 0, :]
+        is_seen = torch.ones_like(is_behind)
+        for tap in range(1, kernel.shape[-2]):
+            is_seen = is_seen & pad(is_behind, (tap - 1, 0))[:, : is_behind.shape[1]]
+            shifted = pad(states, (0, 0, tap, 0))[:, : states.shape[1]]
+            output = output + shifted * kernel[..., tap, :] * is_seen[..., None]
+        return output
+
+
+class DFlash2Layer(Qwen3DecoderLayer):
+    """Qwen3 layer with convolutions around its attention and its MLP."""
+
+    def __init__(self, config: Qwen3Config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        sizes = config.hidden_size, config.conv_kernel_size, config.conv_group_size
+        self.attention_conv = BlockConvolution(*sizes)
+        self.mlp_conv = BlockConvolution(*sizes)
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **attention: Any) -> torch.Tensor:
+        """Return the layer's output, [1, num_tokens, hidden]; see :class:`BlockConvolution` for
+        ``is_behind``.
+        """
+        is_behind = attention.pop("is_behind")
+        sublayers: list[tuple[Any, BlockConvolution, Any]] = [
+            (
+                self.input_layernorm,
+                self.attention_conv,
+                lambda states: self.self_attn(states, *args, **attention)[0],
+            ),
+            (self.post_attention_layernorm, self.mlp_conv, self.mlp),
+        ]
+        for norm, convolution, sublayer in sublayers:
+            states = norm(hidden_states)
+            before, after = convolution.kernels(states).unbind(2)
+            states = sublayer(convolution.convolve(states, before, is_behind))
+            hidden_states = hidden_states + convolution.convolve(states, after, is_behind)
+        return hidden_states
+
+
+class CandidateSelector(nn.Module):
+    """Scores of a position's best candidates by the token before."""
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int):
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(draft_vocab_size, rank))
+        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+
+    def forward(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, candidates: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what is added to the candidates' logits, [num_rows, beam, num_candidates].
+
+        Args:
+            tokens: [num_rows, beam] int64, ids of the target.
+            hidden: [num_rows, hidden].
+            candidates: [num_rows, num_candidates] int64, ids of the head.
+        """
+        context = self.predecessor_codebook[tokens] * self.hidden_projection(hidden)[:, None]
+        scores: torch.Tensor = context @ self.successor_codebook[candidates].transpose(1, 2)
+        return scores
+
+
+class DFlash2Head(SequentialHead):
+    """DFlash network with convolutions, and with a selector among the best candidates of each
+    position.
+
+    The config has ``conv_kernel_size``, ``conv_group_size``, ``selector_rank`` and
+    ``selector_top_k`` besides the settings of DFlash.
+    """
+
+    kind: ClassVar[str] = "DFlash2"
+    known = KNOWN | {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
+    layer_class = DFlash2Layer
+
+    def _refuse_unsupported(self) -> None:
+        super()._refuse_unsupported()
+        if self.config.hidden_size % self.config.conv_group_size:
+            raise UnsupportedModelError(
+                f"the {self.kind} head has a hidden size of {self.config.hidden_size} and convolutions in groups of "
+                f"{self.config.conv_group_size} channels; groups must divide it"
+            )
+        if self.block_size < 3:
+            raise UnsupportedModelError(
+                f"the {self.kind} head has blocks of {self.block_size} tokens; it needs 3"
+            )
+
+    def _add_modules(self) -> None:
+        config = self.config
+        sizes = (
+            config.vocab_size,
+            self.draft_vocab_size,
+            config.hidden_size,
+            int(config.selector_rank),
+        )
+        self.candidate_selector = CandidateSelector(*sizes)
+        self.num_candidates = min(int(config.selector_top_k), self.draft_vocab_size)
+
+    def layer_options(self, input_ids: torch.Tensor) -> dict[str, Any]:
+        # Blocks are known by their mask tokens, of which there are several in a row: in trials of
+        # forwards, no token has one before it.
+        is_mask = input_ids == self.mask_token_id
+        return {"is_behind": is_mask & (pad(is_mask, (1, 0))[:, :-1] | pad(is_mask, (0, 1))[:, 1:])}
+
+    def after(
+        self, tokens: torch.Tensor, outputs: torch.Tensor, states: torch.Tensor | None, depth: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        logits, hidden = outputs.tensor_split((self.draft_vocab_size,), dim=-1)
+        best = logits.topk(self.num_candidates, dim=-1)
+        scores = best.values[:, None] + self.candidate_selector(tokens, hidden, best.indices)
+        whole = scores.new_full((*tokens.shape, self.draft_vocab_size), -torch.inf)
+        return whole.scatter_(-1, best.indices[:, None].expand_as(scores), scores), None, None

@@ -1,0 +1,151 @@
+"""Heads of DeepSpec with layers of Gemma 4: DFlash, DSpark and EAGLE-3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Gemma4TextConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.gemma4.modeling_gemma4 import (
+    Gemma4RMSNorm,
+    Gemma4TextDecoderLayer,
+    Gemma4TextRotaryEmbedding,
+    Gemma4TextScaledWordEmbedding,
+)
+
+from hf_slospec.errors import UnsupportedModelError
+from hf_slospec.heads.checkpoint import read_config
+from hf_slospec.heads.dflash import DFlashHead
+from hf_slospec.heads.dspark import DSparkHead
+from hf_slospec.heads.eagle3 import FULL, Eagle3Head, widen_inputs
+
+MODEL_TYPES = (
+    "gemma4_text",
+    "gemma4_unified_text",
+)  # types of targets, which configs of heads keep
+# Settings of targets with which DeepSpec makes no heads.
+UNSUPPORTED = ("enable_moe_block", "hidden_size_per_layer_input", "num_kv_shared_layers")
+
+
+def config_of_gemma4(source: str, fields: Mapping[str, Any]) -> Any:
+    """Return a head's :class:`Gemma4TextConfig` by its fields, most of which are copied from the
+    target's config.
+
+    Raises:
+        UnsupportedModelError: the fields are invalid, or the layers are none that DeepSpec's heads
+            have.
+    """
+    for name in UNSUPPORTED:
+        if fields.get(name):
+            raise UnsupportedModelError(
+                f"{source} has {name} {fields[name]!r}; its layers must be dense and whole"
+            )
+    # Every layer attends to the whole text, whatever the config says; absent, per-layer inputs
+    # would have a size.
+    num_layers = fields.get("num_hidden_layers")
+    layers = [FULL] * num_layers if isinstance(num_layers, int) else None
+    own = {"layer_types": layers, "hidden_size_per_layer_input": 0}
+    known = {name: value for name, value in fields.items() if name != "model_type"}
+    config = read_config(source, Gemma4TextConfig, known | own)
+    rope = config.rope_parameters.get(FULL) or {}
+    if (kind := rope.get("rope_type")) not in ("default", *ROPE_INIT_FUNCTIONS):
+        raise UnsupportedModelError(
+            f"{source} has rotary embeddings of unknown type {kind!r} in its layers of Gemma 4"
+        )
+    return config
+
+
+class FullRotaryEmbedding(Gemma4TextRotaryEmbedding):
+    """Rotary embeddings of the layers that attend to the whole text."""
+
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines, [batch, num_tokens, head_dim] each."""
+        embeddings: tuple[torch.Tensor, torch.Tensor] = super().forward(x, position_ids, FULL)
+        return embeddings
+
+
+def scaled_embeddings(config: PreTrainedConfig) -> nn.Module:
+    """Return a head's own embeddings, which multiply by the root of the hidden size."""
+    size = config.hidden_size
+    padding: Any = None  # forwards do not read it
+    return Gemma4TextScaledWordEmbedding(config.vocab_size, size, padding, size**0.5)
+
+
+class Gemma4DFlashHead(DFlashHead):
+    """DFlash network of DeepSpec, which is DSpark without a Markov head.
+
+    Values of its layers may be their keys before norm and rotation.
+    """
+
+    config_class = Gemma4TextConfig
+    layer_class = Gemma4TextDecoderLayer
+    norm_class = Gemma4RMSNorm
+    rotary_class = FullRotaryEmbedding
+    default_embedding_scale = None
+
+    def _own_embeddings(self) -> nn.Module:
+        return scaled_embeddings(self.config)
+
+    def keys_and_values(
+        self, attention: Any, combined: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = attention.k_proj(combined).unflatten(-1, (-1, attention.head_dim))
+        values = keys
+        if attention.v_proj is not None:
+            values = attention.v_proj(combined).unflatten(-1, (-1, attention.head_dim))
+        return attention.k_norm(keys), attention.v_norm(values)
+
+    def layer_options(self, input_ids: torch.Tensor) -> dict[str, Any]:
+        return {
+            "shared_kv_states": {}
+        }  # the last layer writes its K and V here, for layers that take them over
+
+
+class Gemma4DSparkHead(Gemma4DFlashHead, DSparkHead):
+    """DSpark network of DeepSpec."""
+
+
+BLOCKS: dict[type[DFlashHead], type[DFlashHead]] = {
+    DFlashHead: Gemma4DFlashHead,
+    DSparkHead: Gemma4DSparkHead,
+}
+
+
+class Gemma4Eagle3Layer(Gemma4TextDecoderLayer):
+    """Gemma 4 layer whose attention reads an embedding and a hidden state, concatenated."""
+
+    def __init__(self, config: Any):
+        super().__init__(config, 0)
+        self.hidden_norm = Gemma4RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        widen_inputs(self.self_attn, config.hidden_size)
+
+    def forward(self, embeds: torch.Tensor, hidden: torch.Tensor, **attention: Any) -> torch.Tensor:
+        """Return the hidden states before the final norm, [batch, num_tokens, hidden]; see
+        :class:`Eagle3Layer`.
+        """
+        both = torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), dim=-1)
+        attended, _ = self.self_attn(both, shared_kv_states={}, **attention)
+        hidden = hidden + self.post_attention_layernorm(attended)
+        fed = self.mlp(self.pre_feedforward_layernorm(hidden))
+        output: torch.Tensor = (hidden + self.post_feedforward_layernorm(fed)) * self.layer_scalar
+        return output
+
+
+class Gemma4Eagle3Head(Eagle3Head):
+    """EAGLE-3 network of DeepSpec."""
+
+    norm_class = Gemma4RMSNorm
+    rotary_class = FullRotaryEmbedding
+
+    def _first_layer(self) -> nn.Module:
+        return Gemma4Eagle3Layer(self.config)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        logits = super().logits(states)
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits / cap)

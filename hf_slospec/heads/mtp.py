@@ -1,0 +1,294 @@
+"""Multi-token prediction (MTP) layers: decoder layers that were trained with the target, applied
+level by level.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import MtpModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from hf_slospec.model.properties import cache_option
+
+
+class DraftHead(PreTrainedModel):
+    """Network that drafts from hidden states of the target (features), one token after another.
+
+    Entry i takes the feature of token i and the embedding of token i + 1, and predicts token i + 2.
+    For draft nodes, whose features are not known, the hidden state that the parent's entry returns
+    replaces the feature. Entries attend to each other through transformers' attention interface, so
+    that forwards can be packed."""
+
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    kind: ClassVar[str]  # name in errors and descriptions
+
+    feature_layers: tuple[
+        int, ...
+    ]  # hidden states of the target, numbered as in its output_hidden_states
+    embed_tokens: nn.Module  # the target's or the head's own
+    target_ids: (
+        torch.Tensor | None
+    )  # [draft_vocab] int64, the target's ids of a reduced vocabulary; None: the same ids
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embeddings of the target's tokens."""
+        return self.embed_tokens
+
+    @property
+    def hidden_size(self) -> int:
+        """Size of the hidden state that entries take and return."""
+        return int(self.config.hidden_size)
+
+    @property
+    def target_hidden_size(self) -> int:
+        """Size of one hidden state of the target."""
+        return self.hidden_size
+
+    @property
+    def packed_input_size(self) -> int:
+        """Size of an entry's inputs, which packed forwards take in place of ids: an embedding and a
+        hidden state.
+        """
+        weight: Any = self.embed_tokens.weight
+        return int(weight.shape[-1]) + self.hidden_size
+
+    def combine(self, features: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states that entries take, computed from features of the target.
+
+        Args:
+            features: [num_tokens, len(feature_layers) * target_hidden], the layers' states
+                concatenated.
+
+        Returns:
+            [num_tokens, hidden].
+        """
+        raise NotImplementedError
+
+    def run(
+        self,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        position_ids: torch.Tensor,
+        cache: Any,
+        attention_mask: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the states of the logits and the children's hidden states, [1, num_tokens, hidden]
+        each.
+
+        Args:
+            embeds: [1, num_tokens, embedding].
+            hidden: [1, num_tokens, hidden], combined features, or hidden states that the parents'
+                entries returned.
+            position_ids: [1, num_tokens] int64.
+            cache: cache that the layers update; None: entries attend to each other only.
+            attention_mask: from :meth:`mask`.
+        """
+        raise NotImplementedError
+
+    def mask(self, **arguments: Any) -> Any:
+        """Return the layers' masks in the form of the attention implementation; None: causal, if
+        that is its default.
+
+        ``arguments`` are those of transformers' functions that make masks.
+        """
+        return create_causal_mask(**arguments)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the head's vocabulary.  [num_rows, hidden] -> [num_rows,
+        draft_vocab]
+        """
+        logits: torch.Tensor = self.lm_head(states)
+        return logits
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **_: Any,
+    ) -> CausalLMOutput:
+        """Forward entries.
+
+        Args:
+            input_ids: [1, num_tokens] int64, for trials and measurements: their embeddings replace
+                hidden states.
+            attention_mask: padding mask, or a whole mask [1, 1, num_tokens, num_keys]; None:
+                causal.
+            inputs_embeds: [1, num_tokens, embedding + hidden], embeddings and hidden states,
+                concatenated.
+            logits_to_keep: [num_rows] int64, the entries whose outputs to return; 0: all.
+
+        Returns:
+            ``logits`` [1, num_rows, draft_vocab + hidden]: logits and the children's hidden states,
+            concatenated.
+        """
+        if inputs_embeds is None:
+            assert input_ids is not None
+            embeds = self.embed_tokens(input_ids)
+            hidden = embeds[
+                ..., torch.arange(self.hidden_size, device=embeds.device) % embeds.shape[-1]
+            ]
+        else:
+            embeds, hidden = (
+                inputs_embeds[..., : -self.hidden_size],
+                inputs_embeds[..., -self.hidden_size :],
+            )
+        assert position_ids is not None
+        mask = self.mask(
+            config=self.config,
+            inputs_embeds=hidden,
+            attention_mask=attention_mask,
+            **cache_option(cache),
+            position_ids=position_ids,
+        )
+        states, next_hidden = self.run(embeds, hidden, position_ids, cache, mask)
+        rows = slice(None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return CausalLMOutput(
+            logits=torch.cat((self.logits(states[:, rows]), next_hidden[:, rows]), dim=-1)
+        )
+
+
+def own_modules(head: nn.Module, target: PreTrainedModel) -> nn.ModuleDict:
+    """Return a head's direct submodules by name, without those of the target."""
+    shared = {id(module) for module in target.modules()}
+    return nn.ModuleDict(
+        {name: module for name, module in head.named_children() if id(module) not in shared}
+    )
+
+
+class _TargetLayerHead(DraftHead):
+    """Head with a layer of the target's class, which reads the target's last hidden state, after
+    the final norm.
+    """
+
+    kind = "MTP layer"
+    # The head gets the implementations of attention and experts that the target was loaded with.
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+
+    def __init__(self, target: PreTrainedModel, config: Any):
+        super().__init__(config)
+        decoder: Any = target.get_decoder()
+        self.feature_layers = (len(decoder.layers),)
+        self.target_ids = None
+        self.embed_tokens: Any = target.get_input_embeddings()
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True
+
+    def combine(self, features: torch.Tensor) -> torch.Tensor:
+        return features
+
+
+class MtpHead(_TargetLayerHead):
+    """MTP layer with the parameter names of Qwen3-Next and Qwen3.5, without their prefix ``mtp.``.
+
+    Embeddings, rotary embedding and output head are the target's.
+    """
+
+    def __init__(self, target: PreTrainedModel):
+        """Make a layer with random weights, of the target's own classes."""
+        super().__init__(target, _config_of_layer(target))
+        decoder: Any = target.get_decoder()
+        size = self.config.hidden_size
+        eps = self.config.rms_norm_eps
+        norm_class = type(decoder.norm)
+        self.rotary_emb = decoder.rotary_emb
+        self.lm_head: Any = target.get_output_embeddings()
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.pre_fc_norm_embedding = norm_class(size, eps=eps)
+        self.pre_fc_norm_hidden = norm_class(size, eps=eps)
+        self.layers = nn.ModuleList([type(decoder.layers[-1])(self.config, 0)])
+        self.norm = norm_class(size, eps=eps)
+
+    def run(
+        self,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        position_ids: torch.Tensor,
+        cache: Any,
+        attention_mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.fc(
+            torch.cat((self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(hidden)), dim=-1)
+        )
+        hidden = self.layers[0](
+            hidden,
+            position_embeddings=self.rotary_emb(hidden, position_ids),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            **cache_option(cache),
+        )
+        hidden = self.norm(hidden)
+        return hidden, hidden
+
+
+class ShippedMtpHead(_TargetLayerHead):
+    """The first MTP layer of those that transformers loads with the target, applied at every level."""
+
+    def __init__(self, target: PreTrainedModel, mtp: MtpModel):
+        """Take the MTP layers of a target."""
+        super().__init__(target, mtp.config)
+        self.mtp = mtp
+
+    def run(
+        self,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        position_ids: torch.Tensor,
+        cache: Any,
+        attention_mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.mtp.layers[0](
+            embeds,
+            hidden,
+            position_embeddings=self._position_embeddings(embeds, position_ids),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            **cache_option(cache),
+        )
+        if self.mtp.use_shared_post_norm:
+            hidden = self.mtp.shared_post_norm(hidden)
+        return hidden, hidden
+
+    def _position_embeddings(self, embeds: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        rotary_emb: Any = self.mtp.rotary_emb
+        if rotary_emb is None:
+            return None
+        by_type = {"layer_type": self.config.layer_types[0]} if self.mtp.has_per_layer_rope else {}
+        return rotary_emb(embeds, position_ids=position_ids, **by_type)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.mtp._project_to_logits(states)
+        return logits
+
+
+def _config_of_layer(target: PreTrainedModel) -> Any:
+    """Return the target's config for a model of one layer, with full attention and, if the target
+    has any, experts.
+    """
+    config: Any = copy.deepcopy(target.config.get_text_config(decoder=True))
+    config.num_hidden_layers = 1
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = ["full_attention"]
+    if getattr(config, "mlp_layer_types", None) is not None:
+        config.mlp_layer_types = config.mlp_layer_types[-1:]
+    if hasattr(config, "mlp_only_layers"):
+        config.mlp_only_layers = []
+        config.decoder_sparse_step = 1
+    return config

@@ -1,0 +1,330 @@
+"""Drafting with an assistant whose layers attend to the target's K/V (Gemma 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from hf_slospec.drafters.assistant import check_device, check_vocabulary
+from hf_slospec.drafters.beam import Beam, Level, Scores, beam_search
+from hf_slospec.drafters.methods import DraftMethod, Room
+from hf_slospec.engine.interfaces import Drafter, Plan
+from hf_slospec.engine.latency_curves import ForwardCost
+from hf_slospec.errors import IncompatibleDraftError
+from hf_slospec.model.attention.backends import Backend
+from hf_slospec.model.attention.hook import active_forward
+from hf_slospec.model.batch import AttentionRules, CachedSequence, PackedBatch, Span
+from hf_slospec.model.kv_cache import KVPool
+from hf_slospec.model.measure import Size, measure_by
+from hf_slospec.model.memory import as_memory_error
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.properties import evaluating, input_device
+from hf_slospec.model.sequences import RequestSequences
+from hf_slospec.model.transfer import synchronize, to_device
+from hf_slospec.request.request import Request
+from hf_slospec.tree.tree import IntArray, TokenTree
+
+LAST_HIDDEN = (
+    -1
+)  # the target's hidden state after its last norm, numbered as in output_hidden_states
+SLIDING = "sliding_attention"
+
+
+def cached_layers(model: Any) -> dict[str, int]:
+    """Return the last layer that caches K/V, by layer type; empty for models without layer types."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ()
+    num_cached = len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)
+    return {kind: layer for layer, kind in enumerate(kinds[:num_cached])}
+
+
+class SharedKVModel:
+    """Forwards of an assistant's tokens, which attend to the target's committed tokens and not to
+    each other.
+
+    An input is the target's embedding of a token, then a hidden state: for a root the target's, of
+    the token before; for other nodes the assistant's, of the parent. All nodes of a tree have the
+    position of its root."""
+
+    def __init__(self, assistant: Any, target: PackedModel):
+        self.assistant = assistant
+        self.target = target
+        config = assistant.config.get_text_config()
+        layers = cached_layers(target.model)
+        self.layers = {kind: layers[kind] for kind in dict.fromkeys(config.layer_types)}
+        # transformers' mask is inclusive: the root sees one more key than the window has.
+        self.max_keys = {
+            kind: config.sliding_window + 1 if kind == SLIDING else None for kind in self.layers
+        }
+
+    @torch.no_grad()
+    def scores(
+        self,
+        pool: KVPool,
+        sequences: Sequence[CachedSequence],
+        tokens: torch.Tensor,
+        states: torch.Tensor,
+    ) -> Scores:
+        """Return logits of the next tokens, and hidden states for the children.
+
+        Args:
+            pool: storage of the target's K/V.
+            sequences: [num_requests], the committed tokens before each root.
+            tokens: [num_requests, beam] int64.
+            states: [num_requests, beam, hidden].
+        """
+        embeds = self.target.model.get_input_embeddings()(tokens)  # [num_requests, beam, hidden]
+        inputs = torch.cat((embeds, states.to(embeds)), dim=-1).flatten(0, 1)[
+            :, None
+        ]  # a batch of single tokens
+        lengths = to_device(
+            torch.tensor([sequence.length for sequence in sequences], device="cpu"), tokens.device
+        )
+        positions = lengths[:, None].expand_as(tokens).reshape(-1, 1)
+        batches = {
+            kind: _batch(sequences, tokens.shape[1], limit) for kind, limit in self.max_keys.items()
+        }
+        placeholders = {
+            kind: (inputs.new_empty(1, 1, 1, 1), inputs.new_empty(1, 1, 1, 1))
+            for kind in self.layers
+        }
+        forward = _SharedKVForward(pool, self.layers, batches, placeholders, self.target.backend)
+        with active_forward(self.assistant, forward):
+            output = self.assistant(
+                inputs_embeds=inputs, position_ids=positions, shared_kv_states=placeholders
+            )
+        shape = *tokens.shape, -1
+        return Scores(output.logits.view(shape), output.last_hidden_state.view(shape))
+
+
+def _batch(sequences: Sequence[CachedSequence], beam: int, max_keys: int | None) -> PackedBatch:
+    """Return a batch of ``beam`` tokens per sequence, which see its last ``max_keys`` committed
+    tokens, or all.
+    """
+    spans = []
+    for index, whole in enumerate(sequences):
+        num_keys = whole.length if max_keys is None else min(whole.length, max_keys)
+        visible = CachedSequence(whole.start + whole.length - num_keys, num_keys, num_keys)
+        no_mask, no_positions = (
+            torch.empty(beam, 0, dtype=torch.bool, device="cpu"),
+            torch.empty(0, dtype=torch.int64, device="cpu"),
+        )
+        spans.append(Span(visible, index * beam, (index + 1) * beam, no_mask, no_positions))
+    return PackedBatch(spans, [span.visible for span in spans])
+
+
+class _SharedKVForward:
+    """Attention of one forward: every layer reads the K/V of a layer of the target, by layer type."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        layers: Mapping[str, int],
+        batches: Mapping[str, PackedBatch],
+        placeholders: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        backend: Backend,
+    ):
+        """Mappings are by layer type; the assistant takes ``placeholders`` as K and V, which tell
+        its layers apart.
+        """
+        self.pool = pool
+        self.layers = layers
+        self.batches = batches
+        self.backend = backend
+        self._kinds = {id(key): kind for kind, (key, _) in placeholders.items()}
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rules: AttentionRules,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return attention of queries [num_tokens, num_heads, 1, head_dim]; mask and window are in
+        the batch.
+
+        Returns:
+            [num_tokens, 1, num_heads, value_dim].
+        """
+        if (kind := self._kinds.get(id(key))) is None:
+            raise RuntimeError(
+                "a layer of the assistant does not attend to the shared K/V that it was given"
+            )
+        layer = self.layers[kind]
+        keys = self.pool.keys[layer]
+        values = self.pool.values[layer]
+        query = query[:, :, 0].transpose(0, 1)  # [num_heads, num_tokens, head_dim]
+        return self.backend(query, keys, values, self.batches[kind], rules._replace(window=None))[
+            :, None
+        ]
+
+
+class SharedKVDrafter(Drafter):
+    """Beam search on the predictions of an assistant that reads the target's K/V and caches none.
+
+    It keeps the target's last hidden state of each request.
+    """
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return (LAST_HIDDEN,)
+
+    def __init__(self, assistant: Any, vocab_size: int):
+        """``vocab_size`` is the target's."""
+        self.assistant = assistant
+        self.vocab_size = vocab_size
+        self._last: dict[Request, tuple[int, torch.Tensor]] = {}  # tokens, last feature [1, hidden]
+
+    def read_kv_of(self, sequences: RequestSequences) -> None:
+        self._sequences, self._model = sequences, SharedKVModel(self.assistant, sequences.packed)
+
+    def take_features(self, request: Request, begin: int, features: torch.Tensor) -> None:
+        self._last[request] = (
+            begin + len(features),
+            features[-1:].clone(),
+        )  # a view would keep all features alive
+
+    def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+        ready = [request for request in requests if self._is_ready(request)]
+        trees = dict[Request, TokenTree]()
+        if ready:
+            with as_memory_error(), evaluating(self.assistant):
+                trees = dict(zip(ready, self._draft(ready, plan), strict=True))
+        return [
+            trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests
+        ]
+
+    def _is_ready(self, request: Request) -> bool:
+        """Return whether all tokens but the root have K/V, and the last of them has its feature."""
+        num_tokens, _ = self._last.get(request, (0, None))
+        return num_tokens == self._sequences.num_cached(request) == len(request.tokens) - 1
+
+    def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+        states = torch.stack([self._last[request][1] for request in requests])
+        device = self._sequences.packed.device
+        return beam_search(
+            requests, plan, None, partial(self._run, requests), device, states=states
+        )
+
+    def _run(self, requests: Sequence[Request], indices: IntArray, level: Level) -> Beam | Scores:
+        sequences, states = (
+            [self._sequences.of(requests[index]) for index in indices],
+            level.inherited_states,
+        )
+        assert states is not None
+        scores = self._model.scores(self._sequences.cache.pool, sequences, level.tokens, states)
+        return level.grown(scores._replace(logits=scores.logits[..., : self.vocab_size]))
+
+    def release(self, request: Request) -> None:
+        self._last.pop(request, None)
+
+    def close(self) -> None:
+        self._last.clear()
+
+
+class LevelTimer:
+    """Timer of draft levels by size; each reserves K/V of the target while it runs."""
+
+    def __init__(self, assistant: Any, target: PackedModel):
+        self._model = SharedKVModel(assistant, target)
+        self._cache = target.kv_cache
+        self.clock = target.ranks.clock
+
+    def __call__(self, size: Size) -> float:
+        """Return the seconds of a level of this size, with the same number of nodes per request."""
+        device, shape = (
+            self._model.target.device,
+            (size.num_requests, size.num_tokens // size.num_requests),
+        )
+        tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        with self._cache.temporary([size.keys_each] * size.num_requests) as sequences:
+            for sequence in sequences:
+                sequence.length = size.keys_each
+            begun_s = self.clock()
+            states = torch.zeros(*shape, self._model.assistant.backbone_hidden_size, device=device)
+            self._model.scores(self._cache.pool, sequences, tokens, states)
+            synchronize(device)
+            return self.clock() - begun_s
+
+
+@dataclass(frozen=True, repr=False)
+class Gemma4Method(DraftMethod):
+    """A Gemma 4 assistant, which reads the target's K/V and its last hidden state and caches
+    nothing.
+    """
+
+    assistant: Any
+
+    @property
+    def kind(self) -> str:
+        return "Gemma 4 assistant"
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return (LAST_HIDDEN,)
+
+    def check(self, target: Any) -> None:
+        check_vocabulary(self.assistant, target)
+        check_device(self.assistant, target)
+        hidden, expected = (
+            target.config.get_text_config().hidden_size,
+            self.assistant.backbone_hidden_size,
+        )
+        if hidden != expected:
+            raise IncompatibleDraftError(
+                f"assistant_model reads hidden states of size {expected} and the target has {hidden}; use the "
+                "assistant that was trained with this target"
+            )
+        ours, dtype = (
+            self.assistant.lm_head.weight.dtype,
+            target.get_input_embeddings().weight.dtype,
+        )
+        if ours != dtype:
+            raise IncompatibleDraftError(
+                f"assistant_model is in {ours} and the target in {dtype}; cast it with assistant_model.to({dtype})"
+            )
+        self._check_layers(target)
+
+    def _check_layers(self, target: Any) -> None:
+        """Raise IncompatibleDraftError unless the target caches K/V for every layer of the
+        assistant.
+        """
+        cached = cached_layers(target)
+        kinds = self.assistant.config.get_text_config().layer_types
+        for kind, layer in zip(kinds, self.assistant.model.layers, strict=True):
+            if kind not in cached:
+                raise IncompatibleDraftError(
+                    f"assistant_model has layers of type {kind!r} and the target caches K/V of "
+                    f"{sorted(cached) or 'none'}; use the assistant that was trained with this target"
+                )
+            source = target.get_decoder().layers[cached[kind]]
+            if (ours := _kv_shape(layer.self_attn)) != (theirs := _kv_shape(source.self_attn)):
+                raise IncompatibleDraftError(
+                    f"layers of type {kind!r} have {ours} K/V heads and their size in assistant_model and {theirs} in "
+                    "the target; use the assistant that was trained with this target"
+                )
+            if (device := next(source.parameters()).device) != input_device(self.assistant):
+                raise IncompatibleDraftError(
+                    f"assistant_model is on {input_device(self.assistant)} and the K/V that it reads on {device}; load "
+                    "the target on one device"
+                )
+
+    def measure_level(self, target: PackedModel, limit_s: float) -> ForwardCost | None:
+        with evaluating(self.assistant):
+            return measure_by(LevelTimer(self.assistant, target), limit_s).fit()
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        return SharedKVDrafter(self.assistant, room.vocab_size)
+
+
+def _kv_shape(attention: Any) -> tuple[int, int]:
+    """Return the number and the size of a layer's K/V heads."""
+    return (
+        attention.config.num_attention_heads // attention.num_key_value_groups,
+        attention.head_dim,
+    )

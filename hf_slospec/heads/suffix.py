@@ -1,0 +1,160 @@
+"""Drafting from suffix trees of the request's tokens and, if that is allowed, of past answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from hf_slospec.drafters.lookup import ForeseenNoise
+from hf_slospec.drafters.methods import DraftMethod, Room
+from hf_slospec.engine.interfaces import Drafter, Plan
+from hf_slospec.forks import Lock
+from hf_slospec.heads.past_answers import TREE_DEPTH, Copied, PastAnswers, new_cache, speculated
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.request.request import Request
+from hf_slospec.tree.merge import merge_trees
+from hf_slospec.tree.tree import TokenTree
+
+if TYPE_CHECKING:
+    from arctic_inference.suffix_decoding import SuffixDecodingCache, SuffixDecodingDraft
+
+MAX_MATCHES = 8.0  # further matches add no confidence
+TEXT = 0  # key of a request's own tokens in its suffix cache
+
+
+@dataclass(eq=False)
+class _RequestTree(Copied):
+    """Suffix tree of one request's prompt and output."""
+
+    cache: SuffixDecodingCache = field(default_factory=lambda: new_cache(0))
+
+    def __post_init__(self) -> None:
+        self.cache.start_request(TEXT, [])
+
+    def append(self, tokens: list[int]) -> None:
+        self.cache.add_active_response(TEXT, tokens)
+        super().append(tokens)
+
+
+class SuffixDrafter(Drafter):
+    """Suffix decoding: continuations of earlier occurrences of the last tokens.
+
+    Suffix trees of Snowflake's ``arctic-inference`` count what followed every earlier occurrence of
+    up to ``TREE_DEPTH`` last tokens (SuffixDecoding, arXiv 2411.04975). A child's conditional
+    probability is its share of its parent's occurrences, times a confidence that rises with the
+    matched tokens and the number of matches. If the noise of a sampled request is known, it is the
+    probability given that noise.
+
+    A request's prompt and output are searched, and past answers if these are given.
+    """
+
+    def __init__(self, past: PastAnswers | None = None):
+        """``past``: answers to draft from, to which those of the drafter's requests are added; a
+        token takes 400 bytes.
+
+        Raises:
+            MissingExtraError: arctic-inference is not installed.
+        """
+        new_cache(0)  # raises at once if the package is missing
+        self.past = past
+        self._trees: WeakKeyDictionary[Request, _RequestTree] = WeakKeyDictionary()
+        self._lock = Lock()
+
+    def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+        with self._lock:
+            drafts = [self._continuations(request, plan.depth * plan.width) for request in requests]
+        proposed = [
+            _trees(request, plan, per_tree)
+            for request, per_tree in zip(requests, drafts, strict=True)
+        ]
+        return merge_trees(proposed, plan.depth * plan.width)
+
+    def release(self, request: Request) -> None:
+        """Drop the suffix tree of a request, and end its answer."""
+        with self._lock:
+            self._trees.pop(request, None)
+            if self.past is not None:
+                self.past.end(request)
+
+    def _continuations(self, request: Request, max_nodes: int) -> list[SuffixDecodingDraft]:
+        """Return the continuations of a request's last tokens in its own tree and in past answers."""
+        tokens = request.tokens
+        tree = self._trees.get(request)
+        if tree is None or not tree.is_prefix_of(
+            tokens
+        ):  # new, seen again after release, or rolled back
+            tree = self._trees[request] = _RequestTree()
+        tree.append(tokens[tree.num_tokens :])
+        own = speculated(tree.cache, TEXT, tokens[-TREE_DEPTH:], max_nodes)
+        return [own] if self.past is None else [own, *self.past.continuations(request, max_nodes)]
+
+
+def _trees(request: Request, plan: Plan, drafts: Sequence[SuffixDecodingDraft]) -> list[TokenTree]:
+    """Return a request's drafts as token trees of the planned depth at most."""
+    depths = [_depths(draft) for draft in drafts]
+    levels: list[set[int]] = [set() for _ in range(min(plan.depth, max(map(max, depths))))]
+    for draft, token_depths in zip(drafts, depths, strict=True):
+        for token, depth in zip(draft.token_ids, token_depths[1:], strict=True):
+            if depth <= plan.depth:
+                levels[depth - 1].add(token)
+    noise = ForeseenNoise(request, levels)
+    root = request.tokens[-1]
+    return [
+        _converted(root, *pair, noise).up_to(plan.depth)
+        for pair in zip(drafts, depths, strict=True)
+    ]
+
+
+def _depths(draft: SuffixDecodingDraft) -> list[int]:
+    """Return the depths of a draft's root and tokens.  -> [1 + num_tokens]"""
+    depths = [0]
+    for parent in draft.parents:
+        depths.append(depths[parent + 1] + 1)
+    return depths
+
+
+def _converted(
+    root: int, draft: SuffixDecodingDraft, depths: Sequence[int], noise: ForeseenNoise
+) -> TokenTree:
+    """Return a draft as a token tree, with probabilities that rise with the match's length.
+
+    The draft's probability of a token is its share of its parent's occurrences. The end of the
+    request's tokens counts as an occurrence without a continuation, so that the shares after n
+    matches sum to n / (n + 1)."""
+    total = sum(prob for prob, parent in zip(draft.probs, draft.parents, strict=True) if parent < 0)
+    num_matches = min(total / (1.0 - total), MAX_MATCHES) if total < 1.0 else MAX_MATCHES
+    shares = [total, *draft.probs]
+    path_probs = [1.0]
+    for node, (token, parent) in enumerate(zip(draft.token_ids, draft.parents, strict=True), 1):
+        evidence = (
+            draft.match_len + num_matches + depths[node] - 2.0
+        )  # 1 match of 1 token, at depth 1: 0.5
+        prob = min(shares[node] / shares[parent + 1], 1.0) * (
+            1.0 - 1.0 / (1.0 + max(evidence, 0.0))
+        )
+        path_probs.append(path_probs[parent + 1] * noise.given(prob, depths[node], token))
+    return TokenTree(
+        np.array([root, *draft.token_ids]),
+        np.array([-1, *(parent + 1 for parent in draft.parents)]),
+        np.array(depths),
+        np.array(path_probs),
+    )
+
+
+class SuffixMethod(DraftMethod):
+    """Suffix trees of the request's tokens and, if these are given, of past answers."""
+
+    @property
+    def kind(self) -> str:
+        return "suffix trees"
+
+    def __init__(self, past: PastAnswers | None = None):
+        """Make the trees, which all engines share; see :class:`SuffixDrafter`."""
+        self._drafter = SuffixDrafter(past)
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        return self._drafter

@@ -1,0 +1,241 @@
+"""SmartSpec's confidence-based variant: drafting ends at a token of low probability (its Algorithm
+3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from pydantic import Field
+
+from hf_slospec.engine.acceptance import tried_and_hit
+from hf_slospec.engine.costs import StepCosts
+from hf_slospec.engine.interfaces import Plan, PolicyStep, Selection
+from hf_slospec.lab.policies.goodput import (
+    MovingAcceptance,
+    confident_length,
+    heads_nodes,
+    heads_shapes,
+    heads_tokens,
+)
+from hf_slospec.lab.policies.sequoia import StaticTree, trees_within
+from hf_slospec.lab.policies.smartspec import BIAS, Batch, Chains, SmartSpecPolicy
+from hf_slospec.policies.fixed import selection_of
+from hf_slospec.policies.registry import (
+    MAX_BUDGET,
+    NamedPolicy,
+    PolicyOptions,
+    max_useful_depth,
+    without_useless_nodes,
+)
+from hf_slospec.policies.settings import PolicySettings
+from hf_slospec.request.request import Request
+from hf_slospec.tree.select import best_ratio_nodes
+from hf_slospec.tree.tree import FloatArray, Forest, IntArray, TokenTree
+
+
+class ConfidenceOptions(PolicyOptions):
+    """Settings of ``smartspec-confidence``."""
+
+    min_confidence: float = Field(
+        0.5,
+        ge=0,
+        lt=1,
+        description="A token with at most this probability is the last one drafted.",
+    )
+
+
+class ConfidencePolicy(SmartSpecPolicy):
+    """Policy that drafts until a token is no more probable than a threshold, and verifies the
+    length of best goodput.
+
+    [FIX] The printed loop drafts one token too many, and verifies only chains that never stopped:
+    here the proposed tokens of all requests are verified, up to the common length. As printed,
+    drafting is never turned off.
+
+    Requests that have stopped leave the draft's batch in the simulator and on a CPU. Other devices
+    draft on for all requests until the last one stops, and what they drafted in vain is dropped.
+    """
+
+    name = "smartspec-confidence"
+    options = ConfidenceOptions
+    chooses_requests = False
+
+    def __init__(self, config: PolicySettings, costs: StepCosts):
+        super().__init__(config, costs)
+        self.min_confidence = config.options_of(ConfidenceOptions).min_confidence
+
+    def _to_draft(self, batch: Batch) -> Chains:
+        return Chains(batch.useful)
+
+    def _to_verify(
+        self, batch: Batch, drafted: Chains, candidates: Sequence[TokenTree], plan: Plan
+    ) -> Chains:
+        # Not all drafters stop for single requests, so chains are cut here.
+        confident = [confident_length(tree, self.min_confidence) for tree in candidates]
+        proposed = np.minimum(confident, drafted.lengths)
+        levels = np.array([[tree.max_depth] for tree in candidates])
+        length, step_s = self._best(batch, proposed, float(self._draft_s(batch, levels)[0, 0]))
+        return Chains(np.minimum(proposed, length), step_s)
+
+
+MAX_WIDTH = 8  # nodes of a layer; bounds the number of shapes
+
+
+class HeadsPolicy(NamedPolicy):
+    """Policy that drafts the widths k_1, k_2, ... with most expected tokens per second, or no tree.
+
+    A level of the beam stands for a head. As in the paper, the candidates of a head are assumed to
+    be independent, each accepted at the head's rate; the rates are moving averages over the
+    candidates that were tried at that depth."""
+
+    name = "smartspec-tree"
+
+    def __init__(self, config: PolicySettings, costs: StepCosts):
+        super().__init__(config, costs)
+        self.max_width = min(config.max_width, MAX_WIDTH)
+        self.acceptances = [MovingAcceptance() for _ in range(config.max_depth)]
+
+    def step(
+        self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
+    ) -> PolicyStep:
+        num_requests = len(requests)
+        num_keys = sum(len(request.tokens) for request in requests)
+        shapes = heads_shapes(max_useful_depth(requests, self.config.max_depth), self.max_width)
+        rates = [acceptance.rate for acceptance in self.acceptances[: shapes.shape[1]]]
+        depths, widths = (
+            (shapes > 0).sum(axis=1),
+            np.cumprod(np.maximum(shapes, 1), axis=1).max(axis=1, initial=1),
+        )
+        seconds = self.costs.draft_s(num_requests, depths, widths, num_keys) + self.costs.verify_s(
+            num_requests * heads_nodes(shapes) + num_prefill_tokens, num_requests, num_keys
+        )
+        goodput = heads_tokens(rates, shapes) / seconds
+        goodput[0] *= BIAS  # no tree
+        best = int(np.argmax(goodput))
+        depth = int(depths[best])
+        best_widths = shapes[best].tolist()
+        expected = [
+            float(heads_tokens(rates[:end], best_widths[:end])) for end in range(depth + 1)
+        ]  # by tree depth
+        shape = StaticTree.of_expansion(best_widths[:depth])
+        step_s = float(seconds[best])
+        candidates, _ = yield Plan(depth, int(widths[best]))
+        trees = trees_within(shape, requests, candidates)
+        accepted, _ = yield Selection(trees, [expected[tree.max_depth] for tree in trees], step_s)
+        forest = Forest.of(trees)
+        was_tried, was_hit = tried_and_hit(forest, forest.indices(accepted))
+        num_levels = len(self.acceptances) + 1
+        tried, hits = (
+            np.bincount(forest.depths[nodes], minlength=num_levels)
+            for nodes in (was_tried, was_hit)
+        )
+        for acceptance, num_tried, num_hits in zip(
+            self.acceptances, tried[1:], hits[1:], strict=True
+        ):
+            acceptance.observe(int(num_tried), int(num_hits))
+
+
+# Constants of the released code.
+RESET = 100  # new requests in too large batches after which all batch sizes are tried again
+PROPOSED = 8  # tokens proposed per request if drafting costs nothing
+# steps that verify nothing before proposing pauses, and steps of the pause
+TRIES = 40
+PAUSE = 60
+
+
+class TurboSpecPolicy(SmartSpecPolicy):
+    """Policy of Listing 1, corrected, with SmartSpec's choice of the length.
+
+    With a draft model, a step whose best length is 0 sets a limit: new requests in a larger batch
+        are never drafted
+    for. After ``RESET`` such requests all batch sizes are tried again. [FIX] the printed condition
+    on the method is
+    inverted: it is the draft model that has prompts to prefill. [FIX] the limit is also lifted by a
+        step that drafts
+    though its batch is as large; as printed, a single request whose drafts fail once sets a limit
+    of 1.
+
+    With prompt lookup, drafting is free and proposals differ in length, down to none. So as many
+    tokens as possible are proposed, and goodput decides how many of them are verified.
+    """
+
+    name = "turbospec"
+    options = PolicyOptions
+    chooses_requests = False
+
+    def __init__(self, config: PolicySettings, costs: StepCosts):
+        super().__init__(config, costs)
+        self.off_size = math.inf  # size of the last batch for which not drafting was best
+        self._num_skipped = 0
+        self._num_unused = (
+            0  # consecutive steps that verified none of the proposals, pauses included
+        )
+
+    def _to_draft(self, batch: Batch) -> Chains:
+        if self._is_drafting_costly():
+            chains = super()._to_draft(batch)
+            if self._was_plain[-1]:
+                self.off_size = len(batch.requests)
+            elif chains.lengths.any() and len(batch.requests) >= self.off_size:
+                self.off_size = math.inf
+            return chains
+        if self._num_unused >= TRIES:
+            self._num_unused = (self._num_unused + 1) % (TRIES + PAUSE)
+            return Chains(np.zeros_like(batch.useful))
+        return Chains(np.minimum(PROPOSED, batch.useful))
+
+    def _to_verify(
+        self, batch: Batch, drafted: Chains, candidates: Sequence[TokenTree], plan: Plan
+    ) -> Chains:
+        if self._is_drafting_costly():
+            return drafted
+        proposed = np.array([tree.max_depth for tree in candidates])
+        length, step_s = self._best(batch, np.minimum(proposed, drafted.lengths), drafted_s=0.0)
+        if plan.depth:
+            self._num_unused = 0 if length else self._num_unused + 1
+        return Chains(np.minimum(length, drafted.lengths), step_s)
+
+    def _is_disabled(self, num_requests: int) -> bool:
+        if num_requests <= self.off_size:
+            return False
+        self._num_skipped += 1
+        if self._num_skipped % RESET == 0:
+            self.off_size = math.inf
+        return True
+
+
+class VLLMAdaptivePolicy(NamedPolicy):
+    """Policy that drafts chains of ``max_depth`` tokens and verifies the number of their tokens
+    that pays most.
+
+    The tokens of all requests are ranked by survival probability, that of the path to them, and the
+    best are verified, as many as give most expected tokens per second of a step. There are no SLOs,
+    the probabilities are taken as they are, drafting never stops, and its time is spent before the
+    choice. vLLM takes the probabilities from the confidence head of its drafter; here they are the
+    draft's own."""
+
+    name = "vllm-adaptive"
+
+    @classmethod
+    def max_nodes(cls, config: PolicySettings) -> int:
+        return config.max_depth
+
+    def step(
+        self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
+    ) -> PolicyStep:
+        num_requests = len(requests)
+        num_keys = sum(len(request.tokens) for request in requests)
+        candidates, plan = yield Plan(max_useful_depth(requests, self.config.max_depth), 1)
+        forest = Forest.of(without_useless_nodes(requests, candidates))
+        draft_s = self.costs.draft_s(num_requests, plan.depth, 1, num_keys)
+
+        def step_s(num_nodes: IntArray) -> FloatArray:
+            return draft_s + self.costs.verify_s(
+                num_nodes + num_prefill_tokens, num_requests, num_keys
+            )
+
+        is_verified = best_ratio_nodes(forest, forest.path_probs, MAX_BUDGET, step_s)
+        yield selection_of(forest.subtrees(is_verified), float(step_s(is_verified.sum())))

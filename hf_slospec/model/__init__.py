@@ -1,0 +1,1 @@
+"""Packed forwards of transformers models: attention, K/V, sampling and probes."""

@@ -1,0 +1,1 @@
+"""Tree attention for packed batches, plugged into transformers' attention interface."""

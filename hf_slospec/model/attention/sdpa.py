@@ -1,0 +1,241 @@
+"""Attention by ``scaled_dot_product_attention``, one call per sequence."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hf_slospec.forks import Lock
+from hf_slospec.model.batch import AttentionRules, PackedBatch, Plan, Plans
+from hf_slospec.model.transfer import aligned
+
+
+def dense_attention(
+    query: torch.Tensor,  # [num_heads, num_queries, head_dim]
+    key: torch.Tensor,  # [num_kv_heads, num_keys, head_dim]
+    value: torch.Tensor,  # [num_kv_heads, num_keys, value_dim]
+    mask: torch.Tensor | None,  # [num_queries, num_keys] additive
+    rules: AttentionRules,  # window and chunk are part of the mask
+) -> torch.Tensor:
+    """Return attention computed step by step, softmax in fp32.  -> [num_heads, num_queries,
+    value_dim]
+    """
+    groups = query.shape[0] // key.shape[0]
+    key = key.repeat_interleave(groups, 0)
+    value = value.repeat_interleave(groups, 0)
+    scores = rules.capped(query @ key.transpose(1, 2) * rules.scaling)
+    if mask is not None:
+        scores = scores + mask
+    if (sinks := rules.sinks) is not None:
+        scores = torch.cat(
+            (scores, sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)), -1
+        )
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return weights[..., : key.shape[1]] @ value
+
+
+def masked_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: Plans,
+    rules: AttentionRules,
+) -> torch.Tensor:
+    """Return attention of the whole batch over the whole pool under one mask: the reference of all
+    other backends.
+    """
+    mask = torch.full(
+        (query.shape[1], keys.shape[0]), float("-inf"), dtype=query.dtype, device=query.device
+    )
+    plan: SequencePlan = batch.plan(
+        plan_sequences, query.device, rules.window, rules.chunk, 1, query.dtype
+    )
+    for sequence in plan.sequences:
+        mask[sequence.tokens, sequence.slots] = 0.0 if sequence.mask is None else sequence.mask
+    is_seen = mask.isfinite().any(0)  # other slots may hold NaN, which masks do not keep out
+    key = keys[is_seen].transpose(0, 1)
+    value = values[is_seen].transpose(0, 1)
+    return dense_attention(query, key, value, mask[:, is_seen], rules).transpose(0, 1)
+
+
+def isolated_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: Plans,
+    rules: AttentionRules,
+) -> torch.Tensor:
+    """Return attention of one token after the other, each over exactly the keys that it sees.
+
+    A mask does not keep out NaN: it adds to scores, and 0 times NaN is NaN.
+    """
+    out = query.new_empty(query.shape[1], query.shape[0], values.shape[-1])
+    plan: SequencePlan = batch.plan(
+        plan_sequences, query.device, rules.window, rules.chunk, 1, query.dtype
+    )
+    for sequence in plan.sequences:
+        key = keys[sequence.slots].transpose(0, 1)
+        value = values[sequence.slots].transpose(0, 1)
+        bias = None if rules.bias is None else sequence.biased(rules.bias)
+        for row, seen in enumerate(sequence.seen(rules.window, rules.chunk)):
+            token = slice(sequence.tokens.start + row, sequence.tokens.start + row + 1)
+            row_bias = None if bias is None else bias[:, row : row + 1, seen]
+            attended = dense_attention(
+                query[:, token], key[:, seen], value[:, seen], row_bias, rules
+            )
+            out[token] = attended.transpose(0, 1)
+    return out
+
+
+_KERNELS_LOCK = Lock()  # torch's choice of kernels is global; the context restores it at its end
+
+
+@contextlib.contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Use other kernels than cuDNN's, which makes a plan for every new shape of a call (0.4 s)."""
+    with _KERNELS_LOCK, sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        yield
+
+
+def sdpa_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: Plans,
+    rules: AttentionRules,
+) -> torch.Tensor:
+    """Return attention of each sequence over its own slots, which are sliced from the pool, not
+    padded or gathered.
+    """
+    num_heads, num_tokens, head_dim = query.shape
+    num_kv_heads = keys.shape[1]
+    is_plain = rules.softcap is None and rules.sinks is None and rules.bias is None
+    # Query heads that share a KV head are folded into its queries, which is faster than enable_gqa
+    # on CPU.
+    groups = num_heads // num_kv_heads if is_plain else 1
+    plan: SequencePlan = batch.plan(
+        plan_sequences, query.device, rules.window, rules.chunk, groups, query.dtype
+    )
+    keys = aligned(keys)
+    values = aligned(values)
+    out = query.new_empty(num_tokens, num_heads, values.shape[-1])
+    with _without_cudnn() if query.is_cuda else contextlib.nullcontext():
+        for sequence in plan.sequences:
+            own_query = query[:, sequence.tokens]
+            key, value = (
+                keys[sequence.slots].transpose(0, 1),
+                values[sequence.slots].transpose(0, 1),
+            )
+            if is_plain:
+                grouped = own_query.reshape(1, num_kv_heads, -1, head_dim)
+                attended = F.scaled_dot_product_attention(
+                    grouped, key[None], value[None], attn_mask=sequence.mask, scale=rules.scaling
+                )
+                attended = attended.reshape(
+                    num_heads, -1, values.shape[-1]
+                )  # not view: on CUDA heads may be inner
+            else:
+                mask = sequence.mask if rules.bias is None else sequence.biased(rules.bias)
+                attended = dense_attention(own_query, key, value, mask, rules)
+            out[sequence.tokens] = attended.transpose(0, 1)
+    return out
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceKeys:
+    """Tokens of one sequence in a packed batch, and the slots that they see: committed tokens, then
+    staged ones.
+    """
+
+    tokens: slice  # in the batch
+    slots: slice
+    staged_mask: torch.Tensor  # [num_tokens, num_staged] bool, see Span
+    staged_positions: torch.Tensor  # [num_staged] int64
+    # [repeats * num_tokens, num_slots] additive; None: all slots may be attended to, or the plan is
+    # not completed.
+    mask: torch.Tensor | None = None
+
+    def seen(self, window: int | None, chunk: int | None) -> torch.Tensor:
+        """Return which slots each token may attend to.  -> [num_tokens, num_slots] bool
+
+        Windows and chunks count positions, not slots: a node's position is its root's plus its
+            depth.
+        """
+        (num_tokens, num_staged) = self.staged_mask.shape
+        device = self.staged_mask.device
+        length = self.slots.stop - self.slots.start - num_staged
+        prefix = torch.ones(num_tokens, length, dtype=torch.bool, device=device)
+        allowed = torch.cat((prefix, self.staged_mask), dim=1)
+        if window is not None or chunk is not None:
+            queries, keys = self._positions
+            if window is not None:
+                allowed = allowed & (queries - keys < window)
+            if chunk is not None:
+                allowed = allowed & (queries // chunk == keys // chunk)
+        return allowed
+
+    @property
+    def _positions(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions of the tokens, [num_tokens, 1] int64, and of the slots, [num_slots] int64."""
+        length = self.slots.stop - self.slots.start - len(self.staged_positions)
+        committed = torch.arange(length, device=self.staged_positions.device)
+        return self.staged_positions[-len(self.staged_mask) :, None], torch.cat(
+            (committed, self.staged_positions)
+        )
+
+    def biased(self, bias: torch.Tensor) -> torch.Tensor:
+        """Return the mask plus a bias by distance, see AttentionRules.  -> [num_heads, num_tokens,
+        num_slots]
+        """
+        queries, keys = self._positions
+        by_head = bias[:, (queries - keys).clamp(0, bias.shape[1] - 1)]
+        return by_head if self.mask is None else by_head + self.mask
+
+
+@dataclass(frozen=True, eq=False)
+class SequencePlan(Plan):
+    """Sequences of a packed batch with their masks, for layers with one window and chunk."""
+
+    sequences: list[SequenceKeys]
+    window: int | None
+    chunk: int | None
+    repeats: int  # queries per token
+    dtype: torch.dtype  # dtype of the masks
+
+    def completed(self, seen: torch.Tensor | None = None) -> SequencePlan:
+        """Return a copy with masks, which are made on the layers' device, as they grow with the
+        text.
+        """
+        assert seen is None, "a plan that depends on sequence lengths is not captured"
+        return replace(
+            self, sequences=[replace(own, mask=self._mask(own)) for own in self.sequences]
+        )
+
+    def _mask(self, sequence: SequenceKeys) -> torch.Tensor | None:
+        num_tokens, num_staged = sequence.staged_mask.shape
+        if not num_staged:  # queries over committed tokens, which the caller has cut to the window
+            return None
+        allowed = sequence.seen(self.window, self.chunk)
+        # On another device, reading the mask would make the host wait.
+        if num_tokens == 1 and allowed.is_cpu and bool(allowed.all()):
+            return None
+        mask = torch.zeros_like(allowed, dtype=self.dtype).masked_fill_(~allowed, float("-inf"))
+        return mask.repeat(self.repeats, 1)
+
+
+def plan_sequences(
+    batch: PackedBatch, window: int | None, chunk: int | None, repeats: int, dtype: torch.dtype
+) -> SequencePlan:
+    """Return the plan of a batch, whose masks repeat each of a sequence's tokens ``repeats`` times."""
+    sequences = [
+        SequenceKeys(
+            slice(span.begin, span.end), slots, span.staged_mask_for(window), span.staged_positions
+        )
+        for span, slots in zip(batch.spans, batch.visible, strict=True)
+    ]
+    return SequencePlan(sequences, window, chunk, repeats, dtype)

@@ -1,0 +1,415 @@
+"""Storage of K and V that the sequences of one model share."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import NamedTuple
+from weakref import WeakSet
+
+import numpy as np
+import torch
+
+from hf_slospec.families.states import RecurrentStates
+from hf_slospec.model.batch import CachedSequence, LayerShape
+from hf_slospec.model.transfer import to_device
+
+
+class _Gaps(NamedTuple):
+    """Free ranges of slots that lie one after the other, with sequences between them."""
+
+    first: int  # index, by their starts, of the first sequence between them
+    end: int  # index behind the last one
+    slots_begin: int
+    slots_end: int
+    num_moved: int  # committed tokens of the sequences between them
+
+
+class KVPool:
+    """Slots of K and V for all layers; a slot holds one token.
+
+    K or V of the same shape share one tensor over all layers, so that moving tokens costs one copy
+    per shape, not per layer. Sequences are referenced weakly: the slots of a sequence that was
+    garbage collected are free."""
+
+    def __init__(self, layout: Sequence[LayerShape], num_slots: int, num_padding_slots: int = 0):
+        """Allocate ``num_slots`` slots for sequences, followed by ``num_padding_slots`` that
+        padding writes to.
+        """
+        self.num_slots = num_slots
+        self.num_padding_slots = num_padding_slots
+        kinds, num_rows = (
+            [stored for shape in layout for stored in shape.stored],
+            num_slots + num_padding_slots,
+        )
+        # Zeros, not empty: the 4d_mask reference multiplies masked slots by a weight of 0, and 0 *
+        # NaN is NaN.
+        with torch.inference_mode(False):  # the pool may outlive the caller's inference mode
+            self._stacks = {
+                kind: _zeros(
+                    (kinds.count(kind), num_rows, kind.num_heads, kind.dim), kind.dtype, kind.device
+                )
+                for kind in set(kinds)
+            }
+        layers = {kind: iter(stack) for kind, stack in self._stacks.items()}
+        # By layer: K, V and index keys if it has any, each [num_slots + num_padding_slots,
+        # num_heads, dim].
+        self.layers = [[next(layers[kind]) for kind in shape.stored] for shape in layout]
+        self.keys, self.values = (
+            [layer[0] for layer in self.layers],
+            [layer[1] for layer in self.layers],
+        )
+        self.index_keys = [layer[2] if len(layer) > 2 else None for layer in self.layers]
+        self.sequences = WeakSet[CachedSequence]()
+        devices = {stack.device for stack in self._stacks.values() if stack.device.type == "cuda"}
+        self._streams = {
+            device: torch.cuda.current_stream(device) for device in devices
+        }  # last users of the pool
+
+    @property
+    def num_free(self) -> int:
+        """Slots that no sequence holds."""
+        return self.num_slots - sum(sequence.capacity for sequence in self.sequences)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all K and V tensors."""
+        return sum(stack.nbytes for stack in self._stacks.values())
+
+    def follow_streams(self) -> None:
+        """Let the current CUDA streams wait for the streams that used the pool last, if these
+        differ.
+        """
+        for device, last in self._streams.items():
+            if (current := torch.cuda.current_stream(device)) != last:
+                current.wait_stream(last)
+                for stack in self._stacks.values():
+                    if stack.device == device:
+                        stack.record_stream(current)
+                self._streams[device] = current
+
+    def place(self, sequence: CachedSequence, capacity: int) -> None:
+        """Give a sequence, known or new, a range of ``capacity`` slots, and move as few committed
+        tokens as possible.
+
+        Raises:
+            MemoryError: not so many slots are free; nothing has changed.
+            torch.OutOfMemoryError: there was no memory for a copy; the sequence keeps its slots, if
+            it had any.
+        """
+        if (more := capacity - sequence.capacity) > self.num_free:
+            raise MemoryError(
+                f"{more} more KV slots are needed, and {self.num_free} of {self.num_slots} are free"
+            )
+        ranges = sorted(self.sequences, key=lambda other: other.start)
+        elsewhere = self._gathered(ranges, capacity)
+        if sequence in self.sequences:
+            behind = self._gathered(ranges, more, at := ranges.index(sequence))
+            assert behind is not None, "all gaps together suffice"
+            if elsewhere is None or behind.num_moved <= elsewhere.num_moved + sequence.length:
+                self._join(ranges, behind, at + 1)
+                sequence.capacity = capacity
+                return
+        assert elsewhere is not None, "so many slots are free"
+        start = self._join(ranges, elsewhere, elsewhere.end)
+        self._copy(self, {sequence: start})
+        sequence.start = start
+        sequence.capacity = capacity
+        self.sequences.add(sequence)
+
+    def _gathered(
+        self, ranges: Sequence[CachedSequence], num_slots: int, at: int | None = None
+    ) -> _Gaps | None:
+        """Return the neighbouring gaps that have ``num_slots`` slots, with the fewest tokens
+        between them.
+
+        Args:
+            ranges: all sequences by their starts.
+            num_slots: least number of slots.
+            at: index of a sequence; the gap behind it must be one of them.
+
+        Returns:
+            None if there are none.
+        """
+        starts, ends = (
+            [0, *(r.start + r.capacity for r in ranges)],
+            [*(r.start for r in ranges), self.num_slots],
+        )
+        sizes = [end - start for start, end in zip(starts, ends, strict=True)]
+        best = None
+        first = 0
+        size = 0
+        num_moved = 0
+        for last, more in enumerate(sizes):  # gap `last` is before ranges[last]
+            size = size + more
+            num_moved = num_moved + (ranges[last - 1].length if last else 0)
+            while (
+                first < (last if at is None else min(last, at + 1))
+                and size - sizes[first] >= num_slots
+            ):
+                size = size - sizes[first]
+                num_moved = num_moved - ranges[first].length
+                first += 1
+            if (
+                size >= num_slots
+                and (at is None or last > at)
+                and (best is None or num_moved < best.num_moved)
+            ):
+                best = _Gaps(first, last, starts[first], ends[last], num_moved)
+        return best
+
+    def _join(self, ranges: Sequence[CachedSequence], gaps: _Gaps, at: int) -> int:
+        """Make one gap of several before the sequence of index ``at``, and return its start."""
+        start = gaps.slots_begin
+        end = gaps.slots_end
+        for sequence in ranges[gaps.first : at]:
+            self._shift(sequence, start)
+            start += sequence.capacity
+        for sequence in reversed(ranges[at : gaps.end]):
+            end -= sequence.capacity
+            self._shift(sequence, end)
+        return start
+
+    def release(self, sequence: CachedSequence) -> None:
+        """Free a sequence's slots; KeyError if it has none here."""
+        self.sequences.remove(sequence)
+        sequence.start = sequence.capacity = sequence.length = sequence.staged_end = (
+            sequence.position_offset
+        ) = 0
+        sequence.states = None
+
+    def _shift(self, sequence: CachedSequence, start: int) -> None:
+        if sequence.start != start:
+            num_written = sequence.num_written
+            slots = slice(sequence.start, sequence.start + num_written)
+            overlaps = abs(sequence.start - start) < num_written
+            cached = [
+                stack[:, slots].clone() if overlaps else stack[:, slots]
+                for stack in self._stacks.values()
+            ]
+            for stack, tokens in zip(self._stacks.values(), cached, strict=True):
+                stack[:, start : start + num_written] = tokens
+            sequence.start = start
+
+    def copy(self, source: CachedSequence, destination: CachedSequence, length: int) -> None:
+        """Give one sequence the K/V of the first ``length`` tokens of another.
+
+        Raises:
+            torch.OutOfMemoryError: there was no memory for its states; both sequences are
+            unchanged.
+        """
+        states = None
+        if source.states is not None:
+            source.states.take_in(length)
+            states = source.states.copy()
+        for stack in self._stacks.values():
+            tokens = stack[:, source.start : source.start + length]
+            stack[:, destination.start : destination.start + length] = tokens
+        destination.length, destination.position_offset, destination.states = (
+            length,
+            source.position_offset,
+            states,
+        )
+
+    def take_over(self, other: KVPool, capacities: Mapping[CachedSequence, int]) -> None:
+        """Move the sequences of another pool, and new ones, to this empty pool, with these
+        capacities.
+        """
+        starts = itertools.accumulate(capacities.values(), initial=0)
+        new_starts = dict(zip(capacities, starts, strict=False))
+        self._copy(other, new_starts)
+        for sequence, start in new_starts.items():
+            sequence.start = start
+            sequence.capacity = capacities[sequence]
+        self.sequences.update(new_starts)
+
+    def _copy(self, other: KVPool, starts: Mapping[CachedSequence, int]) -> None:
+        """Copy the K/V of sequences from a pool of the same layers to free slots of this one."""
+        for kind, stack in self._stacks.items():
+            for sequence, start in starts.items():
+                num_written = sequence.num_written
+                cached = other._stacks[kind][:, sequence.start : sequence.start + num_written]
+                stack[:, start : start + num_written] = cached
+
+    def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
+        """Copy the K/V of whole slots, all layers at once; reads all of them before it writes."""
+        if not source:
+            return
+        for stack in self._stacks.values():
+            from_slots, to_slots = to_device(
+                [torch.tensor(source, device="cpu"), torch.tensor(destination, device="cpu")],
+                stack.device,
+            )
+            stack.index_copy_(1, to_slots, stack.index_select(1, from_slots))
+
+    def check(self) -> None:
+        """Raise AssertionError if sequences share slots or exceed their capacities or the pool."""
+        held = sorted(
+            (sequence.start, sequence.capacity, sequence.length) for sequence in self.sequences
+        )
+        starts = [start for start, _, _ in held] + [self.num_slots]
+        for (start, capacity, length), following in zip(held, starts[1:], strict=True):
+            assert 0 <= length <= capacity and start + capacity <= following, (
+                "KV slots belong to two sequences"
+            )
+
+
+ALIGNMENT = 64  # bytes; torch aligns tensors to as many
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros; on a CPU, memory is zeroed by the operating system when it is first written.
+
+    ``torch.zeros`` writes all of it at once, so a step that enlarges the pool would take tenths of
+    a second longer."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not num_bytes:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    raw = torch.from_numpy(np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8))
+    offset = -raw.data_ptr() % ALIGNMENT
+    return raw[offset : offset + num_bytes].view(dtype).view(*shape)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Raise KeyboardInterrupt only at the end: an interrupted move of K/V would corrupt other
+    users' sequences.
+    """
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield
+        return
+    received: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *arguments: received.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if received:
+            previous(*received[0])
+
+
+class KVCache:
+    """K/V of all sequences of one model, in one pool that grows with them.
+
+    All generate calls, the batcher, the trial and measurements of a model share it
+    (:attr:`PackedModel.kv_cache`) while any of them refers to it. The slots of a sequence that was
+    garbage collected are free. Callers must hold the model's lock. Between two steps of one user,
+    another may move its sequences, so their slots must be read in every step."""
+
+    def __init__(self, new_pool: Callable[[int], KVPool], pool: KVPool):
+        """Start with ``pool``; ``new_pool`` makes larger ones, given a number of slots."""
+        self._new_pool = new_pool
+        self._pool = pool
+
+    @property
+    def pool(self) -> KVPool:
+        """The storage, for use on the current CUDA streams."""
+        self._pool.follow_streams()
+        return self._pool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pool."""
+        return self._pool.num_bytes
+
+    @property
+    def num_held(self) -> int:
+        """Slots that sequences hold."""
+        return self._pool.num_slots - self._pool.num_free
+
+    @_uninterrupted()
+    def reserve(
+        self, capacities: Mapping[CachedSequence, int], max_slots: int | None = None
+    ) -> None:
+        """Give sequences, including new ones, at least these capacities; K/V of all sequences may
+        move.
+
+        The pool is enlarged if too few slots are free: to twice its size, but not beyond
+            ``max_slots`` unless that is
+        less than what the sequences need.
+
+        Raises:
+            MemoryError: there is not enough memory; all sequences keep their K/V and new ones have
+                no slots.
+        """
+        larger = {
+            sequence: slots for sequence, slots in capacities.items() if slots > sequence.capacity
+        }
+        pool = self.pool
+        held = {sequence: sequence.capacity for sequence in pool.sequences}
+        if (needed := sum((held | larger).values())) > pool.num_slots:
+            if pool.num_slots and not held:
+                pool = self._pool = self._new_pool(
+                    0
+                )  # frees its memory before the new one is allocated
+            doubled = 2 * pool.num_slots
+            grown = self._new_pool(
+                max(needed, doubled if max_slots is None else min(doubled, max_slots))
+            )
+            grown.take_over(pool, held | larger)
+            self._pool = grown
+            return
+        try:
+            # From the end on: otherwise a gap behind the last sequence is moved past all of them,
+            # and back.
+            for sequence in sorted(larger, key=lambda known: known.start, reverse=True):
+                pool.place(sequence, larger[sequence])
+        except BaseException:
+            for sequence in set(pool.sequences) - held.keys():
+                pool.release(sequence)
+            raise
+
+    def release(self, sequence: CachedSequence) -> None:
+        """Free a sequence's slots."""
+        self._pool.release(sequence)
+
+    def trim(self) -> None:
+        """Free the storage if no sequence is left."""
+        if not self._pool.sequences:
+            self._pool = self._new_pool(0)
+
+    @contextlib.contextmanager
+    def temporary(self, capacities: Sequence[int]) -> Iterator[list[CachedSequence]]:
+        """Yield new sequences of these capacities, and release them at the end."""
+        sequences = [CachedSequence() for _ in capacities]
+        self.reserve(dict(zip(sequences, capacities, strict=True)))
+        try:
+            yield sequences
+        finally:
+            for sequence in sequences:
+                self.release(sequence)
+
+    def load(
+        self,
+        sequence: CachedSequence,
+        layers: Iterable[Sequence[torch.Tensor]],
+        length: int,
+        states: RecurrentStates | None = None,
+    ) -> None:
+        """Copy in the K/V of a sequence's first ``length`` tokens, and take over the states after
+        them.
+
+        Args:
+            layers: K, V and index keys of each layer, [num_heads, num_given, dim]: of all the
+                tokens, or of the last ones if a sliding window has dropped the tokens before them.
+        """
+        self.write(sequence, layers, length)
+        sequence.length = length
+        sequence.states = states
+
+    def write(
+        self, sequence: CachedSequence, layers: Iterable[Sequence[torch.Tensor]], end: int
+    ) -> None:
+        """Write K, V and index keys, as :meth:`load` takes them, to the slots of a sequence before
+        the ``end``-th.
+        """
+        end += sequence.start
+        for layer, given in zip(self.pool.layers, layers, strict=True):
+            for stored, tensor in zip(layer, given, strict=True):
+                stored[end - tensor.shape[1] : end] = tensor.transpose(0, 1).to(stored)

@@ -1,0 +1,157 @@
+"""Rotary embeddings whose frequencies depend on the sequence's length (``longrope``, ``dynamic``),
+per token.
+
+transformers computes such frequencies in every forward, from its largest position, and does not
+rotate the K of earlier forwards again. A packed forward holds tokens of several sequences, and of
+several forwards of stock decoding, so here each token gets the frequencies of stock decoding: a
+token of the prompt those of the whole prompt, a later one those of the sequence up to itself; in a
+batch, those of its longest row."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from hf_slospec.model.batch import NewTokens
+from hf_slospec.model.overrides import Attribute, ReplacedAttributes
+from hf_slospec.model.transfer import to_device
+
+KINDS = ("longrope", "dynamic")
+
+
+def varying_ropes(config: Any) -> Iterator[tuple[str, int]]:
+    """Yield the kinds of RoPE in a text config that depend on the length, and the length beyond
+    which they do.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (
+        rope.values() if all(isinstance(value, dict) for value in rope.values()) else [rope]
+    ):
+        if (kind := parameters.get("rope_type")) in KINDS:
+            yield (
+                kind,
+                parameters.get("original_max_position_embeddings")
+                or config.max_position_embeddings,
+            )
+
+
+class LengthRope:
+    """The rotary embeddings of a model that depend on the sequence's length; a model may have none."""
+
+    def __init__(self, model: torch.nn.Module):
+        """Find the modules by their types of RoPE."""
+        config: Any = model.config
+        self.max_plain = min(
+            (length for _, length in varying_ropes(config.get_text_config())), default=None
+        )
+        self.modules = [
+            module for module in model.modules() if _varies(getattr(module, "rope_type", None))
+        ]
+
+    def lengths(self, parts: Sequence[NewTokens]) -> torch.Tensor | None:
+        """Return the sequence length that decides each token's frequencies; None if all use the
+        plain ones.
+
+        Returns:
+            [num_tokens] int64, on the host.
+        """
+        if self.max_plain is None:
+            return None
+        lengths = torch.cat([_lengths(part).cpu() for part in parts])
+        # At max_plain itself, a module still uses the frequencies of a longer sequence before.
+        return lengths if int(lengths.max()) >= self.max_plain else None
+
+    @contextlib.contextmanager
+    def following(self, lengths: torch.Tensor | None) -> Iterator[None]:
+        """Let forwards in this context, in this thread only, rotate tokens by the frequencies of
+        these lengths.
+        """
+        if lengths is None or self.max_plain is None:
+            yield
+            return
+        groups = [
+            (length, torch.nonzero(lengths == length)[:, 0]) for length in lengths.unique().tolist()
+        ]
+        rotations = {
+            id(module): functools.partial(_rotated, _fresh(module), groups)
+            for module in self.modules
+        }
+        token = _active.set(rotations)
+        attributes = [(module, "forward") for module in self.modules]
+        _replaced.replace(attributes, _rotating)
+        try:
+            yield
+        finally:
+            _replaced.restore(attributes)
+            _active.reset(token)
+
+
+def _lengths(part: NewTokens) -> torch.Tensor:
+    lengths = part.positions[-part.num_tokens :] + 1
+    return lengths.clamp(min=part.sequence.prompt_len) + part.sequence.num_padding
+
+
+def _varies(kind: Any) -> bool:
+    return any(each in KINDS for each in (kind.values() if isinstance(kind, dict) else [kind]))
+
+
+def _fresh(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy that shares the config and all else but tensors, as forwards replace the
+    frequencies in it.
+    """
+    attributes = {name: value for name, value in vars(module).items() if name != "_buffers"}
+    shared = {id(value): value for value in attributes.values() if type(value) is not torch.Tensor}
+    copied = copy.deepcopy(module, shared)
+    vars(copied).pop("forward", None)
+    return copied
+
+
+def _rotated(
+    module: torch.nn.Module,
+    groups: Sequence[tuple[int, torch.Tensor]],
+    x: torch.Tensor,
+    position_ids: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Return the module's output; each group of tokens is rotated as in a forward over its length.
+
+    Args:
+        groups: lengths, and the tokens [num_tokens_of_group] int64 whose frequencies they decide.
+        x: hidden states, of which the module reads dtype and device.
+        position_ids: [1, num_tokens] int64.
+    """
+    outputs = []
+    order = torch.cat([tokens for _, tokens in groups])
+    for length, tokens in groups:
+        first = position_ids.new_zeros(1, 1)
+        last = position_ids.new_full((1, 1), length - 1)
+        module(x, first, *args, **kwargs)  # resets the frequencies of longer sequences
+        positions = position_ids[:, to_device(tokens, position_ids.device)]
+        output = module(x, torch.cat((positions, last), dim=1), *args, **kwargs)
+        outputs.append(output if isinstance(output, tuple) else (output,))
+    in_order = to_device(order.argsort(), position_ids.device)
+    pairs = zip(*outputs, strict=True)
+    merged = tuple(
+        torch.cat([part[:, :-1] for part in parts], dim=1)[:, in_order] for parts in pairs
+    )
+    return merged if isinstance(output, tuple) else merged[0]
+
+
+_active: ContextVar[dict[int, Any]] = ContextVar("hf_slospec_rotary_embeddings", default={})  # noqa: B039  never changed
+_replaced = ReplacedAttributes()
+
+
+def _rotating(plain: Any, attribute: Attribute) -> Any:
+    """Return a forward of a module that calls the rotation active in its thread, if there is one."""
+    return functools.partial(_forward, id(attribute[0]), plain)
+
+
+def _forward(key: int, plain: Any, *args: Any, **kwargs: Any) -> Any:
+    return _active.get().get(key, plain)(*args, **kwargs)

@@ -1,0 +1,223 @@
+"""Description of this machine, which identifies measurements on disk, and the directory that holds
+them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import cached_assets_path
+
+logger = logging.getLogger(__name__)
+
+FLAGS = {  # flags of x86 CPUs; one of each group is enough
+    torch.bfloat16: {"avx512_bf16", "amx_bf16", "avx_ne_convert"},
+    torch.float16: {"avx512_fp16", "amx_fp16", "avx_ne_convert"},
+}
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Return what, apart from the model, decides how long a computation takes here."""
+    cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {
+        "device": cuda
+        or f"{device.type} {platform.processor() or platform.machine()} {cpu_info('model name')}",
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "native_dtypes": [str(dtype) for dtype, is_native in native_dtypes().items() if is_native],
+        "host": platform.node(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def native_dtypes() -> dict[torch.dtype, bool]:
+    """Return for each dtype of weights whether the CPU has instructions for it that oneDNN uses.
+
+    oneDNN accepts bf16 on every CPU with AVX-512, and emulates it where there are no instructions.
+    """
+    flags = set(cpu_info("flags").split())
+    accepts = {torch.float32: True, torch.bfloat16: False, torch.float16: False}
+    if torch.backends.mkldnn.is_available():
+        accepts[torch.bfloat16] = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        accepts[torch.float16] = torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return {
+        dtype: ok and (not flags or bool(flags & FLAGS.get(dtype, flags)))
+        for dtype, ok in accepts.items()
+    }
+
+
+@functools.cache
+def log_idle_gpu() -> None:
+    """Log one warning per process if there is a CUDA device; to be called where a model is on the
+    CPU.
+    """
+    with warnings.catch_warnings(action="ignore"):  # torch warns about drivers that it cannot use
+        is_idle = torch.cuda.is_available()
+    if is_idle:
+        logger.warning(
+            "the model is on the CPU, and there is a GPU (%s); move it with model.to('cuda') before it is enabled, or "
+            "load it with device_map='auto'",
+            torch.cuda.get_device_name(),
+        )
+
+
+def digest(value: Any) -> str:
+    """Return a short hash of a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def kept_file(kind: str, folder: str, of: Any) -> Path:
+    """Return the path of a stored measurement; its folder is created in the user's cache directory.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    return (
+        Path(cached_assets_path("hf_slospec", namespace=kind, subfolder=folder))
+        / f"{digest(of)}.json"
+    )
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file that other processes may be reading."""
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+@functools.cache
+def cpu_info(name: str) -> str:
+    """Return a property of the first CPU from Linux's /proc/cpuinfo ("model name", "flags"), or ""
+    elsewhere.
+    """
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.split(":")[0].strip() == name:
+                return line.split(":", 1)[1].strip()
+    return ""
+
+
+QUOTAS = (
+    ("cpu.max",),
+    ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"),
+)  # files of control groups, version 2 and 1
+WAITING = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"  # variables that say how threads wait for each other
+CONTENDED = (
+    4.0  # factor by which forwards must take longer than alone to be blamed on other processes
+)
+SOFT = 1  # omp_pause_soft: releases nothing but the threads
+
+
+def release_openmp_threads() -> None:
+    """Release the calling thread's OpenMP team; the thread gets a new one when it next computes.
+
+    Every thread that computes keeps a team of its own. Once the teams of a process have more
+    threads than the machine has cores, idle ones included, GNU's runtime hardly spins between
+    parallel regions, and every forward becomes
+    slower: on two cores 1.2 times with large layers, 1.7 times with small ones.
+    """
+    if (pause := _pause()) is not None:
+        pause(SOFT)  # returns nonzero inside a parallel region, where it has no effect
+
+
+@functools.cache
+def _pause() -> Callable[[int], int] | None:
+    """Return OpenMP 5's ``omp_pause_resource_all`` if torch uses GNU's runtime, whose symbols it
+    loads globally.
+    """
+    runtime = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if not hasattr(runtime, "GOMP_parallel"):
+        return None
+    pause: Callable[[int], int] | None = getattr(runtime, "omp_pause_resource_all", None)
+    return pause
+
+
+@contextlib.contextmanager
+def leaving_a_core() -> Iterator[None]:
+    """Compute with a thread less inside this context if torch's threads take all cores.
+
+    A thread that shares its core with another process keeps the others of its team waiting in every
+    operation: beside a compiler, a step with two threads on two cores took twenty times as long as
+        alone.
+    """
+    num_threads = torch.get_num_threads()
+    if num_threads == 1 or num_threads < available_cores():
+        yield
+        return
+    torch.set_num_threads(num_threads - 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def available_cores(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the number of cores this process may use: its affinity, which torch knows, and a
+    container's quota.
+    """
+    num_cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    for names in QUOTAS:
+        if all((groups / name).is_file() for name in names):
+            quota, period = " ".join((groups / name).read_text() for name in names).split()
+            return (
+                num_cores
+                if quota in ("max", "-1")
+                else max(min(num_cores, math.ceil(int(quota) / int(period))), 1)
+            )
+    return num_cores
+
+
+@functools.cache
+def warn_if_oversubscribed() -> None:
+    """Log one warning per process if torch uses more threads than cores, which slows every
+    operation.
+    """
+    if (num_threads := torch.get_num_threads()) > (num_cores := available_cores()):
+        logger.warning(
+            "torch computes with %d threads, and this process may use %d cores; torch.set_num_threads(%d) is faster",
+            num_threads,
+            num_cores,
+            num_cores,
+        )
+
+
+@functools.cache
+def _warn_of_contention() -> None:
+    logger.warning(
+        "forwards take many times as long as when they were measured; if other processes are busy on these cores, set "
+        "GOMP_SPINCOUNT=1000 in the environment before Python starts, so that torch's threads do not spin while they "
+        "wait for each other"
+    )
+
+
+def warn_if_contended(slower: float) -> None:
+    """Log one warning per process if forwards take ``slower`` times as long as alone, and threads
+    spin by default.
+    """
+    waits = (
+        torch.get_num_threads() > 1
+        and _pause() is not None
+        and not any(name in os.environ for name in WAITING)
+    )
+    if waits and slower > CONTENDED:
+        _warn_of_contention()

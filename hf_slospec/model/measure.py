@@ -1,0 +1,339 @@
+"""Measurement of the seconds of packed forwards, by size."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hf_slospec.cuda.flash import MAX_DENSE
+from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
+from hf_slospec.families.states import RecurrentStates
+from hf_slospec.model.batch import CachedSequence, Encoded
+from hf_slospec.model.machine import digest, kept_file, machine, write_atomically
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.properties import config_values
+from hf_slospec.model.run import encode
+from hf_slospec.model.transfer import apart_from_captures, synchronize
+from hf_slospec.model.tree_mask import chain
+
+KEYS = 128  # cached tokens per measured sequence, by default
+
+
+@dataclass(frozen=True, order=True)
+class Size:
+    """Size of a forward: tokens over requests, each of which attends to its own cached tokens."""
+
+    num_tokens: int
+    num_requests: int = 1
+    keys_each: int = KEYS
+
+    @property
+    def num_keys(self) -> int:
+        """Number of cached tokens of all requests together."""
+        return self.num_requests * self.keys_each
+
+
+# Measured sizes, most important first; the first two are always measured, as a curve needs a slope.
+# Large ones are skipped if half as many tokens cost WORTHWHILE times one token. Large sizes have
+# several requests, as steps do: long chains of one request, which are chunks of prompts, are not
+# captured in CUDA graphs. Kernels work on blocks of rows, so the sizes after 16 and 32 can cost
+# much more than interpolation would say (a quarter more on a CPU).
+CURVE = tuple(
+    Size(tokens, -(-tokens // MAX_DENSE))
+    for tokens in (1, 4, 16, 64, 6, 32, 18, 8, 2, 36, 128, 256, 512)
+)
+NEEDED = CURVE[:2]
+SLOPES = (
+    Size(16, 4),
+    Size(16, 1, 1024),
+)  # more requests or more keys than the curve's 16 tokens have
+HELD_OUT = (Size(3), Size(12, 4), Size(24, 8), Size(48, 2, 512), Size(96, 2))  # to evaluate the fit
+WORTHWHILE = 4.0
+MAX_PER_REQUEST = 0.1  # seconds per further request, as a share of those of 16 tokens
+# Share of a forward's seconds that is always due to its tokens, as a pause may inflate the other
+# terms
+LEAST = 0.1
+REPEATS = 4
+
+
+@dataclass
+class Measured:
+    """Fastest time of each size, as a busy machine only adds time."""
+
+    seconds: dict[Size, float] = field(default_factory=dict)
+
+    def add(self, size: Size, seconds: float) -> None:
+        """Keep the time of a forward if it is the fastest of its size."""
+        self.seconds[size] = min(seconds, self.seconds.get(size, seconds))
+
+    def fit(self) -> ForwardCost:
+        """Fit a monotone curve in tokens, with linear terms for further requests and for keys.
+
+        The linear terms are bounded, as a pause during one of the few forwards behind them would
+        distort them."""
+        at_16, many, long = (self.seconds.get(size) for size in (Size(16), *SLOPES))
+        per_key_s = per_request_s = 0.0
+        if at_16 is not None and long is not None:
+            per_key_s = min(max(long - at_16, 0.0), at_16) / (SLOPES[1].num_keys - KEYS)
+        if at_16 is not None and many is not None:
+            extra_s = many - at_16 - per_key_s * (SLOPES[0].num_keys - KEYS)
+            per_request_s = min(
+                max(extra_s, 0.0) / (SLOPES[0].num_requests - 1), MAX_PER_REQUEST * at_16
+            )
+        points = {
+            size.num_tokens: max(
+                s - per_key_s * size.num_keys - per_request_s * (size.num_requests - 1), LEAST * s
+            )
+            for size, s in self.seconds.items()
+            if size in CURVE
+        }
+        return ForwardCost(
+            LatencyCurve.fit(list(points), list(points.values())), per_request_s, per_key_s
+        )
+
+    def errors(self, cost: ForwardCost) -> dict[Size, float]:
+        """Return the relative errors of a fit at the held-out sizes, positive if it predicts too
+        much.
+        """
+        held_out = {size: self.seconds[size] for size in HELD_OUT if size in self.seconds}
+        predicted = {
+            size: float(cost(size.num_tokens, size.num_requests, size.num_keys))
+            for size in held_out
+        }
+        return {size: predicted[size] / seconds - 1.0 for size, seconds in held_out.items()}
+
+
+def measure(
+    packed: PackedModel,
+    limit_s: float,
+    held_out: bool = False,
+    repeats: int = REPEATS,
+) -> Measured:
+    """Time forwards of many sizes, in rounds, for about ``limit_s`` seconds.
+
+    Forwards that are expected to end after the limit are skipped, so that a slow model is measured
+    at fewer sizes. The caller must hold the model's lock.
+    """
+    return measure_by(Forwards(packed), limit_s, held_out, repeats)
+
+
+class Timer(Protocol):
+    """Timer of forwards by size."""
+
+    def __call__(self, size: Size) -> float:
+        """Return the seconds of a forward of this size."""
+
+    def clock(self) -> float:
+        """Return monotonic seconds."""
+
+
+def measure_by(
+    forward_s: Timer,
+    limit_s: float,
+    held_out: bool = False,
+    repeats: int = REPEATS,
+) -> Measured:
+    """Measure as :func:`measure` does, with this timer."""
+    measured = Measured()
+    sizes = [*CURVE[:4], *SLOPES, *CURVE[4:], *(HELD_OUT if held_out else ())]
+    forward_s(Size(1))  # includes one-off costs
+    started_s = forward_s.clock()
+    for repeat in range(repeats):
+        for size in sizes:
+            is_needed = repeat == 0 and size in NEEDED
+            left_s = limit_s - (forward_s.clock() - started_s)
+            if is_needed or (
+                _expected_s(size, measured) < left_s and _is_worthwhile(size, measured)
+            ):
+                measured.add(size, forward_s(size))
+    return measured
+
+
+def _expected_s(size: Size, measured: Measured) -> float:
+    """Return the expected seconds of a forward, by those measured so far."""
+    return float(measured.fit()(size.num_tokens, size.num_requests, size.num_keys))
+
+
+def _is_worthwhile(size: Size, measured: Measured) -> bool:
+    """Return whether steps of this size may pay, as half as many tokens cost little more than one."""
+    smaller = [
+        known
+        for known in CURVE
+        if known in measured.seconds and 2 * known.num_tokens <= size.num_tokens
+    ]
+    return (
+        size.num_tokens <= 64
+        or measured.seconds[max(smaller)] < WORTHWHILE * measured.seconds[Size(1)]
+    )
+
+
+class Forwards:
+    """Timer of a model's packed forwards; each reserves K/V while it runs."""
+
+    def __init__(self, packed: PackedModel):
+        self.packed = packed
+        self.clock = packed.ranks.clock
+        self._cache = packed.kv_cache
+        self._encoded: Encoded | None = None
+        if packed.attends_to_encoder:
+            config = packed.model.config.get_text_config()
+            length = getattr(config, "max_source_positions", KEYS)
+            weight = packed.model.get_input_embeddings().weight
+            (self._encoded,), _ = encode(
+                packed.model, weight.new_zeros(1, length, config.hidden_size)
+            )
+
+    def __call__(self, size: Size) -> float:
+        """Return the seconds of a forward of this size, replayed if forwards are captured."""
+        lengths = list(self._split(size))
+        with self._cache.temporary([size.keys_each + length for length in lengths]) as sequences:
+            for sequence in sequences:
+                sequence.length = size.keys_each
+                sequence.encoded = self._encoded
+                sequence.states = (
+                    RecurrentStates(size.keys_each) if self.packed.has_states else None
+                )
+            graphs = self.packed.captured.on(self._cache.pool)
+            num_captured = 0 if graphs is None else len(graphs)
+            with contextlib.nullcontext() if graphs is None else graphs.capturing_at_once():
+                seconds = self._forward(sequences, lengths)
+                is_capture = graphs is not None and len(graphs) != num_captured
+                return self._forward(sequences, lengths) if is_capture else seconds
+
+    def _forward(self, sequences: list[CachedSequence], lengths: list[int]) -> float:
+        with apart_from_captures(self.packed.device), self.packed.compiled.uncompared():
+            begun_s = self.clock()
+            pairs = zip(sequences, lengths, strict=True)
+            parts = [chain(self.packed, sequence, [0] * length) for sequence, length in pairs]
+            self.packed.forward(self._cache.pool, parts, torch.arange(sum(lengths), device="cpu"))
+            synchronize(self.packed.device)
+            return self.clock() - begun_s
+
+    @staticmethod
+    def _split(size: Size) -> Iterator[int]:
+        """Yield each request's number of tokens, split evenly."""
+        for index in range(size.num_requests):
+            yield (
+                size.num_tokens * (index + 1) // size.num_requests
+                - size.num_tokens * index // size.num_requests
+            )
+
+
+MAX_S = 1e4  # maximum seconds of a forward in a profile
+MAX_TOKENS = 2**20  # maximum number of tokens of a forward
+VERSION = 5  # changes with the file format and the measured sizes
+
+
+class Profile(BaseModel):
+    """Measured costs of one model's packed forwards on one machine."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: int = VERSION
+    of: dict[str, Any]  # the model and machine that it is valid for; see `identity`
+    num_tokens: tuple[Annotated[int, Field(ge=1, le=MAX_TOKENS)], ...]
+    seconds: tuple[Annotated[float, Field(gt=0, le=MAX_S)], ...]
+    per_request_s: Annotated[float, Field(ge=0, le=MAX_S)]
+    per_key_s: Annotated[float, Field(ge=0, le=MAX_S)]
+
+    @model_validator(mode="after")
+    def _is_a_curve(self) -> Profile:
+        if len(self.num_tokens) != len(self.seconds) or not self.num_tokens:
+            raise ValueError("num_tokens and seconds must be equally long and not empty")
+        if list(self.num_tokens) != sorted(set(self.num_tokens)) or list(self.seconds) != sorted(
+            self.seconds
+        ):
+            raise ValueError("num_tokens must rise, and seconds must not fall")
+        return self
+
+    @classmethod
+    def from_cost(cls, cost: ForwardCost, identity: dict[str, Any]) -> Profile:
+        """Return the profile of a cost, for the model and machine described by ``identity``."""
+        return cls(
+            of=identity,
+            num_tokens=cost.curve.num_tokens,
+            seconds=cost.curve.seconds,
+            per_request_s=cost.per_request_s,
+            per_key_s=cost.per_key_s,
+        )
+
+    def cost(self) -> ForwardCost:
+        """Return the profiled cost."""
+        return ForwardCost(
+            LatencyCurve(self.num_tokens, self.seconds), self.per_request_s, self.per_key_s
+        )
+
+
+def identity(packed: PackedModel) -> dict[str, Any]:
+    """Return what costs depend on: the model, the settings of its packed forwards and the machine."""
+    model = packed.model
+    modules = Counter(
+        type(module).__qualname__ for module in model.modules()
+    )  # adapters, quantised linears
+    return {
+        "class": type(model).__name__,
+        "config": digest(config_values(model.config)),
+        "modules": digest(sorted(modules.items())),
+        "dtype": str(model.get_input_embeddings().weight.dtype),
+        "attention": packed.backend.__name__,
+        "kernels": packed.prepacked.kernels,
+        "graphs": packed.captured.is_on,
+        "compiled": packed.compiled.is_used,
+        "ranks": packed.ranks.number,
+        **({} if packed.exact is None else {"exact": packed.exact}),
+        **({} if packed.autocast is None else {"autocast": str(packed.autocast)}),
+        **machine(packed.device),
+    }
+
+
+def load_profile(packed: PackedModel) -> ForwardCost | None:
+    """Return the saved cost of this model on this machine; an invalid file is deleted with a
+    warning.
+    """
+    try:
+        path = _path(packed)
+        profile = Profile.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValidationError, UnicodeDecodeError) as error:
+        warnings.warn(
+            f"{path} is not a profile ({type(error).__name__}); the model is measured again",
+            stacklevel=2,
+        )
+        path.unlink(missing_ok=True)
+        return None
+    except (OSError, ValueError):
+        return None  # the directory cannot be used; save_profile warns of it
+    return profile.cost() if profile.version == VERSION and profile.of == identity(packed) else None
+
+
+def save_profile(packed: PackedModel, cost: ForwardCost) -> None:
+    """Save a cost; warn if the cache directory cannot be written to."""
+    try:
+        path = _path(packed)
+        write_atomically(path, Profile.from_cost(cost, identity(packed)).model_dump_json(indent=1))
+    except (OSError, ValueError) as error:
+        warnings.warn(
+            f"the profile could not be saved ({error}); the model is measured again next time",
+            stacklevel=2,
+        )
+
+
+def drop_profile(packed: PackedModel) -> None:
+    """Remove the saved cost, so that the next process measures the model again."""
+    with contextlib.suppress(
+        OSError, ValueError
+    ):  # a directory that cannot be used holds no profile
+        _path(packed).unlink(missing_ok=True)
+
+
+def _path(packed: PackedModel) -> Path:
+    return kept_file("profiles", type(packed.model).__name__, identity(packed))

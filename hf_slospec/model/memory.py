@@ -1,0 +1,111 @@
+"""Memory that speculation uses, and out-of-memory errors told apart from errors of the model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+from weakref import WeakSet
+
+import psutil
+import torch
+from pydantic import BaseModel, Field
+
+from hf_slospec.model.transfer import empty_cache
+
+# Errors of the device or host, not of the model whose forward raised them.
+DEVICE_ERRORS = (
+    MemoryError,
+    torch.OutOfMemoryError,
+    getattr(torch, "AcceleratorError", torch.OutOfMemoryError),
+)
+# Files of a control group, version 2 and 1: limit, usage, and the page cache that can be reclaimed
+GROUPS = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
+
+
+class FreesMemory(Protocol):
+    """Object that keeps memory only to save time."""
+
+    def free_idle_memory(self) -> None:
+        """Free the memory that is kept only to save time."""
+
+
+holders_of_idle_memory: WeakSet[FreesMemory] = WeakSet()
+
+
+class MemoryUse(BaseModel):
+    """Bytes that speculation uses in addition to the models' own weights and CUDA graphs."""
+
+    target_kv: int = Field(
+        description="K/V cache of the target: of all its requests, free slots included."
+    )
+    draft_kv: int = Field(description="K/V cache of the draft.")
+    states: int = Field(
+        description="Recurrent states of running requests, in models with layers that keep some."
+    )
+    features: int = Field(
+        description="Hidden states of the target that a trained drafter has not processed yet."
+    )
+    staging: int = Field(
+        description="Part of both caches that is kept free for the nodes of a step."
+    )
+    prepacked: int = Field(description="Packed copies of weights, see SLOSpecConfig.prepack.")
+    rounded_weights: int = Field(
+        description="Number of weights that their copies hold rounded: too small for fp16."
+    )
+
+
+def free_memory(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the free bytes of the host's memory, a container's limit included, which psutil does
+    not read.
+    """
+    free = int(psutil.virtual_memory().available)
+    for limit, used, stat, cache in GROUPS:
+        if all((groups / name).is_file() for name in (limit, used, stat)):
+            if (max_bytes := (groups / limit).read_text().strip()) == "max":
+                return free
+            caches = dict(line.split() for line in (groups / stat).read_text().splitlines())
+            taken = int((groups / used).read_text()) - int(caches.get(cache, 0))
+            return min(free, max(int(max_bytes) - taken, 0))
+    return free
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that the device or the host is out of memory; torch has no class
+    for the host.
+    """
+    messages = (
+        "can't allocate memory",
+        "_STATUS_ALLOC_FAILED",
+    )  # from the host's allocator; from cuBLAS and cuDNN
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
+        text in str(error) for text in messages
+    )
+
+
+@contextlib.contextmanager
+def as_memory_error() -> Iterator[None]:
+    """Raise MemoryError in place of torch's error, without its traceback, which refers to the
+    forward's tensors.
+    """
+    message = None
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        message = str(error)
+    if message is not None:
+        for holder in list(holders_of_idle_memory):
+            holder.free_idle_memory()
+        empty_cache()
+        raise MemoryError(message)

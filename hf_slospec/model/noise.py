@@ -1,0 +1,133 @@
+"""Noise of sampled tokens, drawn as ``torch.multinomial`` draws it, and known ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+MAX_NOISE_BYTES = (
+    2**28
+)  # bytes of cached noise; older noise is drawn again from the generator's saved state
+
+
+class GeneratorNoise:
+    """Noise that ``torch.multinomial(probs, 1)`` would draw, by position and row.
+
+    ``multinomial(p, 1)`` is ``argmax(p / Exp(1) noise)``. ``generate`` draws for the whole batch
+    once per position, so drawing [batch, vocab] position after position from the global generator
+    gives every row the same noise as there and leaves the generator in the same state, however far
+    ahead single rows are. With a seed, a separate generator draws the noise that the global one
+    would draw after ``torch.manual_seed(seed)``."""
+
+    def __init__(self, batch: int, probs: torch.Tensor, seed: int | None = None, sharing: int = 1):
+        """Begin with the generator's present state, or with a seed.
+
+        Args:
+            batch: rows of the batch.
+            probs: [..., vocab]; gives the dtype, device and vocabulary size of the noise.
+            sharing: number of these objects that share :data:`MAX_NOISE_BYTES`.
+        """
+        self.shape = (batch, probs.shape[-1])
+        self.dtype = probs.dtype
+        self.device = probs.device
+        self.max_positions = max(
+            1, MAX_NOISE_BYTES // sharing // (batch * probs.shape[-1] * probs.element_size())
+        )
+        self.num_drawn = 0
+        self._has_own_generator = seed is not None
+        seeded = None if seed is None else torch.Generator(probs.device).manual_seed(seed)
+        self._generator = seeded or default_generator(probs.device)
+        # The generator's state before each position's draw (5 kB on a CPU), and before the next
+        # draw.
+        self._states = {0: self._generator.get_state()}
+        self._cached: dict[int, torch.Tensor] = {}  # [batch, vocab] f32 each, oldest draw first
+
+    def rows(self, wanted: Sequence[tuple[int, int]], is_drawn: bool = True) -> torch.Tensor:
+        """Return a copy of the noise of tokens.
+
+        Args:
+            wanted: position (0: the first new token) and row of each token.
+            is_drawn: advance the generator past these positions, as ``generate`` does. Otherwise it
+                keeps its state, and the noise is that of later draws, unless other code draws from
+                the generator before.
+
+        Returns:
+            [len(wanted), vocab] f32.
+        """
+        by_position: dict[int, list[int]] = {}
+        for index, (position, _) in enumerate(wanted):
+            by_position.setdefault(position, []).append(index)
+        fits = len(by_position) <= self.max_positions
+        rows = dict[int, torch.Tensor]()
+        for position in sorted(by_position):  # in this order, so that each is drawn once at most
+            noise = self._drawn(position) if is_drawn else self._foreseen(position)
+            for index in by_position[position]:
+                row = noise[wanted[index][1]]
+                rows[index] = (
+                    row if fits else row.clone()
+                )  # a view would keep the noise of all rows in memory
+        return torch.stack([rows[index] for index in range(len(wanted))])
+
+    def _drawn(self, position: int) -> torch.Tensor:
+        """Return the noise of a position, and advance the generator past it.  -> [batch, vocab] f32"""
+        while self.num_drawn <= position:
+            state = self._generator.get_state()
+            if not torch.equal(
+                state, self._states[self.num_drawn]
+            ):  # other code drew from the generator, too
+                self._forget_foreseen(state)
+            self._noise(self.num_drawn)
+            self.num_drawn += 1
+            self._generator.set_state(self._states[self.num_drawn])
+        return self._noise(position)
+
+    def _foreseen(self, position: int) -> torch.Tensor:
+        """Return the noise of a position without advancing the generator.  -> [batch, vocab] f32"""
+        for earlier in range(max(self._states), position):
+            self._noise(earlier)
+        return self._noise(position)
+
+    def _noise(self, position: int) -> torch.Tensor:
+        """Return the noise of a position whose state is known.  -> [batch, vocab] f32"""
+        if position not in self._cached:
+            generator = torch.Generator(self.device).set_state(self._states[position])
+            noise = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            self._cached[position] = noise.exponential_(1, generator=generator)
+            self._states.setdefault(position + 1, generator.get_state())
+            if len(self._cached) > self.max_positions:
+                del self._cached[next(iter(self._cached))]
+            return noise
+        return self._cached[position]
+
+    def _forget_foreseen(self, state: torch.Tensor) -> None:
+        """Drop noise of positions that are not drawn yet; the next draw begins with ``state``."""
+        for by_position in (self._cached, self._states):
+            for later in [position for position in by_position if position >= self.num_drawn]:
+                del by_position[later]
+        self._states[self.num_drawn] = state
+
+    def forget_before(self, position: int) -> None:
+        """Drop the noise of positions before ``position``, which no row needs again."""
+        # end() needs the states of a batch, as rows may continue past the position at which the
+        # batch ends.
+        needs_no_states = self._has_own_generator or self.shape[0] == 1
+        for by_position in (self._cached, self._states) if needs_no_states else (self._cached,):
+            for earlier in [known for known in by_position if known < position]:
+                del by_position[earlier]
+
+    def end(self, num_positions: int) -> None:
+        """Reset the generator to its state after ``num_positions`` draws, as ``generate`` leaves
+        it.
+        """
+        if num_positions < self.num_drawn:
+            self._generator.set_state(self._states[num_positions])
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the global generator of a device."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[
+            torch.cuda.current_device() if device.index is None else device.index
+        ]
+    return torch.default_generator

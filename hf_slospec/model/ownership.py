@@ -1,0 +1,279 @@
+"""Check whose code a model, its attention and its caches run: packed forwards replace transformers'
+own only.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from functools import partialmethod
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+from torch.nn import functional
+from transformers import masking_utils
+from transformers.integrations import sdpa_attention
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_slospec.errors import UnsupportedModelError
+from hf_slospec.model.overrides import all_modules
+from hf_slospec.model.properties import cannot_be_packed
+
+LIBRARY = "transformers"
+WRAPPERS = (LIBRARY, "torch", "hf_slospec", "contextlib")  # their decorators call what they wrap
+IMPORTED = {"torch", *sys.stdlib_module_names}  # modules of transformers import functions from them
+# Methods that stock `generate` calls while it decodes, and speculation does not. Those that it
+# calls before run.
+DECODING_METHODS = (
+    "_sample",
+    "_prefill",
+    "prepare_inputs_for_generation",
+    "_update_model_kwargs_for_generation",
+    "_has_unfinished_sequences",
+    "_optimize_model_for_decode",
+    "_valid_auto_compile_criteria",
+    "get_compiled_call",
+    "create_masks_for_generate",
+)
+CALLED = (
+    "__call__",
+    "__getattribute__",
+    "__getattr__",
+    "__setattr__",
+)  # special methods that count among the members
+# Functions that compute softmax attention to all keys that a mask allows, as packed forwards do.
+ATTENTION = (
+    "eager_attention_forward",
+    "sdpa_attention_forward",
+    "flash_attention_forward",
+    "flex_attention_forward",
+)
+
+
+def is_of_transformers(function: Any) -> bool:
+    """Return True if a function and all functions that it wraps were defined in transformers.
+
+    Decorators of torch and ours may be around it. ``functools.wraps`` copies ``__module__``, so
+    globals are read."""
+    function = getattr(function, "__func__", function)
+    while isinstance(function, FunctionType):
+        root = _root(function.__globals__.get("__name__"))
+        if root not in WRAPPERS or root not in function.__code__.co_filename:
+            return False
+        if "__wrapped__" not in vars(function):
+            return root == LIBRARY
+        function = vars(function)["__wrapped__"]
+    return False
+
+
+def foreign_members(owners: Iterable[Any]) -> list[str]:
+    """Return the names of what objects of transformers do by someone else's code.
+
+    These are methods and class attributes that are overridden, patched or set on an instance, and
+    classes that have no base in transformers.
+    """
+    owners = list(owners)
+    classes = dict.fromkeys(owner if isinstance(owner, type) else type(owner) for owner in owners)
+    on_classes = [name for each in classes for name in _foreign_of_class(each)]
+    on_instances = [
+        name for owner in owners if not isinstance(owner, type) for name in _set_on(owner)
+    ]
+    return list(dict.fromkeys(on_classes + on_instances))
+
+
+def check_own_code(model: Any) -> None:
+    """Raise UnsupportedModelError if the model decodes or attends by code that speculation would
+    not run.
+    """
+    name = type(model).__name__
+    methods = [*_foreign_of_class(type(model), DECODING_METHODS), *_set_on(model, DECODING_METHODS)]
+    if methods:
+        raise UnsupportedModelError(
+            f"{name} decodes by methods that are not transformers' own ({', '.join(methods)}), which speculation does "
+            "not call; remove them from the class or the instance, pass fallback=True, or call generate without "
+            "slo_tpot"
+        )
+    if (foreign := next(_foreign_attention(model), None)) is not None:
+        raise UnsupportedModelError(
+            f"{name} attends by {foreign}, where packed forwards run only what replaces transformers' own functions; "
+            "restore it, load the model with attn_implementation='sdpa', pass fallback=True, or call generate without "
+            "slo_tpot"
+        )
+
+
+def check_mask_function(mask_function: Any) -> None:
+    """Raise UnsupportedModelError if a mask combines functions of transformers with someone else's."""
+    parts = [mask_function]
+    for part in parts:
+        if isinstance(part, (tuple, list)):
+            parts += part
+        elif isinstance(part, FunctionType):
+            parts += [cell.cell_contents for cell in part.__closure__ or ()]
+            if not is_of_transformers(part):
+                raise UnsupportedModelError(
+                    f"the model builds masks with {_title('a function', part)} that is not transformers' own, and may "
+                    "count padding or cached tokens; leave it out, or call generate without slo_tpot"
+                )
+
+
+def _root(name: str | None) -> str:
+    return (name or "").partition(".")[0]
+
+
+def _foreign_of_class(kind: type, among: Collection[str] = ()) -> Iterator[str]:
+    """Yield the names of a class's members that are not transformers' own, all or only those
+    ``among`` some.
+    """
+    library = [base for base in kind.__mro__ if _root(base.__module__) == LIBRARY]
+    if not library:
+        yield kind.__name__
+    members = (
+        name for base in library for name in vars(base) if not name.startswith(("__", "_abc"))
+    )
+    for name in among or dict.fromkeys((*CALLED, *members, *_stored(kind))):
+        base = next((base for base in kind.__mro__ if name in vars(base)), object)
+        member = vars(base).get(name)
+        functions = _functions(member)
+        is_own = _root(base.__module__) == LIBRARY
+        if functions and (
+            is_own or not isinstance(member, partialmethod)
+        ):  # which binds further arguments
+            is_own = all(map(is_of_transformers, functions))
+        if not is_own and base.__module__ != "builtins":
+            yield name
+
+
+def _stored(kind: type) -> Iterator[str]:
+    """Yield the names of attributes that a property of the class stores, such as keys."""
+    for base in kind.__mro__:
+        yield from (
+            name for name, value in vars(base).items() if isinstance(value, property) and value.fset
+        )
+
+
+def _functions(member: Any) -> list[Any]:
+    """Return the functions of a method or property; none for other attributes."""
+    if isinstance(member, property):
+        return [member.fget]
+    member = getattr(member, "__func__", member)  # of static methods and class methods
+    if callable(member):
+        return [] if isinstance(member, type) else [member]
+    is_descriptor = hasattr(type(member), "__get__") and type(member).__module__ != "builtins"
+    return (
+        [getattr(member, "func", member)] if is_descriptor else []
+    )  # partial methods, cached properties
+
+
+def _set_on(owner: Any, among: Collection[str] = ()) -> Iterator[str]:
+    """Yield the names of methods that were replaced on an instance by other ones than its class's."""
+    attributes = getattr(owner, "__dict__", {})
+    for name in attributes.keys() & among if among else list(attributes):
+        value = attributes[name]
+        is_method = callable(value) and not isinstance(value, type) and hasattr(type(owner), name)
+        is_own = (
+            isinstance(value, MethodType) and value.__self__ is owner and is_of_transformers(value)
+        )
+        if is_method and not is_own:
+            yield name
+
+
+def _foreign_attention(model: Any) -> Iterator[str]:
+    """Yield the names of functions that packed forwards replace and that are not transformers' own."""
+    if not isinstance(functional.scaled_dot_product_attention, BuiltinFunctionType):
+        yield _title(
+            "torch.nn.functional.scaled_dot_product_attention",
+            functional.scaled_dot_product_attention,
+        )
+    parts = all_modules(model)
+    configs = {id(part.config): part.config for part in parts if "config" in vars(part)}.values()
+    names = {str(getattr(config, "_attn_implementation", None) or "eager") for config in configs}
+    implementations = {
+        name.removeprefix("hf_slospec:") for name in names
+    }  # while a packed forward runs
+    for module in map(sys.modules.get, {type(part).__module__ for part in parts}):
+        own = vars(module) if module is not None else {}
+        interface = own.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+        if not is_of_transformers(getattr(type(interface), "get_interface", None)):
+            yield _title("ALL_ATTENTION_FUNCTIONS", type(interface))
+        for name in implementations:
+            function = interface.get(name, own.get("eager_attention_forward"))
+            if function is not None and not (
+                is_of_transformers(function) and function.__name__ in ATTENTION
+            ):
+                yield _title(repr(name), function)
+        if _root(getattr(module, "__name__", "")) == LIBRARY:
+            yield from _replaced(module, ("create_", "repeat_kv"))
+    for name in implementations:
+        mask = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+        if not is_of_transformers(mask):
+            yield (
+                _title(f"masks for {name!r}", mask)
+                if mask
+                else f"{name!r}, for which no mask function is registered"
+            )
+    for module in (masking_utils, sdpa_attention):
+        yield from _replaced(module, ("",))
+
+
+def _replaced(module: Any, prefixes: tuple[str, ...]) -> Iterator[str]:
+    """Yield the names of functions in a module of transformers that were replaced by someone
+    else's.
+    """
+    for name, value in list(vars(module).items()):
+        if not (
+            isinstance(value, FunctionType) and name.startswith(prefixes)
+        ) or is_of_transformers(value):
+            continue
+        if _root(value.__globals__.get("__name__")) not in IMPORTED:
+            yield _title(f"{module.__name__}.{name}", value)
+
+
+def _title(what: str, function: Any) -> str:
+    if not isinstance(function, FunctionType):
+        return f"{what} ({function!r})"
+    return f"{what} ({function.__globals__.get('__name__')}.{function.__code__.co_name})"
+
+
+# Attributes by which weights of torchao, and layers of transformers and compressed-tensors,
+# quantise their inputs.
+QUANTISING = re.compile(
+    "act(ivation)?_quant.*|input_quant_func|activation_scheme|input_activations"
+)
+# Classes that always do: those of torch's dynamic quantisation, and LLM.int8 of bitsandbytes.
+QUANTISED_MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
+LLM_INT8 = "Linear8bitLt"
+
+
+def check_activations(model: nn.Module) -> None:
+    """Raise UnsupportedModelError if a layer quantises activations.
+
+    Their scales may be those of all tokens of a forward. Where each token has its own, an error of
+    the last bit, as any other number of tokens causes, still moves some activations to the next
+    integer, an error of a percent."""
+    for name, module in model.named_modules():
+        holders = [
+            module,
+            getattr(module, "quantization_scheme", None),
+            *module._parameters.values(),
+        ]
+        found = next((type(holder).__name__ for holder in holders if _quantises(holder)), None)
+        if found is not None:
+            raise cannot_be_packed(
+                model,
+                f"{name} quantises activations ({found}), so that logits depend on which tokens a forward has; "
+                "quantise weights only, pass fallback=True, or call generate without slo_tpot",
+            )
+
+
+def _quantises(holder: Any) -> bool:
+    kind = type(holder)
+    if kind.__module__.startswith(QUANTISED_MODULES) or kind.__name__ == LLM_INT8:
+        return True
+    return any(
+        QUANTISING.fullmatch(name)
+        for name, value in getattr(holder, "__dict__", {}).items()
+        if value is not None
+    )

@@ -1,0 +1,353 @@
+"""Probe of a model: refuses what packed forwards cannot run, and finds what the layers cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from inspect import signature
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from hf_slospec.errors import UnsupportedModelError
+from hf_slospec.families.cross_attention import DecoderForward
+from hf_slospec.families.gathered import GatheredProbe
+from hf_slospec.families.states import CONVOLUTION, Key, Mixer, StateCache, StateLayer
+from hf_slospec.model.batch import AttentionLayer, AttentionRules, LayerShape, Stored
+from hf_slospec.model.ownership import check_mask_function
+from hf_slospec.model.properties import (
+    Reach,
+    attends_to_encoder,
+    cannot_be_packed,
+    evaluating,
+    input_device,
+    is_reached,
+    layer_types,
+    reach_of,
+    refused_if_it_fails,
+)
+from hf_slospec.model.run import UNREAD_MASK_SHAPE, run_model
+from hf_slospec.model.whose_code import is_compiled
+
+NO_MIXING = {"mlp", "moe"}  # types of layers that process each token alone, and so keep nothing
+
+
+def _refuse_if_cache_keeps_less(model: Any, reaches: Mapping[int, Reach]) -> None:
+    """Raise UnsupportedModelError if stock decoding's cache drops K/V that its prefill may see."""
+    cached = DynamicCache(config=model.config.get_text_config()).layers
+    for layer, reach in reaches.items():
+        num_kept = getattr(cached[layer], "sliding_window", None) if layer < len(cached) else None
+        if num_kept is None or not is_reached(num_kept, model):
+            continue
+        if (num_seen := reach.window or reach.chunk) is None or num_seen > num_kept:
+            raise cannot_be_packed(
+                model,
+                f"the cache of layer {layer} keeps the last {num_kept} positions while decoding, but the prompt's "
+                "tokens see more of them",
+            )
+
+
+def _is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
+    return (
+        tensor.data_ptr() == of.data_ptr()
+    )  # comparing addresses suffices, as masks have one element
+
+
+class InterfaceProbe(StateCache):
+    """Cache and attention for one forward of one token, which record what each layer caches and
+    attends to.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state_bytes: dict[Key, int] = {}
+        self._state_shapes: dict[
+            int, tuple[int, ...]
+        ] = {}  # shape of the state passed to the cache, by layer
+        self._shapes: dict[int, LayerShape] = {}
+        self._windows: dict[int, int | None] = {}  # passed to the attention function, by layer
+        self._latent: set[int] = set()  # layers that expand what they cached into K and V
+        self._has_own_mask = self._attends_again = False
+        self._counting: set[int] = set()  # layers that ask for the number of cached tokens
+        self._cached: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # layer, K, V
+        self._built: list[
+            tuple[torch.Tensor, Reach | None]
+        ] = []  # masks that the model built by transformers
+        self.reaches: dict[
+            int, Reach | None
+        ] = {}  # what these masks show, by layer; None: neither a window nor chunks
+
+    is_initialized = False
+
+    def get_mask_sizes(self, query_length: int, *_: Any, **__: Any) -> tuple[int, int]:
+        """Return the number of keys, and the index of the first one."""
+        return query_length, 0
+
+    def get_query_offset(self, *_: Any, **__: Any) -> int:
+        """Return 0, as nothing is cached before."""
+        return 0
+
+    def build_mask(
+        self,
+        mask_function: Callable[..., torch.Tensor],
+        local_size: int | None = None,
+        device: torch.device | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Return a new mask, whose address tells which mask a layer attends with; its values are
+        not read.
+        """
+        check_mask_function(mask_function)
+        mask = torch.ones(UNREAD_MASK_SHAPE, dtype=torch.bool, device=device)
+        self._built.append((mask, reach_of(mask_function, local_size)))
+        return mask
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        """Record the layer that asks, and return 0."""
+        if layer_idx is not None:
+            self._counting.add(layer_idx)
+        return 0
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Record the shapes of a layer's K and V, each [1, num_kv_heads, 1, dim], and return them."""
+        self._shapes[layer_idx] = LayerShape(Stored.like(key), Stored.like(value))
+        self._cached.append((layer_idx, key, value))
+        return key, value
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rules: AttentionRules,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Record what a layer attends with; return its attention, [1, 1, num_heads, value_dim]."""
+        layer = next((layer for layer, k, v in self._cached if k is key and v is value), None)
+        if layer is None and self._cached:
+            layer = self._cached[-1][0]
+            self._attends_again |= layer in self._windows
+            self._latent.add(layer)  # its K and V were computed from what it has just cached
+        if layer is not None:  # layers that share K and V share the window
+            self._windows.setdefault(layer, rules.window)
+        if layer is not None and mask is not None:
+            for built, reach in self._built:
+                if _is_view(mask, built):
+                    self.reaches.setdefault(layer, reach)
+        self._has_own_mask |= mask is not None and (
+            mask.dtype != torch.bool or mask.shape != UNREAD_MASK_SHAPE
+        )
+        # A single token attends to itself only, so its attention is its value, repeated for the
+        # query heads of a group.
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        self._state_shapes[layer_idx] = tuple(recurrent_states.shape[1:])
+        return recurrent_states
+
+    def _mix(self, key: Key, plain: Mixer, *args: Any, **kwargs: Any) -> Any:
+        outputs = plain(*args, **kwargs)
+        if key[2] == CONVOLUTION:
+            weight = signature(plain).bind(*args, **kwargs).arguments["weight"]
+            self._state_bytes[key] = outputs.nbytes * (weight.shape[-1] - 1)
+        else:
+            self._state_bytes[key] = outputs[1].nbytes
+        return outputs
+
+    def layers(
+        self, model: Any, reaches: Mapping[int, Reach | None]
+    ) -> tuple[list[AttentionLayer], list[StateLayer]]:
+        """Return the layers that attend and those that keep a state, each by index; a layer may do
+        both.
+
+        Args:
+            model: the probed model.
+            reaches: window or chunk of the layers that attend with masks of transformers; those of
+                other layers are read from their calls and the config.
+
+        Raises:
+            UnsupportedModelError: recorded calls cannot be packed.
+        """
+        indices, num_layers = (
+            sorted(self._shapes),
+            max([*self._shapes, *self._asked], default=-1) + 1,
+        )
+        if unknown := self._asked - {layer for layer, *_ in self._state_bytes}:
+            raise cannot_be_packed(
+                model,
+                f"{len(unknown)} layers keep a state that no known function updates, so that it cannot be undone",
+            )
+        kinds = layer_types(model)
+        keeps_nothing = {layer for layer, kind in enumerate(kinds) if kind in NO_MIXING}
+        if not num_layers and getattr(model, "_is_stateful", False):
+            raise cannot_be_packed(
+                model, "it keeps states in a way of its own, which cannot be undone"
+            )
+        is_complete = {*indices, *self._asked, *keeps_nothing} >= set(range(num_layers))
+        if not num_layers or not is_complete or self._windows.keys() != self._shapes.keys():
+            raise cannot_be_packed(
+                model,
+                f"{len(indices)} of {num_layers} layers cache keys, {len(self._windows)} attend through the interface "
+                f"and {len(self._asked)} keep a state",
+            )
+        if self._attends_again:
+            raise cannot_be_packed(
+                model, "a layer attends more than once to keys and values that it did not cache"
+            )
+        if self._has_own_mask:
+            raise cannot_be_packed(
+                model, "its layers add values of their own to the attention mask"
+            )
+        complete = {
+            layer: reaches.get(layer) or self._declared_reach(model, layer) for layer in indices
+        }
+        _refuse_if_cache_keeps_less(model, complete)
+        attending = [
+            AttentionLayer(
+                self._shapes[i],
+                window,
+                i in self._latent,
+                chunk,
+                i,
+                counts_tokens=i in self._counting,
+            )
+            for i, (window, chunk) in complete.items()
+        ]
+        return attending, [self._state_layer(layer) for layer in sorted(self._asked)]
+
+    def _state_layer(self, layer: int) -> StateLayer:
+        keys = tuple(sorted(key for key in self._state_bytes if key[0] == layer))
+        return StateLayer(
+            layer,
+            keys,
+            self._state_shapes.get(layer, ()),
+            sum(self._state_bytes[key] for key in keys),
+        )
+
+    def _declared_reach(self, model: Any, layer: int) -> Reach:
+        """Return the layer's sliding window: the one passed to its attention function, or else the
+        config's.
+        """
+        kinds, declared = (
+            layer_types(model),
+            getattr(model.config.get_text_config(), "sliding_window", None),
+        )
+        if kinds and kinds[layer] == "chunked_attention":
+            raise cannot_be_packed(
+                model, f"layer {layer} has chunked attention by a mask of its own"
+            )
+        if kinds and "sliding" not in kinds[layer]:
+            return Reach()
+        passed = self._windows[layer]
+        if is_reached(declared, model) and passed is None and not kinds:
+            raise cannot_be_packed(
+                model,
+                f"layer {layer} may have a sliding window, but does not pass it to its attention function",
+            )
+        return Reach(declared if passed is None else passed)
+
+
+# Types of layers that attend through the interface or keep a state; the probe finds which of them
+# can be packed.
+INTERFACE_KINDS = NO_MIXING | {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "linear_attention",
+    "conv",
+    "mamba",
+    "mamba2",
+    "hybrid",
+    "hybrid_sliding",
+}
+GATHERED_KINDS = {
+    "indexed_attention"
+}  # types of layers whose own attention is right over gathered keys
+
+
+def refuse_by_declaration(model: Any) -> None:
+    """Raise UnsupportedModelError if the model's config or class rules out packed forwards."""
+    name = type(model).__name__
+    if is_compiled(model):
+        raise UnsupportedModelError(
+            f"{name} was compiled with compile() or torch.compile, as a whole, in part, or its forward, and tree "
+            "attention cannot be used in compiled layers; pass the model as it was loaded"
+        )
+    if any(map(_is_activated_lora, model.modules())):
+        raise UnsupportedModelError(
+            f"{name} has an active aLoRA adapter, which changes layers from its invocation tokens on only; use plain "
+            "LoRA, disable the adapter, or call generate without slo_tpot"
+        )
+    # is_decoder=False turns models of some families into encoders; other families ignore it.
+    is_whole = getattr(model.config, "is_encoder_decoder", False)
+    is_encoder = not is_whole and getattr(model.config, "is_decoder", None) is False
+    if is_encoder and any(
+        getattr(module, "is_causal", True) is False for module in model.modules()
+    ):
+        raise UnsupportedModelError(
+            f"{name} was loaded as an encoder; load it with is_decoder=True in its config"
+        )
+    if any(getattr(module, "attention_type", None) == "block_sparse" for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{name} attends to blocks of keys by their place; load it with attention_type='original_full' in its "
+            "config"
+        )
+    if unknown := set(layer_types(model)) - INTERFACE_KINDS - GATHERED_KINDS:
+        raise UnsupportedModelError(
+            f"{name} has layers of type {sorted(unknown)}, which cannot hold a tree of tokens"
+        )
+
+
+def _is_activated_lora(module: Any) -> bool:
+    """Return whether a layer of PEFT has an adapter in use that begins at its invocation tokens."""
+    variants = getattr(module, "lora_variant", None) or {}
+    names = [] if not variants or module.disable_adapters else module.active_adapters
+    return any(
+        type(variants[name]).__name__.startswith("ALora") for name in names if name in variants
+    )
+
+
+@torch.no_grad()
+def probe_layers(model: Any) -> tuple[list[AttentionLayer], list[StateLayer]]:
+    """Return the model's layers that attend and those that keep a state, seen in two forwards of
+    one token.
+
+    One forward has no masks, the other has those of transformers.
+
+    Raises:
+        UnsupportedModelError: the forward failed, or its layers can attend neither through the
+            interface nor over gathered keys.
+    """
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=input_device(model))
+    with evaluating(model):
+        if set(layer_types(model)) <= INTERFACE_KINDS:
+            try:
+                return _probed_interface(model, zero)
+            except UnsupportedModelError:
+                if getattr(model, "_is_stateful", False) or attends_to_encoder(model):
+                    # States can be restored, and encoders attended to, through the interface only
+                    raise
+        with refused_if_it_fails(model):
+            probe = GatheredProbe(zero)
+            run_model(model, probe, input_ids=zero, position_ids=zero)
+            return probe.layers(model), []
+
+
+def _probed_interface(
+    model: Any, zero: torch.Tensor
+) -> tuple[list[AttentionLayer], list[StateLayer]]:
+    with refused_if_it_fails(model):
+        probe = InterfaceProbe()
+        watch = InterfaceProbe()
+        own, seen = (
+            DecoderForward(each) if attends_to_encoder(model) else each for each in (probe, watch)
+        )
+        run_model(model, own, input_ids=zero, position_ids=zero)
+        run_model(
+            model, seen, input_ids=zero, position_ids=zero, attention_mask=torch.ones_like(zero)
+        )
+        return probe.layers(model, watch.reaches)

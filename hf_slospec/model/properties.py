@@ -1,0 +1,339 @@
+"""Properties of a model that packed forwards need, and errors that refuse a model."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from inspect import signature
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from hf_slospec.errors import UnsupportedModelError
+from hf_slospec.forks import undone
+from hf_slospec.model.memory import DEVICE_ERRORS, is_out_of_memory
+from hf_slospec.model.overrides import all_modules, container_kind, items_of
+
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+# The name that this transformers' own functions, layers and outputs have for it.
+CACHE_NAME: str = next(
+    name for name in CACHE_NAMES if name in BaseModelOutputWithPast.__dataclass_fields__
+)
+
+
+def cache_option(cache: Any, model: Any = None) -> dict[str, Any]:
+    """Return a cache as the argument of a model's forward; without a model, of a layer of
+    transformers.
+    """
+    names = () if model is None else argument_names(model)
+    return {next((name for name in CACHE_NAMES if name in names), CACHE_NAME): cache}
+
+
+def given_cache(arguments: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the cache among arguments with the name that it has there; None if there is none."""
+    given = [(name, arguments[name]) for name in CACHE_NAMES if arguments.get(name) is not None]
+    return given[0] if given else (CACHE_NAME, None)
+
+
+def has_states_only(model: Any) -> bool:
+    """Return whether all layers of the model keep a state in place of K and V, so that it takes no
+    mask.
+    """
+    if model not in _has_states_only:
+        is_linear = DynamicCache(config=model.config.get_text_config(decoder=True)).is_linear
+        _has_states_only[model] = "cache_params" in argument_names(model) or (
+            bool(is_linear) and all(is_linear)
+        )
+    return _has_states_only[model]
+
+
+_has_states_only = WeakKeyDictionary[Any, bool]()
+
+
+# Settings that say nothing of a model: packed forwards replace implementations, trainers switch
+# `use_cache` off, and transformers itself does not save the rest.
+UNREAD = {
+    "_name_or_path",
+    "transformers_version",
+    "use_cache",
+    "_attn_implementation_internal",
+    "_experts_implementation_internal",
+    "_auto_class",
+    "_commit_hash",
+    "_is_quantized",
+    "_post_init_done",
+    "base_model_fsdp_plan",
+    "base_model_pp_plan",
+    "base_model_tp_plan",
+    "distributed_config",
+    "ignore_keys_at_rope_validation",
+}
+FORWARD_ERRORS = (
+    TypeError,
+    AttributeError,
+    NotImplementedError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    AssertionError,
+)
+
+
+def config_values(config: Any) -> dict[str, Any]:
+    """Return what a config says of the model itself, without where it came from and how it is
+    called by default.
+
+    The values can be compared and written as JSON. Objects that are neither plain values nor of
+    transformers' classes are described by their identity.
+    """
+    values: dict[str, Any] = _described(config)
+    return values
+
+
+def _described(value: Any, holders: tuple[int, ...] = ()) -> Any:
+    """Return a config or a value in it for JSON; ``holders`` are the ids of what holds it, which
+    may be it.
+    """
+    kind = type(value)
+    container = container_kind(value)
+    if kind in (bool, int, float, str, type(None)):
+        return value
+    if kind is torch.dtype:
+        return str(value)
+    is_config = issubclass(kind, PreTrainedConfig) or kind.__module__.startswith("transformers.")
+    if id(value) in holders or not (is_config or container):
+        return f"{kind.__module__}.{kind.__qualname__} at {id(value)}"
+    holders = *holders, id(value)
+    if container in (list, tuple):
+        return [_described(part, holders) for part in items_of(value)]
+    items = items_of(value if container else vars(value))
+    names = [str(_described(name, holders)) for name in items[::2]]
+    values = {
+        name: part for name, part in zip(names, items[1::2], strict=True) if name not in UNREAD
+    }
+    described = {name: _described(part, holders) for name, part in values.items()}
+    return described if container else {"class": kind.__qualname__, **described}
+
+
+def vocab_size(model: Any) -> int:
+    """Return the size of the vocabulary in the model's config."""
+    return int(model.config.get_text_config().vocab_size)
+
+
+def num_embeddings(model: Any) -> int:
+    """Return the rows of the table that embeds the tokens of outputs, which may be more than the
+    config says.
+    """
+    decoder = model.get_decoder() if getattr(model.config, "is_encoder_decoder", False) else None
+    table = getattr(decoder, "embed_tokens", None)
+    return len((model.get_input_embeddings() if table is None else table).weight)
+
+
+def trained_len(model: Any) -> int | None:
+    """Return the length in tokens that the model was trained for at most; None if its config does
+    not say.
+    """
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def check_embeds_tokens(model: Any) -> None:
+    """Raise UnsupportedModelError unless the model has one table that embeds its tokens."""
+    try:
+        embeddings = model.get_input_embeddings()
+    except NotImplementedError:
+        embeddings = None
+    if not isinstance(getattr(embeddings, "weight", None), torch.Tensor):
+        kind = "none" if embeddings is None else f"a {type(embeddings).__name__}"
+        raise cannot_be_packed(
+            model, f"its input embeddings must be one table of all tokens, and are {kind}"
+        )
+
+
+def input_device(model: Any) -> torch.device:
+    """Return the device of the input embeddings; if they are offloaded, the device on which they
+    are executed.
+    """
+    embeddings = model.get_input_embeddings()
+    device: torch.device = embeddings.weight.device
+    if device.type != "meta":
+        return device
+    executed_on = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
+    return torch.device("meta" if executed_on is None else executed_on)
+
+
+def given_position_ids(model: Any, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the positions as an argument of the model's forward; nothing if it takes none and
+    counts tokens itself.
+    """
+    names = [
+        name for name in ("decoder_position_ids", "position_ids") if name in argument_names(model)
+    ]
+    return dict.fromkeys(names[:1], position_ids)
+
+
+def takes_position_ids(model: Any) -> bool:
+    """Return whether the model's forward names positions of its tokens, which stock ``generate``
+    then gives to it.
+    """
+    return bool(given_position_ids(model, torch.empty(0, device="cpu")))
+
+
+def attends_to_encoder(model: Any) -> bool:
+    """Return whether the model is an encoder-decoder, or a decoder that takes the outputs of
+    another one's encoder.
+    """
+    return "encoder_outputs" in argument_names(model)
+
+
+def argument_names(model: Any) -> frozenset[str]:
+    """Return the names that the model's forward has for its arguments."""
+    return _arguments_of(type(model).forward)
+
+
+@functools.cache
+def _arguments_of(forward: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(signature(forward).parameters)
+
+
+def hidden_states(outputs: Any, layers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return the hidden states after these layers, concatenated.  -> [num_tokens, num_layers *
+    hidden]
+    """
+    return torch.cat([outputs.hidden_states[layer][0].to(device) for layer in layers], dim=-1)
+
+
+@contextlib.contextmanager
+def refused_if_it_fails(model: Any) -> Iterator[None]:
+    """Raise UnsupportedModelError if the model's forward fails inside this context; device errors
+    pass through.
+    """
+    try:
+        yield
+    except DEVICE_ERRORS:
+        raise
+    except FORWARD_ERRORS as error:
+        if isinstance(error, UnsupportedModelError) or is_out_of_memory(error):
+            raise
+        raise cannot_be_packed(
+            model, f"its forward failed on a packed batch with {error!r}"
+        ) from error
+
+
+def cannot_be_packed(model: Any, why: str) -> UnsupportedModelError:
+    """Return the error that refuses a model by its class name."""
+    return UnsupportedModelError(f"{type(model).__name__} cannot be packed: {why}")
+
+
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Set all modules to evaluation mode inside this context: dropout would also draw from the
+    global generator.
+    """
+    training: list[Any] = [module for module in all_modules(model) if module.training]
+
+    def train() -> None:
+        for module in training:
+            module.training = True
+
+    with undone(train):
+        for module in training:
+            module.training = False
+        yield
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """Return the dtype in which autocast computes products in this thread now; None if it is off."""
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_on else None
+
+
+@contextlib.contextmanager
+def watching_autocast(model: Any) -> Iterator[Callable[[], torch.dtype | None]]:
+    """Yield a function that returns the autocast dtype of the model's last forward inside this
+    context.
+
+    ``Accelerator.prepare`` replaces a model's forward by one that turns autocast on.
+    """
+    seen: list[torch.dtype | None] = [None]
+    device = input_device(model).type
+
+    def watch(*_: Any) -> None:
+        seen[0] = autocast_dtype(device)
+
+    hook = model.get_input_embeddings().register_forward_pre_hook(watch)
+    try:
+        yield lambda: seen[0]
+    finally:
+        hook.remove()
+
+
+def layer_types(model: Any) -> list[str]:
+    """Return the type of each layer in the model's config; empty if it has none."""
+    return list(getattr(model.config.get_text_config(), "layer_types", None) or ())
+
+
+def is_reached(window: int | None, model: Any) -> bool:
+    """Return whether sequences may get longer than the window, in tokens."""
+    max_len = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return bool(window and (max_len is None or window < max_len))
+
+
+FAR = 1 << 20  # positions; in place of the size where a mask has no window or chunk
+
+
+class Reach(NamedTuple):
+    """Limits of causal attention, in positions; None: no limit."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+class _OnHost(TorchDispatchMode):
+    """Context in which operators compute on the host: on a GPU, an index beyond a tensor ends the
+    process's context.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        on_host = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), (args, kwargs or {}))
+        cpu_args, cpu_kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), on_host)
+        return func(*cpu_args, **cpu_kwargs)
+
+
+def reach_of(mask_function: Callable[..., torch.Tensor], local_size: int | None) -> Reach | None:
+    """Return the reach of a mask, read from its values where windows and chunks of this size
+    differ.
+
+    Args:
+        mask_function: one of transformers.masking_utils, of broadcasting indices of rows, heads,
+            queries and keys.
+        local_size: window or chunk in positions, None if the mask has none.
+
+    Returns:
+        None if the mask is neither causal, nor a sliding window, nor chunked.
+    """
+    size = local_size or FAR
+    near = sorted({0, 1, 2, *(n * size + step for n in (1, 2, 3) for step in (-1, 0, 1))})
+    positions = torch.tensor(near, device="cpu")
+    queries = positions[:, None]
+    keys = positions[None, :]
+    first = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device="cpu")
+    try:
+        with _OnHost():  # type: ignore[no-untyped-call]  # torch's has no annotations
+            seen = mask_function(first, first, queries[None, None], keys[None, None]).reshape(
+                queries.shape[0], -1
+            )
+    except IndexError:  # the function reads tokens of a batch
+        return None
+    causal = keys <= queries
+    candidates = {Reach(): causal}
+    if local_size is not None:
+        candidates[Reach(window=size)] = causal & (queries - keys < size)
+        candidates[Reach(chunk=size)] = causal & (queries // size == keys // size)
+    return next((reach for reach, mask in candidates.items() if torch.equal(mask, seen)), None)

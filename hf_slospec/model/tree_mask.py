@@ -1,0 +1,138 @@
+"""Inputs of packed forwards: tokens that follow a cached sequence, as a chain or as a chain that
+ends with a tree.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_slospec.model.batch import FIRST_SEEN, CachedSequence, NewTokens
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.tree.tree import TokenTree
+
+MAX_KEPT = 16  # tokens of chains whose masks are kept, as most parts of a step are short
+MAX_PLACES = 64  # shapes of draft levels whose ids and masks are kept
+
+
+def chain(
+    packed: PackedModel,
+    sequence: CachedSequence,
+    tokens: Sequence[int],
+    embeds: torch.Tensor | None = None,
+) -> NewTokens:
+    """Return tokens that follow the cached ones, each seeing those before it.
+
+    ``embeds`` [prompt_len, hidden] replace the embeddings of the sequence's first tokens.
+    """
+    mask = causal_mask(len(tokens))
+    return _new_tokens(
+        packed, sequence, tokens, np.arange(len(tokens)), mask, embeds, is_chain=True
+    )
+
+
+def chain_and_tree(
+    packed: PackedModel,
+    sequence: CachedSequence,
+    tokens: Sequence[int],
+    tree: TokenTree,
+    embeds: torch.Tensor | None = None,
+) -> NewTokens:
+    """Return a chain of tokens that ends with the tree's root, followed by the tree's other nodes."""
+    if tree.num_nodes == 1:
+        return chain(packed, sequence, tokens, embeds)
+    mask, offsets = tree_after_chain(len(tokens), tree)
+    return _new_tokens(
+        packed, sequence, [*tokens, *tree.tokens[1:]], offsets, torch.from_numpy(mask), embeds
+    )
+
+
+def tree_after_chain(chain_len: int, tree: TokenTree) -> tuple[np.ndarray, np.ndarray]:
+    """Return mask and position offsets of a chain that ends with the root, followed by the tree's
+    other nodes.
+
+    Returns:
+        mask [num_tokens, num_tokens] bool, True = may attend, and offsets [num_tokens] int64 from
+        the chain's first token, with num_tokens = chain_len + tree.num_nodes - 1.
+    """
+    num_tokens = chain_len + tree.num_nodes - 1
+    mask = np.tri(num_tokens, dtype=np.bool_)
+    mask[chain_len:, chain_len:] = tree.ancestor_mask()[1:, 1:]
+    offsets = np.concatenate((np.arange(chain_len), chain_len - 1 + tree.depths[1:]))
+    return mask, offsets
+
+
+def draft_nodes(
+    packed: PackedModel,
+    sequences: Sequence[CachedSequence],
+    root_positions: Sequence[int],
+    sizes: Sequence[int],
+) -> list[NewTokens]:
+    """Return the last layers of draft trees whose tokens are on the device only, by their indices
+    there.
+
+    Args:
+        root_positions: [num_requests], positions of the roots.
+        sizes: nodes of each layer of one tree; the first one is the root, which is cached.
+
+    Returns:
+        One part per request. Its ids are indices into the last layers' tokens, [num_requests *
+        beam]; its mask holds indices into the level's table of mask values, which begins with
+        :data:`FIRST_SEEN` other values.
+    """
+    depths, indices, masks = _places(len(sequences), tuple(sizes))
+    positions = torch.from_numpy(packed.clamp_positions(np.add.outer(root_positions, depths)))
+    columns = zip(sequences, indices, positions.unbind(), masks, strict=True)
+    return [NewTokens(*column) for column in columns]
+
+
+@functools.lru_cache(maxsize=MAX_PLACES)
+def _places(
+    num_requests: int, sizes: tuple[int, ...]
+) -> tuple[np.ndarray, Sequence[torch.Tensor], Any]:
+    """Return depths of draft nodes, and each request's ids and masks, which are only to be read."""
+    beam = sizes[-1]
+    num_staged = sum(sizes[1:])
+    depths = np.repeat(np.arange(len(sizes)), sizes)[1:]
+    indices = torch.arange(num_requests * beam, device="cpu").view(num_requests, beam)
+    masks = torch.arange(FIRST_SEEN, FIRST_SEEN + num_requests * beam * num_staged, device="cpu")
+    return depths, indices.unbind(), masks.view(num_requests, beam, num_staged).unbind()
+
+
+def causal_mask(length: int) -> torch.Tensor:
+    """Return the mask of a chain, which is only to be read.  -> [length, length] bool"""
+    return _kept_mask(length) if length <= MAX_KEPT else _new_mask(length)
+
+
+def _new_mask(length: int) -> torch.Tensor:
+    return torch.from_numpy(np.tri(length, dtype=np.bool_))
+
+
+_kept_mask = functools.cache(_new_mask)
+
+
+def _new_tokens(
+    packed: PackedModel,
+    sequence: CachedSequence,
+    tokens: Sequence[int],
+    offsets: np.ndarray,
+    mask: torch.Tensor,
+    embeds: torch.Tensor | None,
+    is_chain: bool = False,
+) -> NewTokens:
+    embeds = None if embeds is None else embeds[sequence.length : sequence.length + len(tokens)]
+    assert embeds is None or len(embeds) in (0, len(tokens)), (
+        "a prompt given as embeddings is prefilled by itself"
+    )
+    return NewTokens(
+        sequence,
+        torch.from_numpy(packed.clamp_tokens(np.array(tokens, dtype=np.int64))),
+        torch.from_numpy(packed.clamp_positions(sequence.length + offsets)),
+        mask,
+        embeds if embeds is not None and len(embeds) else None,
+        is_chain,
+    )

@@ -1,0 +1,347 @@
+"""Trial of a model: a small packed batch must have the logits of plain forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache, EncoderDecoderCache
+
+from hf_slospec.families.prefilled_prompts import cached_tensors, own_cache, sees_later_tokens
+from hf_slospec.model.agreement import relative_error, tolerance_in
+from hf_slospec.model.loading import listed, not_finite
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.properties import (
+    cache_option,
+    cannot_be_packed,
+    evaluating,
+    given_position_ids,
+    refused_if_it_fails,
+    takes_position_ids,
+    trained_len,
+)
+from hf_slospec.model.run import decoder_arguments, encode
+from hf_slospec.model.tree_mask import chain, chain_and_tree
+from hf_slospec.model.version import PLAIN
+from hf_slospec.tree.tree import TokenTree
+
+# Times the error between plain forwards of different shapes, if that is the larger limit (int8,
+# TF32)
+NOISE = 4.0
+# Random prompts tried if the first shows errors: rerouted experts change with the prompt, a fault
+# does not
+DRAWS = 5
+# Lengths of two sequences in one packed batch; the second is long, for layers that change with the
+# length of a forward.
+PROMPTS = (5, 130)
+PARENTS = (
+    (-1, 0, 0, 1),
+    (-1, 0, 1),
+)  # parents in their trees: one branches after its root, one is a chain
+# masked tokens, and tokens before them where they are a gap
+PADDING = 3
+GAP_AT = 2
+LEAVES = ((0, 2), (0, 3), (1, 2))  # (sequence, node); together their paths have all nodes
+ENCODED = 6  # length of the encoder's outputs for each sequence
+
+
+def check_by_trial(packed: PackedModel) -> None:
+    """Raise UnsupportedModelError unless a packed batch with two trees has the logits of plain
+    forwards.
+    """
+    with evaluating(packed.model), refused_if_it_fails(packed.model), torch.no_grad():
+        errors = _errors(packed, 0)
+        if bool((errors <= tolerance(packed)).all()):
+            return
+        errors = (
+            torch.stack([errors, *(_errors(packed, draw) for draw in range(1, DRAWS))])
+            .median(0)
+            .values
+        )
+        error = float(errors.nan_to_num(nan=torch.inf).max())
+        if error == torch.inf and (names := not_finite(packed.model.named_parameters())):
+            raise cannot_be_packed(
+                packed.model, f"it holds NaN or infinite weights, in {listed(names)}"
+            )
+        if error > max(tolerance(packed), NOISE * _noise(packed)):
+            raise cannot_be_packed(
+                packed.model,
+                f"on a trial tree its logits differed from those of its own forward (by {error:.1%}), so its layers do "
+                "something that a packed forward does not do",
+            )
+
+
+def counts_padding(packed: PackedModel) -> bool:
+    """Return whether left padding, masked as in stock ``generate``, changes what the model
+    computes.
+
+    Models that take position ids do not count padding; some others count it as text.
+    """
+    model = packed.model
+    if any(
+        layer.counts_tokens for layer in packed.layers
+    ):  # the effect may begin after thousands of tokens
+        return True
+    return not takes_position_ids(model) and _counts_masked(packed, 0)
+
+
+def counts_gaps(packed: PackedModel) -> bool:
+    """Return whether tokens that are masked inside a prompt change what a model without position
+    ids computes.
+
+    ALiBi by the places of keys counts them, as MPT's does.
+    """
+    return not takes_position_ids(packed.model) and _counts_masked(packed, GAP_AT)
+
+
+def _counts_masked(packed: PackedModel, begin: int) -> bool:
+    """Return whether masked tokens, put in before the token number ``begin`` of a prompt, change
+    its last logits.
+    """
+    model = packed.model
+    prompt = _random_prompt(packed)
+    ids = torch.tensor(
+        [prompt[:begin] + [prompt[0]] * PADDING + prompt[begin:]], device=packed.device
+    )
+    places = torch.arange(ids.shape[1], device=packed.device)
+    mask = ((places < begin) | (places >= begin + PADDING))[None].long()
+    with evaluating(model), torch.no_grad():
+        padded = _logits(packed, [0], input_ids=ids, attention_mask=mask)[0, -1:]
+        error = relative_error(padded, _plain(packed, [prompt])[0][-1:])
+    return not float(error) <= max(tolerance(packed), NOISE * _noise(packed))
+
+
+def ignores_zero_types(packed: PackedModel) -> bool:
+    """Return whether ``token_type_ids`` of zeros change nothing of what the model computes without
+    any.
+
+    They are BERT's default. GPT-2 adds the embedding of token 0.
+    """
+    ids = torch.tensor([_random_prompt(packed)], device=packed.device)
+    with evaluating(packed.model), torch.no_grad():
+        plain = _logits(packed, [0], input_ids=ids)
+        return torch.equal(
+            plain, _logits(packed, [0], input_ids=ids, token_type_ids=torch.zeros_like(ids))
+        )
+
+
+def tolerance(packed: PackedModel) -> float:
+    """Return the relative error of logits that rounding may cause."""
+    dtypes = {stored.dtype for layer in packed.layers for stored in layer.shape.stored}
+    dtypes = dtypes or {
+        packed.model.get_input_embeddings().weight.dtype
+    }  # all layers keep states, which are in fp32
+    return tolerance_in(dtypes)
+
+
+def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
+    """Return the relative error of every node of both trees.  -> [num_nodes] f64"""
+    lengths = [min(length, _max_len(packed)) for length in PROMPTS]
+    tokens = iter(_random_tokens(packed, draw, sum(lengths) + sum(map(len, PARENTS))))
+    prompts = [[next(tokens) for _ in range(length)] for length in lengths]
+    trees = [
+        _tree(prompt[-1], parents, tokens) for prompt, parents in zip(prompts, PARENTS, strict=True)
+    ]
+    cache = packed.kv_cache
+    num_nodes = [tree.num_nodes for tree in trees]
+    encoder = _encoder_outputs(packed, range(len(prompts)))
+    with cache.temporary(
+        [len(prompt) + nodes for prompt, nodes in zip(prompts, num_nodes, strict=True)]
+    ) as sequences:
+        for sequence, prompt in zip(sequences, prompts, strict=True):
+            sequence.prompt_len = len(prompt)
+        if encoder is not None:
+            for sequence, encoded in zip(sequences, encode(packed.model, encoder)[0], strict=True):
+                sequence.encoded = encoded
+        if sees_later_tokens(packed.model):
+            for sequence, prompt in zip(sequences, prompts, strict=True):
+                _, plain_cache = plain_steps(packed, prompt, [])
+                tensors = cached_tensors(
+                    plain_cache, 0, torch.arange(len(prompt) - 1, device="cpu"), len(prompt)
+                )
+                cache.load(sequence, tensors, len(prompt) - 1)
+        else:
+            parts = [
+                chain(packed, *pair)
+                for pair in zip(sequences, (prompt[:-1] for prompt in prompts), strict=True)
+            ]
+            packed.forward(cache.pool, parts, torch.tensor([0], device="cpu"))
+            for sequence, prompt in zip(sequences, prompts, strict=True):
+                sequence.length = len(prompt) - 1
+        triples = zip(sequences, prompts, trees, strict=True)
+        parts = [
+            chain_and_tree(packed, sequence, prompt[-1:], tree)
+            for sequence, prompt, tree in triples
+        ]
+        ours = (
+            packed.forward(cache.pool, parts, torch.arange(sum(num_nodes), device="cpu"))
+            .cpu()
+            .split(num_nodes)
+        )
+
+    paths = [(index, np.flatnonzero(trees[index].ancestor_mask()[leaf])) for index, leaf in LEAVES]
+    continued = [(prompts[index], trees[index].tokens[path[1:]].tolist()) for index, path in paths]
+    plain = [
+        plain_steps(packed, *pair, None if encoder is None else encoder[index : index + 1])[0]
+        for (index, _), pair in zip(paths, continued, strict=True)
+    ]
+    pairs = zip(paths, plain, strict=True)
+    return torch.cat(
+        [relative_error(ours[index][path], logits[-len(path) :]) for (index, path), logits in pairs]
+    )
+
+
+def _noise(packed: PackedModel) -> float:
+    """Return the relative error between plain forwards of a prompt alone and in a batch of its
+    copies.
+    """
+    prompt = _random_prompt(packed)
+    return float(relative_error(_plain(packed, [prompt] * 8)[0], _plain(packed, [prompt])[0]).max())
+
+
+def _random_prompt(packed: PackedModel) -> list[int]:
+    return _random_tokens(packed, 0, PROMPTS[0])
+
+
+def _random_tokens(packed: PackedModel, draw: int, number: int) -> list[int]:
+    """Return random tokens whose embeddings are finite: of others, logits cannot be compared."""
+    token_ids = np.random.default_rng(draw).permutation(packed.vocab_size)
+    token_ids = np.resize(token_ids, max(2 * number, len(token_ids)))
+    weight = packed.model.get_input_embeddings().weight
+    if type(weight) in PLAIN and not weight.is_meta:
+        is_finite = (
+            weight.detach()[torch.from_numpy(token_ids).to(weight.device)]
+            .isfinite()
+            .all(-1)
+            .cpu()
+            .numpy()
+        )
+        token_ids = token_ids[is_finite] if is_finite.any() else token_ids
+    tokens: list[int] = np.resize(token_ids, number).tolist()
+    return tokens
+
+
+def _max_len(packed: PackedModel) -> int:
+    """Return the length in tokens of a trial's longest prompt that its trees may follow."""
+    limits = trained_len(packed.model), packed.max_positions, packed.num_selected
+    return max(
+        1, min((limit for limit in limits if limit is not None), default=max(PROMPTS) + 8) - 8
+    )
+
+
+def _encoder_outputs(packed: PackedModel, sequences: Sequence[int]) -> torch.Tensor | None:
+    """Return random outputs of an encoder for these sequences, [num_sequences, length, hidden];
+    None without one.
+    """
+    if not packed.attends_to_encoder:
+        return None
+    hidden = packed.model.config.get_text_config().hidden_size
+    random = np.random.default_rng(0).standard_normal((max(sequences) + 1, ENCODED, hidden))
+    return torch.from_numpy(random[list(sequences)]).to(packed.model.get_input_embeddings().weight)
+
+
+def _logits(packed: PackedModel, sequences: Sequence[int], **options: torch.Tensor) -> torch.Tensor:
+    """Return the logits of a plain forward, [batch, length, vocab]; ``sequences`` are those of the
+    rows.
+    """
+    arguments: dict[str, Any] = options | {"use_cache": False}
+    if (encoder := _encoder_outputs(packed, sequences)) is not None:
+        arguments = decoder_arguments(packed.model, arguments, encoder)
+    logits: torch.Tensor = packed.model(**arguments).logits
+    return logits.cpu()
+
+
+def _plain(packed: PackedModel, token_ids: list[list[int]]) -> torch.Tensor:
+    """Return the logits after each token of sequences of one length, by one plain forward.  ->
+    [rows, length, vocab]
+    """
+    input_ids = torch.tensor(token_ids, device=packed.device)
+    options = given_position_ids(
+        packed.model, torch.arange(input_ids.shape[1], device=packed.device)[None]
+    )
+    return _logits(packed, [0] * len(token_ids), input_ids=input_ids, **options)
+
+
+def plain_steps(
+    packed: PackedModel, prompt: list[int], tokens: list[int], encoder: torch.Tensor | None = None
+) -> tuple[torch.Tensor, Any]:
+    """Return the logits after a prompt and after each of ``tokens``, and the cache, step by step as
+    in ``generate``.
+
+    Args:
+        encoder: outputs of an encoder for the sequence, [1, length, hidden]; None without one.
+
+    Returns:
+        [len(tokens) + 1, vocab], and the K/V of all of them.
+    """
+    cache: Any = own_cache(packed.model)
+    if encoder is not None:
+        cache = EncoderDecoderCache(cache, DynamicCache())
+    logits = list[torch.Tensor]()
+    begin = 0
+    for piece in (prompt, *([token] for token in tokens)):
+        input_ids = torch.tensor([piece], device=packed.device)
+        options: dict[str, Any] = given_position_ids(
+            packed.model, torch.arange(begin, begin + len(piece), device=packed.device)[None]
+        )
+        options |= dict(input_ids=input_ids, use_cache=True, **cache_option(cache, packed.model))
+        if encoder is not None:
+            options = decoder_arguments(packed.model, options, encoder)
+        output = packed.model(**options)
+        logits.append(output.logits[0, -1].cpu())
+        begin += len(piece)
+    return torch.stack(logits), cache
+
+
+def _tree(root: int, parents: tuple[int, ...], tokens: Iterator[int]) -> TokenTree:
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    nodes = [root, *(next(tokens) for _ in parents[1:])]
+    return TokenTree(np.array(nodes), np.array(parents), np.array(depths), 0.5 ** np.array(depths))
+
+
+LENGTH = 6  # tokens of the trial's prompt
+FEATURES_TOLERANCE = 0.1  # relative error; the states of another layer or token differ by more
+
+
+def check_features(packed: PackedModel, layers: tuple[int, ...]) -> None:
+    """Raise UnsupportedModelError unless a packed forward returns the model's hidden states after
+    these layers.
+
+    The caller must hold the model's lock.
+    """
+    model = packed.model
+    # From all over the vocabulary: special tokens may have states so large that half precision says
+    # little of others.
+    token_ids = [packed.vocab_size * place // (LENGTH + 1) for place in range(1, LENGTH + 1)]
+    if packed.attends_to_encoder:
+        raise cannot_be_packed(
+            model,
+            "hidden states of encoder-decoders are not read; draft with an assistant_model or by prompt lookup",
+        )
+    ids = torch.tensor([token_ids], device=packed.device)
+    with evaluating(model), refused_if_it_fails(model), torch.no_grad():
+        plain = model(
+            input_ids=ids, use_cache=False, output_hidden_states=True, return_dict=True
+        ).hidden_states
+        if not plain or max(layers) >= len(plain):
+            raise cannot_be_packed(
+                model,
+                f"it has {len(plain or ())} hidden states and the drafter reads number {max(layers)}",
+            )
+        cache = packed.kv_cache
+        with cache.temporary([LENGTH]) as (sequence,):
+            parts = [chain(packed, sequence, token_ids)]
+            ours = packed.outputs(
+                cache.pool, parts, torch.empty(0, dtype=torch.int64, device="cpu"), layers
+            ).features
+        expected = torch.cat([plain[layer][0].to(packed.device) for layer in layers], dim=-1)
+        assert ours is not None
+        error = float((ours.double() - expected.double()).norm() / expected.double().norm())
+    if not error <= FEATURES_TOLERANCE:
+        raise cannot_be_packed(
+            model, f"its hidden states differ by {error:.1%} from those of its own forward"
+        )

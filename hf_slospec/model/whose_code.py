@@ -1,0 +1,367 @@
+"""Check of whose code computes tokens: a known library's, the user's that computes each token
+alone, or other code.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as global_hooks
+from torch.nn.utils.parametrize import ParametrizationList
+from transformers import GenerationMixin, PreTrainedModel
+
+from hf_slospec.model.overrides import all_modules, plain_class
+from hf_slospec.model.properties import cannot_be_packed
+
+# Module of transformers' hooks that collect hidden states and attentions. They stay on a model
+# after its first such output, and never change a result.
+COLLECTING = "transformers.utils.output_capturing"
+COMPILED = "get_compiler_config"  # attribute of functions that torch.compile returns
+# Hooks for gradient checkpointing, as transformers, peft and trl call them; they change no value.
+REQUIRING_GRAD = ("make_inputs_require_grad", "make_inputs_require_grads")
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether the model or a part of it was compiled.
+
+    Packed forwards change modules while they run, for which the compiler would compile the model
+    again."""
+    modules = all_modules(model)
+    forwards = [module.__dict__["forward"] for module in modules if "forward" in module.__dict__]
+    classes: set[Any] = {*map(type, modules)}
+    return (
+        any(module._compiled_call_impl is not None for module in modules)
+        or any(
+            hasattr(forward, COMPILED)
+            for forward in (*forwards, *(each.forward for each in classes))
+        )
+        or any(each.__name__ == "OptimizedModule" for each in classes)
+    )
+
+
+def changing_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the module's forward hooks and pre-hooks that may change what it computes."""
+    if not (module._forward_pre_hooks or module._forward_hooks):
+        return []
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return [hook for hook in hooks if not is_unchanging(hook)]
+
+
+def is_unchanging(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook is known to change no value."""
+    return type(hook) is FunctionType and (
+        hook.__module__ == COLLECTING or hook.__name__ in REQUIRING_GRAD
+    )
+
+
+# Libraries whose layers and hooks compute a token from its own inputs, or attend by transformers'
+# interface.
+LIBRARIES = frozenset(
+    (
+        "torch",
+        "transformers",
+        "hf_slospec",
+        "accelerate",
+        "peft",
+        "torchao",
+        "bitsandbytes",
+        "contextlib",
+    )
+)
+# Weight-only layers that transformers' quantizers put into models; the trial compares them with
+# themselves.
+LIBRARIES |= {"awq", "compressed_tensors", "gptqmodel", "hqq", "optimum"}
+DECLARED = (
+    "per_token"  # attribute by which hooks and modules say that they compute each token alone
+)
+# Attributes by which code reads a token's own numbers; none depends on how many tokens there are.
+TOKEN_WISE = frozenset(
+    "Tensor abs add addcmul bfloat16 clamp clone contiguous detach device div double dtype exp float functional gelu "
+    "half hidden_states last_hidden_state linear logits matmul mul neg nn relu sigmoid silu softplus sub tanh to "
+    "type_as unsqueeze where".split()
+)
+CALLS = (
+    "__call__",
+    "_call_impl",
+    "_wrapped_call_impl",
+    "_slow_forward",
+    "__getattr__",
+)  # run by each call of a module
+CALLED = (
+    isinstance,
+    tuple,
+    torch,
+    nn,
+    nn.functional,
+    torch.Tensor,
+)  # globals that such code may use
+# Instructions of code without loops, and without a trace beyond its local variables.
+WITHOUT_STATE = re.compile(
+    "RESUME|NOP|CACHE|PRECALL|PUSH_NULL|COPY_FREE_VARS|LOAD_(FAST.*|CONST|SMALL_INT|DEREF|GLOBAL|ATTR|METHOD)"
+    "|STORE_FAST.*|BINARY_.*|UNARY_.*|COMPARE_OP|IS_OP|TO_BOOL|NOT_TAKEN|POP_JUMP.*|JUMP_FORWARD"
+    "|BUILD_(TUPLE|LIST|SLICE)|LIST_(EXTEND|TO_TUPLE)|CALL.*|KW_NAMES|RETURN_.*|POP_TOP|COPY|SWAP|UNPACK_.*"
+)
+IN_PLACE = {"out", "inplace"}  # arguments by which functions of torch write into tensors
+MAX_INDEX = 1  # of tuples; a larger number in a subscript may count tokens
+
+
+def check_code(model: nn.Module) -> None:
+    """Raise UnsupportedModelError if tokens are computed by code that may depend on a forward's
+    shape or on others.
+    """
+    if (title := next(_other_code(model), None)) is not None:
+        raise cannot_be_packed(
+            model,
+            f"{title} is called with drafted tokens, and those of several requests, in one row, and no trial can show "
+            f"that this changes nothing; if it computes each token alone, without counting tokens or calls, set "
+            f"{DECLARED} = True on it, or on the model for all of them; otherwise pass fallback=True, or call generate "
+            "without slo_tpot",
+        )
+
+
+def num_global_hooks() -> int:
+    """Return the number of forward hooks that torch calls for all modules."""
+    return sum(map(len, _global_hooks()))
+
+
+def _global_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
+    return global_hooks._global_forward_pre_hooks, global_hooks._global_forward_hooks
+
+
+def _other_code(model: nn.Module) -> Iterator[str]:
+    """Yield descriptions of what computes tokens by other code than the libraries', undeclared."""
+    for hook in (hook for hooks in _global_hooks() for hook in hooks.values()):
+        if not _is_accepted(hook, None):
+            yield f"a global forward hook, {_name_of(hook)},"
+    for name, module in _modules_of_tokens(model):
+        title = name or "the model"
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            if not _is_accepted(hook, module):
+                yield f"the forward hook {_name_of(hook)} on {title}"
+        for hook in _accelerate_hooks(module):
+            if not all(map(_is_known, (type(hook).pre_forward, type(hook).post_forward))):
+                yield f"accelerate's hook {type(hook).__qualname__} on {title}"
+        kind = plain_class(module)
+        forward = vars(module).get("forward", kind.forward)
+        if not _is_accepted(forward, module):
+            yield f"{_name_of(forward)}, the forward of {title},"
+        if overridden := [
+            method for method in _overridden(kind) if not _is_known(getattr(kind, method))
+        ]:
+            yield f"{kind.__qualname__}.{overridden[0]}, a method of {title},"
+
+
+def _modules_of_tokens(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield modules and their names, without those that were declared, that compute weights, or
+    that encode prompts.
+    """
+    is_whole = getattr(model.config, "is_encoder_decoder", False)
+    seen = {id(model.get_encoder())} if is_whole else set[int]()
+    named: list[tuple[str, Any]] = [("", model)]
+    for name, module in named:
+        if id(module) in seen or getattr(module, DECLARED, False):
+            continue
+        seen.add(id(module))
+        if not isinstance(module, ParametrizationList):
+            yield name, module
+            parts = list(module._modules.items())
+            named += [
+                (f"{name}.{own}".lstrip("."), part) for own, part in parts if part is not None
+            ]
+
+
+def _accelerate_hooks(module: Any) -> Iterator[Any]:
+    hooks = [vars(module)["_hf_hook"]] if "_hf_hook" in vars(module) else []
+    for hook in hooks:
+        hooks += getattr(hook, "hooks", ())  # of a sequence of hooks
+        yield hook
+
+
+def _overridden(kind: type) -> Iterator[str]:
+    """Yield the names of methods that a library's class has for its forwards, and a class of the
+    user overrides.
+    """
+    foreign = [base for base in kind.__mro__ if not _is_library(base.__module__)]
+    for name in dict.fromkeys(name for base in foreign for name in vars(base)):
+        is_method = isinstance(getattr(kind, name), FunctionType) and not name.startswith("__init")
+        is_used = any(
+            name in vars(base)
+            for base in kind.__mro__
+            if base not in foreign and base is not object
+        )
+        if (
+            is_method
+            and is_used
+            and name != "forward"
+            and (name in CALLS or not _is_beside_forwards(name))
+        ):
+            yield name
+
+
+def _is_beside_forwards(name: str) -> bool:
+    return any(hasattr(base, name) for base in (PreTrainedModel, GenerationMixin))
+
+
+def _is_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in LIBRARIES
+
+
+def _is_accepted(code: Any, owner: nn.Module | None) -> bool:
+    """Return whether a hook or forward is a library's, declared, or seen to compute each token
+    alone.
+    """
+    if getattr(code, DECLARED, False) or any(
+        getattr(each, DECLARED, False) for each in _functions(code)
+    ):
+        return True
+    others = [function for function in _functions(code) if not _is_of_library(function)]
+    bound = [value for value in _bound(code) if value is not owner]
+    return all(is_token_wise(function, owner, bound) for function in others)
+
+
+def _bound(code: Any) -> Iterator[Any]:
+    """Yield the arguments that are bound in a callable, and objects that are called."""
+    if isinstance(code, functools.partial):
+        yield from (*code.args, *code.keywords.values(), *_bound(code.func))
+    elif isinstance(code, MethodType):
+        yield code.__self__
+    elif not isinstance(code, FunctionType):
+        yield code
+
+
+def _is_known(code: Any) -> bool:
+    return all(map(_is_of_library, _functions(code)))
+
+
+def _is_of_library(function: Any) -> bool:
+    """Return whether a library defines a function; decorators copy ``__module__`` from what they
+    wrap.
+    """
+    return _is_library(
+        getattr(function, "__globals__", {"__name__": function.__module__}).get("__name__")
+    )
+
+
+def _functions(code: Any) -> Iterator[Any]:
+    """Yield the functions that a callable runs as far as it shows them: itself, and what it wraps
+    or binds.
+    """
+    wrapped = getattr(code, "__dict__", {}).get("__wrapped__")
+    if wrapped is not None:
+        yield from _functions(wrapped)
+    if isinstance(code, functools.partial):
+        yield from _functions(code.func)
+    elif isinstance(code, MethodType):
+        yield from _functions(code.__func__)
+    elif isinstance(code, (FunctionType, BuiltinFunctionType)):
+        yield code
+    elif isinstance(code, nn.Module):
+        yield from _functions(code.forward)
+        yield type(code).__call__
+    else:
+        call = getattr(type(code), "__call__")  # noqa: B004, B009  its function, not whether there is one
+        yield call if isinstance(call, FunctionType) else type(code)
+
+
+def is_token_wise(
+    function: Any, owner: nn.Module | None = None, values: Iterable[Any] = ()
+) -> bool:
+    """Return whether a function's code shows that it does the same to each token, whatever calls it
+    gets.
+
+    It may only add, multiply and convert tensors, by constants or attributes of ``owner``, without
+    loops, shapes or state; ``values`` are its bound arguments. What such code does to one shape, it
+    does to all, as a trial shows."""
+    if not isinstance(function, FunctionType):
+        return False
+    instructions = list(dis.get_instructions(function))
+    if _writes(function, instructions):
+        return False
+    has_subscript = any("SUBSCR" in each.opname or "SLICE" in each.opname for each in instructions)
+    has_subscript |= any(each.argrepr == "[]" for each in instructions)
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    values = [
+        *values,
+        *cells,
+        *(function.__defaults__ or ()),
+        *(function.__kwdefaults__ or {}).values(),
+    ]
+    is_plain: Callable[[Any], bool] = functools.partial(_is_plain, has_subscript=has_subscript)
+    return all(map(is_plain, values)) and all(
+        WITHOUT_STATE.fullmatch(each.opname) and _reads_plainly(each, function, owner, is_plain)
+        for each in instructions
+    )
+
+
+def _writes(function: FunctionType, instructions: Sequence[dis.Instruction]) -> bool:
+    """Return whether code may write into tensors that outlive the call, by which it could count its
+    calls.
+
+    ``hidden += v`` writes into the output, unless ``hidden`` is another name of a tensor that is
+    not the call's."""
+    names = {
+        name for const in function.__code__.co_consts if isinstance(const, tuple) for name in const
+    }
+    if not any(each.opname == "BINARY_OP" and each.argrepr.endswith("=") for each in instructions):
+        return bool(names & IN_PLACE)
+    has_alias = any(
+        each.opname.startswith(("LOAD_DEREF", "LOAD_GLOBAL", "LOAD_ATTR"))
+        and after.opname.startswith(("STORE_FAST", "JUMP", "COPY", "SWAP", "BUILD"))
+        for each, after in itertools.pairwise(instructions)
+    )
+    return (
+        bool(names & IN_PLACE)
+        or has_alias
+        or bool(function.__defaults__ or function.__kwdefaults__)
+    )
+
+
+def _reads_plainly(
+    instruction: dis.Instruction,
+    function: FunctionType,
+    owner: nn.Module | None,
+    is_plain: Callable[[Any], bool],
+) -> bool:
+    """Return whether an instruction reads a constant, a number, a tensor or a module that is
+    checked by itself.
+    """
+    kind = instruction.opname
+    name = instruction.argval
+    if kind in ("LOAD_CONST", "LOAD_SMALL_INT", "RETURN_CONST"):
+        return is_plain(name)
+    if kind == "LOAD_GLOBAL":
+        builtins = function.__globals__.get("__builtins__", {})
+        known = builtins if isinstance(builtins, dict) else vars(builtins)
+        value = function.__globals__.get(name, known.get(name))
+        return any(value is each for each in CALLED) or is_plain(value)
+    if kind in ("LOAD_ATTR", "LOAD_METHOD") and name not in TOKEN_WISE:
+        value = getattr(owner, name, None)
+        return not hasattr(torch.Tensor, name) and (
+            isinstance(value, nn.Module) or (value is not None and is_plain(value))
+        )
+    return True
+
+
+def _is_plain(value: Any, has_subscript: bool) -> bool:
+    """Return whether a value is a number, a tensor or the like; an index may not count tokens."""
+    if isinstance(value, slice):
+        return all(_is_plain(part, has_subscript) for part in (value.start, value.stop, value.step))
+    if isinstance(value, int) and not isinstance(value, bool):
+        return not has_subscript or abs(value) <= MAX_INDEX
+    return isinstance(
+        value, (type(None), type(...), bool, float, str, torch.Tensor, torch.dtype, torch.device)
+    )
+
+
+def _name_of(code: Any) -> str:
+    function = next((each for each in _functions(code) if not _is_of_library(each)), type(code))
+    module = getattr(function, "__globals__", {}).get("__name__", function.__module__)
+    return f"{module}.{function.__qualname__}"

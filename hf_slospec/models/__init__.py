@@ -1,1 +1,0 @@
-"""Real models behind the engine's protocols: packed forwards, KV storage, tree attention, drafters."""

@@ -1,1 +1,0 @@
-"""Value types of packed batches: tokens, spans, slots and attention rules."""

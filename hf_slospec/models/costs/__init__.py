@@ -1,1 +1,0 @@
-"""Measured costs of packed forwards, and their profiles on disk."""

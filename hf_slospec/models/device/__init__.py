@@ -1,1 +1,0 @@
-"""Memory, threads, transfers and CUDA graphs of the host and devices."""

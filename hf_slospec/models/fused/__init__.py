@@ -1,1 +1,0 @@
-"""Elementwise layers of packed forwards as one kernel each."""

@@ -1,1 +1,0 @@
-"""K/V storage of one model's sequences."""

@@ -1,1 +1,0 @@
-"""Linear layers: weights packed for faster CPU kernels."""

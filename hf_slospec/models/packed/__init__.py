@@ -1,1 +1,0 @@
-"""Packed forwards of a model: probes, trial, inputs, padding and graphs."""

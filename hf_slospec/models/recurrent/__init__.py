@@ -1,1 +1,0 @@
-"""Layers that keep a state instead of K and V: convolutions, linear attention and state spaces, in packed forwards."""

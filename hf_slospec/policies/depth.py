@@ -1,0 +1,404 @@
+"""Choice of depth and beam width: the shape with the most expected tokens per second, plain
+decoding included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from hf_slospec.tree.tree import BoolArray, FloatArray, Forest, IntArray, ranks_in_groups
+
+# Draft levels [depths, 1], beam widths [widths], and per drafting request expected tokens
+# [estimates, depths, widths] and nodes [depths, widths] -> seconds of such steps, broadcast to
+# [estimates, depths, widths].
+ShapeTime = Callable[[IntArray, IntArray, FloatArray, FloatArray], FloatArray]
+ProbeTime = Callable[[int, int], float]  # draft levels, beam width -> seconds
+
+
+def beam_ranks(forest: Forest) -> IntArray:
+    """Return the rank of every node among the nodes of equal depth in its tree.  -> [num_nodes]
+    int64
+    """
+    order = np.lexsort((forest.depths, forest.tree_of))
+    tree_of = forest.tree_of[order]
+    depths = forest.depths[order]
+    is_first = np.ones(len(order), dtype=np.bool_)
+    is_first[1:] = (tree_of[1:] != tree_of[:-1]) | (depths[1:] != depths[:-1])
+    return ranks_in_groups(order, is_first)
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Shape and number of the trees that a step drafted."""
+
+    depth: int  # levels planned; those not worth drafting count as drafted without nodes
+    width: int
+    num_trees: int  # trees drafted; other requests have only a root
+
+
+class _Choice(NamedTuple):
+    """The shape that is best by the averages, and the conditions under which it was chosen."""
+
+    conditions: tuple[int, ...]  # observed trees, as long as they are few, maximum depth and width
+    num_requests: int
+    depth: int  # 0: speculation is off
+    width: int
+    is_known: bool  # False: the averages are incomplete, so the next step drafts the whole shape
+    step_s: float
+    look_s: float  # seconds that drafting the whole shape loses against the best shape
+
+
+class DepthControl:
+    """Running averages of the contribution of each beam rank per depth, and the best depth and
+    width by them.
+
+    Entries (depth, rank) that are not drafted keep their averages. *Looks* renew them: while
+    speculation is on, a look drafts the whole shape; while it is off, ``PROBE_DEPTH`` levels for a
+    few requests. The additional cost of looks stays below ``LOOK_SHARE`` of the time, so they are
+    frequent where they are cheap. After speculation was switched off, some come earlier, at
+    intervals that double, since the predicted cost of a look may be wrong as well.
+
+    A choice is kept for ``STANDS`` steps if the number of requests is similar, since choosing takes
+    longer than all other decisions of a step with few requests. As long as few trees were observed,
+    it is renewed with each of them."""
+
+    STANDS = 4  # steps for which a choice is kept
+    SIMILAR = 1.5  # largest ratio between numbers of requests for which a choice is kept
+    LOOK_SHARE = 0.01  # share of the time that looks may take
+    MIN_GAP = 8  # steps between looks; also the first of the doubling intervals
+    WARMUP_STEPS, WARMUP_TREES = (
+        3,
+        24,
+    )  # whole shapes drafted before the averages decide, whichever is less
+    PROBE_DEPTH = 2  # levels of a look while speculation is off
+    MIN_CONTINUATION = 0.2  # lower bound on the averaged probability that a path goes on
+    BEYOND = 1  # levels deeper than the best depth that a step may draft if its tree is worth it
+    MARGIN = (
+        1.02  # factor by which speculation must be better than plain decoding to be switched on
+    )
+    WEIGHT = 0.1  # weight of a step in the averages of entries that the step before drafted as well
+    MAX_WEIGHT = 0.5  # weight of a step in the averages of entries that were not drafted for long
+    DOUBT = 0.5  # upper bound of the standard deviation of a node's contribution in one step
+    NO_DOUBT = 0.02  # relative standard error of the averages that is ignored
+    FEW_TREES = round(
+        (DOUBT / NO_DOUBT) ** 2
+    )  # observed trees beyond which the averages are not doubted
+
+    def __init__(self, max_depth: int, max_width: int):
+        self.nodes = np.zeros(
+            (max_depth + 1, max_width)
+        )  # [depth, rank in beam] verified nodes per request
+        self.mass = np.zeros(
+            (max_depth + 1, max_width)
+        )  # their weighted path probability, i.e. expected tokens
+        self.nodes[0, 0] = self.mass[0, 0] = 1.0
+        self.steps_since = np.full(
+            (max_depth + 1, max_width), np.inf
+        )  # steps since the entry was last drafted
+        self.num_observed = self.num_trees = 0  # steps that drafted, and their trees
+        self.is_on = True
+        self.goodput = (
+            0.0  # expected tokens per second and request of the last shape chosen by averages
+        )
+        # steps; seconds that a look may cost now
+        self._steps_since_look = 0
+        self._look_s = 0.0
+        self._early_gap = (
+            self.MIN_GAP
+        )  # steps after which a look is due at any cost while speculation is off
+        self.is_look = (
+            True  # the last step renews the averages, so it should be learned from at once
+        )
+        # age in steps
+        self._choice = _Choice((), 0, 0, 1, False, 0.0, 0.0)
+        self._age = 0
+
+    def observe(
+        self,
+        forest: Forest,
+        path_probs: FloatArray,
+        is_verified: np.ndarray,
+        drafted: Sequence[Drafted],
+    ) -> None:
+        """Update the averages by one step, or by several steps whose trees are given together.
+
+        Args:
+            forest: candidate trees.
+            path_probs: [num_nodes] f64, calibrated path probabilities, times weights of the trees
+                with a mean of 1.
+            is_verified: [num_nodes] bool, the nodes that were verified.
+            drafted: one per step.
+        """
+        max_depth = self.nodes.shape[0] - 1
+        max_width = self.nodes.shape[1]
+        num_trees = np.zeros(self.nodes.shape)  # trees for which the entry was drafted
+        for step in drafted:
+            num_trees[1 : step.depth + 1, : step.width] += step.num_trees
+            self.num_trees += step.num_trees
+        self.num_observed += len(drafted)
+        weight = max(self.WEIGHT, 1.0 / self.num_observed)
+        seen = num_trees > 0
+        weights = np.minimum(
+            1.0 - (1.0 - weight) ** self.steps_since[seen], max(weight, self.MAX_WEIGHT)
+        )
+        weights[np.isinf(self.steps_since[seen])] = 1.0
+        entries = np.minimum(forest.depths, max_depth) * max_width + np.minimum(
+            beam_ranks(forest), max_width - 1
+        )
+        for average, values in ((self.nodes, is_verified), (self.mass, is_verified * path_probs)):
+            sums = np.bincount(entries, values, minlength=average.size).reshape(average.shape)
+            average[seen] += weights * (sums[seen] / num_trees[seen] - average[seen])
+        self.steps_since[seen] = 0
+
+    def best(
+        self,
+        max_depth: int,
+        max_width: int,
+        num_requests: int,
+        seconds: ShapeTime,
+        probe_s: ProbeTime,
+    ) -> tuple[int, int]:
+        """Return the depth and width to draft: those with most expected tokens per second, or those
+        of a look.
+
+        Args:
+            max_depth, max_width: bounds of the shape.
+            num_requests: decoding requests.
+            seconds: predicted step times by shape.
+            probe_s: predicted seconds that a look adds to plain decoding.
+        """
+        if not max_depth:  # speculation is impossible in this step, but is not switched off
+            self.is_look = False
+            return 0, 1
+        self.steps_since += 1
+        self._steps_since_look += 1
+        self._age += 1
+        conditions = min(self.num_trees, self.FEW_TREES), max_depth, max_width
+        ratio = num_requests / max(self._choice.num_requests, 1)
+        is_similar = (
+            conditions == self._choice.conditions and 1.0 / self.SIMILAR < ratio < self.SIMILAR
+        )
+        if not (is_similar and self._choice.is_known) or self._age >= self.STANDS:
+            self._choice = self._chosen(conditions, num_requests, seconds)
+            self._age = 0
+        choice = self._choice
+        self.is_look = True
+        if not choice.is_known:
+            return max_depth, max_width
+        if self.is_on and self._is_look_due(choice.step_s, lambda: choice.look_s):
+            return max_depth, max_width
+        probe_depth = min(self.PROBE_DEPTH, max_depth)
+        if not self.is_on and self._is_look_due(
+            choice.step_s, lambda: probe_s(probe_depth, max_width)
+        ):
+            return probe_depth, max_width
+        self.is_look = False
+        return choice.depth, choice.width
+
+    def _chosen(
+        self, conditions: tuple[int, int, int], num_requests: int, seconds: ShapeTime
+    ) -> _Choice:
+        _, max_depth, max_width = conditions
+        tokens, step_s = self._expected(max_depth, max_width, seconds)
+        depth, width, best, plain = self._best_of(tokens / step_s)
+        is_warm = self.num_observed >= self.WARMUP_STEPS or self.num_trees >= self.WARMUP_TREES
+        is_tried = bool(np.isfinite(self.steps_since[1 : max_depth + 1, :max_width]).all())
+        is_known = is_warm and (is_tried or not self.is_on)
+        if is_known:
+            self._switch(best, plain)
+        self.goodput = max(best, plain) if not is_known else best if self.is_on else plain
+        if not self.is_on:
+            return _Choice(conditions, num_requests, 0, 1, is_known, 1.0 / plain, 0.0)
+        # The whole shape yields tokens as well; the time that the best shape needs for them is no
+        # loss.
+        look_s = float(step_s[0, -1, -1] - tokens[0, -1, -1] / best)
+        best_s = float(step_s[0, depth, width - 1])
+        deepest = min(depth + self.BEYOND, max_depth)
+        return _Choice(conditions, num_requests, deepest, width, is_known, best_s, look_s)
+
+    def _is_look_due(self, step_s: float, look_s: Callable[[], float]) -> bool:
+        """Return whether the additional seconds of a look, ``look_s``, are within the share saved
+        up so far.
+        """
+        self._look_s += self.LOOK_SHARE * step_s
+        is_early = not self.is_on and self._steps_since_look >= self._early_gap
+        if self._steps_since_look < self.MIN_GAP or not (is_early or self._look_s >= look_s()):
+            return False
+        self._steps_since_look = 0
+        self._look_s = 0.0
+        self._early_gap *= 2
+        return True
+
+    def _switch(self, best: float, plain: float) -> None:
+        was_on = self.is_on
+        self.is_on = best > plain * (1.0 if self.is_on else self.MARGIN)
+        if was_on and not self.is_on:
+            self._steps_since_look = 0
+            self._look_s = 0.0
+            self._early_gap = self.MIN_GAP
+
+    def continuation(self, width: int) -> float:
+        """Return how often a path continues in the next level of a beam, by the averages of the
+        first level.
+        """
+        return min(max(float(self.mass[1:2, :width].sum()), self.MIN_CONTINUATION), 1.0)
+
+    def best_shape(
+        self, max_depth: int, max_width: int, seconds: ShapeTime
+    ) -> tuple[int, int, float, float]:
+        """Find the best shape by the averages, without looks.
+
+        While few trees were observed, it is the shape with the smallest maximum loss against the
+        best one, with the averages one standard error too high or too low.
+
+        Returns:
+            Depth, width, and expected tokens per second and request of the best shape that drafts;
+            then the rate of plain decoding.
+        """
+        tokens, step_s = self._expected(max_depth, max_width, seconds)
+        return self._best_of(tokens / step_s)
+
+    def _best_of(self, rates: FloatArray) -> tuple[int, int, float, float]:
+        """Find the best shape by the rates of :meth:`_expected`, [estimates, depths, widths]."""
+        plain = float(rates[0, 0, 0])
+        max_depth = rates.shape[1] - 1
+        if not max_depth:
+            return 0, 1, 0.0, plain
+        losses = (1.0 - rates / rates.max((1, 2), keepdims=True))[-2:].max(axis=0)
+        width, depth = divmod(
+            int(np.argmin(losses[1:].T)), max_depth
+        )  # ties: the narrowest shape, then the shallowest
+        return depth + 1, width + 1, float(rates[0, depth + 1, width]), plain
+
+    def _expected(
+        self, max_depth: int, max_width: int, seconds: ShapeTime
+    ) -> tuple[FloatArray, FloatArray]:
+        """Return expected tokens per drafting request, and seconds of a step, by shape.
+
+        Returns:
+            Both [estimates, depths, widths] f64. The first estimate is by the averages. While few
+            trees were observed, a low and a high one follow, with every acceptance probability one
+            standard error lower or higher.
+        """
+        depths = np.arange(max_depth + 1)[:, None]
+        widths = np.arange(1, max_width + 1)
+        mass, nodes = (average[: max_depth + 1, :max_width] for average in (self.mass, self.nodes))
+        doubt = self.DOUBT / max(self.num_trees, 1) ** 0.5
+        errors = np.array([0.0, -min(doubt, 1.0), doubt] if doubt > self.NO_DOUBT else [0.0])[
+            :, None, None
+        ]
+        tokens = np.minimum(mass * (1.0 + errors) ** depths, 1.0).cumsum(2).cumsum(1)
+        return tokens, np.broadcast_to(
+            seconds(depths, widths, tokens, nodes.cumsum(1).cumsum(0)), tokens.shape
+        )
+
+
+MAX_BEHIND = 2.0  # tokens behind the SLO beyond which the weight rises no more
+CUSHION = 2.0  # standard deviations of the tokens that a request's remaining steps commit
+# Exponent of the norm of the rows' remaining steps that stands for their maximum. In simulations 8
+# gains a quarter more if all rows emit as many tokens as they may, but loses 4 % if the rows that
+# end early are those that accept little.
+END_NORM = 3.0
+PRIOR_STEPS = 8  # steps at the mean rate of all rows that count as if a row had made them; a guess
+
+
+@dataclass(frozen=True)
+class SLOProgress:
+    """Progress of requests against their paces, [num_requests] f64 each.
+
+    Seconds and tokens count from the beginning of the current stage; the first stage begins with
+    the first token."""
+
+    pace_s: FloatArray  # seconds per output token; inf: no SLO
+    elapsed_s: FloatArray
+    emitted: FloatArray  # tokens
+    num_left: FloatArray  # tokens
+
+    def behind(self, step_s: float) -> FloatArray:
+        """Return the tokens that a step of ``step_s`` must commit beyond its bonus token; negative
+        if ahead.
+        """
+        return (self.elapsed_s + step_s) / self.pace_s - self.emitted - 1.0
+
+    def needed_rate(self, step_s: float) -> FloatArray:
+        """Return the tokens per step needed from now on to keep the pace; inf where no number
+        suffices.
+        """
+        left_s = self.pace_s * (self.emitted + self.num_left) - self.elapsed_s
+        rates = np.full(len(left_s), np.inf)
+        np.divide(self.num_left * step_s, left_s, out=rates, where=left_s > 0.0)
+        return rates
+
+    def cushion(self, needed_rate: FloatArray, tokens_per_step: float, spread: float) -> FloatArray:
+        """Return how many tokens ahead a request should be, since the number of tokens that steps
+        commit varies.
+
+        The cushion is largest far from the end, where it is also cheapest to build, and smaller for
+        looser TPOT SLOs.
+
+        Args:
+            needed_rate: result of :meth:`needed_rate`.
+            tokens_per_step: mean tokens that one step commits.
+            spread: standard deviation of the tokens that one step commits.
+        """
+        deviation = spread * np.sqrt(self.num_left / max(tokens_per_step, 1.0))
+        share = np.minimum(needed_rate / max(tokens_per_step, 1.0), 1.0)
+        return CUSHION * share * deviation
+
+
+def urgency(
+    behind: FloatArray, cushion: FloatArray, is_unattainable: BoolArray, strength: float
+) -> FloatArray:
+    """Return the weights of requests: 1 if ahead of the TPOT SLO by the cushion, else larger by the
+    tokens missing.
+
+    Equal weights of 1 maximise tokens per second. Weights below 1, which would leave out requests
+    that are far ahead, save little where a step has a large fixed cost, and lose throughput.
+
+    Args:
+        behind, cushion: [num_requests] f64, tokens.
+        is_unattainable: [num_requests] bool, the TPOT SLO cannot be met any more: weighted like a
+            request without one.
+        strength: weight of one token.
+
+    Returns:
+        [num_requests] f64, each at least 1.
+    """
+    return 1.0 + strength * np.where(
+        is_unattainable, 0.0, np.clip(behind + cushion, 0.0, MAX_BEHIND)
+    )
+
+
+def end_weights(
+    num_left: FloatArray, committed: FloatArray, num_steps: FloatArray, fixed_s: float, row_s: float
+) -> FloatArray:
+    """Return the weights of rows that are decoded until the last one ends: the seconds that a token
+    saves their call.
+
+    A row needs as many more steps as it has tokens left over its tokens per step. The call takes
+    the fixed part of a step as often as its slowest row needs steps, here a smooth maximum, and the
+    row's part for every row and step. The weights are the gradient of this time. Equal weights,
+    which maximise tokens per second, would spend steps on rows that end early anyway.
+
+    Args:
+        num_left: tokens that may still be emitted, for those to come, which are unknown, [num_rows]
+            f64.
+        committed, num_steps: tokens that steps have committed, and the number of these steps,
+            [num_rows] f64.
+        fixed_s: seconds of a step that do not depend on the number of rows.
+        row_s: seconds that one more row adds to a step.
+
+    Returns:
+        [num_rows] f64, seconds per token.
+    """
+    mean_rate = (committed.sum() + 1.0) / (num_steps.sum() + 1.0)
+    rates = (committed + PRIOR_STEPS * mean_rate) / (num_steps + PRIOR_STEPS)
+    steps_left = num_left / rates
+    longest = steps_left.max()
+    norm = longest * ((steps_left / longest) ** END_NORM).sum() ** (1.0 / END_NORM)
+    seconds: FloatArray = (fixed_s * (steps_left / norm) ** (END_NORM - 1.0) + row_s) / rates
+    return seconds

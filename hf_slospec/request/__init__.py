@@ -1,0 +1,1 @@
+"""Requests: parameters, state, SLOs and metrics."""

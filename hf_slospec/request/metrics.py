@@ -1,0 +1,149 @@
+"""Latency metrics of requests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from hf_slospec.tree.tree import FloatArray
+
+METRICS_PREFIX = "hf_slospec:"  # of metrics for Prometheus
+WINDOW = 10  # tokens
+
+
+def tpot_s(first_token_s: float, last_token_s: float, num_tokens: int) -> float | None:
+    """Return the time per output token, (last - first) / (tokens - 1), in seconds; None for fewer
+    than two tokens.
+    """
+    return None if num_tokens < 2 else (last_token_s - first_token_s) / (num_tokens - 1)
+
+
+def is_attained(measured_tpot_s: float | None, tpot_slo_s: float | None) -> bool | None:
+    """Return whether the TPOT SLO was met; None without one. A TPOT of None (fewer than two tokens)
+    meets it.
+    """
+    if tpot_slo_s is None:
+        return None
+    return measured_tpot_s is None or measured_tpot_s <= tpot_slo_s
+
+
+def worst_tpot_s(commits: Sequence[tuple[int, float]]) -> float | None:
+    """Return the highest time per token over any :data:`WINDOW` consecutive tokens (SLOs-Serve's
+    TPOT, all windows).
+
+    Tokens of one step arrive together, so single gaps (ITL) are bursts.
+
+    Args:
+        commits: after each step, the number of tokens emitted so far and the time in seconds,
+            ascending.
+
+    Returns:
+        Seconds; None for fewer than ``WINDOW + 1`` tokens.
+    """
+    if not commits or commits[-1][0] <= WINDOW:
+        return None
+    counts, times = (
+        np.array([count for count, _ in commits]),
+        np.array([time_s for _, time_s in commits]),
+    )
+    arrival = times[np.searchsorted(counts, np.arange(1, counts[-1] + 1))]  # [num_tokens] f64
+    return float((arrival[WINDOW:] - arrival[:-WINDOW]).max() / WINDOW)
+
+
+MIN_SHARE = 0.05  # smallest share of an SLO to plan with
+PRECISION = 1e-3  # Relative error of the share.
+_PACES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(
+    15
+)  # quadrature for a standard normal variable
+_WEIGHTS /= _WEIGHTS.sum()
+
+
+def steps_needed(committed: FloatArray) -> FloatArray:
+    """Return the distribution of the number of steps that commit :data:`WINDOW` tokens.
+
+    Args:
+        committed: [max_tokens + 1] f64, probabilities of the tokens that a step commits; that of 0
+            tokens is 0.
+
+    Returns:
+        [WINDOW + 1] f64, probabilities of 0, 1, 2, ... steps.
+    """
+    below = np.eye(1, WINDOW)[
+        0
+    ]  # probabilities of 0, 1, ... tokens so far, windows that ended left out
+    left = [1.0]  # probability that the window has not ended after so many steps
+    for _ in range(WINDOW):
+        below = np.convolve(below, committed)[:WINDOW]
+        left.append(float(below.sum()))
+    return np.concatenate(([0.0], -np.diff(left)))
+
+
+def window_probability(steps: FloatArray, allowed: FloatArray, variation: float) -> FloatArray:
+    """Return the probability that a window is kept.
+
+    Args:
+        steps: distribution from :func:`steps_needed`.
+        allowed: [...] f64, time of a window by the SLO, in mean steps.
+        variation: standard deviation of a step's seconds over their mean; their sums are taken as
+            normal.
+
+    Returns:
+        [...] f64.
+    """
+    numbers = np.arange(1, len(steps))
+    slack = np.asarray(allowed)[..., None] - numbers
+    if variation > 0.0:
+        in_time = _normal(slack / (variation * np.sqrt(numbers)))
+    else:
+        in_time = (slack >= -1e-9).astype(np.float64)
+    kept: FloatArray = in_time @ steps[1:]
+    return np.clip(kept, 0.0, 1.0)
+
+
+def _normal(values: FloatArray) -> FloatArray:
+    """Return the standard normal distribution function."""
+    erf = np.vectorize(math.erf, otypes=[np.float64])
+    probs: FloatArray = 0.5 + 0.5 * erf(values / math.sqrt(2.0))
+    return probs
+
+
+def kept_probability(
+    share: float, committed: FloatArray, variation: float, spread: float, num_tokens: float
+) -> float:
+    """Return a lower bound of the probability that a request keeps its SLO over every window.
+
+    Args:
+        share: mean seconds per token, as a share of the TPOT SLO.
+        committed: as for :func:`steps_needed`.
+        variation: as for :func:`window_probability`.
+        spread: standard deviation of the logarithm of a request's mean seconds per token.
+        num_tokens: mean output tokens. The probability is convex in them, so their own variance
+            only raises it.
+    """
+    mean = float(committed @ np.arange(len(committed)))
+    allowed = WINDOW / (share * mean) / np.exp(spread * _PACES)
+    num_windows = max(num_tokens - WINDOW, 0.0) / mean
+    return float(
+        _WEIGHTS @ window_probability(steps_needed(committed), allowed, variation) ** num_windows
+    )
+
+
+def planned_share(
+    probability: float, committed: FloatArray, variation: float, spread: float, num_tokens: float
+) -> float:
+    """Return the largest share of a TPOT SLO, at most 1, at which windows are all kept with this
+    probability.
+
+    The other arguments are those of :func:`kept_probability`. :data:`MIN_SHARE` is returned if no
+    larger one suffices."""
+    low = MIN_SHARE
+    high = 1.0
+    if kept_probability(high, committed, variation, spread, num_tokens) >= probability:
+        return high
+    while high - low > PRECISION * low:
+        share = (low + high) / 2.0
+        is_enough = kept_probability(share, committed, variation, spread, num_tokens) >= probability
+        low, high = (share, high) if is_enough else (low, share)
+    return low

@@ -1,0 +1,400 @@
+"""Which of the running requests decode in a step, and which prompts are prefilled beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from hf_slospec.engine.costs import StepCosts
+from hf_slospec.engine.first_tokens import IN_TIME
+from hf_slospec.engine.interfaces import Chunk, Schedule
+from hf_slospec.request.metrics import WINDOW
+from hf_slospec.request.request import Request
+from hf_slospec.scheduler import AdmissionName, PrefillName
+from hf_slospec.scheduler.guarantees import (
+    can_fall_back,
+    first_token_slo_s,
+    lost_s,
+    tightest_tpot_slo_s,
+)
+from hf_slospec.scheduler.prefill import plain_budget, prefill_budget
+from hf_slospec.scheduler.window_guarantees import WindowGuarantees
+from hf_slospec.tree.tree import FloatArray, IntArray
+
+# Minimum prefill tokens of a step for guaranteed requests, even if decoding requests become late
+MIN_CHUNK = 8
+OVERDUE_CHUNK = (
+    16  # minimum prefill tokens of a step for a request that was skipped MAX_SKIPPED times
+)
+OVERDUE_SHARE = 0.125  # but no more than this share of the prefill, beside guaranteed windows
+AHEAD = 0.95  # share of its TPOT SLO that a guaranteed request is served at
+SAVES = 1.05  # factor of a step's seconds that skipping best-effort requests must save
+WAIT = 8.0  # steps that a guaranteed request must be ahead of its SLO to be skipped in one
+# Steps of its own that count as much as the average over requests in a request's tokens per step
+TYPICAL = 8.0
+MAX_SKIPPED = 32  # consecutive steps in which a running request is skipped for others
+
+Rank = Callable[
+    [Request, float], tuple[float, ...]
+]  # request and time -> key by which requests are served
+
+
+class BatchFormation:
+    """Forms the batch of each step so that guaranteed requests keep their pace.
+
+    Requests that can wait are skipped in steps that would make others late, or delay first tokens,
+    but not in too many in a row. The rest of a step's time goes to prefill.
+    """
+
+    def __init__(
+        self,
+        prefill_chunk: int,
+        costs: StepCosts,
+        admission: AdmissionName,
+        prefill: PrefillName,
+        windows: WindowGuarantees,
+    ):
+        """Begin without any skipped request; the arguments are those of the scheduler."""
+        self._prefill_chunk = prefill_chunk
+        self._costs = costs
+        self._windows = windows
+        self._admission = admission
+        self.prefill = prefill
+        self._num_skipped: dict[
+            Request, int
+        ] = {}  # consecutive steps in which a running request was skipped
+        self._share = 1.0  # share of a full step's work that memory allows
+        self._plain_s = (
+            math.inf
+        )  # seconds of a step of the running requests to which the policy can fall back
+
+    def form(
+        self, running: Sequence[Request], rank: Rank, has_waiting: bool, now_s: float
+    ) -> Schedule:
+        """Return the decoding requests and the prefill of the next step.
+
+        Args:
+            running: requests with slots.
+            rank: order in which prompts are prefilled.
+            has_waiting: requests wait for slots.
+            now_s: time at which the step begins.
+        """
+        decoding = [request for request in running if request.is_decoding]
+        self._plain_s = self._plain_step_s(decoding)
+        allowed_s = self._allowed_s(decoding, now_s)
+        kept = self._taking_part(running, decoding, allowed_s, now_s)
+        chunks = self._chunks(running, len(kept), rank, allowed_s, now_s)
+        prefills_only = bool(chunks) and self.prefill == "first"
+        if not prefills_only:
+            kept = self._leaving_time(kept, chunks, has_waiting, allowed_s, now_s)
+        self._count_skipped(decoding, kept)
+        return Schedule([] if prefills_only else kept, chunks)
+
+    def forget(self, request: Request) -> None:
+        """Drop what is kept of a request that runs no more."""
+        self._num_skipped.pop(request, None)
+
+    def recover(self) -> None:
+        """Raise the share of work again after a step that fitted into memory."""
+        self._share = min(1.0, self._share * 1.05)
+
+    def shrink(self, num_running: int) -> bool:
+        """Halve the work of the next steps; return False if it is already down to one request or
+        token per step.
+        """
+        is_minimal = self._share * num_running <= 1.0 and self._share * self._prefill_chunk <= 1.0
+        if not is_minimal:  # a smaller share would only take more steps to recover
+            self._share /= 2.0
+        return not is_minimal
+
+    def _count_skipped(self, requests: Sequence[Request], taking_part: Sequence[Request]) -> None:
+        kept = set(taking_part)
+        for request in requests:
+            self._num_skipped[request] = (
+                0 if request in kept else self._num_skipped.get(request, 0) + 1
+            )
+
+    @property
+    def _max_chunk(self) -> int:
+        return max(int(self._prefill_chunk * self._share), 1)
+
+    def _plain_step_s(self, decoding: Sequence[Request]) -> float:
+        """Return the seconds of a plain step of guaranteed requests and of as much prefill as
+        arrives meanwhile.
+
+        It is inf if steps cannot fall back to such ones.
+        """
+        guaranteed = [request for request in decoding if request.is_guaranteed]
+        tightest_s = min((tightest_tpot_slo_s(request) for request in guaranteed), default=math.inf)
+        if not (guaranteed and can_fall_back(tightest_s, self._costs, self._windows)):
+            return math.inf
+        arriving = self._costs.recent.prefill_rate * float(self._step_s(guaranteed, 0))
+        return float(self._step_s(guaranteed, math.ceil(arriving)))
+
+    def _steady_s(self, decoding: Sequence[Request]) -> float:
+        """Return the seconds that every step may take, if each commits a token of every guaranteed
+        request.
+        """
+        paces_s = (
+            request.pace_s
+            for request in decoding
+            if request.is_guaranteed and request.pace_s is not None
+        )
+        return AHEAD * min(paces_s, default=math.inf)
+
+    def _plain_chunk(
+        self, running: Sequence[Request], num_decoding: int, allowed_s: float, now_s: float
+    ) -> int:
+        """Return the prefill tokens of a step to which the policy can fall back."""
+        guaranteed = [
+            request for request in running if not (request.is_decoding or request.is_best_effort)
+        ]
+        due = [request for request in guaranteed if first_token_slo_s(request) < math.inf]
+        decoding = [request for request in running if request.is_decoding]
+        limits_s = allowed_s, self._steady_s(decoding)
+        return plain_budget(
+            self._costs, num_decoding, guaranteed, due, self._max_chunk, *limits_s, now_s
+        )
+
+    def _taking_part(
+        self, running: Sequence[Request], decoding: list[Request], allowed_s: float, now_s: float
+    ) -> list[Request]:
+        """Return the requests that decode now: requests that can wait are skipped if they would
+        make others late.
+        """
+        if self._share < 1.0:  # after running out of memory: the requests skipped longest first
+            in_order = sorted(decoding, key=lambda request: -self._num_skipped.get(request, 0))
+            kept = set(in_order[: max(math.ceil(self._share * len(decoding)), 1)])
+        elif (
+            self._plain_s < math.inf
+        ):  # best-effort requests take the time that a step without drafts leaves
+            must = [
+                r
+                for r in decoding
+                if not r.is_best_effort or self._num_skipped.get(r, 0) >= MAX_SKIPPED
+            ]
+            spare = sorted(
+                set(decoding) - set(must), key=lambda r: (-self._num_skipped.get(r, 0), r.index)
+            )
+            is_prefilling = any(not (r.is_decoding or r.is_best_effort) for r in running)
+            chunk = self._plain_chunk(running, len(must), allowed_s, now_s) if is_prefilling else 0
+            numbers = len(must) + np.arange(1, len(spare) + 1)
+            num_keys = np.asarray(numbers * self._costs.recent.keys)
+            times_s = self._costs.verify_s(numbers + chunk, numbers, num_keys)
+            limit_s = min(allowed_s, self._steady_s(decoding)) if is_prefilling else allowed_s
+            kept = {*must, *spare[: int(np.count_nonzero(times_s <= limit_s))]}
+        elif decoding and (all_s := self._costs.step_at(len(decoding))) > allowed_s:
+            spare = [
+                r
+                for r in decoding
+                if r.is_best_effort or self._due_s(r, now_s, all_s) > WAIT * all_s
+            ]
+            spare.sort(
+                key=lambda request: -self._num_skipped.get(request, 0)
+            )  # stable: otherwise in order of arrival
+            num_must = len(decoding) - len(spare)
+            least_s = self._costs.step_at(max(num_must, 1))
+            times_s = self._costs.step_s(num_must + np.arange(1, len(spare) + 1))
+            num_spare = int(np.count_nonzero(times_s <= max(allowed_s, SAVES * least_s)))
+            kept = set(decoding) - {
+                r for r in spare[num_spare:] if self._num_skipped.get(r, 0) < MAX_SKIPPED
+            }
+        else:
+            kept = set(decoding)
+        return [request for request in decoding if request in kept]
+
+    def _allowed_s(self, decoding: list[Request], now_s: float) -> float:
+        """Return the seconds that the step may take so that no guaranteed request falls behind; 0
+        if one already has.
+
+        Requests that would miss their SLO even if they decoded alone from now on do not count.
+        """
+        if self._admission in ("fcfs", "priority"):
+            return math.inf
+        guaranteed = [
+            request for request in decoding if request.is_guaranteed and request.pace_s is not None
+        ]
+        if not guaranteed:
+            return math.inf
+        allowed_s, alone_s = (
+            math.inf,
+            self._costs.step_at(1) / self._costs.recent.tokens,
+        )  # alone: seconds per token
+        step_s = self._costs.step_at(len(decoding))
+        for request in guaranteed:
+            assert request.pace_s is not None
+            elapsed_s, emitted, num_left = request.paced(now_s)
+            # Without other requests; a stage's first token takes a whole step.
+            least_s = (
+                num_left * alone_s if request.stage_due_s == math.inf else self._costs.step_at(1)
+            )
+            if request.pace_s * (emitted + num_left) - elapsed_s >= least_s:
+                allowed_s = min(allowed_s, max(self._due_s(request, now_s, step_s), 0.0))
+        return allowed_s
+
+    def _due_s(self, request: Request, now_s: float, step_s: float) -> float:
+        """Return the seconds within which a step with the request must end to keep its pace.
+
+        A window of ten tokens that was guaranteed must leave time for the rest of it, at the
+        planned share of the SLO.
+
+        Args:
+            step_s: seconds of a step of all decoding requests.
+        """
+        if request.pace_s is None:
+            return math.inf
+        # However many tokens the step commits, the first one of a stage comes with its end.
+        tokens = self._costs.recent.tokens if request.stage_due_s == math.inf else 1.0
+        if not request.has_open_guarantee:
+            elapsed_s, emitted = request.decoded(now_s)
+            return AHEAD * request.pace_s * (emitted + tokens) - elapsed_s
+        share = self._windows.share(tightest_tpot_slo_s(request))
+        stats = request.stats
+        own = (request.num_emitted - stats.num_resumed + TYPICAL * tokens) / (
+            stats.num_steps + TYPICAL
+        )
+        token_s = min(step_s / min(own, tokens) / share, request.pace_s)
+        if self._plain_s <= token_s:  # which suffices, however few drafts are accepted
+            token_s = self._plain_s
+            tokens = 1.0
+        elapsed_s, emitted = request.tightest_window(now_s, token_s)
+        return (
+            AHEAD * WINDOW * request.pace_s
+            - elapsed_s
+            - token_s * max(WINDOW - emitted - tokens, 0.0)
+        )
+
+    def _chunks(
+        self,
+        running: Sequence[Request],
+        num_decoding: int,
+        rank: Rank,
+        allowed_s: float,
+        now_s: float,
+    ) -> list[Chunk]:
+        """Return the prefill: overdue requests, then guaranteed ones by deadline, then best effort
+        by arrival.
+        """
+        prefilling = [request for request in running if not request.is_decoding]
+        if not prefilling:
+            return []
+        overdue = {
+            request for request in prefilling if self._num_skipped.get(request, 0) >= MAX_SKIPPED
+        }
+        prefilling.sort(key=lambda request: (request not in overdue, rank(request, now_s)))
+        guaranteed = [request for request in prefilling if not request.is_best_effort]
+        max_tokens = self._max_chunk
+        if self._plain_s < math.inf and self.prefill == "beside":
+            left = self._plain_chunk(running, num_decoding, allowed_s, now_s)
+        else:
+            # Prompts whose first token is not due make no guaranteed window late.
+            due = [
+                r
+                for r in guaranteed
+                if self._windows.probability is None or first_token_slo_s(r) < math.inf
+            ]
+            left = prefill_budget(
+                self.prefill, self._costs, num_decoding, due, max_tokens, allowed_s, now_s
+            )
+        if overdue or (guaranteed and self._plain_s == math.inf):
+            left = max(left, min(OVERDUE_CHUNK if overdue else MIN_CHUNK, max_tokens))
+        most = OVERDUE_CHUNK
+        if (
+            self._plain_s < math.inf and overdue and guaranteed
+        ):  # admission has planned with nearly all of it
+            overdue = {
+                max(overdue, key=lambda request: (self._num_skipped[request], -request.index))
+            }
+            prefilling.sort(key=lambda request: (request not in overdue, rank(request, now_s)))
+            most = min(most, math.ceil(OVERDUE_SHARE * left))
+        chunks = list[Chunk]()
+        for request in prefilling:
+            if left > 0:
+                chunks.append(Chunk.of(request, min(left, most) if request in overdue else left))
+                left -= chunks[-1].num_tokens
+        self._count_skipped(prefilling, [chunk.request for chunk in chunks])
+        return chunks
+
+    def _leaving_time(
+        self,
+        decoding: list[Request],
+        chunks: Sequence[Chunk],
+        has_waiting: bool,
+        allowed_s: float,
+        now_s: float,
+    ) -> list[Request]:
+        """Return the requests that decode beside the chunks, and tell the policy which SLOs it must
+        not delay.
+
+        Requests that can wait are skipped if a first token of the step is in time without them
+        only."""
+        first_tokens = self._costs.first_tokens
+        first = [
+            chunk.request for chunk in chunks if chunk.is_last and not chunk.request.num_emitted
+        ]
+        dues_s = [lost_s(request) - now_s for request in first]
+        dues_s += [request.stage_due_s - now_s for request in decoding]
+        windows_s = allowed_s if self._plain_s < math.inf else math.inf
+        if not first_tokens.is_expected and all(
+            due_s == math.inf for due_s in (*dues_s, windows_s)
+        ):
+            first_tokens.begin(math.inf, None)
+            return decoding
+        plain_s = float(self._step_s(decoding, 0))
+        must = [request for request in decoding if not self._can_wait(request, now_s, plain_s)]
+        num_prefill_tokens = sum(chunk.num_tokens for chunk in chunks)
+        step_s, least_s = (
+            float(self._step_s(requests, num_prefill_tokens)) for requests in (decoding, must)
+        )
+        taking_part = decoding
+        if any(least_s <= due_s < step_s for due_s in dues_s):
+            taking_part = must
+            step_s = least_s
+        due_s = min(
+            (max(IN_TIME * due_s, step_s) for due_s in dues_s if due_s >= step_s), default=math.inf
+        )
+        if windows_s < math.inf:
+            due_s = min(due_s, max(windows_s, step_s))
+        # Requests that arrive now would wait for slots, or only drafts keep others in time.
+        is_lost = has_waiting or any(
+            self._needs_drafts(request, now_s, plain_s) for request in decoding
+        )
+        first_tokens.begin(due_s, None if is_lost else partial(self._step_s, must))
+        return taking_part
+
+    def _step_s(
+        self, decoding: Sequence[Request], num_prefill_tokens: IntArray | int
+    ) -> FloatArray:
+        """Return the seconds of steps without drafts that prefill so many tokens."""
+        number = len(decoding)
+        num_keys = sum(len(request.tokens) for request in decoding)
+        return self._costs.verify_s(number + num_prefill_tokens, max(number, 1), num_keys)
+
+    def _needs_drafts(self, request: Request, now_s: float, plain_s: float) -> bool:
+        """Return whether a request keeps its pace, if that is still possible, only by steps of
+        several tokens.
+        """
+        if request.pace_s is None:
+            return False
+        elapsed_s, emitted, num_left = request.paced(now_s)
+        left_s = AHEAD * request.pace_s * (emitted + num_left) - elapsed_s
+        return (
+            plain_s * num_left
+            > left_s
+            >= self._costs.step_at(1) / self._costs.recent.tokens * num_left
+        )
+
+    def _can_wait(self, request: Request, now_s: float, step_s: float) -> bool:
+        """Return whether a decoding request may be skipped for a first token."""
+        if (
+            self._admission in ("fcfs", "priority")
+            or self._num_skipped.get(request, 0) >= MAX_SKIPPED
+        ):
+            return False
+        is_due = request.stage_due_s < math.inf
+        return not is_due and (
+            request.is_best_effort or self._due_s(request, now_s, step_s) > WAIT * step_s
+        )

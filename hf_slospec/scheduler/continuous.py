@@ -1,0 +1,458 @@
+"""Continuous batching: guarantees, slots of K/V, and chunked prefill beside the decoding requests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from hf_slospec.engine.costs import StepCosts
+from hf_slospec.engine.events import StepEvent
+from hf_slospec.engine.interfaces import Schedule
+from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.scheduler import AdmissionName, PrefillName
+from hf_slospec.scheduler.batch_formation import BatchFormation
+from hf_slospec.scheduler.guarantees import (
+    MAX_CANDIDATES,
+    guaranteeable,
+    lost_s,
+    planned_tpot_slo_s,
+    possible_slos,
+    prefill_deadline_s,
+    tightest_tpot_slo_s,
+)
+from hf_slospec.scheduler.queue import Undecided, WaitingQueue
+from hf_slospec.scheduler.window_guarantees import WindowGuarantees
+
+STARVING = 0  # first rank in the queue
+LAST_RANK = 2  # rank of requests that may preempt no other
+MAX_PREEMPTED = 3  # times a request is preempted for others
+OUTPUT_WEIGHT = 0.1  # weight of a finished request in the average length of outputs
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Resources of one engine."""
+
+    max_batch: int  # running requests
+    kv_tokens: int  # slots of K/V of all running requests
+    max_nodes: int  # nodes of a request's draft tree
+    prefill_chunk: int  # prefill tokens of a step
+    starvation_s: float  # seconds after which a waiting request, guaranteed or not, goes first
+
+    def kv_needed(self, params: RequestParams) -> int:
+        """Return the slots of a request's K/V at its maximum length, with the largest draft tree."""
+        return params.max_len + self.max_nodes
+
+
+class ContinuousScheduler:
+    """Continuous batching with chunked prefill in the same forward as decoding.
+
+    Admission ``slo`` guarantees the SLOs of the requests that SLOs-Serve's dynamic programme
+    selects; ``edf``, ``fcfs`` and ``priority`` guarantee all SLOs and serve requests by earliest
+    deadline, arrival or priority. Other requests are best effort: they use the leftover budget, and
+    are preempted if a guaranteed request needs their K/V; their tokens stay. A request that has
+    waited ``starvation_s`` goes first and is then not preempted for others.
+
+    Guaranteed requests have slots at their maximum length. That is often far more than a request
+    emits, so others are admitted as if they emitted as much as requests did lately; should slots
+    run out, the last to arrive are preempted. Each time that a request is preempted it is expected
+    to emit twice as much."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        costs: StepCosts,
+        admission: AdmissionName = "slo",
+        prefill: PrefillName = "beside",
+        num_reusable: Callable[[Request], int] = lambda request: 0,
+        guarantee: float | None = None,
+        falls_back: bool = False,
+    ):
+        """Create an empty scheduler.
+
+        Args:
+            num_reusable: that of the :class:`Target`.
+            guarantee: probability with which guaranteed requests keep their TTFT SLOs, and their
+                TPOT SLOs over every window of ten tokens.
+            falls_back: that of the :class:`Policy`.
+        """
+        self.num_reusable, self.windows = (
+            num_reusable,
+            WindowGuarantees(guarantee, costs.recent, falls_back),
+        )
+        self.limits = limits
+        self.costs = costs
+        self.admission = admission
+        self.batches = BatchFormation(limits.prefill_chunk, costs, admission, prefill, self.windows)
+        self.waiting = WaitingQueue(self._rank, self._next_rank_s)
+        self.running: list[Request] = []
+        # Requests that are best effort until their SLOs can be guaranteed.
+        self._undecided = Undecided(planned_tpot_slo_s, prefill_deadline_s)
+        self._guaranteed_waiting: dict[Request, None] = {}
+        self._waiting_since: dict[Request, float] = {}
+        self._protected: set[Request] = set()  # requests that are not preempted for others
+        self._has_changed = False  # requests came or left since the last decision on guarantees
+        self._max_slots = (
+            limits.kv_tokens
+        )  # slots up to which requests are admitted; fewer after memory ran out
+        self._busy_until_s = -math.inf  # end of the latest step that decoded
+        self.output_tokens = 100.0  # per request, averaged over those that finished recently
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        may_guarantee = request.params.has_slo and not request.params.is_best_effort
+        request.is_guaranteed = may_guarantee and self.admission != "slo"
+        if may_guarantee and not request.is_guaranteed:
+            self._undecided.add(request)
+        self._queue(request, request.stats.arrived_s)
+        self._has_changed = True
+        self._count_arrival(request)
+
+    def _count_arrival(self, request: Request) -> None:
+        """Count a request whose first token a step has already delayed, or could have."""
+        ttft_slo_s = request.params.ttft_slo_s
+        arrived_s = request.stats.arrived_s
+        if ttft_slo_s is None or request.stats.num_resumed or arrived_s > self._busy_until_s:
+            self.costs.first_tokens.arrived(math.inf, 0)
+        else:
+            self.costs.first_tokens.arrived(
+                ttft_slo_s, request.num_uncached - self.num_reusable(request)
+            )
+
+    def _queue(self, request: Request, since_s: float) -> None:
+        self._waiting_since[request] = since_s
+        self.waiting.put(request)
+        if request.is_guaranteed:
+            self._guaranteed_waiting[request] = None
+
+    def _dequeue(self, request: Request) -> None:
+        self.waiting.remove(request)
+        self._guaranteed_waiting.pop(request, None)
+        self._waiting_since.pop(request, None)
+
+    def offer(self, request: Request, now_s: float) -> bool:
+        """Queue a request if its SLOs can be guaranteed now or it has none; return whether it was
+        queued.
+        """
+        self.add(request)
+        if request in self._undecided and not self._guarantee([request], now_s):
+            self._drop(request)
+            request.is_guaranteed = None  # another engine may guarantee it
+            return False
+        return True
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that has finished, failed or was cancelled."""
+        self._drop(request)
+        if request.finish_reason in ("stop", "length"):
+            self.output_tokens += OUTPUT_WEIGHT * (max(request.num_emitted, 1) - self.output_tokens)
+            self.windows.output_tokens = self.output_tokens
+        self.windows.end(request)
+        self._has_changed = True
+        self._max_slots = self.limits.kv_tokens
+
+    def _drop(self, request: Request) -> None:
+        self._dequeue(request)
+        self._undecided.remove(request)
+        if request in self.running:
+            self.running.remove(request)
+        self.batches.forget(request)
+        self._protected.discard(request)
+
+    def observe(self, step: StepEvent) -> None:
+        """Raise the share of work again after a step that fitted into memory, and learn from missed
+        windows.
+        """
+        self.batches.recover()
+        if step.num_decoding:
+            self._busy_until_s = step.begun_s + step.phases.total_s
+        self.windows.observe(step.begun_s + step.phases.total_s)
+
+    def enter(self, now_s: float) -> list[Request]:
+        """Give guarantees and slots to waiting requests, in order; return the requests that were
+        preempted.
+        """
+        self.decide_guarantees(now_s)
+        # None is expected to emit less than it may in a step, so that slots may only lack where
+        # these do.
+        preempted = (
+            self._make_room() if self._expected(self.running) > self.limits.kv_tokens else []
+        )
+        preempted += self._enter(now_s)
+        for request in preempted:  # only now, so that none of them enters again before the step
+            self._queue(request, now_s)
+        return preempted
+
+    def schedule(self, now_s: float) -> Schedule:
+        """Return the decoding requests and the prefill of the next step."""
+        return self.batches.form(self.running, self._rank, len(self.waiting) > 0, now_s)
+
+    @property
+    def kv_held(self) -> int:
+        """Tokens of running requests, whose K/V is held or computed next."""
+        return sum(len(request.tokens) for request in self.running)
+
+    @property
+    def _num_nodes(self) -> int:
+        """Slots for the nodes of a request: as many as recent steps verified.
+
+        If speculation does not pay, requests need no slots for trees, so more of them can run
+        together."""
+        return min(math.ceil(self.costs.recent.nodes) - 1, self.limits.max_nodes)
+
+    def _kv_needed(self, request: Request) -> int:
+        """Return the slots of the request at its maximum length, and for its nodes."""
+        return request.params.max_len + self._num_nodes
+
+    def _expected(self, requests: Collection[Request]) -> int:
+        """Return the slots of requests once each has emitted what is expected of it, at least what
+        the next step may.
+
+        Requests are admitted with these slots.
+        """
+        num_tokens = max(math.ceil(self.output_tokens), self.limits.max_nodes)
+        return self._kv_after(requests, lambda request: num_tokens << request.stats.num_preempted)
+
+    def _after_step(self, requests: Collection[Request]) -> int:
+        """Return the slots of requests after the next step; the bonus token has no K/V yet."""
+        return self._kv_after(requests, lambda _: self.limits.max_nodes)
+
+    def _kv_after(self, requests: Collection[Request], num_tokens: Callable[[Request], int]) -> int:
+        """Return the slots of requests after so many more tokens of each; guaranteed ones have
+        their maximum length.
+        """
+        lengths = (
+            request.params.max_len
+            if request.is_guaranteed
+            else min(len(request.tokens) + num_tokens(request), request.params.max_len)
+            for request in requests
+        )
+        return sum(lengths) + len(requests) * self._num_nodes
+
+    # ---- guarantees
+
+    def decide_guarantees(self, now_s: float) -> None:
+        """Guarantee the SLOs of undecided requests that can be met; those whose TTFT SLO is lost
+        stay best effort.
+        """
+        if not len(self._undecided):
+            return
+        is_lost = self._lost(now_s)
+        # Only the earliest of the waiting requests, which may be many, are checked, in
+        # `Undecided.earliest`.
+        for request in [
+            request for request in self.running if request in self._undecided and is_lost(request)
+        ]:
+            self._undecided.remove(request)
+        if self._has_changed and len(self._undecided):
+            is_possible = possible_slos(self.costs, self.windows)
+            earliest = self._undecided.earliest(MAX_CANDIDATES, is_possible, is_lost)
+            self._has_changed = self._guarantee(earliest, now_s)
+
+    def _lost(self, now_s: float) -> Callable[[Request], bool]:
+        """Return a function that returns whether a request's SLOs cannot be guaranteed any more: it
+        is too late.
+        """
+        chunk = self.limits.prefill_chunk
+        fastest = chunk / self.costs.step_at(0, chunk)  # tokens per second
+
+        def is_lost(request: Request) -> bool:
+            left_s = prefill_deadline_s(request) - now_s
+            return self.windows.is_too_late(request) or (
+                not request.num_emitted
+                and request.num_uncached
+                > fastest * left_s  # cheap test first, since num_reusable is slow
+                and request.num_uncached - self.num_reusable(request) > fastest * left_s
+            )
+
+        return is_lost
+
+    def _guarantee(self, undecided: Sequence[Request], now_s: float) -> bool:
+        """Guarantee the SLOs of the requests that can be admitted; return whether there are any."""
+        if not undecided:
+            return False
+        before = [
+            *(request for request in self.running if request.is_guaranteed),
+            *self._guaranteed_waiting,
+        ]
+        protected = [r for r in self.running if r in self._protected and not r.is_guaranteed]
+        unmovable = [*before, *protected]
+        max_admitted = self.limits.max_batch - len(unmovable)
+        if max_admitted <= 0:
+            return False
+        kv_free = self._max_slots - self._expected(unmovable)
+        admitted = guaranteeable(
+            undecided,
+            before,
+            kv_free,
+            self._kv_needed,
+            self.num_reusable,
+            self.costs,
+            self.windows,
+            now_s,
+        )
+        if len(admitted) < len(undecided):
+            self.windows.refused_s = now_s
+        admitted.sort(key=lambda request: (request.params.priority, prefill_deadline_s(request)))
+        for request in admitted[:max_admitted]:
+            request.is_guaranteed = True
+            self.windows.give(request, tightest_tpot_slo_s(request), now_s)
+            self._undecided.remove(request)
+            if request in self.waiting:
+                self._queue(request, self._waiting_since[request])
+        return bool(admitted)
+
+    # ---- slots
+
+    def _make_room(self) -> list[Request]:
+        """Preempt requests until the slots suffice for whatever a step may emit, and return them.
+
+        Of the lowest priority, the last to arrive go first, and those that are protected only if no
+        others are left."""
+        lacking = self._after_step(self.running) - self.limits.kv_tokens
+        preempted = list[Request]()
+        soft = _in_order_of_preemption(
+            request for request in self.running if not request.is_guaranteed
+        )
+        for request in sorted(soft, key=self._protected.__contains__):
+            if lacking <= 0:
+                break
+            lacking -= self._after_step([request])
+            preempted.append(request)
+        for request in preempted:
+            self._stop_running(request)
+        return preempted
+
+    def _enter(self, now_s: float) -> list[Request]:
+        """Give slots to waiting requests, in order, and return the requests that were preempted for
+        them.
+        """
+        preempted: list[Request] = []
+        while (first := self.waiting.first(now_s)) is not None:
+            rank, request = first
+            may_preempt = rank[0] < LAST_RANK
+            victims = self._victims(request, may_preempt)
+            if victims is None:
+                break  # no request overtakes it, or a large request would never get enough slots
+            for victim in victims:
+                self._stop_running(victim)
+            preempted += victims
+            self._dequeue(request)
+            self.running.append(request)
+            if request.stats.entered_s is None:
+                request.stats.entered_s = now_s
+            if request in self._undecided and self._lost(now_s)(request):
+                self._undecided.remove(request)
+            if rank[0] == STARVING:
+                self._protected.add(request)
+        return preempted
+
+    def _rank(self, request: Request, now_s: float) -> tuple[float, ...]:
+        """Return the key in the queue: starving requests, guaranteed ones, the rest with those past
+        their SLO last.
+        """
+        due_s = prefill_deadline_s(request)
+        waiting_since_s = self._waiting_since.get(request)
+        priority = request.params.priority
+        since_s = request.stats.arrived_s if waiting_since_s is None else waiting_since_s
+        if waiting_since_s is not None and now_s >= since_s + self.limits.starvation_s:
+            return STARVING, priority, since_s, request.index
+        if request.is_guaranteed:
+            return (
+                1,
+                priority,
+                due_s if self.admission in ("slo", "edf") else since_s,
+                since_s,
+                request.index,
+            )
+        is_too_late = not request.num_emitted and now_s > lost_s(request)
+        return LAST_RANK, priority, is_too_late, since_s, request.index
+
+    def _next_rank_s(self, request: Request, now_s: float) -> float:
+        """Return the time at which the rank of a waiting request changes next; inf: never."""
+        starves_s = self._waiting_since[request] + self.limits.starvation_s
+        too_late_s = math.nextafter(lost_s(request), math.inf)
+        return min(
+            (change_s for change_s in (starves_s, too_late_s) if change_s > now_s), default=math.inf
+        )
+
+    @property
+    def _slots(self) -> int:
+        """Slots of all requests up to which further requests enter; one alone always fits."""
+        return self._max_slots if self.running else self.limits.kv_tokens
+
+    def _victims(self, request: Request, may_preempt: bool) -> list[Request] | None:
+        """Return the requests whose preemption lets the request fit; None if that cannot be.
+
+        One that may preempt others does not have to leave them room for what they are expected to
+        emit."""
+        needed_by = self._after_step if may_preempt else self._expected
+        spare = self._spare(request.params.priority) if may_preempt else []
+        num_free, slots = (
+            self.limits.max_batch - len(self.running),
+            self._slots - needed_by(self.running),
+        )
+        needed = self._expected([request])
+        for count in range(len(spare) + 1):
+            if num_free > 0 and slots >= needed:
+                return spare[:count]
+            if count < len(spare):
+                num_free = num_free + 1
+                slots = slots + needed_by([spare[count]])
+        return None
+
+    def _spare(self, priority: float = math.inf) -> list[Request]:
+        """Return the running requests that a request of this priority may preempt, in order of
+        preemption.
+        """
+        limit = priority if self.admission == "priority" else math.inf
+        movable = (request for request in self.running if request not in self._protected)
+        spare = [
+            request
+            for request in movable
+            if request.is_best_effort or request.params.priority > limit
+        ]
+        return _in_order_of_preemption(spare)
+
+    def preempt(self, request: Request, now_s: float) -> None:
+        """Move a running request back to the queue; its tokens stay, and the engine drops its K/V."""
+        self._stop_running(request)
+        self._queue(request, now_s)
+
+    def _stop_running(self, request: Request) -> None:
+        self.running.remove(request)
+        self.batches.forget(request)
+        request.stats.num_preempted += 1
+        if request.stats.num_preempted >= MAX_PREEMPTED:
+            self._protected.add(request)
+
+    # ---- memory
+
+    def relieve(self, now_s: float) -> list[Request]:
+        """Preempt half of the requests without a guarantee, and admit none until a request has
+        finished.
+
+        Returns:
+            The preempted requests; none if only guaranteed requests are left, or a single request.
+        """
+        spare = self._spare()
+        victims = spare[: min((len(spare) + 1) // 2, len(self.running) - 1)]
+        for request in victims:
+            self.preempt(request, now_s)
+        self._max_slots = min(self._expected(self.running), self.limits.kv_tokens)
+        return victims
+
+    def shrink(self) -> bool:
+        """Halve the work of the next steps; return False if it is already down to one request or
+        token per step.
+        """
+        return self.batches.shrink(len(self.running))
+
+
+def _in_order_of_preemption(requests: Iterable[Request]) -> list[Request]:
+    """Return requests with the least important first, and of these the last to arrive."""
+    return sorted(
+        requests,
+        key=lambda request: (-request.params.priority, -request.stats.arrived_s, -request.index),
+    )

@@ -1,0 +1,168 @@
+"""Guarantees of TTFT SLOs, and of TPOT SLOs over every window of ten tokens, with a stated
+probability.
+
+They are kept by planning with a share of each SLO: admission admits requests as if their SLOs were
+shorter, and prefill beside them leaves time accordingly. Windows are kept in one of two ways:
+decoding is so fast that they are rarely missed, by how step times, committed tokens and requests'
+paces varied lately (:mod:`hf_slospec.request.metrics`), or even plain decoding is fast enough.
+Shares are corrected by the guarantees that were kept and broken."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import numpy as np
+
+from hf_slospec.engine.costs import RecentSteps, rounded
+from hf_slospec.request.metrics import planned_share
+from hf_slospec.request.request import Request
+
+# Share of each SLO that is planned with if no probability is stated, since the tokens per step vary
+MARGIN = 0.85
+LEARNED = 0.1  # change of a share's logarithm by a broken guarantee, times the probability
+MAX_SHARE = (
+    0.9  # of a TPOT SLO; less than the steps may take, as their times are not predicted exactly
+)
+FIRST = 0.0  # key of the correction for TTFT SLOs
+# Share of a correction that is forgotten in every step without an open guarantee of its SLO
+FADE = 0.01
+SPREAD = (
+    0.2  # first guess of the standard deviation of the logarithm of requests' mean tokens per step
+)
+SPREAD_WEIGHT = 0.05  # weight of one request in that deviation
+REVIEW = 16  # steps between two computations of the share, at most
+
+
+class WindowGuarantees:
+    """Open guarantees of one engine, and the shares of SLOs to plan with.
+
+    Shares are corrected as in adaptive conformal inference (Gibbs and Candes, arXiv 2106.00170): a
+    broken guarantee lowers the share of the SLO that was missed as much as ``p / (1 - p)`` kept
+    ones raise those of all theirs together, so that in the long run a share ``p`` of all guarantees
+    is kept, however wrong the model is. A kept guarantee counts only if another request was refused
+    meanwhile; otherwise it was not the share that kept it. Corrections fade while no guarantee of
+    their SLO is open."""
+
+    def __init__(self, probability: float | None, recent: RecentSteps, falls_back: bool = False):
+        """Begin without guarantees.
+
+        Args:
+            probability: the stated one; with None, none is ever given, and shares are constant.
+            falls_back: the policy decodes plainly if a window would break otherwise.
+        """
+        self.probability = probability
+        self.recent = recent
+        self.falls_back = falls_back and probability is not None
+        self.output_tokens = 100.0  # mean per request, which the scheduler writes
+        self.refused_s = -math.inf  # time of the last refusal, which the scheduler writes
+        self._open: dict[Request, tuple[float, float]] = {}  # TPOT SLO, and time of the guarantee
+        # Added to log shares, by rounded TPOT SLO, and under FIRST of TTFT SLOs.
+        self._corrections: defaultdict[float, float] = defaultdict(float)
+        self._spread_variance = SPREAD**2
+        self._planned, self._review_at = (
+            MARGIN,
+            0,
+        )  # share by the model, and steps at which it is computed again
+
+    def share(self, tpot_slo_s: float) -> float:
+        """Return the share of a TPOT SLO to plan with."""
+        if self.probability is None:
+            return MARGIN
+        recent = self.recent
+        if recent.num_steps >= self._review_at:
+            spread, variation = (
+                math.sqrt(max(self._spread_variance, 0.0)),
+                math.sqrt(recent.step_variance),
+            )
+            self._planned = planned_share(
+                self.probability, recent.committed, variation, spread, self.output_tokens
+            )
+            self._review_at = recent.num_steps + min(recent.num_steps // 2 + 1, REVIEW)
+        return min(self._planned * math.exp(self._corrections[rounded(tpot_slo_s)]), MAX_SHARE)
+
+    def plain_share(self, tpot_slo_s: float) -> float:
+        """Return the share of a TPOT SLO within which a step of plain decoding has to end."""
+        return MAX_SHARE * math.exp(min(self._corrections[rounded(tpot_slo_s)], 0.0))
+
+    def first_share(self) -> float:
+        """Return the share of the time until a first token is due to plan with."""
+        return MARGIN * math.exp(min(self._corrections[FIRST], 0.0))
+
+    def is_too_late(self, request: Request) -> bool:
+        """Return whether a probability is stated and windows of the request have begun without a
+        guarantee.
+        """
+        stats = request.stats
+        return self.probability is not None and (len(stats.commits) > 1 or stats.has_missed_window)
+
+    def give(self, request: Request, tpot_slo_s: float, now_s: float) -> None:
+        """Guarantee the SLOs of a request, its TPOT SLO planned as ``tpot_slo_s``, if a probability
+        is stated.
+        """
+        if self.probability is None:
+            return
+        has_tpot_slo = any(stage.tpot_slo_s is not None for stage in request.params.stages)
+        if has_tpot_slo:
+            request.window_guarantee = self.probability
+        if has_tpot_slo or request.params.ttft_slo_s is not None:
+            self._open[request] = tpot_slo_s, now_s
+
+    def observe(self, now_s: float) -> None:
+        """Learn from the guarantees that the latest step, which ended at ``now_s``, broke."""
+        if self.probability is None:
+            return
+        for request in list(self._open):
+            if request.stats.has_missed_window or _is_first_late(request, now_s):
+                tpot_slo_s, _ = self._open.pop(request)
+                key = rounded(tpot_slo_s) if request.stats.has_missed_window else FIRST
+                self._corrections[key] -= LEARNED * self.probability
+        is_open = {
+            key
+            for request, (tpot_slo_s, _) in self._open.items()
+            for key in _keys(request, tpot_slo_s)
+        }
+        for key in self._corrections.keys() - is_open:
+            self._corrections[key] *= 1.0 - FADE
+
+    def end(self, request: Request) -> None:
+        """Learn from a request that has left the engine."""
+        tpot_slo_s, since_s = self._open.pop(request, (math.inf, math.inf))
+        if self.probability is None or request.finish_reason not in ("stop", "length"):
+            return
+        if since_s <= self.refused_s:
+            keys = _keys(request, tpot_slo_s)
+            for key in keys:
+                raised = self._corrections[key] + LEARNED * (1.0 - self.probability) / len(keys)
+                self._corrections[key] = min(raised, self._max_correction(key))
+        if num_steps := request.stats.num_steps:
+            numbers = np.arange(len(self.recent.committed))
+            probs = self.recent.committed
+            mean = float(probs @ numbers)
+            by_chance = (float(probs @ numbers**2) - mean**2) / mean**2 / num_steps
+            own = max((request.num_emitted - 1 - request.stats.num_resumed) / num_steps, 1.0)
+            self._spread_variance += SPREAD_WEIGHT * (
+                math.log(own / mean) ** 2 - by_chance - self._spread_variance
+            )
+
+    def _max_correction(self, key: float) -> float:
+        """Return the correction above which shares do not rise, so that later broken guarantees
+        lower them at once.
+        """
+        return 0.0 if key == FIRST else max(math.log(MAX_SHARE / self._planned), 0.0)
+
+
+def _keys(request: Request, tpot_slo_s: float) -> list[float]:
+    """Return the keys of the corrections for the SLOs of a request."""
+    return (
+        [rounded(tpot_slo_s)] if request.params.ttft_slo_s is None else [rounded(tpot_slo_s), FIRST]
+    )
+
+
+def _is_first_late(request: Request, now_s: float) -> bool:
+    ttft_slo_s = request.params.ttft_slo_s
+    stats = request.stats
+    if ttft_slo_s is None or stats.num_resumed:
+        return False
+    first_s = now_s if stats.first_token_s is None else stats.first_token_s
+    return first_s > stats.arrived_s + ttft_slo_s

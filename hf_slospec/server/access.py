@@ -1,0 +1,166 @@
+"""Access control: API keys with their limits and cache salts, and the requests that web pages may
+make.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import Field
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from hf_slospec.server.answers import error_body
+from hf_slospec.server.bodies import SamplingBody
+from hf_slospec.server.options import (
+    AccessOptions,
+    Objective,
+    ServerOptions,
+    SLOLimits,
+    is_address,
+    is_loopback,
+)
+from hf_slospec.server.orders import asked_slos
+
+ANY = "*"  # in allowed_origins or allowed_hosts: all are allowed
+
+
+class Tenant:
+    """Clients that share an API key: their limits, and the salt that separates their K/V from that
+    of other keys.
+    """
+
+    def __init__(self, limits: SLOLimits, key: str, secret: bytes, name: str = ""):
+        """Create the tenant of a key, which is empty if all clients are one tenant; ``name`` does
+        not reveal the key.
+
+        Salts are derived from ``secret``, which all processes of the server share.
+        """
+        self.limits = limits
+        self._key = key
+        self._secret = secret
+        self.name = name
+
+    def arguments(
+        self, body: SamplingBody, headers: Mapping[str, str], objective: Objective
+    ) -> dict[str, Any]:
+        """Return the arguments of ``submit`` that depend on the tenant, or on the request's
+        objective.
+
+        Raises:
+            InvalidInputError: the request asks for more than the key allows.
+        """
+        ranks = {
+            name: getattr(body if name in body.model_fields_set else objective, name)
+            for name in ("priority", "best_effort")
+        }
+        self.limits.check_priority(ranks["priority"])
+        slos = self.limits.apply(asked_slos(body, headers, objective))
+        return slos | ranks | {"cache_salt": self.salt(body.cache_salt)}
+
+    def salt(self, requested: str) -> str:
+        """Return the cache salt: a hash of the key and of the salt that the request asks for.
+
+        It depends on the server's secret, so no client can choose a salt that equals another key's.
+        """
+        if not self._key and not requested:
+            return ""
+        return hmac.digest(
+            self._secret, json.dumps([self._key, requested]).encode(), hashlib.sha256
+        ).hex()
+
+
+class ServerSettings(AccessOptions):
+    """Settings of the HTTP application."""
+
+    model_name: str
+    secret: bytes = Field(
+        default_factory=partial(secrets.token_bytes, 32), repr=False
+    )  # from which salts are derived
+
+    @classmethod
+    def of(cls, options: ServerOptions) -> ServerSettings:
+        """Return the settings of a server's application."""
+        access = {name: getattr(options, name) for name in AccessOptions.model_fields}
+        return cls(model_name=options.name, **access | {"allowed_hosts": options.hosts})
+
+    def tenant(self, header: str, secret: bytes) -> Tenant | None:
+        """Return the tenant of an Authorization header, in a time that does not depend on the key.
+
+        Args:
+            secret: the server's secret, the same in all of its processes.
+
+        Returns:
+            None if the key is missing or wrong.
+        """
+        if not self.api_keys:
+            return Tenant(self.limits, "", secret)
+        scheme, _, credentials = header.partition(" ")
+        sent = (
+            credentials.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+        )  # the encoding of headers
+        tenant = None
+        for number, (key, limits) in enumerate(self.api_keys.items()):
+            if hmac.compare_digest(key.encode(), sent):
+                tenant = Tenant(limits, "" if self.share_prefixes else key, secret, f"key {number}")
+        return tenant
+
+
+class OwnPagesOnly:
+    """ASGI middleware for a server without keys: refuses requests that other sites' pages make
+    visitors' browsers send.
+
+    A browser reaches addresses that those sites cannot. Its requests have the page's site in the
+    header Origin or, after DNS rebinding, in Host. Other clients send no Origin.
+    """
+
+    def __init__(self, app: ASGIApp, allowed_origins: Sequence[str], allowed_hosts: Sequence[str]):
+        self._app = app
+        self._origins = allowed_origins
+        self._hosts = [host.lower() for host in allowed_hosts]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        fault = self._fault(Headers(scope=scope)) if scope["type"] == "http" else None
+        if fault is None:
+            await self._app(scope, receive, send)
+        else:
+            await JSONResponse(error_body(fault, "permission_error"), 403)(scope, receive, send)
+
+    def _fault(self, headers: Headers) -> str | None:
+        """Return the reason to refuse a request; None if it is allowed."""
+        hosts = headers.getlist("host")
+        for host in hosts:
+            if not self._is_this_server(host):
+                return (
+                    f"Host {host!r} is no name of this server, which asks for no API key; call it by its address, "
+                    "or start it with --allowed-hosts NAME"
+                )
+        for origin in headers.getlist("origin"):
+            is_same_site = origin.partition("://")[2].lower() in map(str.lower, hosts)
+            if not is_same_site and origin not in self._origins and ANY not in self._origins:
+                return (
+                    f"web pages of {origin!r} may not call this server, which asks for no API key; "
+                    f"to let them, start it with --allowed-origin {origin}"
+                )
+        return None
+
+    def _is_this_server(self, host: str) -> bool:
+        """Return True if a Host header names this server and cannot be another site's name for its
+        address.
+        """
+        if ANY in self._hosts:
+            return True
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        return is_loopback(name) or is_address(name) or name in self._hosts

@@ -1,0 +1,392 @@
+"""Answers in the form of OpenAI's chats and completions, whole and as the chunks of a stream.
+
+They are plain dicts: OpenAI's types take a millisecond per chunk. The tests parse every answer with
+these types."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from hf_slospec.model.sampling import TokenLogprobs
+from hf_slospec.request.request import RequestMetrics
+from hf_slospec.server.choices import Choice, Piece
+from hf_slospec.server.messages import Parts
+
+_encode = json.JSONEncoder(
+    separators=(",", ":"), ensure_ascii=False
+).encode  # json.dumps would make one per event
+SLO_ANSWER_HEADERS = ("x-slo-guaranteed", "x-slo-attained")
+IMPOSSIBLE = -9999.0  # log probability of tokens that cannot be drawn, as OpenAI writes it
+
+
+class AnswerForm(Protocol):
+    """Form of the answer to one request, whole or as server-sent events."""
+
+    id: str
+    wants_logprobs: bool
+
+    def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the answer of a request that is not streamed; ``pieces`` has the whole output of
+        each choice.
+        """
+
+    def begin(self, choices: Sequence[Choice]) -> str:
+        """Return the events before the output."""
+
+    def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> str:
+        """Return the events of a piece, which may be the first one of its choice."""
+
+    def end(self, choices: Sequence[Choice]) -> str:
+        """Return the events after the output."""
+
+    def failed(self, error: dict[str, Any], choices: Sequence[Choice]) -> str:
+        """Return the last events of a stream that an error ends, given in OpenAI's form."""
+
+
+def event(body: dict[str, Any]) -> str:
+    """Return a server-sent event."""
+    return f"data: {_encode(body)}\n\n"
+
+
+def named_event(body: dict[str, Any]) -> str:
+    """Return a server-sent event with the name that its body has as type."""
+    return f"event: {body['type']}\n{event(body)}"
+
+
+DONE = "data: [DONE]\n\n"
+
+
+@dataclass
+class Answer:
+    """Answer to one request: its id and model, and the options that decide which fields it has."""
+
+    model: str
+    is_chat: bool
+    token_bytes: Callable[
+        [int], bytes
+    ]  # UTF-8 bytes of one token id, which may be part of a character
+    wants_logprobs: bool = False
+    includes_usage: bool = False  # in the last chunk of a stream
+    has_continuous_usage: bool = False  # in every chunk of a stream
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.id = self.id or f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+
+    def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the answer of a request that is not streamed; ``pieces`` has the whole output of
+        each choice.
+        """
+        entries = [
+            self._choice(
+                piece, "message", {"role": "assistant", "refusal": None} | _message(piece.parts)
+            )
+            for piece in pieces
+        ]
+        name = "chat.completion" if self.is_chat else "text_completion"
+        return self._head(name) | {"choices": entries} | self._totals(choices)
+
+    def begin(self, choices: Sequence[Choice]) -> str:
+        """Return the events before the output: none."""
+        return ""
+
+    def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> str:
+        """Return the chunk of a piece."""
+        role = {"role": "assistant"} if is_first else {}
+        body: dict[str, Any] = {
+            "choices": [self._choice(piece, "delta", role | _delta(piece.parts))]
+        }
+        if self.includes_usage:
+            body["usage"] = usage(choices) if self.has_continuous_usage else None
+        return event(self._chunk(body))
+
+    def end(self, choices: Sequence[Choice]) -> str:
+        """Return the last chunk of a stream with ``include_usage``, and the end."""
+        if not self.includes_usage:
+            return DONE
+        return event(self._chunk({"choices": []} | self._totals(choices))) + DONE
+
+    def failed(self, error: dict[str, Any], choices: Sequence[Choice]) -> str:
+        """Return the error as an event, and the end."""
+        return event(error) + DONE
+
+    def token_logprobs(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the log probabilities of a piece's tokens in the form of chats; none unless
+        requested.
+        """
+        entries: list[dict[str, Any]] = (self._chat_logprobs(piece) or {"content": []})["content"]
+        return entries
+
+    def _totals(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the final usage, and its measurements once more beside it, where vLLM has them."""
+        final = whole_usage(choices)
+        return {"usage": final, "metrics": final["metrics"]}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _chunk(self, body: dict[str, Any]) -> dict[str, Any]:
+        return self._head("chat.completion.chunk" if self.is_chat else "text_completion") | body
+
+    def _choice(self, piece: Piece, field: str, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a choice: of a chat, with the message under the key ``field``; of a completion,
+        with the text.
+        """
+        entry: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish_reason}
+        if self.is_chat:
+            return entry | {field: message, "logprobs": self._chat_logprobs(piece)}
+        return entry | {"text": piece.text, "logprobs": self._logprobs(piece)}
+
+    def _chat_logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        if not self.wants_logprobs:
+            return None
+        pairs = zip(piece.tokens, piece.logprobs, strict=True)
+        return {
+            "content": [
+                self._token(token, scores.logprob)
+                | {"top_logprobs": [self._token(*each) for each in scores.top]}
+                for token, scores in pairs
+                if scores is not None
+            ],
+            "refusal": None,
+        }
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        data = self.token_bytes(token)
+        return {
+            "token": data.decode(errors="backslashreplace"),
+            "logprob": _finite(logprob),
+            "bytes": list(data),
+        }
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        """Return log probabilities of a completion's tokens in the legacy form."""
+        if not self.wants_logprobs:
+            return None
+        return {
+            "tokens": [self._name(token) for token in piece.tokens],
+            "text_offset": piece.offsets,
+            "token_logprobs": [
+                None if scores is None else _finite(scores.logprob) for scores in piece.logprobs
+            ],
+            "top_logprobs": [
+                None if scores is None else self._top(token, scores)
+                for token, scores in zip(piece.tokens, piece.logprobs, strict=True)
+            ],
+        }
+
+    def _name(self, token: int) -> str:
+        """Return the text of a token, or OpenAI's form for part of a character."""
+        data = self.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + data.decode(errors="backslashreplace")
+
+    def _top(self, token: int, scores: TokenLogprobs) -> dict[str, float]:
+        """Return the log probabilities at a token's position by text, its own included.
+
+        Of several tokens with one text, the others have vLLM's name for ids.
+        """
+        per_token = dict(scores.top) | {token: scores.logprob}
+        names: dict[str, int] = {}
+        for each in (token, *per_token):
+            names.setdefault(self._name(each), each)
+        by_id = {each: name for name, each in names.items()}
+        return {
+            by_id.get(each, f"token_id:{each}"): _finite(value) for each, value in per_token.items()
+        }
+
+
+Events = Iterator[dict[str, Any]]
+
+
+class BlockAnswer(ABC):
+    """Answer with one choice as a list of blocks, which are reasoning, texts and tool calls in the
+    order of the output.
+
+    The events of a stream build the blocks; whole answers are what they have built.
+    """
+
+    wants_logprobs = False
+
+    def __init__(self, model: str, id: str):
+        self.model = model
+        self.id = id
+        self.blocks: list[dict[str, Any]] = []
+        self._kind: str | None = None  # kind of the last block, while more text may follow
+        self.finish_reason: str | None = None
+
+    def whole(self, pieces: Sequence[Piece], choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the answer of a request that is not streamed; ``pieces`` has the whole output."""
+        self.chunk(pieces[0], choices, is_first=True)
+        return self.body(choices)
+
+    def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> str:
+        """Return the events of a piece."""
+        return "".join(map(named_event, self._added(piece.parts, piece.finish_reason)))
+
+    def _added(self, parts: Parts, finish_reason: str | None) -> Events:
+        for kind, text in (("reasoning", parts.reasoning), ("text", parts.content)):
+            if text:
+                if kind != self._kind:
+                    yield from self._closed()
+                    self._kind = kind
+                    yield from self.opened(kind)
+                yield from self.extended(kind, text)
+        for call in parts.tool_calls:
+            yield from self._closed()
+            yield from self.called(call["id"], **call["function"])
+        if finish_reason is not None:
+            self.finish_reason = finish_reason
+            yield from self._closed()
+
+    def _closed(self) -> Events:
+        if self._kind is not None:
+            yield from self.closed(self._kind)
+            self._kind = None
+
+    @abstractmethod
+    def body(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the whole answer."""
+
+    @abstractmethod
+    def opened(self, kind: str) -> Events:
+        """Add an empty block of reasoning or text, and yield its events."""
+
+    @abstractmethod
+    def extended(self, kind: str, text: str) -> Events:
+        """Add text to the last block, and yield its events."""
+
+    @abstractmethod
+    def closed(self, kind: str) -> Events:
+        """End the last block, and yield its events."""
+
+    @abstractmethod
+    def called(self, id: str, name: str, arguments: str) -> Events:
+        """Add a tool call, and yield its events; ``arguments`` is JSON."""
+
+
+def _message(parts: Parts) -> dict[str, Any]:
+    """Return the fields of a whole message."""
+    fields: dict[str, Any] = {
+        "content": None if parts.tool_calls and not parts.content else parts.content
+    }
+    if parts.reasoning:
+        fields["reasoning_content"] = parts.reasoning
+    if parts.tool_calls:
+        fields["tool_calls"] = [
+            {key: call[key] for key in ("id", "type", "function")} for call in parts.tool_calls
+        ]
+    return fields
+
+
+def _delta(parts: Parts) -> dict[str, Any]:
+    """Return the fields of a message's next chunk."""
+    fields: dict[str, Any] = {"reasoning_content": parts.reasoning} if parts.reasoning else {}
+    if parts.tool_calls:
+        fields["tool_calls"] = parts.tool_calls
+    return fields | {"content": parts.content} if parts.content or not fields else fields
+
+
+def _finite(logprob: float) -> float:
+    """Return a log probability that JSON can represent."""
+    return max(logprob, IMPOSSIBLE)
+
+
+def whole_usage(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Return the final usage, with the measurements of every choice if there are several."""
+    final = usage(choices)
+    if len(choices) > 1:
+        final["metrics"]["choices"] = [
+            measurements(choice.decoding.metrics) | _served_by(choice) for choice in choices
+        ]
+    return final
+
+
+def usage(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Return counts of tokens, and the measurements of the first choice."""
+    firsts = {
+        id(choice.prompt): choice for choice in reversed(choices)
+    }.values()  # the first choice of each prompt
+    prompt = sum(len(choice.prompt) for choice in firsts)
+    cached = sum(choice.decoding.metrics.reused for choice in firsts)
+    completion = sum(len(choice.tokens) for choice in choices)
+    metrics = [choice.decoding.metrics for choice in choices]
+    accepted = sum(one.accepted for one in metrics)
+    drafted = sum(one.drafted for one in metrics)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted,
+            "reasoning_tokens": sum(choice.num_reasoning for choice in choices),
+        },
+        "metrics": measurements(metrics[0]) | _served_by(choices[0]),
+    }  # fmt: skip
+
+
+def _served_by(choice: Choice) -> dict[str, str]:
+    replica = choice.decoding.replica
+    return {} if replica is None else {"replica": replica}
+
+
+def measurements(metrics: RequestMetrics) -> dict[str, Any]:
+    """Return the measurements of a request under the names that vLLM's clients read, and its SLOs."""
+
+    def milliseconds(seconds: float | None) -> float | None:
+        return None if seconds is None else round(1e3 * seconds, 3)
+
+    decode_s = None if metrics.tpot_s is None else metrics.tpot_s * (metrics.tokens - 1)
+    return {
+        "time_to_first_token_ms": milliseconds(metrics.ttft_s),
+        "generation_time_ms": milliseconds(decode_s),
+        "e2e_latency_ms": milliseconds(metrics.e2e_s),
+        "mean_itl_ms": milliseconds(metrics.tpot_s),
+        "tokens_per_second": round(1 / metrics.tpot_s, 3) if metrics.tpot_s else None,
+        "speculative_decoding": {
+            "mean_acceptance_length": metrics.acceptance_length,
+            "draft_acceptance_rate": metrics.accepted / max(metrics.drafted, 1),
+            "acceptance_histogram": list(metrics.acceptance_histogram or (0,)),
+            "num_spec_steps": metrics.steps,
+            "num_accepted_draft_tokens": metrics.accepted,
+            "num_draft_tokens": metrics.drafted,
+        },
+        "slo_tpot": metrics.tpot_slo_s,
+        "slo_ttft": metrics.ttft_slo_s,
+        "slo_e2e": metrics.e2e_slo_s,
+        "guaranteed": metrics.guaranteed,
+        "attained": metrics.attained,
+        "window_guarantee": metrics.window_guarantee,
+        "windows_kept": metrics.windows_kept,
+        "resumed_tokens": metrics.resumed,
+    }
+
+
+def slo_headers(choices: Sequence[Choice]) -> dict[str, str]:
+    """Return headers that say whether the SLOs of all choices were guaranteed and attained
+    (``none`` without SLOs).
+    """
+    per_choice = [choice.decoding.metrics for choice in choices]
+    attained = [metrics.attained for metrics in per_choice if metrics.attained is not None]
+    guaranteed = all(metrics.guaranteed for metrics in per_choice)
+    values = guaranteed, all(attained) if attained else None
+    return {
+        name: str(value).lower() for name, value in zip(SLO_ANSWER_HEADERS, values, strict=True)
+    }
+
+
+def error_body(
+    message: str, kind: str, param: str | None = None, code: str | int | None = None
+) -> dict[str, Any]:
+    """Return an error in OpenAI's form."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

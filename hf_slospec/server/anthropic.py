@@ -1,0 +1,406 @@
+"""Anthropic's Messages API: its bodies, translated into chats, and its answers, events and errors."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import Field
+
+from hf_slospec.server.answers import BlockAnswer, Events, named_event, whole_usage
+from hf_slospec.server.bodies import ChatBody, ClosedModel, CommonBody, ForeignBody
+from hf_slospec.server.choices import Choice
+from hf_slospec.server.completions import Completions
+from hf_slospec.server.reading import while_connected
+
+PATH = "/v1/messages"
+ERROR_TYPES = {"service_unavailable_error": "overloaded_error", "internal_error": "api_error"}
+STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class _Block(ClosedModel):
+    cache_control: dict[str, Any] | None = None  # ignored: all prefixes are cached
+
+
+class TextBlock(_Block):
+    """A text."""
+
+    type: Literal["text"]
+    text: str
+    citations: None = None
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """Return it as a part of a chat's message."""
+        return {"type": "text", "text": self.text}
+
+
+class ImageSource(ClosedModel):
+    """An image in base64."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: str
+
+
+class ImageBlock(_Block):
+    """An image."""
+
+    type: Literal["image"]
+    source: ImageSource
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """Return it as a part of a chat's message."""
+        return {
+            "type": "image_url",
+            "image_url": {"url": f"data:{self.source.media_type};base64,{self.source.data}"},
+        }
+
+
+class ThinkingBlock(ClosedModel):
+    """Earlier reasoning of the model."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""  # ignored: there is none
+
+
+class ToolUseBlock(_Block):
+    """A tool call that the model has made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """Return it as a tool call of a chat's message."""
+        arguments = json.dumps(self.input, ensure_ascii=False)
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": arguments},
+        }
+
+
+Shown = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
+
+
+class ToolResultBlock(_Block):
+    """Result of a tool call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Annotated[list[Shown], Field(fail_fast=True)] = ""
+    is_error: bool = False
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """Return it as a message of a chat, with ``is_error`` for chat templates that read it."""
+        message = {
+            "role": "tool",
+            "tool_call_id": self.tool_use_id,
+            "content": _parts(self.content),
+        }
+        return message | ({"is_error": True} if self.is_error else {})
+
+
+def _joined(content: str | Sequence[TextBlock]) -> str:
+    return content if isinstance(content, str) else "".join(block.text for block in content)
+
+
+def _parts(content: str | Sequence[TextBlock | ImageBlock]) -> str | list[dict[str, Any]]:
+    return content if isinstance(content, str) else [block.part for block in content]
+
+
+Block = Annotated[
+    TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
+]
+
+
+class TurnMessage(ClosedModel):
+    """A message of the input."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[Block], Field(fail_fast=True)]
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """Return it as messages of a chat: results of tools are messages of their own, and come
+        first.
+        """
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        results = [block.message for block in self.content if isinstance(block, ToolResultBlock)]
+        message: dict[str, Any] = {}
+        if shown := [block for block in self.content if isinstance(block, TextBlock | ImageBlock)]:
+            message["content"] = _parts(shown)
+        if thinking := [
+            block.thinking for block in self.content if isinstance(block, ThinkingBlock)
+        ]:
+            message["reasoning_content"] = "".join(thinking)
+        if calls := [block.call for block in self.content if isinstance(block, ToolUseBlock)]:
+            message["tool_calls"] = calls
+        return [*results, {"role": self.role} | message] if message or not results else results
+
+
+class CustomTool(_Block):
+    """A tool that the model may call, and the client runs."""
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None  # ignored: calls are sent when they are complete
+
+    @property
+    def tool(self) -> dict[str, Any]:
+        """Return it as a tool of a chat."""
+        fields = {"name": self.name, "description": self.description, "strict": self.strict}
+        function = {name: value for name, value in fields.items() if value is not None}
+        return {"type": "function", "function": function | {"parameters": self.input_schema}}
+
+
+class ToolChoice(ClosedModel):
+    """Tools that the model may or must call."""
+
+    type: Literal["auto", "any", "none"]
+    disable_parallel_tool_use: bool = False
+
+    @property
+    def choice(self) -> str | dict[str, Any]:
+        """Return it as the field of a chat."""
+        return CHOICES[self.type]
+
+
+class NamedTool(ClosedModel):
+    """The tool that the model must call."""
+
+    type: Literal["tool"]
+    name: str
+    disable_parallel_tool_use: bool = False
+
+    @property
+    def choice(self) -> str | dict[str, Any]:
+        """Return it as the field of a chat."""
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class Thinking(ClosedModel):
+    """Options of reasoning. They have no effect: the chat template decides, and its variables may
+    be given.
+    """
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class OutputFormat(ClosedModel):
+    """JSON schema of the output."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(ClosedModel):
+    """Options of the output."""
+
+    format: OutputFormat | None = None
+    effort: str | None = Field(
+        None, description="The chat template's variable reasoning_effort, if it has it."
+    )
+
+
+class CountTokensBody(ForeignBody):
+    """Body of ``/v1/messages/count_tokens``: the input."""
+
+    model: str | None = None
+    messages: Annotated[list[TurnMessage], Field(min_length=1, fail_fast=True)]
+    system: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[CustomTool], Field(fail_fast=True)] | None = None
+    tool_choice: Annotated[ToolChoice | NamedTool, Field(discriminator="type")] | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: dict[str, Any] | None = None  # ignored: all prefixes are cached
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a chat's body."""
+        messages = (
+            [] if self.system is None else [{"role": "system", "content": _joined(self.system)}]
+        )
+        messages += [message for turn in self.messages for message in turn.messages]
+        fields: dict[str, Any] = {"messages": messages}
+        if messages[-1]["role"] == "assistant":  # the beginning of the answer
+            fields |= {"continue_final_message": True, "add_generation_prompt": False}
+        if self.tools is not None:
+            fields["tools"] = [tool.tool for tool in self.tools]
+        if self.tool_choice is not None:
+            fields["tool_choice"] = self.tool_choice.choice
+            fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        if self.output_config is not None and self.output_config.format is not None:
+            schema = {"name": "", "schema": self.output_config.format.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if self.output_config is not None and self.output_config.effort is not None:
+            fields["reasoning_effort"] = self.output_config.effort
+        return fields | {"model": self.model, "chat_template_kwargs": self.chat_template_kwargs}
+
+    @cached_property
+    def chat(self) -> ChatBody:
+        """Return the body as one of a chat; raises pydantic's ValidationError."""
+        return ChatBody.model_validate(self.fields)
+
+
+class MessagesBody(CountTokensBody, CommonBody):
+    """Body of ``/v1/messages``."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
+
+    @cached_property
+    def chat(self) -> ChatBody:
+        """Return the body as one of a chat; raises pydantic's ValidationError."""
+        own = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
+        return ChatBody.model_validate(self.fields | self.common | own)
+
+
+class MessageAnswer(BlockAnswer):
+    """Answer of the Messages API."""
+
+    def __init__(self, model: str):
+        super().__init__(model, f"msg_{uuid.uuid4().hex}")
+
+    def begin(self, choices: Sequence[Choice]) -> str:
+        """Return the events before the output."""
+        message = self.body(choices)
+        return named_event({"type": "message_start", "message": message}) + named_event(
+            {"type": "ping"}
+        )
+
+    def end(self, choices: Sequence[Choice]) -> str:
+        """Return the events after the output."""
+        body = self.body(choices)
+        delta = {name: body[name] for name in ("stop_reason", "stop_sequence")}
+        last = {"type": "message_delta", "delta": delta, "usage": body["usage"]}
+        return named_event(last) + named_event({"type": "message_stop"})
+
+    def failed(self, error: dict[str, Any], choices: Sequence[Choice]) -> str:
+        """Return the last event of a stream that an error ends, given in OpenAI's form."""
+        return named_event(anthropic_error(error))
+
+    def body(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the whole answer."""
+        reason = self.finish_reason
+        stop_string = choices[0].stop_string
+        if reason is not None:
+            reason = STOP_REASONS.get(
+                reason, "end_turn" if stop_string is None else "stop_sequence"
+            )
+        usage = whole_usage(choices)
+        cached, details = (
+            usage["prompt_tokens_details"]["cached_tokens"],
+            usage["completion_tokens_details"],
+        )
+        return {
+            "id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": self.blocks,
+            "stop_reason": reason, "stop_sequence": stop_string if reason == "stop_sequence" else None,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"] - cached,
+                "cache_read_input_tokens": cached,
+                "cache_creation_input_tokens": 0,
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"thinking_tokens": details["reasoning_tokens"]},
+            } | ({} if reason is None else {"metrics": usage["metrics"]}),
+        }  # fmt: skip
+
+    def opened(self, kind: str) -> Events:
+        """Add an empty block of thinking or text, and yield its event."""
+        yield self._start({"type": "thinking", "thinking": "", "signature": ""} if kind == "reasoning" else
+                          {"type": "text", "text": ""})  # fmt: skip
+
+    def extended(self, kind: str, text: str) -> Events:
+        """Add text to the last block, and yield its event."""
+        name = "thinking" if kind == "reasoning" else "text"
+        self.blocks[-1][name] += text
+        yield self._delta({"type": f"{name}_delta", name: text})
+
+    def closed(self, kind: str) -> Events:
+        """End the last block, and yield its event."""
+        yield self._of_block("content_block_stop")
+
+    def called(self, id: str, name: str, arguments: str) -> Events:
+        """Add a tool call, and yield its events."""
+        block: dict[str, Any] = {"type": "tool_use", "id": id, "name": name, "input": {}}
+        yield self._start(block)
+        block["input"] = _object(arguments)
+        yield self._delta(
+            {
+                "type": "input_json_delta",
+                "partial_json": json.dumps(block["input"], ensure_ascii=False),
+            }
+        )
+        yield self._of_block("content_block_stop")
+
+    def _start(self, block: dict[str, Any]) -> dict[str, Any]:
+        self.blocks.append(block)
+        return self._of_block("content_block_start", content_block=block)
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return self._of_block("content_block_delta", delta=delta)
+
+    def _of_block(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Return an event of the last block."""
+        return {"type": kind, "index": len(self.blocks) - 1} | fields
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """Return arguments as an object, as a field of one if the model wrote something else."""
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        parsed = arguments
+    return parsed if isinstance(parsed, dict) else {"arguments": parsed}
+
+
+def anthropic_error(error: dict[str, Any], status: int = 500, message: str = "") -> dict[str, Any]:
+    """Return an error in Anthropic's form, given in OpenAI's; ``message`` replaces its message."""
+    kind = error["error"]["type"]
+    message = message or error["error"]["message"]
+    kind = "request_too_large" if status == 413 else ERROR_TYPES.get(kind, kind)
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+class Messages:
+    """Endpoints of the Messages API."""
+
+    def __init__(self, completions: Completions):
+        self.completions = completions
+        self.reader = completions.reader
+
+    async def create(self, request: Request) -> Response:
+        """Return the model's next message."""
+        body = await self.reader.read(request, MessagesBody)
+        return await self.completions.answer_chat(
+            request, body.chat, MessageAnswer(self.reader.settings.model_name)
+        )
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Return the number of tokens of an input."""
+        body = await self.reader.read(request, CountTokensBody)
+        return await while_connected(
+            request.receive, self.reader.in_pool(request, self._counted, body.chat)
+        )
+
+    def _counted(self, chat: ChatBody) -> Response:
+        return JSONResponse({"input_tokens": len(self.completions.chat_inputs(chat).tokens)})

@@ -1,0 +1,300 @@
+"""The HTTP application: OpenAI's endpoints on an engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+import hf_slospec
+from hf_slospec.batcher.stats import Collector, with_labels
+from hf_slospec.server import anthropic
+from hf_slospec.server.access import OwnPagesOnly, ServerSettings
+from hf_slospec.server.answers import SLO_ANSWER_HEADERS, error_body, event
+from hf_slospec.server.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    LoadBody,
+    TokenizeBody,
+)
+from hf_slospec.server.chat_templates import ChatTemplates
+from hf_slospec.server.completions import Completions
+from hf_slospec.server.engine import ServedEngine
+from hf_slospec.server.orders import chat_prompt
+from hf_slospec.server.reading import (
+    Fault,
+    RequestReader,
+    check_framing,
+    check_running,
+    fault_of,
+    while_connected,
+)
+from hf_slospec.server.responses import Responses, ResponsesBody
+from hf_slospec.server.schemas import SchemaCheck
+
+EXPOSED_HEADERS = (
+    "Retry-After",
+    *SLO_ANSWER_HEADERS,
+)  # which web pages of allowed origins may read
+OPEN = ("/health", "/load_model", "/metrics", "/version")  # paths that never need an API key
+WHILE_STOPPING = ("/metrics", "/version")  # paths that are answered after the signal to stop
+
+
+def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
+    """Return the application that serves an engine."""
+    app = FastAPI(
+        title="hf_slospec", version=hf_slospec.__version__, docs_url=None, redoc_url=None,
+        dependencies=[Depends(check_framing)],
+    )  # fmt: skip
+    reader = RequestReader(engine, settings)
+    templates = ChatTemplates(settings.special_tokens)
+    schemas = SchemaCheck(settings.bounds)
+    completions = Completions(reader, templates, schemas)
+    small = _SmallEndpoints(reader, templates, schemas)
+    responses = Responses(completions)
+    messages = anthropic.Messages(completions)
+    app.state.reader_s, app.state.counts = (
+        settings.bounds.reader_s,
+        reader.counts,
+    )  # read by the connections
+    app.state.is_stopping = False
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(settings.allowed_origins), allow_methods=["*"], allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )  # fmt: skip
+    if not settings.api_keys:
+        app.add_middleware(
+            OwnPagesOnly,
+            allowed_origins=settings.allowed_origins,
+            allowed_hosts=settings.allowed_hosts,
+        )
+    for kind in (HTTPException, Fault):  # unknown paths and methods; missing keys
+        app.add_exception_handler(kind, _answer_fault)
+    definitions: dict[str, Any] = {}
+    for method, path, endpoint, body in (
+        ("POST", "/v1/chat/completions", completions.chat, ChatBody),
+        ("POST", "/v1/completions", completions.complete, CompletionBody),
+        ("POST", "/v1/responses", responses.respond, ResponsesBody),
+        ("POST", anthropic.PATH, messages.create, anthropic.MessagesBody),
+        (
+            "POST",
+            f"{anthropic.PATH}/count_tokens",
+            messages.count_tokens,
+            anthropic.CountTokensBody,
+        ),
+        ("POST", "/tokenize", small.tokenize, TokenizeBody),
+        ("POST", "/detokenize", small.detokenize, DetokenizeBody),
+        ("POST", "/load_model", small.load_model, LoadBody),
+        ("GET", "/tokenizer_info", small.tokenizer_info, None),
+        ("GET", "/v1/models", small.models, None),
+        ("GET", "/v1/models/{model:path}", small.model, None),
+        ("GET", "/health", small.health, None),
+        ("HEAD", "/health", small.health, None),
+        ("GET", "/metrics", small.metrics, None),
+        ("GET", "/version", small.version, None),
+    ):
+        extra = None if body is None else {"requestBody": _described(body, definitions)}
+        checks = [] if path in WHILE_STOPPING else [check_running]
+        checks += [] if path in OPEN else [reader.check_key]
+        app.add_api_route(
+            path, reader.with_faults(endpoint), methods=[method], openapi_extra=extra, response_model=None,
+            include_in_schema=method != "HEAD",
+            dependencies=[Depends(check) for check in checks],
+        )  # fmt: skip
+    _add_definitions(app, definitions)
+    return app
+
+
+async def _answer_fault(request: Request, error: Exception) -> Response:
+    """Return the answer to an error in the form of the API that was called, as a FastAPI exception
+    handler.
+    """
+    fault = fault_of(error)
+    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    is_anthropic = path.startswith(anthropic.PATH)
+    body = (
+        anthropic.anthropic_error(fault.body, fault.status, fault.for_anthropic)
+        if is_anthropic
+        else fault.body
+    )
+    return JSONResponse(body, fault.status, fault.headers)
+
+
+def _described(body: type[BaseModel], definitions: dict[str, Any]) -> dict[str, Any]:
+    """Return a body's OpenAPI description, and add the schemas that it refers to."""
+    schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+    definitions |= schema.pop("$defs", {})
+    return {"required": True, "content": {"application/json": {"schema": schema}}}
+
+
+def _add_definitions(app: FastAPI, definitions: dict[str, Any]) -> None:
+    """Add schemas that bodies refer to; FastAPI does not know them, as the endpoints read the
+    bodies themselves.
+    """
+    make = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        description: dict[str, Any] = make()
+        description.setdefault("components", {}).setdefault("schemas", {}).update(definitions)
+        return description
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+class _SmallEndpoints:
+    """Endpoints of tokens, the model, health and metrics."""
+
+    def __init__(self, reader: RequestReader, templates: ChatTemplates, schemas: SchemaCheck):
+        self.reader = reader
+        self.engine = reader.engine
+        self.settings = reader.settings
+        self.templates = templates
+        self.schemas = schemas
+        self.created = int(time.time())
+
+    async def tokenize(self, request: Request) -> Response:
+        """Return the token ids of a text or of messages."""
+        body = await self.reader.read(request, TokenizeBody)
+        return await while_connected(
+            request.receive, self.reader.in_pool(request, self._tokenized, body)
+        )
+
+    def _tokenized(self, body: TokenizeBody) -> Response:
+        tokenizer = self.engine.tokenizer
+        if body.messages is not None:
+            token_ids = chat_prompt(
+                body.messages, self.engine, self.reader.bounds, self.templates,
+                add_generation_prompt=body.add_generation_prompt,
+            ).tokens  # fmt: skip
+        else:
+            token_ids = tokenizer(body.prompt, add_special_tokens=body.add_special_tokens)[
+                "input_ids"
+            ]
+        answer = {
+            "count": len(token_ids),
+            "max_model_len": self.engine.max_len,
+            "tokens": token_ids,
+        }
+        if body.return_token_strs:
+            texts = {token: tokenizer.decode([token]) for token in set(token_ids)}
+            answer["token_strs"] = [texts[token] for token in token_ids]
+        return JSONResponse(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Return the text of token ids."""
+        body = await self.reader.read(request, DetokenizeBody)
+        if body.tokens and max(body.tokens) >= self.engine.vocab_size:
+            text = f"tokens has {max(body.tokens)}, and the vocabulary has {self.engine.vocab_size} tokens"
+            raise Fault(400, error_body(text, "invalid_request_error", "tokens"))
+        return await while_connected(
+            request.receive, self.reader.in_pool(request, self._detokenized, body.tokens)
+        )
+
+    def _detokenized(self, tokens: list[int]) -> Response:
+        return JSONResponse({"prompt": self.engine.tokenizer.decode(tokens)})
+
+    async def tokenizer_info(self) -> Response:
+        """Return the tokenizer's class, special tokens and chat template; raises Fault if they are
+        not wanted.
+        """
+        if not self.settings.tokenizer_info:
+            text = "this server does not describe its tokenizer; start it with --tokenizer-info"
+            raise Fault(404, error_body(text, "not_found_error"))
+        tokenizer = self.engine.tokenizer
+        info = {
+            "tokenizer_class": type(tokenizer).__name__,
+            "model_max_length": tokenizer.model_max_length,
+        }
+        return JSONResponse(
+            info | tokenizer.special_tokens_map | {"chat_template": tokenizer.chat_template}
+        )
+
+    async def load_model(self, request: Request) -> Response:
+        """Return that the model is loaded, which ``transformers chat`` asks first."""
+        await self.reader.read(request, LoadBody)
+        return Response(event({"status": "ready", "cached": True}), media_type="text/event-stream")
+
+    async def models(self) -> Response:
+        """Return the list of models, which has one."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, model: str) -> Response:
+        """Return a description of the model."""
+        self.reader.check_model(model)
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self.settings.model_name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "hf_slospec",
+            "max_model_len": self.engine.max_len,
+        }
+
+    async def health(self) -> Response:
+        """Return status 200 if requests are taken."""
+        self.engine.check_running()
+        return Response(status_code=200)
+
+    async def version(self) -> Response:
+        """Return the version."""
+        return JSONResponse({"version": hf_slospec.__version__})
+
+    async def metrics(self) -> Response:
+        """Return metrics for Prometheus."""
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        of_engine = await self.engine.families(self.settings.metrics_prefix)
+        labels = {"model_name": self.settings.model_name, "engine": "0"}  # as those of vLLM
+        families = [*with_labels(of_engine, **labels), *self._families()]
+        registry = CollectorRegistry()
+        registry.register(Collector(lambda: iter(families)))
+        return PlainTextResponse(
+            generate_latest(registry).decode(), media_type="text/plain; version=0.0.4"
+        )
+
+    def _families(self) -> Iterator[Any]:
+        """Yield the metric families of the server itself."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        prefix, pools = (
+            self.settings.metrics_prefix,
+            {"work": self.engine.work, "schemas": self.schemas.slots},
+        )
+        for name, text, label, counts in (
+            ("requests_refused", "Requests above a limit.", "limit", self.reader.refused),
+            (
+                "requests_by_objective",
+                "Requests with a gateway's objective.",
+                "objective",
+                self.reader.objectives,
+            ),
+        ):
+            counted = CounterMetricFamily(prefix + name, text, labels=[label])
+            for value, count in counts.items():
+                counted.add_metric([value], count)
+            yield counted
+        for name, text in (
+            ("clients_left", "Requests whose client left before their answer began."),
+            ("readers_cut", "Connections that were closed because nothing was read."),
+        ):
+            yield CounterMetricFamily(prefix + name, text, value=self.reader.counts[name])
+        for kind, name, text in (
+            (GaugeMetricFamily, "num_running", "Jobs that prepare requests now."),
+            (GaugeMetricFamily, "num_waiting", "Jobs that wait to begin."),
+            (CounterMetricFamily, "num_refused", "Jobs refused as too many waited."),
+            (CounterMetricFamily, "num_dropped", "Jobs dropped as their client left."),
+        ):
+            family = kind(prefix + name.replace("num_", "pool_jobs_"), text, labels=["pool"])
+            for pool, slots in pools.items():
+                family.add_metric([pool], getattr(slots, name))
+            yield family

@@ -1,0 +1,240 @@
+"""Endpoints of completions and chats: from a body to its choices, and from their pieces to an
+answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from hf_slospec.batcher.texts import Detokenizer
+from hf_slospec.server.answers import Answer, AnswerForm, slo_headers
+from hf_slospec.server.bodies import ChatBody, CompletionBody, SamplingBody
+from hf_slospec.server.chat_templates import ChatTemplates
+from hf_slospec.server.choices import Choice, Echo, Piece, PromptOnly, merged
+from hf_slospec.server.engine import Decoding, Order
+from hf_slospec.server.messages import CallParts, Parser, PlainParts, TemplateParts
+from hf_slospec.server.orders import (
+    PromptInputs,
+    chat_prompt,
+    end_tokens,
+    num_top_logprobs,
+    order_of,
+    prompt_of,
+)
+from hf_slospec.server.reading import RequestReader, fault_of, while_connected
+from hf_slospec.server.schemas import SchemaCheck
+
+InPool = Callable[..., Awaitable[Any]]  # calls a function with its arguments in the thread pool
+LONG_PIECE = 64  # log probabilities of more tokens than this are written in the thread pool
+
+
+class Completions:
+    """Endpoints of completions and chats."""
+
+    def __init__(self, reader: RequestReader, templates: ChatTemplates, schemas: SchemaCheck):
+        self.reader, self.engine, self.templates, self.schemas = (
+            reader,
+            reader.engine,
+            templates,
+            schemas,
+        )
+        self._texts = {skips: Detokenizer(self.engine.tokenizer, skips) for skips in (False, True)}
+
+    async def chat(self, request: Request) -> Response:
+        """Return the answer to a chat."""
+        body = await self.reader.read(request, ChatBody)
+        return await self.answer_chat(request, body, self.form(body))
+
+    async def answer_chat(self, request: Request, body: ChatBody, answer: AnswerForm) -> Response:
+        """Return the answer to a chat in a form; other APIs translate their bodies into chats."""
+        prompts = [partial(self.chat_inputs, body)]
+        return await while_connected(request.receive, self._answer(request, body, prompts, answer))
+
+    def chat_inputs(self, body: ChatBody) -> PromptInputs:
+        """Return the prompt of a chat."""
+        return chat_prompt(
+            body.messages, self.engine, self.reader.bounds, self.templates,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            tools=body.shown_tools,
+            template_kwargs=body.chat_template_kwargs,
+            reasoning_effort=body.reasoning_effort,
+        )  # fmt: skip
+
+    async def complete(self, request: Request) -> Response:
+        """Return the completions of one prompt or several."""
+        body = await self.reader.read(request, CompletionBody)
+        prompts = [partial(prompt_of, prompt, body, self.engine) for prompt in body.prompts]
+        return await while_connected(
+            request.receive, self._answer(request, body, prompts, self.form(body))
+        )
+
+    def form(self, body: SamplingBody) -> Answer:
+        """Return the form of the answer to a completion or chat."""
+        return Answer(
+            self.reader.settings.model_name, isinstance(body, ChatBody), self._texts[False].token_bytes,
+            num_top_logprobs(body) is not None, body.options.include_usage or body.options.continuous_usage_stats,
+            body.options.continuous_usage_stats,
+        )  # fmt: skip
+
+    async def _answer(
+        self,
+        request: Request,
+        body: SamplingBody,
+        make_prompts: Sequence[Callable[[], PromptInputs]],
+        answer: AnswerForm,
+    ) -> Response:
+        in_pool = partial(self.reader.in_pool, request)
+        choices: list[Choice] = []
+        try:
+            terms = self.reader.terms(request, body)
+            if body.json_schema is not None:
+                await self.schemas.check(request.state.client, body.json_schema, body.schema_field)
+            prompts = [await in_pool(make) for make in make_prompts]
+            per_prompt_orders = [
+                [order_of(body, prompt, terms, self.engine, i) for i in range(body.n)]
+                for prompt in prompts
+            ]
+            for orders in per_prompt_orders:
+                echo = self._echo(body)
+                for order in orders:
+                    order = replace(order, request_id=answer.id, client=request.state.client)
+                    choices.append(await self._choice(len(choices), order, body, echo, in_pool))
+            if not body.stream:
+                return await self._whole(answer, merged(choices), choices, in_pool)
+        except BaseException:
+            _cancel(choices)
+            raise
+        return _Stream(self._events(answer, merged(choices), choices, in_pool), choices)
+
+    async def _choice(
+        self, index: int, order: Order, body: SamplingBody, echo: Echo | None, in_pool: InPool
+    ) -> Choice:
+        """Submit an order, and return it as a choice."""
+        parser: Parser = PlainParts()
+        template = self.engine.response_template
+        if isinstance(body, ChatBody) and body.must_call:
+            parser = CallParts()
+        elif (
+            template is not None and isinstance(body, ChatBody) and body.json_schema is None
+        ):  # JSON is all content
+            parser = await in_pool(self._parser, template, order.prompt, body)
+        skips = body.skip_special_tokens
+        hidden = body.stop_token_ids or []
+        if isinstance(
+            parser, TemplateParts
+        ):  # response templates match the texts of special tokens
+            skips = False
+            hidden = end_tokens(body, self.engine.generation_config)
+        wants_offsets = isinstance(body, CompletionBody) and body.logprobs is not None
+        order = replace(order, arguments=order.arguments | {"skip_special_tokens": skips})
+        return Choice(
+            index, await self._decoding(order, echo), order.prompt, self._texts[skips], in_pool,
+            body.stop_strings, hidden, body.include_stop_str_in_output, echo, parser, wants_offsets, body.min_tokens,
+        )  # fmt: skip
+
+    async def _decoding(self, order: Order, echo: Echo | None) -> Decoding:
+        """Submit an order, and return its decoding; one that wants no tokens only scores its
+        prompt.
+        """
+        arguments = order.arguments
+        scores_prompt = echo is not None and echo.is_first()
+        if scores_prompt:
+            arguments = arguments | {"prompt_logprobs": arguments["logprobs"]}
+        if arguments["max_new_tokens"]:
+            return await self.engine.submit(replace(order, arguments=arguments))
+        if not scores_prompt:
+            return PromptOnly(order.prompt, None)
+        arguments = arguments | {
+            "max_new_tokens": 1
+        }  # the engine decodes at least one token; it is not shown
+        return PromptOnly(
+            order.prompt, await self.engine.submit(replace(order, arguments=arguments))
+        )
+
+    def _echo(self, body: SamplingBody) -> Echo | None:
+        """Return the echo of a prompt, if the answer repeats it."""
+        if not isinstance(body, CompletionBody) or not body.echo:
+            return None
+        return Echo(None if body.logprobs is None else asyncio.get_running_loop().create_future())
+
+    def _parser(self, template: dict[str, Any], prompt: list[int], body: ChatBody) -> TemplateParts:
+        return TemplateParts(
+            template, self.engine.tokenizer.decode(prompt), body.shown_tools, body.max_calls
+        )
+
+    async def _whole(
+        self,
+        answer: AnswerForm,
+        pieces: AsyncIterator[Piece],
+        choices: Sequence[Choice],
+        in_pool: InPool,
+    ) -> Response:
+        """Return the answer once all pieces are there."""
+        gathered = [Piece(choice.index, "", [], []) for choice in choices]
+        async for piece in pieces:
+            gathered[piece.index] = gathered[piece.index].joined(piece)
+
+        def response() -> Response:
+            return JSONResponse(answer.whole(gathered, choices), headers=slo_headers(choices))
+
+        return await in_pool(response) if answer.wants_logprobs else response()
+
+    async def _events(
+        self,
+        answer: AnswerForm,
+        pieces: AsyncIterator[Piece],
+        choices: Sequence[Choice],
+        in_pool: InPool,
+    ) -> AsyncIterator[str]:
+        begun: set[int] = set()  # indices of choices that have sent a chunk
+
+        def events_of(piece: Piece) -> str:
+            return answer.chunk(piece, choices, piece.index not in begun)
+
+        try:
+            if first := answer.begin(choices):
+                yield first
+            async for piece in pieces:
+                takes_long = answer.wants_logprobs and len(piece.tokens) > LONG_PIECE
+                yield await in_pool(events_of, piece) if takes_long else events_of(piece)
+                begun.add(piece.index)
+            yield answer.end(choices)
+        except Exception as error:  # noqa: BLE001  the status has been sent, so the stream carries the error
+            yield answer.failed(fault_of(error).body, choices)
+
+
+class _Stream(StreamingResponse):
+    """Stream of events; its requests end with it, even if it is never begun."""
+
+    def __init__(self, events: AsyncIterator[str], choices: Sequence[Choice]):
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+        self._choices = choices
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with contextlib.suppress(
+                ClientDisconnect, OSError
+            ):  # servers may raise OSError from send
+                await while_connected(
+                    receive, self.stream_response(send)
+                )  # without the task group of starlette
+        finally:
+            _cancel(self._choices)
+
+
+def _cancel(choices: Sequence[Choice]) -> None:
+    for choice in choices:
+        choice.decoding.cancel()

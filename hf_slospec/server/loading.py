@@ -1,0 +1,322 @@
+"""Loading of the models that options name: the target, its drafter, and a generator with both."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import jinja2
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.distributed import DistributedConfig
+
+from hf_slospec.batcher.generator import SLOSpecGenerator
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.cpu.kernels import works
+from hf_slospec.drafters.load_drafter import check_source, load_drafter
+from hf_slospec.drafters.methods import DraftMethod
+from hf_slospec.errors import InvalidInputError, MissingExtraError, SLOSpecError
+from hf_slospec.heads.checkpoint import LOADING_ERRORS
+from hf_slospec.model.loading import load_model, loading_hint, located
+from hf_slospec.model.machine import available_cores, cpu_info, native_dtypes
+from hf_slospec.model.properties import input_device
+from hf_slospec.server.model_options import ASSISTANT, AUTO, ModelOptions
+from hf_slospec.tiny.embedded import HEADS, load_tiny_drafter, load_tiny_pair, tiny_prompts
+from hf_slospec.tiny.inflate import inflate
+from hf_slospec.tiny.shapes import DRAFT_SHAPES, SHAPES
+
+logger = logging.getLogger(__name__)
+
+TRIAL: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8}
+
+
+def chosen_device(name: str) -> torch.device:
+    """Return the device that ``--device`` names; auto: CUDA, or MPS if a trial is right, else the
+    CPU.
+
+    Raises:
+        InvalidInputError: torch has no such device here.
+    """
+    if name == AUTO:
+        return _best_device()
+    try:
+        torch.empty(0, device=name)
+    except (
+        RuntimeError,
+        AssertionError,
+        ImportError,
+    ) as error:  # torch without CUDA, or without that device's module
+        raise InvalidInputError(
+            f"--device {name}: {error}; choose another device, or auto"
+        ) from error
+    if torch.device(name).type == "meta":
+        raise InvalidInputError("--device meta: its tensors have no data; choose another device")
+    return torch.device(name)
+
+
+def _best_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if torch.backends.mps.is_available():
+        device = torch.device("mps")
+        if decodes_as_stock(device):
+            return device
+        logger.warning(
+            "the GPU (mps) is not used: a trial on it failed, or gave other tokens than generate"
+        )
+    return torch.device("cpu")
+
+
+def decodes_as_stock(device: torch.device) -> bool:
+    """Return whether the embedded pair gives the same tokens on a device with speculation as with
+    ``generate``.
+    """
+    target, draft, tokenizer = load_tiny_pair()
+    config = SLOSpecConfig(policy="fixed", max_depth=2, max_width=2)
+    try:
+        model = target.to(device)  # type: ignore[arg-type]  # decorated method
+        generator = SLOSpecGenerator(model, draft.to(device), config=config)  # type: ignore[arg-type]
+        inputs = tokenizer(tiny_prompts()[0], return_tensors="pt").to(device)
+        for do_sample in (False, True):
+            outputs = []
+            for generate in (model.generate, generator.generate):
+                torch.manual_seed(0)
+                outputs.append(generate(inputs["input_ids"], do_sample=do_sample, **TRIAL))
+            if not torch.equal(*outputs):
+                return False
+    except (
+        SLOSpecError,
+        RuntimeError,
+        TypeError,
+    ) as error:  # operations or dtypes that the device lacks
+        logger.info("a trial on %s failed: %s", device, error)
+        return False
+    return True
+
+
+def device_name(device: torch.device) -> str:
+    """Return a device as text, with its model name if that is known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    if device.type == "cpu":
+        name = cpu_info("model name")
+    return f"{device} ({name})" if name else str(device)
+
+
+class Pair(NamedTuple):
+    """A target and its draft with their tokenizer."""
+
+    target: PreTrainedModel
+    draft: Any  # PreTrainedModel; None if a target was named and no draft
+    tokenizer: PreTrainedTokenizerBase
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """Return bf16, or fp32 on CPUs that have neither bf16 instructions nor FBGEMM's kernels for
+    packed weights.
+    """
+    is_fast = (
+        device.type != "cpu" or native_dtypes()[torch.bfloat16] or works("FBGEMM", torch.bfloat16)
+    )
+    return torch.bfloat16 if is_fast else torch.float32
+
+
+def load_pair(
+    target: str | None,
+    assistant: str | None,
+    size: str,
+    dtype: str,
+    device: str,
+    may_unpickle: bool = True,
+    images: bool = False,
+    allow_missing: bool = False,
+    tensor_parallel_size: int = 1,
+) -> Pair:
+    """Load models from the Hub or from folders, or else the embedded pair with its target inflated
+    to ``size``.
+
+    The target of size 8B has the shape of Llama-3.1-8B, and its draft that of Llama-3.2-1B; other
+    sizes have the embedded draft.
+
+    The number of torch's threads is limited to the cores that this process may use. The dtype
+    ``fast`` is that of :func:`fast_dtype`, ``auto`` that of the checkpoint. A name may be that of a
+    GGUF file, whose weights are dequantized; the tokenizer is that of its folder, if there is one.
+    Without ``may_unpickle``, weights are read from safetensors and GGUF files only, as pickled
+    files may run code. A named target has no draft unless an assistant is named; with ``images`` it
+    is loaded with its image encoder. ``allow_missing`` is that of
+    :func:`~hf_slospec.model.loading.load_model`. No weight requires a gradient. With
+    ``tensor_parallel_size``, this is one of so many processes, which split a named target among
+    their GPUs, or on the CPU where there is none, and have the whole draft each.
+
+    Raises:
+        InvalidInputError: a model cannot be loaded; the message has the names of the command line.
+    """
+    torch.set_num_threads(min(torch.get_num_threads(), available_cores()))
+    dtype = (
+        str(fast_dtype(torch.device(device))).removeprefix("torch.") if dtype == "fast" else dtype
+    )
+    if target is not None:
+        auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
+        named: list[tuple[Any, str | None]] = [
+            (auto_class, target),
+            (AutoModelForCausalLM, assistant),
+        ]
+        options = (
+            f"--target {target}"
+            if assistant is None
+            else f"--target {target} --assistant {assistant}"
+        )
+        try:
+            files = {name: located(name) for _, name in named if name is not None}
+            source, hub = files[target]
+            if "gguf_file" in hub and os.path.isfile(os.path.join(source, "tokenizer_config.json")):
+                # With it, transformers reads the tokenizer.json beside the file, but not the chat
+                # template
+                hub = {}
+            tokenizer = AutoTokenizer.from_pretrained(source, **hub)
+            models: list[Any] = []
+            for auto, name in named:
+                if name is not None:
+                    source, hub = files[name]
+                    if not may_unpickle and "gguf_file" not in hub:
+                        hub = {"use_safetensors": True, **hub}
+                    if tensor_parallel_size > 1 and not models:
+                        hub = {
+                            "distributed_config": DistributedConfig(tp_size=tensor_parallel_size),
+                            **hub,
+                        }
+                    models.append(load_model(auto, source, allow_missing, dtype=dtype, **hub))
+            if tensor_parallel_size > 1:
+                device = str(input_device(models[0]))
+            models = [model.to(device) for model in models]
+        except LOADING_ERRORS as error:
+            raise InvalidInputError(f"{options}: {loading_hint(error, may_unpickle)}") from error
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        return Pair(models[0], None if assistant is None else models[1], tokenizer)
+    pair: Any = load_tiny_pair(dtype)
+    model = pair[0].to(device)
+    draft = pair[1].to(device)
+    if size in DRAFT_SHAPES:
+        draft = inflate(draft, DRAFT_SHAPES[size])
+    model = model if size == "tiny" else inflate(model, SHAPES[size])
+    return Pair(model.requires_grad_(False), draft.requires_grad_(False), pair[2])
+
+
+def load_models(options: ModelOptions) -> Pair:
+    """Return the models and the tokenizer.
+
+    Raises:
+        InvalidInputError: they or the drafter cannot be found, or there are other processes than
+            the options say.
+    """
+    size = options.tensor_parallel_size
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if size > 1 and size != world_size:
+        raise InvalidInputError(
+            f"--tensor-parallel-size {size} needs as many processes, and the number of them here is {world_size}; "
+            f"start them by torchrun --nproc-per-node {size} -m hf_slospec ..."
+        )
+    try:
+        check_drafter(options)
+    except SLOSpecError as error:
+        raise InvalidInputError(f"{options.drafting}: {error}") from error
+    device = str(chosen_device(options.device))
+    return load_pair(
+        options.target, options.assistant, options.size, options.dtype, device, options.allow_pickle, options.images,
+        options.allow_missing, size,
+    )  # fmt: skip
+
+
+def check_drafter(options: ModelOptions) -> None:
+    """Raise SLOSpecError unless the drafter's parts fit together and their files can be found; read
+    no tensor.
+    """
+    check_source(options.parts, (ASSISTANT, *(HEADS if options.target is None else ())))
+
+
+def draft_method(options: ModelOptions, pair: Pair) -> DraftMethod:
+    """Return the draft method for the target of the pair; raises InvalidInputError if it cannot be
+    loaded.
+    """
+    embedded: dict[str, Callable[[], Any]] = {ASSISTANT: lambda: pair.draft}
+    if options.target is None:
+        embedded |= {
+            kind: partial(load_tiny_drafter, kind, cast(LlamaForCausalLM, pair.target))
+            for kind in HEADS
+        }
+    try:
+        sources = [embedded[part]() if part in embedded else part for part in options.parts]
+        return load_drafter(
+            sources, pair.target, tokenizer=pair.tokenizer, share_texts=options.share_texts,
+            allow_missing=options.allow_missing,
+        )  # fmt: skip
+    except MissingExtraError:
+        raise
+    except SLOSpecError as error:
+        raise InvalidInputError(f"{options.drafting}: {error}") from error
+    except ImportError as error:
+        raise InvalidInputError(
+            f"{options.drafting} needs a package, which must be installed: {error}"
+        ) from error
+
+
+def load_generator(
+    options: ModelOptions, config: SLOSpecConfig, chat_template: str | None = None
+) -> SLOSpecGenerator:
+    """Return a generator with the models; ``chat_template`` replaces that of the tokenizer, if
+    given.
+    """
+    pair = load_models(options)
+    processor = AutoProcessor.from_pretrained(options.target) if options.images else None
+    if chat_template is not None:
+        pair.tokenizer.chat_template = chat_template
+        if processor is not None:
+            processor.chat_template = chat_template
+    _check_chat_template(
+        options.target, pair.tokenizer if processor is None else processor, processor is not None
+    )
+    method = draft_method(options, pair)
+    return SLOSpecGenerator(
+        pair.target, None, pair.tokenizer, config, drafter=method, processor=processor
+    )
+
+
+def size_and_place(model: PreTrainedModel) -> str:
+    """Return the size, dtype and device of a model, for commands to print."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    return f"{model.num_parameters() / 1e6:.0f} M parameters, {dtype}, on {device_name(input_device(model))}"
+
+
+def _check_chat_template(target: str | None, renderer: Any, takes_parts: bool) -> None:
+    """Raise InvalidInputError if a chat template cannot render a conversation of one message.
+
+    Args:
+        renderer: the tokenizer or processor.
+        takes_parts: message contents are lists of parts, as for processors.
+    """
+    if getattr(renderer, "chat_template", None) is None:
+        return
+    content = [{"type": "text", "text": "Hello"}] if takes_parts else "Hello"
+    try:
+        renderer.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        if (
+            type(error) is jinja2.TemplateError
+        ):  # raised by the template's own raise_exception, so the template works
+            return
+        raise InvalidInputError(
+            f"the chat template of {target or 'the embedded target'} is broken: {error}; give a working one in a file "
+            "with --chat-template"
+        ) from error

@@ -1,0 +1,200 @@
+"""Split of a chat's answer into content, reasoning and tool calls, by the model's response
+template.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers.utils.chat_parsing import ResponseParser
+
+REASONING = (
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)  # names of the field in response templates
+TOOL_CALLS = "tool_calls"
+
+
+@dataclass
+class Parts:
+    """A section of an answer, split into content, reasoning and tool calls."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # in the form of OpenAI's streams
+
+    def __add__(self, after: Parts) -> Parts:
+        calls = self.tool_calls + after.tool_calls
+        return Parts(self.content + after.content, self.reasoning + after.reasoning, calls)
+
+
+class PlainParts:
+    """Parser for a model without a response template: all text is content."""
+
+    num_calls = 0  # tool calls so far
+
+    def push(self, text: str, is_last: bool) -> Parts:
+        """Return the parts of more text."""
+        return Parts(text)
+
+
+class CallParts:
+    """Parser for an answer that must be a JSON array of tool calls."""
+
+    def __init__(self) -> None:
+        # calls so far, and the text after the last one
+        self.num_calls = 0
+        self._pending = ""
+
+    def push(self, text: str, is_last: bool) -> Parts:
+        """Return the tool calls that more text completes. What is left of one that is cut off is
+        content.
+        """
+        parts = Parts()
+        decoder = json.JSONDecoder()
+        self._pending += text
+        while "}" in text:  # otherwise it completes no call
+            self._pending = self._pending.lstrip("[, \n\t")
+            try:
+                call, end = decoder.raw_decode(self._pending)
+            except (ValueError, RecursionError):  # not complete yet
+                break
+            self._pending = self._pending[end:]
+            parts.tool_calls.append(_call(self.num_calls, _function(call)))
+            self.num_calls += 1
+        if is_last and (rest := self._pending.lstrip("[, \n\t")).startswith("{"):
+            parts.content = rest
+        return parts
+
+
+class TemplateParts:
+    """Parser for a model with a response template, on transformers' incremental parser."""
+
+    def __init__(
+        self,
+        template: dict[str, Any],
+        prefix: str,
+        tools: Sequence[dict[str, Any]] | None = None,
+        max_calls: int | None = None,
+    ):
+        """Create a parser.
+
+        Args:
+            prefix: text of the prompt, which may begin a region.
+            tools: give the types of arguments.
+            max_calls: further tool calls are left out.
+        """
+        self._max_calls = max_calls
+        self._parser: ResponseParser | None = ResponseParser(
+            template, prefix=prefix, tools=list(tools or ())
+        )
+        self.num_calls = 0
+        self._has_content = False
+        # text since the last parsed region or delimiter
+        self._in_call = False
+        self._pending = ""
+
+    def push(self, text: str, is_last: bool) -> Parts:
+        """Return the parts that more text completes. A tool call that cannot be parsed becomes
+        content, unchanged.
+
+        Whitespace before the content is removed: templates put it between reasoning or tool calls
+            and the content.
+        """
+        parts = Parts()
+        for index, char in enumerate(
+            text
+        ):  # one by one, so that the parts do not depend on the pieces of text
+            if not self._feed(char, parts):
+                parts.content += text[index + 1 :]
+                break
+        if is_last:
+            self._feed(None, parts)
+        if not self._has_content:
+            parts.content = parts.content.lstrip()
+            self._has_content = bool(parts.content)
+        return parts
+
+    def _feed(self, char: str | None, parts: Parts) -> bool:
+        """Add the parts that a character, or the end (None), completes; return False if the text
+        cannot be parsed.
+        """
+        if self._parser is None:
+            parts.content += char or ""
+            return False
+        self._pending += char or ""
+        try:
+            events = self._parser.finalize()[1] if char is None else self._parser.feed(char)
+            self._take(events, parts)
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+        ):  # the template cannot parse what the model wrote
+            parts.content += self._pending
+            self._parser = None
+            return False
+        if not self._in_call:
+            self._pending = self._parser._buffer[
+                self._parser._pos :
+            ]  # possibly the beginning of a delimiter
+        return True
+
+    def _take(self, events: Sequence[dict[str, Any]], parts: Parts) -> None:
+        for event in events:
+            kind = event["type"]
+            name = event["field"]
+            if name == TOOL_CALLS:
+                self._in_call = kind != "region_close"
+                if not self._in_call:
+                    values = (
+                        event["value"] if isinstance(event["value"], list) else [event["value"]]
+                    )
+                    for function in [_function(value["function"]) for value in values]:
+                        if self._max_calls is None or self.num_calls < self._max_calls:
+                            parts.tool_calls.append(_call(self.num_calls, function))
+                            self.num_calls += 1
+            elif kind == "region_chunk":
+                self._pending = self._pending.removeprefix(event["text"])
+                if name in REASONING:
+                    parts.reasoning += event["text"]
+                else:
+                    parts.content += event["text"]
+
+
+def _call(index: int, function: dict[str, str]) -> dict[str, Any]:
+    """Return a tool call in the form of OpenAI's streams."""
+    return {
+        "index": index,
+        "id": f"call_{uuid.uuid4().hex}",
+        "type": "function",
+        "function": function,
+    }
+
+
+def _function(parsed: dict[str, Any]) -> dict[str, str]:
+    """Return a function's name and its arguments as a JSON text."""
+    arguments = parsed.get("arguments", {})
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"name": str(parsed["name"]), "arguments": text}
+
+
+Parser = PlainParts | CallParts | TemplateParts
+
+
+def response_template(model: Any, tokenizer: Any) -> dict[str, Any] | None:
+    """Return the response template of a tokenizer, or else that of transformers' server for this
+    model type.
+    """
+    from transformers.cli.serving.utils import get_response_template
+
+    template: dict[str, Any] | None = get_response_template(tokenizer, model)
+    return template

@@ -1,0 +1,239 @@
+"""Conversion of request bodies to arguments of ``submit``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from hf_slospec.batcher.submission import REFUSALS, tensors_of_one
+from hf_slospec.errors import InvalidInputError
+from hf_slospec.generate.processors import OccurrencePenalties
+from hf_slospec.generate.rows import model_end_tokens
+from hf_slospec.server.bodies import ChatBody, CompletionBody, Message, SamplingBody
+from hf_slospec.server.chat_templates import ChatTemplates, template_variables
+from hf_slospec.server.engine import Order, ServedEngine
+from hf_slospec.server.image_urls import ImageBudget
+from hf_slospec.server.limits import ContextOverflowError, RequestLimits
+from hf_slospec.server.options import Objective
+
+DEFAULT_MAX_TOKENS = 16  # for completions, as OpenAI's
+DEFAULT_CHAT_TOKENS = (
+    4096  # for chats; not all that fits, as guaranteed ones are admitted with their longest output
+)
+SEEDS = 2**63
+LEAST_TEMPERATURE = (
+    1e-5  # below it, decoding is greedy, as vLLM's is: logits divided by less may overflow
+)
+EFFORT = "reasoning_effort"  # the chat template's variable
+# llm-d's headers, in milliseconds; the second of each pair is deprecated.
+SLO_HEADERS: dict[str, tuple[str, ...]] = {
+    "slo_tpot": ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"),
+    "slo_ttft": ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms"),
+    "slo_e2e": (),  # only in bodies
+}
+
+
+def asked_slos(
+    body: SamplingBody, headers: Mapping[str, str], objective: Objective
+) -> dict[str, Any]:
+    """Return the SLOs of body, headers and objective, in seconds or stages, in this order of
+    precedence.
+
+    Raises:
+        InvalidInputError: a header is not a positive number.
+    """
+    slos: dict[str, Any] = {}
+    for field, names in SLO_HEADERS.items():
+        slos[field] = getattr(body, field)
+        header = next(((name, headers[name]) for name in names if name in headers), None)
+        if slos[field] is None and header is not None:
+            name, text = header
+            try:
+                milliseconds = float(text)
+            except ValueError:
+                milliseconds = float("nan")
+            if not 0 < milliseconds < float("inf"):
+                raise InvalidInputError(
+                    f"header {name} must be a positive number of milliseconds, got {text!r}"
+                )
+            slos[field] = milliseconds / 1e3
+        if slos[field] is None:
+            slos[field] = getattr(objective, field)
+    return slos
+
+
+class PromptInputs(NamedTuple):
+    """A prompt as the model takes it."""
+
+    tokens: list[int]
+    of_images: dict[str, Any] = {}  # noqa: RUF012  arguments of submit for its images; never written to
+
+
+def prompt_of(prompt: str | list[int], body: CompletionBody, engine: ServedEngine) -> PromptInputs:
+    """Return the token ids of a completion's prompt."""
+    if isinstance(prompt, str):
+        adds = body.add_special_tokens is not False
+        ids: list[int] = engine.tokenizer(prompt, add_special_tokens=adds)["input_ids"]
+        if not ids:
+            raise InvalidInputError("prompt is empty; give it at least one token")
+        return PromptInputs(ids)
+    if max(prompt) >= engine.vocab_size:
+        raise InvalidInputError(
+            f"prompt has token {max(prompt)}, and the vocabulary has {engine.vocab_size} tokens"
+        )
+    return PromptInputs(prompt)
+
+
+def chat_prompt(
+    messages: list[Message],
+    engine: ServedEngine,
+    limits: RequestLimits,
+    templates: ChatTemplates,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: list[dict[str, Any]] | None = None,
+    template_kwargs: dict[str, Any] | None = None,
+    reasoning_effort: str | None = None,
+) -> PromptInputs:
+    """Return the prompt that the tokenizer's chat template, or with images the processor's, makes
+    of messages.
+
+    Raises:
+        InvalidInputError: there is no template, it refuses the messages, or images are too large.
+    """
+    has_images = any(message.num_images for message in messages)
+    if has_images and engine.processor is None:
+        raise InvalidInputError("messages: this server takes no images (image_url); send text only")
+    processor: Any = engine.processor if has_images else engine.tokenizer
+    if getattr(processor, "chat_template", None) is None:
+        raise InvalidInputError(
+            "the model has no chat template; use /v1/completions, or start with --chat-template"
+        )
+    as_tensors = {"return_tensors": "pt"} if has_images else {}
+    variables = dict(template_kwargs or {})
+    if reasoning_effort is not None and EFFORT in template_variables(processor):
+        variables.setdefault(EFFORT, reasoning_effort)
+    budget = ImageBudget(
+        lambda number: limits.check("pixels", number, "messages", "pixels of all images")
+    )
+    template_messages = [message.for_template(budget) for message in messages]
+    try:
+        encoded = templates.apply(
+            processor, template_messages, variables, tools=tools,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            continue_final_message=continue_final_message, return_dict=True, tokenize=True, **as_tensors,
+        )  # fmt: skip
+    except REFUSALS as error:
+        if isinstance(error, InvalidInputError):  # it says already what is wrong
+            raise
+        raise InvalidInputError(f"messages: the chat template refused them: {error}") from error
+    tensors = tensors_of_one(encoded) if has_images else {}
+    ids = tensors.pop("inputs")[0].tolist() if has_images else encoded["input_ids"]
+    if not ids:
+        raise InvalidInputError("messages: the chat template made no tokens of them; send a text")
+    return PromptInputs(ids, tensors)
+
+
+def order_of(
+    body: SamplingBody,
+    inputs: PromptInputs,
+    terms: dict[str, Any],
+    engine: ServedEngine,
+    choice: int,
+) -> Order:
+    """Return the order of one choice of a request; ``terms`` are the arguments that depend on the
+    tenant.
+
+    Raises:
+        InvalidInputError: a field cannot be served.
+    """
+    prompt, arguments = (
+        inputs.tokens,
+        _sampling(body, engine.generation_config) | terms | inputs.of_images,
+    )
+    arguments["max_new_tokens"] = _max_tokens(body, len(prompt), engine)
+    arguments["speculative"] = body.speculative
+    if body.seed is not None:
+        arguments["seed"] = (body.seed + choice) % SEEDS
+    arguments["eos_token_id"] = end_tokens(body, engine.generation_config) or None
+    if body.min_tokens:
+        if body.min_tokens > arguments["max_new_tokens"]:
+            raise InvalidInputError(
+                f"min_tokens is {body.min_tokens}, and at most {arguments['max_new_tokens']} fit"
+            )
+        arguments["min_new_tokens"] = body.min_tokens
+    if body.stop_strings:
+        arguments["stop_strings"] = body.stop_strings
+    for name, ids in (
+        ("logit_bias", body.logit_bias or ()),
+        ("stop_token_ids", body.stop_token_ids or ()),
+    ):
+        if wrong := [token for token in ids if not 0 <= token < engine.vocab_size]:
+            raise InvalidInputError(
+                f"{name}: token ids must be from 0 to {engine.vocab_size - 1}, got {wrong[0]}"
+            )
+    if body.logit_bias:
+        arguments["sequence_bias"] = {
+            (token,): float(bias) for token, bias in body.logit_bias.items()
+        }
+    if body.repetition_penalty is not None:
+        arguments["repetition_penalty"] = body.repetition_penalty
+    if body.presence_penalty or body.frequency_penalty:
+        penalties = OccurrencePenalties(len(prompt), body.presence_penalty, body.frequency_penalty)
+        arguments["logits_processor"] = [penalties]
+    if (num_top := num_top_logprobs(body)) is not None:
+        arguments["logprobs"] = num_top
+    return Order(prompt, arguments, body.json_schema)
+
+
+def num_top_logprobs(body: SamplingBody) -> int | None:
+    """Return the number of top log probabilities besides the token's own; None: no log
+    probabilities.
+    """
+    if isinstance(body, ChatBody):
+        return (body.top_logprobs or 0) if body.logprobs else None
+    assert isinstance(body, CompletionBody)
+    return body.logprobs
+
+
+def end_tokens(body: SamplingBody, generation_config: Any) -> list[int]:
+    """Return the token ids that end the output: the model's, unless ``ignore_eos``, and the
+    request's.
+    """
+    of_model = [] if body.ignore_eos else model_end_tokens(generation_config)
+    return [*of_model, *(body.stop_token_ids or [])]
+
+
+def _sampling(body: SamplingBody, generation_config: Any) -> dict[str, Any]:
+    """Return sampling options: of the body, else of the generation config if it samples, else
+    neutral ones.
+    """
+    defaults = generation_config if generation_config.do_sample else None
+    options = {}
+    for name, neutral in {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None}.items():
+        candidates = (getattr(body, name), getattr(defaults, name, None), neutral)
+        options[name] = next((value for value in candidates if value is not None), None)
+    if options["top_k"] == -1:  # vLLM's value for all tokens
+        options["top_k"] = 0
+    if float(options["temperature"] or 0) < LEAST_TEMPERATURE:
+        return {"do_sample": False}
+    return {"do_sample": True} | {
+        name: value for name, value in options.items() if value is not None
+    }
+
+
+def _max_tokens(body: SamplingBody, prompt_len: int, engine: ServedEngine) -> int:
+    is_chat = isinstance(body, ChatBody)
+    requested = body.max_tokens
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        requested = body.max_completion_tokens
+    room = engine.max_len - prompt_len
+    needed = max(requested or 1, 1)
+    if needed > room:
+        raise ContextOverflowError.of_tokens(body.prompt_field, engine.max_len, prompt_len, needed)
+    return (
+        min(DEFAULT_CHAT_TOKENS if is_chat else DEFAULT_MAX_TOKENS, room)
+        if requested is None
+        else requested
+    )

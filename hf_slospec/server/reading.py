@@ -1,0 +1,326 @@
+"""Reading of requests: keys, bodies and models are checked, and errors become answers in OpenAI's
+form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import reprlib
+import zlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import wraps
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+from hf_slospec.errors import (
+    InvalidInputError,
+    InvalidTypeError,
+    NotGuaranteedError,
+    NotRunningError,
+    QueueFull,
+    RequestCancelledError,
+    UnsupportedOptionError,
+    describe_fault,
+)
+from hf_slospec.server.access import ServerSettings, Tenant
+from hf_slospec.server.answers import error_body
+from hf_slospec.server.bodies import ForeignBody, SamplingBody
+from hf_slospec.server.engine import ServedEngine
+from hf_slospec.server.limits import CONTEXT_CODE, ContextOverflowError, LimitError
+from hf_slospec.server.options import Objective
+from hf_slospec.server.work import BusyError
+
+logger = logging.getLogger(__name__)
+Body = TypeVar("Body", bound=BaseModel)
+T = TypeVar("T")
+RETRY_AFTER_S = 1
+GZIP = ("gzip", "x-gzip")  # values of Content-Encoding
+BODY_S = 30.0  # seconds for a request's body to arrive
+# Headers of Gateway API's inference extension: the name of a class of requests, and the unit of
+# fair scheduling.
+OBJECTIVE = "x-gateway-inference-objective"
+FAIRNESS_ID = "x-gateway-inference-fairness-id"
+GATEWAY_NAME = re.compile(r"[!-~]{1,253}")
+# Pydantic names the types of a union in the path of a fault, such as "constrained-float",
+# "list[SLOStage]" or "str".
+TYPE_NAME = re.compile(r"str|int|float|bool|.*[^a-z0-9_].*")
+FIELD = re.compile(r"[a-z_]+(?=: )")  # errors about one field begin with its name
+OTHER = "other"  # for objectives that are not configured, whose names clients choose
+
+
+class Fault(Exception):  # noqa: N818  it is an answer
+    """Answer that is an error."""
+
+    def __init__(
+        self,
+        status: int,
+        body: dict[str, Any],
+        headers: Mapping[str, str] | None = None,
+        for_anthropic: str = "",
+    ):
+        """``body`` is an error in OpenAI's form; ``for_anthropic`` replaces its message in
+        Anthropic's.
+        """
+        super().__init__(status)
+        self.status, self.body, self.headers, self.for_anthropic = (
+            status,
+            body,
+            dict(headers or {}),
+            for_anthropic,
+        )
+
+
+class RequestReader:
+    """Reads requests for all endpoints, and counts those that were refused or whose client left."""
+
+    def __init__(self, engine: ServedEngine, settings: ServerSettings):
+        self.engine = engine
+        self.settings = settings
+        self.bounds = settings.bounds
+        self.counts: Counter[str] = (
+            Counter()
+        )  # clients that left, connections closed because the client did not read
+        self.refused: Counter[str] = Counter()  # requests by the limit that they exceeded
+        self.objectives: Counter[str] = Counter()  # requests by their objective
+
+    async def check_key(self, request: Request) -> None:
+        """Set the request's tenant; raises Fault without a valid API key if the server has keys."""
+        header = (
+            request.headers.get("authorization") or f"Bearer {request.headers.get('x-api-key', '')}"
+        )
+        request.state.tenant = self.settings.tenant(header, self.settings.secret)
+        if request.state.tenant is None:
+            body = error_body(
+                "the API key is missing or wrong", "authentication_error", code="invalid_api_key"
+            )
+            raise Fault(401, body, {"WWW-Authenticate": "Bearer"})
+        address = request.client.host if request.client is not None else ""
+        request.state.client = request.state.tenant.name or address  # the unit of fair scheduling
+        fairness_id = _gateway_name(request, FAIRNESS_ID)
+        if fairness_id is not None and self.settings.trust_gateway:
+            request.state.client += f" {fairness_id}"
+
+    def terms(self, request: Request, body: SamplingBody) -> dict[str, Any]:
+        """Return the arguments of ``submit`` that depend on the tenant or on the objective, which
+        is counted.
+
+        Raises:
+            Fault: the name of the objective is invalid. One that is not configured has no effect.
+            InvalidInputError: the request asks for more than the key allows.
+        """
+        objective = Objective()
+        if (name := _gateway_name(request, OBJECTIVE)) is not None:
+            objective = self.settings.objectives.get(name, objective)
+            self.objectives[name if name in self.settings.objectives else OTHER] += 1
+        tenant: Tenant = request.state.tenant
+        return tenant.arguments(body, request.headers, objective)
+
+    async def read(self, request: Request, kind: type[Body]) -> Body:
+        """Return the validated body.
+
+        Raises:
+            Fault: the body is too large, arrives too late, is no JSON, or is invalid.
+            LimitError: it asks for more than a limit allows.
+        """
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if (
+            media_type != "application/json"
+        ):  # browsers send this type across origins only after a CORS preflight
+            text = f"the header Content-Type must be application/json, got {media_type or 'none'}"
+            raise Fault(415, error_body(text, "invalid_request_error"))
+        encoding = request.headers.get("content-encoding", "").strip().lower()
+        if encoding not in ("", "identity", *GZIP):
+            text = f"the header Content-Encoding must be gzip, or left out, got {reprlib.repr(encoding)}"
+            raise Fault(415, error_body(text, "invalid_request_error"), {"Accept-Encoding": "gzip"})
+        gzip = zlib.decompressobj(zlib.MAX_WBITS | 16) if encoding in GZIP else None
+        received = bytearray()
+        num_sent = 0
+        max_bytes = self.bounds.body_bytes
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for part in request.stream():
+                    num_sent += len(part)
+                    received += (
+                        part
+                        if gzip is None
+                        else gzip.decompress(part, max_bytes + 1 - len(received))
+                    )
+                    if max(num_sent, len(received)) > max_bytes:
+                        self.refused["body_bytes"] += 1
+                        text = f"the body has more than {max_bytes} bytes"
+                        raise Fault(413, error_body(text, "invalid_request_error"))
+            if gzip is not None and (not gzip.eof or gzip.unused_data):
+                raise zlib.error("the stream is incomplete, or is not the only one")
+        except zlib.error as error:
+            raise Fault(
+                400, error_body(f"the body is no valid gzip: {error}", "invalid_request_error")
+            ) from error
+        except TimeoutError:
+            text = f"the body was not there after {BODY_S:.0f} s"
+            raise Fault(
+                408, error_body(text, "invalid_request_error"), {"Connection": "close"}
+            ) from None
+        content = bytes(received)
+        self.bounds.check_json(content)
+        try:
+            body = kind.model_validate_json(content)
+            checked = body.chat if isinstance(body, ForeignBody) else body
+        except ValidationError as error:
+            faults = _of_likeliest_types(error.errors(include_url=False))
+            param = ".".join(map(str, faults[0]["loc"])) or None
+            message = "; ".join(list(dict.fromkeys(map(describe_fault, faults)))[:5])
+            raise Fault(400, error_body(message, "invalid_request_error", param)) from error
+        self.check_model(getattr(body, "model", None))
+        self.bounds.check_body(checked, self.engine.max_len)
+        return body
+
+    def check_model(self, name: str | None) -> None:
+        """Raise Fault if a request names another model."""
+        if name is not None and name != self.settings.model_name:
+            text = f"there is no model {name!r}; the model here is {self.settings.model_name!r}"
+            raise Fault(404, error_body(text, "not_found_error", "model", "model_not_found"))
+
+    async def in_pool(self, request: Request, function: Callable[..., T], *arguments: Any) -> T:
+        """Return what a function returns in the thread pool, which clients share fairly."""
+        return await self.engine.work.run(request.state.client, function, *arguments)
+
+    def with_faults(
+        self, endpoint: Callable[..., Awaitable[Response]]
+    ) -> Callable[..., Awaitable[Response]]:
+        """Return an endpoint that raises all errors as Fault; for unknown ones FastAPI would close
+        the connection.
+        """
+
+        @wraps(endpoint)
+        async def answer(**arguments: Any) -> Response:
+            try:
+                return await endpoint(**arguments)
+            except ClientDisconnect:
+                self.counts["clients_left"] += 1
+                return Response(status_code=499)  # which is not read
+            except LimitError as error:
+                self.refused[error.limit] += 1
+                raise fault_of(error) from error
+            except Exception as error:
+                raise fault_of(error) from error
+
+        return answer
+
+
+def _of_likeliest_types(faults: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Return faults with the paths of their fields; of types that a value may have, those that it
+    is most like.
+    """
+    shown = list[tuple[ErrorDetails, bool]]()
+    deepest = dict[tuple[int | str, ...], int]()
+    for fault in faults:
+        path = _fields(fault)
+        if is_of_a_type := path != fault["loc"]:
+            deepest[path[:1]] = max(deepest.get(path[:1], 0), len(path))
+        shown.append((ErrorDetails(**(fault | {"loc": path})), is_of_a_type))
+    return [
+        fault
+        for fault, of_type in shown
+        if not of_type or len(fault["loc"]) == deepest[fault["loc"][:1]]
+    ]
+
+
+def _fields(fault: ErrorDetails) -> tuple[int | str, ...]:
+    """Return the path of a fault in the body, without names of types."""
+    path = fault["loc"]
+    keys = (
+        path[-1:] if fault["type"] in ("missing", "extra_forbidden") else ()
+    )  # a client's own name is never a type's
+    fields = (
+        part
+        for part in path[: len(path) - len(keys)]
+        if isinstance(part, int) or not TYPE_NAME.fullmatch(part)
+    )
+    return (*fields, *keys)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return what a coroutine returns; cancel it, and raise ClientDisconnect, when the client
+    disconnects.
+    """
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        working.cancel()
+        await asyncio.wait((working,))
+        raise ClientDisconnect
+    finally:
+        gone.cancel()
+        working.cancel()
+
+
+def fault_of(error: Exception) -> Fault:
+    """Return the answer to an error."""
+    if isinstance(error, Fault):
+        return error
+    if isinstance(error, HTTPException):  # FastAPI found no such path or method
+        return Fault(
+            error.status_code, error_body(str(error.detail), "invalid_request_error"), error.headers
+        )
+    if isinstance(error, BusyError):
+        body = error_body(str(error), "service_unavailable_error", code="busy")
+        return Fault(503, body, {"Retry-After": str(RETRY_AFTER_S)})
+    if isinstance(error, QueueFull | NotGuaranteedError):
+        code = "queue_full" if isinstance(error, QueueFull) else "not_guaranteed"
+        body = error_body(str(error), "rate_limit_error", code=code)
+        return Fault(429, body, {"Retry-After": str(RETRY_AFTER_S)})
+    if isinstance(error, NotRunningError | RequestCancelledError):
+        return Fault(503, error_body(str(error), "service_unavailable_error"))
+    if isinstance(error, ContextOverflowError):
+        body = error_body(str(error), "invalid_request_error", error.field, CONTEXT_CODE)
+        return Fault(400, body, for_anthropic=error.for_anthropic)
+    if isinstance(error, InvalidInputError | InvalidTypeError | UnsupportedOptionError):
+        field = FIELD.match(str(error))
+        return Fault(400, error_body(str(error), "invalid_request_error", field and field[0]))
+    logger.error("a request failed", exc_info=error)
+    return Fault(500, error_body("the request failed; the server's log says why", "internal_error"))
+
+
+async def check_framing(request: Request) -> None:
+    """Raise Fault if the body's length is given twice: a proxy may have used the other one (request
+    smuggling).
+    """
+    if "content-length" in request.headers and "transfer-encoding" in request.headers:
+        text = "Content-Length and Transfer-Encoding exclude each other; send one of them"
+        raise Fault(400, error_body(text, "invalid_request_error"), {"Connection": "close"})
+
+
+async def check_running(request: Request) -> None:
+    """Raise Fault once the application has been told to stop."""
+    if request.app.state.is_stopping:
+        body = error_body(
+            "the server is stopping; retry later", "service_unavailable_error", code="stopping"
+        )
+        raise Fault(503, body, {"Retry-After": str(RETRY_AFTER_S), "Connection": "close"})
+
+
+def _gateway_name(request: Request, header: str) -> str | None:
+    """Return the value of a gateway's header, None without it; raises Fault unless it is a name."""
+    name = request.headers.get(header)
+    if name is not None and not GATEWAY_NAME.fullmatch(name):
+        text = f"header {header} must be 1 to 253 visible ASCII characters without spaces, got {reprlib.repr(name)}"
+        raise Fault(400, error_body(text, "invalid_request_error"))
+    return name
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Wait until the client has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,109 @@
+"""Start of the HTTP server in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import uvicorn
+
+from hf_slospec.batcher.generator import SLOSpecGenerator
+from hf_slospec.server.access import ServerSettings
+from hf_slospec.server.app import make_app
+from hf_slospec.server.connections import ImpatientProtocol, SignalledServer
+from hf_slospec.server.engine import LocalEngine
+from hf_slospec.server.loading import load_generator, size_and_place
+from hf_slospec.server.options import ServeOptions
+
+DRAIN_S = 30  # seconds for requests to finish after the first signal
+SWITCH_S = (
+    5e-4  # switch interval of Python's threads; the default of 5 ms delays every chunk by as much
+)
+CHAT_PROMPT = "Write a short poem about the sea."
+BASE_PROMPT = "Once upon a time,"
+EMBEDDED_PROMPT = "def main():"  # the embedded target continues Python
+
+
+def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
+    """Load the models, serve until a signal ends it, and finish the requests that have begun.
+
+    Of the processes of a tensor-parallel model, the first one serves, and the others compute until
+    it ends."""
+    sys.setswitchinterval(SWITCH_S)
+    if options.tensor_parallel_size == 1 or os.environ.get("RANK") == "0":
+        say(
+            f"loading and measuring {options.name}; the first start on a machine takes some seconds longer"
+        )
+    with load_generator(options, options.config, options.chat_template) as generator:
+        if not generator.decoder.speculator.target.ranks.is_first:
+            for number in (signal.SIGINT, signal.SIGTERM):  # the first process gets them, too
+                signal.signal(number, signal.SIG_IGN)
+            return
+        engine = LocalEngine(generator, options.response_template, options.bounds.new_work())
+        say(welcome(options, generator))
+        app = make_app(engine, ServerSettings.of(options))
+        config = uvicorn.Config(
+            app, host=options.host, port=options.port, http=ImpatientProtocol,
+            log_level="warning", timeout_graceful_shutdown=DRAIN_S, root_path=options.root_path,
+        )  # fmt: skip
+        stop, refuse = (
+            partial(generator.stop, drain=False),
+            partial(setattr, app.state, "is_stopping", True),
+        )
+        SignalledServer(config, stop, refuse).run()
+
+
+def welcome(options: ServeOptions, generator: SLOSpecGenerator) -> str:
+    """Return what a user needs to know after the start: model, device, address, speed, and requests
+    to try.
+    """
+    speculator = generator.decoder.speculator
+    name = options.name
+    is_guarded = bool(options.api_keys)
+    step_s = float(speculator.costs.verify_s(1, 1, 0))
+    method = speculator.method
+    drafts = method.kind
+    if method.model is not None:
+        drafts += f", {sum(tensor.numel() for tensor in method.model.parameters()) / 1e6:.1f} M parameters"
+    url = f"http://{options.host}:{options.port}/v1"
+    is_chat, is_embedded = (
+        getattr(generator.tokenizer, "chat_template", None) is not None,
+        options.target is None,
+    )
+    slo_s = max(round(2 * step_s, 3), 0.001)
+    lines = [
+        f"model    {name}: {size_and_place(generator.model)}",
+        f"drafter  {drafts}",
+        f"address  {url}" + (" (API key required)" if is_guarded else ""),
+        f"speed    about {1e3 * step_s:.3g} ms per token for one request without drafts, less where drafts fit",
+        *requests_to_try(url, name, is_chat, is_embedded, slo_s, is_guarded),
+    ]
+    return "\n".join(lines)
+
+
+def requests_to_try(
+    url: str, name: str, is_chat: bool, is_embedded: bool, slo_s: float, is_guarded: bool
+) -> tuple[str, str]:
+    """Return a request for curl and for OpenAI's client: of a chat, if the model has a chat
+    template.
+    """
+    prompt = CHAT_PROMPT if is_chat else EMBEDDED_PROMPT if is_embedded else BASE_PROMPT
+    inputs: dict[str, Any] = (
+        {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+    )
+    body = {"model": name, **inputs, "max_tokens": 64}
+    path = "chat/completions" if is_chat else "completions"
+    auth = ' -H "Authorization: Bearer $KEY"' if is_guarded else ""
+    arguments = ", ".join(f"{field}={value!r}" for field, value in body.items())
+    return (
+        f"curl     curl {url}/{path} -H 'Content-Type: application/json'{auth} "
+        f"-d {shlex.quote(json.dumps(body | {'slo_tpot': slo_s}))}",
+        f"Python   OpenAI(base_url={url!r}, api_key={'$KEY' if is_guarded else 'none'!r})."
+        f"{path.replace('/', '.')}.create({arguments}, extra_body={{'slo_tpot': {slo_s}}})",
+    )

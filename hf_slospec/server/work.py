@@ -1,0 +1,145 @@
+"""Preparation of requests in a bounded thread pool, shared fairly by clients, and dropped when a
+client disconnects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from hf_slospec.errors import QueueFull
+
+T = TypeVar("T")
+
+
+class BusyError(QueueFull):
+    """Too many jobs are waiting."""
+
+
+class JobSlots:
+    """Slots for concurrent jobs, given to waiting clients in round-robin order. Belongs to one
+    event loop.
+
+    The jobs of one client thus delay those of others little. If too many jobs wait, the last one of
+    the client with most waiting jobs is refused.
+    """
+
+    def __init__(self, num_slots: int, max_waiting: int):
+        self.num_slots = num_slots
+        self.max_waiting = max_waiting
+        self.num_running = self.num_waiting = 0
+        self.num_refused = self.num_dropped = (
+            0  # jobs so far: because too many waited, and because the client left
+        )
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by client, the next one first
+
+    @contextlib.asynccontextmanager
+    async def slot(self, client: str) -> AsyncIterator[None]:
+        """Wait for a slot, and hold it within the context; raises BusyError."""
+        await self.enter(client)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    async def enter(self, client: str) -> None:
+        """Wait for a slot; raises BusyError."""
+        if self.num_running < self.num_slots:  # then no client waits
+            self.num_running += 1
+            return
+        if self.num_waiting >= self.max_waiting:
+            self._refuse_last(client)
+        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(slot)
+        self.num_waiting += 1
+        try:
+            await slot
+        except asyncio.CancelledError:
+            if slot.cancelled():
+                self._remove(client, slot)
+                self.num_dropped += 1
+            elif slot.exception() is None:  # the job got the slot before it could be cancelled
+                self.leave()
+            raise
+
+    def leave(self) -> None:
+        """Give the slot to the next client."""
+        self.num_running -= 1
+        while self._waiting:
+            client = next(iter(self._waiting))
+            jobs = self._waiting.pop(client)
+            slot = jobs.popleft()
+            if jobs:
+                self._waiting[client] = jobs  # at the end of the round
+            self.num_waiting -= 1
+            if not slot.cancelled():  # its client may have left in this very turn of the event loop
+                self.num_running += 1
+                slot.set_result(None)
+                return
+
+    def _refuse_last(self, client: str) -> None:
+        """Refuse the last job of the client with most waiting jobs; raise BusyError if that is the
+        new job.
+        """
+        self.num_refused += 1
+        error = BusyError("the server has too many requests to prepare; retry later")
+        busiest = max(self._waiting, key=lambda each: len(self._waiting[each]))
+        if len(self._waiting[busiest]) <= len(self._waiting.get(client, ())) + 1:
+            raise error
+        slot = self._waiting[busiest][-1]
+        self._remove(busiest, slot)
+        if not slot.cancelled():
+            slot.set_exception(error)
+
+    def _remove(self, client: str, slot: asyncio.Future[None]) -> None:
+        if slot not in self._waiting.get(client, ()):
+            return  # leave() has already removed it
+        self._waiting[client].remove(slot)
+        self.num_waiting -= 1
+        if not self._waiting[client]:
+            del self._waiting[client]
+
+
+class Work(JobSlots):
+    """Thread pool for jobs that end soon, as a thread cannot be stopped."""
+
+    def __init__(self, num_threads: int = 4, max_waiting: int = 256):
+        super().__init__(num_threads, max_waiting)
+        self._threads = ThreadPoolExecutor(num_threads, "hf_slospec_work")
+
+    async def run(
+        self,
+        client: str,
+        function: Callable[..., T],
+        *arguments: Any,
+        undo: Callable[[T], None] | None = None,
+    ) -> T:
+        """Return the result of a function that runs in a thread of the pool.
+
+        Args:
+            client: on whose account the job waits.
+            undo: called with the result if the client has disconnected meanwhile.
+
+        Raises:
+            BusyError: too many jobs wait.
+        """
+        await self.enter(client)
+        job = asyncio.get_running_loop().run_in_executor(
+            self._threads, partial(function, *arguments)
+        )
+        job.add_done_callback(lambda _: self.leave())
+        try:
+            return await asyncio.shield(job)
+        except asyncio.CancelledError:
+            job.add_done_callback(partial(_undo, undo))
+            raise
+
+
+def _undo(undo: Callable[[T], None] | None, job: asyncio.Future[T]) -> None:
+    if not job.cancelled() and job.exception() is None and undo is not None:
+        undo(job.result())

@@ -1,0 +1,398 @@
+"""The run of a training: texts, steps, evaluations, checkpoints; a run goes on where it was
+interrupted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from tqdm import tqdm
+from transformers import PreTrainedModel, get_wsd_schedule
+
+from hf_slospec.errors import InvalidInputError
+from hf_slospec.heads.mtp import own_modules
+from hf_slospec.model.properties import vocab_size
+from hf_slospec.model.version import digest
+from hf_slospec.training.heads import Student, new_head, write_head
+from hf_slospec.training.options import WITHOUT_EFFECT, TrainingOptions
+from hf_slospec.training.teacher import Teacher
+from hf_slospec.training.texts import (
+    Text,
+    Write,
+    batches,
+    collect,
+    is_excluded,
+    own_texts,
+    read_data,
+    read_excluded,
+)
+from hf_slospec.training.unrolling import STRIDE, loss_of, tokens_per_step
+
+COEFFICIENTS = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # powers 1, 3 and 5 in the iteration that makes singular values equal
+NUM_ITERATIONS = 5
+EPS = 1e-7
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (https://kellerjordan.github.io/posts/muon/), as in torch 2.9, with whose checkpoints it
+    goes on.
+
+    ``torch.optim.Muon`` computes in bf16 on all devices, which takes many times as long as f32 on
+    CPUs without instructions for it. This one does so on GPUs only.
+    """
+
+    def __init__(
+        self, matrices: Iterable[torch.Tensor], lr: float, weight_decay: float, momentum: float
+    ):
+        """Make an optimizer of parameters of two dimensions."""
+        super().__init__(matrices, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Change all parameters by their gradients, with Nesterov momentum."""
+        assert closure is None
+        for group in self.param_groups:
+            lr = float(group["lr"])
+            momentum = group["momentum"]
+            for matrix in group["params"]:
+                if matrix.grad is None:
+                    continue
+                average = self.state[matrix].setdefault(
+                    "momentum_buffer", torch.zeros_like(matrix.grad)
+                )
+                average.lerp_(matrix.grad, 1 - momentum)
+                dtype = torch.bfloat16 if matrix.is_cuda else torch.float32
+                update = orthogonalized(matrix.grad.lerp(average, momentum), dtype)
+                rows, columns = matrix.shape
+                matrix.mul_(1 - lr * group["weight_decay"])
+                matrix.add_(update, alpha=-lr * max(1.0, rows / columns) ** 0.5)
+
+
+def orthogonalized(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a matrix of this dtype with the same singular vectors, and singular values of about 1.
+    [rows, columns]
+    """
+    a, b, c = COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    wide = matrix.T if is_tall else matrix
+    wide = wide.to(dtype)
+    wide = wide / wide.norm().clamp(min=EPS)
+    for _ in range(NUM_ITERATIONS):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.T if is_tall else wide
+
+
+FOLDER = "training"
+SETTINGS = "settings.json"
+CHECKPOINT = "checkpoint-"
+PROGRESS = "progress.json"
+PER_TOKEN = ("lm_head.", "markov_head.")  # modules whose matrices have a row per token
+# learning rates of Muon and AdamW
+MATRICES_RATE = 0.02
+OTHERS_RATE = 3e-3
+# shares of the steps
+WARM_UP = 0.05
+DECAY = 0.4
+SMOOTHING = 0.95  # Weight of earlier steps in the loss that is shown.
+
+Show = Callable[[str], None]
+
+
+@dataclass
+class Progress:
+    """State of a training, as a checkpoint has it."""
+
+    step: int = 0
+    loss: float = 0.0  # smoothed
+    best: float = 0.0  # tokens per step of the head that was written
+    num_worse: int = 0  # evaluations since then
+    seconds: float = 0.0
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+
+
+def train_drafter(
+    options: TrainingOptions, target: PreTrainedModel, tokenizer: Any, write: Write, show: Show
+) -> list[Text] | None:
+    """Train a drafter, or go on with its training.
+
+    Args:
+        options: all settings.
+        target: the model to draft for, without gradients.
+        tokenizer: the target's.
+        write: continues prompts by the target.
+        show: prints a line.
+
+    Returns:
+        The held-out texts if the training is finished; None if its time was over.
+
+    Raises:
+        InvalidInputError: the folder holds something else, or the texts cannot be used.
+        UnsupportedModelError: this target cannot be trained with.
+    """
+    begun_s = time.monotonic()
+    limit_s = 60 * (options.minutes or float("inf"))
+
+    def is_late() -> bool:
+        return time.monotonic() - begun_s >= limit_s
+
+    excluded = read_excluded(options.exclude)
+    source = (
+        own_texts(tokenizer, write, options.write_batch)
+        if options.data is None
+        else read_data(options.data, tokenizer, options.seq_len, options.seed, options.write_batch)
+    )
+    folder = options.out / FOLDER
+    _begin(folder, options, target)
+
+    def is_wanted(ids: list[int]) -> bool:
+        return not is_excluded(tokenizer.decode(ids), excluded)
+
+    with tqdm(total=options.texts, desc="texts", disable=None) as bar:
+        texts = collect(
+            folder / "texts.jsonl",
+            source,
+            write,
+            is_wanted,
+            options,
+            is_late,
+            lambda number: bar.update(number - bar.n),
+        )
+    if texts is None:
+        return None
+    held_out, training = texts
+    show(
+        f"{len(training)} texts of {sum(len(text.ids) for text in training)} tokens, {len(held_out)} held out"
+    )
+    counts = torch.bincount(
+        torch.tensor([token for text in training for token in text.ids]),
+        minlength=vocab_size(target),
+    )
+    head = new_head(options, target, counts)
+    return (
+        held_out if Trainer(options, target, head, training, held_out, show).run(is_late) else None
+    )
+
+
+def _begin(folder: Path, options: TrainingOptions, target: PreTrainedModel) -> None:
+    """Make the folder of a new training, or check that the one in it has these settings and this
+    target.
+    """
+    files = [options.data] if options.data else []
+    files += options.exclude
+    settings = options.model_dump(mode="json", exclude=WITHOUT_EFFECT) | {
+        "files": [hashlib.sha256(path.read_bytes()).hexdigest() for path in files],
+        "target": hashlib.sha256(repr(digest(target.parameters())).encode()).hexdigest(),
+        "dtype": str(target.dtype),
+    }
+    path = folder / SETTINGS
+    out = options.out
+    try:
+        if not path.exists():
+            if out.exists() and (not out.is_dir() or any(out.iterdir())):
+                raise InvalidInputError(
+                    f"{out} holds something other than a training; give a new folder with --out"
+                )
+            folder.mkdir(parents=True)
+            path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(
+            f"--out {out} cannot be used: {error}; give another folder"
+        ) from error
+    names = {"files": "the content of --data or --exclude", "target": "the target (its weights)"}
+    changed = [
+        names.get(name) or f"--{name.replace('_', '-')} ({before.get(name)} and not {value})"
+        for name, value in settings.items()
+        if before.get(name) != value
+    ]
+    if changed:
+        raise InvalidInputError(
+            f"{out} holds a training with other settings: {', '.join(changed)}; give the same ones to go on, or "
+            "another --out"
+        )
+
+
+class Trainer:
+    """Trains a head with AdamW for vectors and for what has a row per token, Muon for other
+    matrices.
+
+    Rates rise, stay, and fall to zero. All that is drawn follows from seed and step, so that a run
+    that was interrupted gives the same weights.
+    """
+
+    def __init__(
+        self,
+        options: TrainingOptions,
+        target: PreTrainedModel,
+        head: Student,
+        training: Sequence[Text],
+        held_out: Sequence[Text],
+        show: Show,
+    ):
+        self.options = options
+        self.target = target
+        self.head = head
+        self.show = show
+        self.folder = options.out / FOLDER
+        self.teacher = Teacher(
+            target, head, training, self.folder, options.features_gb, options.levels
+        )
+        self.examiner = Teacher(target, head, held_out, self.folder, 0.0, options.levels)
+        # Mean tokens of a batch that count.
+        self.num_counted = (
+            options.batch * sum(len(text.ids) - text.begin for text in training) / len(training)
+        )
+        self.batch_of = batches(options.seed, [len(text.ids) for text in training], options.batch)
+        module = own_modules(head, target)
+        named = list(module.named_parameters())
+        is_matrix = [
+            parameter.ndim == 2 and min(parameter.shape) > 1 and not name.startswith(PER_TOKEN)
+            for name, parameter in named
+        ]
+        matrices = [parameter for (_, parameter), own in zip(named, is_matrix, strict=True) if own]
+        others = [
+            parameter for (_, parameter), own in zip(named, is_matrix, strict=True) if not own
+        ]
+        optimizers = (
+            Muon(matrices, lr=MATRICES_RATE, weight_decay=0.01, momentum=0.95),
+            torch.optim.AdamW(others, lr=OTHERS_RATE, betas=(0.9, 0.95), weight_decay=0.0),
+        )
+        warm_up = int(WARM_UP * options.steps)
+        decay = int(DECAY * options.steps)
+        schedules = [
+            get_wsd_schedule(optimizer, warm_up, decay, options.steps, decay_type="linear")
+            for optimizer in optimizers
+        ]
+        self.accelerator = Accelerator(
+            cpu=self.teacher.device.type == "cpu", device_placement=False
+        )
+        self.module, *rest = self.accelerator.prepare(module, *optimizers, *schedules)
+        self.optimizers = rest[:2]
+        self.schedules = rest[2:]
+        self.progress = Progress()
+
+    def run(self, is_late: Callable[[], bool]) -> bool:
+        """Train until the end; return whether it was reached, as ``is_late`` may stop it before."""
+        self._resume()
+        progress = self.progress
+        options = self.options
+        if not progress.evaluations:
+            self._evaluate()
+        begun_s = time.monotonic() - progress.seconds
+        with tqdm(total=options.steps, initial=progress.step, desc="steps", disable=None) as bar:
+            while not self._is_finished:
+                if is_late():
+                    self._save()
+                    return False
+                loss = self._step()
+                progress.step += 1
+                progress.loss = (
+                    SMOOTHING * progress.loss + (1 - SMOOTHING) * loss
+                    if progress.step > 1
+                    else loss
+                )
+                progress.seconds = time.monotonic() - begun_s
+                bar.update()
+                if progress.step % options.eval_every == 0 or progress.step == options.steps:
+                    self._evaluate()
+                    self._save()
+                bar.set_postfix(
+                    loss=f"{progress.loss:.3f}",
+                    tokens_per_step=f"{progress.evaluations[-1]['tokens_per_step']:.2f}",
+                )
+        return True
+
+    @property
+    def _is_finished(self) -> bool:
+        patience = self.options.patience
+        return self.progress.step >= self.options.steps or 0 < patience <= self.progress.num_worse
+
+    def _step(self) -> float:
+        """Train on one batch; return the loss."""
+        step = self.progress.step
+        rows = self.teacher.rows(self.batch_of(step))
+        with self._autocast():
+            loss = loss_of(self.head, rows, self.options.levels, step % STRIDE)
+        # All tokens weigh the same: a batch of shorter texts, which has fewer, counts less.
+        self.accelerator.backward(loss * (rows.counts.sum() / self.num_counted))
+        self.accelerator.clip_grad_norm_(self.module.parameters(), 1.0)
+        for stepping in (*self.optimizers, *self.schedules):
+            stepping.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        return loss.item()
+
+    def _evaluate(self) -> None:
+        """Measure the acceptance of held-out texts; write the head if it is the best one that was
+        trained.
+        """
+        progress = self.progress
+        options = self.options
+        size = self.options.batch
+        indices = range(len(self.examiner.texts))
+        batches = [
+            self.examiner.rows(indices[begin : begin + size], with_probs=False)
+            for begin in indices[::size]
+        ]
+        with self._autocast():
+            accepted = tokens_per_step(self.head, batches, options.levels)
+        evaluation = {
+            "step": progress.step,
+            "loss": round(progress.loss, 4),
+            "tokens_per_step": round(accepted, 4),
+        }
+        progress.evaluations.append(evaluation)
+        self.show(
+            ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in evaluation.items())
+        )
+        if not progress.step:
+            return
+        progress.num_worse += 1
+        if accepted > progress.best:
+            progress.best = accepted
+            progress.num_worse = 0
+            write_head(self.head, self.target, options)
+
+    def _autocast(self) -> Any:
+        is_on = self.target.dtype != torch.float32
+        return torch.autocast(self.teacher.device.type, torch.bfloat16, enabled=is_on)
+
+    def _save(self) -> None:
+        """Write a checkpoint, then delete older ones; an interruption leaves one that is whole."""
+        name, partial = (
+            self.folder / f"{CHECKPOINT}{self.progress.step:08d}",
+            self.folder / "partial",
+        )
+        if name in (before := self._checkpoints()):
+            return
+        shutil.rmtree(partial, ignore_errors=True)
+        self.accelerator.save_state(str(partial))
+        (partial / PROGRESS).write_text(json.dumps(asdict(self.progress)), encoding="utf-8")
+        partial.rename(name)
+        for folder in before:
+            shutil.rmtree(folder)
+
+    def _resume(self) -> None:
+        if checkpoints := self._checkpoints():
+            self.accelerator.load_state(str(checkpoints[-1]))
+            self.progress = Progress(
+                **json.loads((checkpoints[-1] / PROGRESS).read_text(encoding="utf-8"))
+            )
+            self.show(f"going on after step {self.progress.step}")
+
+    def _checkpoints(self) -> list[Path]:
+        return sorted(self.folder.glob(f"{CHECKPOINT}*"))

@@ -1,0 +1,159 @@
+"""The target as a teacher: its hidden states and probabilities for texts, computed or read from a
+disk.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from hf_slospec.errors import InvalidInputError, UnsupportedModelError
+from hf_slospec.heads.checkpoint import hidden_size_of, num_layers_of
+from hf_slospec.heads.dflash import DFlashHead
+from hf_slospec.heads.mtp import DraftHead
+from hf_slospec.model.properties import input_device
+from hf_slospec.training.texts import Text
+from hf_slospec.training.unrolling import Rows
+
+KEPT_DTYPE = torch.bfloat16  # Dtype of hidden states on a disk.
+
+
+class Teacher:
+    """Gives texts to a head, with the target's hidden states that it reads and the probabilities
+    that it learns.
+
+    The states of the first texts are kept on a disk, as many as fit into the limit. They are
+    computed for each text alone, so that they do not depend on whether a run was interrupted.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        head: DraftHead | DFlashHead,
+        texts: Sequence[Text],
+        folder: Path,
+        limit_gb: float,
+        spare: int,
+    ):
+        """Make a teacher.
+
+        Args:
+            target: the model.
+            head: its student.
+            texts: the texts that it gives, by index.
+            folder: where states are kept.
+            limit_gb: for the states of texts, in GB.
+            spare: columns behind the longest text of a batch, for levels that begin at its end.
+
+        Raises:
+            InvalidInputError: the disk has less room than the limit.
+            UnsupportedModelError: the target's logits are not those of its last hidden state.
+        """
+        self.target, self.texts, self.device, self.spare = (
+            target,
+            texts,
+            input_device(target),
+            spare,
+        )
+        self.layers = tuple(dict.fromkeys((*head.feature_layers, num_layers_of(target))))
+        self.num_features = len(head.feature_layers) * hidden_size_of(target)
+        output: Any = target.get_output_embeddings()
+        rows = slice(None) if head.target_ids is None else head.target_ids
+        self.weight = output.weight[rows]  # [draft_vocab, hidden]
+        self.bias = None if getattr(output, "bias", None) is None else output.bias[rows]
+        self.softcap = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
+        self._check(rows)
+        shape = max(len(text.ids) for text in texts), len(self.layers) * hidden_size_of(target)
+        num_kept = min(
+            len(texts), int(limit_gb * 1e9) // (shape[0] * shape[1] * KEPT_DTYPE.itemsize)
+        )
+        self.kept = torch.empty(0)
+        self.is_kept = torch.empty(0)
+        if num_kept:
+            path = folder / "states.bin"
+            num_values = num_kept * shape[0] * shape[1]
+            missing = num_values * KEPT_DTYPE.itemsize - (
+                path.stat().st_blocks * 512 if path.exists() else 0
+            )
+            if missing > (free := shutil.disk_usage(folder).free):
+                raise InvalidInputError(
+                    f"--features-gb {limit_gb:g} needs {missing / 1e9:.1f} GB more, and {folder} has {free / 1e9:.1f} "
+                    "GB of room; give less, or another --out"
+                )
+            kept = torch.from_file(str(path), shared=True, size=num_values, dtype=KEPT_DTYPE)
+            self.kept = kept.view(num_kept, *shape)  # [num_kept, max_len, states]
+            self.is_kept = torch.from_file(
+                str(folder / "kept.bin"), shared=True, size=num_kept, dtype=torch.uint8
+            )
+
+    @torch.no_grad()
+    def rows(self, indices: Sequence[int], with_probs: bool = True) -> Rows:
+        """Return texts as a batch."""
+        texts = [self.texts[index] for index in indices]
+        lengths = torch.tensor([len(text.ids) for text in texts])[:, None]
+        begins = torch.tensor([text.begin for text in texts])[:, None]
+        ids = torch.zeros(len(texts), int(lengths.max()) + self.spare, dtype=torch.int64)
+        for row, text in zip(ids, texts, strict=True):
+            row[: len(text.ids)] = torch.tensor(text.ids)
+        following = torch.arange(1, ids.shape[1] + 1)
+        counts = ((following >= begins) & (following < lengths)).to(self.device)
+        states = self._states(indices, ids)
+        last = states[..., -hidden_size_of(self.target) :]
+        probs = self._logits(last).float().softmax(-1) if with_probs else None
+        return Rows(ids.to(self.device), counts, states[..., : self.num_features].float(), probs)
+
+    def _states(self, indices: Sequence[int], ids: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states of all layers, concatenated.  -> [batch, length, states]"""
+        if not any(index < len(self.kept) for index in indices):
+            return self._computed(ids)
+        result = torch.zeros(
+            *ids.shape, self.kept.shape[-1], dtype=self.target.dtype, device=self.device
+        )
+        computed = [row for row, index in enumerate(indices) if index >= len(self.kept)]
+        if computed:
+            result[computed] = self._computed(ids[computed])
+        for row, index in enumerate(indices):
+            if index < len(self.kept):
+                length = len(self.texts[index].ids)
+                if not self.is_kept[index]:
+                    self.kept[index, :length] = self._computed(ids[row : row + 1, :length])[0].to(
+                        "cpu", KEPT_DTYPE
+                    )
+                    self.is_kept[index] = 1
+                result[row, :length] = self.kept[index, :length].to(result)
+        return result
+
+    def _computed(self, ids: torch.Tensor) -> torch.Tensor:
+        decoder: Any = self.target.get_decoder()
+        outputs = decoder(
+            input_ids=ids.to(self.device), use_cache=False, output_hidden_states=list(self.layers)
+        )
+        return torch.cat(
+            [outputs.hidden_states[layer].to(self.device) for layer in self.layers], dim=-1
+        )
+
+    def _logits(self, last: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(last, self.weight, self.bias)
+        return self.softcap * torch.tanh(logits / self.softcap) if self.softcap else logits
+
+    @torch.no_grad()
+    def _check(self, rows: Any) -> None:
+        """Raise UnsupportedModelError if the logits are not those of the target's own forward."""
+        ids = torch.tensor([self.texts[0].ids[:8]])
+        expected = (
+            self.target(input_ids=ids.to(self.device), use_cache=False).logits[..., rows].float()
+        )
+        found = self._logits(self._computed(ids)[..., -hidden_size_of(self.target) :]).float()
+        if found.shape != expected.shape or not torch.allclose(
+            found, expected, rtol=0.05, atol=0.05
+        ):
+            raise UnsupportedModelError(
+                f"the logits of {type(self.target).__name__} are not those of its last hidden state by its output "
+                "layer, which training needs; give another target"
+            )

@@ -1,0 +1,223 @@
+"""Drafting unrolled over texts, as it will be done, and what is learned and measured of it.
+
+Heads that draft token after token are trained as in EAGLE-3's training-time test: a level's entries
+take the hidden states that the entries of the level above returned, and the text's own tokens. They
+attend to the first level's entries before them, and to their own entries above. A block of DSpark's
+begins at a token of the text and predicts those behind it, each with the text's own token before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from transformers import DynamicCache
+
+from hf_slospec.heads.dspark import DSparkHead
+from hf_slospec.heads.mtp import DraftHead
+
+LEVEL_WEIGHT = 0.8  # a level's loss counts so much relative to the level above
+STRIDE = 5  # Distance of the entries that go on below the first level, and of blocks.
+
+
+class Rows(NamedTuple):
+    """A batch of texts, padded on the right, with what the target says of them."""
+
+    ids: torch.Tensor  # [batch, length] int64
+    counts: torch.Tensor  # [batch, length] bool, whether the next token is one to draft
+    features: torch.Tensor  # [batch, length, num_features]
+    probs: (
+        torch.Tensor | None
+    )  # [batch, length, draft_vocab] f32, of the next token; None: not known
+
+
+class Level(NamedTuple):
+    """Predictions of a head at one level of drafting."""
+
+    logits: torch.Tensor  # [batch, num_entries, draft_vocab]
+    positions: torch.Tensor  # [num_entries] int64, whose next tokens are predicted
+    log_acceptance: torch.Tensor | None = (
+        None  # [batch, num_entries] f32, by a confidence head; None: there is none
+    )
+
+
+def unrolled(
+    head: DraftHead,
+    ids: torch.Tensor,
+    features: torch.Tensor,
+    levels: int,
+    first: int = 0,
+    stride: int = 1,
+) -> Iterator[Level]:
+    """Yield the levels of a head that drafts token after token.
+
+    The first level has an entry for every token but the last ones, whose levels would be beyond the
+    text's end. Levels below it have them for every ``stride``-th from ``first`` on: they do not
+    attend to each other.
+
+    Args:
+        head: the network.
+        ids: [batch, length] int64.
+        features: [batch, length, num_features].
+        levels: number of levels.
+        first: index of the first entry that goes on below the first level.
+        stride: distance of these entries.
+    """
+    num_entries = ids.shape[1] - 1 - levels
+    device = ids.device
+    later = torch.arange(first, num_entries, stride, device=device)
+    index = torch.arange(num_entries, device=device)
+    mask = torch.ones(num_entries, num_entries, dtype=torch.bool, device=device).tril()
+    cache = DynamicCache()
+    hidden = head.combine(features[:, :num_entries])
+    for level in range(levels):
+        embeds = head.embed_tokens(ids[:, index + 1 + level])
+        bias = torch.zeros(mask.shape, device=device).masked_fill(~mask, -torch.inf)
+        outputs = head(
+            inputs_embeds=torch.cat((embeds, hidden), dim=-1),
+            attention_mask=bias.expand(len(ids), 1, -1, -1),
+            position_ids=index[None] + level,
+            cache=cache,
+        ).logits
+        logits, hidden = outputs.split(
+            [outputs.shape[-1] - head.hidden_size, head.hidden_size], dim=-1
+        )
+        yield Level(logits, index + 1 + level)
+        if level == 0:
+            hidden = hidden[:, later]
+            index = later
+            mask = mask[later]
+        mask = torch.cat((mask, torch.eye(len(later), dtype=torch.bool, device=device)), dim=1)
+
+
+def unrolled_blocks(
+    head: DSparkHead,
+    ids: torch.Tensor,
+    features: torch.Tensor,
+    levels: int,
+    first: int = 0,
+    stride: int = 1,
+) -> Iterator[Level]:
+    """Yield the levels of a block head, with blocks at every ``stride``-th token from ``first + 1``
+    on.
+
+    A block attends to the features of the tokens before it, and to all of itself. Arguments are
+    those of :func:`unrolled`; a block has ``levels`` tokens.
+    """
+    assert head.block_size == levels and not head.first_slot and not head.is_recurrent
+    length = ids.shape[1] - 1 - levels
+    device = ids.device
+    cache = DynamicCache()
+    roots = torch.arange(
+        1 + first, 1 + length, stride, device=device
+    )  # tokens with which blocks begin
+    tokens = torch.full((len(ids), len(roots), levels), head.mask_token_id, device=device)
+    tokens[..., 0] = ids[:, roots]
+    context = torch.arange(length, device=device)
+    head.cache_context(head.combine(features[:, :length]), context[None], cache)
+    begins, numbers = (
+        part.repeat_interleave(levels) for part in (roots, torch.arange(len(roots), device=device))
+    )
+    mask = torch.cat((context < begins[:, None], numbers == numbers[:, None]), dim=1)
+    bias = torch.zeros(mask.shape, device=device).masked_fill(~mask, -torch.inf)
+    outputs = head(
+        input_ids=tokens.flatten(1),
+        attention_mask=bias.expand(len(ids), 1, -1, -1),
+        position_ids=(roots[:, None] + torch.arange(levels, device=device)).flatten()[None],
+        cache=cache,
+    ).logits.view(len(ids), len(roots), levels, -1)
+    for level in range(levels):
+        read = ids[:, roots + level]
+        parents = read.flatten()[:, None]
+        logits, _, log_acceptance = head.after(
+            parents, outputs[:, :, level].flatten(0, 1), None, level
+        )
+        yield Level(
+            logits.view(*read.shape, -1),
+            roots + level,
+            None if log_acceptance is None else log_acceptance.view(read.shape),
+        )
+
+
+def loss_of(head: DraftHead | DSparkHead, rows: Rows, levels: int, first: int) -> torch.Tensor:
+    """Return the weighted mean, over levels, of the cross-entropy to the target's distribution.
+
+    A confidence head adds the cross-entropy to the share of tokens that are accepted when the
+    target samples, which is the overlap of the two distributions.
+
+    Args:
+        head: the network.
+        rows: texts with the target's probabilities.
+        levels: number of levels.
+        first: index of the first entry that goes on below the first level, or of the first block.
+    """
+    assert rows.probs is not None, "texts to train on have probabilities"
+    losses = []
+    weights = [LEVEL_WEIGHT**level for level in range(levels)]
+    unroll: Any = unrolled_blocks if isinstance(head, DSparkHead) else unrolled
+    for level in unroll(head, rows.ids, rows.features, levels, first, STRIDE):
+        logits, probs = (
+            level.logits.float().flatten(0, 1),
+            rows.probs[:, level.positions].flatten(0, 1),
+        )
+        entropies = F.cross_entropy(logits, probs, reduction="none")
+        if level.log_acceptance is not None:
+            entropies = entropies + _confidence_loss(
+                level.log_acceptance.flatten(), logits.detach(), probs
+            )
+        counts = rows.counts[:, level.positions].flatten()
+        losses.append((entropies * counts).sum() / counts.sum().clamp(min=1))
+    total = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
+    return torch.as_tensor(total) / sum(weights)
+
+
+def _confidence_loss(
+    log_acceptance: torch.Tensor, logits: torch.Tensor, probs: torch.Tensor
+) -> torch.Tensor:
+    """Return the cross-entropy of predicted acceptance.  -> [num_rows] f32
+
+    Args:
+        log_acceptance: [num_rows] f32.
+        logits: [num_rows, draft_vocab] f32, without gradients.
+        probs: [num_rows, draft_vocab] f32, the target's.
+    """
+    overlap = torch.minimum(logits.softmax(-1), probs).sum(-1)
+    log_rejection = (-torch.expm1(log_acceptance)).clamp(min=torch.finfo(torch.float32).tiny).log()
+    return -overlap * log_acceptance - (1 - overlap) * log_rejection
+
+
+@torch.no_grad()
+def tokens_per_step(head: DraftHead | DSparkHead, batches: Iterable[Rows], levels: int) -> float:
+    """Return the expected tokens per step of greedy chains, on greedy texts of the target.
+
+    It is the mean over all tokens after which a chain may begin, as if steps began at each of them
+    equally often."""
+    num_accepted = 0
+    num_chains = 0
+    for rows in batches:
+        for unrolled_levels in _all_chains(head, rows, levels):
+            accepted = begins = None
+            for logits, positions, _ in unrolled_levels:
+                drafted = logits.argmax(-1)
+                if head.target_ids is not None:
+                    drafted = head.target_ids[drafted]
+                hits = (drafted == rows.ids[:, positions + 1]) & rows.counts[:, positions]
+                begins = rows.counts[:, positions] if begins is None else begins
+                accepted = hits if accepted is None else accepted & hits
+                num_accepted += int((accepted & begins).sum())
+            assert begins is not None, "at least one level"
+            num_chains += int(begins.sum())
+    return 1 + num_accepted / max(1, num_chains)
+
+
+def _all_chains(head: DraftHead | DSparkHead, rows: Rows, levels: int) -> Iterator[Iterator[Level]]:
+    """Yield the levels of chains that together begin at every token; those of blocks in parts that
+    fit the memory.
+    """
+    if isinstance(head, DSparkHead):
+        for first in range(STRIDE):
+            yield unrolled_blocks(head, rows.ids, rows.features, levels, first, STRIDE)
+    else:
+        yield unrolled(head, rows.ids, rows.features, levels)

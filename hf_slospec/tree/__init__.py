@@ -1,0 +1,1 @@
+"""Token trees: building, merging, selection and acceptance."""

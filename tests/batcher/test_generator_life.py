@@ -1,0 +1,99 @@
+"""A generator's batcher: starting, stopping, full queues, calls from its own thread."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, StoppingCriteriaList, TextStreamer
+
+from hf_slospec import (
+    NotRunningError,
+    RequestHandle,
+    SLOSpecGenerator,
+)
+from tests.support.served_pair import PROMPTS, WAIT_S, Fails, alone
+
+
+def test_waiting_for_a_request_in_the_thread_that_decodes_it_is_refused(
+    served: SLOSpecGenerator,
+) -> None:
+    others = list[RequestHandle]()
+
+    def waits(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        others[0].result()
+        return scores
+
+    others.append(served.submit(PROMPTS[0], max_new_tokens=2000))
+    waiting = served.submit(
+        PROMPTS[0], max_new_tokens=5, logits_processor=LogitsProcessorList([waits])
+    )
+    with pytest.raises(NotRunningError, match="own thread"):
+        waiting.result(WAIT_S)
+    others[0].cancel()
+
+
+def test_a_streamer_may_stop_the_batcher(pair: tuple[Any, Any, Any]) -> None:
+    generator = SLOSpecGenerator(*pair)
+
+    class Stops(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            generator.stop(drain=True)
+
+    with generator:
+        handle = generator.submit(PROMPTS[0], max_new_tokens=20, streamer=Stops(pair[2]))
+        assert handle.result(WAIT_S).token_ids == alone(pair, PROMPTS[0], max_new_tokens=20)
+        generator.stop()  # waits for the streamer
+        generator.start()
+        assert (
+            generator.submit(PROMPTS[0], max_new_tokens=3).result(WAIT_S).finish_reason == "length"
+        )
+
+
+def test_starting_again_in_the_thread_that_is_stopping_is_refused(
+    pair: tuple[Any, Any, Any],
+) -> None:
+    generator = SLOSpecGenerator(*pair)
+    was_asked = threading.Event()
+
+    def starts(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        generator.start()  # does nothing while the batcher runs
+        was_asked.set()
+        while generator._service._batcher._is_taking:
+            time.sleep(0.001)
+        generator.start()
+        return scores
+
+    with generator:
+        handle = generator.submit(
+            PROMPTS[0], max_new_tokens=5, logits_processor=LogitsProcessorList([starts])
+        )
+        assert was_asked.wait(WAIT_S)
+        generator.stop(drain=True)
+        with pytest.raises(NotRunningError, match="own thread"):
+            handle.result(WAIT_S)
+
+
+def test_requests_are_let_go_when_they_are_over(served: SLOSpecGenerator) -> None:
+    fails = StoppingCriteriaList([Fails(3)])
+    handles = [
+        served.submit(PROMPTS[0], max_new_tokens=9, slo_tpot=1e-9, slo_ttft=1e-9),
+        served.submit(PROMPTS[0], max_new_tokens=9, stopping_criteria=fails),
+        served.submit(PROMPTS[0], max_new_tokens=9, do_sample=True),
+    ]
+    for handle in handles:
+        with contextlib.suppress(ZeroDivisionError):
+            handle.result(WAIT_S)
+    gone = [weakref.ref(handle.request) for handle in handles]
+    del handles, handle
+    served.submit(PROMPTS[0], max_new_tokens=3).result(
+        WAIT_S
+    )  # pushes them out of the engine's last step
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3

@@ -1,0 +1,98 @@
+"""Several generators on one model: every one decodes its own requests, and none waits for long."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator
+from hf_slospec.batcher.service import BatchingService
+from hf_slospec.engine.events import StepEvent
+from tests.support.breadth import quick_or
+from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, alone
+
+LONG = quick_or(60, 120)  # tokens of the heavy load
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The services whose steps have ended, in order."""
+    found = list[object]()
+    on_step = BatchingService.on_step
+
+    def noted(service: BatchingService, step: StepEvent) -> None:
+        found.append(service)
+        on_step(service, step)
+
+    monkeypatch.setattr(BatchingService, "on_step", noted)
+    return found
+
+
+@pytest.mark.parametrize("shares_draft", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_they_take_turns_whatever_their_load(
+    pair: tuple[Any, Any, Any], turns: list[object], shares_draft: bool
+) -> None:
+    target, draft, tokenizer = pair
+    light = SLOSpecGenerator(target, draft, tokenizer, CONFIG)
+    heavy = SLOSpecGenerator(
+        target, draft if shares_draft else None, tokenizer, SLOSpecConfig(max_batch=4)
+    )
+    expected = [
+        alone(pair, prompt, max_new_tokens=LONG, eos_token_id=None) for prompt in PROMPTS[:6]
+    ]
+    expected.append(alone(pair, PROMPTS[6], max_new_tokens=LONG // 4))
+    with light, heavy:
+        light.submit(PROMPTS[7], max_new_tokens=2).result(
+            WAIT_S
+        )  # its service has started before the load comes
+        turns.clear()
+        handles = [
+            heavy.submit(prompt, max_new_tokens=LONG, eos_token_id=None) for prompt in PROMPTS[:6]
+        ]
+        next(handles[0].tokens())
+        handles.append(light.submit(PROMPTS[6], max_new_tokens=LONG // 4))
+        assert [handle.result(WAIT_S).token_ids for handle in handles] == expected
+        first = turns.index(light._service)
+        last = len(turns) - turns[::-1].index(light._service)
+        meanwhile = turns[first:last]
+        number = meanwhile.count(light._service)
+        # One each, but for threads that the machine holds up.
+        assert 0 < meanwhile.count(heavy._service) <= 5 * number + 5
+
+
+def test_generate_calls_of_threads_and_batchers_give_what_stock_gives(
+    pair: tuple[Any, Any, Any],
+) -> None:
+    target, draft, tokenizer = pair
+    generators = [
+        SLOSpecGenerator(target, draft, tokenizer, CONFIG),
+        SLOSpecGenerator(target, None, tokenizer, CONFIG),
+    ]
+    expected = [alone(pair, prompt, max_new_tokens=quick_or(12, 20)) for prompt in PROMPTS[:4]]
+    found = dict[tuple[int, int], list[int]]()
+
+    def call(number: int) -> None:
+        for index in range(2):
+            inputs = tokenizer(PROMPTS[2 + index], return_tensors="pt")
+            inputs.pop("token_type_ids", None)
+            out = generators[number].generate(**inputs, max_new_tokens=quick_or(12, 20))
+            found[number, index] = torch.as_tensor(out)[0, inputs["input_ids"].shape[1] :].tolist()
+
+    with generators[0], generators[1]:
+        threads = [threading.Thread(target=call, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        handles = [
+            own.submit(prompt, max_new_tokens=quick_or(12, 20))
+            for own in generators
+            for prompt in PROMPTS[:2]
+        ]
+        assert [handle.result(WAIT_S).token_ids for handle in handles] == 2 * expected[:2]
+        for thread in threads:
+            thread.join(WAIT_S)
+    assert found == {
+        (number, index): expected[2 + index] for number in range(2) for index in range(2)
+    }

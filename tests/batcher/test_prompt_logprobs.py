@@ -1,0 +1,117 @@
+"""Log probabilities of prompts: computed in the batcher's own steps, beside what runs, and equal to
+stock's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
+from hf_slospec.engine.interfaces import READ_CHUNK
+from tests.support.served_pair import WAIT_S, alone
+
+CONFIG = SLOSpecConfig(check_invariants=True, kv_tokens=20_000)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Any, Any, Any]:
+    return load_tiny_pair(torch.float32)
+
+
+@pytest.fixture
+def generator(pair: tuple[Any, Any, Any]) -> Iterator[SLOSpecGenerator]:
+    target, draft, tokenizer = pair
+    with SLOSpecGenerator(target, draft, tokenizer, CONFIG) as made:
+        yield made
+
+
+def ids_of(pair: tuple[Any, Any, Any], length: int) -> list[int]:
+    ids = pair[2]("\n".join(tiny_prompts()))["input_ids"]
+    assert len(ids) >= length
+    return list(ids[:length])
+
+
+def check(pair: tuple[Any, Any, Any], ids: list[int], found: Any, num_top: int) -> None:
+    with torch.no_grad():
+        logprobs = pair[0](torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    assert len(found) == len(ids) and found[0] is None
+    for place, own in enumerate(found[1:], 1):
+        row = logprobs[place - 1]
+        assert own.logprob == pytest.approx(float(row[ids[place]]), abs=1e-4)
+        assert [value for _, value in own.top] == pytest.approx(
+            row.topk(num_top).values.tolist(), abs=1e-4
+        )
+
+
+@pytest.mark.parametrize("length", [1, 2, READ_CHUNK, READ_CHUNK + 1, 3 * READ_CHUNK + 7])
+def test_those_of_a_forward_whatever_is_kept(
+    pair: tuple[Any, Any, Any], generator: SLOSpecGenerator, length: int
+) -> None:
+    ids = ids_of(pair, length)
+    for num_top in (0, 3):  # the second time, the K/V of the prompt is kept
+        check(pair, ids, generator.prompt_logprobs(ids, num_top), num_top)
+    handle = generator.submit(ids, prompt_logprobs=2, max_new_tokens=8, logprobs=1)
+    assert (
+        handle.result(WAIT_S).token_ids
+        == generator.submit(ids, max_new_tokens=8).result(WAIT_S).token_ids
+    )
+    check(pair, ids, handle.prompt_logprobs, 2)
+    assert len(handle.logprobs) == 8 or handle.finish_reason == "stop"
+
+
+def test_those_who_do_not_ask_get_none(
+    pair: tuple[Any, Any, Any], generator: SLOSpecGenerator
+) -> None:
+    handle = generator.submit(ids_of(pair, 20), max_new_tokens=2)
+    handle.result(WAIT_S)
+    assert handle.prompt_logprobs == []
+
+
+def test_a_long_prompt_is_scored_beside_a_guaranteed_request(
+    pair: tuple[Any, Any, Any], generator: SLOSpecGenerator
+) -> None:
+    """No step holds the other request up for more than a chunk of the prompt."""
+    ids = ids_of(pair, 12 * READ_CHUNK)
+    steps = list[Any]()
+    on_step = generator._service.on_step
+    generator._service.on_step = lambda step: (steps.append(step), on_step(step))  # type: ignore[assignment]
+    prompt = tiny_prompts()[1][:40]
+    other = generator.submit(prompt, slo_tpot=30.0, max_new_tokens=400, eos_token_id=None)
+    next(iter(other))
+    scored = generator.submit(ids, prompt_logprobs=1, max_new_tokens=1)
+    scored.result(WAIT_S)
+    other.cancel()
+    scoring = [step for step in steps if step.prefill_tokens and step.num_decoding]
+    assert len(scoring) >= 11 and all(step.prefill_tokens <= READ_CHUNK for step in scoring)
+    check(pair, ids, scored.prompt_logprobs, 1)
+
+
+def test_scoring_goes_on_after_a_preemption(
+    pair: tuple[Any, Any, Any], generator: SLOSpecGenerator
+) -> None:
+    ids = ids_of(pair, 6 * READ_CHUNK)
+    service = generator._service
+    preempted = list[int]()
+    on_step = service.on_step
+
+    def preempt_once(step: Any) -> None:
+        on_step(step)
+        engine = service._engine()
+        assert engine is not None
+        for request in list(engine.scheduler.running):
+            if not preempted and request.num_unread and request.kv.num_cached > 2 * READ_CHUNK:
+                preempted.append(request.kv.num_cached)
+                engine.scheduler.preempt(request, engine.clock())
+                engine.forget([request])
+
+    service.on_step = preempt_once  # type: ignore[method-assign]
+    handle = generator.submit(ids, prompt_logprobs=1, max_new_tokens=4, eos_token_id=None)
+    assert handle.result(WAIT_S).token_ids == alone(
+        pair, pair[2].decode(ids), max_new_tokens=4, eos_token_id=None
+    )
+    assert preempted and handle.metrics.preempted == 1
+    check(pair, ids, handle.prompt_logprobs, 1)

@@ -1,0 +1,333 @@
+"""The divergence report: compared tokens and the classification of near-ties."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hf_slospec import (
+    Divergence,
+    DivergenceReport,
+    InvalidInputError,
+    SLOSpecGenerator,
+    divergence_report,
+    enable,
+    load_tiny_pair,
+    tiny_prompts,
+)
+from hf_slospec.cli import divergence
+from hf_slospec.cli.divergence import first_difference, margin_noise, spacing
+from tests.support.breadth import quick_or
+from tests.support.toys.tiny_models import ragged_prompts, tiny_model
+
+OPTIONS: dict[str, Any] = dict(max_new_tokens=20, do_sample=False, eos_token_id=None)
+
+
+def padded_len(inputs: dict[str, torch.Tensor]) -> int:
+    return inputs["input_ids"].shape[1]
+
+
+Replace = Callable[[Callable[[torch.Tensor], torch.Tensor | None]], None]
+
+
+@pytest.fixture
+def replace_output(monkeypatch: pytest.MonkeyPatch) -> Replace:
+    """Has new tokens [batch, new] replaced, or changed in place, before the report compares them."""
+    decode = divergence.decode
+
+    def replace(change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        def wrong(call: Any) -> Any:
+            output = decode(call)
+            length = call.rows.input_ids.shape[1]
+            prompt, new = output.sequences.tensor_split([length], 1)
+            replaced = change(new)
+            output.sequences = torch.cat((prompt, new if replaced is None else replaced), 1)
+            return output
+
+        monkeypatch.setattr(divergence, "decode", wrong)
+
+    return replace
+
+
+def plain_logits(
+    model: Any, inputs: dict[str, torch.Tensor], row: int, new: list[int]
+) -> torch.Tensor:
+    """-> [vocab], of the token after the row's prompt and ``new``"""
+    prompt = inputs["input_ids"][row][inputs["attention_mask"][row].bool()].tolist()
+    with torch.no_grad():
+        return model(torch.tensor([prompt + new])).logits[0, -1]
+
+
+def test_first_difference() -> None:
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 5, 4]) == 1
+    assert first_difference([], []) is None
+    assert first_difference([1, 2], [1]) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("magnitude", [0.0, 0.3, 1.0, 1.99, 2.0, 11.2, 4096.0])
+def test_spacing_is_the_distance_to_the_next_number(dtype: torch.dtype, magnitude: float) -> None:
+    here = torch.tensor(magnitude, dtype=dtype)
+    # The next number has the next bit pattern.
+    bits = {2: torch.int16, 4: torch.int32}[here.element_size()]
+    above = (here.view(bits) + 1).view(dtype)
+    assert spacing(dtype, float(here)) == float(above.double() - here.double())
+
+
+def test_margin_noise_is_the_largest_change_of_any_margin() -> None:
+    assert margin_noise(torch.tensor([[3.0, 1.0, 0.0], [3.0, 1.0, 0.0]])) == 0.0
+    assert (
+        margin_noise(torch.tensor([[3.0, 1.0], [4.0, 2.0]])) == 0.0
+    )  # both moved alike: the margin did not
+    assert margin_noise(torch.tensor([[3.0, 1.0, 0.0], [3.5, 0.75, 0.0]])) == 0.75
+    assert margin_noise(torch.tensor([[3.0, 1.0, -math.inf], [3.0, 1.25, -math.inf]])) == 0.25
+    assert margin_noise(torch.tensor([[3.0, -math.inf], [4.0, -math.inf]])) == 0.0
+
+
+def test_near_tie_needs_a_margin_within_rounding_or_noise() -> None:
+    def at(ours: float, rounding: float, noise: float) -> bool:
+        return Divergence(0, 0, 1, 2, 8.0, ours, rounding, noise).is_near_tie
+
+    assert at(8.0, 0.0, 0.0)
+    assert at(7.9375, 0.0625, 0.0) and at(7.875, 0.0625, 0.125)
+    assert not at(7.75, 0.0625, 0.125)
+    assert not at(-math.inf, math.nan, 0.1) and not at(math.nan, math.nan, 0.1)
+
+
+def test_nothing_diverges_in_fp32() -> None:
+    model = tiny_model("llama")
+    generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03))
+    inputs = ragged_prompts(4)
+    report = divergence_report(generator, inputs, **OPTIONS)
+    assert report.divergences == [] and report.all_near_ties
+    assert (report.num_rows, report.num_tokens, report.dtype) == (4, 80, torch.float32)
+    stock = type(model).generate(model, **inputs, **OPTIONS)[:, padded_len(inputs) :].tolist()
+    assert report.stock_tokens == stock == report.our_tokens
+    counted = "4 rows, 80 tokens compared in float32: 0 divergences, 0 of them at near-ties"
+    assert str(report) == f"{counted}; guaranteed: none in fp32, near-ties in other dtypes"
+
+
+def test_rows_that_end_early_count_their_own_tokens_only() -> None:
+    generator = SLOSpecGenerator(tiny_model("llama"), tiny_model("llama", noise=0.03))
+    options = OPTIONS | dict(max_new_tokens=60, eos_token_id=[2, 17, 40, 41, 42], pad_token_id=5)
+    report = divergence_report(generator, ragged_prompts(8), **options)
+    assert report.divergences == []
+    ends = [
+        next((at + 1 for at, t in enumerate(row) if t in options["eos_token_id"]), 60)
+        for row in report.our_tokens
+    ]
+    assert report.num_tokens == sum(ends) and len(set(ends)) > 2
+
+
+def test_a_wrong_token_is_no_near_tie(replace_output: Replace) -> None:
+    model = tiny_model("llama")
+    inputs = ragged_prompts(3)
+
+    def change(new: torch.Tensor) -> None:
+        assert new.shape == (3, 20)
+        new[1, 7] = (new[1, 7] + 1) % 100
+        new[1, 9] = 3  # later differences of a row do not count
+        new[2, 0] = (new[2, 0] + 1) % 100
+
+    replace_output(change)
+    report = divergence_report(SLOSpecGenerator(model), inputs, **OPTIONS)
+    assert [(d.row, d.position) for d in report.divergences] == [(1, 7), (2, 0)]
+    assert not report.all_near_ties and not any(d.is_near_tie for d in report.divergences)
+    assert report.num_tokens == 20 + 8 + 1
+    for d in report.divergences:
+        new = report.stock_tokens[d.row]
+        logits = plain_logits(model, inputs, d.row, new[: d.position])  # also of the padded rows
+        assert (d.stock_token, d.our_token) == (new[d.position], (new[d.position] + 1) % 100)
+        assert d.stock_token == int(logits.argmax())
+        assert [d.stock_logit, d.our_logit] == pytest.approx(
+            logits[[d.stock_token, d.our_token]].tolist(), abs=1e-5
+        )
+        assert d.margin == d.stock_logit - d.our_logit > 0
+        assert 0 < d.noise < 1e-2 < d.margin
+    lines = str(report).splitlines()
+    assert len(lines) == 3 and "2 divergences, 0 of them" in lines[0]
+    assert lines[-1].startswith("row 2, new token 0: ") and lines[-1].endswith("(not a near tie)")
+
+
+def test_second_best_token_is_no_near_tie_in_bf16(replace_output: Replace) -> None:
+    """Not only absurd tokens are told from near-ties: the runner-up is, where the model is sure of
+    the first.
+    """
+    target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
+    inputs = dict(tokenizer(tiny_prompts()[:1], return_tensors="pt"))
+    stock = type(target).generate(target, **inputs, **OPTIONS)[0, padded_len(inputs) :].tolist()
+    with torch.no_grad():
+        logits = target(torch.cat((inputs["input_ids"], torch.tensor([stock])), 1)).logits[
+            0, padded_len(inputs) - 1 : -1
+        ]
+    best = [row.float().topk(2) for row in logits]
+    at = next(
+        at for at, top in enumerate(best) if 0.75 < float(top.values[0] - top.values[1]) < 2.0
+    )
+
+    # Of stock's tokens, as ours may leave them at a real near-tie before.
+    almost = torch.tensor([stock])
+    almost[0, at] = best[at].indices[1]
+    replace_output(lambda _: almost)
+    (found,) = divergence_report(SLOSpecGenerator(target, draft), inputs, **OPTIONS).divergences
+    assert found.position == at and not found.is_near_tie
+    assert found.rounding / 8 < found.noise < 0.5
+
+
+def test_a_slightly_different_target_is_told_from_rounding(replace_output: Replace) -> None:
+    """What a small error in our forward would look like: weights off by 4% of their spread."""
+    target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
+    other = copy.deepcopy(target)
+    for parameter in other.parameters():
+        if parameter.ndim > 1:
+            parameter.data.add_(0.04 * parameter.data.std() * torch.randn_like(parameter))
+    inputs = tokenizer(
+        [text[:100] for text in tiny_prompts()[: quick_or(3, 6)]], return_tensors="pt", padding=True
+    )
+    options = OPTIONS
+    others = SLOSpecGenerator(other, draft).generate(**inputs, **options)
+    replace_output(lambda _: others[:, padded_len(inputs) :])
+    report = divergence_report(SLOSpecGenerator(target, draft), inputs, **options)
+    assert report.divergences and not report.all_near_ties, str(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_exact_tie_is_a_near_tie(dtype: torch.dtype, replace_output: Replace) -> None:
+    model = copy.deepcopy(tiny_model("llama")).to(dtype)
+    inputs = ragged_prompts(2)
+    stock = type(model).generate(model, **inputs, **OPTIONS)[:, padded_len(inputs) :]
+    twin = next(token for token in range(100, 2, -1) if token not in set(stock.flatten().tolist()))
+    token = int(stock[1, 4])
+    at = stock[1].tolist().index(token)
+    assert token < twin  # argmax takes the first of equals: stock output stays what it was
+    model.lm_head.weight.data[twin] = model.lm_head.weight.data[token]
+
+    def change(new: torch.Tensor) -> None:
+        new[1, at] = twin
+
+    replace_output(change)
+    report = divergence_report(SLOSpecGenerator(model), inputs, **OPTIONS)
+    (found,) = (d for d in report.divergences if d.row == 1)
+    assert (found.stock_token, found.our_token, found.position) == (token, twin, at)
+    assert found.is_near_tie and found.rounding > 0
+    assert (
+        found.margin < 1e-6
+    )  # not always 0: the kernel may add up two equal rows in different orders
+    assert f"{found}".endswith("(near tie)")
+
+
+def test_logits_are_those_the_choice_is_made_from(replace_output: Replace) -> None:
+    """A processor that rules a token out makes choosing it wrong, whatever the model thinks of it."""
+    model = tiny_model("llama")
+    inputs = ragged_prompts(2)
+    banned = int(type(model).generate(model, **inputs, **OPTIONS)[1, padded_len(inputs)])
+
+    def change(new: torch.Tensor) -> None:
+        new[1, 0] = banned
+
+    replace_output(change)
+    (found,) = divergence_report(
+        SLOSpecGenerator(model), inputs, **OPTIONS, suppress_tokens=[banned], repetition_penalty=1.2
+    ).divergences
+    assert found.our_logit == -math.inf and found.margin == math.inf and not found.is_near_tie
+    logits = plain_logits(model, inputs, 1, [])
+    prompt = inputs["input_ids"][1].tolist()  # padding included, as stock penalizes it
+    best = found.stock_token
+    value = float(logits[found.stock_token])
+    expected = value if best not in prompt else value / 1.2 if value > 0 else value * 1.2
+    assert found.stock_logit == pytest.approx(expected, rel=1e-5)
+
+
+def test_output_that_ends_too_early_or_too_late_differs(replace_output: Replace) -> None:
+    model = tiny_model("llama")
+    inputs = ragged_prompts(1)
+    output = SLOSpecGenerator(model).generate(**inputs, **OPTIONS | {"max_new_tokens": 30})[
+        :, padded_len(inputs) :
+    ]
+    for tokens in (5, 30):
+        replace_output(lambda _, tokens=tokens: output[:, :tokens])
+        (found,) = divergence_report(
+            SLOSpecGenerator(model), inputs, **OPTIONS, pad_token_id=0
+        ).divergences
+        assert found.position == min(tokens, 20) and not found.is_near_tie
+
+
+def test_bf16_pair_diverges_at_near_ties_only() -> None:
+    target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
+    generator = SLOSpecGenerator(target, draft, tokenizer)
+    num_rows = quick_or(4, 6)
+    inputs = tokenizer(
+        [text[:100] for text in tiny_prompts()[:num_rows]], return_tensors="pt", padding=True
+    )
+    report = divergence_report(generator, inputs, max_new_tokens=24, do_sample=False)
+    assert report.num_rows == num_rows and report.num_tokens > 48 and report.dtype == torch.bfloat16
+    assert report.all_near_ties, str(report)
+
+
+def test_enabled_model_speculates_whether_or_not_a_target_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = enable(copy.deepcopy(tiny_model("llama")), tiny_model("llama", noise=0.03))
+    outputs: list[Any] = []
+    decode = divergence.decode
+    monkeypatch.setattr(
+        divergence, "decode", lambda call: outputs.append(decode(call)) or outputs[-1]
+    )
+    for options in ({}, {"slo_tpot": 0.5}, {"slo_tpot": [0.5, None]}, {"slo_tpot": None}):
+        report = divergence_report(model, ragged_prompts(2), **OPTIONS, **options)
+        assert report.divergences == [] and report.num_tokens == 40
+    assert len(outputs) == 4 and all(output.slo[0].steps > 0 for output in outputs)
+
+
+def test_stop_strings_and_return_dict_are_honoured_by_both() -> None:
+    target, draft, tokenizer = load_tiny_pair()
+    inputs = tokenizer(tiny_prompts()[:2], return_tensors="pt", padding=True)
+    report = divergence_report(
+        SLOSpecGenerator(target, draft, tokenizer), inputs, max_new_tokens=40, do_sample=False, stop_strings=["\n"],
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    assert report.divergences == [] and 0 < report.num_tokens < 80
+
+
+def test_report_leaves_the_model_as_it_was(replace_output: Replace) -> None:
+    model = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def change(new: torch.Tensor) -> None:
+        new[0, 3] = (new[0, 3] + 1) % 100
+
+    replace_output(change)
+    assert divergence_report(SLOSpecGenerator(model), ragged_prompts(1), **OPTIONS).divergences
+    assert model.dtype == torch.bfloat16
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_report_is_a_plain_value() -> None:
+    tie = Divergence(0, 3, 5, 6, 1.5, 1.5, 0.0078125, 0.01)
+    report = DivergenceReport(torch.bfloat16, 4, [tie], [[1, 2, 3, 5]], [[1, 2, 3, 6]])
+    assert report.all_near_ties and "stock_tokens" not in repr(report)
+    assert "1 divergences, 1 of them at near-ties" in str(report) and str(report).endswith(
+        "(near tie)"
+    )
+
+
+def test_tokens_that_were_speculated_before_are_compared() -> None:
+    model = tiny_model("llama")
+    inputs = ragged_prompts(2)
+    ours = SLOSpecGenerator(model)
+    stock = divergence_report(ours, inputs, **OPTIONS).stock_tokens
+    changed = [stock[0], [*stock[1][:7], (stock[1][7] + 1) % 100]]
+    report = divergence_report(ours, inputs, our_tokens=changed, **OPTIONS)
+    assert [(each.row, each.position, each.is_near_tie) for each in report.divergences] == [
+        (1, 7, False)
+    ]
+    assert report.num_tokens == len(stock[0]) + 8
+    assert not divergence_report(ours, inputs, our_tokens=stock, **OPTIONS).divergences
+    with pytest.raises(InvalidInputError, match="our_tokens has 1 rows and the inputs have 2"):
+        divergence_report(ours, inputs, our_tokens=stock[:1], **OPTIONS)

@@ -1,0 +1,371 @@
+"""Compiled forwards: the same tokens as stock ``generate``, and eager forwards wherever they cannot
+be used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_slospec
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator
+from hf_slospec.cpu import compile_job, compiled
+from hf_slospec.cpu.compile_job import Job
+from hf_slospec.cpu.twin import Description
+from hf_slospec.forks import _owners
+from hf_slospec.heads.loading import load_head
+from hf_slospec.model import machine as threads
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.tree_mask import chain
+from tests.heads.checkpoints import eagle3_tensors, speculators_config, write
+from tests.support.packed import packed_model
+from tests.support.toys.tiny_models import tiny_model
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="forwards are compiled with g++"
+)
+FAMILIES = ["llama", pytest.param("gemma3", marks=pytest.mark.nightly)]  # grouped heads; windows
+FEATURES = (0, 1, 2)  # hidden states; all tests of features need one package
+OPTIONS: dict[str, Any] = dict(max_new_tokens=24, pad_token_id=0)
+
+
+class Finished:
+    """A compilation that ran in this process."""
+
+    def wait(self) -> None:
+        pass
+
+    def poll(self) -> int:
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spare the time of importing torch in another process."""
+
+    def start(self: Job) -> Finished:
+        self.run()
+        return Finished()
+
+    monkeypatch.setattr(Job, "start", start)
+
+
+@pytest.fixture
+def model() -> Iterator[Any]:
+    """Yield a model that the test may change."""
+    tiny_model.cache_clear()
+    yield tiny_model("llama")
+    tiny_model.cache_clear()
+
+
+def rows() -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 100, (3, 14), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :5], mask[2, :9] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generated(generate: Callable[..., torch.Tensor], **options: Any) -> list[list[list[int]]]:
+    """Return a greedy and a sampled batch."""
+    greedy = generate(**rows(), **OPTIONS, do_sample=False, **options)
+    torch.manual_seed(5)
+    sampled = generate(**rows(), **OPTIONS, do_sample=True, top_k=30, **options)
+    return [greedy.tolist(), sampled.tolist()]
+
+
+def generator(model: Any, compile: Any = "wait") -> SLOSpecGenerator:
+    return SLOSpecGenerator(model, drafter="lookup", config=SLOSpecConfig(compile=compile))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_of_stock_generate(family: str) -> None:
+    model = tiny_model(family)
+    with_compiled = generator(model)
+    assert generated(with_compiled.generate) == generated(model.generate)
+    assert with_compiled.stats().forwards == {"target": "compiled"}
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_lora_is_compiled_as_it_is_at_first(model: Any) -> None:
+    peft = pytest.importorskip("peft")
+    modules = ["q_proj", "v_proj", "down_proj"]
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules=modules, init_lora_weights=False)
+    ).eval()
+    for name, weight in adapted.named_parameters():
+        if "lora_" in name and "q_proj" not in name:  # adapters in both dtypes, in one graph
+            weight.data = weight.bfloat16()
+    ours = generator(adapted)
+    expected = generated(adapted.generate)
+    assert generated(ours.generate) == expected and ours.stats().forwards == {"target": "compiled"}
+    with adapted.disable_adapter():
+        plain = generated(adapted.generate)
+        assert generated(ours.generate) == plain != expected
+        assert "changed" in ours.stats().forwards["target"]
+    assert generated(ours.generate) == expected and ours.stats().forwards == {"target": "compiled"}
+    for weight in adapted.parameters():
+        if weight.requires_grad:
+            weight.data.mul_(-1.5)
+    assert generated(ours.generate) == generated(adapted.generate) != expected
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_lora_of_other_kinds_is_not_compiled(model: Any) -> None:
+    peft = pytest.importorskip("peft")
+    options = dict(r=4, target_modules=["q_proj"], init_lora_weights=False, use_dora=True)
+    ours = generator(adapted := peft.get_peft_model(model, peft.LoraConfig(**options)).eval())
+    assert generated(ours.generate) == generated(adapted.generate)
+    assert "modules were changed" in ours.stats().forwards["target"]
+
+
+def test_a_draft_model_is_compiled_too() -> None:
+    model = tiny_model("llama")
+    draft = tiny_model("llama", noise=0.2)
+    ours = SLOSpecGenerator(model, assistant_model=draft, config=SLOSpecConfig(compile="wait"))
+    assert generated(ours.generate) == generated(model.generate)
+    assert ours.stats().forwards == {"target": "compiled", "draft": "compiled"}
+
+
+def test_a_head_is_compiled_too(tmp_path: Path) -> None:
+    target = tiny_model("llama")
+    config = speculators_config(
+        norm_before_residual=True, eagle_aux_hidden_state_layer_ids=list(FEATURES)
+    )
+    head = load_head(
+        write(tmp_path / "head", config, eagle3_tensors({"norm_before_residual"})), target
+    )
+    ours = SLOSpecGenerator(
+        target, drafter=head, config=SLOSpecConfig(compile="wait", policy="fixed")
+    )
+    assert generated(ours.generate) == generated(target.generate)
+    assert ours.stats().forwards == {"target": "compiled", "draft": "compiled"}
+
+
+def test_hidden_states_for_a_drafter() -> None:
+    model = tiny_model("llama")
+    packed = packed_model(model, compile="wait")
+    eager = packed_model(model)
+    outputs = []
+    for each in (packed, eager):
+        cache = each.kv_cache
+        with cache.temporary([9]) as (sequence,):
+            parts = [chain(each, sequence, list(range(3, 12)))]
+            outputs.append(each.outputs(cache.pool, parts, torch.tensor([8]), FEATURES))
+        with cache.temporary([9]) as (sequence,):  # a chunk of a prompt
+            parts = [chain(each, sequence, list(range(3, 12)))]
+            assert each.forward(cache.pool, parts, torch.tensor([], dtype=torch.int64)).shape == (
+                0,
+                101,
+            )
+    assert packed.compiled[FEATURES] == packed.compiled[()] == "compiled"
+    torch.testing.assert_close(outputs[0].logits, outputs[1].logits)
+    torch.testing.assert_close(outputs[0].features, outputs[1].features)
+
+
+def test_bf16() -> None:
+    model = tiny_model("llama").to(torch.bfloat16)
+    try:
+        packed = packed_model(model, compile="wait")
+        generator(model).generate(**rows(), **OPTIONS)
+        assert packed.compiled[()] == "compiled"
+    finally:
+        model.float()
+
+
+def test_the_switch_between_two_steps(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    """Eager forwards serve until the package is loaded, by a thread."""
+    loads = []
+    load = compiled._Package._load
+    monkeypatch.setattr(compiled._Package, "_load", lambda self: loads.append(self) or load(self))
+    started = list[Job]()
+    interface = Job.interface
+    monkeypatch.setattr(
+        Job, "interface", property(lambda self: interface.fget(self) if started else None)
+    )
+    monkeypatch.setattr(Job, "start", lambda self: started.append(self) or self.run() or Finished())
+    expected = generated(model.generate)
+    ours = generator(model, compile=True)
+    assert generated(ours.generate) == expected
+    assert ours.stats().forwards == {"target": "eager: not compiled yet"}
+    monkeypatch.setattr(compiled, "START_S", 0.0)
+    ours.generate(**rows(), **OPTIONS)
+    (package,) = loads
+    package._thread.join()
+    assert generated(ours.generate) == expected
+    assert ours.stats().forwards == {"target": "compiled"}
+
+
+def test_changed_weights_are_noticed(model: Any) -> None:
+    ours = generator(model)
+    generated(ours.generate)
+    for name, parameter in model.named_parameters():
+        with torch.no_grad():
+            parameter.mul_(1.3 if "norm" in name else 0.8)  # torch counts it
+    assert generated(ours.generate) == generated(model.generate)
+    model.model.layers[0].mlp.up_proj.weight.data.mul_(-1)  # torch does not
+    assert generated(ours.generate) == generated(model.generate)
+    model.model.layers[1].self_attn.q_proj.weight = torch.nn.Parameter(torch.randn(32, 32))
+    assert generated(ours.generate) == generated(model.generate)
+    assert ours.stats().forwards == {"target": "compiled"}
+
+
+def test_changed_modules_are_computed_eagerly(model: Any) -> None:
+    ours = generator(model)
+    generated(ours.generate)
+    plain = model.model.layers[0].mlp.up_proj
+    model.model.layers[0].mlp.up_proj = torch.nn.Sequential(plain, torch.nn.Tanh())
+    assert generated(ours.generate) == generated(model.generate)
+    assert ours.stats().forwards == {"target": "eager: the model was changed since it was compiled"}
+    model.model.layers[0].mlp.up_proj = plain
+    assert generated(ours.generate) == generated(model.generate)
+    assert ours.stats().forwards == {"target": "compiled"}
+    with model.model.norm.register_forward_hook(lambda module, inputs, output: output * 2):
+        assert generated(ours.generate) == generated(model.generate)
+        assert ours.stats().forwards["target"].startswith("eager: hooks")
+    assert generated(ours.generate) == generated(model.generate)
+    assert ours.stats().forwards == {"target": "compiled"}
+
+
+def test_a_model_in_a_trainer_is_compiled(model: Any) -> None:
+    """In training mode, and with the hook that gradient checkpointing needs."""
+    ours = generator(model)
+    model.train()
+    model.enable_input_require_grads()
+    assert generated(ours.generate) == generated(model.generate)
+    assert ours.stats().forwards == {"target": "compiled"}
+
+
+def test_eager_forwards_leave_a_core_to_the_compiler(
+    monkeypatch: pytest.MonkeyPatch, model: Any
+) -> None:
+    class Running(Finished):
+        def poll(self) -> None:
+            return None
+
+    monkeypatch.setattr(Job, "start", lambda self: Running())
+    monkeypatch.setattr(
+        Description, "identity", lambda self: {"key": id(model)}
+    )  # nobody has compiled it
+    monkeypatch.setattr(compiled, "START_S", 0.0)
+    monkeypatch.setattr(threads, "available_cores", lambda: torch.get_num_threads())
+    ours = generator(model, compile=True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        seen = list[int]()
+        run = PackedModel._eager
+        monkeypatch.setattr(
+            PackedModel, "_eager", lambda *own: seen.append(torch.get_num_threads()) or run(*own)
+        )
+        assert generated(ours.generate) == generated(model.generate)
+        assert ours.stats().forwards == {"target": "eager: compiling"}
+        assert set(seen) == {2} and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_changes_between_requests_are_noticed(model: Any, is_running: bool) -> None:
+    """Also those that other users of the model notice first."""
+    changes = [
+        lambda: model.model.layers[0].mlp.up_proj.weight.data.mul_(-1.0),
+        lambda: model.model.layers[0].register_forward_hook(lambda module, inputs, out: out * -1.0),
+    ]
+    ids = rows()["input_ids"][:1]
+    ours = generator(model)
+    other = generator(model)
+    with ours if is_running else contextlib.nullcontext():
+        for change in [lambda: None, *changes]:
+            change()
+            expected = model.generate(ids, **OPTIONS, do_sample=False).tolist()
+            assert other.generate(ids, **OPTIONS, do_sample=False).tolist() == expected
+            if is_running:
+                assert [
+                    *ids[0].tolist(),
+                    *ours.submit(ids[0], **OPTIONS).result(60).token_ids,
+                ] == expected[0]
+            else:
+                assert ours.generate(ids, **OPTIONS, do_sample=False).tolist() == expected
+
+
+def test_a_setting_that_the_graph_lacks_is_found_by_comparison(
+    model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The graph is that of a new model of the class and config; this one computes something else."""
+    ours = generator(model)
+    generated(ours.generate)
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 3
+    assert generated(ours.generate) == generated(model.generate)
+    assert ours.stats().forwards["target"].startswith("eager: its logits differ")
+    assert "is no longer computed by compiled forwards: its logits differ" in caplog.text
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("share", "path"), [(0.3, "compiled"), (0.9, "eager")])
+def test_rounding_that_differs_now_and_then_is_none_of_the_graphs_faults(
+    monkeypatch: pytest.MonkeyPatch, share: float, path: str
+) -> None:
+    draws = random.Random(1)
+    monkeypatch.setattr(
+        compiled, "relative_error", lambda ours, _: torch.tensor([float(draws.random() < share)])
+    )
+    model = tiny_model("llama").to(torch.bfloat16)
+    try:
+        ours = generator(model)
+        generated(ours.generate)
+        assert ours.stats().forwards["target"].startswith(path)
+    finally:
+        model.float()
+
+
+def test_failures_are_kept_and_told(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    attempts = []
+
+    def fail(description: Description) -> None:
+        attempts.append(description)
+        raise ValueError("it cannot be traced")
+
+    monkeypatch.setattr(compile_job, "export_graph", fail)
+    monkeypatch.setattr(Description, "identity", lambda self: {"key": "another"})
+    for _ in range(2):
+        ours = generator(model)
+        assert generated(ours.generate) == generated(model.generate)
+        assert ours.stats().forwards == {"target": "eager: ValueError: it cannot be traced"}
+        next(
+            each for each in _owners if isinstance(each, PackedModel) and each.model is model
+        ).forget_cache()
+    assert len(attempts) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (dict(compile=False), "compile=False"),
+        (dict(attention="4d_mask"), "attention='4d_mask' is the plain reference"),
+    ],
+)
+def test_settings_without_compiled_forwards(
+    model: Any, settings: dict[str, Any], reason: str
+) -> None:
+    config = SLOSpecConfig(**{"compile": "wait"} | settings)
+    ours = SLOSpecGenerator(model, drafter="lookup", config=config)
+    assert ours.stats().forwards == {"target": f"eager: {reason}"}
+    hf_slospec.disable(model)
+
+
+@pytest.mark.nightly
+def test_another_process_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    model = tiny_model("gpt2")  # weights as [inputs, outputs]
+    ours = generator(model)
+    assert generated(ours.generate) == generated(model.generate)
+    assert ours.stats().forwards == {"target": "compiled"}

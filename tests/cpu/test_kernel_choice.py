@@ -1,0 +1,120 @@
+"""The choice of kernels: what is measured decides, is kept, and is not taken at a busy time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_slospec.cpu import kernels as kernel_choice
+from hf_slospec.cpu.kernels import PLAIN, SIZES, Choice, choose, works
+
+needs_onednn = pytest.mark.skipif(
+    not works("OneDNN", torch.float32), reason="torch has no oneDNN here"
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path))
+    kernel_choice._choices.cache_clear()
+    yield tmp_path
+    kernel_choice._choices.cache_clear()
+
+
+def times(**seconds: list[float | None]) -> Choice:
+    return kernel_choice._choice(seconds)
+
+
+def test_the_kernel_with_the_shortest_steps_is_chosen() -> None:
+    choice = times(
+        Plain=[1.0, 2.0, 3.0, 4.0, 8.0, 9.0],
+        OneDNN=[1.5, 1.5, 1.8, 2.0, 3.0, 10.0],
+        MKL=[1.1, 1.2, 1.5, 1.9, 9.0, 9.5],
+    )
+    assert choice.kernel == "MKL"  # for 1 to 16 tokens
+    assert choice.is_faster == (False, True, True, True, False, False)
+    assert [choice.packs(tokens) for tokens in (1, 2, 4, 16, 17, 1000)] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_torch_computes_where_packing_gains_little() -> None:
+    assert times(Plain=[1.0] * 6, OneDNN=[0.99, 0.98, 0.99, 0.99, 0.1, 0.1]).kernel is None
+    assert times(Plain=[1.0] * 6).kernel is None
+
+
+def test_a_kernel_that_was_not_timed_for_many_tokens_counts_as_slower_there() -> None:
+    choice = times(Plain=[1.0] * 6, FBGEMM=[0.5, 0.5, 0.5, 0.6, None, None])
+    assert choice.kernel == "FBGEMM" and choice.is_faster == (True, True, True, True, False, False)
+    choice = times(Plain=[1.0, 3.0, None, None, None, None], FBGEMM=[0.9, 0.9, 1.0, 1.0, 2.0, 4.0])
+    assert choice.kernel == "FBGEMM" and choice.is_faster == (True,) * 6
+
+
+@needs_onednn
+def test_a_choice_is_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setattr(kernel_choice, "_num_preemptions", lambda: 0)
+    weights = [torch.randn(48, 40) for _ in range(3)]
+    choice = choose(weights)
+    assert {len(seconds) for seconds in choice.seconds.values()} == {
+        len(SIZES)
+    } and "Plain" in choice.seconds
+    assert choose([torch.randn(48, 40)]) is choice
+    kernel_choice._choices.cache_clear()  # as in another process
+    monkeypatch.setattr(kernel_choice, "_measured", lambda *_: pytest.fail("measured again"))
+    assert choose(weights) == choice
+    (path,) = (path for path in cache.rglob("*") if path.is_file())
+    path.write_text("{}")
+    kernel_choice._choices.cache_clear()
+    monkeypatch.setattr(kernel_choice, "_measured", lambda *_: PLAIN)
+    assert choose(weights) == PLAIN
+
+
+@needs_onednn
+def test_at_a_busy_time_the_usual_kernel_is_used_and_nothing_kept(
+    monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    preemptions = iter(range(0, 10**9, 100))
+    monkeypatch.setattr(kernel_choice, "_num_preemptions", lambda: next(preemptions))
+    assert choose([torch.randn(48, 40)]) == PLAIN  # small
+    assert choose([torch.randn(1024, 512)]).kernel in ("MKL", "OneDNN")
+    kernel_choice._choices.cache_clear()
+    measured = Choice(kernel=None, seconds={"Plain": (1.0,) * 6})
+    monkeypatch.setattr(kernel_choice, "_measured", lambda *_: measured)
+    assert choose([torch.randn(48, 40)]) == measured
+
+
+def test_a_directory_that_cannot_be_written_is_only_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", "/proc/none")
+    measured = Choice(kernel=None, seconds={"Plain": (1.0,) * 6})
+    monkeypatch.setattr(kernel_choice, "_measured", lambda *_: measured)
+    monkeypatch.setattr(kernel_choice, "works", lambda *_: True)
+    with pytest.warns(UserWarning, match="could not be saved"):
+        assert choose([torch.randn(8, 8)]) == measured
+
+
+@needs_onednn
+@pytest.mark.parametrize(
+    "kept",
+    [
+        Choice(kernel="OneDNN", is_faster=(True,) * 3),
+        Choice(kernel="OneDNN"),
+        Choice(kernel="AMXFOO", is_faster=(True,) * 6),
+        Choice(kernel="FBGEMM", is_faster=(True,) * 6),  # fp32 weights are never held in fp16
+    ],
+)
+def test_what_another_version_kept_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch, kept: Choice
+) -> None:
+    kernel_choice._keep({"float32 48x40": kept})
+    monkeypatch.setattr(kernel_choice, "_measured", lambda *_: PLAIN)
+    assert choose([torch.randn(48, 40)]) == PLAIN

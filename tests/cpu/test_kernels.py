@@ -1,0 +1,87 @@
+"""Kernels agree with torch's own and are found by trial."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hf_slospec.cpu import kernels
+from hf_slospec.cpu.kernels import DTYPES, PACKING, granularity, works
+from tests.support.forced_kernels import WORKING
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+@pytest.mark.parametrize(("name", "dtype"), WORKING)
+@pytest.mark.parametrize("sizes", [(40, 24), (1, 1), (3, 7), (129, 33), (300, 1000)])
+def test_a_packed_weight_gives_what_the_plain_one_gives(
+    name: str, dtype: torch.dtype, sizes: tuple[int, int]
+) -> None:
+    weight = torch.randn(sizes).to(dtype)
+    bias = torch.randn(sizes[0]).to(dtype)
+    matrix = PACKING[name](weight)
+    for num_tokens in (1, 2, 5, 8, 17, 63, 130, 600):
+        input = torch.randn(num_tokens, sizes[1]).to(dtype)
+        for given in (None, bias):
+            plain = F.linear(
+                input.double(), weight.double(), None if given is None else given.double()
+            )
+            ours = matrix(input, given)
+            assert ours.dtype == dtype
+            assert (ours.double() - plain).abs().max() <= TOLERANCE[dtype] * plain.abs().max()
+    assert matrix.num_bytes == weight.nbytes
+
+
+needs_fbgemm = pytest.mark.skipif(
+    not works("FBGEMM", torch.bfloat16), reason="torch has no FBGEMM here"
+)
+
+
+@needs_fbgemm
+def test_weights_in_fp16_are_multiplied_in_fp32() -> None:
+    """The result is nearer to exact arithmetic than that of torch's own kernels, which round to the
+    dtype.
+    """
+    weight = torch.randn(64, 512).bfloat16()
+    input = torch.randn(8, 512).bfloat16()
+    exact = F.linear(input.double(), weight.double())
+    assert torch.equal(PACKING["FBGEMM"](weight)(input, None), exact.to(torch.bfloat16))
+
+
+@needs_fbgemm
+def test_values_that_fp16_cannot_hold_are_counted_or_refused() -> None:
+    weight = torch.ones(4, 8, dtype=torch.bfloat16)
+    weight[0, :3] = torch.tensor([1e-9, 3e-7, 2**-17])  # the last is exact in fp16
+    assert PACKING["FBGEMM"](weight).num_rounded == 2
+    for large in (1e5, float("inf"), float("nan")):
+        weight[1, 1] = large
+        with pytest.raises(OverflowError):
+            PACKING["FBGEMM"](weight)
+
+
+def test_weights_in_fp32_are_never_held_in_fp16() -> None:
+    assert not works("FBGEMM", torch.float32) and torch.float32 not in DTYPES["FBGEMM"]
+
+
+def test_a_kernel_that_torch_lacks_or_that_is_wrong_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(weight: torch.Tensor) -> kernels.Matrix:
+        return torch.ops.mkldnn.no_such_operator(weight)
+
+    class Wrong(kernels.Plain):
+        def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            return 1.1 * super().__call__(input, bias)
+
+    for kernel in (missing, Wrong):
+        works.cache_clear()
+        monkeypatch.setitem(PACKING, "OneDNN", kernel)
+        assert not works("OneDNN", torch.float32)
+    works.cache_clear()
+
+
+def test_onednn_makes_kernels_for_few_numbers_of_tokens() -> None:
+    larger = [tokens + -tokens % granularity(tokens) for tokens in range(1, 1025)]
+    assert len(set(larger)) == 64
+    assert max((now - tokens) / tokens for tokens, now in enumerate(larger, start=1)) <= 1 / 8

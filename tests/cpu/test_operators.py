@@ -1,0 +1,208 @@
+"""Operators of compiled forwards: attention against every token alone, and linear layers against
+torch's.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_slospec.cpu import operators
+from hf_slospec.cpu.joined_linears import KERNELS
+from hf_slospec.cpu.kernels import DTYPES, SIZES, Choice, is_right
+from hf_slospec.cpu.operators import plan_for_operators
+from hf_slospec.model.batch import AttentionRules
+from tests.support.oracles.attention_rows import (
+    BRANCHING,
+    CHAIN,
+    OPTIONS,
+    ROOT,
+    TOLERANCE,
+    TREES,
+    case,
+)
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="forwards are compiled with g++"
+)
+SPANS = [
+    (7, 1, BRANCHING),
+    (0, 3, CHAIN),
+    (5, 1, ROOT),
+    (130, 70, ROOT),
+]  # committed, in a chain, the tree at its end
+SHAPES = [
+    (4, 2, 16, 16),
+    (6, 2, 24, 8),
+    (3, 1, 7, 5),
+    (4, 1, 80, 72),
+]  # query heads, KV heads, key_dim, value_dim
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _library() -> None:
+    operators.build()
+    operators.load()
+
+
+def check(  # type: ignore[no-untyped-def]
+    spans,
+    heads,
+    dtype=torch.float32,
+    window=None,
+    softcap=None,
+    has_sinks=False,
+    chunk=None,
+    is_invariant=False,
+):
+    num_heads, num_kv_heads, key_dim, value_dim = heads
+    made = case(spans, num_kv_heads, key_dim, value_dim, dtype)
+    num_tokens = len(made.tokens)
+    query = torch.randn(num_heads, num_tokens, key_dim, dtype=dtype)
+    sinks = torch.randn(num_heads) if has_sinks else None
+    rules = AttentionRules(key_dim**-0.5, window, softcap, sinks, chunk)
+    expected = made.expected(query, rules)
+    own = torch.cat(
+        [
+            torch.arange(v.stop - s.num_tokens, v.stop)
+            for s, v in zip(made.row.spans, made.row.visible, strict=True)
+        ]
+    )
+    key, value = (
+        stored[own].transpose(0, 1)[None].contiguous() for stored in (made.keys, made.values)
+    )
+    made.keys[own], made.values[own] = torch.nan, torch.nan  # the operator writes them
+    context = operators.Context(is_invariant)
+    plan = plan_for_operators(made.row)
+    torch.ops.hf_slospec.set_pool(context._id, [made.keys], [made.values])
+    tensors = plan.sequences, plan.mask, plan.windowed_mask, plan.positions, plan.staged_positions
+    torch.ops.hf_slospec.set_plan(context._id, *tensors)
+    padded = [torch.nn.functional.pad(tensor, (0, 0, 0, 2)) for tensor in (query[None], key, value)]
+    others = rules.scaling, window or 0, chunk or 0, softcap or 0.0, sinks
+    out = torch.ops.hf_slospec.attend(*padded, context.tensor, 0, True, *others)
+    assert out.dtype == dtype and out.shape == (1, num_tokens + 2, num_heads, value_dim)
+    assert not out[0, num_tokens:].any()  # padding
+    atol = TOLERANCE[dtype] * float(made.values[own].abs().max())
+    torch.testing.assert_close(out[0, :num_tokens].float(), expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+def test_attention(heads: tuple[int, int, int, int], options: dict[str, object]) -> None:
+    check(SPANS, heads, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+def test_attention_in_half_precision(heads: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    check(SPANS, heads, dtype, has_sinks=True)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 200), st.integers(1, 90), st.sampled_from(TREES)),
+        min_size=1,
+        max_size=6,
+    ),
+    st.sampled_from(SHAPES),
+    st.sampled_from(list(OPTIONS.values())),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
+)
+def test_attention_of_any_batch(
+    spans: list[tuple[int, int, object]],
+    heads: tuple[int, ...],
+    options: dict,
+    dtype: torch.dtype,
+    is_invariant: bool,
+) -> None:
+    check(spans, heads, dtype, **options, is_invariant=is_invariant)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernel", [None, *KERNELS])
+def test_joined_linear_layers(kernel: str | None, dtype: torch.dtype) -> None:
+    if kernel is not None and not (
+        dtype in DTYPES.get(kernel, [dtype]) and is_right(KERNELS[kernel], dtype)
+    ):
+        pytest.skip(f"{kernel} does not compute in {dtype} here")
+    plain = [torch.randn(rows, 64, dtype=dtype) for rows in (96, 32, 32)]
+    packed = [] if kernel is None else [KERNELS[kernel](torch.cat(plain))]
+    context = operators.Context()
+    context.set_linear(
+        3,
+        plain,
+        packed,
+        Choice(kernel=kernel, is_faster=(True, False) + (True,) * (len(SIZES) - 2)),
+    )
+    for num_tokens in (1, 3, 40, 700):
+        x = torch.randn(1, num_tokens, 64, dtype=dtype)
+        out = torch.ops.hf_slospec.linear(x, context.tensor, 3, 160)
+        expected = torch.nn.functional.linear(x.float(), torch.cat(plain).float())
+        torch.testing.assert_close(
+            out.float(), expected, rtol=2e-2, atol=0.02 if dtype == torch.float32 else 0.3
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(70, 24), (64, 10), (3, 2), (200, 130)], ids=str)
+def test_products_of_blocks(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight = torch.randn(shape, dtype=dtype)
+    x = torch.randn(300, shape[1], dtype=dtype)
+    blocks = operators.Blocks(weight)
+    out = blocks(x, None)
+    tolerance = dict(rtol=1e-5, atol=1e-4) if dtype == torch.float32 else dict(rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(out.double(), x.double() @ weight.double().T, **tolerance)
+    for num_rows in (1, 2, 5, 7, 128, 131):  # whatever the others are
+        assert torch.equal(blocks(x[:num_rows], None), out[:num_rows])
+    transposed = x.T.contiguous().T
+    exact = x.double() @ weight.double().T + weight[:, 0].double()
+    torch.testing.assert_close(blocks(transposed, weight[:, 0]).double(), exact, **tolerance)
+    for chunk in (2, 8, 64):
+        chunked = operators.Blocks(weight, chunk)
+        torch.testing.assert_close(
+            chunked(x, None).double(), x.double() @ weight.double().T, **tolerance
+        )
+        assert torch.equal(chunked(x[:5], None), chunked(x, None)[:5])
+
+
+def test_weights_that_no_block_holds() -> None:
+    weights = [torch.randn(4, 4, dtype=torch.float16)]
+    if torch.ops.hf_slospec.block_elements(True) == 2:
+        weights.append(torch.randn(4, 3, dtype=torch.bfloat16))
+    for weight in weights:
+        with pytest.raises(OverflowError, match="no blocks"):
+            operators.Blocks(weight)
+
+
+def test_wrong_uses_raise() -> None:
+    context = operators.Context()
+    context.set_linear(0, [torch.randn(8, 4)], [], Choice(kernel=None))
+    with pytest.raises(RuntimeError, match="has 8 outputs, not 9"):
+        torch.ops.hf_slospec.linear(torch.randn(2, 4), context.tensor, 0, 9)
+    with pytest.raises(RuntimeError, match="no context -1"):
+        torch.ops.hf_slospec.linear(torch.randn(2, 4), torch.tensor([-1]), 0, 8)
+
+
+def test_contexts_are_freed() -> None:
+    context = operators.Context()
+    tensor = context.tensor
+    del context
+    with pytest.raises(RuntimeError, match="no context"):
+        torch.ops.hf_slospec.linear(torch.randn(2, 4), tensor, 0, 8)
+
+
+def test_the_library_leaves_denormal_numbers_alone() -> None:
+    """A library that was linked with -ffast-math would set them to zero in the whole process."""
+    code = (
+        f"import torch; torch.ops.load_library({str(operators.library_path())!r}); "
+        "assert (torch.tensor([1e-40]) * 1).item() > 0"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,357 @@
+"""Linear layers with prepacked weights equal plain ones, also after their weights change."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
+from torch.nn.utils.prune import l1_unstructured
+from transformers.pytorch_utils import Conv1D
+
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator
+from hf_slospec.cpu import prepacked
+from hf_slospec.cpu.packed_weights import PackedWeight
+from hf_slospec.cpu.prepacked import PrepackedLayers
+from tests.support.forced_kernels import WORKING, force_kernel
+from tests.support.packed import packed_model
+from tests.support.toys.tiny_models import tiny_model
+
+pytestmark = pytest.mark.skipif(not WORKING, reason="no kernels for packed weights on this machine")
+
+
+@pytest.fixture(autouse=True)
+def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack every weight, however small."""
+    force_kernel(monkeypatch, WORKING[0][0])
+
+
+def linear(
+    inputs: int = 24, outputs: int = 40, bias: bool = False, dtype: torch.dtype = torch.float32
+) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(inputs, outputs, bias, dtype=dtype)
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def computed(module: nn.Module, input: torch.Tensor, linears: PrepackedLayers) -> torch.Tensor:
+    with torch.no_grad(), linears.in_use():
+        return module(input)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), WORKING)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("sizes", [(24, 40), (1, 1), (7, 3), (33, 129)])
+@pytest.mark.parametrize(
+    "shape", [(1,), (1, 1), (5,), (2, 3), (1, 0), (1, 17), (3, 43), (1, 130), (1, 600)]
+)
+def test_a_layer_gives_what_a_plain_one_gives(
+    monkeypatch: pytest.MonkeyPatch,
+    kernel: str,
+    dtype: torch.dtype,
+    bias: bool,
+    sizes: tuple[int, int],
+    shape: tuple[int, ...],
+) -> None:
+    force_kernel(monkeypatch, kernel)
+    module = linear(*sizes, bias, dtype)
+    input = rows(*shape, sizes[0], dtype=dtype)
+    ours = computed(module, input, PrepackedLayers(module, True))
+    plain = module(input).detach()
+    assert ours.shape == plain.shape and ours.dtype == plain.dtype
+    assert PrepackedLayers(module, True).kernels == {kernel: 1}
+    torch.testing.assert_close(ours, plain)
+
+
+def test_inputs_need_not_be_contiguous() -> None:
+    module = linear()
+    input = rows(24, 6).T
+    torch.testing.assert_close(
+        computed(module, input, PrepackedLayers(module, True)), module(input).detach()
+    )
+
+
+def test_torch_computes_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = linear()
+    calls = list[int]()
+    force_kernel(monkeypatch, WORKING[0][0], is_faster=(False, True, True, True, True, False))
+    layers = PrepackedLayers(module, True)
+    (copy,) = layers._copies.values()
+    kernel = copy.matrices[0]
+    copy.matrices = [lambda input, bias: calls.append(len(input)) or kernel(input, bias)]
+    for num_tokens in (1, 2, 4, 5, 64, 65, 300):
+        computed(module, rows(1, num_tokens, 24), layers)
+    assert calls == [2, 4, 5, 64]
+
+
+def test_only_layers_whose_kernel_is_faster_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    force_kernel(monkeypatch, "none")
+    assert not len(PrepackedLayers(linear(), True))
+
+
+def multiply(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+def replace(weight: nn.Parameter) -> None:
+    weight.data = weight.data * 2
+
+
+def test_counted_changes_hold_from_the_next_forward_on() -> None:
+    for change in (multiply, replace):
+        module = linear()
+        input = rows(3, 24)
+        linears = PrepackedLayers(module, True)
+        before = computed(module, input, linears)
+        change(module.weight)
+        torch.testing.assert_close(computed(module, input, linears), 2 * before)
+        module.weight = nn.Parameter(4 * module.weight.detach())
+        torch.testing.assert_close(computed(module, input, linears), 8 * before)
+
+
+def test_generate_sees_what_is_written_through_data() -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    gen = SLOSpecGenerator(
+        model, tiny_model("llama"), config=SLOSpecConfig(max_depth=3, compile=False)
+    )
+    ids = torch.arange(3, 15)[None]
+    before = gen.generate(ids, max_new_tokens=8)
+    assert len(gen.decoder.speculator.target.packed.prepacked)
+    torch.manual_seed(3)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data += torch.randn_like(module.weight)
+    after = gen.generate(ids, max_new_tokens=8)
+    assert torch.equal(after, model.generate(ids, max_new_tokens=8)) and not torch.equal(
+        after, before
+    )
+
+
+def test_other_threads_compute_plainly_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = linear()
+    input = rows(3, 24)
+    found = list[torch.Tensor]()
+    layers = PrepackedLayers(module, True)
+    (copy,) = layers._copies.values()
+    monkeypatch.setattr(
+        copy, "product", lambda *_: pytest.fail("another thread's forward was ours")
+    )
+    with layers.in_use():
+        assert type(module) is not nn.Linear
+        thread = threading.Thread(target=lambda: found.append(module(input)))
+        thread.start()
+        thread.join()
+    assert torch.equal(found[0], F.linear(input, module.weight))
+
+
+def test_another_threads_forward_may_end_later() -> None:
+    module = linear()
+    input = rows(3, 24)
+    with PrepackedLayers(module, True).in_use():
+        forward = module.forward
+    assert torch.equal(forward(input), module(input))
+
+
+def test_nothing_stays_on_the_layers() -> None:
+    module = nn.Sequential(linear(), nn.ReLU())
+    linears = PrepackedLayers(module, True)
+    others = PrepackedLayers(module, True)
+    before = dict(module[0].__dict__)
+    with pytest.raises(KeyError), linears.in_use(), others.in_use():  # two at a time, and an error
+        raise KeyError
+    assert type(module[0]) is nn.Linear
+    with linears.in_use():
+        with others.in_use():
+            pass
+        assert type(module[0]) is not nn.Linear  # the other one still runs
+    assert type(module[0]) is nn.Linear and module[0].__dict__ == before
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))]
+)
+def test_a_model_can_be_copied_while_it_forwards(copied: Callable[[nn.Module], nn.Module]) -> None:
+    """By another thread: the copy is a plain one, and computes with weights of its own."""
+    module = nn.Sequential(linear())
+    input = rows(3, 24)
+    with PrepackedLayers(module, True).in_use():
+        other = copied(module)
+    before = other(input)
+    multiply(module[0].weight)
+    assert type(other[0]) is nn.Linear and torch.equal(other(input), before)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def parametrise(module: nn.Linear) -> None:
+    register_parametrization(module, "weight", Doubled())
+
+
+def prune_half(module: nn.Linear) -> None:
+    l1_unstructured(module, "weight", 0.5)
+
+
+def replace_forward(module: nn.Linear) -> None:
+    module.forward = lambda input: 3 * F.linear(input, module.weight)
+
+
+def hook(module: nn.Linear) -> None:
+    module.register_forward_hook(lambda module, given, output: -output)
+
+
+@pytest.mark.parametrize(
+    "change", [parametrise, prune_half, replace_forward, hook, nn.Linear.double]
+)
+def test_what_becomes_of_a_layer_later_is_kept(change: Callable[[nn.Linear], Any]) -> None:
+    module = linear()
+    linears = PrepackedLayers(module, True)
+    computed(module, rows(3, 24), linears)
+    change(module)
+    input = rows(3, 24, dtype=next(module.parameters()).dtype)
+    plain = module(input).detach()
+    torch.testing.assert_close(computed(module, input, linears), plain)
+    linears.renew()
+    assert not len(linears)
+    torch.testing.assert_close(module(input).detach(), plain)
+
+
+def test_copies_serve_the_autocast_that_they_were_made_for() -> None:
+    module = linear(bias=True)
+    input = rows(3, 24)
+    dtype = torch.bfloat16
+    own = PrepackedLayers(module, True)
+    cast = PrepackedLayers(module, True, dtype)
+    assert len(own) == 1
+    with torch.autocast("cpu", dtype):
+        expected = module(input).detach()
+        assert torch.equal(computed(module, input, own), expected)
+        torch.testing.assert_close(computed(module, input, cast), expected)
+        assert expected.dtype is dtype
+    assert torch.equal(computed(module, input, cast), module(input).detach())
+
+
+def test_layers_that_come_and_go() -> None:
+    model = nn.Sequential(linear(), nn.Linear(40, 8))
+    linears = PrepackedLayers(model, True)
+    gone, model[1] = ref(model[1]), nn.Linear(40, 16)
+    assert computed(model, rows(3, 24), linears).shape == (3, 16)
+    linears.renew()
+    assert gone() is None and len(linears) == 2
+
+
+def test_copies_are_shared_by_all_who_forward_a_model_and_go_with_them() -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    first, second = (
+        packed_model(model, prepack=True).prepacked,
+        packed_model(model, prepack=True).prepacked,
+    )
+    assert first._copies == second._copies and len(first) > 0
+    weights = {id(m.weight): m.weight.nbytes for m in model.modules() if type(m) is nn.Linear}
+    assert first.num_bytes == sum(weights.values())
+    copies = [ref(one) for one in first._copies.values()]
+    del first
+    assert all(one() is not None for one in copies)
+    del second
+    gc.collect()
+    assert all(one() is None for one in copies)
+
+
+def test_copies_of_a_target_that_drafts_for_itself_count_once() -> None:
+    model = tiny_model("llama")
+    linears = packed_model(model, prepack=True).prepacked
+    gen = SLOSpecGenerator(
+        model, model, config=SLOSpecConfig(max_depth=2, prepack=True, compile=False)
+    )
+    assert gen.decoder.speculator.memory(0).prepacked == linears.num_bytes > 0
+
+
+def test_copies_take_a_share_of_the_free_memory_at_most(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(prepacked, "FREE_SHARE", 0.0)
+    with caplog.at_level("INFO"):
+        assert not len(PrepackedLayers(linear(), None))
+    assert "SLOSpecConfig(prepack=True)" in caplog.text
+    assert len(PrepackedLayers(linear(), True)) == 1
+    assert not len(PrepackedLayers(linear(), False))
+
+
+def test_what_is_more_than_a_plain_layer_is_left_alone() -> None:
+    hooked = linear()
+    replaced = linear()
+    inferred = linear()
+    compiled = linear()
+    hooked.register_forward_hook(lambda *_: None)
+    replaced.forward = lambda input: input
+    with torch.inference_mode():
+        inferred.weight = nn.Parameter(torch.ones(40, 24), requires_grad=False)
+    compiled.compile(backend="eager")
+    empty = linear()
+    empty.weight = nn.Parameter(torch.ones(0, 24))
+    for module in (
+        hooked,
+        replaced,
+        inferred,
+        compiled,
+        empty,
+        linear(dtype=torch.float64),
+        nn.Conv1d(3, 3, 1),
+    ):
+        assert not len(PrepackedLayers(module, True)), module
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), WORKING)
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss", "gpt2"])
+def test_fused_experts_and_transposed_weights(
+    monkeypatch: pytest.MonkeyPatch, family: str, kernel: str, dtype: torch.dtype
+) -> None:
+    force_kernel(monkeypatch, kernel)
+    model = copy.deepcopy(tiny_model(family)).to(dtype)
+    layers = PrepackedLayers(model, True)
+    assert (
+        layers.num_bytes > sum(m.weight.nbytes for m in model.modules() if type(m) is nn.Linear)
+        or family == "gpt2"
+    )
+    assert not any(
+        type(m) in (nn.Linear, Conv1D) and (m, "weight") not in layers._copies
+        for m in model.modules()
+    )
+    used = set[PackedWeight]()
+    product = PackedWeight.product
+    monkeypatch.setattr(
+        PackedWeight, "product", lambda copy, *given: used.add(copy) or product(copy, *given)
+    )
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        plain = model(ids).logits
+        assert not used
+        with layers.in_use():
+            ours = model(ids).logits
+    assert used == set(layers._copies.values())
+    torch.testing.assert_close(
+        ours, plain, rtol=0, atol={torch.float32: 1e-4}.get(dtype, 0.1) * float(plain.abs().max())
+    )
+
+
+def test_parallel_experts_are_left_alone() -> None:
+    model = copy.deepcopy(tiny_model("mixtral"))
+    for module in model.modules():
+        if hasattr(module, "_is_expert_parallel"):
+            module._is_expert_parallel = True
+    assert all(isinstance(layer, nn.Linear) for layer, _ in PrepackedLayers(model, True)._copies)

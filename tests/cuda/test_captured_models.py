@@ -1,0 +1,392 @@
+"""Captured forwards of whole models on the CPU: tapes of operators stand in for CUDA graphs."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator
+from hf_slospec.cuda import captured as captured_forwards
+from hf_slospec.cuda import flash_kernels as flash_kernel_choice
+from hf_slospec.cuda.captured import GraphPreconditions
+from hf_slospec.model import sequence_room as room
+from hf_slospec.model.batch import CachedSequence
+from hf_slospec.model.measure import CURVE, HELD_OUT, SLOPES, Forwards, Size
+from hf_slospec.model.memory import as_memory_error
+from hf_slospec.model.packed_model import PackedModel
+from tests.support.breadth import nightly_but, quick_or
+from tests.support.graph_bench import Bench
+from tests.support.packed import packed_model
+from tests.support.served_pair import Holds
+from tests.support.stand_ins.graphs import OpaqueStandIn, Tapes
+from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
+
+GREEDY: dict[str, Any] = dict(do_sample=False)
+SAMPLED: dict[str, Any] = dict(do_sample=True, temperature=0.8, top_k=30, top_p=0.95)
+# Without packed weights, which are for CPUs: packed experts would be read by the host.
+CONFIG = SLOSpecConfig(
+    attention="flash",
+    policy="fixed",
+    max_depth=3,
+    max_width=2,
+    prepack=False,
+    check_invariants=True,
+)
+
+
+@pytest.mark.parametrize(
+    "family",
+    nightly_but(
+        ["llama", "gpt2", "gemma3", "gpt-oss"],
+        ["llama", "gpt2", "mistral-window", "gemma2", "gemma3", "mixtral", "gpt-oss"],
+    ),
+)
+def test_whole_models_token_for_token(family: str, tapes: Tapes) -> None:
+    model = tiny_model(family)
+    generator = SLOSpecGenerator(model, tiny_model(family, noise=0.03), config=CONFIG)
+    for options in (GREEDY, SAMPLED):
+        assert_same_as_stock(
+            model, generator.generate, ragged_prompts(3), **options, max_new_tokens=16
+        )
+    # Draft levels of sampled requests are captured apart from those of greedy ones.
+    assert tapes.num_replayed > 2 * tapes.num_captured > 0
+
+
+def test_pools_that_grow(tapes: Tapes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of a pool are dropped with it."""
+    monkeypatch.setattr(room, "FIRST_ROOM", 12)
+    model = tiny_model("llama")
+    generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
+    assert_same_as_stock(
+        model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=quick_or(40, 60)
+    )
+    assert tapes.num_replayed > tapes.num_captured > 0
+
+
+def test_requests_come_and_go_and_lose_their_room(tapes: Tapes) -> None:
+    model = tiny_model("llama")
+    config = CONFIG.model_copy(update=dict(kv_tokens=150, max_batch=3, prefill_chunk=16))
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 101, rng.integers(3, 30)).tolist() for _ in range(9)]
+    lengths = rng.integers(5, 30, 9).tolist()
+    expected = []
+    for prompt, length in zip(prompts, lengths, strict=True):
+        row = torch.tensor([prompt])
+        out = model.generate(
+            row, attention_mask=torch.ones_like(row), do_sample=False, max_new_tokens=length
+        )
+        expected.append(out[0, len(prompt) :].tolist())
+    with SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=config) as generator:
+        with Holds() as holds:
+            handles = [
+                generator.submit(
+                    prompt,
+                    do_sample=False,
+                    max_new_tokens=length,
+                    best_effort=index < 5,
+                    slo_ttft=60.0,
+                    stopping_criteria=[holds] if index == 0 else None,
+                )
+                for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+            ]
+            assert holds.is_reached.wait(60)
+        assert [handle.result(120).token_ids for handle in handles] == expected
+        assert generator.stats().preempted > 0
+    assert tapes.num_replayed > tapes.num_captured > 0
+
+
+def test_switched_off(tapes: Tapes) -> None:
+    model = tiny_model("llama")
+    generator = SLOSpecGenerator(model, config=CONFIG.model_copy(update=dict(cuda_graphs=False)))
+    assert_same_as_stock(model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=12)
+    assert not tapes.num_captured
+    cache = packed_model(model, "flash", cuda_graphs=False).kv_cache
+    cache.reserve({CachedSequence(): 10})
+    assert cache.num_bytes and not cache.pool.num_padding_slots
+
+
+def test_no_graphs_and_no_padding_on_a_cpu() -> None:
+    model = PackedModel(tiny_model("llama"))
+    cache = model.kv_cache
+    cache.reserve({CachedSequence(): 10})
+    assert (
+        not model.captured.is_on
+        and model.captured.on(cache.pool) is None
+        and len(cache.pool.keys[0]) == 10
+    )
+
+
+def test_a_model_that_asks_the_device_runs_without_graphs(
+    tapes: Tapes, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    layer = model.model.layers[0].mlp
+    plain = layer.forward
+    layer.forward = lambda hidden: plain(hidden) if hidden.abs().sum() > 0 else hidden
+    layer.per_token = True
+    generator = SLOSpecGenerator(model, config=CONFIG)
+    with caplog.at_level(logging.INFO, "hf_slospec.cuda.graphs"):
+        assert_same_as_stock(
+            model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=20
+        )
+    (record,) = caplog.records
+    assert "makes the host wait" in record.getMessage() and not tapes.num_captured
+
+
+def test_a_model_once_asked_for_hidden_states_has_graphs(tapes: Tapes) -> None:
+    """The hooks that transformers leaves there do nothing but collect."""
+    model = copy.deepcopy(tiny_model("llama"))
+    model(torch.ones(1, 2, dtype=torch.int64), output_hidden_states=True)
+    assert model.model.layers[0]._forward_hooks
+    generator = SLOSpecGenerator(model, config=CONFIG)
+    assert_same_as_stock(model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=20)
+    assert tapes.num_replayed
+
+
+class OpaqueWithoutSoftcap(OpaqueStandIn):
+    has_softcap = False
+
+
+def test_layers_that_go_to_sdpa_are_not_captured(
+    tapes: Tapes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash_kernel_choice, "KERNELS", (OpaqueWithoutSoftcap,))
+    generator = SLOSpecGenerator(tiny_model("gemma2"), config=CONFIG)
+    assert_same_as_stock(
+        tiny_model("gemma2"), generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=20
+    )
+    assert not tapes.num_captured
+
+
+class BrokenTapes(Tapes):
+    def capture(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+class WrongTapes(Tapes):
+    def capture(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        out = torch.zeros_like(run())
+        return lambda: out
+
+
+@pytest.mark.parametrize("capturer", [BrokenTapes, WrongTapes])
+def test_a_capture_that_fails_ends_it_and_nothing_else(
+    capturer: Any, tapes: Tapes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(captured_forwards, "capturer_for", lambda device: capturer())
+    model = tiny_model("llama")
+    generator = SLOSpecGenerator(model, config=CONFIG)
+    with caplog.at_level(logging.INFO, "hf_slospec.cuda.graphs"):
+        for _ in range(2):
+            assert_same_as_stock(
+                model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=20
+            )
+    assert len(caplog.records) == 1
+
+
+def test_costs_are_those_of_replays_at_all_sizes(tapes: Tapes) -> None:
+    packed = packed_model(tiny_model("llama"), "flash", prepack=False)
+    forward_s = Forwards(packed)
+    forward_s(Size(1))  # the first forward says which plans the layers need
+    for size in (*CURVE, *SLOPES, *HELD_OUT):
+        before = packed.captured.counts
+        assert forward_s(size) > 0
+        now = packed.captured.counts
+        assert now == replace(before, captures=now.captures, replays=before.replays + 1), size
+
+
+def test_pools_that_grow_capture_at_once(tapes: Tapes) -> None:
+    bench = Bench(tiny_model("llama"))
+    for _ in range(3):
+        bench.verify()
+    before = bench.packed.captured.counts
+    pool = bench.sequences.cache.pool
+    bench.sequences.cache.reserve({CachedSequence(): pool.num_slots + 1})
+    assert bench.sequences.cache.pool is not pool
+    bench.verify()
+    assert bench.packed.captured.counts == replace(before, captures=before.captures + 1)
+
+
+def test_what_no_forward_reads_drops_no_graphs(tapes: Tapes) -> None:
+    model = copy.deepcopy(tiny_model("llama"))
+    bench = Bench(model)
+    for _ in range(3):
+        bench.verify()
+    model._cached_continuous_batching_manager = object()
+    bench.packed.renew()
+    before = bench.packed.captured.counts
+    bench.verify()
+    assert bench.packed.captured.counts == replace(before, replays=before.replays + 1)
+
+
+def test_calls_take_over_the_graphs_of_those_before(tapes: Tapes) -> None:
+    model = tiny_model("llama")
+    draft = tiny_model("llama", noise=0.03)
+    generator = SLOSpecGenerator(model, draft, config=CONFIG)
+    inputs = ragged_prompts(2)
+    captured = []
+    for _ in range(quick_or(4, 6)):
+        before = tapes.num_captured
+        assert_same_as_stock(model, generator.generate, inputs, **GREEDY, max_new_tokens=20)
+        captured.append(tapes.num_captured - before)
+    assert captured[0] and not captured[-1]
+    assert all(model.kv_bytes for model in generator.decoder.speculator.models)
+    replayed = tapes.num_replayed
+    assert_same_as_stock(model, generator.generate, inputs, do_sample=True, max_new_tokens=20)
+    assert tapes.num_replayed > replayed
+    assert_same_as_stock(
+        model, generator.generate, ragged_prompts(5), **GREEDY, max_new_tokens=30
+    )  # a larger pool
+    assert_same_as_stock(model, generator.generate, inputs, **GREEDY, max_new_tokens=20)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [lambda scaling: scaling, lambda scaling: {"all": scaling}, lambda scaling: ([scaling],)],
+)
+def test_what_changes_between_calls_is_seen(
+    held: Callable[[dict[str, float]], Any], tapes: Tapes
+) -> None:
+    """Also where it is no parameter: an adapter's scale, a forward of a layer's own, a tensor, the
+    config.
+    """
+    model: Any = copy.deepcopy(tiny_model("llama"))
+    layer = model.model.layers[0].mlp
+    scaling = defaultdict[str, float](float, default=1.0)
+    layer.scaling = held(scaling)
+    layer.shift = torch.zeros(32)
+    plain = layer.forward
+    layer.forward = lambda hidden: (
+        plain(hidden) * scaling["default"] * (1 if hasattr(layer, "is_plain") else -0.7)
+        + layer.shift
+    )
+    layer.is_plain = layer.per_token = True
+    generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
+
+    def check() -> torch.Tensor:
+        replayed = tapes.num_replayed
+        output = assert_same_as_stock(
+            model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=20
+        )
+        assert tapes.num_replayed > replayed
+        return output.sequences
+
+    found = [check()]
+    scaling["default"] = -3.0
+    found.append(check())
+    del layer.is_plain
+    layer.is_other = True  # the same value in the same place
+    found.append(check())
+    layer.shift = torch.linspace(-4, 4, 32)
+    found.append(check())
+    layer.forward = lambda hidden: -plain(hidden)
+    found.append(check())
+    assert len({str(sequences.tolist()) for sequences in found}) == len(found)
+    preconditions = GraphPreconditions(model)
+    before: Any = preconditions.now()
+    preconditions.renew()
+    # Short: forwards compare it, and not the settings.
+    assert preconditions.now() == before and all(
+        isinstance(own, int) for own in (before[0], *before[1])
+    )
+    model.config.some_softcapping = 3.0
+    preconditions.renew()
+    assert preconditions.now() != before
+
+
+def test_what_changes_between_the_levels_of_a_beam_is_seen(
+    tapes: Tapes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The preconditions are read once per beam, and again if a change is noticed in it."""
+    draft: Any = copy.deepcopy(tiny_model("llama", noise=0.03))
+    draft.model.layers[0].mlp.scaling = num_later = 0
+    generator = SLOSpecGenerator(tiny_model("llama"), draft, config=CONFIG)
+    packed = generator.decoder.speculator.models[1]
+    captured = packed.captured
+    run = captured.run
+
+    def watched(pool: Any, inputs: Any, compute: Any) -> Any:
+        nonlocal num_later
+        if inputs.level is not None and not inputs.level.is_root:
+            num_later += 1
+            assert (
+                captured._preconditions is not None
+                and captured._now == captured._preconditions.now()
+            )
+        outputs = run(pool, inputs, compute)
+        if inputs.level is not None and inputs.level.is_root:
+            draft.model.layers[0].mlp.scaling += 1  # as another thread may do
+            packed.renew()
+        return outputs
+
+    monkeypatch.setattr(captured, "run", watched)
+    assert_same_as_stock(
+        generator.model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=12
+    )
+    assert num_later
+
+
+def test_calls_with_and_without_inference_mode(tapes: Tapes) -> None:
+    model = tiny_model("llama")
+    generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
+    for is_inference in (True, False, *quick_or((), (True, False))):
+        with torch.inference_mode(is_inference):
+            assert_same_as_stock(
+                model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=20
+            )
+    assert tapes.num_replayed
+
+
+def test_a_kept_pool_takes_no_more_than_is_needed_and_goes_when_memory_is_short(
+    tapes: Tapes,
+) -> None:
+    model = tiny_model("llama")
+    generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
+    models = generator.decoder.speculator.models
+    sizes = []
+    for batch in (4, 5, 5):  # more, and the same again
+        generator.generate(**ragged_prompts(batch), **GREEDY, max_new_tokens=30)
+        sizes.append(sum(own.kv_bytes for own in models))
+    assert sizes[0] < sizes[1] < 1.5 * sizes[0] and sizes[2] == sizes[1]
+    with pytest.raises(MemoryError), as_memory_error():
+        raise torch.OutOfMemoryError
+    assert not any(own.kv_bytes for own in models)
+
+
+def test_calls_of_several_threads_share_a_pool(tapes: Tapes) -> None:
+    model = tiny_model("llama")
+    generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
+    inputs = [ragged_prompts(2, seed) for seed in range(quick_or(4, 6))]
+    with ThreadPoolExecutor(3) as threads:
+        found = list(
+            threads.map(lambda own: generator.generate(**own, **GREEDY, max_new_tokens=20), inputs)
+        )
+    for own, output in zip(inputs, found, strict=True):
+        assert torch.equal(output, model.generate(**own, **GREEDY, max_new_tokens=20))
+
+
+def test_a_broken_call_leaves_no_sequences_in_the_pool(tapes: Tapes) -> None:
+    def broken(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] > 40:
+            raise ValueError("broken")
+        return scores
+
+    model = tiny_model("llama")
+    generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
+    with pytest.raises(ValueError, match="broken"):
+        generator.generate(
+            **ragged_prompts(1), **GREEDY, max_new_tokens=40, logits_processor=[broken]
+        )
+    assert tapes.num_captured and not any(
+        own.kv_cache.num_held for own in generator.decoder.speculator.models
+    )
+    assert_same_as_stock(model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=20)

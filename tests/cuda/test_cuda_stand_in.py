@@ -1,0 +1,516 @@
+"""Tests for a CUDA device, and the whole engine, on a CPU stand-in for the device."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from typer.testing import CliRunner
+
+from benchmarks.gpu import bandwidth, floor, identity
+from benchmarks.gpu.__main__ import app
+from benchmarks.gpu.contestants import COMPILED
+from hf_slospec import (
+    SLOSpecConfig,
+    SLOSpecGenerator,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+    tiny_prompts,
+)
+from hf_slospec.cpu import exact_trial
+from hf_slospec.cpu.exact import ExactProducts
+from hf_slospec.drafters.assistant import AssistantDrafter
+from hf_slospec.model.batch import CachedSequence
+from hf_slospec.model.measure import Forwards, Size
+from hf_slospec.model.sampling import DoubledSums
+from hf_slospec.model.target import PackedTarget
+from tests.support import cuda_tests
+from tests.support.breadth import nightly_but, nightly_rows_but, quick_or
+from tests.support.cuda_tests import (  # noqa: F401  collected here once more
+    moved,
+    on_cuda,
+    test_a_capture_that_fails_leaves_cuda_usable,
+    test_an_answer_one_question_late,
+    test_auto_is_triton_and_flash_is_flash,
+    test_drafting_and_verifying_wait_for_nothing,
+    test_pieces_of_few_keys,
+    test_replays_are_what_forwards_compute,
+    test_too_much_memory_ends_it,
+)
+from tests.support.packed import packed_model
+from tests.support.stand_ins.cuda_tensors import CUDA, Device
+from tests.support.toys.tiny_models import (
+    assert_same_as_stock,
+    ragged_prompts,
+    ragged_texts,
+    tiny_model,
+)
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+    pytest.mark.usefixtures("device"),
+]
+GREEDY = dict(do_sample=False)
+SAMPLED = dict(do_sample=True, temperature=0.8, top_k=30)
+
+
+# ---- what it is strict about
+
+
+def test_tensors_of_host_and_device_do_not_mix() -> None:
+    here = torch.ones(3)
+    there = torch.ones(3, device="cuda")
+    assert there.is_cuda and there.device == CUDA and not there.is_cpu
+    for mix in (
+        lambda: here + there,
+        lambda: torch.cat([here, there]),
+        lambda: there.index_add_(0, here.long(), there),
+    ):
+        with pytest.raises(RuntimeError, match="host and device"):
+            mix()
+    assert (there + torch.tensor(1.0)).tolist() == [2.0, 2.0, 2.0]  # one value may be of the host
+    assert (here + there.cpu()).is_cpu and (here.to(CUDA) + there).is_cuda
+
+
+def test_what_has_the_host_wait(device: Device) -> None:
+    there = torch.tensor([1, 0, 2], device="cuda")
+    pinned = torch.empty(3, dtype=torch.int64, pin_memory=True)
+    torch.cuda.set_sync_debug_mode("error")
+    for wait in (
+        there.tolist,
+        there.nonzero,
+        there.cpu,
+        lambda: there[there > 0],
+        lambda: bool(there.sum()),
+    ):
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            wait()
+    pinned.copy_(there, non_blocking=True)
+    there.copy_(torch.tensor([1, 0, 2]), non_blocking=True)
+    torch.cuda.set_sync_debug_mode("default")
+    before = device.num_waits
+    assert there[there > 0].tolist() == [1, 2]
+    assert device.num_waits == before + 2  # for the mask, and for the values
+
+
+def test_what_has_not_arrived_is_not_to_be_read() -> None:
+    there = torch.tensor([1, 0, 2], device="cuda")
+    here = torch.zeros(3, dtype=torch.int64)
+    here.copy_(there, non_blocking=True)
+    there.zero_()
+    assert here.tolist() != [1, 0, 2]
+    event = torch.cuda.Event()
+    event.record()
+    event.synchronize()
+    assert here.tolist() == [1, 0, 2]
+
+
+def test_what_has_not_left_is_not_to_be_written() -> None:
+    there = torch.zeros(3, device="cuda")
+    here = torch.ones(3)
+    there.copy_(here, non_blocking=True)
+    here.zero_()
+    with pytest.raises(AssertionError, match="before the device had read it"):
+        torch.cuda.synchronize()
+
+
+def test_each_device_has_its_own_random_numbers() -> None:
+    torch.manual_seed(0)
+    drawn = torch.rand(3), torch.rand(3, device="cuda")
+    torch.cuda.manual_seed_all(0)
+    torch.rand(3)
+    assert torch.equal(torch.rand(3, device="cuda").cpu(), drawn[1].cpu())
+
+
+def test_graphs_do_again_what_was_captured() -> None:
+    there = torch.ones(3, device="cuda")
+    out = torch.zeros(3, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin()
+    out.copy_(there * 2 + 1)
+    graph.capture_end()
+    there.fill_(5.0)
+    graph.replay()
+    assert out.tolist() == [11.0, 11.0, 11.0]
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin()
+    with pytest.raises(RuntimeError, match="capturing"):
+        there.tolist()
+    with pytest.raises(RuntimeError, match="previous error"):
+        graph.capture_end()
+
+
+def test_memory_whose_graphs_are_gone_takes_no_capture(device: Device) -> None:
+    memory = torch.cuda.graph_pool_handle()
+    out = torch.zeros(3, device="cuda")
+
+    def captured() -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(memory)
+        out.add_(1)
+        graph.capture_end()
+        return graph
+
+    kept = [captured()]
+    kept.append(captured())
+    assert device.users[memory] == 2
+    kept.clear()
+    with pytest.raises(RuntimeError, match="use_count > 0"):
+        captured()
+
+
+def test_a_capture_is_broken_by_what_other_threads_do_to_the_device() -> None:
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin()
+    with ThreadPoolExecutor(1) as other:
+        for call in (torch.cuda.synchronize, torch.cuda.empty_cache):
+            with pytest.raises(RuntimeError, match="another thread captures"):
+                other.submit(call).result(60)
+    with pytest.raises(RuntimeError, match="previous error during capture"):
+        graph.capture_end()
+    with pytest.raises(RuntimeError, match="outside graph capture"):
+        torch.rand(3, device="cuda")
+
+
+# ---- the engine on it
+
+
+def test_sdpa_makes_no_plans_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    enabled = list[bool]()
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+        enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return plain(*args, **kwargs)
+
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    for move, expected in ((on_cuda, False), (copy.deepcopy, before)):
+        enabled.clear()
+        packed = packed_model(move(tiny_model("llama")), "sdpa")
+        enabled.clear()  # set by stock forwards, with which the model is checked
+        Forwards(packed)(Size(4, 2, 8))
+        assert enabled and set(enabled) == {expected}
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    nightly_rows_but(
+        [("gemma3", GREEDY)],
+        [
+            ("llama", GREEDY),
+            ("llama", SAMPLED),
+            ("gemma3", GREEDY),
+            ("gpt2", SAMPLED),
+            ("mixtral", GREEDY),
+        ],
+    ),
+)
+def test_fp32_token_for_token_by_sdpa(family: str, options: dict[str, Any]) -> None:
+    cuda_tests.test_fp32_token_for_token_by_sdpa(family, options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        GREEDY | dict(repetition_penalty=1.2, output_scores=True, output_logits=True),
+        SAMPLED | dict(num_return_sequences=2, min_new_tokens=5, top_p=0.9),
+    ],
+)
+def test_options_that_look_at_the_text(options: dict[str, Any]) -> None:
+    model = on_cuda(tiny_model("llama"))
+    draft = on_cuda(tiny_model("llama", noise=0.03))
+    generator = SLOSpecGenerator(model, draft)
+    assert_same_as_stock(
+        model, generator.generate, moved(ragged_prompts(2)), **options, max_new_tokens=12
+    )
+
+
+@pytest.mark.parametrize(
+    "policy", nightly_but(("auto",), ("adaserve", "auto", "sequoia", "turbospec"))
+)
+def test_policies_and_prompt_lookup(policy: str) -> None:
+    model = on_cuda(tiny_model("llama"))
+    for draft in (None, on_cuda(tiny_model("llama", noise=0.03))):
+        generator = SLOSpecGenerator(
+            model, draft, config=SLOSpecConfig(policy=policy, check_invariants=True)
+        )
+        inputs = moved(ragged_prompts(3))
+        stock = model.generate(**inputs, **GREEDY, max_new_tokens=12)
+        assert torch.equal(
+            generator.generate(**inputs, **GREEDY, max_new_tokens=12, slo_tpot=[0.1, None, 5.0]),
+            stock,
+        )
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "options"),
+    [
+        pytest.param("gemma3", torch.float16, GREEDY, marks=pytest.mark.nightly),
+        pytest.param(
+            "gpt2", torch.bfloat16, SAMPLED | dict(seed=5, top_p=0.9), marks=pytest.mark.nightly
+        ),
+    ],
+)
+def test_self_is_always_the_same(
+    family: str, dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Triton's interpreter, which is slow."""
+    monkeypatch.setattr(exact_trial, "PROMPTS", (61, 3))
+    monkeypatch.setattr(exact_trial, "DEPTH", 4)
+    model, draft = (
+        on_cuda(tiny_model(family), dtype),
+        on_cuda(tiny_model(family, noise=0.03), dtype),
+    )
+    prompts = ragged_texts(5)
+    long = [token for prompt in prompts for token in prompt][:61]
+    cuda_tests.check_self(model, draft, [prompts[0], long], max_new_tokens=5, **options)
+
+
+def test_self_is_the_same_for_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_trial, "PROMPTS", (3, 2))
+    monkeypatch.setattr(exact_trial, "DEPTH", 1)
+    models = [on_cuda(tiny_model("llama", noise=noise), torch.bfloat16) for noise in (0.0, 0.03)]
+    for model in models:  # one layer: the interpreter is slow
+        del model.model.layers[1:]
+        model.config.num_hidden_layers = 1
+    cuda_tests.check_self(*models, [[5, 6, 7, 8, 9], [17, 4]], max_new_tokens=3, **GREEDY)
+
+
+def test_what_cannot_be_exact_on_cuda_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = on_cuda(tiny_model("llama"), torch.bfloat16)
+    full = on_cuda(tiny_model("llama"))
+    for model, own, match in (
+        (
+            half,
+            dict(exact="bits"),
+            r'exact="bits" is not available for Llama.*: stock\'s bits on CUDA',
+        ),
+        (
+            full,
+            dict(exact="self"),
+            r"Triton's attention is not available \(the kernel does not compute in torch.fl",
+        ),
+        (half, dict(exact="self", attention="sdpa"), "attention='sdpa'"),
+    ):
+        with pytest.raises(UnsupportedOptionError, match=match):
+            SLOSpecGenerator(model, config=SLOSpecConfig(**own))
+    monkeypatch.setattr(exact_trial, "PROMPTS", (9, 2))
+    monkeypatch.setattr(exact_trial, "DEPTH", 3)  # rows of both trees: more than 16
+    monkeypatch.setattr(
+        ExactProducts, "_product", lambda self, rows, weight, *_, **__: products(rows, weight)
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=r'exact="self" cannot be had of LlamaForCausalLM in torch.bf'
+    ):
+        SLOSpecGenerator(half, config=SLOSpecConfig(exact="self"))
+
+
+def test_means_of_a_row_are_the_same_beside_others() -> None:
+    states = torch.randn(3, 70, 40, device=CUDA)
+    with ExactProducts(as_one=False):
+        means = (
+            states.mean(-1, keepdim=True),
+            torch.mean(states, dim=-1),
+            states.mean(0),
+            states.mean(),
+        )
+        assert torch.equal(states[1:2, 7:8].mean(-1), means[1][1:2, 7:8])
+    expected = states.mean(-1, keepdim=True), states.mean(-1), states.mean(0), states.mean()
+    for found, right in zip(means, expected, strict=True):
+        torch.testing.assert_close(found.cpu(), right.cpu())
+
+
+def products(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Products [1, num_rows, outputs] that divide sums by the number of rows, as cuBLAS's do."""
+    parts = 2 if rows.shape[1] > 16 else 1
+    pairs = zip(rows.float().chunk(parts, -1), weight.float().chunk(parts, -1), strict=True)
+    return sum(F.linear(*pair).to(rows.dtype) for pair in pairs)
+
+
+def test_running_sums_of_one_row_are_those_of_two() -> None:
+    seen = list[tuple[int, ...]]()
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func in (torch.cumsum, torch.Tensor.cumsum):
+                seen.append(tuple(args[0].shape))
+            return func(*args, **(kwargs or {}))
+
+    probs = torch.rand(3, 50).softmax(-1)
+    with Watch(), DoubledSums():
+        sums = (
+            probs[:1].cumsum(-1),
+            torch.cumsum(probs[:1], dim=-1),
+            probs.cumsum(-1)[:1],
+            probs[0].cumsum(0)[None],
+        )
+    assert all(torch.equal(own, sums[0]) for own in sums)
+    assert seen == [(2, 50), (2, 50), (3, 50), (50,)]
+
+
+@pytest.fixture
+def waits(device: Device, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often drafting and verifying had the host wait, and how often there was drafting and
+    verifying.
+    """
+    found = Counter[str]()
+
+    def count(cls: Any, name: str) -> None:
+        method = getattr(cls, name)
+
+        def run(*args: Any) -> Any:
+            before = device.num_waits
+            out = method(*args)
+            found.update({f"waits to {name}": device.num_waits - before, f"calls to {name}": 1})
+            return out
+
+        monkeypatch.setattr(cls, name, run)
+
+    count(AssistantDrafter, "draft")
+    count(PackedTarget, "verify")
+    return found
+
+
+def assert_one_wait_each(waits: Counter[str]) -> None:
+    assert waits["calls to draft"] > 3
+    assert (
+        waits["waits to draft"] <= waits["calls to draft"]
+        and waits["waits to verify"] == waits["calls to verify"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "attention", "options"),
+    [
+        pytest.param(torch.float32, "sdpa", SAMPLED, marks=pytest.mark.nightly),
+        (torch.bfloat16, "flash", GREEDY),
+        pytest.param(torch.float32, "sdpa", GREEDY, marks=pytest.mark.nightly),
+        pytest.param(torch.bfloat16, "flash", SAMPLED, marks=pytest.mark.nightly),
+    ],
+)
+def test_the_host_waits_twice_a_step(
+    dtype: torch.dtype, attention: str, options: dict[str, Any], waits: Counter[str]
+) -> None:
+    """Once for the drafted trees and once for the chosen tokens, however many rows there are."""
+    model, draft = (
+        on_cuda(tiny_model("llama"), dtype),
+        on_cuda(tiny_model("llama", noise=0.03), dtype),
+    )
+    config = SLOSpecConfig(policy="fixed", attention=attention, cuda_graphs=False)
+    generator = SLOSpecGenerator(model, draft, config=config)
+    generator.generate(**moved(ragged_prompts(4)), **options, max_new_tokens=12)
+    assert_one_wait_each(waits)
+
+
+def test_the_batcher_replays(kernel: Any, captures: list[None]) -> None:
+    cuda_tests.serve(*quick_or((3, 5), (4, 6)))
+    assert captures
+
+
+def test_streams_that_share_a_cache_wait_for_each_other() -> None:
+    cache = packed_model(on_cuda(tiny_model("llama"))).kv_cache
+    cache.reserve({CachedSequence(): 9})
+    default = torch.cuda.current_stream()
+    other = torch.cuda.Stream()
+    addresses = {stack.data_ptr() for stack in cache.pool._stacks.values()}
+    with torch.cuda.stream(other):
+        assert (
+            [cache.pool, cache.pool]
+            and other.waited_for == [default]
+            and other.recorded == addresses
+        )
+    assert (
+        [cache.pool, cache.pool] and default.waited_for == [other] and default.recorded == addresses
+    )
+
+
+def test_calls_on_another_stream_beside_the_batcher() -> None:
+    model = on_cuda(tiny_model("llama"))
+    draft = on_cuda(tiny_model("llama", noise=0.03))
+    inputs = moved(ragged_prompts(2))
+    other = torch.cuda.Stream()
+    alone = model.generate(**inputs, **GREEDY, max_new_tokens=6)
+    config = SLOSpecConfig(policy="fixed", check_invariants=True)
+    with SLOSpecGenerator(model, draft, config=config) as generator, torch.cuda.stream(other):
+        handle = generator.submit([5, 6, 7], max_new_tokens=quick_or(10, 16), **GREEDY)
+        for _ in range(quick_or(1, 2)):
+            assert torch.equal(generator.generate(**inputs, **GREEDY, max_new_tokens=6), alone)
+        handle.result(120)
+    assert other.waited_for and torch.cuda.current_stream().waited_for
+
+
+def test_the_batcher_gives_what_generate_gives(waits: Counter[str]) -> None:
+    """And waits once for all sampled requests."""
+    model = on_cuda(tiny_model("llama"))
+    draft = on_cuda(tiny_model("llama", noise=0.03))
+    prompts = ragged_texts(4)
+    with SLOSpecGenerator(
+        model, draft, config=SLOSpecConfig(max_batch=3, check_invariants=True)
+    ) as generator:
+        handles = [
+            generator.submit(prompt, max_new_tokens=12, seed=3, **SAMPLED) for prompt in prompts
+        ]
+        found = [handle.result(120).token_ids for handle in handles]
+    assert_one_wait_each(waits)
+    for prompt, tokens in zip(prompts, found, strict=True):
+        torch.manual_seed(3)
+        stock = model.generate(torch.tensor([prompt], device=CUDA), **SAMPLED, max_new_tokens=12)
+        assert stock[0, len(prompt) :].tolist() == list(tokens)
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script.*:DeprecationWarning"
+)  # torch's own, for static caches
+def test_gpu_check_runs_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but its own tests, and times that say nothing."""
+    monkeypatch.setitem(bandwidth.READ_BYTES, "cuda", 2**20)
+    monkeypatch.setattr(floor, "NUM_FORWARDS", 2)
+    monkeypatch.setattr(identity, "BATCH", 2)
+    monkeypatch.setattr(identity, "tiny_prompts", lambda: [text[:30] for text in tiny_prompts()])
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **_: function
+    )  # there is no compiler for the stand-in
+    path = tmp_path / "result.json"
+    shapes = ["--shapes", "tiny", "--identity-shape", "tiny", "--batches", "1", "--skip-tests"]
+    sizes = [
+        "--prompt-tokens",
+        "12",
+        "--new-tokens",
+        "4",
+        "--repeats",
+        "1",
+        "--budget-s",
+        "3600",
+        "--json",
+        str(path),
+    ]
+    result = CliRunner().invoke(app, [*shapes, *sizes, "--profile"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(path.read_text())["results"]
+    assert found["environment"]["device"] == "cuda:0"
+    outcomes = {(record["dtype"], record["name"]): record["status"] for record in found["identity"]}
+    assert set(outcomes.values()) == {"passed", "refused"}
+    assert [name for name, outcome in outcomes.items() if outcome == "refused"] == [
+        ("float32", "hf_slospec, flash")
+    ]
+    (cell,) = found["speed"]
+    not_measured = {
+        row["name"]: row["reason"] for row in cell["contestants"] if row["status"] != "measured"
+    }
+    assert not_measured == {}
+    assert [row["compiled"] for row in cell["contestants"] if row["name"] == COMPILED] == [True]
+    assert cell["profile"]["status"] == "measured", cell["profile"]
+    assert len(found["floor"]) == 1

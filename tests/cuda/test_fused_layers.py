@@ -1,0 +1,133 @@
+"""Fused layers, run by Triton's interpreter, against the model's own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import CohereConfig, CohereForCausalLM
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from hf_slospec.cuda import fused_layers as layers
+from hf_slospec.cuda.fused_kernels import GELU_TANH, SILU, gated_activation, rms_norm, rotate
+from hf_slospec.cuda.fused_layers import FusedLayers
+from tests.cuda.parity import assert_same_up_to_rounding, half
+from tests.support.toys.tiny_models import tiny_model
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled: see tests/gpu"
+)
+
+
+@pytest.fixture
+def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "DEVICE", "cpu")
+
+
+def places(fused: FusedLayers) -> set[str]:
+    return {f"{place[0].__name__.split('.')[-1]}.{place[1]}" for place in fused.attributes}
+
+
+@pytest.mark.parametrize("norm", [LlamaRMSNorm, Gemma2RMSNorm])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_round_as_the_models_do(norm: Any, dtype: torch.dtype) -> None:
+    own = norm(40).to(dtype)
+    torch.nn.init.normal_(own.weight)
+    states = torch.randn(2, 3, 40).to(dtype)
+    found = rms_norm(states, own.weight, 1e-6, norm is Gemma2RMSNorm)
+    torch.testing.assert_close(found, own(states), rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+def test_rotary_embeddings_are_equal_bit_by_bit() -> None:
+    query, key = (
+        torch.randn(1, 5, heads, 12, dtype=torch.float16).transpose(1, 2) for heads in (4, 2)
+    )
+    cos, sin = torch.randn(2, 1, 5, 12, dtype=torch.float16)  # the interpreter truncates to bf16
+    for found, right in zip(
+        rotate(query, key, cos, sin), apply_rotary_pos_emb(query, key, cos, sin), strict=True
+    ):
+        assert found.equal(right)
+
+
+@pytest.mark.parametrize(
+    ("activation", "function"),
+    [(SILU, F.silu), (GELU_TANH, functools.partial(F.gelu, approximate="tanh"))],
+)
+def test_gated_activations(activation: int, function: Any) -> None:
+    gate, up = torch.randn(2, 3, 700, dtype=torch.bfloat16)
+    torch.testing.assert_close(
+        gated_activation(gate, up, activation), function(gate) * up, rtol=0.016, atol=1e-6
+    )
+
+
+@pytest.mark.usefixtures("_on_cpu")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_models_compute_the_same_up_to_rounding(family: str) -> None:
+    model = half(family)
+    fused = FusedLayers(model, True)
+    assert {name.split(".")[-1] for name in places(fused)} == {"forward", layers.ROTARY}
+    assert len(fused.attributes) == 3
+    assert_same_up_to_rounding(model, fused)
+
+
+@pytest.mark.usefixtures("_on_cpu")
+def test_layers_that_compute_something_else_stay_as_they_are() -> None:
+    """Cohere rotates neighbours, not halves; its norm subtracts the mean."""
+    sizes = dict(
+        vocab_size=40,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+    )
+    cohere = CohereForCausalLM(CohereConfig(**sizes)).to(torch.bfloat16)
+    assert places(FusedLayers(cohere, True)) == {"CohereMLP.forward"}
+    assert not FusedLayers(half("gpt2"), True).attributes
+
+
+@pytest.mark.usefixtures("_on_cpu")
+def test_layers_with_other_activations_go_their_own_way() -> None:
+    model = half("llama")
+    other = model.model.layers[0].mlp
+    states = torch.randn(1, 2, 32, dtype=torch.bfloat16)
+    other.act_fn = torch.nn.ReLU()
+    right = other(states)
+    with FusedLayers(model, True).in_use():
+        assert other(states).equal(right)
+
+
+@pytest.mark.usefixtures("_on_cpu")
+def test_one_layer_that_is_not_computed_right_keeps_its_class_as_it_is() -> None:
+    model = half("llama")
+    model.model.norm.weight.data.fill_(torch.nan)
+    assert "LlamaRMSNorm.forward" not in places(FusedLayers(model, True))
+
+
+def test_nothing_is_fused_on_cpus_in_fp32_or_if_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not FusedLayers(half("llama"), True).attributes
+    monkeypatch.setattr(layers, "DEVICE", "cpu")
+    assert not FusedLayers(half("llama"), False).attributes
+    assert not FusedLayers(tiny_model("llama"), True).attributes
+
+
+@pytest.mark.usefixtures("_on_cpu")
+def test_other_threads_and_errors() -> None:
+    model = half("llama")
+    seen = []
+    fused = FusedLayers(model, True)
+    own = type(model.model.norm).forward
+    with contextlib.suppress(ZeroDivisionError), fused.in_use():
+        thread = threading.Thread(target=lambda: seen.append(layers._active.get()))
+        thread.start()
+        thread.join()
+        assert type(model.model.norm).forward is not own
+        raise ZeroDivisionError
+    assert seen == [None]
+    assert type(model.model.norm).forward is own

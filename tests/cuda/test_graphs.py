@@ -1,0 +1,224 @@
+"""Which graphs there are: captured when they recur, dropped when they no longer hold."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from hf_slospec.cuda import graphs
+from hf_slospec.cuda.captured import GraphPreconditions
+from hf_slospec.cuda.graphs import CaptureError, GraphCounts, GraphHistory, Graphs, Run
+from tests.support.graph_bench import CPU
+from tests.support.stand_ins.graphs import Tapes, tensors_in
+from tests.support.toys.tiny_models import tiny_model
+
+
+def scaled(inputs: Any) -> torch.Tensor:
+    return inputs["x"] * inputs["factor"]
+
+
+def inputs_of(size: int, factor: int = 2) -> Any:
+    return {"x": torch.arange(size), "factor": factor}
+
+
+def test_graphs_are_captured_when_they_recur_and_the_oldest_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
+    tapes = Tapes()
+    held = Graphs(tapes, CPU)
+    for _ in range(graphs.PATIENCE):
+        assert held.run(inputs_of(3), scaled, 0) is None
+    captured = held.run(inputs_of(3), scaled, 0)
+    replayed = held.run(inputs_of(3), scaled, 0)
+    assert captured.tolist() == replayed.tolist() == [0, 2, 4]
+    held.patience = 0
+    for size in (4, 3, 5):
+        held.run(inputs_of(size), scaled, 0)
+    assert (len(held), tapes.num_captured) == (2, 3)
+    held.run(inputs_of(3), scaled, 0)
+    assert tapes.num_captured == 3  # it was used after the one that went
+    held.run(inputs_of(4), scaled, 0)
+    assert tapes.num_captured == 4
+    assert held.run(inputs_of(4, factor=5), scaled, 0).tolist() == [0, 5, 10, 15]
+
+
+def test_graphs_go_when_what_they_take_for_preconditions_changes() -> None:
+    held = Graphs(Tapes(), CPU)
+    held.patience = 0
+    held.run(inputs_of(3), scaled, "here")
+    held.run(inputs_of(4), scaled, "here")
+    assert len(held) == 2
+    held.run(inputs_of(4), scaled, "there")
+    assert len(held) == 1
+
+
+def test_graphs_that_take_too_much_memory_end(caplog: pytest.LogCaptureFixture) -> None:
+    class Large(Tapes):
+        max_bytes = 25
+
+        @property
+        def num_bytes(self) -> int:
+            return 10 * self.num_captured
+
+    held = Graphs(Large(), CPU)
+    held.patience = 0
+    with caplog.at_level(logging.INFO, "hf_slospec.cuda.graphs"):
+        for size in range(1, 6):
+            out = held.run(inputs_of(size), scaled, 0)
+            assert held.is_off == (size >= 3) and (out is None) == (size > 3)
+    assert not len(held) and len(caplog.records) == 1
+
+
+def test_weights_that_move_and_settings_that_change_are_noticed() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+    preconditions = GraphPreconditions(model)
+    first = preconditions.now()
+    model[0].weight.data.mul_(2.0)
+    assert preconditions.now() == first  # graphs read the weights where they are
+    model[0].weight.data = model[0].weight.data.clone()
+    second = preconditions.now()
+    assert second != first
+    model[0].weight = torch.nn.Parameter(torch.ones(2, 2))
+    third = preconditions.now()
+    assert third != second
+    model[1].eps = 1.0
+    preconditions.renew()
+    assert preconditions.now() != third and preconditions.is_plain
+    model[1].register_forward_hook(lambda *_: None)
+    preconditions.renew()
+    assert not preconditions.is_plain
+
+
+def test_a_capture_that_fails_for_a_passing_reason_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Later, and not for ever; other forwards are not affected once one was captured."""
+    monkeypatch.setattr(graphs, "RETRY_AFTER", 4)
+
+    class Failing(Tapes):
+        num_failing = num_tried = 0
+
+        def capture(self, run: Run) -> Run:
+            self.num_tried += 1
+            if self.num_failing:
+                self.num_failing -= 1
+                raise CaptureError("operation failed due to a previous error during capture")
+            return super().capture(run)
+
+    tapes = Failing()
+    held = Graphs(tapes, CPU)
+    held.patience = 0
+    tapes.num_failing = 2
+    found = [held.run(inputs_of(3), scaled, 0) for _ in range(1 + 5 + 17 + 1)]
+    assert (tapes.num_tried, len(held), held.is_off) == (3, 1, False)
+    assert [out is None for out in found] == [True] * 22 + [False] * 2
+    tapes.num_failing = 99
+    assert all(held.run(inputs_of(4), scaled, 0) is None for _ in range(80))
+    assert (
+        tapes.num_tried <= 3 + 3
+        and not held.is_off
+        and held.run(inputs_of(3), scaled, 0) is not None
+    )
+    tapes = Failing()
+    tapes.num_failing = 99
+    held = Graphs(tapes, CPU)
+    assert all(held.run(inputs_of(3), scaled, 0) is None for _ in range(100))
+    assert tapes.num_tried == graphs.MAX_FAILURES and held.has_failed
+
+
+def test_memory_that_is_short_during_a_capture_is_a_passing_reason() -> None:
+    is_short = True
+
+    def compute(inputs: Any) -> torch.Tensor:
+        if is_short:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return scaled(inputs)
+
+    held = Graphs(Tapes(), CPU)
+    held.patience = 0
+    assert held.run(inputs_of(3), compute, 0) is None
+    is_short = False
+    assert held.run(inputs_of(3), compute, 0) is None and not held.is_off
+    assert held.run(inputs_of(4), compute, 0) is not None
+
+
+def test_what_was_seen_on_a_pool_is_captured_at_once_on_another() -> None:
+    history = GraphHistory()
+    held = [Graphs(Tapes(), CPU, history) for _ in range(3)]
+    found = [
+        pool.run(inputs_of(3), scaled, preconditions)
+        for pool, preconditions in zip(held, "aab", strict=True)
+    ]
+    assert [out is None for out in found] == [True, False, True]
+    assert history.counts == GraphCounts(captures=1, eager=2)
+
+
+def test_a_capture_computes_twice() -> None:
+    computed = []
+
+    def compute(inputs: Any) -> torch.Tensor:
+        computed.append(None)
+        return scaled(inputs)
+
+    held = Graphs(Tapes(), CPU)
+    most = list[int]()
+    for _ in range(4):
+        held.run(inputs_of(3), compute, 0)
+        most.append(len(computed))
+    assert most == [0, 2, 2, 2]  # eagerly and in the capture; replays compute nothing on the host
+
+
+@pytest.mark.parametrize("mask", [0.0, -torch.inf, torch.finfo(torch.bfloat16).min])
+def test_first_replays_are_compared_by_chunks_in_fp32(mask: float) -> None:
+    """Also where a model masks some of its logits."""
+    right = torch.randn(70, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
+    right[:, :5] = mask
+    assert graphs._is_close(right.clone(), right)
+    for row in (0, 69):
+        wrong = right.clone()
+        wrong[row, 7] += 50
+        assert not graphs._is_close(wrong, right)
+
+    class Small(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            for made in tensors_in(out):
+                assert made.dtype != torch.float64 and (
+                    made.dtype == torch.bfloat16 or made.numel() <= 50 * graphs.CHUNK
+                )
+            return out
+
+    with Small():
+        graphs._is_close(right.clone(), right)
+
+
+def test_a_session_of_continuous_batching_is_no_change() -> None:
+    model = tiny_model("llama")
+    preconditions = GraphPreconditions(model)
+    before = preconditions.now()
+    config = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    with model.continuous_batching_context_manager(
+        generation_config=config,
+        continuous_batching_config=ContinuousBatchingConfig(
+            page_size=16, num_blocks=8, max_batch_tokens=32
+        ),
+        persistent_manager=True,
+        timeout=120.0,
+    ):
+        pass
+    try:
+        assert hasattr(model, "_cached_continuous_batching_manager")
+        preconditions.renew()
+        assert preconditions.now() == before
+    finally:
+        model.destroy_cached_continuous_batching_manager()
+    preconditions.renew()
+    assert preconditions.now() == before

@@ -1,0 +1,68 @@
+"""How many kernels a layer of a packed forward launches."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_slospec.cuda import few_rows
+from hf_slospec.cuda import flash_kernels as kernel_choice
+from hf_slospec.cuda.flash_kernels import TorchVarlen
+from tests.support.cuda_tests import on_cuda
+from tests.support.graph_bench import Bench
+from tests.support.stand_ins.device_ops import device_operations
+from tests.support.toys.tiny_models import tiny_model
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+    pytest.mark.usefixtures("device"),
+]
+# Kernels per layer of Llama, seven of them matrix products; attention is one, or two if keys are
+# split
+MOST = 17
+
+
+def launches_per_layer(family: str, attention: str, fused_layers: bool) -> Counter[str]:
+    """Operations of one more layer in a forward that is not replayed, as graphs capture it."""
+    counts = []
+    for num_layers in (2, 4):
+        config = copy.deepcopy(tiny_model(family).config)
+        config.num_hidden_layers = num_layers
+        config.layer_types = ["full_attention"] * num_layers
+        model = on_cuda(AutoModelForCausalLM.from_config(config).eval(), torch.bfloat16)
+        bench = Bench(model, attention=attention, fused_layers=fused_layers, cuda_graphs=False)
+        bench.verify()
+        with device_operations() as names:
+            bench.verify()
+        counts.append(Counter(names))
+    few, many = counts
+    return Counter({name: (number - few[name]) // 2 for name, number in many.items()})
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_layer_launches_few_kernels(family: str) -> None:
+    found = launches_per_layer(family, "triton", True)
+    norms = 2 * (family == "qwen3")  # for queries and keys
+    assert found.total() <= MOST + norms, found
+    assert found["aten.mm.default"] + found["aten.addmm.default"] == 7, found
+
+
+def test_what_the_kernels_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table in docs/design.md."""
+    monkeypatch.setattr(kernel_choice, "KERNELS", (TorchVarlen,))
+    totals = [
+        launches_per_layer("llama", attention, fused_layers).total()
+        for attention, fused_layers in (("flash", False), ("triton", False), ("triton", True))
+    ]
+    monkeypatch.setattr(few_rows, "is_faster", lambda *_: True)
+    totals.append(launches_per_layer("llama", "triton", True).total())
+    assert totals == [
+        69,
+        40,
+        16,
+        12,
+    ]  # where keys are split, attention is two kernels instead of one

@@ -1,0 +1,420 @@
+"""Random DFlash, DSpark and Domino checkpoints in their publishers' layouts, and the trees that
+they must draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hf_slospec import Plan
+from tests.heads import references
+from tests.heads.checkpoints import DRAFT_VOCAB, HIDDEN, target_of
+from tests.support.toys.tiny_models import VOCAB
+
+BLOCK = 5
+MASK = 100
+RANK = 6
+HEAD_DIM = 8
+INNER = 48
+WINDOW = 6
+GRU, GLOBAL_DIM = (
+    7,
+    16,
+)  # sizes of Domino's state, and of heads of Gemma 4's layers that attend to the whole text
+SIZES: dict[str, Any] = dict(
+    hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=HEAD_DIM, vocab_size=VOCAB, max_position_embeddings=160,
+)  # fmt: skip
+SLIDING = dict(
+    sliding_window=WINDOW,
+    use_sliding_window=True,
+    layer_types=["sliding_attention", "full_attention"],
+)
+MARKOV_TENSORS: dict[str, dict[str, tuple[int, ...]]] = {
+    "": {},
+    "vanilla": {},
+    "gated": {"gate_proj.weight": (RANK, HIDDEN + RANK), "gate_proj.bias": (RANK,)},
+    "rnn": {"joint_proj.weight": (3 * RANK, 2 * RANK + HIDDEN), "joint_proj.bias": (3 * RANK,)},
+}
+Tensors = dict[str, torch.Tensor]
+
+
+def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 5) -> Tensors:
+    """Random tensors of these shapes, large enough that each of them matters."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.rand(shape, generator=generator) + 0.5
+        if "norm" in name
+        else torch.randn(shape, generator=generator)
+        * (0.5 if len(shape) < 2 else 2 / shape[-1] ** 0.5)
+        for name, shape in shapes.items()
+    }
+
+
+def layer_shapes(
+    head_dim: int = HEAD_DIM, num_kv_heads: int = 2, input_size: int = HIDDEN
+) -> dict[str, Any]:
+    """Shapes of a Qwen3 layer's weights."""
+    kv_size = num_kv_heads * head_dim
+    return {
+        "self_attn.q_proj": (4 * head_dim, input_size), "self_attn.k_proj": (kv_size, input_size),
+        "self_attn.v_proj": (kv_size, input_size), "self_attn.o_proj": (HIDDEN, 4 * head_dim),
+        "self_attn.q_norm": (head_dim,), "self_attn.k_norm": (head_dim,), "mlp.gate_proj": (INNER, HIDDEN),
+        "mlp.up_proj": (INNER, HIDDEN), "mlp.down_proj": (HIDDEN, INNER), "input_layernorm": (HIDDEN,),
+        "post_attention_layernorm": (HIDDEN,),
+    }  # fmt: skip
+
+
+def with_gemma4_layers(
+    tensors: Tensors, num_layers: int, keys_are_values: bool, input_size: int = HIDDEN
+) -> Tensors:
+    """Replace the layers by those of Gemma 4."""
+    layer = layer_shapes(GLOBAL_DIM, 1 if keys_are_values else 2, input_size)
+    layer |= dict.fromkeys(("pre_feedforward_layernorm", "post_feedforward_layernorm"), (HIDDEN,))
+    if keys_are_values:
+        del layer["self_attn.v_proj"]
+    own = {
+        f"layers.{index}.{name}.weight": shape
+        for index in range(num_layers)
+        for name, shape in layer.items()
+    }
+    scalars = {
+        f"layers.{index}.layer_scalar": torch.tensor([0.7 + 0.2 * index])
+        for index in range(num_layers)
+    }
+    rest = {name: tensor for name, tensor in tensors.items() if not name.startswith("layers.")}
+    return rest | random_tensors(own, seed=7) | scalars
+
+
+def block_tensors(
+    markov: str = "", confidence: int = 0, draft_vocab: int = VOCAB, num_features: int = 2
+) -> Tensors:
+    """Tensors of a head; ``confidence`` is the size of the confidence head's input, 0: there is
+    none.
+    """
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, num_features * HIDDEN)}
+    shapes |= {"hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
+    for index in range(2):
+        shapes |= {f"layers.{index}.{name}.weight": shape for name, shape in layer_shapes().items()}
+    if markov == "selector":
+        for index, part in (
+            (index, part) for index in range(2) for part in ("attention_conv", "mlp_conv")
+        ):
+            shapes[f"layers.{index}.{part}.base_kernel"] = (2, 2, HIDDEN)
+            shapes[f"layers.{index}.{part}.kernel_projection.weight"] = (
+                2 * 2 * HIDDEN // 16,
+                HIDDEN,
+            )
+        shapes |= {
+            f"candidate_selector.{part}_codebook": (VOCAB, RANK)
+            for part in ("predecessor", "successor")
+        }
+        shapes |= {"candidate_selector.hidden_projection.weight": (RANK, HIDDEN)}
+    elif markov == "domino":
+        shapes |= {
+            "prefix_gru.weight_ih_l0": (3 * GRU, HIDDEN),
+            "prefix_gru.weight_hh_l0": (3 * GRU, GRU),
+        }
+        shapes |= {
+            "embed_proj.0.weight": (RANK, HIDDEN + GRU),
+            "embed_proj.2.weight": (VOCAB, RANK),
+        }
+    elif markov:
+        shapes |= {f"markov_head.{name}": shape for name, shape in MARKOV_TENSORS[markov].items()}
+        shapes |= {
+            "markov_head.markov_w1.weight": (VOCAB, RANK),
+            "markov_head.markov_w2.weight": (draft_vocab, RANK),
+        }
+    if confidence:
+        shapes |= {
+            "confidence_head.proj.weight": (1, confidence),
+            "confidence_head.proj.bias": (1,),
+        }
+    return random_tensors(shapes)
+
+
+def reduced(tensors: Tensors) -> Tensors:
+    """Add the tensors of a reduced vocabulary."""
+    ids = (
+        torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:DRAFT_VOCAB]
+        .sort()
+        .values
+    )
+    t2d = torch.zeros(VOCAB, dtype=torch.bool)
+    t2d[ids] = True
+    own = random_tensors({"lm_head.weight": (DRAFT_VOCAB, HIDDEN)}, seed=6)
+    return tensors | own | {"d2t": ids - torch.arange(DRAFT_VOCAB), "t2d": t2d}
+
+
+def whole(tensors: Tensors) -> Tensors:
+    """Add embeddings and an output layer of the head's own."""
+    return tensors | random_tensors(
+        {"embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}, seed=6
+    )
+
+
+def copies(tensors: Tensors) -> Tensors:
+    """Add what a head's classes replace with the target's own modules."""
+    return whole(tensors) | {
+        "verifier_norm.weight": torch.ones(HIDDEN),
+        "verifier_lm_head.weight": torch.ones(2, 2),
+    }
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint and what is known of its head."""
+
+    config: dict[str, Any]
+    tensors: Tensors
+    markov: str = ""
+    features: tuple[int, ...] = (2, 5)  # hidden states that it reads
+    first_slot: int = 1
+    layers: list[tuple[int | None, bool]] = field(default_factory=lambda: [(None, False)] * 2)
+    has_own_modules: bool = False  # embeddings and output layer of a whole vocabulary
+    cap: float = 0.0  # bound of the logits; those of DFlash2 are halved before
+    num_uncorrected: int = 0  # positions that Domino leaves as they are
+    is_gemma4: bool = False
+    saved: Callable[[Tensors], Tensors] = lambda tensors: tensors  # the publisher's names
+
+    def expected(
+        self, tokens: list[int], features: torch.Tensor, first: int, plan: Plan
+    ) -> dict[tuple[int, ...], float]:
+        """Paths of a tree and their probabilities, by the reference."""
+        del first
+        target: Any = target_of("llama")
+        embed = target.get_input_embeddings().weight
+        lm_head = target.get_output_embeddings().weight
+        if self.has_own_modules:
+            embed = self.tensors["embed_tokens.weight"]
+            lm_head = self.tensors["lm_head.weight"]
+        ids = torch.arange(VOCAB)
+        if "d2t" in self.tensors:
+            lm_head, ids = (
+                self.tensors["lm_head.weight"],
+                torch.arange(DRAFT_VOCAB) + self.tensors["d2t"],
+            )
+        block = embed[[tokens[-1]] + [MASK] * (BLOCK - 1)]
+        with torch.no_grad():
+            if self.is_gemma4:
+                block = block * HIDDEN**0.5
+                states = references.gemma4_block_states(
+                    features, block, self.tensors, len(self.layers), GLOBAL_DIM
+                )
+            else:
+                states = references.block_states(
+                    features, block, self.tensors, self.layers, HEAD_DIM
+                )
+            if self.markov:
+                return self._beam(tokens[-1], states, lm_head, ids, plan)
+            probs = references.capped(states[self.first_slot :] @ lm_head.T, self.cap).softmax(-1)
+        return best_products(probs, ids, plan)
+
+    def _beam(
+        self, root: int, states: torch.Tensor, lm_head: torch.Tensor, ids: torch.Tensor, plan: Plan
+    ) -> dict[tuple[int, ...], float]:
+        beam = {(): 1.0}
+        every = dict[tuple[int, ...], float]()
+        for depth in range(min(plan.depth, BLOCK - self.first_slot)):
+            following = {}
+            for path, prob in beam.items():
+                logits, confidence = self._after(root, path, states, lm_head)
+                best = logits.softmax(-1).topk(plan.width)
+                for own, index in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                    following[*path, int(ids[index])] = prob * confidence * own
+            assert len(next(iter(following))) == depth + 1
+            beam = dict(sorted(following.items(), key=lambda item: -item[1])[: plan.width])
+            every |= beam
+        return every
+
+    def _after(
+        self, root: int, path: tuple[int, ...], states: torch.Tensor, lm_head: torch.Tensor
+    ) -> tuple[torch.Tensor, float]:
+        """Logits after a path, and the probability that a child is accepted."""
+        if self.markov == "domino":
+            embed = target_of("llama").get_input_embeddings().weight
+            hidden = states[self.first_slot + len(path)]
+            own = references.domino(
+                [root, *path], hidden, embed, lm_head, self.tensors, self.num_uncorrected
+            )
+            return own, 1.0
+        read = [root] * (1 + self.first_slot) + list(path)  # the first slot may predict nothing
+        reference = references.dflash2 if self.markov == "selector" else references.dspark
+        return reference(read, states[: len(read)], lm_head, self.tensors, self.cap)
+
+
+def best_products(
+    probs: torch.Tensor, ids: torch.Tensor, plan: Plan
+) -> dict[tuple[int, ...], float]:
+    """The most probable prefixes of independent positions, of [num_slots, draft_vocab]
+    probabilities.
+    """
+    num_nodes = plan.depth * plan.width
+    beam = {(): 1.0}
+    every = dict[tuple[int, ...], float]()
+    for row in probs[: plan.depth]:
+        best = row.topk(num_nodes)
+        pairs = list(zip(best.values.tolist(), best.indices.tolist(), strict=True))
+        beam = {
+            (*path, int(ids[index])): prob * own
+            for path, prob in beam.items()
+            for own, index in pairs
+        }
+        beam = dict(sorted(beam.items(), key=lambda item: -item[1])[:num_nodes])
+        every |= beam
+    return dict(sorted(every.items(), key=lambda item: -item[1])[:num_nodes])
+
+
+def speculators(kind: str, layers: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """The config of speculators: layers without the defaults of Qwen3Config, in a section of their
+    own.
+    """
+    return dict(
+        architectures=["DFlashDraftModel" if kind == "dflash" else "DSparkDraftModel"],
+        speculators_model_type=kind,
+        transformer_layer_config=SIZES | dict(model_type="qwen3") | (layers or {}),
+        speculators_config={"algorithm": kind, "verifier": {"name_or_path": "some/target"}},
+        aux_hidden_state_layer_ids=[2, 5], block_size=BLOCK, mask_token_id=MASK, draft_vocab_size=VOCAB,
+    ) | changes  # fmt: skip
+
+
+def flat(name: str, **changes: Any) -> dict[str, Any]:
+    """The config of z-lab, SpecForge and ModelOpt: the block's settings in dflash_config."""
+    own = dict(block_size=BLOCK, mask_token_id=MASK, target_layer_ids=[1, 4])
+    return (
+        dict(architectures=[name], model_type="qwen3", dflash_config=own | changes.pop("own", {}))
+        | SIZES
+        | changes
+    )
+
+
+def deepspec(**changes: Any) -> dict[str, Any]:
+    """The config of DeepSpec: all settings at the top level."""
+    own = dict(
+        block_size=BLOCK,
+        mask_token_id=MASK,
+        target_layer_ids=[-1, 4],
+        num_anchors=8,
+        num_target_layers=8,
+    )
+    own |= dict(markov_rank=RANK, markov_head_type="vanilla", enable_confidence_head=False)
+    return dict(architectures=["Qwen3DSparkModel"], model_type="qwen3") | SIZES | own | changes
+
+
+def domino(name: str = "DominoDraftModel", **own: Any) -> dict[str, Any]:
+    """The config of Domino by SpecForge; by ModelOpt, and as SGLang loads it, the class is that of
+    DFlash.
+    """
+    sizes = dict(projector_type="domino", gru_hidden_dim=GRU, emb_dim=RANK)
+    return flat(name, own=sizes | own)
+
+
+def gemma4(name: str = "Gemma4DSparkModel", **changes: Any) -> dict[str, Any]:
+    """The config of DeepSpec's heads for Gemma 4: a copy of the target's, with the head's settings."""
+    copied = dict(
+        model_type="gemma4_unified_text", global_head_dim=GLOBAL_DIM, num_global_key_value_heads=1,
+        attention_k_eq_v=True, hidden_size_per_layer_input=0, sliding_window=1024, final_logit_softcapping=3.0,
+        layer_types=["full_attention"] * 2, enable_moe_block=False, num_kv_shared_layers=0, tie_word_embeddings=False,
+    )  # fmt: skip
+    return deepspec(architectures=[name]) | copied | changes
+
+
+def under_logit_head(tensors: Tensors) -> Tensors:
+    own = ("prefix_gru.", "embed_proj.")
+    return {
+        f"logit_head.{name}" if name.startswith(own) else name: tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def without_module(tensors: Tensors) -> Tensors:
+    return {name.removeprefix("markov_head."): tensor for name, tensor in tensors.items()}
+
+
+def as_embeddings(tensors: Tensors) -> Tensors:
+    return {
+        f"{name}.weight" if name.endswith("codebook") else name: tensor
+        for name, tensor in tensors.items()
+    }
+
+
+ALL_SLIDING = SLIDING | dict(layer_types=["sliding_attention"] * 2)
+SELECTOR = dict(conv_kernel_size=2, conv_group_size=16, selector_rank=RANK, selector_top_k=4)
+MARKOV = dict(markov_rank=RANK, enable_confidence_head=True, confidence_head_with_markov=True)
+CASES = {
+    "speculators dflash": Case(
+        speculators("dflash", SLIDING, draft_vocab_size=DRAFT_VOCAB, sliding_window_non_causal=False),
+        reduced(block_tensors(draft_vocab=DRAFT_VOCAB)), layers=[(WINDOW, True), (None, False)],
+    ),
+    "speculators dflash from the anchor": Case(
+        speculators("dflash", SLIDING, sample_from_anchor=True, sliding_window_non_causal=True),
+        copies(block_tensors()), layers=[(WINDOW, False), (None, False)], first_slot=0,
+    ),
+    "dflash of sliding layers": Case(
+        flat("DFlashDraftModel", own=dict(use_swa=True, swa_window_size=WINDOW)), block_tensors(),
+        layers=[(WINDOW, True)] * 2,
+    ),
+    "jetspec": Case(flat("DFlashDraftModel", own=dict(causal_head=True)), block_tensors(), layers=[(None, True)] * 2),
+    "dflash without named layers": Case(
+        flat("DFlashDraftModel", dflash_config=dict(block_size=BLOCK, mask_token_id=MASK)), block_tensors(),
+        features=(2, 6),
+    ),
+    "deepspec": Case(
+        deepspec(enable_confidence_head=True, confidence_head_with_markov=True),
+        whole(block_tensors("vanilla", HIDDEN + RANK)), "vanilla", (0, 5), 0, has_own_modules=True,
+    ),
+    "deepspec rnn": Case(
+        deepspec(markov_head_type="rnn"), whole(block_tensors("rnn")), "rnn", (0, 5), 0, has_own_modules=True
+    ),
+    "deepspec dflash": Case(
+        deepspec(markov_rank=0, markov_head_type=None), whole(block_tensors()), "", (0, 5), 0, has_own_modules=True
+    ),
+    "specforge": Case(
+        flat("DSparkDraftModel", own=dict(projector_type="dspark"), markov_head_type="vanilla", **MARKOV),
+        block_tensors("vanilla", HIDDEN + RANK), "vanilla", first_slot=0,
+    ),
+    "modelopt": Case(
+        flat("DFlashDraftModel", own=dict(markov_rank=RANK, markov_head_type="gated")), block_tensors("gated"), "gated",
+        first_slot=0, saved=without_module,
+    ),
+    "dflash2": Case(
+        flat("DFlash2DraftModel", own=SELECTOR | dict(final_logit_softcapping=3.0, output_multiplier=0.5),
+             **ALL_SLIDING),
+        block_tensors("selector"), "selector", layers=[(WINDOW, False)] * 2, cap=3.0, saved=as_embeddings,
+    ),
+    "speculators dflash2": Case(
+        speculators("dflash2", ALL_SLIDING, **SELECTOR), block_tensors("selector"), "selector",
+        layers=[(WINDOW, False)] * 2,
+    ),
+    "domino": Case(
+        domino("DFlashDraftModel", shift_label=True, pure_draft_prefix_len=1), block_tensors("domino"), "domino",
+        first_slot=0, num_uncorrected=1,
+    ),
+    "domino from the first mask": Case(
+        domino(shift_label=False), block_tensors("domino"), "domino", saved=under_logit_head,
+    ),
+    "deepspec gemma 4": Case(
+        gemma4(enable_confidence_head=True, confidence_head_with_markov=True),
+        with_gemma4_layers(whole(block_tensors("vanilla", HIDDEN + RANK)), 2, keys_are_values=True), "vanilla", (0, 5),
+        0, has_own_modules=True, cap=3.0, is_gemma4=True,
+    ),
+    "deepspec dflash gemma 4": Case(
+        gemma4(markov_rank=0, markov_head_type=None, attention_k_eq_v=False, final_logit_softcapping=None),
+        with_gemma4_layers(whole(block_tensors()), 2, keys_are_values=False), "", (0, 5), 0, has_own_modules=True,
+        is_gemma4=True,
+    ),
+    "speculators dspark": Case(
+        speculators("dspark", draft_vocab_size=DRAFT_VOCAB, sample_from_anchor=True, markov_head_type="gated",
+                    **MARKOV),
+        reduced(block_tensors("gated", HIDDEN + RANK, DRAFT_VOCAB)), "gated", first_slot=0,
+    ),
+    "speculators dspark from the first mask": Case(
+        speculators("dspark", draft_vocab_size=DRAFT_VOCAB, markov_head_type="rnn",
+                    **MARKOV | dict(confidence_head_with_markov=False)),
+        reduced(block_tensors("rnn", HIDDEN, DRAFT_VOCAB)), "rnn",
+    ),
+}  # fmt: skip

@@ -1,0 +1,370 @@
+"""DFlash heads through the packed runner against a reference from the formulas."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3Config
+
+from hf_slospec.cuda import flash_kernels as kernel_choice
+from hf_slospec.errors import UnsupportedModelError
+from hf_slospec.heads.block_drafter import block_rows, block_tokens, context_tokens
+from hf_slospec.heads.dflash import DFlashHead
+from hf_slospec.model.batch import CachedSequence
+from hf_slospec.model.measure import measure
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.trial import check_by_trial
+from tests.support.packed import packed_model
+from tests.support.stand_ins.flash import StandIn
+from tests.support.toys.tiny_models import tiny_model
+
+VOCAB = 53
+HIDDEN = 32
+TARGET_HIDDEN = 24
+BLOCK = 5
+MASK = 50
+WINDOW = 7
+SMALL: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=HIDDEN,
+    intermediate_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+)
+HYBRID = dict(
+    use_sliding_window=True,
+    sliding_window=WINDOW,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "windows": HYBRID,
+    "windows-not-causal": HYBRID | dict(is_causal=False),
+    "causal": HYBRID | dict(causal=True),
+    "scaled": dict(input_embedding_scale=3.0, output_multiplier=0.3, final_logit_softcapping=2.0),
+}
+NOTHING = torch.empty(0, dtype=torch.int64)
+
+
+def config_of(variant: str = "full", **settings: Any) -> Qwen3Config:
+    """A config as z-lab writes them: the block's settings in ``dflash_config``, others beside it."""
+    names = "causal", "input_embedding_scale", "output_multiplier", "final_logit_softcapping"
+    given = VARIANTS[variant] | settings
+    own = dict(block_size=BLOCK, mask_token_id=MASK, target_layer_ids=[0, 2])
+    sizes = SMALL | dict(
+        num_hidden_layers=3, head_dim=16, num_key_value_heads=2, target_hidden_size=TARGET_HIDDEN
+    )
+    return Qwen3Config(
+        **(
+            sizes
+            | dict(rms_norm_eps=1e-5)
+            | {name: value for name, value in given.items() if name not in names}
+        ),
+        dflash_config=own | {name: value for name, value in given.items() if name in names},
+    )
+
+
+def random_head(config: Qwen3Config) -> DFlashHead:
+    torch.manual_seed(0)
+    head = DFlashHead(config).eval()
+    for parameter in head.parameters():  # norms with weights other than 1, and sharp attention
+        parameter.data.copy_(torch.randn(parameter.shape) * (0.3 if parameter.ndim > 1 else 1.0))
+    return head
+
+
+def reference(head: DFlashHead, features: torch.Tensor, root: int) -> torch.Tensor:
+    """Logits of the block after a text whose tokens but the root have these features.  -> [BLOCK,
+    VOCAB]
+    """
+    config = head.config
+    length = len(features)
+
+    def normed(states: torch.Tensor, norm: Any) -> torch.Tensor:
+        return (
+            norm.weight
+            * states
+            / (states.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
+        )
+
+    def rotated(heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, num_heads, dim]: pairs of entries half a head apart are turned by position
+        times frequency.
+        """
+        first, second = heads.chunk(2, dim=-1)
+        exponents = torch.arange(first.shape[-1], dtype=heads.dtype) / first.shape[-1]
+        angles = positions[:, None, None] * config.rope_parameters["rope_theta"] ** -exponents
+        return torch.cat(
+            (
+                first * angles.cos() - second * angles.sin(),
+                second * angles.cos() + first * angles.sin(),
+            ),
+            -1,
+        )
+
+    settings = config.dflash_config
+    context = normed(features @ head.fc.weight.T, head.hidden_norm)
+    states = head.embed_tokens.weight[[root] + [MASK] * (BLOCK - 1)] * settings.get(
+        "input_embedding_scale", 1.0
+    )
+    positions = torch.arange(length + BLOCK)
+    distances = positions[length:, None] - positions  # from keys to queries
+    for layer, kind in zip(head.layers, config.layer_types, strict=True):
+        own = layer.self_attn
+        is_windowed = kind == "sliding_attention"
+        inputs = normed(states, layer.input_layernorm)
+        sources = torch.cat((context, inputs))
+        query = rotated(
+            normed((inputs @ own.q_proj.weight.T).unflatten(-1, (4, 16)), own.q_norm),
+            positions[length:],
+        )
+        key = rotated(
+            normed((sources @ own.k_proj.weight.T).unflatten(-1, (2, 16)), own.k_norm), positions
+        )
+        value = (sources @ own.v_proj.weight.T).unflatten(-1, (2, 16))
+        scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(2, 1)) / 4.0
+        causal = settings.get("causal", getattr(config, "is_causal", is_windowed))
+        hidden = ((distances < 0) & causal) | ((distances.abs() >= WINDOW) & is_windowed)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        attended = torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(2, 1)).flatten(1)
+        states = states + attended @ own.o_proj.weight.T
+        inputs = normed(states, layer.post_attention_layernorm)
+        gated = nn.functional.silu(inputs @ layer.mlp.gate_proj.weight.T) * (
+            inputs @ layer.mlp.up_proj.weight.T
+        )
+        states = states + gated @ layer.mlp.down_proj.weight.T
+    logits = (
+        normed(states, head.norm) @ head.lm_head.weight.T * settings.get("output_multiplier", 1.0)
+    )
+    softcap = settings.get("final_logit_softcapping")
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+class Texts:
+    """Texts of random features, whose context is cached piece by piece."""
+
+    def __init__(self, packed: PackedModel, sequences: list[CachedSequence], num_tokens: int = 40):
+        self.packed = packed
+        self.head = packed.model
+        self.sequences = sequences
+        self.features = torch.randn(len(sequences), num_tokens, 2 * TARGET_HIDDEN)
+
+    def cache(self, counts: list[int]) -> None:
+        """Cache so many further tokens of every text, in one packed batch."""
+        parts = []
+        for own, features, count in zip(self.sequences, self.features, counts, strict=True):
+            if count:
+                parts.append(
+                    context_tokens(
+                        own,
+                        own.length,
+                        self.head.combine(features[own.length : own.length + count]),
+                    )
+                )
+        pool = self.packed.kv_cache.pool
+        assert self.packed.forward(pool, parts, NOTHING).shape == (0, VOCAB)
+        for own, count in zip(self.sequences, counts, strict=True):
+            own.length += count
+
+    def blocks(self, roots: list[int]) -> torch.Tensor:
+        """Logits of all tokens of every text's block.  -> [num_texts, BLOCK, VOCAB]"""
+        pairs = zip(self.sequences, roots, strict=True)
+        parts = [block_tokens(self.head, own, [0] * own.length + [root]) for own, root in pairs]
+        rows = torch.arange(BLOCK * len(parts))
+        return self.packed.forward(self.packed.kv_cache.pool, parts, rows).view(
+            len(parts), BLOCK, VOCAB
+        )
+
+    def expected(self, roots: list[int]) -> torch.Tensor:
+        head, triples = (
+            copy.deepcopy(self.head).double(),
+            zip(self.sequences, self.features.double(), roots, strict=True),
+        )
+        return torch.stack(
+            [reference(head, features[: own.length], root) for own, features, root in triples]
+        ).float()
+
+
+@contextmanager
+def texts_of(packed: PackedModel, num_texts: int) -> Iterator[Texts]:
+    cache = packed.kv_cache
+    with torch.no_grad(), cache.temporary([60] * num_texts) as sequences:
+        yield Texts(packed, sequences)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "4d_mask", "flash"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_blocks_are_those_of_the_formulas(
+    variant: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_choice, "KERNELS", (StandIn,))
+    packed = packed_model(random_head(config_of(variant)), attention)
+    with texts_of(packed, 3) as texts:
+        for counts, roots in (
+            ([4, 1, 9], [3, 4, 5]),
+            ([0, 6, 2], [8, 4, 9]),
+            ([17, 1, 20], [1, 1, 2]),
+        ):
+            texts.cache(counts)
+            torch.testing.assert_close(
+                texts.blocks(roots), texts.expected(roots), rtol=1e-5, atol=1e-5
+            )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_context_in_pieces(variant: str) -> None:
+    packed = PackedModel(random_head(config_of(variant)))
+    with texts_of(packed, 2) as texts:
+        texts.features[1] = texts.features[0]
+        texts.cache([13, 1])
+        for count in (1, 7, 4):
+            texts.cache([0, count])
+        whole, pieces = texts.blocks([6, 6])
+        torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(texts.blocks([6, 6])[0], whole)  # blocks leave nothing behind
+
+
+def test_a_text_of_one_token_has_no_context() -> None:
+    packed = PackedModel(random_head(config_of()))
+    with texts_of(packed, 2) as texts:
+        texts.cache([0, 3])
+        torch.testing.assert_close(
+            texts.blocks([6, 7]), texts.expected([6, 7]), rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_differ(variant: str) -> None:
+    """The reference would not notice a setting that changes nothing."""
+    heads = [random_head(config_of(name)) for name in VARIANTS]
+    torch.manual_seed(1)
+    features = torch.randn(12, 2 * TARGET_HIDDEN)
+    own = reference(heads[list(VARIANTS).index(variant)], features, 3)
+    others = [
+        reference(head, features, 3)
+        for name, head in zip(VARIANTS, heads, strict=True)
+        if name != variant
+    ]
+    assert all(float((own - other).detach().abs().max()) > 1e-2 for other in others)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_trial_passes_and_costs_are_measured(variant: str) -> None:
+    packed = PackedModel(random_head(config_of(variant)))
+    check_by_trial(packed)
+    windows = [
+        WINDOW if kind == "sliding_attention" else None for kind in packed.model.config.layer_types
+    ]
+    assert [layer.window for layer in packed.layers] == windows
+    assert measure(packed, 0.01).fit()(BLOCK) > 0.0
+
+
+def test_context_costs_neither_queries_nor_mlps() -> None:
+    packed = PackedModel(random_head(config_of()))
+    called = set[str]()
+    for name, module in packed.model.named_modules():
+        module.register_forward_hook(lambda *_, name=name: called.add(name.rpartition(".")[2]))
+    with texts_of(packed, 1) as texts:
+        combined = texts.head.combine(texts.features[0, :4])
+        called.clear()
+        packed.forward(
+            packed.kv_cache.pool,
+            [context_tokens(texts.sequences[0], texts.sequences[0].length, combined)],
+            NOTHING,
+        )
+        assert called - {""} == {"k_proj", "k_norm", "v_proj", "rotary_emb"}
+
+
+def test_only_the_rows_that_are_asked_for_have_logits() -> None:
+    head = random_head(config_of())
+    assert block_rows(head, 3, 2).tolist() == [1, 2, 6, 7, 11, 12]
+    assert block_rows(head, 2, 99).tolist() == [1, 2, 3, 4, 6, 7, 8, 9]
+    packed = PackedModel(head)
+    with texts_of(packed, 2) as texts:
+        texts.cache([3, 5])
+        parts = [block_tokens(head, own, [7] * (own.length + 1)) for own in texts.sequences]
+        some = packed.forward(packed.kv_cache.pool, parts, block_rows(head, 2, 3))
+        torch.testing.assert_close(some.view(2, 3, VOCAB), texts.blocks([7, 7])[:, 1:4])
+
+
+def test_the_targets_modules_are_shared_and_unchanged() -> None:
+    target = copy.deepcopy(
+        tiny_model("gemma3")
+    )  # its embeddings have a factor, the head's are without it
+    before = {name: parameter.clone() for name, parameter in target.named_parameters()}
+    settings = dict(vocab_size=101, target_hidden_size=32)
+    head = DFlashHead(
+        config_of(**settings), target.get_input_embeddings(), target.get_output_embeddings()
+    )
+    assert (
+        head.embed_tokens is target.get_input_embeddings()
+        and head.lm_head is target.get_output_embeddings()
+    )
+    assert all(
+        torch.equal(parameter, before[name]) for name, parameter in target.named_parameters()
+    )
+    ids = torch.tensor([[3, 50]])
+    torch.testing.assert_close(head.embed(ids), target.get_input_embeddings().weight[ids])
+
+
+def test_weights_have_the_names_of_released_heads() -> None:
+    head = DFlashHead(config_of())
+    names = {name for name, _ in head.named_parameters()}
+    layer = {
+        f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+    }
+    layer |= {
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+        "input_layernorm",
+        "post_attention_layernorm",
+    }
+    expected = {"fc", "hidden_norm", "norm", "embed_tokens", "lm_head"} | {
+        f"layers.{i}.{n}" for i in range(3) for n in layer
+    }
+    assert names == {f"{name}.weight" for name in expected}
+    assert head.fc.weight.shape == (HIDDEN, 2 * TARGET_HIDDEN)
+    assert head.feature_layers == (
+        1,
+        3,
+    )  # z-lab counts layers, output_hidden_states begins with the embeddings
+
+
+def test_settings_beside_those_of_dflash_are_read_too() -> None:
+    config = Qwen3Config(**SMALL, block_size=8, mask_token_id=3, target_layer_ids=[1])
+    head = DFlashHead(config)
+    assert (head.block_size, head.mask_token_id, head.feature_layers) == (8, 3, (2,))
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        (
+            dict(dflash_config=dict(mask_token_id=3, target_layer_ids=[1], selector_rank=8)),
+            "selector_rank",
+        ),
+        (dict(target_layer_ids=[1]), "mask_token_id"),
+        (dict(mask_token_id=3), "target_layer_ids"),
+        (
+            dict(
+                mask_token_id=3,
+                target_layer_ids=[1],
+                use_sliding_window=True,
+                sliding_window=9,
+                max_window_layers=0,
+            ),
+            "sliding window of 9",
+        ),
+    ],
+)
+def test_heads_that_compute_something_else_are_refused(
+    settings: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=match):
+        DFlashHead(Qwen3Config(**SMALL, **settings))

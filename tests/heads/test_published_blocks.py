@@ -1,0 +1,175 @@
+"""DFlash and DSpark heads in their publishers' layouts: trees against the reference, and output
+against stock.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_slospec import IncompatibleDraftError, SLOSpecGenerator, UnsupportedModelError, load_drafter
+from hf_slospec.drafters.head import HeadMethod
+from hf_slospec.heads.dspark import DSparkHead
+from hf_slospec.heads.loading import load_head
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.trial import check_by_trial
+from tests.drafters.test_features import texts_of
+from tests.heads.checkpoints import HIDDEN, in_pairs, target_of, write
+from tests.heads.published_blocks import (
+    CASES,
+    RANK,
+    SELECTOR,
+    Case,
+    block_tensors,
+    deepspec,
+    domino,
+    flat,
+    gemma4,
+    speculators,
+)
+from tests.support.toys.feature_heads import DRAFTS_ALWAYS, Checks
+from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
+
+GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=10)
+SAMPLED: dict[str, Any] = dict(do_sample=True, top_k=30, temperature=0.8, max_new_tokens=10)
+
+
+def folder_of(case: Case, folder: Path) -> str:
+    return write(folder / "head", case.config, case.saved(case.tensors))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trees_are_those_of_the_reference(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]
+    target = target_of("llama")
+    inputs = ragged_prompts(3)
+    method = load_drafter(folder_of(case, tmp_path), target)
+    assert isinstance(method, HeadMethod) and method.feature_layers == case.features
+    kinds = {"": "DFlash", "selector": "DFlash2", "domino": "Domino"}
+    assert method.kind == kinds.get(case.markov, "DSpark")
+    checks = Checks(target, case.expected, texts_of(target, inputs, **GREEDY))
+    ours = SLOSpecGenerator(
+        target, drafter=method, config=DRAFTS_ALWAYS.model_copy(update=dict(max_depth=6))
+    )
+    with checks.on(monkeypatch):
+        assert_same_as_stock(target, ours.generate, inputs, **GREEDY)
+    assert checks.num_checked > 5 and not checks.num_unready
+
+
+@pytest.mark.parametrize(("name", "options", "batch"), in_pairs(CASES, GREEDY, SAMPLED))
+def test_output_is_that_of_stock(
+    name: str, options: dict[str, Any], batch: int, tmp_path: Path
+) -> None:
+    target = target_of("llama")
+    ours = SLOSpecGenerator(target, drafter=folder_of(CASES[name], tmp_path), config=DRAFTS_ALWAYS)
+    out = assert_same_as_stock(target, ours.generate, ragged_prompts(batch), **options)
+    assert sum(metrics.drafted for metrics in out.slo) > 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_packed_forwards_are_those_of_plain_ones(name: str, tmp_path: Path) -> None:
+    check_by_trial(PackedModel(load_head(folder_of(CASES[name], tmp_path), target_of("llama"))))
+
+
+@torch.no_grad()
+def test_siblings_have_children_of_their_own(tmp_path: Path) -> None:
+    case = CASES["deepspec"]
+    head: Any = load_head(folder_of(case, tmp_path), target_of("llama"))
+    assert isinstance(head, DSparkHead)
+    outputs = torch.randn(1, head.output_size)
+    logits, _, log_acceptance = head.after(torch.tensor([[3, 4]]), outputs, None, 0)
+    assert (
+        log_acceptance is not None
+        and log_acceptance.shape == (1, 2)
+        and bool((log_acceptance < 0).all())
+    )
+    assert float((logits[:, 0] - logits[:, 1]).abs().max()) > 0.1
+
+
+def test_embeddings_of_gemma_keep_their_factor_in_jetspec_only(tmp_path: Path) -> None:
+    target: Any = tiny_model("gemma3")
+    ids = torch.tensor([[3, 50]])
+    embeddings = target.get_input_embeddings()
+    for name, expected in (
+        ("jetspec", embeddings(ids)),
+        ("dflash of sliding layers", embeddings.weight[ids]),
+    ):
+        config = CASES[name].config
+        config = config | dict(
+            dflash_config=config["dflash_config"] | dict(target_layer_ids=[0, 1])
+        )
+        head: Any = load_head(write(tmp_path / name, config, CASES[name].tensors), target)
+        torch.testing.assert_close(head.embed(ids), expected)
+
+
+def test_a_verifier_of_another_class_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for architecture, count in (
+        ("LlamaForCausalLM", 0),
+        ("LlamaForConditionalGeneration", 0),
+        ("MistralForCausalLM", 1),
+    ):
+        verifier = {"name_or_path": "some/target", "architectures": [architecture]}
+        config = speculators("dflash", speculators_config={"verifier": verifier})
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            load_head(write(tmp_path / architecture, config, block_tensors()), target_of("llama"))
+        assert len(caplog.records) == count, architecture
+
+
+MARKOV = block_tensors("vanilla", HIDDEN + RANK)
+CONFIDENT = dict(enable_confidence_head=True, confidence_head_with_markov=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "error", "message"),
+    [
+        (deepspec(**CONFIDENT, markov_rank=8), MARKOV, UnsupportedModelError, "has markov_rank 8 .* tensors .* 6"),
+        (deepspec(**CONFIDENT, markov_head_type="gated"), MARKOV, UnsupportedModelError, "markov_head_type 'gated'"),
+        (deepspec(), MARKOV, UnsupportedModelError, "enable_confidence_head False"),
+        (deepspec(), block_tensors(), UnsupportedModelError, "has markov_rank 6 .* 0"),
+        (flat("DFlashDraftModel", own=dict(projector_type="domino")), block_tensors(), UnsupportedModelError,
+         "config has gru_hidden_dim None; it must be an integer"),
+        (domino(pure_draft_prefix_len=-1), block_tensors("domino"), UnsupportedModelError, "integer of at least 0"),
+        (gemma4(**CONFIDENT, rope_parameters={"rope_type": "default"}), MARKOV, UnsupportedModelError,
+         "unknown type None"),
+        (gemma4(**CONFIDENT, num_hidden_layers="2"), MARKOV, UnsupportedModelError, "invalid config"),
+        (domino(), block_tensors(), UnsupportedModelError, "it lacks embed_proj.0.weight"),
+        (domino(gru_hidden_dim=9), block_tensors("domino"), UnsupportedModelError, "prefix_gru.weight_hh has shape"),
+        (flat("DFlashDraftModel"), block_tensors("domino"), UnsupportedModelError, "it has unknown embed_proj"),
+        (gemma4(**CONFIDENT, enable_moe_block=True), MARKOV, UnsupportedModelError, "has enable_moe_block True"),
+        (gemma4(**CONFIDENT, hidden_size_per_layer_input=8), MARKOV, UnsupportedModelError,
+         "hidden_size_per_layer_input 8"),
+        (gemma4(**CONFIDENT), MARKOV, UnsupportedModelError, "unknown layers.0.self_attn.v_proj"),
+        (flat("DFlashDraftModel", own=dict(projector_type="other")), block_tensors(), UnsupportedModelError, "'other'"),
+        (flat("DFlashDraftModel", own=dict(use_swa=True)), block_tensors(), UnsupportedModelError, "swa_window_size"),
+        (speculators("dflash", dict(vocab_size=VOCAB + 1)), block_tensors(), IncompatibleDraftError, "of 102 tokens"),
+        (speculators("dflash", dict(hidden_size=64)), block_tensors(), IncompatibleDraftError, "no embeddings"),
+        (speculators("dflash", dict(model_type="x")), block_tensors(), UnsupportedModelError, "layers of type 'x'"),
+        (speculators("dflash", transformer_layer_config=None), block_tensors(), UnsupportedModelError, "has no trans"),
+        (speculators("dflash", draft_vocab_size=40), block_tensors(), UnsupportedModelError, "no tensor d2t"),
+        (speculators("dflash2", **SELECTOR | dict(conv_group_size=5)), block_tensors("selector"),
+         UnsupportedModelError, "groups of 5 channels"),
+        (speculators("dflash2", **SELECTOR, block_size=2), block_tensors("selector"), UnsupportedModelError, "needs 3"),
+        (speculators("dflash2", **SELECTOR | dict(selector_rank=9)), block_tensors("selector"),
+         UnsupportedModelError, "predecessor_codebook has shape"),
+        (speculators("dflash", aux_hidden_state_layer_ids=[2, 9]), block_tensors(), IncompatibleDraftError, "0 to 8"),
+        (speculators("dflash", aux_hidden_state_layer_ids=[2]), block_tensors(), UnsupportedModelError, "fc.weight"),
+    ],
+)  # fmt: skip
+def test_blocks_that_do_not_fit_are_refused(
+    config: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    error: type[Exception],
+    message: str,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(error, match=message):
+        load_drafter(write(tmp_path, config, tensors), target_of("llama"))

@@ -1,0 +1,253 @@
+"""Drafting from suffix trees."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_slospec import MissingExtraError, PastAnswers, SLOSpecConfig, SLOSpecGenerator
+from hf_slospec.engine.interfaces import Plan
+from hf_slospec.heads.suffix import SuffixDrafter
+from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.tree.tree import TokenTree
+from tests.support.toys.noise import KnownNoise
+from tests.support.toys.tiny_models import assert_same_as_stock, tiny_model
+from tests.support.toys.trees import path_to
+
+TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=30)
+
+
+def draft(drafter: SuffixDrafter, request: Request, depth: int = 4, width: int = 4) -> TokenTree:
+    [tree] = drafter.draft([request], Plan(depth, width))
+    tree.check()
+    assert tree.tokens[0] == request.tokens[-1]
+    assert tree.max_depth <= depth and tree.num_nodes - 1 <= depth * width
+    paths = paths_of(tree)
+    assert len(set(paths)) == len(paths)
+    return tree
+
+
+def paths_of(tree: TokenTree) -> list[tuple[int, ...]]:
+    return [tuple(path_to(tree, node)) for node in range(1, tree.num_nodes)]
+
+
+def extended(request: Request, tokens: Iterable[int]) -> Request:
+    for token in tokens:
+        request.emit(token)
+    return request
+
+
+def occurs(path: Sequence[int], text: Sequence[int]) -> bool:
+    return any(
+        list(text[at : at + len(path)]) == list(path) for at in range(len(text) - len(path) + 1)
+    )
+
+
+@given(text=TEXTS, steps=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=4))
+@settings(deadline=None)
+def test_proposals_followed_the_last_token_before(text: list[int], steps: list[list[int]]) -> None:
+    """Incremental drafting proposes what naive matching finds, and the same as drafting anew does."""
+    drafter = SuffixDrafter()
+    request = Request(0, RequestParams(text, 1000))
+    for tokens in [[], *steps]:
+        extended(request, tokens)
+        tree = draft(drafter, request)
+        assert all(occurs([request.tokens[-1], *path], request.tokens) for path in paths_of(tree))
+        anew = draft(SuffixDrafter(), Request(0, RequestParams(list(request.tokens), 1000)))
+        assert paths_of(tree) == paths_of(anew)
+        assert tree.path_probs.tolist() == pytest.approx(anew.path_probs.tolist())
+        if len(request.tokens) > 1 and request.tokens[-1] in request.tokens[:-1]:
+            assert tree.num_nodes > 1
+
+
+def test_a_repeated_text_is_a_likely_chain() -> None:
+    text = list(range(10, 30))
+    tree = draft(SuffixDrafter(), Request(0, RequestParams([*text, 1, *text[:12]], 100)), 6, 1)
+    assert tree.tokens[1:].tolist() == text[12:18]
+    assert tree.path_probs[-1] > 0.5
+
+
+def test_share_and_length_of_matches_count() -> None:
+    tree = draft(
+        SuffixDrafter(), Request(0, RequestParams([7, 3, 1, 7, 3, 1, 7, 4, 1, 7], 100)), 1, 4
+    )
+    assert tree.tokens[1:].tolist() == [3, 4]
+    short = draft(SuffixDrafter(), Request(0, RequestParams([5, 6, 1, 2, 6], 100)), 1, 1)
+    long = draft(SuffixDrafter(), Request(0, RequestParams([5, 6, 1, 2, 5, 6], 100)), 1, 1)
+    assert long.path_probs[1] > short.path_probs[1]
+
+
+def test_other_texts_are_not_seen_unless_shared() -> None:
+    for shares_texts in (False, True):
+        drafter = SuffixDrafter(PastAnswers() if shares_texts else None)
+        draft(drafter, extended(Request(0, RequestParams([1], 100)), [5, 6, 7, 8]))
+        assert (
+            draft(drafter, Request(1, RequestParams([9, 5, 6], 100))).num_nodes > 1
+        ) is shares_texts
+        assert drafter.past is None or len(drafter.past) == 2
+
+
+def test_prompts_are_never_shared() -> None:
+    drafter = SuffixDrafter(PastAnswers())
+    draft(drafter, Request(0, RequestParams([5, 6, 7, 8], 100)))
+    assert draft(drafter, Request(1, RequestParams([9, 5, 6], 100))).num_nodes == 1
+
+
+def test_salts_separate_texts() -> None:
+    """No token of another salt is proposed, in random runs with releases."""
+    rng = random.Random(0)
+    drafter = SuffixDrafter(PastAnswers(max_tokens=200))
+    requests: list[Request] = []
+    for index in range(300):
+        salt = rng.randrange(3)
+        own = range(10 * salt + 10, 10 * salt + 14)
+        if len(requests) > 5:
+            drafter.release(requests.pop(rng.randrange(len(requests))))
+        request = Request(
+            index,
+            RequestParams([rng.choice(own) for _ in range(3)], 1000, cache_salt=f"tenant {salt}"),
+        )
+        requests.append(request)
+        for each in requests:
+            low = int(each.params.cache_salt[-1]) * 10 + 10
+            tree = draft(drafter, extended(each, [rng.randrange(low, low + 4) for _ in range(2)]))
+            assert all(low <= token < low + 4 for token in tree.tokens)
+        assert drafter.past is not None and drafter.past.num_tokens <= 200
+        assert drafter.num_tokens <= sum(len(each.tokens) for each in requests)
+
+
+def test_shared_outputs_stay_after_release_and_the_oldest_are_dropped() -> None:
+    drafter = SuffixDrafter(PastAnswers(max_tokens=10))
+    for index in range(3):
+        request = Request(index, RequestParams([1], 100))
+        draft(drafter, request)
+        drafter.release(extended(request, range(10 * index + 10, 10 * index + 15)))
+    assert drafter.past is not None and len(drafter.past) == 2 and drafter.past.num_tokens == 10
+    found = [
+        draft(drafter, Request(9, RequestParams([2, first, first + 1], 100))).num_nodes > 1
+        for first in (10, 20, 30)
+    ]
+    assert found == [False, True, True]
+
+
+def test_outputs_of_failed_requests_are_dropped() -> None:
+    drafter = SuffixDrafter(PastAnswers())
+    request = Request(0, RequestParams([1], 100))
+    draft(drafter, extended(request, [5, 6, 7]))
+    request.end(ValueError())
+    drafter.release(request)
+    assert drafter.past is not None and len(drafter.past) == drafter.past.num_tokens == 0
+
+
+@pytest.mark.parametrize("shares_texts", [False, True])
+def test_requests_seen_again_and_rolled_back(shares_texts: bool) -> None:
+    past = PastAnswers() if shares_texts else None
+    drafter = SuffixDrafter(past)
+    request = Request(0, RequestParams([1, 2, 3, 1, 2], 100))
+    expected = [
+        draft(SuffixDrafter(), Request(0, RequestParams([1, 2, 3, 1, 2, *[3, 1][:n]], 100)))
+        for n in range(3)
+    ]
+    for emitted in (0, 1, 2):
+        extended(request, [3, 1][emitted - 1 : emitted] if emitted else [])
+        draft(drafter, request)
+    drafter.release(request)  # preempted
+    drafter.release(request)
+    assert paths_of(draft(drafter, request)) == paths_of(expected[2])
+    assert drafter.num_tokens == 7 and (past is None or (len(past), past.num_tokens) == (1, 2))
+    del request.tokens[-1:]
+    assert paths_of(draft(drafter, request)) == paths_of(expected[1])
+    extended(request, [4])
+    draft(drafter, request)
+    assert drafter.num_tokens == 7 and (past is None or (len(past), past.num_tokens) == (1, 2))
+
+
+def test_requests_are_not_kept_alive() -> None:
+    drafter = SuffixDrafter()
+    request = Request(0, RequestParams([1, 2, 1], 100))
+    draft(drafter, request)
+    drafter.release(Request(1, RequestParams([1], 100)))  # unknown
+    del request
+    gc.collect()
+    assert drafter.num_tokens == 0
+
+
+def test_threads() -> None:
+    drafter = SuffixDrafter(PastAnswers(max_tokens=30))
+    errors = list[BaseException]()
+
+    def run(index: int) -> None:
+        rng = random.Random(index)
+        try:
+            for number in range(20):
+                request = Request(number, RequestParams([rng.randrange(3)], 100))
+                for _ in range(10):
+                    draft(drafter, extended(request, [rng.randrange(3)]))
+                drafter.release(request)
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert drafter.past is not None and drafter.past.num_tokens <= 30
+
+
+def test_noise_orders_branches() -> None:
+    request = Request(
+        0,
+        RequestParams([7, 3, 1, 7, 3, 1, 7, 4, 1, 7], 100, is_sampled=True),
+        new_noise=lambda _: KnownNoise(),
+    )
+    assert draft(SuffixDrafter(), request, 1, 4).tokens[1:].tolist() == [4, 3]
+
+
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "arctic_inference", None)
+    with pytest.raises(
+        MissingExtraError, match=r"the drafter suffix needs arctic_inference; .*\[suffix\]"
+    ):
+        SuffixDrafter()
+
+
+@pytest.mark.parametrize("shares_texts", [False, True])
+def test_same_tokens_as_stock_and_speculates(shares_texts: bool) -> None:
+    model = tiny_model("llama")
+    drafter = SuffixDrafter(PastAnswers() if shares_texts else None)
+    config = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=40)
+    generator = SLOSpecGenerator(model, config=config, drafter=drafter)
+    prompts = torch.randint(3, 101, (3, 8)).repeat(1, 3)
+    inputs = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
+    for options in (dict(do_sample=False), dict(do_sample=True, temperature=0.7)):
+        out = assert_same_as_stock(model, generator.generate, inputs, **options, max_new_tokens=40)
+        assert sum(metrics.drafted for metrics in out.slo) > 0
+    assert drafter.past is None or len(drafter.past) == 6
+
+
+def test_same_tokens_as_stock_in_the_batcher() -> None:
+    model = tiny_model("llama")
+    drafter = SuffixDrafter(PastAnswers())
+    prompts = [torch.randint(3, 101, (9,)).repeat(2).tolist() for _ in range(3)]
+    expected = [
+        model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20)[
+            0, len(prompt) :
+        ].tolist()
+        for prompt in prompts
+    ]
+    with SLOSpecGenerator(model, drafter=drafter) as generator:
+        handles = [
+            generator.submit(prompt, max_new_tokens=20, do_sample=False)
+            for prompt in [*prompts, *prompts]
+        ]
+        assert [handle.result(timeout=60).token_ids for handle in handles] == [*expected, *expected]

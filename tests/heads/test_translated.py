@@ -1,0 +1,317 @@
+"""Drafts with another tokenizer: stock's tokens, and the proposals that the same draft makes with
+the target's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
+from hf_slospec.drafters.assistant import AssistantDrafter
+from hf_slospec.engine.interfaces import Plan
+from hf_slospec.generate.speculator import Speculator
+from hf_slospec.heads.translation import TokenTranslation
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.tree.tree import TokenTree
+from tests.support.breadth import nightly_but, quick_or
+from tests.support.packed import packed_model
+from tests.support.served_pair import PROMPTS, WAIT_S, Holds, alone
+from tests.support.toys.tiny_models import FAMILIES, assert_same_as_stock, sharpened
+from tests.support.toys.tiny_tokenizers import (
+    FOREIGN,
+    byte_level,
+    sentencepiece_like,
+    with_fewer_merges,
+    with_other_ids,
+)
+from tests.support.toys.trees import SEEDS
+
+FIXED = SLOSpecConfig(policy="fixed", max_depth=4, max_width=3, check_invariants=True)
+TARGET_TOKENIZER = byte_level(420)
+IDS = np.random.default_rng(0).permutation(len(TARGET_TOKENIZER)).tolist()
+PERMUTED, SMALL, SPACED = (
+    with_other_ids(TARGET_TOKENIZER, IDS),
+    byte_level(300, 3, eos="</s>"),
+    sentencepiece_like(600),
+)
+SHORT = [prompt[:200] for prompt in PROMPTS]
+GREEDY = dict(do_sample=False)
+SAMPLED = dict(do_sample=True, temperature=0.9, top_k=40)
+
+
+def model_of(
+    tokenizer: Any, seed: int = 0, noise: float = 0.0, family: str = "llama"
+) -> PreTrainedModel:
+    name, settings = FAMILIES[family]
+    ids = dict(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=tokenizer.eos_token_id)
+    ids |= {} if family == "gpt2" else dict(pad_token_id=tokenizer.pad_token_id)
+    config = getattr(transformers, name)(**settings | ids)
+    return sharpened(lambda: AutoModelForCausalLM.from_config(config), seed, noise)
+
+
+def permuted(model: PreTrainedModel, ids: list[int]) -> PreTrainedModel:
+    """The same model, but token ``i`` has the id ``ids[i]``."""
+    other = copy.deepcopy(model)
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        getattr(other, name)().weight.data[ids] = getattr(model, name)().weight.data
+    return other
+
+
+TARGET = model_of(TARGET_TOKENIZER)
+DRAFT = model_of(TARGET_TOKENIZER, noise=0.03)
+OTHER_DRAFTS = {
+    "permuted": permuted(DRAFT, IDS),
+    "small": model_of(SMALL, 1),
+    "spaced": model_of(SPACED, 2),
+}
+TOKENIZERS = {"permuted": PERMUTED, "small": SMALL, "spaced": SPACED}
+PACKED = {name: packed_model(model, "sdpa") for name, model in OTHER_DRAFTS.items()}
+
+
+def translation(draft: Any, target: Any = TARGET_TOKENIZER) -> TokenTranslation:
+    return TokenTranslation(target, draft, len(target), len(draft))
+
+
+TRANSLATIONS = {name: translation(tokenizer) for name, tokenizer in TOKENIZERS.items()}
+
+
+def translated(name: str, **options: Any) -> AssistantDrafter:
+    return AssistantDrafter(
+        PACKED[name], 20, len(TARGET_TOKENIZER), translation=TRANSLATIONS[name], **options
+    )
+
+
+def assert_same_trees(some: list[TokenTree], others: list[TokenTree]) -> None:
+    for one, other in zip(some, others, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.parents.tolist() == other.parents.tolist()
+        np.testing.assert_allclose(one.path_probs, other.path_probs, rtol=1e-4)
+
+
+@given(seed=SEEDS, max_kept=st.sampled_from([0, 300]))
+@settings(max_examples=quick_or(3, 6))
+def test_draft_with_other_ids_proposes_the_same(seed: int, max_kept: int) -> None:
+    """Texts are any tokens, which come in any number at a time, to requests that come and go."""
+    rng = np.random.default_rng(seed)
+    plain = AssistantDrafter(
+        packed_model(DRAFT, "sdpa"), 20, len(TARGET_TOKENIZER), max_kept=max_kept
+    )
+    other = translated("permuted", max_kept=max_kept)
+    requests = list[Request]()
+    prompt = rng.integers(2, len(TARGET_TOKENIZER), 30).tolist()
+    for step in range(12):
+        if rng.random() < 0.4:
+            requests.append(Request(step, RequestParams(prompt[: rng.integers(1, 30)], 100)))
+            assert plain.reuse(requests[-1]) == other.reuse(requests[-1])
+        for request in list(requests):
+            if rng.random() < 0.2:  # finished, or preempted and seen again
+                plain.release(request)
+                other.release(request)
+                requests = [own for own in requests if own is not request or rng.random() < 0.5]
+        chosen = [request for request in requests if rng.random() < 0.8]
+        if chosen:
+            assert_same_trees(plain.draft(chosen, Plan(4, 3)), other.draft(chosen, Plan(4, 3)))
+        for request in requests:
+            assert request not in chosen or plain.sequences.num_cached(request) == len(
+                request.tokens
+            )
+            request.tokens += rng.integers(0, len(TARGET_TOKENIZER), rng.integers(0, 6)).tolist()
+    plain.close()
+    other.close()
+
+
+@pytest.mark.parametrize("name", nightly_but(["small"], TOKENIZERS))
+def test_kv_is_that_of_the_text_whatever_came_before(name: str) -> None:
+    """Drafting step by step, with steps undone and requests released, proposes what drafting from
+    nothing does.
+    """
+    tokens = TARGET_TOKENIZER("return self 🎉漢字 the " + FOREIGN)["input_ids"]
+    rng, request, own = (
+        np.random.default_rng(0),
+        Request(0, RequestParams(tokens[:3], 100)),
+        translated(name),
+    )
+    for place in range(3, len(tokens), 2):
+        trees = own.draft([request], Plan(3, 2))
+        if rng.random() < 0.3:
+            own.release(request)
+        if rng.random() < 0.5:
+            assert_same_trees(trees, own.draft([request], Plan(3, 2)))
+        assert_same_trees(
+            trees,
+            translated(name).draft(
+                [Request(0, RequestParams(list(request.tokens), 100))], Plan(3, 2)
+            ),
+        )
+        text = own._translated.get(request)
+        assert text is None or own.sequences.num_cached(text) <= len(text.tokens)
+        request.tokens += tokens[place : place + 2]
+    own.release(request)
+    assert not own._translated
+
+
+def test_proposals_are_common_tokens_and_follow_the_draft() -> None:
+    tokens = TARGET_TOKENIZER("def main(self):\n    return")["input_ids"]
+    (tree,) = translated("small").draft([Request(0, RequestParams(tokens, 9))], Plan(1, 1))
+    ids = SMALL("def main(self):\n    return", return_tensors="pt")
+    logits = OTHER_DRAFTS["small"](ids["input_ids"]).logits[0, -1]
+    own = TRANSLATIONS["small"]
+    assert int(tree.tokens[1]) == int(own.target_ids[logits[own.draft_ids].argmax()])
+
+
+def test_long_texts_catch_up_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AssistantDrafter, "CATCH_UP", 80)
+    own, request = (
+        translated("small"),
+        Request(0, RequestParams(TARGET_TOKENIZER(PROMPTS[0])["input_ids"][:150], 50)),
+    )
+    depths = [own.draft([request], Plan(3, 1))[0].max_depth for _ in range(6)]
+    assert depths[0] == 0 and depths[-1] == 3 and depths == sorted(depths)
+
+
+def test_texts_that_are_longer_for_the_draft_than_there_is_room() -> None:
+    tokens = TARGET_TOKENIZER(PROMPTS[0])["input_ids"]
+    requests = [
+        Request(index, RequestParams(tokens[:length], 5))
+        for index, length in enumerate((30, 100, 20))
+    ]
+    own = translated("small", max_slots=140)
+    assert [tree.max_depth > 0 for tree in own.draft(requests, Plan(3, 1))] == [True, False, True]
+    own.release(requests[0])
+    own.release(requests[2])
+    plain = AssistantDrafter(PACKED["permuted"], 20, len(TARGET_TOKENIZER), max_slots=20)
+    with pytest.raises(MemoryError):
+        plain.draft(requests, Plan(3, 1))
+
+
+@pytest.fixture
+def draft_by(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that makes generators draft by an assistant model with these arguments."""
+
+    def use(packed: PackedModel, own: TokenTranslation | None, vocab_size: int) -> None:
+        def new_drafter(
+            speculator: Speculator,
+            max_slots: int | None = None,
+            max_kept: float = 0,
+            keeps_rng: bool = True,
+        ) -> AssistantDrafter:
+            return AssistantDrafter(
+                packed, speculator.max_nodes, vocab_size, max_slots, max_kept, own
+            )
+
+        monkeypatch.setattr(Speculator, "new_drafter", new_drafter)
+
+    return use
+
+
+def batch(num_rows: int) -> dict[str, torch.Tensor]:
+    texts = ["class Stack:\n    def", FOREIGN, "x" + " " * 30, "🎉🎉 漢字", "return self.name"]
+    inputs = TARGET_TOKENIZER(
+        texts[:num_rows], return_tensors="pt", padding=True, padding_side="left"
+    )
+    return {name: inputs[name] for name in ("input_ids", "attention_mask")}
+
+
+@pytest.mark.parametrize(
+    "options", nightly_but([SAMPLED], [GREEDY, SAMPLED]), ids=["greedy", "sampled"]
+)
+@pytest.mark.parametrize("num_rows", nightly_but([5], [1, 5]))
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_same_tokens_as_stock(
+    draft_by: Any, name: str, num_rows: int, options: dict[str, Any]
+) -> None:
+    generator = SLOSpecGenerator(TARGET, config=FIXED)
+    draft_by(PACKED[name], TRANSLATIONS[name], len(TARGET_TOKENIZER))
+    assert_same_as_stock(
+        TARGET, generator.generate, batch(num_rows), **options, max_new_tokens=quick_or(14, 24)
+    )
+
+
+@pytest.mark.parametrize(
+    "options", nightly_but([SAMPLED], [GREEDY, SAMPLED]), ids=["greedy", "sampled"]
+)
+def test_other_ids_accept_as_many(draft_by: Any, options: dict[str, Any]) -> None:
+    generator = SLOSpecGenerator(TARGET, config=FIXED)
+    counts = []
+    for packed, own in (
+        (packed_model(DRAFT, "sdpa"), None),
+        (PACKED["permuted"], TRANSLATIONS["permuted"]),
+    ):
+        draft_by(packed, own, len(TARGET_TOKENIZER))
+        out = assert_same_as_stock(
+            TARGET, generator.generate, batch(5), **options, max_new_tokens=quick_or(14, 24)
+        )
+        counts.append([(metrics.drafted, metrics.accepted, metrics.steps) for metrics in out.slo])
+    assert counts[0] == counts[1] and sum(accepted for _, accepted, _ in counts[0]) > 0
+
+
+def test_draft_of_few_positions(draft_by: Any) -> None:
+    draft_by(
+        packed_model(model_of(SMALL, 3, family="gpt2"), "sdpa"),
+        TRANSLATIONS["small"],
+        len(TARGET_TOKENIZER),
+    )
+    tokens = torch.tensor([TARGET_TOKENIZER(PROMPTS[0])["input_ids"][:110]])
+    assert translation(SMALL).translate(tokens[0].tolist()).tokens[130:]
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    assert_same_as_stock(
+        TARGET,
+        SLOSpecGenerator(TARGET, config=FIXED).generate,
+        inputs,
+        **GREEDY,
+        max_new_tokens=quick_or(24, 45),
+    )
+
+
+@pytest.mark.parametrize(
+    "is_permuted", nightly_but([False], [True, False]), ids=["other ids", "fewer merges"]
+)
+def test_batcher_with_cancelled_and_preempted_requests(draft_by: Any, is_permuted: bool) -> None:
+    target, draft, tokenizer = pair = load_tiny_pair(torch.float32)
+    if is_permuted:
+        ids = np.random.default_rng(1).permutation(len(tokenizer)).tolist()
+        draft_by(
+            PackedModel(permuted(draft, ids)),
+            translation(with_other_ids(tokenizer, ids), tokenizer),
+            2048,
+        )
+    else:
+        draft_by(
+            PackedModel(draft), translation(with_fewer_merges(tokenizer, 512), tokenizer), 2048
+        )
+    expected = [alone(pair, prompt, max_new_tokens=20) for prompt in SHORT[:4]]
+    sampled = alone(pair, SHORT[4], 3, max_new_tokens=20, do_sample=True)
+    with SLOSpecGenerator(
+        target, None, tokenizer, FIXED.model_copy(update={"max_batch": 2})
+    ) as generator:
+        with Holds() as holds:
+            spare = [
+                generator.submit(p, max_new_tokens=20, stopping_criteria=[holds]) for p in SHORT[:2]
+            ]
+            doomed = generator.submit(SHORT[5], max_new_tokens=300)
+            assert holds.is_reached.wait(WAIT_S)
+            urgent = [
+                generator.submit(p, max_new_tokens=20, slo_tpot=10.0, slo_ttft=100.0)
+                for p in SHORT[2:4]
+            ]
+        doomed.cancel()
+        assert [handle.result(WAIT_S).token_ids for handle in (*spare, *urgent)] == expected
+        assert sum(handle.metrics.preempted for handle in spare) > 0
+        handle = generator.submit(SHORT[4], max_new_tokens=20, do_sample=True, seed=3)
+        assert handle.result(WAIT_S).token_ids == sampled
+        again = [
+            generator.submit(prompt, max_new_tokens=20) for prompt in SHORT[:4]
+        ]  # begin as kept texts do
+        assert [handle.result(WAIT_S).token_ids for handle in again] == expected
+        assert sum(handle.metrics.accepted for handle in (*spare, *urgent, *again)) > 20

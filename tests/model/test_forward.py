@@ -1,0 +1,55 @@
+"""The cache that layers of a packed forward get."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator
+from hf_slospec.model.attention.forward import PackedForward
+from tests.support.toys.tiny_models import tiny_model
+
+
+def test_k_and_v_go_with_their_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    cached = list[Any]()
+    num_alive = list[int]()
+    update = PackedForward.update
+
+    def counted(
+        self: PackedForward, key: torch.Tensor, value: torch.Tensor, *others: Any, **named: Any
+    ) -> Any:
+        num_alive.append(sum(earlier() is not None for earlier in cached))
+        cached.extend((ref(key), ref(value)))
+        return update(self, key, value, *others, **named)
+
+    model = tiny_model("llama")
+    generator = SLOSpecGenerator(model, config=SLOSpecConfig(policy="none", compile=False))
+    inputs = torch.tensor([[3, 4, 5, 6]])
+    generator.generate(inputs, max_new_tokens=1)  # with the trial
+    monkeypatch.setattr(PackedForward, "update", counted)
+    generator.generate(inputs, max_new_tokens=3)
+    assert len(num_alive) == 3 * model.config.num_hidden_layers and not any(num_alive)
+
+
+def test_an_id_that_was_used_before_is_not_taken_for_its_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = list[Any]()
+
+    def looked_up(self: PackedForward, key: torch.Tensor, value: torch.Tensor) -> Any:
+        own = self._cached[id(key), id(value)]
+        found.append(layer_of(self, key, value))
+        self._cached[id(key), id(value)] = (ref(torch.empty(1)), *own[1:])
+        found.append(layer_of(self, key, value))
+        return found[-2]
+
+    layer_of = PackedForward.layer_of
+    monkeypatch.setattr(PackedForward, "layer_of", looked_up)
+    generator = SLOSpecGenerator(
+        tiny_model("llama"), config=SLOSpecConfig(policy="none", compile=False)
+    )
+    generator.generate(torch.tensor([[3, 4, 5, 6]]), max_new_tokens=2)
+    assert found[::2] and None not in found[::2] and set(found[1::2]) == {None}

@@ -1,0 +1,36 @@
+"""Forwards of models whose layers keep no state read tensors only, made before them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from hf_slospec.model.batch import PackedBatch
+from hf_slospec.model.inputs import Inputs
+from tests.support.graph_bench import Bench
+from tests.support.toys.tiny_configs import tiny_config
+
+# Attention by the interface, with latent K and V, with chunks by position, and by the layers' own
+# code.
+FAMILIES = ["Llama", "Gemma2", "DeepseekV3", "Llama4", "Bloom"]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "4d_mask"])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_forward_of_tensors_gives_the_same_bits(family: str, attention: str) -> None:
+    model_class = getattr(transformers, f"{family}ForCausalLM")
+    bench = Bench(
+        model_class(tiny_config(model_class.config_class)).eval(),
+        attention=attention,
+        prepack=False,
+    )
+    bench.verify()  # shows which plans the layers need
+    packed = bench.packed
+    parts = bench.parts()
+    pool = bench.sequences.cache.pool
+    rows = torch.arange(sum(len(part.input_ids) for part in parts))
+    inputs = Inputs.of(parts, PackedBatch.of(parts), packed._requested_plans, rows)
+    assert torch.equal(packed._replayable(pool, inputs).logits, packed.forward(pool, parts, rows))
+    assert set(packed._requested_plans) == set(inputs.plans)  # none was made during the forward

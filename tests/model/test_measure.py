@@ -1,0 +1,143 @@
+"""Costs fitted to measured forwards, and the forwards that are measured."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from hf_slospec.model import measure as measure_module
+from hf_slospec.model.measure import (
+    CURVE,
+    HELD_OUT,
+    NEEDED,
+    REPEATS,
+    SLOPES,
+    Measured,
+    Size,
+    measure,
+)
+from hf_slospec.model.packed_model import PackedModel
+from tests.support.toys.tiny_models import tiny_model
+
+
+def true_s(size: Size) -> float:
+    """A curve, and something for each further request and each key."""
+    return 1.0 + 0.01 * size.num_tokens + 0.02 * (size.num_requests - 1) + 1e-4 * size.num_keys
+
+
+def measured(*sizes: Size) -> Measured:
+    found = Measured()
+    for size in sizes:
+        found.add(size, true_s(size))
+    return found
+
+
+def test_the_fastest_time_counts() -> None:
+    found = Measured()
+    for seconds in (3.0, 2.0, 5.0):
+        found.add(Size(4), seconds)
+    assert found.seconds == {Size(4): 2.0}
+
+
+def test_fit_finds_what_tokens_requests_and_keys_cost() -> None:
+    found = measured(*CURVE, *SLOPES, *HELD_OUT)
+    cost = found.fit()
+    assert cost.per_request_s == pytest.approx(0.02)
+    assert cost.per_key_s == pytest.approx(1e-4)
+    for size in (Size(1), Size(100, 5, 77), Size(300, 2, 4000)):
+        assert float(cost(size.num_tokens, size.num_requests, size.num_keys)) == pytest.approx(
+            true_s(size)
+        )
+    assert found.errors(cost).keys() == set(HELD_OUT)
+    assert np.abs(list(found.errors(cost).values())).max() < 1e-9
+
+
+def test_a_pause_makes_no_forward_free() -> None:
+    measured = Measured(dict.fromkeys((*CURVE[:4], *SLOPES), 0.001))
+    measured.seconds |= {CURVE[2]: 0.05, SLOPES[1]: 0.1}  # 16 tokens, and 16 with more keys
+    cost = measured.fit()
+    assert min(cost.curve.seconds) >= 1e-4 and cost.curve.seconds[0] <= 1e-3
+
+
+def test_errors_are_positive_where_too_much_is_predicted() -> None:
+    found = measured(*CURVE, *SLOPES)
+    found.add(HELD_OUT[0], true_s(HELD_OUT[0]) / 2)
+    assert found.errors(found.fit()) == {HELD_OUT[0]: pytest.approx(1.0)}
+
+
+def test_few_sizes_are_enough_for_a_curve() -> None:
+    cost = measured(*CURVE[:3]).fit()
+    assert (cost.per_request_s, cost.per_key_s) == (0.0, 0.0)
+    assert float(cost(16)) == pytest.approx(true_s(Size(16)))
+
+
+class FakeForwards:
+    """Takes no time; its clock says what each forward would have taken."""
+
+    now_s = 0.0
+    sizes: ClassVar[list[Size]] = []
+
+    def __init__(self, packed: object):
+        FakeForwards.now_s = 0.0
+        FakeForwards.sizes = []
+
+    def __call__(self, size: Size) -> float:
+        FakeForwards.sizes.append(size)
+        FakeForwards.now_s += true_s(size)
+        return true_s(size)
+
+    def clock(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def fake_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_module, "Forwards", FakeForwards)
+
+
+@pytest.mark.usefixtures("fake_clock")
+def test_a_slow_model_is_known_at_fewer_sizes() -> None:
+    assert list(measure(None, 0.0).seconds) == list(NEEDED)
+    some = measure(None, 8.0).seconds
+    assert {*CURVE[:4], *SLOPES} <= set(some) < {*CURVE, *SLOPES}
+    assert FakeForwards.now_s < true_s(Size(1)) + 8.0 + true_s(CURVE[-1])
+
+
+@pytest.mark.usefixtures("fake_clock")
+def test_forwards_that_would_end_after_the_limit_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        f"{__name__}.true_s", lambda size: 0.2 + 0.1 * size.num_tokens
+    )  # as bf16 without bf16 kernels
+    cost = measure(None, 5.0).fit()
+    sizes = FakeForwards.sizes
+    assert FakeForwards.now_s < 0.3 + 5.0 + 0.1  # the warm-up, and rounding
+    assert Size(16) in sizes and max(size.num_tokens for size in sizes) < 64
+    assert float(cost(64)) == pytest.approx(0.2 + 0.1 * 64)  # the curve goes on as a line
+
+
+@pytest.mark.usefixtures("fake_clock")
+def test_a_fast_model_is_known_at_all_sizes() -> None:
+    found = measure(None, 1000.0, held_out=True)
+    assert found.seconds == {size: true_s(size) for size in (*CURVE, *SLOPES, *HELD_OUT)}
+    assert len(FakeForwards.sizes) == 1 + REPEATS * len(found.seconds)  # with the warm-up
+    assert set(measure(None, 1000.0).seconds) == {*CURVE, *SLOPES}
+
+
+@pytest.mark.usefixtures("fake_clock")
+def test_sizes_that_cost_too_much_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.true_s", lambda size: size.num_tokens / 16)
+    found = measure(None, 1000.0).seconds
+    assert (
+        max(size.num_tokens for size in found) == 64
+    )  # 64 tokens cost 64 times one: 128 are of no use
+
+
+def test_forwards_of_a_real_model() -> None:
+    forward_s = measure_module.Forwards(PackedModel(tiny_model("llama")))
+    assert list(forward_s._split(Size(7, 3))) == [2, 2, 3]
+    assert forward_s(Size(7, 3, 20)) > 0.0
+    assert forward_s(Size(2, 1, 30)) > 0.0

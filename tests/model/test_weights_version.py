@@ -1,0 +1,300 @@
+"""Weights that changed are noticed, however they were written: by packed copies, and by the state
+of kept K/V.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import hf_slospec
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator
+from hf_slospec.cpu.packed_weights import PackedWeight
+from hf_slospec.model import version as weights_version
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.tree_mask import chain
+from hf_slospec.model.version import Fingerprint, digest
+from tests.support.forced_kernels import WORKING, force_kernel
+from tests.support.packed import packed_model
+from tests.support.toys.tiny_models import tiny_model
+
+KERNELS = [name for name, dtype in WORKING if dtype is torch.bfloat16]
+LR = 1e-6  # changes few of the weights in bf16, each by the least that it can change
+Write = Callable[[Any], None]
+
+
+def model_in(dtype: torch.dtype = torch.bfloat16) -> Any:
+    return copy.deepcopy(tiny_model("llama")).to(dtype)
+
+
+def optimizer_step(**options: Any) -> Write:
+    def write(model: Any) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), LR, **options)
+        ids = torch.arange(3, 40)[None]
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return write
+
+
+def largest(model: Any) -> torch.Tensor:
+    return max(model.parameters(), key=torch.Tensor.numel).data
+
+
+def one_element(model: Any) -> None:
+    weight = largest(model).view(-1)
+    weight[weight.numel() // 2].mul_(1.01)
+
+
+def swap_of_two(model: Any) -> None:
+    weight = largest(model).view(-1)
+    weight[[3, 1003]] = weight[[1003, 3]]
+
+
+def averages_swapped_in(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data.copy_(0.999 * parameter.data + 0.001 * torch.randn_like(parameter))
+
+
+def loaded(model: Any) -> None:
+    state = copy.deepcopy(model.state_dict())
+    state["model.layers.1.mlp.down_proj.weight"][0, 0] += 1e-2
+    model.load_state_dict(state)
+
+
+def copied_in_place(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter * 1.01)
+
+
+def from_a_vector(model: Any) -> None:
+    vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    torch.nn.utils.vector_to_parameters(vector * 1.01, model.parameters())
+
+
+WRITES: dict[str, Write] = {
+    "fused AdamW": optimizer_step(fused=True),
+    "foreach": optimizer_step(foreach=True),
+    "one tensor at a time": optimizer_step(foreach=False, fused=False),
+    "one element of data": one_element,
+    "two elements of data swapped": swap_of_two,
+    "averages": averages_swapped_in,
+    "load_state_dict": loaded,
+    "copy_": copied_in_place,
+    "vector_to_parameters": from_a_vector,
+}
+
+
+def packed_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> PackedModel:
+    if KERNELS:
+        force_kernel(monkeypatch, KERNELS[0])
+    packed = packed_model(model, prepack=True)
+    assert not KERNELS or len(packed.prepacked)
+    return packed
+
+
+def num_stale(packed: PackedModel) -> int:
+    new = [(one, PackedWeight(layer, name)) for (layer, name), one in copies(packed)]
+    return sum(not torch.equal(values(one), values(other)) for one, other in new)
+
+
+def values(copy: PackedWeight) -> torch.Tensor:
+    (matrix,) = copy.matrices
+    return matrix(torch.eye(copy.weight.shape[-1], dtype=copy.weight.dtype), None)
+
+
+def copies(packed: PackedModel) -> Any:
+    return packed.prepacked._copies.items()
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+@pytest.mark.parametrize("is_training", [False, True])
+def test_every_write_is_noticed_before_the_next_call(
+    write: Write, is_training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_in().train(is_training)
+    packed = packed_of(model, monkeypatch)
+    for _ in range(2):
+        before = copy.deepcopy(model.state_dict())
+        state = packed.fingerprint.state
+        packed.renew()
+        assert packed.fingerprint.state == state
+        write(model)
+        assert any(
+            not torch.equal(before[name], weight) for name, weight in model.state_dict().items()
+        )
+        packed.renew()
+        assert packed.fingerprint.state > state and num_stale(packed) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_merged_adapters_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(model_in(), lora)
+    packed = packed_of(model.get_base_model(), monkeypatch)
+    for change in (
+        model.merge_adapter,
+        model.unmerge_adapter,
+        lambda: optimizer_step(fused=True)(model),
+    ):
+        state = packed.fingerprint.state
+        change()
+        packed.renew()
+        assert packed.fingerprint.state > state and num_stale(packed) == 0
+
+
+def test_only_what_has_changed_is_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_in()
+    packed = packed_of(model, monkeypatch)
+    made = {one: one.num_made for _, one in copies(packed)}
+    model.model.layers[0].mlp.up_proj.weight.data[0, 0] += 1
+    packed.renew()
+    changed = [layer for (layer, _), one in copies(packed) if one.num_made > made[one]]
+    assert changed == ([model.model.layers[0].mlp.up_proj] if KERNELS else [])
+
+
+def test_quantised_weights_written_in_place() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = model_in(torch.float32)
+    quantization.quantize_(model.model.layers, quantization.Int8WeightOnlyConfig())
+    packed = PackedModel(model)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    part = next(weights_version._stored(weight))
+    assert part is not weight and type(part) is torch.Tensor
+    for write in (lambda: part.data[0, 0].add_(1), lambda: part[0, 0].sub_(1)):
+        state = packed.fingerprint.state
+        packed.renew()
+        assert packed.fingerprint.state == state
+        write()
+        packed.renew()
+        assert packed.fingerprint.state > state
+
+
+# ---- models that are not trained
+
+
+def test_weights_that_are_not_trained_are_not_read_between_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = model_in().requires_grad_(False)
+    packed = packed_of(model, monkeypatch)
+    read = list[int]()
+    monkeypatch.setattr(
+        weights_version, "digest", lambda weights: read.append(len(weights)) or digest(weights)
+    )
+    packed.renew()
+    assert not read
+    one_element(model)
+    hf_slospec.weights_changed()
+    packed.renew()
+    assert read and packed.fingerprint.state == 1 and num_stale(packed) == 0
+    packed.renew()
+    assert len(read) == 1 and packed.fingerprint.state == 1
+    one_element(model)
+    optimizer_step()(tiny_model("qwen2"))  # whose weights may be copied to this one
+    packed.renew()
+    assert len(read) == 2 and packed.fingerprint.state == 2 and num_stale(packed) == 0
+
+
+def test_the_next_forward_notices_an_optimizer_while_requests_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = model_in()
+    packed = packed_of(model, monkeypatch)
+    optimizer_step(fused=True)(model)
+    with packed.kv_cache.temporary([4]) as (sequence,):
+        packed.forward(packed.kv_cache.pool, [chain(packed, sequence, [5, 6])], torch.tensor([1]))
+    assert packed.fingerprint.state == 1 and num_stale(packed) == 0
+
+
+def test_while_requests_run_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = packed_of(model_in(), monkeypatch)
+    monkeypatch.setattr(
+        weights_version, "digest", lambda weights: pytest.fail("the weights were read")
+    )
+    packed.renew(is_idle=False)
+
+
+def test_drafts_are_checked_too() -> None:
+    model = tiny_model("llama")
+    draft = model_in(torch.float32)
+    generator = SLOSpecGenerator(model, draft, config=SLOSpecConfig(max_depth=2))
+    packed = generator.decoder.speculator.draft.packed  # type: ignore[union-attr]
+    generator.generate(torch.arange(3, 20)[None], max_new_tokens=2)
+    state = packed.fingerprint.state
+    one_element(draft)
+    generator.generate(torch.arange(3, 20)[None], max_new_tokens=2)
+    assert packed.fingerprint.state == state + 1
+
+
+# ---- the checksum
+
+
+def tensors() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(300, 777, generator=generator).bfloat16(),
+        torch.randn(13, generator=generator),
+        torch.randn(7, 5, generator=generator).half()[:, 1:],
+        torch.tensor(3),
+        torch.zeros(5, dtype=torch.bool),
+        torch.randn(2**18 + 3, generator=generator),
+    ]
+
+
+@pytest.mark.parametrize("which", range(6))
+def test_the_checksum_sees_single_bits_and_swaps(which: int) -> None:
+    draw = random.Random(which)
+    own = tensors()
+    before = digest(own)
+    assert before == digest(tensors())
+    for _ in range(40):
+        changed = tensors()
+        weight = changed[which] = changed[which].contiguous()
+        bits = weight.view(-1).view(torch.uint8)
+        if draw.random() < 0.5 and weight.numel() > 1:
+            flat = weight.view(-1)
+            a, b = draw.sample(range(len(flat)), 2)
+            flat[[a, b]] = flat[[b, a]]
+        else:
+            bits[draw.randrange(len(bits))] ^= 1 << draw.randrange(
+                8 if weight.dtype is not torch.bool else 1
+            )
+        assert (digest(changed) == before) == torch.equal(weight, own[which])
+
+
+def test_the_checksum_sees_changes_that_cancel_out() -> None:
+    draw = random.Random(0)
+    before = digest(tensors())
+    for _ in range(100):
+        changed = tensors()
+        bits = changed[0].view(-1).view(torch.int16)
+        a, b = draw.sample(range(len(bits)), 2)
+        bits[a] += 1
+        bits[b] -= 1
+        assert digest(changed) != before
+
+
+def test_parts_of_larger_tensors_at_any_place() -> None:
+    storage = torch.randn(100).bfloat16()
+    for begin in range(4):
+        part = storage[begin : begin + 50]
+        assert digest([part]) == digest([part.clone()])
+
+
+def test_a_fingerprint_of_inference_tensors() -> None:
+    with torch.inference_mode():
+        model = model_in()
+    fingerprint = Fingerprint(model)
+    assert not fingerprint.renew()
+    with torch.inference_mode():
+        largest(model)[0, 0] += 1
+    assert fingerprint.renew()

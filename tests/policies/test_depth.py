@@ -1,0 +1,331 @@
+"""The depth and width that pay, from running averages."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_slospec.policies.depth import DepthControl, Drafted, beam_ranks
+from hf_slospec.tree.tree import FloatArray, Forest, IntArray
+from tests.support.toys.trees import SEEDS, UNEVEN, grow, random_tree
+
+LOOK = DepthControl.PROBE_DEPTH
+BEYOND = DepthControl.BEYOND
+GAP = DepthControl.MIN_GAP
+SHARE = DepthControl.LOOK_SHARE
+FIRST = DepthControl.WARMUP_STEPS
+
+
+def cheap_levels(depths: IntArray, width: int, tokens: FloatArray, nodes: FloatArray) -> FloatArray:
+    """A draft level costs a quarter of a plain step, a node a hundredth; the beam's width is free."""
+    return 1.0 + 0.25 * depths + 0.01 * (nodes - 1.0)
+
+
+def probe(depth: int, width: int) -> float:
+    """A look while speculation is off costs its levels."""
+    return 0.25 * depth
+
+
+def beam(depth: int, width: int, favourite: float, other: float) -> Forest:
+    """A chain of favourites with further children of equal probability on every level, as deep and
+    wide as asked.
+    """
+    parents = []
+    conditionals = []
+    last = 0
+    for _ in range(depth):
+        parents += [last] * width
+        conditionals += [favourite, *[other] * (width - 1)]
+        last = len(parents) - width + 1
+    return Forest.of([grow(parents, conditionals, range(len(parents)))])
+
+
+def learn(control: DepthControl, forest: Forest, depth: int, width: int) -> None:
+    """Let the control see a step that verified all candidates."""
+    is_verified = np.ones(len(forest.depths), dtype=np.bool_)
+    control.observe(
+        forest, forest.path_probs, is_verified, [Drafted(depth, width, len(forest.trees))]
+    )
+
+
+def run(
+    control: DepthControl,
+    drafts: Sequence[tuple[float, float]],
+    shape: Callable[[int], tuple[int, int]],
+) -> list[tuple[int, int]]:
+    """The shapes picked when every step's draft has these conditionals and all of it is verified."""
+    picks = []
+    for step, draft in enumerate(drafts):
+        depth, width = control.best(*shape(step), 1, cheap_levels, probe)
+        if depth:
+            forest = beam(depth, width, *draft)
+            learn(control, forest, depth, width)
+        picks.append((depth, width))
+    return picks
+
+
+def chains(control: DepthControl, conditionals: Sequence[float], max_depth: int = 6) -> list[int]:
+    """The depths picked for chains."""
+    return [
+        depth
+        for depth, _ in run(control, [(c, 0.0) for c in conditionals], lambda _: (max_depth, 1))
+    ]
+
+
+def looks(picks: Sequence[int]) -> list[int]:
+    return [step for step, depth in enumerate(picks) if depth]
+
+
+@given(seed=SEEDS, sizes=st.lists(st.integers(1, 12), min_size=1, max_size=3))
+def test_beam_ranks_count_earlier_nodes_of_the_same_depth(seed: int, sizes: list[int]) -> None:
+    rng = np.random.default_rng(seed)
+    forest = Forest.of([random_tree(rng, size) for size in sizes])
+    at = list(zip(forest.tree_of.tolist(), forest.depths.tolist(), strict=True))
+    assert beam_ranks(forest).tolist() == [at[:v].count(at[v]) for v in range(len(at))]
+
+
+@given(
+    seed=SEEDS,
+    level_s=st.floats(0.01, 0.5),
+    node_s=st.floats(0.0, 0.2),
+    bounds=st.tuples(st.integers(1, 4), st.integers(1, 3)),
+    num_trees=st.sampled_from([6, 24, 10**6]),
+)
+@settings(deadline=None)
+def test_shape_is_the_brute_force_best_of_a_stationary_draft(
+    seed: int, level_s: float, node_s: float, bounds: tuple[int, int], num_trees: int
+) -> None:
+    """With few trees known, the best shape is the one that loses least if the averages are too high
+    or too low.
+    """
+    rng = np.random.default_rng(seed)
+    forest = Forest.of([random_tree(rng, 8, UNEVEN) for _ in range(2)])
+    is_verified = (forest.depths == 0) | (rng.random(len(forest.depths)) < 0.8)
+    ranks = beam_ranks(forest)
+
+    def seconds(
+        depths: IntArray, width: IntArray | int, tokens: FloatArray, nodes: FloatArray
+    ) -> FloatArray:
+        return 1.0 + level_s * depths * width**0.5 + node_s * nodes
+
+    control = DepthControl(8, 8)
+    for _ in range(12):
+        control.observe(forest, forest.path_probs, is_verified, [Drafted(8, 8, 2)])
+    control.num_trees = num_trees
+    max_depth, max_width = bounds
+
+    def rate(depth: int, width: int, error: float = 0.0) -> float:
+        tokens = nodes = 0.0
+        for place in itertools.product(range(depth + 1), range(width)):
+            own = (forest.depths == place[0]) & (ranks == place[1]) & is_verified
+            tokens += min(float(forest.path_probs[own].sum()) / 2 * (1.0 + error) ** place[0], 1.0)
+            nodes += np.count_nonzero(own) / 2
+        return tokens / float(seconds(np.array(depth), width, np.array(tokens), np.array(nodes)))
+
+    def loss(shape: tuple[int, int], error: float) -> float:
+        return 1.0 - rate(*shape, error) / max(rate(*other, error) for other in [(0, 1), *shapes])
+
+    shapes = list(itertools.product(range(1, max_depth + 1), range(1, max_width + 1)))
+    depth, width, best, plain = control.best_shape(max_depth, max_width, seconds)
+    doubt = DepthControl.DOUBT / num_trees**0.5
+    errors = (-doubt, doubt) if doubt > DepthControl.NO_DOUBT else (0.0,)
+    losses = {shape: max(loss(shape, error) for error in errors) for shape in shapes}
+    assert losses[depth, width] == pytest.approx(min(losses.values()), abs=1e-12)
+    assert plain == pytest.approx(rate(0, 1))
+    assert best == pytest.approx(rate(depth, width))
+
+
+def test_first_steps_look_at_everything_and_good_drafts_stay_deep() -> None:
+    assert chains(DepthControl(6, 1), [1.0] * 80) == [6] * 80
+
+
+@pytest.mark.parametrize("num_trees", [1, 8, 12, 64])
+def test_a_first_step_for_many_requests_is_look_enough(num_trees: int) -> None:
+    control = DepthControl(6, 1)
+    picks = list[int]()
+    for _ in range(FIRST + 1):
+        depth, width = control.best(6, 1, num_trees, cheap_levels, probe)
+        picks.append(depth)
+        own = beam(depth, width, 0.3, 0.0).trees[0]
+        forest = Forest.of([own] * num_trees)
+        learn(control, forest, depth, width)
+    num_looks = min(-(-DepthControl.WARMUP_TREES // num_trees), FIRST)
+    assert picks[:num_looks] == [6] * num_looks and max(picks[num_looks:]) < 6
+
+
+def test_steps_go_a_little_deeper_than_the_best_depth_and_looks_take_their_share_of_the_time() -> (
+    None
+):
+    control = DepthControl(8, 1)
+    picks = chains(control, [0.6] * 1000, max_depth=8)
+    depth, _, best, plain = control.best_shape(8, 1, cheap_levels)
+    tokens = [sum(0.6**d for d in range(n + 1)) for n in range(9)]
+    step_s = [
+        float(cheap_levels(np.array(n), 1, np.array(tokens[n]), np.array(n + 1.0)))
+        for n in range(9)
+    ]
+    rates = [tokens[n] / step_s[n] for n in range(9)]
+    assert 0 < depth == int(np.argmax(rates)) < 8 - BEYOND
+    assert picks[:FIRST] == [8] * FIRST
+    assert set(picks[-500:]) == {8, depth + BEYOND}  # few trees had been seen before
+    look_s = step_s[8] - tokens[8] / rates[depth]
+    gaps = np.diff([step for step in range(500, 1000) if picks[step] == 8])
+    assert set(gaps.tolist()) == {max(int(np.ceil(look_s / (SHARE * step_s[depth]))), GAP)}
+    assert control.goodput == best > plain
+
+
+def test_width_is_taken_only_where_it_pays() -> None:
+    wide = DepthControl(4, 3)
+    narrow = DepthControl(4, 3)
+    assert run(wide, [(0.35, 0.3)] * 40, lambda _: (4, 3))[-2][1] == 3
+    assert run(narrow, [(0.9, 0.001)] * 40, lambda _: (4, 3))[-2][1] == 1
+    assert run(wide, [(0.35, 0.3)] * 3, lambda _: (4, 2))[-1][1] == 2  # never wider than it may be
+
+
+def test_useless_drafts_switch_speculation_off_and_looks_take_their_share_of_the_time() -> None:
+    control = DepthControl(6, 1)
+    picks = chains(control, [0.0] * 1000)
+    assert not control.is_on
+    assert set(picks[FIRST:]) == {0, LOOK}
+    at = looks(picks)
+    assert at[:FIRST] == list(range(FIRST))
+    usual, gaps = (
+        int(np.ceil(probe(LOOK, 1) / SHARE)),
+        np.diff([FIRST, *at[FIRST:]]).tolist(),
+    )  # a plain step takes 1 s
+    early = [gap for gap in (GAP, 2 * GAP, 4 * GAP, 8 * GAP) if gap < usual]
+    assert len(early) > 2 and gaps[: len(early)] == early
+    assert set(gaps[len(early) :]) <= {usual, usual + 1} and len(gaps) > len(early) + 10
+
+
+def test_speculation_comes_back_when_it_pays_again() -> None:
+    useless = 300
+    gap = int(np.ceil(probe(LOOK, 1) / SHARE))
+    control = DepthControl(6, 1)
+    picks = chains(control, [0.0] * useless + [1.0] * (4 * gap))
+    assert set(picks[useless - gap : useless]) <= {0, LOOK}
+    assert set(picks[-gap:]) == {6}
+    assert control.is_on
+
+
+def test_a_draft_at_the_break_even_point_does_not_flicker() -> None:
+    rng = np.random.default_rng(0)
+    control = DepthControl(1, 1)
+    even = 0.26 + 0.01 * rng.standard_normal(600)  # one level costs 0.26 of a step
+    states = []
+    for conditional in even:
+        chains(control, [float(conditional)], max_depth=1)
+        states.append(control.is_on)
+    assert np.count_nonzero(np.diff(states)) <= 4
+
+
+def test_levels_and_places_never_drafted_before_are_looked_at_at_once() -> None:
+    picks = run(DepthControl(6, 2), [(1.0, 0.0)] * 30, lambda step: (2, 1) if step < 10 else (6, 2))
+    assert picks[:10] == [(2, 1)] * 10
+    assert picks[10] == (6, 2)
+    assert {depth for depth, _ in picks[11:]} == {6}
+
+
+def test_levels_that_were_not_worth_drafting_are_not_tried_again_at_once() -> None:
+    """A drafter stops where a level is not worth its time; the levels below it count as drafted
+    without nodes.
+    """
+    control = DepthControl(6, 1)
+    worth = 2
+    picks = []
+    for _ in range(FIRST + GAP - 1):
+        depth, width = control.best(6, 1, 1, cheap_levels, probe)
+        forest = beam(min(depth, worth), width, 0.6, 0.0)
+        learn(control, forest, depth, width)
+        picks.append(depth)
+    assert picks == [6] * FIRST + [worth + BEYOND] * (GAP - 1)
+
+
+def test_speculation_is_switched_off_although_drafters_stopped_after_a_level() -> None:
+    control = DepthControl(6, 1)
+    for _ in range(FIRST):
+        depth, width = control.best(6, 1, 1, cheap_levels, probe)
+        forest = beam(1, width, 0.01, 0.0)
+        learn(control, forest, depth, width)
+    assert control.best(6, 1, 1, cheap_levels, probe) == (0, 1)
+    assert not control.is_on
+
+
+def test_no_levels_to_draft_is_no_reason_to_stay_off() -> None:
+    """The last token of a run leaves nothing to draft; the next run goes on as before."""
+    control = DepthControl(6, 1)
+    chains(control, [1.0] * 10)
+    assert chains(control, [1.0], max_depth=0) == [0]
+    assert chains(control, [1.0]) == [6]
+
+
+def test_a_choice_stands_while_nothing_is_learned_and_about_as_many_requests_decode() -> None:
+    chosen_for = list[int]()
+    control = DepthControl(4, 1)
+    run(control, [(0.7, 0.0)] * 20, lambda _: (4, 1))
+
+    def decode(num_requests: int, times: int) -> int:
+        """Times that a shape is chosen."""
+
+        def seconds(
+            depths: IntArray, width: IntArray, tokens: FloatArray, nodes: FloatArray
+        ) -> FloatArray:
+            chosen_for.append(num_requests)
+            return cheap_levels(depths, 1, tokens, nodes)
+
+        chosen_for.clear()
+        for _ in range(times):
+            control.best(4, 1, num_requests, seconds, probe)
+        return len(chosen_for)
+
+    stands = DepthControl.STANDS
+    decode(8, stands)
+    assert decode(8, 3 * stands) == 3
+    assert decode(9, stands) == 1  # one more request is no other occasion
+    decode(9, 1)
+    assert decode(16, 1) == decode(8, 1) == 1
+    learn(control, beam(4, 1, 0.7, 0.0), 4, 1)
+    assert decode(8, 1) == 1
+    control.num_trees = DepthControl.FEW_TREES
+    decode(8, stands)
+    for _ in range(stands):
+        learn(control, beam(4, 1, 0.7, 0.0), 4, 1)
+        decode(8, 1)
+    assert sum(chosen_for) <= 8  # one more step teaches little then
+
+
+def test_steps_learned_together_teach_the_places_that_some_of_them_drafted() -> None:
+    deep = beam(3, 1, 0.5, 0.0)
+    flat = beam(1, 2, 0.6, 0.2)
+    both = Forest.of([*deep.trees, *flat.trees])
+    control = DepthControl(4, 2)
+    is_verified = np.ones(len(both.depths), dtype=np.bool_)
+    control.observe(both, both.path_probs, is_verified, [Drafted(3, 1, 1), Drafted(1, 2, 1)])
+    assert control.mass[:, 0].tolist() == pytest.approx([1.0, (0.5 + 0.6) / 2, 0.25, 0.125, 0.0])
+    assert control.mass[:, 1].tolist() == pytest.approx([0.0, 0.2, 0.0, 0.0, 0.0])
+    assert control.nodes[1].tolist() == [1.0, 1.0]
+    assert control.num_observed == control.num_trees == 2
+    assert np.isinf(control.steps_since[2:, 1]).all() and not control.steps_since[1].any()
+
+
+def test_paths_go_on_by_the_average_of_the_first_level_and_without_levels_too() -> None:
+    control = DepthControl(0, 2)
+    assert control.continuation(1) == control.MIN_CONTINUATION
+    control = DepthControl(2, 2)
+    learn(control, beam(2, 2, 0.6, 0.1), 2, 2)
+    assert control.continuation(1) == pytest.approx(0.6)
+    assert control.continuation(2) == pytest.approx(0.7)
+
+
+def test_steps_without_levels_to_draft_do_not_switch_speculation_off() -> None:
+    control = DepthControl(3, 1)
+    run(control, [(0.9, 0.0)] * 20, lambda step: (3, 1))
+    assert control.is_on
+    assert [control.best(0, 1, 1, cheap_levels, probe) for _ in range(20)] == [(0, 1)] * 20
+    assert control.is_on
+    assert control.best(3, 1, 1, cheap_levels, probe)[0] > 0

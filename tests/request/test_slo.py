@@ -1,0 +1,117 @@
+"""``slo_tpot`` as callers pass it: per row, in stages, from a generation config."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    GenerationConfig,
+)
+
+import hf_slospec
+from hf_slospec import (
+    InvalidInputError,
+    SLOSpecGenerator,
+    SLOStage,
+)
+from tests.support.enabled_model import OPTIONS
+from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts
+
+
+@pytest.mark.parametrize("as_list", [list, tuple, np.array, torch.tensor])
+def test_targets_may_be_any_sequence(model: Any, as_list: Any) -> None:
+    out = model.generate(
+        **ragged_prompts(2), **OPTIONS, slo_tpot=as_list([0.5, 0.25]), return_dict_in_generate=True
+    )
+    assert [metrics.tpot_slo_s for metrics in out.slo] == [0.5, 0.25]
+
+
+def test_target_from_generation_config(model: Any, tmp_path: Any) -> None:
+    GenerationConfig(
+        slo_tpot=0.25, max_new_tokens=8, eos_token_id=2, pad_token_id=0
+    ).save_pretrained(tmp_path)
+    config = GenerationConfig.from_pretrained(tmp_path)
+    out = model.generate(
+        **ragged_prompts(1), generation_config=config, return_dict_in_generate=True
+    )
+    assert out.slo[0].tpot_slo_s == 0.25
+
+
+STAGES: list[Any] = [
+    {"slo_tpot": 1e-6, "until": " = name\n"},
+    {"slo_tpot": 50.0, "tokens": 12},  # more than one step commits
+    {"slo_tpot": 60.0},
+]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Any:
+    target, draft, tokenizer = hf_slospec.load_tiny_pair()
+    return SLOSpecGenerator(target, draft, tokenizer), dict(
+        tokenizer(["def __init__(self"], return_tensors="pt")
+    )
+
+
+def stages_by_token(out: Any, row: int) -> list[float | None]:
+    """The target in force as each of a row's tokens was committed."""
+    parts = [part for step in out.steps for part in step.requests if part.index == row]
+    return [part.tpot_slo_s for part in parts for _ in range(part.committed)]
+
+
+def test_stages_end_by_text_and_by_tokens(pair: Any) -> None:
+    generator, inputs = pair
+    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=60, return_dict_in_generate=True)
+    stages = [SLOStage(**stage) for stage in STAGES]
+    out = assert_same_as_stock(
+        generator.model, lambda **k: generator.generate(**k, slo_tpot=[stages]), inputs, **options
+    )
+    new_tokens = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    texts = [generator.tokenizer.decode(new_tokens[:end]) for end in range(1, len(new_tokens) + 1)]
+    first = next(end for end, text in enumerate(texts, 1) if " = name\n" in text)
+    assert first < len(new_tokens) - 20
+    targets = stages_by_token(out, 0)
+    assert targets[:first] == [1e-6] * first
+    changes = [new for old, new in itertools.pairwise(targets) if new != old]
+    assert changes == [50.0, 60.0]
+    assert targets.count(50.0) >= 4
+    assert (out.slo[0].tpot_slo_s, out.slo[0].attained) == (
+        60.0,
+        False,
+    )  # nothing writes a token per microsecond
+    relaxed = [SLOStage(slo_tpot=50.0, until=" = name\n"), SLOStage(slo_tpot=50.0)]
+    out = generator.generate(**inputs, **options, slo_tpot=relaxed)  # for all rows
+    assert out.slo[0].attained is True
+
+
+def test_stages_by_text_need_a_tokenizer(model: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"until.*tokenizer"):
+        model.generate(**ragged_prompts(1), **OPTIONS, slo_tpot=STAGES)
+    out = model.generate(
+        **ragged_prompts(2), **OPTIONS, slo_tpot=[STAGES[1:], None], return_dict_in_generate=True
+    )
+    assert [metrics.tpot_slo_s for metrics in out.slo] == [60.0, None]
+
+
+def test_stages_from_a_saved_generation_config(pair: Any, tmp_path: Any) -> None:
+    generator, inputs = pair
+    options: dict[str, Any] = dict(
+        do_sample=False, max_new_tokens=60, eos_token_id=0, pad_token_id=1
+    )
+    GenerationConfig(**options, slo_tpot=STAGES, return_dict_in_generate=True).save_pretrained(
+        tmp_path
+    )
+    config = GenerationConfig.from_pretrained(tmp_path)
+    out = generator.generate(**inputs, generation_config=config)
+    assert list(dict.fromkeys(stages_by_token(out, 0))) == [1e-6, 50.0, 60.0]
+
+
+def test_several_sequences_per_prompt_take_their_prompts_target(model: Any) -> None:
+    options = dict(do_sample=True, max_new_tokens=12, num_return_sequences=3)
+    out = assert_same_as_stock(
+        model, lambda **k: model.generate(**k, slo_tpot=[0.5, None]), ragged_prompts(2), **options
+    )
+    assert [metrics.tpot_slo_s for metrics in out.slo] == [0.5] * 3 + [None] * 3

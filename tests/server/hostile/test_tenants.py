@@ -1,0 +1,183 @@
+"""Clients with keys of their own: none can find out another one's texts, or take more than its key
+allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from hf_slospec import (
+    SLOSpecConfig,
+    SLOSpecGenerator,
+    load_drafter,
+    load_tiny_pair,
+    tiny_prompts,
+)
+from hf_slospec.replicas.directory import PrefixIndex
+from hf_slospec.server.app import ServerSettings
+from hf_slospec.server.options import SLOLimits
+from tests.server.conftest import serving
+from tests.support.breadth import quick_or
+
+ONE = "key-of-one"
+OTHER = "key-of-another"
+KEYS = {ONE: SLOLimits(), OTHER: SLOLimits(lowest_priority=0, strictest_tpot=1.0)}
+TOKENIZER = load_tiny_pair()[2]
+KNOWN: list[int] = TOKENIZER(f"{tiny_prompts()[0][:200]}\npassword = '")[
+    "input_ids"
+]  # what an attacker knows
+DIGITS: list[int] = [TOKENIZER(digit)["input_ids"][0] for digit in "0123456789"]
+SECRET = [DIGITS[digit] for digit in quick_or((4, 0, 7), (4, 0, 7, 1, 9, 3))]
+END: list[int] = TOKENIZER("'\n")["input_ids"]
+PROMPT = (
+    KNOWN + SECRET + KNOWN
+)  # its end is long, so that its K/V is copied for probes, and none takes it over
+
+
+class Clients:
+    """Clients of one server, told apart by their keys."""
+
+    def __init__(self, http: httpx.Client):
+        self.http = http
+
+    def complete(self, key: str, prompt: list[int], **fields: Any) -> httpx.Response:
+        body = {"prompt": prompt, "max_tokens": 2, "temperature": 0} | fields
+        return self.http.post(
+            "/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"}
+        )
+
+    def usage(self, key: str, prompt: list[int], **fields: Any) -> dict[str, Any]:
+        answer = self.complete(key, prompt, **fields)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()["usage"]
+        return found
+
+    def cached(self, key: str, prompt: list[int], **fields: Any) -> int:
+        """Return how many tokens of a prompt were found."""
+        number: int = self.usage(key, prompt, **fields)["prompt_tokens_details"]["cached_tokens"]
+        return number
+
+
+def clients_of(generator: SLOSpecGenerator, **settings: Any) -> Iterator[Clients]:
+    generator.stop()
+    generator.start()  # nothing is kept of other tests
+    with serving(generator, **settings) as served:
+        yield Clients(served.client)
+
+
+@pytest.fixture
+def clients(generator: SLOSpecGenerator) -> Iterator[Clients]:
+    yield from clients_of(generator, api_keys=KEYS)
+
+
+def probed(clients: Clients, key: str, **fields: Any) -> list[int]:
+    """Return digits behind the known tokens: at each place the one with which the most of a prompt
+    is found.
+    """
+    digits: list[int] = []
+    for _ in SECRET:
+        found = {
+            digit: clients.cached(key, KNOWN + digits + [digit] + END, **fields) for digit in DIGITS
+        }
+        if len({*found.values()}) == 1:
+            break  # no digit differs from the others
+        digits.append(max(found, key=lambda digit: found[digit]))
+    return digits
+
+
+def test_probe_with_the_same_key_recovers_a_secret(clients: Clients) -> None:
+    clients.usage(ONE, PROMPT)
+    assert probed(clients, ONE) == SECRET, "as otherwise the next test shows nothing"
+
+
+def test_probe_with_another_key_recovers_nothing(clients: Clients) -> None:
+    clients.usage(ONE, PROMPT)
+    assert not set(probed(clients, OTHER)) & set(SECRET[:1])
+    assert clients.cached(OTHER, PROMPT, cache_salt="fresh") == 0
+    assert clients.cached(OTHER, PROMPT, cache_salt="fresh") > 0, "its own is found"
+
+
+def test_no_salt_leads_to_another_keys_texts(clients: Clients) -> None:
+    clients.usage(ONE, KNOWN)
+    for salt in ("", ONE, f"{ONE}\0", f'["{ONE}", ""]', OTHER):
+        assert clients.cached(OTHER, KNOWN, cache_salt=salt) == 0
+        assert clients.cached(ONE, KNOWN, cache_salt=f"{salt}x") == 0, (
+            "salts of one key are apart, too"
+        )
+    assert clients.cached(ONE, KNOWN) > 0
+
+
+def test_salts_that_are_kept_have_one_length_and_tell_no_key(
+    clients: Clients, generator: SLOSpecGenerator
+) -> None:
+    seen = []
+    submit = generator.submit
+
+    def spied(*arguments: Any, **options: Any) -> Any:
+        seen.append(options["cache_salt"])
+        return submit(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generator, "submit", spied)
+        for salt in ("", "x", "x" * 256):
+            clients.usage(ONE, KNOWN, cache_salt=salt)
+    assert len(set(seen)) == 3 and {len(salt) for salt in seen} == {64}
+    assert not any(ONE in salt for salt in seen)
+
+
+@pytest.mark.parametrize("settings", [{}, {"api_keys": KEYS, "share_prefixes": True}])
+def test_without_keys_or_by_the_operators_choice_all_are_one_tenant(
+    generator: SLOSpecGenerator, settings: dict[str, Any]
+) -> None:
+    for clients in clients_of(generator, **settings):
+        clients.usage(ONE, KNOWN)
+        assert (
+            clients.cached(OTHER, KNOWN) > 0 and clients.cached(OTHER, KNOWN, cache_salt="own") == 0
+        )
+
+
+def test_shared_suffix_trees_hold_texts_of_the_same_key_only(generator: SLOSpecGenerator) -> None:
+    pytest.importorskip("arctic_inference")
+    drafter = load_drafter("suffix", generator.model, share_texts=True)
+    config = SLOSpecConfig(kv_tokens=20_000, policy="fixed")
+    fields = {"max_tokens": 48, "min_tokens": 48}
+    with SLOSpecGenerator(
+        generator.model, None, generator.tokenizer, config, drafter=drafter
+    ) as own:
+
+        def accepted(clients: Clients, key: str) -> int:
+            details = clients.usage(key, KNOWN, **fields)["completion_tokens_details"]
+            number: int = details["accepted_prediction_tokens"]
+            return number
+
+        for clients in clients_of(own, api_keys=KEYS):
+            alone = accepted(clients, ONE)
+            assert accepted(clients, OTHER) == alone
+            assert accepted(clients, ONE) > alone
+
+
+def test_router_knows_prefixes_by_the_salts_of_their_keys() -> None:
+    index = PrefixIndex()
+    prompt = list(range(64))
+    options = ServerSettings(model_name="tiny", api_keys=KEYS)
+    one, other = (options.tenant(f"Bearer {key}", options.secret) for key in KEYS)
+    assert one is not None and other is not None
+    index.record("replica", prompt, one.salt(""))
+    assert index.num_known(["replica"], prompt, one.salt("")) == [64]
+    assert index.num_known(["replica"], prompt, other.salt("")) == [0]
+
+
+def test_salts_are_those_of_one_server_and_the_same_in_all_of_its_fronts() -> None:
+    options, others = (ServerSettings(model_name="tiny", api_keys=KEYS) for _ in range(2))
+    copy = options.model_copy()  # as every front gets one
+
+    def salt(settings: ServerSettings) -> str:
+        tenant = settings.tenant(f"Bearer {ONE}", settings.secret)
+        assert tenant is not None
+        return tenant.salt("own")
+
+    assert salt(options) == salt(copy) != salt(others)

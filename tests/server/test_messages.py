@@ -1,0 +1,180 @@
+"""Reasoning, tool calls and content of chat answers, told apart as transformers' response templates
+say.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_slospec.model.sampling import TokenLogprobs
+from hf_slospec.server.answers import Answer
+from hf_slospec.server.bodies import Message
+from hf_slospec.server.choices import Piece
+from hf_slospec.server.messages import (
+    CallParts,
+    Parts,
+    PlainParts,
+    TemplateParts,
+)
+from hf_slospec.server.responses import ResponseAnswer, ResponsesBody
+from tests.server.scripted import ANSWER, CALL, QWEN
+
+PREFIX = "<|im_start|>user\nWeather?<|im_end|>\n<|im_start|>assistant\n"
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+
+
+def parts_of(pieces: list[str], prefix: str = PREFIX) -> Parts:
+    reader = TemplateParts(QWEN, prefix, TOOLS)
+    found = Parts()
+    for place, piece in enumerate(pieces):
+        found += reader.push(piece, place + 1 == len(pieces))
+    assert reader.num_calls == len(found.tool_calls)
+    return found
+
+
+def test_an_answer_is_told_apart() -> None:
+    found = parts_of([ANSWER])
+    assert found.content.strip() == "I look." and found.content[0] == "I"
+    assert found.reasoning == "\nA city is\nneeded.\n"
+    assert [call["index"] for call in found.tool_calls] == [0, 1]
+    assert len({call["id"] for call in found.tool_calls}) == 2
+    for call in found.tool_calls:
+        assert call["function"]["name"] == "weather" and json.loads(
+            call["function"]["arguments"]
+        ) == {"city": "Paris"}
+
+
+@given(cuts=st.lists(st.integers(0, len(ANSWER)), max_size=12))
+def test_pieces_of_any_size_give_the_same(cuts: list[int]) -> None:
+    ends = [0, *sorted(cuts), len(ANSWER)]
+    found = parts_of([ANSWER[begin:end] for begin, end in itertools.pairwise(ends)])
+    whole = parts_of([ANSWER])
+    assert (found.content, found.reasoning) == (whole.content, whole.reasoning)
+    assert [call["function"] for call in found.tool_calls] == [
+        call["function"] for call in whole.tool_calls
+    ]
+
+
+def test_reasoning_that_the_prompt_began_is_reasoning() -> None:
+    found = parts_of(["so it ", "is.</think>Yes."], PREFIX + "<think>\n")
+    assert (found.reasoning, found.content) == ("so it is.", "Yes.")
+
+
+@pytest.mark.parametrize(
+    "text", ["<tool_call>{not json}</tool_call> and on", '<tool_call>{"arguments": {}}</tool_call>']
+)
+def test_what_cannot_be_parsed_stays_text(text: str) -> None:
+    for pieces in ([text], [text[:15], text[15:]], [f"Yes. {text[:5]}", *text[5:]]):
+        found = parts_of(pieces)
+        assert not found.tool_calls and found.content == "".join(pieces)
+
+
+def test_without_a_template_all_is_content() -> None:
+    assert PlainParts().push(ANSWER, True) == Parts(ANSWER)
+
+
+def test_arguments_of_earlier_calls_are_mappings_for_the_chat_template() -> None:
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Paris"}'},
+    }
+    broken = {"id": "2", "type": "function", "function": {"name": "weather", "arguments": "{"}}
+    message = Message(role="assistant", content=None, tool_calls=[call, broken])  # type: ignore[call-arg]
+    shown = message.for_template()["tool_calls"]
+    assert shown[0]["function"]["arguments"] == {"city": "Paris"} and shown[1] == broken
+
+
+BROKEN = [
+    '<think>hm</think>\n\n<tool_call>\n{"name": "weather", "argu',
+    f'<think>hm</think>Hello {CALL}\n<tool_call>\n{{"name": "wea',
+    f"{CALL}\n<tool_call>\n{{bad",
+    '<<tool_call>{bad<|im_end|>{"name": 3}',
+    '<<tool_call>{"name": 3}<tool_call>',
+    "a < b <think>so</think> c <",
+]
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_broken_answers_are_told_apart_the_same_however_they_come(text: str) -> None:
+    whole = parts_of([text])
+    for size in (1, 2, 3, 7):
+        found = parts_of([text[at : at + size] for at in range(0, len(text), size)])
+        assert (found.content, found.reasoning, len(found.tool_calls)) == (
+            whole.content,
+            whole.reasoning,
+            len(whole.tool_calls),
+        )
+    assert len(whole.tool_calls) == text.count(CALL) and "</think>" not in whole.content
+    last = text.rpartition("<tool_call>")[2] if "<tool_call>" in text else "c <"
+    assert last in whole.content
+
+
+def test_arguments_that_nest_too_deeply_stay_text() -> None:
+    call = {"function": {"name": "f", "arguments": "[" * 100_000}}
+    message = Message(role="assistant", content=None, tool_calls=[call])  # type: ignore[call-arg]
+    assert message.for_template()["tool_calls"] == [call]
+
+
+TWO = '[{"name": "a", "arguments": {"x": "}],{"}} ,\n {"name":"b","arguments":{}}]'
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+def test_calls_are_read_whatever_the_pieces(size: int) -> None:
+    parser, found = CallParts(), Parts()
+    for at in range(0, len(TWO), size):
+        found += parser.push(TWO[at : at + size], at + size >= len(TWO))
+    assert [call["function"] for call in found.tool_calls] == [
+        {"name": "a", "arguments": '{"x": "}],{"}'},
+        {"name": "b", "arguments": "{}"},
+    ]
+    assert (
+        [call["index"] for call in found.tool_calls] == [0, 1]
+        and not found.content
+        and parser.num_calls == 2
+    )
+
+
+def test_call_that_is_cut_off_stays_text() -> None:
+    parser = CallParts()
+    found = parser.push(TWO[:-5], True)
+    assert len(found.tool_calls) == 1 and found.content == '{"name":"b","arguments"'
+
+
+def test_log_probabilities_of_a_response_are_those_of_its_text() -> None:
+    chat_form = Answer(
+        "tiny", True, lambda token: b"abcdefgh"[token : token + 1], wants_logprobs=True
+    )
+    body = ResponsesBody.model_validate({"input": "x", "include": ["message.output_text.logprobs"]})
+    answer = ResponseAnswer(body, chat_form)
+
+    def add(tokens: list[int], parts: Parts, reason: str | None = None) -> None:
+        logprobs: list[Any] = [TokenLogprobs(-1.0, ()) for _ in tokens]
+        answer.chunk(Piece(0, "", tokens, logprobs, reason, parts), (), False)
+
+    add([0, 1], Parts(reasoning="ab"))
+    add([2, 3, 4], Parts(content="de", reasoning="c"))
+    add([5], Parts())  # held back, as it may begin a stop string
+    add([6], Parts(content="fg"))
+    add(
+        [7],
+        Parts(tool_calls=[{"id": "1", "function": {"name": "f", "arguments": "{}"}}]),
+        "tool_calls",
+    )
+    _, message, call = answer.blocks
+    assert message["content"][0]["text"] == "defg" and call["type"] == "function_call"
+    assert [each["token"] for each in message["content"][0]["logprobs"]] == ["d", "e", "f", "g"]

@@ -1,0 +1,121 @@
+"""Null in a request's body means the same as leaving the field out, for every optional field of
+every endpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import BaseModel
+
+from hf_slospec import SLOSpecGenerator
+from hf_slospec.server import anthropic, bodies, responses
+from hf_slospec.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from hf_slospec.server.engine import Order
+from tests.server.conftest import serving
+from tests.server.protocols import USER
+from tests.server.scripted import Scripted
+
+TURN: dict[str, Any] = {"role": "assistant", "content": "return"}
+# The body of each endpoint, and its required fields.
+ENDPOINTS: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
+    "/v1/chat/completions": (ChatBody, {"messages": [USER]}),
+    "/v1/completions": (CompletionBody, {"prompt": "def main():"}),
+    "/v1/responses": (responses.ResponsesBody, {"input": "pass"}),
+    "/v1/messages": (anthropic.MessagesBody, {"messages": [USER], "max_tokens": 9}),
+    "/v1/messages/count_tokens": (anthropic.CountTokensBody, {"messages": [USER]}),
+    "/tokenize": (TokenizeBody, {"prompt": "pass"}),
+    "/detokenize": (DetokenizeBody, {"tokens": [5]}),
+}
+VARYING = ("id", "item_id", "created", "created_at", "metrics")
+
+
+class Recorded:
+    def __init__(self, client: httpx.Client, orders: list[Order]):
+        self.client, self.orders = client, orders
+
+    def outcome(self, path: str, body: dict[str, Any]) -> Any:
+        """What the engine was asked for, and the answer without what differs from request to request."""
+        self.orders.clear()
+        answer = self.client.post(path, json=body)
+        assert answer.status_code == 200, (body, answer.text)
+        return [replace(order, request_id="", client="") for order in self.orders], stable(
+            answer.json()
+        )
+
+
+def stable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: stable(each) for name, each in value.items() if name not in VARYING}
+    return [stable(each) for each in value] if isinstance(value, list) else value
+
+
+@pytest.fixture(scope="module")
+def recorded(generator: SLOSpecGenerator) -> Iterator[Recorded]:
+    engine = Scripted(generator, "return\n")
+    engine.response_template = None
+    with serving(engine) as served:
+        yield Recorded(served.client, engine.orders)
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_null_is_the_default_of_every_optional_field(recorded: Recorded, path: str) -> None:
+    kind, body = ENDPOINTS[path]
+    expected = recorded.outcome(path, body)
+    optional = [name for name, field in kind.model_fields.items() if name not in body]
+    assert not any(kind.model_fields[name].is_required() for name in optional)
+    for name in optional:
+        assert recorded.outcome(path, body | {name: None}) == expected, name
+    assert (
+        recorded.outcome(path, body | dict.fromkeys([*optional, "a_field_of_later_versions"]))
+        == expected
+    )
+
+
+def test_null_is_a_default_within_fields_too(recorded: Recorded) -> None:
+    text: dict[str, Any] = {"type": "text", "text": "pass"}
+    schema = {"type": "object", "properties": {"x": {"enum": ["a", None]}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    of_anthropic = {"name": "f", "input_schema": schema}
+    pairs: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("/v1/chat/completions", {"messages": [USER | {"content": [text]}]},
+         {"messages": [USER | {"content": [text | {"cache_control": None}], "name": None, "tool_calls": None}]}),
+        ("/v1/chat/completions", {"messages": [USER], "tools": [tool], "tool_choice": "required"},
+         {"messages": [USER], "tools": [tool], "tool_choice": "required", "response_format": None}),
+        ("/v1/chat/completions", {"messages": [USER, TURN, USER]},
+         {"messages": [USER, TURN | {"tool_calls": [], "refusal": None, "audio": None, "annotations": []}, USER],
+          "tools": []}),
+        ("/v1/chat/completions", {"messages": [USER], "response_format": {"type": "text"}},
+         {"messages": [USER], "response_format": {"type": "text", "json_schema": None}}),
+        ("/v1/chat/completions",
+         {"messages": [USER], "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+         {"messages": [USER], "response_format": {"type": "json_schema", "json_schema": {
+             "schema": schema, "name": None, "strict": None, "description": None}}}),
+        ("/v1/responses", {"input": [USER], "reasoning": {}, "text": {}},
+         {"input": [USER | {"type": None, "id": None, "status": None, "phase": None}],
+          "reasoning": {"effort": None, "summary": None, "generate_summary": None},
+          "text": {"format": None, "verbosity": None}}),
+        ("/v1/messages", ENDPOINTS["/v1/messages"][1] | {"tools": [of_anthropic], "tool_choice": {"type": "auto"}},
+         ENDPOINTS["/v1/messages"][1] | {
+             "tools": [of_anthropic | {"type": None, "cache_control": None, "description": None}],
+             "tool_choice": {"type": "auto", "disable_parallel_tool_use": None}}),
+    ]  # fmt: skip
+    for path, without, with_nulls in pairs:
+        assert recorded.outcome(path, with_nulls) == recorded.outcome(path, without)
+    (order,) = recorded.outcome(*pairs[4][:2])[0]
+    assert order.json_schema == schema  # nulls of a schema are part of it
+
+
+def test_no_model_of_bodies_takes_nulls_in_another_way() -> None:
+    for module in (bodies, anthropic, responses):
+        for name, kind in vars(module).items():
+            if (
+                isinstance(kind, type)
+                and issubclass(kind, BaseModel)
+                and kind.__module__ == module.__name__
+            ):
+                assert issubclass(kind, bodies.ClosedModel) or name == "Message"

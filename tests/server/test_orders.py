@@ -1,0 +1,69 @@
+"""What fields of a request's body mean to the batcher."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import GenerationConfig
+
+from hf_slospec import InvalidInputError, SLOStage
+from hf_slospec.server.access import Tenant
+from hf_slospec.server.bodies import CompletionBody
+from hf_slospec.server.limits import RequestLimits
+from hf_slospec.server.options import Objective, SLOLimits
+from hf_slospec.server.orders import PromptInputs, order_of
+
+
+def test_a_lower_priority_is_earlier_as_in_the_batcher() -> None:
+    engine: Any = SimpleNamespace(generation_config=GenerationConfig(), max_len=64, vocab_size=100)
+    body = CompletionBody(model="tiny", prompt="x", priority=-3)
+    terms = Tenant(SLOLimits(), "", b"").arguments(body, {}, Objective())
+    assert order_of(body, PromptInputs([1, 2], {}), terms, engine, 0).arguments["priority"] == -3
+
+
+def test_an_objective_gives_what_the_request_leaves_out() -> None:
+    tenant, objective = (
+        Tenant(SLOLimits(default_tpot=9.0), "", b""),
+        Objective(slo_tpot=0.5, slo_e2e=4.0, priority=-2),
+    )
+    empty = tenant.arguments(CompletionBody(prompt="x"), {}, objective)
+    assert (empty["slo_tpot"], empty["slo_ttft"], empty["slo_e2e"], empty["priority"]) == (
+        0.5,
+        None,
+        4.0,
+        -2,
+    )
+    own = CompletionBody(prompt="x", priority=0, slo_e2e=2.0, best_effort=True)
+    found = tenant.arguments(own, {"x-slo-tpot-ms": "100"}, objective)
+    assert (found["slo_tpot"], found["slo_e2e"], found["priority"], found["best_effort"]) == (
+        0.1,
+        2.0,
+        0,
+        True,
+    )
+    with pytest.raises(InvalidInputError, match="priority must be at least 0"):
+        Tenant(SLOLimits(lowest_priority=0), "", b"").arguments(
+            CompletionBody(prompt="x"), {}, objective
+        )
+    with pytest.raises(InvalidInputError, match="slo_e2e must be at least 5 s"):
+        Tenant(SLOLimits(strictest_e2e=5.0), "", b"").arguments(own, {}, Objective())
+
+
+def test_a_keys_limits_hold_for_every_stage() -> None:
+    stages = [{"slo_tpot": 0.2, "until": "</think>"}, {"slo_tpot": 0.5, "slo_ttft": 0.4}]
+    body = CompletionBody.model_validate({"prompt": "x", "slo_tpot": stages})
+    found = Tenant(SLOLimits(strictest_tpot=0.2, strictest_ttft=0.4), "", b"").arguments(
+        body, {}, Objective()
+    )
+    assert found["slo_tpot"] == body.stages == [SLOStage(**stage) for stage in stages]
+    for limits, named in (
+        (SLOLimits(strictest_tpot=0.3), "slo_tpot"),
+        (SLOLimits(strictest_ttft=1), "slo_ttft"),
+    ):
+        with pytest.raises(InvalidInputError, match=f"{named} must be at least"):
+            Tenant(limits, "", b"").arguments(body, {}, Objective())
+    for limits in (RequestLimits(stop_chars=7), RequestLimits(stop_strings=1)):
+        with pytest.raises(InvalidInputError, match="slo_tpot"):
+            limits.check_body(body, 100)

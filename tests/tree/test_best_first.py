@@ -1,0 +1,171 @@
+"""Best-first trees against all parent-closed sets of prefixes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_slospec.tree.best_first import best_first_tree, grown_tree
+from hf_slospec.tree.tree import FloatArray, IntArray, TokenTree
+from tests.support.toys.trees import SEEDS, TIED, path_to
+
+Prefix = tuple[int, ...]  # ranks of its tokens among the candidates of their positions
+
+
+def random_block(
+    rng: np.random.Generator, depth: int, width: int, is_tied: bool
+) -> tuple[IntArray, FloatArray]:
+    """Candidates of every position, which share no token, and their probabilities in descending
+    order.
+    """
+    tokens = 10 + rng.permutation(depth * width).reshape(depth, width)
+    probs = (
+        rng.choice(TIED, (depth, width))
+        if is_tied
+        else rng.dirichlet(np.full(width + 1, 0.4), depth)[:, :width]
+    )
+    return tokens, -np.sort(-probs, axis=1)
+
+
+def prefixes_of(tree: TokenTree, tokens: IntArray) -> list[Prefix]:
+    """The nodes below the root, in their order, as ranks."""
+    paths = [path_to(tree, node) for node in range(1, tree.num_nodes)]
+    return [
+        tuple(tokens[level].tolist().index(token) for level, token in enumerate(path))
+        for path in paths
+    ]
+
+
+def canonical(probs: FloatArray) -> list[tuple[float, Prefix]]:
+    """All prefixes of positive probability: by probability, then by depth, then by parent and rank."""
+    depth, width = probs.shape
+    of: dict[Prefix, float] = {(): 1.0}
+    for level in range(1, depth + 1):
+        for prefix in itertools.product(range(width), repeat=level):
+            of[prefix] = of[prefix[:-1]] * float(probs[level - 1, prefix[-1]])
+    place: dict[Prefix, int] = {(): 0}
+    waiting = {prefix for prefix, prob in of.items() if prefix and prob > 0.0}
+    while waiting:
+        ready = [prefix for prefix in waiting if prefix[:-1] in place]
+        best = min(
+            ready, key=lambda prefix: (-of[prefix], len(prefix), place[prefix[:-1]], prefix[-1])
+        )
+        place[best] = len(place)
+        waiting.remove(best)
+    return [(of[prefix], prefix) for prefix in place if prefix]
+
+
+@given(
+    seed=SEEDS,
+    depth=st.integers(0, 4),
+    width=st.integers(1, 3),
+    max_nodes=st.integers(0, 130),
+    is_tied=st.booleans(),
+)
+@settings(deadline=None)
+def test_nodes_are_the_first_prefixes_in_canonical_order(
+    seed: int, depth: int, width: int, max_nodes: int, is_tied: bool
+) -> None:
+    tokens, probs = random_block(np.random.default_rng(seed), depth, width, is_tied)
+    tree = best_first_tree(7, tokens, probs, max_nodes)
+    tree.check()
+    expected = canonical(probs)[:max_nodes]
+    assert prefixes_of(tree, tokens) == [prefix for _, prefix in expected]
+    assert tree.path_probs[1:].tolist() == [prob for prob, _ in expected]
+    assert (
+        int(tree.tokens[0]) == 7
+        and tree.tokens.dtype == tree.parents.dtype == tree.depths.dtype == np.int64
+    )
+
+
+@given(
+    seed=SEEDS,
+    shape=st.sampled_from([(1, 5), (2, 2), (3, 2), (2, 3)]),
+    size=st.integers(1, 6),
+    is_tied=st.booleans(),
+)
+@settings(deadline=None, max_examples=60)
+def test_no_other_tree_of_the_size_has_a_larger_sum(
+    seed: int, shape: tuple[int, int], size: int, is_tied: bool
+) -> None:
+    tokens, probs = random_block(np.random.default_rng(seed), *shape, is_tied)
+    exact: dict[Prefix, Fraction] = {(): Fraction(1)}
+    for level in range(1, shape[0] + 1):
+        for prefix in itertools.product(range(shape[1]), repeat=level):
+            exact[prefix] = exact[prefix[:-1]] * Fraction(float(probs[level - 1, prefix[-1]]))
+    inner = [prefix for prefix in exact if prefix]
+    trees = [
+        chosen
+        for chosen in itertools.combinations(inner, min(size, len(inner)))
+        if all(not prefix[:-1] or prefix[:-1] in chosen for prefix in chosen)
+    ]
+    best = max(sum((exact[prefix] for prefix in chosen), Fraction(0)) for chosen in trees)
+    found = sum(
+        (exact[prefix] for prefix in prefixes_of(best_first_tree(0, tokens, probs, size), tokens)),
+        Fraction(0),
+    )
+    assert math.isclose(found, best, rel_tol=1e-12)
+
+
+def test_impossible_prefixes_are_left_out() -> None:
+    tokens = np.array([[4, 5], [6, 7]])
+    probs = np.array([[1.0, 0.0], [0.0, 0.0]])
+    assert best_first_tree(3, tokens, probs, 5).tokens.tolist() == [3, 4]
+    unknown = np.array([[np.nan, np.nan]])
+    assert best_first_tree(3, tokens[:1], unknown, 5).num_nodes == 1
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_trees_of_eight_requests_take_milliseconds(is_tied: bool) -> None:
+    rng = np.random.default_rng(0)
+    blocks = [random_block(rng, 16, 64, is_tied) for _ in range(8)]
+    seconds = []
+    for _ in range(5):
+        begun_s = time.perf_counter()
+        trees = [best_first_tree(0, *block, 64) for block in blocks]
+        seconds.append(time.perf_counter() - begun_s)
+    assert all(tree.num_nodes == 65 for tree in trees)
+    assert min(seconds) < 0.05  # measured: about 2 ms; the bound is for busy machines
+
+
+@given(seed=SEEDS, depth=st.integers(0, 3), max_nodes=st.integers(0, 40), is_tied=st.booleans())
+@settings(deadline=None)
+def test_candidates_may_depend_on_the_path(
+    seed: int, depth: int, max_nodes: int, is_tied: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    tables = {
+        pair: random_block(rng, 1, 3, is_tied)
+        for pair in itertools.product(range(-1, 13), range(13))
+    }
+
+    def following(level: int, above: int, token: int) -> tuple[list[int], list[float]]:
+        tokens, probs = tables[above, token]
+        return tokens[0].tolist(), probs[0].tolist()
+
+    paths, layer = (
+        dict[tuple[int, ...], float](),
+        {(-1, 7): 1.0},
+    )  # all of them, behind the root and what precedes it
+    for level in range(depth):
+        layer = {
+            (*path, token): path_prob * prob
+            for path, path_prob in layer.items()
+            for token, prob in zip(*following(level, *path[-2:]), strict=True)
+            if path_prob * prob > 0.0
+        }
+        paths |= layer
+    tree = grown_tree(-1, 7, following, depth, max_nodes)
+    tree.check()
+    found = {
+        (-1, 7, *path_to(tree, node)): tree.path_probs[node] for node in range(1, tree.num_nodes)
+    }
+    assert found.items() <= paths.items()
+    assert list(found.values()) == sorted(paths.values(), reverse=True)[:max_nodes]
