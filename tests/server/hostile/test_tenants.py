@@ -17,7 +17,6 @@ from hf_slospec import (
     load_tiny_pair,
     tiny_prompts,
 )
-from hf_slospec.replicas.directory import PrefixIndex
 from hf_slospec.server.app import ServerSettings
 from hf_slospec.server.options import SLOLimits
 from tests.server.conftest import serving
@@ -158,17 +157,6 @@ def test_shared_suffix_trees_hold_texts_of_the_same_key_only(generator: SLOSpecG
             alone = accepted(clients, ONE)
             assert accepted(clients, OTHER) == alone
             assert accepted(clients, ONE) > alone
-
-
-def test_router_knows_prefixes_by_the_salts_of_their_keys() -> None:
-    index = PrefixIndex()
-    prompt = list(range(64))
-    options = ServerSettings(model_name="tiny", api_keys=KEYS)
-    one, other = (options.tenant(f"Bearer {key}", options.secret) for key in KEYS)
-    assert one is not None and other is not None
-    index.record("replica", prompt, one.salt(""))
-    assert index.num_known(["replica"], prompt, one.salt("")) == [64]
-    assert index.num_known(["replica"], prompt, other.salt("")) == [0]
 
 
 def test_salts_are_those_of_one_server_and_the_same_in_all_of_its_fronts() -> None:
