@@ -102,6 +102,7 @@ class Protocol(ABC):
         events = [
             json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")
         ]
+        assert ("data: [DONE]" in lines[-2:]) == isinstance(self, Chat)
         names = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
         assert names == [event["type"] for event in events if "type" in event]
         return events

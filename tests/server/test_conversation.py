@@ -324,25 +324,25 @@ def test_a_disconnect_cancels_the_request(served: Served, protocol: Protocol, st
     assert served.generator.stats().finished["cancelled"] == num_cancelled + 1
 
 
-@each_protocol
+@pytest.mark.parametrize(
+    ("path", "body", "headers"),
+    [
+        *((protocol.path, protocol.body(max_tokens=2), "Authorization") for protocol in PROTOCOLS),
+        *((path, {"messages": [USER]} | more, "x-api-key") for path, more in
+          ((MESSAGES.path, {"max_tokens": 2}), (f"{MESSAGES.path}/count_tokens", {}))),
+    ],
+)  # fmt: skip
 def test_api_keys_are_read_from_the_headers_of_either_client(
-    guarded: Served, protocol: Protocol
+    guarded: Served, path: str, body: dict[str, Any], headers: str
 ) -> None:
-    for headers in (
-        {"Authorization": f"Bearer {KEY}"},
-        {"x-api-key": KEY},
-        {"x-api-key": "wrong"},
-        {},
-    ):
-        if "x-api-key" in headers and protocol is not MESSAGES:
-            continue
-        answer = guarded.client.post(
-            protocol.path, json=protocol.body(max_tokens=2), headers=headers
-        )
-        is_right = KEY in str(headers)
-        assert answer.status_code == (200 if is_right else 401), answer.text
+    prefix = "Bearer " * (headers == "Authorization")
+    for key, status in ((KEY, 200), ("wrong", 401), (None, 401)):
+        sent = {} if key is None else {headers: prefix + key}
+        answer = guarded.client.post(path, json=body, headers=sent)
+        assert answer.status_code == status, answer.text
         assert KEY not in answer.text
-        assert is_right or "invalid_api_key" in answer.text or "authentication_error" in answer.text
+        error = "invalid_api_key" if "messages" not in path else "authentication_error"
+        assert status == 200 or error in answer.text
 
 
 @each_protocol
@@ -506,9 +506,9 @@ def test_the_longest_prompt_and_the_count_of_refusals(small: Served) -> None:
     max_len = small.generator.max_len
     for prompt in ([5] * max_len, [[5], [5] * max_len]):
         answer = small.client.post("/v1/completions", json={"prompt": prompt})
-        assert (
-            answer.status_code == 400 and "1 in the completion" in answer.json()["error"]["message"]
-        )
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and "1 in the completion" in error["message"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
     answer = small.client.post(
         "/v1/completions", json={"prompt": [5] * (max_len - 1), "temperature": 0}
     )
