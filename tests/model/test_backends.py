@@ -232,7 +232,7 @@ def test_routed_to_sdpa_with_a_debug_log(
 ) -> None:
     monkeypatch.setattr(kernel_choice, "KERNELS", (flash_stand_in.WithoutSoftcap,))
     backend = FlashAttention("stand-in")
-    with caplog.at_level(logging.DEBUG, "hf_slospec.model.attention"):
+    with caplog.at_level(logging.DEBUG, "hf_slospec.cuda"):
         for _ in range(2):
             agrees(backend, case(SPANS, NUM_KV_HEADS, DIM, DIM), softcap=2.0)
             agrees(backend, case(SPANS, NUM_KV_HEADS, DIM, 6))
@@ -260,7 +260,7 @@ def test_a_kernel_that_means_something_else_is_not_taken(
     wrong: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(kernel_choice, "KERNELS", (wrong, StandIn))
-    with caplog.at_level(logging.DEBUG, "hf_slospec.model.attention"):
+    with caplog.at_level(logging.DEBUG, "hf_slospec.cuda"):
         kernel = kernel_choice.kernel_on(torch.device("cpu"), torch.float32, 64)
     assert kernel.name == "stand-in"
     assert (
