@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
 from typing import Any
 
 import numpy as np
@@ -180,28 +179,6 @@ def test_chat_messages_go_through_the_template(pair: tuple[Any, Any, Any]) -> No
         result = generator.submit(messages, max_new_tokens=8).result(WAIT_S)
         text = generator.submit("# user\ndef f(x):\n# answer", max_new_tokens=8).result(WAIT_S)
     assert result.token_ids == text.token_ids
-
-
-def test_generate_runs_beside_the_batcher(
-    served: SLOSpecGenerator, pair: tuple[Any, Any, Any]
-) -> None:
-    tokenizer = pair[2]
-    expected = [alone(pair, prompt, max_new_tokens=24) for prompt in PROMPTS[:6]]
-    found: dict[int, list[int]] = {}
-
-    def generate(index: int) -> None:
-        inputs = tokenizer(PROMPTS[index], return_tensors="pt")
-        out = served.generate(input_ids=inputs["input_ids"], max_new_tokens=24)
-        found[index] = out[0, inputs["input_ids"].shape[1] :].tolist()
-
-    threads = [threading.Thread(target=generate, args=(index,)) for index in range(3)]
-    handles = [served.submit(prompt, max_new_tokens=24) for prompt in PROMPTS[3:6]]
-    for thread in threads:
-        thread.start()
-    results = [handle.result(WAIT_S).token_ids for handle in handles]
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert [found[index] for index in range(3)] + results == expected
 
 
 def test_stages_and_metrics(served: SLOSpecGenerator) -> None:

@@ -16,6 +16,7 @@ from hf_slospec.cpu import exact_trial
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.model.packed_model import PackedModel
 from tests.support.breadth import nightly_but, quick_or
+from tests.support.served_pair import answer
 from tests.support.toys.tiny_models import FAMILIES, ragged_prompts, tiny_model
 
 Inputs = dict[str, torch.Tensor]
@@ -88,13 +89,8 @@ def models(pair: Any, path: Any) -> Any:
 
 def alone(model: Any, inputs: Inputs, seed: int = 0, **options: Any) -> list[list[int]]:
     """Return stock's new tokens of every row alone, without padding."""
-    texts = []
-    for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
-        own = ids[mask.bool()][None]
-        torch.manual_seed(seed)
-        out = model.generate(input_ids=own, attention_mask=torch.ones_like(own), **options)
-        texts.append(out[0, own.shape[1] :].tolist())
-    return texts
+    rows = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+    return [answer(model, ids[mask.bool()], seed, **options) for ids, mask in rows]
 
 
 def padded(texts: Sequence[list[int]]) -> list[list[int]]:

@@ -16,12 +16,10 @@ from transformers import (
 
 import hf_slospec
 from hf_slospec import (
-    InvalidTypeError,
-    SLOSpecGenerator,
     UnsupportedModelError,
 )
 from tests.support.enabled_model import OPTIONS
-from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
 
 def test_without_target_generate_is_stock(model: Any) -> None:
@@ -101,27 +99,3 @@ def test_a_model_that_cannot_hold_a_tree_stays_as_it_was() -> None:
     with pytest.raises(UnsupportedModelError, match=r"RwkvForCausalLM .*keeps states"):
         hf_slospec.enable(model, tiny_model("llama"))
     assert "generate" not in model.__dict__
-
-
-def test_another_draft_for_one_call(model: Any) -> None:
-    inputs = ragged_prompts(2)
-    expected = type(model).generate(model, **inputs, **OPTIONS)
-    for _ in range(2):
-        assert torch.equal(
-            model.generate(**inputs, **OPTIONS, slo_tpot=0.1, assistant_model=tiny_model("llama")),
-            expected,
-        )
-    with pytest.raises(InvalidTypeError, match="assistant_model"):
-        model.generate(**inputs, **OPTIONS, slo_tpot=0.1, assistant_model="gpt2")
-    generator = SLOSpecGenerator(model, tiny_model("llama"))
-    assert torch.equal(
-        generator.generate(**inputs, **OPTIONS, assistant_model=tiny_model("qwen2")), expected
-    )
-
-
-def test_model_may_be_cast_after_enabling() -> None:
-    model = copy.deepcopy(tiny_model("llama"))
-    generator = SLOSpecGenerator(model, copy.deepcopy(tiny_model("llama")))
-    generator.generate(**ragged_prompts(1), **OPTIONS)
-    model.double()
-    assert_same_as_stock(model, generator.generate, ragged_prompts(1), **OPTIONS)

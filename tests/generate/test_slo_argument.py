@@ -107,11 +107,3 @@ def test_stages_from_a_saved_generation_config(pair: Any, tmp_path: Any) -> None
     config = GenerationConfig.from_pretrained(tmp_path)
     out = generator.generate(**inputs, generation_config=config)
     assert list(dict.fromkeys(stages_by_token(out, 0))) == [1e-6, 50.0, 60.0]
-
-
-def test_several_sequences_per_prompt_take_their_prompts_target(model: Any) -> None:
-    options = dict(do_sample=True, max_new_tokens=12, num_return_sequences=3)
-    out = assert_same_as_stock(
-        model, lambda **k: model.generate(**k, slo_tpot=[0.5, None]), ragged_prompts(2), **options
-    )
-    assert [metrics.tpot_slo_s for metrics in out.slo] == [0.5] * 3 + [None] * 3

@@ -9,17 +9,15 @@ import threading
 from collections.abc import Iterable, Sequence
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec import MissingExtraError, PastAnswers, SLOSpecConfig, SLOSpecGenerator
+from hf_slospec import MissingExtraError, PastAnswers
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.heads.suffix import SuffixDrafter
 from hf_slospec.request.request import Request, RequestParams
 from hf_slospec.tree.tree import TokenTree
 from tests.support.toys.noise import KnownNoise
-from tests.support.toys.tiny_models import assert_same_as_stock, tiny_model
 from tests.support.toys.trees import path_to
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=30)
@@ -224,35 +222,3 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         MissingExtraError, match=r"the drafter suffix needs arctic_inference; .*\[suffix\]"
     ):
         SuffixDrafter()
-
-
-@pytest.mark.parametrize("shares_texts", [False, True])
-def test_same_tokens_as_stock_and_speculates(shares_texts: bool) -> None:
-    model = tiny_model("llama")
-    drafter = SuffixDrafter(PastAnswers() if shares_texts else None)
-    config = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=40)
-    generator = SLOSpecGenerator(model, config=config, drafter=drafter)
-    prompts = torch.randint(3, 101, (3, 8)).repeat(1, 3)
-    inputs = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
-    for options in (dict(do_sample=False), dict(do_sample=True, temperature=0.7)):
-        out = assert_same_as_stock(model, generator.generate, inputs, **options, max_new_tokens=40)
-        assert sum(metrics.drafted for metrics in out.slo) > 0
-    assert drafter.past is None or len(drafter.past) == 6
-
-
-def test_same_tokens_as_stock_in_the_batcher() -> None:
-    model = tiny_model("llama")
-    drafter = SuffixDrafter(PastAnswers())
-    prompts = [torch.randint(3, 101, (9,)).repeat(2).tolist() for _ in range(3)]
-    expected = [
-        model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20)[
-            0, len(prompt) :
-        ].tolist()
-        for prompt in prompts
-    ]
-    with SLOSpecGenerator(model, drafter=drafter) as generator:
-        handles = [
-            generator.submit(prompt, max_new_tokens=20, do_sample=False)
-            for prompt in [*prompts, *prompts]
-        ]
-        assert [handle.result(timeout=60).token_ids for handle in handles] == [*expected, *expected]
