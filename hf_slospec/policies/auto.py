@@ -188,7 +188,7 @@ class AutoPolicy(NamedPolicy):
             requests if plan.drafting is None else plan.drafting
         )  # without those that must not draft
         if not (plan.depth and drafting):
-            plain_s = self.costs.verify_at(
+            plain_s = self.costs.verify_s(
                 num_requests + num_prefill_tokens, num_requests, num_keys
             )
             yield replace(Selection.of_roots(candidates), step_s=plain_s)
@@ -203,7 +203,7 @@ class AutoPolicy(NamedPolicy):
             num_keys,
             sum(num_behind[request] for request in drafting),
         )
-        draft_s = self.costs.draft_at(*sizes, level_share(candidates, len(drafting)))
+        draft_s = self.costs.draft_s(*sizes, level_share(candidates, len(drafting)))
 
         def step_s(num_nodes: IntArray) -> FloatArray:
             return draft_s + self.costs.verify_s(num_nodes, num_requests, num_keys)
@@ -264,10 +264,10 @@ class AutoPolicy(NamedPolicy):
             if not depths.is_look:
                 depth, width = paying_shape(num_requests, num_prefill_tokens)
             num_behind = sum(request.num_draft_behind for request in drafting)
-            draft_s = self.costs.draft_at(len(drafting), depth, width, num_keys, num_behind)
+            draft_s = self.costs.draft_s(len(drafting), depth, width, num_keys, num_behind)
             if (
                 draft_s
-                + self.costs.verify_at(num_requests + num_prefill_tokens, num_requests, num_keys)
+                + self.costs.verify_s(num_requests + num_prefill_tokens, num_requests, num_keys)
                 > due_s
             ):
                 depth, width = (
@@ -288,7 +288,7 @@ class AutoPolicy(NamedPolicy):
         # average.
         goodput = depths.goodput * num_requests
         roots_s, more_s = (
-            self.costs.verify_at(num_requests + n, num_requests, num_keys) for n in (0, SPAN)
+            self.costs.verify_s(num_requests + n, num_requests, num_keys) for n in (0, SPAN)
         )
         num_drafted_keys = num_keys * len(drafting) // num_requests
         level_s, request_s = self.costs.level_parts_s(len(drafting), plan.width, num_drafted_keys)
@@ -334,8 +334,8 @@ class AutoPolicy(NamedPolicy):
             r.params.ends_with_others and r.pace_s is None for r in requests
         ):
             return np.ones(len(requests))
-        all_s = self.costs.step_at(len(requests))
-        one_s = self.costs.step_at(1)
+        all_s = self.costs.step_s(len(requests))
+        one_s = self.costs.step_s(1)
         row_s = max(all_s - one_s, 0.0) / (len(requests) - 1)
         # The first token came with the prompt.
         columns = [(r.num_left, r.num_emitted - 1, r.stats.num_steps) for r in requests]
@@ -362,7 +362,7 @@ class AutoPolicy(NamedPolicy):
             sum(len(r.tokens) for r in probed),
             sum(r.num_draft_behind for r in probed),
         )
-        return self.costs.draft_at(len(probed), depth, width, num_keys, num_behind)
+        return self.costs.draft_s(len(probed), depth, width, num_keys, num_behind)
 
     def _shape_time(
         self,
@@ -384,7 +384,7 @@ class AutoPolicy(NamedPolicy):
         ) -> FloatArray:
             num_behind = sum(request.num_draft_behind for request in requests)
             catch_up_s, settled_s = (
-                self.costs.draft_at(num_requests, 1, 1, num_keys, first)
+                self.costs.draft_s(num_requests, 1, 1, num_keys, first)
                 for first in (num_behind, num_requests)
             )
             first_s = max(catch_up_s - settled_s, 0.0) / SETTLED_STEPS

@@ -255,7 +255,7 @@ class ContinuousScheduler:
         is too late.
         """
         chunk = self.limits.prefill_chunk
-        fastest = chunk / self.costs.step_at(0, chunk)  # tokens per second
+        fastest = chunk / self.costs.step_s(0, chunk)  # tokens per second
 
         def is_lost(request: Request) -> bool:
             left_s = prefill_deadline_s(request) - now_s

@@ -215,7 +215,7 @@ def guaranteeable(
         if (
             step_s > 0.0
             and math.isfinite(deadline_s)
-            and not costs.verify_at(tokens) <= deadline_s < step_s
+            and not costs.verify_s(tokens) <= deadline_s < step_s
         ):
             deadline_s = deadline_s // step_s * step_s
         params = request.params

@@ -44,7 +44,7 @@ def prefill_budget(
         return max(max_tokens - round(num_decoding * costs.recent.nodes), 0)
     sizes = np.arange(1, max_tokens + 1)
     times_s = np.maximum.accumulate(costs.step_s(num_decoding, sizes))
-    limit_s = min(allowed_s, STALL * costs.step_at(num_decoding))
+    limit_s = min(allowed_s, STALL * costs.step_s(num_decoding))
     spare = int(np.searchsorted(times_s, limit_s, side="right"))
     is_enough = sizes / times_s >= required_rate(guaranteed, costs, now_s)
     needed = int(np.argmax(is_enough)) + 1 if is_enough.any() else max_tokens
@@ -76,7 +76,7 @@ def plain_budget(
     if not num_decoding:
         return max_tokens
     sizes = np.arange(1, max_tokens + 1)
-    limit_s = min(allowed_s, STALL * costs.step_at(num_decoding))
+    limit_s = min(allowed_s, STALL * costs.step_s(num_decoding))
     spare = int(
         np.searchsorted(
             np.maximum.accumulate(costs.step_s(num_decoding, sizes)), limit_s, side="right"
@@ -113,10 +113,10 @@ def required_rate(guaranteed: Sequence[Request], costs: StepCosts, now_s: float)
 
 def _due_s(request: Request, costs: StepCosts, now_s: float) -> float:
     if request.num_emitted:
-        return min(now_s + SLOWDOWN * costs.step_at(0, request.num_uncached), request.stage_due_s)
+        return min(now_s + SLOWDOWN * costs.step_s(0, request.num_uncached), request.stage_due_s)
     due_s = prefill_deadline_s(request)
     return (
         due_s
         if due_s < math.inf
-        else request.stats.arrived_s + SLOWDOWN * costs.step_at(0, request.prompt_len)
+        else request.stats.arrived_s + SLOWDOWN * costs.step_s(0, request.prompt_len)
     )

@@ -291,7 +291,7 @@ def test_costs_follow_at_once_when_forwards_are_computed_in_another_way() -> Non
     toy.num_compared = 2
     for _ in range(3):
         event = engine.step()
-    assert others.verify_at(4) == engine.costs.verify_at(4)
+    assert others.verify_s(4) == engine.costs.verify_s(4)
     assert engine.costs.predicted(event).verify_s == pytest.approx(1.2, rel=0.05)
 
 
