@@ -135,6 +135,7 @@ class StepCosts:
         self.first_tokens = FirstTokens()
         self._verify_correction = SizeCorrection()
         self._draft_correction = DraftCorrection()
+        self._step_curves = dict[int, LatencyCurve]()  # by max_tokens, until the next step
         self._num_far = {
             "verify": 0,
             "draft": 0,
@@ -147,6 +148,7 @@ class StepCosts:
         costs = copy.copy(self)
         costs.recent = RecentSteps()
         costs.first_tokens = FirstTokens()
+        costs._step_curves = {}
         return costs
 
     def verify_s(self, num_tokens: Count, num_requests: Count = 1, num_keys: Count = 0) -> Seconds:
@@ -253,17 +255,18 @@ class StepCosts:
 
     def step_curve(self, max_tokens: int) -> LatencyCurve:
         """Return the seconds of steps by tokens, drafting excluded, at the recent number of
-        requests and keys.
+        requests and keys; the same until a step is observed.
         """
-        profiled = (tokens for tokens in self.verify.curve.num_tokens if tokens < max_tokens)
-        sizes = sorted(
-            {*profiled, *(2**power for power in range(max_tokens.bit_length())), max_tokens}
-        )
-        recent = self.recent
-        seconds = self.verify_s(np.array(sizes), recent.requests, recent.requests * recent.keys)
-        return LatencyCurve(
-            tuple(sizes), tuple(map(rounded, np.maximum.accumulate(seconds).tolist()))
-        )
+        if max_tokens not in self._step_curves:
+            powers = (2**power for power in range(max_tokens.bit_length()))
+            profiled = (tokens for tokens in self.verify.curve.num_tokens if tokens < max_tokens)
+            sizes = sorted({*profiled, *powers, max_tokens})
+            recent = self.recent
+            seconds = self.verify_s(np.array(sizes), recent.requests, recent.requests * recent.keys)
+            monotone = np.maximum.accumulate(seconds).tolist()
+            curve = LatencyCurve(tuple(sizes), tuple(map(rounded, monotone)))
+            self._step_curves[max_tokens] = curve
+        return self._step_curves[max_tokens]
 
     def predicted(self, step: StepEvent) -> PhaseTimes:
         """Return the predicted seconds of a step of this size, everything but drafting as
@@ -282,12 +285,14 @@ class StepCosts:
         correction = self._verify_correction
         if correction.path and correction.path != path:
             correction.reset()
+            self._step_curves.clear()
         correction.path = path
 
     def observe(self, step: StepEvent, is_typical: bool = True) -> None:
         """Learn from a step of the engine; an untypical one says nothing about the time of later
         ones.
         """
+        self._step_curves.clear()
         self.recent.observe(step)
         if not step.num_tokens or not is_typical:
             return

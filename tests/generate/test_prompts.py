@@ -131,7 +131,7 @@ def test_tokenizer_output_passed_whole(model: Any) -> None:
 def test_prompts_longer_than_a_chunk(
     chunk: int, options: dict[str, Any], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_slospec.scheduler.static.CHUNK", chunk)
+    monkeypatch.setattr("hf_slospec.scheduler.prefill.CHUNK", chunk)
     model = tiny_model(family)
     generator = SLOSpecGenerator(
         model, tiny_model(family, noise=0.03), config=SLOSpecConfig(policy="adaserve")

@@ -79,7 +79,7 @@ def test_texts_on_both_sides_of_the_switch(kind: str, where: str, sampling: str)
 @pytest.mark.parametrize("kind", ROPES)
 def test_prompts_read_in_several_steps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chunk is rotated as one forward of the whole prompt would rotate it."""
-    monkeypatch.setattr("hf_slospec.scheduler.static.CHUNK", 16)
+    monkeypatch.setattr("hf_slospec.scheduler.prefill.CHUNK", 16)
     model = model_of(kind)
     generator = SLOSpecGenerator(model, config=DRAFTS_ALWAYS)
     forget(model)

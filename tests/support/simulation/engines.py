@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
-from hf_slospec.assembly import Parts, continuous_engine
+from hf_slospec.assembly import Parts, new_engine
 from hf_slospec.batcher.batcher import Batcher
 from hf_slospec.batcher.stats import Telemetry
 from hf_slospec.config import SLOSpecConfig
@@ -200,9 +200,7 @@ class Server:
         engines.counts["starts"] += 1
         target = engines.new_target(self.sampler, plan.limits.kv_tokens, plan.kept)
         drafter = engines.new_drafter(plan.limits.kv_tokens, plan.kept)
-        engine = continuous_engine(
-            engines.config, engines.parts(target, drafter, costs), plan.limits
-        )
+        engine = new_engine(engines.config, engines.parts(target, drafter, costs), plan.limits)
         guarantee = 0.95 if plan.admission == "slo" else None
         engine.scheduler = CheckedScheduler(
             plan.limits, costs, plan.admission, plan.prefill, target.num_reusable, guarantee, True
