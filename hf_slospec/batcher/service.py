@@ -19,7 +19,7 @@ from weakref import WeakSet, ref
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hf_slospec.assembly import continuous_engine, limits_of
+from hf_slospec.assembly import limits_of, new_engine
 from hf_slospec.batcher.batcher import Batcher
 from hf_slospec.batcher.handle import RequestHandle
 from hf_slospec.batcher.stats import Collector, Stats, Telemetry
@@ -222,7 +222,7 @@ class BatchingService:
             slots, max_kept, keeps_rng=False
         )  # every request has its own noise
         costs = speculator.costs.for_own_engine()  # concurrent generate calls have other batches
-        engine = continuous_engine(
+        engine = new_engine(
             self.config, speculator.parts(target, drafter, costs, self._policy_config), self.limits
         )
         self._engine = ref(engine)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakSet, ref
 
-from hf_slospec.assembly import Parts, static_engine
+from hf_slospec.assembly import Parts, new_engine
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.drafters.user import UserMethod
@@ -257,7 +257,9 @@ class Speculator:
         """Decode all requests to their ends, calling ``on_step`` after each step."""
         drafter = self.new_drafter()
         parts = self.parts(target, drafter, self.costs, None)
-        engine = static_engine(self.config, parts, requests, target.shares_prompts)
+        engine = new_engine(
+            self.config, parts, requests=requests, shares_prompts=target.shares_prompts
+        )
         try:
             while engine.scheduler.running:
                 with self.lock:
