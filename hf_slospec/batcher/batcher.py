@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 from hf_slospec.batcher.handle import WAITS_FOR_ITSELF, RequestHandle, waiting_s, wake
@@ -37,6 +39,36 @@ T = TypeVar("T")
 NewEngine = Callable[[], Engine[ContinuousScheduler]]
 
 
+class BatcherState(Enum):
+    """What a running batcher does with requests."""
+
+    TAKING = "takes and decodes them"
+    DRAINING = "takes no more, and decodes those it has"
+    STOPPING = "cancels them"
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Order to decode a request."""
+
+    handle: RequestHandle
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Order to end a request, as cancelled or, with an error, as failed."""
+
+    handle: RequestHandle
+    error: BaseException | None
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """Order to report the engine's load."""
+
+    future: Future[ReplicaLoad]
+
+
 class Observer(Protocol):
     """Callbacks that a batcher calls in its thread. Their errors are logged, and end no request."""
 
@@ -50,10 +82,8 @@ class Observer(Protocol):
 class Batcher:
     """Runs one engine in its own thread.
 
-    Other threads only queue orders under a lock: to add a request, to cancel one, to return the
-        load, to stop. The
-    engine's thread takes them between steps, so no other thread touches engine and scheduler.
-    """
+    Other threads queue orders, which that thread carries out between steps, so that no other thread
+    touches engine and scheduler."""
 
     def __init__(
         self,
@@ -88,19 +118,21 @@ class Batcher:
         self._clear("runs in the process this one was forked from; call start() here")
 
     def _clear(self, why_not: str) -> None:
-        self._state = Condition()  # guards the orders below
-        self._arrivals: deque[RequestHandle] = deque()
-        self._aborted: deque[tuple[RequestHandle, BaseException | None]] = deque()
-        self._load_futures: list[Future[ReplicaLoad]] = []
-        self._ending: str | None = None  # "drain": take no more requests; "now": cancel all
+        self._changed = Condition()  # guards orders, state and counts
+        self._orders = deque[Submission | Abort | LoadReport]()
+        self._state = BatcherState.TAKING
         self._handles: dict[int, RequestHandle] = {}  # unfinished requests, by index
-        self._num_waiting = 0  # requests in the scheduler's queue
-        self.num_running = self.kv_held = 0  # running requests, and their tokens
-        self.num_kept = 0  # tokens of finished requests whose K/V is kept
+        self._clear_counts()
         self.step_begun_s: float | None = None  # by the monotonic clock; None between steps
         self._thread: threading.Thread | None = None
         self._why_not = why_not
         self._starting = Lock()
+
+    def _clear_counts(self) -> None:
+        self.num_waiting = 0  # requests that wait for room
+        self.num_running = 0
+        self.kv_held = 0  # tokens of running requests
+        self.num_kept = 0  # tokens of finished requests whose K/V is kept
 
     # ---- for other threads
 
@@ -108,11 +140,6 @@ class Batcher:
     def is_running(self) -> bool:
         """Return whether its thread runs, in this process."""
         return self._thread is not None and self._thread.is_alive()
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for room."""
-        return len(self._arrivals) + self._num_waiting
 
     @property
     def is_idle(self) -> bool:
@@ -141,9 +168,9 @@ class Batcher:
             thread = threading.Thread(
                 target=self._run, args=(engine,), name="hf_slospec", daemon=True
             )
-            with self._state:  # until the state is complete, the thread takes no orders
+            with self._changed:  # until the state is complete, the thread takes no orders
                 thread.start()  # may raise, with too many threads
-                self._ending = None
+                self._state = BatcherState.TAKING
                 self._thread = thread
             _batchers.add(self)
 
@@ -154,13 +181,12 @@ class Batcher:
             QueueFull: at once, or with ``block`` after ``timeout`` seconds.
             NotRunningError: the batcher takes no requests.
         """
+        # The batcher's own thread must not wait, as only it makes room.
+        may_wait = block and threading.current_thread() is not self._thread
         self.check_running()
-        with self._state:
-            may_wait = (
-                block and threading.current_thread() is not self._thread
-            )  # only that thread makes room
-            limit_s = waiting_s(timeout) if may_wait else 0.0
-            is_room = self._state.wait_for(
+        limit_s = waiting_s(timeout) if may_wait else 0.0
+        with self._changed:
+            is_room = self._changed.wait_for(
                 lambda: self.num_waiting < self.max_queue or not self._is_taking, limit_s
             )
             self.check_running()
@@ -169,16 +195,19 @@ class Batcher:
                     f"{self.num_waiting} requests are waiting, which is max_queue; submit with block=True, or later"
                 )
             handle.thread = self._thread
-            self._arrivals.append(handle)
             self._handles[handle.request.index] = handle
-            self._state.notify_all()
+            self.num_waiting += 1
+            self._order(Submission(handle))
+
+    def _order(self, order: Submission | Abort | LoadReport) -> None:
+        self._orders.append(order)
+        self._changed.notify_all()
 
     def abort(self, handle: RequestHandle, error: BaseException | None) -> None:
         """Cancel a request, or fail it with an error, before the next step."""
-        with self._state:
+        with self._changed:
             if not handle.done():  # otherwise it would stay here until the next start
-                self._aborted.append((handle, error))
-                self._state.notify_all()
+                self._order(Abort(handle, error))
 
     def load(self) -> Future[ReplicaLoad]:
         """Return the load of the engine before the next step; NotRunningError if none can be waited
@@ -187,10 +216,9 @@ class Batcher:
         future: Future[ReplicaLoad] = Future()
         if self._thread is threading.current_thread():
             raise NotRunningError(WAITS_FOR_ITSELF)
-        with self._state:
+        with self._changed:
             self.check_running()
-            self._load_futures.append(future)
-            self._state.notify_all()
+            self._order(LoadReport(future))
         return future
 
     def stop(self, drain: bool, timeout: float | None) -> None:
@@ -207,19 +235,18 @@ class Batcher:
             raise NotRunningError(
                 "stop() was called by the batcher's own thread; call it from another one"
             )
-        self._end_with("drain" if drain else "now", thread)
+        self._end_with(BatcherState.DRAINING if drain else BatcherState.STOPPING, thread)
         thread.join(timeout if drain else None)
-        self._end_with("now", thread)
+        self._end_with(BatcherState.STOPPING, thread)
         thread.join()
 
-    def _end_with(self, ending: str, thread: threading.Thread) -> None:
-        with self._state:
-            if (
-                self._thread is thread and self._ending != "now"
-            ):  # neither restarted, nor stopping already
-                self._ending = ending
+    def _end_with(self, state: BatcherState, thread: threading.Thread) -> None:
+        with self._changed:
+            # Neither restarted, nor stopping already.
+            if self._thread is thread and self._state is not BatcherState.STOPPING:
+                self._state = state
                 self._why_not = "was stopped; call start() to use it again"
-                self._state.notify_all()
+                self._changed.notify_all()
 
     def check_running(self, hang_s: float = math.inf) -> None:
         """Raise NotRunningError unless the batcher takes requests and its step has not lasted
@@ -235,7 +262,7 @@ class Batcher:
 
     @property
     def _is_taking(self) -> bool:
-        return self.is_running and self._ending is None
+        return self.is_running and self._state is BatcherState.TAKING
 
     # ---- the engine's thread
 
@@ -249,24 +276,22 @@ class Batcher:
                     part(engines)
                 except BaseException as caught:  # noqa: BLE001  every waiting handle raises it
                     error = error or caught
-        with self._state:
+        with self._changed:
             if error is not None:
                 self._why_not = f"died of {error!r}; call start() to use it again"
             unfinished = list(self._handles.values())
-            self._arrivals.clear()
-            load_futures = self._load_futures
-            self._load_futures = []
-            self._num_waiting = self.num_running = self.kv_held = self.num_kept = 0
-            self._ending = "now"
-            self._state.notify_all()
-        for future in load_futures:
+            reports = [order.future for order in self._orders if isinstance(order, LoadReport)]
+            self._clear_counts()
+            self._state = BatcherState.STOPPING
+            self._changed.notify_all()
+        for future in reports:
             if future.set_running_or_notify_cancel():
                 future.set_exception(NotRunningError(f"the batcher {self._why_not}"))
         for handle in unfinished:
             handle.request.end(error)
             self._end(handle.request)
-        with self._state:
-            self._aborted.clear()
+        with self._changed:
+            self._orders.clear()
 
     def _serve(self, engines: list[Engine[ContinuousScheduler]]) -> None:
         while self._take_orders(engines):
@@ -299,60 +324,48 @@ class Batcher:
 
     def _take_orders(self, engines: list[Engine[ContinuousScheduler]]) -> bool:
         """Wait for work or orders, carry the orders out, and return whether to go on."""
-        engine = engines[0]
-        scheduler = engines[0].scheduler
-        if not (is_busy := _is_busy(scheduler)):
+        if not (is_busy := _is_busy(engines[0].scheduler)):
             self.lock.rest()
-        with self._state:
-            self._count(engine)
-            self._state.wait_for(
-                lambda: (
-                    is_busy or self._arrivals or self._aborted or self._load_futures or self._ending
-                )
+        with self._changed:
+            self._count(engines[0])
+            self._changed.wait_for(
+                lambda: is_busy or self._orders or self._state is not BatcherState.TAKING
             )
-            arrivals = self._arrivals
-            self._arrivals = deque()
-            aborted = self._aborted
-            self._aborted = deque()
-            load_futures = self._load_futures
-            self._load_futures = []
-            self._num_waiting += len(arrivals)
-            ending = self._ending
-        if not self.is_current():
-            refusal = self._replace_engine(engines)
-            engine = engines[0]
-            scheduler = engines[0].scheduler
-            while refusal is not None and arrivals:
-                request = arrivals.popleft().request
-                request.end(refusal)
-                self._end(request)
-        for handle in arrivals:
-            self._take(engine, handle)
-        for handle, error in aborted:
-            if not handle.request.is_finished:
-                self._retire(engine, handle.request, error)
-        for future in load_futures:
-            if future.set_running_or_notify_cancel():
-                future.set_result(load_of(scheduler))
-        return ending != "now" and not (ending == "drain" and not _is_busy(scheduler))
+            num_orders = len(self._orders)
+            state = self._state
+        refusal = None if self.is_current() else self._replace_engine(engines)
+        (engine,) = engines
+        for _ in range(num_orders):
+            match self._orders.popleft():
+                case Submission(handle):
+                    self._take(engine, handle.request, refusal)
+                case Abort(handle, error):
+                    if not handle.request.is_finished:
+                        self._retire(engine, handle.request, error)
+                case LoadReport(future):
+                    if future.set_running_or_notify_cancel():
+                        future.set_result(load_of(engine.scheduler))
+        if state is BatcherState.DRAINING:
+            return _is_busy(engine.scheduler)
+        return state is BatcherState.TAKING
 
-    def _take(self, engine: Engine[ContinuousScheduler], handle: RequestHandle) -> None:
+    def _take(
+        self, engine: Engine[ContinuousScheduler], request: Request, refusal: SLOSpecError | None
+    ) -> None:
         """Queue a request in the scheduler, or refuse it."""
-        request = handle.request
-        if request.params.must_guarantee:
+        if refusal is None and request.params.must_guarantee:
             with self.lock:
-                is_queued = engine.scheduler.offer(request, engine.clock())
-            if not is_queued:
-                request.end(
-                    NotGuaranteedError(
+                if not engine.scheduler.offer(request, engine.clock()):
+                    refusal = NotGuaranteedError(
                         f"the SLOs of request {request.index} cannot be guaranteed now"
                     )
-                )
-                self._end(request)
-                return
-        else:
+        elif refusal is None:
             engine.scheduler.add(request)
-        wake(handle.advance())
+        if refusal is None:
+            wake(self._handles[request.index].advance())
+        else:
+            request.end(refusal)
+            self._end(request)
 
     def _step(self, engine: Engine[ContinuousScheduler]) -> None:
         try:
@@ -369,7 +382,7 @@ class Batcher:
         finally:
             self.step_begun_s = None
         # Counted first: threads that wait for a result may read the counts.
-        with self._state:
+        with self._changed:
             self._count(engine)
         self._notify(self.observer.on_step, event)
         handles = [self._handles[part.index] for part in event.requests]
@@ -384,13 +397,14 @@ class Batcher:
 
     def _count(self, engine: Engine[ContinuousScheduler]) -> None:
         scheduler = engine.scheduler
-        before = self._num_waiting
-        self._num_waiting = len(scheduler.waiting)
+        before = self.num_waiting
+        arriving = [order for order in self._orders if isinstance(order, Submission)]
+        self.num_waiting = len(scheduler.waiting) + len(arriving)
         self.num_running = len(scheduler.running)
         self.kv_held = scheduler.kv_held
         self.num_kept = engine.target.num_kept
-        if self._num_waiting < before:
-            self._state.notify_all()  # there is room in the queue
+        if self.num_waiting < before:
+            self._changed.notify_all()  # there is room in the queue
 
     def _do_less(self, engine: Engine[ContinuousScheduler], error: MemoryError) -> None:
         """Reduce the work of steps after one ran out of memory; a request that is too large by

@@ -24,7 +24,9 @@ from hf_slospec.errors import (
 )
 from hf_slospec.forks import Condition
 from hf_slospec.model.sampling import TokenLogprobs
-from hf_slospec.request.request import FinishReason, Progress, Request, RequestMetrics
+from hf_slospec.request.metrics import RequestMetrics
+from hf_slospec.request.request import Request
+from hf_slospec.request.state import FinishReason, Progress
 
 WAITS_FOR_ITSELF = (
     "the batcher's own thread would wait for itself: a processor, criterion or drafter waits for what the batcher does "

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationConfig, StoppingCriteriaList
 
 from hf_slospec.errors import InvalidInputError, UnsupportedModelError, UnsupportedOptionError
-from hf_slospec.families.encoder import EncoderInputs, decoder_inputs, generates_in_parts
+from hf_slospec.families.encoder import EncoderInputs, generates_in_parts
+from hf_slospec.generate.arguments import check_arguments, configured
 from hf_slospec.generate.images import WholePrompts, names_beside_text
 from hf_slospec.generate.processors import (
     draft_grammar,
@@ -26,28 +27,19 @@ from hf_slospec.generate.processors import (
     is_users,
     processors_of_row,
 )
-from hf_slospec.generate.prompt import PromptInputs
-from hf_slospec.generate.rows import Rows, StopStrings
+from hf_slospec.generate.prompt import PromptInputs, check_ids, prompt_reader
+from hf_slospec.generate.rows import Rows, Stops, StopStrings, pad_token
 from hf_slospec.generate.speculator import Speculator
-from hf_slospec.generate.validation import (
-    PREPARED,
-    check_arguments,
-    check_cache,
-    check_criteria,
-    check_evaluating,
-    check_forwards,
-    check_options,
-    check_prompts,
-    configured,
-    without_token_types,
-)
+from hf_slospec.generate.validation import PREPARED, validated_inputs
 from hf_slospec.model.coupling import Coupling
 from hf_slospec.model.noise import default_generator
-from hf_slospec.model.ownership import foreign_members, is_of_transformers
-from hf_slospec.model.properties import FORWARD_ERRORS, given_cache
-from hf_slospec.model.sampling import StockSampler
-from hf_slospec.request.request import Request
-from hf_slospec.request.slo import SLOTpot, parse_slo, stages_by_row
+from hf_slospec.model.ownership import is_of_transformers
+from hf_slospec.model.properties import FORWARD_ERRORS, vocab_size
+from hf_slospec.model.sampling import Record, StockSampler
+from hf_slospec.request.metrics import RequestMetrics
+from hf_slospec.request.params import RequestParams, SubmitOptions
+from hf_slospec.request.request import NewNoise, Request
+from hf_slospec.request.slo import SLOTpot, Stages, parse_slo
 
 TEXT_ARGUMENTS = {*PREPARED, "input_ids", "inputs"}
 NewStopStrings = Callable[[Any, Any], Any]  # of a tokenizer and the strings
@@ -68,6 +60,8 @@ class StockCall(NamedTuple):
 class Call:
     """A call of ``generate``, ready to be decoded."""
 
+    params: list[RequestParams]  # one per row
+    arrived_s: float
     rows: Rows
     stock: StockCall
     speculator: Speculator
@@ -83,8 +77,8 @@ class Call:
             seed: seed of the noise; None: the global generator draws it.
             sharing: number of samplers that share the memory for noise.
         """
-        num_rows = len(self.rows.params)
-        has_callbacks = self.rows.has_callbacks
+        num_rows = len(self.params)
+        has_callbacks = self.rows.stops.has_callbacks
         # Rows of a batch draw ahead of each other in any case.
         may_draw = has_callbacks and seed is None and num_rows == 1 and self.stock.config.do_sample
         return StockSampler(
@@ -99,6 +93,12 @@ class Call:
             self.speculator.config.exact is not None,
             has_callbacks,
         )
+
+    def begin(self, new_noise: NewNoise | None = None) -> None:
+        """Make the requests of a ``generate`` call."""
+        self.rows.requests = [
+            Request(one.row, one, self.arrived_s, new_noise=new_noise) for one in self.params
+        ]
 
     def noise_of(self, sampler: StockSampler, request: Request) -> Coupling | None:
         """Return the noise of a request's sampler for its drafts, if they can use it."""
@@ -116,6 +116,8 @@ def prepare(
     speculator: Speculator,
     slo_tpot: SLOTpot,
     arguments: dict[str, Any],
+    options: SubmitOptions | None = None,
+    earlier: RequestMetrics | None = None,
     is_idle: bool = True,
     new_stop_strings: NewStopStrings = StopStrings,
 ) -> Call:
@@ -123,6 +125,8 @@ def prepare(
 
     Args:
         arguments: those of stock ``generate``, by name.
+        options: of a submitted request; None for a call of ``generate``.
+        earlier: metrics of the request that a submitted one continues.
         is_idle: see :meth:`Speculator.renew`.
         new_stop_strings: makes the criterion of ``stop_strings``.
 
@@ -134,50 +138,43 @@ def prepare(
     arrived_s = speculator.target.ranks.clock()
     model = speculator.target.model
     slo = _check(speculator, slo_tpot, arguments, is_idle)
-    has_images = names_beside_text(
-        model, {k: v for k, v in arguments.items() if k not in TEXT_ARGUMENTS}
-    )
+    beside = {k: v for k, v in arguments.items() if k not in TEXT_ARGUMENTS}
+    has_images = bool(names_beside_text(model, beside))
     if has_images and speculator.target.ranks.is_led:
         raise UnsupportedOptionError(
             "images, audio and video cannot be submitted to the batcher of a tensor-parallel model, as its encoder "
             "would run in one of its processes only; call generate with them in every process, while no batcher runs"
         )
-    with (
-        speculator.lock if has_images else contextlib.nullcontext()
-    ):  # stock may forward the image encoder
-        stock = _prepared(model, _for_stock(model, arguments, new_stop_strings))
-    return _call(speculator, slo, arguments, arrived_s, stock)
-
-
-def _prepared(model: PreTrainedModel, arguments: dict[str, Any]) -> StockCall:
-    """Return what stock ``generate`` passes to its decoding method; ``arguments`` are those that it
-    takes.
-
-    Raises:
-        UnsupportedModelError: a ``generate`` of the model's class does not return what the decoding
-            method does.
-    """
     calls = list[StockCall]()
+    error: Exception | None = None
+    # Stock may forward the image encoder.
+    with speculator.lock if has_images else contextlib.nullcontext():
+        try:
+            output = _run_stock(model, _for_stock(model, arguments, new_stop_strings), calls.append)
+        except FORWARD_ERRORS as raised:
+            if not calls:
+                raise
+            error = raised
+    if error is not None or len(calls) != 1 or output is not calls[0]:
+        what = "which changes what transformers' generate returns" if calls else ""
+        raise _own_generate(model, what) from error
+    return _call(speculator, slo, arguments, arrived_s, calls[0], options=options, earlier=earlier)
+
+
+def _run_stock(
+    model: PreTrainedModel, arguments: dict[str, Any], decode: Callable[[StockCall], Any]
+) -> Any:
+    """Run stock ``generate`` with ``decode`` in place of its decoding method; where that returns
+    None, the method's arguments are its output.
+    """
 
     @functools.wraps(_as_decoding_method)
-    def decoding_method(*args: Any, **kwargs: Any) -> StockCall:
-        calls.append(_as_decoding_method(*args, **kwargs))
-        return calls[-1]
+    def decoding_method(*args: Any, **kwargs: Any) -> Any:
+        stock = _as_decoding_method(*args, **kwargs)
+        output = decode(stock)
+        return stock if output is None else output
 
-    error: Exception | None = None
-    try:
-        output = stock_generate(model)(**arguments, custom_generate=decoding_method)
-    except FORWARD_ERRORS as raised:
-        if not calls:
-            raise
-        output = None
-        error = raised
-    if len(calls) != 1 or output is not calls[0]:
-        raise _own_generate(
-            model, "which changes what transformers' generate returns" if calls else ""
-        ) from error
-    prepared: StockCall = calls[0]
-    return prepared
+    return stock_generate(model)(**arguments, custom_generate=decoding_method)
 
 
 def _own_generate(model: PreTrainedModel, what: str) -> UnsupportedModelError:
@@ -215,16 +212,13 @@ def generate_in_parts(
             "segment; pass a single one"
         )
 
-    @functools.wraps(_as_decoding_method)
-    def decode_part(*args: Any, **kwargs: Any) -> Any:
+    def decode_part(stock: StockCall) -> Any:
         nonlocal num_parts
         num_parts += 1
-        stock = _as_decoding_method(*args, **kwargs)
-        return decode(
-            _call(speculator, slo, arguments, speculator.target.ranks.clock(), stock, is_whisper)
-        )
+        arrived_s = speculator.target.ranks.clock()
+        return decode(_call(speculator, slo, arguments, arrived_s, stock, is_part=is_whisper))
 
-    output = stock_generate(model)(**_for_stock(model, arguments), custom_generate=decode_part)
+    output = _run_stock(model, _for_stock(model, arguments), decode_part)
     if not (num_parts or is_whisper):
         generator.set_state(state)
         raise _own_generate(model, "")
@@ -233,13 +227,24 @@ def generate_in_parts(
 
 def _check(
     speculator: Speculator, slo_tpot: SLOTpot, arguments: dict[str, Any], is_idle: bool = True
-) -> Any:
+) -> Stages | list[Stages]:
     """Check a call's arguments before stock sees them, renew the models, and return the parsed SLO."""
     model = speculator.target.model
-    _check_generate(model)
-    slo = parse_slo(configured("slo_tpot", model, arguments) if slo_tpot is None else slo_tpot)
+    if has_own_generate(model):  # transformers' must be reached through it
+        parameters = signature(type(model).generate).parameters
+        takes_all = any(p.kind == Parameter.VAR_KEYWORD for p in parameters.values())
+        if "custom_generate" not in parameters and not takes_all:
+            raise _own_generate(
+                model, "which does not take all arguments of transformers' generate"
+            )
     check_arguments(model, arguments)
-    check_evaluating(model)
+    if slo_tpot is None:
+        slo_tpot = configured("slo_tpot", model, arguments)
+    tokenizer = arguments.get("tokenizer")
+    slo = parse_slo(
+        slo_tpot,
+        None if tokenizer is None else lambda text: StopStrings(tokenizer, text).ends,
+    )
     speculator.renew(is_idle)
     return slo
 
@@ -249,71 +254,97 @@ def has_own_generate(model: Any) -> bool:
     return not is_of_transformers(type(model).generate)
 
 
-def _check_generate(model: Any) -> None:
-    """Raise UnsupportedModelError if transformers' ``generate`` cannot be reached through the
-    class's.
+def stages_by_row(
+    slo: Stages | list[Stages], num_rows: int, num_return_sequences: int = 1
+) -> list[Stages]:
+    """Return every row's stages; a list may hold one SLO per prompt (for all its returned
+    sequences) or per row.
+
+    Raises:
+        InvalidInputError: the list has another length.
     """
-    if has_own_generate(model):
-        parameters = signature(type(model).generate).parameters
-        if "custom_generate" not in parameters and all(
-            p.kind != Parameter.VAR_KEYWORD for p in parameters.values()
-        ):
-            raise _own_generate(
-                model, "which does not take all arguments of transformers' generate"
-            )
+    if not isinstance(slo, list):
+        return [slo] * num_rows
+    if len(slo) * num_return_sequences == num_rows:
+        slo = [prompt_slo for prompt_slo in slo for _ in range(num_return_sequences)]
+    if len(slo) != num_rows:
+        raise InvalidInputError(
+            f"slo_tpot has {len(slo)} entries for {num_rows} rows; give one number for all rows or one entry per row"
+        )
+    return slo
 
 
 def _call(
     speculator: Speculator,
-    slo: Any,
+    slo: Stages | list[Stages],
     arguments: dict[str, Any],
     arrived_s: float,
     stock: StockCall,
     is_part: bool = False,
+    options: SubmitOptions | None = None,
+    earlier: RequestMetrics | None = None,
 ) -> Call:
-    """Return the call of what stock prepared."""
-    model = speculator.target.model
-    inputs = stock.model_kwargs
-    names = list[str]()
+    """Return the call of what stock prepared, with the parameters of its requests."""
+    checked = speculator.target
+    model = checked.model
+    input_ids, processors, criteria, config, model_kwargs, _ = stock
+    inputs, names = validated_inputs(checked, config, processors, criteria, model_kwargs)
     encoder = None
-    check_cache(*given_cache(inputs), is_prepared=True)
-    if foreign := foreign_members((stock.processors, stock.criteria)):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} decodes with lists of processors or criteria that are not transformers' own "
-            f"({', '.join(foreign)}), which speculation does not call; return a LogitsProcessorList and a "
-            "StoppingCriteriaList, or call generate without slo_tpot"
-        )
     if model.config.is_encoder_decoder:
-        inputs, encoder = decoder_inputs(inputs), EncoderInputs(model, stock.inputs, inputs)
-    else:
-        names = names_beside_text(model, {k: v for k, v in inputs.items() if k not in PREPARED})
-        inputs = inputs if names else without_token_types(inputs, speculator.target)
-    check_options(stock.config, inputs, names)
-    check_criteria(stock.criteria, speculator.target.ranks.num_deciding)
-    prompt = PromptInputs.of(
-        stock.input_ids, inputs, stock.config, model.get_input_embeddings(), bool(names)
-    )
-    whole = (
-        None
-        if encoder is not None
-        else WholePrompts.of(speculator.target.packed, prompt, inputs, names)
-    )
-    if speculator.target.ranks.is_led:
-        check_forwards(model, stock.processors, whole is not None)
-    stages = stages_by_row(
-        slo, len(stock.input_ids), stock.config.num_return_sequences, arguments.get("tokenizer")
-    )
-    grammars, streamer = (
-        [draft_grammar(stock.processors) for _ in stages],
-        arguments.get("streamer"),
-    )
-    callbacks = *stock.processors, *stock.criteria, *([] if streamer is None else [streamer])
-    rows = Rows(
-        stock.input_ids, prompt, whole, encoder, stock.config, stock.criteria, stages, grammars, arrived_s, streamer,
-        any(map(is_users, callbacks)),
-    )  # fmt: skip
-    check_prompts(rows, speculator.target, has_placeholders=bool(names))
-    return Call(rows, stock, speculator, encoder, is_part, bool(names))
+        encoder = EncoderInputs(model, stock.inputs, model_kwargs)
+    prompt = PromptInputs.of(input_ids, inputs, config, model.get_input_embeddings(), bool(names))
+    whole = WholePrompts.of(checked.packed, prompt, inputs, names) if encoder is None else None
+    if whole is not None and checked.ranks.is_led:
+        raise UnsupportedOptionError(
+            f"{type(model).__name__} processes prompts as a whole, and the batcher of a tensor-parallel model cannot; "
+            "call generate in every process, while no batcher runs"
+        )
+    streamer = arguments.get("streamer")
+    callbacks = *processors, *criteria, *([] if streamer is None else [streamer])
+    has_callbacks = any(map(is_users, callbacks))
+    record = Record(len(input_ids), config)
+    stops = Stops(criteria, input_ids, record.scores_of, pad_token(config), has_callbacks)
+    stages = stages_by_row(slo, len(input_ids), config.num_return_sequences)
+    prompts = [prompt.tokens_of(row) for row in range(len(input_ids))]
+    prompt.check(checked, stops.max_new_tokens, input_ids.shape[1], has_placeholders=bool(names))
+    asked = SubmitOptions() if options is None else options
+    if options is not None:
+        record.num_top = options.logprobs
+        if len(prompts) > 1:
+            raise UnsupportedOptionError(
+                "num_return_sequences must be 1; submit once per sequence, with seeds"
+            )
+        if options.resume is not None:
+            check_ids("resume", options.resume.tokens, vocab_size(model))
+    params = [
+        RequestParams(
+            tokens,
+            stops.max_new_tokens,
+            stages[row],
+            ttft_slo_s=stages[row][0].ttft_slo_s or asked.slo_ttft,
+            priority=asked.priority,
+            is_best_effort=asked.best_effort,
+            must_guarantee=asked.must_guarantee,
+            cache_salt=asked.cache_salt,
+            is_sampled=bool(config.do_sample),
+            row=row,
+            num_padding=max(map(len, prompts)) - len(tokens),
+            is_stop=stops.of(row, len(tokens)),
+            prefill=None if whole is None else whole.prefill(row),
+            encoded_for=None if encoder is None else encoder.of_row(row),
+            prompt_reader=prompt_reader(model, tokens, asked.prompt_logprobs, whole is not None),
+            may_draft=asked.speculative,
+            has_callbacks=has_callbacks,
+            ends_with_others=options is None,
+            e2e_slo_s=asked.slo_e2e,
+            grammar=draft_grammar(processors),
+            earlier=earlier,
+            value=asked.value,
+        )
+        for row, tokens in enumerate(prompts)
+    ]
+    rows = Rows(input_ids, prompt, stops, record, streamer)
+    return Call(params, arrived_s, rows, stock, speculator, encoder, is_part, bool(names))
 
 
 def stock_generate(model: PreTrainedModel) -> Callable[..., Any]:

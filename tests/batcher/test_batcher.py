@@ -10,7 +10,7 @@ import pytest
 
 from hf_slospec.batcher.handle import RequestHandle
 from hf_slospec.errors import QueueFull, RequestCancelledError
-from hf_slospec.request.request import Stage
+from hf_slospec.request.slo import Stage
 from tests.support.toys.server import WAIT_S, Server, alone
 
 

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from hf_slospec.batcher.batcher import BatcherState
 from hf_slospec.errors import NotRunningError, QueueFull, RequestCancelledError
 from tests.support.toys.server import WAIT_S, Server, alone
 
@@ -23,7 +24,7 @@ def test_starting_while_it_drains_waits_and_then_starts() -> None:
     stopping = threading.Thread(target=server.batcher.stop, args=(True, None))
     stopping.start()
     until = time.monotonic() + WAIT_S
-    while server.batcher._ending is None and time.monotonic() < until:
+    while server.batcher._state is BatcherState.TAKING and time.monotonic() < until:
         time.sleep(0.001)
     with pytest.raises(NotRunningError, match="stopped"):
         server.submit(3)
@@ -171,4 +172,4 @@ def test_an_order_for_a_request_that_is_over_is_not_kept(server: Server) -> None
     handle.result(WAIT_S)
     server.batcher.stop(drain=True, timeout=None)
     server.batcher.abort(handle, None)  # as by a thread that found it running just before
-    assert not server.batcher._aborted
+    assert not server.batcher._orders

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, tiny_prompts, weights_changed
-from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import Stage
 from hf_slospec.scheduler.continuous import ContinuousScheduler, Limits
 from tests.support.breadth import quick_or
 from tests.support.served_pair import CONFIG, WAIT_S, Holds, alone

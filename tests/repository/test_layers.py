@@ -105,13 +105,10 @@ PENDING: dict[str, set[str]] = {
         "hf_slospec.families.ranks",
         "hf_slospec.families.states",
     },
-    "hf_slospec.generate.prompt_logprobs": {
-        "hf_slospec.families.prefilled_prompts",
-    },
     "hf_slospec.generate.rollouts": {
         "hf_slospec.heads.past_answers",
     },
-    "hf_slospec.generate.rows": {
+    "hf_slospec.generate.validation": {
         "hf_slospec.families.encoder",
     },
     "hf_slospec.model.attention.backends": {
@@ -169,10 +166,6 @@ PENDING: dict[str, set[str]] = {
     },
     "hf_slospec.model.trial": {
         "hf_slospec.families.prefilled_prompts",
-    },
-    "hf_slospec.request.slo": {
-        "hf_slospec.generate.rows",
-        "transformers",
     },
 }
 
