@@ -14,12 +14,10 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from hf_slospec.batcher.handle import WAITS_FOR_ITSELF, RequestHandle, waiting_s, wake
-from hf_slospec.engine.events import StepEvent
+from hf_slospec.batcher.orders import Abort, BatcherState, LoadReport, Observer, Submission
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.step import Engine
 from hf_slospec.errors import (
@@ -37,46 +35,6 @@ from hf_slospec.scheduler.load import ReplicaLoad, load_of
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 NewEngine = Callable[[], Engine[ContinuousScheduler]]
-
-
-class BatcherState(Enum):
-    """What a running batcher does with requests."""
-
-    TAKING = "takes and decodes them"
-    DRAINING = "takes no more, and decodes those it has"
-    STOPPING = "cancels them"
-
-
-@dataclass(frozen=True)
-class Submission:
-    """Order to decode a request."""
-
-    handle: RequestHandle
-
-
-@dataclass(frozen=True)
-class Abort:
-    """Order to end a request, as cancelled or, with an error, as failed."""
-
-    handle: RequestHandle
-    error: BaseException | None
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """Order to report the engine's load."""
-
-    future: Future[ReplicaLoad]
-
-
-class Observer(Protocol):
-    """Callbacks that a batcher calls in its thread. Their errors are logged, and end no request."""
-
-    def on_step(self, step: StepEvent) -> None:
-        """Handle the end of a step."""
-
-    def on_end(self, request: Request) -> None:
-        """Handle a request that finished, was cancelled or failed."""
 
 
 class Batcher:
@@ -122,6 +80,7 @@ class Batcher:
         self._orders = deque[Submission | Abort | LoadReport]()
         self._state = BatcherState.TAKING
         self._handles: dict[int, RequestHandle] = {}  # unfinished requests, by index
+        self._running_engine: Engine[ContinuousScheduler] | None = None  # used by its thread only
         self._clear_counts()
         self.step_begun_s: float | None = None  # by the monotonic clock; None between steps
         self._thread: threading.Thread | None = None
@@ -266,16 +225,26 @@ class Batcher:
 
     # ---- the engine's thread
 
+    @property
+    def _engine(self) -> Engine[ContinuousScheduler]:
+        assert self._running_engine is not None
+        return self._running_engine
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._engine.scheduler.running or self._engine.scheduler.waiting)
+
     def _run(self, engine: Engine[ContinuousScheduler]) -> None:
         error: BaseException | None = None
-        engines = [engine]  # one element, which `_replace_engine` replaces
+        self._running_engine = engine
         del engine
         with self.in_thread():
             for part in (self._serve, self._close):
                 try:
-                    part(engines)
+                    part()
                 except BaseException as caught:  # noqa: BLE001  every waiting handle raises it
                     error = error or caught
+            self._running_engine = None
         with self._changed:
             if error is not None:
                 self._why_not = f"died of {error!r}; call start() to use it again"
@@ -293,87 +262,87 @@ class Batcher:
         with self._changed:
             self._orders.clear()
 
-    def _serve(self, engines: list[Engine[ContinuousScheduler]]) -> None:
-        while self._take_orders(engines):
-            if _is_busy(engines[0].scheduler):
-                self._step(engines[0])
+    def _serve(self) -> None:
+        while self._take_orders():
+            if self._is_busy:
+                self._step()
         with self.lock:
-            engines[0].retire([*engines[0].scheduler.running, *engines[0].scheduler.waiting])
+            self._engine.retire(self._unfinished())
 
-    def _close(self, engines: list[Engine[ContinuousScheduler]]) -> None:
+    def _close(self) -> None:
         with self.lock:
-            engines[0].close()
+            self._engine.close()
 
-    def _replace_engine(self, engines: list[Engine[ContinuousScheduler]]) -> SLOSpecError | None:
+    def _unfinished(self) -> list[Request]:
+        return [*self._engine.scheduler.running, *self._engine.scheduler.waiting]
+
+    def _replace_engine(self) -> SLOSpecError | None:
         """Replace an engine whose models were moved or cast, and fail its requests; return an error
         if that fails.
         """
-        (engine,) = engines
-        error: SLOSpecError = UnsupportedModelError(
+        error = UnsupportedModelError(
             "the model was moved, cast or given another forward while requests were running; submit them again"
         )
-        for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
-            self._retire(engine, request, error)
+        for request in self._unfinished():
+            self._retire(request, error)
+        engine = self._engine
         try:
-            engines[0] = self.new_engine()
+            self._running_engine = self.new_engine()
         except SLOSpecError as caught:  # the next requests try again
             return caught
         with self.lock:
             engine.close()
         return None
 
-    def _take_orders(self, engines: list[Engine[ContinuousScheduler]]) -> bool:
+    def _take_orders(self) -> bool:
         """Wait for work or orders, carry the orders out, and return whether to go on."""
-        if not (is_busy := _is_busy(engines[0].scheduler)):
+        if not (is_busy := self._is_busy):
             self.lock.rest()
         with self._changed:
-            self._count(engines[0])
+            self._count()
             self._changed.wait_for(
                 lambda: is_busy or self._orders or self._state is not BatcherState.TAKING
             )
             num_orders = len(self._orders)
             state = self._state
-        refusal = None if self.is_current() else self._replace_engine(engines)
-        (engine,) = engines
+        refusal = None if self.is_current() else self._replace_engine()
         for _ in range(num_orders):
             match self._orders.popleft():
                 case Submission(handle):
-                    self._take(engine, handle.request, refusal)
+                    self._take(handle.request, refusal)
                 case Abort(handle, error):
                     if not handle.request.is_finished:
-                        self._retire(engine, handle.request, error)
+                        self._retire(handle.request, error)
                 case LoadReport(future):
                     if future.set_running_or_notify_cancel():
-                        future.set_result(load_of(engine.scheduler))
+                        future.set_result(load_of(self._engine.scheduler))
         if state is BatcherState.DRAINING:
-            return _is_busy(engine.scheduler)
+            return self._is_busy
         return state is BatcherState.TAKING
 
-    def _take(
-        self, engine: Engine[ContinuousScheduler], request: Request, refusal: SLOSpecError | None
-    ) -> None:
+    def _take(self, request: Request, refusal: SLOSpecError | None) -> None:
         """Queue a request in the scheduler, or refuse it."""
         if refusal is None and request.params.must_guarantee:
             with self.lock:
-                if not engine.scheduler.offer(request, engine.clock()):
+                if not self._engine.scheduler.offer(request, self._engine.clock()):
                     refusal = NotGuaranteedError(
                         f"the SLOs of request {request.index} cannot be guaranteed now"
                     )
         elif refusal is None:
-            engine.scheduler.add(request)
+            self._engine.scheduler.add(request)
         if refusal is None:
             wake(self._handles[request.index].advance())
         else:
             request.end(refusal)
             self._end(request)
 
-    def _step(self, engine: Engine[ContinuousScheduler]) -> None:
+    def _step(self) -> None:
         try:
             with self.lock:
                 self.step_begun_s = time.monotonic()
-                event = engine.step()
+                event = self._engine.step()
         except MemoryError as error:
-            self._do_less(engine, error)
+            self._do_less(error)
             return
         except Exception:
             if self.is_current():
@@ -383,7 +352,7 @@ class Batcher:
             self.step_begun_s = None
         # Counted first: threads that wait for a result may read the counts.
         with self._changed:
-            self._count(engine)
+            self._count()
         self._notify(self.observer.on_step, event)
         handles = [self._handles[part.index] for part in event.requests]
         wake(
@@ -395,40 +364,37 @@ class Batcher:
             if handle.request.is_finished:
                 self._end(handle.request)
 
-    def _count(self, engine: Engine[ContinuousScheduler]) -> None:
-        scheduler = engine.scheduler
+    def _count(self) -> None:
+        scheduler = self._engine.scheduler
         before = self.num_waiting
         arriving = [order for order in self._orders if isinstance(order, Submission)]
         self.num_waiting = len(scheduler.waiting) + len(arriving)
         self.num_running = len(scheduler.running)
         self.kv_held = scheduler.kv_held
-        self.num_kept = engine.target.num_kept
+        self.num_kept = self._engine.target.num_kept
         if self.num_waiting < before:
             self._changed.notify_all()  # there is room in the queue
 
-    def _do_less(self, engine: Engine[ContinuousScheduler], error: MemoryError) -> None:
+    def _do_less(self, error: MemoryError) -> None:
         """Reduce the work of steps after one ran out of memory; a request that is too large by
         itself fails.
         """
-        scheduler = engine.scheduler
+        engine = self._engine
         with self.lock:
             if engine.relieve():
                 return
-        if preempted := scheduler.relieve(engine.clock()):
+        if preempted := engine.scheduler.relieve(engine.clock()):
             with self.lock:
                 engine.forget(preempted)
-        elif not scheduler.shrink():
-            self._retire(
-                engine, max(scheduler.running, key=lambda request: len(request.tokens)), error
-            )
+        elif not engine.scheduler.shrink():
+            longest = max(engine.scheduler.running, key=lambda request: len(request.tokens))
+            self._retire(longest, error)
 
-    def _retire(
-        self, engine: Engine[ContinuousScheduler], request: Request, error: BaseException | None
-    ) -> None:
+    def _retire(self, request: Request, error: BaseException | None) -> None:
         """End a request that is not finished."""
         request.end(error)
         with self.lock:
-            engine.retire([request])
+            self._engine.retire([request])
         self._end(request)
 
     def _end(self, request: Request) -> None:
@@ -448,10 +414,6 @@ class Batcher:
             logger.exception(
                 "the observer of the batcher raised; requests continue, and its counts may be wrong"
             )
-
-
-def _is_busy(scheduler: ContinuousScheduler) -> bool:
-    return bool(scheduler.running or scheduler.waiting)
 
 
 def _clear_frames(error: BaseException) -> None:

@@ -48,9 +48,7 @@ from hf_slospec.generate.arguments import check_decoder_only, configured
 from hf_slospec.generate.call import Decoder
 from hf_slospec.generate.images import keeping_rope_deltas
 from hf_slospec.generate.prepare import prepare
-from hf_slospec.generate.speculator import Speculator
 from hf_slospec.model.host_memory import return_freed_memory
-from hf_slospec.model.memory import free_memory
 from hf_slospec.model.properties import autocast_dtype, trained_len
 from hf_slospec.model.sampling import RequestSamplers, TokenLogprobs
 from hf_slospec.model.target import PackedTarget
@@ -62,10 +60,6 @@ from hf_slospec.scheduler.continuous import ContinuousScheduler, Limits
 
 logger = logging.getLogger(__name__)
 STREAMER_S = 5.0  # seconds that stop() waits for a streamer to receive the remaining tokens
-UNBOUNDED_LEN = 1 << 20  # assumed maximum length in tokens if the model states none and has no K/V
-# Share of the free memory for K/V; a growing pool is copied, so it needs twice its size for a
-# moment
-FREE_SHARE = 0.4
 
 
 class BatchingService:
@@ -121,9 +115,7 @@ class BatchingService:
                 self._check_defaults()
                 kv_tokens = self.config.kv_tokens
                 if kv_tokens is None:
-                    kv_tokens = ranks.least(
-                        _affordable_kv_tokens(speculator, self.config.max_batch)
-                    )
+                    kv_tokens = ranks.least(speculator.affordable_kv_tokens())
                 self._limits = limits_of(self.config, kv_tokens, speculator.max_nodes)
                 new_engine, lock, max_queue = (
                     self._new_engine,
@@ -148,7 +140,7 @@ class BatchingService:
         short = {"max_new_tokens": 1, "min_new_tokens": 0, "tokenizer": self.tokenizer}
         try:
             arguments = {"inputs": ids, "attention_mask": torch.ones_like(ids)} | short
-            prepare(self.decoder.speculator, None, arguments)
+            prepare(self.decoder.speculator_of(arguments), None, arguments)
         except (ValueError, TypeError) as error:
             if isinstance(error, (UnsupportedModelError, IncompatibleDraftError)):
                 raise
@@ -386,29 +378,6 @@ def _batcher_thread() -> Iterator[None]:
     with torch.no_grad():
         yield
     return_freed_memory()
-
-
-def _affordable_kv_tokens(speculator: Speculator, max_batch: int) -> int:
-    """Return how many tokens of K/V fit into a share of the free memory, at most those of a full
-    batch.
-
-    The recurrent states of a full batch are subtracted; if all layers keep states, tokens take no
-    memory."""
-    bytes_per_token = sum(model.kv_bytes_per_token for model in speculator.models)
-    state_bytes = max_batch * sum(model.state_bytes for model in speculator.models)
-    device = speculator.target.packed.device
-    if device.type == "cuda":  # torch's allocator reserves memory that it has freed
-        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        free = torch.cuda.mem_get_info(device)[0] + reserved
-    else:
-        free = free_memory()
-    max_len = trained_len(speculator.target.model) or (
-        math.inf if bytes_per_token else UNBOUNDED_LEN
-    )
-    fitting = (
-        max(FREE_SHARE * free - state_bytes, 0) / bytes_per_token if bytes_per_token else math.inf
-    )
-    return int(min(fitting, max_batch * (max_len + speculator.max_nodes)))
 
 
 def _stream(handle: RequestHandle, prompt: torch.Tensor, streamer: Any) -> None:

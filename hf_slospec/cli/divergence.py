@@ -22,9 +22,10 @@ from hf_slospec.errors import InvalidInputError, InvalidTypeError, UnsupportedOp
 from hf_slospec.generate.arguments import check_decoder_only
 from hf_slospec.generate.call import Decoder, decode
 from hf_slospec.generate.enable import decoder_of
-from hf_slospec.generate.prepare import StockCall, prepare, stock_generate
+from hf_slospec.generate.prepare import prepare
 from hf_slospec.generate.processors import is_stateless, processors_of_row
 from hf_slospec.generate.rows import pad_token
+from hf_slospec.generate.stock import StockCall, stock_generate
 from hf_slospec.model.properties import CACHE_NAME, CACHE_NAMES, cache_option, input_device
 
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}

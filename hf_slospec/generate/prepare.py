@@ -1,23 +1,19 @@
-"""Preparing a call: stock ``generate`` prepares inputs, processors and criteria; requests are made
-of its rows.
+"""Preparation of a call: stock ``generate`` prepares inputs, processors and criteria, of which the
+parameters of requests are made.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import Parameter, signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
-from transformers.generation import GenerationConfig, StoppingCriteriaList
 
-from hf_slospec.errors import InvalidInputError, UnsupportedModelError, UnsupportedOptionError
-from hf_slospec.families.encoder import EncoderInputs, generates_in_parts
+from hf_slospec.errors import InvalidInputError, UnsupportedOptionError
+from hf_slospec.families.encoder import EncoderInputs
 from hf_slospec.generate.arguments import check_arguments, configured
 from hf_slospec.generate.images import WholePrompts, names_beside_text
 from hf_slospec.generate.processors import (
@@ -30,10 +26,18 @@ from hf_slospec.generate.processors import (
 from hf_slospec.generate.prompt import PromptInputs, check_ids, prompt_reader
 from hf_slospec.generate.rows import Rows, Stops, StopStrings, pad_token
 from hf_slospec.generate.speculator import Speculator
+from hf_slospec.generate.stock import (
+    NewStopStrings,
+    StockCall,
+    arguments_for_stock,
+    generates_in_parts,
+    has_own_generate,
+    own_generate_error,
+    run_stock,
+)
 from hf_slospec.generate.validation import PREPARED, validated_inputs
 from hf_slospec.model.coupling import Coupling
 from hf_slospec.model.noise import default_generator
-from hf_slospec.model.ownership import is_of_transformers
 from hf_slospec.model.properties import FORWARD_ERRORS, vocab_size
 from hf_slospec.model.sampling import Record, StockSampler
 from hf_slospec.request.metrics import RequestMetrics
@@ -42,18 +46,6 @@ from hf_slospec.request.request import NewNoise, Request
 from hf_slospec.request.slo import SLOTpot, Stages, parse_slo
 
 TEXT_ARGUMENTS = {*PREPARED, "input_ids", "inputs"}
-NewStopStrings = Callable[[Any, Any], Any]  # of a tokenizer and the strings
-
-
-class StockCall(NamedTuple):
-    """Arguments that stock ``generate`` passes to its decoding method."""
-
-    input_ids: torch.Tensor  # [batch, padded_len] int64
-    processors: Any
-    criteria: StoppingCriteriaList
-    config: GenerationConfig
-    model_kwargs: dict[str, Any]
-    inputs: Any = None  # an encoder's main input, for every prompt
 
 
 @dataclass(frozen=True)
@@ -150,38 +142,17 @@ def prepare(
     # Stock may forward the image encoder.
     with speculator.lock if has_images else contextlib.nullcontext():
         try:
-            output = _run_stock(model, _for_stock(model, arguments, new_stop_strings), calls.append)
+            output = run_stock(
+                model, arguments_for_stock(model, arguments, new_stop_strings), calls.append
+            )
         except FORWARD_ERRORS as raised:
             if not calls:
                 raise
             error = raised
     if error is not None or len(calls) != 1 or output is not calls[0]:
         what = "which changes what transformers' generate returns" if calls else ""
-        raise _own_generate(model, what) from error
+        raise own_generate_error(model, what) from error
     return _call(speculator, slo, arguments, arrived_s, calls[0], options=options, earlier=earlier)
-
-
-def _run_stock(
-    model: PreTrainedModel, arguments: dict[str, Any], decode: Callable[[StockCall], Any]
-) -> Any:
-    """Run stock ``generate`` with ``decode`` in place of its decoding method; where that returns
-    None, the method's arguments are its output.
-    """
-
-    @functools.wraps(_as_decoding_method)
-    def decoding_method(*args: Any, **kwargs: Any) -> Any:
-        stock = _as_decoding_method(*args, **kwargs)
-        output = decode(stock)
-        return stock if output is None else output
-
-    return stock_generate(model)(**arguments, custom_generate=decoding_method)
-
-
-def _own_generate(model: PreTrainedModel, what: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{type(model).__name__} decodes by a generate of its own{what and ', '}{what}, which cannot be speculated; "
-        "call generate without slo_tpot, or pass fallback=True"
-    )
 
 
 @torch.no_grad()
@@ -218,10 +189,10 @@ def generate_in_parts(
         arrived_s = speculator.target.ranks.clock()
         return decode(_call(speculator, slo, arguments, arrived_s, stock, is_part=is_whisper))
 
-    output = _run_stock(model, _for_stock(model, arguments), decode_part)
+    output = run_stock(model, arguments_for_stock(model, arguments), decode_part)
     if not (num_parts or is_whisper):
         generator.set_state(state)
-        raise _own_generate(model, "")
+        raise own_generate_error(model, "")
     return output
 
 
@@ -234,7 +205,7 @@ def _check(
         parameters = signature(type(model).generate).parameters
         takes_all = any(p.kind == Parameter.VAR_KEYWORD for p in parameters.values())
         if "custom_generate" not in parameters and not takes_all:
-            raise _own_generate(
+            raise own_generate_error(
                 model, "which does not take all arguments of transformers' generate"
             )
     check_arguments(model, arguments)
@@ -247,11 +218,6 @@ def _check(
     )
     speculator.renew(is_idle)
     return slo
-
-
-def has_own_generate(model: Any) -> bool:
-    """Return whether the model's class overrides ``generate``, or a library wraps it."""
-    return not is_of_transformers(type(model).generate)
 
 
 def stages_by_row(
@@ -287,11 +253,8 @@ def _call(
     """Return the call of what stock prepared, with the parameters of its requests."""
     checked = speculator.target
     model = checked.model
-    input_ids, processors, criteria, config, model_kwargs, _ = stock
-    inputs, names = validated_inputs(checked, config, processors, criteria, model_kwargs)
-    encoder = None
-    if model.config.is_encoder_decoder:
-        encoder = EncoderInputs(model, stock.inputs, model_kwargs)
+    input_ids, processors, criteria, config, *_ = stock
+    inputs, names, encoder = validated_inputs(checked, stock)
     prompt = PromptInputs.of(input_ids, inputs, config, model.get_input_embeddings(), bool(names))
     whole = WholePrompts.of(checked.packed, prompt, inputs, names) if encoder is None else None
     if whole is not None and checked.ranks.is_led:
@@ -345,118 +308,3 @@ def _call(
     ]
     rows = Rows(input_ids, prompt, stops, record, streamer)
     return Call(params, arrived_s, rows, stock, speculator, encoder, is_part, bool(names))
-
-
-def stock_generate(model: PreTrainedModel) -> Callable[..., Any]:
-    """Return the model class's own ``generate``, bound to the model, whatever replaced it on the
-    instance.
-
-    One that does not name ``inputs`` takes them as its first argument.
-    """
-    model_class: Any = type(model)
-    method: Callable[..., Any] = model_class.generate.__get__(model)
-    if is_of_transformers(method) or "inputs" in signature(method).parameters:
-        return method
-
-    @functools.wraps(method)
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        first = [kwargs.pop("inputs")] if "inputs" in kwargs and not args else args
-        return method(*first, **kwargs)
-
-    return generate
-
-
-def foreign_generate(generate: Any) -> Any:
-    """Return the ``generate`` of a model instance, or the one under ours, if it is someone else's;
-    otherwise None.
-
-    One with an attribute ``speculates`` hands its arguments to a :class:`SLOSpecGenerator`.
-    """
-    generate = getattr(generate, "replaced", generate)
-    is_ours = getattr(getattr(generate, "func", generate), "speculates", False)
-    return None if is_ours or is_of_transformers(generate) else generate
-
-
-def _as_decoding_method(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    logits_processor: Any,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    inputs_tensor: Any = None,
-    **model_kwargs: Any,  # not by name: transformers would take them from the caller's arguments
-) -> StockCall:
-    """Return the prepared inputs; stock ``generate`` calls this in place of its decoding method."""
-    return StockCall(
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        model_kwargs,
-        inputs_tensor,
-    )
-
-
-def _for_stock(
-    model: PreTrainedModel,
-    arguments: dict[str, Any],
-    new_stop_strings: NewStopStrings = StopStrings,
-) -> dict[str, Any]:
-    """Return the arguments without those that stock would drop, refuse or misread."""
-    kept = {name: value for name, value in arguments.items() if name not in ("streamer", "labels")}
-    kept = without_drafts(
-        model, kept
-    )  # with them, stock would choose assisted decoding, which takes only one row
-    for name in ("inputs", "input_ids"):
-        if isinstance(ids := kept.get(name), torch.Tensor) and ids.ndim == 1:
-            kept[name] = ids[None]
-            if isinstance(mask := kept.get("attention_mask"), torch.Tensor) and mask.ndim == 1:
-                kept["attention_mask"] = mask[None]
-    strings = configured("stop_strings", model, kept)
-    tokenizer = kept.get("tokenizer")
-    if (
-        strings is not None and tokenizer is not None
-    ):  # without a tokenizer stock says what is missing
-        try:
-            criterion = new_stop_strings(tokenizer, strings)
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise InvalidInputError(
-                f"stop_strings must be strings that the tokenizer can write, got {strings!r}: {error}"
-            ) from error
-        kept["stopping_criteria"] = StoppingCriteriaList(
-            [*(kept.get("stopping_criteria") or []), criterion]
-        )
-        kept = _without(model, kept, "stop_strings")
-    return kept
-
-
-def without_drafts(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments for stock, without those that make it draft, which it can for one
-    row only.
-    """
-    if (
-        generates_in_parts(model) and "inputs" in arguments
-    ):  # Whisper's generate takes them by the encoder's name only
-        arguments = {
-            model.main_input_name if name == "inputs" else name: value
-            for name, value in arguments.items()
-        }
-    if arguments.get("tokenizer") is None:  # a generate of the model's own may not know it
-        arguments = {name: value for name, value in arguments.items() if name != "tokenizer"}
-    kept = {
-        name: value
-        for name, value in arguments.items()
-        if name not in ("assistant_model", "assistant_tokenizer")
-    }
-    return _without(model, kept, "prompt_lookup_num_tokens")
-
-
-def _without(model: PreTrainedModel, arguments: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a call's arguments with a setting turned off where it is set; stock warns of settings
-    set twice.
-    """
-    kept = {key: value for key, value in arguments.items() if key != name}
-    if getattr(config := kept.get("generation_config"), name, None) is not None:
-        kept["generation_config"] = copy.copy(config)
-        setattr(kept["generation_config"], name, None)
-    return kept if getattr(model.generation_config, name, None) is None else kept | {name: None}

@@ -176,58 +176,46 @@ class PromptInputs:
             InvalidInputError, UnsupportedOptionError: the message names the row and the argument.
         """
         target = checked.packed
-        lengths = [len(self.columns_of(row)) for row in range(len(self.tokens))]
-        for row, length in enumerate(lengths):
-            self._check_length(row, length, max_new_tokens, checked)
-            self._check_mask(row, checked)
-        self._check_rope(checked, max(lengths), padded_len, max_new_tokens)
+        limit = target.max_positions
+        counts_all = target.has_states or any(each.window or each.chunk for each in target.layers)
+        masks = self._on_host[1]  # [batch, length] bool
+        for row, length in enumerate(masks.sum(1).tolist()):
+            max_len = length + max_new_tokens
+            mask = masks[row]
+            if length == 0:
+                raise UnsupportedInputError(
+                    f"row {row} of input_ids is empty or all padding; give it at least one token"
+                )
+            if limit is not None and max_len - 1 > limit:  # the last needs no position
+                raise UnsupportedInputError(
+                    f"row {row}: prompt of {length} tokens + max_new_tokens={max_new_tokens} "
+                    f"exceed the model's {limit} positions; shorten the prompt or set max_new_tokens to at most "
+                    f"{max(limit - length + 1, 0)}"
+                )
+            if target.num_selected is not None and max_len > target.num_selected:
+                raise UnsupportedInputError(
+                    f"row {row} may get {max_len} tokens long, and beyond {target.num_selected} this model's "
+                    "layers select keys, of which equal scores leave the choice open; lower max_new_tokens to at most "
+                    f"{max(target.num_selected - length, 0)}, or call generate without slo_tpot"
+                )
+            if not bool(mask.all()) and checked.counts_padding:
+                raise UnsupportedInputError(
+                    f"attention_mask masks tokens of row {row}, and {type(target.model).__name__} counts them as "
+                    "text, so its output would depend on the other rows; pass rows of one length, or one row at a time"
+                )
+            if bool((mask[:-1] & ~mask[1:]).any()) and (counts_all or checked.counts_gaps):
+                raise UnsupportedOptionError(
+                    f"attention_mask masks tokens inside row {row}, which a sliding window, a chunk, a recurrent "
+                    "state or a bias by place would count; pad on the left only, or call generate without slo_tpot"
+                )
+        self._check_rope(checked, int(masks.sum(1).max()), padded_len, max_new_tokens)
         ids = self.tokens.clamp(max=0) if has_placeholders else self.tokens
         check_ids("input_ids", (int(ids.min()), int(ids.max())), target.vocab_size)
-        shapes = [(layer.shape.key.num_heads, layer.shape.key.dim) for layer in target.layers]
+        shapes = [(each.shape.key.num_heads, each.shape.key.dim) for each in target.layers]
         if self.cached_shapes and self.cached_shapes != shapes:
             raise InvalidInputError(
                 f"{CACHE_NAME} holds {len(self.cached_shapes)} layers, whose shapes are not those of this model's "
                 f"{len(shapes)}; pass a cache that the same model wrote"
-            )
-
-    def _check_length(
-        self, row: int, length: int, max_new_tokens: int, checked: CheckedModel
-    ) -> None:
-        target = checked.packed
-        limit = target.max_positions
-        max_len = length + max_new_tokens
-        if length == 0:
-            raise UnsupportedInputError(
-                f"row {row} of input_ids is empty or all padding; give it at least one token"
-            )
-        if limit is not None and max_len - 1 > limit:  # the last needs no position
-            raise UnsupportedInputError(
-                f"row {row}: prompt of {length} tokens + max_new_tokens={max_new_tokens} "
-                f"exceed the model's {limit} positions; shorten the prompt or set max_new_tokens to at most "
-                f"{max(limit - length + 1, 0)}"
-            )
-        if target.num_selected is not None and max_len > target.num_selected:
-            raise UnsupportedInputError(
-                f"row {row} may get {max_len} tokens long, and beyond {target.num_selected} this model's "
-                "layers select keys, of which equal scores leave the choice open; lower max_new_tokens to at most "
-                f"{max(target.num_selected - length, 0)}, or call generate without slo_tpot"
-            )
-
-    def _check_mask(self, row: int, checked: CheckedModel) -> None:
-        target = checked.packed
-        counts_all = target.has_states or any(
-            layer.window or layer.chunk for layer in target.layers
-        )
-        mask = self._on_host[1][row]  # [length] bool
-        if not bool(mask.all()) and checked.counts_padding:
-            raise UnsupportedInputError(
-                f"attention_mask masks tokens of row {row}, and {type(target.model).__name__} counts them as "
-                "text, so its output would depend on the other rows; pass rows of one length, or one row at a time"
-            )
-        if bool((mask[:-1] & ~mask[1:]).any()) and (counts_all or checked.counts_gaps):
-            raise UnsupportedOptionError(
-                f"attention_mask masks tokens inside row {row}, which a sliding window, a chunk, a recurrent "
-                "state or a bias by place would count; pad on the left only, or call generate without slo_tpot"
             )
 
     def _check_rope(

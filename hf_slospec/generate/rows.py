@@ -327,10 +327,10 @@ def pad_token(config: GenerationConfig) -> int:
     return 0 if pad is None else int(pad)
 
 
-Text = Any  # str or bytes, by the kind of tokenizer
+StopText = Any  # str or bytes, by the kind of tokenizer
 
 
-class _Vocabulary:
+class _StopVocabulary:
     """The text of every token, from ``StopStringCriteria``."""
 
     def __init__(self, tokenizer: Any):
@@ -339,10 +339,10 @@ class _Vocabulary:
         texts, ids = StopStringCriteria.clean_tokenizer_vocab(
             tokenizer, stop_string_matching_mode=self.mode
         )
-        self.texts: dict[int, Text] = dict(zip(ids, texts, strict=True))
+        self.texts: dict[int, StopText] = dict(zip(ids, texts, strict=True))
         self.beginnings = {text[:end] for text in texts for end in range(1, len(text) + 1)}
 
-    def can_end(self, stop: Text) -> bool:
+    def can_end(self, stop: StopText) -> bool:
         """Return whether some token begins with a suffix of the stop string, or contains the whole
         string.
         """
@@ -351,13 +351,13 @@ class _Vocabulary:
         )
 
 
-_known: WeakKeyDictionary[Any, _Vocabulary] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Any, _StopVocabulary] = WeakKeyDictionary()
 
 
-def _vocabulary(tokenizer: Any) -> _Vocabulary:
+def _vocabulary_of(tokenizer: Any) -> _StopVocabulary:
     known = _known.get(tokenizer)
     if known is None or known.size != len(tokenizer):  # tokens may be added
-        known = _known[tokenizer] = _Vocabulary(tokenizer)
+        known = _known[tokenizer] = _StopVocabulary(tokenizer)
     return known
 
 
@@ -381,7 +381,7 @@ class StopStrings(StoppingCriteria):
         strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
         if not strings or not all(strings):
             raise ValueError("at least one is needed, and none may be empty")
-        vocabulary = _vocabulary(tokenizer)
+        vocabulary = _vocabulary_of(tokenizer)
         self._texts = vocabulary.texts
         self._stops = StopStringCriteria._get_stop_strings_for_matching(
             tuple(strings), vocabulary.mode
@@ -397,7 +397,7 @@ class StopStrings(StoppingCriteria):
 
     def ends(self, tokens: list[int]) -> bool:
         """Return whether the last of the tokens completes a stop string."""
-        texts: list[Text] = []
+        texts: list[StopText] = []
         for token in reversed(tokens[-self._max_tokens :]):
             if (
                 text := self._texts.get(token)

@@ -12,9 +12,10 @@ from transformers import GenerationConfig
 from transformers.generation import GenerationMode, MaxTimeCriteria, StoppingCriteriaList
 
 from hf_slospec.errors import UnsupportedModelError, UnsupportedOptionError
-from hf_slospec.families.encoder import decoder_inputs
+from hf_slospec.families.encoder import EncoderInputs, decoder_inputs
 from hf_slospec.generate.arguments import check_cache
 from hf_slospec.generate.images import names_beside_text
+from hf_slospec.generate.stock import StockCall
 from hf_slospec.model.checked_model import CheckedModel
 from hf_slospec.model.ownership import foreign_members
 from hf_slospec.model.properties import CACHE_NAMES, given_cache
@@ -34,20 +35,17 @@ PREPARED = {
 
 
 def validated_inputs(
-    checked: CheckedModel,
-    config: GenerationConfig,
-    processors: Any,
-    criteria: Any,
-    model_kwargs: dict[str, Any],
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the decoder's inputs that stock ``generate`` prepared, and the names of those that are
-    images, audio or video.
+    checked: CheckedModel, stock: StockCall
+) -> tuple[dict[str, Any], list[str], EncoderInputs | None]:
+    """Return the decoder's inputs that stock ``generate`` prepared, the names of those that are
+    images, audio or video, and the encoder's inputs.
 
     Raises:
         UnsupportedModelError, UnsupportedOptionError: they cannot be speculated.
     """
     model = checked.model
-    check_cache(*given_cache(model_kwargs), is_prepared=True)
+    _, processors, criteria, config, inputs, _ = stock
+    check_cache(*given_cache(inputs), is_prepared=True)
     if foreign := foreign_members((processors, criteria)):
         raise UnsupportedModelError(
             f"{type(model).__name__} decodes with lists of processors or criteria that are not transformers' own "
@@ -55,15 +53,15 @@ def validated_inputs(
             "StoppingCriteriaList, or call generate without slo_tpot"
         )
     names: list[str] = []
+    encoder = None
     if model.config.is_encoder_decoder:
-        inputs = decoder_inputs(model_kwargs)
+        inputs, encoder = decoder_inputs(inputs), EncoderInputs(model, stock.inputs, inputs)
     else:
-        beside = {name: value for name, value in model_kwargs.items() if name not in PREPARED}
-        names = names_beside_text(model, beside)
-        inputs = model_kwargs if names else _without_token_types(model_kwargs, checked)
+        names = names_beside_text(model, {k: v for k, v in inputs.items() if k not in PREPARED})
+        inputs = inputs if names else _without_token_types(inputs, checked)
     _check_options(config, inputs, {*PREPARED, *names, "mm_token_type_ids"})
     _check_ranks(checked, processors, criteria)
-    return inputs, names
+    return inputs, names, encoder
 
 
 def _check_options(config: GenerationConfig, inputs: dict[str, Any], supported: set[str]) -> None:

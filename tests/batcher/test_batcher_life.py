@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from hf_slospec.batcher.batcher import BatcherState
+from hf_slospec.batcher.orders import BatcherState
 from hf_slospec.errors import NotRunningError, QueueFull, RequestCancelledError
 from tests.support.toys.server import WAIT_S, Server, alone
 

@@ -52,9 +52,6 @@ PENDING: dict[str, set[str]] = {
     "hf_slospec.batcher.service": {
         "hf_slospec.families.tensor_parallel",
     },
-    "hf_slospec.batcher.texts": {
-        "hf_slospec.heads.translation",
-    },
     "hf_slospec.cpu.compiled": {
         "hf_slospec.cuda.captured",
     },
@@ -89,9 +86,6 @@ PENDING: dict[str, set[str]] = {
         "hf_slospec.heads.loading",
         "hf_slospec.heads.past_answers",
         "hf_slospec.heads.suffix",
-    },
-    "hf_slospec.generate.call": {
-        "hf_slospec.families.encoder",
     },
     "hf_slospec.generate.images": {
         "hf_slospec.families.prefilled_prompts",
