@@ -184,7 +184,7 @@ BUDGETS = {
     "scheduler": 9328,
     "server": 21909,
     "serving": 11,
-    "tests": 312000,
+    "tests": 304500,
     "tiny": 1557,
     "training": 6529,
     "tree": 2029,

@@ -52,9 +52,9 @@ class Walk:
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         module = module_of(frame)
-        if event == "call" and module and module != module_of(frame.f_back):
-            if any(map(holds_slo, arguments_of(frame))):
-                self.modules.append(module)
+        is_entered = event == "call" and module and module != module_of(frame.f_back)
+        if is_entered and any(map(holds_slo, arguments_of(frame))):
+            self.modules.append(module)
 
 
 class AtTheEnd(Policy):

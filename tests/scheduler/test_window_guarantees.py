@@ -9,7 +9,6 @@ import math
 import numpy as np
 import pytest
 
-from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.costs import RecentSteps
 from hf_slospec.request.metrics import WINDOW, planned_share
 from hf_slospec.request.request import Request, RequestParams, Stage
@@ -307,14 +306,3 @@ def test_prompts_leave_time_for_guaranteed_windows() -> None:
         worst[probability] = request.metrics().worst_tpot_s
     assert worst[0.9] <= 1.5
     assert worst[0.9] <= worst[None]
-
-
-@pytest.mark.parametrize("bad", [0.0, 1.0, -0.5, 95])
-def test_probabilities_lie_between_0_and_1(bad: float) -> None:
-    with pytest.raises(ValueError, match="guarantee"):
-        SLOSpecConfig(guarantee=bad)
-
-
-def test_only_admission_by_slo_can_state_one() -> None:
-    with pytest.raises(ValueError, match="admission 'slo'"):
-        SLOSpecConfig(guarantee=0.9, admission="fcfs")
