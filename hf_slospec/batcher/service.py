@@ -210,7 +210,7 @@ class BatchingService:
                     "the processes of this tensor-parallel model follow a batcher, and cannot follow another or a new "
                     "one; stop() it first, in all processes"
                 )
-            speculator.renew()
+        speculator.renew()
         self._placements = speculator.placements
         max_kept = math.inf if self.config.kept_tokens is None else self.config.kept_tokens or None
         others = self._samplers, slots, max_kept

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partialmethod
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -84,9 +84,11 @@ def foreign_members(owners: Iterable[Any]) -> list[str]:
     return list(dict.fromkeys(on_classes + on_instances))
 
 
-def check_own_code(model: Any) -> None:
+def check_own_code(model: Any, parts: Sequence[Any] | None = None) -> None:
     """Raise UnsupportedModelError if the model decodes or attends by code that speculation would
     not run.
+
+    ``parts`` are all its modules, if the caller has them.
     """
     name = type(model).__name__
     methods = [*_foreign_of_class(type(model), DECODING_METHODS), *_set_on(model, DECODING_METHODS)]
@@ -96,7 +98,7 @@ def check_own_code(model: Any) -> None:
             "not call; remove them from the class or the instance, pass fallback=True, or call generate without "
             "slo_tpot"
         )
-    if (foreign := next(_foreign_attention(model), None)) is not None:
+    if (foreign := next(_foreign_attention(parts or all_modules(model)), None)) is not None:
         raise UnsupportedModelError(
             f"{name} attends by {foreign}, where packed forwards run only what replaces transformers' own functions; "
             "restore it, load the model with attn_implementation='sdpa', pass fallback=True, or call generate without "
@@ -180,14 +182,13 @@ def _set_on(owner: Any, among: Collection[str] = ()) -> Iterator[str]:
             yield name
 
 
-def _foreign_attention(model: Any) -> Iterator[str]:
+def _foreign_attention(parts: Sequence[Any]) -> Iterator[str]:
     """Yield the names of functions that packed forwards replace and that are not transformers' own."""
     if not isinstance(functional.scaled_dot_product_attention, BuiltinFunctionType):
         yield _title(
             "torch.nn.functional.scaled_dot_product_attention",
             functional.scaled_dot_product_attention,
         )
-    parts = all_modules(model)
     configs = {id(part.config): part.config for part in parts if "config" in vars(part)}.values()
     names = {str(getattr(config, "_attn_implementation", None) or "eager") for config in configs}
     implementations = {

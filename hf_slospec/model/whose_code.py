@@ -29,12 +29,12 @@ COMPILED = "get_compiler_config"  # attribute of functions that torch.compile re
 REQUIRING_GRAD = ("make_inputs_require_grad", "make_inputs_require_grads")
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Return whether the model or a part of it was compiled.
+def is_compiled(model: nn.Module, parts: Sequence[Any] | None = None) -> bool:
+    """Return whether the model or a part of it was compiled; ``parts`` are all its modules.
 
     Packed forwards change modules while they run, for which the compiler would compile the model
     again."""
-    modules = all_modules(model)
+    modules = parts or all_modules(model)
     forwards = [module.__dict__["forward"] for module in modules if "forward" in module.__dict__]
     classes: set[Any] = {*map(type, modules)}
     return (
