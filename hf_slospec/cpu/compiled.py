@@ -26,13 +26,13 @@ from hf_slospec.cpu.joined_linears import JoinedLinears
 from hf_slospec.cpu.kernels import granularity
 from hf_slospec.cpu.operators import plan_for_operators
 from hf_slospec.cpu.twin import MIN_SIZE, Description, Interface
-from hf_slospec.model.agreement import relative_error, tolerance_in
 from hf_slospec.model.batch import AttentionLayer, PackedBatch
 from hf_slospec.model.inputs import Inputs, Outputs
 from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.machine import leaving_a_core
-from hf_slospec.model.properties import autocast_dtype
+from hf_slospec.model.properties import autocast_dtype, relative_error, tolerance_in
 from hf_slospec.model.version import ModelVersion, can_be_traced
+from hf_slospec.model.whose_code import library_of
 
 logger = logging.getLogger(__name__)
 
@@ -201,10 +201,7 @@ def _why_not(model: Any, layers: Sequence[AttentionLayer]) -> str | None:
         return "only models on a CPU are compiled"
     if any(layer.is_own or layer.is_latent for layer in layers):
         return "its layers compute attention by themselves, or over latent keys"
-    if (package := type(model).__module__.partition(".")[0]) not in (
-        "transformers",
-        __name__.partition(".")[0],
-    ):
+    if (package := library_of(type(model))) not in ("transformers", "hf_slospec"):
         return f"only classes of transformers are compiled, and this is one of {package}"
     return operators.why_unsupported()
 

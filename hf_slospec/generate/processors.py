@@ -11,7 +11,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from transformers.generation import LogitsProcessor, logits_process, stopping_criteria, streamers
+from transformers.generation import LogitsProcessor
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
@@ -42,21 +42,19 @@ from transformers.generation.logits_process import (
 )
 
 from hf_slospec.generate.grammars import DraftGrammar, JSONConstraint
-
-OF_TRANSFORMERS = {module.__name__ for module in (logits_process, stopping_criteria, streamers)}
+from hf_slospec.model.whose_code import library_of
 
 
 def is_stock(callback: Any) -> bool:
     """Return whether transformers defines the class of a callback."""
-    return type(callback).__module__ in OF_TRANSFORMERS
+    return type(callback).__module__.startswith("transformers.generation.")
 
 
 def is_users(callback: Any) -> bool:
     """Return whether the user wrote a callback, or a function that it calls."""
-    is_ours = type(callback).__module__.partition(".")[0] == __name__.partition(".")[0]
-    return not (is_stock(callback) or is_ours) or isinstance(
-        callback, PrefixConstrainedLogitsProcessor
-    )
+    is_ours = library_of(type(callback)) == "hf_slospec"
+    calls_users = isinstance(callback, PrefixConstrainedLogitsProcessor)
+    return calls_users or not (is_stock(callback) or is_ours)
 
 
 def copied_for_row(callback: Any) -> Any:

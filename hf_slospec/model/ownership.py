@@ -21,9 +21,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.model.overrides import all_modules
 from hf_slospec.model.properties import cannot_be_packed
+from hf_slospec.model.whose_code import WRAPPERS, library_of
 
 LIBRARY = "transformers"
-WRAPPERS = (LIBRARY, "torch", "hf_slospec", "contextlib")  # their decorators call what they wrap
 IMPORTED = {"torch", *sys.stdlib_module_names}  # modules of transformers import functions from them
 # Methods that stock `generate` calls while it decodes, and speculation does not. Those that it
 # calls before run.
@@ -60,11 +60,11 @@ def is_of_transformers(function: Any) -> bool:
     globals are read."""
     function = getattr(function, "__func__", function)
     while isinstance(function, FunctionType):
-        root = _root(function.__globals__.get("__name__"))
-        if root not in WRAPPERS or root not in function.__code__.co_filename:
+        library = library_of(function)
+        if library not in WRAPPERS or library not in function.__code__.co_filename:
             return False
         if "__wrapped__" not in vars(function):
-            return root == LIBRARY
+            return library == LIBRARY
         function = vars(function)["__wrapped__"]
     return False
 
@@ -121,15 +121,11 @@ def check_mask_function(mask_function: Any) -> None:
                 )
 
 
-def _root(name: str | None) -> str:
-    return (name or "").partition(".")[0]
-
-
 def _foreign_of_class(kind: type, among: Collection[str] = ()) -> Iterator[str]:
     """Yield the names of a class's members that are not transformers' own, all or only those
     ``among`` some.
     """
-    library = [base for base in kind.__mro__ if _root(base.__module__) == LIBRARY]
+    library = [base for base in kind.__mro__ if library_of(base) == LIBRARY]
     if not library:
         yield kind.__name__
     members = (
@@ -139,7 +135,7 @@ def _foreign_of_class(kind: type, among: Collection[str] = ()) -> Iterator[str]:
         base = next((base for base in kind.__mro__ if name in vars(base)), object)
         member = vars(base).get(name)
         functions = _functions(member)
-        is_own = _root(base.__module__) == LIBRARY
+        is_own = library_of(base) == LIBRARY
         if functions and (
             is_own or not isinstance(member, partialmethod)
         ):  # which binds further arguments
@@ -205,7 +201,7 @@ def _foreign_attention(parts: Sequence[Any]) -> Iterator[str]:
                 is_of_transformers(function) and function.__name__ in ATTENTION
             ):
                 yield _title(repr(name), function)
-        if _root(getattr(module, "__name__", "")) == LIBRARY:
+        if own.get("__name__", "").startswith(f"{LIBRARY}."):
             yield from _replaced(module, ("create_", "repeat_kv"))
     for name in implementations:
         mask = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
@@ -228,7 +224,7 @@ def _replaced(module: Any, prefixes: tuple[str, ...]) -> Iterator[str]:
             isinstance(value, FunctionType) and name.startswith(prefixes)
         ) or is_of_transformers(value):
             continue
-        if _root(value.__globals__.get("__name__")) not in IMPORTED:
+        if library_of(value) not in IMPORTED:
             yield _title(f"{module.__name__}.{name}", value)
 
 

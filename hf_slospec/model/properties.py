@@ -1,10 +1,10 @@
-"""Properties of a model that packed forwards need, and errors that refuse a model."""
+"""Properties of a model that packed forwards need, errors that refuse a model, and errors of logits."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -337,3 +337,28 @@ def reach_of(mask_function: Callable[..., torch.Tensor], local_size: int | None)
         candidates[Reach(window=size)] = causal & (queries - keys < size)
         candidates[Reach(chunk=size)] = causal & (queries // size == keys // size)
     return next((reach for reach, mask in candidates.items() if torch.equal(mask, seen)), None)
+
+
+# Relative errors of a node's logits: above rounding, and far below the error of attending to a
+# wrong token.
+TOLERANCE = 5e-3
+REDUCED_TOLERANCE = 0.1
+
+
+def relative_error(ours: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+    """Return the relative error of each token's centred logits.  -> [num_tokens] f64"""
+    ours, plain = (
+        logits.double() - logits.double().mean(-1, keepdim=True) for logits in (ours, plain)
+    )
+    smallest = torch.finfo(
+        plain.dtype
+    ).tiny  # a token without an embedding may have equal logits for all tokens
+    errors: torch.Tensor = (ours - plain).norm(dim=-1) / plain.norm(dim=-1).clamp(min=smallest)
+    return errors
+
+
+def tolerance_in(dtypes: Iterable[torch.dtype]) -> float:
+    """Return the relative error of logits that rounding may cause in layers of these dtypes."""
+    return (
+        TOLERANCE if all(torch.finfo(dtype).bits >= 32 for dtype in dtypes) else REDUCED_TOLERANCE
+    )

@@ -10,7 +10,6 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_slospec.families.prefilled_prompts import cached_tensors, own_cache, sees_later_tokens
-from hf_slospec.model.agreement import relative_error, tolerance_in
 from hf_slospec.model.loading import listed, not_finite
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.properties import (
@@ -19,7 +18,9 @@ from hf_slospec.model.properties import (
     evaluating,
     given_position_ids,
     refused_if_it_fails,
+    relative_error,
     takes_position_ids,
+    tolerance_in,
     trained_len,
 )
 from hf_slospec.model.run import decoder_arguments, encode

@@ -19,7 +19,7 @@ from hf_slospec.model.overrides import (
     items_of,
     plain_class,
 )
-from hf_slospec.model.whose_code import changing_hooks, is_unchanging
+from hf_slospec.model.whose_code import changing_hooks, is_unchanging, library_of
 
 _num_writes = 0
 _num_told = 0
@@ -81,7 +81,7 @@ PLAIN = (
     torch.Tensor,
     torch.nn.Parameter,
 )  # quantised weights have classes of their own and may have no address
-LIBRARIES = ("torch", "transformers")  # modules from elsewhere are adapters, or written by users
+BUILDERS = ("torch", "transformers")  # modules from elsewhere are adapters, or written by users
 VALUES = frozenset(
     (type(None), bool, int, float, str)
 )  # types of attributes that are compared by value
@@ -203,7 +203,7 @@ class ModelVersion:
         self._adapters = [
             module
             for module, kind in zip(self.all_parts, self._classes, strict=True)
-            if kind.__module__.split(".")[0] not in LIBRARIES
+            if library_of(kind) not in BUILDERS
         ]
         self._adapter_attributes = _held_by(self._adapters)
         self._submodules = [part._modules for part in self.all_parts if part._modules]

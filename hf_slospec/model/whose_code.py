@@ -62,23 +62,13 @@ def is_unchanging(hook: Callable[..., Any]) -> bool:
     )
 
 
+WRAPPERS = {"transformers", "torch", "hf_slospec", "contextlib"}  # decorators call what they wrap
 # Libraries whose layers and hooks compute a token from its own inputs, or attend by transformers'
-# interface.
-LIBRARIES = frozenset(
-    (
-        "torch",
-        "transformers",
-        "hf_slospec",
-        "accelerate",
-        "peft",
-        "torchao",
-        "bitsandbytes",
-        "contextlib",
-    )
+# interface; the last are weight-only layers that transformers' quantizers put into models, which
+# the trial compares with themselves.
+LIBRARIES = WRAPPERS | set(
+    "accelerate peft torchao bitsandbytes awq compressed_tensors gptqmodel hqq optimum".split()
 )
-# Weight-only layers that transformers' quantizers put into models; the trial compares them with
-# themselves.
-LIBRARIES |= {"awq", "compressed_tensors", "gptqmodel", "hqq", "optimum"}
 DECLARED = (
     "per_token"  # attribute by which hooks and modules say that they compute each token alone
 )
@@ -111,6 +101,15 @@ WITHOUT_STATE = re.compile(
 )
 IN_PLACE = {"out", "inplace"}  # arguments by which functions of torch write into tensors
 MAX_INDEX = 1  # of tuples; a larger number in a subscript may count tokens
+
+
+def library_of(code: Any) -> str:
+    """Return the top-level package that defines a function or class.
+
+    Functions are told by their globals: decorators copy ``__module__`` from what they wrap."""
+    names = getattr(code, "__globals__", None)
+    module = code.__module__ if names is None else names.get("__name__")
+    return (module or "").partition(".")[0]
 
 
 def check_code(model: nn.Module) -> None:
@@ -189,7 +188,7 @@ def _overridden(kind: type) -> Iterator[str]:
     """Yield the names of methods that a library's class has for its forwards, and a class of the
     user overrides.
     """
-    foreign = [base for base in kind.__mro__ if not _is_library(base.__module__)]
+    foreign = [base for base in kind.__mro__ if not _is_of_library(base)]
     for name in dict.fromkeys(name for base in foreign for name in vars(base)):
         is_method = isinstance(getattr(kind, name), FunctionType) and not name.startswith("__init")
         is_used = any(
@@ -208,10 +207,6 @@ def _overridden(kind: type) -> Iterator[str]:
 
 def _is_beside_forwards(name: str) -> bool:
     return any(hasattr(base, name) for base in (PreTrainedModel, GenerationMixin))
-
-
-def _is_library(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in LIBRARIES
 
 
 def _is_accepted(code: Any, owner: nn.Module | None) -> bool:
@@ -241,13 +236,8 @@ def _is_known(code: Any) -> bool:
     return all(map(_is_of_library, _functions(code)))
 
 
-def _is_of_library(function: Any) -> bool:
-    """Return whether a library defines a function; decorators copy ``__module__`` from what they
-    wrap.
-    """
-    return _is_library(
-        getattr(function, "__globals__", {"__name__": function.__module__}).get("__name__")
-    )
+def _is_of_library(code: Any) -> bool:
+    return library_of(code) in LIBRARIES
 
 
 def _functions(code: Any) -> Iterator[Any]:
