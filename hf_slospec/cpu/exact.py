@@ -110,7 +110,7 @@ class ExactProducts(TorchFunctionMode):
         way = way_for(rows.dtype, shape, is_transposed, bias is not None, self._as_one, threads)
         if way.chunk is None:
             return _in_groups(rows, way.sizes, _plain(weight, bias, is_transposed))
-        copy = self._copies.get(weight)
+        copy: Blocks | None = self._copies.get(weight)
         if copy is None:
             with torch.inference_mode(False):  # copies may outlive the caller's inference mode
                 plain = weight.detach()

@@ -181,9 +181,9 @@ class Speculator:
         self._costs = learned.costs
         if self._costs is not None:
             self._costs.on_replaced = partial(_replace_cost, ref(self))
-        self.target.take_cost(learned.verify)
+        self.target.known_cost = learned.verify
         if self.draft is not None:
-            self.draft.take_cost(learned.draft_level)
+            self.draft.known_cost = learned.draft_level
         elif self._level is not None and learned.draft_level is not None:
             self._level = self._level[0], learned.draft_level
 

@@ -32,9 +32,7 @@ from hf_slospec.model.trial import check_by_trial, counts_gaps, counts_padding, 
 from hf_slospec.model.version import ModelVersion
 from hf_slospec.model.whose_code import changing_hooks, check_code, is_compiled, num_global_hooks
 
-RENEWED_S = (
-    1.0  # seconds of measuring between two calls, once compiled forwards have replaced eager ones
-)
+RENEWED_S = 1.0  # seconds of measuring once compiled forwards have replaced eager ones
 
 
 class CheckedModel:
@@ -68,8 +66,10 @@ class CheckedModel:
         self._is_target = target is None
         self.lock = FairLock(release_openmp_threads)
         self._renewing = FairLock()  # taken after `lock` where both are held
+        self.packed: PackedModel
+        self._placement: tuple[Any, ...]
         self._sets_attributes = False  # its own forwards change attributes of its modules
-        self._cost: ForwardCost | None = None
+        self.known_cost: ForwardCost | None = None  # None: not measured, or no longer valid
         self._is_cost_compiled = False  # the cost is that of compiled forwards
         if self._is_target:  # a draft decides no token
             check_own_code(model)
@@ -97,13 +97,12 @@ class CheckedModel:
             self._new_ranks(self.model)
             if self._placement[:-1] == placement[:-1]:  # engines go on with the old one
                 self.packed.check_layers()
-        exact = {} if self._is_target else {"exact": None}
-        config = self.config.model_copy(update=exact)
+        config = self.config if self._is_target else self.config.model_copy(update={"exact": None})
         packed = PackedModel(self.model, config, self.ranks, version)
         self._try(packed)
         self.packed = packed
         self._placement = placement
-        self._cost = None
+        self.known_cost = None
         self._tried = self._to_try
 
     def _present_placement(self, parts: Sequence[Any]) -> tuple[Any, ...]:
@@ -199,36 +198,26 @@ class CheckedModel:
         packed = self.packed
         with self.lock, self._renewing:
             seconds = self.measure_s
-            if self._cost is not None and self._is_cost_compiled != packed.compiled.is_used:
-                self._cost = None
+            if self.known_cost is not None and self._is_cost_compiled != packed.compiled.is_used:
+                self.known_cost = None
                 seconds = min(seconds, RENEWED_S)
             self._is_cost_compiled = packed.compiled.is_used
-            if self._cost is None:
-                self._cost = self.ranks.first(
-                    load_profile(packed)
-                )  # other ranks may not find the file yet
-            if self._cost is None:
+            if self.known_cost is None:
+                # Other ranks may not find the file yet.
+                self.known_cost = self.ranks.first(load_profile(packed))
+            if self.known_cost is None:
                 with evaluating(self.model):
-                    self._cost = measure(packed, seconds).fit()
-                save_profile(packed, self._cost)
-            return self._cost
-
-    @property
-    def known_cost(self) -> ForwardCost | None:
-        """Cost of the forwards as far as it is known; None before the first use of :attr:`cost`."""
-        return self._cost
-
-    def take_cost(self, cost: ForwardCost | None) -> None:
-        """Use the cost that another process has learned."""
-        self._cost = cost
+                    self.known_cost = measure(packed, seconds).fit()
+                save_profile(packed, self.known_cost)
+            return self.known_cost
 
     def replace_cost(self, old: ForwardCost, new: ForwardCost) -> None:
         """Replace a profile that turned out wrong by what steps measured; the next process measures
         again.
         """
         with self._renewing:
-            if self._cost is old:  # otherwise the model was moved or measured since
-                self._cost = new
+            if self.known_cost is old:  # otherwise the model was moved or measured since
+                self.known_cost = new
                 drop_profile(self.packed)
                 if input_device(self.model).type == "cpu":
                     warn_if_contended(new.at(1) / old.at(1))

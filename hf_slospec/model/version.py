@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ VALUES = frozenset(
     (type(None), bool, int, float, str)
 )  # types of attributes that are compared by value
 SIMPLE = VALUES.union(PLAIN)  # most attributes are
-_count_of_writes = operator.attrgetter("_version")
+_count_of_writes: Callable[[Any], int] = operator.attrgetter("_version")
 
 
 class ModelVersion:
@@ -98,6 +98,11 @@ class ModelVersion:
 
     Attributes are compared by identity: one that is replaced by an equal object counts as changed.
     """
+
+    all_parts: list[Any]  # the model and all its modules
+    _structure: list[Any]
+    _adapter_attributes: list[Any]
+    _places: tuple[tuple[int, ...], ...]
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
@@ -217,47 +222,38 @@ class ModelVersion:
 
     def _parts_and_hooks(self) -> list[Any]:
         submodules = itertools.chain.from_iterable(parts.values() for parts in self._submodules)
-        hooks = list(
-            itertools.chain.from_iterable(hooks.values() for hooks in self._hooks if hooks)
-        )
-        return [*submodules, *itertools.filterfalse(is_unchanging, hooks)]
+        hooks = itertools.chain.from_iterable(hooks.values() for hooks in self._hooks if hooks)
+        return [*submodules, *itertools.filterfalse(is_unchanging, list(hooks))]
 
     def _find_places(self) -> None:
         """Find the dicts and names of the dense weights, whose addresses graphs and copies need."""
         self._named: list[tuple[list[dict[str, Any]], list[str]]] = []
+        self._has_copies = False
         for kind in ("_parameters", "_buffers"):
-            holders = [getattr(part, kind) for part in self.all_parts]
-            named = [
-                (holder, name)
-                for holder in holders
-                for name, weight in holder.items()
-                if _is_dense(weight) and not weight.is_inference() and not weight.is_meta
-            ]
-            self._named.append(([holder for holder, _ in named], [name for _, name in named]))
-        parameters = zip(*self._named[0], strict=True)
-        self._has_copies = any(holder[name].device.type == "cpu" for holder, name in parameters)
+            holders: list[dict[str, Any]] = []
+            names: list[str] = []
+            for holder in filter(None, (vars(part)[kind] for part in self.all_parts)):
+                for name, weight in list(holder.items()):
+                    if _is_dense(weight) and not (weight.is_inference() or weight.is_meta):
+                        holders.append(holder)
+                        names.append(name)
+                        self._has_copies |= weight.is_cpu
+            self._named.append((holders, names))
         self._places = self._read_places()
 
     def _read_places(self) -> tuple[tuple[int, ...], ...]:
         """Return counts of writes, addresses of parameters and addresses of buffers."""
         try:  # at C's speed, as every step asks
-            parameters, buffers = (list(map(dict.get, *named)) for named in self._named)
-            counts = tuple(map(_count_of_writes, parameters)) if self._has_copies else ()
-            addresses = (tuple(map(torch.Tensor.data_ptr, each)) for each in (parameters, buffers))
-            return counts, *addresses
+            weights: list[list[Any]] = [list(map(dict.get, *named)) for named in self._named]
+            counts = tuple(map(_count_of_writes, weights[0])) if self._has_copies else ()
+            return counts, *(tuple(map(torch.Tensor.data_ptr, each)) for each in weights)
         except (TypeError, AttributeError, RuntimeError):  # one is gone, or sparse
             self._find_places()
             return self._places
 
     def _read_attributes(self) -> list[torch.Tensor]:
         """Read the attributes of all modules and configs, and return the weights."""
-        weights = [
-            weight
-            for part in self.all_parts
-            for holder in (part._parameters, part._buffers)
-            for weight in list(holder.values())
-            if weight is not None
-        ]
+        weights = _weights_of(self.all_parts)
         attributes = [*_held_by(self.all_parts), *_held_by(_configs(self.all_parts))]
         self._attributes = [*self._classes, *attributes, *(weight.dtype for weight in weights)]
         return [
@@ -286,16 +282,16 @@ def can_be_traced(model: torch.nn.Module) -> bool:
     torch's classes on one device.
     """
     parts = all_modules(model)
-    weights = [
-        weight
-        for part in parts
-        for holder in (part._parameters, part._buffers)
-        for weight in holder.values()
-        if weight is not None
-    ]
+    weights = _weights_of(parts)
     has_hooks = any(changing_hooks(part) or hasattr(part, "_hf_hook") for part in parts)
     is_on_one_device = len({weight.device for weight in weights}) == 1
     return all(map(_is_dense, weights)) and is_on_one_device and not has_hooks
+
+
+def _weights_of(parts: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the parameters and buffers of modules."""
+    holders = [holder for part in parts for holder in (part._parameters, part._buffers) if holder]
+    return [weight for holder in holders for weight in list(holder.values()) if weight is not None]
 
 
 def _is_dense(weight: Any) -> bool:

@@ -34,16 +34,11 @@ def is_compiled(model: nn.Module, parts: Sequence[Any] | None = None) -> bool:
 
     Packed forwards change modules while they run, for which the compiler would compile the model
     again."""
-    modules = parts or all_modules(model)
-    forwards = [module.__dict__["forward"] for module in modules if "forward" in module.__dict__]
-    classes: set[Any] = {*map(type, modules)}
-    return (
-        any(module._compiled_call_impl is not None for module in modules)
-        or any(
-            hasattr(forward, COMPILED)
-            for forward in (*forwards, *(each.forward for each in classes))
-        )
-        or any(each.__name__ == "OptimizedModule" for each in classes)
+    return any(
+        part._compiled_call_impl is not None
+        or type(part).__name__ == "OptimizedModule"
+        or hasattr(part.__dict__.get("forward", type(part).forward), COMPILED)
+        for part in parts or all_modules(model)
     )
 
 
@@ -191,31 +186,17 @@ def _overridden(kind: type) -> Iterator[str]:
     foreign = [base for base in kind.__mro__ if not _is_of_library(base)]
     for name in dict.fromkeys(name for base in foreign for name in vars(base)):
         is_method = isinstance(getattr(kind, name), FunctionType) and not name.startswith("__init")
-        is_used = any(
-            name in vars(base)
-            for base in kind.__mro__
-            if base not in foreign and base is not object
-        )
-        if (
-            is_method
-            and is_used
-            and name != "forward"
-            and (name in CALLS or not _is_beside_forwards(name))
-        ):
+        is_used = any(name in vars(base) for base in kind.__mro__ if base not in foreign)
+        is_beside = any(hasattr(base, name) for base in (PreTrainedModel, GenerationMixin))
+        if is_method and is_used and name != "forward" and (name in CALLS or not is_beside):
             yield name
-
-
-def _is_beside_forwards(name: str) -> bool:
-    return any(hasattr(base, name) for base in (PreTrainedModel, GenerationMixin))
 
 
 def _is_accepted(code: Any, owner: nn.Module | None) -> bool:
     """Return whether a hook or forward is a library's, declared, or seen to compute each token
     alone.
     """
-    if getattr(code, DECLARED, False) or any(
-        getattr(each, DECLARED, False) for each in _functions(code)
-    ):
+    if any(getattr(each, DECLARED, False) for each in (code, *_functions(code))):
         return True
     others = [function for function in _functions(code) if not _is_of_library(function)]
     bound = [value for value in _bound(code) if value is not owner]
@@ -297,21 +278,17 @@ def _writes(function: FunctionType, instructions: Sequence[dis.Instruction]) -> 
 
     ``hidden += v`` writes into the output, unless ``hidden`` is another name of a tensor that is
     not the call's."""
-    names = {
-        name for const in function.__code__.co_consts if isinstance(const, tuple) for name in const
-    }
+    tuples = (const for const in function.__code__.co_consts if isinstance(const, tuple))
+    if not IN_PLACE.isdisjoint(itertools.chain.from_iterable(tuples)):
+        return True
     if not any(each.opname == "BINARY_OP" and each.argrepr.endswith("=") for each in instructions):
-        return bool(names & IN_PLACE)
+        return False
     has_alias = any(
         each.opname.startswith(("LOAD_DEREF", "LOAD_GLOBAL", "LOAD_ATTR"))
         and after.opname.startswith(("STORE_FAST", "JUMP", "COPY", "SWAP", "BUILD"))
         for each, after in itertools.pairwise(instructions)
     )
-    return (
-        bool(names & IN_PLACE)
-        or has_alias
-        or bool(function.__defaults__ or function.__kwdefaults__)
-    )
+    return has_alias or bool(function.__defaults__ or function.__kwdefaults__)
 
 
 def _reads_plainly(

@@ -55,9 +55,6 @@ PENDING: dict[str, set[str]] = {
     "hf_slospec.batcher.texts": {
         "hf_slospec.heads.translation",
     },
-    "hf_slospec.cpu.compiled": {
-        "hf_slospec.cuda.captured",
-    },
     "hf_slospec.cpu.exact": {
         "hf_slospec.cuda.few_row_kernels",
     },
