@@ -1,6 +1,4 @@
-"""Check whose code a model, its attention and its caches run: packed forwards replace transformers'
-own only.
-"""
+"""Refuse models whose own code (methods, attention, masks, caches) packed forwards would skip."""
 
 from __future__ import annotations
 
@@ -70,7 +68,7 @@ def is_of_transformers(function: Any) -> bool:
 
 
 def foreign_members(owners: Iterable[Any]) -> list[str]:
-    """Return the names of what objects of transformers do by someone else's code.
+    """Return the names of members of transformers' objects that run code from outside transformers.
 
     These are methods and class attributes that are overridden, patched or set on an instance, and
     classes that have no base in transformers.
@@ -122,8 +120,8 @@ def check_mask_function(mask_function: Any) -> None:
 
 
 def _foreign_of_class(kind: type, among: Collection[str] = ()) -> Iterator[str]:
-    """Yield the names of a class's members that are not transformers' own, all or only those
-    ``among`` some.
+    """Yield the names of a class's members (only those in ``among``, if given) that are defined
+    outside transformers.
     """
     library = [base for base in kind.__mro__ if library_of(base) == LIBRARY]
     if not library:
@@ -145,7 +143,7 @@ def _foreign_of_class(kind: type, among: Collection[str] = ()) -> Iterator[str]:
 
 
 def _stored(kind: type) -> Iterator[str]:
-    """Yield the names of attributes that a property of the class stores, such as keys."""
+    """Yield the names of the class's properties that have a setter, such as ``keys``."""
     for base in kind.__mro__:
         yield from (
             name for name, value in vars(base).items() if isinstance(value, property) and value.fset
@@ -166,7 +164,7 @@ def _functions(member: Any) -> list[Any]:
 
 
 def _set_on(owner: Any, among: Collection[str] = ()) -> Iterator[str]:
-    """Yield the names of methods that were replaced on an instance by other ones than its class's."""
+    """Yield the names of methods that were set on an instance in place of its class's."""
     attributes = getattr(owner, "__dict__", {})
     for name in attributes.keys() & among if among else list(attributes):
         value = attributes[name]

@@ -1,5 +1,5 @@
-"""Check of whose code computes tokens: a known library's, the user's that computes each token
-alone, or other code.
+"""Find which library code comes from, and refuse code that may not compute each token
+independently.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def changing_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 def is_unchanging(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook is known to change no value."""
+    """Return whether a hook is one of those known to change no value."""
     return type(hook) is FunctionType and (
         hook.__module__ == COLLECTING or hook.__name__ in REQUIRING_GRAD
     )
@@ -131,7 +131,9 @@ def _global_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
 
 
 def _other_code(model: nn.Module) -> Iterator[str]:
-    """Yield descriptions of what computes tokens by other code than the libraries', undeclared."""
+    """Yield a description of each hook, forward or method that is neither a library's, nor declared
+    ``per_token``, nor token-wise by its bytecode.
+    """
     for hook in (hook for hooks in _global_hooks() for hook in hooks.values()):
         if not _is_accepted(hook, None):
             yield f"a global forward hook, {_name_of(hook)},"
@@ -154,8 +156,8 @@ def _other_code(model: nn.Module) -> Iterator[str]:
 
 
 def _modules_of_tokens(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield modules and their names, without those that were declared, that compute weights, or
-    that encode prompts.
+    """Yield the modules that compute tokens, with their names: no encoders of prompts,
+    parametrizations or modules declared ``per_token``.
     """
     is_whole = getattr(model.config, "is_encoder_decoder", False)
     seen = {id(model.get_encoder())} if is_whole else set[int]()
@@ -180,8 +182,8 @@ def _accelerate_hooks(module: Any) -> Iterator[Any]:
 
 
 def _overridden(kind: type) -> Iterator[str]:
-    """Yield the names of methods that a library's class has for its forwards, and a class of the
-    user overrides.
+    """Yield the names of methods that forwards may call and that a class from outside the libraries
+    overrides.
     """
     foreign = [base for base in kind.__mro__ if not _is_of_library(base)]
     for name in dict.fromkeys(name for base in foreign for name in vars(base)):
@@ -204,7 +206,7 @@ def _is_accepted(code: Any, owner: nn.Module | None) -> bool:
 
 
 def _bound(code: Any) -> Iterator[Any]:
-    """Yield the arguments that are bound in a callable, and objects that are called."""
+    """Yield the objects that a callable is bound to, and its bound arguments."""
     if isinstance(code, functools.partial):
         yield from (*code.args, *code.keywords.values(), *_bound(code.func))
     elif isinstance(code, MethodType):
@@ -222,9 +224,7 @@ def _is_of_library(code: Any) -> bool:
 
 
 def _functions(code: Any) -> Iterator[Any]:
-    """Yield the functions that a callable runs as far as it shows them: itself, and what it wraps
-    or binds.
-    """
+    """Yield the functions behind a callable: itself, the methods it is bound to, and what it wraps."""
     wrapped = getattr(code, "__dict__", {}).get("__wrapped__")
     if wrapped is not None:
         yield from _functions(wrapped)
@@ -245,8 +245,7 @@ def _functions(code: Any) -> Iterator[Any]:
 def is_token_wise(
     function: Any, owner: nn.Module | None = None, values: Iterable[Any] = ()
 ) -> bool:
-    """Return whether a function's code shows that it does the same to each token, whatever calls it
-    gets.
+    """Return whether a function's bytecode shows that it treats all tokens alike and independently.
 
     It may only add, multiply and convert tensors, by constants or attributes of ``owner``, without
     loops, shapes or state; ``values`` are its bound arguments. What such code does to one shape, it
