@@ -17,7 +17,7 @@ from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.tree_mask import chain, chain_and_tree
 from hf_slospec.tree.tree import TokenTree
 
-NEVER = -1  # equals no state of a model's fingerprint
+NEVER = -1  # equals no version of a model
 MIN_SHARED = 16  # tokens; computing the K/V of fewer is faster than keeping or copying it
 FIRST_ROOM = 512  # new tokens for which a request has slots at first, if its prompt is shorter
 # Maximum number of prefixes if layers have states, each as large as the K/V of hundreds of tokens.
@@ -63,7 +63,7 @@ class Sequences:
     @property
     def weights_state(self) -> int:
         """State of the model's weights; K/V of one is of no use in another."""
-        return self.packed.fingerprint.state if self.decided_state is None else self.decided_state
+        return self.packed.version.weights if self.decided_state is None else self.decided_state
 
     @property
     def cache(self) -> KVCache:
@@ -311,7 +311,7 @@ class Sequences:
         params = request.params
         if self.max_kept is None or not self._is_plain(len(params.prompt) + params.num_padding):
             return None, 0
-        self.packed.fingerprint.notice(structure=False)
+        self.packed.version.notice(structure=False)
         if self._kept_state != self.weights_state:
             self._keep_at_most(0)
         wanted = request.tokens[:-1][: self.packed.rope.max_plain]
@@ -386,7 +386,7 @@ class Sequences:
     ) -> Outputs:
         """Forward new tokens of requests; see :meth:`PackedModel.outputs`."""
         if self.max_kept is not None:
-            self.packed.fingerprint.notice()
+            self.packed.version.notice()
         for part in parts:
             part.sequence.staged_end = part.sequence.length + part.num_tokens
         return self.packed.outputs(self.cache.pool, parts, logit_rows, feature_layers)
@@ -394,7 +394,7 @@ class Sequences:
     def draft(self, parts: Sequence[NewTokens], logit_rows: torch.Tensor, level: DraftLevel) -> Any:
         """Forward a level of draft nodes of requests; see :meth:`PackedModel.draft`."""
         if self.max_kept is not None:
-            self.packed.fingerprint.notice(structure=False)
+            self.packed.version.notice(structure=False)
         return self.packed.draft(self.cache.pool, parts, logit_rows, level)
 
     def prefill(self, request: RequestTokens, num_tokens: int) -> None:

@@ -49,12 +49,6 @@ KNOWS_GENERATE = ("generate",)  # may import transformers.generation
 
 # Imports across rings that are still to go: from each file of the core or of a plugin.
 PENDING: dict[str, set[str]] = {
-    "hf_slospec.batcher.texts": {
-        "hf_slospec.heads.translation",
-    },
-    "hf_slospec.cpu.compiled": {
-        "hf_slospec.cuda.captured",
-    },
     "hf_slospec.cpu.exact": {
         "hf_slospec.cuda.few_row_kernels",
     },
@@ -99,12 +93,7 @@ PENDING: dict[str, set[str]] = {
         "hf_slospec.cuda.fused_layers",
         "hf_slospec.cuda.graphs",
     },
-    "hf_slospec.request.slo": {
-        "hf_slospec.generate.rows",
-        "transformers",
-    },
 }
-
 
 # AST nodes without imports and expression contexts.  A budget rises only with a sentence that says what it buys.
 BUDGETS = {
@@ -116,18 +105,20 @@ BUDGETS = {
     "demo": 5880,
     "drafters": 7669,
     "engine": 9028,
-    "families": 8364,
+    # Took over what the core did for states and encoders: their probes, caches and arguments.
+    "families": 9015,
     "generate": 14617,
     "heads": 15619,
     "lab": 18250,
-    "model": 33036,
+    # Interfaces that keep families and attention kernels out of the core.
+    "model": 33461,
     "policies": 5218,
     "replicas": 5883,
     "request": 3586,
     "scheduler": 9328,
     "server": 21909,
     "serving": 11,
-    "tests": 312000,
+    "tests": 304500,
     "tiny": 1557,
     "training": 6529,
     "tree": 2029,
