@@ -8,7 +8,8 @@ def register() -> None:
 
     KERNELS["triton"] = Kernels(
         tree_attention.why_no_kernel,
-        lambda _: tree_attention.TreeAttention(),
-        lambda: tree_attention.TreeAttention(by_path=True),
+        lambda _, by_path: tree_attention.TreeAttention(by_path),
     )
-    KERNELS["flash"] = Kernels(flash_attention.why_no_kernel, flash_attention.new_flash_attention)
+    KERNELS["flash"] = Kernels(
+        flash_attention.why_no_kernel, lambda layers, _: flash_attention.new_flash_attention(layers)
+    )

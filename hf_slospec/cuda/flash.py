@@ -97,7 +97,7 @@ class Entries:
         )
 
     def padded(self, num_entries: int, max_queries: int, max_keys: int) -> Entries:
-        """Return a copy with empty entries added, ``num_entries`` in all, and with these maxima."""
+        """Pad to ``num_entries`` varlen entries with the given max_seqlen_q and max_seqlen_k."""
         missing = num_entries + 1 - len(self.cu_keys)
         assert missing >= 0 and max_queries >= self.max_queries and max_keys >= self.max_keys
         cu_queries, cu_keys = (

@@ -47,9 +47,8 @@ class Group:
     """Sequences whose tokens are mixed by one call: trees of one size, or a single long chain."""
 
     states: list[RecurrentStates]
-    mask: (
-        torch.Tensor
-    )  # [batch, N, S] bool, True = an ancestor of the token, or itself; see operators
+    # [batch, N, S] bool, True = an ancestor of the token, or itself; see recurrences
+    mask: torch.Tensor
     rows: torch.Tensor  # [batch * N] int64, indices of the tokens in the packed batch
     is_long_chain: bool
     _windows: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -66,16 +65,12 @@ class Group:
         return self._windows[kernel_size]
 
     def select(self, packed: torch.Tensor) -> torch.Tensor:
-        """Return the group's part [batch, N, ...] of a tensor of the whole batch, [1, num_tokens,
-        ...].
-        """
+        """Return the group's part, [batch, N, ...], of a tensor [1, num_tokens, ...]."""
         part = packed[0].index_select(0, self.rows)
         return part.view(*self.mask.shape[:2], *part.shape[1:])
 
     def write(self, out: torch.Tensor, part: torch.Tensor) -> None:
-        """Write the group's part [batch, N, ...] of a tensor [1, num_tokens, ...] of the whole
-        batch.
-        """
+        """Write the group's part, [batch, N, ...], of a tensor [1, num_tokens, ...]."""
         out[0].index_copy_(0, self.rows, part.flatten(0, 1).to(out.dtype))
 
     def state(self, key: Key, zeros: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -96,9 +91,7 @@ class Group:
         sequence.staged[key] = Whole(state[0], self.mask.shape[1])
 
     def earlier(self, key: Key) -> tuple[torch.Tensor, ...] | None:
-        """Return the updates, [batch, ...] each, that earlier forwards of the step staged; None if
-        there are none.
-        """
+        """Return updates, [batch, ...] each, that earlier forwards of the step staged, if any."""
         if self.mask.shape[1] == self.mask.shape[2]:
             return None
         return tuple(
@@ -157,9 +150,7 @@ class RecurrentForward(StateHook, PackedForward):
 
     @cached_property
     def _is_prompt(self) -> torch.Tensor:
-        """Tokens of the batch that stock ``generate`` processes as part of a prompt.  [num_tokens]
-        bool
-        """
+        """Tokens that stock ``generate`` processes as part of a prompt.  [num_tokens] bool"""
         return torch.cat(
             [
                 span.staged_positions[-span.num_tokens :] < span.sequence.prompt_len

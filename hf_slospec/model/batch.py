@@ -277,7 +277,7 @@ class Plan:
 
 
 class Plans(Protocol):
-    """Source of the plans of a packed batch."""
+    """Plans of a packed batch, made once for all layers of a kind."""
 
     def plan(self, make: Callable[..., Plan], device: torch.device, *arguments: Hashable) -> Any:
         """Return ``make(batch, *arguments)``, completed on ``device``."""
@@ -340,7 +340,7 @@ class PlannedBatch:
 
 @dataclass(frozen=True, eq=False)
 class SlotPlan(Plan):
-    """Some slots of a packed batch."""
+    """Plan that holds K/V slot indices."""
 
     slots: torch.Tensor  # [num_slots] int64
 
@@ -373,7 +373,7 @@ def plan_over_visible(batch: PackedBatch, make: Callable[..., Plan], *arguments:
 
 @dataclass(frozen=True, eq=False)
 class OverVisible:
-    """Plans of a batch for layers whose K and V are those of :func:`plan_visible`."""
+    """Plans for layers whose K and V are those of :func:`plan_visible`."""
 
     batch: Plans
 

@@ -28,12 +28,10 @@ class Coupling:
         reads_text: bool,
     ):
         """``reads_text``: a processor reads ``input_ids``."""
-        self.sampler, self._request, self._processors, self._reads_text = (
-            sampler,
-            request,
-            processors,
-            reads_text,
-        )
+        self.sampler = sampler
+        self._request = request
+        self._processors = processors
+        self._reads_text = reads_text
         is_plain = all(
             isinstance(value, float | int | None)
             for one in processors

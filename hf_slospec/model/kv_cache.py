@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
-import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FrameType
 from typing import NamedTuple
 from weakref import WeakSet
 
-import numpy as np
 import torch
 
 from hf_slospec.model.batch import CachedSequence, LayerShape, SequenceStates
+from hf_slospec.model.memory import lazy_zeros, uninterrupted
 from hf_slospec.model.transfer import to_device
 
 
@@ -42,15 +38,13 @@ class KVPool:
         """
         self.num_slots = num_slots
         self.num_padding_slots = num_padding_slots
-        kinds, num_rows = (
-            [stored for shape in layout for stored in shape.stored],
-            num_slots + num_padding_slots,
-        )
+        kinds = [stored for shape in layout for stored in shape.stored]
+        num_rows = num_slots + num_padding_slots
         # Zeros, not empty: the 4d_mask reference multiplies masked slots by a weight of 0, and 0 *
         # NaN is NaN.
         with torch.inference_mode(False):  # the pool may outlive the caller's inference mode
             self._stacks = {
-                kind: _zeros(
+                kind: lazy_zeros(
                     (kinds.count(kind), num_rows, kind.num_heads, kind.dim), kind.dtype, kind.device
                 )
                 for kind in set(kinds)
@@ -59,10 +53,8 @@ class KVPool:
         # By layer: K, V and index keys if it has any, each [num_slots + num_padding_slots,
         # num_heads, dim].
         self.layers = [[next(layers[kind]) for kind in shape.stored] for shape in layout]
-        self.keys, self.values = (
-            [layer[0] for layer in self.layers],
-            [layer[1] for layer in self.layers],
-        )
+        self.keys = [layer[0] for layer in self.layers]
+        self.values = [layer[1] for layer in self.layers]
         self.index_keys = [layer[2] if len(layer) > 2 else None for layer in self.layers]
         self.sequences = WeakSet[CachedSequence]()
         devices = {stack.device for stack in self._stacks.values() if stack.device.type == "cuda"}
@@ -135,10 +127,8 @@ class KVPool:
         Returns:
             None if there are none.
         """
-        starts, ends = (
-            [0, *(r.start + r.capacity for r in ranges)],
-            [*(r.start for r in ranges), self.num_slots],
-        )
+        starts = [0, *(r.start + r.capacity for r in ranges)]
+        ends = [*(r.start for r in ranges), self.num_slots]
         sizes = [end - start for start, end in zip(starts, ends, strict=True)]
         best = None
         first = 0
@@ -177,9 +167,8 @@ class KVPool:
     def release(self, sequence: CachedSequence) -> None:
         """Free a sequence's slots; KeyError if it has none here."""
         self.sequences.remove(sequence)
-        sequence.start = sequence.capacity = sequence.length = sequence.staged_end = (
-            sequence.position_offset
-        ) = 0
+        sequence.start = sequence.capacity = sequence.length = sequence.staged_end = 0
+        sequence.position_offset = 0
         sequence.states = None
 
     def _shift(self, sequence: CachedSequence, start: int) -> None:
@@ -209,11 +198,9 @@ class KVPool:
         for stack in self._stacks.values():
             tokens = stack[:, source.start : source.start + length]
             stack[:, destination.start : destination.start + length] = tokens
-        destination.length, destination.position_offset, destination.states = (
-            length,
-            source.position_offset,
-            states,
-        )
+        destination.length = length
+        destination.position_offset = source.position_offset
+        destination.states = states
 
     def take_over(self, other: KVPool, capacities: Mapping[CachedSequence, int]) -> None:
         """Move the sequences of another pool, and new ones, to this empty pool, with these
@@ -258,41 +245,6 @@ class KVPool:
             )
 
 
-ALIGNMENT = 64  # bytes; torch aligns tensors to as many
-
-
-def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros; on a CPU, memory is zeroed by the operating system when it is first written.
-
-    ``torch.zeros`` writes all of it at once, so a step that enlarges the pool would take tenths of
-    a second longer."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or not num_bytes:
-        return torch.zeros(*shape, dtype=dtype, device=device)
-    raw = torch.from_numpy(np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8))
-    offset = -raw.data_ptr() % ALIGNMENT
-    return raw[offset : offset + num_bytes].view(dtype).view(*shape)
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Raise KeyboardInterrupt only at the end: an interrupted move of K/V would corrupt other
-    users' sequences.
-    """
-    previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(previous):
-        yield
-        return
-    received: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda *arguments: received.append(arguments))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-        if received:
-            previous(*received[0])
-
-
 class KVCache:
     """K/V of all sequences of one model, in one pool that grows with them.
 
@@ -322,7 +274,7 @@ class KVCache:
         """Slots that sequences hold."""
         return self._pool.num_slots - self._pool.num_free
 
-    @_uninterrupted()
+    @uninterrupted()
     def reserve(
         self, capacities: Mapping[CachedSequence, int], max_slots: int | None = None
     ) -> None:
@@ -330,8 +282,7 @@ class KVCache:
         move.
 
         The pool is enlarged if too few slots are free: to twice its size, but not beyond
-            ``max_slots`` unless that is
-        less than what the sequences need.
+        ``max_slots`` unless that is less than what the sequences need.
 
         Raises:
             MemoryError: there is not enough memory; all sequences keep their K/V and new ones have

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+import signal
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Protocol
 from weakref import WeakSet
 
+import numpy as np
 import psutil
 import torch
 from pydantic import BaseModel, Field
@@ -109,3 +114,38 @@ def as_memory_error() -> Iterator[None]:
             holder.free_idle_memory()
         empty_cache()
         raise MemoryError(message)
+
+
+ALIGNMENT = 64  # bytes; torch aligns tensors to as many
+
+
+def lazy_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros; on a CPU, memory is zeroed by the operating system when it is first written.
+
+    ``torch.zeros`` writes all of it at once, so a step that enlarges the pool would take tenths of
+    a second longer."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not num_bytes:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    raw = torch.from_numpy(np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8))
+    offset = -raw.data_ptr() % ALIGNMENT
+    return raw[offset : offset + num_bytes].view(dtype).view(*shape)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Raise KeyboardInterrupt only at the end: an interrupted move of K/V would corrupt other
+    users' sequences.
+    """
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield
+        return
+    received: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *arguments: received.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if received:
+            previous(*received[0])

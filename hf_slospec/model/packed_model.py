@@ -30,7 +30,7 @@ from hf_slospec.model.attention.backends import (
     Backend,
     KernelAttention,
     backend_for,
-    why_no_kernel,
+    why_no_triton,
 )
 from hf_slospec.model.attention.forward import AloneForward
 from hf_slospec.model.attention.hook import AttentionHook, forget_attributes
@@ -219,11 +219,7 @@ class PackedModel:
     def _check_can_be_exact(self, exact: str, attention: str) -> None:
         """Raise UnsupportedOptionError if the bits of a token's logits may depend on the batch."""
         on_cuda = self._is_on_cuda
-        no_kernel = (
-            next(filter(None, (why_no_kernel("triton", each) for each in self.layers)), None)
-            if on_cuda
-            else None
-        )
+        no_kernel = why_no_triton(self.layers) if on_cuda else None
         reasons = {
             "its weights are split over processes": self.ranks.number > 1,
             "it is neither on a CPU nor on CUDA": not on_cuda and self.device.type != "cpu",

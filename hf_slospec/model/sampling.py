@@ -172,12 +172,10 @@ class StockSampler:
             has_callbacks: the user's code is called while tokens are chosen, see
                 :class:`RequestParams`.
         """
-        self.processors, self.do_sample, self.prompts, self.device = (
-            processors,
-            do_sample,
-            prompts,
-            device,
-        )
+        self.processors = processors
+        self.do_sample = do_sample
+        self.prompts = prompts
+        self.device = device
         self.ignore_sequence = ignore_sequence
         self.record = record
         self.seed = seed

@@ -34,11 +34,10 @@ class Backend(Protocol):
 
 
 class KernelAttention(ABC):
-    """Base of backends by kernels; layers that no kernel takes use ``sdpa``.
-
-    Sizes of their plans depend on padded sizes of the batch, so that CUDA graphs can hold them."""
+    """Base of backends by kernels; layers that no kernel takes use ``sdpa``."""
 
     __name__: str
+    is_static = True  # reads tensors only, whose sizes depend on no sequence length
 
     def __call__(
         self,
@@ -77,29 +76,24 @@ class Kernels(NamedTuple):
 
     # Why no kernel takes a layer, by its cache layout; None if one does.
     why_not: Callable[[AttentionLayer], str | None]
-    new: Callable[[Sequence[AttentionLayer]], KernelAttention]
-    # The backend whose result for a token does not depend on the batch, if there is one.
-    new_invariant: Callable[[], KernelAttention] | None = None
+    # (layers, by_path) -> the backend
+    new: Callable[[Sequence[AttentionLayer], bool], KernelAttention]
 
 
 KERNELS: dict[str, Kernels] = {}  # by name, in the order in which "auto" tries them
 
 
-def backend_for(
-    attention: str, layers: Sequence[AttentionLayer], is_invariant: bool = False
-) -> Backend:
+def backend_for(attention: str, layers: Sequence[AttentionLayer], by_path: bool = False) -> Backend:
     """Return the backend named ``attention``; ``"auto"`` chooses the first of triton, flash, sdpa
     that a layer can use.
 
-    With ``is_invariant``, the caller has checked that ``triton`` takes all layers; a token's result
-    then does not depend on the batch.
+    With ``by_path``, the bits of a token's result depend on its path only on CUDA; the caller has
+    checked :func:`why_no_triton`.
 
     Raises:
         UnsupportedOptionError: ``attention`` is ``"triton"`` or ``"flash"``, and no layer can use
             it.
     """
-    if is_invariant and (new := KERNELS["triton"].new_invariant) is not None:
-        return new()
     if attention == "4d_mask":
         return masked_attention
     on_cuda = any(layer.shape.key.device.type == "cuda" for layer in layers)
@@ -109,7 +103,7 @@ def backend_for(
     for name in KERNELS if attention == "auto" else (attention,):
         reasons = [why_no_kernel(name, layer) for layer in layers]
         if None in reasons:
-            return KERNELS[name].new(layers)
+            return KERNELS[name].new(layers, by_path)
         why = "; ".join(dict.fromkeys(map(str, reasons)))
         if name == attention:
             raise UnsupportedOptionError(
@@ -117,6 +111,12 @@ def backend_for(
             )
         logger.debug("no %s attention: %s", name, why)
     return sdpa_attention
+
+
+def why_no_triton(layers: Sequence[AttentionLayer]) -> str | None:
+    """Return why some layer cannot use Triton's attention; None if all can."""
+    reasons = (why_no_kernel("triton", layer) for layer in layers)
+    return next(filter(None, reasons), None)
 
 
 def why_no_kernel(name: str, layer: AttentionLayer) -> str | None:
