@@ -335,7 +335,7 @@ def test_engines_that_die_leave_nothing(generator: SLOSpecGenerator) -> None:
             owner = (
                 "drafters.assistant.AssistantDrafter.draft"
                 if dies_in == "draft"
-                else "models.target.PackedTarget.verify"
+                else "model.target.PackedTarget.verify"
             )
             patch.setattr(f"hf_slospec.{owner}", dies)
             with pytest.raises(ZeroDivisionError):
