@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from hf_slospec.config import SLOSpecConfig
@@ -17,6 +18,21 @@ from hf_slospec.scheduler.continuous import ContinuousScheduler, Limits
 from hf_slospec.scheduler.guarantees import guarantee_windows
 from hf_slospec.scheduler.static import StaticScheduler
 from hf_slospec.scheduler.window_guarantees import WindowGuarantees
+
+PLUGINS = ("hf_slospec.cpu", "hf_slospec.cuda")  # each has a function register
+
+
+@cache
+def load_plugins() -> None:
+    """Let the plugins of this distribution register what they add; those not installed add none."""
+    for name in PLUGINS:
+        try:
+            plugin = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+        else:
+            plugin.register()
 
 
 class Parts(NamedTuple):

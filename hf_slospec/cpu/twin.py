@@ -24,9 +24,10 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_slospec.model.attention.forward import Positions
 from hf_slospec.model.batch import AttentionLayer, AttentionRules
+from hf_slospec.model.inputs import ForwardTensors
 from hf_slospec.model.overrides import plain_class
 from hf_slospec.model.properties import config_values
-from hf_slospec.model.run import packed_outputs
+from hf_slospec.model.run import run_model
 from hf_slospec.model.version import NOT_SETTINGS
 
 SETTINGS = (
@@ -396,11 +397,14 @@ class _Step(nn.Module):
         described = self.description
         twin = self._twin[0]
         forward = TracedForward(context, described.layers, position_ids)
-        arguments = position_ids, logit_rows, described.feature_layers, described.keeps_logits
+        named = {described.input_name: tokens}
+        tensors = ForwardTensors(named, position_ids, logit_rows, {}, described.feature_layers)
+        options = tensors.model_options(described.keeps_logits)
         with nn.utils.stateless._reparametrize_module(
             twin, dict(zip(self.weights, weights, strict=True))
         ):
-            outputs = packed_outputs(twin, forward, {described.input_name: tokens}, *arguments)
+            output = run_model(twin, forward, position_ids, **named, **options)
+        outputs = tensors.outputs(output, described.keeps_logits)
         return tuple(tensor for tensor in outputs if tensor is not None)
 
 

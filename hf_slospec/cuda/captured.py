@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 
+from hf_slospec.config import SLOSpecConfig
 from hf_slospec.cuda.flash import MAX_DENSE, pack
 from hf_slospec.cuda.graphs import (
     BATCHES,
@@ -25,55 +27,12 @@ from hf_slospec.cuda.graphs import (
     capturer_for,
 )
 from hf_slospec.cuda.tree_attention import plan_tree
-from hf_slospec.model.batch import CachedSequence, NewTokens, plan_own
-from hf_slospec.model.inputs import Inputs
+from hf_slospec.model.batch import CachedSequence, NewTokens, PackedBatch, PlannedBatch, plan_own
+from hf_slospec.model.eager import EagerPath
+from hf_slospec.model.inputs import ForwardTensors, Inputs, Outputs, PlanKey
 from hf_slospec.model.kv_cache import KVPool
-from hf_slospec.model.overrides import all_modules
-from hf_slospec.model.version import PLAIN, address, named_weights, settings
-from hf_slospec.model.whose_code import changing_hooks
-
-
-class GraphPreconditions:
-    """Addresses of a model's weights, and settings of its modules."""
-
-    def __init__(self, model: torch.nn.Module):
-        self._model = model
-        self._settings: Hashable = None
-        self._version = 0
-        self.renew()
-
-    def renew(self) -> None:
-        """Read the modules again: replaced ones, hooks, and plain attributes such as an adapter's
-        switches.
-        """
-        modules = all_modules(self._model)
-        has_hooks = any(changing_hooks(module) or hasattr(module, "_hf_hook") for module in modules)
-        named = list(named_weights(self._model))
-        self._named = [holder for holder, _ in named], [name for _, name in named]
-        weights = [holder[name] for holder, name in named]
-        are_plain = all(
-            type(weight) in PLAIN and weight.layout is torch.strided for weight in weights
-        )
-        self.is_plain = (
-            are_plain and not has_hooks and len({weight.device for weight in weights}) == 1
-        )
-        if (
-            now := settings(self._model)
-        ) != self._settings:  # thousands of values, too many for every forward
-            self._settings = now
-            self._version += 1
-
-    def now(self) -> Hashable:
-        """Return a value that stays equal as long as no change is noticed."""
-        try:  # at C's speed, as every verify step and every beam asks
-            weights: Iterable[Any] = map(dict.get, *self._named)
-            return self._version, tuple(map(torch.Tensor.data_ptr, weights))
-        except (TypeError, RuntimeError):  # a weight is gone, or sparse
-            found = (holder.get(name) for holder, name in zip(*self._named, strict=True))
-            return self._version, tuple(
-                None if weight is None else address(weight) for weight in found
-            )
-
+from hf_slospec.model.paths import Facts, ForwardPath, PathContext
+from hf_slospec.model.preconditions import GraphPreconditions
 
 MAX_PADDING_SLOTS = (
     144  # tokens: the largest step between two sizes, and one for each of 16 padding sequences
@@ -146,30 +105,56 @@ REPLAYABLE = {
 }  # plans of padded batches whose sizes do not depend on lengths of texts
 
 
-class CapturedForwards:
-    """CUDA graphs of a model's packed forwards, and the conditions under which a forward is
-    replayed.
-    """
+NO_LOGITS = torch.empty(0, device="cpu")
 
-    def __init__(self, model: Any, device: torch.device, is_on: bool):
-        """``is_on``: capture forwards, if the model's device can."""
-        self._device = device
-        self.is_on = is_on and capturer_for(device) is not None
-        self._preconditions = GraphPreconditions(model) if self.is_on else None
+
+class CudaGraphPath(ForwardPath):
+    """Replays packed forwards that recur as CUDA graphs."""
+
+    name = "cuda_graphs"
+    order = 10
+
+    def __init__(self, context: PathContext, eager: ForwardPath):
+        assert isinstance(eager, EagerPath)
+        self._eager = eager
+        self._rope = context.rope
+        self._device = context.facts.device
+        self._preconditions = GraphPreconditions(context.model)
         self._now: Hashable = None  # the preconditions when they were read last
+        self._plans: list[PlanKey] | None = None  # that the layers request; None: not known yet
         self._history = GraphHistory()
-        self.by_pool = WeakKeyDictionary[KVPool, Graphs]()  # by the pool whose memory they use
+        self._by_pool = WeakKeyDictionary[KVPool, Graphs]()  # by the pool whose memory they use
+        self.is_on = True
 
-    def renew(self) -> None:
-        """Take in changes of the model's modules."""
-        if self._preconditions is not None:
-            self._preconditions.renew()
-            self.read_preconditions()
+    @classmethod
+    def why_not(cls, facts: Facts, config: SLOSpecConfig) -> str | None:
+        if not config.cuda_graphs:
+            return "cuda_graphs=False"
+        if not facts.has_static_attention:
+            return "its attention depends on the lengths of sequences"
+        if not facts.kv_devices <= {facts.device}:
+            return "it is on several devices"
+        if facts.has_states:
+            return "some layers keep a state"
+        if facts.attends_to_encoder:
+            return "it attends to an encoder's outputs"
+        if facts.autocast is not None:
+            return "its forward enables autocast"
+        return "its device has no CUDA graphs" if capturer_for(facts.device) is None else None
 
-    def read_preconditions(self) -> None:
+    def renew(self, version: Any) -> None:
+        self._plans = None
+        self._preconditions.renew()
+        self._read_preconditions()
+
+    def _read_preconditions(self) -> None:
         """Read what the next forwards depend on beside their inputs, until this is called again."""
-        if self.is_on and self._preconditions is not None and self._preconditions.is_plain:
+        if self.is_on and self._preconditions.is_plain:
             self._now = self._preconditions.now()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.is_on
 
     @property
     def counts(self) -> GraphCounts:
@@ -178,45 +163,88 @@ class CapturedForwards:
         """
         return replace(self._history.counts)
 
+    @property
+    def num_one_off_forwards(self) -> int:
+        return self._history.counts.captures + self._history.counts.eager
+
+    @property
+    def num_padding_slots(self) -> int:
+        return MAX_PADDING_SLOTS if self.is_on else 0
+
+    def num_draft_rows(self, num_requests: int) -> int | None:
+        return bucket_for(num_requests, BATCHES) if self.is_on else None  # few need few graphs
+
+    def max_idle_bytes(self, pool: KVPool) -> int:
+        graphs = self._by_pool.get(pool)
+        return graphs.max_idle_bytes if graphs else 0
+
+    def measuring(self, pool: KVPool) -> AbstractContextManager[None]:
+        graphs = self.on(pool)
+        return nullcontext() if graphs is None else graphs.capturing_at_once()
+
     def on(self, pool: KVPool) -> Graphs | None:
         """Return the captured forwards on a pool; None if this model captures none."""
         if (
             self.is_on
-            and pool not in self.by_pool
+            and pool not in self._by_pool
             and (capturer := capturer_for(self._device)) is not None
         ):
-            self.by_pool[pool] = Graphs(capturer, self._device, self._history)
-        return self.by_pool.get(pool)
+            self._by_pool[pool] = Graphs(capturer, self._device, self._history)
+        return self._by_pool.get(pool)
 
-    def padded(
-        self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor
-    ) -> tuple[list[NewTokens], torch.Tensor] | None:
-        """Return parts and logit rows padded to one of few sizes; None if the forward cannot be
-        replayed anyway.
-        """
-        graphs = self.on(pool)
-        preconditions = self._preconditions
-        if graphs is None or graphs.is_off or preconditions is None or not preconditions.is_plain:
+    def run(self, inputs: Inputs) -> Outputs | None:
+        level = inputs.level
+        if level is None or level.is_root:  # a beam's other levels follow at once
+            self._read_preconditions()
+        if self._rope.lengths(inputs.parts) is not None or not self._may_replay(inputs):
             return None
-        if torch.is_autocast_enabled(self._device.type):
+        larger = padded(inputs.parts, inputs.logit_rows, inputs.pool)
+        if larger is None:
             return None
-        if any(part.is_chain and len(part.mask) > MAX_DENSE for part in parts):
+        plans = self._layer_plans()
+        if not self.is_on:
             return None
-        return padded(parts, logit_rows, pool)
-
-    def run(self, pool: KVPool, inputs: Inputs, compute: Callable[[Inputs], Any]) -> Any | None:
-        """Return the outputs of a captured forward of padded parts; None if none fits the inputs.
-
-        ``compute`` gets the inputs on the device, and returns a tree of tensors.
-        """
-        if not inputs.plans:  # no forward has shown yet which plans the layers need
-            return None
-        if not {make for make, *_ in inputs.plans} <= REPLAYABLE:
-            logger.info("CUDA graphs are off: a layer's attention depends on sequence lengths")
-            self.is_on = False
-            self.by_pool.clear()
-            return None
-        graphs = self.by_pool[pool]
-        outputs = graphs.run(inputs, compute, self._now, is_kept=inputs.level is None)
+        parts, padded_rows = larger
+        # The number of a level's rows is padded already.
+        rows = padded_rows if level is None else inputs.logit_rows
+        batch = PackedBatch.of(parts, is_padded=True)
+        tensors = ForwardTensors.of(parts, batch, plans, rows, inputs.feature_layers, level)
+        graphs = self._by_pool[inputs.pool]
+        compute = functools.partial(self._compute, inputs.pool)
+        outputs = graphs.run(tensors, compute, self._now, is_kept=level is None)
         self.is_on &= not graphs.has_failed  # captures on another pool would fail as well
-        return outputs
+        if outputs is None or level is not None:
+            return None if outputs is None else Outputs(NO_LOGITS, drafted=outputs)
+        num_tokens = sum(part.num_tokens for part in inputs.parts)
+        logits, features, _ = outputs
+        return Outputs(
+            logits[: len(inputs.logit_rows)], None if features is None else features[:num_tokens]
+        )
+
+    def _may_replay(self, inputs: Inputs) -> bool:
+        graphs = self.on(inputs.pool)
+        if graphs is None or graphs.is_off or not self._preconditions.is_plain:
+            return False
+        if torch.is_autocast_enabled(self._device.type):
+            return False
+        return not any(part.is_chain and len(part.mask) > MAX_DENSE for part in inputs.parts)
+
+    def _layer_plans(self) -> list[PlanKey]:
+        """Return the plans that the layers request; end all captures if some depend on lengths."""
+        if self._plans is None:
+            self._plans = self._eager.find_plans()
+            if not {make for make, *_ in self._plans} <= REPLAYABLE:
+                logger.info("CUDA graphs are off: a layer's attention depends on sequence lengths")
+                self.is_on = False
+                self._by_pool.clear()
+        return self._plans
+
+    def _compute(self, pool: KVPool, tensors: ForwardTensors) -> Any:
+        """Compute a forward that reads tensors only, which are on the device."""
+        level = tensors.level
+        batch = PlannedBatch(tensors.plans, None if level is None else level.seen)
+        outputs = self._eager.compute(pool, batch, tensors)
+        if level is None:
+            return outputs
+        with self._eager.in_force():
+            return level.outputs(outputs.logits)

@@ -59,6 +59,8 @@ def _kernel_for(
 class FlashAttention:
     """The ``flash`` backend; layers that no kernel supports use ``sdpa``, with a debug log."""
 
+    is_static = True  # reads tensors only, whose sizes depend on no sequence length
+
     def __init__(self, kernel_names: str):
         self.__name__ = (
             f"flash_attention[{kernel_names}]"  # step-time profiles are stored under this name

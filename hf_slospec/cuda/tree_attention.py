@@ -244,6 +244,7 @@ class TreeAttention:
     refused."""
 
     __name__ = "tree_attention[triton]"  # step-time profiles are stored under this name
+    is_static = True  # reads tensors only, whose sizes depend on no sequence length
 
     def __init__(self, by_path: bool = False):
         self.by_path = by_path

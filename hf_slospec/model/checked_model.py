@@ -218,10 +218,10 @@ class CheckedModel:
         packed = self.packed
         with self.lock, self._renewing:
             seconds = self.measure_s
-            if self._cost is not None and self._is_cost_compiled != packed.compiled.is_used:
+            if self._cost is not None and self._is_cost_compiled != packed.is_compiled:
                 self._cost = None
                 seconds = min(seconds, RENEWED_S)
-            self._is_cost_compiled = packed.compiled.is_used
+            self._is_cost_compiled = packed.is_compiled
             if self._cost is None:
                 self._cost = self.ranks.first(
                     load_profile(packed)

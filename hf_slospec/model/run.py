@@ -12,42 +12,10 @@ from hf_slospec.families.gathered import MaskSource, own_attention
 from hf_slospec.model.attention.forward import Positions, given_positions
 from hf_slospec.model.attention.hook import active_forward
 from hf_slospec.model.batch import Encoded
-from hf_slospec.model.inputs import Outputs
-from hf_slospec.model.properties import (
-    cache_option,
-    given_position_ids,
-    has_states_only,
-    hidden_states,
-)
+from hf_slospec.model.properties import cache_option, given_position_ids, has_states_only
 
 # Mask builders return a 4D mask unchanged, and packed attention does not read it.
 UNREAD_MASK_SHAPE = (1, 1, 1, 1)
-
-
-def packed_outputs(
-    model: Any,
-    forward: Any,
-    tokens: dict[str, torch.Tensor],
-    position_ids: torch.Tensor,  # [1, num_tokens] int64
-    logit_rows: torch.Tensor,  # [num_logits] int64
-    feature_layers: tuple[int, ...],
-    keeps_logits: bool,
-) -> Outputs:
-    """Run the model for a packed batch; return the logits of some tokens, and hidden states of all.
-
-    ``tokens`` are ``input_ids`` or ``inputs_embeds``; ``keeps_logits``: the model's forward takes
-    ``logits_to_keep``."""
-    options: dict[str, Any] = {"logits_to_keep": logit_rows} if keeps_logits else {}
-    if feature_layers:
-        options["output_hidden_states"] = list(feature_layers)
-    output = run_model(model, forward, **tokens, position_ids=position_ids, **options)
-    logits = output.logits[0]
-    if not keeps_logits:
-        logits = logits[logit_rows.to(logits.device)]
-    features = (
-        hidden_states(output, feature_layers, position_ids.device) if feature_layers else None
-    )
-    return Outputs(logits, features)
 
 
 def run_model(

@@ -19,10 +19,9 @@ from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cpu import compile_job, compiled
 from hf_slospec.cpu.compile_job import Job
 from hf_slospec.cpu.twin import Description
-from hf_slospec.forks import _owners
 from hf_slospec.heads.loading import load_head
 from hf_slospec.model import machine as threads
-from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.eager import EagerPath
 from hf_slospec.model.tree_mask import chain
 from tests.heads.checkpoints import eagle3_tensors, speculators_config, write
 from tests.support.packed import packed_model
@@ -165,7 +164,7 @@ def test_hidden_states_for_a_drafter() -> None:
                 0,
                 101,
             )
-    assert packed.compiled[FEATURES] == packed.compiled[()] == "compiled"
+    assert packed.status(FEATURES) == packed.status() == "compiled"
     torch.testing.assert_close(outputs[0].logits, outputs[1].logits)
     torch.testing.assert_close(outputs[0].features, outputs[1].features)
 
@@ -175,7 +174,7 @@ def test_bf16() -> None:
     try:
         packed = packed_model(model, compile="wait")
         generator(model).generate(**rows(), **OPTIONS)
-        assert packed.compiled[()] == "compiled"
+        assert packed.status() == "compiled"
     finally:
         model.float()
 
@@ -261,9 +260,9 @@ def test_eager_forwards_leave_a_core_to_the_compiler(
     torch.set_num_threads(3)
     try:
         seen = list[int]()
-        run = PackedModel._eager
+        run = EagerPath.run
         monkeypatch.setattr(
-            PackedModel, "_eager", lambda *own: seen.append(torch.get_num_threads()) or run(*own)
+            EagerPath, "run", lambda *own: seen.append(torch.get_num_threads()) or run(*own)
         )
         assert generated(ours.generate) == generated(model.generate)
         assert ours.stats().forwards == {"target": "eager: compiling"}
@@ -340,9 +339,6 @@ def test_failures_are_kept_and_told(monkeypatch: pytest.MonkeyPatch, model: Any)
         ours = generator(model)
         assert generated(ours.generate) == generated(model.generate)
         assert ours.stats().forwards == {"target": "eager: ValueError: it cannot be traced"}
-        next(
-            each for each in _owners if isinstance(each, PackedModel) and each.model is model
-        ).forget_cache()
     assert len(attempts) == 1
 
 

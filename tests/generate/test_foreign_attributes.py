@@ -16,7 +16,7 @@ import torch
 
 import hf_slospec
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.cuda.captured import GraphPreconditions
+from hf_slospec.model.preconditions import GraphPreconditions
 from hf_slospec.model.properties import config_values
 from hf_slospec.model.version import Fingerprint
 from tests.support.enabled_model import OPTIONS

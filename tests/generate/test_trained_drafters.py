@@ -196,7 +196,7 @@ def test_an_interrupted_call_leaves_nothing(
     ours = SLOSpecGenerator(
         target, drafter=HeadMethod(random_head("eagle3", tmp_path)), config=DRAFTS_ALWAYS
     )
-    run = PackedModel._run
+    run = PackedModel.outputs
     calls = list[Any]()
 
     def interrupted(self: PackedModel, *arguments: Any) -> Any:
@@ -206,7 +206,7 @@ def test_an_interrupted_call_leaves_nothing(
         return run(self, *arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(PackedModel, "_run", interrupted)
+        patched.setattr(PackedModel, "outputs", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ours.generate(**ragged_prompts(2), do_sample=False, max_new_tokens=20)
     memory = ours.decoder.speculator.memory(0)

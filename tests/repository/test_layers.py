@@ -55,9 +55,6 @@ PENDING: dict[str, set[str]] = {
     "hf_slospec.batcher.texts": {
         "hf_slospec.heads.translation",
     },
-    "hf_slospec.cpu.compiled": {
-        "hf_slospec.cuda.captured",
-    },
     "hf_slospec.cpu.exact": {
         "hf_slospec.cuda.few_row_kernels",
     },
@@ -131,6 +128,10 @@ PENDING: dict[str, set[str]] = {
         "hf_slospec.cpu.exact_trial",
         "hf_slospec.families.ranks",
     },
+    "hf_slospec.model.eager": {
+        "hf_slospec.families.cross_attention",
+        "hf_slospec.families.gathered",
+    },
     "hf_slospec.model.kv_cache": {
         "hf_slospec.families.states",
     },
@@ -139,17 +140,9 @@ PENDING: dict[str, set[str]] = {
         "hf_slospec.families.states",
     },
     "hf_slospec.model.packed_model": {
-        "hf_slospec.cpu.compiled",
         "hf_slospec.cpu.exact",
-        "hf_slospec.cpu.packed_weights",
         "hf_slospec.cpu.prepacked",
-        "hf_slospec.cuda.captured",
-        "hf_slospec.cuda.flash_attention",
         "hf_slospec.cuda.fused_layers",
-        "hf_slospec.cuda.graphs",
-        "hf_slospec.cuda.tree_attention",
-        "hf_slospec.families.cross_attention",
-        "hf_slospec.families.gathered",
         "hf_slospec.families.ranks",
     },
     "hf_slospec.model.probe": {

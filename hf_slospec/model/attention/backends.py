@@ -33,9 +33,11 @@ class Backend(Protocol):
         """Return the output, [num_tokens, num_heads, value_dim]."""
 
 
-def backend_for(attention: str, layers: Sequence[AttentionLayer]) -> Backend:
+def backend_for(attention: str, layers: Sequence[AttentionLayer], by_path: bool = False) -> Backend:
     """Return the backend named ``attention``; ``"auto"`` chooses the first of triton, flash, sdpa
     that a layer can use.
+
+    With ``by_path``, the bits of a token's result depend on its path only on CUDA.
 
     Raises:
         UnsupportedOptionError: ``attention`` is ``"triton"`` or ``"flash"``, and no layer can use
@@ -49,7 +51,7 @@ def backend_for(attention: str, layers: Sequence[AttentionLayer]) -> Backend:
     if attention in ("auto", "triton"):
         reasons = dict.fromkeys(why_no_kernel(layer) for layer in layers)
         if None in reasons:
-            return TreeAttention()
+            return TreeAttention(by_path)
         why = "; ".join(map(str, reasons))
         if attention == "triton":
             raise _unavailable(attention, why)
@@ -63,6 +65,11 @@ def backend_for(attention: str, layers: Sequence[AttentionLayer]) -> Backend:
         raise _unavailable(attention, why)
     logger.debug("sdpa instead of flash attention: %s", why)
     return sdpa_attention
+
+
+def why_no_triton(layers: Sequence[AttentionLayer]) -> str | None:
+    """Return why some layer cannot use Triton's attention; None if all can."""
+    return next(filter(None, map(why_no_kernel, layers)), None)
 
 
 def _unavailable(attention: str, why: str) -> UnsupportedOptionError:
