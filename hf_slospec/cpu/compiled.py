@@ -78,12 +78,8 @@ class CompiledPath(ForwardPath):
     def why_not(cls, facts: Facts, config: SLOSpecConfig) -> str | None:
         if not config.compile:
             return "compile=False"
-        if facts.has_states:
-            return "some layers keep a state"
-        if facts.attends_to_encoder:
-            return "it attends to an encoder's outputs"
-        if facts.autocast is not None:
-            return "its forward enables autocast"
+        if facts.dynamic_parts is not None:
+            return facts.dynamic_parts
         if facts.varies_rope:
             return "its rotary embeddings depend on the length"
         if config.attention == "4d_mask":

@@ -27,7 +27,7 @@ from hf_slospec.cuda.graphs import (
     capturer_for,
 )
 from hf_slospec.cuda.tree_attention import plan_tree
-from hf_slospec.model.batch import CachedSequence, NewTokens, PackedBatch, PlannedBatch, plan_own
+from hf_slospec.model.batch import CachedSequence, NewTokens, PlannedBatch, plan_own
 from hf_slospec.model.eager import EagerPath
 from hf_slospec.model.inputs import ForwardTensors, Inputs, Outputs, PlanKey
 from hf_slospec.model.kv_cache import KVPool
@@ -134,12 +134,8 @@ class CudaGraphPath(ForwardPath):
             return "its attention depends on the lengths of sequences"
         if not facts.kv_devices <= {facts.device}:
             return "it is on several devices"
-        if facts.has_states:
-            return "some layers keep a state"
-        if facts.attends_to_encoder:
-            return "it attends to an encoder's outputs"
-        if facts.autocast is not None:
-            return "its forward enables autocast"
+        if facts.dynamic_parts is not None:
+            return facts.dynamic_parts
         return "its device has no CUDA graphs" if capturer_for(facts.device) is None else None
 
     def renew(self, version: Any) -> None:
@@ -207,8 +203,7 @@ class CudaGraphPath(ForwardPath):
         parts, padded_rows = larger
         # The number of a level's rows is padded already.
         rows = padded_rows if level is None else inputs.logit_rows
-        batch = PackedBatch.of(parts, is_padded=True)
-        tensors = ForwardTensors.of(parts, batch, plans, rows, inputs.feature_layers, level)
+        tensors = replace(inputs, parts=parts, logit_rows=rows, is_padded=True).tensors(plans)
         graphs = self._by_pool[inputs.pool]
         compute = functools.partial(self._compute, inputs.pool)
         outputs = graphs.run(tensors, compute, self._now, is_kept=level is None)

@@ -27,13 +27,12 @@ class EagerPath(ForwardPath):
     """Computes every forward; the last path of a model that is not exact."""
 
     name = "eager"
-    prefills_alone = False  # prompts are processed as stock does, each as a whole and alone
-    forward_class: type[PackedForward] = PackedForward
 
     def __init__(self, context: PathContext, backend: Backend):
         self._context = context
         self.backend = backend
         self.device = context.facts.device
+        self.prefills_alone = False  # prompts are processed as by stock, each as a whole and alone
         # Puts the overrides of linear layers in force.
         self.in_force: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._plans: dict[PlanKey, None] = {}  # that layers have requested so far
@@ -74,7 +73,8 @@ class EagerPath(ForwardPath):
         else:
             own_spans = spans if context.facts.has_states else ()
             backend = backend or self.backend
-            forward = interface = self.forward_class(
+            kind = AloneForward if self.prefills_alone else PackedForward
+            forward = interface = kind(
                 pool, batch, backend, context.layers, tensors.position_ids, own_spans
             )
             if context.facts.attends_to_encoder and spans[0].sequence.encoded is not None:
@@ -138,4 +138,3 @@ class ExactPath(EagerPath):
     def __init__(self, context: PathContext, backend: Backend):
         super().__init__(context, backend)
         self.prefills_alone = not context.facts.is_on_cuda
-        self.forward_class = AloneForward if self.prefills_alone else PackedForward

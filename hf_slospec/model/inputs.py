@@ -60,21 +60,35 @@ class Inputs:
     logit_rows: torch.Tensor  # [num_logits] int64, tokens of the packed batch
     feature_layers: tuple[int, ...] = ()  # hidden states to return, as in output_hidden_states
     level: DraftLevel | None = None  # ids and masks of parts may be indices into its tensors
+    is_padded: bool = False  # padded to bucket sizes; masks stay indices
 
     @functools.cached_property
     def resolved(self) -> Sequence[NewTokens]:
-        """The parts with boolean masks."""
-        return self.parts if self.level is None else self.level.resolved(self.parts)
+        """The parts, with boolean masks where they are not padded."""
+        if self.level is None or self.is_padded:
+            return self.parts
+        return self.level.resolved(self.parts)
 
     @functools.cached_property
     def batch(self) -> PackedBatch:
         """The batch of the resolved parts."""
-        return PackedBatch.of(self.resolved)
+        return PackedBatch.of(self.resolved, self.is_padded)
 
     def tensors(self, plans: Iterable[PlanKey] = ()) -> ForwardTensors:
-        """Return what the model reads of the batch, on the host, with these plans."""
-        return ForwardTensors.of(
-            self.resolved, self.batch, plans, self.logit_rows, self.feature_layers, self.level
+        """Return what the model reads of the batch, on the host, with the plans of these keys."""
+        parts = self.resolved
+        embeds = [part.embeds for part in parts if part.embeds is not None]
+        assert not embeds or len(embeds) == len(parts), (
+            "all sequences of a prefill have embeddings, or none"
+        )
+        tokens = torch.cat(embeds or [part.input_ids for part in parts])[None]
+        return ForwardTensors(
+            {"inputs_embeds" if embeds else "input_ids": tokens},
+            torch.cat([_positions(part) for part in parts])[None],
+            self.logit_rows,
+            {key: key[0](self.batch, *key[2:]) for key in plans},
+            self.feature_layers,
+            self.level,
         )
 
 
@@ -90,31 +104,6 @@ class ForwardTensors:
     plans: dict[Any, Plan]  # not completed, by the arguments that layers request them with
     feature_layers: tuple[int, ...] = ()
     level: DraftLevel | None = None
-
-    @classmethod
-    def of(
-        cls,
-        parts: Sequence[NewTokens],
-        batch: PackedBatch,
-        plans: Iterable[PlanKey],
-        logit_rows: torch.Tensor,
-        feature_layers: tuple[int, ...] = (),
-        level: DraftLevel | None = None,
-    ) -> ForwardTensors:
-        """Return the tensors of a batch of these parts, with the plans of these keys."""
-        embeds = [part.embeds for part in parts if part.embeds is not None]
-        assert not embeds or len(embeds) == len(parts), (
-            "all sequences of a prefill have embeddings, or none"
-        )
-        tokens = torch.cat(embeds or [part.input_ids for part in parts])[None]
-        return cls(
-            {"inputs_embeds" if embeds else "input_ids": tokens},
-            torch.cat([_positions(part) for part in parts])[None],
-            logit_rows,
-            {key: key[0](batch, *key[2:]) for key in plans},
-            feature_layers,
-            level,
-        )
 
     def model_inputs(self) -> dict[str, torch.Tensor]:
         """Return ``input_ids`` or ``inputs_embeds`` of the model's forward."""

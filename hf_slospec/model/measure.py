@@ -201,7 +201,9 @@ class Forwards:
                 sequence.states = (
                     RecurrentStates(size.keys_each) if self.packed.has_states else None
                 )
-            with self.packed.measuring(self._cache.pool):
+            with contextlib.ExitStack() as stack:
+                for path in self.packed.paths:
+                    stack.enter_context(path.measuring(self._cache.pool))
                 num_one_off = self.packed.num_one_off_forwards
                 seconds = self._forward(sequences, lengths)
                 if self.packed.num_one_off_forwards == num_one_off:

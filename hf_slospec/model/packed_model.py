@@ -1,6 +1,4 @@
-"""Packed forwards of a transformers causal LM: new tokens of several sequences as one batch of one
-row.
-"""
+"""Packed forwards of a causal LM: new tokens of several sequences as one batch of one row."""
 
 from __future__ import annotations
 
@@ -54,8 +52,7 @@ class PackedModel:
 
         Args:
             model: a causal LM.
-            config: the settings. Of exact forwards only those of ``"self"`` are compiled, which is
-                waited for, and nothing is prepacked, fused or captured.
+            config: the settings.
             ranks: processes that run the model; None: those over which it is split.
 
         Raises:
@@ -71,9 +68,7 @@ class PackedModel:
         refuse_by_declaration(model)
         with watching_autocast(model) as seen:
             self.layers, self.state_layers = probe_layers(model)
-            self.autocast = (
-                seen()
-            )  # dtype of its products, if its forward enables autocast; otherwise None
+            self.autocast = seen()  # dtype of its products; None: it enables no autocast
         self.rope = LengthRope(model)
         # That of exact forwards is chosen once they are known to be possible.
         backend = None if config.exact else backend_for(config.attention, self.layers)
@@ -95,9 +90,12 @@ class PackedModel:
         context = PathContext(model, facts, in_force, self.layers, self.rope, keeps_logits)
         self.eager = (ExactPath if self.exact else EagerPath)(context, self.backend)
         self.paths = make_paths(self._resolution, context, self.eager)
-        # All exact forwards are computed by one path.
-        ready = [path for path in self.paths if path.is_ready]
-        self._tried = ready[:1] if self.exact else self.paths
+        self._tried = self.paths
+        if self.exact and self.is_compiled:  # all exact forwards are computed by one path
+            self._tried = self.paths[:1]
+            self.eager = EagerPath(context, self.backend)  # for tokens with NaN
+        elif self.exact:
+            self._tried = [self.eager]
         self.exact_products = ExactProducts(as_one=self.exact == "bits")
         self.prepacked = PrepackedLayers(
             model, in_force.prepack, self.autocast, not self.is_compiled
@@ -112,9 +110,7 @@ class PackedModel:
         self._modules_state = self.fingerprint.modules_state
 
     def _read_sizes(self) -> None:
-        """Read what every part of a batch needs of the config, whose attributes take microseconds
-        to read.
-        """
+        """Read sizes that every part of a batch needs; the config's attributes take microseconds."""
         config = self.model.config.get_text_config()
         self.vocab_size = max(vocab_size(self.model), num_embeddings(self.model))
         names = ("max_position_embeddings", "max_target_positions")
@@ -124,17 +120,13 @@ class PackedModel:
         self.max_positions: int | None = None if is_rotary else next(lengths, None)
 
     def renew(self, is_idle: bool = True) -> bool:
-        """Take in changes of weights and modules; argument and result are those of
-        :meth:`Fingerprint.renew`.
-        """
+        """Take in changes of weights and modules; see :meth:`Fingerprint.renew`."""
         has_changed = self.fingerprint.renew(is_idle)
         self._take_in_changes()
         return has_changed
 
     def _take_in_changes(self) -> None:
-        """Update what was made of weights and modules; another user of the fingerprint may have
-        renewed it.
-        """
+        """Update what was made of weights and modules, whoever has renewed the fingerprint."""
         if self._state != self.fingerprint.state:
             self._state = self.fingerprint.state
             before = self._modules_state
@@ -148,9 +140,7 @@ class PackedModel:
                 path.renew(self.fingerprint)
 
     def check_layers(self) -> None:
-        """Raise UnsupportedModelError if the layers no longer attend as they did when the model was
-        probed.
-        """
+        """Raise UnsupportedModelError if the layers attend otherwise than when they were probed."""
         refuse_by_declaration(self.model)
         rope = LengthRope(self.model)
         layers = probe_layers(self.model)
@@ -173,9 +163,7 @@ class PackedModel:
         return path is not None and path.is_ready
 
     def status(self, feature_layers: tuple[int, ...] = ()) -> str:
-        """Return which path computes forwards with these hidden states: "compiled", or "eager" with
-        the reason.
-        """
+        """Return the path of forwards with these hidden states: "compiled", or "eager" with why."""
         if (path := self.path("compiled")) is not None:
             return str(path.status(feature_layers))
         return f"eager: {self._resolution.why_not.get('compiled', 'nothing compiles forwards')}"
@@ -183,7 +171,7 @@ class PackedModel:
     @property
     def prefills_alone(self) -> bool:
         """Return whether prompts have to be processed as stock does, each as a whole and alone."""
-        return self._tried[-1] is self.eager and self.eager.prefills_alone
+        return self.eager.prefills_alone
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -208,14 +196,9 @@ class PackedModel:
         return int(self.model.config.get_text_config().index_topk)
 
     def clamp_positions(self, positions: np.ndarray) -> np.ndarray:
-        """Clamp the positions of tokens that will not be committed to those of a learned position
-        table.
-        """
-        return (
-            positions
-            if self.max_positions is None
-            else np.minimum(positions, self.max_positions - 1)
-        )
+        """Clamp positions to the learned position table; tokens beyond it are never committed."""
+        most = self.max_positions
+        return positions if most is None else np.minimum(positions, most - 1)
 
     def clamp_tokens(self, tokens: np.ndarray) -> np.ndarray:
         """Clamp ids to the embedding table, which may be smaller than the target's."""
@@ -224,7 +207,7 @@ class PackedModel:
 
     @property
     def kv_cache(self) -> KVCache:
-        """The cache that all users of the model share; it is freed with the last reference to it."""
+        """The cache that all users of the model share; the last reference to it frees it."""
         return self._cache.get()
 
     @property
@@ -238,21 +221,15 @@ class PackedModel:
 
     @property
     def num_one_off_forwards(self) -> int:
-        """Number of forwards that took longer than later ones of their size will.
-
-        They are captures, the forwards before them, and forwards that were computed twice to be
-        compared."""
+        """Number of forwards that took longer than later ones of their size will: captures, the
+        forwards before them, and forwards that were computed twice to be compared.
+        """
         return sum(path.num_one_off_forwards for path in self.paths)
 
     def forward(
         self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor
     ) -> torch.Tensor:
-        """Stage the K/V of all parts' tokens and return the logits of some of them; see
-        :meth:`outputs`.
-
-        Returns:
-            [num_logits, vocab], in the model's dtype.
-        """
+        """Return the logits of :meth:`outputs`.  -> [num_logits, vocab], in the model's dtype"""
         return self.outputs(pool, parts, logit_rows).logits
 
     @torch.no_grad()
@@ -264,15 +241,13 @@ class PackedModel:
         feature_layers: tuple[int, ...] = (),
         level: DraftLevel | None = None,
     ) -> Outputs:
-        """Stage the K/V of all parts' tokens; return the logits of some of them, and hidden states
-        of all.
+        """Stage the K/V of new tokens; return logits of some of them, and hidden states of all.
 
         Args:
             pool: storage of the parts' sequences.
             parts: one per sequence; their tokens form the packed batch in this order.
             logit_rows: [num_logits] int64, tokens of the packed batch whose logits to return.
-            feature_layers: hidden states to return, numbered as in the model's
-                ``output_hidden_states``.
+            feature_layers: hidden states to return, as in ``output_hidden_states``.
             level: see :meth:`draft`.
         """
         if self.fingerprint.is_behind:
@@ -297,7 +272,7 @@ class PackedModel:
     def draft(
         self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor, level: DraftLevel
     ) -> Any:
-        """Stage the K/V of draft nodes, or of the tokens up to their roots, and return
+        """Stage the K/V of draft nodes, or of the tokens up to their roots; return
         ``level.outputs``.
 
         The result may be overwritten from the model's next forward on.
@@ -318,21 +293,11 @@ class PackedModel:
             return level.outputs(outputs.logits)
 
     def num_draft_rows(self, num_requests: int) -> int | None:
-        """Return the rows, with padding, of captured levels of this many requests; few sizes need
-        few graphs.
-
-        None if levels are not captured, and may have any number of rows.
+        """Return the rows, with padding, of captured levels of this many requests: few sizes need
+        few graphs. None: levels are not captured, and may have any number of rows.
         """
         rows = (path.num_draft_rows(num_requests) for path in self.paths)
         return max(filter(None, rows), default=None)
-
-    @contextlib.contextmanager
-    def measuring(self, pool: KVPool) -> Iterator[None]:
-        """Time forwards of random tokens on a pool inside this context."""
-        with contextlib.ExitStack() as stack:
-            for path in self.paths:
-                stack.enter_context(path.measuring(pool))
-            yield
 
 
 @contextlib.contextmanager

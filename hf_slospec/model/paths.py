@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
@@ -63,6 +63,15 @@ class Facts:
             is_plain=is_plain(model),
             **others,
         )
+
+    @property
+    def dynamic_parts(self) -> str | None:
+        """Return what of a forward is neither in its tensors nor in the plans; None: nothing."""
+        if self.has_states:
+            return "some layers keep a state"
+        if self.attends_to_encoder:
+            return "it attends to an encoder's outputs"
+        return None if self.autocast is None else "its forward enables autocast"
 
     @property
     def is_on_cuda(self) -> bool:
@@ -157,15 +166,8 @@ class Resolution:
     why_not: Mapping[str, str]  # by name of the paths that are left out
 
 
-def resolve_paths(
-    config: SLOSpecConfig, facts: Facts, paths: Iterable[type[ForwardPath]] | None = None
-) -> Resolution:
-    """Return the forward paths of a model.
-
-    Args:
-        config: the settings that were asked for.
-        facts: what the probe found.
-        paths: paths besides eager forwards; None: those that are registered.
+def resolve_paths(config: SLOSpecConfig, facts: Facts) -> Resolution:
+    """Return the forward paths of a model, for the settings that were asked for.
 
     Raises:
         UnsupportedOptionError: the model cannot be exact, or weights of several processes cannot
@@ -193,15 +195,11 @@ def resolve_paths(
     if facts.autocast is not None:
         changes["fused_layers"] = False
     in_force = config.model_copy(update=changes)
-    candidates = registered_paths() if paths is None else sorted(paths, key=lambda one: one.order)
-    reasons = {path.name: path.why_not(facts, in_force) for path in candidates}
+    reasons = {path.name: path.why_not(facts, in_force) for path in registered_paths()}
     used = [name for name, why in reasons.items() if why is None]
     last = "eager" if config.exact is None else "exact"
-    return Resolution(
-        in_force,
-        (*used, last),
-        {name: why for name, why in reasons.items() if why is not None},
-    )
+    left_out = {name: why for name, why in reasons.items() if why is not None}
+    return Resolution(in_force, (*used, last), left_out)
 
 
 def _reasons_against_exact(facts: Facts, config: SLOSpecConfig) -> Iterator[str]:
@@ -214,12 +212,8 @@ def _reasons_against_exact(facts: Facts, config: SLOSpecConfig) -> Iterator[str]
         yield "stock's bits on CUDA depend on the number of rows ('self' asks for less)"
     if facts.is_on_cuda and not facts.is_plain:
         yield "it has hooks, several devices, or weights of other classes than torch's"
-    if facts.has_states:
-        yield "some layers keep a state"
-    if facts.attends_to_encoder:
-        yield "it attends to an encoder's outputs"
-    if facts.autocast is not None:
-        yield "its forward enables autocast"
+    if facts.dynamic_parts is not None:
+        yield facts.dynamic_parts
     if facts.varies_rope:
         yield "its rotary embeddings depend on the length"
     if facts.has_own_attention or facts.has_latent_attention or facts.has_chunked_attention:

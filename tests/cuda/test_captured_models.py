@@ -19,7 +19,7 @@ from hf_slospec.cuda import captured as captured_forwards
 from hf_slospec.cuda import flash_kernels as flash_kernel_choice
 from hf_slospec.model import sequence_room as room
 from hf_slospec.model.batch import CachedSequence
-from hf_slospec.model.measure import CURVE, HELD_OUT, SLOPES, Forwards, Size
+from hf_slospec.model.measure import CURVE, HELD_OUT, SLOPES, Forwards
 from hf_slospec.model.memory import as_memory_error
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.preconditions import GraphPreconditions

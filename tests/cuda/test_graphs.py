@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_slospec.cuda import graphs
-from hf_slospec.model.preconditions import GraphPreconditions
 from hf_slospec.cuda.graphs import CaptureError, GraphCounts, GraphHistory, Graphs, Run
+from hf_slospec.model.preconditions import GraphPreconditions
 from tests.support.graph_bench import CPU
 from tests.support.stand_ins.graphs import Tapes, tensors_in
 from tests.support.toys.tiny_models import tiny_model
