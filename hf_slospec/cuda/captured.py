@@ -122,6 +122,7 @@ class CudaGraphPath(ForwardPath):
         self._preconditions = GraphPreconditions(context.model)
         self._now: Hashable = None  # the preconditions when they were read last
         self._plans: list[PlanKey] | None = None  # that the layers request; None: not known yet
+        self._modules_state = 0  # the model's version for which they were found
         self._history = GraphHistory()
         self._by_pool = WeakKeyDictionary[KVPool, Graphs]()  # by the pool whose memory they use
         self.is_on = True
@@ -139,7 +140,9 @@ class CudaGraphPath(ForwardPath):
         return "its device has no CUDA graphs" if capturer_for(facts.device) is None else None
 
     def renew(self, version: Any) -> None:
-        self._plans = None
+        if self._modules_state != version.modules_state:
+            self._modules_state = version.modules_state
+            self._plans = None
         self._preconditions.renew()
         self._read_preconditions()
 
@@ -168,7 +171,7 @@ class CudaGraphPath(ForwardPath):
         return MAX_PADDING_SLOTS if self.is_on else 0
 
     def num_draft_rows(self, num_requests: int) -> int | None:
-        return bucket_for(num_requests, BATCHES) if self.is_on else None  # few need few graphs
+        return bucket_for(num_requests, BATCHES) if self.is_on else None
 
     def max_idle_bytes(self, pool: KVPool) -> int:
         graphs = self._by_pool.get(pool)
