@@ -1,8 +1,7 @@
-"""Compiled forwards of one model on a CPU: when a package is made and loaded, and which forwards it
-computes.
+"""Forward path by torch's ahead-of-time compiler on a CPU.
 
-A package is compiled once per machine and kind of model, in a process of its own, while eager
-forwards serve. Its first forwards are compared with eager ones on the same inputs, and again after
+A package is compiled once per machine and architecture, in a process of its own, while forwards are
+eager. Its first forwards are compared with eager ones on the same inputs, and again after
 any change of the model's modules."""
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ import torch.nn.functional as F
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.cpu import operators
-from hf_slospec.cpu.compile_job import NICENESS, Job
+from hf_slospec.cpu.compile_job import NICENESS, CompileJob
 from hf_slospec.cpu.joined_linears import JoinedLinears
 from hf_slospec.cpu.kernels import granularity
 from hf_slospec.cpu.operators import plan_for_operators
-from hf_slospec.cpu.twin import MIN_SIZE, Description, Interface
+from hf_slospec.cpu.twin import MIN_SIZE, GraphDescription, Interface
 from hf_slospec.model.agreement import relative_error, tolerance_in
 from hf_slospec.model.batch import PackedBatch
 from hf_slospec.model.eager import EagerPath
-from hf_slospec.model.inputs import ForwardTensors, Inputs, Outputs
+from hf_slospec.model.inputs import ForwardInputs, ForwardTensors, Outputs
 from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.machine import leaving_a_core
 from hf_slospec.model.paths import Facts, ForwardPath, PathContext
@@ -107,7 +106,7 @@ class CompiledPath(ForwardPath):
 
     @property
     def num_one_off_forwards(self) -> int:
-        """Number of forwards that were compared with eager ones since the last change of the model."""
+        """Number of forwards compared with eager ones since the last change of modules."""
         return sum(package.num_compared for package in self._packages.values())
 
     def renew(self, version: Any) -> None:
@@ -127,7 +126,7 @@ class CompiledPath(ForwardPath):
         finally:
             self._compares = compares
 
-    def run(self, inputs: Inputs) -> Outputs | None:
+    def run(self, inputs: ForwardInputs) -> Outputs | None:
         if not self._preconditions.is_plain or autocast_dtype("cpu") is not None:
             return None
         package = self._package(inputs.feature_layers)
@@ -140,7 +139,7 @@ class CompiledPath(ForwardPath):
         eager = self._eager if self._compares else None
         return package.run(inputs, tensors, tokens, eager)
 
-    def _run_eagerly(self, inputs: Inputs) -> Outputs:
+    def _run_eagerly(self, inputs: ForwardInputs) -> Outputs:
         """Compute an eager forward, which leaves a core to the compiler while it runs."""
         is_compiling = any(package.is_compiling for package in self._packages.values())
         begun_s = time.perf_counter()
@@ -166,15 +165,16 @@ class CompiledPath(ForwardPath):
 
     def _joined(self, names: list[list[str]]) -> JoinedLinears:
         """Return the packed weights of linear layers, of which those of one list are joined."""
-        known = next((linears for linears in self._linears if linears.names == names), None)
-        if known is None:
-            is_invariant = self._config.exact is not None
-            known = JoinedLinears(self._model, names, self._config.prepack, is_invariant)
-            self._linears.append(known)
-        return known
+        for linears in self._linears:
+            if linears.names == names:
+                return linears
+        is_invariant = self._config.exact is not None
+        linears = JoinedLinears(self._model, names, self._config.prepack, is_invariant)
+        self._linears.append(linears)
+        return linears
 
-    def _described(self, feature_layers: tuple[int, ...]) -> Description:
-        return Description.of(self._model, self._layers, feature_layers, self._keeps_logits)
+    def _described(self, feature_layers: tuple[int, ...]) -> GraphDescription:
+        return GraphDescription.of(self._model, self._layers, feature_layers, self._keeps_logits)
 
 
 class _Package:
@@ -183,7 +183,7 @@ class _Package:
     def __init__(
         self,
         model: Any,
-        description: Description,
+        description: GraphDescription,
         joined: Callable[[list[list[str]]], JoinedLinears],
         waits: bool,
     ):
@@ -206,7 +206,7 @@ class _Package:
             True: 0,
         }  # forwards that agreed, less those that differed; by whether they had a tree
         try:
-            self._job = Job.of(description.with_modules(model), 0 if waits else NICENESS)
+            self._job = CompileJob.of(description.with_modules(model), 0 if waits else NICENESS)
             if waits and self._job.interface is None and self._job.failure is None:
                 self._job.start().wait()
             if self._job.interface is not None:
@@ -226,7 +226,7 @@ class _Package:
 
     @property
     def is_compiling(self) -> bool:
-        """Return whether the compiler has been started and not found to have ended."""
+        """Return whether the compiler runs, as far as ``advance`` has seen."""
         return self._process is not None and self._thread is None
 
     @property
@@ -244,7 +244,7 @@ class _Package:
         return f"eager: {self._why_not or self._change or busy}"
 
     def advance(self, may_start: bool) -> None:
-        """Start the compilation if it may be, and load its package in a thread once it has ended."""
+        """Start the compilation if ``may_start``; once it has ended, load its package."""
         if self._why_not is not None or self._thread is not None:
             return
         if self._process is None:
@@ -257,7 +257,7 @@ class _Package:
             self._thread = threading.Thread(target=self._load, daemon=True)
             self._thread.start()
 
-    def renew(self, description: Description, compares: bool) -> None:
+    def renew(self, description: GraphDescription, compares: bool) -> None:
         """Take in changes of the model, which ``description`` describes as it is now."""
         same = description.identity() == self._identity
         self._change = None if same else "the model was changed since it was compiled"
@@ -278,7 +278,7 @@ class _Package:
 
     def run(
         self,
-        inputs: Inputs,
+        inputs: ForwardInputs,
         tensors: ForwardTensors,
         tokens: torch.Tensor,
         eager: EagerPath | None,
@@ -329,7 +329,7 @@ class _Package:
 class _Graph:
     """A loaded package with the weights of one model."""
 
-    def __init__(self, model: Any, job: Job, interface: Interface, linears: JoinedLinears):
+    def __init__(self, model: Any, job: CompileJob, interface: Interface, linears: JoinedLinears):
         """Load the package; the library must be loaded.
 
         Raises:

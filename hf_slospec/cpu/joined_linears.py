@@ -1,6 +1,6 @@
-"""Weights of a compiled graph's linear layers: layers of one input are joined, and packed for the
-fastest kernel.
-"""
+"""Weights of a compiled graph's linear layers, packed for the fastest kernel.
+
+Layers that read the same input are joined into one matrix."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ BLOCKS_ONLY = Choice(kernel=BLOCKS, is_faster=(True,) * len(SIZES))
 State = list[tuple[int, int]]  # address and count of writes of each weight
 
 
-class _Made(NamedTuple):
-    """State of a layer's weights when its copy was made."""
+class _CopyVersion(NamedTuple):
+    """Version of the weights that a packed copy was made from, and the copy's size."""
 
     state: State
     digest: Digest
@@ -41,9 +41,7 @@ class _Made(NamedTuple):
 
 
 class JoinedLinears:
-    """A context with weights of linear layers, and the state of the model's weights that they were
-    made from.
-    """
+    """Packed weights of all linear layers of a graph; copies of changed weights are made anew."""
 
     def __init__(
         self,
@@ -56,19 +54,19 @@ class JoinedLinears:
 
         Args:
             model: the model.
-            names: those of the layers by index, of which those of one index have one input.
+            names: names of layers by index in the graph; those of one index read one input.
             prepack: see SLOSpecConfig.
             is_invariant: a token's products must not depend on the number of tokens.
 
         Raises:
-            RuntimeError: they are to be invariant, and a weight cannot be packed in blocks.
+            RuntimeError: ``is_invariant``, and a weight cannot be packed in blocks.
         """
         self._is_invariant = is_invariant
         self.context = Context(is_invariant)
         self._model = model
         self.names = names
         self._choices: dict[Any, Choice] = {}
-        self._made: dict[int, _Made] = {}
+        self._versions: dict[int, _CopyVersion] = {}
         self._find_layers()
         num_bytes = sum(layer.weight.nbytes for layers in self._layers for layer in layers)
         self._packs = prepack is not False and (
@@ -80,19 +78,19 @@ class JoinedLinears:
     @property
     def num_bytes(self) -> int:
         """Bytes of the copies."""
-        return sum(made.num_bytes for made in self._made.values())
+        return sum(version.num_bytes for version in self._versions.values())
 
     def update(self) -> None:
         """Make copies anew of weights whose change torch has counted."""
         for index, layers in enumerate(self._layers):
-            if self._made[index].state != _state_of(layers):
+            if self._versions[index].state != _state_of(layers):
                 self._make(index)
 
     def renew(self) -> None:
         """Make copies anew of changed weights, whether torch has counted the change or not."""
         self._find_layers()
         for index, layers in enumerate(self._layers):
-            if self._made[index][:2] != (_state_of(layers), _digest_of(layers)):
+            if self._versions[index][:2] != (_state_of(layers), _digest_of(layers)):
                 self._make(index)
 
     def _find_layers(self) -> None:
@@ -123,7 +121,9 @@ class JoinedLinears:
                 )
             matrices = [] if packed is None else [packed]
             self.context.set_linear(index, plain, matrices, choice)
-        self._made[index] = _Made(state, digested, sum(matrix.num_bytes for matrix in matrices))
+        self._versions[index] = _CopyVersion(
+            state, digested, sum(matrix.num_bytes for matrix in matrices)
+        )
 
     def _choice(self, index: int) -> Choice:
         """Return the kernel for this layer, measured on joined weights of its shape if this machine

@@ -53,7 +53,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Description:
+class GraphDescription:
     """Everything that a model's graph depends on."""
 
     model_class: type[Any]
@@ -83,7 +83,7 @@ class Description:
         layers: Sequence[AttentionLayer],
         feature_layers: tuple[int, ...],
         keeps_logits: bool,
-    ) -> Description:
+    ) -> GraphDescription:
         """Return the description of a model as it is now."""
         named = [*model.named_parameters(), *model.named_buffers()]
         lora = _lora_layers(model)
@@ -100,7 +100,7 @@ class Description:
             _settings(model) if _is_own(plain_class(model)) else None,
         )
 
-    def with_modules(self, model: Any) -> Description:
+    def with_modules(self, model: Any) -> GraphDescription:
         """Return this description of a model with all that a process needs to trace its graph."""
         return (
             self if self.settings is None else replace(self, modules_only=_without_weights(model))
@@ -135,7 +135,7 @@ class Description:
             return self.model_class(self.config).eval()
 
     def identity(self) -> dict[str, Any]:
-        """Return what tells this graph from others, as values for JSON."""
+        """Return what identifies the graph, as values for JSON."""
         config = config_values(self.config)
         name = f"{self.model_class.__module__}.{self.model_class.__qualname__}"
         layers = [str(layer) for layer in self.layers]
@@ -173,10 +173,10 @@ def _class_name(module: nn.Module) -> str:
 
 
 def _lora_layers(model: nn.Module) -> dict[str, dict[str, float]]:
-    """Return :attr:`Description.lora` of a model, without layers that compute otherwise: the graph
+    """Return :attr:`GraphDescription.lora` of a model, without layers that compute otherwise: it
     lacks these.
     """
-    found = dict[str, dict[str, float]]()
+    scalings = dict[str, dict[str, float]]()
     for name, module in model.named_modules():
         if _class_name(module) != LORA:
             continue
@@ -191,10 +191,10 @@ def _lora_layers(model: nn.Module) -> dict[str, dict[str, float]]:
             is_other or is_to_be_unmerged or not getattr(layer, "cast_input_dtype_enabled", True)
         ):
             added = () if layer.merged or layer.disable_adapters else layer.active_adapters
-            found[name] = {
+            scalings[name] = {
                 adapter: layer.scaling[adapter] for adapter in added if adapter in layer.lora_A
             }
-    return found
+    return scalings
 
 
 def _is_own(kind: type[Any]) -> bool:
@@ -349,7 +349,7 @@ class _TracedLoRA(nn.Module):
 class _Step(nn.Module):
     """The packed forward of a model, with tensors as its arguments only."""
 
-    def __init__(self, description: Description):
+    def __init__(self, description: GraphDescription):
         super().__init__()
         # names by index
         self.description = description
@@ -409,7 +409,7 @@ class _Step(nn.Module):
 
 
 @torch.no_grad()
-def export_graph(description: Description) -> tuple[ExportedProgram, Interface]:
+def export_graph(description: GraphDescription) -> tuple[ExportedProgram, Interface]:
     """Return the graph of a model's packed forward; the operators' library must be loaded.
 
     Raises:

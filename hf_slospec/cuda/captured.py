@@ -1,6 +1,4 @@
-"""Captured forwards of one model: which forwards a CUDA graph can replay, and the graphs of each
-K/V pool.
-"""
+"""Forward path by CUDA graphs: which forwards are padded and replayed, on each K/V pool."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ from hf_slospec.cuda.graphs import (
 from hf_slospec.cuda.tree_attention import plan_tree
 from hf_slospec.model.batch import CachedSequence, NewTokens, PlannedBatch, plan_own
 from hf_slospec.model.eager import EagerPath
-from hf_slospec.model.inputs import ForwardTensors, Inputs, Outputs, PlanKey
+from hf_slospec.model.inputs import ForwardInputs, ForwardTensors, Outputs, PlanKey
 from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.paths import Facts, ForwardPath, PathContext
 from hf_slospec.model.preconditions import GraphPreconditions
@@ -37,14 +35,14 @@ from hf_slospec.model.preconditions import GraphPreconditions
 MAX_PADDING_SLOTS = (
     144  # tokens: the largest step between two sizes, and one for each of 16 padding sequences
 )
-MAX_KEPT = 256  # padding sequences that are kept for later batches
+MAX_CACHED = 256  # padding sequences
 SHORT = 16  # tokens; shorter padding sequences do not make attention faster
 
 
 def padded(
     parts: Sequence[NewTokens], logit_rows: torch.Tensor, pool: KVPool
 ) -> tuple[list[NewTokens], torch.Tensor] | None:
-    """Return the parts with padding sequences behind them, and the logit rows padded with row 0.
+    """Append padding sequences to the parts, and row 0 to the logit rows.
 
     Returns None if the batch exceeds the largest size, or needs more padding slots than the pool
     has."""
@@ -81,15 +79,15 @@ def _missing(num_parts: int, num_tokens: int, longest: int) -> tuple[int, int]:
 
 def _padding_sequence(start: int, length: int, like: NewTokens) -> NewTokens:
     """Return a padding sequence on the device of ``like``, with embeddings if that has some."""
-    made = _kept_padding(start, length, like.mask.dtype, like.mask.device)
+    padding = _cached_padding(start, length, like.mask.dtype, like.mask.device)
     if like.embeds is None:
-        return made
-    return replace(made, embeds=like.embeds.new_zeros(length, like.embeds.shape[-1]))
+        return padding
+    return replace(padding, embeds=like.embeds.new_zeros(length, like.embeds.shape[-1]))
 
 
-@functools.lru_cache(maxsize=MAX_KEPT)
-def _kept_padding(start: int, length: int, dtype: torch.dtype, device: torch.device) -> NewTokens:
-    """Return a padding sequence, which is only to be read."""
+@functools.lru_cache(maxsize=MAX_CACHED)
+def _cached_padding(start: int, length: int, dtype: torch.dtype, device: torch.device) -> NewTokens:
+    """Return a padding sequence without embeddings, which callers must not change."""
     zeros = torch.zeros(length, dtype=torch.int64, device=device)
     return NewTokens(
         CachedSequence(start, length), zeros, zeros, torch.eye(length, dtype=dtype, device=device)
@@ -191,7 +189,7 @@ class CudaGraphPath(ForwardPath):
             self._by_pool[pool] = Graphs(capturer, self._device, self._history)
         return self._by_pool.get(pool)
 
-    def run(self, inputs: Inputs) -> Outputs | None:
+    def run(self, inputs: ForwardInputs) -> Outputs | None:
         level = inputs.level
         if level is None or level.is_root:  # a beam's other levels follow at once
             self._read_preconditions()
@@ -219,7 +217,7 @@ class CudaGraphPath(ForwardPath):
             logits[: len(inputs.logit_rows)], None if features is None else features[:num_tokens]
         )
 
-    def _may_replay(self, inputs: Inputs) -> bool:
+    def _may_replay(self, inputs: ForwardInputs) -> bool:
         graphs = self.on(inputs.pool)
         if graphs is None or graphs.is_off or not self._preconditions.is_plain:
             return False

@@ -1,4 +1,4 @@
-"""Comparison of logits that two ways of computing a forward return."""
+"""Comparison of logits that two forward paths return."""
 
 from __future__ import annotations
 

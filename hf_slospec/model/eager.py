@@ -16,7 +16,7 @@ from hf_slospec.model.attention.forward import PackedForward
 from hf_slospec.model.attention.hook import AloneForward
 from hf_slospec.model.attention.sdpa import isolated_attention
 from hf_slospec.model.batch import CachedSequence, NewTokens, Plans, Span
-from hf_slospec.model.inputs import ForwardTensors, Inputs, Outputs, PlanKey
+from hf_slospec.model.inputs import ForwardInputs, ForwardTensors, Outputs, PlanKey
 from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.paths import ForwardPath, PathContext
 from hf_slospec.model.run import run_model
@@ -39,7 +39,7 @@ class EagerPath(ForwardPath):
         # Plans of several devices are made and copied when a layer requests them.
         self._makes_plans = context.facts.kv_devices <= {self.device}
 
-    def run(self, inputs: Inputs) -> Outputs:
+    def run(self, inputs: ForwardInputs) -> Outputs:
         batch = inputs.batch
         tensors = to_device(inputs.tensors(self._plans if self._makes_plans else ()), self.device)
         batch.plans = {key: plan.completed() for key, plan in tensors.plans.items()}
@@ -95,7 +95,7 @@ class EagerPath(ForwardPath):
         token = torch.zeros(1, dtype=torch.int64, device="cpu")
         mask = torch.ones(1, 1, dtype=torch.bool, device="cpu")
         part = NewTokens(CachedSequence(capacity=1), token, token, mask, is_chain=True)
-        inputs = Inputs(pool, [part], token)
+        inputs = ForwardInputs(pool, [part], token)
         self.run(inputs)
         return list(inputs.batch.plans)
 
@@ -111,8 +111,8 @@ class EagerPath(ForwardPath):
             and bool(logits[:, :1].isnan().any())
         )
 
-    def isolated(self, inputs: Inputs) -> Outputs:
-        """Compute a forward so that K and V of a token are read only by tokens that attend to it."""
+    def isolated(self, inputs: ForwardInputs) -> Outputs:
+        """Compute a forward in which only tokens that attend to a token read its K and V."""
         rope = self._context.rope
         if not self._context.facts.has_own_attention:
             tensors = to_device(inputs.tensors(), self.device)

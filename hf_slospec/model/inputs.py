@@ -38,7 +38,7 @@ class DraftLevel(Protocol):
         """Return the model's inputs, made of ``ForwardTensors.tokens``."""
 
     def outputs(self, logits: torch.Tensor) -> Any:
-        """Return tensors made of the model's logits [num_logits, vocab], in any nesting of tuples."""
+        """Return tensors made of logits [num_logits, vocab], in any nesting of tuples."""
 
 
 class Outputs(NamedTuple):
@@ -52,7 +52,7 @@ class Outputs(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Inputs:
+class ForwardInputs:
     """New tokens of several sequences, and what a forward of them returns."""
 
     pool: KVPool  # storage of the parts' sequences
@@ -94,7 +94,7 @@ class Inputs:
 
 @dataclass(frozen=True, eq=False)
 class ForwardTensors:
-    """Tensors that a forward reads, besides weights, the pool and the states of recurrent layers."""
+    """Tensors that a forward reads, besides weights, the pool and recurrent states."""
 
     tokens: dict[
         str, torch.Tensor

@@ -23,7 +23,7 @@ from hf_slospec.model.attention.backends import backend_for, why_no_triton
 from hf_slospec.model.attention.hook import forget_attributes
 from hf_slospec.model.batch import NewTokens
 from hf_slospec.model.eager import EagerPath, ExactPath
-from hf_slospec.model.inputs import DraftLevel, Inputs, Outputs
+from hf_slospec.model.inputs import DraftLevel, ForwardInputs, Outputs
 from hf_slospec.model.kv_cache import KVCache, KVPool
 from hf_slospec.model.length_rope import LengthRope
 from hf_slospec.model.paths import Facts, PathContext, make_paths, resolve_paths
@@ -110,7 +110,7 @@ class PackedModel:
         self._modules_state = self.fingerprint.modules_state
 
     def _read_sizes(self) -> None:
-        """Read sizes that every part of a batch needs; the config's attributes take microseconds."""
+        """Read sizes that every part of a batch needs; the config is slow to read."""
         config = self.model.config.get_text_config()
         self.vocab_size = max(vocab_size(self.model), num_embeddings(self.model))
         names = ("max_position_embeddings", "max_target_positions")
@@ -148,8 +148,8 @@ class PackedModel:
         if layers != (self.layers, self.state_layers) or not has_same_rope:
             name = type(self.model).__name__
             raise UnsupportedModelError(
-                f"the attention layers of {name} have changed: their number, or window, type or rotary embedding; "
-                "undo the change, call disable and enable, or make a new generator"
+                f"the attention layers of {name} have changed: their number, or window, type or "
+                "rotary embedding; undo the change, call disable and enable, or make a new generator"
             )
 
     def path(self, name: str) -> Any:
@@ -216,7 +216,7 @@ class PackedModel:
         return self._cache.num_bytes
 
     def keep_if_captured(self, cache: KVCache) -> None:
-        """Keep the pool of a cache that may become idle, if it is small and has captured forwards."""
+        """Keep the pool of a cache that may become idle, if graphs use it and it is small."""
         self._cache.keep_if_used(cache)
 
     @property
@@ -254,15 +254,15 @@ class PackedModel:
             self.renew()
         self._take_in_changes()
         self.prepacked.need(not self.is_compiled)
-        inputs = Inputs(pool, parts, logit_rows, feature_layers, level)
+        inputs = ForwardInputs(pool, parts, logit_rows, feature_layers, level)
         outputs = None
         for path in self._tried:
             if (outputs := path.run(inputs)) is not None:
                 break
         if outputs is None:
             raise UnsupportedOptionError(
-                f'exact="{self.exact}" is a matter of compiled forwards, which cannot compute this one: '
-                f"{self.status(feature_layers)}; call disable and enable again"
+                f'exact="{self.exact}" is a matter of compiled forwards, which cannot compute this '
+                f"one: {self.status(feature_layers)}; call disable and enable again"
             )
         if level is None and self.eager.may_have_spread(outputs.logits):
             return self.eager.isolated(inputs)

@@ -15,7 +15,7 @@ from hf_slospec.assembly import load_plugins
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.model.batch import AttentionLayer
-from hf_slospec.model.inputs import Inputs, Outputs
+from hf_slospec.model.inputs import ForwardInputs, Outputs
 from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.length_rope import LengthRope
 from hf_slospec.model.preconditions import is_plain
@@ -109,7 +109,7 @@ class ForwardPath:
         ``config``: the settings in force, see :class:`Resolution`."""
         return None
 
-    def run(self, inputs: Inputs) -> Outputs | None:
+    def run(self, inputs: ForwardInputs) -> Outputs | None:
         """Stage K and V of all tokens and return the outputs; None: the next path computes them."""
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""The call of a model for a packed batch."""
+"""Calls of a model's forward for packed batches, and for the outputs of an encoder."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def decoder_arguments(
     options = options | {"encoder_outputs": BaseModelOutput(last_hidden_state=encoded)}
     if not model.config.is_encoder_decoder:
         return options
-    own = {name: f"decoder_{name}" for name in ("input_ids", "inputs_embeds", "attention_mask")}
-    return {own.get(name, name): value for name, value in options.items()} | {
+    renamed = {name: f"decoder_{name}" for name in ("input_ids", "inputs_embeds", "attention_mask")}
+    return {renamed.get(name, name): value for name, value in options.items()} | {
         "attention_mask": encoder_mask
     }
 
@@ -102,11 +102,11 @@ def encode(
     rows: list[Encoded] = []
     for row in range(len(encoded)):
         allowed = None if cache.allowed is None else cache.allowed[min(row, len(cache.allowed) - 1)]
-        seen = slice(None) if allowed is None or bool(allowed.all()) else allowed
+        columns = slice(None) if allowed is None or bool(allowed.all()) else allowed
         by_layer = cache.encoded.items()
         rows.append(
             {
-                i: (k[row][:, seen].contiguous(), v[row][:, seen].contiguous())
+                i: (k[row][:, columns].contiguous(), v[row][:, columns].contiguous())
                 for i, (k, v) in by_layer
             }
         )

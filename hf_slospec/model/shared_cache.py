@@ -28,7 +28,7 @@ class SharedCache:
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
-        """Begin with an empty cache: the threads that use the present one stayed with the parent."""
+        """Begin with an empty cache: the threads that use it stayed with the parent."""
         self.forget()
 
     def forget(self) -> None:
@@ -60,7 +60,7 @@ class SharedCache:
     def keep_if_used(self, cache: KVCache) -> None:
         """Keep the pool of a cache that may become idle, if it is small and a path uses it.
 
-        A pool that no path uses is freed at once, as other users may refer to the cache for long."""
+        A pool that no path uses is freed at once, as others may refer to the cache for long."""
         max_bytes = max(path.max_idle_bytes(cache.pool) for path in self._paths)
         if not max_bytes:
             cache.trim()

@@ -17,8 +17,8 @@ import torch
 import hf_slospec
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cpu import compile_job, compiled
-from hf_slospec.cpu.compile_job import Job
-from hf_slospec.cpu.twin import Description
+from hf_slospec.cpu.compile_job import CompileJob
+from hf_slospec.cpu.twin import GraphDescription
 from hf_slospec.heads.loading import load_head
 from hf_slospec.model import machine as threads
 from hf_slospec.model.eager import EagerPath
@@ -49,11 +49,11 @@ class Finished:
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spare the time of importing torch in another process."""
 
-    def start(self: Job) -> Finished:
+    def start(self: CompileJob) -> Finished:
         self.run()
         return Finished()
 
-    monkeypatch.setattr(Job, "start", start)
+    monkeypatch.setattr(CompileJob, "start", start)
 
 
 @pytest.fixture
@@ -184,12 +184,14 @@ def test_the_switch_between_two_steps(monkeypatch: pytest.MonkeyPatch, model: An
     loads = []
     load = compiled._Package._load
     monkeypatch.setattr(compiled._Package, "_load", lambda self: loads.append(self) or load(self))
-    started = list[Job]()
-    interface = Job.interface
+    started = list[CompileJob]()
+    interface = CompileJob.interface
     monkeypatch.setattr(
-        Job, "interface", property(lambda self: interface.fget(self) if started else None)
+        CompileJob, "interface", property(lambda self: interface.fget(self) if started else None)
     )
-    monkeypatch.setattr(Job, "start", lambda self: started.append(self) or self.run() or Finished())
+    monkeypatch.setattr(
+        CompileJob, "start", lambda self: started.append(self) or self.run() or Finished()
+    )
     expected = generated(model.generate)
     ours = generator(model, compile=True)
     assert generated(ours.generate) == expected
@@ -249,9 +251,9 @@ def test_eager_forwards_leave_a_core_to_the_compiler(
         def poll(self) -> None:
             return None
 
-    monkeypatch.setattr(Job, "start", lambda self: Running())
+    monkeypatch.setattr(CompileJob, "start", lambda self: Running())
     monkeypatch.setattr(
-        Description, "identity", lambda self: {"key": id(model)}
+        GraphDescription, "identity", lambda self: {"key": id(model)}
     )  # nobody has compiled it
     monkeypatch.setattr(compiled, "START_S", 0.0)
     monkeypatch.setattr(threads, "available_cores", lambda: torch.get_num_threads())
@@ -329,12 +331,12 @@ def test_rounding_that_differs_now_and_then_is_none_of_the_graphs_faults(
 def test_failures_are_kept_and_told(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     attempts = []
 
-    def fail(description: Description) -> None:
+    def fail(description: GraphDescription) -> None:
         attempts.append(description)
         raise ValueError("it cannot be traced")
 
     monkeypatch.setattr(compile_job, "export_graph", fail)
-    monkeypatch.setattr(Description, "identity", lambda self: {"key": "another"})
+    monkeypatch.setattr(GraphDescription, "identity", lambda self: {"key": "another"})
     for _ in range(2):
         ours = generator(model)
         assert generated(ours.generate) == generated(model.generate)

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from hf_slospec.model.batch import PlannedBatch
-from hf_slospec.model.inputs import Inputs
+from hf_slospec.model.inputs import ForwardInputs
 from tests.support.graph_bench import Bench
 from tests.support.toys.tiny_configs import tiny_config
 
@@ -32,6 +32,6 @@ def test_a_forward_of_tensors_gives_the_same_bits(family: str, attention: str) -
     rows = torch.arange(sum(len(part.input_ids) for part in parts))
     # PlannedBatch makes no plans, so find_plans found all that the layers request.
     plans = packed.eager.find_plans()
-    tensors = Inputs(pool, parts, rows).tensors(plans)
+    tensors = ForwardInputs(pool, parts, rows).tensors(plans)
     outputs = packed.eager.compute(pool, PlannedBatch(tensors.plans), tensors)
     assert torch.equal(outputs.logits, packed.forward(pool, parts, rows))

@@ -20,7 +20,7 @@ from hf_slospec.cuda import captured
 from hf_slospec.cuda.captured import CudaGraphPath
 from hf_slospec.model import paths as registry
 from hf_slospec.model.attention.forward import PackedForward
-from hf_slospec.model.inputs import Inputs, Outputs
+from hf_slospec.model.inputs import ForwardInputs, Outputs
 from hf_slospec.model.paths import Facts, ForwardPath, registered_paths, resolve_paths
 from tests.support.packed import packed_model
 from tests.support.toys.tiny_models import tiny_model
@@ -138,7 +138,7 @@ class Recorded(ForwardPath):
     def __init__(self, context: Any, eager: ForwardPath):
         self.eager = eager
 
-    def run(self, inputs: Inputs) -> Outputs | None:
+    def run(self, inputs: ForwardInputs) -> Outputs | None:
         if not all(part.is_chain for part in inputs.parts):
             return None
         self.computed.append(inputs.batch.spans[-1].end)

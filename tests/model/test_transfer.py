@@ -8,7 +8,7 @@ import torch
 
 from hf_slospec.cuda.captured import padded
 from hf_slospec.cuda.flash import pack
-from hf_slospec.model.inputs import Inputs
+from hf_slospec.model.inputs import ForwardInputs
 from hf_slospec.model.transfer import DeviceCopy, flattened, tensors_in
 from tests.support.graph_bench import CPU, TREES, Bench, tree
 from tests.support.stand_ins.graphs import Tapes
@@ -30,7 +30,7 @@ def test_a_forward_of_the_same_sizes_has_the_same_signature_and_of_others_anothe
         pool = bench.sequences.cache.pool
         larger = padded(parts, torch.arange(5), pool)
         assert larger is not None
-        return Inputs(pool, *larger, is_padded=True).tensors(plans)
+        return ForwardInputs(pool, *larger, is_padded=True).tensors(plans)
 
     first = inputs()
     assert (
