@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -72,7 +71,6 @@ class PackedModel:
         self.rope = LengthRope(model)
         # That of exact forwards is chosen once they are known to be possible.
         backend = None if config.exact else backend_for(config.attention, self.layers)
-        needs_kernel = config.exact is not None and self.device.type == "cuda"
         facts = Facts.of(
             model,
             self.layers,
@@ -80,7 +78,7 @@ class PackedModel:
             has_states=self.has_states,
             varies_rope=self.rope.max_plain is not None,
             autocast=self.autocast,
-            no_kernel=why_no_triton(self.layers) if needs_kernel else None,
+            no_kernel=why_no_triton(self.layers) if config.exact else None,
             has_static_attention=getattr(backend, "is_static", False),
         )
         self._resolution = resolve_paths(config, facts)
@@ -92,7 +90,7 @@ class PackedModel:
         self.paths = make_paths(self._resolution, context, self.eager)
         self._tried = self.paths
         if self.exact and self.is_compiled:  # all exact forwards are computed by one path
-            self._tried = self.paths[:1]
+            self._tried = [self.path("compiled")]
             self.eager = EagerPath(context, self.backend)  # for tokens with NaN
         elif self.exact:
             self._tried = [self.eager]
@@ -221,9 +219,7 @@ class PackedModel:
 
     @property
     def num_one_off_forwards(self) -> int:
-        """Number of forwards that took longer than later ones of their size will: captures, the
-        forwards before them, and forwards that were computed twice to be compared.
-        """
+        """Number of forwards that took longer than later ones of their size will."""
         return sum(path.num_one_off_forwards for path in self.paths)
 
     def forward(
@@ -273,16 +269,10 @@ class PackedModel:
         self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor, level: DraftLevel
     ) -> Any:
         """Stage the K/V of draft nodes, or of the tokens up to their roots; return
-        ``level.outputs``.
+        ``level.outputs``, which may be overwritten from the model's next forward on.
 
-        The result may be overwritten from the model's next forward on.
-
-        Args:
-            pool: storage of the parts' sequences.
-            parts: one per sequence; their ids and masks may be indices into tensors of ``level``.
-            logit_rows: [num_logits] int64, tokens of the packed batch whose logits ``level`` takes;
-                row 0 stands for the level's rows of padding.
-            level: computation before and after the forward.
+        Arguments are those of :meth:`outputs`. Ids and masks of ``parts`` may be indices into
+        tensors of ``level``, and row 0 of ``logit_rows`` stands for the level's rows of padding.
         """
         if level.num_logits > len(logit_rows):
             logit_rows = F.pad(logit_rows, (0, level.num_logits - len(logit_rows)))
@@ -302,7 +292,7 @@ class PackedModel:
 
 @contextlib.contextmanager
 def _in_force(
-    prepacked: PrepackedLayers, fused: FusedLayers, products: AbstractContextManager[Any]
+    prepacked: PrepackedLayers, fused: FusedLayers, products: contextlib.AbstractContextManager[Any]
 ) -> Iterator[None]:
     """Compute linear layers by the overrides of the model inside this context."""
     with prepacked.in_use(), fused.in_use(), products:

@@ -43,7 +43,7 @@ class Facts:
     varies_rope: bool = False  # rotary embeddings depend on the length of a sequence
     autocast: torch.dtype | None = None  # enabled by the model's own forward
     is_plain: bool = True  # no hooks, one device, weights of torch's classes
-    no_kernel: str | None = None  # why Triton's attention is unavailable, if it was asked for
+    no_kernel: str | None = None  # why Triton's attention is unavailable; read if exact
     # Attention reads tensors only, whose sizes do not depend on the lengths of sequences.
     has_static_attention: bool = False
 
@@ -222,7 +222,7 @@ def _reasons_against_exact(facts: Facts, config: SLOSpecConfig) -> Iterator[str]
         yield "its experts multiply as many tokens at a time as choose them"
     if config.attention not in ("auto", "triton" if facts.is_on_cuda else "sdpa"):
         yield f"attention={config.attention!r} has kernels of its own"
-    if facts.no_kernel is not None:
+    if facts.is_on_cuda and facts.no_kernel is not None:
         yield f"Triton's attention is not available ({facts.no_kernel})"
 
 
