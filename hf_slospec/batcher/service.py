@@ -193,13 +193,12 @@ class BatchingService:
         speculator = self.decoder.speculator
         slots = self.limits.kv_tokens
         ranks = speculator.target.ranks
-        if ranks.number > 1:
-            if ranks.is_led:
-                raise InvalidInputError(
-                    "the processes of this tensor-parallel model follow a batcher, and cannot follow another or a new "
-                    "one; stop() it first, in all processes"
-                )
-            speculator.renew()
+        if ranks.number > 1 and ranks.is_led:
+            raise InvalidInputError(
+                "the processes of this tensor-parallel model follow a batcher, and cannot follow another or a new "
+                "one; stop() it first, in all processes"
+            )
+        speculator.renew()
         self._placements = speculator.placements
         max_kept = math.inf if self.config.kept_tokens is None else self.config.kept_tokens or None
         others = self._samplers, slots, max_kept

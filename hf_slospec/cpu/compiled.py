@@ -26,15 +26,14 @@ from hf_slospec.cpu.joined_linears import JoinedLinears
 from hf_slospec.cpu.kernels import granularity
 from hf_slospec.cpu.operators import plan_for_operators
 from hf_slospec.cpu.twin import MIN_SIZE, GraphDescription, Interface
-from hf_slospec.model.agreement import relative_error, tolerance_in
 from hf_slospec.model.batch import PackedBatch
 from hf_slospec.model.eager import EagerPath
 from hf_slospec.model.inputs import ForwardInputs, ForwardTensors, Outputs
 from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.machine import leaving_a_core
 from hf_slospec.model.paths import Facts, ForwardPath, PathContext
-from hf_slospec.model.preconditions import GraphPreconditions
-from hf_slospec.model.properties import autocast_dtype
+from hf_slospec.model.properties import autocast_dtype, relative_error, tolerance_in
+from hf_slospec.model.version import ModelVersion, can_be_traced
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +67,11 @@ class CompiledPath(ForwardPath):
         self._eager_s = 0.0  # seconds of eager forwards so far
         self._linears: list[JoinedLinears] = []  # shared by packages that join the same layers
         self._packages: dict[tuple[int, ...], _Package] = {}
-        self._preconditions = GraphPreconditions(self._model)
-        self._modules_state = 0  # the model's version with which forwards were compared
-        if self._preconditions.is_plain:
+        # Versions of the model that packages were compared with.
+        self._storage = context.version.storage
+        self._modules = context.version.modules
+        self._is_traced = can_be_traced(self._model)
+        if self._is_traced:
             self._package(())
 
     @classmethod
@@ -92,7 +93,7 @@ class CompiledPath(ForwardPath):
         return operators.why_unsupported()
 
     def status(self, feature_layers: tuple[int, ...] = ()) -> str:
-        if not self._preconditions.is_plain:
+        if not self._is_traced:
             return "eager: hooks, or weights of other classes than torch's"
         package = self._packages.get(feature_layers)
         return "eager: not compiled yet" if package is None else package.status
@@ -100,21 +101,21 @@ class CompiledPath(ForwardPath):
     @property
     def is_ready(self) -> bool:
         """Return whether a package is loaded and computes forwards."""
-        return self._preconditions.is_plain and any(
-            package.is_ready for package in self._packages.values()
-        )
+        return self._is_traced and any(package.is_ready for package in self._packages.values())
 
     @property
     def num_one_off_forwards(self) -> int:
         """Number of forwards compared with eager ones since the last change of modules."""
         return sum(package.num_compared for package in self._packages.values())
 
-    def renew(self, version: Any) -> None:
-        compares = self._modules_state != version.modules_state
-        self._modules_state = version.modules_state
-        self._preconditions.renew()
+    def renew(self, version: ModelVersion) -> None:
+        self._is_traced = can_be_traced(self._model)
+        compares = self._modules != version.modules
+        is_described = self._storage == version.storage
+        self._modules = version.modules
+        self._storage = version.storage
         for layers, package in self._packages.items():
-            package.renew(self._described(layers), compares)
+            package.renew(None if is_described else self._described(layers), compares)
 
     @contextlib.contextmanager
     def measuring(self, pool: KVPool) -> Iterator[None]:
@@ -127,7 +128,7 @@ class CompiledPath(ForwardPath):
             self._compares = compares
 
     def run(self, inputs: ForwardInputs) -> Outputs | None:
-        if not self._preconditions.is_plain or autocast_dtype("cpu") is not None:
+        if not self._is_traced or autocast_dtype("cpu") is not None:
             return None
         package = self._package(inputs.feature_layers)
         if not package.is_ready:
@@ -257,13 +258,17 @@ class _Package:
             self._thread = threading.Thread(target=self._load, daemon=True)
             self._thread.start()
 
-    def renew(self, description: GraphDescription, compares: bool) -> None:
-        """Take in changes of the model, which ``description`` describes as it is now."""
-        same = description.identity() == self._identity
-        self._change = None if same else "the model was changed since it was compiled"
+    def renew(self, description: GraphDescription | None, compares: bool) -> None:
+        """Take in changes of the model, which ``description`` describes if more than values of
+        weights have changed.
+        """
+        if description is not None:
+            is_same = description.identity() == self._identity
+            self._change = None if is_same else "the model was changed since it was compiled"
         if compares:
-            self.num_compared, self._agreed = 0, dict.fromkeys(self._agreed, 0)
-        if same and self._graph is not None:
+            self.num_compared = 0
+            self._agreed = dict.fromkeys(self._agreed, 0)
+        if self._change is None and self._graph is not None:
             self._graph.renew()
 
     def _load(self) -> None:
@@ -369,7 +374,6 @@ class _Graph:
         """Compute a forward; RuntimeError if a weight has another shape, dtype or layout than was
         compiled.
         """
-        self._linears.update()
         self._linears.context.follow(pool, plan_for_operators(batch))
         num_tokens = tokens.shape[1]
         num_logits = len(tensors.logit_rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -30,7 +30,7 @@ from hf_slospec.model.eager import EagerPath
 from hf_slospec.model.inputs import ForwardInputs, ForwardTensors, Outputs, PlanKey
 from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.paths import Facts, ForwardPath, PathContext
-from hf_slospec.model.preconditions import GraphPreconditions
+from hf_slospec.model.version import ModelVersion, can_be_traced
 
 MAX_PADDING_SLOTS = (
     144  # tokens: the largest step between two sizes, and one for each of 16 padding sequences
@@ -117,10 +117,11 @@ class CudaGraphPath(ForwardPath):
         self._eager = eager
         self._rope = context.rope
         self._device = context.facts.device
-        self._preconditions = GraphPreconditions(context.model)
-        self._now: Hashable = None  # the preconditions when they were read last
+        self._model = context.model
+        self._version = context.version
+        self._can_be_traced = can_be_traced(self._model)
         self._plans: list[PlanKey] | None = None  # that the layers request; None: not known yet
-        self._modules_state = 0  # the model's version for which they were found
+        self._modules = self._version.modules  # version for which they were found
         self._history = GraphHistory()
         self._by_pool = WeakKeyDictionary[KVPool, Graphs]()  # by the pool whose memory they use
         self.is_on = True
@@ -137,17 +138,11 @@ class CudaGraphPath(ForwardPath):
             return facts.dynamic_parts
         return "its device has no CUDA graphs" if capturer_for(facts.device) is None else None
 
-    def renew(self, version: Any) -> None:
-        if self._modules_state != version.modules_state:
-            self._modules_state = version.modules_state
+    def renew(self, version: ModelVersion) -> None:
+        self._can_be_traced = can_be_traced(self._model)
+        if self._modules != version.modules:
+            self._modules = version.modules
             self._plans = None
-        self._preconditions.renew()
-        self._read_preconditions()
-
-    def _read_preconditions(self) -> None:
-        """Read what the next forwards depend on beside their inputs, until this is called again."""
-        if self.is_on and self._preconditions.is_plain:
-            self._now = self._preconditions.now()
 
     @property
     def is_ready(self) -> bool:
@@ -191,8 +186,6 @@ class CudaGraphPath(ForwardPath):
 
     def run(self, inputs: ForwardInputs) -> Outputs | None:
         level = inputs.level
-        if level is None or level.is_root:  # a beam's other levels follow at once
-            self._read_preconditions()
         if self._rope.lengths(inputs.parts) is not None or not self._may_replay(inputs):
             return None
         larger = padded(inputs.parts, inputs.logit_rows, inputs.pool)
@@ -207,7 +200,7 @@ class CudaGraphPath(ForwardPath):
         tensors = replace(inputs, parts=parts, logit_rows=rows, is_padded=True).tensors(plans)
         graphs = self._by_pool[inputs.pool]
         compute = functools.partial(self._compute, inputs.pool)
-        outputs = graphs.run(tensors, compute, self._now, is_kept=level is None)
+        outputs = graphs.run(tensors, compute, self._version.storage, is_kept=level is None)
         self.is_on &= not graphs.has_failed  # captures on another pool would fail as well
         if outputs is None or level is not None:
             return None if outputs is None else Outputs(NO_LOGITS, drafted=outputs)
@@ -219,7 +212,7 @@ class CudaGraphPath(ForwardPath):
 
     def _may_replay(self, inputs: ForwardInputs) -> bool:
         graphs = self.on(inputs.pool)
-        if graphs is None or graphs.is_off or not self._preconditions.is_plain:
+        if graphs is None or graphs.is_off or not self._can_be_traced:
             return False
         if torch.is_autocast_enabled(self._device.type):
             return False

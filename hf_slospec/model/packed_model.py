@@ -35,7 +35,7 @@ from hf_slospec.model.properties import (
     watching_autocast,
 )
 from hf_slospec.model.shared_cache import SharedCache
-from hf_slospec.model.version import Fingerprint
+from hf_slospec.model.version import ModelVersion
 
 EAGER = SLOSpecConfig(compile=False)
 
@@ -46,13 +46,20 @@ class PackedModel:
     All forwards and all uses of the cache require the model's lock.
     """
 
-    def __init__(self, model: Any, config: SLOSpecConfig = EAGER, ranks: Ranks | None = None):
+    def __init__(
+        self,
+        model: Any,
+        config: SLOSpecConfig = EAGER,
+        ranks: Ranks | None = None,
+        version: ModelVersion | None = None,
+    ):
         """Probe a model.
 
         Args:
             model: a causal LM.
             config: the settings.
             ranks: processes that run the model; None: those over which it is split.
+            version: that of the model, if it has other users.
 
         Raises:
             UnsupportedModelError: the model cannot be packed.
@@ -68,6 +75,10 @@ class PackedModel:
         with watching_autocast(model) as seen:
             self.layers, self.state_layers = probe_layers(model)
             self.autocast = seen()  # dtype of its products; None: it enables no autocast
+        self.version = version or ModelVersion(model)
+        # What was made of the model is of these versions.
+        self._weights_version = self.version.weights
+        self._modules_version = self.version.modules
         self.rope = LengthRope(model)
         # That of exact forwards is chosen once they are known to be possible.
         backend = None if config.exact else backend_for(config.attention, self.layers)
@@ -85,7 +96,9 @@ class PackedModel:
         in_force = self._resolution.config
         self.backend = backend or backend_for(config.attention, self.layers, by_path=True)
         keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        context = PathContext(model, facts, in_force, self.layers, self.rope, keeps_logits)
+        context = PathContext(
+            model, self.version, facts, in_force, self.layers, self.rope, keeps_logits
+        )
         self.eager = (ExactPath if self.exact else EagerPath)(context, self.backend)
         self.paths = make_paths(self._resolution, context, self.eager)
         self._tried = self.paths
@@ -103,9 +116,6 @@ class PackedModel:
         self.eager.in_force = functools.partial(_in_force, self.prepacked, self.fused, products)
         self._cache = SharedCache([layer.shape for layer in self.layers], self.paths)
         self._read_sizes()
-        self.fingerprint = Fingerprint(model)
-        self._state = self.fingerprint.state  # which the copies of weights were made from
-        self._modules_state = self.fingerprint.modules_state
 
     def _read_sizes(self) -> None:
         """Read sizes that every part of a batch needs; the config is slow to read."""
@@ -118,24 +128,23 @@ class PackedModel:
         self.max_positions: int | None = None if is_rotary else next(lengths, None)
 
     def renew(self, is_idle: bool = True) -> bool:
-        """Take in changes of weights and modules; see :meth:`Fingerprint.renew`."""
-        has_changed = self.fingerprint.renew(is_idle)
-        self._take_in_changes()
+        """Take in changes of weights and modules; see :meth:`ModelVersion.renew`."""
+        has_changed = self.version.renew(is_idle)
+        self.take_in_changes()
         return has_changed
 
-    def _take_in_changes(self) -> None:
-        """Update what was made of weights and modules, whoever has renewed the fingerprint."""
-        if self._state != self.fingerprint.state:
-            self._state = self.fingerprint.state
-            before = self._modules_state
-            self._modules_state = self.fingerprint.modules_state
-            if before != self._modules_state:
+    def take_in_changes(self) -> None:
+        """Update what was made of weights and modules, whoever has renewed the version."""
+        if self._weights_version != self.version.weights:
+            self._weights_version = self.version.weights
+            if self._modules_version != self.version.modules:
+                self._modules_version = self.version.modules
                 forget_attributes(self.model)
             self._read_sizes()  # embeddings may have been resized
             self.prepacked.renew()
             self.exact_products.renew()
             for path in self.paths:
-                path.renew(self.fingerprint)
+                path.renew(self.version)
 
     def check_layers(self) -> None:
         """Raise UnsupportedModelError if the layers attend otherwise than when they were probed."""
@@ -246,9 +255,11 @@ class PackedModel:
             feature_layers: hidden states to return, as in ``output_hidden_states``.
             level: see :meth:`draft`.
         """
-        if self.fingerprint.is_behind:
+        if self.version.is_behind:
             self.renew()
-        self._take_in_changes()
+        elif level is None or level.is_root:  # a beam's other levels follow at once
+            self.version.notice_writes()
+        self.take_in_changes()
         self.prepacked.need(not self.is_compiled)
         inputs = ForwardInputs(pool, parts, logit_rows, feature_layers, level)
         outputs = None

@@ -18,8 +18,9 @@ from hf_slospec.model.batch import AttentionLayer
 from hf_slospec.model.inputs import ForwardInputs, Outputs
 from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.length_rope import LengthRope
-from hf_slospec.model.preconditions import is_plain
 from hf_slospec.model.properties import are_fused_experts, attends_to_encoder, input_device
+from hf_slospec.model.version import ModelVersion, can_be_traced
+from hf_slospec.model.whose_code import library_of
 
 ENTRY_POINTS = "hf_slospec.paths"  # group; each entry is a subclass of ForwardPath
 CPU = torch.device("cpu")
@@ -52,7 +53,7 @@ class Facts:
         """Return the facts of a model with these layers; ``others`` are further fields."""
         return cls(
             type(model).__name__,
-            type(model).__module__.partition(".")[0],
+            library_of(type(model)),
             input_device(model),
             frozenset(one.device for layer in layers for one in layer.shape.stored),
             has_own_attention=any(layer.is_own for layer in layers),
@@ -60,7 +61,7 @@ class Facts:
             has_chunked_attention=any(layer.chunk for layer in layers),
             has_fused_experts=any(map(are_fused_experts, model.modules())),
             attends_to_encoder=attends_to_encoder(model),
-            is_plain=is_plain(model),
+            is_plain=can_be_traced(model),
             **others,
         )
 
@@ -84,6 +85,7 @@ class PathContext:
     """What the forward paths of one model share."""
 
     model: Any
+    version: ModelVersion
     facts: Facts
     config: SLOSpecConfig  # the settings in force, see Resolution
     layers: Sequence[AttentionLayer]  # in the order in which pools store them
@@ -113,8 +115,8 @@ class ForwardPath:
         """Stage K and V of all tokens and return the outputs; None: the next path computes them."""
         raise NotImplementedError
 
-    def renew(self, version: Any) -> None:
-        """Take in changes of the model's weights and modules, which ``version`` counts."""
+    def renew(self, version: ModelVersion) -> None:
+        """Take in changes of the model's weights and modules."""
 
     @property
     def is_ready(self) -> bool:
