@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -41,10 +40,7 @@ EAGER = SLOSpecConfig(compile=False)
 
 
 class PackedModel:
-    """Packed forwards of a model, and the K/V cache they use.
-
-    All forwards and all uses of the cache require the model's lock.
-    """
+    """Packed forwards of a model, and their K/V cache; all uses require the model's lock."""
 
     def __init__(
         self,
@@ -63,8 +59,7 @@ class PackedModel:
 
         Raises:
             UnsupportedModelError: the model cannot be packed.
-            UnsupportedOptionError: weights of several processes cannot be prepacked, or the model
-                cannot be exact.
+            UnsupportedOptionError: see :func:`resolve_paths`.
         """
         self.model = model
         self.ranks = ranks or Ranks(model)
@@ -95,10 +90,7 @@ class PackedModel:
         self._resolution = resolve_paths(config, facts)
         in_force = self._resolution.config
         self.backend = backend or backend_for(config.attention, self.layers, by_path=True)
-        keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        context = PathContext(
-            model, self.version, facts, in_force, self.layers, self.rope, keeps_logits
-        )
+        context = PathContext(model, self.version, facts, in_force, self.layers, self.rope)
         self.eager = (ExactPath if self.exact else EagerPath)(context, self.backend)
         self.paths = make_paths(self._resolution, context, self.eager)
         self._tried = self.paths
@@ -294,9 +286,7 @@ class PackedModel:
             return level.outputs(outputs.logits)
 
     def num_draft_rows(self, num_requests: int) -> int | None:
-        """Return the rows, with padding, of captured levels of this many requests: few sizes need
-        few graphs. None: levels are not captured, and may have any number of rows.
-        """
+        """Return the rows, padding included, of a level of this many requests; None: any number."""
         rows = (path.num_draft_rows(num_requests) for path in self.paths)
         return max(filter(None, rows), default=None)
 

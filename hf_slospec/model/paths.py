@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -90,7 +91,11 @@ class PathContext:
     config: SLOSpecConfig  # the settings in force, see Resolution
     layers: Sequence[AttentionLayer]  # in the order in which pools store them
     rope: LengthRope
-    keeps_logits: bool  # the model's forward takes logits_to_keep
+
+    @functools.cached_property
+    def keeps_logits(self) -> bool:
+        """Whether the model's forward takes ``logits_to_keep``."""
+        return "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
 
 class ForwardPath:
