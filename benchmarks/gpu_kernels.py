@@ -76,7 +76,7 @@ def kernels_of(packed: PackedModel, size: Size, repeats: int = 5) -> dict[str, A
         }
         for name, us in sorted(total_us.items(), key=lambda item: -item[1])
     ]
-    graphs = packed.captured.counts
+    graphs = packed.path("cuda_graphs").counts
     return {
         "tokens": size.num_tokens, "requests": size.num_requests, "keys_each": size.keys_each,
         "forward_ms": round(host_ms, 4), "kernels_ms": round(sum(total_us.values()) / repeats / 1e3, 4),
@@ -88,7 +88,7 @@ def replay_ms(packed: PackedModel, repeats: int = 7) -> tuple[float, float]:
     """Return milliseconds of the last captured forward's graph, on the device and until its launch
     returns.
     """
-    graphs = packed.captured.on(packed.kv_cache.pool)
+    graphs = packed.path("cuda_graphs").on(packed.kv_cache.pool)
     assert graphs is not None, "there are no CUDA graphs here"
     replay, times, launches = (
         next(reversed(graphs._captured.values())).replay,

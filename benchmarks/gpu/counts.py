@@ -49,7 +49,7 @@ def counting() -> Iterator[ForwardCounts]:
         counts.replays -= outputs is not None  # the call around it returns the same outputs
 
     with (
-        called(PackedModel, "_run", count_forward),
+        called(PackedModel, "outputs", count_forward),
         called(Graphs, "run", count_graph),
         called(Graphs, "_capture", count_capture),
     ):

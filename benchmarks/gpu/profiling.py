@@ -33,7 +33,7 @@ METHODS = {
     "select": (Engine, "_select"),
     "verify": (Engine, "_verify"),
     "commit": (Engine, "_commit"),
-    "forward": (PackedModel, "_run"),
+    "forward": (PackedModel, "outputs"),
 }
 KINDS = {"kernel": "kernels", "gpu_memcpy": "copies", "gpu_memset": "fills"}  # on the device
 WARM_UP = 4  # calls

@@ -1,7 +1,7 @@
 """Compilation of a model's graph, in a process of its own, into a package that later processes
 load.
 
-Run as a module, it reads a :class:`Job` from its standard input.
+Run as a module, it reads a :class:`CompileJob` from its standard input.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import transformers
 
 from hf_slospec.cpu import operators, twin
-from hf_slospec.cpu.twin import Description, Interface, export_graph
+from hf_slospec.cpu.twin import GraphDescription, Interface, export_graph
 from hf_slospec.model.machine import kept_file, write_atomically
 
 NICENESS = 5  # a compilation beside a running model then gets a fourth of a busy core
@@ -33,16 +33,16 @@ RETRY_S = 86_400.0  # seconds after which a failed compilation is tried again
 
 
 @dataclass(frozen=True)
-class Job:
+class CompileJob:
     """A graph to compile, and the file for its package."""
 
-    description: Description
+    description: GraphDescription
     path: Path
     num_threads: int
     niceness: int
 
     @classmethod
-    def of(cls, description: Description, niceness: int) -> Job:
+    def of(cls, description: GraphDescription, niceness: int) -> CompileJob:
         """Return the job for a model on this machine.
 
         Raises:
@@ -69,12 +69,9 @@ class Job:
     def interface(self) -> Interface | None:
         """Interface of the finished package; None before it is finished."""
         try:
-            kept = json.loads(self._interface_path.read_text(encoding="utf-8"))
-            return (
-                Interface(**kept)
-                if self.path.exists() and operators.library_path().exists()
-                else None
-            )
+            interface = Interface(**json.loads(self._interface_path.read_text(encoding="utf-8")))
+            is_complete = self.path.exists() and operators.library_path().exists()
+            return interface if is_complete else None
         except (OSError, ValueError, TypeError):
             return None
 

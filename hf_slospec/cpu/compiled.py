@@ -1,8 +1,7 @@
-"""Compiled forwards of one model on a CPU: when a package is made and loaded, and which forwards it
-computes.
+"""Forward path by torch's ahead-of-time compiler on a CPU.
 
-A package is compiled once per machine and kind of model, in a process of its own, while eager
-forwards serve. Its first forwards are compared with eager ones on the same inputs, and again after
+A package is compiled once per machine and architecture, in a process of its own, while forwards are
+eager. Its first forwards are compared with eager ones on the same inputs, and again after
 any change of the model's modules."""
 
 from __future__ import annotations
@@ -12,27 +11,29 @@ import inspect
 import logging
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakMethod
 
 import torch
 import torch.nn.functional as F
 
-from hf_slospec.config import Compile
+from hf_slospec.config import SLOSpecConfig
 from hf_slospec.cpu import operators
-from hf_slospec.cpu.compile_job import NICENESS, Job
+from hf_slospec.cpu.compile_job import NICENESS, CompileJob
 from hf_slospec.cpu.joined_linears import JoinedLinears
 from hf_slospec.cpu.kernels import granularity
 from hf_slospec.cpu.operators import plan_for_operators
-from hf_slospec.cpu.twin import MIN_SIZE, Description, Interface
-from hf_slospec.model.batch import AttentionLayer, PackedBatch
-from hf_slospec.model.inputs import Inputs, Outputs
+from hf_slospec.cpu.twin import MIN_SIZE, GraphDescription, Interface
+from hf_slospec.model.batch import PackedBatch
+from hf_slospec.model.eager import EagerPath
+from hf_slospec.model.inputs import ForwardInputs, ForwardTensors, Outputs
 from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.machine import leaving_a_core
+from hf_slospec.model.paths import Facts, ForwardPath, PathContext
 from hf_slospec.model.properties import autocast_dtype, relative_error, tolerance_in
 from hf_slospec.model.version import ModelVersion, can_be_traced
-from hf_slospec.model.whose_code import library_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,75 +45,71 @@ NUM_COMPARED = 2
 FP32_TOLERANCE = 1e-4  # relative error of logits in fp32
 
 
-class CompiledForwards:
-    """Packages of one model's forwards, by the hidden states that they return."""
+class CompiledPath(ForwardPath):
+    """Packages of one model's forwards, by the hidden states that they return.
 
-    def __init__(
-        self,
-        model: Any,
-        layers: Sequence[AttentionLayer],
-        keeps_logits: bool,
-        wanted: Compile,
-        prepack: bool | None,
-        version: ModelVersion,
-        why_not: str | None,
-        is_invariant: bool = False,
-    ):
+    Until a package is ready, forwards are eager, and their seconds decide when it is compiled."""
+
+    name = "compiled"
+    order = 20
+
+    def __init__(self, context: PathContext, eager: ForwardPath):
         """Load the package of forwards without hidden states, if it was compiled or is to be waited
         for.
-
-        Args:
-            model: the model.
-            layers: its attention layers, in the order in which the pool stores them.
-            keeps_logits: its forward takes ``logits_to_keep``.
-            wanted, prepack: see SLOSpecConfig.
-            version: that of the model.
-            why_not: why its forwards cannot be compiled, if the caller knows.
-            is_invariant: a token's logits must not depend on the other tokens of a batch.
         """
-        self._model = model
-        self._layers = tuple(layers)
-        self._keeps_logits = keeps_logits
-        self._wanted = wanted
-        self._prepack = prepack
-        self._is_invariant = is_invariant
-        self.why_not = "compile=False" if not wanted else why_not or _why_not(model, layers)
-        self._compares = True
+        assert isinstance(eager, EagerPath)
+        self._eager = eager
+        self._model = context.model
+        self._layers = tuple(context.layers)
+        self._keeps_logits = context.keeps_logits
+        self._config = context.config
+        self._compares = self._config.exact is None
         self._eager_s = 0.0  # seconds of eager forwards so far
         self._linears: list[JoinedLinears] = []  # shared by packages that join the same layers
         self._packages: dict[tuple[int, ...], _Package] = {}
-        self._can_be_compiled = self.why_not is None
-        self._storage = version.storage
-        self._modules = version.modules
-        if self._can_be_compiled:
-            self.why_not = self._why_not_traced()
-        if self.why_not is None:
+        # Versions of the model that packages were compared with.
+        self._storage = context.version.storage
+        self._modules = context.version.modules
+        self._is_traced = can_be_traced(self._model)
+        if self._is_traced:
             self._package(())
 
-    def __getitem__(self, feature_layers: tuple[int, ...]) -> str:
-        """Return which path computes forwards with these hidden states, and why it is not the
-        compiled one.
-        """
-        if self.why_not is not None:
-            return f"eager: {self.why_not}"
+    @classmethod
+    def why_not(cls, facts: Facts, config: SLOSpecConfig) -> str | None:
+        if not config.compile:
+            return "compile=False"
+        if facts.dynamic_parts is not None:
+            return facts.dynamic_parts
+        if facts.varies_rope:
+            return "its rotary embeddings depend on the length"
+        if config.attention == "4d_mask":
+            return "attention='4d_mask' is the plain reference"
+        if any(device.type != "cpu" for device in facts.kv_devices):
+            return "only models on a CPU are compiled"
+        if facts.has_own_attention or facts.has_latent_attention:
+            return "its layers compute attention by themselves, or over latent keys"
+        if facts.package not in ("transformers", __name__.partition(".")[0]):
+            return f"only classes of transformers are compiled, and this is one of {facts.package}"
+        return operators.why_unsupported()
+
+    def status(self, feature_layers: tuple[int, ...] = ()) -> str:
+        if not self._is_traced:
+            return "eager: hooks, or weights of other classes than torch's"
         package = self._packages.get(feature_layers)
         return "eager: not compiled yet" if package is None else package.status
 
     @property
-    def is_used(self) -> bool:
+    def is_ready(self) -> bool:
         """Return whether a package is loaded and computes forwards."""
-        return self.why_not is None and any(package.is_ready for package in self._packages.values())
+        return self._is_traced and any(package.is_ready for package in self._packages.values())
 
     @property
-    def num_compared(self) -> int:
-        """Number of forwards that were compared with eager ones since the last change of the model."""
+    def num_one_off_forwards(self) -> int:
+        """Number of forwards compared with eager ones since the last change of modules."""
         return sum(package.num_compared for package in self._packages.values())
 
     def renew(self, version: ModelVersion) -> None:
-        """Take in changes of the model; compare with eager forwards again if its modules changed."""
-        if not self._can_be_compiled:
-            return
-        self.why_not = self._why_not_traced()
+        self._is_traced = can_be_traced(self._model)
         compares = self._modules != version.modules
         is_described = self._storage == version.storage
         self._modules = version.modules
@@ -120,58 +117,42 @@ class CompiledForwards:
         for layers, package in self._packages.items():
             package.renew(None if is_described else self._described(layers), compares)
 
-    def _why_not_traced(self) -> str | None:
-        is_traced = can_be_traced(self._model)
-        return None if is_traced else "hooks, or weights of other classes than torch's"
-
     @contextlib.contextmanager
-    def uncompared(self) -> Iterator[None]:
-        """Compare no forwards inside this context, as those of measurements have tokens that no
-        text has.
-        """
+    def measuring(self, pool: KVPool) -> Iterator[None]:
+        """Compare no forwards inside this context, as theirs are tokens that no text has."""
+        compares = self._compares
         self._compares = False
         try:
             yield
         finally:
-            self._compares = True
+            self._compares = compares
 
-    def beside_the_compiler(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for eager forwards, which leave a core to the compiler while it runs."""
-        is_compiling = any(package.is_compiling for package in self._packages.values())
-        return leaving_a_core() if is_compiling else contextlib.nullcontext()
-
-    def count(self, eager_s: float) -> None:
-        """Count the seconds of an eager forward."""
-        self._eager_s += eager_s
-
-    def run(
-        self, pool: KVPool, batch: PackedBatch, inputs: Inputs, eager: Callable[[], Outputs] | None
-    ) -> Outputs | None:
-        """Return logits and features of a packed batch; None if an eager forward has to compute
-        them.
-
-        Args:
-            pool: storage of the batch's sequences.
-            batch: with boolean masks.
-            inputs: without plans.
-            eager: computes the same without a package; None: nothing is compared.
-        """
-        if self.why_not is not None or autocast_dtype("cpu") is not None:
+    def run(self, inputs: ForwardInputs) -> Outputs | None:
+        if not self._is_traced or autocast_dtype("cpu") is not None:
             return None
         package = self._package(inputs.feature_layers)
         if not package.is_ready:
+            return self._run_eagerly(inputs) if self._config.exact is None else None
+        tensors = inputs.tensors()
+        tokens = tensors.model_inputs().get(package.input_name)
+        if tokens is None:
             return None
-        tokens = inputs.tokens if inputs.level is None else inputs.level.inputs(inputs.tokens)
-        if package.input_name not in tokens:
-            return None
-        return package.run(
-            pool, batch, inputs, tokens[package.input_name], eager if self._compares else None
-        )
+        eager = self._eager if self._compares else None
+        return package.run(inputs, tensors, tokens, eager)
+
+    def _run_eagerly(self, inputs: ForwardInputs) -> Outputs:
+        """Compute an eager forward, which leaves a core to the compiler while it runs."""
+        is_compiling = any(package.is_compiling for package in self._packages.values())
+        begun_s = time.perf_counter()
+        with leaving_a_core() if is_compiling else contextlib.nullcontext():
+            outputs = self._eager.run(inputs)
+        self._eager_s += time.perf_counter() - begun_s
+        return outputs
 
     def _package(self, feature_layers: tuple[int, ...]) -> _Package:
         if feature_layers not in self._packages:
             described = self._described(feature_layers)
-            waits = self._wanted == "wait"
+            waits = self._config.compile == "wait"
             self._packages[feature_layers] = _Package(self._model, described, self._joined, waits)
         package = self._packages[feature_layers]
         if not package.is_ready:
@@ -185,25 +166,16 @@ class CompiledForwards:
 
     def _joined(self, names: list[list[str]]) -> JoinedLinears:
         """Return the packed weights of linear layers, of which those of one list are joined."""
-        known = next((linears for linears in self._linears if linears.names == names), None)
-        if known is None:
-            known = JoinedLinears(self._model, names, self._prepack, self._is_invariant)
-            self._linears.append(known)
-        return known
+        for linears in self._linears:
+            if linears.names == names:
+                return linears
+        is_invariant = self._config.exact is not None
+        linears = JoinedLinears(self._model, names, self._config.prepack, is_invariant)
+        self._linears.append(linears)
+        return linears
 
-    def _described(self, feature_layers: tuple[int, ...]) -> Description:
-        return Description.of(self._model, self._layers, feature_layers, self._keeps_logits)
-
-
-def _why_not(model: Any, layers: Sequence[AttentionLayer]) -> str | None:
-    """Return why a model's forwards cannot be compiled; None if they may."""
-    if any(stored.device.type != "cpu" for layer in layers for stored in layer.shape.stored):
-        return "only models on a CPU are compiled"
-    if any(layer.is_own or layer.is_latent for layer in layers):
-        return "its layers compute attention by themselves, or over latent keys"
-    if (package := library_of(type(model))) not in ("transformers", "hf_slospec"):
-        return f"only classes of transformers are compiled, and this is one of {package}"
-    return operators.why_unsupported()
+    def _described(self, feature_layers: tuple[int, ...]) -> GraphDescription:
+        return GraphDescription.of(self._model, self._layers, feature_layers, self._keeps_logits)
 
 
 class _Package:
@@ -212,7 +184,7 @@ class _Package:
     def __init__(
         self,
         model: Any,
-        description: Description,
+        description: GraphDescription,
         joined: Callable[[list[list[str]]], JoinedLinears],
         waits: bool,
     ):
@@ -235,7 +207,7 @@ class _Package:
             True: 0,
         }  # forwards that agreed, less those that differed; by whether they had a tree
         try:
-            self._job = Job.of(description.with_modules(model), 0 if waits else NICENESS)
+            self._job = CompileJob.of(description.with_modules(model), 0 if waits else NICENESS)
             if waits and self._job.interface is None and self._job.failure is None:
                 self._job.start().wait()
             if self._job.interface is not None:
@@ -255,7 +227,7 @@ class _Package:
 
     @property
     def is_compiling(self) -> bool:
-        """Return whether the compiler has been started and not found to have ended."""
+        """Return whether the compiler runs, as far as ``advance`` has seen."""
         return self._process is not None and self._thread is None
 
     @property
@@ -273,7 +245,7 @@ class _Package:
         return f"eager: {self._why_not or self._change or busy}"
 
     def advance(self, may_start: bool) -> None:
-        """Start the compilation if it may be, and load its package in a thread once it has ended."""
+        """Start the compilation if ``may_start``; once it has ended, load its package."""
         if self._why_not is not None or self._thread is not None:
             return
         if self._process is None:
@@ -286,7 +258,7 @@ class _Package:
             self._thread = threading.Thread(target=self._load, daemon=True)
             self._thread.start()
 
-    def renew(self, description: Description | None, compares: bool) -> None:
+    def renew(self, description: GraphDescription | None, compares: bool) -> None:
         """Take in changes of the model, which ``description`` describes if more than values of
         weights have changed.
         """
@@ -311,25 +283,29 @@ class _Package:
 
     def run(
         self,
-        pool: KVPool,
-        batch: PackedBatch,
-        inputs: Inputs,
+        inputs: ForwardInputs,
+        tensors: ForwardTensors,
         tokens: torch.Tensor,
-        eager: Callable[[], Outputs] | None,
+        eager: EagerPath | None,
     ) -> Outputs | None:
-        """Compute a forward, and compare it if ``eager`` is given; see
-        :meth:`CompiledForwards.run`.
+        """Compute a forward, and compare it with that of ``eager``; None if it failed.
+
+        Args:
+            inputs: those of the forward.
+            tensors: made of them, without plans.
+            tokens: the model's input.
+            eager: None: nothing is compared.
         """
         assert self._graph is not None
         try:
-            outputs = self._graph(pool, batch, inputs, tokens)
+            outputs = self._graph(inputs.pool, inputs.batch, tensors, tokens)
         except RuntimeError as error:
             self._refuse(f"the compiled forward failed with {error!r}")
             return None
-        has_tree = not all(span.is_chain for span in batch.spans)
+        has_tree = not all(span.is_chain for span in inputs.batch.spans)
         if eager is None or not len(outputs.logits) or self._agreed[has_tree] >= NUM_COMPARED:
             return outputs
-        expected = eager()
+        expected = eager.run(inputs)
         is_fp32 = self._dtypes == {torch.float32}
         if bool(expected.logits[:, :1].isnan().any()):
             return expected  # which NaN spreads to which tokens depends on the kernels
@@ -358,7 +334,7 @@ class _Package:
 class _Graph:
     """A loaded package with the weights of one model."""
 
-    def __init__(self, model: Any, job: Job, interface: Interface, linears: JoinedLinears):
+    def __init__(self, model: Any, job: CompileJob, interface: Interface, linears: JoinedLinears):
         """Load the package; the library must be loaded.
 
         Raises:
@@ -393,20 +369,20 @@ class _Graph:
         self._linears.renew()
 
     def __call__(
-        self, pool: KVPool, batch: PackedBatch, inputs: Inputs, tokens: torch.Tensor
+        self, pool: KVPool, batch: PackedBatch, tensors: ForwardTensors, tokens: torch.Tensor
     ) -> Outputs:
         """Compute a forward; RuntimeError if a weight has another shape, dtype or layout than was
         compiled.
         """
         self._linears.context.follow(pool, plan_for_operators(batch))
         num_tokens = tokens.shape[1]
-        num_logits = len(inputs.logit_rows)
+        num_logits = len(tensors.logit_rows)
         # Padded, as graphs need two tokens or more, and as oneDNN caches half a megabyte for each
         # number of them.
         missing = max(-num_tokens % granularity(num_tokens), MIN_SIZE - num_tokens)
         padding = (0, missing) if tokens.ndim == 2 else (0, 0, 0, missing)
-        padded = F.pad(tokens, padding), F.pad(inputs.position_ids, (0, missing))
-        rows = F.pad(inputs.logit_rows, (0, max(MIN_SIZE - num_logits, 0)))
+        padded = F.pad(tokens, padding), F.pad(tensors.position_ids, (0, missing))
+        rows = F.pad(tensors.logit_rows, (0, max(MIN_SIZE - num_logits, 0)))
         weights = [holder[name] for holder, name in self._holders]
         for weight, (shape, dtype) in zip(weights, self._shapes, strict=True):
             if weight.shape != shape or weight.dtype != dtype or not weight.is_contiguous():

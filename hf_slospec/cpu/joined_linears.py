@@ -1,6 +1,6 @@
-"""Weights of a compiled graph's linear layers: layers of one input are joined, and packed for the
-fastest kernel.
-"""
+"""Weights of a compiled graph's linear layers, packed for the fastest kernel.
+
+Layers that read the same input are joined into one matrix."""
 
 from __future__ import annotations
 
@@ -31,15 +31,13 @@ KERNELS: dict[str, Kernel] = {**PACKING, BLOCKS: Blocks}
 BLOCKS_ONLY = Choice(kernel=BLOCKS, is_faster=(True,) * len(SIZES))
 
 
-class _Made(NamedTuple):
+class _PackedCopy(NamedTuple):
     versions: list[int]  # those of the weights that the copy was made from
     num_bytes: int  # bytes of the packed copy
 
 
 class JoinedLinears:
-    """A context with weights of linear layers, and the state of the model's weights that they were
-    made from.
-    """
+    """Packed weights of all linear layers of a graph; copies of changed weights are made anew."""
 
     def __init__(
         self,
@@ -52,19 +50,19 @@ class JoinedLinears:
 
         Args:
             model: the model.
-            names: those of the layers by index, of which those of one index have one input.
+            names: names of layers by index in the graph; those of one index read one input.
             prepack: see SLOSpecConfig.
             is_invariant: a token's products must not depend on the number of tokens.
 
         Raises:
-            RuntimeError: they are to be invariant, and a weight cannot be packed in blocks.
+            RuntimeError: ``is_invariant``, and a weight cannot be packed in blocks.
         """
         self._is_invariant = is_invariant
         self.context = Context(is_invariant)
         self._model = model
         self.names = names
         self._choices: dict[Any, Choice] = {}
-        self._made: dict[int, _Made] = {}
+        self._copies: dict[int, _PackedCopy] = {}
         self._find_layers()
         num_bytes = sum(layer.weight.nbytes for layers in self._layers for layer in layers)
         self._packs = prepack is not False and (
@@ -76,13 +74,13 @@ class JoinedLinears:
     @property
     def num_bytes(self) -> int:
         """Bytes of the copies."""
-        return sum(made.num_bytes for made in self._made.values())
+        return sum(copy.num_bytes for copy in self._copies.values())
 
     def renew(self) -> None:
         """Make copies anew of changed weights."""
         self._find_layers()
         for index, layers in enumerate(self._layers):
-            if self._made[index].versions != _versions_of(layers):
+            if self._copies[index].versions != _versions_of(layers):
                 self._make(index)
 
     def _find_layers(self) -> None:
@@ -112,7 +110,8 @@ class JoinedLinears:
                 )
             matrices = [] if packed is None else [packed]
             self.context.set_linear(index, plain, matrices, choice)
-        self._made[index] = _Made(versions, sum(matrix.num_bytes for matrix in matrices))
+        num_bytes = sum(matrix.num_bytes for matrix in matrices)
+        self._copies[index] = _PackedCopy(versions, num_bytes)
 
     def _choice(self, index: int) -> Choice:
         """Return the kernel for this layer, measured on joined weights of its shape if this machine

@@ -67,8 +67,8 @@ def compiler() -> str:
     """
     from torch._inductor.cpp_builder import get_cpp_compiler  # takes a second
 
-    found: str = get_cpp_compiler()
-    return found
+    path: str = get_cpp_compiler()
+    return path
 
 
 def build() -> Path:
@@ -83,7 +83,7 @@ def build() -> Path:
         return path
     root = Path(torch.__file__).parent
     openmp = next(
-        (f"-l:{found.name}" for found in sorted((root / "lib").glob("libgomp*.so*"))), "-lgomp"
+        (f"-l:{path.name}" for path in sorted((root / "lib").glob("libgomp*.so*"))), "-lgomp"
     )
     partial = path.with_suffix(f".{os.getpid()}")
     target = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"

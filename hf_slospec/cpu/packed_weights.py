@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_slospec.cpu.kernels import DTYPES, PACKING, PLAIN, Matrix, choose, packed_by
 from hf_slospec.model.checksum import weight_version
 from hf_slospec.model.overrides import Prepacked, plain_class
+from hf_slospec.model.properties import are_fused_experts
 from hf_slospec.model.whose_code import changing_hooks
 
 
@@ -111,16 +112,6 @@ def can_be_packed(weight: nn.Parameter) -> bool:
 
 
 Copy = tuple[nn.Module, str]  # a layer and the name of its weight
-# Attributes by which a module of fused experts is recognised.
-EXPERTS = (
-    "has_gate",
-    "has_bias",
-    "is_transposed",
-    "has_post_expert_norm",
-    "_is_expert_parallel",
-    "_apply_gate",
-)
-
 active: ContextVar[Mapping[Copy, PackedWeight]] = ContextVar("hf_slospec_prepacked", default={})  # noqa: B039  read only
 
 
@@ -227,7 +218,7 @@ def weight_names(layer: nn.Module) -> tuple[str, ...]:
     """
     if plain_class(layer) in (nn.Linear, Conv1D):
         return ("weight",)
-    if all(hasattr(layer, name) for name in EXPERTS) and not layer._is_expert_parallel:
+    if are_fused_experts(layer):
         return ("gate_up_proj" if layer.has_gate else "up_proj", "down_proj")
     return ()
 

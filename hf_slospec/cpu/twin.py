@@ -24,9 +24,10 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_slospec.model.attention.hook import AttentionHook, Positions
 from hf_slospec.model.batch import AttentionLayer, AttentionRules
+from hf_slospec.model.inputs import ForwardTensors
 from hf_slospec.model.overrides import plain_class
 from hf_slospec.model.properties import config_values
-from hf_slospec.model.run import packed_outputs
+from hf_slospec.model.run import run_model
 from hf_slospec.model.version import NOT_SETTINGS
 from hf_slospec.model.whose_code import library_of
 
@@ -53,7 +54,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Description:
+class GraphDescription:
     """Everything that a model's graph depends on."""
 
     model_class: type[Any]
@@ -83,7 +84,7 @@ class Description:
         layers: Sequence[AttentionLayer],
         feature_layers: tuple[int, ...],
         keeps_logits: bool,
-    ) -> Description:
+    ) -> GraphDescription:
         """Return the description of a model as it is now."""
         named = [*model.named_parameters(), *model.named_buffers()]
         lora = _lora_layers(model)
@@ -100,7 +101,7 @@ class Description:
             _settings(model) if _is_own(plain_class(model)) else None,
         )
 
-    def with_modules(self, model: Any) -> Description:
+    def with_modules(self, model: Any) -> GraphDescription:
         """Return this description of a model with all that a process needs to trace its graph."""
         return (
             self if self.settings is None else replace(self, modules_only=_without_weights(model))
@@ -135,7 +136,7 @@ class Description:
             return self.model_class(self.config).eval()
 
     def identity(self) -> dict[str, Any]:
-        """Return what tells this graph from others, as values for JSON."""
+        """Return what identifies the graph, as values for JSON."""
         config = config_values(self.config)
         name = f"{self.model_class.__module__}.{self.model_class.__qualname__}"
         layers = [str(layer) for layer in self.layers]
@@ -173,10 +174,10 @@ def _class_name(module: nn.Module) -> str:
 
 
 def _lora_layers(model: nn.Module) -> dict[str, dict[str, float]]:
-    """Return :attr:`Description.lora` of a model, without layers that compute otherwise: the graph
+    """Return :attr:`GraphDescription.lora` of a model, without layers that compute otherwise: it
     lacks these.
     """
-    found = dict[str, dict[str, float]]()
+    scalings = dict[str, dict[str, float]]()
     for name, module in model.named_modules():
         if _class_name(module) != LORA:
             continue
@@ -191,10 +192,10 @@ def _lora_layers(model: nn.Module) -> dict[str, dict[str, float]]:
             is_other or is_to_be_unmerged or not getattr(layer, "cast_input_dtype_enabled", True)
         ):
             added = () if layer.merged or layer.disable_adapters else layer.active_adapters
-            found[name] = {
+            scalings[name] = {
                 adapter: layer.scaling[adapter] for adapter in added if adapter in layer.lora_A
             }
-    return found
+    return scalings
 
 
 def _is_own(kind: type[Any]) -> bool:
@@ -342,7 +343,7 @@ class _TracedLoRA(nn.Module):
 class _Step(nn.Module):
     """The packed forward of a model, with tensors as its arguments only."""
 
-    def __init__(self, description: Description):
+    def __init__(self, description: GraphDescription):
         super().__init__()
         # names by index
         self.description = description
@@ -390,16 +391,19 @@ class _Step(nn.Module):
         described = self.description
         twin = self._twin[0]
         forward = TracedForward(context, described.layers, position_ids)
-        arguments = position_ids, logit_rows, described.feature_layers, described.keeps_logits
+        named = {described.input_name: tokens}
+        tensors = ForwardTensors(named, position_ids, logit_rows, {}, described.feature_layers)
+        options = tensors.model_options(described.keeps_logits)
         with nn.utils.stateless._reparametrize_module(
             twin, dict(zip(self.weights, weights, strict=True))
         ):
-            outputs = packed_outputs(twin, forward, {described.input_name: tokens}, *arguments)
+            output = run_model(twin, forward, position_ids, **named, **options)
+        outputs = tensors.outputs(output, described.keeps_logits)
         return tuple(tensor for tensor in outputs if tensor is not None)
 
 
 @torch.no_grad()
-def export_graph(description: Description) -> tuple[ExportedProgram, Interface]:
+def export_graph(description: GraphDescription) -> tuple[ExportedProgram, Interface]:
     """Return the graph of a model's packed forward; the operators' library must be loaded.
 
     Raises:

@@ -1,12 +1,11 @@
-"""Captured forwards of one model: which forwards a CUDA graph can replay, and the graphs of each
-K/V pool.
-"""
+"""Forward path by CUDA graphs: which forwards are padded and replayed, on each K/V pool."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 
+from hf_slospec.config import SLOSpecConfig
 from hf_slospec.cuda.flash import pack
 from hf_slospec.cuda.graphs import (
     BATCHES,
@@ -25,22 +25,24 @@ from hf_slospec.cuda.graphs import (
     capturer_for,
 )
 from hf_slospec.cuda.tree_attention import plan_tree
-from hf_slospec.model.batch import MAX_DENSE, CachedSequence, NewTokens, plan_own
-from hf_slospec.model.inputs import Inputs
+from hf_slospec.model.batch import MAX_DENSE, CachedSequence, NewTokens, PlannedBatch, plan_own
+from hf_slospec.model.eager import EagerPath
+from hf_slospec.model.inputs import ForwardInputs, ForwardTensors, Outputs, PlanKey
 from hf_slospec.model.kv_cache import KVPool
-from hf_slospec.model.version import can_be_traced
+from hf_slospec.model.paths import Facts, ForwardPath, PathContext
+from hf_slospec.model.version import ModelVersion, can_be_traced
 
 MAX_PADDING_SLOTS = (
     144  # tokens: the largest step between two sizes, and one for each of 16 padding sequences
 )
-MAX_KEPT = 256  # padding sequences that are kept for later batches
+MAX_CACHED = 256  # padding sequences
 SHORT = 16  # tokens; shorter padding sequences do not make attention faster
 
 
 def padded(
     parts: Sequence[NewTokens], logit_rows: torch.Tensor, pool: KVPool
 ) -> tuple[list[NewTokens], torch.Tensor] | None:
-    """Return the parts with padding sequences behind them, and the logit rows padded with row 0.
+    """Append padding sequences to the parts, and row 0 to the logit rows.
 
     Returns None if the batch exceeds the largest size, or needs more padding slots than the pool
     has."""
@@ -77,15 +79,15 @@ def _missing(num_parts: int, num_tokens: int, longest: int) -> tuple[int, int]:
 
 def _padding_sequence(start: int, length: int, like: NewTokens) -> NewTokens:
     """Return a padding sequence on the device of ``like``, with embeddings if that has some."""
-    made = _kept_padding(start, length, like.mask.dtype, like.mask.device)
+    padding = _cached_padding(start, length, like.mask.dtype, like.mask.device)
     if like.embeds is None:
-        return made
-    return replace(made, embeds=like.embeds.new_zeros(length, like.embeds.shape[-1]))
+        return padding
+    return replace(padding, embeds=like.embeds.new_zeros(length, like.embeds.shape[-1]))
 
 
-@functools.lru_cache(maxsize=MAX_KEPT)
-def _kept_padding(start: int, length: int, dtype: torch.dtype, device: torch.device) -> NewTokens:
-    """Return a padding sequence, which is only to be read."""
+@functools.lru_cache(maxsize=MAX_CACHED)
+def _cached_padding(start: int, length: int, dtype: torch.dtype, device: torch.device) -> NewTokens:
+    """Return a padding sequence without embeddings, which callers must not change."""
     zeros = torch.zeros(length, dtype=torch.int64, device=device)
     return NewTokens(
         CachedSequence(start, length), zeros, zeros, torch.eye(length, dtype=dtype, device=device)
@@ -101,31 +103,50 @@ REPLAYABLE = {
 }  # plans of padded batches whose sizes do not depend on lengths of texts
 
 
-class CapturedForwards:
-    """CUDA graphs of a model's packed forwards, and the conditions under which a forward is
-    replayed.
-    """
+NO_LOGITS = torch.empty(0, device="cpu")
 
-    def __init__(self, model: Any, device: torch.device, storage: int, is_on: bool):
-        """Capture nothing yet.
 
-        Args:
-            model: the model.
-            device: that of its input.
-            storage: version of the model's storage; set again before forwards.
-            is_on: capture forwards, if the device can.
-        """
-        self._model = model
-        self._device = device
-        self.storage = storage
-        self.is_on = is_on and capturer_for(device) is not None
-        self._can_be_traced = self.is_on and can_be_traced(model)
+class CudaGraphPath(ForwardPath):
+    """Replays packed forwards that recur as CUDA graphs."""
+
+    name = "cuda_graphs"
+    order = 10
+
+    def __init__(self, context: PathContext, eager: ForwardPath):
+        assert isinstance(eager, EagerPath)
+        self._eager = eager
+        self._rope = context.rope
+        self._device = context.facts.device
+        self._model = context.model
+        self._version = context.version
+        self._can_be_traced = can_be_traced(self._model)
+        self._plans: list[PlanKey] | None = None  # that the layers request; None: not known yet
+        self._modules = self._version.modules  # version for which they were found
         self._history = GraphHistory()
-        self.by_pool = WeakKeyDictionary[KVPool, Graphs]()  # by the pool whose memory they use
+        self._by_pool = WeakKeyDictionary[KVPool, Graphs]()  # by the pool whose memory they use
+        self.is_on = True
 
-    def renew(self) -> None:
-        """Take in changes of the model's modules."""
-        self._can_be_traced = self.is_on and can_be_traced(self._model)
+    @classmethod
+    def why_not(cls, facts: Facts, config: SLOSpecConfig) -> str | None:
+        if not config.cuda_graphs:
+            return "cuda_graphs=False"
+        if not facts.has_static_attention:
+            return "its attention depends on the lengths of sequences"
+        if not facts.kv_devices <= {facts.device}:
+            return "it is on several devices"
+        if facts.dynamic_parts is not None:
+            return facts.dynamic_parts
+        return "its device has no CUDA graphs" if capturer_for(facts.device) is None else None
+
+    def renew(self, version: ModelVersion) -> None:
+        self._can_be_traced = can_be_traced(self._model)
+        if self._modules != version.modules:
+            self._modules = version.modules
+            self._plans = None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.is_on
 
     @property
     def counts(self) -> GraphCounts:
@@ -134,44 +155,85 @@ class CapturedForwards:
         """
         return replace(self._history.counts)
 
+    @property
+    def num_one_off_forwards(self) -> int:
+        return self._history.counts.captures + self._history.counts.eager
+
+    @property
+    def num_padding_slots(self) -> int:
+        return MAX_PADDING_SLOTS if self.is_on else 0
+
+    def num_draft_rows(self, num_requests: int) -> int | None:
+        return bucket_for(num_requests, BATCHES) if self.is_on else None
+
+    def max_idle_bytes(self, pool: KVPool) -> int:
+        graphs = self._by_pool.get(pool)
+        return graphs.max_idle_bytes if graphs else 0
+
+    def measuring(self, pool: KVPool) -> AbstractContextManager[None]:
+        graphs = self.on(pool)
+        return nullcontext() if graphs is None else graphs.capturing_at_once()
+
     def on(self, pool: KVPool) -> Graphs | None:
         """Return the captured forwards on a pool; None if this model captures none."""
         if (
             self.is_on
-            and pool not in self.by_pool
+            and pool not in self._by_pool
             and (capturer := capturer_for(self._device)) is not None
         ):
-            self.by_pool[pool] = Graphs(capturer, self._device, self._history)
-        return self.by_pool.get(pool)
+            self._by_pool[pool] = Graphs(capturer, self._device, self._history)
+        return self._by_pool.get(pool)
 
-    def padded(
-        self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor
-    ) -> tuple[list[NewTokens], torch.Tensor] | None:
-        """Return parts and logit rows padded to one of few sizes; None if the forward cannot be
-        replayed anyway.
-        """
-        graphs = self.on(pool)
-        if graphs is None or graphs.is_off or not self._can_be_traced:
+    def run(self, inputs: ForwardInputs) -> Outputs | None:
+        level = inputs.level
+        if self._rope.lengths(inputs.parts) is not None or not self._may_replay(inputs):
             return None
-        if torch.is_autocast_enabled(self._device.type):
+        larger = padded(inputs.parts, inputs.logit_rows, inputs.pool)
+        if larger is None:
             return None
-        if any(part.is_chain and len(part.mask) > MAX_DENSE for part in parts):
+        plans = self._layer_plans()
+        if not self.is_on:
             return None
-        return padded(parts, logit_rows, pool)
-
-    def run(self, pool: KVPool, inputs: Inputs, compute: Callable[[Inputs], Any]) -> Any | None:
-        """Return the outputs of a captured forward of padded parts; None if none fits the inputs.
-
-        ``compute`` gets the inputs on the device, and returns a tree of tensors.
-        """
-        if not inputs.plans:  # no forward has shown yet which plans the layers need
-            return None
-        if not {make for make, *_ in inputs.plans} <= REPLAYABLE:
-            logger.info("CUDA graphs are off: a layer's attention depends on sequence lengths")
-            self.is_on = False
-            self.by_pool.clear()
-            return None
-        graphs = self.by_pool[pool]
-        outputs = graphs.run(inputs, compute, self.storage, is_kept=inputs.level is None)
+        parts, padded_rows = larger
+        # The number of a level's rows is padded already.
+        rows = padded_rows if level is None else inputs.logit_rows
+        tensors = replace(inputs, parts=parts, logit_rows=rows, is_padded=True).tensors(plans)
+        graphs = self._by_pool[inputs.pool]
+        compute = functools.partial(self._compute, inputs.pool)
+        outputs = graphs.run(tensors, compute, self._version.storage, is_kept=level is None)
         self.is_on &= not graphs.has_failed  # captures on another pool would fail as well
-        return outputs
+        if outputs is None or level is not None:
+            return None if outputs is None else Outputs(NO_LOGITS, drafted=outputs)
+        num_tokens = sum(part.num_tokens for part in inputs.parts)
+        logits, features, _ = outputs
+        return Outputs(
+            logits[: len(inputs.logit_rows)], None if features is None else features[:num_tokens]
+        )
+
+    def _may_replay(self, inputs: ForwardInputs) -> bool:
+        graphs = self.on(inputs.pool)
+        if graphs is None or graphs.is_off or not self._can_be_traced:
+            return False
+        if torch.is_autocast_enabled(self._device.type):
+            return False
+        return not any(part.is_chain and len(part.mask) > MAX_DENSE for part in inputs.parts)
+
+    def _layer_plans(self) -> list[PlanKey]:
+        """Return the plans that the layers request; end all captures if some depend on lengths."""
+        if self._plans is None:
+            self._plans = self._eager.find_plans()
+            if not {make for make, *_ in self._plans} <= REPLAYABLE:
+                logger.info("CUDA graphs are off: a layer's attention depends on sequence lengths")
+                self.is_on = False
+                self._by_pool.clear()
+        return self._plans
+
+    def _compute(self, pool: KVPool, tensors: ForwardTensors) -> Any:
+        """Compute a forward that reads tensors only, which are on the device."""
+        level = tensors.level
+        batch = PlannedBatch(tensors.plans, None if level is None else level.seen)
+        outputs = self._eager.compute(pool, batch, tensors)
+        if level is None:
+            return outputs
+        with self._eager.in_force():
+            return level.outputs(outputs.logits)

@@ -67,6 +67,8 @@ def _kernel_for(
 class FlashAttention(KernelAttention):
     """The ``flash`` backend."""
 
+    is_static = True  # reads tensors only, whose sizes depend on no sequence length
+
     def __init__(self, kernel_names: str):
         self.__name__ = f"flash_attention[{kernel_names}]"
         self._kernels: dict[tuple[object, ...], FlashKernel | str] = {}

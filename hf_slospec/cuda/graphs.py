@@ -252,9 +252,10 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._captured)
 
-    def may_keep(self, num_bytes: int) -> bool:
-        """Return whether an idle pool of this size is worth keeping for its graphs."""
-        return bool(self._captured) and num_bytes <= self._capturer.max_bytes
+    @property
+    def max_idle_bytes(self) -> int:
+        """Bytes up to which an idle pool is kept for its graphs."""
+        return self._capturer.max_bytes
 
     @contextlib.contextmanager
     def capturing_at_once(self) -> Iterator[None]:

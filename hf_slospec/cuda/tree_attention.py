@@ -238,7 +238,7 @@ class TreeAttention(KernelAttention):
     With ``by_path``, the bits of a token's result depend on its path only, and layers that the
     kernel does not take are refused."""
 
-    __name__ = "tree_attention[triton]"
+    __name__ = "tree_attention[triton]"  # step-time profiles are stored under this name
 
     def __init__(self, by_path: bool = False):
         self.by_path = by_path

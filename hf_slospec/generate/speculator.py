@@ -327,7 +327,7 @@ class Speculator:
         return dict(
             zip(
                 ("target", "draft"),
-                [target.compiled[layers], *(draft.compiled[()] for draft in drafts)],
+                [target.status(layers), *(draft.status() for draft in drafts)],
                 strict=False,
             )
         )
@@ -351,7 +351,8 @@ class Speculator:
             * self.max_nodes
             * sum(model.kv_bytes_per_token for model in models),
             prepacked=sum(weights.num_bytes for weights in prepacked)
-            + sum(model.compiled.num_bytes + model.exact_products.num_bytes for model in models),
+            + sum(path.num_bytes for model in models for path in model.paths)
+            + sum(model.exact_products.num_bytes for model in models),
             rounded_weights=sum(weights.num_rounded for weights in prepacked),
         )
 

@@ -198,10 +198,10 @@ class CheckedModel:
         packed = self.packed
         with self.lock, self._renewing:
             seconds = self.measure_s
-            if self.known_cost is not None and self._is_cost_compiled != packed.compiled.is_used:
+            if self.known_cost is not None and self._is_cost_compiled != packed.is_compiled:
                 self.known_cost = None
                 seconds = min(seconds, RENEWED_S)
-            self._is_cost_compiled = packed.compiled.is_used
+            self._is_cost_compiled = packed.is_compiled
             if self.known_cost is None:
                 # Other ranks may not find the file yet.
                 self.known_cost = self.ranks.first(load_profile(packed))

@@ -194,15 +194,17 @@ class Forwards:
                 sequence.length = size.keys_each
                 sequence.encoded = self._encoded
                 sequence.states = self.packed.family.new_states(size.keys_each)
-            graphs = self.packed.captured.on(self._cache.pool)
-            num_captured = 0 if graphs is None else len(graphs)
-            with contextlib.nullcontext() if graphs is None else graphs.capturing_at_once():
+            with contextlib.ExitStack() as stack:
+                for path in self.packed.paths:
+                    stack.enter_context(path.measuring(self._cache.pool))
+                num_one_off = self.packed.num_one_off_forwards
                 seconds = self._forward(sequences, lengths)
-                is_capture = graphs is not None and len(graphs) != num_captured
-                return self._forward(sequences, lengths) if is_capture else seconds
+                if self.packed.num_one_off_forwards == num_one_off:
+                    return seconds
+                return self._forward(sequences, lengths)
 
     def _forward(self, sequences: list[CachedSequence], lengths: list[int]) -> float:
-        with apart_from_captures(self.packed.device), self.packed.compiled.uncompared():
+        with apart_from_captures(self.packed.device):
             begun_s = self.clock()
             pairs = zip(sequences, lengths, strict=True)
             parts = [chain(self.packed, sequence, [0] * length) for sequence, length in pairs]
@@ -268,8 +270,7 @@ def identity(packed: PackedModel) -> dict[str, Any]:
         "dtype": str(model.get_input_embeddings().weight.dtype),
         "attention": packed.backend.__name__,
         "kernels": packed.prepacked.kernels,
-        "graphs": packed.captured.is_on,
-        "compiled": packed.compiled.is_used,
+        "paths": [path.name for path in packed.paths if path.is_ready],
         "ranks": packed.ranks.number,
         **({} if packed.exact is None else {"exact": packed.exact}),
         **({} if packed.autocast is None else {"autocast": str(packed.autocast)}),

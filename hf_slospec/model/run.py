@@ -7,34 +7,7 @@ from typing import Any
 import torch
 
 from hf_slospec.model.attention.hook import AttentionHook, active_hook
-from hf_slospec.model.inputs import Outputs
-from hf_slospec.model.properties import cache_option, given_position_ids, hidden_states
-
-
-def packed_outputs(
-    model: Any,
-    hook: AttentionHook,
-    tokens: dict[str, torch.Tensor],
-    position_ids: torch.Tensor,  # [1, num_tokens] int64
-    logit_rows: torch.Tensor,  # [num_logits] int64
-    feature_layers: tuple[int, ...],
-    keeps_logits: bool,
-) -> Outputs:
-    """Run the model for a packed batch; return the logits of some tokens, and hidden states of all.
-
-    ``tokens`` are ``input_ids`` or ``inputs_embeds``; ``keeps_logits``: the model's forward takes
-    ``logits_to_keep``."""
-    options: dict[str, Any] = {"logits_to_keep": logit_rows} if keeps_logits else {}
-    if feature_layers:
-        options["output_hidden_states"] = list(feature_layers)
-    output = run_model(model, hook, **tokens, position_ids=position_ids, **options)
-    logits = output.logits[0]
-    if not keeps_logits:
-        logits = logits[logit_rows.to(logits.device)]
-    features = (
-        hidden_states(output, feature_layers, position_ids.device) if feature_layers else None
-    )
-    return Outputs(logits, features)
+from hf_slospec.model.properties import cache_option, given_position_ids
 
 
 def run_model(

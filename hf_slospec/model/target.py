@@ -94,7 +94,7 @@ class PackedTarget(Target):
     @property
     def path(self) -> str:
         layers = () if self._reader is None else self._reader.feature_layers
-        return "compiled" if self.sequences.packed.compiled[layers] == "compiled" else "eager"
+        return self.sequences.packed.status(layers).partition(":")[0]
 
     def inform(self, drafter: Drafter) -> None:
         """Give a drafter its ``feature_layers``' hidden states of every token that is committed
@@ -112,14 +112,9 @@ class PackedTarget(Target):
         """
         return self._reader is None and not self.sequences.has_embeds
 
+    @as_memory_error()
     def verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
-    ) -> Sequence[Chooser]:
-        with as_memory_error():
-            return self._verify(requests, trees, chunks)
-
-    def _verify(
-        self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk]
     ) -> Sequence[Chooser]:
         num_nodes = [tree.num_nodes - 1 for tree in trees] + [0] * len(chunks)
         if self.sequences.packed.ranks.number > 1:
@@ -155,12 +150,14 @@ class PackedTarget(Target):
         num_chosen = sum(map(len, logit_rows))
         layers = self._reader.feature_layers if self._reader is not None else ()
         try:
-            logits, self._features = self.sequences.forward(parts, torch.from_numpy(wanted), layers)
+            outputs = self.sequences.forward(parts, torch.from_numpy(wanted), layers)
         except BaseException:  # nothing has changed, as the engine expects
             for request in whole:
                 self.sequences.of(request).truncate(0)
             raise
-        logits, prompt_logits = logits[:num_chosen], logits[num_chosen:]
+        self._features = outputs.features
+        logits = outputs.logits[:num_chosen]
+        prompt_logits = outputs.logits[num_chosen:]
         roots = dict(
             zip(
                 requests,

@@ -1,6 +1,4 @@
-"""Inputs of packed forwards: tokens that follow a cached sequence, as a chain or as a chain that
-ends with a tree.
-"""
+"""New tokens of packed forwards: a chain behind a cached sequence, which may end with a tree."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ from hf_slospec.model.batch import FIRST_SEEN, CachedSequence, NewTokens
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.tree.tree import TokenTree
 
-MAX_KEPT = 16  # tokens of chains whose masks are kept, as most parts of a step are short
-MAX_PLACES = 64  # shapes of draft levels whose ids and masks are kept
+MAX_CACHED_LEN = 16  # tokens of chains whose masks are cached, as most parts of a step are short
+MAX_LAYOUTS = 64  # draft levels whose ids and masks are cached
 
 
 def chain(
@@ -35,7 +33,7 @@ def chain_and_tree(
     tokens: Sequence[int],
     tree: TokenTree,
 ) -> NewTokens:
-    """Return a chain of tokens that ends with the tree's root, followed by the tree's other nodes."""
+    """Return a chain that ends with the tree's root, followed by the tree's other nodes."""
     if tree.num_nodes == 1:
         return chain(packed, sequence, tokens)
     mask, offsets = tree_after_chain(len(tokens), tree)
@@ -77,17 +75,17 @@ def draft_nodes(
         beam]; its mask holds indices into the level's table of mask values, which begins with
         :data:`FIRST_SEEN` other values.
     """
-    depths, indices, masks = _places(len(sequences), tuple(sizes))
+    depths, indices, masks = _level_layout(len(sequences), tuple(sizes))
     positions = torch.from_numpy(packed.clamp_positions(np.add.outer(root_positions, depths)))
     columns = zip(sequences, indices, positions.unbind(), masks, strict=True)
     return [NewTokens(*column) for column in columns]
 
 
-@functools.lru_cache(maxsize=MAX_PLACES)
-def _places(
+@functools.lru_cache(maxsize=MAX_LAYOUTS)
+def _level_layout(
     num_requests: int, sizes: tuple[int, ...]
 ) -> tuple[np.ndarray, Sequence[torch.Tensor], Any]:
-    """Return depths of draft nodes, and each request's ids and masks, which are only to be read."""
+    """Return depths of draft nodes, and each request's ids and masks; callers only read them."""
     beam = sizes[-1]
     num_staged = sum(sizes[1:])
     depths = np.repeat(np.arange(len(sizes)), sizes)[1:]
@@ -97,15 +95,15 @@ def _places(
 
 
 def causal_mask(length: int) -> torch.Tensor:
-    """Return the mask of a chain, which is only to be read.  -> [length, length] bool"""
-    return _kept_mask(length) if length <= MAX_KEPT else _new_mask(length)
+    """Return the mask of a chain, which callers must not change.  -> [length, length] bool"""
+    return _cached_mask(length) if length <= MAX_CACHED_LEN else _new_mask(length)
 
 
 def _new_mask(length: int) -> torch.Tensor:
     return torch.from_numpy(np.tri(length, dtype=np.bool_))
 
 
-_kept_mask = functools.cache(_new_mask)
+_cached_mask = functools.cache(_new_mask)
 
 
 def _new_tokens(

@@ -15,11 +15,10 @@ import torch
 import hf_slospec
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cpu import compile_job, compiled
-from hf_slospec.cpu.compile_job import Job
-from hf_slospec.cpu.twin import Description
-from hf_slospec.forks import _owners
+from hf_slospec.cpu.compile_job import CompileJob
+from hf_slospec.cpu.twin import GraphDescription
 from hf_slospec.model import machine as threads
-from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.eager import EagerPath
 from hf_slospec.model.tree_mask import chain
 from tests.support.packed import packed_model
 from tests.support.toys.tiny_models import tiny_model
@@ -45,11 +44,11 @@ class Finished:
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spare the time of importing torch in another process."""
 
-    def start(self: Job) -> Finished:
+    def start(self: CompileJob) -> Finished:
         self.run()
         return Finished()
 
-    monkeypatch.setattr(Job, "start", start)
+    monkeypatch.setattr(CompileJob, "start", start)
 
 
 @pytest.fixture
@@ -129,7 +128,7 @@ def test_hidden_states_for_a_drafter() -> None:
                 0,
                 101,
             )
-    assert packed.compiled[FEATURES] == packed.compiled[()] == "compiled"
+    assert packed.status(FEATURES) == packed.status() == "compiled"
     torch.testing.assert_close(outputs[0].logits, outputs[1].logits)
     torch.testing.assert_close(outputs[0].features, outputs[1].features)
 
@@ -139,7 +138,7 @@ def test_bf16() -> None:
     try:
         packed = packed_model(model, compile="wait")
         generator(model).generate(**rows(), **OPTIONS)
-        assert packed.compiled[()] == "compiled"
+        assert packed.status() == "compiled"
     finally:
         model.float()
 
@@ -149,12 +148,14 @@ def test_the_switch_between_two_steps(monkeypatch: pytest.MonkeyPatch, model: An
     loads = []
     load = compiled._Package._load
     monkeypatch.setattr(compiled._Package, "_load", lambda self: loads.append(self) or load(self))
-    started = list[Job]()
-    interface = Job.interface
+    started = list[CompileJob]()
+    interface = CompileJob.interface
     monkeypatch.setattr(
-        Job, "interface", property(lambda self: interface.fget(self) if started else None)
+        CompileJob, "interface", property(lambda self: interface.fget(self) if started else None)
     )
-    monkeypatch.setattr(Job, "start", lambda self: started.append(self) or self.run() or Finished())
+    monkeypatch.setattr(
+        CompileJob, "start", lambda self: started.append(self) or self.run() or Finished()
+    )
     expected = generated(model.generate)
     ours = generator(model, compile=True)
     assert generated(ours.generate) == expected
@@ -200,9 +201,9 @@ def test_eager_forwards_leave_a_core_to_the_compiler(
         def poll(self) -> None:
             return None
 
-    monkeypatch.setattr(Job, "start", lambda self: Running())
+    monkeypatch.setattr(CompileJob, "start", lambda self: Running())
     monkeypatch.setattr(
-        Description, "identity", lambda self: {"key": id(model)}
+        GraphDescription, "identity", lambda self: {"key": id(model)}
     )  # nobody has compiled it
     monkeypatch.setattr(compiled, "START_S", 0.0)
     monkeypatch.setattr(threads, "available_cores", lambda: torch.get_num_threads())
@@ -211,9 +212,9 @@ def test_eager_forwards_leave_a_core_to_the_compiler(
     torch.set_num_threads(3)
     try:
         seen = list[int]()
-        run = PackedModel._eager
+        run = EagerPath.run
         monkeypatch.setattr(
-            PackedModel, "_eager", lambda *own: seen.append(torch.get_num_threads()) or run(*own)
+            EagerPath, "run", lambda *own: seen.append(torch.get_num_threads()) or run(*own)
         )
         assert generated(ours.generate) == generated(model.generate)
         assert ours.stats().forwards == {"target": "eager: compiling"}
@@ -256,19 +257,16 @@ def test_rounding_that_differs_now_and_then_is_none_of_the_graphs_faults(
 def test_failures_are_kept_and_told(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     attempts = []
 
-    def fail(description: Description) -> None:
+    def fail(description: GraphDescription) -> None:
         attempts.append(description)
         raise ValueError("it cannot be traced")
 
     monkeypatch.setattr(compile_job, "export_graph", fail)
-    monkeypatch.setattr(Description, "identity", lambda self: {"key": "another"})
+    monkeypatch.setattr(GraphDescription, "identity", lambda self: {"key": "another"})
     for _ in range(2):
         ours = generator(model)
         assert generated(ours.generate) == generated(model.generate)
         assert ours.stats().forwards == {"target": "eager: ValueError: it cannot be traced"}
-        next(
-            each for each in _owners if isinstance(each, PackedModel) and each.model is model
-        ).forget_cache()
     assert len(attempts) == 1
 
 

@@ -86,6 +86,6 @@ def test_heads_draft_by_captured_forwards(kind: str, tapes: Tapes, tmp_path: Pat
         trees.append(drafted)
         if captures:
             draft = generator.decoder.speculator.draft
-            assert draft is not None and draft.packed.captured.is_on
+            assert draft is not None and draft.packed.path("cuda_graphs").is_on
             assert tapes.num_replayed > 2 * tapes.num_captured > 0
     assert trees[0] == trees[1]

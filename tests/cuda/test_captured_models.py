@@ -16,7 +16,7 @@ from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cuda import captured as captured_forwards
 from hf_slospec.cuda import flash_kernels as flash_kernel_choice
 from hf_slospec.model.batch import CachedSequence
-from hf_slospec.model.measure import CURVE, HELD_OUT, SLOPES, Forwards, Size
+from hf_slospec.model.measure import CURVE, HELD_OUT, SLOPES, Forwards
 from hf_slospec.model.memory import as_memory_error
 from hf_slospec.model.packed_model import PackedModel
 from tests.support.breadth import quick_or
@@ -47,11 +47,7 @@ def test_no_graphs_and_no_padding_on_a_cpu() -> None:
     model = PackedModel(tiny_model("llama"))
     cache = model.kv_cache
     cache.reserve({CachedSequence(): 10})
-    assert (
-        not model.captured.is_on
-        and model.captured.on(cache.pool) is None
-        and len(cache.pool.keys[0]) == 10
-    )
+    assert model.path("cuda_graphs") is None and len(cache.pool.keys[0]) == 10
 
 
 def test_a_model_that_asks_the_device_runs_without_graphs(
@@ -125,11 +121,10 @@ def test_a_capture_that_fails_ends_it_and_nothing_else(
 def test_costs_are_those_of_replays_at_all_sizes(tapes: Tapes) -> None:
     packed = packed_model(tiny_model("llama"), "flash", prepack=False)
     forward_s = Forwards(packed)
-    forward_s(Size(1))  # the first forward says which plans the layers need
     for size in (*CURVE, *SLOPES, *HELD_OUT):
-        before = packed.captured.counts
+        before = packed.path("cuda_graphs").counts
         assert forward_s(size) > 0
-        now = packed.captured.counts
+        now = packed.path("cuda_graphs").counts
         assert now == replace(before, captures=now.captures, replays=before.replays + 1), size
 
 
@@ -137,12 +132,12 @@ def test_pools_that_grow_capture_at_once(tapes: Tapes) -> None:
     bench = Bench(tiny_model("llama"))
     for _ in range(3):
         bench.verify()
-    before = bench.packed.captured.counts
+    before = bench.packed.path("cuda_graphs").counts
     pool = bench.sequences.cache.pool
     bench.sequences.cache.reserve({CachedSequence(): pool.num_slots + 1})
     assert bench.sequences.cache.pool is not pool
     bench.verify()
-    assert bench.packed.captured.counts == replace(before, captures=before.captures + 1)
+    assert bench.packed.path("cuda_graphs").counts == replace(before, captures=before.captures + 1)
 
 
 def test_what_no_forward_reads_drops_no_graphs(tapes: Tapes) -> None:
@@ -152,9 +147,9 @@ def test_what_no_forward_reads_drops_no_graphs(tapes: Tapes) -> None:
         bench.verify()
     model._cached_continuous_batching_manager = object()
     bench.packed.renew()
-    before = bench.packed.captured.counts
+    before = bench.packed.path("cuda_graphs").counts
     bench.verify()
-    assert bench.packed.captured.counts == replace(before, replays=before.replays + 1)
+    assert bench.packed.path("cuda_graphs").counts == replace(before, replays=before.replays + 1)
 
 
 def test_calls_take_over_the_graphs_of_those_before(tapes: Tapes) -> None:
@@ -229,15 +224,15 @@ def test_what_changes_between_the_levels_of_a_beam_is_seen(
     draft.model.layers[0].mlp.scaling = num_later = num_changes = 0
     generator = SLOSpecGenerator(tiny_model("llama"), draft, config=CONFIG)
     packed = generator.decoder.speculator.models[1]
-    captured = packed.captured
+    captured = packed.path("cuda_graphs")
     run = captured.run
 
-    def watched(pool: Any, inputs: Any, compute: Any) -> Any:
+    def watched(inputs: Any) -> Any:
         nonlocal num_later, num_changes
         if inputs.level is not None and not inputs.level.is_root:
             num_later += 1
-            assert captured.storage == packed.version.storage > num_changes
-        outputs = run(pool, inputs, compute)
+            assert packed.version.storage > num_changes
+        outputs = run(inputs)
         if inputs.level is not None and inputs.level.is_root:
             num_changes = packed.version.storage
             draft.model.layers[0].mlp.scaling += 1  # as another thread may do

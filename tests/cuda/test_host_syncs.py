@@ -12,6 +12,7 @@ from hf_slospec.drafters import beam
 from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.model import transfer
+from hf_slospec.model.eager import EagerPath
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.transfer import DeferredFlags, HostSyncError, SyncGuard
 from hf_slospec.request.request import Request, RequestParams
@@ -68,7 +69,7 @@ def test_drafting_and_verifying_wait_for_nothing(
         DeferredFlags, "next", lambda self, flags: None
     )  # what waits is a level behind
     monkeypatch.setattr(
-        PackedModel, "_may_have_spread", lambda self, logits: False
+        EagerPath, "may_have_spread", lambda self, logits: False
     )  # which only CPUs look for
     bench.graphs.patience = patience  # for both, as they share the model's K/V cache
     for request in bench.requests:

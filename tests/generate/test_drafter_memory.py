@@ -47,7 +47,7 @@ class Shortage:
         self.forwards = list[str]()
         self.fails: Callable[[str, int], bool] = lambda kind, count: False
         self.num_failed = 0
-        self._run = PackedModel._run
+        self._run = PackedModel.outputs
         self.drafter: Any = None
         new_drafter = Speculator.new_drafter
 
@@ -58,7 +58,7 @@ class Shortage:
         _ = generator.decoder.speculator.costs  # measured before
         monkeypatch.setattr(Speculator, "new_drafter", made)
         monkeypatch.setattr(
-            PackedModel, "_run", lambda packed, *arguments: self._forward(packed, *arguments)
+            PackedModel, "outputs", lambda packed, *arguments: self._forward(packed, *arguments)
         )
 
     def _forward(self, packed: PackedModel, *arguments: Any) -> Any:

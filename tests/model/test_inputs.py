@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
-from hf_slospec.model.batch import PackedBatch
-from hf_slospec.model.inputs import Inputs
+from hf_slospec.model.batch import PlannedBatch
+from hf_slospec.model.inputs import ForwardInputs
 from tests.support.graph_bench import Bench
 from tests.support.toys.tiny_configs import tiny_config
 
@@ -26,11 +26,12 @@ def test_a_forward_of_tensors_gives_the_same_bits(family: str, attention: str) -
         attention=attention,
         prepack=False,
     )
-    bench.verify()  # shows which plans the layers need
     packed = bench.packed
     parts = bench.parts()
     pool = bench.sequences.cache.pool
     rows = torch.arange(sum(len(part.input_ids) for part in parts))
-    inputs = Inputs.of(parts, PackedBatch.of(parts), packed._requested_plans, rows)
-    assert torch.equal(packed._replayable(pool, inputs).logits, packed.forward(pool, parts, rows))
-    assert set(packed._requested_plans) == set(inputs.plans)  # none was made during the forward
+    # PlannedBatch makes no plans, so find_plans found all that the layers request.
+    plans = packed.eager.find_plans()
+    tensors = ForwardInputs(pool, parts, rows).tensors(plans)
+    outputs = packed.eager.compute(pool, PlannedBatch(tensors.plans), tensors)
+    assert torch.equal(outputs.logits, packed.forward(pool, parts, rows))

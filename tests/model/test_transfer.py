@@ -8,8 +8,7 @@ import torch
 
 from hf_slospec.cuda.captured import padded
 from hf_slospec.cuda.flash import pack
-from hf_slospec.model.batch import PackedBatch
-from hf_slospec.model.inputs import Inputs
+from hf_slospec.model.inputs import ForwardInputs
 from hf_slospec.model.transfer import DeviceCopy, flattened, tensors_in
 from tests.support.graph_bench import CPU, TREES, Bench, tree
 from tests.support.stand_ins.graphs import Tapes
@@ -20,7 +19,7 @@ def test_a_forward_of_the_same_sizes_has_the_same_signature_and_of_others_anothe
     tapes: Tapes,
 ) -> None:
     bench = Bench(tiny_model("gemma3"))
-    bench.verify()
+    plans = bench.packed.eager.find_plans()
 
     def inputs(trees: list[tuple[int, ...]] = TREES) -> Any:
         pairs = zip(bench.requests, trees, strict=True)
@@ -28,10 +27,10 @@ def test_a_forward_of_the_same_sizes_has_the_same_signature_and_of_others_anothe
             bench.sequences.chain_and_tree(r, r.tokens[-1:], tree(r, parents))
             for r, parents in pairs
         ]
-        larger = padded(parts, torch.arange(5), bench.sequences.cache.pool)
+        pool = bench.sequences.cache.pool
+        larger = padded(parts, torch.arange(5), pool)
         assert larger is not None
-        batch = PackedBatch.of(larger[0], is_padded=True)
-        return Inputs.of(larger[0], batch, bench.packed._requested_plans, larger[1])
+        return ForwardInputs(pool, *larger, is_padded=True).tensors(plans)
 
     first = inputs()
     assert (

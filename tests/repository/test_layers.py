@@ -85,13 +85,9 @@ PENDING: dict[str, set[str]] = {
         "hf_slospec.cpu.exact_trial",
     },
     "hf_slospec.model.packed_model": {
-        "hf_slospec.cpu.compiled",
         "hf_slospec.cpu.exact",
-        "hf_slospec.cpu.packed_weights",
         "hf_slospec.cpu.prepacked",
-        "hf_slospec.cuda.captured",
         "hf_slospec.cuda.fused_layers",
-        "hf_slospec.cuda.graphs",
     },
 }
 

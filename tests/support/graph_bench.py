@@ -43,7 +43,7 @@ class Bench:
 
     @property
     def graphs(self) -> Graphs | None:
-        return self.packed.captured.on(self.sequences.cache.pool)
+        return self.packed.path("cuda_graphs").on(self.sequences.cache.pool)
 
     def parts(self) -> list[NewTokens]:
         trees = [tree(request, TREES[request.index % 3]) for request in self.requests]

@@ -35,7 +35,7 @@ from hf_slospec import (
     load_tiny_pair,
     tiny_prompts,
 )
-from hf_slospec.cpu.compile_job import Job
+from hf_slospec.cpu.compile_job import CompileJob
 from tests.heads.checkpoints import target_of, write
 from tests.heads.published_blocks import CASES as PUBLISHED_BLOCKS
 from tests.support.breadth import quick_or
@@ -690,7 +690,7 @@ class Finished:
 
 
 def compile_in_this_process(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Job, "start", lambda self: self.run() or Finished())
+    patch.setattr(CompileJob, "start", lambda self: self.run() or Finished())
 
 
 def force_prepacking(patch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def compare_layers(model: Any, tolerance: float, attention: str = "flash") -> in
         How many attention calls were compared.
     """
     packed = packed_model(model, attention)
-    packed.backend = compared = Compared(packed.backend, tolerance)
+    packed.eager.backend = compared = Compared(packed.backend, tolerance)
     requests = [
         Request(
             i, RequestParams(torch.randint(3, packed.vocab_size, (n,)).tolist(), max_new_tokens=0)
