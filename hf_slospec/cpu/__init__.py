@@ -1,1 +1,11 @@
 """Compiled forwards, packed weights and exact forwards on CPUs."""
+
+
+def register() -> None:
+    """Add the overrides of linear layers."""
+    from hf_slospec.cpu.exact import ExactProducts
+    from hf_slospec.cpu.packed_weights import PackedWeights
+    from hf_slospec.model.overrides import register_override
+
+    register_override(PackedWeights.for_model)
+    register_override(ExactProducts.for_model)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,22 +22,17 @@ from hf_slospec.cpu.kernels import (
     packed_by,
 )
 from hf_slospec.cpu.operators import Blocks, Context
-from hf_slospec.cpu.packed_weights import can_be_packed, matrices_of
-from hf_slospec.cpu.prepacked import FREE_SHARE
+from hf_slospec.cpu.packed_weights import (
+    FREE_SHARE,
+    Origin,
+    can_be_packed,
+    matrices_of,
+    writes_to,
+)
 from hf_slospec.model.memory import free_memory
-from hf_slospec.model.version import Digest, digest
 
 KERNELS: dict[str, Kernel] = {**PACKING, BLOCKS: Blocks}
 BLOCKS_ONLY = Choice(kernel=BLOCKS, is_faster=(True,) * len(SIZES))
-State = list[tuple[int, int]]  # address and count of writes of each weight
-
-
-class _Made(NamedTuple):
-    """State of a layer's weights when its copy was made."""
-
-    state: State
-    digest: Digest
-    num_bytes: int  # bytes of the packed copy
 
 
 class JoinedLinears:
@@ -68,7 +63,8 @@ class JoinedLinears:
         self._model = model
         self.names = names
         self._choices: dict[Any, Choice] = {}
-        self._made: dict[int, _Made] = {}
+        # By index: bytes of the packed copy, and the state of the weights that it was made from.
+        self._made: dict[int, tuple[int, Origin]] = {}
         self._find_layers()
         num_bytes = sum(layer.weight.nbytes for layers in self._layers for layer in layers)
         self._packs = prepack is not False and (
@@ -80,19 +76,21 @@ class JoinedLinears:
     @property
     def num_bytes(self) -> int:
         """Bytes of the copies."""
-        return sum(made.num_bytes for made in self._made.values())
+        return sum(num_bytes for num_bytes, _ in self._made.values())
 
     def update(self) -> None:
         """Make copies anew of weights whose change torch has counted."""
         for index, layers in enumerate(self._layers):
-            if self._made[index].state != _state_of(layers):
+            _, origin = self._made[index]
+            if origin.writes != writes_to(_weights_of(layers)):
                 self._make(index)
 
     def renew(self) -> None:
         """Make copies anew of changed weights, whether torch has counted the change or not."""
         self._find_layers()
         for index, layers in enumerate(self._layers):
-            if self._made[index][:2] != (_state_of(layers), _digest_of(layers)):
+            _, origin = self._made[index]
+            if origin != Origin.of(_weights_of(layers)):
                 self._make(index)
 
     def _find_layers(self) -> None:
@@ -103,8 +101,7 @@ class JoinedLinears:
     @torch.no_grad()
     def _make(self, index: int) -> None:
         layers = self._layers[index]
-        state = _state_of(layers)
-        digested = _digest_of(layers)
+        origin = Origin.of(_weights_of(layers))
         choice = PLAIN
         with torch.inference_mode(False):  # the copies may outlive the caller's inference mode
             plain = [matrices_of(layer, layer.weight)[0] for layer in layers]
@@ -123,7 +120,7 @@ class JoinedLinears:
                 )
             matrices = [] if packed is None else [packed]
             self.context.set_linear(index, plain, matrices, choice)
-        self._made[index] = _Made(state, digested, sum(matrix.num_bytes for matrix in matrices))
+        self._made[index] = sum(matrix.num_bytes for matrix in matrices), origin
 
     def _choice(self, index: int) -> Choice:
         """Return the kernel for this layer, measured on joined weights of its shape if this machine
@@ -149,10 +146,5 @@ def _shape_of(layers: Sequence[Any]) -> Any:
     return tuple((layer.weight.dtype, layer.weight.shape) for layer in layers)
 
 
-def _state_of(layers: Sequence[Any]) -> State:
-    weights = [layer._parameters["weight"] for layer in layers]
-    return [(weight.data_ptr(), weight._version) for weight in weights]
-
-
-def _digest_of(layers: Sequence[Any]) -> Digest:
-    return digest([layer.weight for layer in layers])
+def _weights_of(layers: Sequence[Any]) -> list[torch.Tensor]:
+    return [layer._parameters["weight"] for layer in layers]

@@ -7,9 +7,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ from torch import nn
 
 from hf_slospec.cuda.flash_kernels import HALF
 from hf_slospec.cuda.graphs import capturer_for, replayed_s
+from hf_slospec.model.overrides import Override
 from hf_slospec.model.version import PLAIN
 
 logger = logging.getLogger(__name__)
@@ -26,9 +26,8 @@ MEASURED_BYTES = 2**28  # weights of timed layers: more than caches hold
 WORTHWHILE = 0.97  # share of the time of separate kernels
 TOLERANCE = 0.02  # relative; two roundings of bf16 are 0.008
 
-Compute = Callable[
-    [Any, torch.Tensor], Sequence[torch.Tensor]
-]  # takes a layer or a group of layers, and states
+# Takes a layer or a group of layers, and states.
+Compute = Callable[[Any, torch.Tensor], Sequence[torch.Tensor]]
 
 
 class Way(NamedTuple):
@@ -39,62 +38,62 @@ class Way(NamedTuple):
 
 
 class JointProjections:
-    """Query, key and value projections: the first one computes them all, and the others return what
-    it has kept.
+    """Query, key and value projections of one attention layer: the first one computes them all, and
+    the others return what it has kept.
     """
 
-    def __init__(self, model: nn.Module):
-        groups = list(_groups_in(model))
-        by_shape = max_rows(Way(_joint, _separate), [(group, group) for group in groups])
-        self._others = WeakKeyDictionary[
-            nn.Module, list[ref[nn.Linear]]
-        ]()  # by a group's first layer
-        self._others |= {
-            group[0]: [ref(layer) for layer in group[1:]]
-            for group in groups
-            if by_shape[shape_of(group)]
-        }
-        self._by_shape = by_shape
+    def __init__(self, group: Sequence[nn.Linear], num_rows: int):
+        """Join the layers of a group for at most so many rows."""
+        self.group = group
+        self._num_rows = num_rows
         # States, their version and the output, by layer.
-        self._kept = WeakKeyDictionary[nn.Module, tuple[torch.Tensor, int | None, torch.Tensor]]()
+        self._kept: dict[nn.Module, tuple[torch.Tensor, int | None, torch.Tensor]] = {}
 
-    def __len__(self) -> int:
-        return len(self._others)
-
-    def __call__(self, original: Callable[..., Any], layer: Any, *given: Any, **named: Any) -> Any:
-        """Return a linear layer's output; the signature is that of fused layers."""
+    def __call__(self, original: Override, layer: Any, *given: Any, **named: Any) -> Any:
+        """Return the output of one of the layers."""
         states = given[0] if len(given) == 1 and not named else None
         kept = self._kept.pop(layer, None)
         if kept is not None and kept[0] is states and kept[1] == _version(states):
             return kept[2]
-        if states is None or layer not in self._others:
+        if states is None or layer is not self.group[0]:
             return original(layer, *given, **named)
-        others = [other for link in self._others[layer] if (other := link()) is not None]
-        if len(others) < len(self._others[layer]) or any(other in self._kept for other in others):
-            del self._others[layer]  # one was replaced, or is not called with these states
-            for other in others:
-                self._kept.pop(other, None)
-            return original(layer, states)
-        group = [layer, *others]
-        if not _is_group(group, states) or not are_few(
-            states, layer, self._by_shape.get(shape_of(group), 0)
-        ):
+        if self._kept:  # another layer was replaced, or is not called with these states
+            self._num_rows = 0
+            self._kept.clear()
+        if not _is_group(self.group, states) or not are_few(states, layer, self._num_rows):
             return original(layer, states)
         outputs = [
             out.view(*states.shape[:-1], out.shape[-1])
-            for out in _joint(group, states.flatten(0, -2))
+            for out in _joint(self.group, states.flatten(0, -2))
         ]
-        for other, out in zip(group[1:], outputs[1:], strict=True):
+        for other, out in zip(self.group[1:], outputs[1:], strict=True):
             self._kept[other] = states, _version(states), out
         return outputs[0]
 
 
-def are_few(states: torch.Tensor, layer: nn.Linear, most: int) -> bool:
-    """Return whether states are at most so many rows of a layer's inputs, and laid out as the
+def joint_rows(model: nn.Module) -> dict[Hashable, int]:
+    """Return for up to how many rows joint projections are faster, by the layers' shapes."""
+    return max_rows(Way(_joint, _separate), [(group, group) for group in _groups_in(model)])
+
+
+def joint_projections(
+    model: nn.Module, num_rows: Mapping[Hashable, int]
+) -> dict[nn.Module, JointProjections]:
+    """Return the projections that are to be joined for ``num_rows`` by shape, by layer."""
+    joined = [
+        JointProjections(group, num_rows[shape_of(group)])
+        for group in _groups_in(model)
+        if num_rows.get(shape_of(group))
+    ]
+    return {layer: projections for projections in joined for layer in projections.group}
+
+
+def are_few(states: torch.Tensor, layer: nn.Linear, num_rows: int) -> bool:
+    """Return whether states are at most ``num_rows`` rows of a layer's inputs, and laid out as the
     kernels read them.
     """
     is_right = states.dim() > 1 and states.shape[-1] == layer.in_features and states.is_contiguous()
-    return is_right and 0 < states.numel() <= most * layer.in_features
+    return is_right and 0 < states.numel() <= num_rows * layer.in_features
 
 
 def is_plain(layer: Any, states: torch.Tensor) -> bool:

@@ -284,7 +284,7 @@ def identity(packed: PackedModel) -> dict[str, Any]:
         "modules": digest(sorted(modules.items())),
         "dtype": str(model.get_input_embeddings().weight.dtype),
         "attention": packed.backend.__name__,
-        "kernels": packed.prepacked.kernels,
+        "kernels": packed.overrides.kernels,
         "graphs": packed.captured.is_on,
         "compiled": packed.compiled.is_used,
         "ranks": packed.ranks.number,

@@ -4,11 +4,11 @@ row.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -18,12 +18,8 @@ import torch.nn.functional as F
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.cpu.compiled import CompiledForwards
-from hf_slospec.cpu.exact import ExactProducts
-from hf_slospec.cpu.packed_weights import weight_names
-from hf_slospec.cpu.prepacked import PrepackedLayers
 from hf_slospec.cuda.captured import MAX_PADDING_SLOTS, CapturedForwards, GraphPreconditions
 from hf_slospec.cuda.flash_attention import FlashAttention
-from hf_slospec.cuda.fused_layers import FusedLayers
 from hf_slospec.cuda.graphs import BATCHES, bucket_for
 from hf_slospec.cuda.tree_attention import TreeAttention, why_no_kernel
 from hf_slospec.errors import UnsupportedModelError, UnsupportedOptionError
@@ -40,6 +36,7 @@ from hf_slospec.model.inputs import DraftLevel, Inputs, Outputs
 from hf_slospec.model.kv_cache import KVCache, KVPool
 from hf_slospec.model.length_rope import LengthRope
 from hf_slospec.model.memory import holders_of_idle_memory
+from hf_slospec.model.overrides import OverrideOptions, Overrides, weight_names
 from hf_slospec.model.probe import probe_layers, refuse_by_declaration
 from hf_slospec.model.properties import (
     attends_to_encoder,
@@ -125,9 +122,10 @@ class PackedModel:
         )
         self.exact = exact
         self._is_exact_compiled = bool(exact) and self.compiled.is_used
-        self.exact_products = ExactProducts(as_one=exact == "bits")
-        self.prepacked = PrepackedLayers(model, prepack, self.autocast, not self.compiled.is_used)
-        self.fused = FusedLayers(model, fused_layers and self.autocast is None)
+        options = OverrideOptions(
+            self.device.type, prepack, fused_layers and self.autocast is None, exact, self.autocast
+        )
+        self.overrides = Overrides.of(model, options, not self.compiled.is_used)
         self._requested_plans: dict[
             Any, None
         ] = {}  # (make, device, *arguments) that layers have requested
@@ -150,6 +148,7 @@ class PackedModel:
         # compared.
         self._state = self.fingerprint.state
         self._modules_state = self.fingerprint.modules_state
+        self._renew_overrides()
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
@@ -193,10 +192,19 @@ class PackedModel:
             if before != self._modules_state:
                 forget_attributes(self.model)
             self._read_sizes()  # embeddings may have been resized
-            self.prepacked.renew()
+            self._renew_overrides()
             self.compiled.renew(compares=before != self._modules_state)
-            self.exact_products.renew()
             self.captured.renew()
+
+    def _renew_overrides(self) -> None:
+        counted = self.fingerprint
+        self.overrides.renew(
+            SimpleNamespace(
+                weights=counted.state,
+                modules=counted.modules_state,
+                structure=counted.structure_state,
+            )
+        )
 
     def check_layers(self) -> None:
         """Raise UnsupportedModelError if the layers no longer attend as they did when the model was
@@ -423,7 +431,7 @@ class PackedModel:
         self._take_in_changes()
         if level is None or level.is_root:  # a beam's other levels follow at once
             self.captured.read_preconditions()
-        self.prepacked.need(not self.compiled.is_used)
+        self.overrides.need(not self.compiled.is_used)
         rope_lengths = self.rope.lengths(parts)
         padding = self.captured.padded(pool, parts, logit_rows) if rope_lengths is None else None
         if padding is not None:
@@ -435,7 +443,7 @@ class PackedModel:
             outputs = self.captured.run(pool, inputs, functools.partial(self._replayable, pool))
             if outputs is not None:
                 return outputs
-        with self.prepacked.in_use(), self.fused.in_use(), self.rope.following(rope_lengths):
+        with self.overrides.in_force(), self.rope.following(rope_lengths):
             parts = parts if level is None else level.resolved(parts)
             batch = PackedBatch.of(parts)
             arguments = logit_rows, feature_layers, level
@@ -519,7 +527,7 @@ class PackedModel:
         """Compute a forward that reads tensors only, of inputs on the device; layers with states
         cannot.
         """
-        with self.prepacked.in_use(), self.fused.in_use():  # for modules, which replays do not call
+        with self.overrides.in_force():  # for modules, which replays do not call
             seen = None if inputs.level is None else inputs.level.seen
             outputs = self._compute(pool, PlannedBatch(inputs.plans, seen), inputs)
             return outputs if inputs.level is None else inputs.level.outputs(outputs.logits)
@@ -557,8 +565,7 @@ class PackedModel:
             inputs.feature_layers,
             self._keeps_logits,
         )
-        with self.exact_products if self.exact else contextlib.nullcontext():
-            outputs = packed_outputs(self.model, forward, tokens, *arguments)
+        outputs = packed_outputs(self.model, forward, tokens, *arguments)
         if interface is not None and not getattr(self.model, "caches_context", False):
             interface.check_attended()
         return outputs

@@ -21,7 +21,6 @@ from hf_slospec.model.overrides import (
     container_kind,
     is_temporary,
     items_of,
-    plain_class,
 )
 from hf_slospec.model.whose_code import is_unchanging
 
@@ -322,7 +321,7 @@ class Fingerprint:
             for weights in (module._parameters, module._buffers)
             if weights
         ]
-        classes = list(map(plain_class, modules))
+        classes = list(map(type, modules))
         adapters = [
             module for module, kind in zip(modules, classes, strict=True) if _is_foreign(kind)
         ]
@@ -422,7 +421,7 @@ def settings(model: torch.nn.Module) -> Hashable:
     """
     modules = all_modules(model)
     return (
-        *((plain_class(module), _settings_of(vars(module))) for module in modules),
+        *((type(module), _settings_of(vars(module))) for module in modules),
         *((type(config), _settings_of(_attributes(config))) for config in _configs(modules)),
     )
 

@@ -58,12 +58,6 @@ PENDING: dict[str, set[str]] = {
     "hf_slospec.cpu.compiled": {
         "hf_slospec.cuda.captured",
     },
-    "hf_slospec.cpu.exact": {
-        "hf_slospec.cuda.few_row_kernels",
-    },
-    "hf_slospec.cpu.exact_trial": {
-        "hf_slospec.families.prefilled_prompts",
-    },
     "hf_slospec.drafters.assistant": {
         "hf_slospec.heads.translation",
     },
@@ -128,7 +122,6 @@ PENDING: dict[str, set[str]] = {
         "hf_slospec.families.states",
     },
     "hf_slospec.model.checked_model": {
-        "hf_slospec.cpu.exact_trial",
         "hf_slospec.families.ranks",
     },
     "hf_slospec.model.kv_cache": {
@@ -140,12 +133,8 @@ PENDING: dict[str, set[str]] = {
     },
     "hf_slospec.model.packed_model": {
         "hf_slospec.cpu.compiled",
-        "hf_slospec.cpu.exact",
-        "hf_slospec.cpu.packed_weights",
-        "hf_slospec.cpu.prepacked",
         "hf_slospec.cuda.captured",
         "hf_slospec.cuda.flash_attention",
-        "hf_slospec.cuda.fused_layers",
         "hf_slospec.cuda.graphs",
         "hf_slospec.cuda.tree_attention",
         "hf_slospec.families.cross_attention",
