@@ -87,9 +87,7 @@ def test_a_layer_gives_what_a_plain_one_gives(
 def test_inputs_need_not_be_contiguous() -> None:
     module = linear()
     input = rows(24, 6).T
-    torch.testing.assert_close(
-        computed(module, input, packed(module)), module(input).detach()
-    )
+    torch.testing.assert_close(computed(module, input, packed(module)), module(input).detach())
 
 
 def test_torch_computes_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,8 +329,7 @@ def test_fused_experts_and_transposed_weights(
         or family == "gpt2"
     )
     assert not any(
-        type(m) in (nn.Linear, Conv1D) and m not in layers.layers
-        for m in model.modules()
+        type(m) in (nn.Linear, Conv1D) and m not in layers.layers for m in model.modules()
     )
     used = set[PackedWeight]()
     product = PackedWeight.product
