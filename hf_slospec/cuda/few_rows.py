@@ -43,7 +43,7 @@ class JointProjections:
     """
 
     def __init__(self, group: Sequence[nn.Linear], num_rows: int):
-        """Join the layers of a group for at most so many rows."""
+        """Use one kernel for the layers of a group and at most ``num_rows`` rows."""
         self.group = group
         self._num_rows = num_rows
         # States, their version and the output, by layer.

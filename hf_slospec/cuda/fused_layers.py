@@ -85,7 +85,7 @@ class FusedLayers(LinearOverride):
         return self._functions
 
     def renew(self, version: Version) -> None:
-        """Join the projections of the model as it is now."""
+        """Find the projections to join in the model as it is now."""
         del version
         self._projections = joint_projections(self._model, self._joint_rows)
 
