@@ -5,7 +5,6 @@ one kernel each.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,6 +25,8 @@ MEASURED_BYTES = 2**28  # weights of timed layers: more than caches hold
 WORTHWHILE = 0.97  # share of the time of separate kernels
 TOLERANCE = 0.02  # relative; two roundings of bf16 are 0.008
 
+# Outputs of a kernel, and of what it replaces.
+Outputs = Iterator[tuple[torch.Tensor, torch.Tensor]]
 # Takes a layer or a group of layers, and states.
 Compute = Callable[[Any, torch.Tensor], Sequence[torch.Tensor]]
 
@@ -120,7 +121,6 @@ def shape_of(linears: Sequence[nn.Linear]) -> Hashable:
     return tuple((layer.in_features, layer.out_features, layer.bias is None) for layer in linears)
 
 
-@torch.no_grad()
 def max_rows(way: Way, layers: Iterable[tuple[Any, Sequence[nn.Linear]]]) -> dict[Hashable, int]:
     """Return up to how many rows a way is right and faster, as tried with as many as fill a tile;
     0: never.
@@ -132,32 +132,52 @@ def max_rows(way: Way, layers: Iterable[tuple[Any, Sequence[nn.Linear]]]) -> dic
     Returns:
         The number of rows, by the linear layers' shape.
     """
+    from hf_slospec.cuda.few_row_kernels import MAX_ROWS, MIN_TILE_ROWS
+
     by_shape: dict[Hashable, list[tuple[Any, Sequence[nn.Linear]]]] = {}
     for each in layers:
         by_shape.setdefault(shape_of(each[1]), []).append(each)
-    return {shape: _max_rows(way, own) for shape, own in by_shape.items()}
-
-
-def _max_rows(way: Way, layers: Sequence[tuple[Any, Sequence[nn.Linear]]]) -> int:
-    from hf_slospec.cuda.few_row_kernels import MAX_ROWS, MIN_TILE_ROWS
-
-    most = 0
-    size = sum(linear.weight.nbytes for linear in layers[0][1])
-    timed = [layer for layer, _ in layers[: -(-MEASURED_BYTES // size)]]
-    try:
-        for rows in (MIN_TILE_ROWS, MAX_ROWS):
-            states = _random(layers[0][1][0], rows)
-            if not all(
-                _are_close(way.fused(layer, states), way.plain(layer, states))
-                for layer, _ in layers
-            ):
+    most = dict.fromkeys(by_shape, 0)
+    for shape, alike in by_shape.items():
+        for num_rows in (MIN_TILE_ROWS, MAX_ROWS):
+            if (why := why_not(_try_way(way, alike, num_rows))) is not None:
+                logger.debug("layers are not computed by one kernel: %s", why)
                 break
-            if not is_faster(way, timed, states):
-                break
-            most = rows
-    except Exception as error:  # noqa: BLE001  Triton fails in many ways, and so do captures
-        logger.debug("layers are not computed by one kernel: %r", error)
+            most[shape] = num_rows
     return most
+
+
+def _try_way(way: Way, layers: Sequence[tuple[Any, Sequence[nn.Linear]]], num_rows: int) -> Outputs:
+    """Yield outputs for each of some layers of one shape; raise RuntimeError if the way is slower."""
+    linears = layers[0][1]
+    states = random_like(linears[0].weight, num_rows, linears[0].in_features)
+    for layer, _ in layers:
+        yield from zip(way.fused(layer, states), way.plain(layer, states), strict=True)
+    num_timed = -(-MEASURED_BYTES // sum(linear.weight.nbytes for linear in linears))
+    if not is_faster(way, [layer for layer, _ in layers[:num_timed]], states):
+        raise RuntimeError("separate kernels are faster")
+
+
+@torch.no_grad()
+def why_not(outputs: Outputs) -> str | None:
+    """Return why a kernel cannot replace other operators, given outputs for the same inputs; None
+    if it can.
+    """
+    try:
+        for ours, plain in outputs:
+            error = (ours.float() - plain.float()).norm()
+            size = plain.float().norm()
+            if not (error <= TOLERANCE * size and size.isfinite()):
+                return f"it is off by {float(error):.2g} of {float(size):.2g}"
+    except Exception as error:  # noqa: BLE001  layers of any signature, and Triton fails in many ways
+        return repr(error)
+    return None
+
+
+def random_like(weight: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return random values of a weight's dtype, the same in each call."""
+    draw = torch.Generator(weight.device).manual_seed(0)
+    return torch.randn(shape, generator=draw, dtype=weight.dtype, device=weight.device)
 
 
 def is_faster(way: Way, layers: Sequence[Any], states: torch.Tensor) -> bool:
@@ -174,9 +194,8 @@ def is_faster(way: Way, layers: Sequence[Any], states: torch.Tensor) -> bool:
     return fused_s <= WORTHWHILE * plain_s
 
 
-_capturer = functools.cache(
-    capturer_for
-)  # one stream per device: libraries keep a workspace for each
+# One stream per device: libraries keep a workspace for each.
+_capturer = functools.cache(capturer_for)
 
 
 def _run(compute: Compute, layers: Sequence[Any], states: torch.Tensor) -> None:
@@ -215,21 +234,3 @@ def _joint(group: Sequence[nn.Linear], states: torch.Tensor) -> list[torch.Tenso
 
 def _separate(group: Sequence[nn.Linear], states: torch.Tensor) -> list[torch.Tensor]:
     return [F.linear(states, layer.weight, layer.bias) for layer in group]
-
-
-def _random(linear: nn.Linear, rows: int) -> torch.Tensor:
-    weight = linear.weight
-    draw = torch.Generator(weight.device).manual_seed(0)
-    return torch.randn(
-        rows, linear.in_features, generator=draw, dtype=weight.dtype, device=weight.device
-    )
-
-
-def _are_close(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
-    pairs = itertools.zip_longest(found, expected)
-    return all(is_small((a.float() - b.float()).norm(), b.float().norm()) for a, b in pairs)
-
-
-def is_small(error: torch.Tensor, size: torch.Tensor) -> bool:
-    """Return whether a difference is one of rounding only; not if one of the numbers is not finite."""
-    return bool(error <= TOLERANCE * size) and bool(size.isfinite())

@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,14 +17,16 @@ from torch import nn
 
 from hf_slospec.cuda.few_rows import (
     JointProjections,
+    Outputs,
     Way,
     are_few,
     is_plain,
-    is_small,
     joint_projections,
     joint_rows,
     max_rows,
+    random_like,
     shape_of,
+    why_not,
 )
 from hf_slospec.cuda.flash_kernels import HALF
 from hf_slospec.model.overrides import Attribute, LinearOverride, Override, OverrideOptions, Version
@@ -35,9 +37,6 @@ ROTARY = "apply_rotary_pos_emb"  # the function's name in transformers' modules
 GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")  # attributes of gated MLPs in transformers
 TRIAL_TOKENS = 3
 DEVICE = "cuda"
-
-# Outputs of an override and of the original.
-Trial = Callable[[Override], Iterator[tuple[torch.Tensor, torch.Tensor]]]
 
 
 class FusedLayers(LinearOverride):
@@ -101,57 +100,32 @@ def _candidates(layers: Sequence[Any]) -> list[Override]:
     return [GatedMlps(layers)] if all(map(_is_gated_mlp, layers)) else []
 
 
-def _first_right(candidates: Iterable[Override], trial: Trial, name: str) -> Override | None:
+def _first_right(
+    candidates: Iterable[Override], trial: Callable[[Override], Outputs], name: str
+) -> Override | None:
     """Return the first override whose outputs are the original's up to rounding."""
     for override in candidates:
-        if (why := _why_not(override, trial)) is None:
+        if (why := why_not(trial(override))) is None:
             return override
         logger.debug("%s is not fused: %s", name, why)
     return None
 
 
-@torch.no_grad()
-def _why_not(fused: Override, trial: Trial) -> str | None:
-    """Return why a function cannot replace the original; None if it can."""
-    try:
-        pairs = [((a.float() - b.float()).norm(), b.float().norm()) for a, b in trial(fused)]
-    except Exception as error:  # noqa: BLE001  layers of any signature, and Triton fails in many ways
-        return repr(error)
-    off = [
-        f"{float(error):.2g} of {float(size):.2g}"
-        for error, size in pairs
-        if not is_small(error, size)
-    ]
-    return f"it is off by {off[0]}" if off else None
-
-
-def _try_layers(modules: list[Any], fused: Override) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the outputs of the function and of the original for random states, for each layer."""
+def _try_layers(modules: list[Any], fused: Override) -> Outputs:
+    """Yield outputs for random states, for each layer."""
     for module in modules:
         weight = next(module.parameters())
-        draw = torch.Generator(weight.device).manual_seed(0)
-        shape = 1, TRIAL_TOKENS, weight.shape[-1]
-        states = torch.randn(shape, generator=draw, dtype=weight.dtype, device=weight.device)
+        states = random_like(weight, 1, TRIAL_TOKENS, weight.shape[-1])
         original = type(module).forward
         yield fused(original, module, states), original(module, states)
 
 
-def _try_rotary(
-    source: Any, weight: torch.Tensor, fused: Override
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    draw = torch.Generator(weight.device).manual_seed(0)
-    query, key, cos, sin = (
-        torch.randn(shape, generator=draw, dtype=weight.dtype, device=weight.device)
-        for shape in (
-            (1, 4, TRIAL_TOKENS, 32),
-            (1, 2, TRIAL_TOKENS, 32),
-            *[(1, TRIAL_TOKENS, 32)] * 2,
-        )
-    )
+def _try_rotary(source: Any, weight: torch.Tensor, fused: Override) -> Outputs:
+    """Yield outputs for random queries and keys."""
+    values = random_like(weight, 8, TRIAL_TOKENS, 32)
+    arguments = values[None, :4], values[None, 4:6], values[6:7], values[7:]
     original = getattr(source, ROTARY)
-    yield from zip(
-        fused(original, query, key, cos, sin), original(query, key, cos, sin), strict=True
-    )
+    yield from zip(fused(original, *arguments), original(*arguments), strict=True)
 
 
 def _is_norm(module: Any) -> bool:
@@ -207,12 +181,12 @@ class GatedMlps:
         self._by_shape = max_rows(Way(_gated, _gated_separately), pairs)
 
     def __call__(self, original: Override, mlp: Any, states: torch.Tensor) -> Any:
-        """Return an MLP's output; the signature is that of fused layers."""
+        """Return an MLP's output."""
         if type(mlp.act_fn) not in _activations():
             return original(mlp, states)
         if self._by_shape and _takes_few(mlp, states):
-            most = self._by_shape.get(shape_of((mlp.gate_proj, mlp.up_proj)), 0)
-            if are_few(states, mlp.gate_proj, most):
+            num_rows = self._by_shape.get(shape_of((mlp.gate_proj, mlp.up_proj)), 0)
+            if are_few(states, mlp.gate_proj, num_rows):
                 (gated,) = _gated(mlp, states.flatten(0, -2))
                 return mlp.down_proj(gated.view(*states.shape[:-1], gated.shape[-1]))
         return mlp.down_proj(*_gated_separately(mlp, states))
