@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from hf_slospec.cli.benchmark import provenance
 from hf_slospec.cpu.packed_weights import PackedWeights
 from hf_slospec.model.machine import release_openmp_threads
 from hf_slospec.model.overrides import Overrides
+from hf_slospec.model.version import ModelVersion
 from hf_slospec.tiny.inflate import inflate
 from hf_slospec.tiny.shapes import SHAPES
 
@@ -45,7 +45,7 @@ def timed(model: Any, num_tokens: int) -> float:
 def by_variant(model: Any, repeats: int) -> tuple[list[dict[str, float]], float]:
     """Return milliseconds by tokens and variant, and the seconds of the compilation."""
     linears = Overrides(model, [PackedWeights(model, True)])
-    linears.renew(SimpleNamespace(weights=0, modules=0, structure=0))
+    linears.renew(ModelVersion(model))
     begun_s = time.perf_counter()
     torch._inductor.config.freezing = (
         True  # weights become constants, which the compiler also prepacks

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import addmm  # torch's own, also while exact products are in force
 from torch.nn.functional import linear
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_slospec.cpu import operators
 from hf_slospec.cpu.operators import Blocks
-from hf_slospec.cpu.packed_weights import writes_to
-from hf_slospec.model.overrides import Attribute, LinearOverride, Override, OverrideOptions, Version
+from hf_slospec.model.overrides import Attribute, LinearOverride, Override, OverrideOptions
+from hf_slospec.model.version import ModelVersion
 
 # Inputs that a kernel of torch's may sum by themselves before adding them up; 0: it sums all in one
 # go. oneDNN's bf16 products of one row have 512 where AVX-512 multiplies pairs.
@@ -48,8 +49,7 @@ class ExactProducts(LinearOverride):
 
     def __init__(self, as_one: bool):
         self._as_one = as_one
-        # Writes to a weight and its copy, by the weight's id.
-        self._copies: dict[int, tuple[list[tuple[int, int]], Blocks]] = {}
+        self._copies = WeakIdKeyDictionary()  # Blocks by weight
 
     @classmethod
     def for_model(cls, model: torch.nn.Module, options: OverrideOptions) -> ExactProducts | None:
@@ -60,16 +60,15 @@ class ExactProducts(LinearOverride):
     @property
     def num_bytes(self) -> int:
         """Bytes of copies of weights."""
-        return sum(blocks.num_bytes for _, blocks in self._copies.values())
+        return sum(copy.num_bytes for copy in self._copies.values())
 
     @property
     def functions(self) -> dict[Attribute, Override]:
         """Products of linear layers, and those of transformers' Conv1D."""
         return {(F, "linear"): self._linear, (torch, "addmm"): self._addmm}
 
-    def renew(self, version: Version) -> None:
-        """Drop the copies, as weights may have changed unnoticed."""
-        del version
+    def renew(self, version: ModelVersion) -> None:
+        """Drop the copies, as weights may have changed."""
         self._copies.clear()
 
     def _addmm(self, original: Override, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -102,13 +101,13 @@ class ExactProducts(LinearOverride):
         way = way_for(rows.dtype, shape, is_transposed, bias is not None, self._as_one, threads)
         if way.chunk is None:
             return _in_groups(rows, way.sizes, _plain(weight, bias, is_transposed))
-        writes, blocks = self._copies.get(id(weight), (None, None))
-        if blocks is None or writes != writes_to([weight]):
-            matrix = weight.detach().T if is_transposed else weight.detach()
+        copy: Blocks | None = self._copies.get(weight)
+        if copy is None:
             with torch.inference_mode(False):  # copies may outlive the caller's inference mode
-                blocks = Blocks(matrix, way.chunk)
-            self._copies[id(weight)] = writes_to([weight]), blocks
-        return blocks(rows, bias)
+                plain = weight.detach()
+                copy = Blocks(plain.T if is_transposed else plain, way.chunk)
+            self._copies[weight] = copy
+        return copy(rows, bias)
 
 
 def _plain(weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool) -> Product:

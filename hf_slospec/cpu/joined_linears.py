@@ -22,13 +22,8 @@ from hf_slospec.cpu.kernels import (
     packed_by,
 )
 from hf_slospec.cpu.operators import Blocks, Context
-from hf_slospec.cpu.packed_weights import (
-    FREE_SHARE,
-    Origin,
-    can_be_packed,
-    matrices_of,
-    writes_to,
-)
+from hf_slospec.cpu.packed_weights import FREE_SHARE, can_be_packed, matrices_of
+from hf_slospec.model.checksum import weight_version
 from hf_slospec.model.memory import free_memory
 
 KERNELS: dict[str, Kernel] = {**PACKING, BLOCKS: Blocks}
@@ -63,8 +58,8 @@ class JoinedLinears:
         self._model = model
         self.names = names
         self._choices: dict[Any, Choice] = {}
-        # By index: bytes of the packed copy, and the state of the weights that it was made from.
-        self._made: dict[int, tuple[int, Origin]] = {}
+        # By index: versions of the weights that a packed copy was made from, and its bytes.
+        self._made: dict[int, tuple[list[int], int]] = {}
         self._find_layers()
         num_bytes = sum(layer.weight.nbytes for layers in self._layers for layer in layers)
         self._packs = prepack is not False and (
@@ -76,21 +71,14 @@ class JoinedLinears:
     @property
     def num_bytes(self) -> int:
         """Bytes of the copies."""
-        return sum(num_bytes for num_bytes, _ in self._made.values())
-
-    def update(self) -> None:
-        """Make copies anew of weights whose change torch has counted."""
-        for index, layers in enumerate(self._layers):
-            _, origin = self._made[index]
-            if origin.writes != writes_to(_weights_of(layers)):
-                self._make(index)
+        return sum(num_bytes for _, num_bytes in self._made.values())
 
     def renew(self) -> None:
-        """Make copies anew of changed weights, whether torch has counted the change or not."""
+        """Make copies anew of changed weights."""
         self._find_layers()
         for index, layers in enumerate(self._layers):
-            _, origin = self._made[index]
-            if origin != Origin.of(_weights_of(layers)):
+            versions, _ = self._made[index]
+            if versions != _versions_of(layers):
                 self._make(index)
 
     def _find_layers(self) -> None:
@@ -101,7 +89,7 @@ class JoinedLinears:
     @torch.no_grad()
     def _make(self, index: int) -> None:
         layers = self._layers[index]
-        origin = Origin.of(_weights_of(layers))
+        versions = _versions_of(layers)
         choice = PLAIN
         with torch.inference_mode(False):  # the copies may outlive the caller's inference mode
             plain = [matrices_of(layer, layer.weight)[0] for layer in layers]
@@ -120,7 +108,8 @@ class JoinedLinears:
                 )
             matrices = [] if packed is None else [packed]
             self.context.set_linear(index, plain, matrices, choice)
-        self._made[index] = sum(matrix.num_bytes for matrix in matrices), origin
+        num_bytes = sum(matrix.num_bytes for matrix in matrices)
+        self._made[index] = versions, num_bytes
 
     def _choice(self, index: int) -> Choice:
         """Return the kernel for this layer, measured on joined weights of its shape if this machine
@@ -146,5 +135,5 @@ def _shape_of(layers: Sequence[Any]) -> Any:
     return tuple((layer.weight.dtype, layer.weight.shape) for layer in layers)
 
 
-def _weights_of(layers: Sequence[Any]) -> list[torch.Tensor]:
-    return [layer._parameters["weight"] for layer in layers]
+def _versions_of(layers: Sequence[Any]) -> list[int]:
+    return [weight_version(layer.weight) for layer in layers]

@@ -11,7 +11,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -20,37 +20,20 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_slospec.cpu.kernels import DTYPES, PACKING, PLAIN, Matrix, choose, packed_by
+from hf_slospec.model.checksum import weight_version
 from hf_slospec.model.memory import free_memory
 from hf_slospec.model.overrides import (
     LinearOverride,
     Override,
     OverrideOptions,
-    Version,
     weight_names,
 )
-from hf_slospec.model.version import Digest, digest
+from hf_slospec.model.version import ModelVersion
 from hf_slospec.model.whose_code import changing_hooks, is_compiled
 
 logger = logging.getLogger(__name__)
 
 FREE_SHARE = 0.25  # share of the free memory that copies may take with prepack=None
-
-
-class Origin(NamedTuple):
-    """State of weights when a copy of them was made."""
-
-    writes: list[tuple[int, int]]  # address, and writes that torch has counted
-    digest: Digest
-
-    @classmethod
-    def of(cls, weights: Sequence[torch.Tensor]) -> Origin:
-        """Read the weights."""
-        return cls(writes_to(weights), digest(weights))
-
-
-def writes_to(weights: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return what differs after any write that torch counts."""
-    return [(weight.data_ptr(), weight._version) for weight in weights]
 
 
 class PackedWeight:
@@ -75,12 +58,12 @@ class PackedWeight:
         self.num_made += 1
         # One, or one per expert; empty where torch's own kernels are used.
         self.matrices: list[Matrix] = []
-        self._origin: Origin | None = None
+        self.version: int | None = None
         if weight is None or not can_be_packed(weight):
             return
         # The copy may outlive the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            self._origin = Origin.of([weight])
+            self.version = weight_version(weight)
             plain = matrices_of(self.layer, weight, self.autocast)
             self.choice = choose(plain)
             if self.choice.kernel is not None:
@@ -98,25 +81,11 @@ class PackedWeight:
         """Elements that the copy holds only approximately."""
         return sum(matrix.num_rounded for matrix in self.matrices)
 
-    def update(self) -> bool:
-        """Make the copy anew if torch has counted a change of the weight; return whether the layer
-        still has one.
-        """
-        # Faster than getattr, and called in every forward.
-        weight: Any = self.layer._parameters.get(self.name)
-        if not self._is_of(weight):
-            self.make()
-        return weight is not None
-
     def renew(self) -> None:
-        """Make the copy anew if the weight has changed, whether torch has counted it or not."""
+        """Make the copy anew if the weight has changed."""
         weight: Any = self.layer._parameters.get(self.name)
-        if not self._is_of(weight) or self._origin != Origin.of([weight]):
+        if weight is None or self.weight is not weight or self.version != weight_version(weight):
             self.make()
-
-    def _is_of(self, weight: Any) -> bool:
-        origin = self._origin
-        return origin is not None and self.weight is weight and origin.writes == writes_to([weight])
 
     def product(
         self, input: torch.Tensor, bias: torch.Tensor | None, index: int = 0
@@ -167,7 +136,7 @@ class PackedLayer:
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         for copy in self.copies:
             # A part of the forward may switch autocast on or off.
-            if named or copy.autocast != dtype or not copy.update():
+            if named or copy.autocast != dtype or layer._parameters.get(copy.name) is None:
                 return original(layer, *inputs, **named)
         return self._compute(layer, *self.copies, *inputs)
 
@@ -287,9 +256,8 @@ class PackedWeights(LinearOverride):
         self._copies.update(copies)
         return PackedLayer(copies)
 
-    def renew(self, version: Version) -> None:
+    def renew(self, version: ModelVersion) -> None:
         """Choose kernels, make missing copies, and make those of changed weights anew."""
-        del version  # copies are shared by users who may have noticed a change earlier
         self._copies.clear()
         kernels = self._kernels_by_layer()
         new = [

@@ -29,7 +29,8 @@ from hf_slospec.cuda.few_rows import (
     why_not,
 )
 from hf_slospec.cuda.flash_kernels import HALF
-from hf_slospec.model.overrides import Attribute, LinearOverride, Override, OverrideOptions, Version
+from hf_slospec.model.overrides import Attribute, LinearOverride, Override, OverrideOptions
+from hf_slospec.model.version import ModelVersion
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +84,8 @@ class FusedLayers(LinearOverride):
         """Rotary embeddings, by the module that defines them."""
         return self._functions
 
-    def renew(self, version: Version) -> None:
+    def renew(self, version: ModelVersion) -> None:
         """Find the projections to join in the model as it is now."""
-        del version
         self._projections = joint_projections(self._model, self._joint_rows)
 
     def make(self, linear: nn.Module) -> Override | None:

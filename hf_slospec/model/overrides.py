@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from threading import get_ident
 from types import FunctionType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_slospec.assembly import load_plugins
 from hf_slospec.forks import Lock, reset_in_children
+
+if TYPE_CHECKING:
+    from hf_slospec.model.version import ModelVersion
 
 Attribute = tuple[Any, str]  # an object and the name of one of its attributes
 
@@ -101,22 +104,6 @@ def _unused(owner: Any, name: str) -> tuple[Any, Any, Any, list[int]]:
 Override = Callable[..., Any]  # takes what it replaces as its first argument, then the call's own
 
 
-class Version(Protocol):
-    """Counters of changes to a model."""
-
-    @property
-    def weights(self) -> int:
-        """Changes of parameters and buffers."""
-
-    @property
-    def modules(self) -> int:
-        """Changes of modules' attributes."""
-
-    @property
-    def structure(self) -> int:
-        """Changes of submodules and hooks."""
-
-
 class LinearOverride(Protocol):
     """One way to compute linear layers, and what belongs to them, in packed forwards.
 
@@ -159,7 +146,7 @@ class LinearOverride(Protocol):
         """
         return None
 
-    def renew(self, version: Version) -> None:
+    def renew(self, version: ModelVersion) -> None:
         """Prepare for the model as it is now; ``make`` is called for all its layers afterwards."""
 
 
@@ -204,7 +191,7 @@ class Overrides:
         self._model = model
         self.kinds = list(kinds)
         self._is_needed = is_needed
-        self._version: Version | None = None
+        self._version: ModelVersion | None = None
         self.layers: dict[nn.Module, Override] = {}
         self._overrides: dict[Any, Override] = {}  # by layer or by function
         self.attributes: list[Attribute] = []
@@ -240,7 +227,7 @@ class Overrides:
             if self._version is not None:
                 self.renew(self._version)
 
-    def renew(self, version: Version) -> None:
+    def renew(self, version: ModelVersion) -> None:
         """Make the overrides of the model as it is now."""
         self._version = version
         kinds = self.kinds if self._is_needed else []
@@ -262,13 +249,14 @@ class Overrides:
         if not self._overrides:
             yield
             return
-        _replaced.replace(self.attributes, _overridable)
+        attributes = self.attributes
+        _replaced.replace(attributes, _overridable)
         token = _in_force.set(self._overrides)
         try:
             yield
         finally:
             _in_force.reset(token)
-            _replaced.restore(self.attributes)
+            _replaced.restore(attributes)
 
 
 def _owner_of_forward(kind: type[nn.Module]) -> type[nn.Module]:
@@ -276,8 +264,12 @@ def _owner_of_forward(kind: type[nn.Module]) -> type[nn.Module]:
     return next(base for base in kind.__mro__ if "forward" in vars(base))
 
 
+@functools.lru_cache(maxsize=256)
 def _overridable(original: Override, attribute: Attribute) -> Override:
-    """Return the value of an attribute while overrides are in force in some thread."""
+    """Return the value of an attribute while overrides are in force in some thread.
+
+    It is always the same, as compiled code of other threads may depend on it.
+    """
     is_forward = attribute[1] == "forward"
 
     @functools.wraps(original)

@@ -8,7 +8,6 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.cpu.compiled import CompiledForwards
-from hf_slospec.cuda.captured import MAX_PADDING_SLOTS, CapturedForwards, GraphPreconditions
+from hf_slospec.cuda.captured import MAX_PADDING_SLOTS, CapturedForwards
 from hf_slospec.cuda.flash_attention import FlashAttention
 from hf_slospec.cuda.graphs import BATCHES, bucket_for
 from hf_slospec.cuda.tree_attention import TreeAttention, why_no_kernel
@@ -47,7 +46,7 @@ from hf_slospec.model.properties import (
 )
 from hf_slospec.model.run import packed_outputs
 from hf_slospec.model.transfer import to_device
-from hf_slospec.model.version import Fingerprint
+from hf_slospec.model.version import ModelVersion, can_be_traced
 
 EAGER = SLOSpecConfig(compile=False)
 
@@ -58,7 +57,13 @@ class PackedModel:
     All forwards and all uses of the cache require the model's lock.
     """
 
-    def __init__(self, model: Any, config: SLOSpecConfig = EAGER, ranks: Ranks | None = None):
+    def __init__(
+        self,
+        model: Any,
+        config: SLOSpecConfig = EAGER,
+        ranks: Ranks | None = None,
+        version: ModelVersion | None = None,
+    ):
         """Probe a model.
 
         Args:
@@ -66,6 +71,7 @@ class PackedModel:
             config: the settings. Of exact forwards only those of ``"self"`` are compiled, which is
                 waited for, and nothing is prepacked, fused or captured.
             ranks: processes that run the model; None: those over which it is split.
+            version: that of the model, if it has other users.
 
         Raises:
             UnsupportedModelError: the model cannot be packed.
@@ -99,6 +105,10 @@ class PackedModel:
             self.autocast = (
                 seen()
             )  # dtype of its products, if its forward enables autocast; otherwise None
+        self.version = version or ModelVersion(model)
+        # What was made of the model is of these versions.
+        self._weights_version = self.version.weights
+        self._modules_version = self.version.modules
         self.rope = LengthRope(model)
         self._is_on_cuda = self.device.type == "cuda"
         if exact:
@@ -117,6 +127,7 @@ class PackedModel:
             self._keeps_logits,
             compile,
             prepack,
+            self.version,
             self._why_not_compiled(),
             is_invariant=bool(exact),
         )
@@ -140,15 +151,12 @@ class PackedModel:
             and not (self.has_states or self.attends_to_encoder)
             and self.autocast is None
         )
-        self.captured = CapturedForwards(model, self.device, cuda_graphs and can_replay)
+        self.captured = CapturedForwards(
+            model, self.device, self.version.storage, cuda_graphs and can_replay
+        )
         self.forget_cache()
         self._read_sizes()
-        self.fingerprint = Fingerprint(model)
-        # Those which the copies of weights were made from, and with which compiled forwards were
-        # compared.
-        self._state = self.fingerprint.state
-        self._modules_state = self.fingerprint.modules_state
-        self._renew_overrides()
+        self.overrides.renew(self.version)
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
@@ -175,36 +183,25 @@ class PackedModel:
 
     def renew(self, is_idle: bool = True) -> bool:
         """Take in changes of weights and modules; argument and result are those of
-        :meth:`Fingerprint.renew`.
+        :meth:`ModelVersion.renew`.
         """
-        has_changed = self.fingerprint.renew(is_idle)
-        self._take_in_changes()
+        has_changed = self.version.renew(is_idle)
+        self.take_in_changes()
         return has_changed
 
-    def _take_in_changes(self) -> None:
-        """Update what was made of weights and modules; another user of the fingerprint may have
-        renewed it.
+    def take_in_changes(self) -> None:
+        """Update what was made of weights and modules; another user of the version may have renewed
+        it.
         """
-        if self._state != self.fingerprint.state:
-            self._state = self.fingerprint.state
-            before = self._modules_state
-            self._modules_state = self.fingerprint.modules_state
-            if before != self._modules_state:
+        if self._weights_version != self.version.weights:
+            self._weights_version = self.version.weights
+            if self._modules_version != self.version.modules:
+                self._modules_version = self.version.modules
                 forget_attributes(self.model)
             self._read_sizes()  # embeddings may have been resized
-            self._renew_overrides()
-            self.compiled.renew(compares=before != self._modules_state)
+            self.overrides.renew(self.version)
+            self.compiled.renew(self.version)
             self.captured.renew()
-
-    def _renew_overrides(self) -> None:
-        counted = self.fingerprint
-        self.overrides.renew(
-            SimpleNamespace(
-                weights=counted.state,
-                modules=counted.modules_state,
-                structure=counted.structure_state,
-            )
-        )
 
     def check_layers(self) -> None:
         """Raise UnsupportedModelError if the layers no longer attend as they did when the model was
@@ -231,7 +228,7 @@ class PackedModel:
             "stock's bits on CUDA depend on the number of rows ('self' asks for less)": on_cuda
             and exact == "bits",
             "it has hooks, several devices, or weights of other classes than torch's": (
-                on_cuda and not GraphPreconditions(self.model).is_plain
+                on_cuda and not can_be_traced(self.model)
             ),
             "some layers keep a state": self.has_states,
             "it attends to an encoder's outputs": self.attends_to_encoder,
@@ -426,11 +423,12 @@ class PackedModel:
         feature_layers: tuple[int, ...],
         level: DraftLevel | None,
     ) -> Any:
-        if self.fingerprint.is_behind:
+        if self.version.is_behind:
             self.renew()
-        self._take_in_changes()
-        if level is None or level.is_root:  # a beam's other levels follow at once
-            self.captured.read_preconditions()
+        elif level is None or level.is_root:  # a beam's other levels follow at once
+            self.version.notice_writes()
+        self.take_in_changes()
+        self.captured.storage = self.version.storage
         self.overrides.need(not self.compiled.is_used)
         rope_lengths = self.rope.lengths(parts)
         padding = self.captured.padded(pool, parts, logit_rows) if rope_lengths is None else None

