@@ -152,7 +152,7 @@ class LinearOverride(Protocol):
 
 @dataclass(frozen=True)
 class OverrideOptions:
-    """What a model's overrides depend on besides the model."""
+    """Settings that a model's overrides depend on."""
 
     device: str = "cpu"  # type of the model's device
     prepack: bool | None = False  # see SLOSpecConfig

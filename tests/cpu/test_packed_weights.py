@@ -154,15 +154,6 @@ def test_nothing_stays_on_the_class() -> None:
     assert nn.Linear.forward is plain
 
 
-def test_a_copy_of_a_model_has_weights_of_its_own() -> None:
-    """Also if another thread makes it during a forward."""
-    module = nn.Sequential(linear())
-    with packed(module).in_force():
-        other = copy.deepcopy(module)
-        multiply(module[0].weight)
-        assert torch.equal(2 * other(rows(3, 24)), module(rows(3, 24)))
-
-
 class Doubled(nn.Module):
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return 2 * weight
