@@ -190,7 +190,7 @@ class Choice(BaseModel):
 PLAIN = Choice(kernel=None)
 
 
-class _Kept(BaseModel):
+class SavedChoices(BaseModel):
     """File of choices."""
 
     model_config = ConfigDict(extra="forbid")
@@ -220,7 +220,7 @@ def choose(
         measured = _measured(weights, kernels) if kernels else PLAIN
         choices[name] = measured or _default_choice(weight, kernels)
         if measured is not None and measured.seconds:
-            _keep({name: measured})
+            _save({name: measured})
     return choices[name]
 
 
@@ -331,16 +331,16 @@ def packed_by(make: Kernel, weight: torch.Tensor) -> Matrix | None:
 @functools.cache
 def _choices(num_threads: int) -> dict[str, Choice]:
     """Return the choices for a number of threads, which begin with the saved ones."""
-    return _kept()
+    return _saved()
 
 
-def _kept() -> dict[str, Choice]:
+def _saved() -> dict[str, Choice]:
     """Return the choices saved for this machine; none if the file is missing or cannot be used."""
     try:
-        kept = _Kept.model_validate_json(_path().read_text(encoding="utf-8")).choices
+        choices = SavedChoices.model_validate_json(_path().read_text(encoding="utf-8")).choices
     except (OSError, ValueError):
         return {}
-    return {name: choice for name, choice in kept.items() if _is_possible(name, choice)}
+    return {name: choice for name, choice in choices.items() if _is_possible(name, choice)}
 
 
 def _is_possible(name: str, choice: Choice) -> bool:
@@ -354,11 +354,11 @@ def _is_possible(name: str, choice: Choice) -> bool:
     return choice.kernel in more or (choice.kernel in PACKING and works(choice.kernel, dtype))
 
 
-def _keep(choices: dict[str, Choice]) -> None:
+def _save(choices: dict[str, Choice]) -> None:
     """Save the choices, with those that other processes have saved meanwhile."""
     try:
-        kept = _Kept(of=machine(CPU), choices=_kept() | choices)
-        write_atomically(_path(), kept.model_dump_json(indent=1))
+        saved = SavedChoices(of=machine(CPU), choices=_saved() | choices)
+        write_atomically(_path(), saved.model_dump_json(indent=1))
     except (OSError, ValueError) as error:
         warnings.warn(
             f"the choice of kernels could not be saved ({error}); it is made again next time",

@@ -40,7 +40,7 @@ class Way(NamedTuple):
 
 class JointProjections:
     """Query, key and value projections of one attention layer: the first one computes them all, and
-    the others return what it has kept.
+    the others return the stored outputs.
     """
 
     def __init__(self, group: Sequence[nn.Linear], num_rows: int):
@@ -48,19 +48,19 @@ class JointProjections:
         self.group = group
         self._num_rows = num_rows
         # States, their version and the output, by layer.
-        self._kept: dict[nn.Module, tuple[torch.Tensor, int | None, torch.Tensor]] = {}
+        self._outputs: dict[nn.Module, tuple[torch.Tensor, int | None, torch.Tensor]] = {}
 
     def __call__(self, original: Override, layer: Any, *given: Any, **named: Any) -> Any:
         """Return the output of one of the layers."""
         states = given[0] if len(given) == 1 and not named else None
-        kept = self._kept.pop(layer, None)
-        if kept is not None and kept[0] is states and kept[1] == _version(states):
-            return kept[2]
+        output = self._outputs.pop(layer, None)
+        if output is not None and output[0] is states and output[1] == _version(states):
+            return output[2]
         if states is None or layer is not self.group[0]:
             return original(layer, *given, **named)
-        if self._kept:  # another layer was replaced, or is not called with these states
+        if self._outputs:  # another layer was replaced, or is not called with these states
             self._num_rows = 0
-            self._kept.clear()
+            self._outputs.clear()
         if not _is_group(self.group, states) or not are_few(states, layer, self._num_rows):
             return original(layer, states)
         outputs = [
@@ -68,7 +68,7 @@ class JointProjections:
             for out in _joint(self.group, states.flatten(0, -2))
         ]
         for other, out in zip(self.group[1:], outputs[1:], strict=True):
-            self._kept[other] = states, _version(states), out
+            self._outputs[other] = states, _version(states), out
         return outputs[0]
 
 
@@ -104,11 +104,11 @@ def is_plain(layer: Any, states: torch.Tensor) -> bool:
         type(layer) is nn.Linear
         and states.dtype in HALF
         and all(
-            type(own) in PLAIN
-            and (own.dtype, own.device) == (states.dtype, states.device)
-            and own.is_contiguous()
-            for own in (layer.weight, layer.bias)
-            if own is not None
+            type(tensor) in PLAIN
+            and (tensor.dtype, tensor.device) == (states.dtype, states.device)
+            and tensor.is_contiguous()
+            for tensor in (layer.weight, layer.bias)
+            if tensor is not None
         )
         and not ("forward" in layer.__dict__ or hasattr(layer, "_hf_hook"))
         and not (layer._forward_hooks or layer._forward_pre_hooks)
@@ -137,14 +137,14 @@ def max_rows(way: Way, layers: Iterable[tuple[Any, Sequence[nn.Linear]]]) -> dic
     by_shape: dict[Hashable, list[tuple[Any, Sequence[nn.Linear]]]] = {}
     for each in layers:
         by_shape.setdefault(shape_of(each[1]), []).append(each)
-    most = dict.fromkeys(by_shape, 0)
+    limits = dict.fromkeys(by_shape, 0)
     for shape, alike in by_shape.items():
         for num_rows in (MIN_TILE_ROWS, MAX_ROWS):
             if (why := why_not(_try_way(way, alike, num_rows))) is not None:
                 logger.debug("layers are not computed by one kernel: %s", why)
                 break
-            most[shape] = num_rows
-    return most
+            limits[shape] = num_rows
+    return limits
 
 
 def _try_way(way: Way, layers: Sequence[tuple[Any, Sequence[nn.Linear]]], num_rows: int) -> Outputs:
