@@ -23,8 +23,10 @@ import torch
 
 from hf_slospec import load_tiny_pair
 from hf_slospec.cli.benchmark import provenance
-from hf_slospec.cpu.prepacked import PrepackedLayers
+from hf_slospec.cpu.packed_weights import PackedWeights
 from hf_slospec.model.machine import release_openmp_threads
+from hf_slospec.model.overrides import Overrides
+from hf_slospec.model.version import ModelVersion
 from hf_slospec.tiny.inflate import inflate
 from hf_slospec.tiny.shapes import SHAPES
 
@@ -42,7 +44,8 @@ def timed(model: Any, num_tokens: int) -> float:
 
 def by_variant(model: Any, repeats: int) -> tuple[list[dict[str, float]], float]:
     """Return milliseconds by tokens and variant, and the seconds of the compilation."""
-    linears = PrepackedLayers(model, True)
+    linears = Overrides(model, [PackedWeights(model, True)])
+    linears.renew(ModelVersion(model))
     begun_s = time.perf_counter()
     torch._inductor.config.freezing = (
         True  # weights become constants, which the compiler also prepacks
@@ -53,7 +56,7 @@ def by_variant(model: Any, repeats: int) -> tuple[list[dict[str, float]], float]
     compile_s = time.perf_counter() - begun_s
 
     def prepacked(num_tokens: int) -> float:
-        with linears.in_use():
+        with linears.in_force():
             return timed(model, num_tokens)
 
     variants: dict[str, Callable[[int], float]] = {

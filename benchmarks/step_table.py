@@ -33,7 +33,7 @@ NEW_TOKENS = 48
 FORWARD = [
     (
         "linear layers",
-        r"torch/nn/modules/linear\.py|hf_slospec/cpu/(prepacked|packed_weights|kernels)\.py",
+        r"torch/nn/modules/linear\.py|hf_slospec/cpu/(packed_weights|kernels)\.py",
     ),
     ("attention", "hf_slospec/model/attention/"),
     ("norms", r"Norm\.forward \("),

@@ -42,11 +42,10 @@ PROMPTS = ["def main():\n", "import os\n", "class Stack:\n", "for line in lines:
 
 def num_stale(decoder: Any) -> int:
     """Return how many packed copies differ from new ones."""
-    copies = decoder.speculator.target.packed.prepacked._copies
-    new = [PackedWeight(layer, name, one.autocast) for (layer, name), one in copies.items()]
-    return sum(
-        not torch.equal(values(a), values(b)) for a, b in zip(copies.values(), new, strict=True)
-    )
+    overrides = decoder.speculator.target.packed.overrides
+    copies = [one for layer in overrides.layers.values() for one in layer.copies]
+    new = [PackedWeight(one.layer, one.name, one.autocast) for one in copies]
+    return sum(not torch.equal(values(a), values(b)) for a, b in zip(copies, new, strict=True))
 
 
 def values(packed: PackedWeight) -> torch.Tensor:

@@ -3,96 +3,89 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
+from torch import addmm  # torch's own, also while exact products are in force
+from torch.nn.functional import linear
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_slospec.cpu import operators
 from hf_slospec.cpu.operators import Blocks
+from hf_slospec.model.overrides import Attribute, LinearOverride, Override, OverrideOptions
+from hf_slospec.model.version import ModelVersion
 
 # Inputs that a kernel of torch's may sum by themselves before adding them up; 0: it sums all in one
 # go. oneDNN's bf16 products of one row have 512 where AVX-512 multiplies pairs.
 CHUNKS = (0, 256, 512, 1024, 2048)
 SIZES = (1, 2, 4, 8, 16, 32)  # rows of a group
-TRIED_ROWS, MAX_TRIED_PRODUCTS = (
-    256,
-    2**22,
-)  # rows that are compared; fewer for weights with many outputs
+TRIED_ROWS = 256  # rows that are compared
+MAX_TRIED_PRODUCTS = 2**22  # elements of their products; of more outputs, fewer rows are compared
 MAX_TRIED_WEIGHTS = 2**22  # elements of the weight; of larger ones, fewer outputs are tried
-PADDED_SIZE = (
-    16  # rows of every group where torch's product of one row has other bits than that of several
-)
+# Rows of every group where torch's product of one row has other bits than that of several.
+PADDED_SIZE = 16
 ALIGNMENT = 64  # bytes to which torch aligns what it allocates
 Product = Callable[[torch.Tensor], torch.Tensor]  # [1, num_rows, inputs] -> [1, num_rows, outputs]
-MEANS = (torch.mean, torch.Tensor.mean)
 
 
 class Way(NamedTuple):
     """Kind of product by weights of one shape."""
 
-    chunk: int | None = (
-        None  # by blocks, with chunks of this size; None: by torch's product of groups
-    )
-    sizes: tuple[int, ...] = ()  # Sizes of groups, rising.
+    # By blocks, with chunks of this size; None: by torch's product of groups.
+    chunk: int | None = None
+    sizes: tuple[int, ...] = ()  # sizes of groups, rising
 
 
-class ExactProducts(TorchFunctionMode):
-    """Computes linear layers with rows that do not depend on each other, while it is entered.
+class ExactProducts(LinearOverride):
+    """Computes products by weights with rows that do not depend on each other.
 
     With ``as_one``, a row has the bits of torch's product of that row alone. Where the order of
     that product's sums is known, all rows are multiplied together, by our own kernel; else, they
-    are in groups, of one row at worst. On CUDA, which ``as_one`` is not for, products and means
-    over the last dimension are by a kernel with fixed tiles: torch's divide a row among as many
-        threads as the number of rows leaves.
+    are in groups, of one row at worst. Functions are replaced rather than layers, as products
+    outside of linear layers have to be exact, too.
     """
 
     def __init__(self, as_one: bool):
-        super().__init__()
         self._as_one = as_one
         self._copies = WeakIdKeyDictionary()  # Blocks by weight
+
+    @classmethod
+    def for_model(cls, model: torch.nn.Module, options: OverrideOptions) -> ExactProducts | None:
+        """Return the exact products of a model on a CPU; None if they are not wanted."""
+        is_wanted = options.exact is not None and options.device == "cpu"
+        return cls(as_one=options.exact == "bits") if is_wanted else None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of copies of weights."""
         return sum(copy.num_bytes for copy in self._copies.values())
 
-    def renew(self) -> None:
-        """Drop the copies, as weights may have changed unnoticed."""
+    @property
+    def functions(self) -> dict[Attribute, Override]:
+        """Products of linear layers, and those of transformers' Conv1D."""
+        return {(F, "linear"): self._linear, (torch, "addmm"): self._addmm}
+
+    def renew(self, version: ModelVersion) -> None:
+        """Drop the copies, as weights may have changed."""
         self._copies.clear()
 
-    def __torch_function__(
-        self,
-        function: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Call a function of torch, products by weights exactly."""
-        kwargs = kwargs or {}
-        if function is F.linear:
-            return self._linear(*args, **kwargs)
-        if function is torch.addmm and not kwargs:  # transformers' Conv1D
-            bias, rows, weight = args
-            return self._product(rows[None], weight, bias, is_transposed=True)[0]
-        if (
-            function in MEANS
-            and args
-            and args[0].is_cuda
-            and (means := _row_means(*args, **kwargs)) is not None
-        ):
-            return means
-        return function(*args, **kwargs)
+    def _addmm(self, original: Override, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs:
+            return original(*args, **kwargs)  # type: ignore[no-any-return]
+        bias, rows, weight = args
+        return self._product(rows[None], weight, bias, is_transposed=True)[0]
 
     def _linear(
-        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self,
+        _: Override,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        out = self._product(
-            input.reshape(1, -1, input.shape[-1]), weight, bias, is_transposed=False
-        )
+        rows = input.reshape(1, -1, input.shape[-1])
+        out = self._product(rows, weight, bias, is_transposed=False)
         return out.view(*input.shape[:-1], out.shape[-1])
 
     def _product(
@@ -103,8 +96,6 @@ class ExactProducts(TorchFunctionMode):
         is_transposed: bool,
     ) -> torch.Tensor:
         """Return products with ``rows`` [1, num_rows, inputs].  -> [1, num_rows, outputs]"""
-        if rows.is_cuda:
-            return _on_cuda(rows[0], weight.T if is_transposed else weight, bias)[None]
         shape = tuple(weight.shape)
         threads = torch.get_num_threads()
         way = way_for(rows.dtype, shape, is_transposed, bias is not None, self._as_one, threads)
@@ -125,33 +116,8 @@ def _plain(weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool)
     """
     if is_transposed:
         assert bias is not None
-        return lambda rows: torch.addmm(bias, rows[0], weight)[None]
-    return lambda rows: F.linear(rows, weight, bias)
-
-
-def _on_cuda(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return products by a weight [outputs, inputs].  -> [num_rows, outputs]"""
-    from hf_slospec.cuda.few_row_kernels import (
-        invariant_product,  # Triton comes with torch for CUDA only
-    )
-
-    return invariant_product(rows, weight, bias)
-
-
-def _row_means(
-    input: torch.Tensor, dim: Any = None, keepdim: bool = False, **others: Any
-) -> torch.Tensor | None:
-    """Return means over the last dimension, as products with ones; None if means over others are
-    wanted.
-    """
-    if dim not in (-1, (-1,), [-1]) or others:
-        return None
-    size = input.shape[-1]
-    means = (
-        _on_cuda(input.reshape(-1, size), input.new_ones(1, size), None).view(*input.shape[:-1], 1)
-        / size
-    )
-    return means if keepdim else means[..., 0]
+        return lambda rows: addmm(bias, rows[0], weight)[None]
+    return lambda rows: linear(rows, weight, bias)
 
 
 def _in_groups(rows: torch.Tensor, sizes: tuple[int, ...], product: Product) -> torch.Tensor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,18 +22,12 @@ from hf_slospec.cpu.kernels import (
     packed_by,
 )
 from hf_slospec.cpu.operators import Blocks, Context
-from hf_slospec.cpu.packed_weights import can_be_packed, matrices_of
-from hf_slospec.cpu.prepacked import FREE_SHARE
+from hf_slospec.cpu.packed_weights import FREE_SHARE, can_be_packed, matrices_of
 from hf_slospec.model.checksum import weight_version
 from hf_slospec.model.memory import free_memory
 
 KERNELS: dict[str, Kernel] = {**PACKING, BLOCKS: Blocks}
 BLOCKS_ONLY = Choice(kernel=BLOCKS, is_faster=(True,) * len(SIZES))
-
-
-class _PackedCopy(NamedTuple):
-    versions: list[int]  # those of the weights that the copy was made from
-    num_bytes: int  # bytes of the packed copy
 
 
 class JoinedLinears:
@@ -62,7 +56,8 @@ class JoinedLinears:
         self._model = model
         self.names = names
         self._choices: dict[Any, Choice] = {}
-        self._copies: dict[int, _PackedCopy] = {}
+        # By index: versions of the weights that a packed copy was made from, and its bytes.
+        self._made: dict[int, tuple[list[int], int]] = {}
         self._find_layers()
         num_bytes = sum(layer.weight.nbytes for layers in self._layers for layer in layers)
         self._packs = prepack is not False and (
@@ -74,13 +69,14 @@ class JoinedLinears:
     @property
     def num_bytes(self) -> int:
         """Bytes of the copies."""
-        return sum(copy.num_bytes for copy in self._copies.values())
+        return sum(num_bytes for _, num_bytes in self._made.values())
 
     def renew(self) -> None:
         """Make copies anew of changed weights."""
         self._find_layers()
         for index, layers in enumerate(self._layers):
-            if self._copies[index].versions != _versions_of(layers):
+            versions, _ = self._made[index]
+            if versions != _versions_of(layers):
                 self._make(index)
 
     def _find_layers(self) -> None:
@@ -111,7 +107,7 @@ class JoinedLinears:
             matrices = [] if packed is None else [packed]
             self.context.set_linear(index, plain, matrices, choice)
         num_bytes = sum(matrix.num_bytes for matrix in matrices)
-        self._copies[index] = _PackedCopy(versions, num_bytes)
+        self._made[index] = versions, num_bytes
 
     def _choice(self, index: int) -> Choice:
         """Return the kernel for this layer, measured on joined weights of its shape if this machine

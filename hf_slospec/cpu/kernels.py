@@ -7,6 +7,7 @@ import logging
 import math
 import time
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -18,16 +19,16 @@ from pydantic import BaseModel, ConfigDict
 
 from hf_slospec.model.machine import kept_file, machine, native_dtypes, write_atomically
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]  # the module or nothing
+
 logger = logging.getLogger(__name__)
 
 TYPICAL_TOKENS = 8  # tokens per step; a packed layout may depend on it
-TRIED_TOKENS = (
-    1,
-    3,
-    8,
-    40,
-    300,
-)  # token counts for which a kernel must agree with torch's before it is used
+# Token counts for which a kernel must agree with torch's before it is used.
+TRIED_TOKENS = (1, 3, 8, 40, 300)
 TOLERANCE = 0.05  # relative error; above rounding in any dtype
 
 
@@ -70,9 +71,8 @@ class OneDNN:
         self.num_bytes = weight.nbytes
 
     def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        num_tokens = len(
-            input
-        )  # padded to one of few sizes, as oneDNN caches half a megabyte or more for each
+        num_tokens = len(input)
+        # Padded to one of few sizes, as oneDNN caches half a megabyte or more for each.
         if missing := -num_tokens % granularity(num_tokens):
             input = F.pad(input, (0, 0, 0, missing))
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
@@ -88,9 +88,8 @@ class MKL:
 
     def __init__(self, weight: torch.Tensor):
         self.packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, TYPICAL_TOKENS)
-        self.sizes = weight.new_empty(1).expand(
-            weight.shape
-        )  # the operator reads only the shape of the weight
+        # The operator reads only the shape of the weight.
+        self.sizes = weight.new_empty(1).expand(weight.shape)
         self.num_bytes = weight.nbytes  # MKL reserves more, but writes no more
 
     def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -148,37 +147,24 @@ def is_right(make: Kernel, dtype: torch.dtype) -> bool:
     try:
         matrix = make(weight)
         return all(_agrees(matrix, weight, num_tokens) for num_tokens in TRIED_TOKENS)
-    except (
-        AttributeError,
-        RuntimeError,
-        OverflowError,
-    ) as error:  # missing from this torch, or refused for this CPU
+    except (AttributeError, RuntimeError, OverflowError) as error:
+        # Missing from this torch, or refused for this CPU.
         logger.debug("kernel %s cannot be used in %s: %s", make, dtype, error)
         return False
 
 
 def _agrees(matrix: Matrix, weight: torch.Tensor, num_tokens: int) -> bool:
-    tokens = (
-        torch.linspace(-1, 1, num_tokens * weight.shape[1], device="cpu")
-        .cos()
-        .view(num_tokens, -1)
-        .to(weight.dtype)
-    )
+    values = torch.linspace(-1, 1, num_tokens * weight.shape[1], device="cpu").cos()
+    tokens = values.view(num_tokens, -1).to(weight.dtype)
     plain = F.linear(tokens.double(), weight.double())
     return bool((matrix(tokens, None).double() - plain).norm() <= TOLERANCE * plain.norm())
 
 
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]  # the module or nothing
-
 CPU = torch.device("cpu")
 SIZES = (1, 4, 8, 16, 64, 256)  # tokens at which kernels are timed
 STEP_SIZES = 4  # the first sizes are those of steps; a packed layout is chosen by their sum
-MEASURED_BYTES = (
-    2**24
-)  # bytes of the weights of one shape that are timed in turn; caches cannot hold them all
+# Bytes of the weights of one shape that are timed in turn; caches cannot hold them all.
+MEASURED_BYTES = 2**24
 REPEATS = 3
 CALM_S = 0.02  # seconds between two preemptions on an idle machine
 SMALL_BYTES = 2**20  # bytes of a weight; smaller ones stay in caches, where packing gains little
@@ -193,19 +179,18 @@ class Choice(BaseModel):
 
     kernel: str | None  # name in PACKING; None: torch's own kernel
     is_faster: tuple[bool, ...] = ()  # by SIZES: the kernel is faster than torch's
-    seconds: dict[
-        str, tuple[float | None, ...]
-    ] = {}  # seconds per product with one weight, by kernel and SIZES
+    # Seconds per product with one weight, by kernel and SIZES.
+    seconds: dict[str, tuple[float | None, ...]] = {}
 
     def packs(self, num_tokens: int) -> bool:
         """Return whether the packed weight is faster for this many tokens."""
-        return self.is_faster[_bucket(num_tokens)]
+        return self.is_faster[min(bisect_left(SIZES, num_tokens), len(SIZES) - 1)]
 
 
 PLAIN = Choice(kernel=None)
 
 
-class _Kept(BaseModel):
+class SavedChoices(BaseModel):
     """File of choices."""
 
     model_config = ConfigDict(extra="forbid")
@@ -227,16 +212,15 @@ def choose(
     """
     weight = weights[0]
     choices = _choices(torch.get_num_threads())
-    name = " ".join(
-        [str(weight.dtype).removeprefix("torch."), f"{weight.shape[0]}x{weight.shape[1]}", *more]
-    )
+    dtype_name = str(weight.dtype).removeprefix("torch.")
+    name = " ".join([dtype_name, f"{weight.shape[0]}x{weight.shape[1]}", *more])
     if name not in choices:
         kernels = {kernel: make for kernel, make in PACKING.items() if works(kernel, weight.dtype)}
         kernels |= {kernel: make for kernel, make in more.items() if is_right(make, weight.dtype)}
         measured = _measured(weights, kernels) if kernels else PLAIN
         choices[name] = measured or _default_choice(weight, kernels)
         if measured is not None and measured.seconds:
-            _keep({name: measured})
+            _save({name: measured})
     return choices[name]
 
 
@@ -264,26 +248,21 @@ def _measured(weights: Sequence[torch.Tensor], kernels: Mapping[str, Kernel]) ->
         weight[:max_outputs] for weight in weights[: math.ceil(MEASURED_BYTES / weights[0].nbytes)]
     ]
     makers: dict[str, Kernel] = {"Plain": Plain, **kernels}
-    packed = {
-        name: [packed_by(make, weight) for weight in weights] for name, make in makers.items()
-    }
     matrices = {
-        name: [matrix for matrix in copies if matrix is not None]
-        for name, copies in packed.items()
-        if any(copies)
+        name: [packed for weight in weights if (packed := packed_by(make, weight)) is not None]
+        for name, make in makers.items()
     }
-    seconds: dict[str, list[float | None]] = {name: [] for name in matrices}
+    seconds: dict[str, list[float | None]] = {name: [] for name in matrices if matrices[name]}
     for num_tokens in SIZES:
         tokens = weights[0].new_ones(num_tokens, weights[0].shape[1])
         # One weight is enough for larger sizes, where computing takes longer than reading the
         # weight.
         timed = slice(None) if num_tokens <= SIZES[STEP_SIZES - 1] else slice(1)
         candidates = {
-            name: copies[timed] for name, copies in matrices.items() if None not in seconds[name]
+            name: matrices[name][timed] for name, by_size in seconds.items() if None not in by_size
         }
-        fastest = _seconds(candidates, tokens) or _seconds(
-            candidates, tokens
-        )  # new threads may share a core at first
+        # New threads may share a core at first.
+        fastest = _seconds(candidates, tokens) or _seconds(candidates, tokens)
         if fastest is None:
             return None
         limit_s = MAX_SLOWDOWN * min(fastest.values())
@@ -349,27 +328,19 @@ def packed_by(make: Kernel, weight: torch.Tensor) -> Matrix | None:
         return None
 
 
-@functools.lru_cache(maxsize=4096)
-def _bucket(num_tokens: int) -> int:
-    """Return the index of the smallest size of at least ``num_tokens``; the last one if all are
-    smaller.
-    """
-    return next((index for index, size in enumerate(SIZES) if num_tokens <= size), len(SIZES) - 1)
-
-
 @functools.cache
 def _choices(num_threads: int) -> dict[str, Choice]:
     """Return the choices for a number of threads, which begin with the saved ones."""
-    return _kept()
+    return _saved()
 
 
-def _kept() -> dict[str, Choice]:
+def _saved() -> dict[str, Choice]:
     """Return the choices saved for this machine; none if the file is missing or cannot be used."""
     try:
-        kept = _Kept.model_validate_json(_path().read_text(encoding="utf-8")).choices
+        choices = SavedChoices.model_validate_json(_path().read_text(encoding="utf-8")).choices
     except (OSError, ValueError):
         return {}
-    return {name: choice for name, choice in kept.items() if _is_possible(name, choice)}
+    return {name: choice for name, choice in choices.items() if _is_possible(name, choice)}
 
 
 def _is_possible(name: str, choice: Choice) -> bool:
@@ -383,11 +354,11 @@ def _is_possible(name: str, choice: Choice) -> bool:
     return choice.kernel in more or (choice.kernel in PACKING and works(choice.kernel, dtype))
 
 
-def _keep(choices: dict[str, Choice]) -> None:
+def _save(choices: dict[str, Choice]) -> None:
     """Save the choices, with those that other processes have saved meanwhile."""
     try:
-        kept = _Kept(of=machine(CPU), choices=_kept() | choices)
-        write_atomically(_path(), kept.model_dump_json(indent=1))
+        saved = SavedChoices(of=machine(CPU), choices=_saved() | choices)
+        write_atomically(_path(), saved.model_dump_json(indent=1))
     except (OSError, ValueError) as error:
         warnings.warn(
             f"the choice of kernels could not be saved ({error}); it is made again next time",

@@ -1,11 +1,18 @@
-"""Packed copies of layers' weights, kept up to date with the plain weights."""
+"""Packed copies of a model's weights on a CPU, for faster kernels.
+
+``torch.nn.functional.linear`` reads weights in their plain layout, which for the few tokens of a
+step takes up to six times as long (docs/cpus.md). Only packed forwards use the copies; other
+forwards of the model are unchanged.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
-from contextvars import ContextVar
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +21,23 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_slospec.cpu.kernels import DTYPES, PACKING, PLAIN, Matrix, choose, packed_by
 from hf_slospec.model.checksum import weight_version
-from hf_slospec.model.overrides import Prepacked, plain_class
-from hf_slospec.model.properties import are_fused_experts
-from hf_slospec.model.whose_code import changing_hooks
+from hf_slospec.model.memory import free_memory
+from hf_slospec.model.overrides import (
+    LinearOverride,
+    Override,
+    OverrideOptions,
+    weight_names,
+)
+from hf_slospec.model.version import ModelVersion
+from hf_slospec.model.whose_code import changing_hooks, is_compiled
+
+logger = logging.getLogger(__name__)
+
+FREE_SHARE = 0.25  # share of the free memory that copies may take with prepack=None
 
 
 class PackedWeight:
-    """A packed copy of a layer's weight, and the version of the weight that it was made from.
+    """A packed copy of a layer's weight, and the state of the weight that it was made from.
 
     ``autocast``: dtype of the copy, for forwards that compute with autocast; None: the weight's
         own.
@@ -39,24 +56,20 @@ class PackedWeight:
         self.weight = weight
         self.choice = PLAIN
         self.num_made += 1
-        self.matrices = list[
-            Matrix
-        ]()  # one, or one per expert; empty where torch's own kernels are used
+        # One, or one per expert; empty where torch's own kernels are used.
+        self.matrices: list[Matrix] = []
         self.version: int | None = None
         if weight is None or not can_be_packed(weight):
             return
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):  # the copy may outlive the caller's inference mode
+        # The copy may outlive the caller's inference mode.
+        with torch.inference_mode(False), torch.no_grad():
             self.version = weight_version(weight)
             plain = matrices_of(self.layer, weight, self.autocast)
             self.choice = choose(plain)
             if self.choice.kernel is not None:
                 packed = [packed_by(PACKING[self.choice.kernel], each) for each in plain]
-                self.matrices = [matrix for matrix in packed if matrix is not None]
-                if len(self.matrices) != len(plain):  # some values are out of the kernel's range
-                    self.matrices = []
+                if None not in packed:  # all values are in the kernel's range
+                    self.matrices = [matrix for matrix in packed if matrix is not None]
 
     @property
     def num_bytes(self) -> int:
@@ -111,116 +124,71 @@ def can_be_packed(weight: nn.Parameter) -> bool:
     return bool(is_plain and is_dense and weight.numel() > 0 and has_kernel)
 
 
-Copy = tuple[nn.Module, str]  # a layer and the name of its weight
-active: ContextVar[Mapping[Copy, PackedWeight]] = ContextVar("hf_slospec_prepacked", default={})  # noqa: B039  read only
+class PackedLayer:
+    """Computes a layer with packed copies of all its weights."""
+
+    def __init__(self, copies: Sequence[PackedWeight]):
+        self.copies = copies
+        self._compute: Override = _linear if len(copies) == 1 else _experts
+
+    def __call__(self, original: Override, layer: Any, *inputs: Any, **named: Any) -> Any:
+        """Return the layer's output."""
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        for copy in self.copies:
+            # A part of the forward may switch autocast on or off.
+            if named or copy.autocast != dtype or layer._parameters.get(copy.name) is None:
+                return original(layer, *inputs, **named)
+        return self._compute(layer, *self.copies, *inputs)
 
 
-class _PrepackedLinear(Prepacked, nn.Linear):
-    plain = nn.Linear
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output.  [..., inputs] -> [..., outputs]"""
-        copy = _packed(self, "weight")
-        if copy is None:  # not super(): another thread may have made the layer a plain one again
-            return F.linear(input, self.weight, self.bias)
-        return _along_last(copy, input, self.bias)
-
-
-class _PrepackedConv1D(Prepacked, Conv1D):
-    plain = Conv1D
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output.  [..., inputs] -> [..., outputs]"""
-        copy = _packed(self, "weight")
-        return Conv1D.forward(self, x) if copy is None else _along_last(copy, x, self.bias)
-
-
-def _packed(layer: nn.Module, name: str) -> PackedWeight | None:
-    """Return the packed weight to compute with; None in threads that run no packed
-    forward.
-    """
-    copy = active.get().get((layer, name))
-    if copy is None:
-        return None
-    is_autocast = torch.is_autocast_enabled("cpu")
-    if copy.autocast != (torch.get_autocast_dtype("cpu") if is_autocast else None):
-        return None  # a part of the forward switches autocast on or off
-    return copy if copy.weight is not None else None
-
-
-def _along_last(copy: PackedWeight, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return the product along the last dimension.  [..., inputs] -> [..., outputs]"""
+def _linear(layer: Any, copy: PackedWeight, input: torch.Tensor) -> torch.Tensor:
+    """Return a linear layer's output.  [..., inputs] -> [..., outputs]"""
     if input.dim() == 2:
-        return copy.product(input, bias)
-    out = copy.product(input.reshape(-1, input.shape[-1]), bias)
+        return copy.product(input, layer.bias)
+    out = copy.product(input.reshape(-1, input.shape[-1]), layer.bias)
     return out.view(*input.shape[:-1], out.shape[-1])
 
 
-class _PrepackedExperts(Prepacked):
-    """Base of the classes of fused experts; computes as transformers' grouped_mm does, one product
-    per expert.
+def _experts(
+    layer: Any,
+    up: PackedWeight,
+    down: PackedWeight,
+    hidden: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Return the weighted sums of experts' outputs, with one product per expert as transformers'
+    grouped_mm has.  -> [num_tokens, hidden]
+
+    Args:
+        layer: the fused experts.
+        up: the packed weights before the activation.
+        down: those behind it.
+        hidden: [num_tokens, hidden].
+        experts: [num_tokens, top_k] int64, each token's experts.
+        weights: [num_tokens, top_k], the weights of their outputs.
     """
-
-    def forward(
-        self: Any, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the weighted sums of experts' outputs.  -> [num_tokens, hidden]
-
-        Args:
-            hidden: [num_tokens, hidden].
-            experts: [num_tokens, top_k] int64, each token's experts.
-            weights: [num_tokens, top_k], the weights of their outputs.
-        """
-        up_name, down_name = weight_names(self)
-        up = _packed(self, up_name)
-        down = _packed(self, down_name)
-        if not hidden.numel():
-            return torch.empty_like(hidden)
-        if up is None or down is None:
-            plain: torch.Tensor = self.plain.forward(self, hidden, experts, weights)
-            return plain
-        up_bias, down_bias = (
-            getattr(self, f"{name}_bias") if self.has_bias else None
-            for name in (up_name, down_name)
-        )
-        expert_of, order = experts.flatten().sort(stable=True)
-        outputs = []
-        for index, tokens in enumerate(
-            (order // experts.shape[1]).split(expert_of.bincount().tolist())
-        ):
-            if len(tokens):
-                inner = up.product(
-                    hidden[tokens], None if up_bias is None else up_bias[index], index
-                )
-                inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-                outputs.append(
-                    down.product(inner, None if down_bias is None else down_bias[index], index)
-                )
-        out = torch.cat(outputs)  # [num_tokens * top_k, hidden], by expert
-        out = self.post_expert_norm(out) if self.has_post_expert_norm else out
-        weighted = out * weights.flatten()[order].unsqueeze(-1)
-        by_token = torch.empty_like(weighted).index_copy_(0, order, weighted)
-        return by_token.view(*experts.shape, -1).sum(1).to(hidden.dtype)
-
-
-@functools.cache
-def prepacked_class(plain: Any) -> Any:
-    """Return the class that layers of class ``plain`` have during packed forwards."""
-    known: dict[Any, Any] = {nn.Linear: _PrepackedLinear, Conv1D: _PrepackedConv1D}
-    return known.get(plain) or type(
-        f"Prepacked{plain.__name__}", (_PrepackedExperts, plain), {"plain": plain}
+    if not hidden.numel():
+        return torch.empty_like(hidden)
+    up_bias, down_bias = (
+        getattr(layer, f"{copy.name}_bias") if layer.has_bias else None for copy in (up, down)
     )
-
-
-def weight_names(layer: nn.Module) -> tuple[str, ...]:
-    """Return the names of the weights that a linear layer or fused experts multiply by; none for
-    other layers.
-    """
-    if plain_class(layer) in (nn.Linear, Conv1D):
-        return ("weight",)
-    if are_fused_experts(layer):
-        return ("gate_up_proj" if layer.has_gate else "up_proj", "down_proj")
-    return ()
+    expert_of, order = experts.flatten().sort(stable=True)
+    outputs = []
+    for index, tokens in enumerate(
+        (order // experts.shape[1]).split(expert_of.bincount().tolist())
+    ):
+        if len(tokens):
+            inner = up.product(hidden[tokens], None if up_bias is None else up_bias[index], index)
+            inner = layer._apply_gate(inner) if layer.has_gate else layer.act_fn(inner)
+            outputs.append(
+                down.product(inner, None if down_bias is None else down_bias[index], index)
+            )
+    out = torch.cat(outputs)  # [num_tokens * top_k, hidden], by expert
+    out = layer.post_expert_norm(out) if layer.has_post_expert_norm else out
+    weighted = out * weights.flatten()[order].unsqueeze(-1)
+    by_token = torch.empty_like(weighted).index_copy_(0, order, weighted)
+    return by_token.view(*experts.shape, -1).sum(1).to(hidden.dtype)
 
 
 def is_plain(layer: nn.Module) -> bool:
@@ -232,3 +200,134 @@ def is_plain(layer: nn.Module) -> bool:
     if not weights or is_replaced or changing_hooks(layer):
         return False
     return all(weight is not None and can_be_packed(weight) for weight in weights)
+
+
+_Shape = tuple[torch.dtype, torch.Size]
+_Key = tuple[int, str, torch.dtype | None]  # id of a layer, name of its weight, dtype of autocast
+# Packed weights, shared by all users of a layer; each refers to its layer, so that the layer's id
+# stays valid.
+_shared: WeakValueDictionary[_Key, PackedWeight] = WeakValueDictionary()
+
+
+class PackedWeights(LinearOverride):
+    """Packed weights of one model's layers."""
+
+    def __init__(
+        self, model: nn.Module, wanted: bool | None, autocast: torch.dtype | None = None
+    ) -> None:
+        """Make nothing yet.
+
+        Args:
+            model: the model.
+            wanted: see SLOSpecConfig.prepack.
+            autocast: see :class:`PackedWeight`.
+        """
+        self._model = model
+        self._wanted = wanted
+        self._autocast = autocast
+        self._copies: WeakSet[PackedWeight] = WeakSet()  # those of overrides, which hold them
+        self._prepared: dict[nn.Module, list[PackedWeight]] = {}
+
+    @classmethod
+    def for_model(cls, model: nn.Module, options: OverrideOptions) -> PackedWeights | None:
+        """Return the packed weights of a model; None if they are not wanted."""
+        return None if options.prepack is False else cls(model, options.prepack, options.autocast)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(copy.num_bytes for copy in self._copies)
+
+    @property
+    def num_rounded(self) -> int:
+        """Weights that the copies hold only approximately."""
+        return sum(copy.num_rounded for copy in self._copies)
+
+    @property
+    def kernels(self) -> dict[str, int]:
+        """Number of weights by the kernel that multiplies with them."""
+        return dict(Counter(str(copy.choice.kernel) for copy in self._copies if copy.matrices))
+
+    def make(self, linear: nn.Module) -> Override | None:
+        """Return a layer's product with packed copies of its weights."""
+        copies = self._prepared.pop(linear, [])
+        if not copies or not all(copy.matrices for copy in copies):
+            return None
+        self._copies.update(copies)
+        return PackedLayer(copies)
+
+    def renew(self, version: ModelVersion) -> None:
+        """Choose kernels, make missing copies, and make those of changed weights anew."""
+        self._copies.clear()
+        kernels = self._kernels_by_layer()
+        new = [
+            (layer, name)
+            for layer in kernels
+            for name in weight_names(layer)
+            if self._key(layer, name) not in _shared
+        ]
+        if self._wanted is None:
+            weights = [getattr(layer, name) for layer, name in new]
+            sizes = [each.numel() * (self._autocast or each.dtype).itemsize for each in weights]
+            self._wanted = self._fits(sum(sizes))
+        layers = list(kernels) if self._wanted else []
+        if any("FBGEMM" in kernels[layer] for layer, _ in new):
+            # It packs 50 million weights per second, in one thread.
+            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+                made = list(pool.map(self._copies_of, layers))
+        else:
+            made = list(map(self._copies_of, layers))
+        self._prepared = dict(zip(layers, made, strict=True))
+        if num_rounded := sum(copy.num_rounded for copies in made for copy in copies):
+            logger.info(
+                "%d weights of %s are too small for fp16; their copies differ by less than 3e-8",
+                num_rounded,
+                type(self._model).__name__,
+            )
+
+    def _kernels_by_layer(self) -> dict[nn.Module, list[str]]:
+        """Return kernels for the weights of all layers for which packing is worthwhile."""
+        if self._wanted is False or is_compiled(self._model):
+            return {}
+        by_shape = defaultdict[_Shape, list[torch.Tensor]](list)
+        shapes: dict[nn.Module, list[_Shape]] = {}
+        for layer in filter(is_plain, self._model.modules()):
+            weights = [
+                matrices_of(layer, getattr(layer, name), self._autocast)
+                for name in weight_names(layer)
+            ]
+            shapes[layer] = [(matrices[0].dtype, matrices[0].shape) for matrices in weights]
+            for shape, matrices in zip(shapes[layer], weights, strict=True):
+                by_shape[shape] += matrices
+        kernels = {shape: choose(matrices).kernel for shape, matrices in by_shape.items()}
+        chosen = {
+            layer: [kernel for shape in each if (kernel := kernels[shape]) is not None]
+            for layer, each in shapes.items()
+        }
+        return {layer: each for layer, each in chosen.items() if len(each) == len(shapes[layer])}
+
+    def _fits(self, num_bytes: int) -> bool:
+        if num_bytes <= FREE_SHARE * free_memory():
+            return True
+        logger.info(
+            "weights of %s are not prepacked: the copies would take %.1f GiB, more than a quarter of the free "
+            "memory; SLOSpecConfig(prepack=True) makes them anyway",
+            type(self._model).__name__,
+            num_bytes / 2**30,
+        )
+        return False
+
+    def _key(self, layer: nn.Module, name: str) -> _Key:
+        return id(layer), name, self._autocast
+
+    def _copies_of(self, layer: nn.Module) -> list[PackedWeight]:
+        """Return the up-to-date packed weights of a layer; make missing ones."""
+        copies = []
+        for name in weight_names(layer):
+            key = self._key(layer, name)
+            if (copy := _shared.get(key)) is not None:
+                copy.renew()
+            copies.append(
+                copy or _shared.setdefault(key, PackedWeight(layer, name, self._autocast))
+            )
+        return copies

@@ -25,7 +25,6 @@ from transformers.pytorch_utils import Conv1D
 from hf_slospec.model.attention.hook import AttentionHook, Positions
 from hf_slospec.model.batch import AttentionLayer, AttentionRules
 from hf_slospec.model.inputs import ForwardTensors
-from hf_slospec.model.overrides import plain_class
 from hf_slospec.model.properties import config_values
 from hf_slospec.model.run import run_model
 from hf_slospec.model.version import NOT_SETTINGS
@@ -89,7 +88,7 @@ class GraphDescription:
         named = [*model.named_parameters(), *model.named_buffers()]
         lora = _lora_layers(model)
         return cls(
-            plain_class(model),
+            type(model),
             model.config,
             _module_classes(model, lora),
             lora,
@@ -98,7 +97,7 @@ class GraphDescription:
             feature_layers,
             keeps_logits,
             getattr(model, "packed_input_size", None),
-            _settings(model) if _is_own(plain_class(model)) else None,
+            _settings(model) if _is_own(type(model)) else None,
         )
 
     def with_modules(self, model: Any) -> GraphDescription:
@@ -169,7 +168,7 @@ def _module_classes(model: nn.Module, lora: Collection[str] = ()) -> dict[str, s
 
 
 def _class_name(module: nn.Module) -> str:
-    kind = plain_class(module)
+    kind = type(module)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -185,7 +184,7 @@ def _lora_layers(model: nn.Module) -> dict[str, dict[str, float]]:
         is_other = (
             layer.lora_variant
             or any(layer.lora_bias.values())
-            or plain_class(layer.base_layer) not in LINEAR
+            or type(layer.base_layer) not in LINEAR
         )
         is_to_be_unmerged = layer.merged and layer.disable_adapters  # by its next forward
         if not (

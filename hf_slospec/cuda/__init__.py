@@ -2,18 +2,24 @@
 
 
 def register() -> None:
-    """Add the attention backends, in the order in which ``"auto"`` tries them, and the path of
-    CUDA graphs.
+    """Add attention backends (``"auto"`` tries them in this order), the path of CUDA graphs, and
+    the overrides of layers.
     """
     from hf_slospec.cuda import flash_attention, tree_attention
     from hf_slospec.cuda.captured import CudaGraphPath
+    from hf_slospec.cuda.exact import InvariantProducts
+    from hf_slospec.cuda.fused_layers import FusedLayers
     from hf_slospec.model.attention.backends import KERNELS, Kernels
+    from hf_slospec.model.overrides import register_override
     from hf_slospec.model.paths import register_path
 
     KERNELS["triton"] = Kernels(
         tree_attention.why_no_kernel,
-        lambda _: tree_attention.TreeAttention(),
-        lambda: tree_attention.TreeAttention(by_path=True),
+        lambda _, by_path: tree_attention.TreeAttention(by_path),
     )
-    KERNELS["flash"] = Kernels(flash_attention.why_no_kernel, flash_attention.new_flash_attention)
+    KERNELS["flash"] = Kernels(
+        flash_attention.why_no_kernel, lambda layers, _: flash_attention.new_flash_attention(layers)
+    )
     register_path(CudaGraphPath)
+    register_override(FusedLayers.for_model)
+    register_override(InvariantProducts.for_model)

@@ -5,11 +5,9 @@ one kernel each.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +15,7 @@ from torch import nn
 
 from hf_slospec.cuda.flash_kernels import HALF
 from hf_slospec.cuda.graphs import capturer_for, replayed_s
+from hf_slospec.model.overrides import Override
 from hf_slospec.model.version import PLAIN
 
 logger = logging.getLogger(__name__)
@@ -26,9 +25,10 @@ MEASURED_BYTES = 2**28  # weights of timed layers: more than caches hold
 WORTHWHILE = 0.97  # share of the time of separate kernels
 TOLERANCE = 0.02  # relative; two roundings of bf16 are 0.008
 
-Compute = Callable[
-    [Any, torch.Tensor], Sequence[torch.Tensor]
-]  # takes a layer or a group of layers, and states
+# Outputs of a kernel, and of what it replaces.
+Outputs = Iterator[tuple[torch.Tensor, torch.Tensor]]
+# Takes a layer or a group of layers, and states.
+Compute = Callable[[Any, torch.Tensor], Sequence[torch.Tensor]]
 
 
 class Way(NamedTuple):
@@ -39,62 +39,62 @@ class Way(NamedTuple):
 
 
 class JointProjections:
-    """Query, key and value projections: the first one computes them all, and the others return what
-    it has kept.
+    """Query, key and value projections of one attention layer: the first one computes them all, and
+    the others return the stored outputs.
     """
 
-    def __init__(self, model: nn.Module):
-        groups = list(_groups_in(model))
-        by_shape = max_rows(Way(_joint, _separate), [(group, group) for group in groups])
-        self._others = WeakKeyDictionary[
-            nn.Module, list[ref[nn.Linear]]
-        ]()  # by a group's first layer
-        self._others |= {
-            group[0]: [ref(layer) for layer in group[1:]]
-            for group in groups
-            if by_shape[shape_of(group)]
-        }
-        self._by_shape = by_shape
+    def __init__(self, group: Sequence[nn.Linear], num_rows: int):
+        """Use one kernel for the layers of a group and at most ``num_rows`` rows."""
+        self.group = group
+        self._num_rows = num_rows
         # States, their version and the output, by layer.
-        self._kept = WeakKeyDictionary[nn.Module, tuple[torch.Tensor, int | None, torch.Tensor]]()
+        self._outputs: dict[nn.Module, tuple[torch.Tensor, int | None, torch.Tensor]] = {}
 
-    def __len__(self) -> int:
-        return len(self._others)
-
-    def __call__(self, original: Callable[..., Any], layer: Any, *given: Any, **named: Any) -> Any:
-        """Return a linear layer's output; the signature is that of fused layers."""
+    def __call__(self, original: Override, layer: Any, *given: Any, **named: Any) -> Any:
+        """Return the output of one of the layers."""
         states = given[0] if len(given) == 1 and not named else None
-        kept = self._kept.pop(layer, None)
-        if kept is not None and kept[0] is states and kept[1] == _version(states):
-            return kept[2]
-        if states is None or layer not in self._others:
+        output = self._outputs.pop(layer, None)
+        if output is not None and output[0] is states and output[1] == _version(states):
+            return output[2]
+        if states is None or layer is not self.group[0]:
             return original(layer, *given, **named)
-        others = [other for link in self._others[layer] if (other := link()) is not None]
-        if len(others) < len(self._others[layer]) or any(other in self._kept for other in others):
-            del self._others[layer]  # one was replaced, or is not called with these states
-            for other in others:
-                self._kept.pop(other, None)
-            return original(layer, states)
-        group = [layer, *others]
-        if not _is_group(group, states) or not are_few(
-            states, layer, self._by_shape.get(shape_of(group), 0)
-        ):
+        if self._outputs:  # another layer was replaced, or is not called with these states
+            self._num_rows = 0
+            self._outputs.clear()
+        if not _is_group(self.group, states) or not are_few(states, layer, self._num_rows):
             return original(layer, states)
         outputs = [
             out.view(*states.shape[:-1], out.shape[-1])
-            for out in _joint(group, states.flatten(0, -2))
+            for out in _joint(self.group, states.flatten(0, -2))
         ]
-        for other, out in zip(group[1:], outputs[1:], strict=True):
-            self._kept[other] = states, _version(states), out
+        for other, out in zip(self.group[1:], outputs[1:], strict=True):
+            self._outputs[other] = states, _version(states), out
         return outputs[0]
 
 
-def are_few(states: torch.Tensor, layer: nn.Linear, most: int) -> bool:
-    """Return whether states are at most so many rows of a layer's inputs, and laid out as the
+def joint_rows(model: nn.Module) -> dict[Hashable, int]:
+    """Return for up to how many rows joint projections are faster, by the layers' shapes."""
+    return max_rows(Way(_joint, _separate), [(group, group) for group in _groups_in(model)])
+
+
+def joint_projections(
+    model: nn.Module, num_rows: Mapping[Hashable, int]
+) -> dict[nn.Module, JointProjections]:
+    """Return the projections that are to be joined for ``num_rows`` by shape, by layer."""
+    joined = [
+        JointProjections(group, num_rows[shape_of(group)])
+        for group in _groups_in(model)
+        if num_rows.get(shape_of(group))
+    ]
+    return {layer: projections for projections in joined for layer in projections.group}
+
+
+def are_few(states: torch.Tensor, layer: nn.Linear, num_rows: int) -> bool:
+    """Return whether states are at most ``num_rows`` rows of a layer's inputs, and laid out as the
     kernels read them.
     """
     is_right = states.dim() > 1 and states.shape[-1] == layer.in_features and states.is_contiguous()
-    return is_right and 0 < states.numel() <= most * layer.in_features
+    return is_right and 0 < states.numel() <= num_rows * layer.in_features
 
 
 def is_plain(layer: Any, states: torch.Tensor) -> bool:
@@ -104,11 +104,11 @@ def is_plain(layer: Any, states: torch.Tensor) -> bool:
         type(layer) is nn.Linear
         and states.dtype in HALF
         and all(
-            type(own) in PLAIN
-            and (own.dtype, own.device) == (states.dtype, states.device)
-            and own.is_contiguous()
-            for own in (layer.weight, layer.bias)
-            if own is not None
+            type(tensor) in PLAIN
+            and (tensor.dtype, tensor.device) == (states.dtype, states.device)
+            and tensor.is_contiguous()
+            for tensor in (layer.weight, layer.bias)
+            if tensor is not None
         )
         and not ("forward" in layer.__dict__ or hasattr(layer, "_hf_hook"))
         and not (layer._forward_hooks or layer._forward_pre_hooks)
@@ -121,7 +121,6 @@ def shape_of(linears: Sequence[nn.Linear]) -> Hashable:
     return tuple((layer.in_features, layer.out_features, layer.bias is None) for layer in linears)
 
 
-@torch.no_grad()
 def max_rows(way: Way, layers: Iterable[tuple[Any, Sequence[nn.Linear]]]) -> dict[Hashable, int]:
     """Return up to how many rows a way is right and faster, as tried with as many as fill a tile;
     0: never.
@@ -133,32 +132,52 @@ def max_rows(way: Way, layers: Iterable[tuple[Any, Sequence[nn.Linear]]]) -> dic
     Returns:
         The number of rows, by the linear layers' shape.
     """
+    from hf_slospec.cuda.few_row_kernels import MAX_ROWS, MIN_TILE_ROWS
+
     by_shape: dict[Hashable, list[tuple[Any, Sequence[nn.Linear]]]] = {}
     for each in layers:
         by_shape.setdefault(shape_of(each[1]), []).append(each)
-    return {shape: _max_rows(way, own) for shape, own in by_shape.items()}
+    limits = dict.fromkeys(by_shape, 0)
+    for shape, alike in by_shape.items():
+        for num_rows in (MIN_TILE_ROWS, MAX_ROWS):
+            if (why := why_not(_try_way(way, alike, num_rows))) is not None:
+                logger.debug("layers are not computed by one kernel: %s", why)
+                break
+            limits[shape] = num_rows
+    return limits
 
 
-def _max_rows(way: Way, layers: Sequence[tuple[Any, Sequence[nn.Linear]]]) -> int:
-    from hf_slospec.cuda.few_row_kernels import MAX_ROWS, MIN_TILE_ROWS
+def _try_way(way: Way, layers: Sequence[tuple[Any, Sequence[nn.Linear]]], num_rows: int) -> Outputs:
+    """Yield outputs for each of some layers of one shape; raise RuntimeError if the way is slower."""
+    linears = layers[0][1]
+    states = random_like(linears[0].weight, num_rows, linears[0].in_features)
+    for layer, _ in layers:
+        yield from zip(way.fused(layer, states), way.plain(layer, states), strict=True)
+    num_timed = -(-MEASURED_BYTES // sum(linear.weight.nbytes for linear in linears))
+    if not is_faster(way, [layer for layer, _ in layers[:num_timed]], states):
+        raise RuntimeError("separate kernels are faster")
 
-    most = 0
-    size = sum(linear.weight.nbytes for linear in layers[0][1])
-    timed = [layer for layer, _ in layers[: -(-MEASURED_BYTES // size)]]
+
+@torch.no_grad()
+def why_not(outputs: Outputs) -> str | None:
+    """Return why a kernel cannot replace other operators, given outputs for the same inputs; None
+    if it can.
+    """
     try:
-        for rows in (MIN_TILE_ROWS, MAX_ROWS):
-            states = _random(layers[0][1][0], rows)
-            if not all(
-                _are_close(way.fused(layer, states), way.plain(layer, states))
-                for layer, _ in layers
-            ):
-                break
-            if not is_faster(way, timed, states):
-                break
-            most = rows
-    except Exception as error:  # noqa: BLE001  Triton fails in many ways, and so do captures
-        logger.debug("layers are not computed by one kernel: %r", error)
-    return most
+        for ours, plain in outputs:
+            error = (ours.float() - plain.float()).norm()
+            size = plain.float().norm()
+            if not (error <= TOLERANCE * size and size.isfinite()):
+                return f"it is off by {float(error):.2g} of {float(size):.2g}"
+    except Exception as error:  # noqa: BLE001  layers of any signature, and Triton fails in many ways
+        return repr(error)
+    return None
+
+
+def random_like(weight: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return random values of a weight's dtype, the same in each call."""
+    draw = torch.Generator(weight.device).manual_seed(0)
+    return torch.randn(shape, generator=draw, dtype=weight.dtype, device=weight.device)
 
 
 def is_faster(way: Way, layers: Sequence[Any], states: torch.Tensor) -> bool:
@@ -175,9 +194,8 @@ def is_faster(way: Way, layers: Sequence[Any], states: torch.Tensor) -> bool:
     return fused_s <= WORTHWHILE * plain_s
 
 
-_capturer = functools.cache(
-    capturer_for
-)  # one stream per device: libraries keep a workspace for each
+# One stream per device: libraries keep a workspace for each.
+_capturer = functools.cache(capturer_for)
 
 
 def _run(compute: Compute, layers: Sequence[Any], states: torch.Tensor) -> None:
@@ -216,21 +234,3 @@ def _joint(group: Sequence[nn.Linear], states: torch.Tensor) -> list[torch.Tenso
 
 def _separate(group: Sequence[nn.Linear], states: torch.Tensor) -> list[torch.Tensor]:
     return [F.linear(states, layer.weight, layer.bias) for layer in group]
-
-
-def _random(linear: nn.Linear, rows: int) -> torch.Tensor:
-    weight = linear.weight
-    draw = torch.Generator(weight.device).manual_seed(0)
-    return torch.randn(
-        rows, linear.in_features, generator=draw, dtype=weight.dtype, device=weight.device
-    )
-
-
-def _are_close(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
-    pairs = itertools.zip_longest(found, expected)
-    return all(is_small((a.float() - b.float()).norm(), b.float().norm()) for a, b in pairs)
-
-
-def is_small(error: torch.Tensor, size: torch.Tensor) -> bool:
-    """Return whether a difference is one of rounding only; not if one of the numbers is not finite."""
-    return bool(error <= TOLERANCE * size) and bool(size.isfinite())

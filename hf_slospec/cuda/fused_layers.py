@@ -1,19 +1,15 @@
 """Layers of a model that packed forwards compute by one kernel instead of several operators.
 
-The functions replace methods of the model's classes, and functions of their modules, while packed
-forwards run and in their threads only. Each is compared with the original on random values of the
-model's dtype first."""
+Each kernel is compared with the original on random values of the model's dtype first."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,15 +17,20 @@ from torch import nn
 
 from hf_slospec.cuda.few_rows import (
     JointProjections,
+    Outputs,
     Way,
     are_few,
     is_plain,
-    is_small,
+    joint_projections,
+    joint_rows,
     max_rows,
+    random_like,
     shape_of,
+    why_not,
 )
 from hf_slospec.cuda.flash_kernels import HALF
-from hf_slospec.model.overrides import Attribute, ReplacedAttributes
+from hf_slospec.model.overrides import Attribute, LinearOverride, Override, OverrideOptions
+from hf_slospec.model.version import ModelVersion
 
 logger = logging.getLogger(__name__)
 
@@ -38,140 +39,93 @@ GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")  # attributes of gated M
 TRIAL_TOKENS = 3
 DEVICE = "cuda"
 
-Fused = Callable[..., Any]  # takes the original as its first argument
-Trial = Callable[
-    [Fused], Iterator[tuple[torch.Tensor, torch.Tensor]]
-]  # outputs of the function and the original
-_active: ContextVar[dict[Attribute, Fused] | None] = ContextVar(
-    "hf_slospec_fused_layers", default=None
-)
-_replaced = ReplacedAttributes()
 
+class FusedLayers(LinearOverride):
+    """Fused norms, gated MLPs, projections and rotary embeddings of a model in half precision."""
 
-class FusedLayers:
-    """The fused layers of one model on CUDA in half precision; none elsewhere."""
+    def __init__(self, model: nn.Module):
+        """Try which layers can be fused."""
+        by_class: dict[type, list[Any]] = {}
+        for module in model.modules():
+            by_class.setdefault(type(module), []).append(module)
+        weight = next(model.parameters())
+        sources = dict.fromkeys(sys.modules[kind.__module__] for kind in by_class)
+        rotary: dict[Attribute, Override | None] = {
+            (source, ROTARY): _first_right(
+                [_rotary], functools.partial(_try_rotary, source, weight), source.__name__
+            )
+            for source in sources
+            if hasattr(source, ROTARY)
+        }
+        self._functions = {name: each for name, each in rotary.items() if each is not None}
+        self._by_class = {
+            kind: _first_right(
+                _candidates(layers), functools.partial(_try_layers, layers), kind.__name__
+            )
+            for kind, layers in by_class.items()
+        }
+        self._model = model
+        self._joint_rows = joint_rows(model)
+        self._projections: dict[nn.Module, JointProjections] = {}
 
-    def __init__(self, model: nn.Module, wanted: bool):
-        """Try which layers can be fused, if ``wanted``."""
-        self._fused: dict[Any, Fused] = {}  # by attribute
+    @classmethod
+    def for_model(cls, model: nn.Module, options: OverrideOptions) -> FusedLayers | None:
+        """Return the fused layers of a model on CUDA in half precision, if they are wanted."""
         weights = {(weight.dtype, weight.device.type) for weight in model.parameters()}
-        if (
-            wanted
+        can_fuse = (
+            options.fused_layers
             and weights <= {(dtype, DEVICE) for dtype in HALF}
             and importlib.util.find_spec("triton")
-        ):
-            self._fused = dict(_fusable_in(model))
-        self.attributes: list[Attribute] = list(self._fused)
+        )
+        return cls(model) if can_fuse else None
 
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Compute the layers by the kernels inside this context, in this thread only."""
-        if not self.attributes:
-            yield
-            return
-        _replaced.replace(self.attributes, _fused_or)
-        token = _active.set(self._fused)
-        try:
-            yield
-        finally:
-            _active.reset(token)
-            _replaced.restore(self.attributes)
+    @property
+    def functions(self) -> dict[Attribute, Override]:
+        """Rotary embeddings, by the module that defines them."""
+        return self._functions
+
+    def renew(self, version: ModelVersion) -> None:
+        """Find the projections to join in the model as it is now."""
+        self._projections = joint_projections(self._model, self._joint_rows)
+
+    def make(self, linear: nn.Module) -> Override | None:
+        """Return the kernel of a layer's class, or of its projections."""
+        return self._projections.get(linear) or self._by_class.get(type(linear))
 
 
-def _fused_or(original: Fused, attribute: Attribute) -> Fused:
-    """Return the value of an attribute while a packed forward runs in some thread."""
-
-    @functools.wraps(original)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        if (
-            torch.compiler.is_compiling()
-        ):  # a compiler in another thread, which cannot trace what follows
-            return original(*args, **kwargs)
-        fused = (_active.get() or {}).get(attribute)
-        return original(*args, **kwargs) if fused is None else fused(original, *args, **kwargs)
-
-    return function
+def _candidates(layers: Sequence[Any]) -> list[Override]:
+    """Return overrides to try for all layers of one class."""
+    if all(map(_is_norm, layers)):
+        return [_norm(False), _norm(True)]
+    return [GatedMlps(layers)] if all(map(_is_gated_mlp, layers)) else []
 
 
-def _fusable_in(model: nn.Module) -> Iterator[tuple[Attribute, Fused]]:
-    """Yield attributes of the model's classes and modules that can be fused, and the functions to
-    use instead.
-    """
-    by_class: dict[type, list[Any]] = {}
-    for module in model.modules():
-        by_class.setdefault(type(module), []).append(module)
-    candidates: list[tuple[Attribute, tuple[Fused, ...], Trial]] = []
-    for kind, modules in by_class.items():
-        if all(map(_is_norm, modules)):
-            candidates.append(
-                (
-                    (kind, "forward"),
-                    (_norm(False), _norm(True)),
-                    functools.partial(_try_layers, modules),
-                )
-            )
-        elif all(map(_is_gated_mlp, modules)):
-            mlps = GatedMlps(modules)
-            candidates.append(((kind, "forward"), (mlps,), functools.partial(_try_layers, modules)))
-    weight = next(model.parameters())
-    sources = dict.fromkeys(sys.modules[kind.__module__] for kind in by_class)
-    candidates += [
-        ((source, ROTARY), (_rotary,), functools.partial(_try_rotary, source, weight))
-        for source in sources
-        if hasattr(source, ROTARY)
-    ]
-    for attribute, functions, trial in candidates:
-        for fused in functions:
-            if (why := _why_not(fused, trial)) is None:
-                yield attribute, fused
-                break
-            logger.debug("%s.%s is not fused: %s", attribute[0].__name__, attribute[1], why)
-    if projections := JointProjections(model):
-        yield (nn.Linear, "forward"), projections
+def _first_right(
+    candidates: Iterable[Override], trial: Callable[[Override], Outputs], name: str
+) -> Override | None:
+    """Return the first override whose outputs are the original's up to rounding."""
+    for override in candidates:
+        if (why := why_not(trial(override))) is None:
+            return override
+        logger.debug("%s is not fused: %s", name, why)
+    return None
 
 
-@torch.no_grad()
-def _why_not(fused: Fused, trial: Trial) -> str | None:
-    """Return why a function cannot replace the original; None if it can."""
-    try:
-        pairs = [((a.float() - b.float()).norm(), b.float().norm()) for a, b in trial(fused)]
-    except Exception as error:  # noqa: BLE001  layers of any signature, and Triton fails in many ways
-        return repr(error)
-    off = [
-        f"{float(error):.2g} of {float(size):.2g}"
-        for error, size in pairs
-        if not is_small(error, size)
-    ]
-    return f"it is off by {off[0]}" if off else None
-
-
-def _try_layers(modules: list[Any], fused: Fused) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the outputs of the function and of the original for random states, for each layer."""
+def _try_layers(modules: list[Any], fused: Override) -> Outputs:
+    """Yield outputs for random states, for each layer."""
     for module in modules:
         weight = next(module.parameters())
-        draw = torch.Generator(weight.device).manual_seed(0)
-        shape = 1, TRIAL_TOKENS, weight.shape[-1]
-        states = torch.randn(shape, generator=draw, dtype=weight.dtype, device=weight.device)
+        states = random_like(weight, 1, TRIAL_TOKENS, weight.shape[-1])
         original = type(module).forward
         yield fused(original, module, states), original(module, states)
 
 
-def _try_rotary(
-    source: Any, weight: torch.Tensor, fused: Fused
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    draw = torch.Generator(weight.device).manual_seed(0)
-    query, key, cos, sin = (
-        torch.randn(shape, generator=draw, dtype=weight.dtype, device=weight.device)
-        for shape in (
-            (1, 4, TRIAL_TOKENS, 32),
-            (1, 2, TRIAL_TOKENS, 32),
-            *[(1, TRIAL_TOKENS, 32)] * 2,
-        )
-    )
+def _try_rotary(source: Any, weight: torch.Tensor, fused: Override) -> Outputs:
+    """Yield outputs for random queries and keys."""
+    values = random_like(weight, 8, TRIAL_TOKENS, 32)
+    arguments = values[None, :4], values[None, 4:6], values[6:7], values[7:]
     original = getattr(source, ROTARY)
-    yield from zip(
-        fused(original, query, key, cos, sin), original(query, key, cos, sin), strict=True
-    )
+    yield from zip(fused(original, *arguments), original(*arguments), strict=True)
 
 
 def _is_norm(module: Any) -> bool:
@@ -197,8 +151,8 @@ def _eps(module: Any) -> float:
     return float(getattr(module, "variance_epsilon", getattr(module, "eps", 0.0)))
 
 
-def _norm(adds_one: bool) -> Fused:
-    def forward(original: Fused, module: Any, states: torch.Tensor) -> Any:
+def _norm(adds_one: bool) -> Override:
+    def forward(original: Override, module: Any, states: torch.Tensor) -> Any:
         if not states.is_contiguous() or states.dtype not in HALF:
             return original(module, states)
         from hf_slospec.cuda.fused_kernels import rms_norm
@@ -226,13 +180,13 @@ class GatedMlps:
         ]
         self._by_shape = max_rows(Way(_gated, _gated_separately), pairs)
 
-    def __call__(self, original: Fused, mlp: Any, states: torch.Tensor) -> Any:
-        """Return an MLP's output; the signature is that of fused layers."""
+    def __call__(self, original: Override, mlp: Any, states: torch.Tensor) -> Any:
+        """Return an MLP's output."""
         if type(mlp.act_fn) not in _activations():
             return original(mlp, states)
         if self._by_shape and _takes_few(mlp, states):
-            most = self._by_shape.get(shape_of((mlp.gate_proj, mlp.up_proj)), 0)
-            if are_few(states, mlp.gate_proj, most):
+            num_rows = self._by_shape.get(shape_of((mlp.gate_proj, mlp.up_proj)), 0)
+            if are_few(states, mlp.gate_proj, num_rows):
                 (gated,) = _gated(mlp, states.flatten(0, -2))
                 return mlp.down_proj(gated.view(*states.shape[:-1], gated.shape[-1]))
         return mlp.down_proj(*_gated_separately(mlp, states))
@@ -272,7 +226,7 @@ def _activations() -> dict[type, int]:
 
 
 def _rotary(
-    original: Fused, query: Any, key: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any
+    original: Override, query: Any, key: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any
 ) -> Any:
     shapes = query.shape[-1], key.shape[-1], sin.shape[-1]
     is_plain = (

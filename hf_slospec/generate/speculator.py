@@ -339,9 +339,8 @@ class Speculator:
         models = self.models
         with self._counting:
             drafters = list(self._drafters)
-        prepacked = {
-            model.model: model.prepacked for model in models
-        }.values()  # a target may draft for itself
+        # A target may draft for itself.
+        overrides = {model.model: model.overrides for model in models}.values()
         return MemoryUse(
             target_kv=models[0].kv_bytes,
             draft_kv=sum(model.kv_bytes for model in models[1:]),
@@ -350,10 +349,9 @@ class Speculator:
             staging=num_running
             * self.max_nodes
             * sum(model.kv_bytes_per_token for model in models),
-            prepacked=sum(weights.num_bytes for weights in prepacked)
-            + sum(path.num_bytes for model in models for path in model.paths)
-            + sum(model.exact_products.num_bytes for model in models),
-            rounded_weights=sum(weights.num_rounded for weights in prepacked),
+            prepacked=sum(each.num_bytes for each in overrides)
+            + sum(path.num_bytes for model in models for path in model.paths),
+            rounded_weights=sum(each.num_rounded for each in overrides),
         )
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.cpu.exact_trial import check_exact
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.latency_curves import ForwardCost
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.forks import cached_property
+from hf_slospec.model.exact_trial import check_exact
 from hf_slospec.model.machine import (
     log_idle_gpu,
     release_openmp_threads,

@@ -269,7 +269,7 @@ def identity(packed: PackedModel) -> dict[str, Any]:
         "modules": digest(sorted(modules.items())),
         "dtype": str(model.get_input_embeddings().weight.dtype),
         "attention": packed.backend.__name__,
-        "kernels": packed.prepacked.kernels,
+        "kernels": packed.overrides.kernels,
         "paths": [path.name for path in packed.paths if path.is_ready],
         "ranks": packed.ranks.number,
         **({} if packed.exact is None else {"exact": packed.exact}),

@@ -1,16 +1,27 @@
-"""Replacement of attributes of other libraries' objects while packed forwards run."""
+"""Replacement of layers, and of other libraries' functions, while packed forwards run."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from importlib import metadata
 from threading import get_ident
 from types import FunctionType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
+from hf_slospec.assembly import load_plugins
 from hf_slospec.forks import Lock, reset_in_children
+
+if TYPE_CHECKING:
+    from hf_slospec.model.version import ModelVersion
 
 Attribute = tuple[Any, str]  # an object and the name of one of its attributes
 
@@ -90,26 +101,210 @@ def _unused(owner: Any, name: str) -> tuple[Any, Any, Any, list[int]]:
     return owner, getattr(owner, name), vars(owner).get(name, _MISSING), []
 
 
-class Prepacked:
-    """Base of the class that a layer has while a packed forward runs.
-
-    Nothing else of the layer changes, so that other threads may copy it or run forwards of their
-    own meanwhile."""
-
-    plain: ClassVar[type[nn.Module]]  # original class of the layer
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return object.__new__, (self.plain,), self.__dict__
+Override = Callable[..., Any]  # takes what it replaces as its first argument, then the call's own
 
 
-def plain_class(layer: nn.Module) -> Any:
-    """Return the layer's original class."""
-    return layer.plain if isinstance(layer, Prepacked) else type(layer)
+class LinearOverride(Protocol):
+    """One way to compute linear layers, and what belongs to them, in packed forwards.
+
+    Packed copies of weights, fused layers and products with exact bits are implementations. A
+    plugin registers a factory of its own by :func:`register_override`; implementations inherit the
+    defaults.
+
+    Quantised weights fit in as one more: ``make`` takes a layer whose weight is dense (and rounds
+    it to groups of int4 or int8), or stored in blocks (GGUF's Q4_0 and Q8_0, torchao's tensor
+    classes), packs it for its kernel, and returns a callable that holds the blocks. ``num_bytes``
+    sums their sizes, ``num_rounded`` counts the weights that they hold only approximately, and
+    ``renew`` quantises again once ``version.weights`` has advanced. A weight that exists as blocks
+    only may leave an empty parameter in the layer, as ``make`` receives the layer itself and the
+    override never has to call the original.
+    """
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of copies of weights."""
+        return 0
+
+    @property
+    def num_rounded(self) -> int:
+        """Weights that the copies hold only approximately."""
+        return 0
+
+    @property
+    def kernels(self) -> Mapping[str, int]:
+        """Number of weights by the kernel that multiplies with them, for saved profiles."""
+        return {}
+
+    @property
+    def functions(self) -> Mapping[Attribute, Override]:
+        """Functions of other libraries to replace, such as that of rotary embeddings."""
+        return {}
+
+    def make(self, linear: nn.Module) -> Override | None:
+        """Return what computes a layer: a function of its forward, the layer and the inputs; None
+        if the layer computes itself.
+        """
+        return None
+
+    def renew(self, version: ModelVersion) -> None:
+        """Prepare for the model as it is now; ``make`` is called for all its layers afterwards."""
 
 
-def set_class(layer: nn.Module, kind: Any) -> None:
-    """Set a layer's class; an assignment would take twenty times as long."""
-    object.__setattr__(layer, "__class__", kind)
+@dataclass(frozen=True)
+class OverrideOptions:
+    """Settings that a model's overrides depend on."""
+
+    device: str = "cpu"  # type of the model's device
+    prepack: bool | None = False  # see SLOSpecConfig
+    fused_layers: bool = False  # see SLOSpecConfig
+    exact: str | None = None  # see SLOSpecConfig
+    autocast: torch.dtype | None = None  # dtype of products of a forward that enables autocast
+
+
+Factory = Callable[[Any, OverrideOptions], LinearOverride | None]  # takes the model
+ENTRY_POINTS = "hf_slospec.overrides"  # group; each entry is a factory
+_factories: list[Factory] = []
+
+
+def register_override(factory: Factory) -> None:
+    """Add a way to compute layers; of several that make an override for a layer, the first counts."""
+    if factory not in _factories:
+        _factories.append(factory)
+
+
+# Overrides in force in this thread, by layer or by replaced function.
+_in_force: ContextVar[Mapping[Any, Override]] = ContextVar("hf_slospec_overrides", default={})  # noqa: B039  read only
+_replaced = ReplacedAttributes()
+
+
+class Overrides:
+    """All overrides of one model, which packed forwards put in force."""
+
+    def __init__(self, model: nn.Module, kinds: Iterable[LinearOverride], is_needed: bool = True):
+        """Make no override yet; ``renew`` does.
+
+        Args:
+            model: the model.
+            kinds: of several that make an override for a layer, the first counts.
+            is_needed: see :meth:`need`.
+        """
+        self._model = model
+        self.kinds = list(kinds)
+        self._is_needed = is_needed
+        self._version: ModelVersion | None = None
+        self.layers: dict[nn.Module, Override] = {}
+        self._overrides: dict[Any, Override] = {}  # by layer or by function
+        self.attributes: list[Attribute] = []
+
+    @classmethod
+    def of(cls, model: nn.Module, options: OverrideOptions, is_needed: bool = True) -> Overrides:
+        """Return the overrides that plugins make for a model."""
+        load_plugins()
+        for entry in metadata.entry_points(group=ENTRY_POINTS):
+            register_override(entry.load())
+        kinds = [factory(model, options) for factory in _factories]
+        return cls(model, [kind for kind in kinds if kind is not None], is_needed)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of copies of weights."""
+        return sum(kind.num_bytes for kind in self.kinds)
+
+    @property
+    def num_rounded(self) -> int:
+        """Weights that the copies hold only approximately."""
+        return sum(kind.num_rounded for kind in self.kinds)
+
+    @property
+    def kernels(self) -> dict[str, int]:
+        """Number of weights by the kernel that multiplies with them."""
+        return dict(itertools.chain.from_iterable(kind.kernels.items() for kind in self.kinds))
+
+    def need(self, is_needed: bool) -> None:
+        """Make the overrides, or free them while forwards are computed without the layers."""
+        if is_needed is not self._is_needed:
+            self._is_needed = is_needed
+            if self._version is not None:
+                self.renew(self._version)
+
+    def renew(self, version: ModelVersion) -> None:
+        """Make the overrides of the model as it is now."""
+        self._version = version
+        kinds = self.kinds if self._is_needed else []
+        for kind in kinds:
+            kind.renew(version)
+        made = {
+            layer: next(filter(None, (kind.make(layer) for kind in kinds)), None)
+            for layer in (all_modules(self._model) if kinds else [])
+        }
+        self.layers = {layer: override for layer, override in made.items() if override is not None}
+        functions = {name: each for kind in kinds for name, each in kind.functions.items()}
+        owners = dict.fromkeys(_owner_of_forward(type(layer)) for layer in self.layers)
+        self.attributes = [*((owner, "forward") for owner in owners), *functions]
+        self._overrides = {**self.layers, **functions}
+
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Compute with the overrides inside this context, in this thread only."""
+        if not self._overrides:
+            yield
+            return
+        attributes = self.attributes
+        _replaced.replace(attributes, _overridable)
+        token = _in_force.set(self._overrides)
+        try:
+            yield
+        finally:
+            _in_force.reset(token)
+            _replaced.restore(attributes)
+
+
+def _owner_of_forward(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that defines a class's forward, so that each call passes one replacement."""
+    return next(base for base in kind.__mro__ if "forward" in vars(base))
+
+
+@functools.lru_cache(maxsize=256)
+def _overridable(original: Override, attribute: Attribute) -> Override:
+    """Return the value of an attribute while overrides are in force in some thread.
+
+    It is always the same, as compiled code of other threads may depend on it.
+    """
+    is_forward = attribute[1] == "forward"
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        # A compiler in another thread cannot trace what follows.
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        override = _in_force.get().get(args[0] if is_forward else attribute)
+        if override is None:
+            return original(*args, **kwargs)
+        return override(original, *args, **kwargs)
+
+    return function
+
+
+# Attributes by which a module of fused experts is recognised.
+EXPERTS = (
+    "has_gate",
+    "has_bias",
+    "is_transposed",
+    "has_post_expert_norm",
+    "_is_expert_parallel",
+    "_apply_gate",
+)
+
+
+def weight_names(layer: nn.Module) -> tuple[str, ...]:
+    """Return the names of the weights that a linear layer or fused experts multiply by; none for
+    other layers.
+    """
+    if type(layer) in (nn.Linear, Conv1D):
+        return ("weight",)
+    if all(hasattr(layer, name) for name in EXPERTS) and not layer._is_expert_parallel:
+        return ("gate_up_proj" if layer.has_gate else "up_proj", "down_proj")
+    return ()
 
 
 CONTAINERS = (dict, list, tuple)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.cpu.exact import ExactProducts
-from hf_slospec.cpu.prepacked import PrepackedLayers
-from hf_slospec.cuda.fused_layers import FusedLayers
 from hf_slospec.errors import UnsupportedModelError, UnsupportedOptionError
 from hf_slospec.model.attention.backends import KernelAttention, backend_for, why_no_kernel
 from hf_slospec.model.attention.hook import forget_attributes
@@ -24,6 +19,7 @@ from hf_slospec.model.family import probe_layers
 from hf_slospec.model.inputs import DraftLevel, ForwardInputs, Outputs
 from hf_slospec.model.kv_cache import KVCache, KVPool
 from hf_slospec.model.length_rope import LengthRope
+from hf_slospec.model.overrides import OverrideOptions, Overrides
 from hf_slospec.model.paths import Facts, PathContext, make_paths, resolve_paths
 from hf_slospec.model.probe import refuse_by_declaration
 from hf_slospec.model.properties import (
@@ -102,15 +98,14 @@ class PackedModel:
             self.eager = EagerPath(context, self.backend)  # for tokens with NaN
         elif self.exact:
             self._tried = [self.eager]
-        self.exact_products = ExactProducts(as_one=self.exact == "bits")
-        self.prepacked = PrepackedLayers(
-            model, in_force.prepack, self.autocast, not self.is_compiled
+        options = OverrideOptions(
+            self.device.type, in_force.prepack, in_force.fused_layers, self.exact, self.autocast
         )
-        self.fused = FusedLayers(model, in_force.fused_layers)
-        products = self.exact_products if self.exact else contextlib.nullcontext()
-        self.eager.in_force = functools.partial(_in_force, self.prepacked, self.fused, products)
+        self.overrides = Overrides.of(model, options, not self.is_compiled)
+        self.eager.in_force = self.overrides.in_force
         self._cache = SharedCache([layer.shape for layer in self.layers], self.paths)
         self._read_sizes()
+        self.overrides.renew(self.version)
 
     def _read_sizes(self) -> None:
         """Read sizes that every part of a batch needs; the config is slow to read."""
@@ -136,8 +131,7 @@ class PackedModel:
                 self._modules_version = self.version.modules
                 forget_attributes(self.model)
             self._read_sizes()  # embeddings may have been resized
-            self.prepacked.renew()
-            self.exact_products.renew()
+            self.overrides.renew(self.version)
             for path in self.paths:
                 path.renew(self.version)
 
@@ -260,7 +254,7 @@ class PackedModel:
         elif level is None or level.is_root:  # a beam's other levels follow at once
             self.version.notice_writes()
         self.take_in_changes()
-        self.prepacked.need(not self.is_compiled)
+        self.overrides.need(not self.is_compiled)
         inputs = ForwardInputs(pool, parts, logit_rows, feature_layers, level)
         outputs = None
         for path in self._tried:
@@ -297,12 +291,3 @@ class PackedModel:
         """Return the rows, padding included, of a level of this many requests; None: any number."""
         rows = (path.num_draft_rows(num_requests) for path in self.paths)
         return max(filter(None, rows), default=None)
-
-
-@contextlib.contextmanager
-def _in_force(
-    prepacked: PrepackedLayers, fused: FusedLayers, products: contextlib.AbstractContextManager[Any]
-) -> Iterator[None]:
-    """Compute linear layers by the overrides of the model inside this context."""
-    with prepacked.in_use(), fused.in_use(), products:
-        yield

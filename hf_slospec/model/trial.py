@@ -158,11 +158,7 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
                 sequence.encoded = encoded
         if sees_later_tokens(packed.model):
             for sequence, prompt in zip(sequences, prompts, strict=True):
-                _, plain_cache = plain_steps(packed, prompt, [])
-                tensors = cached_tensors(
-                    plain_cache, 0, torch.arange(len(prompt) - 1, device="cpu"), len(prompt)
-                )
-                cache.load(sequence, tensors, len(prompt) - 1)
+                load_plain(packed, sequence, prompt, len(prompt) - 1)
         else:
             parts = [
                 chain(packed, *pair)
@@ -346,3 +342,10 @@ def check_features(packed: PackedModel, layers: tuple[int, ...]) -> None:
         raise cannot_be_packed(
             model, f"its hidden states differ by {error:.1%} from those of its own forward"
         )
+
+
+def load_plain(packed: PackedModel, sequence: Any, prompt: list[int], length: int) -> None:
+    """Cache the first ``length`` tokens of a prompt that the model's own forward computes."""
+    _, cache = plain_steps(packed, prompt, [])
+    columns = torch.arange(length, device="cpu")
+    packed.kv_cache.load(sequence, cached_tensors(cache, 0, columns, len(prompt)), length)

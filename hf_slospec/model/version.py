@@ -17,7 +17,6 @@ from hf_slospec.model.overrides import (
     container_kind,
     is_temporary,
     items_of,
-    plain_class,
 )
 from hf_slospec.model.whose_code import changing_hooks, is_unchanging, library_of
 
@@ -204,7 +203,7 @@ class ModelVersion:
     def _read_modules(self) -> None:
         """Read which modules, hooks and weights there are."""
         self.all_parts = all_modules(self._model)
-        self._classes = list(map(plain_class, self.all_parts))
+        self._classes = list(map(type, self.all_parts))
         self._adapters = [
             module
             for module, kind in zip(self.all_parts, self._classes, strict=True)

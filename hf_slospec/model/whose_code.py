@@ -18,7 +18,7 @@ from torch.nn.modules import module as global_hooks
 from torch.nn.utils.parametrize import ParametrizationList
 from transformers import GenerationMixin, PreTrainedModel
 
-from hf_slospec.model.overrides import all_modules, plain_class
+from hf_slospec.model.overrides import all_modules
 from hf_slospec.model.properties import cannot_be_packed
 
 # Module of transformers' hooks that collect hidden states and attentions. They stay on a model
@@ -146,7 +146,7 @@ def _other_code(model: nn.Module) -> Iterator[str]:
         for hook in _accelerate_hooks(module):
             if not all(map(_is_known, (type(hook).pre_forward, type(hook).post_forward))):
                 yield f"accelerate's hook {type(hook).__qualname__} on {title}"
-        kind = plain_class(module)
+        kind = type(module)
         forward = vars(module).get("forward", kind.forward)
         if not _is_accepted(forward, module):
             yield f"{_name_of(forward)}, the forward of {title},"

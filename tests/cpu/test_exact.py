@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
-from hf_slospec.cpu import exact_trial
 from hf_slospec.errors import UnsupportedModelError
+from hf_slospec.model import exact_trial
 from hf_slospec.model.packed_model import PackedModel
 from tests.support.breadth import nightly_but, quick_or
 from tests.support.served_pair import answer

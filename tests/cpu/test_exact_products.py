@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_slospec.cpu import exact as exact_products
 from hf_slospec.cpu.exact import ExactProducts, way_for
+from tests.support.packed import CHANGED, overridden
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(64, 64), (192, 576), (96, 1536), (40, 3072), (40, 24)]
@@ -54,9 +56,9 @@ def test_rows_do_not_depend_on_others(
 ) -> None:
     (weight, x) = cancelling(shape, 75, dtype)
     bias = torch.randn(shape[0]).to(dtype)
-    products = ExactProducts(as_one)
+    products = overridden(nn.Module(), ExactProducts(as_one))
     for added in (None, bias, 1e-6 * bias):
-        with products:
+        with products.in_force():
             together = F.linear(x, weight, added)
             for begin, end in ((0, 1), (3, 20), (40, 75)):
                 assert torch.equal(
@@ -74,7 +76,7 @@ def test_layers_with_transposed_weights(dtype: torch.dtype) -> None:
     layer = Conv1D(96, 640).to(dtype).requires_grad_(False)
     weight, x = cancelling((96, 640), 37, dtype)
     layer.weight.copy_(weight.T)
-    with ExactProducts(as_one=True):
+    with overridden(layer, ExactProducts(as_one=True)).in_force():
         together = layer(x)
     assert torch.equal(together, torch.cat([layer(fresh(row)) for row in x.split(1, dim=1)], dim=1))
 
@@ -82,13 +84,13 @@ def test_layers_with_transposed_weights(dtype: torch.dtype) -> None:
 def test_changed_weights_are_noticed() -> None:
     weight = torch.randn(64, 576).bfloat16()
     x = torch.randn(1, 5, 576).bfloat16()
-    products = ExactProducts(as_one=False)
-    with products:
+    products = overridden(nn.Module(), ExactProducts(as_one=False))
+    with products.in_force():
         before = F.linear(x, weight)
         weight.mul_(2)
-        products.renew()
+        products.renew(CHANGED)
         assert torch.equal(F.linear(x, weight), 2 * before)
     weight.data = weight.data * 2  # another address
-    products.renew()
-    with products:
+    products.renew(CHANGED)
+    with products.in_force():
         assert torch.equal(F.linear(x, weight), 4 * before)

@@ -115,6 +115,6 @@ def test_a_directory_that_cannot_be_written_is_only_warned_of(
 def test_what_another_version_kept_is_measured_again(
     monkeypatch: pytest.MonkeyPatch, kept: Choice
 ) -> None:
-    kernel_choice._keep({"float32 48x40": kept})
+    kernel_choice._save({"float32 48x40": kept})
     monkeypatch.setattr(kernel_choice, "_measured", lambda *_: PLAIN)
     assert choose([torch.randn(48, 40)]) == PLAIN

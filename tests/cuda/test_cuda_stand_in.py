@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from typer.testing import CliRunner
 
@@ -25,9 +24,10 @@ from hf_slospec import (
     UnsupportedOptionError,
     tiny_prompts,
 )
-from hf_slospec.cpu import exact_trial
-from hf_slospec.cpu.exact import ExactProducts
+from hf_slospec.cuda import exact as exact_on_cuda
+from hf_slospec.cuda.exact import InvariantProducts
 from hf_slospec.drafters.assistant import AssistantDrafter
+from hf_slospec.model import exact_trial
 from hf_slospec.model.batch import CachedSequence
 from hf_slospec.model.measure import Forwards, Size
 from hf_slospec.model.sampling import DoubledSums
@@ -45,7 +45,7 @@ from tests.support.cuda_tests import (  # noqa: F401  collected here once more
     test_replays_are_what_forwards_compute,
     test_too_much_memory_ends_it,
 )
-from tests.support.packed import packed_model
+from tests.support.packed import overridden, packed_model
 from tests.support.stand_ins.cuda_tensors import CUDA, Device
 from tests.support.toys.tiny_models import ragged_prompts, ragged_texts, tiny_model
 
@@ -251,9 +251,7 @@ def test_what_cannot_be_exact_on_cuda_is_refused_by_name(monkeypatch: pytest.Mon
             SLOSpecGenerator(model, config=SLOSpecConfig(**own))
     monkeypatch.setattr(exact_trial, "PROMPTS", (9, 2))
     monkeypatch.setattr(exact_trial, "DEPTH", 3)  # rows of both trees: more than 16
-    monkeypatch.setattr(
-        ExactProducts, "_product", lambda self, rows, weight, *_, **__: products(rows, weight)
-    )
+    monkeypatch.setattr(exact_on_cuda, "_product", lambda rows, weight, _: products(rows, weight))
     with pytest.raises(
         UnsupportedModelError, match=r'exact="self" cannot be had of LlamaForCausalLM in torch.bf'
     ):
@@ -262,7 +260,7 @@ def test_what_cannot_be_exact_on_cuda_is_refused_by_name(monkeypatch: pytest.Mon
 
 def test_means_of_a_row_are_the_same_beside_others() -> None:
     states = torch.randn(3, 70, 40, device=CUDA)
-    with ExactProducts(as_one=False):
+    with overridden(torch.nn.Module(), InvariantProducts()).in_force():
         means = (
             states.mean(-1, keepdim=True),
             torch.mean(states, dim=-1),
@@ -276,10 +274,10 @@ def test_means_of_a_row_are_the_same_beside_others() -> None:
 
 
 def products(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Products [1, num_rows, outputs] that divide sums by the number of rows, as cuBLAS's do."""
-    parts = 2 if rows.shape[1] > 16 else 1
+    """Products [num_rows, outputs] that divide sums by the number of rows, as cuBLAS's do."""
+    parts = 2 if len(rows) > 16 else 1
     pairs = zip(rows.float().chunk(parts, -1), weight.float().chunk(parts, -1), strict=True)
-    return sum(F.linear(*pair).to(rows.dtype) for pair in pairs)
+    return sum((part @ other.T).to(rows.dtype) for part, other in pairs)
 
 
 def test_running_sums_of_one_row_are_those_of_two() -> None:

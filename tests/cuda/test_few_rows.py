@@ -20,9 +20,9 @@ from hf_slospec.cuda import few_rows
 from hf_slospec.cuda import fused_layers as layers
 from hf_slospec.cuda.few_row_kernels import MAX_ROWS, MIN_TILE_ROWS, gated_product, joint_products
 from hf_slospec.cuda.fused_kernels import GELU_TANH, SILU
-from hf_slospec.cuda.fused_layers import FusedLayers
-from tests.cuda.parity import assert_same_up_to_rounding, half
+from tests.cuda.parity import assert_same_up_to_rounding, fused_layers, half
 from tests.support.breadth import nightly_but, quick_or
+from tests.support.packed import CHANGED
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled: see tests/gpu"
@@ -80,7 +80,7 @@ def test_gated_products(num_rows: int, activation: int, function: Any) -> None:
 @pytest.mark.parametrize("family", nightly_but(["llama"], ["llama", "qwen2", "qwen3", "gemma3"]))
 def test_models_compute_the_same_up_to_rounding(family: str) -> None:
     model = half(family)
-    fused = FusedLayers(model, True)
+    fused = fused_layers(model)
     assert JOINT in fused.attributes
     for length in (6, MIN_TILE_ROWS + 1, MAX_ROWS + 1):
         assert_same_up_to_rounding(model, fused, length)
@@ -90,10 +90,10 @@ def test_models_compute_the_same_up_to_rounding(family: str) -> None:
 def test_one_kernel_for_three_layers_and_one_for_a_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     model = half("llama")
     calls = list[str]()
-    fused = FusedLayers(model, True)
+    fused = fused_layers(model)
     plain = nn.functional.linear
     monkeypatch.setattr(F, "linear", lambda x, w, b=None: calls.append("linear") or plain(x, w, b))
-    with fused.in_use():
+    with fused.in_force():
         model(torch.arange(3, 9)[None])
     num_layers = model.config.num_hidden_layers
     assert len(calls) == 2 * num_layers + 1  # o_proj and down_proj of each layer, and the head
@@ -103,9 +103,9 @@ def test_one_kernel_for_three_layers_and_one_for_a_gate(monkeypatch: pytest.Monk
 def test_layers_asked_for_other_states_compute_those() -> None:
     model = half("llama")
     attention = model.model.layers[0].self_attn
-    fused = FusedLayers(model, True)
+    fused = fused_layers(model)
     states, others = torch.randn(2, 1, 4, 32, dtype=torch.bfloat16)
-    with fused.in_use():
+    with fused.in_force():
         attention.q_proj(states)
         assert attention.k_proj(others).equal(attention.k_proj(others))
         assert_close(attention.k_proj(others), F.linear(others, attention.k_proj.weight))
@@ -118,11 +118,11 @@ def test_layers_asked_for_other_states_compute_those() -> None:
 def test_hooks_of_joint_and_gated_layers_run() -> None:
     model = half("llama")
     seen = list[str]()
-    fused = FusedLayers(model, True)
+    fused = fused_layers(model)
     layer = model.model.layers[0]
     for module, name in ((layer.self_attn.k_proj, "k"), (layer.mlp.up_proj, "up")):
         module.register_forward_hook(lambda *_, name=name: seen.append(name))
-    with fused.in_use():
+    with fused.in_force():
         model(torch.arange(3, 9)[None])
     assert seen == ["k", "up"]
 
@@ -156,7 +156,7 @@ def _other_layers(model: Any) -> None:
 @pytest.mark.parametrize("change", [_bias_gone, _bias_with_gaps, _own_forward, _other_layers])
 def test_changes_count_at_once(change: Callable[[Any], None]) -> None:
     model = half("qwen2")
-    fused = FusedLayers(model, True)
+    fused = fused_layers(model)
     change(model)
     for _ in range(quick_or(2, 3)):
         assert_same_up_to_rounding(model, fused)
@@ -166,10 +166,10 @@ def test_changes_count_at_once(change: Callable[[Any], None]) -> None:
 def test_global_hooks_see_gated_layers() -> None:
     model = half("llama")
     seen = set[int]()
-    fused = FusedLayers(model, True)
+    fused = fused_layers(model)
     handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.add(id(module)))
     try:
-        with fused.in_use():
+        with fused.in_force():
             model(torch.arange(3, 9)[None])
     finally:
         handle.remove()
@@ -182,10 +182,10 @@ def test_calls_of_other_forms() -> None:
     attention, mlp, fused = (
         model.model.layers[0].self_attn,
         model.model.layers[0].mlp,
-        FusedLayers(model, True),
+        fused_layers(model),
     )
     states = torch.randn(4, 32, dtype=torch.bfloat16)
-    with fused.in_use():
+    with fused.in_force():
         assert_close(attention.q_proj(input=states), F.linear(states, attention.q_proj.weight))
         assert mlp(states[None, :0]).shape == (1, 0, 32)
         assert attention.q_proj(states[:0]).shape == (0, 32)
@@ -204,11 +204,11 @@ def test_projections_that_are_not_all_called_become_separate(
     model = half("llama")
     calls = list[int]()
     attention = model.model.layers[0].self_attn
-    fused = FusedLayers(model, True)
+    fused = fused_layers(model)
     plain = few_rows._joint
     monkeypatch.setattr(few_rows, "_joint", lambda *given: calls.append(1) or plain(*given))
     states = torch.randn(1, 4, 32, dtype=torch.bfloat16)
-    with fused.in_use():
+    with fused.in_force():
         for _ in range(3):
             assert_close(attention.q_proj(states), F.linear(states, attention.q_proj.weight))
     assert len(calls) == 1
@@ -217,19 +217,20 @@ def test_projections_that_are_not_all_called_become_separate(
 @pytest.mark.usefixtures("_faster")
 def test_replaced_layers_are_freed() -> None:
     model = half("llama")
-    fused = FusedLayers(model, True)
+    fused = fused_layers(model)
     old = weakref.ref(model.model.layers[0].self_attn.q_proj)
     model.model.layers[0].self_attn.q_proj = nn.Identity()
+    fused.renew(CHANGED)
     gc.collect()
     assert old() is None and JOINT in fused.attributes
 
 
 @pytest.mark.usefixtures("_faster")
 def test_compilers_of_other_threads_see_torchs_own_layers() -> None:
-    fused = FusedLayers(half("llama"), True)
+    fused = fused_layers(half("llama"))
     layer = nn.Linear(4, 3)
     states = torch.randn(2, 4)
-    with fused.in_use():
+    with fused.in_force():
         compiled = torch.compile(layer, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(states), F.linear(states, layer.weight, layer.bias))
 
@@ -238,7 +239,7 @@ def test_without_a_gain_layers_stay_separate(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(layers, "DEVICE", "cpu")
     for answer in (lambda *_: False, lambda *_: 1 // 0):  # slower, or it fails
         monkeypatch.setattr(few_rows, "is_faster", answer)
-        assert JOINT not in FusedLayers(half("llama"), True).attributes
+        assert JOINT not in fused_layers(half("llama")).attributes
 
 
 @pytest.mark.usefixtures("_faster")
@@ -246,7 +247,7 @@ def test_projections_of_other_classes_stay_separate() -> None:
     model = half("llama")
     for layer in model.model.layers:
         layer.self_attn.v_proj = nn.Sequential(layer.self_attn.v_proj)
-    assert JOINT not in FusedLayers(model, True).attributes
+    assert JOINT not in fused_layers(model).attributes
 
 
 @pytest.mark.usefixtures("_faster")
@@ -255,4 +256,4 @@ def test_a_gated_layer_whose_output_is_zero_is_fused() -> None:
     model = half("llama")
     for layer in model.model.layers:
         layer.mlp.down_proj.weight.data.zero_()
-    assert any(owner.__name__ == "LlamaMLP" for owner, _ in FusedLayers(model, True).attributes)
+    assert any(owner.__name__ == "LlamaMLP" for owner, _ in fused_layers(model).attributes)

@@ -17,8 +17,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from hf_slospec.cuda import fused_layers as layers
 from hf_slospec.cuda.fused_kernels import GELU_TANH, SILU, gated_activation, rms_norm, rotate
-from hf_slospec.cuda.fused_layers import FusedLayers
-from tests.cuda.parity import assert_same_up_to_rounding, half
+from hf_slospec.model import overrides
+from hf_slospec.model.overrides import Overrides
+from tests.cuda.parity import assert_same_up_to_rounding, fused_layers, half
 from tests.support.toys.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(
@@ -31,7 +32,7 @@ def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "DEVICE", "cpu")
 
 
-def places(fused: FusedLayers) -> set[str]:
+def places(fused: Overrides) -> set[str]:
     return {f"{place[0].__name__.split('.')[-1]}.{place[1]}" for place in fused.attributes}
 
 
@@ -71,7 +72,7 @@ def test_gated_activations(activation: int, function: Any) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_models_compute_the_same_up_to_rounding(family: str) -> None:
     model = half(family)
-    fused = FusedLayers(model, True)
+    fused = fused_layers(model)
     assert {name.split(".")[-1] for name in places(fused)} == {"forward", layers.ROTARY}
     assert len(fused.attributes) == 3
     assert_same_up_to_rounding(model, fused)
@@ -88,8 +89,8 @@ def test_layers_that_compute_something_else_stay_as_they_are() -> None:
         intermediate_size=24,
     )
     cohere = CohereForCausalLM(CohereConfig(**sizes)).to(torch.bfloat16)
-    assert places(FusedLayers(cohere, True)) == {"CohereMLP.forward"}
-    assert not FusedLayers(half("gpt2"), True).attributes
+    assert places(fused_layers(cohere)) == {"CohereMLP.forward"}
+    assert not fused_layers(half("gpt2")).attributes
 
 
 @pytest.mark.usefixtures("_on_cpu")
@@ -99,7 +100,7 @@ def test_layers_with_other_activations_go_their_own_way() -> None:
     states = torch.randn(1, 2, 32, dtype=torch.bfloat16)
     other.act_fn = torch.nn.ReLU()
     right = other(states)
-    with FusedLayers(model, True).in_use():
+    with fused_layers(model).in_force():
         assert other(states).equal(right)
 
 
@@ -107,27 +108,27 @@ def test_layers_with_other_activations_go_their_own_way() -> None:
 def test_one_layer_that_is_not_computed_right_keeps_its_class_as_it_is() -> None:
     model = half("llama")
     model.model.norm.weight.data.fill_(torch.nan)
-    assert "LlamaRMSNorm.forward" not in places(FusedLayers(model, True))
+    assert "LlamaRMSNorm.forward" not in places(fused_layers(model))
 
 
 def test_nothing_is_fused_on_cpus_in_fp32_or_if_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not FusedLayers(half("llama"), True).attributes
+    assert not fused_layers(half("llama")).attributes
     monkeypatch.setattr(layers, "DEVICE", "cpu")
-    assert not FusedLayers(half("llama"), False).attributes
-    assert not FusedLayers(tiny_model("llama"), True).attributes
+    assert not fused_layers(half("llama"), False).attributes
+    assert not fused_layers(tiny_model("llama")).attributes
 
 
 @pytest.mark.usefixtures("_on_cpu")
 def test_other_threads_and_errors() -> None:
     model = half("llama")
     seen = []
-    fused = FusedLayers(model, True)
+    fused = fused_layers(model)
     own = type(model.model.norm).forward
-    with contextlib.suppress(ZeroDivisionError), fused.in_use():
-        thread = threading.Thread(target=lambda: seen.append(layers._active.get()))
+    with contextlib.suppress(ZeroDivisionError), fused.in_force():
+        thread = threading.Thread(target=lambda: seen.append(dict(overrides._in_force.get())))
         thread.start()
         thread.join()
         assert type(model.model.norm).forward is not own
         raise ZeroDivisionError
-    assert seen == [None]
+    assert seen == [{}]
     assert type(model.model.norm).forward is own

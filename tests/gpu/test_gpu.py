@@ -25,6 +25,7 @@ from hf_slospec.cuda.flash_kernels import FlashKernel
 from hf_slospec.cuda.fused_kernels import SILU, rotate
 from hf_slospec.cuda.fused_layers import FusedLayers
 from hf_slospec.cuda.tree_attention import TreeAttention
+from hf_slospec.model.overrides import OverrideOptions
 from tests.support.cuda_tests import (  # noqa: F401  collected here
     CUDA,
     TOLERANCE,
@@ -44,7 +45,7 @@ from tests.support.cuda_tests import (  # noqa: F401  collected here
 from tests.support.model_classes import SUPPORT
 from tests.support.oracles.attention_rows import ROWS, TREES
 from tests.support.oracles.layer_parity import compare_layers
-from tests.support.packed import packed_model
+from tests.support.packed import overridden, packed_model
 from tests.support.toys.tiny_configs import tiny_config
 from tests.support.toys.tiny_models import ragged_texts, sharpened, tiny_model
 
@@ -123,13 +124,14 @@ def test_rotary_embeddings_are_equal_bit_by_bit() -> None:
 )
 def test_layers_are_fused(family: str, num_places: int) -> None:
     model = copy.deepcopy(tiny_model(family)).to(CUDA, torch.bfloat16)
-    fused = FusedLayers(model, True)
+    options = OverrideOptions("cuda", fused_layers=True)
+    fused = overridden(model, FusedLayers.for_model(model, options))
     ids = torch.arange(3, 9, device=CUDA)[None]
     assert (
         len(fused.attributes) - (JOINT in fused.attributes) == num_places
     )  # joint where that is measured to be faster
     plain = model(ids).logits
-    with fused.in_use():
+    with fused.in_force():
         assert (model(ids).logits - plain).norm() < 0.03 * plain.norm()
 
 

@@ -98,12 +98,12 @@ def packed_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> PackedModel:
     if KERNELS:
         force_kernel(monkeypatch, KERNELS[0])
     packed = packed_model(model, prepack=True)
-    assert not KERNELS or len(packed.prepacked)
+    assert not KERNELS or packed.overrides.layers
     return packed
 
 
 def num_stale(packed: PackedModel) -> int:
-    new = [(one, PackedWeight(layer, name)) for (layer, name), one in copies(packed)]
+    new = [(one, PackedWeight(one.layer, one.name)) for one in copies(packed)]
     return sum(not torch.equal(values(one), values(other)) for one, other in new)
 
 
@@ -112,8 +112,8 @@ def values(copy: PackedWeight) -> torch.Tensor:
     return matrix(torch.eye(copy.weight.shape[-1], dtype=copy.weight.dtype), None)
 
 
-def copies(packed: PackedModel) -> Any:
-    return packed.prepacked._copies.items()
+def copies(packed: PackedModel) -> list[PackedWeight]:
+    return [copy for layer in packed.overrides.layers.values() for copy in layer.copies]
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
@@ -156,10 +156,10 @@ def test_merged_adapters_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_what_has_changed_is_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_in()
     packed = packed_of(model, monkeypatch)
-    made = {one: one.num_made for _, one in copies(packed)}
+    made = {one: one.num_made for one in copies(packed)}
     model.model.layers[0].mlp.up_proj.weight.data[0, 0] += 1
     packed.renew()
-    changed = [layer for (layer, _), one in copies(packed) if one.num_made > made[one]]
+    changed = [one.layer for one in copies(packed) if one.num_made > made[one]]
     assert changed == ([model.model.layers[0].mlp.up_proj] if KERNELS else [])
 
 

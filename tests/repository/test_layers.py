@@ -49,9 +49,6 @@ KNOWS_GENERATE = ("generate",)  # may import transformers.generation
 
 # Imports across rings that are still to go: from each file of the core or of a plugin.
 PENDING: dict[str, set[str]] = {
-    "hf_slospec.cpu.exact": {
-        "hf_slospec.cuda.few_row_kernels",
-    },
     "hf_slospec.drafters.assistant": {
         "hf_slospec.heads.translation",
     },
@@ -81,23 +78,15 @@ PENDING: dict[str, set[str]] = {
     "hf_slospec.generate.rollouts": {
         "hf_slospec.heads.past_answers",
     },
-    "hf_slospec.model.checked_model": {
-        "hf_slospec.cpu.exact_trial",
-    },
-    "hf_slospec.model.packed_model": {
-        "hf_slospec.cpu.exact",
-        "hf_slospec.cpu.prepacked",
-        "hf_slospec.cuda.fused_layers",
-    },
 }
 
 # AST nodes without imports and expression contexts.  A budget rises only with a sentence that says what it buys.
 BUDGETS = {
-    ".": 1693,
+    ".": 1700,  # finding the plugins
     "batcher": 9833,
     "cli": 8950,
-    "cpu": 11757,
-    "cuda": 14722,
+    "cpu": 10300,
+    "cuda": 14530,
     "demo": 5880,
     "drafters": 7669,
     "engine": 9028,

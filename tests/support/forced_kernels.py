@@ -24,4 +24,4 @@ def force_kernel(
 
     monkeypatch.setattr(kernel_choice, "_measured", measured)
     monkeypatch.setattr(kernel_choice, "_choices", lambda num_threads: found)
-    monkeypatch.setattr(kernel_choice, "_keep", lambda choices: None)
+    monkeypatch.setattr(kernel_choice, "_save", lambda choices: None)

@@ -12,16 +12,13 @@ import torch
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.model.batch import CachedSequence
 from hf_slospec.model.packed_model import PackedModel
-from hf_slospec.model.prefilled_prompts import cached_tensors
 from hf_slospec.model.properties import evaluating, refused_if_it_fails
 from hf_slospec.model.tree_mask import chain, chain_and_tree
-from hf_slospec.model.trial import plain_steps
+from hf_slospec.model.trial import load_plain, plain_steps
 from hf_slospec.tree.tree import TokenTree
 
-PROMPTS = (
-    120,
-    7,
-)  # tokens of the sequences; the first tree begins and ends in different blocks of 64 keys
+# Tokens of the sequences; the first tree begins and ends in different blocks of 64 keys.
+PROMPTS = (120, 7)
 # Shape of the trees: more nodes than a group has rows.
 DEPTH = 12
 WIDTH = 4
@@ -84,12 +81,7 @@ def _prefill(packed: PackedModel, sequence: CachedSequence, prompt: list[int], c
     """Cache a prompt, as calls do: by the model's own forward, or by chunks."""
     pool = packed.kv_cache.pool
     if packed.prefills_alone:
-        _, cache = plain_steps(packed, prompt, [])
-        packed.kv_cache.load(
-            sequence,
-            cached_tensors(cache, 0, torch.arange(len(prompt), device="cpu"), len(prompt)),
-            len(prompt),
-        )
+        load_plain(packed, sequence, prompt, len(prompt))
         return
     for begin in range(0, len(prompt), chunk):
         tokens = prompt[begin : begin + chunk]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,11 +18,11 @@ from torch.nn.utils.prune import l1_unstructured
 from transformers.pytorch_utils import Conv1D
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.cpu import prepacked
-from hf_slospec.cpu.packed_weights import PackedWeight
-from hf_slospec.cpu.prepacked import PrepackedLayers
+from hf_slospec.cpu import packed_weights
+from hf_slospec.cpu.packed_weights import PackedWeight, PackedWeights
+from hf_slospec.model.overrides import Overrides
 from tests.support.forced_kernels import WORKING, force_kernel
-from tests.support.packed import packed_model
+from tests.support.packed import CHANGED, overridden, packed_model
 from tests.support.toys.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(not WORKING, reason="no kernels for packed weights on this machine")
@@ -46,8 +45,18 @@ def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-def computed(module: nn.Module, input: torch.Tensor, linears: PrepackedLayers) -> torch.Tensor:
-    with torch.no_grad(), linears.in_use():
+def packed(
+    module: nn.Module, wanted: bool | None = True, autocast: torch.dtype | None = None
+) -> Overrides:
+    return overridden(module, PackedWeights(module, wanted, autocast))
+
+
+def copies(overrides: Overrides) -> list[PackedWeight]:
+    return [copy for layer in overrides.layers.values() for copy in layer.copies]
+
+
+def computed(module: nn.Module, input: torch.Tensor, linears: Overrides) -> torch.Tensor:
+    with torch.no_grad(), linears.in_force():
         return module(input)
 
 
@@ -68,27 +77,25 @@ def test_a_layer_gives_what_a_plain_one_gives(
     force_kernel(monkeypatch, kernel)
     module = linear(*sizes, bias, dtype)
     input = rows(*shape, sizes[0], dtype=dtype)
-    ours = computed(module, input, PrepackedLayers(module, True))
+    ours = computed(module, input, packed(module))
     plain = module(input).detach()
     assert ours.shape == plain.shape and ours.dtype == plain.dtype
-    assert PrepackedLayers(module, True).kernels == {kernel: 1}
+    assert packed(module).kernels == {kernel: 1}
     torch.testing.assert_close(ours, plain)
 
 
 def test_inputs_need_not_be_contiguous() -> None:
     module = linear()
     input = rows(24, 6).T
-    torch.testing.assert_close(
-        computed(module, input, PrepackedLayers(module, True)), module(input).detach()
-    )
+    torch.testing.assert_close(computed(module, input, packed(module)), module(input).detach())
 
 
 def test_torch_computes_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     module = linear()
     calls = list[int]()
     force_kernel(monkeypatch, WORKING[0][0], is_faster=(False, True, True, True, True, False))
-    layers = PrepackedLayers(module, True)
-    (copy,) = layers._copies.values()
+    layers = packed(module)
+    (copy,) = copies(layers)
     kernel = copy.matrices[0]
     copy.matrices = [lambda input, bias: calls.append(len(input)) or kernel(input, bias)]
     for num_tokens in (1, 2, 4, 5, 64, 65, 300):
@@ -98,7 +105,7 @@ def test_torch_computes_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_only_layers_whose_kernel_is_faster_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     force_kernel(monkeypatch, "none")
-    assert not len(PrepackedLayers(linear(), True))
+    assert not copies(packed(linear()))
 
 
 def multiply(weight: nn.Parameter) -> None:
@@ -110,13 +117,14 @@ def test_other_threads_compute_plainly_meanwhile(monkeypatch: pytest.MonkeyPatch
     module = linear()
     input = rows(3, 24)
     found = list[torch.Tensor]()
-    layers = PrepackedLayers(module, True)
-    (copy,) = layers._copies.values()
+    layers = packed(module)
+    (copy,) = copies(layers)
     monkeypatch.setattr(
         copy, "product", lambda *_: pytest.fail("another thread's forward was ours")
     )
-    with layers.in_use():
-        assert type(module) is not nn.Linear
+    plain = nn.Linear.forward
+    with layers.in_force():
+        assert nn.Linear.forward is not plain
         thread = threading.Thread(target=lambda: found.append(module(input)))
         thread.start()
         thread.join()
@@ -126,38 +134,24 @@ def test_other_threads_compute_plainly_meanwhile(monkeypatch: pytest.MonkeyPatch
 def test_another_threads_forward_may_end_later() -> None:
     module = linear()
     input = rows(3, 24)
-    with PrepackedLayers(module, True).in_use():
+    with packed(module).in_force():
         forward = module.forward
     assert torch.equal(forward(input), module(input))
 
 
-def test_nothing_stays_on_the_layers() -> None:
+def test_nothing_stays_on_the_class() -> None:
     module = nn.Sequential(linear(), nn.ReLU())
-    linears = PrepackedLayers(module, True)
-    others = PrepackedLayers(module, True)
-    before = dict(module[0].__dict__)
-    with pytest.raises(KeyError), linears.in_use(), others.in_use():  # two at a time, and an error
+    linears = packed(module)
+    others = packed(module)
+    plain = nn.Linear.forward
+    with pytest.raises(KeyError), linears.in_force(), others.in_force():  # two, and an error
         raise KeyError
-    assert type(module[0]) is nn.Linear
-    with linears.in_use():
-        with others.in_use():
+    assert nn.Linear.forward is plain
+    with linears.in_force():
+        with others.in_force():
             pass
-        assert type(module[0]) is not nn.Linear  # the other one still runs
-    assert type(module[0]) is nn.Linear and module[0].__dict__ == before
-
-
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))]
-)
-def test_a_model_can_be_copied_while_it_forwards(copied: Callable[[nn.Module], nn.Module]) -> None:
-    """By another thread: the copy is a plain one, and computes with weights of its own."""
-    module = nn.Sequential(linear())
-    input = rows(3, 24)
-    with PrepackedLayers(module, True).in_use():
-        other = copied(module)
-    before = other(input)
-    multiply(module[0].weight)
-    assert type(other[0]) is nn.Linear and torch.equal(other(input), before)
+        assert nn.Linear.forward is not plain  # the other one still runs
+    assert nn.Linear.forward is plain
 
 
 class Doubled(nn.Module):
@@ -186,11 +180,11 @@ def hook(module: nn.Linear) -> None:
 )
 def test_what_becomes_of_a_layer_later_is_kept(change: Callable[[nn.Linear], Any]) -> None:
     module = linear()
-    linears = PrepackedLayers(module, True)
+    linears = packed(module)
     computed(module, rows(3, 24), linears)
     change(module)
-    linears.renew()
-    assert not len(linears)
+    linears.renew(CHANGED)
+    assert not linears.layers
     input = rows(3, 24, dtype=next(module.parameters()).dtype)
     plain = module(input).detach()
     assert torch.equal(computed(module, input, linears), plain)
@@ -200,9 +194,9 @@ def test_copies_serve_the_autocast_that_they_were_made_for() -> None:
     module = linear(bias=True)
     input = rows(3, 24)
     dtype = torch.bfloat16
-    own = PrepackedLayers(module, True)
-    cast = PrepackedLayers(module, True, dtype)
-    assert len(own) == 1
+    own = packed(module)
+    cast = packed(module, autocast=dtype)
+    assert len(own.layers) == 1
     with torch.autocast("cpu", dtype):
         expected = module(input).detach()
         assert torch.equal(computed(module, input, own), expected)
@@ -213,33 +207,30 @@ def test_copies_serve_the_autocast_that_they_were_made_for() -> None:
 
 def test_layers_that_come_and_go() -> None:
     model = nn.Sequential(linear(), nn.Linear(40, 8))
-    linears = PrepackedLayers(model, True)
+    linears = packed(model)
     gone, model[1] = ref(model[1]), nn.Linear(40, 16)
     assert computed(model, rows(3, 24), linears).shape == (3, 16)
-    linears.renew()
-    assert gone() is None and len(linears) == 2
+    linears.renew(CHANGED)
+    assert gone() is None and len(linears.layers) == 2
 
 
 def test_copies_are_shared_by_all_who_forward_a_model_and_go_with_them() -> None:
     model = copy.deepcopy(tiny_model("llama"))
-    first, second = (
-        packed_model(model, prepack=True).prepacked,
-        packed_model(model, prepack=True).prepacked,
-    )
-    assert first._copies == second._copies and len(first) > 0
+    first, second = (packed_model(model, prepack=True).overrides for _ in range(2))
+    assert copies(first) == copies(second) != []
     weights = {id(m.weight): m.weight.nbytes for m in model.modules() if type(m) is nn.Linear}
     assert first.num_bytes == sum(weights.values())
-    copies = [ref(one) for one in first._copies.values()]
+    packed_copies = [ref(one) for one in copies(first)]
     del first
-    assert all(one() is not None for one in copies)
+    assert all(one() is not None for one in packed_copies)
     del second
     gc.collect()
-    assert all(one() is None for one in copies)
+    assert all(one() is None for one in packed_copies)
 
 
 def test_copies_of_a_target_that_drafts_for_itself_count_once() -> None:
     model = tiny_model("llama")
-    linears = packed_model(model, prepack=True).prepacked
+    linears = packed_model(model, prepack=True).overrides
     gen = SLOSpecGenerator(
         model, model, config=SLOSpecConfig(max_depth=2, prepack=True, compile=False)
     )
@@ -249,12 +240,12 @@ def test_copies_of_a_target_that_drafts_for_itself_count_once() -> None:
 def test_copies_take_a_share_of_the_free_memory_at_most(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(prepacked, "FREE_SHARE", 0.0)
+    monkeypatch.setattr(packed_weights, "FREE_SHARE", 0.0)
     with caplog.at_level("INFO"):
-        assert not len(PrepackedLayers(linear(), None))
+        assert not copies(packed(linear(), None))
     assert "SLOSpecConfig(prepack=True)" in caplog.text
-    assert len(PrepackedLayers(linear(), True)) == 1
-    assert not len(PrepackedLayers(linear(), False))
+    assert len(copies(packed(linear()))) == 1
+    assert not copies(packed(linear(), False))
 
 
 def test_what_is_more_than_a_plain_layer_is_left_alone() -> None:
@@ -278,7 +269,7 @@ def test_what_is_more_than_a_plain_layer_is_left_alone() -> None:
         linear(dtype=torch.float64),
         nn.Conv1d(3, 3, 1),
     ):
-        assert not len(PrepackedLayers(module, True)), module
+        assert not copies(packed(module)), module
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), WORKING)
@@ -288,14 +279,13 @@ def test_fused_experts_and_transposed_weights(
 ) -> None:
     force_kernel(monkeypatch, kernel)
     model = copy.deepcopy(tiny_model(family)).to(dtype)
-    layers = PrepackedLayers(model, True)
+    layers = packed(model)
     assert (
         layers.num_bytes > sum(m.weight.nbytes for m in model.modules() if type(m) is nn.Linear)
         or family == "gpt2"
     )
     assert not any(
-        type(m) in (nn.Linear, Conv1D) and (m, "weight") not in layers._copies
-        for m in model.modules()
+        type(m) in (nn.Linear, Conv1D) and m not in layers.layers for m in model.modules()
     )
     used = set[PackedWeight]()
     product = PackedWeight.product
@@ -306,9 +296,9 @@ def test_fused_experts_and_transposed_weights(
     with torch.no_grad():
         plain = model(ids).logits
         assert not used
-        with layers.in_use():
+        with layers.in_force():
             ours = model(ids).logits
-    assert used == set(layers._copies.values())
+    assert used == set(copies(layers))
     torch.testing.assert_close(
         ours, plain, rtol=0, atol={torch.float32: 1e-4}.get(dtype, 0.1) * float(plain.abs().max())
     )
@@ -319,4 +309,4 @@ def test_parallel_experts_are_left_alone() -> None:
     for module in model.modules():
         if hasattr(module, "_is_expert_parallel"):
             module._is_expert_parallel = True
-    assert all(isinstance(layer, nn.Linear) for layer, _ in PrepackedLayers(model, True)._copies)
+    assert all(isinstance(layer, nn.Linear) for layer in packed(model).layers)
