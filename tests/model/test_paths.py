@@ -148,7 +148,8 @@ class Recorded(ForwardPath):
 def test_another_distribution_adds_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = EntryPoint("recorded", f"{__name__}:Recorded", registry.ENTRY_POINTS)
     monkeypatch.setattr(registry, "_PATHS", dict(registry._PATHS))
-    monkeypatch.setattr(registry.metadata, "entry_points", lambda group: [entry])
+    entries = {registry.ENTRY_POINTS: [entry]}
+    monkeypatch.setattr(registry.metadata, "entry_points", lambda group: entries.get(group, []))
     registry._load_entry_points.cache_clear()
     try:
         assert registered_paths() == [Recorded, CudaGraphPath, CompiledPath]
