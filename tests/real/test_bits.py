@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.cpu import exact_trial
+from hf_slospec.model import exact_trial
 from tests.real.conftest import Real, load
 from tests.support.breadth import quick_or
 from tests.support.served_pair import WAIT_S

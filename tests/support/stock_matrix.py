@@ -737,7 +737,7 @@ PATHS: dict[str, ForwardPath] = {
     ),
     "prepacked": ForwardPath(
         dict(prepack=True), force_prepacking,
-        check=lambda generator: len(generator.decoder.speculator.target.packed.overrides.kernels),
+        check=lambda generator: len(generator.decoder.speculator.target.packed.overrides.layers),
     ),
     "exact-bits": ForwardPath(dict(exact="bits")),
     "chunks": ForwardPath(prepare=constant("hf_slospec.scheduler.prefill.CHUNK", 5)),
