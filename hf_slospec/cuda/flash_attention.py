@@ -68,6 +68,7 @@ class FlashAttention(KernelAttention):
     """The ``flash`` backend."""
 
     def __init__(self, kernel_names: str):
+        super().__init__()
         self.__name__ = f"flash_attention[{kernel_names}]"
         self._kernels: dict[tuple[object, ...], FlashKernel | str] = {}
 
