@@ -70,6 +70,7 @@ class FlashAttention(KernelAttention):
     is_static = True  # reads tensors only, whose sizes depend on no sequence length
 
     def __init__(self, kernel_names: str):
+        super().__init__()
         self.__name__ = f"flash_attention[{kernel_names}]"
         self._kernels: dict[tuple[object, ...], FlashKernel | str] = {}
 

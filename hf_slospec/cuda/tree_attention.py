@@ -241,6 +241,7 @@ class TreeAttention(KernelAttention):
     __name__ = "tree_attention[triton]"  # step-time profiles are stored under this name
 
     def __init__(self, by_path: bool = False):
+        super().__init__()
         self.by_path = by_path
 
     def why_not(

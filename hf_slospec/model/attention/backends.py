@@ -39,6 +39,9 @@ class KernelAttention(ABC):
     __name__: str
     is_static = True  # reads tensors only, whose sizes depend on no sequence length
 
+    def __init__(self) -> None:
+        self._logged = set[str]()  # reasons for sdpa
+
     def __call__(
         self,
         query: torch.Tensor,
@@ -50,7 +53,10 @@ class KernelAttention(ABC):
         why_not = self.why_not(query, keys, values, rules)
         if why_not is None:
             return self.attend(query, keys, values, batch, rules)
-        logger.debug("sdpa instead of %s: %s", self.__name__, why_not)
+        if why_not not in self._logged:
+            self._logged.add(why_not)
+            log = logging.getLogger(type(self).__module__)
+            log.debug("sdpa instead of %s: %s", self.__name__, why_not)
         return sdpa_attention(query, keys, values, batch, rules)
 
     @abstractmethod
