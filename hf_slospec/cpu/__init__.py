@@ -2,7 +2,7 @@
 
 
 def register() -> None:
-    """Register what this plugin adds to the core."""
+    """Add the forward path of this plugin to the registry."""
     from hf_slospec.cpu.compiled import CompiledPath
     from hf_slospec.model.paths import register_path
 
