@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Any, NamedTuple
 
 from hf_slospec.config import SLOSpecConfig
@@ -16,12 +16,13 @@ from hf_slospec.engine.step import Engine
 from hf_slospec.request.request import Request
 from hf_slospec.scheduler.continuous import ContinuousScheduler, Limits
 
-PLUGINS = ("hf_slospec.cpu", "hf_slospec.cuda")  # each has a function register
+# Packages that add to the core through its interfaces; each may be missing.
+PLUGINS = ("hf_slospec.cpu", "hf_slospec.cuda", "hf_slospec.families", "hf_slospec.heads")
 
 
-@cache
+@functools.cache
 def load_plugins() -> None:
-    """Let the plugins of this distribution register what they add; those not installed add none."""
+    """Let each plugin that is there register what it adds."""
     for name in PLUGINS:
         try:
             plugin = importlib.import_module(name)
@@ -29,7 +30,9 @@ def load_plugins() -> None:
             if error.name != name:
                 raise
         else:
-            plugin.register()
+            register: Callable[[], None] | None = getattr(plugin, "register", None)
+            if register is not None:
+                register()
 
 
 class Parts(NamedTuple):
