@@ -74,7 +74,10 @@ def contestant(bench: Bench, batch: int, name: str) -> Iterator[tuple[Method, di
 
 def _effective(target: Any, config: SLOSpecConfig) -> dict[str, Any]:
     packed = PackedModel(target, config.model_copy(update={"compile": False}))
-    return {"attention": packed.backend.__name__, "cuda_graphs": packed.path("cuda_graphs") is not None}
+    return {
+        "attention": packed.backend.__name__,
+        "cuda_graphs": packed.path("cuda_graphs") is not None,
+    }
 
 
 def _same_as(target: Any, name: str, facts: dict[str, Any]) -> str | None:
