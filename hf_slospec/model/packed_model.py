@@ -124,7 +124,7 @@ class PackedModel:
         return has_changed
 
     def take_in_changes(self) -> None:
-        """Update what was made of weights and modules, whoever has renewed the version."""
+        """Update what was made of weights and modules, also if another user has renewed the version."""
         if self._weights_version != self.version.weights:
             self._weights_version = self.version.weights
             if self._modules_version != self.version.modules:

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Facts:
-    """What the probe found of a model, as far as forward paths depend on it."""
+    """Findings of the probe that forward paths depend on."""
 
     class_name: str  # of the model
     package: str = "transformers"  # that defines the model's class
@@ -83,7 +83,7 @@ class Facts:
 
 @dataclass(frozen=True, eq=False)
 class PathContext:
-    """What the forward paths of one model share."""
+    """Model, layers and settings that the forward paths of one model share."""
 
     model: Any
     version: ModelVersion
@@ -95,7 +95,7 @@ class PathContext:
 
     @functools.cached_property
     def keeps_logits(self) -> bool:
-        """Whether the model's forward takes ``logits_to_keep``."""
+        """Return whether the model's forward takes ``logits_to_keep``."""
         return "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
 
