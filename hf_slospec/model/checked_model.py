@@ -220,4 +220,4 @@ class CheckedModel:
                 self.known_cost = new
                 drop_profile(self.packed)
                 if input_device(self.model).type == "cpu":
-                    warn_if_contended(new.at(1) / old.at(1))
+                    warn_if_contended(new(1) / old(1))

@@ -307,7 +307,7 @@ class PackedTarget(Target):
             self._begins[request] + index for request, _, indices in committed for index in indices
         ]
         features = self._features.index_select(
-            0, to_device(torch.tensor(rows, device="cpu"), self._features.device)
+            0, to_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), self._features.device)
         )
         per_request_features = features.split([len(part.indices) for part in committed])
         for (request, begin, _), part in zip(committed, per_request_features, strict=True):
