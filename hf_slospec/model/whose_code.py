@@ -102,7 +102,7 @@ def library_of(code: Any) -> str:
     """Return the top-level package that defines a function or class.
 
     Functions are told by their globals: decorators copy ``__module__`` from what they wrap."""
-    names = getattr(code, "__globals__", None)
+    names = None if isinstance(code, type) else getattr(code, "__globals__", None)
     module = code.__module__ if names is None else names.get("__name__")
     return (module or "").partition(".")[0]
 

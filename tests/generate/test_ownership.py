@@ -192,7 +192,6 @@ CACHES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # transformers' own
 @pytest.mark.parametrize("what", CACHES)
 def test_caches_with_code_of_the_user_are_refused(what: str) -> None:
     with pytest.raises(
@@ -201,6 +200,7 @@ def test_caches_with_code_of_the_user_are_refused(what: str) -> None:
         check_cache("cache", CACHES[what]())
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", [CACHE_NAME, "past_key_values"])
 def test_calls_with_caches_of_the_user_fall_back(name: str) -> None:
     model = model_of()
