@@ -46,6 +46,7 @@ from hf_slospec.generate.speculator import MEASURE_S
 from hf_slospec.generate.validation import check_cache
 from hf_slospec.model.ownership import check_own_code, foreign_members, is_of_transformers
 from hf_slospec.model.properties import CACHE_NAME, cache_option
+from hf_slospec.model.whose_code import library_of
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
 CONFIG = SLOSpecConfig(compile=False, prepack=False)
@@ -755,6 +756,8 @@ def test_functions_are_told_apart_by_their_code() -> None:
         print,
     ):
         assert not is_of_transformers(function)
+    assert library_of(plain) == library_of(LlamaForCausalLM) == "transformers"
+    assert library_of(types.FunctionType) == "builtins"
     assert foreign_members([DynamicCache(), LogitsProcessorList()]) == []
     assert foreign_members([[], Rounding()]) == ["list", "update"]
 
