@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 from weakref import WeakSet
 
 import psutil
@@ -32,14 +32,8 @@ GROUPS = (
 )
 
 
-class FreesMemory(Protocol):
-    """Object that keeps memory only to save time."""
-
-    def free_idle_memory(self) -> None:
-        """Free the memory that is kept only to save time."""
-
-
-holders_of_idle_memory: WeakSet[FreesMemory] = WeakSet()
+# Objects that keep memory only to save time, and free it in ``free_idle_memory()``.
+holders_of_idle_memory: WeakSet[Any] = WeakSet()
 
 
 class MemoryUse(BaseModel):

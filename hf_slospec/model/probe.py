@@ -210,16 +210,14 @@ class InterfaceProbe(StateCache):
             )
             for i, (window, chunk) in complete.items()
         ]
-        return attending, [self._state_layer(layer) for layer in sorted(self._asked)]
-
-    def _state_layer(self, layer: int) -> StateLayer:
-        keys = tuple(sorted(key for key in self._state_bytes if key[0] == layer))
-        return StateLayer(
-            layer,
-            keys,
-            self._state_shapes.get(layer, ()),
-            sum(self._state_bytes[key] for key in keys),
-        )
+        keeping = []
+        for layer in sorted(self._asked):
+            sizes = {
+                key: self._state_bytes[key] for key in sorted(self._state_bytes) if key[0] == layer
+            }
+            shape = self._state_shapes.get(layer, ())
+            keeping.append(StateLayer(layer, tuple(sizes), shape, sum(sizes.values())))
+        return attending, keeping
 
     def _declared_reach(self, model: Any, layer: int) -> Reach:
         """Return the layer's sliding window: the one passed to its attention function, or else the
@@ -334,11 +332,7 @@ def _probed_interface(
     with refused_if_it_fails(model):
         probe = InterfaceProbe()
         watch = InterfaceProbe()
-        own, seen = (
-            DecoderForward(each) if attends_to_encoder(model) else each for each in (probe, watch)
-        )
-        run_model(model, own, input_ids=zero, position_ids=zero)
-        run_model(
-            model, seen, input_ids=zero, position_ids=zero, attention_mask=torch.ones_like(zero)
-        )
+        for each, mask in ((probe, None), (watch, torch.ones_like(zero))):
+            forward = DecoderForward(each) if attends_to_encoder(model) else each
+            run_model(model, forward, zero, mask, input_ids=zero)
         return probe.layers(model, watch.reaches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -148,33 +149,28 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
     cache = packed.kv_cache
     num_nodes = [tree.num_nodes for tree in trees]
     encoder = _encoder_outputs(packed, range(len(prompts)))
-    with cache.temporary(
-        [len(prompt) + nodes for prompt, nodes in zip(prompts, num_nodes, strict=True)]
-    ) as sequences:
-        for sequence, prompt in zip(sequences, prompts, strict=True):
+    with cache.temporary(list(map(operator.add, lengths, num_nodes))) as sequences:
+        pairs = list(zip(sequences, prompts, strict=True))
+        for sequence, prompt in pairs:
             sequence.prompt_len = len(prompt)
         if encoder is not None:
             for sequence, encoded in zip(sequences, encode(packed.model, encoder)[0], strict=True):
                 sequence.encoded = encoded
         if sees_later_tokens(packed.model):
-            for sequence, prompt in zip(sequences, prompts, strict=True):
+            for sequence, prompt in pairs:
                 _, plain_cache = plain_steps(packed, prompt, [])
                 tensors = cached_tensors(
                     plain_cache, 0, torch.arange(len(prompt) - 1, device="cpu"), len(prompt)
                 )
                 cache.load(sequence, tensors, len(prompt) - 1)
         else:
-            parts = [
-                chain(packed, *pair)
-                for pair in zip(sequences, (prompt[:-1] for prompt in prompts), strict=True)
-            ]
+            parts = [chain(packed, sequence, prompt[:-1]) for sequence, prompt in pairs]
             packed.forward(cache.pool, parts, torch.tensor([0], device="cpu"))
-            for sequence, prompt in zip(sequences, prompts, strict=True):
+            for sequence, prompt in pairs:
                 sequence.length = len(prompt) - 1
-        triples = zip(sequences, prompts, trees, strict=True)
         parts = [
             chain_and_tree(packed, sequence, prompt[-1:], tree)
-            for sequence, prompt, tree in triples
+            for (sequence, prompt), tree in zip(pairs, trees, strict=True)
         ]
         ours = (
             packed.forward(cache.pool, parts, torch.arange(sum(num_nodes), device="cpu"))
@@ -182,16 +178,14 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
             .split(num_nodes)
         )
 
-    paths = [(index, np.flatnonzero(trees[index].ancestor_mask()[leaf])) for index, leaf in LEAVES]
-    continued = [(prompts[index], trees[index].tokens[path[1:]].tolist()) for index, path in paths]
-    plain = [
-        plain_steps(packed, *pair, None if encoder is None else encoder[index : index + 1])[0]
-        for (index, _), pair in zip(paths, continued, strict=True)
-    ]
-    pairs = zip(paths, plain, strict=True)
-    return torch.cat(
-        [relative_error(ours[index][path], logits[-len(path) :]) for (index, path), logits in pairs]
-    )
+    errors = []
+    for index, leaf in LEAVES:
+        path = np.flatnonzero(trees[index].ancestor_mask()[leaf])
+        tokens_of_path = trees[index].tokens[path[1:]].tolist()
+        row = None if encoder is None else encoder[index : index + 1]
+        plain, _ = plain_steps(packed, prompts[index], tokens_of_path, row)
+        errors.append(relative_error(ours[index][path], plain[-len(path) :]))
+    return torch.cat(errors)
 
 
 def _noise(packed: PackedModel) -> float:
