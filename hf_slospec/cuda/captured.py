@@ -94,11 +94,8 @@ def _kept_padding(start: int, length: int, dtype: torch.dtype, device: torch.dev
 
 logger = logging.getLogger(__name__)
 
-REPLAYABLE = {
-    pack,
-    plan_tree,
-    plan_own,
-}  # plans of padded batches whose sizes do not depend on lengths of texts
+# Plans of padded batches whose sizes do not depend on lengths of texts.
+REPLAYABLE = {pack, plan_tree, plan_own}
 
 
 class CapturedForwards:

@@ -77,10 +77,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that the device or the host is out of memory; torch has no class
     for the host.
     """
-    messages = (
-        "can't allocate memory",
-        "_STATUS_ALLOC_FAILED",
-    )  # from the host's allocator; from cuBLAS and cuDNN
+    # From the host's allocator; from cuBLAS and cuDNN.
+    messages = ("can't allocate memory", "_STATUS_ALLOC_FAILED")
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
         text in str(error) for text in messages
     )

@@ -55,9 +55,8 @@ class InterfaceProbe(StateCache):
     def __init__(self) -> None:
         super().__init__()
         self._state_bytes: dict[Key, int] = {}
-        self._state_shapes: dict[
-            int, tuple[int, ...]
-        ] = {}  # shape of the state passed to the cache, by layer
+        # Shape of the state passed to the cache, by layer.
+        self._state_shapes: dict[int, tuple[int, ...]] = {}
         self._shapes: dict[int, LayerShape] = {}
         self._windows: dict[int, int | None] = {}  # passed to the attention function, by layer
         self._latent: set[int] = set()  # layers that expand what they cached into K and V
@@ -65,12 +64,10 @@ class InterfaceProbe(StateCache):
         self._attends_again = False
         self._counting: set[int] = set()  # layers that ask for the number of cached tokens
         self._cached: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # layer, K, V
-        self._built: list[
-            tuple[torch.Tensor, Reach | None]
-        ] = []  # masks that the model built by transformers
-        self.reaches: dict[
-            int, Reach | None
-        ] = {}  # what these masks show, by layer; None: neither a window nor chunks
+        # Masks that the model built by transformers.
+        self._built: list[tuple[torch.Tensor, Reach | None]] = []
+        # What these masks show, by layer; None: neither a window nor chunks.
+        self.reaches: dict[int, Reach | None] = {}
 
     is_initialized = False
 
@@ -253,9 +250,8 @@ INTERFACE_KINDS = NO_MIXING | {
     "hybrid",
     "hybrid_sliding",
 }
-GATHERED_KINDS = {
-    "indexed_attention"
-}  # types of layers whose own attention is right over gathered keys
+# Types of layers whose own attention is right over gathered keys.
+GATHERED_KINDS = {"indexed_attention"}
 
 
 def refuse_by_declaration(model: Any) -> None:

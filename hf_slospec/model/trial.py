@@ -38,10 +38,8 @@ DRAWS = 5
 # Lengths of two sequences in one packed batch; the second is long, for layers that change with the
 # length of a forward.
 PROMPTS = (5, 130)
-PARENTS = (
-    (-1, 0, 0, 1),
-    (-1, 0, 1),
-)  # parents in their trees: one branches after its root, one is a chain
+# Parents in their trees: one branches after its root, one is a chain.
+PARENTS = ((-1, 0, 0, 1), (-1, 0, 1))
 # masked tokens, and tokens before them where they are a gap
 PADDING = 3
 GAP_AT = 2
@@ -82,9 +80,8 @@ def counts_padding(packed: PackedModel) -> bool:
     Models that take position ids do not count padding; some others count it as text.
     """
     model = packed.model
-    if any(
-        layer.counts_tokens for layer in packed.layers
-    ):  # the effect may begin after thousands of tokens
+    # The effect may begin after thousands of tokens.
+    if any(layer.counts_tokens for layer in packed.layers):
         return True
     return not takes_position_ids(model) and _counts_masked(packed, 0)
 
@@ -132,9 +129,8 @@ def ignores_zero_types(packed: PackedModel) -> bool:
 def tolerance(packed: PackedModel) -> float:
     """Return the relative error of logits that rounding may cause."""
     dtypes = {stored.dtype for layer in packed.layers for stored in layer.shape.stored}
-    dtypes = dtypes or {
-        packed.model.get_input_embeddings().weight.dtype
-    }  # all layers keep states, which are in fp32
+    # If all layers keep states, these are in fp32 whatever the weights are.
+    dtypes = dtypes or {packed.model.get_input_embeddings().weight.dtype}
     return tolerance_in(dtypes)
 
 
