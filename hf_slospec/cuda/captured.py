@@ -96,11 +96,8 @@ def _cached_padding(start: int, length: int, dtype: torch.dtype, device: torch.d
 
 logger = logging.getLogger(__name__)
 
-REPLAYABLE = {
-    pack,
-    plan_tree,
-    plan_own,
-}  # plans of padded batches whose sizes do not depend on lengths of texts
+# Plans of padded batches whose sizes do not depend on lengths of texts.
+REPLAYABLE = {pack, plan_tree, plan_own}
 
 
 NO_LOGITS = torch.empty(0, device="cpu")

@@ -139,9 +139,8 @@ def ignore_sequence(processors: list[Any]) -> bool:
     """Return whether no processor reads ``input_ids``, so that nodes of several rows may be
     processed together.
     """
-    return all(
-        type(processor) in IGNORE_SEQUENCE for processor in processors
-    )  # a subclass may do anything
+    # A subclass may do anything.
+    return all(type(processor) in IGNORE_SEQUENCE for processor in processors)
 
 
 def draft_processors(processors: Sequence[Any]) -> list[Any] | None:
@@ -193,9 +192,8 @@ def _for_row(processor: Any, row: int, num_rows: int) -> Any:
         copied.prompt_ignore_length = ignored[row : row + 1]
         return copied
     if isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
-        prompt = (
-            row * len(processor.encoder_input_ids) // num_rows
-        )  # one per prompt, not per returned sequence
+        # One per prompt, not per returned sequence.
+        prompt = row * len(processor.encoder_input_ids) // num_rows
         copied.encoder_input_ids = processor.encoder_input_ids[prompt : prompt + 1]
         return copied
     if isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):

@@ -17,14 +17,10 @@ VARIABLES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"
 # parameters of mallopt
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
-KEPT_BLOCK = (
-    4 * 2**20 * ctypes.sizeof(ctypes.c_long)
-)  # bytes; larger blocks are returned when they are freed
-ALLOCATOR_VARIABLES = (
-    "GLIBC_TUNABLES",
-    "MALLOC_TRIM_THRESHOLD_",
-    "MALLOC_MMAP_THRESHOLD_",
-)  # set: no change
+# Bytes; larger blocks are returned when they are freed.
+KEPT_BLOCK = 4 * 2**20 * ctypes.sizeof(ctypes.c_long)
+# If one of these is set, the allocator is left as it is.
+ALLOCATOR_VARIABLES = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
 
 
 def limit_kernels() -> None:

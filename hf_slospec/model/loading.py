@@ -181,9 +181,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     if not local.is_floating_point() or local.dtype.itemsize < 2 or local.device.type == "meta":
         return True
-    return bool(
-        local.sum(dtype=torch.float32).isfinite() or local.isfinite().all()
-    )  # a sum needs no second tensor
+    # A sum needs no second tensor.
+    return bool(local.sum(dtype=torch.float32).isfinite() or local.isfinite().all())
 
 
 def listed(names: Iterable[str]) -> str:

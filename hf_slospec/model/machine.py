@@ -115,10 +115,8 @@ def cpu_info(name: str) -> str:
     return ""
 
 
-QUOTAS = (
-    ("cpu.max",),
-    ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"),
-)  # files of control groups, version 2 and 1
+# Files of control groups, version 2 and 1.
+QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
 WAITING = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"  # variables that say how threads wait for each other
 CONTENDED = (
     4.0  # factor by which forwards must take longer than alone to be blamed on other processes

@@ -53,10 +53,8 @@ CURVE = tuple(
     for tokens in (1, 4, 16, 64, 6, 32, 18, 8, 2, 36, 128, 256, 512)
 )
 NEEDED = CURVE[:2]
-SLOPES = (
-    Size(16, 4),
-    Size(16, 1, 1024),
-)  # more requests or more keys than the curve's 16 tokens have
+# More requests or more keys than the curve's 16 tokens have.
+SLOPES = (Size(16, 4), Size(16, 1, 1024))
 HELD_OUT = (Size(3), Size(12, 4), Size(24, 8), Size(48, 2, 512), Size(96, 2))  # to evaluate the fit
 WORTHWHILE = 4.0
 MAX_PER_REQUEST = 0.1  # seconds per further request, as a share of those of 16 tokens
@@ -260,9 +258,8 @@ class Profile(BaseModel):
 def identity(packed: PackedModel) -> dict[str, Any]:
     """Return what costs depend on: the model, the settings of its packed forwards and the machine."""
     model = packed.model
-    modules = Counter(
-        type(module).__qualname__ for module in model.modules()
-    )  # adapters, quantised linears
+    # They tell models with adapters and quantised layers from others.
+    modules = Counter(type(module).__qualname__ for module in model.modules())
     return {
         "class": type(model).__name__,
         "config": digest(config_values(model.config)),
@@ -313,9 +310,8 @@ def save_profile(packed: PackedModel, cost: ForwardCost) -> None:
 
 def drop_profile(packed: PackedModel) -> None:
     """Remove the saved cost, so that the next process measures the model again."""
-    with contextlib.suppress(
-        OSError, ValueError
-    ):  # a directory that cannot be used holds no profile
+    # A directory that cannot be used holds no profile.
+    with contextlib.suppress(OSError, ValueError):
         _path(packed).unlink(missing_ok=True)
 
 

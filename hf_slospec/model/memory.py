@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -37,14 +37,8 @@ GROUPS = (
 )
 
 
-class FreesMemory(Protocol):
-    """Object that keeps memory only to save time."""
-
-    def free_idle_memory(self) -> None:
-        """Free the memory that is kept only to save time."""
-
-
-holders_of_idle_memory: WeakSet[FreesMemory] = WeakSet()
+# Objects that keep memory only to save time, and free it in ``free_idle_memory()``.
+holders_of_idle_memory: WeakSet[Any] = WeakSet()
 
 
 class MemoryUse(BaseModel):
@@ -88,10 +82,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that the device or the host is out of memory; torch has no class
     for the host.
     """
-    messages = (
-        "can't allocate memory",
-        "_STATUS_ALLOC_FAILED",
-    )  # from the host's allocator; from cuBLAS and cuDNN
+    # From the host's allocator; from cuBLAS and cuDNN.
+    messages = ("can't allocate memory", "_STATUS_ALLOC_FAILED")
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
         text in str(error) for text in messages
     )

@@ -36,12 +36,8 @@ DECODING_METHODS = (
     "get_compiled_call",
     "create_masks_for_generate",
 )
-CALLED = (
-    "__call__",
-    "__getattribute__",
-    "__getattr__",
-    "__setattr__",
-)  # special methods that count among the members
+# Special methods that count among the members.
+CALLED = ("__call__", "__getattribute__", "__getattr__", "__setattr__")
 # Functions that compute softmax attention to all keys that a mask allows, as packed forwards do.
 ATTENTION = (
     "eager_attention_forward",
@@ -134,9 +130,8 @@ def _foreign_of_class(kind: type, among: Collection[str] = ()) -> Iterator[str]:
         member = vars(base).get(name)
         functions = _functions(member)
         is_own = library_of(base) == LIBRARY
-        if functions and (
-            is_own or not isinstance(member, partialmethod)
-        ):  # which binds further arguments
+        # Partial methods bind further arguments.
+        if functions and (is_own or not isinstance(member, partialmethod)):
             is_own = all(map(is_of_transformers, functions))
         if not is_own and base.__module__ != "builtins":
             yield name
@@ -158,9 +153,8 @@ def _functions(member: Any) -> list[Any]:
     if callable(member):
         return [] if isinstance(member, type) else [member]
     is_descriptor = hasattr(type(member), "__get__") and type(member).__module__ != "builtins"
-    return (
-        [getattr(member, "func", member)] if is_descriptor else []
-    )  # partial methods, cached properties
+    # Partial methods, cached properties.
+    return [getattr(member, "func", member)] if is_descriptor else []
 
 
 def _set_on(owner: Any, among: Collection[str] = ()) -> Iterator[str]:
@@ -185,9 +179,8 @@ def _foreign_attention(parts: Sequence[Any]) -> Iterator[str]:
         )
     configs = {id(part.config): part.config for part in parts if "config" in vars(part)}.values()
     names = {str(getattr(config, "_attn_implementation", None) or "eager") for config in configs}
-    implementations = {
-        name.removeprefix("hf_slospec:") for name in names
-    }  # while a packed forward runs
+    # Names have this prefix while a packed forward runs.
+    implementations = {name.removeprefix("hf_slospec:") for name in names}
     for module in map(sys.modules.get, {type(part).__module__ for part in parts}):
         own = vars(module) if module is not None else {}
         interface = own.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)

@@ -345,9 +345,8 @@ def relative_error(ours: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     ours, plain = (
         logits.double() - logits.double().mean(-1, keepdim=True) for logits in (ours, plain)
     )
-    smallest = torch.finfo(
-        plain.dtype
-    ).tiny  # a token without an embedding may have equal logits for all tokens
+    # A token without an embedding may have equal logits for all tokens.
+    smallest = torch.finfo(plain.dtype).tiny
     errors: torch.Tensor = (ours - plain).norm(dim=-1) / plain.norm(dim=-1).clamp(min=smallest)
     return errors
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -36,10 +37,8 @@ DRAWS = 5
 # Lengths of two sequences in one packed batch; the second is long, for layers that change with the
 # length of a forward.
 PROMPTS = (5, 130)
-PARENTS = (
-    (-1, 0, 0, 1),
-    (-1, 0, 1),
-)  # parents in their trees: one branches after its root, one is a chain
+# Parents in their trees: one branches after its root, one is a chain.
+PARENTS = ((-1, 0, 0, 1), (-1, 0, 1))
 # masked tokens, and tokens before them where they are a gap
 PADDING = 3
 GAP_AT = 2
@@ -80,9 +79,8 @@ def counts_padding(packed: PackedModel) -> bool:
     Models that take position ids do not count padding; some others count it as text.
     """
     model = packed.model
-    if any(
-        layer.counts_tokens for layer in packed.layers
-    ):  # the effect may begin after thousands of tokens
+    # The effect may begin after thousands of tokens.
+    if any(layer.counts_tokens for layer in packed.layers):
         return True
     return not takes_position_ids(model) and _counts_masked(packed, 0)
 
@@ -130,9 +128,8 @@ def ignores_zero_types(packed: PackedModel) -> bool:
 def tolerance(packed: PackedModel) -> float:
     """Return the relative error of logits that rounding may cause."""
     dtypes = {stored.dtype for layer in packed.layers for stored in layer.shape.stored}
-    dtypes = dtypes or {
-        packed.model.get_input_embeddings().weight.dtype
-    }  # all layers keep states, which are in fp32
+    # If all layers keep states, these are in fp32 whatever the weights are.
+    dtypes = dtypes or {packed.model.get_input_embeddings().weight.dtype}
     return tolerance_in(dtypes)
 
 
@@ -147,30 +144,25 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
     cache = packed.kv_cache
     num_nodes = [tree.num_nodes for tree in trees]
     encoder = _encoder_outputs(packed, range(len(prompts)))
-    with cache.temporary(
-        [len(prompt) + nodes for prompt, nodes in zip(prompts, num_nodes, strict=True)]
-    ) as sequences:
-        for sequence, prompt in zip(sequences, prompts, strict=True):
+    with cache.temporary(list(map(operator.add, lengths, num_nodes))) as sequences:
+        pairs = list(zip(sequences, prompts, strict=True))
+        for sequence, prompt in pairs:
             sequence.prompt_len = len(prompt)
         if encoder is not None:
             encodings, _ = packed.family.encode(packed.model, encoder)
             for sequence, encoded in zip(sequences, encodings, strict=True):
                 sequence.encoded = encoded
         if sees_later_tokens(packed.model):
-            for sequence, prompt in zip(sequences, prompts, strict=True):
+            for sequence, prompt in pairs:
                 load_plain(packed, sequence, prompt, len(prompt) - 1)
         else:
-            parts = [
-                chain(packed, *pair)
-                for pair in zip(sequences, (prompt[:-1] for prompt in prompts), strict=True)
-            ]
+            parts = [chain(packed, sequence, prompt[:-1]) for sequence, prompt in pairs]
             packed.forward(cache.pool, parts, torch.tensor([0], device="cpu"))
-            for sequence, prompt in zip(sequences, prompts, strict=True):
+            for sequence, prompt in pairs:
                 sequence.length = len(prompt) - 1
-        triples = zip(sequences, prompts, trees, strict=True)
         parts = [
             chain_and_tree(packed, sequence, prompt[-1:], tree)
-            for sequence, prompt, tree in triples
+            for (sequence, prompt), tree in zip(pairs, trees, strict=True)
         ]
         ours = (
             packed.forward(cache.pool, parts, torch.arange(sum(num_nodes), device="cpu"))
@@ -178,16 +170,14 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
             .split(num_nodes)
         )
 
-    paths = [(index, np.flatnonzero(trees[index].ancestor_mask()[leaf])) for index, leaf in LEAVES]
-    continued = [(prompts[index], trees[index].tokens[path[1:]].tolist()) for index, path in paths]
-    plain = [
-        plain_steps(packed, *pair, None if encoder is None else encoder[index : index + 1])[0]
-        for (index, _), pair in zip(paths, continued, strict=True)
-    ]
-    pairs = zip(paths, plain, strict=True)
-    return torch.cat(
-        [relative_error(ours[index][path], logits[-len(path) :]) for (index, path), logits in pairs]
-    )
+    errors = []
+    for index, leaf in LEAVES:
+        path = np.flatnonzero(trees[index].ancestor_mask()[leaf])
+        tokens_of_path = trees[index].tokens[path[1:]].tolist()
+        row = None if encoder is None else encoder[index : index + 1]
+        plain, _ = plain_steps(packed, prompts[index], tokens_of_path, row)
+        errors.append(relative_error(ours[index][path], plain[-len(path) :]))
+    return torch.cat(errors)
 
 
 def _noise(packed: PackedModel) -> float:

@@ -76,15 +76,11 @@ NOT_SETTINGS = IGNORED | {
     "_modules",
     *(name for name in vars(torch.nn.Module()) if "hooks" in name),
 }
-PLAIN = (
-    torch.Tensor,
-    torch.nn.Parameter,
-)  # quantised weights have classes of their own and may have no address
+# Quantised weights have classes of their own and may have no address.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 BUILDERS = ("torch", "transformers")  # modules from elsewhere are adapters, or written by users
-VALUES = frozenset(
-    (type(None), bool, int, float, str)
-)  # types of attributes that are compared by value
-SIMPLE = VALUES.union(PLAIN)  # most attributes are
+# Types of most attributes; they hold no others.
+SIMPLE = frozenset((type(None), bool, int, float, str, *PLAIN))
 _count_of_writes: Callable[[Any], int] = operator.attrgetter("_version")
 
 

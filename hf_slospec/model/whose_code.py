@@ -73,21 +73,10 @@ TOKEN_WISE = frozenset(
     "half hidden_states last_hidden_state linear logits matmul mul neg nn relu sigmoid silu softplus sub tanh to "
     "type_as unsqueeze where".split()
 )
-CALLS = (
-    "__call__",
-    "_call_impl",
-    "_wrapped_call_impl",
-    "_slow_forward",
-    "__getattr__",
-)  # run by each call of a module
-CALLED = (
-    isinstance,
-    tuple,
-    torch,
-    nn,
-    nn.functional,
-    torch.Tensor,
-)  # globals that such code may use
+# Run by each call of a module.
+CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward", "__getattr__")
+# Globals that such code may use.
+CALLED = (isinstance, tuple, torch, nn, nn.functional, torch.Tensor)
 # Instructions of code without loops, and without a trace beyond its local variables.
 WITHOUT_STATE = re.compile(
     "RESUME|NOP|CACHE|PRECALL|PUSH_NULL|COPY_FREE_VARS|LOAD_(FAST.*|CONST|SMALL_INT|DEREF|GLOBAL|ATTR|METHOD)"

@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import hf_slospec
 from hf_slospec import FallbackWarning, SLOSpecConfig, SLOSpecGenerator, UnsupportedModelError
+from hf_slospec.model.whose_code import check_code
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
 CONFIG = SLOSpecConfig(compile=False)
@@ -216,16 +217,19 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_other_code_is_refused_by_name_or_falls_back(name: str) -> None:
-    model = model_with(CHANGES[name])
+def test_code_that_may_mix_tokens_is_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=REFUSED):
-        hf_slospec.enable(model, config=CONFIG)
-    with pytest.raises(UnsupportedModelError, match=REFUSED):
-        SLOSpecGenerator(model, config=CONFIG)
+        check_code(model_with(CHANGES[name]))
+
+
+def test_refused_code_falls_back() -> None:
+    model = model_with(replaced_forward)
+    for make in (hf_slospec.enable, SLOSpecGenerator):
+        with pytest.raises(UnsupportedModelError, match=REFUSED):
+            make(model, config=CONFIG)
     hf_slospec.enable(model, config=CONFIG, fallback=True)
-    call = dict(ragged_prompts(1), max_new_tokens=3)
     with pytest.warns(FallbackWarning, match="per_token"):
-        model.generate(**call, slo_tpot=0.1)
+        model.generate(**ragged_prompts(1), max_new_tokens=3, slo_tpot=0.1)
 
 
 @pytest.mark.parametrize(

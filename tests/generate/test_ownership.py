@@ -43,8 +43,10 @@ from hf_slospec import (
     UnsupportedOptionError,
 )
 from hf_slospec.generate.speculator import MEASURE_S
+from hf_slospec.generate.validation import check_cache
 from hf_slospec.model.ownership import check_own_code, foreign_members, is_of_transformers
 from hf_slospec.model.properties import CACHE_NAME, cache_option
+from hf_slospec.model.whose_code import library_of
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
 CONFIG = SLOSpecConfig(compile=False, prepack=False)
@@ -110,19 +112,14 @@ def is_same_as_stock(model: Any) -> bool:
 # ---- caches
 
 
-class Rounding(DynamicLayer):
-    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().update(key_states.round(), value_states, *args, **kwargs)
+def rounding(kind: Any) -> Any:
+    """Return a class of caches or layers that rounds the keys it gets."""
+    update = lambda self, keys, *args, **kwargs: kind.update(self, keys.round(), *args, **kwargs)  # noqa: E731
+    return type("Rounding", (kind,), {"update": update})
 
 
-class RoundingCache(DynamicCache):
-    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().update(key_states.round(), value_states, *args, **kwargs)
-
-
-class RoundingStaticCache(StaticCache):
-    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().update(key_states.round(), value_states, *args, **kwargs)
+Rounding = rounding(DynamicLayer)
+RoundingCache = rounding(DynamicCache)
 
 
 class CountingCache(DynamicCache):
@@ -175,7 +172,7 @@ def with_layer() -> DynamicCache:
 
 CACHES: dict[str, Callable[[], Any]] = {
     "a subclass": RoundingCache,
-    "a static subclass": lambda: RoundingStaticCache(
+    "a static subclass": lambda: rounding(StaticCache)(
         config=tiny_model("llama").config, max_cache_len=64
     ),
     "another length": CountingCache,
@@ -196,21 +193,25 @@ CACHES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # transformers' own
-@pytest.mark.parametrize("number", range(len(CACHES)), ids=list(CACHES))
-def test_caches_with_code_of_the_user_are_refused(number: int) -> None:
-    model = model_of()
-    cache = list(CACHES.values())[number]
-    name = (CACHE_NAME, "past_key_values")[number % 2]
+@pytest.mark.parametrize("what", CACHES)
+def test_caches_with_code_of_the_user_are_refused(what: str) -> None:
     with pytest.raises(
-        UnsupportedOptionError, match=rf"^{name}, a \w+, has members that are not transformers' own"
+        UnsupportedOptionError, match=r"^cache, a \w+, has members that are not transformers' own"
     ):
-        speculated(model, **{name: cache()})
-    if cache is not NotACache:
-        options = dict(do_sample=False, fallback=True) | {name: cache()}
-        with pytest.warns(FallbackWarning, match="has members"):
-            out = SLOSpecGenerator(model, config=CONFIG).generate(**PROMPTS, **OPTIONS, **options)
-        assert torch.equal(out, stock(model, do_sample=False, **{name: cache()}))
+        check_cache("cache", CACHES[what]())
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", [CACHE_NAME, "past_key_values"])
+def test_calls_with_caches_of_the_user_fall_back(name: str) -> None:
+    model = model_of()
+    with pytest.raises(UnsupportedOptionError, match=f"^{name}, a Rounding, has members"):
+        speculated(model, **{name: RoundingCache()})
+    generator = SLOSpecGenerator(model, config=CONFIG, fallback=True)
+    options: dict[str, Any] = dict(do_sample=False, **{name: RoundingCache()})
+    with pytest.warns(FallbackWarning, match="has members"):
+        out = generator.generate(**PROMPTS, **OPTIONS, **options)
+    assert torch.equal(out, stock(model, do_sample=False, **{name: RoundingCache()}))
 
 
 class Described(DynamicCache):
@@ -261,41 +262,22 @@ class OwnInputs(LlamaForCausalLM):
         return inputs
 
 
-class OwnUpdate(LlamaForCausalLM):
-    @torch.no_grad()
-    def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        return super()._update_model_kwargs_for_generation(*args, **kwargs)
-
-
-class OwnSampling(LlamaForCausalLM):
-    def _sample(self, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        return super()._sample(input_ids, *args, **kwargs).flip(1)
-
-
-class PartialSampling(LlamaForCausalLM):
-    _sample = functools.partialmethod(LlamaForCausalLM._sample)
-
-
-class OwnPrefill(LlamaForCausalLM):
-    def _prefill(self, *args: Any, **kwargs: Any) -> Any:
-        return super()._prefill(*args, **kwargs)
+def overriding(name: str, is_partial: bool = False) -> type:
+    """Return a class that overrides a method, and calls the overridden one."""
+    plain = getattr(LlamaForCausalLM, name)
+    mine = lambda *args, **kwargs: plain(*args, **kwargs)  # noqa: E731
+    method = functools.partialmethod(plain) if is_partial else torch.no_grad()(mine)
+    return type("Overriding", (LlamaForCausalLM,), {name: method})
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
         (OwnInputs, "prepare_inputs_for_generation"),
-        (OwnUpdate, "_update_model_kwargs_for_generation"),
-        (OwnSampling, "_sample"),
-        (OwnPrefill, "_prefill"),
-        (
-            type(
-                "Partial",
-                (LlamaForCausalLM,),
-                {"_sample": functools.partialmethod(LlamaForCausalLM._sample)},
-            ),
-            "_sample",
-        ),
+        (overriding("_update_model_kwargs_for_generation"), "_update_model_kwargs_for_generation"),
+        (overriding("_sample"), "_sample"),
+        (overriding("_prefill"), "_prefill"),
+        (overriding("_sample", is_partial=True), "_sample"),
     ],
 )
 def test_overridden_decoding_methods_are_refused(kind: type, name: str) -> None:
@@ -774,6 +756,8 @@ def test_functions_are_told_apart_by_their_code() -> None:
         print,
     ):
         assert not is_of_transformers(function)
+    assert library_of(plain) == library_of(LlamaForCausalLM) == "transformers"
+    assert library_of(types.FunctionType) == "builtins"
     assert foreign_members([DynamicCache(), LogitsProcessorList()]) == []
     assert foreign_members([[], Rounding()]) == ["list", "update"]
 
