@@ -230,9 +230,8 @@ class StepCosts:
 
     def level_s(self, num_requests: float, width: int, num_keys: float = 0) -> float:
         """Return the seconds of one more draft level."""
-        return self._draft_correction.factor * self.draft_level(
-            num_requests * width, num_requests, num_keys
-        )
+        level_s: float = self.draft_level(num_requests * width, num_requests, num_keys)
+        return self._draft_correction.factor * level_s
 
     def level_parts_s(self, num_requests: int, width: int, num_keys: int) -> tuple[float, float]:
         """Return the seconds of one more draft level in two parts: for up to so many requests, and

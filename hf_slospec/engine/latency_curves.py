@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hf_slospec.forks import cached_property
-from hf_slospec.tree.tree import FloatArray, IntArray
+from hf_slospec.tree.tree import FloatArray
 
-Count = IntArray | FloatArray | float
+Count = npt.NDArray[Any] | float  # numbers of tokens, requests, levels
 Seconds = Any  # a float for single numbers, which is much faster, else f64 of the broadcast shape
 
 

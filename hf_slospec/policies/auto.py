@@ -18,16 +18,10 @@ from hf_slospec.engine.costs import StepCosts, level_share
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.interfaces import Plan, Selection
 from hf_slospec.engine.latency_curves import Count, Seconds
-from hf_slospec.policies.depth import (
-    DepthControl,
-    Drafted,
-    ShapeTime,
-    SLOProgress,
-    end_weights,
-    urgency,
-)
+from hf_slospec.policies.depth import DepthControl, Drafted, ShapeTime
 from hf_slospec.policies.registry import NamedPolicy, affordable_tokens, max_useful_depth
 from hf_slospec.policies.settings import PolicySettings
+from hf_slospec.policies.urgency import SLOProgress, row_weights, urgency
 from hf_slospec.request.request import Request
 from hf_slospec.tree.select import best_ratio_nodes
 from hf_slospec.tree.tree import BoolArray, FloatArray, Forest, IntArray, TokenTree
@@ -177,7 +171,7 @@ class AutoPolicy(NamedPolicy):
         self._num_prefill_tokens = num_prefill_tokens
         if not plan.depth:
             return plan
-        self._ends = self._end_weights(requests)
+        self._ends = row_weights(requests, self.costs)
         factors = [BEST_EFFORT_WEIGHT if r.is_best_effort else 1.0 for r in requests]
         self._weights = weights = urgencies * self._ends * np.array(factors)
         # before the draft processes them
@@ -316,7 +310,7 @@ class AutoPolicy(NamedPolicy):
         )
 
     def _urgencies(self, requests: Sequence[Request], begun_s: float) -> FloatArray:
-        """Return the weights of :func:`~hf_slospec.policies.depth.urgency`.  -> [num_requests] f64"""
+        """Return the weights of :func:`~hf_slospec.policies.urgency.urgency`.  -> [num_requests] f64"""
         if all(request.pace_s is None for request in requests):
             return np.ones(len(requests))
         history = self.history
@@ -335,25 +329,6 @@ class AutoPolicy(NamedPolicy):
         return urgency(
             progress.behind(recent.step_s), cushion, is_unattainable, self.config.urgency
         )
-
-    def _end_weights(self, requests: Sequence[Request]) -> FloatArray:
-        """Return the weights of :func:`~hf_slospec.policies.depth.end_weights`, with a mean of 1.
-        -> [num_requests] f64
-
-        They are 1 for requests that end one by one, and if any has an SLO.
-        """
-        if len(requests) == 1 or not all(
-            r.params.ends_with_others and r.pace_s is None for r in requests
-        ):
-            return np.ones(len(requests))
-        all_s = self.costs.step_s(len(requests))
-        one_s = self.costs.step_s(1)
-        row_s = max(all_s - one_s, 0.0) / (len(requests) - 1)
-        # The first token came with the prompt.
-        columns = [(r.num_left, r.num_emitted - 1, r.stats.num_steps) for r in requests]
-        num_left, committed, num_steps = np.array(columns, np.float64).T
-        weights = end_weights(num_left, committed, num_steps, max(one_s - row_s, 0.0), row_s)
-        return np.asarray(weights / weights.mean())
 
     def _warn_once(self, request: Request, needed: float) -> None:
         if request not in self._warned:
