@@ -29,9 +29,8 @@ from hf_slospec.tree.tree import BoolArray, FloatArray, Forest, IntArray, TokenT
 logger = logging.getLogger(__name__)
 
 SPAN = 16  # nodes over which the cost of one more node is averaged
-UNATTAINABLE = (
-    2.0  # an SLO is unattainable if it needs this many times the tokens of whole candidate trees
-)
+# An SLO is unattainable if it needs this many times the tokens of whole candidate trees
+UNATTAINABLE = 2.0
 MIN_DRAFTED_STEPS = 8  # steps with drafts before any SLO counts as unattainable
 FADE = 0.1  # weight of a step in running averages
 MAX_UNDERSTATED = 4.0  # largest ratio of a step's calibrated probabilities to the draft's
@@ -41,10 +40,9 @@ SETTLED_STEPS = 32  # steps within which drafting must pay for what the draft ha
 # Requests drafted for while speculation does not pay; for all, the draft would prefill all prompts
 PROBED_REQUESTS = 8
 BEST_EFFORT_WEIGHT = 0.5  # factor on the weight of best-effort requests when nodes are selected
-BATCH_STEPS, BATCH_TREES = (
-    4,
-    16,
-)  # learned from at once, whichever is less: numpy takes as long for one tree as for 16
+# Learned from at once, whichever is less: numpy takes as long for one tree as for 16
+BATCH_STEPS = 4
+BATCH_TREES = 16
 
 
 class SpeculationHistory:
@@ -206,7 +204,7 @@ class AutoPolicy(NamedPolicy):
         def step_s(num_nodes: Count) -> Seconds:
             return draft_s + self.costs.verify_s(num_nodes, num_requests, num_keys)
 
-        def priced_s(num_nodes: IntArray) -> FloatArray:
+        def priced_s(num_nodes: IntArray) -> Seconds:
             return (seconds := step_s(num_nodes)) + self.costs.first_tokens.price_s(seconds)
 
         def mixed_s(num_nodes: IntArray) -> FloatArray:
@@ -345,11 +343,10 @@ class AutoPolicy(NamedPolicy):
     def _probe_s(self, requests: Sequence[Request], depth: int, width: int) -> float:
         """Return the seconds of drafting for a look while speculation is off."""
         probed = _probed(requests)
-        num_keys, num_behind = (
-            sum(len(r.tokens) for r in probed),
-            sum(r.num_draft_behind for r in probed),
-        )
-        return self.costs.draft_s(len(probed), depth, width, num_keys, num_behind)
+        num_keys = sum(len(request.tokens) for request in probed)
+        num_behind = sum(request.num_draft_behind for request in probed)
+        look_s: float = self.costs.draft_s(len(probed), depth, width, num_keys, num_behind)
+        return look_s
 
     def _shape_time(
         self,
@@ -368,7 +365,7 @@ class AutoPolicy(NamedPolicy):
 
         def seconds(
             depths: IntArray, widths: IntArray, tokens: FloatArray, nodes: FloatArray
-        ) -> FloatArray:
+        ) -> Seconds:
             num_behind = sum(request.num_draft_behind for request in requests)
             catch_up_s, settled_s = (
                 self.costs.draft_s(num_requests, 1, 1, num_keys, first)
@@ -383,13 +380,12 @@ class AutoPolicy(NamedPolicy):
                 num_requests, depths, widths, num_keys, num_committed, verify_s, prompt_len
             )
             step_s = draft_s + first_s * (depths > 0) + verify_s
-            prefill_s: FloatArray | float = 0.0
+            priced_s = step_s
             if num_prefill_tokens:
-                prefill_s = (
-                    self.costs.verify_s(num_nodes + num_prefill_tokens, num_requests, num_keys)
-                    - verify_s
-                )
-            return step_s + self.costs.first_tokens.price_s(step_s + prefill_s)
+                num_tokens = num_nodes + num_prefill_tokens
+                mixed_s = self.costs.verify_s(num_tokens, num_requests, num_keys)
+                priced_s = step_s + (mixed_s - verify_s)
+            return step_s + self.costs.first_tokens.price_s(priced_s)
 
         return seconds
 

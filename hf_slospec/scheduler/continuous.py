@@ -23,7 +23,8 @@ from hf_slospec.scheduler.guarantees import (
 )
 from hf_slospec.scheduler.prefill import CHUNK, CallBatches
 from hf_slospec.scheduler.queue import Undecided, WaitingQueue
-from hf_slospec.scheduler.slots import Limits, Slots, in_order_of_preemption
+from hf_slospec.scheduler.slots import Limits as Limits
+from hf_slospec.scheduler.slots import Slots, in_order_of_preemption
 from hf_slospec.scheduler.window_guarantees import WindowGuarantees
 
 STARVING = 0  # first rank in the queue
@@ -312,20 +313,15 @@ class ContinuousScheduler(Slots):
         """Return the key in the queue: starving requests, guaranteed ones, the rest with those past
         their SLO last.
         """
-        due_s = prefill_deadline_s(request)
         waiting_since_s = self._waiting_since.get(request)
         priority = request.params.priority
         since_s = request.stats.arrived_s if waiting_since_s is None else waiting_since_s
         if waiting_since_s is not None and now_s >= since_s + self.limits.starvation_s:
             return STARVING, priority, since_s, request.index
         if request.is_guaranteed:
-            return (
-                1,
-                priority,
-                due_s if self.admission in ("slo", "edf") else since_s,
-                since_s,
-                request.index,
-            )
+            is_by_deadline = self.admission in ("slo", "edf")
+            due_s = prefill_deadline_s(request) if is_by_deadline else since_s
+            return 1, priority, due_s, since_s, request.index
         is_too_late = not request.num_emitted and now_s > lost_s(request)
         return LAST_RANK, priority, is_too_late, since_s, request.index
 
@@ -337,11 +333,6 @@ class ContinuousScheduler(Slots):
             (change_s for change_s in (starves_s, too_late_s) if change_s > now_s), default=math.inf
         )
 
-    @property
-    def _slots(self) -> int:
-        """Slots of all requests up to which further requests enter; one alone always fits."""
-        return self._max_slots if self.running else self.limits.kv_tokens
-
     def _victims(self, request: Request, may_preempt: bool) -> list[Request] | None:
         """Return the requests whose preemption lets the request fit; None if that cannot be.
 
@@ -349,17 +340,14 @@ class ContinuousScheduler(Slots):
         emit."""
         needed_by = self._after_step if may_preempt else self._expected
         spare = self._spare(request.params.priority) if may_preempt else []
-        num_free, slots = (
-            self.limits.max_batch - len(self.running),
-            self._slots - needed_by(self.running),
-        )
-        needed = self._expected([request])
+        # one request alone always fits
+        max_slots = self._max_slots if self.running else self.limits.kv_tokens
+        free = max_slots - needed_by(self.running) - self._expected([request])
+        num_left = self.limits.max_batch - len(self.running)
         for count in range(len(spare) + 1):
-            if num_free > 0 and slots >= needed:
+            if num_left + count > 0 and free >= 0:
                 return spare[:count]
-            if count < len(spare):
-                num_free = num_free + 1
-                slots = slots + needed_by([spare[count]])
+            free += needed_by(spare[count : count + 1])
         return None
 
     def _spare(self, priority: float = math.inf) -> list[Request]:

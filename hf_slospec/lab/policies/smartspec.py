@@ -289,7 +289,8 @@ class SmartSpecPolicy(NamedPolicy):
         num_keys = add(batch.keys[:, None])
         num_tokens = add(lengths + 1) + batch.num_prefill_tokens
         draft_s = self._draft_s(batch, lengths, add) if drafted_s is None else drafted_s
-        return draft_s + self.costs.verify_s(num_tokens, num_requests, num_keys)
+        seconds: FloatArray = draft_s + self.costs.verify_s(num_tokens, num_requests, num_keys)
+        return seconds
 
     def _draft_s(self, batch: Batch, lengths: IntArray, add: Add = _sum) -> FloatArray:
         """Return the seconds of drafting in such steps: of each level for the requests that draft
