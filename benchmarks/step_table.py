@@ -33,21 +33,21 @@ NEW_TOKENS = 48
 FORWARD = [
     (
         "linear layers",
-        r"torch/nn/modules/linear\.py|hf_slospec/models/linear/(prepacked|packed_layers|kernels)\.py",
+        r"torch/nn/modules/linear\.py|hf_slospec/cpu/(prepacked|packed_weights|kernels)\.py",
     ),
-    ("attention", "hf_slospec/models/attention/"),
+    ("attention", "hf_slospec/model/attention/"),
     ("norms", r"Norm\.forward \("),
     ("rotary embedding", r"rotary|rotate_half"),
     ("activations", r"torch/nn/modules/activation\.py|transformers/activations\.py"),
     ("the rest of the layers", "transformers/models/"),
-    ("inputs and masks", r"hf_slospec/models/packed/(model|new_tokens)\.py"),
+    ("inputs and masks", r"hf_slospec/model/(packed_model|batch)\.py"),
 ]
 PHASES = [
-    ("verify", r"_verify \(.*models/target\.py"),
+    ("verify", r"_verify \(.*model/target\.py"),
     ("draft", r"draft \(.*hf_slospec/drafters/assistant\.py"),
     ("plan and select", "hf_slospec/policies/"),
     ("accept", "hf_slospec/tree/accept.py"),
-    ("commit", r"commit \(.*models/target\.py"),
+    ("commit", r"commit \(.*model/target\.py"),
     ("rest of the step", r"step \(.*engine/step\.py"),
     ("around the steps", r"generate \(.*hf_slospec/"),
 ]

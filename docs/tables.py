@@ -1,9 +1,11 @@
 """Fill the tables of README.md and docs/ from the measurements: ``python -m docs.tables``.
 
 A table is generated between ``<!-- table: name -->`` and ``<!-- end -->``. A figure in running text
-is written by hand and has its source behind it, ``1.58x<!-- figure: FILE PATH .2f -->``: a file
-below ``benchmarks/results``, and the place in it. ``tests/repository/test_figures.py`` fails where
-a page differs from the files."""
+is written by hand and has a key behind it, ``1.58x<!--f3-->``. The file of the page in
+``docs/figures`` has the source of each key: ``f3 FILE PATH .2f``, a file below
+``benchmarks/results`` and the place in it. Keys such as ``g3`` stand for the reason why a figure
+has no source. ``tests/repository/test_figures.py`` fails where a page differs from the files.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+KEY = re.compile(r"<!--([fg]\d+)-->")
 FIGURE = re.compile(
     r"(?P<shown>-?\d[\d,]*(?:\.\d+)?)(?P<unit>[^\d<]{0,20})"
     r"<!-- figure: (?P<file>\S+) (?P<path>[^<]+?) (?P<format>\.\df)(?: times (?P<scale>[\d.e-]+))? -->",
@@ -31,6 +34,20 @@ REDUCED: dict[str, Callable[[Sequence[float]], float]] = {
     "min": min,
     "sum": sum,
 }
+
+
+def read(page: Path) -> str:
+    """Return a page's text with its sources in place of their keys."""
+    text = page.read_text(encoding="utf-8")
+    name = page.relative_to(ROOT).with_suffix("").as_posix().removeprefix("docs/")
+    file = ROOT / "docs" / "figures" / f"{name.replace('/', '-')}.txt"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    sources = dict(line.split(" ", 1) for line in lines)
+    used = set(KEY.findall(text))
+    if used != sources.keys():
+        raise ValueError(f"{name}: keys without source, or unused: {used ^ sources.keys()}")
+    kinds = {"f": "figure", "g": "given"}
+    return KEY.sub(lambda match: f"<!-- {kinds[match[1][0]]}: {sources[match[1]]} -->", text)
 
 
 @functools.cache

@@ -13,9 +13,9 @@ import torch
 from hf_slospec.engine.interfaces import Chooser, Chunk, Drafter, Target
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.families.prefilled_prompts import Prefilled
-from hf_slospec.model.agreement import relative_error
 from hf_slospec.model.memory import as_memory_error
 from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.properties import relative_error
 from hf_slospec.model.sampling import PendingChoices
 from hf_slospec.model.sequences import MIN_SHARED, RequestSequences
 from hf_slospec.model.transfer import to_device
@@ -307,7 +307,7 @@ class PackedTarget(Target):
             self._begins[request] + index for request, _, indices in committed for index in indices
         ]
         features = self._features.index_select(
-            0, to_device(torch.tensor(rows, device="cpu"), self._features.device)
+            0, to_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), self._features.device)
         )
         per_request_features = features.split([len(part.indices) for part in committed])
         for (request, begin, _), part in zip(committed, per_request_features, strict=True):

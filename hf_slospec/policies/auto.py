@@ -207,7 +207,7 @@ class AutoPolicy(NamedPolicy):
         def priced_s(num_nodes: IntArray) -> Seconds:
             return (seconds := step_s(num_nodes)) + self.costs.first_tokens.price_s(seconds)
 
-        def mixed_s(num_nodes: IntArray) -> FloatArray:
+        def mixed_s(num_nodes: IntArray) -> Seconds:
             return priced_s(num_nodes + num_prefill_tokens)
 
         # Nodes deeper than what a request may still emit are never committed.

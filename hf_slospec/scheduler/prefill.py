@@ -119,7 +119,8 @@ def required_rate(guaranteed: Sequence[Request], costs: StepCosts, now_s: float)
 
 def _due_s(request: Request, costs: StepCosts, now_s: float) -> float:
     if request.num_emitted:
-        return min(now_s + SLOWDOWN * costs.step_s(0, request.num_uncached), request.stage_due_s)
+        rest_s: float = costs.step_s(0, request.num_uncached)
+        return min(now_s + SLOWDOWN * rest_s, request.stage_due_s)
     due_s = prefill_deadline_s(request)
     if due_s < math.inf:
         return due_s

@@ -10,50 +10,7 @@ import pytest
 
 from hf_slospec.batcher.handle import RequestHandle
 from hf_slospec.errors import QueueFull, RequestCancelledError
-from hf_slospec.request.request import Stage
 from tests.support.toys.server import WAIT_S, Server, alone
-
-
-def test_a_cancelled_request_ends_alone(server: Server) -> None:
-    server.toy.gate.clear()
-    doomed = server.submit(10**6)
-    other = server.submit(5)
-    doomed.cancel()
-    server.toy.gate.set()
-    with pytest.raises(RequestCancelledError):
-        doomed.result(WAIT_S)
-    with pytest.raises(RequestCancelledError):
-        list(doomed)
-    assert other.result(WAIT_S).token_ids == alone(5)
-    doomed.cancel()  # once more does nothing
-    assert doomed.done()
-
-
-def test_a_request_that_waits_is_cancelled_too(server: Server) -> None:
-    server.toy.gate.clear()
-    running = [server.submit(3) for _ in range(4)]
-    waiting = server.submit(3)
-    waiting.cancel()
-    server.toy.gate.set()
-    with pytest.raises(RequestCancelledError):
-        waiting.result(WAIT_S)
-    assert all(handle.result(WAIT_S).token_ids == alone(3) for handle in running)
-
-
-def test_a_fault_of_a_requests_own_fails_that_request_only(server: Server) -> None:
-    def broken(tokens: list[int]) -> bool:
-        if len(tokens) > 6:
-            raise ZeroDivisionError("of the criterion")
-        return False
-
-    failing = server.submit(20, is_stop=broken)
-    others = [server.submit(20) for _ in range(3)]
-    with pytest.raises(ZeroDivisionError, match="of the criterion"):
-        failing.result(WAIT_S)
-    with pytest.raises(ZeroDivisionError):
-        list(failing.tokens())
-    assert all(handle.result(WAIT_S).token_ids == alone(20) for handle in others)
-    assert failing.request.finish_reason == "error"
 
 
 def test_a_full_queue_refuses_or_waits() -> None:
@@ -73,38 +30,6 @@ def test_a_full_queue_refuses_or_waits() -> None:
     handles.append(server.submit(3, block=True, timeout=WAIT_S))
     assert all(handle.result(WAIT_S).token_ids == alone(3) for handle in handles)
     server.batcher.stop(drain=True, timeout=None)
-
-
-def test_giving_everything_up_empties_the_queue() -> None:
-    server = Server(max_queue=3, max_batch=1)
-    server.batcher.start()
-    server.toy.gate.clear()
-    handles = list[RequestHandle]()
-    with contextlib.suppress(QueueFull):
-        for _ in range(9):
-            handles.append(server.submit(10**6))
-    for handle in handles:
-        handle.cancel()
-    server.toy.gate.set()
-    for handle in handles:
-        with pytest.raises(RequestCancelledError):
-            handle.result(WAIT_S)
-    assert server.submit(3, block=True, timeout=WAIT_S).result(WAIT_S).token_ids == alone(3)
-    server.batcher.stop(drain=True, timeout=None)
-    assert (server.batcher.num_waiting, server.batcher.num_running, server.batcher.kv_held) == (
-        0,
-        0,
-        0,
-    )
-
-
-def test_out_of_memory_sheds_work_before_anyone_fails(server: Server) -> None:
-    server.toy.gate.clear()
-    promised = [server.submit(12, stages=(Stage(1e6),), ttft_slo_s=1e6) for _ in range(2)]
-    spare = [server.submit(12) for _ in range(2)]
-    server.toy.most_requests = 2
-    server.toy.gate.set()
-    assert all(handle.result(WAIT_S).token_ids == alone(12) for handle in (*promised, *spare))
 
 
 def test_a_request_that_alone_runs_out_of_memory_fails(server: Server) -> None:

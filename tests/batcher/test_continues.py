@@ -7,62 +7,13 @@ import time
 from typing import Any
 
 import pytest
-import torch
 
 from hf_slospec import InvalidInputError, InvalidTypeError, SLOSpecGenerator, SLOStage
 from hf_slospec.batcher.handle import RequestHandle
-from tests.support.breadth import nightly_but, quick_or
-from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, Fails, Holds
+from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, Fails, Holds, answer
 
 PROMPT = "\n".join(PROMPTS[:2])
 RESULT = "\n# the tool's result: 42\n"
-
-
-def stock(
-    pair: tuple[Any, ...], ids: list[int], seed: int | None = None, **options: Any
-) -> list[int]:
-    if seed is not None:
-        torch.manual_seed(seed)
-    out = pair[0].generate(
-        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), tokenizer=pair[2], **options
-    )
-    return out[0, len(ids) :].tolist()
-
-
-CASES: list[dict[str, Any]] = [
-    dict(),
-    dict(do_sample=True, temperature=1.2, seed=7),
-    dict(do_sample=True, repetition_penalty=1.2, seed=8),
-    dict(stop_strings=["\n"]),
-]
-
-
-@pytest.mark.parametrize(
-    "options", nightly_but(CASES[1:3], CASES), ids=["-".join(case) or "greedy" for case in CASES]
-)
-@pytest.mark.parametrize("kept_tokens", nightly_but([None], [None, 0]))
-def test_output_after_a_pause_is_that_of_generate_over_the_same_tokens(
-    pair: tuple[Any, Any, Any], options: dict[str, Any], kept_tokens: int | None
-) -> None:
-    with SLOSpecGenerator(
-        *pair, CONFIG.model_copy(update={"kept_tokens": kept_tokens})
-    ) as generator:
-        ids, handle = (
-            pair[2](PROMPT)["input_ids"],
-            generator.submit(PROMPT, max_new_tokens=quick_or(12, 20), **options),
-        )
-        for _ in range(quick_or(2, 3)):
-            output = handle.result(WAIT_S).token_ids
-            assert output == stock(pair, ids, max_new_tokens=quick_or(12, 20), **options)
-            num_known = len(ids) + len(output) - 1  # the K/V of the last token was never needed
-            ids = ids + output + pair[2](RESULT, add_special_tokens=False)["input_ids"]
-            handle = generator.submit(
-                RESULT, continues=handle, max_new_tokens=quick_or(12, 20), **options
-            )
-            assert list(handle.request.params.prompt) == ids
-            handle.result(WAIT_S)
-            assert handle.metrics.reused == (0 if kept_tokens == 0 else num_known)
-        assert (generator.stats().reused_tokens > 0) == (kept_tokens is None)
 
 
 def test_memory_that_others_need_is_taken_from_a_pause_and_its_kv_computed_again(
@@ -76,7 +27,7 @@ def test_memory_that_others_need_is_taken_from_a_pause_and_its_kv_computed_again
         second = generator.submit(RESULT, continues=first, max_new_tokens=10)
         output = second.result(WAIT_S).token_ids
         assert second.metrics.reused == 0
-        assert output == stock(pair, list(second.request.params.prompt), max_new_tokens=10)
+        assert output == answer(pair[0], second.request.params.prompt, max_new_tokens=10)
 
 
 def test_a_pause_is_in_no_slo_and_earlier_misses_are_kept(served: SLOSpecGenerator) -> None:
@@ -108,8 +59,8 @@ def test_a_cancelled_request_goes_on_and_its_salt_with_it(
     while not first.done():
         threading.Event().wait(0.01)
     second = served.submit(RESULT, continues=first, max_new_tokens=8)
-    assert second.result(WAIT_S).token_ids == stock(
-        pair, list(second.request.params.prompt), max_new_tokens=8
+    assert second.result(WAIT_S).token_ids == answer(
+        pair[0], second.request.params.prompt, max_new_tokens=8
     )
     assert second.request.params.cache_salt == "mine" and second.metrics.reused > 0
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 import hf_slospec
-from hf_slospec import InvalidInputError, InvalidTypeError, SLOSpecGenerator
-from hf_slospec.tiny.embedded import FOLDER
+from hf_slospec import InvalidInputError, SLOSpecGenerator
 from tests.support.enabled_model import OPTIONS
 from tests.support.toys.tiny_models import assert_same_as_stock
 
@@ -26,24 +25,6 @@ def test_from_pretrained_reads_folders(tmp_path: Any) -> None:
     )
     inputs = generator.tokenizer(["import os\n"], return_tensors="pt")
     assert_same_as_stock(generator.model, generator.generate, dict(inputs), **OPTIONS)
-
-
-@pytest.mark.parametrize(
-    ("drafter", "kind"),
-    [("lookup", "prompt lookup"), (["lookup", str(FOLDER / "mtp")], "prompt lookup + MTP layer")],
-)
-def test_from_pretrained_loads_a_drafter(drafter: Any, kind: str, tmp_path: Any) -> None:
-    target, _, tokenizer = hf_slospec.load_tiny_pair()
-    target.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    generator = SLOSpecGenerator.from_pretrained(str(tmp_path), drafter=drafter)
-    assert generator.decoder.speculator.method.kind == kind
-    inputs = tokenizer(["import os\n"], return_tensors="pt")
-    assert_same_as_stock(generator.model, generator.generate, dict(inputs), **OPTIONS)
-    with pytest.raises(InvalidInputError, match="nowhere"):
-        SLOSpecGenerator.from_pretrained(str(tmp_path), drafter="./nowhere")
-    with pytest.raises(InvalidTypeError, match="a drafter must be a name"):
-        SLOSpecGenerator.from_pretrained(str(tmp_path), drafter=[])
 
 
 def test_from_pretrained_refuses_two_ways_to_draft_before_it_loads() -> None:

@@ -15,42 +15,10 @@ from transformers import LogitsProcessorList, StoppingCriteriaList, TextStreamer
 
 from hf_slospec import (
     NotRunningError,
-    QueueFull,
     RequestHandle,
     SLOSpecGenerator,
 )
-from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, Fails, alone
-
-
-def test_before_the_start_and_after_the_end(pair: tuple[Any, Any, Any]) -> None:
-    target, draft, tokenizer = pair
-    generator = SLOSpecGenerator(target, draft, tokenizer, CONFIG)
-    with pytest.raises(NotRunningError, match="start"):
-        generator.submit("x")
-    generator.stop()  # does nothing
-    with generator:
-        handle = generator.submit("x", max_new_tokens=3)
-    assert handle.done()
-    with pytest.raises(NotRunningError, match="stopped"):
-        generator.submit("x")
-    assert isinstance(generator.start().submit("x", max_new_tokens=3), RequestHandle)
-    generator.stop(drain=False)
-
-
-def test_a_full_queue(pair: tuple[Any, Any, Any]) -> None:
-    target, draft, tokenizer = pair
-    config = CONFIG.model_copy(update={"max_queue": 1, "max_batch": 1})
-    with SLOSpecGenerator(target, draft, tokenizer, config) as generator:
-        handles = [generator.submit(PROMPTS[0], max_new_tokens=200)]
-        with contextlib.suppress(QueueFull):  # whether the first still waits
-            handles.append(generator.submit(PROMPTS[0], max_new_tokens=200))
-        with pytest.raises(QueueFull, match="block=True"):
-            generator.submit(PROMPTS[0], max_new_tokens=3)
-        late = generator.submit(PROMPTS[0], max_new_tokens=3, block=True)
-        for handle in handles:
-            handle.cancel()
-        assert len(late.result(WAIT_S).token_ids) == 3
-    assert generator.stats().waiting == 0
+from tests.support.served_pair import PROMPTS, WAIT_S, Fails, alone
 
 
 def test_waiting_for_a_request_in_the_thread_that_decodes_it_is_refused(

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import math
 import threading
-import weakref
 from typing import Any
 
 import pytest
 
 from hf_slospec.batcher.handle import RequestHandle
-from hf_slospec.batcher.texts import TextStream
 from hf_slospec.engine.events import Commit, PhaseTimes
 from hf_slospec.errors import InvalidInputError, InvalidTypeError
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from tests.support.toys.server import WAIT_S, Server, alone
 
 
@@ -98,18 +96,6 @@ def test_asyncio_streams_and_results(server: Server) -> None:
     assert asyncio.run(main()) == ["".join(map(str, alone(new))) for new in (3, 9, 20)]
 
 
-def test_an_await_may_time_out_and_be_asked_again(server: Server) -> None:
-    async def main() -> None:
-        server.toy.gate.clear()
-        handle = server.submit(3)
-        with pytest.raises(TimeoutError, match="goes on"):
-            await handle.aresult(0.01)
-        server.toy.gate.set()
-        assert (await handle.aresult(WAIT_S)).token_ids == alone(3)
-
-    asyncio.run(main())
-
-
 def test_polling_leaves_nothing_behind(server: Server) -> None:
     async def main() -> None:
         server.toy.gate.clear()
@@ -132,33 +118,3 @@ def test_a_result_that_takes_too_long_times_out_and_goes_on(server: Server) -> N
         handle.result(0.01)
     server.toy.gate.set()
     assert handle.result(WAIT_S).token_ids == alone(3)
-
-
-def test_finished_requests_are_let_go(server: Server) -> None:
-    handle = server.submit(3)
-    handle.result(WAIT_S)
-    gone = weakref.ref(handle)
-    del handle
-    server.books.ended.clear()
-    server.submit(3).result(WAIT_S)  # pushes the first one out of the engine's last step
-    server.toy.steps.clear()
-    server.toy.released.clear()
-    gc.collect()
-    assert gone() is None
-
-
-def test_pieces_sum_to_the_text_whatever_tokens_have_none() -> None:
-    words = {1: "Hello", 2: " world", 3: "", 4: " you"}  # 3 is special and skipped
-
-    def to_text(ids: list[int]) -> str:
-        return "".join(
-            words[i] for i in ids
-        ).lstrip()  # as SentencePiece decoders strip the first space
-
-    for ids in ([1, 3, 2, 3, 3, 4], [3, 2, 4], [2, 3, 3, 3, 1], [3, 3]):
-        for size in (1, 2, 3):
-            stream = TextStream(to_text)
-            pieces = list[str]()
-            for begin in range(0, len(ids), size):
-                pieces.append(stream.push(ids[begin : begin + size], begin + size >= len(ids)))
-            assert "".join(pieces) == to_text(ids), (ids, size)

@@ -14,10 +14,9 @@ import torch
 from PIL import Image
 
 from hf_slospec import InvalidInputError, SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.server.app import ServerSettings, make_app
 from hf_slospec.server.engine import LocalEngine
 from hf_slospec.server.limits import RequestLimits
-from tests.server.conftest import listening
+from tests.server.conftest import serving
 from tests.support.served_pair import WAIT_S
 from tests.support.toys.tiny_image_models import (
     IMAGE,
@@ -202,16 +201,9 @@ def test_images_over_http(generator: SLOSpecGenerator, monkeypatch: pytest.Monke
 
     engine = LocalEngine(generator, template=None)
     engine.response_template = None
-    with (
-        listening(
-            make_app(
-                engine, ServerSettings(model_name="tiny", bounds=RequestLimits(pixels=20 * 200))
-            )
-        ) as url,
-        httpx.Client(base_url=url, timeout=120.0) as client,
-    ):
-        image = picture(3)
-        wide = picture(4, width=400)
+    with serving(engine, bounds=RequestLimits(pixels=20 * 200)) as served:
+        client = served.client
+        image, wide = picture(3), picture(4, width=400)
         answer = asked(data_url(image), detail="low")
         assert answer.status_code == 200, answer.text
         inputs = Letters()(["see <i>!"], [image])

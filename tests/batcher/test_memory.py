@@ -13,7 +13,6 @@ from hf_slospec import (
     tiny_prompts,
 )
 from hf_slospec.model.kv_cache import KVPool
-from hf_slospec.model.target import PackedTarget
 from tests.support.breadth import quick_or
 from tests.support.generate_arguments import Ends
 from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, Holds, alone
@@ -32,23 +31,6 @@ def test_long_prompts_are_fed_in_chunks_beside_running_streams(pair: tuple[Any, 
         late = generator.submit(long, max_new_tokens=12)
         assert late.result(WAIT_S).token_ids == expected
         assert [handle.result(WAIT_S).token_ids for handle in handles] == streams
-
-
-def test_preempted_requests_resume_exactly(pair: tuple[Any, Any, Any]) -> None:
-    target, draft, tokenizer = pair
-    expected = [alone(pair, prompt, max_new_tokens=quick_or(20, 40)) for prompt in PROMPTS[:4]]
-    config = CONFIG.model_copy(update={"max_batch": 2})
-    with SLOSpecGenerator(target, draft, tokenizer, config) as generator:
-        with Holds() as holds:
-            options = dict(max_new_tokens=quick_or(20, 40))
-            spare = [generator.submit(p, **options, stopping_criteria=[holds]) for p in PROMPTS[:2]]
-            assert holds.is_reached.wait(WAIT_S)
-            urgent = [
-                generator.submit(p, **options, slo_tpot=10.0, slo_ttft=100.0) for p in PROMPTS[2:4]
-            ]
-        assert [handle.result(WAIT_S).token_ids for handle in (*spare, *urgent)] == expected
-        assert sum(handle.metrics.preempted for handle in spare) > 0
-        assert generator.stats().preempted > 0
 
 
 def test_requests_that_may_emit_far_more_than_fits_run_together_and_stay_exact(
@@ -90,32 +72,6 @@ def test_requests_that_may_emit_far_more_than_fits_run_together_and_stay_exact(
         assert [handle.result(WAIT_S).token_ids for handle in handles] == expected
     assert max(running) == 3
     assert sum(handle.metrics.preempted for handle in handles)
-
-
-def test_running_out_of_memory_between_draft_and_verify_is_made_good(
-    pair: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, draft, tokenizer = pair
-    expected = [alone(pair, prompt, max_new_tokens=30) for prompt in PROMPTS[:4]]
-    verify = PackedTarget._verify
-    calls = itertools.count()
-    raised = list[int]()
-
-    def fails_at_times(*arguments: Any) -> Any:
-        if (call := next(calls)) in (3, 7):
-            raised.append(call)
-            raise RuntimeError(
-                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
-            )
-        return verify(*arguments)
-
-    with SLOSpecGenerator(target, draft, tokenizer, CONFIG) as generator:
-        monkeypatch.setattr(PackedTarget, "_verify", fails_at_times)
-        handles = [
-            generator.submit(prompt, max_new_tokens=30, slo_tpot=10.0) for prompt in PROMPTS[:4]
-        ]
-        assert [handle.result(WAIT_S).token_ids for handle in handles] == expected
-    assert raised
 
 
 def test_running_out_of_memory_while_committing_is_made_good(

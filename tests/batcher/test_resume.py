@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from hf_slospec import (
-    InvalidInputError,
-    InvalidTypeError,
     NotGuaranteedError,
     Progress,
     SLOSpecGenerator,
@@ -85,25 +83,6 @@ def test_cancelled_request_goes_on_from_its_own_progress(
     )
 
 
-@pytest.mark.parametrize(
-    ("progress", "error"),
-    [
-        (Progress([1] * 8), InvalidInputError),  # all of max_new_tokens
-        (Progress([10**9]), InvalidInputError),
-        (Progress([-1]), InvalidInputError),
-        (Progress([1], elapsed_s=math.nan), InvalidInputError),
-        (Progress([1], elapsed_s=1.0, decoding_s=2.0), InvalidInputError),
-        ([1, 2], InvalidTypeError),
-    ],
-    ids=str,
-)
-def test_progress_that_cannot_be_resumed_is_refused(
-    served: SLOSpecGenerator, progress: Any, error: type[Exception]
-) -> None:
-    with pytest.raises(error, match=r"resume|progress"):
-        served.submit(PROMPT, max_new_tokens=8, resume=progress)
-
-
 def test_request_is_refused_where_its_slos_cannot_be_guaranteed(
     pair: tuple[Any, Any, Any], served: SLOSpecGenerator
 ) -> None:
@@ -126,8 +105,3 @@ def test_request_is_refused_where_its_slos_cannot_be_guaranteed(
     assert after.declined == before.declined + 1 and after.finished.get(
         "error"
     ) == before.finished.get("error")
-
-
-def test_guarantee_and_best_effort_exclude_each_other(served: SLOSpecGenerator) -> None:
-    with pytest.raises(InvalidInputError, match="must_guarantee and best_effort"):
-        served.submit(PROMPT, max_new_tokens=8, slo_tpot=5.0, must_guarantee=True, best_effort=True)

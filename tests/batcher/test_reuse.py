@@ -8,138 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from hf_slospec import SLOSpecConfig, SLOSpecGenerator, tiny_prompts, weights_changed
-from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec import SLOSpecGenerator, tiny_prompts, weights_changed
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import Stage
 from hf_slospec.scheduler.continuous import ContinuousScheduler, Limits
-from tests.support.breadth import quick_or
-from tests.support.served_pair import CONFIG, WAIT_S, Holds, alone
+from tests.support.served_pair import CONFIG, WAIT_S, answer
 from tests.support.toys.models import new_costs
 from tests.support.toys.tiny_models import tiny_model
 
 SYSTEM = "\n".join(tiny_prompts()[:3])
-
-
-def alone_ids(pair: tuple[Any, ...], ids: list[int], **options: Any) -> list[int]:
-    out = pair[0].generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), **options)
-    return out[0, len(ids) :].tolist()
-
-
-# With room for hardly more than one turn, and for all of them.
-@pytest.mark.parametrize("kv_tokens", [1_400, pytest.param(20_000, marks=pytest.mark.nightly)])
-def test_every_turn_of_a_chat_gets_the_answer_it_gets_alone(
-    pair: tuple[Any, Any, Any], kv_tokens: int
-) -> None:
-    config = CONFIG.model_copy(update={"kv_tokens": kv_tokens})
-    with SLOSpecGenerator(*pair, config) as generator:
-        ids = pair[2](SYSTEM)["input_ids"]
-        reused = list[int]()
-        for turn in range(quick_or(3, 4)):
-            ids = ids + pair[2](f"\n# turn {turn}\n", add_special_tokens=False)["input_ids"]
-            handle = generator.submit(ids, max_new_tokens=24)
-            answer = handle.result(WAIT_S).token_ids
-            assert answer == alone_ids(pair, ids, max_new_tokens=24)
-            reused.append(handle.metrics.reused)
-            assert (reused[-1] == 0) == (turn == 0)
-            previous = len(ids) + len(answer) - 1
-            ids = ids + answer
-            assert generator.stats().reused_tokens == sum(reused)
-        assert reused[-1] > 0.8 * previous
-
-
-def test_users_of_one_system_prompt_share_it_while_they_run_and_afterwards(
-    pair: tuple[Any, Any, Any],
-) -> None:
-    prompts = [f"{SYSTEM}\n# {name}\n" for name in ("ada", "bob", "cleo", "dan")]
-    expected = [alone(pair, prompt, max_new_tokens=quick_or(16, 30)) for prompt in prompts]
-    with SLOSpecGenerator(*pair, CONFIG) as generator:
-        first = generator.submit(prompts[0], max_new_tokens=quick_or(16, 30))
-        next(first.tokens())
-        others = [
-            generator.submit(prompt, max_new_tokens=quick_or(16, 30)) for prompt in prompts[1:]
-        ]
-        assert [handle.result(WAIT_S).token_ids for handle in (first, *others)] == expected
-        shared = len(pair[2](SYSTEM)["input_ids"])
-        assert first.metrics.reused == 0
-        assert all(handle.metrics.reused >= shared - 1 for handle in others)
-        assert generator.submit(
-            prompts[1], max_new_tokens=quick_or(16, 30), do_sample=True, seed=3
-        ).result(WAIT_S).token_ids == alone(
-            pair, prompts[1], 3, max_new_tokens=quick_or(16, 30), do_sample=True
-        )
-        stats = generator.stats()
-        assert stats.kept_tokens > shared and stats.kv_tokens == 0
-        sample = {
-            s.name: s.value for family in generator.collector().collect() for s in family.samples
-        }
-        assert (
-            sample["hf_slospec:prefix_cache_hits_total"] == stats.reused_tokens > 3 * (shared - 1)
-        )
-
-
-def test_salts_and_the_setting_keep_texts_apart(pair: tuple[Any, Any, Any]) -> None:
-    with SLOSpecGenerator(*pair, CONFIG) as generator:
-        reused = []
-        for salt in ("", "a", "b", "a", ""):
-            handle = generator.submit(SYSTEM, max_new_tokens=4, cache_salt=salt)
-            handle.result(WAIT_S)
-            reused.append(handle.metrics.reused > 0)
-        assert reused == [False, False, False, True, True]
-    with SLOSpecGenerator(*pair, CONFIG.model_copy(update={"kept_tokens": 0})) as generator:
-        for _ in range(2):
-            handle = generator.submit(SYSTEM, max_new_tokens=4)
-            handle.result(WAIT_S)
-            assert handle.metrics.reused == 0
-        assert generator.stats().kept_tokens == 0
-
-
-def test_nothing_is_reused_after_the_weights_have_changed(pair: tuple[Any, Any, Any]) -> None:
-    target, draft, tokenizer = pair
-    target = copy.deepcopy(target)
-    with SLOSpecGenerator(target, draft, tokenizer, CONFIG) as generator:
-        for change in (0.0, 0.05, 0.0):
-            with torch.no_grad():
-                target.model.layers[0].self_attn.v_proj.weight.add_(change)
-            expected = alone((target, draft, tokenizer), SYSTEM, max_new_tokens=quick_or(12, 24))
-            for is_first in (True, False):
-                handle = generator.submit(SYSTEM, max_new_tokens=quick_or(12, 24))
-                assert handle.result(WAIT_S).token_ids == expected
-                assert (handle.metrics.reused == 0) == is_first
-
-
-def fused_step(model: Any) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01, fused=True)
-    model(input_ids=torch.arange(3, 40)[None], labels=torch.arange(3, 40)[None]).loss.backward()
-    optimizer.step()
-
-
-CHANGES: list[Any] = [
-    fused_step,
-    lambda model: model.model.layers[0].mlp.up_proj.weight.data.mul_(-1.0),
-    lambda model: model.model.layers[0].register_forward_hook(
-        lambda module, inputs, out: out * -1.0
-    ),
-    lambda model: setattr(model.model.layers[0].input_layernorm, "variance_epsilon", 1.0),
-    lambda model: setattr(model.model.layers[0].mlp, "act_fn", torch.nn.Tanh()),
-    lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.01),
-    lambda model: model.model.layers[0].mlp.up_proj.weight.detach().mul_(-1.0),
-    lambda model: model.model.layers[0].mlp.offset.fill_(3.0),
-]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_nothing_is_reused_after_anything_of_the_model_has_changed(change: Any) -> None:
-    model: Any = copy.deepcopy(tiny_model("llama"))
-    mlp = model.model.layers[0].mlp
-    mlp.offset = torch.tensor(0.0)  # neither a parameter nor a buffer
-    mlp.register_forward_hook(lambda module, inputs, out: out + module.offset)
-    ids = torch.randint(3, 101, (80,), generator=torch.Generator().manual_seed(1)).tolist()
-    with SLOSpecGenerator(model, config=CONFIG) as generator:
-        generator.submit(ids, max_new_tokens=24).result(WAIT_S)
-        assert generator.submit(ids, max_new_tokens=2).result(WAIT_S).metrics.reused > 0
-        change(model)
-        handle = generator.submit(ids, max_new_tokens=24)
-        assert handle.result(WAIT_S).token_ids == alone_ids((model,), ids, max_new_tokens=24)
-        assert handle.metrics.reused == 0
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
@@ -156,7 +34,7 @@ def test_an_adapter_that_is_switched_off_and_on_again_meanwhile_leaves_nothing_w
                 next(handle.tokens())
             handle.result(WAIT_S)
             handle = generator.submit(ids, max_new_tokens=24)
-            assert handle.result(WAIT_S).token_ids == alone_ids((base,), ids, max_new_tokens=24)
+            assert handle.result(WAIT_S).token_ids == answer(base, ids, max_new_tokens=24)
 
 
 def wrapped(model: Any) -> Any:
@@ -179,7 +57,7 @@ TEMPORARY: list[Any] = [
 def test_a_change_that_is_undone_while_a_request_runs_leaves_nothing_wrong(change: Any) -> None:
     model: Any = copy.deepcopy(tiny_model("llama"))
     ids = torch.randint(3, 101, (20,), generator=torch.Generator().manual_seed(1)).tolist()
-    plain = alone_ids((model,), ids, max_new_tokens=150, eos_token_id=None)
+    plain = answer(model, ids, max_new_tokens=150, eos_token_id=None)
     with SLOSpecGenerator(model, config=CONFIG) as generator:
         handle = generator.submit(ids, max_new_tokens=150, eos_token_id=None)
         tokens = handle.tokens()
@@ -192,7 +70,7 @@ def test_a_change_that_is_undone_while_a_request_runs_leaves_nothing_wrong(chang
         assert ids[20:] != plain, "the change came too late"
         for _ in range(2):
             handle = generator.submit(ids, max_new_tokens=24)
-            assert handle.result(WAIT_S).token_ids == alone_ids((model,), ids, max_new_tokens=24)
+            assert handle.result(WAIT_S).token_ids == answer(model, ids, max_new_tokens=24)
 
 
 def test_told_changes_of_what_a_hook_reads_are_noticed_each_time() -> None:
@@ -207,27 +85,8 @@ def test_told_changes_of_what_a_hook_reads_are_noticed_each_time() -> None:
             weights_changed()
             for is_first in (True, False):
                 handle = generator.submit(ids, max_new_tokens=24)
-                assert handle.result(WAIT_S).token_ids == alone_ids(
-                    (model,), ids, max_new_tokens=24
-                )
+                assert handle.result(WAIT_S).token_ids == answer(model, ids, max_new_tokens=24)
                 assert (handle.metrics.reused == 0) == is_first
-
-
-def test_resumed_requests_find_their_own_k_v(pair: tuple[Any, Any, Any]) -> None:
-    config = SLOSpecConfig(check_invariants=True, kv_tokens=20_000, max_batch=1)
-    expected = (
-        alone(pair, SYSTEM, max_new_tokens=40),
-        alone(pair, tiny_prompts()[5], max_new_tokens=8),
-    )
-    with SLOSpecGenerator(*pair, config) as generator:
-        with Holds() as holds:
-            spare = generator.submit(SYSTEM, max_new_tokens=40, stopping_criteria=[holds])
-            assert holds.is_reached.wait(WAIT_S)
-            urgent = generator.submit(
-                tiny_prompts()[5], max_new_tokens=8, slo_tpot=10.0, slo_ttft=100.0
-            )
-        assert (spare.result(WAIT_S).token_ids, urgent.result(WAIT_S).token_ids) == expected
-        assert spare.metrics.preempted == 1 and spare.metrics.reused == 0
 
 
 @pytest.mark.parametrize("num_known", [0, 900])

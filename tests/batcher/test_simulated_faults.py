@@ -74,6 +74,8 @@ PLAIN = replace(
     has_assistant=True, faults=(), users=(), seconds=(1.0,), limits=Limits(2, 404, 4, 16, 20.0), kept=float("inf"),
     switching=0.9,
 )  # fmt: skip
+MEMORY_POINTS = ("target pool", "target move", "target copy", "target forward", "sampler")
+DRAFT_POINTS = ("draft pool", "draft copy", "draft forward")
 JOB = Job(family=0, prompt_len=24, own_tokens=2, new=30)
 
 
@@ -85,21 +87,21 @@ def simulated(*faults: Fault, jobs: int = 3, **changes: object) -> Simulation:
     return simulation
 
 
-@pytest.mark.parametrize(
-    "point",
-    [
-        "target pool",
-        "target move",
-        "target copy",
-        "target forward",
-        "sampler",
-        "draft pool",
-        "draft copy",
-        "draft forward",
-    ],
-)
-@pytest.mark.parametrize("kind", ["memory", "torch"])
-def test_memory_that_runs_short_once_ends_nothing(point: str, kind: str) -> None:
+MEMORY = [
+    (point, kind) for point in (*MEMORY_POINTS, *DRAFT_POINTS) for kind in ("memory", "torch")
+]
+HARMLESS = [
+    *MEMORY,
+    *((point, "memory") for point in ("plan", "select", "learn")),
+    ("on_step", "observer"),
+    ("on_end", "observer"),
+]
+
+
+@pytest.mark.parametrize(("point", "kind"), HARMLESS)
+def test_memory_that_runs_short_and_errors_of_the_observer_end_nothing(
+    point: str, kind: str
+) -> None:
     num_struck = 0
     for number in range(quick_or(3, 6)):
         simulation = simulated(Fault(point, number, kind))
@@ -167,13 +169,6 @@ def test_batchers_and_generate_on_one_model_take_turns_whatever_their_load() -> 
         assert first[-1] < last[len(last) // 2]  # few steps are over long before many are
 
 
-@pytest.mark.parametrize("point", ["plan", "select", "learn"])
-def test_memory_that_runs_short_in_a_policy_ends_nothing(point: str) -> None:
-    simulation = simulated(Fault(point, 1, "memory"))
-    assert simulation.world.struck
-    assert [own.handle.finish_reason for own in simulation.submitted] == ["length"] * 3
-
-
 @pytest.mark.parametrize("in_criterion", [False, True])
 def test_errors_of_a_requests_own_end_it_alone(in_criterion: bool) -> None:
     jobs = (
@@ -183,13 +178,6 @@ def test_errors_of_a_requests_own_end_it_alone(in_criterion: bool) -> None:
     simulation = Simulation(replace(PLAIN, users=(jobs,)))
     simulation.run()
     assert [own.handle.finish_reason for own in simulation.submitted] == ["error", "length"]
-
-
-@pytest.mark.parametrize("point", ["on_step", "on_end"])
-def test_errors_of_the_observer_end_nothing(point: str) -> None:
-    simulation = simulated(Fault(point, 0, "observer"), Fault(point, 2, "observer"))
-    assert simulation.world.struck
-    assert [own.handle.finish_reason for own in simulation.submitted] == ["length"] * 3
 
 
 @pytest.mark.parametrize("point", ["target forward", "draft forward", "target move"])

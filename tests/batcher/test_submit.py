@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
+import math
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from transformers import LogitsProcessorList
 from hf_slospec import (
     InvalidInputError,
     InvalidTypeError,
+    Progress,
     SLOSpecGenerator,
     SLOStage,
     UnsupportedOptionError,
@@ -150,7 +151,14 @@ def test_ids_tensors_and_texts_are_the_same_prompt(
     served: SLOSpecGenerator, pair: tuple[Any, Any, Any]
 ) -> None:
     ids = pair[2](PROMPTS[1])["input_ids"]
-    prompts = (PROMPTS[1], ids, tuple(ids), torch.tensor(ids), torch.tensor([ids]))
+    prompts = (
+        PROMPTS[1],
+        ids,
+        tuple(ids),
+        [np.int64(token) for token in ids],
+        torch.tensor(ids),
+        torch.tensor([ids]),
+    )
     results = {
         tuple(served.submit(prompt, max_new_tokens=9).result(WAIT_S).token_ids)
         for prompt in prompts
@@ -171,28 +179,6 @@ def test_chat_messages_go_through_the_template(pair: tuple[Any, Any, Any]) -> No
         result = generator.submit(messages, max_new_tokens=8).result(WAIT_S)
         text = generator.submit("# user\ndef f(x):\n# answer", max_new_tokens=8).result(WAIT_S)
     assert result.token_ids == text.token_ids
-
-
-def test_generate_runs_beside_the_batcher(
-    served: SLOSpecGenerator, pair: tuple[Any, Any, Any]
-) -> None:
-    tokenizer = pair[2]
-    expected = [alone(pair, prompt, max_new_tokens=24) for prompt in PROMPTS[:6]]
-    found: dict[int, list[int]] = {}
-
-    def generate(index: int) -> None:
-        inputs = tokenizer(PROMPTS[index], return_tensors="pt")
-        out = served.generate(input_ids=inputs["input_ids"], max_new_tokens=24)
-        found[index] = out[0, inputs["input_ids"].shape[1] :].tolist()
-
-    threads = [threading.Thread(target=generate, args=(index,)) for index in range(3)]
-    handles = [served.submit(prompt, max_new_tokens=24) for prompt in PROMPTS[3:6]]
-    for thread in threads:
-        thread.start()
-    results = [handle.result(WAIT_S).token_ids for handle in handles]
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert [found[index] for index in range(3)] + results == expected
 
 
 def test_stages_and_metrics(served: SLOSpecGenerator) -> None:
@@ -229,6 +215,16 @@ def test_a_deadline_for_the_last_token_changes_no_token(
     )
     assert (lost.metrics.guaranteed, lost.metrics.attained) == (False, False)
     assert 0.0 < easy.metrics.ttft_s < easy.metrics.e2e_s < WAIT_S
+
+
+NO_PROGRESS: list[tuple[Any, type[Exception]]] = [
+    (Progress([1] * 5), InvalidInputError),  # all of max_new_tokens
+    (Progress([10**9]), InvalidInputError),
+    (Progress([-1]), InvalidInputError),
+    (Progress([1], elapsed_s=math.nan), InvalidInputError),
+    (Progress([1], elapsed_s=1.0, decoding_s=2.0), InvalidInputError),
+    ([1, 2], InvalidTypeError),
+]
 
 
 @pytest.mark.parametrize(
@@ -281,6 +277,20 @@ def test_a_deadline_for_the_last_token_changes_no_token(
         ("x", dict(max_new_tokens=10**7), InvalidInputError, "kv_tokens"),
         ("x", dict(max_new_token=5), ValueError, "max_new_token"),
         ("x", dict(temperature=-1.0, do_sample=True), ValueError, "temperature"),
+        ("x", dict(stop_strings=""), InvalidInputError, "stop_strings"),
+        ("x", dict(stop_strings=[]), InvalidInputError, "stop_strings"),
+        ("x", dict(stop_strings=["a", ""]), InvalidInputError, "stop_strings"),
+        ("x", dict(generation_config={}), InvalidTypeError, "generation_config"),
+        (
+            "x",
+            dict(must_guarantee=True, best_effort=True),
+            InvalidInputError,
+            "must_guarantee and best_effort",
+        ),
+        *(
+            ("x", dict(resume=progress), error, r"resume|progress")
+            for progress, error in NO_PROGRESS
+        ),
     ],
 )
 def test_bad_input_is_refused_at_submit_and_disturbs_nothing(
@@ -309,27 +319,3 @@ def test_without_a_tokenizer_token_ids_stream(pair: tuple[Any, Any, Any]) -> Non
             == alone(pair, PROMPTS[0], max_new_tokens=7)
         )
         assert handle.result().text is None
-
-
-def test_ids_may_be_those_of_numpy(served: SLOSpecGenerator) -> None:
-    plain, from_numpy = ([kind(token) for token in (3, 4, 5)] for kind in (int, np.int64))
-    first, second = (
-        served.submit(ids, max_new_tokens=4).result(WAIT_S).token_ids for ids in (plain, from_numpy)
-    )
-    assert first == second
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(stop_strings=""),
-        dict(stop_strings=[]),
-        dict(stop_strings=["a", ""]),
-        dict(generation_config={}),
-    ],
-)
-def test_options_without_meaning_are_named(
-    served: SLOSpecGenerator, options: dict[str, Any]
-) -> None:
-    with pytest.raises((InvalidInputError, InvalidTypeError), match=next(iter(options))):
-        served.submit("def f(", max_new_tokens=4, **options)

@@ -252,23 +252,3 @@ def test_bad_files_of_prompts(tmp_path: Path, content: str) -> None:
     result = check("./nowhere", "--prompts", str(path))  # before anything is loaded
     assert result.exit_code == 2, result.output
     assert f"--prompts {path}" in result.output
-
-
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        (["./nowhere"], "./nowhere"),
-        (["--prompts", "nowhere.txt"], "--prompts nowhere.txt"),
-        (["--assistant", "b"], "--assistant"),
-        (["a", "--assistant", "b", "--drafter", "lookup"], "--drafter"),
-        (["--dtype", "float7"], "--dtype"),
-        (["--images"], "--images"),
-        (["--config", "{"], "--config"),
-        (["--drafter", "./nowhere"], "--drafter ./nowhere"),
-        (["--max-new-tokens", "5000"], "--max-new-tokens"),
-    ],
-)
-def test_bad_options_are_named(options: list[str], word: str) -> None:
-    result = RUN.invoke(app, ["check", *options])
-    assert result.exit_code == 2, result.output
-    assert word in result.output

@@ -105,53 +105,6 @@ def test_profile_measures_fits_draws_and_keeps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        (["--target", "./nowhere"], "--target ./nowhere: there is no folder ./nowhere"),
-        (
-            ["--target", "org/name"],
-            "--target org/name: org/name is neither a folder nor a repository",
-        ),
-        (["--size", "7T"], "--size"),
-        (
-            ["--config", '{"max_depht": 1}'],
-            "max_depht: Extra inputs are not permitted  ",
-        ),  # and no more
-        (["--dtype", "float7"], "--dtype"),
-        (["--device", "abacus"], "--device abacus"),
-        (["--target", "./nowhere", "--assistant", "./nowhere"], "--target ./nowhere"),
-        (["--target", "./nowhere", "--drafter", "lookup"], "--target ./nowhere: "),
-        (["--target", "a", "--drafter", "lookup+assistant"], "'assistant' is the embedded draft"),
-        (["--target", "a", "--assistant", "b", "--drafter", "suffix"], "--drafter suffix+b"),
-        (["--assistant", "b"], "--target"),
-        (["--drafter", "./nowhere"], "--drafter ./nowhere"),
-        (["--drafter", "mtp+assistant"], "--drafter mtp+assistant"),
-    ],
-)
-def test_bad_options_are_named(options: list[str], word: str) -> None:
-    result = CliRunner(env={"COLUMNS": "400"}).invoke(app, ["bench", *EAGER, *options])
-    assert result.exit_code == 2
-    assert word in result.output
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["bench", "--json"], ["profile", "--json"],
-        ["simulate", "--csv"],
-    ],
-    ids=" ".join,
-)  # fmt: skip
-def test_output_files_are_checked_before_any_work(options: list[str], tmp_path: Path) -> None:
-    result = RUN.invoke(app, [*options, "/dev/null/r"])
-    assert result.exit_code == 2 and "cannot be written" in result.output
-    too_long = tmp_path / ("a" * 300)
-    assert RUN.invoke(app, [*options, str(too_long)]).exit_code == 2 and not list(
-        tmp_path.iterdir()
-    )
-
-
-@pytest.mark.parametrize(
     ("options", "module", "extra"),
     [
         ("simulate --plot out.png", "matplotlib", "plot"),
@@ -323,34 +276,3 @@ def test_generate_stops_at_a_text_and_says_when_a_target_was_missed() -> None:
     result = RUN.invoke(app, ["generate", TEXT, *FAST, "--slo-tpot", "1e-9", "--strict"])
     assert (result.exit_code, "missed" in result.stderr) == (3, True)
     assert RUN.invoke(app, ["generate", TEXT, *FAST, "--slo-tpot", "1e-9"]).exit_code == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ([""], "empty"),
-        (["--file", "nowhere.txt"], "nowhere.txt"),
-        ([TEXT, "--file", "nowhere.txt"], "not both"),
-        ([TEXT, "--slo-tpot", "-1"], "slo_tpot"),
-        ([TEXT, "--top-p", "2"], "--top-p"),
-        ([TEXT, "--max-new-tokens", "0"], "--max-new-tokens"),
-        ([TEXT, "--size", "7T"], "--size"),
-        ([TEXT, "--chat"], "chat template"),
-        ([TEXT, "--json", "/dev/null/r.json"], "cannot be written"),
-        ([TEXT, "--json", "."], "is a folder"),
-        ([TEXT, "--device", "meta"], "no data"),
-        ([TEXT, "--device", "privateuseone"], "--device privateuseone"),
-        ([TEXT, "--drafter", "9" * 5000], "--drafter"),
-        ([TEXT + "\udcff", *FAST], "the tokenizer refused the prompt"),
-    ],
-)
-def test_generate_names_what_is_wrong(options: list[str], word: str) -> None:
-    result = RUN.invoke(app, ["generate", *options])
-    assert result.exit_code == 2, result.output
-    assert word in result.output
-
-
-def test_demo_names_what_is_wrong() -> None:
-    result = RUN.invoke(app, ["demo", "--size", "7T"])
-    assert result.exit_code == 2, result.output
-    assert "--size" in result.output

@@ -14,10 +14,7 @@ from hf_slospec import (
     Divergence,
     DivergenceReport,
     InvalidInputError,
-    InvalidTypeError,
     SLOSpecGenerator,
-    UnsupportedOptionError,
-    disable,
     divergence_report,
     enable,
     load_tiny_pair,
@@ -296,29 +293,6 @@ def test_stop_strings_and_return_dict_are_honoured_by_both() -> None:
         return_dict_in_generate=True,
     )  # fmt: skip
     assert report.divergences == [] and 0 < report.num_tokens < 80
-
-
-def test_refusals_name_the_way_out() -> None:
-    model = tiny_model("llama")
-    inputs = ragged_prompts(2)
-    generator = SLOSpecGenerator(model)
-    with pytest.raises(UnsupportedOptionError, match="do_sample=False"):
-        divergence_report(generator, inputs, max_new_tokens=4, do_sample=True)
-    with pytest.raises(UnsupportedOptionError, match="max_time"):
-        divergence_report(generator, inputs, max_new_tokens=4, do_sample=False, max_time=1.0)
-    for fallback in (False, True):  # stock output compared with stock output would say nothing
-        with pytest.raises(UnsupportedOptionError, match="beam"):
-            divergence_report(generator, inputs, max_new_tokens=4, num_beams=2, fallback=fallback)
-    with pytest.raises(InvalidTypeError, match="mapping"):
-        divergence_report(generator, inputs["input_ids"], max_new_tokens=4)  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedOptionError, match="input_ids"):
-        divergence_report(generator, {"inputs_embeds": torch.zeros(2, 9, 32)}, max_new_tokens=4)
-    with pytest.raises(InvalidTypeError, match="speculated must be a loaded transformers model"):
-        divergence_report("llama", inputs, max_new_tokens=4)  # type: ignore[arg-type]
-    with pytest.raises(InvalidInputError, match=r"hf_slospec\.enable"):
-        divergence_report(model, inputs, max_new_tokens=4)
-    with pytest.raises(InvalidInputError, match=r"hf_slospec\.enable"):
-        divergence_report(disable(enable(copy.deepcopy(model))), inputs, max_new_tokens=4)
 
 
 def test_report_leaves_the_model_as_it_was(replace_output: Replace) -> None:

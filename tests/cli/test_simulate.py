@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -113,49 +112,6 @@ def test_what_bench_records_is_replayed(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     with (tmp_path / "r.csv").open(newline="") as file:
         assert {row["output_tokens"] for row in csv.DictReader(file)} == {"8"}  # texts end there
-
-
-BAD = [
-    (["--system", "vlm"], "known are: auto"),
-    (["--system", 'auto {"max_depht": 1}'], "max_depht"),
-    (["--system", 'auto {"kv_tokens": 10}'], "tokens of K/V"),
-    (["--system", "auto " + '{"a":' * 50_000], "recursion"),
-    (["--system", 'auto {"max_depth": ' + "9" * 5000 + "}"], "digits"),
-    (["--metric", "x"], "tpot, adaserve, slos-serve"),
-    (["--mix", "x"], "chatbot"),
-    (["--arrivals", "x"], "poisson"),
-    (["--arrivals", "gamma", "--variation", "0"], "variation"),
-    (["--hardware", "x"], "llama-7b-h100"),
-    (["--number", "0"], "--number"),
-    (["--rate", "nan"], "rate"),
-    (["--rate", "1e-300"], "1e-300"),
-    (["--seed", "-1"], "--seed"),
-    (["--replicas", "0"], "--replicas"),
-    (["--replicas", "2", "--router", "x"], "known are: guarantees"),
-    (["--router", "round-robin"], "--router has no effect with --replicas 1"),
-    (["--acceptance", "1"], "acceptance"),
-    (["--spread", "nan"], "spread"),
-    (["--trace", "none.csv"], "none.csv"),
-    (["--recording", "none.json"], "none.json"),
-    (["--recording", "none.json", "--spread", "2"], "--spread has no effect with --recording"),
-    (["--trace", "none.csv", "--mix", "coder"], "--mix has no effect with --trace"),
-    (["--base-tpot", "0.1"], "--base-tpot has no effect with no --trace"),
-    (["--variation", "2"], "--variation has no effect with --arrivals poisson"),
-    (["--plot", "p.xyz"], ".png"),
-    (["--csv", os.curdir], "is a folder"),
-    (["--json", "/dev/null/r.json"], "cannot be written"),
-]
-
-
-@pytest.mark.parametrize(("options", "word"), BAD)
-def test_bad_options_are_refused_before_any_work(
-    options: list[str], word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(comparison.Simulation, "run", lambda *_, **__: pytest.fail("it was run"))
-    result = run(*options)
-    assert result.exit_code == 2, result.output
-    assert word in " ".join(result.output.replace("│", " ").split()), result.output
 
 
 def test_made_up_texts_are_as_wide_as_systems_draft() -> None:

@@ -4,11 +4,9 @@ be used.
 
 from __future__ import annotations
 
-import contextlib
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,18 +18,15 @@ from hf_slospec.cpu import compile_job, compiled
 from hf_slospec.cpu.compile_job import Job
 from hf_slospec.cpu.twin import Description
 from hf_slospec.forks import _owners
-from hf_slospec.heads.loading import load_head
 from hf_slospec.model import machine as threads
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.tree_mask import chain
-from tests.heads.checkpoints import eagle3_tensors, speculators_config, write
 from tests.support.packed import packed_model
 from tests.support.toys.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None, reason="forwards are compiled with g++"
 )
-FAMILIES = ["llama", pytest.param("gemma3", marks=pytest.mark.nightly)]  # grouped heads; windows
 FEATURES = (0, 1, 2)  # hidden states; all tests of features need one package
 OPTIONS: dict[str, Any] = dict(max_new_tokens=24, pad_token_id=0)
 
@@ -84,14 +79,6 @@ def generator(model: Any, compile: Any = "wait") -> SLOSpecGenerator:
     return SLOSpecGenerator(model, drafter="lookup", config=SLOSpecConfig(compile=compile))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_of_stock_generate(family: str) -> None:
-    model = tiny_model(family)
-    with_compiled = generator(model)
-    assert generated(with_compiled.generate) == generated(model.generate)
-    assert with_compiled.stats().forwards == {"target": "compiled"}
-
-
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_lora_is_compiled_as_it_is_at_first(model: Any) -> None:
@@ -124,29 +111,6 @@ def test_lora_of_other_kinds_is_not_compiled(model: Any) -> None:
     ours = generator(adapted := peft.get_peft_model(model, peft.LoraConfig(**options)).eval())
     assert generated(ours.generate) == generated(adapted.generate)
     assert "modules were changed" in ours.stats().forwards["target"]
-
-
-def test_a_draft_model_is_compiled_too() -> None:
-    model = tiny_model("llama")
-    draft = tiny_model("llama", noise=0.2)
-    ours = SLOSpecGenerator(model, assistant_model=draft, config=SLOSpecConfig(compile="wait"))
-    assert generated(ours.generate) == generated(model.generate)
-    assert ours.stats().forwards == {"target": "compiled", "draft": "compiled"}
-
-
-def test_a_head_is_compiled_too(tmp_path: Path) -> None:
-    target = tiny_model("llama")
-    config = speculators_config(
-        norm_before_residual=True, eagle_aux_hidden_state_layer_ids=list(FEATURES)
-    )
-    head = load_head(
-        write(tmp_path / "head", config, eagle3_tensors({"norm_before_residual"})), target
-    )
-    ours = SLOSpecGenerator(
-        target, drafter=head, config=SLOSpecConfig(compile="wait", policy="fixed")
-    )
-    assert generated(ours.generate) == generated(target.generate)
-    assert ours.stats().forwards == {"target": "compiled", "draft": "compiled"}
 
 
 def test_hidden_states_for_a_drafter() -> None:
@@ -203,20 +167,6 @@ def test_the_switch_between_two_steps(monkeypatch: pytest.MonkeyPatch, model: An
     assert ours.stats().forwards == {"target": "compiled"}
 
 
-def test_changed_weights_are_noticed(model: Any) -> None:
-    ours = generator(model)
-    generated(ours.generate)
-    for name, parameter in model.named_parameters():
-        with torch.no_grad():
-            parameter.mul_(1.3 if "norm" in name else 0.8)  # torch counts it
-    assert generated(ours.generate) == generated(model.generate)
-    model.model.layers[0].mlp.up_proj.weight.data.mul_(-1)  # torch does not
-    assert generated(ours.generate) == generated(model.generate)
-    model.model.layers[1].self_attn.q_proj.weight = torch.nn.Parameter(torch.randn(32, 32))
-    assert generated(ours.generate) == generated(model.generate)
-    assert ours.stats().forwards == {"target": "compiled"}
-
-
 def test_changed_modules_are_computed_eagerly(model: Any) -> None:
     ours = generator(model)
     generated(ours.generate)
@@ -270,30 +220,6 @@ def test_eager_forwards_leave_a_core_to_the_compiler(
         assert set(seen) == {2} and torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("is_running", [False, True])
-def test_changes_between_requests_are_noticed(model: Any, is_running: bool) -> None:
-    """Also those that other users of the model notice first."""
-    changes = [
-        lambda: model.model.layers[0].mlp.up_proj.weight.data.mul_(-1.0),
-        lambda: model.model.layers[0].register_forward_hook(lambda module, inputs, out: out * -1.0),
-    ]
-    ids = rows()["input_ids"][:1]
-    ours = generator(model)
-    other = generator(model)
-    with ours if is_running else contextlib.nullcontext():
-        for change in [lambda: None, *changes]:
-            change()
-            expected = model.generate(ids, **OPTIONS, do_sample=False).tolist()
-            assert other.generate(ids, **OPTIONS, do_sample=False).tolist() == expected
-            if is_running:
-                assert [
-                    *ids[0].tolist(),
-                    *ours.submit(ids[0], **OPTIONS).result(60).token_ids,
-                ] == expected[0]
-            else:
-                assert ours.generate(ids, **OPTIONS, do_sample=False).tolist() == expected
 
 
 def test_a_setting_that_the_graph_lacks_is_found_by_comparison(

@@ -13,9 +13,10 @@ import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
 from hf_slospec.cpu import exact_trial
-from hf_slospec.errors import UnsupportedModelError, UnsupportedOptionError
+from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.model.packed_model import PackedModel
 from tests.support.breadth import nightly_but, quick_or
+from tests.support.served_pair import answer
 from tests.support.toys.tiny_models import FAMILIES, ragged_prompts, tiny_model
 
 Inputs = dict[str, torch.Tensor]
@@ -88,13 +89,8 @@ def models(pair: Any, path: Any) -> Any:
 
 def alone(model: Any, inputs: Inputs, seed: int = 0, **options: Any) -> list[list[int]]:
     """Return stock's new tokens of every row alone, without padding."""
-    texts = []
-    for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
-        own = ids[mask.bool()][None]
-        torch.manual_seed(seed)
-        out = model.generate(input_ids=own, attention_mask=torch.ones_like(own), **options)
-        texts.append(out[0, own.shape[1] :].tolist())
-    return texts
+    rows = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+    return [answer(model, ids[mask.bool()], seed, **options) for ids, mask in rows]
 
 
 def padded(texts: Sequence[list[int]]) -> list[list[int]]:
@@ -200,17 +196,6 @@ def test_self_with_seeds(models: Any, compile: Any) -> None:
         )
     ]
     assert texts[0] == texts[1]
-
-
-def test_what_cannot_be_exact_is_refused_by_name() -> None:
-    model = tiny_model("mixtral")
-    with pytest.raises(
-        UnsupportedOptionError, match=r'exact="bits" is not available for Mixtral.*experts'
-    ):
-        SLOSpecGenerator(model, config=SLOSpecConfig(exact="bits"))
-    llama = tiny_model("llama")
-    with pytest.raises(UnsupportedOptionError, match="attention='4d_mask'"):
-        SLOSpecGenerator(llama, config=SLOSpecConfig(exact="self", attention="4d_mask"))
 
 
 def test_a_model_whose_trial_fails_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from hf_slospec.model.measure import Forwards, Size
 from hf_slospec.model.sampling import DoubledSums
 from hf_slospec.model.target import PackedTarget
 from tests.support import cuda_tests
-from tests.support.breadth import nightly_but, nightly_rows_but, quick_or
+from tests.support.breadth import quick_or
 from tests.support.cuda_tests import (  # noqa: F401  collected here once more
     moved,
     on_cuda,
@@ -47,12 +47,7 @@ from tests.support.cuda_tests import (  # noqa: F401  collected here once more
 )
 from tests.support.packed import packed_model
 from tests.support.stand_ins.cuda_tensors import CUDA, Device
-from tests.support.toys.tiny_models import (
-    assert_same_as_stock,
-    ragged_prompts,
-    ragged_texts,
-    tiny_model,
-)
+from tests.support.toys.tiny_models import ragged_prompts, ragged_texts, tiny_model
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
@@ -200,56 +195,6 @@ def test_sdpa_makes_no_plans_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> 
         Forwards(packed)(Size(4, 2, 8))
         assert enabled and set(enabled) == {expected}
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
-
-
-@pytest.mark.parametrize(
-    ("family", "options"),
-    nightly_rows_but(
-        [("gemma3", GREEDY)],
-        [
-            ("llama", GREEDY),
-            ("llama", SAMPLED),
-            ("gemma3", GREEDY),
-            ("gpt2", SAMPLED),
-            ("mixtral", GREEDY),
-        ],
-    ),
-)
-def test_fp32_token_for_token_by_sdpa(family: str, options: dict[str, Any]) -> None:
-    cuda_tests.test_fp32_token_for_token_by_sdpa(family, options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        GREEDY | dict(repetition_penalty=1.2, output_scores=True, output_logits=True),
-        SAMPLED | dict(num_return_sequences=2, min_new_tokens=5, top_p=0.9),
-    ],
-)
-def test_options_that_look_at_the_text(options: dict[str, Any]) -> None:
-    model = on_cuda(tiny_model("llama"))
-    draft = on_cuda(tiny_model("llama", noise=0.03))
-    generator = SLOSpecGenerator(model, draft)
-    assert_same_as_stock(
-        model, generator.generate, moved(ragged_prompts(2)), **options, max_new_tokens=12
-    )
-
-
-@pytest.mark.parametrize(
-    "policy", nightly_but(("auto",), ("adaserve", "auto", "sequoia", "turbospec"))
-)
-def test_policies_and_prompt_lookup(policy: str) -> None:
-    model = on_cuda(tiny_model("llama"))
-    for draft in (None, on_cuda(tiny_model("llama", noise=0.03))):
-        generator = SLOSpecGenerator(
-            model, draft, config=SLOSpecConfig(policy=policy, check_invariants=True)
-        )
-        inputs = moved(ragged_prompts(3))
-        stock = model.generate(**inputs, **GREEDY, max_new_tokens=12)
-        assert torch.equal(
-            generator.generate(**inputs, **GREEDY, max_new_tokens=12, slo_tpot=[0.1, None, 5.0]),
-            stock,
-        )
 
 
 @pytest.mark.parametrize(
@@ -449,25 +394,6 @@ def test_calls_on_another_stream_beside_the_batcher() -> None:
             assert torch.equal(generator.generate(**inputs, **GREEDY, max_new_tokens=6), alone)
         handle.result(120)
     assert other.waited_for and torch.cuda.current_stream().waited_for
-
-
-def test_the_batcher_gives_what_generate_gives(waits: Counter[str]) -> None:
-    """And waits once for all sampled requests."""
-    model = on_cuda(tiny_model("llama"))
-    draft = on_cuda(tiny_model("llama", noise=0.03))
-    prompts = ragged_texts(4)
-    with SLOSpecGenerator(
-        model, draft, config=SLOSpecConfig(max_batch=3, check_invariants=True)
-    ) as generator:
-        handles = [
-            generator.submit(prompt, max_new_tokens=12, seed=3, **SAMPLED) for prompt in prompts
-        ]
-        found = [handle.result(120).token_ids for handle in handles]
-    assert_one_wait_each(waits)
-    for prompt, tokens in zip(prompts, found, strict=True):
-        torch.manual_seed(3)
-        stock = model.generate(torch.tensor([prompt], device=CUDA), **SAMPLED, max_new_tokens=12)
-        assert stock[0, len(prompt) :].tolist() == list(tokens)
 
 
 @pytest.mark.nightly

@@ -178,7 +178,7 @@ def test_the_newest_version_is_used_that_works(
     install(monkeypatch, "flash_attn", flash_attn_varlen_func=of_version_2)
     install(monkeypatch, "flash_attn_interface", flash_attn_varlen_func=before_softcap)
     install(monkeypatch, "flash_attn.cute", flash_attn_varlen_func=that_does_not_compile)
-    with caplog.at_level(logging.DEBUG, "hf_slospec.model.attention"):
+    with caplog.at_level(logging.DEBUG, "hf_slospec.cuda"):
         assert chosen().name == "flash-attn"
     assert "flash-attn-4 failed in a trial with CompilerError" in caplog.text
     assert "flash-attn-3 has no softcap; upgrade it" in caplog.text

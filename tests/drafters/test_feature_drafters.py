@@ -21,6 +21,7 @@ from hf_slospec.model.properties import cache_option
 from hf_slospec.model.target import PackedTarget
 from tests.drafters.test_features import texts_of
 from tests.heads.checkpoints import target_of
+from tests.heads.published_blocks import best_products
 from tests.support.breadth import nightly_but
 from tests.support.toys.feature_heads import DRAFTS_ALWAYS, Checks, Expected, random_head
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts
@@ -74,16 +75,7 @@ def best_of_block(
     probs = (
         head(block, attention_mask=mask, position_ids=positions, cache=cache).logits[0].softmax(-1)
     )
-    beam = {(): 1.0}
-    every = dict[tuple[int, ...], float]()
-    num_nodes = plan.depth * plan.width
-    for depth in range(1, min(plan.depth + 1, size)):
-        best = probs[depth].topk(num_nodes)
-        pairs = list(zip(best.values.tolist(), best.indices.tolist(), strict=True))
-        beam = {(*path, token): prob * own for path, prob in beam.items() for own, token in pairs}
-        beam = dict(sorted(beam.items(), key=lambda item: -item[1])[:num_nodes])
-        every |= beam
-    return dict(sorted(every.items(), key=lambda item: -item[1])[:num_nodes])
+    return best_products(probs[1:size], torch.arange(probs.shape[1]), plan)
 
 
 class Setting:

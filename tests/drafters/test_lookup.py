@@ -6,12 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-import hf_slospec
-from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.drafters.lookup import TRUST, PromptLookupDrafter, continuations
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.request.request import Request, RequestParams
-from tests.support.toys.tiny_models import assert_same_as_stock, tiny_model
 
 
 def draft(tokens: list[int], depth: int, width: int) -> list[tuple[list[int], float]]:
@@ -93,30 +90,3 @@ def test_noise_orders_branches() -> None:
     [tree] = PromptLookupDrafter().draft([request], Plan(2, 4))
     tree.check()
     assert tree.tokens[1:3].tolist() == [8, 9]
-
-
-def test_same_tokens_as_stock_and_speculates() -> None:
-    model = tiny_model("llama")
-    generator = SLOSpecGenerator(
-        model, config=SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=40)
-    )
-    prompts = torch.randint(3, 101, (3, 8)).repeat(1, 3)
-    inputs = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
-    for options in (dict(do_sample=False), dict(do_sample=True, temperature=0.7)):
-        out = assert_same_as_stock(model, generator.generate, inputs, **options, max_new_tokens=40)
-        assert sum(metrics.drafted for metrics in out.slo) > 0
-
-
-def test_enable_without_assistant() -> None:
-    model = hf_slospec.enable(tiny_model("qwen2"))
-    try:
-        inputs = {"input_ids": torch.randint(3, 101, (2, 9))}
-        assert_same_as_stock(
-            model,
-            lambda **k: model.generate(**k, slo_tpot=0.05),
-            inputs,
-            do_sample=False,
-            max_new_tokens=30,
-        )
-    finally:
-        hf_slospec.disable(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from collections.abc import Sequence
@@ -50,20 +49,6 @@ def test_a_draft_equal_to_the_target_foresees_every_token(options: dict[str, Any
         assert metrics.tokens < 3 or metrics.accepted > 0
 
 
-LEFT_OUT: dict[str, dict[str, Any]] = {
-    "no repeated n-grams": dict(no_repeat_ngram_size=2),
-    "guidance": dict(guidance_scale=1.5),
-}
-
-
-@pytest.mark.parametrize("options", LEFT_OUT.values(), ids=LEFT_OUT)
-def test_processors_that_a_draft_leaves_out(options: dict[str, Any]) -> None:
-    model = tiny_model("llama")
-    ours = SLOSpecGenerator(model, model, config=CHAIN)
-    out = assert_same_as_stock(model, ours.generate, ragged_prompts(2), **NEW | options)
-    assert sum(metrics.accepted for metrics in out.slo) > 0
-
-
 class Dice(LogitsProcessor):
     """Draws from the global generator, as a user's processor may."""
 
@@ -103,13 +88,6 @@ def test_which_requests_have_noise_that_is_known(options: dict[str, Any], knows:
     assert seen and all((noise is not None) == knows for noise in seen)
 
 
-def test_own_processors_that_draw_switch_coupling_off() -> None:
-    model = tiny_model("llama")
-    ours = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CHAIN)
-    options = NEW | dict(logits_processor=LogitsProcessorList([Dice()]))
-    assert_same_as_stock(model, ours.generate, ragged_prompts(1), **options)
-
-
 def accepted(config: SLOSpecConfig, options: dict[str, Any], noise: float = 0.01) -> int:
     model = tiny_model("llama")
     ours = SLOSpecGenerator(model, tiny_model("llama", noise=noise), config=config)
@@ -134,33 +112,6 @@ def test_coupling_accepts_more(options: dict[str, Any]) -> None:
     assert accepted(CHAIN, options) > 1.2 * accepted(uncoupled, options)
 
 
-@pytest.mark.parametrize("num_bytes", [0, 10**4])
-def test_with_little_noise_at_hand(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    monkeypatch.setattr("hf_slospec.model.noise.MAX_NOISE_BYTES", num_bytes)
-    accepted(SLOSpecConfig(policy="adaserve", token_budget=40, max_depth=quick_or(2, 4)), {})
-
-
-@pytest.mark.parametrize("options", [dict(top_h=0.5), dict(eta_cutoff=0.3)], ids=str)
-def test_a_draft_whose_tokens_are_all_banned(options: dict[str, Any]) -> None:
-    model = tiny_model("llama")
-    torch.manual_seed(0)
-    draft = type(model)(
-        type(model.config)(**model.config.to_dict() | {"vocab_size": VOCAB - 11})
-    ).eval()
-    ours = SLOSpecGenerator(model, draft, config=CHAIN)
-    banned = dict(suppress_tokens=list(range(VOCAB - 11)))
-    assert_same_as_stock(model, ours.generate, ragged_prompts(2), **NEW | options | banned)
-
-
-def test_prompt_lookup_of_tokens_that_cannot_be_written() -> None:
-    model = copy.deepcopy(tiny_model("llama"))
-    model.lm_head = torch.nn.Linear(32, 90, bias=False)
-    prompt = torch.tensor([[5, 99, 97, 6, 99, 97, 8, 99, 97]])
-    ours = SLOSpecGenerator(model, config=CHAIN)
-    inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
-    assert_same_as_stock(model, ours.generate, inputs, **NEW)
-
-
 def test_a_call_leaves_no_noise_behind() -> None:
     kept: list[weakref.ref[Any]] = []
     ours = noises(SLOSpecGenerator(tiny_model("llama"), tiny_model("llama")), seen := [])
@@ -173,16 +124,6 @@ def test_a_call_leaves_no_noise_behind() -> None:
         assert kept and all(own() is None for own in kept)
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("vocab", [VOCAB - 4, VOCAB + 6])
-def test_draft_with_another_vocabulary(vocab: int) -> None:
-    torch.manual_seed(0)
-    model, draft = tiny_model("llama"), tiny_model("llama", noise=0.01).__class__(
-        tiny_model("llama").config.__class__(**tiny_model("llama").config.to_dict() | {"vocab_size": vocab})
-    ).eval()  # fmt: skip
-    ours = SLOSpecGenerator(model, draft, config=CHAIN)
-    assert_same_as_stock(model, ours.generate, ragged_prompts(3), **NEW, repetition_penalty=1.2)
 
 
 class Foresight:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import shutil
 from pathlib import Path
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_slospec import InvalidInputError
 from tests.support.paths import ROOT
-from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
 FOLDER = str(ROOT / "examples" / "custom_generate")
 
@@ -26,28 +25,6 @@ def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
     )
     return copy.deepcopy(tiny_model("llama"))
-
-
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("slo_tpot", [None, [1e-4, None, 1.0]])
-@pytest.mark.parametrize("has_assistant", [False, True])
-def test_same_as_stock(model: Any, sampled: bool, slo_tpot: Any, has_assistant: bool) -> None:
-    ours: dict[str, Any] = dict(custom_generate=FOLDER, trust_remote_code=True, slo_tpot=slo_tpot)
-    if has_assistant:
-        ours["assistant_model"] = tiny_model("llama", noise=0.02)
-    for _ in range(2):  # the second call uses what the first one measured
-        generate = functools.partial(model.generate, **ours)
-        out = assert_same_as_stock(
-            model, generate, ragged_prompts(3), max_new_tokens=24, do_sample=sampled
-        )
-        assert [row.tpot_slo_s for row in out.slo] == (slo_tpot or [None] * 3)
-    assert "generate" not in model.__dict__
-    assert torch.equal(
-        model.generate(
-            **ragged_prompts(2), max_new_tokens=4, do_sample=False, **{**ours, "slo_tpot": None}
-        ),
-        model.generate(**ragged_prompts(2), max_new_tokens=4, do_sample=False),
-    )
 
 
 def test_drafter_fallback_and_errors(model: Any) -> None:

@@ -6,43 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CompileConfig, DynamicCache
 
 from hf_slospec import (
     FallbackWarning,
-    InvalidInputError,
-    InvalidTypeError,
     UnsupportedModelError,
     UnsupportedOptionError,
     disable,
     enable,
 )
-from hf_slospec.model.properties import CACHE_NAME, cache_option
 from tests.support.against_stock import generator
 from tests.support.streamers import Recorder
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
-
-UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
-    (dict(num_beams=2), "beam"),
-    (dict(num_beams=2, do_sample=True), "beam"),
-    (dict(penalty_alpha=0.6, top_k=4), "contrastive"),
-    (dict(custom_generate="org/repo"), "custom_generate"),
-    (dict(output_attentions=True, return_dict_in_generate=True), "output_attentions"),
-    (dict(output_hidden_states=True, return_dict_in_generate=True), "output_hidden_states"),
-    (dict(cache_implementation="quantized"), "cache_implementation"),
-    (dict(token_healing=True), "token_healing"),
-    (dict(synced_gpus=True), "synced_gpus"),
-    (dict(compile_config=CompileConfig()), "compile_config"),
-    (cache_option(DynamicCache()) | dict(use_cache=False), "use_cache"),
-]
-
-
-@pytest.mark.parametrize(("options", "name"), UNSUPPORTED, ids=lambda value: str(value))
-def test_unsupported_options_are_named(options: dict[str, Any], name: str) -> None:
-    with pytest.raises(UnsupportedOptionError, match=name):
-        generator().generate(
-            **ragged_prompts(2), **dict(do_sample=False, max_new_tokens=6) | options
-        )
 
 
 def test_fallback_runs_stock_generate_and_says_so() -> None:
@@ -109,16 +83,3 @@ def test_fallback_does_not_stream_the_prompt_twice() -> None:
     with pytest.warns(FallbackWarning):
         generator(fallback=True).generate(**inputs, **options, streamer=streamer)
     assert streamer.puts == stock.puts
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "name"),
-    [
-        (cache_option(object()), InvalidTypeError, CACHE_NAME),
-        (dict(inputs_embeds=torch.zeros(2, 32)), InvalidInputError, "inputs_embeds"),
-        (dict(inputs_embeds=torch.zeros(2, 3, 32)), UnsupportedOptionError, "inputs_embeds"),
-    ],
-)
-def test_impossible_prompts(arguments: dict[str, Any], error: Any, name: str) -> None:
-    with pytest.raises(error, match=name):
-        generator().generate(**ragged_prompts(2), do_sample=False, max_new_tokens=6, **arguments)

@@ -38,6 +38,7 @@ CONFIG = SLOSpecConfig(
 )
 OPTIONS: dict[str, Any] = dict(max_new_tokens=quick_or(9, 12), pad_token_id=0, eos_token_id=2)
 SAMPLING: dict[str, Any] = dict(do_sample=True, temperature=0.8, top_k=30)
+
 FAMILIES = """Qwen2VL Qwen2_5_VL Qwen3VL Gemma3 Gemma4 Llava LlavaNext LlavaOnevision Mistral3 InternVL Idefics3 SmolVLM
 PaliGemma Qwen3_5 Qwen3_5Moe""".split()
 
@@ -51,40 +52,17 @@ def stock(model: PreTrainedModel, inputs: dict[str, Any], **options: Any) -> tor
     return type(model).generate(model, **copy.deepcopy(inputs), **OPTIONS | options)
 
 
-def other_images(inputs: dict[str, Any]) -> dict[str, Any]:
-    pixels = inputs["pixel_values"]
-    return inputs | {"pixel_values": torch.rand_like(pixels) * (pixels != 0)}
-
-
-def first_scores(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
-    options = dict(max_new_tokens=1, output_scores=True, return_dict_in_generate=True)
-    return stock(model, inputs, **options).scores[0]
-
-
-@pytest.mark.parametrize(
-    "family",
-    nightly_but(
-        ("Qwen2_5_VL", "Qwen3VL", "Gemma3", "Gemma4", "Llava", "Idefics3", "Qwen3_5"), FAMILIES
-    ),
-)
-def test_every_family_is_exact(family: str) -> None:
+@pytest.mark.parametrize("family", nightly_but(["Gemma3", "Idefics3"], FAMILIES))
+def test_images_have_an_effect(family: str) -> None:
+    """Otherwise comparisons with stock would show nothing."""
     model, inputs = image_inputs(name_of(family), seed=1, images=(1, 2))
-    ours = SLOSpecGenerator(model, tiny_image_model(name_of(family), noise=0.03), config=CONFIG)
-    assert_same_as_stock(model, ours.generate, inputs, **OPTIONS)
-    assert_same_as_stock(model, ours.generate, inputs, **OPTIONS, **SAMPLING)
-    scores = [first_scores(model, own) for own in (inputs, other_images(inputs))]
-    assert (scores[0] - scores[1]).abs().max() > 0.01, "the images have no effect"
-
-
-@pytest.mark.parametrize("family", ["Qwen2_5_VL", "Gemma3", "Idefics3"])
-def test_rows_without_images_and_other_drafts(family: str) -> None:
-    model = tiny_image_model(name_of(family))
-    inputs = prompts_with_images(model, 2, (2, 0, 1))
-    expected = stock(model, inputs, **SAMPLING)
-    for draft in (None, tiny_model("llama")):  # prompt lookup, and a model of text only
-        ours = SLOSpecGenerator(model, draft, config=CONFIG)
-        torch.manual_seed(7)
-        assert torch.equal(ours.generate(**inputs, **OPTIONS, **SAMPLING), expected)
+    options: dict[str, Any] = dict(
+        max_new_tokens=1, output_scores=True, return_dict_in_generate=True
+    )
+    pixels = inputs["pixel_values"]
+    others = inputs | {"pixel_values": torch.rand_like(pixels) * (pixels != 0)}
+    first, second = (stock(model, own, **options).scores[0] for own in (inputs, others))  # type: ignore[attr-defined]
+    assert (first - second).abs().max() > 0.01
 
 
 class ReadsFeatures:
@@ -114,27 +92,6 @@ def test_features_begin_with_the_last_token_of_the_prompt() -> None:
     for row, length in enumerate(inputs["attention_mask"].sum(1).tolist()):
         places = drafter.places[row]
         assert places == list(range(length - 1, length - 1 + len(places))) and len(places) > 5
-
-
-def test_options_of_generate() -> None:
-    model, inputs = image_inputs(name_of("Qwen2VL"), images=(2, 1))
-    ours = SLOSpecGenerator(model, config=CONFIG)
-    assert_same_as_stock(
-        model, ours.generate, inputs, **OPTIONS, output_scores=True, repetition_penalty=1.3
-    )
-    assert_same_as_stock(
-        model, ours.generate, inputs, **OPTIONS, **SAMPLING, num_return_sequences=2
-    )
-    assert_same_as_stock(
-        model, ours.generate, inputs, **OPTIONS, use_cache=False, suppress_tokens=[IMAGE]
-    )
-    chosen = model.generation_config
-    try:
-        model.generation_config = copy.deepcopy(chosen)
-        model.generation_config.cache_implementation = "static"
-        assert torch.equal(ours.generate(**inputs, **OPTIONS), stock(model, inputs))
-    finally:
-        model.generation_config = chosen
 
 
 def test_stock_generate_continues_as_if_nothing_had_run() -> None:

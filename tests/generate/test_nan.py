@@ -19,14 +19,29 @@ from hf_slospec.engine.interfaces import Plan
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import TokenTree
-from tests.support.breadth import nightly_but
+from tests.support.breadth import nightly_rows_but
 from tests.support.toys.tiny_configs import tiny_config
 from tests.support.toys.tiny_encoder_decoders import texts, tiny_text_model
 from tests.support.toys.tiny_models import FAMILIES, ragged_prompts, sharpened, tiny_model
 
 FIXED: dict[str, Any] = dict(policy="fixed", max_depth=2, max_width=4)
 NEW_TOKENS = 10
-SAMPLED = dict(do_sample=True, temperature=0.7, top_k=5)
+SAMPLED: dict[str, Any] = dict(do_sample=True, temperature=0.7, top_k=5)
+EAGER, COMPILED, MASKED = (
+    dict(compile=False),
+    dict(compile="wait"),
+    dict(compile=False, attention="4d_mask"),
+)
+QUICK: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llama", EAGER, {}),
+    ("llama", MASKED, {}),
+    ("T5", EAGER, {}),
+    ("T5", MASKED, {}),
+    ("BloomForCausalLM", EAGER, {}),
+    ("DeepseekV3ForCausalLM", EAGER, {}),
+    ("Qwen3NextForCausalLM", EAGER, {}),
+    ("llama", COMPILED, SAMPLED),
+]
 
 
 def stock(family: str) -> tuple[Any, dict[str, Any]]:
@@ -97,56 +112,28 @@ def lost_case(
     return model, call, model.generate(**call, **options), Drafting(sorted(written), lost)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "4d_mask"])
 @pytest.mark.parametrize(
-    "family", nightly_but(["llama", "T5"], ["llama", "gemma2", "gpt-oss", "T5"])
-)
-def test_attention_through_the_interface(family: str, attention: str) -> None:
-    model, call, expected, drafter = lost_case(family)
-    config = SLOSpecConfig(compile=False, attention=attention, **FIXED)
-    assert torch.equal(
-        SLOSpecGenerator(model, drafter=drafter, config=config).generate(**call), expected
-    )
-
-
-@pytest.mark.parametrize(
-    "family",
-    nightly_but(
-        ["BloomForCausalLM", "DeepseekV3ForCausalLM"],
-        ["BloomForCausalLM", "GPTJForCausalLM", "DeepseekV3ForCausalLM", "Llama4ForCausalLM"],
+    ("family", "settings", "options"),
+    nightly_rows_but(
+        QUICK,
+        QUICK
+        + [
+            (family, EAGER, {})
+            for family in ("gemma2", "gpt-oss", "GPTJForCausalLM", "Llama4ForCausalLM")
+        ]
+        + [(family, EAGER, {}) for family in ("Mamba2ForCausalLM", "MambaForCausalLM")]
+        + [("llama", COMPILED, {})],
     ),
 )
-def test_attention_over_gathered_latent_and_chunked_keys(family: str) -> None:
-    model, call, expected, drafter = lost_case(family)
-    config = SLOSpecConfig(compile=False, **FIXED)
-    assert torch.equal(
-        SLOSpecGenerator(model, drafter=drafter, config=config).generate(**call), expected
-    )
-
-
-@pytest.mark.parametrize(
-    "family",
-    nightly_but(
-        ["Qwen3NextForCausalLM"], ["Qwen3NextForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM"]
-    ),
-)
-def test_recurrent_states(family: str) -> None:
-    model, call, expected, drafter = lost_case(family)
-    config = SLOSpecConfig(compile=False, **FIXED)
-    assert torch.equal(
-        SLOSpecGenerator(model, drafter=drafter, config=config).generate(**call), expected
-    )
-
-
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("value", nightly_but([torch.inf], [torch.nan, torch.inf]))
-def test_compiled_forwards_stay_in_use(value: float, options: dict[str, Any]) -> None:
-    model, call, expected, drafter = lost_case("llama", value, **options)
-    generator = SLOSpecGenerator(
-        model, drafter=drafter, config=SLOSpecConfig(compile="wait", **FIXED)
-    )
-    torch.manual_seed(0)
+def test_lost_tokens_change_no_output(
+    family: str, settings: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """By attention through the interface, over gathered, latent and chunked keys, and by states."""
+    value = torch.inf if settings is COMPILED else torch.nan
+    model, call, expected, drafter = lost_case(family, value, **options)
+    generator = SLOSpecGenerator(model, drafter=drafter, config=SLOSpecConfig(**FIXED | settings))
     before = generator.stats().forwards
+    torch.manual_seed(0)
     assert torch.equal(generator.generate(**call, **options), expected)
     assert generator.stats().forwards == before
 

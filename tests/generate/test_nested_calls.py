@@ -16,7 +16,6 @@ from hf_slospec import InvalidInputError, SLOSpecGenerator, divergence_report
 from tests.support.against_stock import DRAFTS_ALWAYS
 from tests.support.breadth import nightly_rows_but, quick_or
 from tests.support.nested_calls import KINDS, CallingCriterion, CallingProcessor, Run, calling
-from tests.support.streamers import Recorder
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
 WAIT_S = 120.0
@@ -107,30 +106,6 @@ def test_callbacks_may_call_generate(speculated: Any, kind: str, do_sample: bool
     assert len(results[1][1]) >= NEW
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_callbacks_of_a_batch_may_call_generate(enabled: Any, kind: str) -> None:
-    inputs = ragged_prompts(3, seed=3)
-    results = []
-    seen = []
-    for generate in (stock_of(enabled), enabled.generate):
-        nested = list[Any]()
-
-        def run(input_ids: torch.Tensor, generate: Any = generate, nested: Any = nested) -> Any:
-            for row in input_ids:
-                nested.append(generate(**texts(row[None][:, -14:]), **NESTED).tolist())
-
-        argument = calling(kind, run)[1]
-        results.append(
-            generate(
-                **inputs, **argument, do_sample=True, max_new_tokens=NEW, eos_token_id=None
-            ).tolist()
-        )
-        seen.append(sorted(nested))
-        torch.manual_seed(0)
-    assert results[0] == results[1]
-    assert seen[0] == seen[1]  # rows are ahead of each other, so only the order may differ
-
-
 def test_copies_per_row_refer_to_the_same_model(enabled: Any) -> None:
     class Judge(CallingCriterion):
         def __init__(self, model: Any, generator: Any):
@@ -176,26 +151,6 @@ def test_callbacks_may_wait_for_calls_in_other_threads(enabled: Any, kind: str) 
     assert results[0] == results[1]
 
 
-def test_other_threads_decode_while_callbacks_run(enabled: Any) -> None:
-    inputs = [ragged_prompts(2, seed=seed) for seed in range(3)]
-    options: dict[str, Any] = dict(do_sample=False, max_new_tokens=quick_or(8, 40))
-    expected = [stock_of(enabled)(**each, **options).tolist() for each in inputs]
-    results = dict[int, Any]()
-
-    def call(index: int) -> None:
-        criterion = CallingCriterion(lambda ids: enabled.generate(**texts(ids), **NESTED))
-        results[index] = enabled.generate(
-            **inputs[index], **options, stopping_criteria=[criterion]
-        ).tolist()
-
-    threads = [threading.Thread(target=call, args=(index,), daemon=True) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert [results[index] for index in range(3)] == expected
-
-
 def test_padding_of_a_batch_is_processed_by_callbacks_that_call_generate(enabled: Any) -> None:
     inputs = ragged_prompts(3, seed=8)
     seen = []
@@ -239,37 +194,6 @@ def test_calls_nest_and_their_errors_are_the_callers(enabled: Any) -> None:
     with pytest.raises(ZeroDivisionError, match="of the user's own"):
         enabled.generate(**inputs, **options, logits_processor=[CallingProcessor(failing)])
     assert torch.equal(enabled.generate(**inputs, **options), expected)
-
-
-@pytest.mark.parametrize("with_streamer", [False, True])
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_criteria_may_replace_the_last_token(
-    enabled: Any, do_sample: bool, with_streamer: bool
-) -> None:
-    class Replaces(CallingCriterion):
-        def __init__(self) -> None:
-            super().__init__(self.replace)
-
-        def replace(self, input_ids: torch.Tensor) -> None:
-            if input_ids.shape[1] % 3 == 0 or input_ids[0, -1] == 2:
-                input_ids[:, -1] = (input_ids[:, -1] + 7) % 101
-
-    inputs = ragged_prompts(1, seed=2)
-    results = []
-    for generate in (stock_of(enabled), enabled.generate):
-        torch.manual_seed(1)
-        streamer = Recorder() if with_streamer else None
-        output = generate(
-            **inputs,
-            do_sample=do_sample,
-            max_new_tokens=30,
-            stopping_criteria=[Replaces()],
-            streamer=streamer,
-        )
-        results.append(
-            (output.tolist(), streamer and streamer.puts, torch.get_rng_state().tolist())
-        )
-    assert results[0] == results[1]
 
 
 class Edits:

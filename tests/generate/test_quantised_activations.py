@@ -89,25 +89,3 @@ def test_models_that_are_quantised_after_enable_are_refused() -> None:
     by_torchao(model, "Int8DynamicActivationInt8WeightConfig")
     with pytest.raises(UnsupportedModelError, match=REFUSED):
         model.generate(**call, slo_tpot=0.1)
-
-
-@pytest.mark.parametrize(
-    "name", ["Int8WeightOnlyConfig", "IntxWeightOnlyConfig", "Float8WeightOnlyConfig"]
-)
-def test_quantised_weights_are_speculated(name: str) -> None:
-    model, call = (
-        by_torchao(copy.deepcopy(tiny_model("llama")), name),
-        dict(ragged_prompts(2), max_new_tokens=6),
-    )
-    expected = model.generate(**call)
-    hf_slospec.enable(model, config=CONFIG)
-    assert torch.equal(model.generate(**call, slo_tpot=0.1), expected)
-
-
-def test_drafts_may_quantise_activations() -> None:
-    model = tiny_model("llama")
-    call = dict(ragged_prompts(2), max_new_tokens=6)
-    draft = by_torchao(copy.deepcopy(model), "Int8DynamicActivationInt8WeightConfig")
-    assert torch.equal(
-        SLOSpecGenerator(model, draft, config=CONFIG).generate(**call), model.generate(**call)
-    )

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import (
@@ -173,20 +170,3 @@ def speculators_config(**changes: Any) -> dict[str, Any]:
         )
         | changes
     )
-
-
-def in_pairs(names: Iterable[str], greedy: dict[str, Any], sampled: dict[str, Any]) -> list[Any]:
-    """Return parameters of two tests for each name: every two of names, options and batches of 1
-    and 3 meet.
-
-    All but those of the first three names are marked as nightly.
-    """
-    turns = itertools.cycle([((greedy, 1), (sampled, 3)), ((greedy, 3), (sampled, 1))])
-    return [
-        pytest.param(
-            name, options, batch, id=f"{name}-{'greedy' if options is greedy else 'sampled'}-{batch}",
-            marks=pytest.mark.nightly if place >= 3 else (),
-        )
-        for place, (name, turn) in enumerate(zip(names, turns, strict=False))
-        for options, batch in turn
-    ]  # fmt: skip

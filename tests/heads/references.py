@@ -179,12 +179,12 @@ def block_states(
     weights: Weights,
     layers: list[tuple[int | None, bool]],
     head_dim: int,
+    eps: float = 1e-6,
 ) -> torch.Tensor:
     """Return the normed states of a block behind a text with these features, [block, hidden].
 
     Each layer has a window and a flag whether it is causal within the block.
     """
-    eps = 1e-6
     theta = 10000.0
 
     def convolved(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import Qwen3Config
 
 from hf_slospec.cuda import flash_kernels as kernel_choice
@@ -20,6 +19,7 @@ from hf_slospec.model.batch import CachedSequence
 from hf_slospec.model.measure import measure
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.trial import check_by_trial
+from tests.heads import references
 from tests.support.packed import packed_model
 from tests.support.stand_ins.flash import StandIn
 from tests.support.toys.tiny_models import tiny_model
@@ -83,66 +83,19 @@ def reference(head: DFlashHead, features: torch.Tensor, root: int) -> torch.Tens
     VOCAB]
     """
     config = head.config
-    length = len(features)
-
-    def normed(states: torch.Tensor, norm: Any) -> torch.Tensor:
-        return (
-            norm.weight
-            * states
-            / (states.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
-        )
-
-    def rotated(heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, num_heads, dim]: pairs of entries half a head apart are turned by position
-        times frequency.
-        """
-        first, second = heads.chunk(2, dim=-1)
-        exponents = torch.arange(first.shape[-1], dtype=heads.dtype) / first.shape[-1]
-        angles = positions[:, None, None] * config.rope_parameters["rope_theta"] ** -exponents
-        return torch.cat(
-            (
-                first * angles.cos() - second * angles.sin(),
-                second * angles.cos() + first * angles.sin(),
-            ),
-            -1,
-        )
-
-    settings = config.dflash_config
-    context = normed(features @ head.fc.weight.T, head.hidden_norm)
-    states = head.embed_tokens.weight[[root] + [MASK] * (BLOCK - 1)] * settings.get(
+    settings = head.config.dflash_config
+    layers = list[tuple[int | None, bool]]()
+    for kind in config.layer_types:
+        is_windowed = kind == "sliding_attention"
+        is_causal = settings.get("causal", getattr(config, "is_causal", is_windowed))
+        layers.append((WINDOW if is_windowed else None, is_causal))
+    weights = dict(head.named_parameters())
+    embeds = head.embed_tokens.weight[[root] + [MASK] * (BLOCK - 1)] * settings.get(
         "input_embedding_scale", 1.0
     )
-    positions = torch.arange(length + BLOCK)
-    distances = positions[length:, None] - positions  # from keys to queries
-    for layer, kind in zip(head.layers, config.layer_types, strict=True):
-        own = layer.self_attn
-        is_windowed = kind == "sliding_attention"
-        inputs = normed(states, layer.input_layernorm)
-        sources = torch.cat((context, inputs))
-        query = rotated(
-            normed((inputs @ own.q_proj.weight.T).unflatten(-1, (4, 16)), own.q_norm),
-            positions[length:],
-        )
-        key = rotated(
-            normed((sources @ own.k_proj.weight.T).unflatten(-1, (2, 16)), own.k_norm), positions
-        )
-        value = (sources @ own.v_proj.weight.T).unflatten(-1, (2, 16))
-        scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(2, 1)) / 4.0
-        causal = settings.get("causal", getattr(config, "is_causal", is_windowed))
-        hidden = ((distances < 0) & causal) | ((distances.abs() >= WINDOW) & is_windowed)
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        attended = torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(2, 1)).flatten(1)
-        states = states + attended @ own.o_proj.weight.T
-        inputs = normed(states, layer.post_attention_layernorm)
-        gated = nn.functional.silu(inputs @ layer.mlp.gate_proj.weight.T) * (
-            inputs @ layer.mlp.up_proj.weight.T
-        )
-        states = states + gated @ layer.mlp.down_proj.weight.T
-    logits = (
-        normed(states, head.norm) @ head.lm_head.weight.T * settings.get("output_multiplier", 1.0)
-    )
-    softcap = settings.get("final_logit_softcapping")
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    states = references.block_states(features, embeds, weights, layers, 16, config.rms_norm_eps)
+    logits = states @ head.lm_head.weight.T * settings.get("output_multiplier", 1.0)
+    return references.capped(logits, settings.get("final_logit_softcapping", 0.0))
 
 
 class Texts:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from hf_slospec.errors import IncompatibleDraftError, InvalidInputError, UnsupportedModelError
+from hf_slospec.errors import IncompatibleDraftError, UnsupportedModelError
 from hf_slospec.heads import checkpoint
 from hf_slospec.heads.eagle3 import Eagle3Head
 from hf_slospec.heads.loading import load_head, load_mtp
@@ -192,15 +192,6 @@ def test_repositories_are_downloaded_without_pickled_files(
     monkeypatch.setattr(checkpoint, "hub_options", lambda name: {})
     load_head("some/head", target_of("llama"))
     assert asked == [("some/head", ["*.json", "*.safetensors"])]
-
-
-def test_what_is_neither_folder_nor_repository_is_refused() -> None:
-    for name, message in (
-        ("no/such-repository", "neither a folder nor a repository"),
-        ("/no/such", "there is no folder"),
-    ):
-        with pytest.raises(InvalidInputError, match=message):
-            load_head(name, target_of("llama"))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-next"])

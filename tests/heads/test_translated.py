@@ -5,39 +5,32 @@ the target's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
 from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.engine.interfaces import Plan
-from hf_slospec.generate.speculator import Speculator
 from hf_slospec.heads.translation import TokenTranslation
-from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.request.request import Request, RequestParams
 from hf_slospec.tree.tree import TokenTree
 from tests.support.breadth import nightly_but, quick_or
 from tests.support.packed import packed_model
-from tests.support.served_pair import PROMPTS, WAIT_S, Holds, alone
-from tests.support.toys.tiny_models import FAMILIES, assert_same_as_stock, sharpened
+from tests.support.served_pair import PROMPTS
+from tests.support.toys.tiny_models import FAMILIES, sharpened
 from tests.support.toys.tiny_tokenizers import (
     FOREIGN,
     byte_level,
     sentencepiece_like,
-    with_fewer_merges,
     with_other_ids,
 )
 from tests.support.toys.trees import SEEDS
 
-FIXED = SLOSpecConfig(policy="fixed", max_depth=4, max_width=3, check_invariants=True)
 TARGET_TOKENIZER = byte_level(420)
 IDS = np.random.default_rng(0).permutation(len(TARGET_TOKENIZER)).tolist()
 PERMUTED, SMALL, SPACED = (
@@ -45,9 +38,6 @@ PERMUTED, SMALL, SPACED = (
     byte_level(300, 3, eos="</s>"),
     sentencepiece_like(600),
 )
-SHORT = [prompt[:200] for prompt in PROMPTS]
-GREEDY = dict(do_sample=False)
-SAMPLED = dict(do_sample=True, temperature=0.9, top_k=40)
 
 
 def model_of(
@@ -68,7 +58,6 @@ def permuted(model: PreTrainedModel, ids: list[int]) -> PreTrainedModel:
     return other
 
 
-TARGET = model_of(TARGET_TOKENIZER)
 DRAFT = model_of(TARGET_TOKENIZER, noise=0.03)
 OTHER_DRAFTS = {
     "permuted": permuted(DRAFT, IDS),
@@ -193,125 +182,3 @@ def test_texts_that_are_longer_for_the_draft_than_there_is_room() -> None:
     plain = AssistantDrafter(PACKED["permuted"], 20, len(TARGET_TOKENIZER), max_slots=20)
     with pytest.raises(MemoryError):
         plain.draft(requests, Plan(3, 1))
-
-
-@pytest.fixture
-def draft_by(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that makes generators draft by an assistant model with these arguments."""
-
-    def use(packed: PackedModel, own: TokenTranslation | None, vocab_size: int) -> None:
-        def new_drafter(
-            speculator: Speculator,
-            max_slots: int | None = None,
-            max_kept: float = 0,
-            keeps_rng: bool = True,
-        ) -> AssistantDrafter:
-            return AssistantDrafter(
-                packed, speculator.max_nodes, vocab_size, max_slots, max_kept, own
-            )
-
-        monkeypatch.setattr(Speculator, "new_drafter", new_drafter)
-
-    return use
-
-
-def batch(num_rows: int) -> dict[str, torch.Tensor]:
-    texts = ["class Stack:\n    def", FOREIGN, "x" + " " * 30, "🎉🎉 漢字", "return self.name"]
-    inputs = TARGET_TOKENIZER(
-        texts[:num_rows], return_tensors="pt", padding=True, padding_side="left"
-    )
-    return {name: inputs[name] for name in ("input_ids", "attention_mask")}
-
-
-@pytest.mark.parametrize(
-    "options", nightly_but([SAMPLED], [GREEDY, SAMPLED]), ids=["greedy", "sampled"]
-)
-@pytest.mark.parametrize("num_rows", nightly_but([5], [1, 5]))
-@pytest.mark.parametrize("name", TOKENIZERS)
-def test_same_tokens_as_stock(
-    draft_by: Any, name: str, num_rows: int, options: dict[str, Any]
-) -> None:
-    generator = SLOSpecGenerator(TARGET, config=FIXED)
-    draft_by(PACKED[name], TRANSLATIONS[name], len(TARGET_TOKENIZER))
-    assert_same_as_stock(
-        TARGET, generator.generate, batch(num_rows), **options, max_new_tokens=quick_or(14, 24)
-    )
-
-
-@pytest.mark.parametrize(
-    "options", nightly_but([SAMPLED], [GREEDY, SAMPLED]), ids=["greedy", "sampled"]
-)
-def test_other_ids_accept_as_many(draft_by: Any, options: dict[str, Any]) -> None:
-    generator = SLOSpecGenerator(TARGET, config=FIXED)
-    counts = []
-    for packed, own in (
-        (packed_model(DRAFT, "sdpa"), None),
-        (PACKED["permuted"], TRANSLATIONS["permuted"]),
-    ):
-        draft_by(packed, own, len(TARGET_TOKENIZER))
-        out = assert_same_as_stock(
-            TARGET, generator.generate, batch(5), **options, max_new_tokens=quick_or(14, 24)
-        )
-        counts.append([(metrics.drafted, metrics.accepted, metrics.steps) for metrics in out.slo])
-    assert counts[0] == counts[1] and sum(accepted for _, accepted, _ in counts[0]) > 0
-
-
-def test_draft_of_few_positions(draft_by: Any) -> None:
-    draft_by(
-        packed_model(model_of(SMALL, 3, family="gpt2"), "sdpa"),
-        TRANSLATIONS["small"],
-        len(TARGET_TOKENIZER),
-    )
-    tokens = torch.tensor([TARGET_TOKENIZER(PROMPTS[0])["input_ids"][:110]])
-    assert translation(SMALL).translate(tokens[0].tolist()).tokens[130:]
-    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    assert_same_as_stock(
-        TARGET,
-        SLOSpecGenerator(TARGET, config=FIXED).generate,
-        inputs,
-        **GREEDY,
-        max_new_tokens=quick_or(24, 45),
-    )
-
-
-@pytest.mark.parametrize(
-    "is_permuted", nightly_but([False], [True, False]), ids=["other ids", "fewer merges"]
-)
-def test_batcher_with_cancelled_and_preempted_requests(draft_by: Any, is_permuted: bool) -> None:
-    target, draft, tokenizer = pair = load_tiny_pair(torch.float32)
-    if is_permuted:
-        ids = np.random.default_rng(1).permutation(len(tokenizer)).tolist()
-        draft_by(
-            PackedModel(permuted(draft, ids)),
-            translation(with_other_ids(tokenizer, ids), tokenizer),
-            2048,
-        )
-    else:
-        draft_by(
-            PackedModel(draft), translation(with_fewer_merges(tokenizer, 512), tokenizer), 2048
-        )
-    expected = [alone(pair, prompt, max_new_tokens=20) for prompt in SHORT[:4]]
-    sampled = alone(pair, SHORT[4], 3, max_new_tokens=20, do_sample=True)
-    with SLOSpecGenerator(
-        target, None, tokenizer, FIXED.model_copy(update={"max_batch": 2})
-    ) as generator:
-        with Holds() as holds:
-            spare = [
-                generator.submit(p, max_new_tokens=20, stopping_criteria=[holds]) for p in SHORT[:2]
-            ]
-            doomed = generator.submit(SHORT[5], max_new_tokens=300)
-            assert holds.is_reached.wait(WAIT_S)
-            urgent = [
-                generator.submit(p, max_new_tokens=20, slo_tpot=10.0, slo_ttft=100.0)
-                for p in SHORT[2:4]
-            ]
-        doomed.cancel()
-        assert [handle.result(WAIT_S).token_ids for handle in (*spare, *urgent)] == expected
-        assert sum(handle.metrics.preempted for handle in spare) > 0
-        handle = generator.submit(SHORT[4], max_new_tokens=20, do_sample=True, seed=3)
-        assert handle.result(WAIT_S).token_ids == sampled
-        again = [
-            generator.submit(prompt, max_new_tokens=20) for prompt in SHORT[:4]
-        ]  # begin as kept texts do
-        assert [handle.result(WAIT_S).token_ids for handle in again] == expected
-        assert sum(handle.metrics.accepted for handle in (*spare, *urgent, *again)) > 20

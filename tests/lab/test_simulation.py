@@ -215,42 +215,6 @@ def test_an_interrupt_while_tokens_are_chosen_ends_the_run() -> None:
 JOB = Job(0.0, 100, 50)
 
 
-@pytest.mark.parametrize(
-    ("jobs", "system", "options", "fault"),
-    [
-        ([], "vllm", {}, "no requests"),
-        ([JOB], "vllm", {"replicas": 0}, "replicas"),
-        ([JOB], "vllm", {"replicas": 10**9}, "replicas"),
-        ([JOB, replace(JOB, after=1)], "vllm", {}, "request 1 follows request 1"),
-        ([JOB, replace(JOB, after=-1)], "vllm", {}, "request 1 follows request -1"),
-        ([JOB, JOB], 'vllm {"kv_tokens": 149}', {}, "request 0 needs 150 tokens .* has 149"),
-        ([JOB, replace(JOB, output_tokens=10**4)], "vllm", {}, "request 1 needs 10100 .* has 5000"),
-        ([replace(JOB, max_new_tokens=10**4)], "vllm", {}, "request 0 needs 10100 .* has 5000"),
-        ([replace(JOB, input_tokens=10**15)], "vllm", {}, "request 0 needs 10+50 "),
-        ([JOB], 'adaserve {"max_width": 5}', {}, "max_width is 5, but the texts have only 4"),
-        ([replace(JOB, arrival_s=1e300)], "vllm", {}, "arrive within"),
-        ([replace(JOB, arrival_s=math.nan)], "vllm", {}, "arrive within"),
-        ([JOB], "vllm", {"oracle": True, "make_policy": SmartSpecPolicy}, "exclude each other"),
-    ],
-)
-def test_impossible_simulations_are_refused(
-    jobs: list[Job], system: str, options: dict, fault: str
-) -> None:
-    with pytest.raises(InvalidInputError, match=fault):
-        Simulation(
-            jobs,
-            library_of([replace(JOB)] * max(len(jobs), 1)),
-            HARDWARE,
-            config_of(system),
-            **options,
-        )
-
-
-def test_every_request_needs_a_text() -> None:
-    with pytest.raises(InvalidInputError, match="2 requests, 1 texts"):
-        Simulation([JOB, JOB], library_of([JOB]), HARDWARE, config_of("vllm"))
-
-
 def test_a_policy_of_ones_own_decides() -> None:
     jobs = some_jobs(0, 8)
     config = config_of(
@@ -359,14 +323,6 @@ def test_a_pause_keeps_kv_while_there_is_room(kv_tokens: int, system: str) -> No
     prefills = [event.prefill_tokens for event in simulation.events if event.prefill_tokens]
     assert sum(prefills) == 200 + 250 + 240 - second.reused
     assert (second.ttft_s < first.ttft_s) == is_kept
-
-
-@pytest.mark.parametrize(
-    "job", [Job(0.0, 400, 5, continues=True), Job(0.0, 210, 5, after=0, continues=True)]
-)
-def test_a_request_continues_only_one_before_it_and_with_more_text(job: Job) -> None:
-    with pytest.raises(InvalidInputError, match="continues another"):
-        Watched([Job(0.0, 200, 10), job])
 
 
 def test_first_tokens_are_in_time_though_others_are_drafted_for(

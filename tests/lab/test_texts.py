@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.errors import InvalidFileError, InvalidInputError
+from hf_slospec.errors import InvalidFileError
 from hf_slospec.lab.texts import Library, RecordedText, Recording, Text, TextModel
 from tests.support.toys.trees import SEEDS
 
@@ -126,17 +126,6 @@ def test_without_spread_all_requests_are_alike_and_places_are_independent() -> N
     assert text.child_probs[:, 0] == pytest.approx(0.8)
     in_a_row = hits(text)[:, 0].reshape(-1, 5).cumprod(axis=1).sum(axis=1)
     assert in_a_row.mean() == pytest.approx(sum(0.8**depth for depth in range(1, 6)), rel=0.01)
-
-
-@pytest.mark.parametrize(
-    "name", ["acceptance", "spread", "evenness", "sharpness", "sibling", "num_children"]
-)
-@pytest.mark.parametrize("value", [-1.0, math.nan])
-def test_impossible_models_are_refused_by_name(name: str, value: float) -> None:
-    if name == "num_children":
-        value = 0
-    with pytest.raises(InvalidInputError, match=name):
-        TextModel(**{name: value})
 
 
 def test_a_library_finds_places_of_each_text_and_ends_go_on() -> None:

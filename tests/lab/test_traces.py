@@ -96,87 +96,62 @@ def test_ratios_multiply_a_base_and_negative_ones_are_milliseconds(tmp_path: Pat
 LINE = "0,5,5,0.1"
 
 
-@pytest.mark.parametrize(
-    ("line", "fault"),
-    [
-        (",5,5,0.1", "arrival_s: is empty"),
-        ("0,5", "output_tokens: is empty"),
-        ("  ", "is empty"),
-        ("-1,5,5,0.1", "arrival_s: '-1' is not within"),
-        ("nan,5,5,0.1", "arrival_s: 'nan' is not within"),
-        ("inf,5,5,0.1", "arrival_s: 'inf' is not within"),
-        ("1e300,5,5,0.1", "arrival_s: '1e300' is not within"),
-        ("soon,5,5,0.1", "arrival_s: 'soon' is not a number"),
-        ("0,0,5,0.1", "input_tokens: '0' is not within"),
-        ("0,2.5,5,0.1", "input_tokens: '2.5' is not a whole number"),
-        ("0,100000000000,5,0.1", "input_tokens: '100000000000' is not within"),
-        ("0," + "9" * 400 + ",5,0.1", "input_tokens: '9{40}...' is not within"),
-        ("0," + "9" * 5000 + ",5,0.1", "input_tokens: '9{40}...' is not"),
-        ("0,5\0,5,0.1", "input_tokens: |NUL"),
-        ("0,5,0,0.1", "output_tokens: '0' is not within"),
-        ("0,5,100000000000,0.1", "output_tokens: '100000000000' is not within"),
-        ("0,5,5,0", "slo: an SLO of 0"),
-        ("0,5,5,-0.1", "slo: '-0.1' is not within"),
-        ("0,5,5,fast", "slo: 'fast' is not a number"),
-        ("0,5,5,0.1,7", "more fields than the header"),
-        ("0,5,5," + "1" * 200_000, "field limit"),
-        ('0,5,5,"0.1"x', "expected after"),
-    ],
-)
-def test_malformed_lines_are_named(line: str, fault: str, tmp_path: Path) -> None:
-    path = written(tmp_path, f"{HEADER}\n{LINE}\n\n{line}\n{LINE}\n")
-    with pytest.raises(InvalidFileError, match=f"{fault}") as error:
-        read_trace(path)
-    assert str(error.value).startswith(f"{path}:4: ")
+MALFORMED_LINES = [
+    (",5,5,0.1", "arrival_s: is empty"),
+    ("0,5", "output_tokens: is empty"),
+    ("  ", "is empty"),
+    ("-1,5,5,0.1", "arrival_s: '-1' is not within"),
+    ("nan,5,5,0.1", "arrival_s: 'nan' is not within"),
+    ("inf,5,5,0.1", "arrival_s: 'inf' is not within"),
+    ("1e300,5,5,0.1", "arrival_s: '1e300' is not within"),
+    ("soon,5,5,0.1", "arrival_s: 'soon' is not a number"),
+    ("0,0,5,0.1", "input_tokens: '0' is not within"),
+    ("0,2.5,5,0.1", "input_tokens: '2.5' is not a whole number"),
+    ("0,100000000000,5,0.1", "input_tokens: '100000000000' is not within"),
+    ("0," + "9" * 400 + ",5,0.1", "input_tokens: '9{40}...' is not within"),
+    ("0," + "9" * 5000 + ",5,0.1", "input_tokens: '9{40}...' is not"),
+    ("0,5\0,5,0.1", "input_tokens: |NUL"),
+    ("0,5,0,0.1", "output_tokens: '0' is not within"),
+    ("0,5,100000000000,0.1", "output_tokens: '100000000000' is not within"),
+    ("0,5,5,0", "slo: an SLO of 0"),
+    ("0,5,5,-0.1", "slo: '-0.1' is not within"),
+    ("0,5,5,fast", "slo: 'fast' is not a number"),
+    ("0,5,5,0.1,7", "more fields than the header"),
+    ("0,5,5," + "1" * 200_000, "field limit"),
+    ('0,5,5,"0.1"x', "expected after"),
+]
+MALFORMED_FIELDS = [
+    ("ttft_s", "0", "an SLO of 0"),
+    ("ttft_s", "-2", "is not within"),
+    ("priority", "high", "is not a whole number"),
+    ("priority", "9" * 400, "is not within"),
+    ("max_new_tokens", "4", "4 is less than the 5 output_tokens"),
+    ("max_new_tokens", "0", "is not within"),
+    *(("slo_ratio", value, "") for value in ("0", "nan", "1e300", "x")),
+]
+MALFORMED: list[tuple[str | bytes, str]] = [
+    ("", ":1: column arrival_s, input_tokens, output_tokens is missing"),
+    ("arrival_s;input_tokens;output_tokens\n0;1;1\n", ":1: column .* is missing; found: arrival_s;"),
+    ("arrival_s,input_tokens\n0,1\n", ":1: column output_tokens is missing;"),
+    (HEADER + ",speed\n", ":1: unknown column speed; known: "),
+    (HEADER + ",\n", ":1: unknown column"),
+    (HEADER + ",slo_ratio\n", ":1: columns slo and slo_ratio exclude"),
+    (HEADER + ",slo\n", ":1: two columns have the same name"),
+    (HEADER + "\n", ": contains no requests"),
+    (HEADER + '\n0,5,5,"0.1\n1,5,5,0.1\n', ":[23]: unexpected end of data"),
+    ((HEADER + "\n" + LINE).encode("utf-16"), ": is not UTF-8"),
+    *((f"{HEADER}\n{LINE}\n\n{line}\n{LINE}\n", rf":4: .*({fault})") for line, fault in MALFORMED_LINES),
+    *((f"{HEADER.removesuffix(',slo')},{column}\n0,5,5,{value}\n", f":2: column {column}: .*{fault}")
+      for column, value, fault in MALFORMED_FIELDS),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("column", "value", "fault"),
-    [
-        ("ttft_s", "0", "an SLO of 0"),
-        ("ttft_s", "-2", "is not within"),
-        ("priority", "high", "is not a whole number"),
-        ("priority", "9" * 400, "is not within"),
-        ("max_new_tokens", "4", "4 is less than the 5 output_tokens"),
-        ("max_new_tokens", "0", "is not within"),
-    ],
-)
-def test_malformed_optional_fields_are_named(
-    column: str, value: str, fault: str, tmp_path: Path
+@pytest.mark.parametrize(("text", "fault"), MALFORMED, ids=lambda value: str(value)[:40])
+def test_malformed_files_are_refused_with_line_and_column(
+    text: str | bytes, fault: str, tmp_path: Path
 ) -> None:
-    path = written(tmp_path, f"{HEADER},{column}\n{LINE},{value}\n")
-    with pytest.raises(InvalidFileError, match=rf"load\.csv:2: column {column}: .*{fault}"):
-        read_trace(path)
-
-
-@pytest.mark.parametrize("value", ["0", "nan", "1e300", "x"])
-def test_malformed_ratios_are_named(value: str, tmp_path: Path) -> None:
-    path = written(tmp_path, f"arrival_s,input_tokens,output_tokens,slo_ratio\n0,1,1,{value}\n")
-    with pytest.raises(InvalidFileError, match=r"load\.csv:2: column slo_ratio: "):
-        read_trace(path, 0.03)
-
-
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        ("", ":1: column arrival_s, input_tokens, output_tokens is missing"),
-        (
-            "arrival_s;input_tokens;output_tokens\n0;1;1\n",
-            ":1: column .* is missing; found: arrival_s;",
-        ),
-        ("arrival_s,input_tokens\n0,1\n", ":1: column output_tokens is missing;"),
-        (HEADER + ",speed\n", ":1: unknown column speed; known: "),
-        (HEADER + ",\n", ":1: unknown column"),
-        (HEADER + ",slo_ratio\n", ":1: columns slo and slo_ratio exclude"),
-        (HEADER + ",slo\n", ":1: two columns have the same name"),
-        (HEADER + "\n", ": contains no requests"),
-        (HEADER + '\n0,5,5,"0.1\n1,5,5,0.1\n', ":[23]: unexpected end of data"),
-        ((HEADER + "\n" + LINE).encode("utf-16"), ": is not UTF-8"),
-    ],
-)
-def test_malformed_files_are_refused(text: str | bytes, fault: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidFileError, match=r"load\.csv" + fault):
-        read_trace(written(tmp_path, text))
+        read_trace(written(tmp_path, text), 0.03)
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextvars
-import threading
 
 import numpy as np
 import pytest
 import torch
 
-from hf_slospec import SLOSpecGenerator
 from hf_slospec.model.attention.hook import active_forward
 from hf_slospec.model.attention.sdpa import plan_sequences
 from hf_slospec.model.batch import AttentionLayer, CachedSequence, LayerShape, PackedBatch, Span
@@ -17,7 +15,7 @@ from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.tree_mask import tree_after_chain
 from hf_slospec.tree.tree import TokenTree
-from tests.support.toys.tiny_models import ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import tiny_model
 from tests.support.toys.trees import stored
 
 TREE = TokenTree(
@@ -72,58 +70,6 @@ def test_sparse_masks_by_brute_force(length: int, window: int | None, chunk: int
                 is_near = window is None or positions[node] - position < window
                 is_alike = chunk is None or positions[node] // chunk == position // chunk
                 assert (mask[row, column] == 0) == (is_before and is_near and is_alike)
-
-
-@pytest.mark.parametrize(
-    "family", ["llama", "gemma2", "gpt2", "gpt-oss"]
-)  # sdpa and eager, padded by mask
-def test_plain_forwards_in_other_threads_while_packed_ones_run(family: str) -> None:
-    model = tiny_model(family)
-    inputs = ragged_prompts(3)
-    with torch.no_grad():
-        expected = model(**inputs).logits
-    generator = SLOSpecGenerator(model, tiny_model(family, noise=0.03))
-    done = threading.Event()
-    wrong = list[int]()
-
-    @torch.no_grad()
-    def forward_on() -> None:
-        count = 0
-        while not done.is_set():
-            if not torch.equal(model(**inputs).logits, expected):
-                wrong.append(count)
-            count += 1
-
-    thread = threading.Thread(target=forward_on)
-    thread.start()
-    try:
-        for _ in range(3):
-            generator.generate(**inputs, do_sample=False, max_new_tokens=20)
-    finally:
-        done.set()
-        thread.join()
-    assert not wrong
-
-
-def test_generating_in_several_threads_at_once() -> None:
-    model = tiny_model("mistral-window")
-    generator = SLOSpecGenerator(model, tiny_model("mistral-window", noise=0.03))
-    prompts = [ragged_prompts(2, seed) for seed in range(4)]
-    expected = [model.generate(**inputs, do_sample=False, max_new_tokens=25) for inputs in prompts]
-    results: dict[int, torch.Tensor] = {}
-
-    def work(index: int) -> None:
-        results[index] = generator.generate(
-            **prompts[index], do_sample=False, max_new_tokens=25, slo_tpot=0.01
-        )
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(results[index], tokens) for index, tokens in enumerate(expected))
-    assert model.config._attn_implementation == "sdpa"
 
 
 def test_models_that_share_a_config_point_back_in_any_order() -> None:

@@ -7,8 +7,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -312,25 +311,6 @@ def stock(prompt: list[int], num_tokens: int) -> list[int]:
         row, attention_mask=torch.ones_like(row), **GREEDY, max_new_tokens=num_tokens
     )
     return out[0, len(prompt) :].tolist()
-
-
-def test_the_batcher_and_calls_of_threads_at_once(
-    generator: SLOSpecGenerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(room, "FIRST_ROOM", 8)
-    prompts = [[3 + index, 50, 7 * index + 5, 9] for index in range(6)]
-    inputs = [ragged_prompts(2, seed) for seed in range(4)]
-    expected = [tiny_model("llama").generate(**own, **GREEDY, max_new_tokens=50) for own in inputs]
-    call: Callable[[Any], Any] = lambda own: generator.generate(**own, **GREEDY, max_new_tokens=50)  # noqa: E731
-    with generator, ThreadPoolExecutor(2) as threads:
-        handles = [generator.submit(prompt, max_new_tokens=40, **GREEDY) for prompt in prompts]
-        found = list(threads.map(call, inputs))
-        assert [handle.result(120).token_ids for handle in handles] == [
-            stock(prompt, 40) for prompt in prompts
-        ]
-        assert generator.stats().memory.target_kv == generator.decoder.speculator.models[0].kv_bytes
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-    assert not kv_bytes(generator)
 
 
 def test_engines_that_die_leave_nothing(generator: SLOSpecGenerator) -> None:

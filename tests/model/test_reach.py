@@ -4,40 +4,18 @@ chunks.
 
 from __future__ import annotations
 
-from typing import Any
+import copy
 
 import pytest
 import torch
-import transformers
-from transformers import PreTrainedModel, masking_utils
+from transformers import masking_utils
 
-from hf_slospec import SLOSpecGenerator
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.properties import Reach, reach_of
-from tests.support.against_stock import DRAFTS_ALWAYS
-from tests.support.toys.tiny_models import (
-    GROUPED,
-    WINDOW,
-    assert_same_as_stock,
-    ragged_prompts,
-    sharpened,
-    tiny_model,
-)
+from tests.support.stock_matrix import model_of
+from tests.support.toys.tiny_models import WINDOW, tiny_model
 
 NO_PADDING = torch.zeros(1, dtype=torch.int64)
-LLAMA4: dict[str, Any] = GROUPED | dict(
-    head_dim=8, attention_chunk_size=WINDOW, num_local_experts=4, num_experts_per_tok=1, intermediate_size_mlp=48,
-    no_rope_layers=[1, 0],
-)  # fmt: skip
-PHIMOE: dict[str, Any] = GROUPED | dict(
-    sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2
-)
-
-
-def model_of(name: str, settings: dict[str, Any], noise: float = 0.0) -> PreTrainedModel:
-    config = getattr(transformers, f"{name}Config")(**settings)
-    model_class = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
-    return sharpened(lambda: model_class(config), 0, noise)
 
 
 @pytest.mark.parametrize("size", [2, 3, 9, 4096])
@@ -65,52 +43,14 @@ def test_masks_that_are_none_of_these() -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_layers_of_models(attention: str) -> None:
-    cases = [
-        ("Llama4Text", LLAMA4, [Reach(chunk=WINDOW), Reach()]),
-        ("Phimoe", PHIMOE, [Reach(window=WINDOW)] * 2),
-    ]
-    for name, settings, expected in cases:
-        model = model_of(name, settings | dict(attn_implementation=attention))
-        assert [Reach(layer.window, layer.chunk) for layer in PackedModel(model).layers] == expected
+    expected = {
+        "llama4-chunks": [Reach(chunk=WINDOW), Reach()],
+        "phimoe-window": [Reach(window=WINDOW)] * 2,
+    }
+    for name, reaches in expected.items():
+        model = copy.deepcopy(model_of(name))
+        model.set_attn_implementation(attention)
+        assert [Reach(layer.window, layer.chunk) for layer in PackedModel(model).layers] == reaches
         assert model.config._attn_implementation == attention
     found = [Reach(layer.window, layer.chunk) for layer in PackedModel(tiny_model("gemma3")).layers]
     assert found == [Reach(window=WINDOW), Reach()]
-
-
-@pytest.mark.parametrize(
-    ("name", "settings"), [("Llama4Text", LLAMA4), ("Phimoe", PHIMOE)], ids=["llama4", "phimoe"]
-)
-@pytest.mark.parametrize(
-    "sampling", [dict(do_sample=False), dict(do_sample=True)], ids=["greedy", "sampled"]
-)
-def test_texts_longer_than_windows_and_chunks(
-    name: str, settings: dict[str, Any], sampling: dict[str, Any]
-) -> None:
-    """Prompts of 12 to 24 tokens and 24 new ones: nodes of one tree lie on both sides of a chunk's
-    edge.
-    """
-    model = model_of(name, settings)
-    generator = SLOSpecGenerator(model, model_of(name, settings, noise=0.03), config=DRAFTS_ALWAYS)
-    prompts = ragged_prompts(3)
-    if name == "Llama4Text":  # whose padded rows are refused
-        prompts["attention_mask"][:] = 1
-    out = assert_same_as_stock(model, generator.generate, prompts, **sampling, max_new_tokens=24)
-    assert sum(row.accepted for row in out.slo) > 0
-
-
-@pytest.mark.parametrize(
-    "sampling", [dict(do_sample=False), dict(do_sample=True)], ids=["greedy", "sampled"]
-)
-def test_layers_that_ask_for_their_length(sampling: dict[str, Any]) -> None:
-    """Llama 4's temperatures grow with the position in its layers without RoPE; here with every
-    third one.
-    """
-    settings = LLAMA4 | dict(floor_scale=3, attn_scale=0.5)
-    model = model_of("Llama4Text", settings)
-    generator = SLOSpecGenerator(
-        model, model_of("Llama4Text", settings, noise=0.03), config=DRAFTS_ALWAYS
-    )
-    prompt = torch.randint(3, 101, (1, 20))
-    inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
-    out = assert_same_as_stock(model, generator.generate, inputs, **sampling, max_new_tokens=24)
-    assert out.slo[0].accepted > 0

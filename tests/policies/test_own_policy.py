@@ -238,19 +238,6 @@ def test_what_is_wrong_with_its_decisions_is_said(why: str) -> None:
         gen.generate(**ragged_prompts(1), max_new_tokens=9)
 
 
-def test_it_must_be_callable() -> None:
-    with pytest.raises(InvalidTypeError, match="make_policy"):
-        SLOSpecGenerator(tiny_model("llama"), make_policy="auto")
-
-
-def test_it_must_make_a_policy() -> None:
-    gen = SLOSpecGenerator(tiny_model("llama"), make_policy=lambda config, costs: None)
-    with pytest.raises(
-        InvalidTypeError, match="make_policy must return a policy with a method 'plan'"
-    ):
-        gen.generate(**ragged_prompts(1), max_new_tokens=9)
-
-
 def test_a_policy_of_the_base_class_must_define_what_that_does_not() -> None:
     class Undecided(Policy):
         plan = Odd.plan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -106,41 +105,6 @@ def test_settings_of_single_policies_are_given_as_fields_or_as_options() -> None
     )  # a policy whose name the config does not hold
     other = config.model_copy(update={"policy": "adaserve", "max_slo_share": 2.0})
     assert other == SLOSpecConfig(policy="adaserve", **{"max_slo_share": 2.0})
-
-
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ({"max_tree_nodes": 32}, "max_tree_nodes is a setting of policy 'thesis', not of 'auto'"),
-        (
-            {"policy": "none", "max_slo_share": 1.0},
-            "of policy 'adaserve' or 'thesis-slo-capped', not of 'none'",
-        ),
-        (
-            {"policy": "thesis", "policy_options": {"slack": 0.1}},
-            "slack is a setting of policy 'thesis-slo' or",
-        ),
-        (
-            {"policy": "thesis", "max_tree_nodes": 0},
-            "policy_options.max_tree_nodes\n  Input should be greater",
-        ),
-        (
-            {"policy": "thesis", "max_tree_node": 1},
-            "max_tree_node\n  Extra inputs are not permitted",
-        ),
-        (
-            {"policy": "thesis", "policy_options": {"max_depth": 1}},
-            "max_depth\n  Extra inputs are not permitted",
-        ),
-        (
-            {"policy": "thesis", "policy_options": 1, "max_tree_nodes": 1},
-            "should be a valid dictionary",
-        ),
-    ],
-)
-def test_settings_of_other_policies_are_refused(given: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValidationError, match=why):
-        SLOSpecConfig(**given)
 
 
 def test_properties_in_the_documentation_are_tested() -> None:

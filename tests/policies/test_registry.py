@@ -12,9 +12,8 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
-from hf_slospec import InvalidInputError, SLOSpecConfig
+from hf_slospec import InvalidInputError
 from hf_slospec.policies.fixed import FixedPolicy
 from hf_slospec.policies.registry import ENTRY_POINTS, NamedPolicy, policy_named, register
 from tests.support.paths import ROOT
@@ -126,12 +125,3 @@ def test_a_name_is_registered_once() -> None:
     ):
         register(Other)
     assert policy_named("fixed") is FixedPolicy
-
-
-def test_an_unknown_name_is_refused_by_the_config() -> None:
-    with pytest.raises(
-        ValidationError, match=r"policy\n.* there is no policy 'adaserv'; choose among 'auto'"
-    ):
-        SLOSpecConfig(policy="adaserv")
-    with pytest.raises(ValidationError, match="valid string"):
-        SLOSpecConfig(policy=3)

@@ -164,7 +164,7 @@ def test_call_to_a_replica_that_has_just_died_goes_to_another() -> None:
 
 def test_replicas_have_two_names() -> None:
     from hf_slospec import replicas
-    from hf_slospec.batcher import replicas as public
+    from hf_slospec.serving import replicas as public
 
     assert {name: getattr(public, name) for name in public.__all__} == {
         name: getattr(replicas, name) for name in replicas.__all__

@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 MAKERS = {function.__name__ for function in _device_constructors()}
 # Modules of models, whose weights are made on the default device as those of torch's modules are;
 # and training, inflation and commands, which run apart from a caller's code.
-ON_DEFAULT_DEVICE = ("drafters/heads", "drafters/training", "tiny", "cli", "demo")
+ON_DEFAULT_DEVICE = ("heads", "training", "tiny", "cli", "demo")
 
 
 def without_device(source: str) -> Iterator[int]:

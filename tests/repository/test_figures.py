@@ -1,9 +1,9 @@
 """Tables and figures of the documentation are those of the files in benchmarks/results.
 
 ``python -m docs.tables`` writes the tables. A number with the unit x, ms or % in running text has
-its source behind it, or the reason why it has none: ``<!-- given: ... -->`` behind a number, or
-before a block, for what was chosen, published or defined, and ``<!-- not backed: ... -->`` before a
-block with the date of a measurement of which there is no file.
+its source in ``docs/figures``, or the reason why it has none: ``<!-- given: ... -->`` before a block for
+what was chosen, published or defined, and ``<!-- not backed: ... -->`` before a block with the date
+of a measurement of which there is no file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from docs import measured, replayed
-from docs.tables import FIGURE, PAGES, TABLE, Figure, figures, filled
+from docs.tables import FIGURE, PAGES, TABLE, Figure, figures, filled, read
 from tests.support.paths import ROOT
 
 # Notebooks print figures of the run in which they are built, and the support matrix has a script of
@@ -56,20 +56,18 @@ def without_source(text: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_tables_are_those_of_the_files(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
+    text = read(page)
     assert filled(text) == text, "run: python -m docs.tables"
 
 
 def test_every_table_is_shown_once() -> None:
-    shown = [
-        found[1] for page in PAGES for found in TABLE.findall(page.read_text(encoding="utf-8"))
-    ]
+    shown = [found[1] for page in PAGES for found in TABLE.findall(read(page))]
     assert sorted(shown) == sorted(measured.TABLES | replayed.TABLES)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_figures_are_those_of_the_files(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
+    text = read(page)
     assert wrong(text) == []
     assert text.count("<!-- figure") == len(list(FIGURE.finditer(text))), (
         "a marker that cannot be read"
@@ -81,17 +79,17 @@ def test_figures_are_those_of_the_files(page: Path) -> None:
 
 @pytest.mark.parametrize("page", BEARING, ids=name)
 def test_numbers_with_units_have_a_source(page: Path) -> None:
-    assert list(without_source(page.read_text(encoding="utf-8"))) == []
+    assert list(without_source(read(page))) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_measurements_without_a_file_have_a_date(page: Path) -> None:
-    blocks = UNBACKED.findall(page.read_text(encoding="utf-8"))
+    blocks = UNBACKED.findall(read(page))
     assert [block for block in blocks if not DATE.search(block)] == []
 
 
 def test_a_changed_digit_is_found() -> None:
-    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    text = read(ROOT / "docs" / "benchmarks.md")
     table = TABLE.search(text)
     assert table is not None
     position = next(match.start() for match in re.finditer(r"\d\.\d\d", table[0])) + table.start()

@@ -11,7 +11,8 @@ from docs import modules
 from tests.support.paths import ROOT
 
 PACKAGE = ROOT / "hf_slospec"
-PAGE = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+PAGES = (ROOT / "docs" / "design.md", *sorted((ROOT / "docs" / "design").glob("*.md")))
+PAGE = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 
 
 def section(title: str) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import torch
 import uvicorn
@@ -35,6 +37,11 @@ class Served:
     url: str
     client: httpx.Client
 
+    @property
+    def openai(self) -> openai.OpenAI:
+        """A client of OpenAI's, which retries nothing."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
 
 @pytest.fixture(scope="session")
 def generator() -> Iterator[SLOSpecGenerator]:
@@ -48,22 +55,30 @@ def generator() -> Iterator[SLOSpecGenerator]:
 
 @pytest.fixture(scope="session")
 def served(generator: SLOSpecGenerator) -> Iterator[Served]:
-    yield from serving(generator, ServerSettings(model_name="tiny"))
+    with serving(generator) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")
 def guarded(generator: SLOSpecGenerator) -> Iterator[Served]:
     keys = {KEY: SLOLimits(default_tpot=5.0), STRICT_KEY: SLOLimits(strictest_tpot=1.0)}
-    settings = ServerSettings(
-        model_name="tiny", api_keys=keys, bounds=RequestLimits(body_bytes=4096)
-    )
-    yield from serving(generator, settings)
+    with serving(generator, api_keys=keys, bounds=RequestLimits(body_bytes=4096)) as made:
+        yield made
 
 
-def serving(generator: SLOSpecGenerator, settings: ServerSettings) -> Iterator[Served]:
-    app = make_app(LocalEngine(generator), settings)
-    with listening(app) as url, httpx.Client(base_url=url, timeout=120.0) as client:
-        yield Served(generator, url, client)
+@contextmanager
+def serving(
+    engine: SLOSpecGenerator | LocalEngine, http: Any = "auto", root_path: str = "", **settings: Any
+) -> Iterator[Served]:
+    """Serve a generator or an engine with these settings."""
+    if isinstance(engine, SLOSpecGenerator):
+        engine = LocalEngine(engine)
+    app = make_app(engine, ServerSettings(model_name="tiny", **settings))
+    with (
+        listening(app, http=http, root_path=root_path) as url,
+        httpx.Client(base_url=url, timeout=120.0) as client,
+    ):
+        yield Served(engine.generator, url, client)
 
 
 class listening:  # noqa: N801  used like a function

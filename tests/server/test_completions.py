@@ -6,14 +6,12 @@ import json
 import re
 from typing import Any
 
-import httpx
 import pytest
 import torch
 
 from hf_slospec import tiny_prompts
-from hf_slospec.server.app import ServerSettings, make_app
-from hf_slospec.server.engine import LocalEngine
-from tests.server.conftest import Served, listening
+from hf_slospec.server.app import ServerSettings
+from tests.server.conftest import Served, serving
 from tests.support.fixed_policy import always_drafting
 
 PROMPT = tiny_prompts()[0][:120]
@@ -72,6 +70,9 @@ def test_a_greedy_completion_is_that_of_generate(served: Served) -> None:
     assert found["object"] == "text_completion" and found["model"] == "tiny"
     (choice,) = found["choices"]
     assert choice["text"] == text_of(served, new) and choice["finish_reason"] in ("length", "stop")
+    for temperature in (5e-324, 1e-8, 9.9e-6):  # below vLLM's least
+        other = complete(served, temperature=temperature, max_tokens=20, top_p=0.9, seed=3)
+        assert other["choices"][0]["text"] == choice["text"]
     usage = found["usage"]
     assert usage["completion_tokens"] == len(new)
     assert usage["total_tokens"] == usage["prompt_tokens"] + len(new)
@@ -93,6 +94,7 @@ SAMPLED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (dict(seed=5, top_k=9, min_p=0.02), dict(top_k=9, min_p=0.02)),
     (dict(seed=6, repetition_penalty=1.3), dict(repetition_penalty=1.3, top_k=0)),
     (dict(seed=7, min_tokens=12), dict(min_new_tokens=12, top_k=0)),
+    (dict(seed=9, temperature=1e-5), dict(temperature=1e-5, top_k=0)),
     (
         dict(seed=8, logit_bias={"40": 3.5, "41": -100}),
         dict(sequence_bias=[[[40], 3.5], [[41], -100.0]], top_k=0),
@@ -182,19 +184,6 @@ def test_prompts_as_texts_and_ids(served: Served) -> None:
     )
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_stop_strings_end_the_text(served: Served, keeps: bool) -> None:
-    text = text_of(served, alone(served, PROMPT, do_sample=False, max_new_tokens=40))
-    stop = text[7:10]
-    found = complete(
-        served, **GREEDY, max_tokens=40, stop=["never seen", stop], include_stop_str_in_output=keeps
-    )
-    end = text.index(stop) + (len(stop) if keeps else 0)
-    assert found["choices"][0] | {"logprobs": None} == {
-        "index": 0, "text": text[:end], "finish_reason": "stop", "logprobs": None,
-    }  # fmt: skip
-
-
 def test_stop_tokens_and_ends_that_are_ignored(served: Served) -> None:
     new = alone(served, PROMPT, do_sample=False, max_new_tokens=40, eos_token_id=None)
     place = next(i for i, token in enumerate(new) if token not in new[:i] and i > 4)
@@ -211,69 +200,37 @@ def target_logprobs(served: Served, tokens: list[int]) -> torch.Tensor:
     return logits.float().log_softmax(-1)
 
 
-def test_log_probabilities_are_the_targets(served: Served) -> None:
-    ids = served.generator.tokenizer(PROMPT)["input_ids"]
-    found = complete(served, temperature=0.5, seed=2, logprobs=2, echo=True, max_tokens=8)[
-        "choices"
-    ][0]["logprobs"]
-    new = alone(served, PROMPT, 2, do_sample=True, temperature=0.5, top_k=0, max_new_tokens=8)
-    expected = target_logprobs(served, ids + new)
-    assert len(found["tokens"]) == len(ids) + len(new)
+@pytest.mark.parametrize(
+    ("max_tokens", "fields"), [(0, GREEDY), (1, GREEDY), (8, dict(temperature=0.5, seed=2))]
+)
+def test_log_probabilities_of_prompt_and_output_are_the_targets(
+    served: Served, max_tokens: int, fields: dict[str, Any]
+) -> None:
+    ids = served.generator.tokenizer(PROMPT)[
+        "input_ids"
+    ]  # without output they are scored, as lm_eval asks
+    answer = complete(served, prompt=[ids], logprobs=2, echo=True, max_tokens=max_tokens, **fields)
+    found, tokens = answer["choices"][0]["logprobs"], list(ids)
+    if max_tokens:
+        sampled = (
+            dict(do_sample=True, temperature=0.5, top_k=0)
+            if "seed" in fields
+            else dict(do_sample=False)
+        )
+        tokens += alone(served, PROMPT, fields.get("seed"), max_new_tokens=max_tokens, **sampled)
+    expected = target_logprobs(served, tokens)
+    assert (
+        answer["usage"]["completion_tokens"] == max_tokens
+        and len(found["tokens"]) == len(ids) + max_tokens
+    )
     assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
-    for place, token in enumerate((ids + new)[1:], 1):
+    for place, token in enumerate(tokens[1:], 1):
         assert found["token_logprobs"][place] == pytest.approx(
             float(expected[place - 1, token]), abs=1e-4
         )
         best = max(found["top_logprobs"][place].values())
         assert best == pytest.approx(float(expected[place - 1].max()), abs=1e-4)
     assert found["text_offset"][0] == 0 and found["text_offset"] == sorted(found["text_offset"])
-
-
-def test_prompts_alone_are_scored_as_lm_eval_asks(served: Served) -> None:
-    ids = served.generator.tokenizer(PROMPT)["input_ids"]
-    for max_tokens in (0, 1):
-        found = complete(
-            served, prompt=[ids], max_tokens=max_tokens, logprobs=1, echo=True, **GREEDY
-        )
-        logprobs = found["choices"][0]["logprobs"]["token_logprobs"]
-        expected = target_logprobs(served, ids)
-        assert len(logprobs) == len(ids) + max_tokens
-        own = [float(expected[place, token]) for place, token in enumerate(ids[1:])]
-        assert logprobs[1 : len(ids)] == pytest.approx(own, abs=1e-4)
-        assert found["usage"]["completion_tokens"] == max_tokens
-
-
-MESSAGES = [
-    {"role": "system", "content": "def stack():"},
-    {"role": "user", "content": [{"type": "text", "text": "pass"}]},
-]
-TEMPLATED = "# system\ndef stack():\n# user\npass\n# assistant\n"
-
-
-def test_chat(served: Served) -> None:
-    body = dict(
-        messages=MESSAGES, max_completion_tokens=15, logprobs=True, top_logprobs=3, **GREEDY
-    )
-    answer = served.client.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["x-slo-guaranteed"] in ("true", "false")
-    found = answer.json()
-    tokenizer = served.generator.tokenizer
-    new = alone(served, tokenizer.apply_chat_template(
-        [{"role": "system", "content": "def stack():"}, {"role": "user", "content": "pass"}],
-        add_generation_prompt=True, return_dict=True)["input_ids"], do_sample=False, max_new_tokens=15)  # fmt: skip
-    (choice,) = found["choices"]
-    assert found["object"] == "chat.completion"
-    assert choice["message"]["role"] == "assistant" and choice["message"]["content"] == text_of(
-        served, new
-    )
-    assert [len(token["top_logprobs"]) for token in choice["logprobs"]["content"]] == [3] * len(new)
-    pieces = events(served, "/v1/chat/completions", **body)
-    assert pieces[0]["choices"][0]["delta"]["role"] == "assistant"
-    assert "".join(
-        piece["choices"][0]["delta"].get("content") or "" for piece in pieces
-    ) == text_of(served, new)
-    assert pieces[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
 
 
 def test_slos_of_bodies_and_headers(served: Served) -> None:
@@ -306,19 +263,10 @@ def test_slos_of_bodies_and_headers(served: Served) -> None:
     found = complete(served, slo_e2e=500.0, **GREEDY)["usage"]["metrics"]
     assert (found["slo_e2e"], found["guaranteed"], found["attained"]) == (500.0, True, True)
     assert 0.0 < found["time_to_first_token_ms"] <= found["e2e_latency_ms"] < 500e3
-    answer = served.client.post(
-        "/v1/completions", json={"prompt": PROMPT, "slo_e2e": 1.0, "slo_ttft": 2.0}
-    )
-    assert answer.status_code == 400 and "slo_e2e" in answer.json()["error"]["message"]
-    answer = served.client.post(
-        "/v1/completions", json={"prompt": PROMPT}, headers={"x-slo-tpot-ms": "soon"}
-    )
-    assert answer.status_code == 400 and "x-slo-tpot-ms" in answer.json()["error"]["message"]
 
 
 def test_text_of_tokens_and_back(served: Served) -> None:
-    client = served.client
-    tokenizer = served.generator.tokenizer
+    client, tokenizer = served.client, served.generator.tokenizer
     found = client.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True}).json()
     assert found["tokens"] == tokenizer(PROMPT)["input_ids"] and found["count"] == len(
         found["tokens"]
@@ -327,10 +275,9 @@ def test_text_of_tokens_and_back(served: Served) -> None:
     assert client.post("/detokenize", json={"tokens": found["tokens"]}).json()[
         "prompt"
     ] == tokenizer.decode(found["tokens"])
-    assert (
-        client.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"]
-        == tokenizer(TEMPLATED)["input_ids"]
-    )
+    messages = [{"role": "system", "content": "pass"}]
+    tokens = tokenizer("# system\npass\n# assistant\n")["input_ids"]
+    assert client.post("/tokenize", json={"messages": messages}).json()["tokens"] == tokens
 
 
 def test_the_description_for_openapi_is_complete(served: Served) -> None:
@@ -353,19 +300,15 @@ def test_small_endpoints(served: Served) -> None:
     assert client.get("/version").json()["version"]
     assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["tiny"]
     assert client.get("/v1/models/tiny").json()["object"] == "model"
-    assert client.get("/v1/models/org/other").status_code == 404
     complete(served, **GREEDY)
     metrics = client.get("/metrics").text
     assert 'hf_slospec:generation_tokens_total{engine="0",model_name="tiny"}' in metrics
     assert 'time_to_first_token_seconds_bucket{engine="0",le="0.01",model_name="tiny"}' in metrics
 
 
-def test_tokenizer_is_described_only_if_wanted(served: Served) -> None:
-    answer = served.client.get("/tokenizer_info")
-    assert answer.status_code == 404 and "--tokenizer-info" in answer.json()["error"]["message"]
-    settings = ServerSettings(model_name="tiny", tokenizer_info=True)
-    with listening(make_app(LocalEngine(served.generator), settings)) as url:
-        found = httpx.get(f"{url}/tokenizer_info").json()
+def test_tokenizer_is_described_if_wanted(served: Served) -> None:
+    with serving(served.generator, tokenizer_info=True) as described:
+        found = described.client.get("/tokenizer_info").json()
     tokenizer = served.generator.tokenizer
     assert (
         found["eos_token"] == tokenizer.eos_token
@@ -380,7 +323,6 @@ def test_what_transformers_chat_sends_is_served(served: Served) -> None:
         ready.status_code == 200
         and json.loads(ready.text.removeprefix("data: "))["status"] == "ready"
     )
-    assert served.client.post("/load_model", json={"model": "other"}).status_code == 404
     messages = [{"role": "user", "content": "Write."}]
     plain = {"messages": messages, "max_tokens": 9, "temperature": 0}
     settings = {"do_sample": False, "max_new_tokens": 9, "top_k": None, "_from_model_config": True}
@@ -392,13 +334,6 @@ def test_what_transformers_chat_sends_is_served(served: Served) -> None:
         served.client.post("/v1/chat/completions", json=body).json() for body in (plain, told)
     )
     assert first["choices"][0]["message"] == second["choices"][0]["message"]
-    for wrong in ("{", '{"num_beams": 4}', "[]"):
-        answer = served.client.post(
-            "/v1/chat/completions", json={"messages": messages, "generation_config": wrong}
-        )
-        assert (
-            answer.status_code == 400 and "generation_config" in answer.json()["error"]["message"]
-        )
 
 
 def test_text_offsets_are_places_in_the_text_whole_and_streamed(served: Served) -> None:
@@ -429,9 +364,8 @@ def test_cached_tokens_of_all_prompts_are_counted(served: Served) -> None:
 
 
 def test_metrics_have_the_prefix_that_tools_look_for(served: Served) -> None:
-    settings = ServerSettings(model_name="tiny", metrics_prefix="vllm:")
-    with listening(make_app(LocalEngine(served.generator), settings)) as url:
-        text = httpx.get(f"{url}/metrics").text
+    with serving(served.generator, metrics_prefix="vllm:") as prefixed:
+        text = prefixed.client.get("/metrics").text
     assert "vllm:num_requests_running" in text and "hf_slospec" not in text
     with pytest.raises(ValueError, match="metrics_prefix"):
         ServerSettings(model_name="tiny", metrics_prefix="no name")
@@ -459,32 +393,3 @@ def test_every_choice_has_its_measurements(served: Served) -> None:
             "metrics"
         ]
     )
-
-
-def test_a_request_may_switch_speculation_off(served: Served) -> None:
-    body = dict(max_tokens=40, min_tokens=40, temperature=0)
-    with always_drafting(served.generator):
-        answers = [
-            complete(served, **body, speculative=speculative) for speculative in (True, False)
-        ]
-    assert answers[0]["choices"] == answers[1]["choices"]
-    details = [answer["usage"]["completion_tokens_details"] for answer in answers]
-    drafted = [
-        one["accepted_prediction_tokens"] + one["rejected_prediction_tokens"] for one in details
-    ]
-    assert drafted[0] > 0 == drafted[1]
-
-
-def test_completions_follow_a_schema(served: Served) -> None:
-    form = {
-        "type": "json_schema",
-        "json_schema": {
-            "schema": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}
-        },
-    }
-    answer = complete(
-        served, prompt=["x = ", "y = "], response_format=form, max_tokens=60, **GREEDY
-    )
-    for choice in answer["choices"]:
-        first, second = json.loads(choice["text"])
-        assert {type(first), type(second)} == {bool}

@@ -130,21 +130,6 @@ def test_the_dashboard_takes_rates_of_what_only_grows() -> None:
         assert expr.count("hf_slospec:") == expr.count('{instance=~"$instance"}')
 
 
-def test_the_panels_of_the_dashboard_have_their_own_places_and_the_chosen_data_source() -> None:
-    board = dashboard()
-    kinds = {variable["name"]: variable["type"] for variable in board["templating"]["list"]}
-    assert kinds["datasource"] == "datasource"
-    assert all(panel["datasource"]["uid"] == "${datasource}" for panel in board["panels"])
-    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
-    cells = [
-        (x, y)
-        for place in (panel["gridPos"] for panel in board["panels"])
-        for x in range(place["x"], place["x"] + place["w"])
-        for y in range(place["y"], place["y"] + place["h"])
-    ]
-    assert len(set(cells)) == len(cells) and max(x for x, _ in cells) < 24
-
-
 def test_the_unit_starts_the_server_and_lets_requests_finish() -> None:
     service = unit()["Service"]
     options = options_of(shlex.split(service["ExecStart"]))

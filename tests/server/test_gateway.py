@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from hf_slospec import SLOSpecGenerator
-from hf_slospec.server.access import ServerSettings
 from hf_slospec.server.options import Objective
 from hf_slospec.server.reading import FAIRNESS_ID, OBJECTIVE
 from hf_slospec.server.work import Work
@@ -26,15 +24,14 @@ def behind_a_gateway(generator: SLOSpecGenerator) -> Iterator[Served]:
         "chat": Objective(slo_tpot=3.0, slo_e2e=900.0),
         "batch": Objective(best_effort=True, slo_tpot=3.0),
     }
-    yield from serving(
-        generator, ServerSettings(model_name="tiny", objectives=objectives, trust_gateway=True)
-    )
+    with serving(generator, objectives=objectives, trust_gateway=True) as made:
+        yield made
 
 
 def test_an_objective_is_a_class_of_requests(behind_a_gateway: Served) -> None:
     def asked(objective: str | None, **body: Any) -> tuple[Any, ...]:
         headers = {} if objective is None else {OBJECTIVE: objective}
-        with openai.OpenAI(base_url=f"{behind_a_gateway.url}/v1", api_key="none") as client:
+        with behind_a_gateway.openai as client:
             answer = client.completions.create(
                 model="tiny", **BODY, extra_headers=headers, extra_body=body
             )
@@ -58,13 +55,6 @@ def test_chats_of_other_apis_have_objectives_too(behind_a_gateway: Served) -> No
         "/v1/responses", json=body, headers={OBJECTIVE: "chat"}
     ).json()
     assert answer["usage"]["metrics"]["slo_e2e"] == 900.0
-
-
-@pytest.mark.parametrize("header", [OBJECTIVE, FAIRNESS_ID])
-@pytest.mark.parametrize("value", ["", "two words", "x" * 254])
-def test_headers_that_are_no_names_are_refused(served: Served, header: str, value: str) -> None:
-    answer = served.client.post("/v1/completions", json=BODY, headers={header: value})
-    assert answer.status_code == 400 and header in answer.json()["error"]["message"]
 
 
 def test_a_trusted_gateways_clients_take_turns(

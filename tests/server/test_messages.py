@@ -6,27 +6,25 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
-import httpx
-import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_slospec import SLOSpecGenerator
-from hf_slospec.request.request import Request, RequestParams
-from hf_slospec.server.app import ServerSettings, make_app
+from hf_slospec.model.sampling import TokenLogprobs
+from hf_slospec.server.answers import Answer
 from hf_slospec.server.bodies import Message
-from hf_slospec.server.engine import Decoding, LocalEngine, Order
-from hf_slospec.server.messages import Parts, PlainParts, TemplateParts, response_template
-from tests.server.conftest import listening
-
-QWEN: Any = response_template(
-    SimpleNamespace(config=SimpleNamespace(model_type="qwen3")), SimpleNamespace()
+from hf_slospec.server.choices import Piece
+from hf_slospec.server.messages import (
+    CallParts,
+    Parts,
+    PlainParts,
+    TemplateParts,
 )
+from hf_slospec.server.responses import ResponseAnswer, ResponsesBody
+from tests.server.scripted import ANSWER, CALL, QWEN
+
 PREFIX = "<|im_start|>user\nWeather?<|im_end|>\n<|im_start|>assistant\n"
 TOOLS: list[dict[str, Any]] = [
     {
@@ -37,8 +35,6 @@ TOOLS: list[dict[str, Any]] = [
         },
     }
 ]
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-ANSWER = f"<think>\nA city is\nneeded.\n</think>\n\nI look.\n{CALL}\n{CALL}<|im_end|>"
 
 
 def parts_of(pieces: list[str], prefix: str = PREFIX) -> Parts:
@@ -103,54 +99,6 @@ def test_arguments_of_earlier_calls_are_mappings_for_the_chat_template() -> None
     assert shown[0]["function"]["arguments"] == {"city": "Paris"} and shown[1] == broken
 
 
-class Scripted(LocalEngine):
-    """Engine whose model always writes the same text, some tokens at a time."""
-
-    def __init__(self, generator: SLOSpecGenerator, text: str):
-        super().__init__(generator, QWEN)
-        self.tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    async def submit(self, order: Order) -> Decoding:
-        return ScriptedDecoding(order.prompt, self.tokens)
-
-
-class ScriptedDecoding:
-    logprobs = ()
-    finish_reason = "stop"
-    replica = None
-
-    def __init__(self, prompt: list[int], tokens: list[int]):
-        self.metrics = Request(0, RequestParams(prompt, 1)).metrics()
-        self.tokens = tokens
-
-    async def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
-        for begin in range(0, len(self.tokens), 3):
-            yield self.tokens[begin : begin + 3], begin + 3 >= len(self.tokens)
-
-    def cancel(self) -> None:
-        pass
-
-
-def test_openai_clients_see_tool_calls_whole_and_streamed(generator: SLOSpecGenerator) -> None:
-    app = make_app(Scripted(generator, ANSWER), ServerSettings(model_name="tiny"))
-    messages: Any = [{"role": "user", "content": "Weather?"}]
-    with listening(app) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
-        whole = client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS)  # type: ignore[arg-type]
-        (choice,) = whole.choices
-        assert choice.finish_reason == "tool_calls"
-        assert choice.message.tool_calls is not None and choice.message.content is not None
-        assert [call.function.name for call in choice.message.tool_calls] == ["weather"] * 2  # type: ignore[union-attr]
-        assert choice.message.reasoning_content == "\nA city is\nneeded.\n"  # type: ignore[attr-defined]
-        with client.chat.completions.stream(model="tiny", messages=messages, tools=TOOLS) as stream:  # type: ignore[arg-type]
-            final = stream.get_final_completion()
-        assert final.choices[0].finish_reason == "tool_calls"
-        assert final.choices[0].message.content == choice.message.content
-        again = final.choices[0].message.tool_calls
-        assert again is not None
-        assert [call.function.arguments for call in again] == ['{"city": "Paris"}'] * 2
-        assert httpx.get(f"{url}/health").status_code == 200
-
-
 BROKEN = [
     '<think>hm</think>\n\n<tool_call>\n{"name": "weather", "argu',
     f'<think>hm</think>Hello {CALL}\n<tool_call>\n{{"name": "wea',
@@ -180,3 +128,53 @@ def test_arguments_that_nest_too_deeply_stay_text() -> None:
     call = {"function": {"name": "f", "arguments": "[" * 100_000}}
     message = Message(role="assistant", content=None, tool_calls=[call])  # type: ignore[call-arg]
     assert message.for_template()["tool_calls"] == [call]
+
+
+TWO = '[{"name": "a", "arguments": {"x": "}],{"}} ,\n {"name":"b","arguments":{}}]'
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+def test_calls_are_read_whatever_the_pieces(size: int) -> None:
+    parser, found = CallParts(), Parts()
+    for at in range(0, len(TWO), size):
+        found += parser.push(TWO[at : at + size], at + size >= len(TWO))
+    assert [call["function"] for call in found.tool_calls] == [
+        {"name": "a", "arguments": '{"x": "}],{"}'},
+        {"name": "b", "arguments": "{}"},
+    ]
+    assert (
+        [call["index"] for call in found.tool_calls] == [0, 1]
+        and not found.content
+        and parser.num_calls == 2
+    )
+
+
+def test_call_that_is_cut_off_stays_text() -> None:
+    parser = CallParts()
+    found = parser.push(TWO[:-5], True)
+    assert len(found.tool_calls) == 1 and found.content == '{"name":"b","arguments"'
+
+
+def test_log_probabilities_of_a_response_are_those_of_its_text() -> None:
+    chat_form = Answer(
+        "tiny", True, lambda token: b"abcdefgh"[token : token + 1], wants_logprobs=True
+    )
+    body = ResponsesBody.model_validate({"input": "x", "include": ["message.output_text.logprobs"]})
+    answer = ResponseAnswer(body, chat_form)
+
+    def add(tokens: list[int], parts: Parts, reason: str | None = None) -> None:
+        logprobs: list[Any] = [TokenLogprobs(-1.0, ()) for _ in tokens]
+        answer.chunk(Piece(0, "", tokens, logprobs, reason, parts), (), False)
+
+    add([0, 1], Parts(reasoning="ab"))
+    add([2, 3, 4], Parts(content="de", reasoning="c"))
+    add([5], Parts())  # held back, as it may begin a stop string
+    add([6], Parts(content="fg"))
+    add(
+        [7],
+        Parts(tool_calls=[{"id": "1", "function": {"name": "f", "arguments": "{}"}}]),
+        "tool_calls",
+    )
+    _, message, call = answer.blocks
+    assert message["content"][0]["text"] == "defg" and call["type"] == "function_call"
+    assert [each["token"] for each in message["content"][0]["logprobs"]] == ["d", "e", "f", "g"]

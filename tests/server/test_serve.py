@@ -15,11 +15,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from transformers import LlamaConfig, PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
 from hf_slospec import SLOSpecGenerator, load_tiny_pair
-from hf_slospec.cli.app import app
 from hf_slospec.server.options import ServeOptions
 from hf_slospec.server.serve import welcome
 from hf_slospec.tiny.embedded import FOLDER
@@ -27,64 +24,6 @@ from tests.support.breadth import quick_or
 
 START_S = 240.0
 NO_COMPILER = ["--config", '{"compile": false}']  # it would go on beside other tests
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--host", "0.0.0.0"], "--no-api-key"),
-        (["--chat-template", "/no/such/file"], "--chat-template"),
-        (["--default-slo-tpot", "-1"], "--default-slo-tpot: Input"),
-        (["--target", "./nowhere"], "--target ./nowhere: there is no folder ./nowhere"),
-        (["--target", "pickled", "--drafter", "lookup"], "need --allow-pickle"),
-        (["--share-texts"], "--drafter suffix"),
-        (["--images"], "--target"),
-        pytest.param(
-            ["--images", "--replicas", "2", "--target", "./nowhere", "--drafter", "lookup"],
-            "--images: replicas take no",
-            marks=pytest.mark.filterwarnings(
-                "ignore::DeprecationWarning"
-            ),  # Ray's, when it is imported
-        ),
-        (["--share-texts", "--drafter", "lookup+mtp"], "--drafter suffix"),
-        (["--drafter", "pickled"], "safetensors"),
-        (["--metrics-prefix", "no name"], "--metrics-prefix: String"),
-        (["--request-limits", '{"prompts": 0}'], "--request-limits: prompts"),
-        (["--request-limits", '{"prompt": 3}'], "--request-limits: prompt"),
-        (["--api-key-file", "keys.json"], "--api-key-file keys.json: key: strictest_tpot: Input"),
-        (["--api-key", ""], "--api-key: a key is empty"),
-        (["--port", "0"], "--port: Input"),
-        (["--guarantee", "95"], "--guarantee: guarantee: Input"),
-        (
-            ["--guarantee", "0.9", "--config", '{"admission": "edf"}'],
-            "guarantee needs admission 'slo'",
-        ),
-        (["--response-template", "template.json"], "--response-template"),
-        (["--special-tokens", "forbid"], "--special-tokens: Input"),
-        (["--lowest-priority", "1"], "--lowest-priority"),
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size goes with --target, and without"),
-        (
-            ["--tensor-parallel-size", "2", "--target", "pickled", "--replicas", "1"],
-            "--tensor-parallel-size: a replica is one process",
-        ),
-        (
-            ["--tensor-parallel-size", "2", "--target", "pickled"],
-            "torchrun --nproc-per-node 2 -m hf_slospec",
-        ),
-    ],
-)
-def test_what_is_refused_before_it_listens(
-    options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("keys.json").write_text('{"key": {"strictest_tpot": -1}}')
-    Path("pickled").mkdir()
-    Path("pickled/pytorch_model.bin").write_bytes(b"")
-    LlamaConfig().save_pretrained("pickled")
-    PreTrainedTokenizerFast.from_pretrained(FOLDER / "tokenizer").save_pretrained("pickled")
-    Path("template.json").write_text('{"fields": 3}')
-    result = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["serve", *options])
-    assert result.exit_code == 2 and said in result.output
 
 
 @pytest.mark.parametrize(("is_chat", "is_guarded"), [(True, False), (False, True)])

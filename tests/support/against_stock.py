@@ -1,4 +1,4 @@
-"""Generators that draft in every step, and stock ``generate`` with the same options beside them."""
+"""Generators that draft in every step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hf_slospec import (
     SLOSpecGenerator,
 )
 from tests.support.breadth import quick_or
-from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
+from tests.support.toys.tiny_models import tiny_model
 
 DRAFTS_ALWAYS = SLOSpecConfig(
     policy="adaserve", check_invariants=True, token_budget=40, max_depth=quick_or(2, 4)
@@ -23,13 +23,3 @@ def generator(family: str = "llama", **options: Any) -> SLOSpecGenerator:
     return SLOSpecGenerator(
         tiny_model(family), tiny_model(family, noise=0.03), config=DRAFTS_ALWAYS, **options
     )
-
-
-def check(
-    options: dict[str, Any], batches: tuple[int, ...] = (1, 3), family: str = "llama", **extra: Any
-) -> None:
-    ours = generator(family)
-    for batch in batches:
-        assert_same_as_stock(
-            ours.model, ours.generate, ragged_prompts(batch, seed=batch), **options, **extra
-        )

@@ -8,7 +8,7 @@ from collections import Counter
 from tests.support.paths import ROOT
 
 SUPPORT = ROOT / "docs" / "support.md"
-# Those of test_identity are not tested twice.
+# Those of test_equals_stock are not tested twice.
 EXACT = """Qwen2Moe Gemma Olmo3 Granite Cohere2 DeepseekV2 DeepseekV3 Starcoder2 Ministral Gemma3n Gemma4""".split()
 
 

@@ -18,21 +18,22 @@ CONFIG = SLOSpecConfig(check_invariants=True, kv_tokens=20_000)
 PROMPTS = tiny_prompts()[:10]
 
 
+def answer(model: Any, ids: Any, seed: int | None = None, **options: Any) -> list[int]:
+    """Return the new tokens of stock ``generate`` for one prompt of token ids."""
+    rows = (ids if isinstance(ids, torch.Tensor) else torch.tensor(list(ids)))[None]
+    if seed is not None:
+        torch.manual_seed(seed)
+    new: list[int] = model.generate(rows, attention_mask=torch.ones_like(rows), **options)[
+        0, rows.shape[1] :
+    ].tolist()
+    return new
+
+
 def alone(
     pair: tuple[Any, Any, Any], prompt: str, seed: int | None = None, **options: Any
 ) -> list[int]:
-    """What stock ``generate`` gives."""
     target, _, tokenizer = pair
-    inputs = tokenizer(prompt, return_tensors="pt")
-    if seed is not None:
-        torch.manual_seed(seed)
-    out = target.generate(
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        tokenizer=tokenizer,
-        **options,
-    )
-    return out[0, inputs["input_ids"].shape[1] :].tolist()
+    return answer(target, tokenizer(prompt)["input_ids"], seed, tokenizer=tokenizer, **options)
 
 
 class Holds(StoppingCriteria):

@@ -107,22 +107,9 @@ def test_a_body_that_is_too_large_is_counted(served: Served) -> None:
     assert metrics_of(served.client)['requests_refused_total{limit="body_bytes"}'] == before + 1
 
 
-@pytest.mark.parametrize("field", ["stop_token_ids", "prompt", "logit_bias", "tokens"])
-def test_ids_beyond_all_bounds_are_no_fault_of_the_server(served: Served, field: str) -> None:
-    values = {"logit_bias": {str(10**30): 1}}.get(field, [10**30])
-    path, body = ("/detokenize", {}) if field == "tokens" else ("/v1/completions", SMALL)
-    answer = served.client.post(path, json=body | {field: values})
-    assert answer.status_code == 400 and field in answer.json()["error"]["message"]
-
-
 def test_brackets_in_a_text_are_no_arrays(served: Served) -> None:
     answer = served.client.post("/v1/completions", json=SMALL | {"user": "[{," * 400_000 + '\\"['})
     assert answer.status_code == 200, answer.text
-
-
-def test_a_million_faults_are_told_as_one(served: Served) -> None:
-    answer = served.client.post("/v1/completions", json=SMALL | {"prompt": [True] * 500_000})
-    assert answer.status_code == 400 and len(answer.content) < 1000
 
 
 def test_stop_strings_up_to_the_limit_are_served(served: Served) -> None:

@@ -19,12 +19,11 @@ import pytest
 
 from hf_slospec import SLOSpecGenerator, tiny_prompts
 from hf_slospec.batcher.handle import RequestHandle
-from hf_slospec.server.app import ServerSettings, make_app
 from hf_slospec.server.choices import Choice
 from hf_slospec.server.connections import ImpatientProtocol
 from hf_slospec.server.engine import LocalEngine
 from hf_slospec.server.limits import RequestLimits
-from tests.server.conftest import Served, listening
+from tests.server.conftest import Served, serving
 from tests.server.hostile.clients import (
     CHAT,
     HARD_SCHEMA,
@@ -64,12 +63,8 @@ WORST: list[tuple[str, dict[str, Any]]] = [
 def mixed(generator: SLOSpecGenerator) -> Iterator[Served]:
     bounds = RequestLimits(workers=2, waiting=8, schema_s=1, reader_s=5)
     engine = LocalEngine(generator, work=bounds.new_work())
-    app = make_app(engine, ServerSettings(model_name="tiny", bounds=bounds))
-    with (
-        listening(app, http=ImpatientProtocol) as url,
-        httpx.Client(base_url=url, timeout=WAIT_S) as client,
-    ):
-        yield Served(generator, url, client)
+    with serving(engine, ImpatientProtocol, bounds=bounds) as made:
+        yield made
 
 
 class Clients:

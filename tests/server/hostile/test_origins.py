@@ -14,10 +14,9 @@ import openai
 import pytest
 
 from hf_slospec import SLOSpecGenerator
-from hf_slospec.server.app import ServerSettings, make_app
-from hf_slospec.server.engine import LocalEngine
+from hf_slospec.server.app import ServerSettings
 from hf_slospec.server.options import ServeOptions, SLOLimits, is_loopback
-from tests.server.conftest import listening
+from tests.server.conftest import serving
 
 PAGE = "https://page.example"
 BODY = json.dumps({"prompt": "x", "max_tokens": 1})
@@ -25,11 +24,10 @@ BODY = json.dumps({"prompt": "x", "max_tokens": 1})
 
 @pytest.fixture(scope="module")
 def url(generator: SLOSpecGenerator) -> Iterator[str]:
-    settings = ServerSettings(
-        model_name="tiny", allowed_origins=("https://friend.example",), allowed_hosts=("Box.lan",)
-    )
-    with listening(make_app(LocalEngine(generator), settings)) as address:
-        yield address
+    with serving(
+        generator, allowed_origins=("https://friend.example",), allowed_hosts=("Box.lan",)
+    ) as served:
+        yield served.url
 
 
 def answer(
@@ -134,17 +132,15 @@ def test_clients_that_are_no_browsers_need_nothing_new(url: str) -> None:
 
 
 def test_with_keys_any_name_will_do(generator: SLOSpecGenerator) -> None:
-    settings = ServerSettings(model_name="tiny", api_keys={"key": SLOLimits()})
-    with listening(make_app(LocalEngine(generator), settings)) as address:
+    with serving(generator, api_keys={"key": SLOLimits()}) as served:
         request = {"Host": "llm.example", "Origin": "https://app.example"}
-        assert answer(address, **request)[0] == 401
-        assert answer(address, Authorization="Bearer key", **request)[0] == 200
+        assert answer(served.url, **request)[0] == 401
+        assert answer(served.url, Authorization="Bearer key", **request)[0] == 200
 
 
 def test_operator_may_allow_all_names_and_pages(generator: SLOSpecGenerator) -> None:
-    settings = ServerSettings(model_name="tiny", allowed_hosts=("*",), allowed_origins=("*",))
-    with listening(make_app(LocalEngine(generator), settings)) as address:
-        assert answer(address, Host="page.example", Origin=PAGE)[0] == 200
+    with serving(generator, allowed_hosts=("*",), allowed_origins=("*",)) as served:
+        assert answer(served.url, Host="page.example", Origin=PAGE)[0] == 200
 
 
 def test_name_that_is_listened_on_is_allowed() -> None:

@@ -8,17 +8,16 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 
 from hf_slospec import InvalidInputError, SLOSpecGenerator, load_tiny_pair
-from hf_slospec.server.app import ServerSettings, make_app
+from hf_slospec.server.app import ServerSettings
 from hf_slospec.server.bodies import Message
 from hf_slospec.server.chat_templates import ChatTemplates
 from hf_slospec.server.engine import LocalEngine
 from hf_slospec.server.limits import RequestLimits
 from hf_slospec.server.orders import chat_prompt
-from tests.server.conftest import listening
+from tests.server.conftest import serving
 
 END = "<|endoftext|>"
 TEMPLATE = (
@@ -160,10 +159,9 @@ def test_server_escapes_or_refuses_as_its_operator_says(generator: SLOSpecGenera
     engine.tokenizer.chat_template = TEMPLATE
     found = {}
     for treatment in ("allow", "escape", "refuse"):
-        app = make_app(engine, ServerSettings(model_name="tiny", special_tokens=treatment))
-        with listening(app) as url, httpx.Client(base_url=url, timeout=120.0) as client:
-            made = client.post("/tokenize", json={"messages": body["messages"]})
-            chat = client.post("/v1/chat/completions", json=body)
+        with serving(engine, special_tokens=treatment) as served:
+            made = served.client.post("/tokenize", json={"messages": body["messages"]})
+            chat = served.client.post("/v1/chat/completions", json=body)
             assert made.status_code == chat.status_code
             if treatment == "refuse":
                 assert chat.status_code == 400 and END in chat.json()["error"]["message"]
@@ -173,27 +171,3 @@ def test_server_escapes_or_refuses_as_its_operator_says(generator: SLOSpecGenera
     assert found == {treatment: tokens(treatment, FORGED) for treatment in found}
     with pytest.raises(InvalidInputError, match="special_tokens"):
         ServerSettings(model_name="tiny", special_tokens="forbid")
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "named"),
-    [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "add_special_tokens": True},
-         "add_special_tokens"),
-        ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "add_special_tokens": True},
-         "add_special_tokens"),
-        ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
-    ],
-)  # fmt: skip
-def test_fields_without_effect_are_refused(
-    served: Any, path: str, body: dict[str, Any], named: str
-) -> None:
-    answer = served.client.post(path, json=body)
-    assert answer.status_code == 400 and named in answer.json()["error"]["message"]
-    del body[named]
-    assert (
-        served.client.post(
-            path, json=body | {"max_tokens": 2} if "chat" in path else body
-        ).status_code
-        == 200
-    )

@@ -5,26 +5,21 @@ allows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from hf_slospec import (
-    InvalidInputError,
     SLOSpecConfig,
     SLOSpecGenerator,
     load_drafter,
     load_tiny_pair,
     tiny_prompts,
 )
-from hf_slospec.cli.commands.serve import read_keys
-from hf_slospec.replicas.directory import PrefixIndex
-from hf_slospec.server.app import ServerSettings, make_app
-from hf_slospec.server.engine import LocalEngine
+from hf_slospec.server.app import ServerSettings
 from hf_slospec.server.options import SLOLimits
-from tests.server.conftest import listening
+from tests.server.conftest import serving
 from tests.support.breadth import quick_or
 
 ONE = "key-of-one"
@@ -45,8 +40,8 @@ PROMPT = (
 class Clients:
     """Clients of one server, told apart by their keys."""
 
-    def __init__(self, url: str):
-        self.http = httpx.Client(base_url=url, timeout=120.0)
+    def __init__(self, http: httpx.Client):
+        self.http = http
 
     def complete(self, key: str, prompt: list[int], **fields: Any) -> httpx.Response:
         body = {"prompt": prompt, "max_tokens": 2, "temperature": 0} | fields
@@ -69,26 +64,13 @@ class Clients:
 def clients_of(generator: SLOSpecGenerator, **settings: Any) -> Iterator[Clients]:
     generator.stop()
     generator.start()  # nothing is kept of other tests
-    app = make_app(LocalEngine(generator), ServerSettings(model_name="tiny", **settings))
-    with listening(app) as url:
-        clients = Clients(url)
-        with clients.http:
-            yield clients
+    with serving(generator, **settings) as served:
+        yield Clients(served.client)
 
 
 @pytest.fixture
 def clients(generator: SLOSpecGenerator) -> Iterator[Clients]:
     yield from clients_of(generator, api_keys=KEYS)
-
-
-@pytest.fixture
-def sharing(generator: SLOSpecGenerator) -> Iterator[Clients]:
-    yield from clients_of(generator, api_keys=KEYS, share_prefixes=True)
-
-
-@pytest.fixture
-def keyless(generator: SLOSpecGenerator) -> Iterator[Clients]:
-    yield from clients_of(generator)
 
 
 def probed(clients: Clients, key: str, **fields: Any) -> list[int]:
@@ -146,16 +128,15 @@ def test_salts_that_are_kept_have_one_length_and_tell_no_key(
     assert not any(ONE in salt for salt in seen)
 
 
+@pytest.mark.parametrize("settings", [{}, {"api_keys": KEYS, "share_prefixes": True}])
 def test_without_keys_or_by_the_operators_choice_all_are_one_tenant(
-    keyless: Clients, generator: Any
+    generator: SLOSpecGenerator, settings: dict[str, Any]
 ) -> None:
-    keyless.usage(ONE, KNOWN)
-    assert keyless.cached(OTHER, KNOWN) > 0 and keyless.cached(OTHER, KNOWN, cache_salt="own") == 0
-
-
-def test_operator_may_share_prefixes_between_keys(sharing: Clients) -> None:
-    sharing.usage(ONE, KNOWN)
-    assert sharing.cached(OTHER, KNOWN) > 0 and sharing.cached(OTHER, KNOWN, cache_salt="own") == 0
+    for clients in clients_of(generator, **settings):
+        clients.usage(ONE, KNOWN)
+        assert (
+            clients.cached(OTHER, KNOWN) > 0 and clients.cached(OTHER, KNOWN, cache_salt="own") == 0
+        )
 
 
 def test_shared_suffix_trees_hold_texts_of_the_same_key_only(generator: SLOSpecGenerator) -> None:
@@ -178,17 +159,6 @@ def test_shared_suffix_trees_hold_texts_of_the_same_key_only(generator: SLOSpecG
             assert accepted(clients, ONE) > alone
 
 
-def test_router_knows_prefixes_by_the_salts_of_their_keys() -> None:
-    index = PrefixIndex()
-    prompt = list(range(64))
-    options = ServerSettings(model_name="tiny", api_keys=KEYS)
-    one, other = (options.tenant(f"Bearer {key}", options.secret) for key in KEYS)
-    assert one is not None and other is not None
-    index.record("replica", prompt, one.salt(""))
-    assert index.num_known(["replica"], prompt, one.salt("")) == [64]
-    assert index.num_known(["replica"], prompt, other.salt("")) == [0]
-
-
 def test_salts_are_those_of_one_server_and_the_same_in_all_of_its_fronts() -> None:
     options, others = (ServerSettings(model_name="tiny", api_keys=KEYS) for _ in range(2))
     copy = options.model_copy()  # as every front gets one
@@ -199,25 +169,3 @@ def test_salts_are_those_of_one_server_and_the_same_in_all_of_its_fronts() -> No
         return tenant.salt("own")
 
     assert salt(options) == salt(copy) != salt(others)
-
-
-def test_keys_limit_priorities_and_slos(clients: Clients) -> None:
-    assert clients.complete(ONE, KNOWN, priority=-5).status_code == 200
-    assert clients.complete(OTHER, KNOWN, priority=0).status_code == 200
-    assert clients.complete(OTHER, KNOWN, priority=7).status_code == 200
-    for fields, named in (
-        ({"priority": -1}, "priority must be at least 0"),
-        ({"slo_tpot": 0.5}, "at least 1 s"),
-    ):
-        answer = clients.complete(OTHER, KNOWN, **fields)
-        assert answer.status_code == 400 and named in answer.json()["error"]["message"]
-
-
-def test_limits_of_priorities_are_read_from_the_file_of_keys(tmp_path: Path) -> None:
-    file = tmp_path / "keys.json"
-    file.write_text('{"one": {"lowest_priority": -3}, "other": {}}')
-    keys = read_keys(file)
-    assert keys["one"].lowest_priority == -3 and keys["other"].lowest_priority is None
-    file.write_text('{"one": {"lowest_priority": 1}}')
-    with pytest.raises(InvalidInputError, match="lowest_priority"):
-        read_keys(file)

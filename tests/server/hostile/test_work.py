@@ -13,12 +13,11 @@ import httpx
 import pytest
 
 from hf_slospec import SLOSpecGenerator
-from hf_slospec.server.app import ServerSettings, make_app
 from hf_slospec.server.engine import LocalEngine
 from hf_slospec.server.limits import RequestLimits
 from hf_slospec.server.options import SLOLimits
 from hf_slospec.server.work import BusyError, JobSlots, Work
-from tests.server.conftest import Served, listening
+from tests.server.conftest import Served, serving
 from tests.server.hostile.clients import (
     SMALL,
     WAIT_S,
@@ -159,8 +158,7 @@ def test_a_job_that_raises_gives_its_place_back() -> None:
 @pytest.fixture
 def narrow(generator: SLOSpecGenerator) -> Iterator[tuple[Served, Gate]]:
     """A server with one thread and a queue of three, and a gate before its tokenizer."""
-    bounds = RequestLimits(workers=1, waiting=3)
-    gate = Gate()
+    bounds, gate = RequestLimits(workers=1, waiting=3), Gate()
     engine = LocalEngine(generator, work=bounds.new_work())
     own = engine.tokenizer
 
@@ -173,17 +171,10 @@ def narrow(generator: SLOSpecGenerator) -> Iterator[tuple[Served, Gate]]:
             return own(text, **options)
 
     engine.tokenizer = Gated()
-    settings = ServerSettings(
-        model_name="tiny", bounds=bounds, api_keys={"k1": SLOLimits(), "k2": SLOLimits()}
-    )
-    with (
-        listening(make_app(engine, settings)) as url,
-        httpx.Client(
-            base_url=url, timeout=WAIT_S, headers={"Authorization": "Bearer k1"}
-        ) as client,
-    ):
+    with serving(engine, bounds=bounds, api_keys={"k1": SLOLimits(), "k2": SLOLimits()}) as served:
+        served.client.headers["Authorization"] = "Bearer k1"
         try:
-            yield Served(generator, url, client), gate
+            yield served, gate
         finally:
             gate.is_open.set()
 
@@ -232,27 +223,6 @@ def test_a_full_pool_answers_503_to_the_greediest_key_and_goes_on(
     wait_until_idle(served.client)
 
 
-def test_requests_that_were_left_are_not_prepared(narrow: tuple[Served, Gate]) -> None:
-    served, gate = narrow
-    held: list[httpx.Response] = []
-    first = post(served, "k2", held)
-    wait_until(lambda: len(gate.begun) == 1)
-    left = []
-    for number in range(3):
-        left.append(
-            sent(served.url, "/v1/completions", SMALL | {"prompt": ["left"] * 50}, key="k1")
-        )
-        wait_until(lambda number=number: waiting(served) == number + 1)
-    for connection in left:
-        connection.close()
-    wait_until(lambda: waiting(served) == 0)
-    found = metrics_of(served.client)
-    assert found['pool_jobs_dropped_total{pool="work"}'] == found["clients_left_total"] == 3
-    gate.is_open.set()
-    first.join(WAIT_S)
-    assert held[0].status_code == 200 and gate.begun == [SMALL["prompt"]]
-
-
 def test_leaving_a_list_of_prompts_cancels_all_that_it_had_begun(served: Served) -> None:
     before = served.generator.stats().finished
     body = {
@@ -273,8 +243,7 @@ def test_leaving_a_list_of_prompts_cancels_all_that_it_had_begun(served: Served)
 
 
 def test_the_event_loop_tokenizes_and_decodes_nothing(generator: SLOSpecGenerator) -> None:
-    engine = LocalEngine(generator)
-    threads = set[str]()
+    engine, threads = LocalEngine(generator), set[str]()
     own = engine.tokenizer
 
     class Watched:
@@ -286,9 +255,8 @@ def test_the_event_loop_tokenizes_and_decodes_nothing(generator: SLOSpecGenerato
             threads.add(threading.current_thread().name)
             return own(text, **options)
 
-    app = make_app(engine, ServerSettings(model_name="tiny"))
-    engine.tokenizer = Watched()
-    with listening(app) as url, httpx.Client(base_url=url, timeout=WAIT_S) as client:
+    with serving(engine) as served:
+        engine.tokenizer, client = Watched(), served.client
         found = client.post(
             "/tokenize", json={"prompt": "def main():\n" * 99, "return_token_strs": True}
         ).json()

@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
-from hf_slospec.model.properties import CACHE_NAME
+from transformers import AutoModelForCausalLM, Cache, EncoderDecoderCache, PreTrainedModel
 
 VOCAB = 101
 POSITIONS = 160
@@ -102,35 +100,50 @@ def ragged_texts(batch: int) -> list[list[int]]:
 
 
 def assert_same_as_stock(
-    model: PreTrainedModel, generate: Any, inputs: dict[str, torch.Tensor], **options: Any
+    model: PreTrainedModel, generate: Any, inputs: dict[str, Any], **options: Any
 ) -> Any:
     """Stock and ours on the same inputs and seed: equal outputs, and the global generator left in
     the same state.
 
-    Tokens are equal exactly, scores, logits and K/V up to rounding.
+    Tokens and what is streamed are equal exactly, scores, logits and K/V up to rounding.
     """
     options = {"return_dict_in_generate": True, **options}
+    theirs = copy.deepcopy(options)
     torch.manual_seed(7)
-    stock = type(model).generate(model, **copy.deepcopy(inputs), **copy.deepcopy(options))
+    stock = type(model).generate(model, **copy.deepcopy(inputs), **theirs)
     states = _rng_states()
     torch.manual_seed(7)
     ours = generate(**inputs, **options)
-    assert all(
-        torch.equal(mine, theirs) for mine, theirs in zip(_rng_states(), states, strict=True)
-    )
-    if not options["return_dict_in_generate"]:
-        assert torch.equal(ours, stock)
-        return ours
-    assert torch.equal(ours.sequences, stock.sequences)
-    for name in ("scores", "logits"):
-        theirs = getattr(stock, name)
-        own = getattr(ours, name)
-        assert (own is None) == (theirs is None)
-        if theirs is not None:
-            assert len(own) == len(theirs)
-            torch.testing.assert_close(own, theirs, rtol=1e-3, atol=1e-3)
-    assert_same_cache(ours.get(CACHE_NAME), stock.get(CACHE_NAME), inputs.get("attention_mask"))
+    assert all(torch.equal(mine, own) for mine, own in zip(_rng_states(), states, strict=True))
+    if "streamer" in options:
+        assert options["streamer"].puts == theirs["streamer"].puts
+    assert_same_output(ours, stock, inputs.get("attention_mask"))
     return ours
+
+
+def assert_same_output(ours: Any, stock: Any, attention_mask: torch.Tensor | None = None) -> None:
+    """Compare outputs of any type, part by part."""
+    if isinstance(stock, torch.Tensor):
+        if stock.is_floating_point():
+            torch.testing.assert_close(ours, stock, rtol=1e-3, atol=1e-3)
+        else:
+            assert torch.equal(ours, stock)
+    elif isinstance(stock, EncoderDecoderCache):
+        assert ours.is_updated == stock.is_updated
+        for name in ("self_attention_cache", "cross_attention_cache"):
+            assert_same_cache(getattr(ours, name), getattr(stock, name))
+    elif isinstance(stock, Cache):
+        assert_same_cache(ours, stock, attention_mask)
+    elif isinstance(stock, dict):
+        assert ours.keys() - {"slo", "steps"} == stock.keys()
+        for name, value in stock.items():
+            assert_same_output(ours[name], value, attention_mask)
+    elif isinstance(stock, (list, tuple)):
+        assert len(ours) == len(stock)
+        for mine, theirs in zip(ours, stock, strict=True):
+            assert_same_output(mine, theirs, attention_mask)
+    else:
+        assert ours == stock
 
 
 def _rng_states() -> list[torch.Tensor]:
@@ -142,9 +155,6 @@ def _rng_states() -> list[torch.Tensor]:
 
 def assert_same_cache(ours: Any, stock: Any, attention_mask: torch.Tensor | None = None) -> None:
     """Same layers, and the same K and V wherever the prompt is not padding."""
-    assert (ours is None) == (stock is None)
-    if stock is None:
-        return
     assert len(ours) == len(stock) and ours.get_seq_length() == stock.get_seq_length()
     for own, theirs in zip(ours.layers, stock.layers, strict=True):
         for name in ("conv_states", "recurrent_states"):

@@ -87,14 +87,3 @@ def with_other_ids(tokenizer: Any, ids: Sequence[int]) -> PreTrainedTokenizerFas
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(whole)), **dict(tokenizer.special_tokens_map)
     )
-
-
-def with_fewer_merges(tokenizer: Any, num_left_out: int) -> PreTrainedTokenizerFast:
-    """The same tokenizer without its last merges; the tokens that they made keep their ids, and are
-    not used.
-    """
-    whole = json.loads(tokenizer.backend_tokenizer.to_str())
-    whole["model"]["merges"] = whole["model"]["merges"][:-num_left_out]
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(whole)), **dict(tokenizer.special_tokens_map)
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from transformers import (
 import hf_slospec
 from hf_slospec import (
     InvalidInputError,
-    InvalidTypeError,
     SLOSpecGenerator,
     SLOStage,
 )
@@ -109,37 +107,3 @@ def test_stages_from_a_saved_generation_config(pair: Any, tmp_path: Any) -> None
     config = GenerationConfig.from_pretrained(tmp_path)
     out = generator.generate(**inputs, generation_config=config)
     assert list(dict.fromkeys(stages_by_token(out, 0))) == [1e-6, 50.0, 60.0]
-
-
-def test_several_sequences_per_prompt_take_their_prompts_target(model: Any) -> None:
-    options = dict(do_sample=True, max_new_tokens=12, num_return_sequences=3)
-    out = assert_same_as_stock(
-        model, lambda **k: model.generate(**k, slo_tpot=[0.5, None]), ragged_prompts(2), **options
-    )
-    assert [metrics.tpot_slo_s for metrics in out.slo] == [0.5] * 3 + [None] * 3
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        0,
-        -0.1,
-        math.nan,
-        math.inf,
-        [0.1, -1.0],
-        [0.1],
-        [0.1, 0.2, 0.3],
-        10**400,
-        torch.empty(2, device="meta"),
-    ],
-    ids=lambda bad: repr(bad)[:20],
-)
-def test_impossible_targets(model: Any, bad: Any) -> None:
-    with pytest.raises(InvalidInputError, match="slo_tpot"):
-        model.generate(**ragged_prompts(2), **OPTIONS, slo_tpot=bad)
-
-
-@pytest.mark.parametrize("bad", ["0.1", True, [0.1, "fast"], {"a": 1}])
-def test_targets_of_wrong_type(model: Any, bad: Any) -> None:
-    with pytest.raises(InvalidTypeError, match="slo_tpot"):
-        model.generate(**ragged_prompts(2), **OPTIONS, slo_tpot=bad)

@@ -1,0 +1,60 @@
+"""An engine whose model always writes the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from hf_slospec import SLOSpecGenerator
+from hf_slospec.model.sampling import TokenLogprobs
+from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.server.engine import Decoding, LocalEngine, Order
+from hf_slospec.server.messages import response_template
+
+QWEN: Any = response_template(
+    SimpleNamespace(config=SimpleNamespace(model_type="qwen3")), SimpleNamespace()
+)
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+REASONING = "\nA city is\nneeded.\n"
+ANSWER = f"<think>{REASONING}</think>\n\nI look.\n{CALL}\n{CALL}<|im_end|>"  # reasoning, a text and two calls
+
+
+class Scripted(LocalEngine):
+    """Engine whose model writes a text, or tokens of another tokenizer, ``size`` of them in a step."""
+
+    def __init__(
+        self, generator: SLOSpecGenerator, text: str, tokenizer: Any = None, size: int = 3
+    ):
+        super().__init__(generator, QWEN if tokenizer is None else None)
+        if tokenizer is not None:
+            self.tokenizer, self.vocab_size = tokenizer, len(tokenizer)
+        self.tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        self.size = size
+        self.top: list[tuple[int, float]] = []
+        self.fault: Exception | None = None  # raised instead of the first step
+        self.orders: list[Order] = []
+
+    async def submit(self, order: Order) -> Decoding:
+        self.orders.append(order)
+        return ScriptedDecoding(self, order.prompt)
+
+
+class ScriptedDecoding:
+    finish_reason = "stop"
+    replica = None
+
+    def __init__(self, engine: Scripted, prompt: Sequence[int]):
+        self.engine, self.metrics = engine, Request(0, RequestParams(list(prompt), 1)).metrics()
+        self.logprobs = [TokenLogprobs(-3.0, engine.top)] * len(engine.tokens)
+        self.prompt_logprobs = [None, *[TokenLogprobs(-1.0, [])] * (len(prompt) - 1)]
+
+    async def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
+        if self.engine.fault is not None:
+            raise self.engine.fault
+        tokens, size = self.engine.tokens, self.engine.size
+        for begin in range(0, len(tokens), size):
+            yield tokens[begin : begin + size], begin + size >= len(tokens)
+
+    def cancel(self) -> None:
+        """Do nothing: nothing runs."""
