@@ -30,10 +30,9 @@ ARRIVAL_PRIOR = 16.0  # initial weight, in steps, of the prior that no prompts a
 MAX_CATCH_UP = (
     64  # tokens per request; drafters spread more over several steps, so such a step is not typical
 )
-FAR, PATIENCE = (
-    math.log(1.5),
-    64,
-)  # a correction that stayed this far from 1 for so many steps replaces the profile
+# A correction that stayed this far from 1 for so many steps replaces the profile
+FAR = math.log(1.5)
+PATIENCE = 64
 MIN_FACTOR = 1e-3  # factor of a replaced draft cost, which must not become 0
 # Relative rounding of `step_curve`, so that equal curves recur and results for them can be cached
 ROUNDING = 0.05
@@ -334,10 +333,8 @@ class StepCosts:
             self._verify_correction = SizeCorrection()
         else:
             old = self.draft_level
-            factor, constant_s = (
-                max(self._draft_correction.factor, MIN_FACTOR),
-                self._draft_correction.constant_s,
-            )
+            factor = max(self._draft_correction.factor, MIN_FACTOR)
+            constant_s = self._draft_correction.constant_s
             self.draft_level = cost = old.scaled([factor] * len(old.curve.num_tokens), factor)
             self._draft_correction = DraftCorrection()
             self._draft_correction.constant_s = constant_s

@@ -120,10 +120,8 @@ class SizeCorrection:
 
     def reset(self) -> None:
         """Drop all observations."""
-        self._logs, self._counts = (
-            np.zeros(16),
-            np.zeros(16),
-        )  # by rounded log2(tokens): sums of log ratios, weights
+        # by rounded log2(tokens): sums of log ratios, weights
+        self._logs, self._counts = np.zeros((2, 16))
         self._log_sum = self._count_sum = 0.0  # as _logs and _counts, over all sizes
         self._log_factors = np.zeros(16)
 

@@ -90,10 +90,8 @@ class SpeculationHistory:
         prediction = Prediction.joined([outcome.prediction for outcome in outcomes])
         is_verified = np.concatenate([outcome.is_verified for outcome in outcomes])
         # Accepted nodes are numbered as in the verified trees.
-        verified, accepted = (
-            np.flatnonzero(is_verified),
-            [nodes for outcome in outcomes for nodes in outcome.accepted],
-        )
+        verified = np.flatnonzero(is_verified)
+        accepted = [nodes for outcome in outcomes for nodes in outcome.accepted]
         starts = np.searchsorted(verified, prediction.forest.starts).tolist()
         indices = [
             start + node for start, nodes in zip(starts, accepted, strict=True) for node in nodes
@@ -274,10 +272,9 @@ class AutoPolicy(NamedPolicy):
                 + self.costs.verify_s(num_requests + num_prefill_tokens, num_requests, num_keys)
                 > due_s
             ):
-                depth, width = (
-                    0,
-                    1,
-                )  # the draft has to process whole texts first, or the look takes too long
+                # the draft has to process whole texts first, or the look takes too long
+                depth = 0
+                width = 1
         return Plan(depth, width, drafting=drafting)
 
     def _limited(

@@ -70,10 +70,9 @@ class DepthControl:
     SIMILAR = 1.5  # largest ratio between numbers of requests for which a choice is kept
     LOOK_SHARE = 0.01  # share of the time that looks may take
     MIN_GAP = 8  # steps between looks; also the first of the doubling intervals
-    WARMUP_STEPS, WARMUP_TREES = (
-        3,
-        24,
-    )  # whole shapes drafted before the averages decide, whichever is less
+    # whole shapes drafted before the averages decide, whichever is less
+    WARMUP_STEPS = 3
+    WARMUP_TREES = 24
     PROBE_DEPTH = 2  # levels of a look while speculation is off
     MIN_CONTINUATION = 0.2  # lower bound on the averaged probability that a path goes on
     BEYOND = 1  # levels deeper than the best depth that a step may draft if its tree is worth it

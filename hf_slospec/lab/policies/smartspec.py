@@ -263,11 +263,8 @@ class SmartSpecPolicy(NamedPolicy):
         """
         lengths = _up_to(proposed)
         tokens = chain_tokens(self.acceptance.rate if rate is None else rate, lengths).sum(axis=0)
-        seconds, has_slots = (
-            self._step_s(batch, lengths, drafted_s),
-            _has_slots(batch, lengths)[-1:],
-        )
-        _, length = best_batch(tokens[None], seconds, has_slots, BIAS)
+        seconds = self._step_s(batch, lengths, drafted_s)
+        _, length = best_batch(tokens[None], seconds, _has_slots(batch, lengths)[-1:], BIAS)
         return length, float(seconds[0, length])
 
     def _step_s(
