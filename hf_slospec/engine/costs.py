@@ -19,6 +19,7 @@ from hf_slospec.engine.latency_curves import (
     Seconds,
     SizeCorrection,
 )
+from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import FloatArray, IntArray, TokenTree
 
 OnReplaced = Callable[[ForwardCost, ForwardCost], None]  # the profiled cost, and its replacement
@@ -197,6 +198,16 @@ class StepCosts:
             share * num_requests * width, share * num_requests, share * num_keys
         )
         return (first_s + level_s * (depth - 1)) * (depth > 0)
+
+    def shape_s(
+        self, requests: Sequence[Request], depth: Count, width: Count, num_tokens: Count
+    ) -> Seconds:
+        """Return the seconds of a step that drafts such a shape for all requests and verifies so
+        many tokens.
+        """
+        num_keys = sum(len(request.tokens) for request in requests)
+        draft_s = self.draft_s(len(requests), depth, width, num_keys)
+        return draft_s + self.verify_s(num_tokens, len(requests), num_keys)
 
     def steady_draft_s(
         self,

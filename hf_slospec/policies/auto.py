@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import attrgetter
 from weakref import WeakSet, ref
 
@@ -205,16 +204,12 @@ class AutoPolicy(NamedPolicy):
         def priced_s(num_nodes: IntArray) -> Seconds:
             return (seconds := step_s(num_nodes)) + self.costs.first_tokens.price_s(seconds)
 
-        def mixed_s(num_nodes: IntArray) -> Seconds:
-            return priced_s(num_nodes + num_prefill_tokens)
-
         # Nodes deeper than what a request may still emit are never committed.
         num_left = np.array([request.num_left for request in requests])
         is_useful = forest.depths < num_left[forest.tree_of]
         values = self._weights[forest.tree_of] * prediction.path_probs * is_useful
-        is_verified = best_ratio_nodes(
-            forest, values, self.budget, priced_s, mixed_s if num_prefill_tokens else None
-        )
+        mixed_s = (lambda n: priced_s(n + num_prefill_tokens)) if num_prefill_tokens else None
+        is_verified = best_ratio_nodes(forest, values, self.budget, priced_s, mixed_s)
         drafted = Drafted(plan.depth, plan.width, len(drafting))
         ends = self._ends
         if len(drafting) < num_requests:
@@ -248,7 +243,13 @@ class AutoPolicy(NamedPolicy):
         max_depth = max_useful_depth(requests, self.config.max_depth)
         max_width = min(max(self.config.draft_budget // num_requests, 1), self.config.max_width)
         shape_time = self._shape_time(requests, num_requests, num_keys)
-        probe_s = partial(self._probe_s, requests)
+
+        def probe_s(depth: int, width: int) -> Seconds:
+            probed = _probed(requests)
+            num_keys = sum(len(request.tokens) for request in probed)
+            num_behind = sum(request.num_draft_behind for request in probed)
+            return self.costs.draft_s(len(probed), depth, width, num_keys, num_behind)
+
         depth, width = depths.best(max_depth, max_width, num_requests, shape_time, probe_s)
         drafting = requests if depths.is_on else _probed(requests)
 
@@ -336,14 +337,6 @@ class AutoPolicy(NamedPolicy):
                 if needed < MAX_NEEDED
                 else "the time that its SLO allows for all of its tokens has passed",
             )
-
-    def _probe_s(self, requests: Sequence[Request], depth: int, width: int) -> float:
-        """Return the seconds of drafting for a look while speculation is off."""
-        probed = _probed(requests)
-        num_keys = sum(len(request.tokens) for request in probed)
-        num_behind = sum(request.num_draft_behind for request in probed)
-        look_s: float = self.costs.draft_s(len(probed), depth, width, num_keys, num_behind)
-        return look_s
 
     def _shape_time(
         self,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hf_slospec.tree.tree import FloatArray, Forest, IntArray, ranks_in_groups
+from hf_slospec.tree.tree import FloatArray, Forest, IntArray, ranks_by_key
 
 # Draft levels [depths, 1], beam widths [widths], and per drafting request expected tokens
 # [estimates, depths, widths] and nodes [depths, widths] -> seconds of such steps, broadcast to
@@ -23,12 +23,7 @@ def beam_ranks(forest: Forest) -> IntArray:
     """Return the rank of every node among the nodes of equal depth in its tree.  -> [num_nodes]
     int64
     """
-    order = np.lexsort((forest.depths, forest.tree_of))
-    tree_of = forest.tree_of[order]
-    depths = forest.depths[order]
-    is_first = np.ones(len(order), dtype=np.bool_)
-    is_first[1:] = (tree_of[1:] != tree_of[:-1]) | (depths[1:] != depths[:-1])
-    return ranks_in_groups(order, is_first)
+    return ranks_by_key(forest.tree_of * (forest.depths.max() + 1) + forest.depths)
 
 
 @dataclass(frozen=True)

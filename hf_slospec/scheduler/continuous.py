@@ -168,9 +168,10 @@ class ContinuousScheduler(Slots):
         windows.
         """
         self.batches.recover()
+        ended_s = step.begun_s + step.phases.total_s
         if step.num_decoding:
-            self._busy_until_s = step.begun_s + step.phases.total_s
-        self.windows.observe(step.begun_s + step.phases.total_s)
+            self._busy_until_s = ended_s
+        self.windows.observe(ended_s)
 
     def enter(self, now_s: float) -> list[Request]:
         """Give guarantees and slots to waiting requests, in order; return the requests that were

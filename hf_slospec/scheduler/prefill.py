@@ -197,17 +197,11 @@ class CallBatches:
 def _first_of_equal(requests: Sequence[Request]) -> dict[Request, Request]:
     """Return the first request with the same prompt, for each but the first."""
     firsts: dict[tuple[int, ...], Request] = {}
-    pairs = [
-        (each, firsts.setdefault(tuple(each.params.prompt), each))
-        for each in requests
-        if _may_share(each)
-    ]
-    return {request: first for request, first in pairs if request is not first}
-
-
-def _may_share(request: Request) -> bool:
-    return (
-        request.params.prefill is None
+    return {
+        request: first
+        for request in requests
+        if request.params.prefill is None
         and request.kv.num_cached == 0
         and request.prompt_len > MIN_SHARED
-    )
+        and (first := firsts.setdefault(tuple(request.params.prompt), request)) is not request
+    }
