@@ -37,7 +37,7 @@ from hf_slospec.lab.hardware import HARDWARE, Hardware, lines
 from hf_slospec.lab.models import SimulatedDrafter, VirtualClock
 from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.systems import config_of
-from hf_slospec.lab.texts import Library, Text
+from hf_slospec.lab.texts import Library, SimulatedText
 from hf_slospec.lab.workload import Job
 from hf_slospec.request.request import Request
 from hf_slospec.server.loading import load_pair
@@ -255,7 +255,8 @@ def latency_s(
         Job(index / rate, text.input_tokens, len(text.accepted)) for index, text in enumerate(drawn)
     ]
     texts = [
-        Text(np.ones((len(text.accepted), 1)), np.full(len(text.accepted), RIGHT)) for text in drawn
+        SimulatedText(np.ones((len(text.accepted), 1)), np.full(len(text.accepted), RIGHT))
+        for text in drawn
     ]
     simulation = Simulation(
         jobs,

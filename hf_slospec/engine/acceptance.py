@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -59,16 +60,10 @@ class Prediction:
         """Return the predictions of several steps as one, with the trees of all."""
         if len(parts) == 1:
             return parts[0]
-        probs, ranks, calibrated, path_probs = (
-            np.concatenate(columns)
-            for columns in zip(
-                *(
-                    (p.conditionals.probs, p.conditionals.ranks, p.calibrated, p.path_probs)
-                    for p in parts
-                ),
-                strict=True,
-            )
-        )
+        columns = [
+            (p.conditionals.probs, p.conditionals.ranks, p.calibrated, p.path_probs) for p in parts
+        ]
+        probs, ranks, calibrated, path_probs = map(np.concatenate, zip(*columns, strict=True))
         forest = Forest.of([tree for part in parts for tree in part.forest.trees])
         drawings = [drawing for part in parts for drawing in part.drawings]
         return cls(forest, drawings, Conditionals(probs, ranks), calibrated, path_probs)
@@ -357,9 +352,7 @@ class Reliability:
     BINS = 10
 
     def __init__(self) -> None:
-        self.predicted, self.accepted, self.count = (
-            np.zeros(self.BINS) for _ in range(3)
-        )  # [bin] sums
+        self.predicted, self.accepted, self.count = np.zeros((3, self.BINS))  # [bin] sums
         self._squares = 0.0
 
     def observe(self, predicted: FloatArray, was_hit: FloatArray) -> None:
@@ -378,7 +371,7 @@ class Reliability:
         """Return the Brier score, the mean squared error of the predictions; nan without
         observations.
         """
-        return self._squares / self.count.sum() if self.count.any() else float("nan")
+        return self._squares / self.count.sum() if self.count.any() else math.nan
 
     @property
     def ece(self) -> float:
@@ -386,11 +379,9 @@ class Reliability:
 
         It is the mean of ``|predicted - actual|`` over bins, weighted by their counts.
         """
-        return (
-            float(np.abs(self.predicted - self.accepted).sum() / self.count.sum())
-            if self.count.any()
-            else np.nan
-        )
+        if not self.count.any():
+            return math.nan
+        return float(np.abs(self.predicted - self.accepted).sum() / self.count.sum())
 
 
 def tried_and_hit(forest: Forest, accepted: IntArray) -> tuple[BoolArray, BoolArray]:

@@ -61,9 +61,7 @@ class UserPolicy(Policy):
         except TypeError:
             self._takes_plan = False
 
-    def plan(
-        self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
-    ) -> Plan:
+    def plan(self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0) -> Any:
         if self._is_generator:
             self._step = self._policy.step(requests, begun_s, num_prefill_tokens)
             return next(self._step, None)
@@ -71,7 +69,7 @@ class UserPolicy(Policy):
 
     def select(
         self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
-    ) -> Selection:
+    ) -> Any:
         if self._is_generator:
             return self._send((candidates, plan))
         return self._policy.select(requests, candidates, plan)

@@ -19,6 +19,7 @@ from hf_slospec.engine.latency_curves import (
     Seconds,
     SizeCorrection,
 )
+from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import FloatArray, IntArray, TokenTree
 
 OnReplaced = Callable[[ForwardCost, ForwardCost], None]  # the profiled cost, and its replacement
@@ -30,10 +31,9 @@ ARRIVAL_PRIOR = 16.0  # initial weight, in steps, of the prior that no prompts a
 MAX_CATCH_UP = (
     64  # tokens per request; drafters spread more over several steps, so such a step is not typical
 )
-FAR, PATIENCE = (
-    math.log(1.5),
-    64,
-)  # a correction that stayed this far from 1 for so many steps replaces the profile
+# A correction that stayed this far from 1 for so many steps replaces the profile
+FAR = math.log(1.5)
+PATIENCE = 64
 MIN_FACTOR = 1e-3  # factor of a replaced draft cost, which must not become 0
 # Relative rounding of `step_curve`, so that equal curves recur and results for them can be cached
 ROUNDING = 0.05
@@ -199,6 +199,16 @@ class StepCosts:
         )
         return (first_s + level_s * (depth - 1)) * (depth > 0)
 
+    def shape_s(
+        self, requests: Sequence[Request], depth: Count, width: Count, num_tokens: Count
+    ) -> Seconds:
+        """Return the seconds of a step that drafts such a shape for all requests and verifies so
+        many tokens.
+        """
+        num_keys = sum(len(request.tokens) for request in requests)
+        draft_s = self.draft_s(len(requests), depth, width, num_keys)
+        return draft_s + self.verify_s(num_tokens, len(requests), num_keys)
+
     def steady_draft_s(
         self,
         num_requests: int,
@@ -230,9 +240,8 @@ class StepCosts:
 
     def level_s(self, num_requests: float, width: int, num_keys: float = 0) -> float:
         """Return the seconds of one more draft level."""
-        return self._draft_correction.factor * self.draft_level(
-            num_requests * width, num_requests, num_keys
-        )
+        level_s: float = self.draft_level(num_requests * width, num_requests, num_keys)
+        return self._draft_correction.factor * level_s
 
     def level_parts_s(self, num_requests: int, width: int, num_keys: int) -> tuple[float, float]:
         """Return the seconds of one more draft level in two parts: for up to so many requests, and
@@ -335,10 +344,8 @@ class StepCosts:
             self._verify_correction = SizeCorrection()
         else:
             old = self.draft_level
-            factor, constant_s = (
-                max(self._draft_correction.factor, MIN_FACTOR),
-                self._draft_correction.constant_s,
-            )
+            factor = max(self._draft_correction.factor, MIN_FACTOR)
+            constant_s = self._draft_correction.constant_s
             self.draft_level = cost = old.scaled([factor] * len(old.curve.num_tokens), factor)
             self._draft_correction = DraftCorrection()
             self._draft_correction.constant_s = constant_s

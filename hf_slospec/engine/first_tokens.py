@@ -39,10 +39,9 @@ class FirstTokens:
         # nothing was decoded.
         self._recent = deque[tuple[float, int]](maxlen=MEMORY)
         self.due_s = math.inf  # seconds within which the step should end
-        self._knots, self._prices = (
-            np.zeros(1),
-            np.zeros(1),
-        )  # seconds of a step, and the price of so many
+        # seconds of a step, and the price of so many
+        self._knots = np.zeros(1)
+        self._prices = np.zeros(1)
 
     @property
     def is_expected(self) -> bool:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from hf_slospec.forks import cached_property
-from hf_slospec.tree.tree import FloatArray, IntArray
+from hf_slospec.tree.tree import FloatArray
 
-Count = IntArray | FloatArray | float
+Count = npt.NDArray[Any] | float  # numbers of tokens, requests, levels
 Seconds = Any  # a float for single numbers, which is much faster, else f64 of the broadcast shape
 
 
@@ -119,10 +120,8 @@ class SizeCorrection:
 
     def reset(self) -> None:
         """Drop all observations."""
-        self._logs, self._counts = (
-            np.zeros(16),
-            np.zeros(16),
-        )  # by rounded log2(tokens): sums of log ratios, weights
+        # by rounded log2(tokens): sums of log ratios, weights
+        self._logs, self._counts = np.zeros((2, 16))
         self._log_sum = self._count_sum = 0.0  # as _logs and _counts, over all sizes
         self._log_factors = np.zeros(16)
 

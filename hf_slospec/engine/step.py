@@ -246,10 +246,8 @@ class Engine(Generic[S]):
             num_emitted,
             strict=True,
         ):
-            tpot_slo_s, (elapsed_s, emitted) = (
-                request.stage.tpot_slo_s,
-                request.decoded(now_s),
-            )  # before the stage ends
+            tpot_slo_s = request.stage.tpot_slo_s  # before the stage ends
+            elapsed_s, emitted = request.decoded(now_s)
             if request.num_emitted:  # otherwise it failed before its first token
                 request.record_step(tree.num_nodes - 1, len(nodes), expected, phases, now_s)
             committed = request.num_emitted - before

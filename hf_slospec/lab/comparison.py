@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -185,6 +186,7 @@ def draw(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str, path: P
         for name, system_runs in runs.items()
     }
     figure, panels = pyplot.subplots(2, 2, figsize=(12, 8), layout="constrained")
+    colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(summaries)}
     titles = {
         "attainment": "requests that attained, %",
         "goodput": "goodput, tokens/s",
@@ -192,31 +194,27 @@ def draw(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str, path: P
     }
     x = np.arange(len(loads))
     for panel, (key, title) in zip(panels.flat, titles.items(), strict=False):
-        for index, (system, by_load) in enumerate(summaries.items()):
-            values = [
-                np.nan if s[key] is None else s[key] * (100.0 if key == "attainment" else 1.0)
-                for s in by_load
-            ]
-            colour = COLOURS[index % len(COLOURS)]
-            marker = MARKERS[index % len(MARKERS)]
+        factor, top = (100.0, 103) if key == "attainment" else (1.0, None)
+        for marker, (name, by_load) in zip(
+            itertools.cycle(MARKERS), summaries.items(), strict=False
+        ):
             panel.plot(
-                x, values, marker=marker, color=colour, label=system, linewidth=1.5, markersize=5
-            )
-        panel.set(title=title, ylim=(0, 103 if key == "attainment" else None))
+                x, _values([summary[key] for summary in by_load], factor),
+                marker=marker, color=colours[name], label=name, linewidth=1.5, markersize=5,
+            )  # fmt: skip
+        panel.set(title=title, ylim=(0, top))
         panel.set_xticks(x, [load.label for load in loads])
         panel.grid(alpha=0.3)
+    bars = panels[1, 1]
     kinds = sorted({job.kind for job in loads[-1].jobs})
     width = 0.8 / len(summaries)
-    for index, by_load in enumerate(summaries.values()):
-        shares = [by_load[-1]["kinds"][kind]["attainment"] for kind in kinds]
-        values = [np.nan if share is None else 100.0 * share for share in shares]
-        panels[1, 1].bar(np.arange(len(kinds)) + index * width - 0.4 + width / 2, values, width,
-                         color=COLOURS[index % len(COLOURS)])  # fmt: skip
-    panels[1, 1].set_xticks(np.arange(len(kinds)), kinds)
-    panels[1, 1].set(
-        title=f"by class at {loads[-1].label}: requests that attained, %", ylim=(0, 103)
-    )
-    panels[1, 1].grid(alpha=0.3, axis="y")
+    for index, (name, by_load) in enumerate(summaries.items()):
+        values = _values([by_load[-1]["kinds"][kind]["attainment"] for kind in kinds], 100.0)
+        offset = (index + 0.5) * width - 0.4
+        bars.bar(np.arange(len(kinds)) + offset, values, width, color=colours[name])
+    bars.set_xticks(np.arange(len(kinds)), kinds)
+    bars.set(title=f"by class at {loads[-1].label}: requests that attained, %", ylim=(0, 103))
+    bars.grid(alpha=0.3, axis="y")
     figure.legend(
         *panels[0, 0].get_legend_handles_labels(),
         loc="outside lower center",
@@ -225,3 +223,7 @@ def draw(runs: dict[str, list[Run]], loads: Sequence[Load], metric: str, path: P
     )
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _values(figures: Sequence[float | None], factor: float) -> list[float]:
+    return [np.nan if figure is None else factor * figure for figure in figures]

@@ -68,12 +68,10 @@ class SimulatedTarget(Target):
         """Create a target without K/V; ``continued`` maps indices of requests to those of the ones
         they continue.
         """
-        self.library, self.hardware, self.clock, self.kv_tokens = (
-            library,
-            hardware,
-            clock,
-            kv_tokens,
-        )
+        self.library = library
+        self.hardware = hardware
+        self.clock = clock
+        self.kv_tokens = kv_tokens
         self._continued = continued or {}
         self._to_come = set(self._continued.values())
         self._held: dict[int, int] = {}  # tokens of running requests at their longest, by index

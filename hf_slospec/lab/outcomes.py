@@ -52,35 +52,20 @@ class Outcome:
     ) -> Outcome:
         """Return the result of a finished request."""
         metrics = request.metrics()
-        return cls(
-            index=request.index,
-            kind=job.kind,
-            replica=replica,
-            arrival_s=job.arrival_s,
-            input_tokens=job.input_tokens,
-            output_tokens=metrics.tokens,
-            tpot_slo_s=metrics.tpot_slo_s,
-            ttft_slo_s=metrics.ttft_slo_s,
-            first_token_s=math.nan
-            if request.stats.first_token_s is None
-            else request.stats.first_token_s,
-            decode_begun_s=decode_begun_s,
-            finish_s=request.stats.last_token_s,
-            steps=metrics.steps,
-            drafted=metrics.drafted,
-            accepted=metrics.accepted,
-            guaranteed=metrics.guaranteed,
-            preempted=metrics.preempted,
-            reroutes=reroutes,
-            tpot_s=metrics.tpot_s,
-            ttft_s=metrics.ttft_s if metrics.ttft_s is not None else math.nan,
-            worst_tpot_s=metrics.worst_tpot_s,
-            attained=metrics.attained,
-            window_guarantee=metrics.window_guarantee,
-            windows_kept=metrics.windows_kept,
-            think_tokens=job.think_tokens,
-            reused=metrics.reused,
-        )
+        stats = request.stats
+        values = {
+            **vars(job),
+            **vars(metrics),
+            "index": request.index,
+            "replica": replica,
+            "output_tokens": metrics.tokens,
+            "first_token_s": math.nan if stats.first_token_s is None else stats.first_token_s,
+            "decode_begun_s": decode_begun_s,
+            "finish_s": stats.last_token_s,
+            "reroutes": reroutes,
+            "ttft_s": math.nan if metrics.ttft_s is None else metrics.ttft_s,
+        }
+        return cls(**{each.name: values[each.name] for each in fields(cls)})
 
 
 Metric = Callable[[Outcome], bool | None]

@@ -167,7 +167,8 @@ class Replica:
 
     def report(self) -> None:
         """Publish the load after a step; until the step ends, the router knows the load before it."""
-        self._reported, self._next_report = self._next_report, load_of(self.scheduler)
+        self._reported = self._next_report
+        self._next_report = load_of(self.scheduler)
 
 
 class Simulation:

@@ -30,26 +30,26 @@ ADASERVE: dict[str, Any] = dict(
     admission="fcfs", prefill="first", prefill_chunk=1024, max_batch=64,
 )  # fmt: skip
 
-ORACLE, ADASERVE_ORACLE = (
-    "oracle",
-    "adaserve-oracle",
-)  # their policies need the texts, so no config can name them
+# Their policies need the texts, so no config can name them
+ORACLE = "oracle"
+ADASERVE_ORACLE = "adaserve-oracle"
 SYSTEMS: dict[str, dict[str, Any]] = {
     "auto": {},
     ORACLE: {},
     "vllm": dict(policy="none", **UNCHUNKED),
     "vllm-priority": dict(policy="none", **{**UNCHUNKED, "admission": "priority"}),
-    "vllm-spec2": dict(policy="fixed", max_depth=2, max_width=1, **UNCHUNKED),
-    "vllm-spec4": dict(policy="fixed", max_depth=4, max_width=1, **UNCHUNKED),
-    "vllm-spec6": dict(policy="fixed", max_depth=6, max_width=1, **UNCHUNKED),
-    "vllm-spec8": dict(policy="fixed", max_depth=8, max_width=1, **UNCHUNKED),
+    **{
+        f"vllm-spec{depth}": dict(policy="fixed", max_depth=depth, max_width=1, **UNCHUNKED)
+        for depth in (2, 4, 6, 8)
+    },
     "vllm-adaptive": dict(policy="vllm-adaptive", max_depth=7, max_width=1, **UNCHUNKED),
     "sarathi": dict(policy="none", **CHUNKED),
     "adaserve": ADASERVE,
     ADASERVE_ORACLE: ADASERVE,
-    "smartspec": dict(policy="smartspec", max_depth=8, max_width=1, **UNCHUNKED),
-    "turbospec": dict(policy="turbospec", max_depth=8, max_width=1, **UNCHUNKED),
-    "adaspec": dict(policy="adaspec", max_depth=8, max_width=1, **UNCHUNKED),
+    **{
+        name: dict(policy=name, max_depth=8, max_width=1, **UNCHUNKED)
+        for name in ("smartspec", "turbospec", "adaspec")
+    },
     # The paper's TPOT SLOs are those of every window of ten tokens.
     "slos-serve": dict(
         policy="slos-serve", max_depth=8, max_width=1, admission="slo", guarantee=0.9
@@ -101,7 +101,7 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Placement:
     """The replica that a request is sent to."""
 
     replica: int
@@ -110,19 +110,19 @@ class Choice:
     )
 
 
-Router = Callable[[Arrival], Choice]
+Router = Callable[[Arrival], Placement]
 MAX_HOPS = 3  # from one replica to the next; the paper, with up to four replicas, does not say
 WITHOUT_SLO = Need(
     0, 0
 )  # goes to the replica with the fewest unfinished requests, then the least prefill
 
 
-def by_guarantees(arrival: Arrival) -> Choice:
+def by_guarantees(arrival: Arrival) -> Placement:
     """Return the best replica that has not refused the request; the least loaded one if all have."""
     if not arrival.need.has_slo or len(arrival.refused_by) == len(arrival.loads):
-        return Choice(ranked(arrival.loads, WITHOUT_SLO)[0])
+        return Placement(ranked(arrival.loads, WITHOUT_SLO)[0])
     order = ranked(arrival.loads, arrival.need)
-    return Choice(
+    return Placement(
         next(index for index in order if index not in arrival.refused_by), may_refuse=True
     )
 
@@ -135,18 +135,18 @@ def sequential(max_hops: int = MAX_HOPS) -> Router:
     as best effort."""
     number = itertools.count()
 
-    def choose(arrival: Arrival) -> Choice:
+    def choose(arrival: Arrival) -> Placement:
         if not arrival.refused_by:
-            return Choice(next(number) % len(arrival.loads), may_refuse=arrival.need.has_slo)
+            return Placement(next(number) % len(arrival.loads), may_refuse=arrival.need.has_slo)
         last = arrival.refused_by[-1]
         if len(arrival.refused_by) > min(max_hops, len(arrival.loads) - 1):
-            return Choice(last)
-        return Choice((last + 1) % len(arrival.loads), may_refuse=True)
+            return Placement(last)
+        return Placement((last + 1) % len(arrival.loads), may_refuse=True)
 
     return choose
 
 
-def by_full_knowledge(arrival: Arrival) -> Choice:
+def by_full_knowledge(arrival: Arrival) -> Placement:
     """Return the replica where the request brings all requests least closer to missing their SLOs.
 
     In addition to reports, the current state of every replica is used, and the progress and output
@@ -156,7 +156,7 @@ def by_full_knowledge(arrival: Arrival) -> Choice:
         _closeness(arrival, index, True) - _closeness(arrival, index, False)
         for index in range(len(arrival.loads))
     ]
-    return Choice(int(np.argmin(costs)))
+    return Placement(int(np.argmin(costs)))
 
 
 def _closeness(arrival: Arrival, index: int, is_added: bool) -> float:
@@ -184,12 +184,12 @@ def _closeness(arrival: Arrival, index: int, is_added: bool) -> float:
 
 def _round_robin(seed: int) -> Router:
     number = itertools.count()
-    return lambda arrival: Choice(next(number) % len(arrival.loads))
+    return lambda arrival: Placement(next(number) % len(arrival.loads))
 
 
 def _power_of_two(seed: int) -> Router:
     rng = np.random.default_rng([seed, 2])
-    return lambda arrival: Choice(power_of_two(arrival.loads, rng))
+    return lambda arrival: Placement(power_of_two(arrival.loads, rng))
 
 
 def shortest_queue(loads: Sequence[ReplicaLoad]) -> int:
@@ -208,7 +208,7 @@ def power_of_two(loads: Sequence[ReplicaLoad], rng: np.random.Generator) -> int:
 OURS = "guarantees"
 ROUTERS: dict[str, Callable[[int], Router]] = {  # functions of a seed
     OURS: lambda seed: by_guarantees,
-    "shortest-queue": lambda seed: lambda arrival: Choice(shortest_queue(arrival.loads)),
+    "shortest-queue": lambda seed: lambda arrival: Placement(shortest_queue(arrival.loads)),
     "power-of-two": _power_of_two,
     "round-robin": _round_robin,
     "sequential": lambda seed: sequential(),

@@ -28,7 +28,7 @@ NUM_REST = 28  # tokens besides the children, if the draft's probabilities diffe
 
 
 @dataclass(frozen=True)
-class Text:
+class SimulatedText:
     """Output of one request.
 
     A token is identified by its rank among the draft's candidates for its position: token ``j`` is
@@ -44,9 +44,9 @@ class Text:
     def __len__(self) -> int:
         return len(self.ranks)
 
-    def up_to(self, length: int) -> Text:
+    def up_to(self, length: int) -> SimulatedText:
         """Return the first ``length`` tokens."""
-        return Text(self.child_probs[:length], self.ranks[:length])
+        return SimulatedText(self.child_probs[:length], self.ranks[:length])
 
 
 class TextModel(InputModel):
@@ -95,7 +95,7 @@ class TextModel(InputModel):
     ) -> None:
         super().__init__(acceptance=acceptance, spread=spread, **parameters)
 
-    def write(self, rng: np.random.Generator, length: int) -> Text:
+    def write(self, rng: np.random.Generator, length: int) -> SimulatedText:
         """Return a random text of ``length`` tokens."""
         mean = _beta(rng, np.array(self.acceptance), self.spread)
         first = _beta(rng, np.full(length, mean), self.evenness)
@@ -104,9 +104,9 @@ class TextModel(InputModel):
         if self.coupled or self.distance:
             return self._drawn_by_noise(rng, probs)
         drawn = rng.random(length)[:, None] >= np.cumsum(probs, axis=1)
-        return Text(*_sorted_by_prob(self._reported(probs), drawn.sum(axis=1)))
+        return SimulatedText(*_sorted_by_prob(self._reported(probs), drawn.sum(axis=1)))
 
-    def _drawn_by_noise(self, rng: np.random.Generator, probs: FloatArray) -> Text:
+    def _drawn_by_noise(self, rng: np.random.Generator, probs: FloatArray) -> SimulatedText:
         """Return a text from the target's probabilities, [length, num_children] f64, and a draft at
         a distance.
         """
@@ -120,7 +120,7 @@ class TextModel(InputModel):
             draft = (draft / noise) ** (1.0 / SHARPNESS)
             draft /= draft.sum(axis=1, keepdims=True)
         reported, ranks = _sorted_by_prob(draft, (target / noise).argmax(axis=1))
-        return Text(reported[:, : self.num_children], np.minimum(ranks, self.num_children))
+        return SimulatedText(reported[:, : self.num_children], np.minimum(ranks, self.num_children))
 
     def _reported(self, probs: FloatArray) -> FloatArray:
         powers = probs**self.sharpness
@@ -180,7 +180,7 @@ class Library:
         matched: share of steps in which a request gets any proposal.
     """
 
-    def __init__(self, texts: Sequence[Text], matched: float = 1.0):
+    def __init__(self, texts: Sequence[SimulatedText], matched: float = 1.0):
         self.matched = matched
         self.lengths = np.array([len(text) for text in texts])
         self.starts = np.cumsum(self.lengths) - self.lengths  # [num_texts] int64
@@ -247,9 +247,9 @@ class RecordedText(BaseModel):
             )
         return self
 
-    def text(self) -> Text:
+    def text(self) -> SimulatedText:
         """Return the text as arrays."""
-        return Text(np.minimum(np.array(self.child_probs), 1.0), np.array(self.ranks))
+        return SimulatedText(np.minimum(np.array(self.child_probs), 1.0), np.array(self.ranks))
 
 
 class Recording(BaseModel):

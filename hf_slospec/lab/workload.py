@@ -197,39 +197,27 @@ def _slos_serve(
 
 
 # Statistics of the papers' data sets (SLOs-Serve, table 4; AdaServe, section 6; the Azure LLM
-# traces): mean, standard deviation and maximum of the prompt's tokens, then of the output's.
-CHATBOT = (763, 424, 1591, 266, 160, 619)
-CODER = (847, 617, 2010, 26, 47, 232)
-SUMMARIZER = (1333, 444, 1946, 202, 234, 1508)
-TOOLLLM = (690, 356, 2131, 116, 66, 363)
+# traces). SLOs-Serve: TTFT SLO as a multiple of the prefill alone and TPOT SLO in seconds; then
+# mean, standard deviation and maximum of the prompt's tokens, and of the output's.
+SLOS_SERVE = {
+    "chatbot": (5.0, 0.1, 763, 424, 1591, 266, 160, 619),
+    "coder": (5.0, 0.05, 847, 617, 2010, 26, 47, 232),
+    "summarizer": (3.0, 0.1, 1333, 444, 1946, 202, 234, 1508),
+    "toolllm": (3.0, 0.1, 690, 356, 2131, 116, 66, 363),
+}
+ADASERVE = {
+    "coding": (0.6, Length(150, 60, 1000), 0.036),
+    "chat": (0.2, Length(250, 350, 2000), 0.050),
+    "summary": (0.2, Length(800, 300, 2000), 0.150),
+}
 MIXES: dict[str, tuple[Kind, ...]] = {
-    "adaserve": (
-        Kind("coding", 0.6, Length(150, 60, 1000), Length(206, 80, 256, 5), tpot_slo_s=0.036),
-        Kind(
-            "chat",
-            0.2,
-            Length(250, 350, 2000),
-            Length(206, 80, 256, 5),
-            tpot_slo_s=0.050,
-            priority=1,
-        ),
-        Kind(
-            "summary",
-            0.2,
-            Length(800, 300, 2000),
-            Length(206, 80, 256, 5),
-            tpot_slo_s=0.150,
-            priority=2,
-        ),
+    "adaserve": tuple(
+        Kind(name, share, prompt, Length(206, 80, 256, 5), tpot_slo_s, priority=priority)
+        for priority, (name, (share, prompt, tpot_slo_s)) in enumerate(ADASERVE.items())
     ),
-    "chatbot": (_slos_serve("chatbot", 1.0, 5.0, 0.1, *CHATBOT),),
-    "coder": (_slos_serve("coder", 1.0, 5.0, 0.05, *CODER),),
-    "summarizer": (_slos_serve("summarizer", 1.0, 3.0, 0.1, *SUMMARIZER),),
-    "toolllm": (_slos_serve("toolllm", 1.0, 3.0, 0.1, *TOOLLLM),),
-    "mixed": (
-        _slos_serve("chatbot", 1 / 3, 5.0, 0.1, *CHATBOT),
-        _slos_serve("coder", 1 / 3, 5.0, 0.05, *CODER),
-        _slos_serve("summarizer", 1 / 3, 3.0, 0.1, *SUMMARIZER),
+    **{name: (_slos_serve(name, 1.0, *values),) for name, values in SLOS_SERVE.items()},
+    "mixed": tuple(
+        _slos_serve(name, 1 / 3, *SLOS_SERVE[name]) for name in ("chatbot", "coder", "summarizer")
     ),
     "reasoning": (
         Kind(

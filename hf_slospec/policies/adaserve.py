@@ -183,7 +183,7 @@ class AdaServePolicy(NamedPolicy):
         self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
     ) -> Selection:
         candidates = without_useless_nodes(requests, candidates)
-        step_s = self.step_s(requests, plan.depth, plan.width, self.budget)
+        step_s = self.costs.shape_s(requests, plan.depth, plan.width, self.budget)
         required = [
             required_tokens(*request.decoded(self._begun_s), step_s, request.pace_s)
             for request in requests

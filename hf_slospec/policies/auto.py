@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import attrgetter
 from weakref import WeakSet, ref
 
@@ -18,16 +17,10 @@ from hf_slospec.engine.costs import StepCosts, level_share
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.interfaces import Plan, Selection
 from hf_slospec.engine.latency_curves import Count, Seconds
-from hf_slospec.policies.depth import (
-    DepthControl,
-    Drafted,
-    ShapeTime,
-    SLOProgress,
-    end_weights,
-    urgency,
-)
+from hf_slospec.policies.depth import DepthControl, Drafted, ShapeTime
 from hf_slospec.policies.registry import NamedPolicy, affordable_tokens, max_useful_depth
 from hf_slospec.policies.settings import PolicySettings
+from hf_slospec.policies.urgency import SLOProgress, row_weights, urgency
 from hf_slospec.request.request import Request
 from hf_slospec.tree.select import best_ratio_nodes
 from hf_slospec.tree.tree import BoolArray, FloatArray, Forest, IntArray, TokenTree
@@ -35,9 +28,8 @@ from hf_slospec.tree.tree import BoolArray, FloatArray, Forest, IntArray, TokenT
 logger = logging.getLogger(__name__)
 
 SPAN = 16  # nodes over which the cost of one more node is averaged
-UNATTAINABLE = (
-    2.0  # an SLO is unattainable if it needs this many times the tokens of whole candidate trees
-)
+# An SLO is unattainable if it needs this many times the tokens of whole candidate trees
+UNATTAINABLE = 2.0
 MIN_DRAFTED_STEPS = 8  # steps with drafts before any SLO counts as unattainable
 FADE = 0.1  # weight of a step in running averages
 MAX_UNDERSTATED = 4.0  # largest ratio of a step's calibrated probabilities to the draft's
@@ -47,10 +39,9 @@ SETTLED_STEPS = 32  # steps within which drafting must pay for what the draft ha
 # Requests drafted for while speculation does not pay; for all, the draft would prefill all prompts
 PROBED_REQUESTS = 8
 BEST_EFFORT_WEIGHT = 0.5  # factor on the weight of best-effort requests when nodes are selected
-BATCH_STEPS, BATCH_TREES = (
-    4,
-    16,
-)  # learned from at once, whichever is less: numpy takes as long for one tree as for 16
+# Learned from at once, whichever is less: numpy takes as long for one tree as for 16
+BATCH_STEPS = 4
+BATCH_TREES = 16
 
 
 class SpeculationHistory:
@@ -98,10 +89,8 @@ class SpeculationHistory:
         prediction = Prediction.joined([outcome.prediction for outcome in outcomes])
         is_verified = np.concatenate([outcome.is_verified for outcome in outcomes])
         # Accepted nodes are numbered as in the verified trees.
-        verified, accepted = (
-            np.flatnonzero(is_verified),
-            [nodes for outcome in outcomes for nodes in outcome.accepted],
-        )
+        verified = np.flatnonzero(is_verified)
+        accepted = [nodes for outcome in outcomes for nodes in outcome.accepted]
         starts = np.searchsorted(verified, prediction.forest.starts).tolist()
         indices = [
             start + node for start, nodes in zip(starts, accepted, strict=True) for node in nodes
@@ -177,7 +166,7 @@ class AutoPolicy(NamedPolicy):
         self._num_prefill_tokens = num_prefill_tokens
         if not plan.depth:
             return plan
-        self._ends = self._end_weights(requests)
+        self._ends = row_weights(requests, self.costs)
         factors = [BEST_EFFORT_WEIGHT if r.is_best_effort else 1.0 for r in requests]
         self._weights = weights = urgencies * self._ends * np.array(factors)
         # before the draft processes them
@@ -212,19 +201,15 @@ class AutoPolicy(NamedPolicy):
         def step_s(num_nodes: Count) -> Seconds:
             return draft_s + self.costs.verify_s(num_nodes, num_requests, num_keys)
 
-        def priced_s(num_nodes: IntArray) -> FloatArray:
+        def priced_s(num_nodes: IntArray) -> Seconds:
             return (seconds := step_s(num_nodes)) + self.costs.first_tokens.price_s(seconds)
-
-        def mixed_s(num_nodes: IntArray) -> FloatArray:
-            return priced_s(num_nodes + num_prefill_tokens)
 
         # Nodes deeper than what a request may still emit are never committed.
         num_left = np.array([request.num_left for request in requests])
         is_useful = forest.depths < num_left[forest.tree_of]
         values = self._weights[forest.tree_of] * prediction.path_probs * is_useful
-        is_verified = best_ratio_nodes(
-            forest, values, self.budget, priced_s, mixed_s if num_prefill_tokens else None
-        )
+        mixed_s = (lambda n: priced_s(n + num_prefill_tokens)) if num_prefill_tokens else None
+        is_verified = best_ratio_nodes(forest, values, self.budget, priced_s, mixed_s)
         drafted = Drafted(plan.depth, plan.width, len(drafting))
         ends = self._ends
         if len(drafting) < num_requests:
@@ -258,7 +243,13 @@ class AutoPolicy(NamedPolicy):
         max_depth = max_useful_depth(requests, self.config.max_depth)
         max_width = min(max(self.config.draft_budget // num_requests, 1), self.config.max_width)
         shape_time = self._shape_time(requests, num_requests, num_keys)
-        probe_s = partial(self._probe_s, requests)
+
+        def probe_s(depth: int, width: int) -> Seconds:
+            probed = _probed(requests)
+            num_keys = sum(len(request.tokens) for request in probed)
+            num_behind = sum(request.num_draft_behind for request in probed)
+            return self.costs.draft_s(len(probed), depth, width, num_keys, num_behind)
+
         depth, width = depths.best(max_depth, max_width, num_requests, shape_time, probe_s)
         drafting = requests if depths.is_on else _probed(requests)
 
@@ -282,10 +273,9 @@ class AutoPolicy(NamedPolicy):
                 + self.costs.verify_s(num_requests + num_prefill_tokens, num_requests, num_keys)
                 > due_s
             ):
-                depth, width = (
-                    0,
-                    1,
-                )  # the draft has to process whole texts first, or the look takes too long
+                # the draft has to process whole texts first, or the look takes too long
+                depth = 0
+                width = 1
         return Plan(depth, width, drafting=drafting)
 
     def _limited(
@@ -316,7 +306,7 @@ class AutoPolicy(NamedPolicy):
         )
 
     def _urgencies(self, requests: Sequence[Request], begun_s: float) -> FloatArray:
-        """Return the weights of :func:`~hf_slospec.policies.depth.urgency`.  -> [num_requests] f64"""
+        """Return the weights of :func:`~hf_slospec.policies.urgency.urgency`.  -> [num_requests] f64"""
         if all(request.pace_s is None for request in requests):
             return np.ones(len(requests))
         history = self.history
@@ -336,25 +326,6 @@ class AutoPolicy(NamedPolicy):
             progress.behind(recent.step_s), cushion, is_unattainable, self.config.urgency
         )
 
-    def _end_weights(self, requests: Sequence[Request]) -> FloatArray:
-        """Return the weights of :func:`~hf_slospec.policies.depth.end_weights`, with a mean of 1.
-        -> [num_requests] f64
-
-        They are 1 for requests that end one by one, and if any has an SLO.
-        """
-        if len(requests) == 1 or not all(
-            r.params.ends_with_others and r.pace_s is None for r in requests
-        ):
-            return np.ones(len(requests))
-        all_s = self.costs.step_s(len(requests))
-        one_s = self.costs.step_s(1)
-        row_s = max(all_s - one_s, 0.0) / (len(requests) - 1)
-        # The first token came with the prompt.
-        columns = [(r.num_left, r.num_emitted - 1, r.stats.num_steps) for r in requests]
-        num_left, committed, num_steps = np.array(columns, np.float64).T
-        weights = end_weights(num_left, committed, num_steps, max(one_s - row_s, 0.0), row_s)
-        return np.asarray(weights / weights.mean())
-
     def _warn_once(self, request: Request, needed: float) -> None:
         if request not in self._warned:
             self._warned.add(request)
@@ -366,15 +337,6 @@ class AutoPolicy(NamedPolicy):
                 if needed < MAX_NEEDED
                 else "the time that its SLO allows for all of its tokens has passed",
             )
-
-    def _probe_s(self, requests: Sequence[Request], depth: int, width: int) -> float:
-        """Return the seconds of drafting for a look while speculation is off."""
-        probed = _probed(requests)
-        num_keys, num_behind = (
-            sum(len(r.tokens) for r in probed),
-            sum(r.num_draft_behind for r in probed),
-        )
-        return self.costs.draft_s(len(probed), depth, width, num_keys, num_behind)
 
     def _shape_time(
         self,
@@ -393,7 +355,7 @@ class AutoPolicy(NamedPolicy):
 
         def seconds(
             depths: IntArray, widths: IntArray, tokens: FloatArray, nodes: FloatArray
-        ) -> FloatArray:
+        ) -> Seconds:
             num_behind = sum(request.num_draft_behind for request in requests)
             catch_up_s, settled_s = (
                 self.costs.draft_s(num_requests, 1, 1, num_keys, first)
@@ -408,13 +370,12 @@ class AutoPolicy(NamedPolicy):
                 num_requests, depths, widths, num_keys, num_committed, verify_s, prompt_len
             )
             step_s = draft_s + first_s * (depths > 0) + verify_s
-            prefill_s: FloatArray | float = 0.0
+            priced_s = step_s
             if num_prefill_tokens:
-                prefill_s = (
-                    self.costs.verify_s(num_nodes + num_prefill_tokens, num_requests, num_keys)
-                    - verify_s
-                )
-            return step_s + self.costs.first_tokens.price_s(step_s + prefill_s)
+                num_tokens = num_nodes + num_prefill_tokens
+                mixed_s = self.costs.verify_s(num_tokens, num_requests, num_keys)
+                priced_s = step_s + (mixed_s - verify_s)
+            return step_s + self.costs.first_tokens.price_s(priced_s)
 
         return seconds
 

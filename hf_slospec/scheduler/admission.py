@@ -96,10 +96,8 @@ def best_lengths(
     is_step = (tokens >= np.maximum(loads, 1)[:, None]) & (tokens <= last[:, None])
     is_step &= (longest <= max_len)[:, None]  # Acc saturates at 1 / (1 - a)
     is_due = (lengths == 1) & np.isfinite(slos_s)  # [limits, tiers] takes part when it is due
-    loads, due = (
-        (lengths * ~is_due) @ num_decoding,
-        is_due @ (num_decoding / slos_s),
-    )  # tokens per step, and per second
+    loads = (lengths * ~is_due) @ num_decoding  # tokens per step
+    due = is_due @ (num_decoding / slos_s)  # tokens per second
     rates = (tokens - loads[:, None]) / (seconds + draft_s[:, None]) - due[:, None]
     rates = np.where(is_step, np.maximum(rates, 0.0), -np.inf)  # at least 0 but for rounding
     rates = rates.max(axis=1, initial=-np.inf)

@@ -11,6 +11,7 @@ import numpy as np
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.first_tokens import IN_TIME
 from hf_slospec.engine.interfaces import Chunk, Schedule
+from hf_slospec.engine.latency_curves import Seconds
 from hf_slospec.request.metrics import WINDOW
 from hf_slospec.request.request import Request
 from hf_slospec.scheduler import AdmissionName, PrefillName
@@ -22,7 +23,7 @@ from hf_slospec.scheduler.guarantees import (
 )
 from hf_slospec.scheduler.prefill import plain_budget, prefill_budget
 from hf_slospec.scheduler.window_guarantees import WindowGuarantees
-from hf_slospec.tree.tree import FloatArray, IntArray
+from hf_slospec.tree.tree import IntArray
 
 # Minimum prefill tokens of a step for guaranteed requests, even if decoding requests become late
 MIN_CHUNK = 8
@@ -219,10 +220,8 @@ class BatchFormation:
         ]
         if not guaranteed:
             return math.inf
-        allowed_s, alone_s = (
-            math.inf,
-            self._costs.step_s(1) / self._costs.recent.tokens,
-        )  # alone: seconds per token
+        allowed_s = math.inf
+        alone_s = self._costs.step_s(1) / self._costs.recent.tokens  # seconds per token
         step_s = self._costs.step_s(len(decoding))
         for request in guaranteed:
             assert request.pace_s is not None
@@ -365,9 +364,7 @@ class BatchFormation:
         first_tokens.begin(due_s, None if is_lost else partial(self._step_s, must))
         return taking_part
 
-    def _step_s(
-        self, decoding: Sequence[Request], num_prefill_tokens: IntArray | int
-    ) -> FloatArray:
+    def _step_s(self, decoding: Sequence[Request], num_prefill_tokens: IntArray | int) -> Seconds:
         """Return the seconds of steps without drafts that prefill so many tokens."""
         number = len(decoding)
         num_keys = sum(len(request.tokens) for request in decoding)
@@ -381,11 +378,8 @@ class BatchFormation:
             return False
         elapsed_s, emitted, num_left = request.paced(now_s)
         left_s = AHEAD * request.pace_s * (emitted + num_left) - elapsed_s
-        return (
-            plain_s * num_left
-            > left_s
-            >= self._costs.step_s(1) / self._costs.recent.tokens * num_left
-        )
+        alone_s = self._costs.step_s(1) / self._costs.recent.tokens * num_left
+        return bool(plain_s * num_left > left_s >= alone_s)
 
     def _can_wait(self, request: Request, now_s: float, step_s: float) -> bool:
         """Return whether a decoding request may be skipped for a first token."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.interfaces import Schedule
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.request import Request
 from hf_slospec.scheduler import AdmissionName, PrefillName
 from hf_slospec.scheduler.batch_formation import BatchFormation
 from hf_slospec.scheduler.guarantees import (
@@ -24,6 +23,8 @@ from hf_slospec.scheduler.guarantees import (
 )
 from hf_slospec.scheduler.prefill import CHUNK, CallBatches
 from hf_slospec.scheduler.queue import Undecided, WaitingQueue
+from hf_slospec.scheduler.slots import Limits as Limits
+from hf_slospec.scheduler.slots import Slots, in_order_of_preemption
 from hf_slospec.scheduler.window_guarantees import WindowGuarantees
 
 STARVING = 0  # first rank in the queue
@@ -32,22 +33,7 @@ MAX_PREEMPTED = 3  # times a request is preempted for others
 OUTPUT_WEIGHT = 0.1  # weight of a finished request in the average length of outputs
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Resources of one engine."""
-
-    max_batch: int  # running requests
-    kv_tokens: int  # slots of K/V of all running requests
-    max_nodes: int  # nodes of a request's draft tree
-    prefill_chunk: int  # prefill tokens of a step
-    starvation_s: float  # seconds after which a waiting request, guaranteed or not, goes first
-
-    def kv_needed(self, params: RequestParams) -> int:
-        """Return the slots of a request's K/V at its maximum length, with the largest draft tree."""
-        return params.max_len + self.max_nodes
-
-
-class ContinuousScheduler:
+class ContinuousScheduler(Slots):
     """Continuous batching with chunked prefill in the same forward as decoding.
 
     Admission ``slo`` guarantees the SLOs of the requests that SLOs-Serve's dynamic programme
@@ -79,16 +65,14 @@ class ContinuousScheduler:
                 TPOT SLOs over every window of ten tokens.
             falls_back: that of the :class:`Policy`.
         """
+        super().__init__(limits, costs)
         self.num_reusable = num_reusable
         self.windows = WindowGuarantees(guarantee, costs.recent, falls_back)
-        self.limits = limits
-        self.costs = costs
         self.admission = admission
         self.batches: BatchFormation | CallBatches = BatchFormation(
             limits.prefill_chunk, costs, admission, prefill, self.windows
         )
         self.waiting = WaitingQueue(self._rank, self._next_rank_s)
-        self.running: list[Request] = []
         # Requests that are best effort until their SLOs can be guaranteed.
         self._undecided = Undecided(planned_tpot_slo_s, prefill_deadline_s)
         self._guaranteed_waiting: dict[Request, None] = {}
@@ -99,7 +83,6 @@ class ContinuousScheduler:
             limits.kv_tokens
         )  # slots up to which requests are admitted; fewer after memory ran out
         self._busy_until_s = -math.inf  # end of the latest step that decoded
-        self.output_tokens = 100.0  # per request, averaged over those that finished recently
 
     @classmethod
     def of_call(
@@ -185,9 +168,10 @@ class ContinuousScheduler:
         windows.
         """
         self.batches.recover()
+        ended_s = step.begun_s + step.phases.total_s
         if step.num_decoding:
-            self._busy_until_s = step.begun_s + step.phases.total_s
-        self.windows.observe(step.begun_s + step.phases.total_s)
+            self._busy_until_s = ended_s
+        self.windows.observe(ended_s)
 
     def enter(self, now_s: float) -> list[Request]:
         """Give guarantees and slots to waiting requests, in order; return the requests that were
@@ -207,48 +191,6 @@ class ContinuousScheduler:
     def schedule(self, now_s: float) -> Schedule:
         """Return the decoding requests and the prefill of the next step."""
         return self.batches.form(self.running, self._rank, len(self.waiting) > 0, now_s)
-
-    @property
-    def kv_held(self) -> int:
-        """Tokens of running requests, whose K/V is held or computed next."""
-        return sum(len(request.tokens) for request in self.running)
-
-    @property
-    def _num_nodes(self) -> int:
-        """Slots for the nodes of a request: as many as recent steps verified.
-
-        If speculation does not pay, requests need no slots for trees, so more of them can run
-        together."""
-        return min(math.ceil(self.costs.recent.nodes) - 1, self.limits.max_nodes)
-
-    def _kv_needed(self, request: Request) -> int:
-        """Return the slots of the request at its maximum length, and for its nodes."""
-        return request.params.max_len + self._num_nodes
-
-    def _expected(self, requests: Collection[Request]) -> int:
-        """Return the slots of requests once each has emitted what is expected of it, at least what
-        the next step may.
-
-        Requests are admitted with these slots.
-        """
-        num_tokens = max(math.ceil(self.output_tokens), self.limits.max_nodes)
-        return self._kv_after(requests, lambda request: num_tokens << request.stats.num_preempted)
-
-    def _after_step(self, requests: Collection[Request]) -> int:
-        """Return the slots of requests after the next step; the bonus token has no K/V yet."""
-        return self._kv_after(requests, lambda _: self.limits.max_nodes)
-
-    def _kv_after(self, requests: Collection[Request], num_tokens: Callable[[Request], int]) -> int:
-        """Return the slots of requests after so many more tokens of each; guaranteed ones have
-        their maximum length.
-        """
-        lengths = (
-            request.params.max_len
-            if request.is_guaranteed
-            else min(len(request.tokens) + num_tokens(request), request.params.max_len)
-            for request in requests
-        )
-        return sum(lengths) + len(requests) * self._num_nodes
 
     # ---- guarantees
 
@@ -332,7 +274,7 @@ class ContinuousScheduler:
         others are left."""
         lacking = self._after_step(self.running) - self.limits.kv_tokens
         preempted = list[Request]()
-        soft = _in_order_of_preemption(
+        soft = in_order_of_preemption(
             request for request in self.running if not request.is_guaranteed
         )
         for request in sorted(soft, key=self._protected.__contains__):
@@ -372,20 +314,15 @@ class ContinuousScheduler:
         """Return the key in the queue: starving requests, guaranteed ones, the rest with those past
         their SLO last.
         """
-        due_s = prefill_deadline_s(request)
         waiting_since_s = self._waiting_since.get(request)
         priority = request.params.priority
         since_s = request.stats.arrived_s if waiting_since_s is None else waiting_since_s
         if waiting_since_s is not None and now_s >= since_s + self.limits.starvation_s:
             return STARVING, priority, since_s, request.index
         if request.is_guaranteed:
-            return (
-                1,
-                priority,
-                due_s if self.admission in ("slo", "edf") else since_s,
-                since_s,
-                request.index,
-            )
+            is_by_deadline = self.admission in ("slo", "edf")
+            due_s = prefill_deadline_s(request) if is_by_deadline else since_s
+            return 1, priority, due_s, since_s, request.index
         is_too_late = not request.num_emitted and now_s > lost_s(request)
         return LAST_RANK, priority, is_too_late, since_s, request.index
 
@@ -397,11 +334,6 @@ class ContinuousScheduler:
             (change_s for change_s in (starves_s, too_late_s) if change_s > now_s), default=math.inf
         )
 
-    @property
-    def _slots(self) -> int:
-        """Slots of all requests up to which further requests enter; one alone always fits."""
-        return self._max_slots if self.running else self.limits.kv_tokens
-
     def _victims(self, request: Request, may_preempt: bool) -> list[Request] | None:
         """Return the requests whose preemption lets the request fit; None if that cannot be.
 
@@ -409,17 +341,14 @@ class ContinuousScheduler:
         emit."""
         needed_by = self._after_step if may_preempt else self._expected
         spare = self._spare(request.params.priority) if may_preempt else []
-        num_free, slots = (
-            self.limits.max_batch - len(self.running),
-            self._slots - needed_by(self.running),
-        )
-        needed = self._expected([request])
+        # one request alone always fits
+        max_slots = self._max_slots if self.running else self.limits.kv_tokens
+        free = max_slots - needed_by(self.running) - self._expected([request])
+        num_left = self.limits.max_batch - len(self.running)
         for count in range(len(spare) + 1):
-            if num_free > 0 and slots >= needed:
+            if num_left + count > 0 and free >= 0:
                 return spare[:count]
-            if count < len(spare):
-                num_free = num_free + 1
-                slots = slots + needed_by([spare[count]])
+            free += needed_by(spare[count : count + 1])
         return None
 
     def _spare(self, priority: float = math.inf) -> list[Request]:
@@ -433,7 +362,7 @@ class ContinuousScheduler:
             for request in movable
             if request.is_best_effort or request.params.priority > limit
         ]
-        return _in_order_of_preemption(spare)
+        return in_order_of_preemption(spare)
 
     def preempt(self, request: Request, now_s: float) -> None:
         """Move a running request back to the queue; its tokens stay, and the engine drops its K/V."""
@@ -468,11 +397,3 @@ class ContinuousScheduler:
         token per step.
         """
         return self.batches.shrink(len(self.running))
-
-
-def _in_order_of_preemption(requests: Iterable[Request]) -> list[Request]:
-    """Return requests with the least important first, and of these the last to arrive."""
-    return sorted(
-        requests,
-        key=lambda request: (-request.params.priority, -request.stats.arrived_s, -request.index),
-    )

@@ -14,6 +14,7 @@ from hf_slospec.request.request import Request
 from hf_slospec.scheduler import PrefillName
 from hf_slospec.scheduler.guarantees import guarantee_windows, prefill_deadline_s
 from hf_slospec.scheduler.window_guarantees import WindowGuarantees
+from hf_slospec.tree.tree import FloatArray
 
 SLOWDOWN = 5.0  # without a deadline: multiple of the prompt's time alone (SLOs-Serve's loose SLO)
 # Multiple of a step without prefill that a step with prefill may take while no request is late
@@ -46,11 +47,10 @@ def prefill_budget(
         return max(max_tokens - round(num_decoding * costs.recent.nodes), 0)
     sizes = np.arange(1, max_tokens + 1)
     times_s = np.maximum.accumulate(costs.step_s(num_decoding, sizes))
-    limit_s = min(allowed_s, STALL * costs.step_s(num_decoding))
-    spare = int(np.searchsorted(times_s, limit_s, side="right"))
-    is_enough = sizes / times_s >= required_rate(guaranteed, costs, now_s)
-    needed = int(np.argmax(is_enough)) + 1 if is_enough.any() else max_tokens
-    return max(spare, needed) if guaranteed else spare
+    spare = _within(times_s, min(allowed_s, STALL * costs.step_s(num_decoding)))
+    if not guaranteed:
+        return spare
+    return max(spare, _fast_enough(times_s, required_rate(guaranteed, costs, now_s)))
 
 
 def plain_budget(
@@ -78,24 +78,28 @@ def plain_budget(
     if not num_decoding:
         return max_tokens
     sizes = np.arange(1, max_tokens + 1)
-    limit_s = min(allowed_s, STALL * costs.step_s(num_decoding))
-    spare = int(
-        np.searchsorted(
-            np.maximum.accumulate(costs.step_s(num_decoding, sizes)), limit_s, side="right"
-        )
-    )
+    times_s = np.maximum.accumulate(costs.step_s(num_decoding, sizes))
+    spare = _within(times_s, min(allowed_s, STALL * costs.step_s(num_decoding)))
     if not guaranteed:
         return spare
     seconds = costs.verify_s(num_decoding + sizes, num_decoding, num_decoding * costs.recent.keys)
     plain_s = np.maximum.accumulate(seconds)
-    most, steady = (
-        int(np.searchsorted(plain_s, min(allowed_s, at_s), side="right"))
-        for at_s in (math.inf, steady_s)
-    )
-    is_enough = sizes / plain_s >= required_rate(due, costs, now_s)
-    needed = int(np.argmax(is_enough)) + 1 if is_enough.any() else max_tokens
+    most = _within(plain_s, allowed_s)
+    steady = _within(plain_s, min(allowed_s, steady_s))
+    needed = _fast_enough(plain_s, required_rate(due, costs, now_s))
     num_tokens = sum(request.num_uncached for request in guaranteed)
     return max(min(max(steady, min(needed, most)), num_tokens), spare)
+
+
+def _within(times_s: FloatArray, limit_s: float) -> int:
+    """Return the largest number of tokens whose step ends within the limit."""
+    return int(np.searchsorted(times_s, limit_s, side="right"))
+
+
+def _fast_enough(times_s: FloatArray, rate: float) -> int:
+    """Return the smallest number of tokens that are prefilled at this rate; all if none is."""
+    is_enough = np.arange(1, len(times_s) + 1) / times_s >= rate
+    return int(np.argmax(is_enough)) + 1 if is_enough.any() else len(times_s)
 
 
 def required_rate(guaranteed: Sequence[Request], costs: StepCosts, now_s: float) -> float:
@@ -115,13 +119,13 @@ def required_rate(guaranteed: Sequence[Request], costs: StepCosts, now_s: float)
 
 def _due_s(request: Request, costs: StepCosts, now_s: float) -> float:
     if request.num_emitted:
-        return min(now_s + SLOWDOWN * costs.step_s(0, request.num_uncached), request.stage_due_s)
+        rest_s: float = costs.step_s(0, request.num_uncached)
+        return min(now_s + SLOWDOWN * rest_s, request.stage_due_s)
     due_s = prefill_deadline_s(request)
-    return (
-        due_s
-        if due_s < math.inf
-        else request.stats.arrived_s + SLOWDOWN * costs.step_s(0, request.prompt_len)
-    )
+    if due_s < math.inf:
+        return due_s
+    alone_s: float = costs.step_s(0, request.prompt_len)
+    return request.stats.arrived_s + SLOWDOWN * alone_s
 
 
 CHUNK = 512  # maximum prefill tokens per request and step of a call; masks grow with its square
@@ -193,17 +197,11 @@ class CallBatches:
 def _first_of_equal(requests: Sequence[Request]) -> dict[Request, Request]:
     """Return the first request with the same prompt, for each but the first."""
     firsts: dict[tuple[int, ...], Request] = {}
-    pairs = [
-        (each, firsts.setdefault(tuple(each.params.prompt), each))
-        for each in requests
-        if _may_share(each)
-    ]
-    return {request: first for request, first in pairs if request is not first}
-
-
-def _may_share(request: Request) -> bool:
-    return (
-        request.params.prefill is None
+    return {
+        request: first
+        for request in requests
+        if request.params.prefill is None
         and request.kv.num_cached == 0
         and request.prompt_len > MIN_SHARED
-    )
+        and (first := firsts.setdefault(tuple(request.params.prompt), request)) is not request
+    }

@@ -89,10 +89,8 @@ class WaitingQueue:
         self._rank = rank
         self._next_change = next_change
         self._sizes: dict[Request, _Size] = {}  # in order of insertion
-        self._ranked, self._changes = (
-            RequestHeap(),
-            RequestHeap(),
-        )  # by rank, and by the time when it changes
+        self._ranked = RequestHeap()  # by rank
+        self._changes = RequestHeap()  # by the time at which the rank changes
         self.num_tokens = 0  # sum over the requests; none of their tokens is cached
         self.max_len = 0  # sum of the requests' maximum lengths in tokens
         self.guaranteed: Counter[float] = (

@@ -60,10 +60,8 @@ class WindowGuarantees:
         # Added to log shares, by rounded TPOT SLO, and under FIRST of TTFT SLOs.
         self._corrections: defaultdict[float, float] = defaultdict(float)
         self._spread_variance = SPREAD**2
-        self._planned, self._review_at = (
-            MARGIN,
-            0,
-        )  # share by the model, and steps at which it is computed again
+        self._planned = MARGIN  # share by the model
+        self._review_at = 0  # number of steps at which it is computed again
 
     def share(self, tpot_slo_s: float) -> float:
         """Return the share of a TPOT SLO to plan with."""
@@ -71,10 +69,8 @@ class WindowGuarantees:
             return MARGIN
         recent = self.recent
         if recent.num_steps >= self._review_at:
-            spread, variation = (
-                math.sqrt(max(self._spread_variance, 0.0)),
-                math.sqrt(recent.step_variance),
-            )
+            spread = math.sqrt(max(self._spread_variance, 0.0))
+            variation = math.sqrt(recent.step_variance)
             self._planned = planned_share(
                 self.probability, recent.committed, variation, spread, self.output_tokens
             )

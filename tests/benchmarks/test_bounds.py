@@ -18,7 +18,7 @@ from hf_slospec.lab.hardware import HARDWARE, Hardware, curve, lines
 from hf_slospec.lab.outcomes import METRICS
 from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.systems import config_of
-from hf_slospec.lab.texts import Library, Text, TextModel
+from hf_slospec.lab.texts import Library, SimulatedText, TextModel
 from hf_slospec.lab.workload import Job
 from tests.support.toys.trees import SEEDS
 
@@ -140,7 +140,7 @@ def tiny_load(seed: int, number: int, slos: bool = True) -> tuple[list[Job], Lib
         for length in lengths
     ]  # fmt: skip
     texts = [
-        Text(np.full((length, 1), 0.7), (rng.random(length) > 0.7).astype(np.int64))
+        SimulatedText(np.full((length, 1), 0.7), (rng.random(length) > 0.7).astype(np.int64))
         for length in lengths
     ]
     return jobs, Library(texts)
@@ -232,7 +232,7 @@ def test_work_is_shared_by_the_batch_or_by_the_kv(kv_tokens: int, seconds: float
     jobs = [
         Job(0.0, 7, 10)
     ] * 10  # 10 forwards each, two at a time, or as many as their 17 tokens leave room for
-    library = Library([Text(np.full((10, 1), 0.5), np.ones(10, np.int64))] * 10)
+    library = Library([SimulatedText(np.full((10, 1), 0.5), np.ones(10, np.int64))] * 10)
     flat = Hardware(lines((10.0, 0.0)), lines((1.0, 0.0)), kv_tokens=kv_tokens)
     bounds = Bounds(jobs, library, flat, 4, 1, 2)
     assert bounds.seconds() == pytest.approx(seconds)

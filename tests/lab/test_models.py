@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hf_slospec.engine.interfaces import Chunk, Plan
 from hf_slospec.lab.hardware import Hardware, lines
 from hf_slospec.lab.models import SimulatedDrafter, SimulatedTarget, VirtualClock
-from hf_slospec.lab.texts import Library, Text, TextModel
+from hf_slospec.lab.texts import Library, SimulatedText, TextModel
 from hf_slospec.request.request import Request, RequestParams
 from hf_slospec.tree.accept import accept
 from hf_slospec.tree.tree import TokenTree
@@ -64,7 +64,7 @@ def test_where_every_place_is_alike_the_beam_is_the_best_of_all_paths(
     rng = np.random.default_rng(seed)
     row = np.sort(rng.dirichlet(np.ones(4)))[::-1][:3]
     library = Library(
-        [Text(np.tile(row, (9, 1)), rng.integers(0, 4, 9))]
+        [SimulatedText(np.tile(row, (9, 1)), rng.integers(0, 4, 9))]
     )  # on and off the true path: the same
     request = request_of(0)
     request.tokens += [0] * emitted

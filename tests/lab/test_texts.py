@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.errors import InvalidFileError
-from hf_slospec.lab.texts import Library, RecordedText, Recording, Text, TextModel
+from hf_slospec.lab.texts import Library, RecordedText, Recording, SimulatedText, TextModel
 from tests.support.toys.trees import SEEDS
 
 TEXT_MODELS = st.builds(
@@ -40,7 +40,7 @@ def test_children_descend_and_ranks_name_them(model: TextModel, seed: int, lengt
     assert ((text.ranks >= 0) & (text.ranks <= model.num_children)).all()
 
 
-def hits(text: Text) -> np.ndarray:
+def hits(text: SimulatedText) -> np.ndarray:
     """Which child the target took.  -> [length, num_children] bool"""
     return text.ranks[:, None] == np.arange(text.child_probs.shape[1])
 

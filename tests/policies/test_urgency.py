@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_slospec.policies.depth import (
+from hf_slospec.policies.urgency import (
     CUSHION,
     END_NORM,
     MAX_BEHIND,

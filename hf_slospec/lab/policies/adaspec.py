@@ -106,7 +106,7 @@ class AdaSpecPolicy(NamedPolicy):
         the SLO.
         """
         num_tokens = len(self._requests) * (length + 1) + self._num_prefill_tokens
-        seconds = float(self.step_s(self._requests, length, 1, num_tokens))
+        seconds = float(self.costs.shape_s(self._requests, length, 1, num_tokens))
         return -1.0 if length and seconds > self._tightest_slo_s else expected / seconds
 
     def _pruned(self, forest: Forest) -> BoolArray:
@@ -123,7 +123,7 @@ class AdaSpecPolicy(NamedPolicy):
 
     def _seconds(self, forest: Forest, is_verified: BoolArray) -> float:
         num_tokens = int(np.count_nonzero(is_verified)) + self._num_prefill_tokens
-        return float(self.step_s(self._requests, int(forest.depths.max()), 1, num_tokens))
+        return float(self.costs.shape_s(self._requests, int(forest.depths.max()), 1, num_tokens))
 
 
 def smaller_size(num_tokens: int) -> int:

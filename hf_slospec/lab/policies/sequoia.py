@@ -276,7 +276,7 @@ class SequoiaPolicy(NamedPolicy):
 
         def seconds(num_nodes: Count, num_levels: Count) -> Seconds:
             num_tokens = len(requests) * num_nodes + num_prefill_tokens
-            return self.step_s(requests, num_levels - 1, max_width, num_tokens)
+            return self.costs.shape_s(requests, num_levels - 1, max_width, num_tokens)
 
         size = self._table.best_size(seconds, max_useful_depth(requests, self.config.max_depth) + 1)
         if size not in self._solved:

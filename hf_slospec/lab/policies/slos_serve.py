@@ -47,7 +47,7 @@ class SLOsServePolicy(SmartSpecPolicy):
         lengths: IntArray = np.minimum(wanted, batch.useful)
         num_tokens = int(lengths.sum()) + len(batch.requests) + batch.num_prefill_tokens
         return Chains(
-            lengths, float(self.step_s(batch.requests, int(lengths.max()), 1, num_tokens))
+            lengths, float(self.costs.shape_s(batch.requests, int(lengths.max()), 1, num_tokens))
         )
 
     def _slo_lengths(self, batch: Batch, max_len: int) -> IntArray | None:
@@ -120,7 +120,9 @@ class SLOsServePolicy(SmartSpecPolicy):
             (solution.lengths * counts)[~is_free].sum()
         )  # nodes for requests with a TPOT SLO
         num_nodes = num_bound + num_free * np.arange(1, longest + 1)
-        seconds = self.step_s(batch.requests, longest - 1, 1, num_nodes + batch.num_prefill_tokens)
+        seconds = self.costs.shape_s(
+            batch.requests, longest - 1, 1, num_nodes + batch.num_prefill_tokens
+        )
         fits = seconds <= solution.limit_s
         return 1 + int(np.count_nonzero(fits[1:]))
 

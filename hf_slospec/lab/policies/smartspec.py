@@ -263,11 +263,8 @@ class SmartSpecPolicy(NamedPolicy):
         """
         lengths = _up_to(proposed)
         tokens = chain_tokens(self.acceptance.rate if rate is None else rate, lengths).sum(axis=0)
-        seconds, has_slots = (
-            self._step_s(batch, lengths, drafted_s),
-            _has_slots(batch, lengths)[-1:],
-        )
-        _, length = best_batch(tokens[None], seconds, has_slots, BIAS)
+        seconds = self._step_s(batch, lengths, drafted_s)
+        _, length = best_batch(tokens[None], seconds, _has_slots(batch, lengths)[-1:], BIAS)
         return length, float(seconds[0, length])
 
     def _step_s(
@@ -289,7 +286,8 @@ class SmartSpecPolicy(NamedPolicy):
         num_keys = add(batch.keys[:, None])
         num_tokens = add(lengths + 1) + batch.num_prefill_tokens
         draft_s = self._draft_s(batch, lengths, add) if drafted_s is None else drafted_s
-        return draft_s + self.costs.verify_s(num_tokens, num_requests, num_keys)
+        seconds: FloatArray = draft_s + self.costs.verify_s(num_tokens, num_requests, num_keys)
+        return seconds
 
     def _draft_s(self, batch: Batch, lengths: IntArray, add: Add = _sum) -> FloatArray:
         """Return the seconds of drafting in such steps: of each level for the requests that draft

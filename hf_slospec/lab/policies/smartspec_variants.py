@@ -108,7 +108,7 @@ class HeadsPolicy(NamedPolicy):
         depths = (shapes > 0).sum(axis=1)
         widths = np.cumprod(np.maximum(shapes, 1), axis=1).max(axis=1, initial=1)
         num_tokens = len(requests) * heads_nodes(shapes) + num_prefill_tokens
-        seconds = self.step_s(requests, depths, widths, num_tokens)
+        seconds = self.costs.shape_s(requests, depths, widths, num_tokens)
         goodput = heads_tokens(rates, shapes) / seconds
         goodput[0] *= BIAS  # no tree
         best = int(np.argmax(goodput))
@@ -245,7 +245,7 @@ class VLLMAdaptivePolicy(NamedPolicy):
         forest = Forest.of(without_useless_nodes(requests, candidates))
 
         def step_s(num_nodes: Count) -> Seconds:
-            return self.step_s(requests, plan.depth, 1, num_nodes + self._num_prefill_tokens)
+            return self.costs.shape_s(requests, plan.depth, 1, num_nodes + self._num_prefill_tokens)
 
         is_verified = best_ratio_nodes(forest, forest.path_probs, MAX_BUDGET, step_s)
         return selection_of(forest.subtrees(is_verified), step_s(int(is_verified.sum())))

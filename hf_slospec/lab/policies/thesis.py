@@ -4,9 +4,8 @@ Algorithm 2).
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -56,96 +55,35 @@ def grown_nodes(
     Returns:
         Per request the kept nodes, root first; each set is parent-closed.
     """
-    growth = _Growth(Forest.of(trees), budget, max_nodes)
+    forest = Forest.of(trees)
+    path_probs = forest.path_probs
+    is_kept = forest.depths == 0
+    kept = np.empty(0, np.int64)  # best first
     for depth in range(1, max_depth + 1):
-        layers = _layers(growth.forest, depth, growth.is_kept, max_width, max_children)
-        if not sum(growth.add_layer(tree, layer) for tree, layer in layers):
-            break
-    return growth.forest.nodes(np.flatnonzero(growth.is_kept))
+        layer = np.flatnonzero((forest.depths == depth) & is_kept[forest.parents])
+        layer = layer[np.argsort(-path_probs[layer], kind="stable")]
+        for key, limit in ((forest.parents, max_children), (forest.tree_of, max_width)):
+            layer = layer[ranks_by_key(key[layer]) < limit]
+        nodes = np.concatenate((kept, np.sort(layer)))
+        best = _best(path_probs[nodes], forest.tree_of[nodes], budget - len(trees), max_nodes - 1)
+        kept = nodes[best]
+        is_kept[:] = forest.depths == 0
+        is_kept[kept] = True
+    return forest.nodes(kept)
 
 
-def _layers(
-    forest: Forest, depth: int, is_kept: BoolArray, max_width: int, max_children: int
-) -> Iterator[tuple[int, list[int]]]:
-    """Yield each tree's index and its best children of kept nodes at this depth, nodes of the
-    forest, best first.
+def _best(path_probs: FloatArray, tree_of: IntArray, budget: int, max_nodes: int) -> IntArray:
+    """Return the most probable nodes, at most ``budget`` in all and ``max_nodes`` of each tree; of
+    equals the first.
+
+    Every node that the printed loop removes is the worst of those that share the limit it exceeds,
+    so the order of removals does not matter. [FIX] The printed strict comparisons exceed the limits
+    at ties, and may remove a parent before its equally bad child; here ties replace nothing.
     """
-    nodes = np.flatnonzero(
-        (forest.depths == depth) & is_kept[forest.parents] & (forest.path_probs > 0.0)
-    )
-    nodes = nodes[np.argsort(-forest.path_probs[nodes], kind="stable")]
-    for key, limit in ((forest.parents, max_children), (forest.tree_of, max_width)):
-        nodes = nodes[ranks_by_key(key[nodes]) < limit]
-    nodes = nodes[np.argsort(forest.tree_of[nodes], kind="stable")]
-    first = np.flatnonzero(np.diff(forest.tree_of[nodes], prepend=-1))
-    for tree_nodes in np.split(nodes, first[1:]) if len(nodes) else ():
-        yield int(forest.tree_of[tree_nodes[0]]), tree_nodes.tolist()
-
-
-class _Growth:
-    """Nodes kept so far, with heaps of the worst nodes per tree and overall; pruned nodes leave the
-    heaps lazily.
-    """
-
-    def __init__(self, forest: Forest, budget: int, max_nodes: int):
-        self.forest = forest
-        self.budget = budget
-        self.max_nodes = max_nodes
-        self.is_kept: BoolArray = forest.depths == 0
-        self.path_probs = forest.path_probs.tolist()
-        self.sizes = [1] * len(forest.trees)
-        self.total = len(forest.trees)
-        self.per_tree: list[list[tuple[float, int, int]]] = [
-            [] for _ in forest.trees
-        ]  # (path prob, -depth, -node)
-        self.overall: list[tuple[float, int, int]] = []
-
-    def add_layer(self, tree: int, nodes: Sequence[int]) -> int:
-        """Add the nodes, best first, that are better than the kept nodes they replace.  -> number
-        of added nodes
-        """
-        num_added = 0
-        for node in nodes:
-            is_whole = self.sizes[tree] >= self.max_nodes
-            is_spent = self.total >= self.budget
-            # [FIX] a tie must not be added, else the limits are exceeded. This also excludes
-            # children of a node pruned after the layer was listed: all kept nodes are at least as
-            # good as that node, which is as good as they.
-            if is_spent and self.path_probs[node] <= self._worst(self.overall):
-                break
-            if is_whole and self.path_probs[node] <= self._worst(self.per_tree[tree]):
-                break
-            if is_whole or is_spent:
-                self._prune_worst(self.per_tree[tree] if is_whole else self.overall)
-            self._add(tree, node)
-            num_added += 1
-        return num_added
-
-    def _worst(self, heap: list[tuple[float, int, int]]) -> float:
-        """Return the path probability of the worst kept node; inf if only roots are kept, which are
-        never pruned.
-        """
-        while heap and not self.is_kept[-heap[0][2]]:
-            heapq.heappop(heap)
-        return heap[0][0] if heap else np.inf
-
-    def _prune_worst(self, heap: list[tuple[float, int, int]]) -> None:
-        # [FIX] of equal nodes the deepest is pruned: an inner node would leave its children without
-        # a parent
-        node = -heapq.heappop(heap)[2]
-        self.is_kept[node] = False
-        self._count(int(self.forest.tree_of[node]), -1)
-
-    def _add(self, tree: int, node: int) -> None:
-        entry = (self.path_probs[node], -int(self.forest.depths[node]), -node)
-        heapq.heappush(self.per_tree[tree], entry)
-        heapq.heappush(self.overall, entry)
-        self.is_kept[node] = True
-        self._count(tree, 1)
-
-    def _count(self, tree: int, change: int) -> None:
-        self.sizes[tree] += change
-        self.total += change
+    best = np.argsort(-path_probs, kind="stable")
+    best = best[path_probs[best] > 0.0]
+    kept: IntArray = best[ranks_by_key(tree_of[best]) < max_nodes][: max(budget, 0)]
+    return kept
 
 
 class StopRule:
@@ -158,7 +96,7 @@ class StopRule:
 
     def __init__(self, num_trees: int, budget: int, max_nodes: int):
         """Start with roots only; ``budget`` N and ``max_nodes`` S count roots."""
-        self.num_nodes = max(budget - num_trees, 0)
+        self.num_nodes = budget - num_trees
         self.max_tree_nodes = max_nodes - 1
         self.is_growing: BoolArray = np.ones(num_trees, dtype=np.bool_)
         self.path_probs: FloatArray = np.empty(0)  # of kept nodes, descending
@@ -175,9 +113,7 @@ class StopRule:
         level = np.where(self.is_growing[trees, None], path_probs, 0.0)
         all_probs = np.concatenate((self.path_probs, level.ravel()))
         tree_of = np.concatenate((self.tree_of, np.repeat(trees, path_probs.shape[1])))
-        best = np.argsort(-all_probs, kind="stable")  # ties replace nothing
-        best = best[all_probs[best] > 0.0]
-        best = best[ranks_by_key(tree_of[best]) < self.max_tree_nodes][: self.num_nodes]
+        best = _best(all_probs, tree_of, self.num_nodes, self.max_tree_nodes)
         self.path_probs = all_probs[best]
         self.tree_of = tree_of[best]
         self.is_growing[:] = False
