@@ -18,7 +18,7 @@ from weakref import WeakSet, ref
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hf_slospec.assembly import continuous_engine, limits_of
+from hf_slospec.assembly import limits_of, new_engine
 from hf_slospec.batcher.batcher import Batcher
 from hf_slospec.batcher.handle import RequestHandle
 from hf_slospec.batcher.stats import Collector, Stats, Telemetry
@@ -193,13 +193,12 @@ class BatchingService:
         speculator = self.decoder.speculator
         slots = self.limits.kv_tokens
         ranks = speculator.target.ranks
-        if ranks.number > 1:
-            if ranks.is_led:
-                raise InvalidInputError(
-                    "the processes of this tensor-parallel model follow a batcher, and cannot follow another or a new "
-                    "one; stop() it first, in all processes"
-                )
-            speculator.renew()
+        if ranks.number > 1 and ranks.is_led:
+            raise InvalidInputError(
+                "the processes of this tensor-parallel model follow a batcher, and cannot follow another or a new "
+                "one; stop() it first, in all processes"
+            )
+        speculator.renew()
         self._placements = speculator.placements
         max_kept = math.inf if self.config.kept_tokens is None else self.config.kept_tokens or None
         others = self._samplers, slots, max_kept
@@ -211,7 +210,7 @@ class BatchingService:
             slots, max_kept, keeps_rng=False
         )  # every request has its own noise
         costs = speculator.costs.for_own_engine()  # concurrent generate calls have other batches
-        engine = continuous_engine(
+        engine = new_engine(
             self.config, speculator.parts(target, drafter, costs, self._policy_config), self.limits
         )
         self._engine = ref(engine)

@@ -33,7 +33,7 @@ from hf_slospec.model.sampling import TokenLogprobs
 from hf_slospec.model.sequences import RequestSequences
 from hf_slospec.model.transfer import to_device
 from hf_slospec.request.request import Request
-from hf_slospec.scheduler.static import CHUNK
+from hf_slospec.scheduler.prefill import CHUNK
 
 
 @dataclass

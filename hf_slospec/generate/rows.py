@@ -31,7 +31,7 @@ from hf_slospec.model.sampling import Record, StockSampler, check_unchanged
 from hf_slospec.model.sequences import RequestSequences
 from hf_slospec.request.request import Request
 from hf_slospec.request.slo import IsOver
-from hf_slospec.scheduler.static import CHUNK
+from hf_slospec.scheduler.prefill import CHUNK
 
 
 class TokenIds:

@@ -12,7 +12,7 @@ from weakref import ReferenceType, WeakSet, ref
 
 import torch
 
-from hf_slospec.assembly import Parts, static_engine
+from hf_slospec.assembly import Parts, new_engine
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.drafters.user import UserMethod
@@ -80,8 +80,10 @@ class Speculator:
                     "tensor-parallel model, whose weights are split over processes; use another assistant_model, or "
                     "prompt lookup"
                 )
+            target.renew(self.lock, is_idle=False)
             with self.lock:
                 check_features(target.packed, method.feature_layers)
+        self._target_version = target.packed.version.weights
         draft = method.model
         self.draft = (
             None if draft is None else CheckedModel(draft, config, MEASURE_S["draft"], target.ranks)
@@ -114,7 +116,7 @@ class Speculator:
         """Update the packed models after changes since the last call.
 
         Args:
-            is_idle: True if no submitted request runs; see :meth:`Fingerprint.renew`.
+            is_idle: True if no submitted request runs; see :meth:`ModelVersion.renew`.
 
         Raises:
             IncompatibleDraftError: they were moved apart.
@@ -122,13 +124,14 @@ class Speculator:
                 forward.
         """
         self.method.check(self.target.model)
-        has_changed = self.target.renew(self.lock, is_idle)
+        self.target.renew(self.lock, is_idle)
         if self.draft is not None:
-            is_same = not self.draft.renew(self.lock, is_idle)
-            if (
-                is_same and has_changed and self.method.feature_layers
-            ):  # its K/V comes from hidden states of the target
-                self.draft.packed.fingerprint.count(modules=False)
+            self.draft.renew(self.lock, is_idle)
+            version = self.target.packed.version.weights
+            if version != self._target_version and self.method.feature_layers:
+                # The draft's K/V comes from hidden states of the target.
+                self.draft.packed.version.count(modules=False)
+            self._target_version = version
 
     @property
     def costs(self) -> StepCosts:
@@ -185,9 +188,9 @@ class Speculator:
         self._costs = learned.costs
         if self._costs is not None:
             self._costs.on_replaced = partial(_replace_cost, ref(self))
-        self.target.take_cost(learned.verify)
+        self.target.known_cost = learned.verify
         if self.draft is not None:
-            self.draft.take_cost(learned.draft_level)
+            self.draft.known_cost = learned.draft_level
         elif self._level is not None and learned.draft_level is not None:
             self._level = self._level[0], learned.draft_level
 
@@ -264,7 +267,9 @@ class Speculator:
         """Decode all requests to their ends, calling ``on_step`` after each step."""
         drafter = self.new_drafter()
         parts = self.parts(target, drafter, self.costs, None)
-        engine = static_engine(self.config, parts, requests, target.shares_prompts)
+        engine = new_engine(
+            self.config, parts, requests=requests, shares_prompts=target.shares_prompts
+        )
         try:
             while engine.scheduler.running:
                 with self.lock:

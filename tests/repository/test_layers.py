@@ -52,9 +52,6 @@ PENDING: dict[str, set[str]] = {
     "hf_slospec.batcher.service": {
         "hf_slospec.families.tensor_parallel",
     },
-    "hf_slospec.cpu.compiled": {
-        "hf_slospec.cuda.captured",
-    },
     "hf_slospec.cpu.exact": {
         "hf_slospec.cuda.few_row_kernels",
     },
