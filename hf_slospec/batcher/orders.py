@@ -22,13 +22,6 @@ class BatcherState(Enum):
 
 
 @dataclass(frozen=True)
-class Submission:
-    """Order to decode a request."""
-
-    handle: RequestHandle
-
-
-@dataclass(frozen=True)
 class Abort:
     """Order to end a request, as cancelled or, with an error, as failed."""
 
@@ -41,6 +34,9 @@ class LoadReport:
     """Order to report the engine's load."""
 
     future: Future[ReplicaLoad]
+
+
+Order = RequestHandle | Abort | LoadReport  # a handle is the order to decode its request
 
 
 class Observer(Protocol):

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.interfaces import Schedule
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from hf_slospec.scheduler import AdmissionName, PrefillName
 from hf_slospec.scheduler.batch_formation import BatchFormation
 from hf_slospec.scheduler.guarantees import (
