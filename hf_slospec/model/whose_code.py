@@ -103,7 +103,7 @@ def library_of(code: Any) -> str:
 
     Functions are told by their globals: decorators copy ``__module__`` from what they wrap."""
     names = getattr(code, "__globals__", None)
-    module = code.__module__ if names is None else names.get("__name__")
+    module = names.get("__name__") if isinstance(names, dict) else code.__module__
     return (module or "").partition(".")[0]
 
 
