@@ -10,17 +10,15 @@ from typing import cast
 from hf_slospec.engine.acceptance import Drawing
 from hf_slospec.engine.events import Commit, PhaseTimes
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.request.metrics import WINDOW, is_attained, tpot_s, worst_tpot_s
-from hf_slospec.request.metrics import RequestMetrics as RequestMetrics
+from hf_slospec.request.metrics import WINDOW, RequestMetrics, is_attained, tpot_s, worst_tpot_s
 from hf_slospec.request.params import Grammar as Grammar
 from hf_slospec.request.params import Noise
 from hf_slospec.request.params import RequestParams as RequestParams
-from hf_slospec.request.slo import LEAST_SLO_S as LEAST_SLO_S
+from hf_slospec.request.slo import LEAST_SLO_S
 from hf_slospec.request.slo import IsOver as IsOver
 from hf_slospec.request.slo import Stage as Stage
-from hf_slospec.request.state import FinishReason as FinishReason
+from hf_slospec.request.state import FinishReason, RequestKV, RequestState, RequestStats
 from hf_slospec.request.state import Progress as Progress
-from hf_slospec.request.state import RequestKV, RequestState, RequestStats
 
 NewNoise = Callable[["Request"], Noise | None]  # None: the noise cannot be known in advance
 
@@ -120,7 +118,7 @@ class Request:
 
     @property
     def is_best_effort(self) -> bool:
-        """Return whether a batcher serves the request from leftover budget, and may preempt it."""
+        """Whether a batcher serves the request from leftover budget, and may preempt it."""
         return self.is_guaranteed is False
 
     @property
@@ -160,9 +158,7 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Return whether only the root is uncached and this engine has chosen it; if not, the
-        request is in prefill.
-        """
+        """Whether only the root is uncached and this engine has chosen it; else it is in prefill."""
         return self.num_emitted > self.stats.num_resumed and self.num_uncached == 1
 
     @property
