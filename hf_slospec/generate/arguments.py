@@ -140,8 +140,8 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
                 f"{name} is empty, shape {shape}; give every row at least one token"
             )
         # A mask over cached or embedded tokens is checked once their number is known.
-        is_over_ids = isinstance(mask, torch.Tensor) and embeds is None and cache is None
-        if is_over_ids and mask.shape != ids.shape:
+        is_of_ids = embeds is None and cache is None
+        if is_of_ids and isinstance(mask, torch.Tensor) and mask.shape != ids.shape:
             raise InvalidInputError(
                 f"attention_mask has shape {list(mask.shape)} and {name} {shape}; they must be equal"
             )
