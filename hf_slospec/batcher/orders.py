@@ -14,7 +14,7 @@ from hf_slospec.scheduler.load import ReplicaLoad
 
 
 class BatcherState(Enum):
-    """What a running batcher does with requests."""
+    """State of a running batcher, by its treatment of requests."""
 
     TAKING = "takes and decodes them"
     DRAINING = "takes no more, and decodes those it has"

@@ -75,6 +75,7 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
+        """Return whether the state is final."""
         return self.state is not RequestState.UNFINISHED
 
     @property
@@ -118,7 +119,7 @@ class Request:
 
     @property
     def is_best_effort(self) -> bool:
-        """Whether a batcher serves the request from leftover budget, and may preempt it."""
+        """Return whether it is served from leftover budget, and may be preempted."""
         return self.is_guaranteed is False
 
     @property
@@ -158,7 +159,7 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only the root is uncached and this engine has chosen it; else it is in prefill."""
+        """Return whether only the root is uncached, and chosen by this engine; else it prefills."""
         return self.num_emitted > self.stats.num_resumed and self.num_uncached == 1
 
     @property
