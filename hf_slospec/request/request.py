@@ -164,9 +164,7 @@ class Request:
 
     @property
     def num_unread(self) -> int:
-        """Prompt positions whose logits are still to be taken; those of the last position are not
-        needed.
-        """
+        """Prompt positions, but for the last, whose logits are still to be taken."""
         reader = self.params.prompt_reader
         return 0 if reader is None else max(self.prompt_len - 1 - reader.num_read, 0)
 
