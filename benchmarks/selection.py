@@ -25,7 +25,9 @@ from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import SpeculationHistory
 from hf_slospec.policies.registry import all_policies
-from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import Stage
 from hf_slospec.tree.tree import TokenTree
 
 DEPTH = 8

@@ -45,7 +45,9 @@ from hf_slospec import SLOSpecConfig, SLOSpecGenerator, tiny_prompts
 from hf_slospec.cli.benchmark import provenance
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
-from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import Stage
 from hf_slospec.scheduler.continuous import ContinuousScheduler, Limits
 from hf_slospec.server.loading import Pair, draft_method, load_models
 from hf_slospec.server.model_options import ModelOptions, only_errors_logged

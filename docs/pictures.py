@@ -28,9 +28,10 @@ from hf_slospec.engine.interfaces import Plan
 from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.model.attention.sdpa import masked_attention, plan_sequences
 from hf_slospec.model.packed_model import PackedModel
-from hf_slospec.model.sequences import RequestSequences
+from hf_slospec.model.sequences import Sequences
 from hf_slospec.policies.urgency import urgency
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from hf_slospec.tree.select import best_ratio_nodes
 from hf_slospec.tree.tree import ROOT, Forest
 

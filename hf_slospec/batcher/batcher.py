@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from hf_slospec.batcher.handle import WAITS_FOR_ITSELF, RequestHandle, waiting_s, wake
-from hf_slospec.batcher.orders import Abort, BatcherState, LoadReport, Observer, Submission
+from hf_slospec.batcher.orders import Abort, BatcherState, LoadReport, Observer, Order
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.step import Engine
 from hf_slospec.errors import (
@@ -77,7 +77,7 @@ class Batcher:
 
     def _clear(self, why_not: str) -> None:
         self._changed = Condition()  # guards orders, state and counts
-        self._orders = deque[Submission | Abort | LoadReport]()
+        self._orders = deque[Order]()
         self._state = BatcherState.TAKING
         self._handles: dict[int, RequestHandle] = {}  # unfinished requests, by index
         self._running_engine: Engine[ContinuousScheduler] | None = None  # used by its thread only
@@ -156,9 +156,9 @@ class Batcher:
             handle.thread = self._thread
             self._handles[handle.request.index] = handle
             self.num_waiting += 1
-            self._order(Submission(handle))
+            self._order(handle)
 
-    def _order(self, order: Submission | Abort | LoadReport) -> None:
+    def _order(self, order: Order) -> None:
         self._orders.append(order)
         self._changed.notify_all()
 
@@ -308,8 +308,8 @@ class Batcher:
         refusal = None if self.is_current() else self._replace_engine()
         for _ in range(num_orders):
             match self._orders.popleft():
-                case Submission(handle):
-                    self._take(handle.request, refusal)
+                case RequestHandle(request=request):
+                    self._take(request, refusal)
                 case Abort(handle, error):
                     if not handle.request.is_finished:
                         self._retire(handle.request, error)
@@ -367,7 +367,7 @@ class Batcher:
     def _count(self) -> None:
         scheduler = self._engine.scheduler
         before = self.num_waiting
-        arriving = [order for order in self._orders if isinstance(order, Submission)]
+        arriving = [order for order in self._orders if isinstance(order, RequestHandle)]
         self.num_waiting = len(scheduler.waiting) + len(arriving)
         self.num_running = len(scheduler.running)
         self.kv_held = scheduler.kv_held

@@ -14,18 +14,11 @@ from hf_slospec.scheduler.load import ReplicaLoad
 
 
 class BatcherState(Enum):
-    """What a running batcher does with requests."""
+    """State of a running batcher, by its treatment of requests."""
 
     TAKING = "takes and decodes them"
     DRAINING = "takes no more, and decodes those it has"
     STOPPING = "cancels them"
-
-
-@dataclass(frozen=True)
-class Submission:
-    """Order to decode a request."""
-
-    handle: RequestHandle
 
 
 @dataclass(frozen=True)
@@ -41,6 +34,9 @@ class LoadReport:
     """Order to report the engine's load."""
 
     future: Future[ReplicaLoad]
+
+
+Order = RequestHandle | Abort | LoadReport  # a handle is the order to decode its request
 
 
 class Observer(Protocol):

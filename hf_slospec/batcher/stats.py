@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +16,6 @@ from hf_slospec.errors import NotGuaranteedError
 from hf_slospec.model.memory import MemoryUse
 from hf_slospec.request.metrics import RequestMetrics
 from hf_slospec.request.request import Request
-from hf_slospec.tree.tree import FloatArray
 
 RECENT = 1024  # number of last finished requests that percentiles are taken over
 LATENCY_BUCKETS = (
@@ -147,15 +145,10 @@ class _Histogram:
         self.counts = np.zeros(len(buckets) + 1, np.int64)
         self.sum = 0.0
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect.bisect_left(self.buckets, value)] += 1
-        self.sum += value
-
-    def observe_all(self, values: FloatArray) -> None:
-        self.counts += np.bincount(
-            np.searchsorted(self.buckets, values), minlength=len(self.counts)
-        )
-        self.sum += float(values.sum())
+    def observe(self, *values: float) -> None:
+        places = np.searchsorted(self.buckets, values)
+        self.counts += np.bincount(places, minlength=len(self.counts))
+        self.sum += sum(values)
 
     def cumulative(self) -> list[tuple[str, float]]:
         names = [*map(str, self.buckets), "+Inf"]
@@ -215,7 +208,7 @@ class Telemetry:
             for name, value in _observations(request, metrics).items():
                 self._histograms[name].observe(value)
             times_s = np.array([commit.at_s for commit in stats.commits])
-            self._histograms["inter_token_latency_seconds"].observe_all(np.diff(times_s))
+            self._histograms["inter_token_latency_seconds"].observe(*np.diff(times_s).tolist())
             if metrics.attained is not None and request.finish_reason in ("stop", "length"):
                 self._counts["attained" if metrics.attained else "missed"] += 1
                 self._counts["guaranteed"] += metrics.guaranteed

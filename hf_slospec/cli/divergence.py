@@ -184,12 +184,14 @@ def divergence_report(
             raise UnsupportedOptionError(
                 f"divergence_report compares texts as tokens; pass input_ids, not {name}"
             )
-    slo_tpot = options.pop("slo_tpot", None)
     options.pop(
         "fallback", None
     )  # a call that fell back to stock generate would be compared with itself
-    arguments = options | {"return_dict_in_generate": True}
-    call = prepare(decoder.speculator_of(arguments), slo_tpot, arguments)
+    call = prepare(
+        decoder.speculator_of(options),
+        options.pop("slo_tpot", None),
+        options | {"return_dict_in_generate": True},
+    )
     _check_comparable(call.stock)
     rows = call.rows
     laid_out = rows.input_ids.tolist()  # with padding, as processors see them

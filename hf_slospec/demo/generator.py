@@ -12,7 +12,8 @@ from hf_slospec.config import SLOSpecConfig
 from hf_slospec.demo.personas import MAX_PROMPT_TOKENS
 from hf_slospec.engine.events import Commit
 from hf_slospec.errors import InvalidInputError, NotRunningError, RequestCancelledError
-from hf_slospec.request.request import FinishReason, RequestMetrics
+from hf_slospec.request.metrics import RequestMetrics
+from hf_slospec.request.state import FinishReason
 
 
 class TextPiece(NamedTuple):

@@ -12,7 +12,7 @@ from hf_slospec.demo.generator import DemoHandle, TextPiece
 from hf_slospec.demo.personas import UserRequest
 from hf_slospec.engine.events import Commit
 from hf_slospec.errors import NotRunningError, QueueFull
-from hf_slospec.request.request import RequestMetrics
+from hf_slospec.request.metrics import RequestMetrics
 
 WINDOW_S = 3.0  # seconds over which current speeds are averaged
 HISTORY_S = 30  # seconds

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_slospec.engine.interfaces import Plan
-from hf_slospec.request.request import Grammar, Request
+from hf_slospec.request.params import Grammar
+from hf_slospec.request.request import Request
 from hf_slospec.tree.merge import merge_trees
 from hf_slospec.tree.tree import ROOT, TokenTree
 

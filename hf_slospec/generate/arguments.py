@@ -18,7 +18,6 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import (
     InvalidInputError,
     InvalidTypeError,
@@ -27,7 +26,7 @@ from hf_slospec.errors import (
 )
 from hf_slospec.model.loading import check_tokenizer
 from hf_slospec.model.ownership import foreign_members
-from hf_slospec.model.properties import given_cache, vocab_size
+from hf_slospec.model.properties import given_cache
 
 CACHE_LAYERS = (DynamicLayer, StaticLayer, DummyLayer, LinearAttentionLayer)
 HALVES = ("self_attention_cache", "cross_attention_cache")  # of a cache for an encoder-decoder
@@ -41,49 +40,11 @@ REFUSED = {  # arguments of generate, and what to do instead
 LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
 
 
-def check_make_policy(make_policy: Any) -> Any:
-    """Return the argument, or raise InvalidTypeError unless it is callable or None."""
-    if make_policy is not None and not callable(make_policy):
-        raise InvalidTypeError(
-            "make_policy must be a class or function that takes a config and StepCosts and returns a policy, got "
-            f"{type(make_policy).__name__}"
-        )
-    return make_policy
-
-
-def check_config(config: Any) -> SLOSpecConfig:
-    """Return the config, the default one for None; raise InvalidTypeError for anything else."""
-    if config is not None and not isinstance(config, SLOSpecConfig):
-        raise InvalidTypeError(f"config must be a SLOSpecConfig, got {type(config).__name__}")
-    return config or SLOSpecConfig()
-
-
 def check_flag(name: str, value: Any) -> bool:
     """Return the value, or raise InvalidTypeError unless it is a bool."""
     if not isinstance(value, bool):
         raise InvalidTypeError(f"{name} must be True or False, got {value!r}")
     return value
-
-
-def check_pair(
-    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, assistant_tokenizer: Any
-) -> None:
-    """Refuse ``assistant_tokenizer`` as stock does: for vocabularies of one size, and without
-    ``tokenizer``.
-
-    Raises:
-        InvalidInputError: the message says what to leave out or to add.
-    """
-    if vocab_size(target) == vocab_size(draft):
-        raise InvalidInputError(
-            f"assistant_tokenizer is for an assistant_model with another tokenizer, and both models have "
-            f"{vocab_size(target)} tokens; leave it out, or, if their ids differ all the same, draft with "
-            "drafter=hf_slospec.load_drafter(assistant_model, model, tokenizer=..., assistant_tokenizer=...)"
-        )
-    if tokenizer is None:
-        raise InvalidInputError(
-            "assistant_tokenizer was given without tokenizer, that of the model; pass both"
-        )
 
 
 def check_decoder_only(model: PreTrainedModel, name: str) -> None:
@@ -144,52 +105,47 @@ def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
             f"prompt_lookup_num_tokens must be a positive integer, got {num_tokens!r}"
         )
     embeds = arguments.get("inputs_embeds")
-    _check_embeds(model, embeds)
-    # A mask over cached or embedded tokens is checked once their number is known.
-    mask = arguments.get("attention_mask") if embeds is None and cache is None else None
+    if embeds is not None:
+        if not (isinstance(embeds, torch.Tensor) and embeds.ndim == 3 and embeds.numel()):
+            raise InvalidInputError(
+                "inputs_embeds must be a tensor of shape [batch, length, hidden], none of them 0"
+            )
+        hidden = getattr(model.get_input_embeddings(), "embedding_dim", None)
+        if hidden not in (None, embeds.shape[2]):
+            raise InvalidInputError(
+                f"inputs_embeds has shape {list(embeds.shape)}; this model's embeddings have {hidden} channels, as "
+                "its get_input_embeddings() returns them"
+            )
+    mask = arguments.get("attention_mask")
     for name in ("inputs", "input_ids"):
         is_text = name == "input_ids" or model.main_input_name in ("input_ids", "inputs_embeds")
-        if is_text and (ids := arguments.get(name)) is not None:
-            _check_ids_and_mask(name, ids, mask, may_be_empty=embeds is not None)
+        ids = arguments.get(name)
+        if ids is None or not is_text:
+            continue
+        if not isinstance(ids, torch.Tensor):
+            raise InvalidTypeError(
+                f"{name} must be a tensor of token ids, got {type(ids).__name__}; did you mean generate(**inputs)?"
+            )
+        shape = list(ids.shape)
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise InvalidTypeError(
+                f"{name} must hold token ids as int64, got {ids.dtype}; convert them with .long()"
+            )
+        if ids.ndim not in (1, 2):
+            raise InvalidInputError(
+                f"{name} must be [batch, length] or [length], got shape {shape}"
+            )
+        if not ids.numel() and embeds is None:
+            raise InvalidInputError(
+                f"{name} is empty, shape {shape}; give every row at least one token"
+            )
+        # A mask over cached or embedded tokens is checked once their number is known.
+        is_of_ids = embeds is None and cache is None
+        if is_of_ids and isinstance(mask, torch.Tensor) and mask.shape != ids.shape:
+            raise InvalidInputError(
+                f"attention_mask has shape {list(mask.shape)} and {name} {shape}; they must be equal"
+            )
     _check_evaluating(model)
-
-
-def _check_embeds(model: PreTrainedModel, embeds: Any) -> None:
-    if embeds is None:
-        return
-    if not (isinstance(embeds, torch.Tensor) and embeds.ndim == 3 and embeds.numel()):
-        raise InvalidInputError(
-            "inputs_embeds must be a tensor of shape [batch, length, hidden], none of them 0"
-        )
-    hidden = getattr(model.get_input_embeddings(), "embedding_dim", None)
-    if hidden not in (None, embeds.shape[2]):
-        raise InvalidInputError(
-            f"inputs_embeds has shape {list(embeds.shape)}; this model's embeddings have {hidden} channels, as "
-            "its get_input_embeddings() returns them"
-        )
-
-
-def _check_ids_and_mask(name: str, ids: Any, mask: Any, may_be_empty: bool) -> None:
-    if not isinstance(ids, torch.Tensor):
-        raise InvalidTypeError(
-            f"{name} must be a tensor of token ids, got {type(ids).__name__}; did you mean generate(**inputs)?"
-        )
-    if ids.dtype not in (torch.int64, torch.int32):
-        raise InvalidTypeError(
-            f"{name} must hold token ids as int64, got {ids.dtype}; convert them with .long()"
-        )
-    if ids.ndim not in (1, 2):
-        raise InvalidInputError(
-            f"{name} must be [batch, length] or [length], got shape {list(ids.shape)}"
-        )
-    if not ids.numel() and not may_be_empty:
-        raise InvalidInputError(
-            f"{name} is empty, shape {list(ids.shape)}; give every row at least one token"
-        )
-    if isinstance(mask, torch.Tensor) and mask.shape != ids.shape:
-        raise InvalidInputError(
-            f"attention_mask has shape {list(mask.shape)} and {name} {list(ids.shape)}; they must be equal"
-        )
 
 
 def _check_evaluating(model: PreTrainedModel) -> None:

@@ -19,16 +19,12 @@ from hf_slospec.engine.events import StepEvent
 from hf_slospec.errors import (
     FallbackWarning,
     IncompatibleDraftError,
+    InvalidInputError,
+    InvalidTypeError,
     UnsupportedModelError,
     UnsupportedOptionError,
 )
-from hf_slospec.generate.arguments import (
-    check_config,
-    check_flag,
-    check_make_policy,
-    check_pair,
-    configured,
-)
+from hf_slospec.generate.arguments import check_flag, configured
 from hf_slospec.generate.prepare import Call, generate_in_parts, prepare
 from hf_slospec.generate.speculator import MEASURE_S, Speculator
 from hf_slospec.generate.stock import (
@@ -43,7 +39,7 @@ from hf_slospec.generate.stock import (
 from hf_slospec.model.checked_model import CheckedModel
 from hf_slospec.model.loading import check_causal_lm, check_tokenizer
 from hf_slospec.model.noise import default_generator
-from hf_slospec.model.properties import CACHE_NAME
+from hf_slospec.model.properties import CACHE_NAME, vocab_size
 from hf_slospec.request.metrics import RequestMetrics
 from hf_slospec.request.slo import SLOTpot
 
@@ -83,9 +79,16 @@ class Decoder:
         fallback: bool = False,
     ):
         self.model = check_causal_lm("model", model)
-        self.config = check_config(config)
+        if config is not None and not isinstance(config, SLOSpecConfig):
+            raise InvalidTypeError(f"config must be a SLOSpecConfig, got {type(config).__name__}")
+        self.config = config or SLOSpecConfig()
         self.fallback = check_flag("fallback", fallback)
-        self.make_policy = check_make_policy(make_policy)
+        if make_policy is not None and not callable(make_policy):
+            raise InvalidTypeError(
+                "make_policy must be a class or function that takes a config and StepCosts and returns a policy, got "
+                f"{type(make_policy).__name__}"
+            )
+        self.make_policy = make_policy
         check_tokenizer(tokenizer)
         check_tokenizer(assistant_tokenizer, "assistant_tokenizer")
         self._tokenizer = tokenizer
@@ -195,7 +198,16 @@ class Decoder:
         known = self._tokenizer if tokenizer is None else tokenizer
         tokenizers = () if assistant_tokenizer is None else (known, assistant_tokenizer)
         if draft is not None and tokenizers:
-            check_pair(self.model, draft, *tokenizers)
+            if vocab_size(self.model) == vocab_size(draft):
+                raise InvalidInputError(
+                    f"assistant_tokenizer is for an assistant_model with another tokenizer, and both models have "
+                    f"{vocab_size(draft)} tokens; leave it out, or, if their ids differ all the same, draft with "
+                    "drafter=hf_slospec.load_drafter(assistant_model, model, tokenizer=..., assistant_tokenizer=...)"
+                )
+            if known is None:
+                raise InvalidInputError(
+                    "assistant_tokenizer was given without tokenizer, that of the model; pass both"
+                )
         if (
             self._target is not None
             and draft is not None

@@ -94,20 +94,15 @@ class PromptInputs:
             raise InvalidInputError(
                 f"attention_mask has shape {list(mask.shape)}; with this prompt it must be {list(tokens.shape)}"
             )
+        rows = {len(layer.keys) for layer in cached_layers(cache)} if num_cached else set()
+        if rows - {len(tokens)}:
+            raise InvalidInputError(
+                f"{CACHE_NAME} holds {rows.pop()} rows, and this batch has {len(tokens)}; use a cache per batch"
+            )
         prompt = cls(tokens, mask.bool(), embeds, cache, num_cached)
-        prompt._check_cached_rows()
         if not has_own_positions:
             prompt._check_positions(model_kwargs.get("position_ids"))
         return prompt
-
-    def _check_cached_rows(self) -> None:
-        rows = (
-            {len(layer.keys) for layer in cached_layers(self.cache)} if self.num_cached else set()
-        )
-        if rows - {len(self.tokens)}:
-            raise InvalidInputError(
-                f"{CACHE_NAME} holds {rows.pop()} rows, and this batch has {len(self.tokens)}; use a cache per batch"
-            )
 
     def _check_positions(self, position_ids: torch.Tensor | None) -> None:
         """Refuse positions other than those of the tokens, counted without padding."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -102,19 +103,15 @@ class Stops:
         # Without an end-of-sequence criterion stock does not pad: a stopped row continues until all
         # have stopped.
         self.is_padded = len(input_ids) == 1 or any(hasattr(c, "eos_token_id") for c in criteria)
-        # Row -> its new tokens when it met a condition: one dict per joint criterion, the last one
-        # for stopped rows that continue.
+        # Row -> number of its new tokens when it met a condition: one dict per joint criterion, and
+        # one for stopped rows that continue.
         self._met: list[dict[int, int]] = [{} for _ in (*self.joint, None)]
 
     @property
     def end(self) -> int | None:
-        """Number of new tokens at which all rows end together; None if that is not known, or they
-        do not.
-        """
-        return min(
-            (max(met.values()) for met in self._met if len(met) == len(self.input_ids)),
-            default=None,
-        )
+        """Number of new tokens at which all rows end together; None while that is not known."""
+        ends = [max(met.values()) for met in self._met if len(met) == len(self.input_ids)]
+        return min(ends, default=None)
 
     def of(self, row: int, prompt_len: int) -> IsOver:
         """Return the function that says whether a row ends with the last of its tokens."""
@@ -161,11 +158,9 @@ def _is_plain(criterion: Any, *kinds: type) -> bool:
 
 
 def is_joint(criterion: Any, num_rows: int) -> bool:
-    """Return True for a criterion that ends all rows at once, after each of them was done by
-    itself.
-
-    These are lm-eval's ``MultiTokenEOSCriteria`` and its many copies, which keep the rows that were
-    done so far."""
+    """Return whether a criterion ends all rows at once, when each has met it: lm-eval's
+    ``MultiTokenEOSCriteria`` and its copies.
+    """
     done = getattr(criterion, "done_tracker", None)
     is_known = (
         type(criterion).__name__.endswith("MultiTokenEOSCriteria") and _lookback(criterion) > 0
@@ -174,7 +169,7 @@ def is_joint(criterion: Any, num_rows: int) -> bool:
 
 
 def _lookback(criterion: Any) -> int:
-    """Return how many last tokens a joint criterion reads."""
+    """Return how many of the last tokens a joint criterion reads."""
     return max(getattr(criterion, name, 0) for name in ("sequence_id_len", "max_sequence_id_len"))
 
 
@@ -186,36 +181,26 @@ def _joint_for_row(criterion: Any, row: int) -> Any:
 
 
 def _for_row(criterion: Any) -> Any:
-    """Return a copy of a user's criterion, which may have state; those of transformers and ours
-    have none.
-    """
-    return (
-        criterion
-        if is_stock(criterion) or isinstance(criterion, StopStrings)
-        else copied_for_row(criterion)
-    )
+    """Copy a user's criterion, which may have state; those of transformers and ours have none."""
+    is_stateless = is_stock(criterion) or isinstance(criterion, StopStrings)
+    return criterion if is_stateless else copied_for_row(criterion)
 
 
+@dataclass
 class Rows:
     """The rows of a call, one request each, without its padding."""
 
-    def __init__(
-        self,
-        input_ids: torch.Tensor,  # [batch, padded_len] int64, as the caller gets them back
-        prompt: PromptInputs,
-        stops: Stops,
-        record: Record,
-        streamer: Any,
-    ):
-        self.input_ids = input_ids
-        self.prompt = prompt
-        self.stops = stops
-        self.record = record
-        self.streamer = streamer
-        self.requests: list[Request] = []  # one per row, once decoding begins
-        self.steps: list[StepEvent] = []
-        self._num_streamed = 0
-        stops.after_check = self._stream_token
+    input_ids: torch.Tensor  # [batch, padded_len] int64, as the caller gets them back
+    prompt: PromptInputs
+    stops: Stops
+    record: Record
+    streamer: Any
+    requests: list[Request] = field(default_factory=list)  # one per row, once decoding begins
+    steps: list[StepEvent] = field(default_factory=list)
+    _num_streamed: int = 0
+
+    def __post_init__(self) -> None:
+        self.stops.after_check = self._stream_token
 
     @property
     def num_new(self) -> int:
@@ -234,17 +219,17 @@ class Rows:
             self.streamer.put(self.input_ids.cpu())
 
     def on_step(self, step: StepEvent) -> None:
-        """Keep a step and stream its tokens."""
-        self.steps.append(step)
-        self.stream()
-
-    def stream(self) -> None:
-        """Stream every position that all unfinished rows have reached, one [batch] tensor each, as
-        stock does.
+        """Keep a step, and stream every position that all unfinished rows have reached, one [batch]
+        tensor each, as stock does.
         """
+        self.steps.append(step)
         if self.streamer is None:
             return
-        self._put(min([self.num_new, *(r.num_emitted for r in self.requests if not r.is_finished)]))
+        unfinished = [each.num_emitted for each in self.requests if not each.is_finished]
+        for position in range(self._num_streamed, min([self.num_new, *unfinished])):
+            column = [self._new_tokens(each, position, position + 1)[0] for each in self.requests]
+            self.streamer.put(torch.tensor(column, device="cpu"))
+            self._num_streamed += 1
 
     def _stream_token(self, token: int) -> None:
         """Stream a single row's new token at once, if code of the user's is called before the next
@@ -253,14 +238,6 @@ class Rows:
         if self.streamer is not None and len(self.requests) == 1 and self.stops.has_callbacks:
             self.streamer.put(torch.tensor([token], device="cpu"))
             self._num_streamed += 1
-
-    def _put(self, ready: int) -> None:
-        for position in range(self._num_streamed, ready):
-            column = [
-                self._new_tokens(request, position, position + 1)[0] for request in self.requests
-            ]
-            self.streamer.put(torch.tensor(column, device="cpu"))
-        self._num_streamed = max(self._num_streamed, ready)
 
     def end(self) -> None:
         """Drop tokens beyond the end of the longest row, and end the stream."""

@@ -1,4 +1,4 @@
-"""How the package calls stock ``generate``: up to its decoding method, or to its end."""
+"""Calls of stock ``generate``: up to its decoding method, or to its end."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ def run_stock(
 
 
 def own_generate_error(model: PreTrainedModel, what: str) -> UnsupportedModelError:
+    """Return the error for a model that decodes by a ``generate`` of its own."""
     return UnsupportedModelError(
         f"{type(model).__name__} decodes by a generate of its own{what and ', '}{what}, which cannot be speculated; "
         "call generate without slo_tpot, or pass fallback=True"

@@ -4,12 +4,10 @@ problem and the remedy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
-from transformers.generation import GenerationMode, MaxTimeCriteria, StoppingCriteriaList
+from transformers.generation import GenerationMode, MaxTimeCriteria
 
 from hf_slospec.errors import UnsupportedModelError, UnsupportedOptionError
 from hf_slospec.generate.arguments import check_cache
@@ -56,14 +54,16 @@ def validated_inputs(
     inputs, encoder = checked.packed.family.prepared(model, stock.inputs, inputs)
     if encoder is None:
         names = names_beside_text(model, {k: v for k, v in inputs.items() if k not in PREPARED})
-        inputs = inputs if names else _without_token_types(inputs, checked)
-    _check_options(config, inputs, {*PREPARED, *names, "mm_token_type_ids"})
-    _check_ranks(checked, processors, criteria)
-    return inputs, names, encoder
-
-
-def _check_options(config: GenerationConfig, inputs: dict[str, Any], supported: set[str]) -> None:
-    """Refuse options that tree speculation cannot honour."""
+        # Tokenizers of BERT write token types for a mere text, too.
+        types = None if names else inputs.get("token_type_ids")
+        if types is not None:
+            is_led = checked.ranks.is_led
+            if is_led or bool(types.any()) or not checked.ignores_zero_types:
+                raise UnsupportedOptionError(
+                    f"token_type_ids cannot be combined with slo_tpot where they change what {type(model).__name__} "
+                    "computes; only zeros that mean the same as none are taken, so call generate without slo_tpot"
+                )
+            inputs = {k: v for k, v in inputs.items() if k != "token_type_ids"}
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise UnsupportedOptionError(
@@ -77,33 +77,11 @@ def _check_options(config: GenerationConfig, inputs: dict[str, Any], supported: 
                 "call generate without slo_tpot"
             )
     is_given = {k for k, v in inputs.items() if v is not None and not (type(v) is dict and not v)}
-    if extra := sorted(is_given - supported):
+    if extra := sorted(is_given - {*PREPARED, *names, "mm_token_type_ids"}):
         raise UnsupportedOptionError(
             f"{', '.join(extra)} cannot be combined with slo_tpot; leave it out"
         )
-
-
-def _without_token_types(model_kwargs: dict[str, Any], checked: CheckedModel) -> dict[str, Any]:
-    """Return the inputs of a text without token types, as tokenizers of BERT write them.
-
-    Raises:
-        UnsupportedOptionError: the types change what the model computes.
-    """
-    types = model_kwargs.get("token_type_ids")
-    if types is None:
-        return model_kwargs
-    if checked.ranks.is_led or bool(types.any()) or not checked.ignores_zero_types:
-        raise UnsupportedOptionError(
-            f"token_type_ids cannot be combined with slo_tpot where they change what {type(checked.model).__name__} "
-            "computes; only zeros that mean the same as none are taken, so call generate without slo_tpot"
-        )
-    return {name: value for name, value in model_kwargs.items() if name != "token_type_ids"}
-
-
-def _check_ranks(
-    checked: CheckedModel, processors: Sequence[Any], criteria: StoppingCriteriaList
-) -> None:
-    """Refuse what the processes of a tensor-parallel model would not do alike."""
+    # Processes of a tensor-parallel model must do the same.
     if checked.ranks.num_deciding > 1 and any(isinstance(c, MaxTimeCriteria) for c in criteria):
         raise UnsupportedOptionError(
             "max_time cannot be combined with slo_tpot and a tensor-parallel model, whose processes would stop at "
@@ -116,3 +94,4 @@ def _check_ranks(
                 f"{type(each).__name__} forwards a model, and the batcher of a tensor-parallel model runs processors "
                 "in its first process alone; leave out what asks for it, such as guidance_scale"
             )
+    return inputs, names, encoder

@@ -31,7 +31,9 @@ from hf_slospec.lab.workload import MAX_TIME_S, Job
 from hf_slospec.policies import max_nodes_per_request, new_policy
 from hf_slospec.policies.adaserve import AdaServePolicy
 from hf_slospec.policies.auto import SpeculationHistory
-from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import Stage
 from hf_slospec.scheduler.load import Need, ReplicaLoad, load_of, need_of
 
 NewDrafter = Callable[

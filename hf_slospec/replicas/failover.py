@@ -37,14 +37,11 @@ from hf_slospec.replicas.messages import (
     next_within,
 )
 from hf_slospec.replicas.options import ReplicaOptions
-from hf_slospec.request.request import (
-    FinishReason,
-    Progress,
-    Request,
-    RequestMetrics,
-    RequestParams,
-)
+from hf_slospec.request.metrics import RequestMetrics
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from hf_slospec.request.slo import parse_slo
+from hf_slospec.request.state import FinishReason, Progress
 from hf_slospec.scheduler.guarantees import first_token_slo_s, tightest_tpot_slo_s
 from hf_slospec.scheduler.load import Need
 from hf_slospec.server.engine import Order

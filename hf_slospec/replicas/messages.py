@@ -16,7 +16,8 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from hf_slospec.model.sampling import TokenLogprobs
-from hf_slospec.request.request import FinishReason, Progress, RequestMetrics
+from hf_slospec.request.metrics import RequestMetrics
+from hf_slospec.request.state import FinishReason, Progress
 from hf_slospec.scheduler.load import Need, ReplicaLoad
 from hf_slospec.server.engine import Order
 

@@ -180,7 +180,7 @@ class RequestMetrics:
 
     @property
     def attained_throughout(self) -> bool | None:
-        """Whether this request and those that it continues attained their SLOs; None without any
+        """Return whether this request and those that it continues attained their SLOs; None without any
         SLO.
         """
         attained = [part.attained for part in self.parts if part.attained is not None]
@@ -188,7 +188,7 @@ class RequestMetrics:
 
     @property
     def guaranteed_throughout(self) -> bool:
-        """Whether the SLOs of this request and of all those that it continues were guaranteed."""
+        """Return whether the SLOs of all these requests were guaranteed."""
         return all(part.guaranteed for part in self.parts)
 
     @property

@@ -177,7 +177,7 @@ class RequestParams:
 
     @property
     def has_slo(self) -> bool:
-        """Whether there is a TTFT SLO, an E2E SLO, or an SLO of any stage."""
+        """Return whether there is a TTFT SLO, an E2E SLO, or an SLO of any stage."""
         return self.ttft_slo_s is not None or self.e2e_slo_s is not None or bool(self.stage_slos_s)
 
     @property

@@ -10,17 +10,15 @@ from typing import cast
 from hf_slospec.engine.acceptance import Drawing
 from hf_slospec.engine.events import Commit, PhaseTimes
 from hf_slospec.errors import InvalidInputError
-from hf_slospec.request.metrics import WINDOW, is_attained, tpot_s, worst_tpot_s
-from hf_slospec.request.metrics import RequestMetrics as RequestMetrics
+from hf_slospec.request.metrics import WINDOW, RequestMetrics, is_attained, tpot_s, worst_tpot_s
 from hf_slospec.request.params import Grammar as Grammar
 from hf_slospec.request.params import Noise
 from hf_slospec.request.params import RequestParams as RequestParams
-from hf_slospec.request.slo import LEAST_SLO_S as LEAST_SLO_S
+from hf_slospec.request.slo import LEAST_SLO_S
 from hf_slospec.request.slo import IsOver as IsOver
 from hf_slospec.request.slo import Stage as Stage
-from hf_slospec.request.state import FinishReason as FinishReason
+from hf_slospec.request.state import FinishReason, RequestKV, RequestState, RequestStats
 from hf_slospec.request.state import Progress as Progress
-from hf_slospec.request.state import RequestKV, RequestState, RequestStats
 
 NewNoise = Callable[["Request"], Noise | None]  # None: the noise cannot be known in advance
 
@@ -77,6 +75,7 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
+        """Return whether the state is final."""
         return self.state is not RequestState.UNFINISHED
 
     @property
@@ -120,7 +119,7 @@ class Request:
 
     @property
     def is_best_effort(self) -> bool:
-        """Return whether a batcher serves the request from leftover budget, and may preempt it."""
+        """Return whether it is served from leftover budget, and may be preempted."""
         return self.is_guaranteed is False
 
     @property
@@ -160,16 +159,12 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Return whether only the root is uncached and this engine has chosen it; if not, the
-        request is in prefill.
-        """
+        """Return whether only the root is uncached, and chosen by this engine; else it prefills."""
         return self.num_emitted > self.stats.num_resumed and self.num_uncached == 1
 
     @property
     def num_unread(self) -> int:
-        """Prompt positions whose logits are still to be taken; those of the last position are not
-        needed.
-        """
+        """Prompt positions, but for the last, whose logits are still to be taken."""
         reader = self.params.prompt_reader
         return 0 if reader is None else max(self.prompt_len - 1 - reader.num_read, 0)
 

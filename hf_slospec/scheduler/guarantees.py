@@ -12,7 +12,8 @@ import numpy as np
 
 from hf_slospec.engine.costs import StepCosts, rounded
 from hf_slospec.engine.latency_curves import LatencyCurve
-from hf_slospec.request.request import LEAST_SLO_S, Request
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import LEAST_SLO_S
 from hf_slospec.scheduler.admission import Candidate, Counts, admitted, prefill_rate
 from hf_slospec.scheduler.window_guarantees import MARGIN, WindowGuarantees
 

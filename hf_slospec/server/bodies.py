@@ -10,8 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from hf_slospec.request.request import LEAST_SLO_S
-from hf_slospec.request.slo import SLOStage
+from hf_slospec.request.slo import LEAST_SLO_S, SLOStage
 from hf_slospec.server.image_urls import ImageBudget, check_data_url
 
 OF_ANY_OBJECT = {

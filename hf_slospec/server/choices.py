@@ -9,7 +9,10 @@ from typing import Any
 
 from hf_slospec.batcher.texts import INVALID, StoppedText, TextStream, ToText
 from hf_slospec.model.sampling import TokenLogprobs
-from hf_slospec.request.request import FinishReason, Request, RequestMetrics, RequestParams
+from hf_slospec.request.metrics import RequestMetrics
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
+from hf_slospec.request.state import FinishReason
 from hf_slospec.server.engine import Decoding
 from hf_slospec.server.messages import Parser, Parts, PlainParts
 

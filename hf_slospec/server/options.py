@@ -12,7 +12,7 @@ from pydantic import Field, RootModel, field_validator, model_validator
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import InputModel, InvalidInputError
 from hf_slospec.request.metrics import METRICS_PREFIX
-from hf_slospec.request.request import LEAST_SLO_S
+from hf_slospec.request.slo import LEAST_SLO_S
 from hf_slospec.server.limits import RequestLimits
 from hf_slospec.server.model_options import ModelOptions
 

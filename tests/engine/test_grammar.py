@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.grammar import EXPECTED, MAX_GROWN, followed
 from hf_slospec.engine.interfaces import Plan
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import ROOT, TokenTree
 from tests.support.policy_names import POLICIES
 from tests.support.toys.engine import decode_plainly, policy_of, run

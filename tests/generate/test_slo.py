@@ -100,13 +100,6 @@ def test_one_slo_is_for_all_rows_and_a_list_for_prompts_or_rows() -> None:
             stages_by_row(parse_slo(wrong), 4, 2)
 
 
-@pytest.mark.parametrize("slo", [None, 0.5])
-def test_a_number_is_one_stage(slo: float | None) -> None:
-    (stage,) = parse_slo(slo)
-    assert isinstance(stage, Stage)
-    assert (stage.tpot_slo_s, stage.num_tokens, stage.is_over([1, 2])) == (slo, None, False)
-
-
 def test_stages_by_tokens_need_no_tokenizer() -> None:
     by_row = stages_by_row(parse_slo([{"slo_tpot": 0.1, "tokens": 3}, {"slo_tpot": None}]), 2)
     assert [[(stage.tpot_slo_s, stage.num_tokens) for stage in stages] for stages in by_row] == [

@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from transformers import (
     GenerationConfig,
 )
@@ -20,26 +18,6 @@ from hf_slospec import (
 )
 from tests.support.enabled_model import OPTIONS
 from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts
-
-
-@pytest.mark.parametrize("as_list", [list, tuple, np.array, torch.tensor])
-def test_targets_may_be_any_sequence(model: Any, as_list: Any) -> None:
-    out = model.generate(
-        **ragged_prompts(2), **OPTIONS, slo_tpot=as_list([0.5, 0.25]), return_dict_in_generate=True
-    )
-    assert [metrics.tpot_slo_s for metrics in out.slo] == [0.5, 0.25]
-
-
-def test_target_from_generation_config(model: Any, tmp_path: Any) -> None:
-    GenerationConfig(
-        slo_tpot=0.25, max_new_tokens=8, eos_token_id=2, pad_token_id=0
-    ).save_pretrained(tmp_path)
-    config = GenerationConfig.from_pretrained(tmp_path)
-    out = model.generate(
-        **ragged_prompts(1), generation_config=config, return_dict_in_generate=True
-    )
-    assert out.slo[0].tpot_slo_s == 0.25
-
 
 STAGES: list[Any] = [
     {"slo_tpot": 1e-6, "until": " = name\n"},

@@ -13,7 +13,8 @@ from hf_slospec.engine.interfaces import Chunk, Plan
 from hf_slospec.lab.hardware import Hardware, lines
 from hf_slospec.lab.models import SimulatedDrafter, SimulatedTarget, VirtualClock
 from hf_slospec.lab.texts import Library, SimulatedText, TextModel
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from hf_slospec.tree.accept import accept
 from hf_slospec.tree.tree import TokenTree
 from tests.support.toys.trees import SEEDS, path_to

@@ -12,7 +12,9 @@ from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.lab.outcomes import METRICS, Outcome, Run, Totals, write_requests
 from hf_slospec.lab.systems import SYSTEMS, config_of
 from hf_slospec.lab.workload import Job
-from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import Stage
 
 
 def outcome_of(

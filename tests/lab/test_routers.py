@@ -25,7 +25,8 @@ from hf_slospec.lab.systems import (
     shortest_queue,
 )
 from hf_slospec.lab.workload import Job
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from hf_slospec.scheduler.load import Need, ReplicaLoad
 from tests.lab.test_simulation import CHECKED, Watched, check, library_of, some_jobs
 from tests.support.toys.trees import SEEDS

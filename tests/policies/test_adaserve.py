@@ -8,7 +8,9 @@ import pytest
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.policies.adaserve import AdaServePolicy
-from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import Stage
 from tests.support.policy_costs import begun
 from tests.support.toys.engine import commit
 from tests.support.toys.models import (

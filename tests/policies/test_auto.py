@@ -27,7 +27,9 @@ from hf_slospec.policies.auto import (
     SpeculationHistory,
 )
 from hf_slospec.policies.depth import DepthControl
-from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import Stage
 from hf_slospec.scheduler.continuous import ContinuousScheduler
 from hf_slospec.tree.tree import TokenTree
 from tests.support.policy_costs import NO_TIME, begun, costs, late, plan_of, requests_of

@@ -13,7 +13,9 @@ from hf_slospec.lab.hardware import Hardware, lines
 from hf_slospec.lab.models import SimulatedDrafter, SimulatedTarget, VirtualClock
 from hf_slospec.lab.texts import Library, TextModel
 from hf_slospec.policies.auto import AutoPolicy, SpeculationHistory
-from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import Stage
 
 PROMPT = [1] * 8
 LENGTH = 96

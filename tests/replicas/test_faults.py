@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from hf_slospec import NotRunningError, QueueFull, SLOSpecGenerator
 from hf_slospec.cli.app import app as cli
+from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.latency_curves import LatencyCurve
 from hf_slospec.replicas import start
 from hf_slospec.replicas.application import HEAD_SHARE, app
@@ -24,7 +25,10 @@ from hf_slospec.replicas.directory import ReplicaDirectory
 from hf_slospec.replicas.failover import MAX_FAULTS, ReplicatedEngine
 from hf_slospec.replicas.messages import Offer, Report
 from hf_slospec.replicas.options import HEAD, ReplicaOptions
-from hf_slospec.request.request import PhaseTimes, Progress, Request, RequestParams, Stage
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import Stage
+from hf_slospec.request.state import Progress
 from hf_slospec.scheduler.load import Need, ReplicaLoad
 from hf_slospec.server.options import ServerOptions
 from tests.support.breadth import quick_or

@@ -17,7 +17,7 @@ from hf_slospec.engine.latency_curves import LatencyCurve
 from hf_slospec.replicas.directory import ReplicaDirectory
 from hf_slospec.replicas.messages import Offer, Report, ToReplica
 from hf_slospec.replicas.router import AddressRouter
-from hf_slospec.request.request import Progress
+from hf_slospec.request.state import Progress
 from hf_slospec.scheduler.load import Need, ReplicaLoad
 from hf_slospec.server.engine import Order
 

@@ -68,8 +68,8 @@ class AtTheEnd(Policy):
             frame = inspect.currentframe()
             while frame is not None:
                 module = module_of(frame)
-                # Decisions and generators of a step hold no request.
-                if module not in ("", "engine.interfaces", *self.modules[:1]):
+                # Only policies of users are checked.
+                if module not in ("", "engine.checks", *self.modules[:1]):
                     self.modules.insert(0, module)
                 frame = frame.f_back
         return Plan(0, 1)

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import SpeculationHistory
-from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import Stage
 from hf_slospec.scheduler.batch_formation import AHEAD, MAX_SKIPPED, MIN_CHUNK
 from hf_slospec.scheduler.continuous import MAX_PREEMPTED, ContinuousScheduler, Limits
 from hf_slospec.scheduler.guarantees import tightest_tpot_slo_s

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from hf_slospec.engine.costs import RecentSteps
-from hf_slospec.request.request import Stage
+from hf_slospec.request.slo import Stage
 from hf_slospec.scheduler.continuous import MAX_PREEMPTED, Limits
 from hf_slospec.scheduler.guarantees import (
     MAX_CANDIDATES,

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
-from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import Stage
 from hf_slospec.scheduler.prefill import IN_TIME, SLOWDOWN, STALL, prefill_budget, required_rate
 from tests.support.toys.engine import commit
 

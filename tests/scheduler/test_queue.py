@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given, settings
 
-from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import Stage
 from hf_slospec.scheduler.continuous import ContinuousScheduler, Limits
 from hf_slospec.scheduler.load import load_of
 from hf_slospec.scheduler.queue import SLACK, RequestHeap

@@ -11,7 +11,9 @@ import pytest
 
 from hf_slospec.engine.costs import RecentSteps
 from hf_slospec.request.metrics import WINDOW, planned_share
-from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import Stage
 from hf_slospec.request.state import RequestState
 from hf_slospec.scheduler.continuous import ContinuousScheduler
 from hf_slospec.scheduler.guarantees import can_fall_back

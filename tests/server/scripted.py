@@ -8,7 +8,8 @@ from typing import Any
 
 from hf_slospec import SLOSpecGenerator
 from hf_slospec.model.sampling import TokenLogprobs
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from hf_slospec.server.engine import Decoding, LocalEngine, Order
 from hf_slospec.server.messages import response_template
 

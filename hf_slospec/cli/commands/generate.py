@@ -23,7 +23,7 @@ from hf_slospec.server.model_options import ModelOptions, logged_afterwards
 
 if TYPE_CHECKING:
     from hf_slospec.batcher.handle import RequestHandle, RequestResult
-    from hf_slospec.request.request import RequestMetrics
+    from hf_slospec.request.metrics import RequestMetrics
 
 # exit codes; 1 is an error, 2 a usage error
 MISSED = 3

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.lab.policies.adaspec import GRAPH_STEP, START, AdaSpecPolicy, smaller_size
-from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import Stage
 from tests.support.policy_costs import EIGHT, costs, plan_of, requests_of, selected
 from tests.support.toys.trees import SEEDS, chain
 

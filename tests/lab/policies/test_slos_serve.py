@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.lab.policies.slos_serve import SLOsServePolicy
 from hf_slospec.lab.policies.smartspec import SmartSpecPolicy
-from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import Stage
 from tests.support.policy_costs import EIGHT, begun, costs, late, plan_of, requests_of
 from tests.support.toys.trees import chain
 

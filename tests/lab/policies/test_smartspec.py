@@ -23,7 +23,8 @@ from hf_slospec.lab.policies.smartspec_variants import (
     HeadsPolicy,
     TurboSpecPolicy,
 )
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from tests.support.policy_costs import (
     EIGHT,
     NO_TIME,
