@@ -73,28 +73,6 @@ def test_min_tokens_hold_back_stop_strings(served: Served) -> None:
     assert kept == at_once + whole[2:4]
 
 
-def test_submit_finds_stop_strings_in_the_output_and_generate_also_in_the_prompt(
-    generator: SLOSpecGenerator,
-) -> None:
-    tokenizer = generator.tokenizer
-    whole = generator.submit(PROMPT, max_new_tokens=16, do_sample=False).result()
-    text = str(whole.text)
-    stop = PROMPT[-3:] + text[:2]
-    assert stop not in text
-    for stops in (stop, [stop]):
-        result = generator.submit(
-            PROMPT, max_new_tokens=16, do_sample=False, stop_strings=stops
-        ).result()
-        assert (result.token_ids, result.finish_reason) == (whole.token_ids, whole.finish_reason)
-    inputs = tokenizer(PROMPT, return_tensors="pt")
-    out = generator.generate(**inputs, max_new_tokens=16, do_sample=False, stop_strings=stop)
-    assert out.shape[1] - inputs["input_ids"].shape[1] < len(whole.token_ids)
-    handle = generator.submit(
-        PROMPT, max_new_tokens=16, min_new_tokens=9, do_sample=False, stop_strings=text[1:3]
-    )
-    assert len(handle.result().token_ids) > 9
-
-
 @pytest.mark.parametrize("size", [1, 2, 50])
 def test_first_spaces_of_outputs_are_kept(generator: SLOSpecGenerator, size: int) -> None:
     tokenizer = copy.deepcopy(sentencepiece_like(500))
