@@ -61,8 +61,6 @@ POLICIES = {
 
 
 class DemoHandle:
-    """A request of a user."""
-
     def __init__(self, handle: RequestHandle, to_text: ToText):
         self._handle = handle
         self._text = HighlightedText(to_text)
@@ -80,12 +78,10 @@ class DemoHandle:
 
     @property
     def metrics(self) -> RequestMetrics:
-        """Return measurements so far."""
         return self._handle.metrics
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Return the reason why the request ended; None before."""
         return self._handle.finish_reason
 
     @property
@@ -95,7 +91,6 @@ class DemoHandle:
         return None if isinstance(error, RequestCancelledError) else error
 
     def cancel(self) -> None:
-        """Cancel the request, unless it is done."""
         self._handle.cancel()
 
     def result(self) -> RequestMetrics:
@@ -143,5 +138,4 @@ class DemoGenerator:
         self.policy = name
 
     def stop(self) -> None:
-        """End all requests."""
         self.generator.stop(drain=False)

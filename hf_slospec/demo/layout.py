@@ -108,7 +108,6 @@ def request_of(
 
 
 def control_values(request: UserRequest) -> list[Any]:
-    """Return the values of the controls for a request."""
     slo_ms = request.tpot_slo_ms
     slider = gr.Slider(visible=False) if slo_ms is None else gr.Slider(value=slo_ms, visible=True)
     return [
@@ -151,12 +150,10 @@ class Page:
         max_slo_ms: float,
         note: str,
     ):
-        self.sessions, self.personas, self.max_slo_ms, self.note = (
-            sessions,
-            personas,
-            max_slo_ms,
-            note,
-        )
+        self.sessions = sessions
+        self.personas = personas
+        self.max_slo_ms = max_slo_ms
+        self.note = note
 
     def build(self) -> gr.Blocks:
         """Create the components and connect their events."""
@@ -259,11 +256,9 @@ class Page:
         self.sessions.ask(str(request.session_hash), request_of(*values))
 
     def stop_own(self, request: gr.Request) -> None:
-        """Stop the visitor's own request."""
         self.sessions.stop_own(str(request.session_hash))
 
     def leave(self, request: gr.Request) -> None:
-        """Remove the visitor."""
         self.sessions.leave(str(request.session_hash))
 
     def refresh(self, seen: dict[str, Any], shown: str | None, request: gr.Request) -> list[Any]:
@@ -306,8 +301,6 @@ def _panel_updates(view: View | None, html: str, seen: int | None) -> list[Any]:
 
 
 def with_error_message(handler: Callable[..., None]) -> Callable[..., None]:
-    """Return the handler with its errors shown as messages on the page."""
-
     @functools.wraps(handler)
     def run(*args: Any, **kwargs: Any) -> None:
         try:

@@ -60,7 +60,6 @@ class DemoSessions:
     # ---- simulated users
 
     def add(self, persona: Persona, user_request: UserRequest) -> int:
-        """Add a simulated user, and return its index."""
         with self._lock:
             if None not in self._simulated:
                 raise InvalidInputError(
@@ -76,16 +75,15 @@ class DemoSessions:
         """Replace the request of a simulated user and start it, also if the user was stopped."""
         with self._lock:
             stream = self._stream_at(index)
-            stream.user_request, stream.version = user_request, next(self._versions)
+            stream.user_request = user_request
+            stream.version = next(self._versions)
             self._start(stream)
 
     def stop(self, index: int) -> None:
-        """Stop a simulated user."""
         with self._lock:
             self._stream_at(index).stop(self.clock())
 
     def remove(self, index: int) -> None:
-        """Remove a simulated user."""
         with self._lock:
             self._retire(self._stream_at(index))
             self._simulated[index] = None
@@ -120,13 +118,11 @@ class DemoSessions:
             self._start(stream)
 
     def stop_own(self, visitor: str) -> None:
-        """Stop a visitor's request."""
         with self._lock:
             if (stream := self._visitors.get(visitor)) is not None:
                 stream.stop(self.clock())
 
     def leave(self, visitor: str) -> None:
-        """Remove a visitor and its stream."""
         with self._lock:
             if (stream := self._visitors.pop(visitor, None)) is not None:
                 self._retire(stream)

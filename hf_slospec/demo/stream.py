@@ -19,8 +19,6 @@ HISTORY_S = 30  # seconds
 
 
 class Gain(NamedTuple):
-    """Progress of one request in one step."""
-
     at_s: float
     tokens: int
     nodes: int  # verified for it in the step
@@ -77,8 +75,6 @@ RETRY_S = 5.0  # seconds after which a simulated user asks again if its request 
 
 @dataclass(frozen=True)
 class View:
-    """Snapshot of a stream."""
-
     name: str
     description: str
     state: State
@@ -156,7 +152,6 @@ class Stream:
 
     @property
     def state(self) -> State:
-        """State of the current request."""
         handle = self._handle
         if self._submit_error is not None:
             return "failed"
@@ -206,7 +201,6 @@ class Stream:
         return self._num_attained, self._num_judged
 
     def view(self, now_s: float) -> View:
-        """Return a snapshot."""
         self._count(now_s)
         handle = self._handle
         steps = list(self._past)

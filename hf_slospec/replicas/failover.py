@@ -80,19 +80,15 @@ class ReplicatedEngine:
         self.streams = handle.options(stream=True)
         self.options = options
         self.directory = ReplicaDirectory(running, options.silent_s)
-        self.tokenizer, self.generation_config = (
-            description.tokenizer,
-            description.generation_config,
-        )
+        self.tokenizer = description.tokenizer
+        self.generation_config = description.generation_config
         self.vocab_size = description.vocab_size
         self.max_len = description.max_len
         # replicas take no images
         self.processor = None
         self.work = work or Work()
-        self.response_template, self._max_nodes = (
-            description.response_template,
-            description.max_nodes,
-        )
+        self.response_template = description.response_template
+        self._max_nodes = description.max_nodes
         self.name = uuid.uuid4().hex[:12]
         self.offer_numbers = itertools.count()
         self.turns = itertools.count()
@@ -396,7 +392,6 @@ class ReplicatedDecoding:
             raise RequestCancelledError(f"request {self._order.request_id} was cancelled")
 
     def cancel(self) -> None:
-        """Cancel the request, unless it is done."""
         if self._stream is not None and self.finish_reason is None:
             self._is_cancelled = True
             self._leave()

@@ -43,10 +43,9 @@ from hf_slospec.server.serve import SWITCH_S
 logger = logging.getLogger("ray.serve")  # its handlers add the replica and the request to each line
 # In one call; a replica that is to end waits for its calls, also for those of fronts that died
 NUM_REPORTS = 20
-ORPHAN_S, TICK_S = (
-    60.0,
-    5.0,
-)  # seconds after which a replica that is not asked for ends itself; between checks of this
+# seconds after which a replica that is not asked for ends itself; between checks of this
+ORPHAN_S = 60.0
+TICK_S = 5.0
 RECENT_S = 60.0  # seconds in which missed SLOs are counted
 
 
@@ -130,7 +129,6 @@ class ModelReplica:
                 logger.info("%s ended: %s", order.request_id, handle.finish_reason or "cancelled")
 
     def families(self, address: ToReplica, prefix: str) -> list[Any]:
-        """Return the metric families of this replica for Prometheus."""
         return list(self.generator.collector(prefix).collect())
 
     def _fault(self) -> NotRunningError | None:
@@ -181,10 +179,8 @@ class ModelReplica:
         stats = self.generator.stats()
         load = await self.generator.aload()
         self._forget_old()
-        num_missed, max_batch = (
-            sum(is_missed for _, is_missed in self._recent),
-            self.options.config.max_batch,
-        )
+        num_missed = sum(is_missed for _, is_missed in self._recent)
+        max_batch = self.options.config.max_batch
         return {
             "missed": num_missed / max(len(self._recent), 1),
             "waiting": stats.waiting / max_batch,

@@ -16,7 +16,6 @@ _names: weakref.WeakKeyDictionary[object, tuple[str, ...]] = (
 
 
 def set_running(router: object, names: Sequence[str]) -> None:
-    """Set the names of the running replicas that a router knows."""
     _names[router] = tuple(names)
 
 
@@ -33,7 +32,6 @@ class AddressRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     """
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Update the running replicas."""
         super().update_replicas(replicas)
         self._set_running()
 

@@ -60,10 +60,9 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
     small = _SmallEndpoints(reader, templates, schemas)
     responses = Responses(completions)
     messages = anthropic.Messages(completions)
-    app.state.reader_s, app.state.counts = (
-        settings.bounds.reader_s,
-        reader.counts,
-    )  # read by the connections
+    # read by the connections
+    app.state.reader_s = settings.bounds.reader_s
+    app.state.counts = reader.counts
     app.state.is_stopping = False
     if settings.allowed_origins:
         app.add_middleware(
@@ -189,7 +188,6 @@ class _SmallEndpoints:
         return JSONResponse(answer)
 
     async def detokenize(self, request: Request) -> Response:
-        """Return the text of token ids."""
         body = await self.reader.read(request, DetokenizeBody)
         if body.tokens and max(body.tokens) >= self.engine.vocab_size:
             text = f"tokens has {max(body.tokens)}, and the vocabulary has {self.engine.vocab_size} tokens"
@@ -223,11 +221,9 @@ class _SmallEndpoints:
         return Response(event({"status": "ready", "cached": True}), media_type="text/event-stream")
 
     async def models(self) -> Response:
-        """Return the list of models, which has one."""
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, model: str) -> Response:
-        """Return a description of the model."""
         self.reader.check_model(model)
         return JSONResponse(self._model())
 
@@ -246,11 +242,9 @@ class _SmallEndpoints:
         return Response(status_code=200)
 
     async def version(self) -> Response:
-        """Return the version."""
         return JSONResponse({"version": hf_slospec.__version__})
 
     async def metrics(self) -> Response:
-        """Return metrics for Prometheus."""
         from prometheus_client import CollectorRegistry, generate_latest
 
         of_engine = await self.engine.families(self.settings.metrics_prefix)
@@ -266,10 +260,8 @@ class _SmallEndpoints:
         """Yield the metric families of the server itself."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        prefix, pools = (
-            self.settings.metrics_prefix,
-            {"work": self.engine.work, "schemas": self.schemas.slots},
-        )
+        prefix = self.settings.metrics_prefix
+        pools = {"work": self.engine.work, "schemas": self.schemas.slots}
         for name, text, label, counts in (
             ("requests_refused", "Requests above a limit.", "limit", self.reader.refused),
             (

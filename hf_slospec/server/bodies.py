@@ -47,8 +47,6 @@ class ClosedModel(BaseModel):
 
 
 class StreamOptions(ClosedModel):
-    """Options of a stream."""
-
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = (
@@ -127,8 +125,6 @@ class CommonBody(SamplingSettings):
 
 
 class JSONSchema(ClosedModel):
-    """A named JSON schema."""
-
     name: str = ""
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
@@ -204,18 +200,14 @@ class SamplingBody(CommonBody):
 
     @property
     def stop_strings(self) -> list[str]:
-        """Return the stop strings, none if ``stop`` is not given."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def options(self) -> StreamOptions:
-        """Return the options of the stream, the default ones if none are given."""
         return self.stream_options or StreamOptions()
 
 
 class CompletionBody(SamplingBody):
-    """Body of ``/v1/completions``."""
-
     prompt_field = "prompt"
 
     prompt: (
@@ -252,8 +244,6 @@ class _Part(ClosedModel):
 
 
 class Text(_Part):
-    """A part of a message."""
-
     type: Literal["text"]
     text: str
 
@@ -266,8 +256,6 @@ class ImageUrl(ClosedModel):
 
 
 class ImagePart(_Part):
-    """An image among the parts of a message."""
-
     type: Literal["image_url"]
     image_url: ImageUrl
 
@@ -297,7 +285,6 @@ class Message(BaseModel):
 
     @property
     def without_images(self) -> dict[str, Any]:
-        """Return the message without its images, as plain data."""
         return self.model_dump(
             exclude={"content": {"__all__": {"image_url"}}} if self.num_images else None
         )
@@ -353,14 +340,10 @@ def _without_cache_control(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 class FunctionName(ClosedModel):
-    """Name of a function."""
-
     name: str
 
 
 class NamedTool(ClosedModel):
-    """The tool that the model must call."""
-
     type: Literal["function"]
     function: FunctionName
 
@@ -373,8 +356,6 @@ class AllowedTools(ClosedModel):
 
 
 class AllowedToolChoice(ClosedModel):
-    """Choice among some of the tools."""
-
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 
@@ -399,8 +380,6 @@ class GenerationSettings(SamplingSettings):
 
 
 class ChatBody(SamplingBody):
-    """Body of ``/v1/chat/completions``."""
-
     prompt_field = "messages"
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -562,14 +541,10 @@ class ForeignBody(ClosedModel):
 
 
 class LoadBody(ClosedModel):
-    """Body of ``/load_model``."""
-
     model: str
 
 
 class TokenizeBody(ClosedModel):
-    """Body of ``/tokenize``: a text, or messages."""
-
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
@@ -593,7 +568,5 @@ class TokenizeBody(ClosedModel):
 
 
 class DetokenizeBody(ClosedModel):
-    """Body of ``/detokenize``."""
-
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]

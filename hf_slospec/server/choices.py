@@ -33,7 +33,6 @@ class Piece:
     )  # characters before each token; empty unless wanted
 
     def joined(self, after: Piece) -> Piece:
-        """Return this piece and the next one as one piece."""
         tokens = self.tokens + after.tokens
         logprobs = self.logprobs + after.logprobs
         parts = self.parts + after.parts
@@ -62,17 +61,14 @@ class PromptOnly:
 
     @property
     def prompt_logprobs(self) -> Sequence[TokenLogprobs | None]:
-        """Return the log probabilities of the prompt's tokens; none unless wanted."""
         return [] if self._scoring is None else self._scoring.prompt_logprobs
 
     @property
     def metrics(self) -> RequestMetrics:
-        """Return measurements so far."""
         return self._metrics if self._scoring is None else self._scoring.metrics
 
     @property
     def replica(self) -> str | None:
-        """Return the name of the replica that serves the request; None without replicas."""
         return None if self._scoring is None else self._scoring.replica
 
     async def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
@@ -83,7 +79,6 @@ class PromptOnly:
         yield [], True
 
     def cancel(self) -> None:
-        """Cancel the request, unless it is done."""
         if self._scoring is not None:
             self._scoring.cancel()
 
@@ -194,13 +189,11 @@ class _Offsets:
     """
 
     def __init__(self, to_text: ToText, prompt: Sequence[int]):
-        self._stream, self._length = (
-            TextStream(to_text, prompt),
-            0,
-        )  # characters that no further token changes
+        # characters that no further token changes
+        self._stream = TextStream(to_text, prompt)
+        self._length = 0
 
     def of(self, tokens: Sequence[int]) -> list[int]:
-        """Return the offsets of the next tokens."""
         offsets = []
         for token in tokens:
             offsets.append(self._length + len(self._stream.held.rstrip(INVALID)))

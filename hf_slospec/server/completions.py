@@ -39,19 +39,14 @@ LONG_PIECE = 64  # log probabilities of more tokens than this are written in the
 
 
 class Completions:
-    """Endpoints of completions and chats."""
-
     def __init__(self, reader: RequestReader, templates: ChatTemplates, schemas: SchemaCheck):
-        self.reader, self.engine, self.templates, self.schemas = (
-            reader,
-            reader.engine,
-            templates,
-            schemas,
-        )
+        self.reader = reader
+        self.engine = reader.engine
+        self.templates = templates
+        self.schemas = schemas
         self._texts = {skips: Detokenizer(self.engine.tokenizer, skips) for skips in (False, True)}
 
     async def chat(self, request: Request) -> Response:
-        """Return the answer to a chat."""
         body = await self.reader.read(request, ChatBody)
         return await self.answer_chat(request, body, self.form(body))
 
@@ -61,7 +56,6 @@ class Completions:
         return await while_connected(request.receive, self._answer(request, body, prompts, answer))
 
     def chat_inputs(self, body: ChatBody) -> PromptInputs:
-        """Return the prompt of a chat."""
         return chat_prompt(
             body.messages, self.engine, self.reader.bounds, self.templates,
             add_generation_prompt=body.add_generation_prompt,
@@ -72,7 +66,6 @@ class Completions:
         )  # fmt: skip
 
     async def complete(self, request: Request) -> Response:
-        """Return the completions of one prompt or several."""
         body = await self.reader.read(request, CompletionBody)
         prompts = [partial(prompt_of, prompt, body, self.engine) for prompt in body.prompts]
         return await while_connected(
@@ -80,7 +73,6 @@ class Completions:
         )
 
     def form(self, body: SamplingBody) -> Answer:
-        """Return the form of the answer to a completion or chat."""
         return Answer(
             self.reader.settings.model_name, isinstance(body, ChatBody), self._texts[False].token_bytes,
             num_top_logprobs(body) is not None, body.options.include_usage or body.options.continuous_usage_stats,
@@ -120,7 +112,6 @@ class Completions:
     async def _choice(
         self, index: int, order: Order, body: SamplingBody, echo: Echo | None, in_pool: InPool
     ) -> Choice:
-        """Submit an order, and return it as a choice."""
         parser: Parser = PlainParts()
         template = self.engine.response_template
         if isinstance(body, ChatBody) and body.must_call:
@@ -163,7 +154,6 @@ class Completions:
         )
 
     def _echo(self, body: SamplingBody) -> Echo | None:
-        """Return the echo of a prompt, if the answer repeats it."""
         if not isinstance(body, CompletionBody) or not body.echo:
             return None
         return Echo(None if body.logprobs is None else asyncio.get_running_loop().create_future())
@@ -180,7 +170,6 @@ class Completions:
         choices: Sequence[Choice],
         in_pool: InPool,
     ) -> Response:
-        """Return the answer once all pieces are there."""
         gathered = [Piece(choice.index, "", [], []) for choice in choices]
         async for piece in pieces:
             gathered[piece.index] = gathered[piece.index].joined(piece)

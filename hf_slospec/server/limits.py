@@ -32,7 +32,6 @@ class LimitError(InvalidInputError):
     """A request asks for more than a limit allows."""
 
     def __init__(self, limit: str, message: str):
-        """``limit`` is the name of the limit."""
         super().__init__(message)
         self.limit = limit
 

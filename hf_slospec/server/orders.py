@@ -63,8 +63,6 @@ def asked_slos(
 
 
 class PromptInputs(NamedTuple):
-    """A prompt as the model takes it."""
-
     tokens: list[int]
     of_images: dict[str, Any] = {}  # noqa: RUF012  arguments of submit for its images; never written to
 
@@ -148,10 +146,8 @@ def order_of(
     Raises:
         InvalidInputError: a field cannot be served.
     """
-    prompt, arguments = (
-        inputs.tokens,
-        _sampling(body, engine.generation_config) | terms | inputs.of_images,
-    )
+    prompt = inputs.tokens
+    arguments = _sampling(body, engine.generation_config) | terms | inputs.of_images
     arguments["max_new_tokens"] = _max_tokens(body, len(prompt), engine)
     arguments["speculative"] = body.speculative
     if body.seed is not None:

@@ -71,12 +71,10 @@ class Fault(Exception):  # noqa: N818  it is an answer
         Anthropic's.
         """
         super().__init__(status)
-        self.status, self.body, self.headers, self.for_anthropic = (
-            status,
-            body,
-            dict(headers or {}),
-            for_anthropic,
-        )
+        self.status = status
+        self.body = body
+        self.headers = dict(headers or {})
+        self.for_anthropic = for_anthropic
 
 
 class RequestReader:

@@ -52,10 +52,8 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
             app, host=options.host, port=options.port, http=ImpatientProtocol,
             log_level="warning", timeout_graceful_shutdown=DRAIN_S, root_path=options.root_path,
         )  # fmt: skip
-        stop, refuse = (
-            partial(generator.stop, drain=False),
-            partial(setattr, app.state, "is_stopping", True),
-        )
+        stop = partial(generator.stop, drain=False)
+        refuse = partial(setattr, app.state, "is_stopping", True)
         SignalledServer(config, stop, refuse).run()
 
 
@@ -72,10 +70,8 @@ def welcome(options: ServeOptions, generator: SLOSpecGenerator) -> str:
     if method.model is not None:
         drafts += f", {sum(tensor.numel() for tensor in method.model.parameters()) / 1e6:.1f} M parameters"
     url = f"http://{options.host}:{options.port}/v1"
-    is_chat, is_embedded = (
-        getattr(generator.tokenizer, "chat_template", None) is not None,
-        options.target is None,
-    )
+    is_chat = getattr(generator.tokenizer, "chat_template", None) is not None
+    is_embedded = options.target is None
     slo_s = max(round(2 * step_s, 3), 0.001)
     lines = [
         f"model    {name}: {size_and_place(generator.model)}",

@@ -188,7 +188,6 @@ class Placement:
 
     @classmethod
     def of(cls, old: Any, larger: Any) -> Placement:
-        """Return the placement from one config to another."""
         return cls(
             old.hidden_size,
             larger.hidden_size // old.hidden_size,

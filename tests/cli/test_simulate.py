@@ -22,11 +22,9 @@ def run(*options: object) -> Result:
 
 
 def test_table_json_csv_and_picture(tmp_path: Path) -> None:
-    made, lines, plot = (
-        tmp_path / "deep" / "r.json",
-        tmp_path / "other" / "r.csv",
-        tmp_path / "p" / "r.png",
-    )
+    made = tmp_path / "deep" / "r.json"
+    lines = tmp_path / "other" / "r.csv"
+    plot = tmp_path / "p" / "r.png"
     options = (
         "--rate",
         2,

@@ -115,7 +115,8 @@ def test_replies_are_those_of_generate_whole_and_streamed(
 @pytest.mark.parametrize("protocol", [CHAT, MESSAGES])
 def test_stop_strings_end_replies(served: Served, protocol: Protocol) -> None:
     whole = protocol.ask(served.client, max_tokens=30, **GREEDY)
-    text, stop = whole.text, whole.text[5:8]
+    text = whole.text
+    stop = whole.text[5:8]
     no_stops = ["\n" + text[:2], "\n" + stop]  # the first begins in the prompt
     for stops, end in ((no_stops, None), ([*no_stops, stop], text.index(stop))):
         for ask in (protocol.ask, protocol.stream):

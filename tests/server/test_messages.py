@@ -110,7 +110,8 @@ TWO = '[{"name": "a", "arguments": {"x": "}],{"}} ,\n {"name":"b","arguments":{}
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
 def test_calls_are_read_whatever_the_pieces(size: int) -> None:
-    parser, found = CallParts(), Parts()
+    parser = CallParts()
+    found = Parts()
     for at in range(0, len(TWO), size):
         found += parser.push(TWO[at : at + size], at + size >= len(TWO))
     assert [call["function"] for call in found.tool_calls] == [

@@ -35,7 +35,8 @@ VARYING = ("id", "item_id", "created", "created_at", "metrics")
 
 class Recorded:
     def __init__(self, client: httpx.Client, orders: list[Order]):
-        self.client, self.orders = client, orders
+        self.client = client
+        self.orders = orders
 
     def outcome(self, path: str, body: dict[str, Any]) -> Any:
         """What the engine was asked for, and the answer without what differs from request to request."""

@@ -12,10 +12,8 @@ from hf_slospec.server.options import Objective, SLOLimits
 
 
 def test_an_objective_gives_what_the_request_leaves_out() -> None:
-    tenant, objective = (
-        Tenant(SLOLimits(default_tpot=9.0), "", b""),
-        Objective(slo_tpot=0.5, slo_e2e=4.0, priority=-2),
-    )
+    tenant = Tenant(SLOLimits(default_tpot=9.0), "", b"")
+    objective = Objective(slo_tpot=0.5, slo_e2e=4.0, priority=-2)
     empty = tenant.arguments(CompletionBody(prompt="x"), {}, objective)
     assert (empty["slo_tpot"], empty["slo_ttft"], empty["slo_e2e"], empty["priority"]) == (
         0.5,

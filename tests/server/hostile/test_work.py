@@ -122,7 +122,8 @@ def test_a_place_that_is_left_when_its_turn_comes_goes_on_to_the_next() -> None:
 @pytest.fixture
 def narrow(generator: SLOSpecGenerator) -> Iterator[tuple[Served, Gate]]:
     """A server with one thread and a queue of three, and a gate before its tokenizer."""
-    bounds, gate = RequestLimits(workers=1, waiting=3), Gate()
+    bounds = RequestLimits(workers=1, waiting=3)
+    gate = Gate()
     engine = LocalEngine(generator, work=bounds.new_work())
     own = engine.tokenizer
 
