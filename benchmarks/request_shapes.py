@@ -65,8 +65,8 @@ def without_widths(cost: ForwardCost) -> ForwardCost:
     """Return the cost of draft levels in which each request pays for one token, however many it
     has.
     """
-    first_s = cost.curve.at(1)
-    token_s = (cost.curve.at(MAX_DRAFTED) - first_s) / MAX_DRAFTED
+    first_s = cost.curve(1)
+    token_s = (cost.curve(MAX_DRAFTED) - first_s) / MAX_DRAFTED
     return replace(
         cost, curve=LatencyCurve((1,), (first_s,)), per_request_s=cost.per_request_s + token_s
     )

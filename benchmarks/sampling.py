@@ -35,10 +35,11 @@ from hf_slospec import (
 )
 from hf_slospec.cli.benchmark import ASSISTED, OURS, PLAIN, Bench, Method, provenance, summarize
 from hf_slospec.engine.acceptance import SHARPNESS, Acceptance
-from hf_slospec.engine.interfaces import PolicyStep, Selection
+from hf_slospec.engine.events import PhaseTimes
+from hf_slospec.engine.interfaces import Plan, Selection
 from hf_slospec.policies.fixed import FixedPolicy
 from hf_slospec.server.loading import load_pair
-from hf_slospec.tree.tree import Forest
+from hf_slospec.tree.tree import Forest, TokenTree
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "temperature 1": dict(temperature=1.0, top_k=0),
@@ -118,17 +119,25 @@ class Observed(FixedPolicy):
         super().__init__(config, costs)
         self.acceptance = acceptance
 
-    def step(
-        self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
-    ) -> PolicyStep:
-        candidates, _ = yield self.plan(requests, begun_s)
+    def select(
+        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
+    ) -> Selection:
         forest = Forest.of(candidates)
-        prediction, is_verified = (
-            self.acceptance.predict(requests, forest),
-            np.ones(len(forest.depths), dtype=np.bool_),
-        )
-        accepted, _ = yield Selection(candidates, prediction.expected_tokens(is_verified).tolist())
-        self.acceptance.observe(requests, prediction, is_verified, forest.indices(accepted))
+        is_verified = np.ones(len(forest.depths), dtype=np.bool_)
+        prediction = self.acceptance.predict(requests, forest)
+        self._predicted = prediction, is_verified
+        return Selection(candidates, prediction.expected_tokens(is_verified).tolist())
+
+    def observe(
+        self,
+        requests: Sequence[Request],
+        accepted: Sequence[Sequence[int]],
+        phases: PhaseTimes,
+        plan: Plan,
+    ) -> None:
+        prediction, is_verified = self._predicted
+        indices = prediction.forest.indices(accepted)
+        self.acceptance.observe(requests, prediction, is_verified, indices)
 
 
 def study(

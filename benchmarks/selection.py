@@ -20,7 +20,7 @@ from hf_slospec.cli.benchmark import provenance
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes
-from hf_slospec.engine.interfaces import Policy, StepDecisions
+from hf_slospec.engine.interfaces import Policy
 from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.policies import new_policy
 from hf_slospec.policies.auto import SpeculationHistory
@@ -73,15 +73,12 @@ def times_ms(policy: Policy, num_requests: int, is_chain: bool) -> dict[str, flo
     spent: dict[str, list[float]] = {"plan": [], "select": [], "observe": []}
     for repeat in range(REPEATS):
         laps = [time.perf_counter()]
-        step = StepDecisions(policy.step(requests, 0.01 * repeat))
-        plan = step.plan()
+        plan = policy.plan(requests, 0.01 * repeat)
         laps.append(time.perf_counter())
-        selection = step.select(trees, plan)
+        selection = policy.select(requests, trees, plan)
         laps.append(time.perf_counter())
-        step.observe(
-            [[1] if tree.num_nodes > 1 else [] for tree in selection.trees],
-            PhaseTimes(0.01, 0.0, 0.02),
-        )
+        accepted = [[1] if tree.num_nodes > 1 else [] for tree in selection.trees]
+        policy.observe(requests, accepted, PhaseTimes(0.01, 0.0, 0.02), plan)
         laps.append(time.perf_counter())
         for name, begun_s, ended_s in zip(spent, laps, laps[1:], strict=False):
             spent[name].append(1e3 * (ended_s - begun_s))

@@ -20,8 +20,8 @@ import torch
 
 import hf_slospec
 from hf_slospec.cli.benchmark import provenance
+from hf_slospec.model.checksum import digest
 from hf_slospec.model.transfer import synchronize
-from hf_slospec.model.version import digest
 from hf_slospec.server.loading import load_pair
 
 TOKENS = 64

@@ -57,7 +57,7 @@ ALIASES = (
         "TreeTime",
         "OnReplaced",
     ),
-    *("SLOTpot", "SLOOrder", "NewPolicy", "Prompt", "IsOver", "PolicyStep"),
+    *("SLOTpot", "SLOOrder", "NewPolicy", "Prompt", "IsOver"),
 )
 autodoc_type_aliases = {name: name for name in ALIASES}  # shown as they are written,
 TypeAliasForwardRef.__repr__ = lambda alias: alias.name  # within other types too

@@ -46,11 +46,11 @@ if TYPE_CHECKING:  # as :data:`_NAMES`, for type checkers and editors
     from hf_slospec.heads.past_answers import PastAnswers as PastAnswers
     from hf_slospec.model.memory import MemoryUse as MemoryUse
     from hf_slospec.model.version import weights_changed as weights_changed
-    from hf_slospec.request.request import Progress as Progress
+    from hf_slospec.request.metrics import RequestMetrics as RequestMetrics
+    from hf_slospec.request.params import RequestParams as RequestParams
     from hf_slospec.request.request import Request as Request
-    from hf_slospec.request.request import RequestMetrics as RequestMetrics
-    from hf_slospec.request.request import RequestParams as RequestParams
     from hf_slospec.request.slo import SLOStage as SLOStage
+    from hf_slospec.request.state import Progress as Progress
     from hf_slospec.tiny.embedded import load_tiny_drafter as load_tiny_drafter
     from hf_slospec.tiny.embedded import load_tiny_pair as load_tiny_pair
     from hf_slospec.tiny.embedded import tiny_prompts as tiny_prompts
@@ -81,8 +81,11 @@ _NAMES = {
     "heads.past_answers": "PastAnswers",
     "model.memory": "MemoryUse",
     "model.version": "weights_changed",
-    "request.request": "Progress Request RequestMetrics RequestParams",
+    "request.metrics": "RequestMetrics",
+    "request.params": "RequestParams",
+    "request.request": "Request",
     "request.slo": "SLOStage",
+    "request.state": "Progress",
     "tiny.embedded": "load_tiny_drafter load_tiny_pair tiny_prompts",
     "tree.tree": "TokenTree",
 }

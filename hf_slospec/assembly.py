@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 from hf_slospec.config import SLOSpecConfig
@@ -14,9 +13,6 @@ from hf_slospec.engine.interfaces import Clock, Drafter, Policy, Target
 from hf_slospec.engine.step import Engine
 from hf_slospec.request.request import Request
 from hf_slospec.scheduler.continuous import ContinuousScheduler, Limits
-from hf_slospec.scheduler.guarantees import guarantee_windows
-from hf_slospec.scheduler.static import StaticScheduler
-from hf_slospec.scheduler.window_guarantees import WindowGuarantees
 
 
 class Parts(NamedTuple):
@@ -31,38 +27,32 @@ class Parts(NamedTuple):
     checks: Checks = NO_CHECKS
 
 
-def static_engine(
-    config: SLOSpecConfig, parts: Parts, requests: Sequence[Request], shares_prompts: bool = False
-) -> Engine[StaticScheduler]:
-    """Return an engine that decodes a fixed batch of requests; see :class:`StaticScheduler`."""
-    target, drafter, policy, costs, clock, shared, checks = parts
-    windows = WindowGuarantees(config.guarantee, costs.recent, falls_back=False)
-    begin = (
-        None
-        if config.guarantee is None
-        else partial(guarantee_windows, costs=costs, windows=windows)
-    )
-    scheduler = StaticScheduler(requests, begin, shares_prompts)
-    return Engine(
-        target, drafter, policy, scheduler, costs, clock, config.check_invariants, shared, checks
-    )
-
-
-def continuous_engine(
-    config: SLOSpecConfig, parts: Parts, limits: Limits
+def new_engine(
+    config: SLOSpecConfig,
+    parts: Parts,
+    limits: Limits | None = None,
+    requests: Sequence[Request] = (),
+    shares_prompts: bool = False,
 ) -> Engine[ContinuousScheduler]:
-    """Return an engine to which requests are added while it runs."""
+    """Return an engine that decodes ``requests``, or those that are added while it runs.
+
+    Args:
+        limits: those of an engine to which requests are added; None: it decodes ``requests``.
+        shares_prompts: see :class:`~hf_slospec.scheduler.prefill.CallBatches`.
+    """
     target, drafter, policy, costs, clock, shared, checks = parts
-    guarantee = config.guarantee if config.admission == "slo" else None
-    scheduler = ContinuousScheduler(
-        limits,
-        costs,
-        config.admission,
-        config.prefill,
-        target.num_reusable,
-        guarantee,
-        getattr(policy, "falls_back", False),
-    )
+    if limits is None:
+        scheduler = ContinuousScheduler.of_call(requests, costs, config.guarantee, shares_prompts)
+    else:
+        scheduler = ContinuousScheduler(
+            limits,
+            costs,
+            config.admission,
+            config.prefill,
+            target.num_reusable,
+            config.guarantee,
+            policy.falls_back,
+        )
     return Engine(
         target, drafter, policy, scheduler, costs, clock, config.check_invariants, shared, checks
     )

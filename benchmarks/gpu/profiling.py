@@ -21,7 +21,6 @@ from benchmarks.gpu.counts import counting, replaced
 from benchmarks.gpu.failures import outcome_of
 from benchmarks.gpu.limits import TimedOutError, at_most
 from hf_slospec.cli.benchmark import OURS, Bench
-from hf_slospec.engine.interfaces import StepDecisions
 from hf_slospec.engine.step import Engine
 from hf_slospec.model.packed_model import PackedModel
 
@@ -31,7 +30,7 @@ LEVEL = "draft level"
 METHODS = {
     STEP: (Engine, "step"),
     "draft": (Engine, "_draft"),
-    "select": (StepDecisions, "select"),
+    "select": (Engine, "_select"),
     "verify": (Engine, "_verify"),
     "commit": (Engine, "_commit"),
     "forward": (PackedModel, "_run"),

@@ -39,13 +39,13 @@ def lines_below(cost: ForwardCost) -> list[Line]:
     The first line is horizontal; the last one passes through the origin.
     """
     x = [1.0, *(float(tokens) for tokens in cost.curve.num_tokens if tokens > 1)]
-    y = [cost.curve.at(tokens) for tokens in x]
+    y = [cost.curve(tokens) for tokens in x]
     hull: list[int] = []
     for index in range(len(x)):
         while len(hull) > 1 and _slope(x, y, hull[-2], hull[-1]) >= _slope(x, y, hull[-1], index):
             hull.pop()
         hull.append(index)
-    beyond = cost.curve.at(x[-1] + 1.0) - y[-1]
+    beyond = cost.curve(x[-1] + 1.0) - y[-1]
     edges = [_slope(x, y, left, right) for left, right in itertools.pairwise(hull)]
     lines = [
         Line(min(s - slope * n for n, s in zip(x, y, strict=True)), slope)

@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from hf_slospec.batcher.handle import WAITS_FOR_ITSELF, RequestHandle, waiting_s, wake
-from hf_slospec.engine.events import StepEvent
+from hf_slospec.batcher.orders import Abort, BatcherState, LoadReport, Observer, Submission
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.step import Engine
 from hf_slospec.errors import (
@@ -37,23 +37,11 @@ T = TypeVar("T")
 NewEngine = Callable[[], Engine[ContinuousScheduler]]
 
 
-class Observer(Protocol):
-    """Callbacks that a batcher calls in its thread. Their errors are logged, and end no request."""
-
-    def on_step(self, step: StepEvent) -> None:
-        """Handle the end of a step."""
-
-    def on_end(self, request: Request) -> None:
-        """Handle a request that finished, was cancelled or failed."""
-
-
 class Batcher:
     """Runs one engine in its own thread.
 
-    Other threads only queue orders under a lock: to add a request, to cancel one, to return the
-        load, to stop. The
-    engine's thread takes them between steps, so no other thread touches engine and scheduler.
-    """
+    Other threads queue orders, which that thread carries out between steps, so that no other thread
+    touches engine and scheduler."""
 
     def __init__(
         self,
@@ -88,19 +76,22 @@ class Batcher:
         self._clear("runs in the process this one was forked from; call start() here")
 
     def _clear(self, why_not: str) -> None:
-        self._state = Condition()  # guards the orders below
-        self._arrivals: deque[RequestHandle] = deque()
-        self._aborted: deque[tuple[RequestHandle, BaseException | None]] = deque()
-        self._load_futures: list[Future[ReplicaLoad]] = []
-        self._ending: str | None = None  # "drain": take no more requests; "now": cancel all
+        self._changed = Condition()  # guards orders, state and counts
+        self._orders = deque[Submission | Abort | LoadReport]()
+        self._state = BatcherState.TAKING
         self._handles: dict[int, RequestHandle] = {}  # unfinished requests, by index
-        self._num_waiting = 0  # requests in the scheduler's queue
-        self.num_running = self.kv_held = 0  # running requests, and their tokens
-        self.num_kept = 0  # tokens of finished requests whose K/V is kept
+        self._running_engine: Engine[ContinuousScheduler] | None = None  # used by its thread only
+        self._clear_counts()
         self.step_begun_s: float | None = None  # by the monotonic clock; None between steps
         self._thread: threading.Thread | None = None
         self._why_not = why_not
         self._starting = Lock()
+
+    def _clear_counts(self) -> None:
+        self.num_waiting = 0  # requests that wait for room
+        self.num_running = 0
+        self.kv_held = 0  # tokens of running requests
+        self.num_kept = 0  # tokens of finished requests whose K/V is kept
 
     # ---- for other threads
 
@@ -108,11 +99,6 @@ class Batcher:
     def is_running(self) -> bool:
         """Return whether its thread runs, in this process."""
         return self._thread is not None and self._thread.is_alive()
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for room."""
-        return len(self._arrivals) + self._num_waiting
 
     @property
     def is_idle(self) -> bool:
@@ -141,9 +127,9 @@ class Batcher:
             thread = threading.Thread(
                 target=self._run, args=(engine,), name="hf_slospec", daemon=True
             )
-            with self._state:  # until the state is complete, the thread takes no orders
+            with self._changed:  # until the state is complete, the thread takes no orders
                 thread.start()  # may raise, with too many threads
-                self._ending = None
+                self._state = BatcherState.TAKING
                 self._thread = thread
             _batchers.add(self)
 
@@ -154,13 +140,12 @@ class Batcher:
             QueueFull: at once, or with ``block`` after ``timeout`` seconds.
             NotRunningError: the batcher takes no requests.
         """
+        # The batcher's own thread must not wait, as only it makes room.
+        may_wait = block and threading.current_thread() is not self._thread
         self.check_running()
-        with self._state:
-            may_wait = (
-                block and threading.current_thread() is not self._thread
-            )  # only that thread makes room
-            limit_s = waiting_s(timeout) if may_wait else 0.0
-            is_room = self._state.wait_for(
+        limit_s = waiting_s(timeout) if may_wait else 0.0
+        with self._changed:
+            is_room = self._changed.wait_for(
                 lambda: self.num_waiting < self.max_queue or not self._is_taking, limit_s
             )
             self.check_running()
@@ -169,16 +154,19 @@ class Batcher:
                     f"{self.num_waiting} requests are waiting, which is max_queue; submit with block=True, or later"
                 )
             handle.thread = self._thread
-            self._arrivals.append(handle)
             self._handles[handle.request.index] = handle
-            self._state.notify_all()
+            self.num_waiting += 1
+            self._order(Submission(handle))
+
+    def _order(self, order: Submission | Abort | LoadReport) -> None:
+        self._orders.append(order)
+        self._changed.notify_all()
 
     def abort(self, handle: RequestHandle, error: BaseException | None) -> None:
         """Cancel a request, or fail it with an error, before the next step."""
-        with self._state:
+        with self._changed:
             if not handle.done():  # otherwise it would stay here until the next start
-                self._aborted.append((handle, error))
-                self._state.notify_all()
+                self._order(Abort(handle, error))
 
     def load(self) -> Future[ReplicaLoad]:
         """Return the load of the engine before the next step; NotRunningError if none can be waited
@@ -187,10 +175,9 @@ class Batcher:
         future: Future[ReplicaLoad] = Future()
         if self._thread is threading.current_thread():
             raise NotRunningError(WAITS_FOR_ITSELF)
-        with self._state:
+        with self._changed:
             self.check_running()
-            self._load_futures.append(future)
-            self._state.notify_all()
+            self._order(LoadReport(future))
         return future
 
     def stop(self, drain: bool, timeout: float | None) -> None:
@@ -207,19 +194,18 @@ class Batcher:
             raise NotRunningError(
                 "stop() was called by the batcher's own thread; call it from another one"
             )
-        self._end_with("drain" if drain else "now", thread)
+        self._end_with(BatcherState.DRAINING if drain else BatcherState.STOPPING, thread)
         thread.join(timeout if drain else None)
-        self._end_with("now", thread)
+        self._end_with(BatcherState.STOPPING, thread)
         thread.join()
 
-    def _end_with(self, ending: str, thread: threading.Thread) -> None:
-        with self._state:
-            if (
-                self._thread is thread and self._ending != "now"
-            ):  # neither restarted, nor stopping already
-                self._ending = ending
+    def _end_with(self, state: BatcherState, thread: threading.Thread) -> None:
+        with self._changed:
+            # Neither restarted, nor stopping already.
+            if self._thread is thread and self._state is not BatcherState.STOPPING:
+                self._state = state
                 self._why_not = "was stopped; call start() to use it again"
-                self._state.notify_all()
+                self._changed.notify_all()
 
     def check_running(self, hang_s: float = math.inf) -> None:
         """Raise NotRunningError unless the batcher takes requests and its step has not lasted
@@ -235,132 +221,128 @@ class Batcher:
 
     @property
     def _is_taking(self) -> bool:
-        return self.is_running and self._ending is None
+        return self.is_running and self._state is BatcherState.TAKING
 
     # ---- the engine's thread
 
+    @property
+    def _engine(self) -> Engine[ContinuousScheduler]:
+        assert self._running_engine is not None
+        return self._running_engine
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._engine.scheduler.running or self._engine.scheduler.waiting)
+
     def _run(self, engine: Engine[ContinuousScheduler]) -> None:
         error: BaseException | None = None
-        engines = [engine]  # one element, which `_replace_engine` replaces
+        self._running_engine = engine
         del engine
         with self.in_thread():
             for part in (self._serve, self._close):
                 try:
-                    part(engines)
+                    part()
                 except BaseException as caught:  # noqa: BLE001  every waiting handle raises it
                     error = error or caught
-        with self._state:
+            self._running_engine = None
+        with self._changed:
             if error is not None:
                 self._why_not = f"died of {error!r}; call start() to use it again"
             unfinished = list(self._handles.values())
-            self._arrivals.clear()
-            load_futures = self._load_futures
-            self._load_futures = []
-            self._num_waiting = self.num_running = self.kv_held = self.num_kept = 0
-            self._ending = "now"
-            self._state.notify_all()
-        for future in load_futures:
+            reports = [order.future for order in self._orders if isinstance(order, LoadReport)]
+            self._clear_counts()
+            self._state = BatcherState.STOPPING
+            self._changed.notify_all()
+        for future in reports:
             if future.set_running_or_notify_cancel():
                 future.set_exception(NotRunningError(f"the batcher {self._why_not}"))
         for handle in unfinished:
             handle.request.end(error)
             self._end(handle.request)
-        with self._state:
-            self._aborted.clear()
+        with self._changed:
+            self._orders.clear()
 
-    def _serve(self, engines: list[Engine[ContinuousScheduler]]) -> None:
-        while self._take_orders(engines):
-            if _is_busy(engines[0].scheduler):
-                self._step(engines[0])
+    def _serve(self) -> None:
+        while self._take_orders():
+            if self._is_busy:
+                self._step()
         with self.lock:
-            engines[0].retire([*engines[0].scheduler.running, *engines[0].scheduler.waiting])
+            self._engine.retire(self._unfinished())
 
-    def _close(self, engines: list[Engine[ContinuousScheduler]]) -> None:
+    def _close(self) -> None:
         with self.lock:
-            engines[0].close()
+            self._engine.close()
 
-    def _replace_engine(self, engines: list[Engine[ContinuousScheduler]]) -> SLOSpecError | None:
+    def _unfinished(self) -> list[Request]:
+        return [*self._engine.scheduler.running, *self._engine.scheduler.waiting]
+
+    def _replace_engine(self) -> SLOSpecError | None:
         """Replace an engine whose models were moved or cast, and fail its requests; return an error
         if that fails.
         """
-        (engine,) = engines
-        error: SLOSpecError = UnsupportedModelError(
+        error = UnsupportedModelError(
             "the model was moved, cast or given another forward while requests were running; submit them again"
         )
-        for request in [*engine.scheduler.running, *engine.scheduler.waiting]:
-            self._retire(engine, request, error)
+        for request in self._unfinished():
+            self._retire(request, error)
+        engine = self._engine
         try:
-            engines[0] = self.new_engine()
+            self._running_engine = self.new_engine()
         except SLOSpecError as caught:  # the next requests try again
             return caught
         with self.lock:
             engine.close()
         return None
 
-    def _take_orders(self, engines: list[Engine[ContinuousScheduler]]) -> bool:
+    def _take_orders(self) -> bool:
         """Wait for work or orders, carry the orders out, and return whether to go on."""
-        engine = engines[0]
-        scheduler = engines[0].scheduler
-        if not (is_busy := _is_busy(scheduler)):
+        if not (is_busy := self._is_busy):
             self.lock.rest()
-        with self._state:
-            self._count(engine)
-            self._state.wait_for(
-                lambda: (
-                    is_busy or self._arrivals or self._aborted or self._load_futures or self._ending
-                )
+        with self._changed:
+            self._count()
+            self._changed.wait_for(
+                lambda: is_busy or self._orders or self._state is not BatcherState.TAKING
             )
-            arrivals = self._arrivals
-            self._arrivals = deque()
-            aborted = self._aborted
-            self._aborted = deque()
-            load_futures = self._load_futures
-            self._load_futures = []
-            self._num_waiting += len(arrivals)
-            ending = self._ending
-        if not self.is_current():
-            refusal = self._replace_engine(engines)
-            engine = engines[0]
-            scheduler = engines[0].scheduler
-            while refusal is not None and arrivals:
-                request = arrivals.popleft().request
-                request.end(refusal)
-                self._end(request)
-        for handle in arrivals:
-            self._take(engine, handle)
-        for handle, error in aborted:
-            if not handle.request.is_finished:
-                self._retire(engine, handle.request, error)
-        for future in load_futures:
-            if future.set_running_or_notify_cancel():
-                future.set_result(load_of(scheduler))
-        return ending != "now" and not (ending == "drain" and not _is_busy(scheduler))
+            num_orders = len(self._orders)
+            state = self._state
+        refusal = None if self.is_current() else self._replace_engine()
+        for _ in range(num_orders):
+            match self._orders.popleft():
+                case Submission(handle):
+                    self._take(handle.request, refusal)
+                case Abort(handle, error):
+                    if not handle.request.is_finished:
+                        self._retire(handle.request, error)
+                case LoadReport(future):
+                    if future.set_running_or_notify_cancel():
+                        future.set_result(load_of(self._engine.scheduler))
+        if state is BatcherState.DRAINING:
+            return self._is_busy
+        return state is BatcherState.TAKING
 
-    def _take(self, engine: Engine[ContinuousScheduler], handle: RequestHandle) -> None:
+    def _take(self, request: Request, refusal: SLOSpecError | None) -> None:
         """Queue a request in the scheduler, or refuse it."""
-        request = handle.request
-        if request.params.must_guarantee:
+        if refusal is None and request.params.must_guarantee:
             with self.lock:
-                is_queued = engine.scheduler.offer(request, engine.clock())
-            if not is_queued:
-                request.end(
-                    NotGuaranteedError(
+                if not self._engine.scheduler.offer(request, self._engine.clock()):
+                    refusal = NotGuaranteedError(
                         f"the SLOs of request {request.index} cannot be guaranteed now"
                     )
-                )
-                self._end(request)
-                return
+        elif refusal is None:
+            self._engine.scheduler.add(request)
+        if refusal is None:
+            wake(self._handles[request.index].advance())
         else:
-            engine.scheduler.add(request)
-        wake(handle.advance())
+            request.end(refusal)
+            self._end(request)
 
-    def _step(self, engine: Engine[ContinuousScheduler]) -> None:
+    def _step(self) -> None:
         try:
             with self.lock:
                 self.step_begun_s = time.monotonic()
-                event = engine.step()
+                event = self._engine.step()
         except MemoryError as error:
-            self._do_less(engine, error)
+            self._do_less(error)
             return
         except Exception:
             if self.is_current():
@@ -369,8 +351,8 @@ class Batcher:
         finally:
             self.step_begun_s = None
         # Counted first: threads that wait for a result may read the counts.
-        with self._state:
-            self._count(engine)
+        with self._changed:
+            self._count()
         self._notify(self.observer.on_step, event)
         handles = [self._handles[part.index] for part in event.requests]
         wake(
@@ -382,39 +364,37 @@ class Batcher:
             if handle.request.is_finished:
                 self._end(handle.request)
 
-    def _count(self, engine: Engine[ContinuousScheduler]) -> None:
-        scheduler = engine.scheduler
-        before = self._num_waiting
-        self._num_waiting = len(scheduler.waiting)
+    def _count(self) -> None:
+        scheduler = self._engine.scheduler
+        before = self.num_waiting
+        arriving = [order for order in self._orders if isinstance(order, Submission)]
+        self.num_waiting = len(scheduler.waiting) + len(arriving)
         self.num_running = len(scheduler.running)
         self.kv_held = scheduler.kv_held
-        self.num_kept = engine.target.num_kept
-        if self._num_waiting < before:
-            self._state.notify_all()  # there is room in the queue
+        self.num_kept = self._engine.target.num_kept
+        if self.num_waiting < before:
+            self._changed.notify_all()  # there is room in the queue
 
-    def _do_less(self, engine: Engine[ContinuousScheduler], error: MemoryError) -> None:
+    def _do_less(self, error: MemoryError) -> None:
         """Reduce the work of steps after one ran out of memory; a request that is too large by
         itself fails.
         """
-        scheduler = engine.scheduler
+        engine = self._engine
         with self.lock:
             if engine.relieve():
                 return
-        if preempted := scheduler.relieve(engine.clock()):
+        if preempted := engine.scheduler.relieve(engine.clock()):
             with self.lock:
                 engine.forget(preempted)
-        elif not scheduler.shrink():
-            self._retire(
-                engine, max(scheduler.running, key=lambda request: len(request.tokens)), error
-            )
+        elif not engine.scheduler.shrink():
+            longest = max(engine.scheduler.running, key=lambda request: len(request.tokens))
+            self._retire(longest, error)
 
-    def _retire(
-        self, engine: Engine[ContinuousScheduler], request: Request, error: BaseException | None
-    ) -> None:
+    def _retire(self, request: Request, error: BaseException | None) -> None:
         """End a request that is not finished."""
         request.end(error)
         with self.lock:
-            engine.retire([request])
+            self._engine.retire([request])
         self._end(request)
 
     def _end(self, request: Request) -> None:
@@ -434,10 +414,6 @@ class Batcher:
             logger.exception(
                 "the observer of the batcher raised; requests continue, and its counts may be wrong"
             )
-
-
-def _is_busy(scheduler: ContinuousScheduler) -> bool:
-    return bool(scheduler.running or scheduler.waiting)
 
 
 def _clear_frames(error: BaseException) -> None:

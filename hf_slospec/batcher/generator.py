@@ -25,7 +25,7 @@ from transformers import (
 from hf_slospec.batcher.handle import RequestHandle, waiting_s
 from hf_slospec.batcher.service import BatchingService
 from hf_slospec.batcher.stats import Collector, Stats
-from hf_slospec.batcher.submission import Prompt, SubmitOptions
+from hf_slospec.batcher.submission import Prompt
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.drafters.load_drafter import Drafting, check_drafting, load_drafter
 from hf_slospec.errors import InvalidTypeError
@@ -34,8 +34,9 @@ from hf_slospec.model.loading import check_tokenizer, hub_options, load_model
 from hf_slospec.model.properties import input_device
 from hf_slospec.model.sampling import TokenLogprobs
 from hf_slospec.request.metrics import METRICS_PREFIX
-from hf_slospec.request.request import Progress
+from hf_slospec.request.params import SubmitOptions
 from hf_slospec.request.slo import SLOTpot
+from hf_slospec.request.state import Progress
 from hf_slospec.scheduler.load import ReplicaLoad
 
 HUB_ACCESS = ("token", "cache_dir", "local_files_only", "force_download", "trust_remote_code")

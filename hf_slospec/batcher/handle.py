@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -24,7 +25,9 @@ from hf_slospec.errors import (
 )
 from hf_slospec.forks import Condition
 from hf_slospec.model.sampling import TokenLogprobs
-from hf_slospec.request.request import FinishReason, Progress, Request, RequestMetrics
+from hf_slospec.request.metrics import RequestMetrics
+from hf_slospec.request.request import Request
+from hf_slospec.request.state import FinishReason, Progress
 
 WAITS_FOR_ITSELF = (
     "the batcher's own thread would wait for itself: a processor, criterion or drafter waits for what the batcher does "
@@ -103,11 +106,7 @@ class RequestHandle:
             if self.request.error is not None:
                 self._traceback = self.request.error.__traceback__
             self._changed.notify_all()
-            return [
-                waker
-                for waker in self._wakers
-                if self._is_done or self._num_ready > waker.num_known
-            ]
+            return [waker for waker in self._wakers if self._has_more_than(waker.num_known)]
 
     # ---- for the caller
 
@@ -177,13 +176,10 @@ class RequestHandle:
 
     def cancel(self) -> None:
         """Cancel the request, unless it is done."""
-        self._end(None)
+        self.fail(None)
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException | None) -> None:
         """End the request with an error, which ``result`` raises, unless it is done."""
-        self._end(error)
-
-    def _end(self, error: BaseException | None) -> None:
         if not self._is_done and self._pid == os.getpid():
             self._abort(self, error)
 
@@ -210,13 +206,16 @@ class RequestHandle:
             yield from new
 
     def __iter__(self) -> Iterator[str | int]:
-        if self._to_text is None:
-            yield from self.tokens()
-            return
-        text = TextStream(self._to_text)
+        pieces_of = self._new_stream()
         for new, is_last in self._steps():
-            if piece := text.push(new, is_last):
-                yield piece
+            yield from pieces_of(new, is_last)
+
+    def _new_stream(self) -> Callable[[list[int], bool], Sequence[str | int]]:
+        """Return the function that returns what an iteration yields for new tokens."""
+        if self._to_text is None:
+            return lambda new, is_last: new
+        text = TextStream(self._to_text)
+        return lambda new, is_last: list(filter(None, [text.push(new, is_last)]))
 
     def _steps(self) -> Iterator[tuple[list[int], bool]]:
         """Yield newly committed tokens, and whether they are the last."""
@@ -224,16 +223,16 @@ class RequestHandle:
         is_done = False
         while not is_done:
             self._check_waiting()
-            new, is_done = self._wait_past(num_known)
+            with self._changed:
+                self._changed.wait_for(partial(self._has_more_than, num_known))
+                new = self._since(num_known)
+                is_done = self._is_done
             num_known += len(new)
             yield new, is_done
         self._raise_if_failed()
 
-    def _wait_past(self, num_known: int) -> tuple[list[int], bool]:
-        """Wait for further tokens or the end; return the tokens and whether they are the last."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_done or self._num_ready > num_known)
-            return self._since(num_known), self._is_done
+    def _has_more_than(self, num_known: float) -> bool:
+        return self._is_done or self._num_ready > num_known
 
     # ---- for asyncio
 
@@ -267,12 +266,9 @@ class RequestHandle:
                 yield new
 
     async def __aiter__(self) -> AsyncIterator[str | int]:
-        text = None if self._to_text is None else TextStream(self._to_text)
+        pieces_of = self._new_stream()
         async for new, is_done in self.asteps():
-            if text is None:
-                for token in new:
-                    yield token
-            elif piece := text.push(new, is_done):
+            for piece in pieces_of(new, is_done):
                 yield piece
 
     async def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
@@ -293,7 +289,7 @@ class RequestHandle:
         self._check_waiting()
         waker = Waker(num_known)
         with self._changed:
-            if self._is_done or self._num_ready > num_known:
+            if self._has_more_than(num_known):
                 return
             self._wakers.append(waker)
         try:

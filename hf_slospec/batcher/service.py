@@ -11,7 +11,6 @@ import math
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakSet, ref
@@ -19,13 +18,12 @@ from weakref import WeakSet, ref
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hf_slospec.assembly import continuous_engine, limits_of
+from hf_slospec.assembly import limits_of, new_engine
 from hf_slospec.batcher.batcher import Batcher
 from hf_slospec.batcher.handle import RequestHandle
 from hf_slospec.batcher.stats import Collector, Stats, Telemetry
 from hf_slospec.batcher.submission import (
     Prompt,
-    SubmitOptions,
     check_arguments_of_one,
     inputs_after,
     inputs_of,
@@ -46,28 +44,22 @@ from hf_slospec.errors import (
 )
 from hf_slospec.extras import need
 from hf_slospec.families.tensor_parallel import Follower, LeadingTarget, check_draft_is_whole
+from hf_slospec.generate.arguments import check_decoder_only, configured
 from hf_slospec.generate.call import Decoder
 from hf_slospec.generate.images import keeping_rope_deltas
-from hf_slospec.generate.prepare import Call
-from hf_slospec.generate.prompt_logprobs import prompt_logprobs_of
-from hf_slospec.generate.speculator import Speculator
-from hf_slospec.generate.validation import check_decoder_only, check_ids, configured
+from hf_slospec.generate.prepare import prepare
 from hf_slospec.model.host_memory import return_freed_memory
-from hf_slospec.model.memory import free_memory
-from hf_slospec.model.properties import autocast_dtype, trained_len, vocab_size
+from hf_slospec.model.properties import autocast_dtype, trained_len
 from hf_slospec.model.sampling import RequestSamplers, TokenLogprobs
 from hf_slospec.model.target import PackedTarget
 from hf_slospec.policies import max_nodes_per_request
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import SubmitOptions
+from hf_slospec.request.request import Request
 from hf_slospec.request.slo import SLOTpot
 from hf_slospec.scheduler.continuous import ContinuousScheduler, Limits
 
 logger = logging.getLogger(__name__)
 STREAMER_S = 5.0  # seconds that stop() waits for a streamer to receive the remaining tokens
-UNBOUNDED_LEN = 1 << 20  # assumed maximum length in tokens if the model states none and has no K/V
-# Share of the free memory for K/V; a growing pool is copied, so it needs twice its size for a
-# moment
-FREE_SHARE = 0.4
 
 
 class BatchingService:
@@ -123,9 +115,7 @@ class BatchingService:
                 self._check_defaults()
                 kv_tokens = self.config.kv_tokens
                 if kv_tokens is None:
-                    kv_tokens = ranks.least(
-                        _affordable_kv_tokens(speculator, self.config.max_batch)
-                    )
+                    kv_tokens = ranks.least(speculator.affordable_kv_tokens())
                 self._limits = limits_of(self.config, kv_tokens, speculator.max_nodes)
                 new_engine, lock, max_queue = (
                     self._new_engine,
@@ -149,9 +139,8 @@ class BatchingService:
         ids = torch.zeros((1, 1), dtype=torch.int64, device=self.decoder.model.device)
         short = {"max_new_tokens": 1, "min_new_tokens": 0, "tokenizer": self.tokenizer}
         try:
-            self.decoder.prepare(
-                None, {"inputs": ids, "attention_mask": torch.ones_like(ids)} | short
-            )
+            arguments = {"inputs": ids, "attention_mask": torch.ones_like(ids)} | short
+            prepare(self.decoder.speculator_of(arguments), None, arguments)
         except (ValueError, TypeError) as error:
             if isinstance(error, (UnsupportedModelError, IncompatibleDraftError)):
                 raise
@@ -204,13 +193,12 @@ class BatchingService:
         speculator = self.decoder.speculator
         slots = self.limits.kv_tokens
         ranks = speculator.target.ranks
-        if ranks.number > 1:
-            if ranks.is_led:
-                raise InvalidInputError(
-                    "the processes of this tensor-parallel model follow a batcher, and cannot follow another or a new "
-                    "one; stop() it first, in all processes"
-                )
-            speculator.renew()
+        if ranks.number > 1 and ranks.is_led:
+            raise InvalidInputError(
+                "the processes of this tensor-parallel model follow a batcher, and cannot follow another or a new "
+                "one; stop() it first, in all processes"
+            )
+        speculator.renew()
         self._placements = speculator.placements
         max_kept = math.inf if self.config.kept_tokens is None else self.config.kept_tokens or None
         others = self._samplers, slots, max_kept
@@ -222,7 +210,7 @@ class BatchingService:
             slots, max_kept, keeps_rng=False
         )  # every request has its own noise
         costs = speculator.costs.for_own_engine()  # concurrent generate calls have other batches
-        engine = continuous_engine(
+        engine = new_engine(
             self.config, speculator.parts(target, drafter, costs, self._policy_config), self.limits
         )
         self._engine = ref(engine)
@@ -274,24 +262,15 @@ class BatchingService:
     def stats(self) -> Stats:
         """Return a snapshot."""
         batcher = self._batcher
-        limits = self._limits
-        forwards = self.decoder.speculator.forwards
-        if not isinstance(batcher, Batcher) or limits is None:
-            return self.telemetry.stats(
-                running=0,
-                waiting=0,
-                kv_tokens=0,
-                kept_tokens=0,
-                kv_limit=0,
-                memory=None,
-                forwards=forwards,
-            )
-        memory = self.decoder.speculator.memory(batcher.num_running)
-        return self.telemetry.stats(
-            running=batcher.num_running, waiting=batcher.num_waiting, kv_tokens=batcher.kv_held,
-            kept_tokens=batcher.num_kept, kv_limit=limits.kv_tokens, memory=memory,
-            forwards=forwards,
-        )  # fmt: skip
+        speculator = self.decoder.speculator
+        names = ("running", "waiting", "kv_tokens", "kept_tokens", "kv_limit")
+        counts = dict.fromkeys(names, 0)
+        memory = None
+        if isinstance(batcher, Batcher):
+            values = batcher.num_running, batcher.num_waiting, batcher.kv_held, batcher.num_kept
+            counts = dict(zip(names, (*values, self.limits.kv_tokens), strict=True))
+            memory = speculator.memory(batcher.num_running)
+        return self.telemetry.stats(**counts, memory=memory, forwards=speculator.forwards)
 
     def collector(self, prefix: str) -> Collector:
         """Return a collector for Prometheus; raises MissingExtraError without prometheus_client."""
@@ -334,46 +313,50 @@ class BatchingService:
             )
             return OutputStopStrings(to_text, strings, inputs["inputs"].shape[1], min_tokens)
 
-        with keeping_rope_deltas(self.decoder.model):
-            call = self.decoder.prepare(
-                slo_tpot,
-                {"tokenizer": self.tokenizer} | arguments | inputs,
-                batcher.is_idle,
-                new_stop_strings,
-            )
-        call.speculator.lock.rest()  # this thread may have read weights or encoded images
-        params = self._params(call, options)
-        record = call.rows.record
-        seed = options.seed
-        reader = (
-            None
-            if options.prompt_logprobs is None
-            else prompt_logprobs_of(call, options.prompt_logprobs)
-        )
-        params = replace(params, prompt_reader=reader)
-        record.num_top = options.logprobs
+        earlier = None
         if continues is not None:
-            cache_salt = (
-                options.cache_salt or continues.request.params.cache_salt
-            )  # its K/V is found under its salt
-            params = replace(params, earlier=continues.metrics, cache_salt=cache_salt)
-        if options.resume is not None:
-            check_ids("resume", options.resume.tokens, vocab_size(self.decoder.model))
-            if record.num_top is not None:  # the log probabilities of earlier tokens are not known
-                record.logprobs[0] += [TokenLogprobs(math.nan, [])] * len(options.resume.tokens)
-        if params.is_sampled and seed is None:
-            seed = secrets.randbits(63)
+            earlier = continues.metrics
+            if not options.cache_salt:  # the K/V of the earlier request is found under its salt
+                salt = continues.request.params.cache_salt
+                options = options.model_copy(update={"cache_salt": salt})
+        arguments = {"tokenizer": self.tokenizer} | arguments | inputs
+        speculator = self.decoder.speculator_of(arguments)
+        with keeping_rope_deltas(self.decoder.model):
+            call = prepare(
+                speculator, slo_tpot, arguments, options, earlier, batcher.is_idle, new_stop_strings
+            )
+        speculator.lock.rest()  # this thread may have read weights or encoded images
+        (params,) = call.params
+        num_tokens = len(params.prompt) + params.max_new_tokens
+        if (needed := num_tokens + self.limits.max_nodes) > self.limits.kv_tokens:
+            raise InvalidInputError(
+                f"prompt of {len(params.prompt)} tokens + max_new_tokens={params.max_new_tokens} + "
+                f"{self.limits.max_nodes} for speculation need {needed} tokens of K/V, and there are kv_tokens="
+                f"{self.limits.kv_tokens}; lower max_new_tokens or raise SLOSpecConfig(kv_tokens=...)"
+            )
+        record = call.rows.record
+        seed = None
+        if params.is_sampled:
+            seed = secrets.randbits(63) if options.seed is None else options.seed
+        if options.resume is not None and record.num_top is not None:
+            # The log probabilities of earlier tokens are not known.
+            record.logprobs[0] += [TokenLogprobs(math.nan, [])] * len(options.resume.tokens)
         is_plain = not (params.is_sampled or len(call.stock.processors) or record.is_wanted)
         sampler = None if is_plain else call.sampler(seed, sharing=self.config.max_batch)
         new_noise = None if sampler is None else partial(call.noise_of, sampler)
-        request = Request(next(self._index), params, call.rows.arrived_s, options.resume, new_noise)
+        request = Request(next(self._index), params, call.arrived_s, options.resume, new_noise)
         if sampler is not None:
             self._samplers.add(request, sampler)
+        to_text = None if self.tokenizer is None else self._texts[options.skip_special_tokens]
+        reader = params.prompt_reader
         handle = RequestHandle(
-            request, None if self.tokenizer is None else self._texts[options.skip_special_tokens],
-            batcher.abort, seed if params.is_sampled else None, record.logprobs[0],
+            request,
+            to_text,
+            batcher.abort,
+            seed,
+            record.logprobs[0],
             [] if reader is None else reader.logprobs,
-        )  # fmt: skip
+        )
         handle.has_images = call.has_images
         try:
             batcher.submit(handle, options.block, options.timeout)
@@ -388,53 +371,12 @@ class BatchingService:
             thread.start()
         return handle
 
-    def _params(self, call: Call, options: SubmitOptions) -> RequestParams:
-        if len(call.rows.params) != 1:
-            raise UnsupportedOptionError(
-                "num_return_sequences must be 1; submit once per sequence, with seeds"
-            )
-        (params,) = call.rows.params
-        if (needed := self.limits.kv_needed(params)) > self.limits.kv_tokens:
-            raise InvalidInputError(
-                f"prompt of {len(params.prompt)} tokens + max_new_tokens={params.max_new_tokens} + "
-                f"{self.limits.max_nodes} for speculation need {needed} tokens of K/V, and there are kv_tokens="
-                f"{self.limits.kv_tokens}; lower max_new_tokens or raise SLOSpecConfig(kv_tokens=...)"
-            )
-        return replace(
-            params, ttft_slo_s=params.ttft_slo_s or options.slo_ttft, e2e_slo_s=options.slo_e2e,
-            priority=options.priority, value=options.value, is_best_effort=options.best_effort,
-            must_guarantee=options.must_guarantee, cache_salt=options.cache_salt, may_draft=options.speculative,
-        )  # fmt: skip
-
 
 @contextlib.contextmanager
 def _batcher_thread() -> Iterator[None]:
     with torch.no_grad():
         yield
     return_freed_memory()
-
-
-def _affordable_kv_tokens(speculator: Speculator, max_batch: int) -> int:
-    """Return how many tokens of K/V fit into a share of the free memory, at most those of a full
-    batch.
-
-    The recurrent states of a full batch are subtracted; if all layers keep states, tokens take no
-    memory."""
-    bytes_per_token = sum(model.kv_bytes_per_token for model in speculator.models)
-    state_bytes = max_batch * sum(model.state_bytes for model in speculator.models)
-    device = speculator.target.packed.device
-    if device.type == "cuda":  # torch's allocator reserves memory that it has freed
-        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        free = torch.cuda.mem_get_info(device)[0] + reserved
-    else:
-        free = free_memory()
-    max_len = trained_len(speculator.target.model) or (
-        math.inf if bytes_per_token else UNBOUNDED_LEN
-    )
-    fitting = (
-        max(FREE_SHARE * free - state_bytes, 0) / bytes_per_token if bytes_per_token else math.inf
-    )
-    return int(min(fitting, max_batch * (max_len + speculator.max_nodes)))
 
 
 def _stream(handle: RequestHandle, prompt: torch.Tensor, streamer: Any) -> None:

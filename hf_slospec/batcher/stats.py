@@ -15,7 +15,8 @@ from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.errors import NotGuaranteedError
 from hf_slospec.model.memory import MemoryUse
-from hf_slospec.request.request import Request, RequestMetrics
+from hf_slospec.request.metrics import RequestMetrics
+from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import FloatArray
 
 RECENT = 1024  # number of last finished requests that percentiles are taken over
@@ -99,6 +100,23 @@ COUNTS = (  # counters with the names of the fields of Stats
     *("attained", "missed", "guaranteed", "broken", "declined", "preempted", "steps"),
     *("prompt_tokens", "reused_tokens", "generated_tokens", "drafted_tokens", "accepted_tokens"),
 )
+COUNTERS = {  # vLLM's names, descriptions, and the fields of Stats
+    "prompt_tokens": ("Prompt tokens of finished requests.", "prompt_tokens"),
+    "prefix_cache_queries": ("Prompt tokens looked up among kept texts.", "prompt_tokens"),
+    "prefix_cache_hits": ("Prompt tokens whose K/V was there.", "reused_tokens"),
+    "generation_tokens": ("Tokens generated.", "generated_tokens"),
+    "spec_decode_num_drafts": ("Draft trees verified.", "drafts"),
+    "spec_decode_num_draft_tokens": ("Draft tokens verified.", "drafted_tokens"),
+    "spec_decode_num_accepted_tokens": ("Draft tokens accepted.", "accepted_tokens"),
+    "num_preemptions": ("Times a request was preempted.", "preempted"),
+    "slo_attained": ("Finished requests that met their SLOs.", "attained"),
+    "slo_missed": ("Finished requests that missed an SLO.", "missed"),
+    "slo_guarantees_broken": ("Guaranteed requests that missed an SLO.", "broken"),
+    "slo_guarantees_declined": (
+        "Requests refused as their SLOs could not be guaranteed.",
+        "declined",
+    ),
+}
 HISTOGRAMS = {  # buckets by vLLM's name
     **dict.fromkeys(("time_to_first_token_seconds", "e2e_request_latency_seconds"), TIME_BUCKETS),
     **{
@@ -203,27 +221,12 @@ class Telemetry:
                 self._counts["guaranteed"] += metrics.guaranteed
                 self._counts["broken"] += metrics.guaranteed and not metrics.attained
 
-    def stats(
-        self,
-        running: int,
-        waiting: int,
-        kv_tokens: int,
-        kept_tokens: int,
-        kv_limit: int,
-        memory: MemoryUse | None,
-        forwards: dict[str, str],
-    ) -> Stats:
-        """Return a snapshot; the arguments are the present state of the batcher."""
+    def stats(self, **present: Any) -> Stats:
+        """Return a snapshot; ``present`` has the fields of the batcher's present state."""
         with self._lock:
             counts = self._counts
             return Stats(
-                running=running,
-                waiting=waiting,
-                kv_tokens=kv_tokens,
-                kept_tokens=kept_tokens,
-                kv_limit=kv_limit,
-                memory=memory,
-                forwards=forwards,
+                **present,
                 finished=dict(self._finished),
                 drafts=self._accepted_lengths.total(),
                 accepted_per_position=_per_position(self._accepted_lengths),
@@ -241,59 +244,47 @@ class Telemetry:
             HistogramMetricFamily,
         )
 
-        for name, text, value in (
-            ("num_requests_running", "Requests that hold K/V.", stats.running),
-            ("num_requests_waiting", "Requests that wait for room.", stats.waiting),
+        compiled = {model: path == "compiled" for model, path in stats.forwards.items()}
+        for kind, name, text, values in (
+            (GaugeMetricFamily, "num_requests_running", "Requests that hold K/V.", stats.running),
             (
+                GaugeMetricFamily,
+                "num_requests_waiting",
+                "Requests that wait for room.",
+                stats.waiting,
+            ),
+            (
+                GaugeMetricFamily,
                 "kv_cache_usage_perc",
                 "Share of the K/V limit in use, 0 to 1.",
                 stats.kv_tokens / max(stats.kv_limit, 1),
             ),
-        ):
-            yield GaugeMetricFamily(prefix + name, text, value=value)
-        compiled = GaugeMetricFamily(
-            prefix + "compiled", "Forwards are compiled, 0 or 1.", labels=["model"]
-        )
-        for model, path in stats.forwards.items():
-            compiled.add_metric([model], path == "compiled")
-        yield compiled
-        for name, text, value in (
-            ("prompt_tokens", "Prompt tokens of finished requests.", stats.prompt_tokens),
-            (
-                "prefix_cache_queries",
-                "Prompt tokens looked up among kept texts.",
-                stats.prompt_tokens,
+            (GaugeMetricFamily, "compiled", "Forwards are compiled, 0 or 1.", ("model", compiled)),
+            *(
+                (CounterMetricFamily, name, text, getattr(stats, field))
+                for name, (text, field) in COUNTERS.items()
             ),
-            ("prefix_cache_hits", "Prompt tokens whose K/V was there.", stats.reused_tokens),
-            ("generation_tokens", "Tokens generated.", stats.generated_tokens),
-            ("spec_decode_num_drafts", "Draft trees verified.", stats.drafts),
-            ("spec_decode_num_draft_tokens", "Draft tokens verified.", stats.drafted_tokens),
-            ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", stats.accepted_tokens),
-            ("num_preemptions", "Times a request was preempted.", stats.preempted),
-            ("slo_attained", "Finished requests that met their SLOs.", stats.attained),
-            ("slo_missed", "Finished requests that missed an SLO.", stats.missed),
-            ("slo_guarantees_broken", "Guaranteed requests that missed an SLO.", stats.broken),
             (
-                "slo_guarantees_declined",
-                "Requests refused as their SLOs could not be guaranteed.",
-                stats.declined,
+                CounterMetricFamily,
+                "spec_decode_num_accepted_tokens_per_pos",
+                "Draft trees of which a token at this level, from 0 on, was accepted.",
+                ("position", dict(enumerate(stats.accepted_per_position or [0]))),
+            ),
+            (
+                CounterMetricFamily,
+                "request_success",
+                "Requests by finish reason.",
+                ("finished_reason", stats.finished),
             ),
         ):
-            yield CounterMetricFamily(prefix + name, text, value=value)
-        per_position = CounterMetricFamily(
-            prefix + "spec_decode_num_accepted_tokens_per_pos",
-            "Draft trees of which a token at this level, from 0 on, was accepted.",
-            labels=["position"],
-        )
-        for position, count in enumerate(stats.accepted_per_position or [0]):
-            per_position.add_metric([str(position)], count)
-        yield per_position
-        finished = CounterMetricFamily(
-            prefix + "request_success", "Requests by finish reason.", labels=["finished_reason"]
-        )
-        for reason, count in stats.finished.items():
-            finished.add_metric([reason], count)
-        yield finished
+            if not isinstance(values, tuple):
+                yield kind(prefix + name, text, value=values)
+                continue
+            label, by_label = values
+            family = kind(prefix + name, text, labels=[label])
+            for key, value in by_label.items():
+                family.add_metric([str(key)], value)
+            yield family
         with self._lock:
             histograms = {
                 name: (each.cumulative(), each.sum) for name, each in self._histograms.items()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,8 +10,6 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import PydanticCustomError
 from transformers import PreTrainedTokenizerBase
 
 from hf_slospec.batcher.handle import RequestHandle
@@ -20,20 +17,11 @@ from hf_slospec.errors import (
     InvalidInputError,
     InvalidTypeError,
     UnsupportedOptionError,
-    describe_validation_error,
 )
 from hf_slospec.model.properties import CACHE_NAMES
-from hf_slospec.request.request import LEAST_SLO_S, Progress
 
 PROMPTED = {"add_generation_prompt": True}  # options of apply_chat_template
 Prompt = str | Sequence[int] | torch.Tensor | Sequence[dict[str, Any]]
-IMPOSSIBLE = "impossible"  # type and range are right, and the value contradicts itself or others
-WRONG_VALUE = (
-    "greater_than",
-    "less_than",
-    "finite",
-    IMPOSSIBLE,
-)  # pydantic's error types that are no type errors
 NOT_FOR_ONE = (  # arguments of generate that do not apply to the tokens of a single request
     *CACHE_NAMES,
     "assistant_model",
@@ -45,84 +33,6 @@ NOT_FOR_ONE = (  # arguments of generate that do not apply to the tokens of a si
     "prompt_lookup_num_tokens",
     "return_dict_in_generate",
 )
-
-
-MAX_VALUE = 100  # as larger ones would let an admission decision tell too many sums apart
-
-
-class SubmitOptions(BaseModel):
-    """Options of ``submit`` beside those of ``generate``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    slo_ttft: float | None = Field(None, ge=LEAST_SLO_S)  # seconds
-    slo_e2e: float | None = Field(None, ge=LEAST_SLO_S)  # seconds
-    priority: int = 0
-    value: int = Field(1, ge=1, le=MAX_VALUE)
-    best_effort: bool = False
-    speculative: bool = True
-    skip_special_tokens: bool = True
-    seed: int | None = Field(None, ge=0, lt=2**64)
-    block: bool = False
-    timeout: float | None = Field(None, ge=0)  # seconds
-    cache_salt: str = ""
-    must_guarantee: bool = False
-    resume: Progress | None = None
-    logprobs: int | None = Field(
-        None, ge=0
-    )  # most probable tokens at each position, beside the token itself
-    prompt_logprobs: int | None = Field(None, ge=0)  # the same for the prompt's positions
-
-    @field_validator("slo_ttft", "slo_e2e", "timeout", mode="before")
-    @classmethod
-    def _is_no_bool(cls, value: Any) -> Any:
-        if isinstance(value, bool):
-            raise ValueError("a bool is no number of seconds")
-        return float(value) if isinstance(value, numbers.Real) else value  # numpy scalars
-
-    @model_validator(mode="after")
-    def _fit_together(self) -> SubmitOptions:
-        if self.must_guarantee and self.best_effort:
-            raise PydanticCustomError(
-                IMPOSSIBLE, "must_guarantee and best_effort exclude each other; leave one out"
-            )
-        if self.slo_e2e is not None and self.slo_ttft is not None and self.slo_e2e <= self.slo_ttft:
-            raise PydanticCustomError(
-                IMPOSSIBLE,
-                "slo_e2e is the time to the last token and must be longer than slo_ttft, that to the first, got "
-                "{slo_e2e} and {slo_ttft} s; leave one out",
-                {"slo_e2e": self.slo_e2e, "slo_ttft": self.slo_ttft},
-            )
-        return self
-
-    @field_validator("resume")
-    @classmethod
-    def _is_sound(cls, progress: Progress | None) -> Progress | None:
-        if progress is not None:
-            if not all(type(token) is int and token >= 0 for token in progress.tokens):
-                raise PydanticCustomError(
-                    IMPOSSIBLE, "its tokens must be token ids; pass handle.progress"
-                )
-            if not 0 <= progress.decoding_s <= progress.elapsed_s < math.inf:
-                raise PydanticCustomError(
-                    IMPOSSIBLE, "its seconds must be finite, 0 <= decoding_s <= elapsed_s"
-                )
-        return progress
-
-    @classmethod
-    def of(cls, **values: Any) -> SubmitOptions:
-        """Return validated options.
-
-        Raises:
-            InvalidTypeError, InvalidInputError: the message names the option, the problem and the
-                value.
-        """
-        try:
-            return cls(**values)
-        except ValidationError as error:
-            is_value = error.errors()[0]["type"].startswith(WRONG_VALUE)
-            kind = InvalidInputError if is_value else InvalidTypeError
-            raise kind(describe_validation_error(error)) from error
 
 
 def check_arguments_of_one(arguments: dict[str, Any]) -> None:

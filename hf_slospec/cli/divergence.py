@@ -19,12 +19,13 @@ from transformers import PreTrainedModel
 
 from hf_slospec.config import Exact
 from hf_slospec.errors import InvalidInputError, InvalidTypeError, UnsupportedOptionError
+from hf_slospec.generate.arguments import check_decoder_only
 from hf_slospec.generate.call import Decoder, decode
 from hf_slospec.generate.enable import decoder_of
-from hf_slospec.generate.prepare import StockCall, stock_generate
+from hf_slospec.generate.prepare import prepare
 from hf_slospec.generate.processors import is_stateless, processors_of_row
 from hf_slospec.generate.rows import pad_token
-from hf_slospec.generate.validation import check_decoder_only
+from hf_slospec.generate.stock import StockCall, stock_generate
 from hf_slospec.model.properties import CACHE_NAME, CACHE_NAMES, cache_option, input_device
 
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
@@ -185,18 +186,19 @@ def divergence_report(
     options.pop(
         "fallback", None
     )  # a call that fell back to stock generate would be compared with itself
-    call = decoder.prepare(slo_tpot, options | {"return_dict_in_generate": True})
+    arguments = options | {"return_dict_in_generate": True}
+    call = prepare(decoder.speculator_of(arguments), slo_tpot, arguments)
     _check_comparable(call.stock)
     rows = call.rows
     laid_out = rows.input_ids.tolist()  # with padding, as processors see them
-    prompts = [list(params.prompt) for params in rows.params]
+    prompts = [list(params.prompt) for params in call.params]
     prompt_len = len(laid_out[0])
 
     def scores(row: int, new: list[int], logits: torch.Tensor) -> torch.Tensor:
         processed = logits.to(torch.float32, copy=True)[None]
         input_ids = torch.tensor([laid_out[row] + new], device=logits.device)
         for processor in processors_of_row(
-            call.stock.processors, rows.params[row].row, len(prompts)
+            call.stock.processors, call.params[row].row, len(prompts)
         ):
             processed = processor(input_ids, processed)
         return processed[0]

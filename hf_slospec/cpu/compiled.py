@@ -26,13 +26,13 @@ from hf_slospec.cpu.joined_linears import JoinedLinears
 from hf_slospec.cpu.kernels import granularity
 from hf_slospec.cpu.operators import plan_for_operators
 from hf_slospec.cpu.twin import MIN_SIZE, Description, Interface
-from hf_slospec.cuda.captured import GraphPreconditions
-from hf_slospec.model.agreement import relative_error, tolerance_in
 from hf_slospec.model.batch import AttentionLayer, PackedBatch
 from hf_slospec.model.inputs import Inputs, Outputs
 from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.machine import leaving_a_core
-from hf_slospec.model.properties import autocast_dtype
+from hf_slospec.model.properties import autocast_dtype, relative_error, tolerance_in
+from hf_slospec.model.version import ModelVersion, can_be_traced
+from hf_slospec.model.whose_code import library_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class CompiledForwards:
         keeps_logits: bool,
         wanted: Compile,
         prepack: bool | None,
+        version: ModelVersion,
         why_not: str | None,
         is_invariant: bool = False,
     ):
@@ -65,6 +66,7 @@ class CompiledForwards:
             layers: its attention layers, in the order in which the pool stores them.
             keeps_logits: its forward takes ``logits_to_keep``.
             wanted, prepack: see SLOSpecConfig.
+            version: that of the model.
             why_not: why its forwards cannot be compiled, if the caller knows.
             is_invariant: a token's logits must not depend on the other tokens of a batch.
         """
@@ -79,8 +81,11 @@ class CompiledForwards:
         self._eager_s = 0.0  # seconds of eager forwards so far
         self._linears: list[JoinedLinears] = []  # shared by packages that join the same layers
         self._packages: dict[tuple[int, ...], _Package] = {}
-        self._preconditions = GraphPreconditions(model) if self.why_not is None else None
-        self.renew()
+        self._can_be_compiled = self.why_not is None
+        self._storage = version.storage
+        self._modules = version.modules
+        if self._can_be_compiled:
+            self.why_not = self._why_not_traced()
         if self.why_not is None:
             self._package(())
 
@@ -103,20 +108,21 @@ class CompiledForwards:
         """Number of forwards that were compared with eager ones since the last change of the model."""
         return sum(package.num_compared for package in self._packages.values())
 
-    def renew(self, compares: bool = True) -> None:
-        """Take in changes of weights and modules; with ``compares``, compare with eager forwards
-        again.
-        """
-        if self._preconditions is None:
+    def renew(self, version: ModelVersion) -> None:
+        """Take in changes of the model; compare with eager forwards again if its modules changed."""
+        if not self._can_be_compiled:
             return
-        self._preconditions.renew()
-        self.why_not = (
-            None
-            if self._preconditions.is_plain
-            else "hooks, or weights of other classes than torch's"
-        )
+        self.why_not = self._why_not_traced()
+        compares = self._modules != version.modules
+        is_described = self._storage == version.storage
+        self._modules = version.modules
+        self._storage = version.storage
         for layers, package in self._packages.items():
-            package.renew(self._described(layers), compares)
+            package.renew(None if is_described else self._described(layers), compares)
+
+    def _why_not_traced(self) -> str | None:
+        is_traced = can_be_traced(self._model)
+        return None if is_traced else "hooks, or weights of other classes than torch's"
 
     @contextlib.contextmanager
     def uncompared(self) -> Iterator[None]:
@@ -195,10 +201,7 @@ def _why_not(model: Any, layers: Sequence[AttentionLayer]) -> str | None:
         return "only models on a CPU are compiled"
     if any(layer.is_own or layer.is_latent for layer in layers):
         return "its layers compute attention by themselves, or over latent keys"
-    if (package := type(model).__module__.partition(".")[0]) not in (
-        "transformers",
-        __name__.partition(".")[0],
-    ):
+    if (package := library_of(type(model))) not in ("transformers", "hf_slospec"):
         return f"only classes of transformers are compiled, and this is one of {package}"
     return operators.why_unsupported()
 
@@ -283,13 +286,17 @@ class _Package:
             self._thread = threading.Thread(target=self._load, daemon=True)
             self._thread.start()
 
-    def renew(self, description: Description, compares: bool) -> None:
-        """Take in changes of the model, which ``description`` describes as it is now."""
-        same = description.identity() == self._identity
-        self._change = None if same else "the model was changed since it was compiled"
+    def renew(self, description: Description | None, compares: bool) -> None:
+        """Take in changes of the model, which ``description`` describes if more than values of
+        weights have changed.
+        """
+        if description is not None:
+            is_same = description.identity() == self._identity
+            self._change = None if is_same else "the model was changed since it was compiled"
         if compares:
-            self.num_compared, self._agreed = 0, dict.fromkeys(self._agreed, 0)
-        if same and self._graph is not None:
+            self.num_compared = 0
+            self._agreed = dict.fromkeys(self._agreed, 0)
+        if self._change is None and self._graph is not None:
             self._graph.renew()
 
     def _load(self) -> None:
@@ -391,7 +398,6 @@ class _Graph:
         """Compute a forward; RuntimeError if a weight has another shape, dtype or layout than was
         compiled.
         """
-        self._linears.update()
         self._linears.context.follow(pool, plan_for_operators(batch))
         num_tokens = tokens.shape[1]
         num_logits = len(inputs.logit_rows)

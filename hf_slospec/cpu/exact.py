@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_slospec.cpu import operators
 from hf_slospec.cpu.operators import Blocks
@@ -39,11 +40,6 @@ class Way(NamedTuple):
     sizes: tuple[int, ...] = ()  # Sizes of groups, rising.
 
 
-class _Copy(NamedTuple):
-    state: tuple[int, int]  # address of the weight, and count of writes to it
-    blocks: Blocks
-
-
 class ExactProducts(TorchFunctionMode):
     """Computes linear layers with rows that do not depend on each other, while it is entered.
 
@@ -57,12 +53,12 @@ class ExactProducts(TorchFunctionMode):
     def __init__(self, as_one: bool):
         super().__init__()
         self._as_one = as_one
-        self._copies = dict[int, _Copy]()
+        self._copies = WeakIdKeyDictionary()  # Blocks by weight
 
     @property
     def num_bytes(self) -> int:
         """Bytes of copies of weights."""
-        return sum(copy.blocks.num_bytes for copy in self._copies.values())
+        return sum(copy.num_bytes for copy in self._copies.values())
 
     def renew(self) -> None:
         """Drop the copies, as weights may have changed unnoticed."""
@@ -114,16 +110,13 @@ class ExactProducts(TorchFunctionMode):
         way = way_for(rows.dtype, shape, is_transposed, bias is not None, self._as_one, threads)
         if way.chunk is None:
             return _in_groups(rows, way.sizes, _plain(weight, bias, is_transposed))
-        copy = self._copies.get(id(weight))
-        state = (weight.data_ptr(), weight._version)
-        if copy is None or copy.state != state:
+        copy: Blocks | None = self._copies.get(weight)
+        if copy is None:
             with torch.inference_mode(False):  # copies may outlive the caller's inference mode
-                copy = _Copy(
-                    state,
-                    Blocks(weight.detach().T if is_transposed else weight.detach(), way.chunk),
-                )
-            self._copies[id(weight)] = copy
-        return copy.blocks(rows, bias)
+                plain = weight.detach()
+                copy = Blocks(plain.T if is_transposed else plain, way.chunk)
+            self._copies[weight] = copy
+        return copy(rows, bias)
 
 
 def _plain(weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool) -> Product:

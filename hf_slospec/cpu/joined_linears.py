@@ -24,19 +24,15 @@ from hf_slospec.cpu.kernels import (
 from hf_slospec.cpu.operators import Blocks, Context
 from hf_slospec.cpu.packed_weights import can_be_packed, matrices_of
 from hf_slospec.cpu.prepacked import FREE_SHARE
+from hf_slospec.model.checksum import weight_version
 from hf_slospec.model.memory import free_memory
-from hf_slospec.model.version import Digest, digest
 
 KERNELS: dict[str, Kernel] = {**PACKING, BLOCKS: Blocks}
 BLOCKS_ONLY = Choice(kernel=BLOCKS, is_faster=(True,) * len(SIZES))
-State = list[tuple[int, int]]  # address and count of writes of each weight
 
 
 class _Made(NamedTuple):
-    """State of a layer's weights when its copy was made."""
-
-    state: State
-    digest: Digest
+    versions: list[int]  # those of the weights that the copy was made from
     num_bytes: int  # bytes of the packed copy
 
 
@@ -82,17 +78,11 @@ class JoinedLinears:
         """Bytes of the copies."""
         return sum(made.num_bytes for made in self._made.values())
 
-    def update(self) -> None:
-        """Make copies anew of weights whose change torch has counted."""
-        for index, layers in enumerate(self._layers):
-            if self._made[index].state != _state_of(layers):
-                self._make(index)
-
     def renew(self) -> None:
-        """Make copies anew of changed weights, whether torch has counted the change or not."""
+        """Make copies anew of changed weights."""
         self._find_layers()
         for index, layers in enumerate(self._layers):
-            if self._made[index][:2] != (_state_of(layers), _digest_of(layers)):
+            if self._made[index].versions != _versions_of(layers):
                 self._make(index)
 
     def _find_layers(self) -> None:
@@ -103,8 +93,7 @@ class JoinedLinears:
     @torch.no_grad()
     def _make(self, index: int) -> None:
         layers = self._layers[index]
-        state = _state_of(layers)
-        digested = _digest_of(layers)
+        versions = _versions_of(layers)
         choice = PLAIN
         with torch.inference_mode(False):  # the copies may outlive the caller's inference mode
             plain = [matrices_of(layer, layer.weight)[0] for layer in layers]
@@ -123,7 +112,7 @@ class JoinedLinears:
                 )
             matrices = [] if packed is None else [packed]
             self.context.set_linear(index, plain, matrices, choice)
-        self._made[index] = _Made(state, digested, sum(matrix.num_bytes for matrix in matrices))
+        self._made[index] = _Made(versions, sum(matrix.num_bytes for matrix in matrices))
 
     def _choice(self, index: int) -> Choice:
         """Return the kernel for this layer, measured on joined weights of its shape if this machine
@@ -149,10 +138,5 @@ def _shape_of(layers: Sequence[Any]) -> Any:
     return tuple((layer.weight.dtype, layer.weight.shape) for layer in layers)
 
 
-def _state_of(layers: Sequence[Any]) -> State:
-    weights = [layer._parameters["weight"] for layer in layers]
-    return [(weight.data_ptr(), weight._version) for weight in weights]
-
-
-def _digest_of(layers: Sequence[Any]) -> Digest:
-    return digest([layer.weight for layer in layers])
+def _versions_of(layers: Sequence[Any]) -> list[int]:
+    return [weight_version(layer.weight) for layer in layers]

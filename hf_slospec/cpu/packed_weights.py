@@ -13,8 +13,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_slospec.cpu.kernels import DTYPES, PACKING, PLAIN, Matrix, choose, packed_by
+from hf_slospec.model.checksum import weight_version
 from hf_slospec.model.overrides import Prepacked, plain_class
-from hf_slospec.model.version import Digest, digest
 from hf_slospec.model.whose_code import changing_hooks
 
 
@@ -41,18 +41,14 @@ class PackedWeight:
         self.matrices = list[
             Matrix
         ]()  # one, or one per expert; empty where torch's own kernels are used
-        self.digest: Digest | None = None
+        self.version: int | None = None
         if weight is None or not can_be_packed(weight):
             return
         with (
             torch.inference_mode(False),
             torch.no_grad(),
         ):  # the copy may outlive the caller's inference mode
-            self.digest, self.version, self.address = (
-                digest([weight]),
-                weight._version,
-                weight.data_ptr(),
-            )
+            self.version = weight_version(weight)
             plain = matrices_of(self.layer, weight, self.autocast)
             self.choice = choose(plain)
             if self.choice.kernel is not None:
@@ -71,18 +67,10 @@ class PackedWeight:
         """Elements that the copy holds only approximately."""
         return sum(matrix.num_rounded for matrix in self.matrices)
 
-    def update(self) -> None:
-        """Make the copy anew if torch has counted a change of the weight."""
-        weight: Any = self.layer._parameters.get(
-            self.name
-        )  # faster than getattr, and called in every forward
-        if not self._is_of(weight):
-            self.make()
-
     def renew(self) -> None:
-        """Make the copy anew if the weight has changed, whether torch has counted it or not."""
+        """Make the copy anew if the weight has changed."""
         weight: Any = self.layer._parameters.get(self.name)
-        if not self._is_of(weight) or self.digest != digest([weight]):
+        if weight is None or self.weight is not weight or self.version != weight_version(weight):
             self.make()
 
     def product(
@@ -97,11 +85,6 @@ class PackedWeight:
         if self.matrices and len(input) and self.choice.packs(len(input)):
             return self.matrices[index](input, bias)
         return F.linear(input, matrices_of(self.layer, self.weight)[index], bias)
-
-    def _is_of(self, weight: Any) -> bool:
-        if weight is None or self.weight is not weight:
-            return False
-        return bool(self.version == weight._version and self.address == weight.data_ptr())
 
 
 def matrices_of(
@@ -162,7 +145,7 @@ class _PrepackedConv1D(Prepacked, Conv1D):
 
 
 def _packed(layer: nn.Module, name: str) -> PackedWeight | None:
-    """Return the up-to-date packed weight to compute with; None in threads that run no packed
+    """Return the packed weight to compute with; None in threads that run no packed
     forward.
     """
     copy = active.get().get((layer, name))
@@ -171,7 +154,6 @@ def _packed(layer: nn.Module, name: str) -> PackedWeight | None:
     is_autocast = torch.is_autocast_enabled("cpu")
     if copy.autocast != (torch.get_autocast_dtype("cpu") if is_autocast else None):
         return None  # a part of the forward switches autocast on or off
-    copy.update()
     return copy if copy.weight is not None else None
 
 

@@ -28,6 +28,7 @@ from hf_slospec.model.overrides import plain_class
 from hf_slospec.model.properties import config_values
 from hf_slospec.model.run import packed_outputs
 from hf_slospec.model.version import NOT_SETTINGS
+from hf_slospec.model.whose_code import library_of
 
 SETTINGS = (
     bool,
@@ -198,7 +199,7 @@ def _lora_layers(model: nn.Module) -> dict[str, dict[str, float]]:
 
 def _is_own(kind: type[Any]) -> bool:
     """Return whether a class is one of this package, as those of draft heads."""
-    return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
+    return library_of(kind) == "hf_slospec"
 
 
 def _settings(model: nn.Module) -> dict[str, str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,52 +28,7 @@ from hf_slospec.cuda.tree_attention import plan_tree
 from hf_slospec.model.batch import CachedSequence, NewTokens, plan_own
 from hf_slospec.model.inputs import Inputs
 from hf_slospec.model.kv_cache import KVPool
-from hf_slospec.model.overrides import all_modules
-from hf_slospec.model.version import PLAIN, address, named_weights, settings
-from hf_slospec.model.whose_code import changing_hooks
-
-
-class GraphPreconditions:
-    """Addresses of a model's weights, and settings of its modules."""
-
-    def __init__(self, model: torch.nn.Module):
-        self._model = model
-        self._settings: Hashable = None
-        self._version = 0
-        self.renew()
-
-    def renew(self) -> None:
-        """Read the modules again: replaced ones, hooks, and plain attributes such as an adapter's
-        switches.
-        """
-        modules = all_modules(self._model)
-        has_hooks = any(changing_hooks(module) or hasattr(module, "_hf_hook") for module in modules)
-        named = list(named_weights(self._model))
-        self._named = [holder for holder, _ in named], [name for _, name in named]
-        weights = [holder[name] for holder, name in named]
-        are_plain = all(
-            type(weight) in PLAIN and weight.layout is torch.strided for weight in weights
-        )
-        self.is_plain = (
-            are_plain and not has_hooks and len({weight.device for weight in weights}) == 1
-        )
-        if (
-            now := settings(self._model)
-        ) != self._settings:  # thousands of values, too many for every forward
-            self._settings = now
-            self._version += 1
-
-    def now(self) -> Hashable:
-        """Return a value that stays equal as long as no change is noticed."""
-        try:  # at C's speed, as every verify step and every beam asks
-            weights: Iterable[Any] = map(dict.get, *self._named)
-            return self._version, tuple(map(torch.Tensor.data_ptr, weights))
-        except (TypeError, RuntimeError):  # a weight is gone, or sparse
-            found = (holder.get(name) for holder, name in zip(*self._named, strict=True))
-            return self._version, tuple(
-                None if weight is None else address(weight) for weight in found
-            )
-
+from hf_slospec.model.version import can_be_traced
 
 MAX_PADDING_SLOTS = (
     144  # tokens: the largest step between two sizes, and one for each of 16 padding sequences
@@ -151,25 +106,26 @@ class CapturedForwards:
     replayed.
     """
 
-    def __init__(self, model: Any, device: torch.device, is_on: bool):
-        """``is_on``: capture forwards, if the model's device can."""
+    def __init__(self, model: Any, device: torch.device, storage: int, is_on: bool):
+        """Capture nothing yet.
+
+        Args:
+            model: the model.
+            device: that of its input.
+            storage: version of the model's storage; set again before forwards.
+            is_on: capture forwards, if the device can.
+        """
+        self._model = model
         self._device = device
+        self.storage = storage
         self.is_on = is_on and capturer_for(device) is not None
-        self._preconditions = GraphPreconditions(model) if self.is_on else None
-        self._now: Hashable = None  # the preconditions when they were read last
+        self._can_be_traced = self.is_on and can_be_traced(model)
         self._history = GraphHistory()
         self.by_pool = WeakKeyDictionary[KVPool, Graphs]()  # by the pool whose memory they use
 
     def renew(self) -> None:
         """Take in changes of the model's modules."""
-        if self._preconditions is not None:
-            self._preconditions.renew()
-            self.read_preconditions()
-
-    def read_preconditions(self) -> None:
-        """Read what the next forwards depend on beside their inputs, until this is called again."""
-        if self.is_on and self._preconditions is not None and self._preconditions.is_plain:
-            self._now = self._preconditions.now()
+        self._can_be_traced = self.is_on and can_be_traced(self._model)
 
     @property
     def counts(self) -> GraphCounts:
@@ -195,8 +151,7 @@ class CapturedForwards:
         replayed anyway.
         """
         graphs = self.on(pool)
-        preconditions = self._preconditions
-        if graphs is None or graphs.is_off or preconditions is None or not preconditions.is_plain:
+        if graphs is None or graphs.is_off or not self._can_be_traced:
             return None
         if torch.is_autocast_enabled(self._device.type):
             return None
@@ -217,6 +172,6 @@ class CapturedForwards:
             self.by_pool.clear()
             return None
         graphs = self.by_pool[pool]
-        outputs = graphs.run(inputs, compute, self._now, is_kept=inputs.level is None)
+        outputs = graphs.run(inputs, compute, self.storage, is_kept=inputs.level is None)
         self.is_on &= not graphs.has_failed  # captures on another pool would fail as well
         return outputs

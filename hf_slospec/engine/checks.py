@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from numbers import Integral
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.interfaces import Plan, Policy, Selection
 from hf_slospec.errors import InvalidInputError, InvalidTypeError
 from hf_slospec.request.request import Request
@@ -27,20 +29,71 @@ class Checks(NamedTuple):
 NO_CHECKS = Checks()
 
 
-def check_policy(policy: Any) -> None:
-    """Raise InvalidTypeError if a user's policy lacks a method."""
-    if isinstance(policy, Policy) and type(policy).step is not Policy.step:
-        return
-    for name in ("plan", "select", "observe"):
-        method = getattr(policy, name, None)
-        if not callable(method) or getattr(method, "__func__", None) in (
-            Policy.plan,
-            Policy.select,
-        ):
-            raise InvalidTypeError(
-                f"make_policy must return a policy with a method {name!r}, see hf_slospec.Policy; got "
-                f"{type(policy).__name__}"
-            )
+class UserPolicy(Policy):
+    """Calls a user's policy in each of its forms.
+
+    The policy defines ``plan``, ``select`` and ``observe``, of which the last may leave out the
+    parameter ``plan``; or it is a subclass of :class:`Policy` with one generator ``step`` in their
+    place, which yields the plan and the selection, and is sent what the next method would get.
+
+    Raises:
+        InvalidTypeError: a method is missing.
+    """
+
+    def __init__(self, policy: Any):
+        is_subclass = isinstance(policy, Policy)
+        self.falls_back = is_subclass and policy.falls_back
+        self._policy = policy
+        self._is_generator = is_subclass and hasattr(policy, "step")
+        if self._is_generator:
+            return
+        for name in ("plan", "select", "observe"):
+            method = getattr(policy, name, None)
+            is_abstract = getattr(method, "__func__", None) in (Policy.plan, Policy.select)
+            if not callable(method) or is_abstract:
+                raise InvalidTypeError(
+                    f"make_policy must return a policy with a method {name!r}, see "
+                    f"hf_slospec.Policy; got {type(policy).__name__}"
+                )
+        try:
+            inspect.signature(policy.observe).bind(None, None, None, None)
+            self._takes_plan = True
+        except TypeError:
+            self._takes_plan = False
+
+    def plan(
+        self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
+    ) -> Plan:
+        if self._is_generator:
+            self._step = self._policy.step(requests, begun_s, num_prefill_tokens)
+            return next(self._step, None)
+        return self._policy.plan(requests, begun_s, num_prefill_tokens)
+
+    def select(
+        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
+    ) -> Selection:
+        if self._is_generator:
+            return self._send((candidates, plan))
+        return self._policy.select(requests, candidates, plan)
+
+    def observe(
+        self,
+        requests: Sequence[Request],
+        accepted: Sequence[Sequence[int]],
+        phases: PhaseTimes,
+        plan: Plan,
+    ) -> None:
+        if self._is_generator:
+            self._send((accepted, phases))
+        else:
+            further = [plan] if self._takes_plan else []
+            self._policy.observe(requests, accepted, phases, *further)
+
+    def _send(self, value: Any) -> Any:
+        try:
+            return self._step.send(value)
+        except StopIteration:
+            return None
 
 
 def check_tree(source: str, request: Request, tree: TokenTree, vocab_size: int) -> None:

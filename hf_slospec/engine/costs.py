@@ -5,17 +5,22 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 
 from hf_slospec.engine.events import PhaseTimes, StepEvent
 from hf_slospec.engine.first_tokens import FirstTokens
-from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
+from hf_slospec.engine.latency_curves import (
+    Count,
+    DraftCorrection,
+    ForwardCost,
+    LatencyCurve,
+    Seconds,
+    SizeCorrection,
+)
 from hf_slospec.tree.tree import FloatArray, IntArray, TokenTree
 
-Count = IntArray | FloatArray | float
-Seconds = TypeVar("Seconds", float, FloatArray)
 OnReplaced = Callable[[ForwardCost, ForwardCost], None]  # the profiled cost, and its replacement
 
 WEIGHT = 0.1  # weight of one step in the averages over recent steps
@@ -103,132 +108,13 @@ class RecentSteps:
         return 1.0 - 1.0 / max(self.tokens, 1.0)
 
 
-class SizeCorrection:
-    """Ratio of measured to profiled seconds of recent forwards, by the forward's size in powers of
-    two.
-
-    A size that was not observed lately follows the average over all sizes. Observations fade, so a
-    change of the machine's speed is learned within some dozens of forwards.
-    """
-
-    MEMORY = 40.0  # observations
-    TRUST = 4.0  # observations of one size that weigh as much as the average over all sizes
-    LIMIT = math.log(
-        4.0
-    )  # largest step of one observation, in log ratio: it may contain a pause of the machine
-
-    def __init__(self) -> None:
-        self.path = ""  # on which the forwards were measured
-        self._octaves = np.arange(16.0)
-        self.reset()
-
-    def reset(self) -> None:
-        """Drop all observations."""
-        self._logs, self._counts = (
-            np.zeros(16),
-            np.zeros(16),
-        )  # by rounded log2(tokens): sums of log ratios, weights
-        self._log_sum = self._count_sum = 0.0  # as _logs and _counts, over all sizes
-        self._log_factors = np.zeros(16)
-
-    def __call__(self, num_tokens: Count) -> FloatArray:
-        """Return the factor for forwards of these sizes, interpolated between the powers of two."""
-        octaves = np.log2(np.maximum(num_tokens, 1))
-        return np.exp(np.interp(octaves, self._octaves, self._log_factors))
-
-    def at(self, num_tokens: float) -> float:
-        """Return the factor for forwards of one size, as a call does, but faster."""
-        octave = min(math.log2(max(num_tokens, 1.0)), 15.0)
-        below = self._log_factors[int(octave)]
-        above = self._log_factors[math.ceil(octave)]
-        return math.exp(below + (octave - int(octave)) * (above - below))
-
-    @property
-    def overall_log(self) -> float:
-        """Average log ratio over all sizes; 0 before any observation."""
-        return self._log_sum / self._count_sum if self._count_sum else 0.0
-
-    def observe(self, num_tokens: int, profiled_s: float, measured_s: float) -> None:
-        """Learn from one forward; ``profiled_s`` is the profile's prediction without any
-        correction.
-        """
-        octave = min(round(math.log2(max(num_tokens, 1))), 15)
-        current = float(self._log_factors[octave])
-        log_ratio = min(
-            max(math.log(measured_s / profiled_s), current - self.LIMIT), current + self.LIMIT
-        )
-        fade = 1.0 - 1.0 / self.MEMORY
-        self._logs *= fade
-        self._counts *= fade
-        self._logs[octave] += log_ratio
-        self._counts[octave] += 1.0
-        self._log_sum = fade * self._log_sum + log_ratio
-        self._count_sum = fade * self._count_sum + 1.0
-        self._log_factors = (self._logs + self.TRUST * self.overall_log) / (
-            self._counts + self.TRUST
-        )
-
-
-class DraftCorrection:
-    """Seconds of drafting as ``constant_s + factor * profiled_s``: least squares on relative
-    errors, with fading.
-
-    The constant is what a drafting step costs whatever its depth (building trees, copies, host
-    time). Both start from a prior of 0 and 1.
-    """
-
-    MEMORY = 40.0  # observations
-    PRIOR = 2.0  # initial weight, in observations, of the prior factor 1
-    RIDGE = 0.5  # weight, in observations, of the prior constant 0
-    # Largest ratio of one observation to the current prediction: it may contain a pause of the
-    # machine
-    LIMIT = 4.0
-
-    def __init__(self) -> None:
-        self.constant_s = 0.0
-        self.factor = 1.0
-        # Sums of 1, u, u u, v, u v with u = 1 / profiled_s and v = measured_s / profiled_s, from
-        # the prior on.
-        self._sums = [self.PRIOR, 0.0, 0.0, self.PRIOR, 0.0]
-
-    def __call__(self, profiled_s: FloatArray) -> FloatArray:
-        """Return corrected seconds; a profiled 0 stays 0."""
-        return np.where(profiled_s > 0.0, self.constant_s + self.factor * profiled_s, 0.0)
-
-    def at(self, profiled_s: float) -> float:
-        """Return the corrected seconds of one step's drafting, as a call does, but faster."""
-        return self.constant_s + self.factor * profiled_s if profiled_s > 0.0 else 0.0
-
-    def observe(self, profiled_s: float, measured_s: float) -> None:
-        """Learn from one step's drafting."""
-        predicted_s = self.at(profiled_s)
-        measured_s = min(max(measured_s, predicted_s / self.LIMIT), predicted_s * self.LIMIT)
-        u = 1.0 / profiled_s
-        v = measured_s / profiled_s
-        fade = 1.0 - 1.0 / self.MEMORY
-        self._sums = [
-            fade * old + new for old, new in zip(self._sums, (1.0, u, u * u, v, u * v), strict=True)
-        ]
-        count, sum_u, sum_uu, sum_v, sum_uv = self._sums
-        ridged_uu = sum_uu * (1.0 + self.RIDGE / count)
-        determinant = count * ridged_uu - sum_u * sum_u  # positive, as sum_u^2 <= count * sum_uu
-        factor = (sum_v * ridged_uu - sum_u * sum_uv) / determinant
-        constant_s = (count * sum_uv - sum_u * sum_v) / determinant
-        if constant_s < 0.0 or factor < 0.0:
-            factor = sum_v / count
-            constant_s = 0.0
-        self.factor = factor
-        self.constant_s = constant_s
-
-
 class StepCosts:
     """Seconds of a step's parts: draft levels, then one verify forward with everything else a step
     does.
 
     The costs come from a profile. The engine passes every step to :meth:`observe`, which corrects
     them; policies and schedulers read them. Once corrections have stayed far from 1, as after
-    profiling on a busy machine, measured costs replace the profile. Methods that end in ``_at``
-    compute the same for single numbers, faster."""
+    profiling on a busy machine, measured costs replace the profile."""
 
     def __init__(
         self,
@@ -249,6 +135,7 @@ class StepCosts:
         self.first_tokens = FirstTokens()
         self._verify_correction = SizeCorrection()
         self._draft_correction = DraftCorrection()
+        self._step_curves = dict[int, LatencyCurve]()  # by max_tokens, until the next step
         self._num_far = {
             "verify": 0,
             "draft": 0,
@@ -261,11 +148,10 @@ class StepCosts:
         costs = copy.copy(self)
         costs.recent = RecentSteps()
         costs.first_tokens = FirstTokens()
+        costs._step_curves = {}
         return costs
 
-    def verify_s(
-        self, num_tokens: Count, num_requests: Count = 1, num_keys: Count = 0
-    ) -> FloatArray:
+    def verify_s(self, num_tokens: Count, num_requests: Count = 1, num_keys: Count = 0) -> Seconds:
         """Return the seconds of everything in a step but drafting.
 
         Args:
@@ -275,20 +161,15 @@ class StepCosts:
         """
         return self.verify(num_tokens, num_requests, num_keys) * self._verify_correction(num_tokens)
 
-    def verify_at(self, num_tokens: float, num_requests: float = 1, num_keys: float = 0) -> float:
-        """Return the seconds of one step without drafting, as :meth:`verify_s` does, but faster."""
-        return self.verify.at(num_tokens, num_requests, num_keys) * self._verify_correction.at(
-            num_tokens
-        )
-
     def draft_s(
         self,
-        num_requests: IntArray | int,
-        depth: IntArray | int,
-        width: IntArray | int,
-        num_keys: IntArray | int = 0,
-        num_catch_up: FloatArray | float | None = None,
-    ) -> FloatArray:
+        num_requests: Count,
+        depth: Count,
+        width: Count,
+        num_keys: Count = 0,
+        num_catch_up: Count | None = None,
+        level_share: float = 1.0,
+    ) -> Seconds:
         """Return the seconds of drafting; counts, depths and widths may be arrays that broadcast.
 
         The first level forwards the committed tokens that the draft has not processed yet, each
@@ -296,28 +177,27 @@ class StepCosts:
 
         Args:
             num_catch_up: tokens of the first level; None: as many as recent steps committed.
+            level_share: mean share of the requests that levels after the first draft for.
         """
-        catch_up: Any = num_requests * self.recent.tokens if num_catch_up is None else num_catch_up
-        depths = np.asarray(depth)
-        widths = np.asarray(width)
-        profiled_s = _levels_s(self.draft_level, num_requests, depths, widths, num_keys, catch_up)
-        return self._draft_correction(np.where(depths > 0, profiled_s, 0.0))
+        catch_up = num_requests * self.recent.tokens if num_catch_up is None else num_catch_up
+        sizes = num_requests, depth, width, num_keys, catch_up
+        return self._draft_correction(self._profiled_draft_s(*sizes, level_share))
 
-    def draft_at(
+    def _profiled_draft_s(
         self,
-        num_requests: int,
-        depth: int,
-        width: int,
-        num_keys: int,
-        num_catch_up: float,
-        level_share: float = 1.0,
-    ) -> float:
-        """Return the seconds of one step's drafting, as :meth:`draft_s` does, but faster.
-
-        ``level_share`` is the mean share of the requests that levels after the first draft for.
-        """
-        sizes = num_requests, depth, width, num_keys, num_catch_up
-        return self._draft_correction.at(self._profiled_draft_at(*sizes, level_share))
+        num_requests: Count,
+        depth: Count,
+        width: Count,
+        num_keys: Count,
+        num_catch_up: Count,
+        level_share: float,
+    ) -> Seconds:
+        first_s = self.draft_level(num_catch_up, num_requests, num_keys)
+        share = level_share
+        level_s = self.draft_level(
+            share * num_requests * width, share * num_requests, share * num_keys
+        )
+        return (first_s + level_s * (depth - 1)) * (depth > 0)
 
     def steady_draft_s(
         self,
@@ -328,7 +208,7 @@ class StepCosts:
         num_committed: FloatArray,
         verify_s: FloatArray,
         prompt_len: float,
-    ) -> FloatArray:
+    ) -> Seconds:
         """Return the mean seconds of drafting in steps that commit ``num_committed`` tokens, while
         prompts arrive.
 
@@ -346,12 +226,11 @@ class StepCosts:
         arriving = rate * (without_s + verify_s) / prompt_len  # prompts per step
         num_catch_up = num_committed + np.maximum(arriving, 1.0) * prompt_len
         with_s = self.draft_s(num_requests, depth, width, num_keys, num_catch_up)
-        seconds: FloatArray = without_s + np.minimum(arriving, 1.0) * (with_s - without_s)
-        return seconds
+        return without_s + np.minimum(arriving, 1.0) * (with_s - without_s)
 
     def level_s(self, num_requests: float, width: int, num_keys: float = 0) -> float:
         """Return the seconds of one more draft level."""
-        return self._draft_correction.factor * self.draft_level.at(
+        return self._draft_correction.factor * self.draft_level(
             num_requests * width, num_requests, num_keys
         )
 
@@ -365,60 +244,37 @@ class StepCosts:
         request_s = min(2.0 * (whole_s - half_s), whole_s) / num_requests
         return whole_s - num_requests * request_s, request_s
 
-    def step_s(
-        self, num_decoding: IntArray | int, num_prefill_tokens: IntArray | int = 0
-    ) -> FloatArray:
+    def step_s(self, num_decoding: Count, num_prefill_tokens: Count = 0) -> Seconds:
         """Return the seconds of a step whose requests draft and verify as much as they did
         recently.
         """
         num_tokens = num_decoding * self.recent.nodes + num_prefill_tokens
-        draft_s = np.where(np.asarray(num_decoding) > 0, self.recent.draft_s, 0.0)
-        num_requests = np.maximum(num_decoding, 1)
-        num_keys = num_decoding * self.recent.keys
-        seconds: FloatArray = (
-            self.verify_s(np.asarray(num_tokens), num_requests, np.asarray(num_keys)) + draft_s
-        )
-        return seconds
-
-    def step_at(self, num_decoding: int, num_prefill_tokens: int = 0) -> float:
-        """Return the seconds of one step, as :meth:`step_s` does, but faster."""
-        num_tokens, num_keys = (
-            num_decoding * self.recent.nodes + num_prefill_tokens,
-            num_decoding * self.recent.keys,
-        )
-        draft_s = self.recent.draft_s if num_decoding else 0.0
-        return self.verify_at(num_tokens, max(num_decoding, 1), num_keys) + draft_s
+        num_requests = num_decoding + (num_decoding == 0)
+        draft_s = self.recent.draft_s * (num_decoding > 0)
+        return self.verify_s(num_tokens, num_requests, num_decoding * self.recent.keys) + draft_s
 
     def step_curve(self, max_tokens: int) -> LatencyCurve:
         """Return the seconds of steps by tokens, drafting excluded, at the recent number of
-        requests and keys.
+        requests and keys; the same until a step is observed.
         """
-        profiled = (tokens for tokens in self.verify.curve.num_tokens if tokens < max_tokens)
-        sizes = sorted(
-            {*profiled, *(2**power for power in range(max_tokens.bit_length())), max_tokens}
-        )
-        recent = self.recent
-        seconds = self.verify_s(np.array(sizes), recent.requests, recent.requests * recent.keys)
-        return LatencyCurve(
-            tuple(sizes), tuple(map(rounded, np.maximum.accumulate(seconds).tolist()))
-        )
+        if max_tokens not in self._step_curves:
+            powers = (2**power for power in range(max_tokens.bit_length()))
+            profiled = (tokens for tokens in self.verify.curve.num_tokens if tokens < max_tokens)
+            sizes = sorted({*profiled, *powers, max_tokens})
+            recent = self.recent
+            seconds = self.verify_s(np.array(sizes), recent.requests, recent.requests * recent.keys)
+            monotone = np.maximum.accumulate(seconds).tolist()
+            curve = LatencyCurve(tuple(sizes), tuple(map(rounded, monotone)))
+            self._step_curves[max_tokens] = curve
+        return self._step_curves[max_tokens]
 
     def predicted(self, step: StepEvent) -> PhaseTimes:
         """Return the predicted seconds of a step of this size, everything but drafting as
         ``verify_s``.
         """
-        sizes = (
-            step.num_drafted_for,
-            step.draft_levels,
-            step.width,
-            step.num_keys,
-            step.num_catch_up,
-            step.level_share,
-        )
-        verify_s = self.verify_at(step.num_tokens, max(step.num_decoding, 1), step.num_keys)
-        return PhaseTimes(
-            draft_s=self.draft_at(*sizes) if step.num_drafted_for else 0.0, verify_s=verify_s
-        )
+        verify_s = self.verify_s(step.num_tokens, max(step.num_decoding, 1), step.num_keys)
+        draft_s = self.draft_s(*_draft_sizes(step)) if step.num_drafted_for else 0.0
+        return PhaseTimes(draft_s=draft_s, verify_s=verify_s)
 
     def follow(self, path: str) -> None:
         """Drop the correction of forwards if they are computed in another way now; the next step
@@ -429,12 +285,14 @@ class StepCosts:
         correction = self._verify_correction
         if correction.path and correction.path != path:
             correction.reset()
+            self._step_curves.clear()
         correction.path = path
 
     def observe(self, step: StepEvent, is_typical: bool = True) -> None:
         """Learn from a step of the engine; an untypical one says nothing about the time of later
         ones.
         """
+        self._step_curves.clear()
         self.recent.observe(step)
         if not step.num_tokens or not is_typical:
             return
@@ -444,24 +302,17 @@ class StepCosts:
 
     def _observe_verify(self, step: StepEvent) -> None:
         num_tokens = step.num_tokens
-        profiled_s = self.verify.at(num_tokens, max(step.num_decoding, 1), step.num_keys)
+        profiled_s = self.verify(num_tokens, max(step.num_decoding, 1), step.num_keys)
         measured_s = step.phases.total_s - step.phases.draft_s
         if profiled_s > 0.0 and measured_s > 0.0:
             self._verify_correction.observe(num_tokens, profiled_s, measured_s)
             self._replace_wrong("verify", self._verify_correction.overall_log)
 
     def _observe_draft(self, step: StepEvent) -> None:
-        profiled_s = self._profiled_draft_at(
-            step.num_drafted_for,
-            step.draft_levels,
-            step.width,
-            step.num_keys,
-            step.num_catch_up,
-            step.level_share,
-        )
+        profiled_s = self._profiled_draft_s(*_draft_sizes(step))
         if profiled_s > 0.0 and step.phases.draft_s > 0.0:
             self._draft_correction.observe(profiled_s, step.phases.draft_s)
-            ratio = self._draft_correction.at(profiled_s) / profiled_s
+            ratio = self._draft_correction(profiled_s) / profiled_s
             logs = (
                 math.log(max(factor, MIN_FACTOR))
                 for factor in (self._draft_correction.factor, ratio)
@@ -469,21 +320,6 @@ class StepCosts:
             self._replace_wrong(
                 "draft", min(logs, key=abs)
             )  # the profile does not contain constant costs of drafting
-
-    def _profiled_draft_at(
-        self,
-        num_requests: int,
-        depth: int,
-        width: int,
-        num_keys: int,
-        num_catch_up: float,
-        level_share: float,
-    ) -> float:
-        if not depth:
-            return 0.0
-        return _levels_s(
-            self.draft_level.at, num_requests, depth, width, num_keys, num_catch_up, level_share
-        )
 
     def _replace_wrong(self, which: Literal["verify", "draft"], log_factor: float) -> None:
         """Replace a profiled cost by the measured one if its correction has stayed far from 1."""
@@ -509,25 +345,16 @@ class StepCosts:
         self.on_replaced(old, cost)
 
 
-def _levels_s(
-    cost: Callable[..., Seconds],
-    num_requests: Any,
-    depth: Any,
-    width: Any,
-    num_keys: Any,
-    num_catch_up: Count,
-    level_share: float = 1.0,
-) -> Seconds:
-    """Return the profiled seconds of ``depth`` draft levels, at least one; ``cost`` takes arrays or
-    numbers.
-
-    Levels after the first draft for ``level_share`` of the requests on average.
-    """
-    first_s = cost(num_catch_up, num_requests, num_keys)
-    share = level_share
-    level_s = cost(share * num_requests * width, share * num_requests, share * num_keys)
-    seconds: Seconds = first_s + level_s * (depth - 1)
-    return seconds
+def _draft_sizes(step: StepEvent) -> tuple[int, int, int, int, int, float]:
+    """Return the arguments of :meth:`StepCosts.draft_s` for a step."""
+    return (
+        step.num_drafted_for,
+        step.draft_levels,
+        step.width,
+        step.num_keys,
+        step.num_catch_up,
+        step.level_share,
+    )
 
 
 def level_share(candidates: Sequence[TokenTree], num_drafted_for: int) -> float:

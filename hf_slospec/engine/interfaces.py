@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from hf_slospec.engine.events import PhaseTimes, StepEvent
 from hf_slospec.request.request import Request
@@ -136,9 +135,10 @@ class Selection:
         """Return a selection for plain decoding: one token per request."""
         return cls(trees, [1.0] * len(trees))
 
-    def with_roots(self, trees: Sequence[TokenTree]) -> Selection:
-        """Return this selection with the trees of further requests, which hold only roots."""
-        return Selection([*self.trees, *trees], [*self.expected, *[1.0] * len(trees)], self.step_s)
+    def with_roots(self, requests: Sequence[Request]) -> Selection:
+        """Return this selection with plain decoding of further requests."""
+        roots = [TokenTree.root_only(request.tokens[-1]) for request in requests]
+        return Selection([*self.trees, *roots], [*self.expected, *[1.0] * len(roots)], self.step_s)
 
 
 class Target(ABC):
@@ -320,36 +320,15 @@ class Drafter(ABC):
         """Release all state, when an engine that used the drafter ends."""
 
 
-# Decisions of one step. The generator yields a Plan and is sent (candidate trees, plan in force);
-# that plan has depth 0 if the engine has paused drafting. Then it yields a Selection and is sent
-# (accepted nodes of each tree, PhaseTimes).
-PolicyStep = Generator[Plan | Selection, Any, None]
-
-
 class Policy:
     """Decides how a step's token budget is spent.
 
-    Define ``plan``, ``select`` and, to learn from outcomes, ``observe``; each is called once per
-    step, in this order. A policy that passes data from its plan to its selection defines ``step``
-    in place of them."""
+    The engine calls ``plan``, ``select`` and ``observe`` once per step, in this order, and leaves
+    out the rest if the step fails. What a later method needs of the plan is kept in attributes.
+    """
 
     # Steps draft no more than `StepCosts.first_tokens` leaves time for, and nothing if it must be
     falls_back = False
-
-    def step(
-        self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
-    ) -> PolicyStep:
-        """Make the decisions of one step: yield a plan, then a selection, and learn from the
-        outcome.
-
-        The engine sends ``(candidates, plan)`` in reply to the plan and ``(accepted, phases)`` in
-        reply to the selection, as ``select`` and ``observe`` get them; of the requests in
-        ``plan.decoding`` if that is given, in their order in ``requests``. If the step fails, it
-        sends nothing more."""
-        candidates, plan = yield self.plan(requests, begun_s, num_prefill_tokens)
-        accepted, phases = yield self.select(requests, candidates, plan)
-        observe: Callable[..., None] = self.observe
-        observe(requests, accepted, phases, *([plan] if _takes(observe, 4) else []))
 
     def plan(
         self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
@@ -367,6 +346,7 @@ class Policy:
         """Return the draft trees to verify: subtrees of the candidate trees, with unchanged path
         probabilities.
 
+        ``requests`` are those of ``plan.decoding`` if that is given, in their order in the step.
         The plan has depth 0 if the engine has paused drafting.
         """
         raise NotImplementedError
@@ -382,37 +362,3 @@ class Policy:
 
         The parameter ``plan`` may be omitted.
         """
-
-
-class StepDecisions:
-    """Decisions of one step, from a policy's generator. Each method is called once, in this order."""
-
-    def __init__(self, step: PolicyStep):
-        self._step = step
-
-    def plan(self) -> Plan:
-        """Return the plan."""
-        return cast(Plan, self._send(None))
-
-    def select(self, candidates: Sequence[TokenTree], plan: Plan) -> Selection:
-        """Return the selection from these candidates, drafted by ``plan``."""
-        return cast(Selection, self._send((candidates, plan)))
-
-    def observe(self, accepted: Sequence[Sequence[int]], phases: PhaseTimes) -> None:
-        """Pass the outcome to the policy."""
-        self._send((accepted, phases))
-
-    def _send(self, value: Any) -> Plan | Selection | None:
-        try:
-            return self._step.send(value)
-        except StopIteration:
-            return None
-
-
-def _takes(function: Callable[..., Any], num_arguments: int) -> bool:
-    """Return whether the function can be called with this many positional arguments."""
-    try:
-        inspect.signature(function).bind(*[None] * num_arguments)
-    except TypeError:
-        return False
-    return True

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from hf_slospec.engine.checks import NO_CHECKS, Checks, check_drafts, check_plan, check_selection
@@ -19,11 +18,9 @@ from hf_slospec.engine.interfaces import (
     Drafter,
     Plan,
     Policy,
-    PolicyStep,
     Schedule,
     Scheduler,
     Selection,
-    StepDecisions,
     Target,
 )
 from hf_slospec.request.request import Request
@@ -77,23 +74,15 @@ class Engine(Generic[S]):
         self.forget(self.scheduler.enter(watch.begun_s))
         self._reuse()
         schedule = self.scheduler.schedule(watch.begun_s)
-        decisions = StepDecisions(self._policy_step(schedule, watch.begun_s))
-        planned = decisions.plan()
-        if self.checks.has_user_policy:
-            planned = check_plan(planned, schedule.decoding, self.checks.max_nodes)
+        planned = self._plan(schedule, watch.begun_s)
         schedule = _taking_part(schedule, planned)
         plan = self._in_force(planned, schedule, watch)
         candidates, num_catch_up = self._draft(schedule, plan, watch)
-        selection = decisions.select(candidates, plan)
-        if self.checks.has_user_policy:
-            check_selection(selection, schedule.decoding, self.checks)
-        selection = self._with_roots(selection, schedule, watch)
+        selection = self._select(schedule, candidates, plan, watch)
         self._check((*candidates, *selection.trees))
         choosers = self._verify(schedule, selection, watch)
-        num_emitted, num_keys = (
-            [request.num_emitted for request in schedule.choosing],
-            schedule.num_keys,
-        )
+        num_emitted = [request.num_emitted for request in schedule.choosing]
+        num_keys = schedule.num_keys
         accepted = self._accept(schedule, selection, choosers)
         self._commit(schedule, accepted, watch)
         requests = self._record(schedule, selection, accepted, num_emitted, watch.phases)
@@ -116,10 +105,11 @@ class Engine(Generic[S]):
         # steps.
         is_typical = self._num_one_offs() == num_one_offs
         learned = event if is_typical else replace(event, phases=self.costs.predicted(event))
-        with contextlib.suppress(
-            MemoryError
-        ):  # learning is optional, removing finished requests is not
-            self._learn(learned, is_typical, schedule, decisions, accepted)
+        with contextlib.suppress(MemoryError):  # learning is optional, removing requests is not
+            self.costs.observe(learned, is_typical)
+            if decoding := schedule.decoding:
+                self.policy.observe(decoding, accepted[: len(decoding)], learned.phases, plan)
+            self.scheduler.observe(learned)
         self.retire([request for request in schedule.choosing if request.is_finished])
         self._check(())
         return event
@@ -136,14 +126,13 @@ class Engine(Generic[S]):
                     request.kv.num_reused = request.kv.num_cached
                 request.kv.num_draft_seen = self.drafter.reuse(request)
 
-    def _policy_step(self, schedule: Schedule, begun_s: float) -> PolicyStep:
+    def _plan(self, schedule: Schedule, begun_s: float) -> Plan:
         if not schedule.decoding:
-            return _without_decoding()
-        policy: Any = self.policy
-        step = (
-            policy.step if isinstance(policy, Policy) else partial(Policy.step, policy)
-        )  # a user's may lack it
-        return step(schedule.decoding, begun_s, schedule.num_prefill_tokens)
+            return Plan(0, 1)
+        plan = self.policy.plan(schedule.decoding, begun_s, schedule.num_prefill_tokens)
+        if self.checks.has_user_policy:
+            plan = check_plan(plan, schedule.decoding, self.checks.max_nodes)
+        return plan
 
     def _in_force(self, plan: Plan, schedule: Schedule, watch: _Stopwatch) -> Plan:
         """Return the plan to follow: the policy's, without requests that must not draft, or
@@ -184,11 +173,20 @@ class Engine(Generic[S]):
         ]
         return trees, num_catch_up
 
-    def _with_roots(self, selection: Selection, schedule: Schedule, watch: _Stopwatch) -> Selection:
-        """Return the selection with the roots of the requests whose prefill ends."""
-        selection = selection.with_roots(
-            [TokenTree.root_only(request.tokens[-1]) for request in schedule.finishing_prefill]
-        )
+    def _select(
+        self,
+        schedule: Schedule,
+        candidates: Sequence[TokenTree],
+        plan: Plan,
+        watch: _Stopwatch,
+    ) -> Selection:
+        """Return the policy's selection, with the roots of the requests whose prefill ends."""
+        selection = Selection((), ())
+        if schedule.decoding:
+            selection = self.policy.select(schedule.decoding, candidates, plan)
+            if self.checks.has_user_policy:
+                check_selection(selection, schedule.decoding, self.checks)
+        selection = selection.with_roots(schedule.finishing_prefill)
         watch.lap("select_s")
         return selection
 
@@ -268,18 +266,6 @@ class Engine(Generic[S]):
             )
         return tuple(parts)
 
-    def _learn(
-        self,
-        event: StepEvent,
-        is_typical: bool,
-        schedule: Schedule,
-        decisions: StepDecisions,
-        accepted: Sequence[Sequence[int]],
-    ) -> None:
-        self.costs.observe(event, is_typical)
-        decisions.observe(accepted[: len(schedule.decoding)], event.phases)
-        self.scheduler.observe(event)
-
     def _num_one_offs(self) -> int:
         return self.target.num_one_off_forwards + self.drafter.num_one_off_forwards
 
@@ -324,12 +310,6 @@ class Engine(Generic[S]):
             for tree in trees:
                 tree.check()
             self.target.check(self.scheduler.running)
-
-
-def _without_decoding() -> PolicyStep:
-    """Make the decisions of a step that only prefills."""
-    yield Plan(0, 1)
-    yield Selection.of_roots([])
 
 
 def _taking_part(schedule: Schedule, plan: Plan) -> Schedule:

@@ -76,9 +76,9 @@ class LeadingTarget(PackedTarget):
 
     def _begin(self) -> None:
         """Update the state of the weights that all processes know until the next call."""
-        fingerprint = self.sequences.packed.fingerprint
-        fingerprint.notice(structure=False)
-        self.sequences.decided_state = fingerprint.state
+        version = self.sequences.packed.version
+        version.notice(structure=False)
+        self.sequences.decided_state = version.weights
 
     def _send(self, name: str, *arguments: Any, about: Iterable[Request] = ()) -> None:
         news = tuple(self._news(about))

@@ -1,131 +1,51 @@
-"""Stock decoding of batches whose rows depend on each other, by processors or criteria that see the
-whole batch.
-"""
+"""Calls of ``generate``: which speculator serves them, and their decoding."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteria,
-)
-from transformers.generation import (
-    GenerateDecoderOnlyOutput,
-    GenerateEncoderDecoderOutput,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.drafters.load_drafter import Drafting, assistant_method, drafting_method
 from hf_slospec.drafters.lookup import MAX_NGRAM, LookupMethod
-from hf_slospec.engine.events import PhaseTimes, StepEvent
-from hf_slospec.engine.interfaces import Clock
+from hf_slospec.drafters.methods import DraftMethod
+from hf_slospec.engine.events import StepEvent
 from hf_slospec.errors import (
     FallbackWarning,
     IncompatibleDraftError,
     UnsupportedModelError,
     UnsupportedOptionError,
 )
-from hf_slospec.families.encoder import generates_in_parts
-from hf_slospec.generate.prepare import (
-    Call,
-    foreign_generate,
-    generate_in_parts,
-    has_own_generate,
-    prepare,
-    stock_generate,
-    without_drafts,
-)
-from hf_slospec.generate.processors import is_stock
-from hf_slospec.generate.rows import Rows, is_joint
-from hf_slospec.generate.speculator import MEASURE_S, Speculator
-from hf_slospec.generate.validation import (
+from hf_slospec.generate.arguments import (
     check_config,
     check_flag,
     check_make_policy,
     check_pair,
     configured,
 )
+from hf_slospec.generate.prepare import Call, generate_in_parts, prepare
+from hf_slospec.generate.speculator import MEASURE_S, Speculator
+from hf_slospec.generate.stock import (
+    batch_level_names,
+    foreign_generate,
+    generates_in_parts,
+    has_own_generate,
+    run_stock_loop,
+    stock_generate,
+    without_drafts,
+)
 from hf_slospec.model.checked_model import CheckedModel
 from hf_slospec.model.loading import check_causal_lm, check_tokenizer
 from hf_slospec.model.noise import default_generator
 from hf_slospec.model.properties import CACHE_NAME
-from hf_slospec.model.version import are_same
-from hf_slospec.request.request import Request, RequestMetrics
+from hf_slospec.request.metrics import RequestMetrics
 from hf_slospec.request.slo import SLOTpot
-
-
-def batch_level_names(
-    processors: LogitsProcessorList, criteria: StoppingCriteriaList, num_rows: int
-) -> list[str]:
-    """Return the names of processors and criteria that are not known to treat each row by itself.
-
-    Those of transformers do, and joint criteria are known. A user's declare it by an attribute
-    ``per_row = True``; without it they may tell rows apart, end all of them together or count their
-    calls, and stock calls them once per step with the whole batch.
-    """
-    users = [each for each in (*processors, *criteria) if not is_stock(each)]
-    return [
-        type(each).__name__
-        for each in users
-        if not getattr(each, "per_row", False) and not is_joint(each, num_rows)
-    ]
-
-
-def run_stock_loop(
-    model: PreTrainedModel,
-    rows: Rows,
-    clock: Clock,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-) -> Any:
-    """Decode with stock's loop, one token of every row at a time, and record the times on the
-    requests.
-    """
-    rows.begin()
-    watch = _TokenTimes(clock)
-    loop: Any = type(model)
-    output = loop._sample(
-        model,
-        rows.input_ids,
-        logits_processor=processors,
-        stopping_criteria=StoppingCriteriaList([*criteria, watch]),
-        generation_config=config,
-        streamer=rows.streamer,
-        **model_kwargs,
-    )
-    sequences = getattr(output, "sequences", output)[:, rows.input_ids.shape[1] :].tolist()
-    for request, new in zip(rows.requests, sequences, strict=True):
-        _record(request, new[: rows.length_of(new)], watch.times_s)
-    return output
-
-
-def _record(request: Request, new: list[int], times_s: list[float]) -> None:
-    for token, now_s in zip(new, times_s, strict=False):
-        request.tokens.append(token)
-        request.record_step(0, 0, 1.0, PhaseTimes(), now_s)
-    request.finish_reason = "stop" if request.num_left > 0 else "length"
-
-
-class _TokenTimes(StoppingCriteria):
-    """Criterion that never stops, and records when each step's tokens were chosen."""
-
-    def __init__(self, clock: Clock):
-        self.clock = clock
-        self.times_s = list[float]()
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        self.times_s.append(self.clock())
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 class SLOSpecOutput(GenerateDecoderOnlyOutput):
@@ -174,16 +94,12 @@ class Decoder:
         )
         self._target: CheckedModel | None = None
         self._speculator: Speculator | None = None
-        # Last assistant model passed to a call, with the tokenizers of a pair that has two.
-        self._override: tuple[tuple[Any, ...], Speculator] | None = None
-        self._lookup: tuple[tuple[int, int], Speculator] | None = None  # by n-gram and draft length
+        # Of the last call with an assistant model of its own, and with lookup of its own lengths.
+        self._speculators = dict[str, tuple[tuple[Any, ...], Speculator]]()
         self._refusal = ""
-        self.replaced: tuple[Any] | None = (
-            None  # the instance's generate that ours has replaced, once it is enabled
-        )
-        self.num_tokens = self.num_steps = (
-            0  # Sums over calls and rows: new tokens but first ones; steps.
-        )
+        self.replaced: tuple[Any] | None = None  # of enable: the instance's former generate
+        self.num_tokens = 0  # new tokens, summed over calls and rows, first ones not counted
+        self.num_steps = 0
         try:
             self._target = CheckedModel(self.model, self.config, MEASURE_S["target"])
             self._speculator = Speculator(self._target, self._method, self.config, make_policy)
@@ -208,11 +124,10 @@ class Decoder:
                 "submit the prompts, or stop() the batcher first"
             )
         try:
+            speculator = self.speculator_of(arguments)
             if generates_in_parts(self.model) or has_own_generate(self.model):
-                return generate_in_parts(
-                    self._speculator_of(arguments), slo_tpot, arguments, self._decode
-                )
-            return self._decode(self.prepare(slo_tpot, arguments))
+                return generate_in_parts(speculator, slo_tpot, arguments, self._decode)
+            return self._decode(prepare(speculator, slo_tpot, arguments))
         except (UnsupportedModelError, UnsupportedOptionError, IncompatibleDraftError) as error:
             if not may_fall_back:
                 raise
@@ -241,11 +156,7 @@ class Decoder:
         self.num_steps += sum(request.stats.num_steps for request in call.rows.requests)
         return output
 
-    def prepare(self, slo_tpot: SLOTpot, arguments: dict[str, Any], *options: Any) -> Call:
-        """Return the prepared call; see :func:`~hf_slospec.generate.prepare.prepare`."""
-        return prepare(self._speculator_of(arguments), slo_tpot, arguments, *options)
-
-    def _speculator_of(self, arguments: dict[str, Any]) -> Speculator:
+    def speculator_of(self, arguments: dict[str, Any]) -> Speculator:
         """Return the speculator of a call with these arguments."""
         if self._skipped is not None:
             raise UnsupportedModelError(
@@ -290,14 +201,8 @@ class Decoder:
             and draft is not None
             and (draft is not self._method.model or tokenizers)
         ):
-            pair = draft, *tokenizers
-            if self._override is None or not are_same(self._override[0], pair):
-                method = assistant_method(draft, self.model, *tokenizers)
-                self._override = (
-                    pair,
-                    Speculator(self._target, method, self.config, self.make_policy),
-                )
-            return self._override[1]
+            new_method = partial(assistant_method, draft, self.model, *tokenizers)
+            return self._kept("assistant", (draft, *tokenizers), new_method)
         if self._speculator is None:
             raise UnsupportedModelError(self._refusal)
         return self._speculator
@@ -310,13 +215,21 @@ class Decoder:
         if num_tokens is None or self._target is None:
             return None
         max_ngram = configured("max_matching_ngram_size", self.model, arguments) or MAX_NGRAM
-        if self._lookup is None or self._lookup[0] != (max_ngram, num_tokens):
-            method = LookupMethod(max_ngram, num_tokens)
-            self._lookup = (
-                (max_ngram, num_tokens),
-                Speculator(self._target, method, self.config, self.make_policy),
-            )
-        return self._lookup[1]
+        new_method = partial(LookupMethod, max_ngram, num_tokens)
+        return self._kept("lookup", (max_ngram, num_tokens), new_method)
+
+    def _kept(
+        self, kind: str, key: tuple[Any, ...], new_method: Callable[[], DraftMethod]
+    ) -> Speculator:
+        """Return the speculator of a call's own way to draft; it is kept until one of its kind has
+        another key.
+        """
+        last_key, speculator = self._speculators.get(kind, ((), None))
+        if speculator is None or last_key != key:
+            assert self._target is not None
+            speculator = Speculator(self._target, new_method(), self.config, self.make_policy)
+            self._speculators[kind] = key, speculator
+        return speculator
 
 
 @torch.no_grad()
@@ -327,21 +240,21 @@ def decode(call: Call) -> Any:
     speculator = call.speculator
     record = call.rows.record
     is_dict = stock.config.return_dict_in_generate
-    num_rows = len(rows.params)
+    num_rows = len(call.params)
     reason = ""
     if num_rows > 1 and (names := batch_level_names(stock.processors, stock.criteria, num_rows)):
         reason = (
             f"{', '.join(names)} may look at the whole batch, so all rows are decoded in step, without speculation; "
             "set per_row = True on what treats every row by itself"
         )
-    elif rows.has_callbacks and rows.prompt.is_cache_given:
+    elif rows.stops.has_callbacks and rows.prompt.is_cache_given:
         reason = (
             "the call's processors, criteria or streamer may look at the cache that it was given, which speculation "
             "fills at the end only, so its tokens are decoded without speculation; leave one of them out"
         )
     if reason:
         warnings.warn(reason, FallbackWarning, stacklevel=2)
-        rows.make_requests()
+        call.begin()
         output = run_stock_loop(
             speculator.target.model, rows, speculator.target.ranks.clock, *stock[1:5]
         )
@@ -349,7 +262,7 @@ def decode(call: Call) -> Any:
     cache = rows.prompt.cache if is_dict or rows.prompt.is_cache_given else None
     holds_finished = cache is not None or record.is_wanted
     sampler = call.sampler()
-    rows.make_requests(partial(call.noise_of, sampler))
+    call.begin(partial(call.noise_of, sampler))
     generator = default_generator(sampler.device)
     state = generator.get_state()
     target = speculator.new_target(sampler, holds_finished=holds_finished)

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.drafters.load_drafter import Drafting
 from hf_slospec.errors import FallbackWarning, InvalidInputError, UnsupportedOptionError
+from hf_slospec.generate.arguments import check_flag, configured
 from hf_slospec.generate.call import Decoder
-from hf_slospec.generate.validation import check_flag, configured
 from hf_slospec.model.loading import check_causal_lm
 from hf_slospec.request.slo import SLOTpot
 

@@ -11,7 +11,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from transformers.generation import LogitsProcessor, logits_process, stopping_criteria, streamers
+from transformers.generation import LogitsProcessor
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
@@ -42,25 +42,23 @@ from transformers.generation.logits_process import (
 )
 
 from hf_slospec.generate.grammars import DraftGrammar, JSONConstraint
-
-OF_TRANSFORMERS = {module.__name__ for module in (logits_process, stopping_criteria, streamers)}
+from hf_slospec.model.whose_code import library_of
 
 
 def is_stock(callback: Any) -> bool:
     """Return whether transformers defines the class of a callback."""
-    return type(callback).__module__ in OF_TRANSFORMERS
+    return type(callback).__module__.startswith("transformers.generation.")
 
 
 def is_users(callback: Any) -> bool:
     """Return whether the user wrote a callback, or a function that it calls."""
-    is_ours = type(callback).__module__.partition(".")[0] == __name__.partition(".")[0]
-    return not (is_stock(callback) or is_ours) or isinstance(
-        callback, PrefixConstrainedLogitsProcessor
-    )
+    is_ours = library_of(type(callback)) == "hf_slospec"
+    calls_users = isinstance(callback, PrefixConstrainedLogitsProcessor)
+    return calls_users or not (is_stock(callback) or is_ours)
 
 
 def copied_for_row(callback: Any) -> Any:
-    """Return a deep copy of a user's callback, which refers to the same models."""
+    """Return a deep copy of a user's callback that shares the models it holds."""
     return copy.deepcopy(callback, {id(module): module for module in _modules_in(callback, set())})
 
 
@@ -163,12 +161,12 @@ def draft_processors(processors: Sequence[Any]) -> list[Any] | None:
 
 
 def draft_grammar(processors: Sequence[Any]) -> DraftGrammar | None:
-    """Return the grammar of a row's drafts; None if no processor keeps the row to one."""
+    """Return the grammar that constrains a row's drafts; None without a JSON constraint."""
     return next((p.for_drafts() for p in processors if isinstance(p, JSONConstraint)), None)
 
 
 def _for_beam(processor: Any) -> Any:
-    """Return the processor, made to take several continuations of one row."""
+    """Return the processor in a form that accepts several continuations of one row."""
     if isinstance(processor, JSONConstraint):
         return processor.for_drafts()
     if isinstance(ignored := getattr(processor, "prompt_ignore_length", None), torch.Tensor):
@@ -202,10 +200,8 @@ def _for_row(processor: Any, row: int, num_rows: int) -> Any:
         return copied
     if isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
         prompt = row * processor.batch_size // num_rows
-        copied.generated_ngrams, copied.batch_size = (
-            processor.generated_ngrams[prompt : prompt + 1],
-            1,
-        )
+        copied.generated_ngrams = processor.generated_ngrams[prompt : prompt + 1]
+        copied.batch_size = 1
         return copied
     if type(processor) is PrefixConstrainedLogitsProcessor:  # a subclass may do anything
         allowed = processor._prefix_allowed_tokens_fn

@@ -4,22 +4,36 @@ token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import GenerationMixin
 from transformers.generation import GenerationConfig
 
-from hf_slospec.errors import InvalidInputError, UnsupportedInputError, UnsupportedOptionError
-from hf_slospec.families.prefilled_prompts import cached_layers, cached_tensors
+from hf_slospec.errors import (
+    InvalidInputError,
+    UnsupportedInputError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
+from hf_slospec.families.prefilled_prompts import (
+    cached_layers,
+    cached_tensors,
+    sees_later_tokens,
+)
 from hf_slospec.families.ranks import whole
 from hf_slospec.families.states import read_states, write_states
 from hf_slospec.forks import cached_property
+from hf_slospec.model.checked_model import CheckedModel
+from hf_slospec.model.length_rope import varying_ropes
 from hf_slospec.model.properties import CACHE_NAME, given_cache
+from hf_slospec.model.sampling import TokenLogprobs
 from hf_slospec.model.sequences import RequestSequences
 from hf_slospec.model.transfer import to_device
 from hf_slospec.request.request import Request
-from hf_slospec.scheduler.static import CHUNK
+from hf_slospec.scheduler.prefill import CHUNK
 
 
 @dataclass
@@ -149,6 +163,89 @@ class PromptInputs:
             )
         return tokens[columns].tolist()
 
+    def check(
+        self, checked: CheckedModel, max_new_tokens: int, padded_len: int, has_placeholders: bool
+    ) -> None:
+        """Refuse prompts that the target cannot process exactly.
+
+        Args:
+            padded_len: length of the prompts as the caller gets them back.
+            has_placeholders: ids beyond the vocabulary may stand for images.
+
+        Raises:
+            InvalidInputError, UnsupportedOptionError: the message names the row and the argument.
+        """
+        target = checked.packed
+        limit = target.max_positions
+        counts_all = target.has_states or any(each.window or each.chunk for each in target.layers)
+        masks = self._on_host[1]  # [batch, length] bool
+        for row, length in enumerate(masks.sum(1).tolist()):
+            max_len = length + max_new_tokens
+            mask = masks[row]
+            if length == 0:
+                raise UnsupportedInputError(
+                    f"row {row} of input_ids is empty or all padding; give it at least one token"
+                )
+            if limit is not None and max_len - 1 > limit:  # the last needs no position
+                raise UnsupportedInputError(
+                    f"row {row}: prompt of {length} tokens + max_new_tokens={max_new_tokens} "
+                    f"exceed the model's {limit} positions; shorten the prompt or set max_new_tokens to at most "
+                    f"{max(limit - length + 1, 0)}"
+                )
+            if target.num_selected is not None and max_len > target.num_selected:
+                raise UnsupportedInputError(
+                    f"row {row} may get {max_len} tokens long, and beyond {target.num_selected} this model's "
+                    "layers select keys, of which equal scores leave the choice open; lower max_new_tokens to at most "
+                    f"{max(target.num_selected - length, 0)}, or call generate without slo_tpot"
+                )
+            if not bool(mask.all()) and checked.counts_padding:
+                raise UnsupportedInputError(
+                    f"attention_mask masks tokens of row {row}, and {type(target.model).__name__} counts them as "
+                    "text, so its output would depend on the other rows; pass rows of one length, or one row at a time"
+                )
+            if bool((mask[:-1] & ~mask[1:]).any()) and (counts_all or checked.counts_gaps):
+                raise UnsupportedOptionError(
+                    f"attention_mask masks tokens inside row {row}, which a sliding window, a chunk, a recurrent "
+                    "state or a bias by place would count; pad on the left only, or call generate without slo_tpot"
+                )
+        self._check_rope(checked, int(masks.sum(1).max()), padded_len, max_new_tokens)
+        ids = self.tokens.clamp(max=0) if has_placeholders else self.tokens
+        check_ids("input_ids", (int(ids.min()), int(ids.max())), target.vocab_size)
+        shapes = [(each.shape.key.num_heads, each.shape.key.dim) for each in target.layers]
+        if self.cached_shapes and self.cached_shapes != shapes:
+            raise InvalidInputError(
+                f"{CACHE_NAME} holds {len(self.cached_shapes)} layers, whose shapes are not those of this model's "
+                f"{len(shapes)}; pass a cache that the same model wrote"
+            )
+
+    def _check_rope(
+        self, checked: CheckedModel, longest: int, padded_len: int, max_new_tokens: int
+    ) -> None:
+        """Refuse outputs that may grow beyond a change of RoPE where stock computes K/V again, or
+        RoPE is not known.
+
+        Models for which stock does so prepare inputs by a method of their own.
+        """
+        model: Any = checked.model
+        stock_prepares = GenerationMixin.prepare_inputs_for_generation
+        is_plain = type(model).prepare_inputs_for_generation is stock_prepares
+        end = padded_len + max_new_tokens
+        for kind, trained in varying_ropes(model.config.get_text_config()):
+            num_left = max(trained - padded_len, 0)
+            remedy = (
+                f"lower max_new_tokens to at most {num_left}, or call generate without slo_tpot"
+            )
+            if end > trained and not checked.packed.rope.modules:
+                raise UnsupportedOptionError(
+                    f"this model's {kind} RoPE changes beyond {trained} tokens, and none of its modules has a "
+                    f"rope_type; {remedy}"
+                )
+            if longest <= trained < end and not is_plain:
+                raise UnsupportedOptionError(
+                    f"this model's {kind} RoPE changes beyond {trained} tokens, where stock computes the K/V of the "
+                    f"text anew, and the prompt of {longest} tokens may grow to {end}; {remedy}"
+                )
+
     def load_into(self, requests: list[Request], sequences: RequestSequences) -> None:
         """Pass embeddings and cached K/V to the sequences of the requests, one per row."""
         sequences.reserve(requests)
@@ -225,3 +322,68 @@ def nearest_tokens(embeds: torch.Tensor, embedding: Any) -> torch.Tensor:
     pieces = embeds.to(table).flatten(0, 1).split(CHUNK)
     nearest = torch.cat([((piece @ table.T) / norms).argmax(-1) for piece in pieces])
     return nearest.view(embeds.shape[:2]).to(embeds.device)
+
+
+def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raise InvalidInputError, which names the argument, for token ids outside of the vocabulary."""
+    if wrong := [token for token in ids if not 0 <= token < vocab_size]:
+        raise InvalidInputError(
+            f"{name} has token {wrong[0]}, outside of the vocabulary of {vocab_size} tokens; use this model's tokenizer"
+        )
+
+
+class PromptLogprobs:
+    """Log probabilities of a prompt's tokens, each given those before it, as the target's prefill
+    computes them.
+    """
+
+    def __init__(self, tokens: Sequence[int], num_top: int):
+        """``num_top``: number of most probable tokens to keep at each position."""
+        self._tokens = tokens
+        self._num_top = num_top
+        self.logprobs: list[TokenLogprobs | None] = [None]  # per token; None for the first
+
+    @property
+    def num_read(self) -> int:
+        """Number of tokens after which the logits were taken."""
+        return len(self.logprobs) - 1
+
+    def take(self, logits: torch.Tensor) -> None:
+        """Take the logits after each of the next tokens, [num_tokens, vocab]."""
+        logprobs = logits.float().log_softmax(-1)
+        following = torch.tensor(
+            self._tokens[len(self.logprobs) :][: len(logits)], device=logits.device
+        )
+        of_tokens = logprobs.gather(-1, following[:, None])[:, 0].tolist()
+        top = logprobs.topk(min(self._num_top, logits.shape[-1]))
+        rows = zip(of_tokens, top.indices.tolist(), top.values.tolist(), strict=True)
+        self.logprobs += [
+            TokenLogprobs(logprob, list(zip(ids, values, strict=True)))
+            for logprob, ids, values in rows
+        ]
+
+
+def prompt_reader(
+    model: Any, tokens: Sequence[int], num_top: int | None, is_whole: bool
+) -> PromptLogprobs | None:
+    """Return the reader of the log probabilities of a submitted prompt; None if ``num_top`` is.
+
+    Args:
+        is_whole: the prompt is processed by one forward of the model, as it has images.
+
+    Raises:
+        UnsupportedModelError: tokens of the model's prompts attend to later ones.
+        UnsupportedOptionError: the prompt has images.
+    """
+    if num_top is None:
+        return None
+    if sees_later_tokens(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} sees a prompt from both sides, so its tokens have no log probabilities given "
+            "those before; leave prompt_logprobs out"
+        )
+    if is_whole:
+        raise UnsupportedOptionError(
+            "a prompt with images is processed as a whole; leave prompt_logprobs out"
+        )
+    return PromptLogprobs(tokens, num_top)

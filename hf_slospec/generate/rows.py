@@ -23,15 +23,38 @@ from transformers.generation import (
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.errors import UnsupportedOptionError
-from hf_slospec.families.encoder import EncoderInputs
-from hf_slospec.generate.images import WholePrompts
 from hf_slospec.generate.processors import copied_for_row, is_stock
 from hf_slospec.generate.prompt import PromptInputs
 from hf_slospec.model.ownership import foreign_members
 from hf_slospec.model.sampling import Record, StockSampler, check_unchanged
 from hf_slospec.model.sequences import RequestSequences
-from hf_slospec.request.request import Grammar, NewNoise, Request, RequestParams, Stage
-from hf_slospec.scheduler.static import CHUNK
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import IsOver
+from hf_slospec.scheduler.prefill import CHUNK
+
+
+class TokenIds:
+    """A row's token ids as criteria read them, appended to in place."""
+
+    def __init__(self, prompt: torch.Tensor):
+        """``prompt``: [length] int64, padding included."""
+        self._ids = prompt[None]
+        self._prompt_len = len(prompt)
+        self._length = len(prompt)
+
+    def followed_by(self, tokens: list[int], begin: int) -> torch.Tensor:
+        """Return the prompt and the new tokens, ``tokens[begin:]``; those of earlier calls stay.
+
+        Returns:
+            [1, length] int64, a view that later calls do not change.
+        """
+        new = tokens[begin + self._length - self._prompt_len :]
+        end = self._length + len(new)
+        if end > self._ids.shape[1]:
+            self._ids = pad_to_right(self._ids, (0, 2 * end - self._ids.shape[1]))
+        self._ids[0, self._length : end] = torch.tensor(new, device=self._ids.device)
+        self._length = end
+        return self._ids[:, :end]
 
 
 class Stops:
@@ -44,7 +67,6 @@ class Stops:
         criteria: StoppingCriteriaList,
         input_ids: torch.Tensor,
         scores_of: Callable[[int], tuple[torch.Tensor, ...] | None],
-        after_check: Callable[[int], None],
         pad: int,
         has_callbacks: bool = False,
     ):
@@ -53,20 +75,27 @@ class Stops:
         Args:
             input_ids: [batch, padded_len] int64.
             scores_of: returns a row's scores so far, if they are recorded.
-            after_check: called with a row's new token after its criteria were.
             pad: token that follows the end of a row.
             has_callbacks: some are the user's.
+
+        Raises:
+            UnsupportedOptionError: no criterion limits the length.
         """
-        self.input_ids, self.scores_of, self.after_check, self.pad = (
-            input_ids,
-            scores_of,
-            after_check,
-            pad,
-        )
+        self.input_ids = input_ids
+        self.scores_of = scores_of
+        self.pad = pad
         self.has_callbacks = has_callbacks
+        self.after_check: Callable[[int], None] = lambda token: None  # called with each new token
         self.eos = {
             int(i) for c in criteria if _is_plain(c, EosTokenCriteria) for i in c.eos_token_id
         }
+        lengths = [c.max_length for c in criteria if _is_plain(c, MaxLengthCriteria)]
+        if not lengths:  # stock generate sets one, which a model may remove
+            raise UnsupportedOptionError(
+                "the model's stopping criteria limit no length, which slo_tpot needs; keep its MaxLengthCriteria, or "
+                "call generate without slo_tpot"
+            )
+        self.max_new_tokens = int(min(lengths)) - input_ids.shape[1]
         further = [c for c in criteria if not _is_plain(c, EosTokenCriteria, MaxLengthCriteria)]
         self.joint = [c for c in further if is_joint(c, len(input_ids))]
         self.further = [c for c in further if not is_joint(c, len(input_ids))]
@@ -87,12 +116,13 @@ class Stops:
             default=None,
         )
 
-    def of(self, row: int, prompt_len: int) -> Callable[[list[int]], bool]:
+    def of(self, row: int, prompt_len: int) -> IsOver:
         """Return the function that says whether a row ends with the last of its tokens."""
-        prompt = self.input_ids[row].tolist()
         is_only = len(self.input_ids) == 1
         criteria = self.further if is_only else [_for_row(criterion) for criterion in self.further]
         joint = [_joint_for_row(criterion, row) for criterion in self.joint]
+        ids = TokenIds(self.input_ids[row])
+        prompt = self.input_ids[row].tolist()
 
         def is_stop(tokens: list[int]) -> bool:
             token = tokens[-1]
@@ -101,7 +131,7 @@ class Stops:
                 self.after_check(token)
                 return is_over
             num_new = len(tokens) - prompt_len
-            input_ids = torch.tensor([prompt + tokens[prompt_len:]], device=self.input_ids.device)
+            input_ids = ids.followed_by(tokens, prompt_len)
             if criteria and (is_only or not is_over):
                 # All are called, as stock does: one that counts its calls must not miss any.
                 answers = [criterion(input_ids, self.scores_of(row)) for criterion in criteria]
@@ -110,10 +140,8 @@ class Stops:
                     if not is_over:
                         self._met[-1].setdefault(row, num_new)
                 if self.has_callbacks:
-                    if is_only:
-                        tokens[-1] = int(
-                            input_ids[0, -1]
-                        )  # as in stock, it is what the model reads next
+                    if is_only:  # the model reads a changed last token next, as in stock
+                        tokens[-1] = int(input_ids[0, -1])
                     check_unchanged("stopping_criteria", input_ids, prompt + tokens[prompt_len:])
             self.after_check(token)
             for met, criterion in zip(self._met, joint, strict=False):
@@ -175,60 +203,19 @@ class Rows:
         self,
         input_ids: torch.Tensor,  # [batch, padded_len] int64, as the caller gets them back
         prompt: PromptInputs,
-        whole: WholePrompts | None,
-        encoder: EncoderInputs | None,
-        config: GenerationConfig,
-        criteria: StoppingCriteriaList,
-        stages: list[tuple[Stage, ...]],
-        grammars: Sequence[Grammar | None],
-        arrived_s: float,
+        stops: Stops,
+        record: Record,
         streamer: Any,
-        has_callbacks: bool,
     ):
-        self.input_ids, self.prompt, self.arrived_s, self.streamer = (
-            input_ids,
-            prompt,
-            arrived_s,
-            streamer,
-        )
-        self.has_callbacks = has_callbacks
-        self.pad = pad_token(config)
-        self.record = Record(len(input_ids), config)
-        self.stops = Stops(
-            criteria, input_ids, self.record.scores_of, self._stream_token, self.pad, has_callbacks
-        )
-        lengths = [
-            criterion.max_length
-            for criterion in criteria
-            if _is_plain(criterion, MaxLengthCriteria)
-        ]
-        if not lengths:  # stock generate sets one, which a model may remove
-            raise UnsupportedOptionError(
-                "the model's stopping criteria limit no length, which slo_tpot needs; keep its MaxLengthCriteria, or "
-                "call generate without slo_tpot"
-            )
-        prompts = [prompt.tokens_of(row) for row in range(len(stages))]
-        self.params = [
-            RequestParams(
-                tokens,
-                min(lengths) - input_ids.shape[1],
-                stages[row],
-                stages[row][0].ttft_slo_s,
-                is_sampled=bool(config.do_sample),
-                row=row,
-                num_padding=max(map(len, prompts)) - len(tokens),
-                is_stop=self.stops.of(row, len(tokens)),
-                prefill=None if whole is None else whole.prefill(row),
-                encoded_for=None if encoder is None else encoder.of_row(row),
-                grammar=grammars[row],
-                has_callbacks=has_callbacks,
-                ends_with_others=True,
-            )
-            for row, tokens in enumerate(prompts)
-        ]
-        self.requests: list[Request] = []  # see make_requests
+        self.input_ids = input_ids
+        self.prompt = prompt
+        self.stops = stops
+        self.record = record
+        self.streamer = streamer
+        self.requests: list[Request] = []  # one per row, once decoding begins
         self.steps: list[StepEvent] = []
         self._num_streamed = 0
+        stops.after_check = self._stream_token
 
     @property
     def num_new(self) -> int:
@@ -239,13 +226,7 @@ class Rows:
 
     def _new_tokens(self, request: Request, begin: int, end: int) -> list[int]:
         tokens = request.tokens[request.prompt_len :][begin:end]
-        return tokens + [self.pad] * (end - begin - len(tokens))
-
-    def make_requests(self, new_noise: NewNoise | None = None) -> None:
-        """Make the requests that a ``generate`` call decodes."""
-        self.requests = [
-            Request(one.row, one, self.arrived_s, new_noise=new_noise) for one in self.params
-        ]
+        return tokens + [self.stops.pad] * (end - begin - len(tokens))
 
     def begin(self) -> None:
         """Stream the prompts."""
@@ -269,7 +250,7 @@ class Rows:
         """Stream a single row's new token at once, if code of the user's is called before the next
         one is chosen.
         """
-        if self.streamer is not None and len(self.requests) == 1 and self.has_callbacks:
+        if self.streamer is not None and len(self.requests) == 1 and self.stops.has_callbacks:
             self.streamer.put(torch.tensor([token], device="cpu"))
             self._num_streamed += 1
 
@@ -294,7 +275,7 @@ class Rows:
             if token in self.stops.eos:
                 return position + 1
         length = len(new)
-        while self.stops.is_padded and length > 1 and new[length - 1] == self.pad:
+        while self.stops.is_padded and length > 1 and new[length - 1] == self.stops.pad:
             length -= 1
         return length
 
@@ -346,10 +327,10 @@ def pad_token(config: GenerationConfig) -> int:
     return 0 if pad is None else int(pad)
 
 
-Text = Any  # str or bytes, by the kind of tokenizer
+StopText = Any  # str or bytes, by the kind of tokenizer
 
 
-class _Vocabulary:
+class _StopVocabulary:
     """The text of every token, from ``StopStringCriteria``."""
 
     def __init__(self, tokenizer: Any):
@@ -358,10 +339,10 @@ class _Vocabulary:
         texts, ids = StopStringCriteria.clean_tokenizer_vocab(
             tokenizer, stop_string_matching_mode=self.mode
         )
-        self.texts: dict[int, Text] = dict(zip(ids, texts, strict=True))
+        self.texts: dict[int, StopText] = dict(zip(ids, texts, strict=True))
         self.beginnings = {text[:end] for text in texts for end in range(1, len(text) + 1)}
 
-    def can_end(self, stop: Text) -> bool:
+    def can_end(self, stop: StopText) -> bool:
         """Return whether some token begins with a suffix of the stop string, or contains the whole
         string.
         """
@@ -370,13 +351,13 @@ class _Vocabulary:
         )
 
 
-_known: WeakKeyDictionary[Any, _Vocabulary] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Any, _StopVocabulary] = WeakKeyDictionary()
 
 
-def _vocabulary(tokenizer: Any) -> _Vocabulary:
+def _vocabulary_of(tokenizer: Any) -> _StopVocabulary:
     known = _known.get(tokenizer)
     if known is None or known.size != len(tokenizer):  # tokens may be added
-        known = _known[tokenizer] = _Vocabulary(tokenizer)
+        known = _known[tokenizer] = _StopVocabulary(tokenizer)
     return known
 
 
@@ -400,7 +381,7 @@ class StopStrings(StoppingCriteria):
         strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
         if not strings or not all(strings):
             raise ValueError("at least one is needed, and none may be empty")
-        vocabulary = _vocabulary(tokenizer)
+        vocabulary = _vocabulary_of(tokenizer)
         self._texts = vocabulary.texts
         self._stops = StopStringCriteria._get_stop_strings_for_matching(
             tuple(strings), vocabulary.mode
@@ -416,7 +397,7 @@ class StopStrings(StoppingCriteria):
 
     def ends(self, tokens: list[int]) -> bool:
         """Return whether the last of the tokens completes a stop string."""
-        texts: list[Text] = []
+        texts: list[StopText] = []
         for token in reversed(tokens[-self._max_tokens :]):
             if (
                 text := self._texts.get(token)

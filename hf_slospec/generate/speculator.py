@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakSet, ref
 
-from hf_slospec.assembly import Parts, static_engine
+import torch
+
+from hf_slospec.assembly import Parts, new_engine
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.drafters.user import UserMethod
@@ -22,9 +25,9 @@ from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.forks import Lock, reset_in_children
 from hf_slospec.model.checked_model import CheckedModel
-from hf_slospec.model.memory import MemoryUse
+from hf_slospec.model.memory import MemoryUse, free_memory
 from hf_slospec.model.packed_model import PackedModel
-from hf_slospec.model.properties import vocab_size
+from hf_slospec.model.properties import trained_len, vocab_size
 from hf_slospec.model.target import PackedTarget, Sampler
 from hf_slospec.model.trial import check_features
 from hf_slospec.policies import max_nodes_per_request, new_policy
@@ -34,6 +37,10 @@ from hf_slospec.request.request import Request
 # A level of drafting without a model takes the host's time. This is a first guess, which measured
 # steps correct.
 HOST_LEVEL = ForwardCost(LatencyCurve((1,), (2e-5,)), per_request_s=2e-5)
+UNBOUNDED_LEN = 1 << 20  # assumed maximum length in tokens if the model states none and has no K/V
+# Share of the free memory for K/V; a growing pool is copied, so it needs twice its size for a
+# moment
+FREE_SHARE = 0.4
 MEASURE_S = {"target": 2.0, "draft": 0.5}
 clock = time.perf_counter  # the clock of requests and engine: monotonic seconds
 
@@ -73,8 +80,10 @@ class Speculator:
                     "tensor-parallel model, whose weights are split over processes; use another assistant_model, or "
                     "prompt lookup"
                 )
+            target.renew(self.lock, is_idle=False)
             with self.lock:
                 check_features(target.packed, method.feature_layers)
+        self._target_version = target.packed.version.weights
         draft = method.model
         self.draft = (
             None if draft is None else CheckedModel(draft, config, MEASURE_S["draft"], target.ranks)
@@ -107,7 +116,7 @@ class Speculator:
         """Update the packed models after changes since the last call.
 
         Args:
-            is_idle: True if no submitted request runs; see :meth:`Fingerprint.renew`.
+            is_idle: True if no submitted request runs; see :meth:`ModelVersion.renew`.
 
         Raises:
             IncompatibleDraftError: they were moved apart.
@@ -115,13 +124,14 @@ class Speculator:
                 forward.
         """
         self.method.check(self.target.model)
-        has_changed = self.target.renew(self.lock, is_idle)
+        self.target.renew(self.lock, is_idle)
         if self.draft is not None:
-            is_same = not self.draft.renew(self.lock, is_idle)
-            if (
-                is_same and has_changed and self.method.feature_layers
-            ):  # its K/V comes from hidden states of the target
-                self.draft.packed.fingerprint.count(modules=False)
+            self.draft.renew(self.lock, is_idle)
+            version = self.target.packed.version.weights
+            if version != self._target_version and self.method.feature_layers:
+                # The draft's K/V comes from hidden states of the target.
+                self.draft.packed.version.count(modules=False)
+            self._target_version = version
 
     @property
     def costs(self) -> StepCosts:
@@ -178,9 +188,9 @@ class Speculator:
         self._costs = learned.costs
         if self._costs is not None:
             self._costs.on_replaced = partial(_replace_cost, ref(self))
-        self.target.take_cost(learned.verify)
+        self.target.known_cost = learned.verify
         if self.draft is not None:
-            self.draft.take_cost(learned.draft_level)
+            self.draft.known_cost = learned.draft_level
         elif self._level is not None and learned.draft_level is not None:
             self._level = self._level[0], learned.draft_level
 
@@ -257,7 +267,9 @@ class Speculator:
         """Decode all requests to their ends, calling ``on_step`` after each step."""
         drafter = self.new_drafter()
         parts = self.parts(target, drafter, self.costs, None)
-        engine = static_engine(self.config, parts, requests, target.shares_prompts)
+        engine = new_engine(
+            self.config, parts, requests=requests, shares_prompts=target.shares_prompts
+        )
         try:
             while engine.scheduler.running:
                 with self.lock:
@@ -283,6 +295,27 @@ class Speculator:
         """The models that hold K/V, the target first."""
         drafts = [] if self.draft is None or not self.max_nodes else [self.draft.packed]
         return [self.target.packed, *drafts]
+
+    def affordable_kv_tokens(self) -> int:
+        """Return how many tokens of K/V fit into a share of the free memory, at most those of a
+        full batch of the longest requests.
+
+        The recurrent states of a full batch are subtracted; if all layers keep states, tokens take
+        no memory."""
+        max_batch = self.config.max_batch
+        bytes_per_token = sum(model.kv_bytes_per_token for model in self.models)
+        state_bytes = max_batch * sum(model.state_bytes for model in self.models)
+        device = self.target.packed.device
+        if device.type == "cuda":  # torch's allocator reserves memory that it has freed
+            reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            free = torch.cuda.mem_get_info(device)[0] + reserved
+        else:
+            free = free_memory()
+        max_len = trained_len(self.target.model) or (math.inf if bytes_per_token else UNBOUNDED_LEN)
+        fitting = math.inf
+        if bytes_per_token:
+            fitting = max(FREE_SHARE * free - state_bytes, 0) / bytes_per_token
+        return int(min(fitting, max_batch * (max_len + self.max_nodes)))
 
     @property
     def forwards(self) -> dict[str, str]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from hf_slospec.batcher.texts import BYTE_TOKEN, bytes_of
 from hf_slospec.drafters.beam import Vocabulary
 from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.model.sequence_room import num_common
@@ -30,33 +31,6 @@ INVALID = re.compile(r"([\udc80-\udcff]+)")  # invalid UTF-8, as the error handl
 KEEP_INVALID = "surrogateescape"
 
 Key = bytes | str  # a token's meaning: the bytes of its text, or the name of a special token
-
-
-def _bytes_by_char() -> dict[str, int]:
-    """Return the byte of each character of byte-level vocabularies (GPT-2)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    moved = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + index): byte for index, byte in enumerate(moved)
-    }
-
-
-BYTES_BY_CHAR = _bytes_by_char()
-BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # byte tokens of sentencepiece vocabularies
-
-
-def bytes_of(token: str, is_byte_level: bool) -> bytes:
-    """Return the text of a token of a byte-level or sentencepiece vocabulary."""
-    if is_byte_level:
-        values = [BYTES_BY_CHAR.get(char) for char in token]
-        return (
-            bytes(value for value in values if value is not None)
-            if None not in values
-            else token.encode()
-        )
-    if (byte := BYTE_TOKEN.fullmatch(token)) is not None:
-        return bytes.fromhex(byte[1])
-    return token.replace("▁", " ").encode()
 
 
 class TokenTexts:

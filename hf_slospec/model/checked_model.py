@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hf_slospec.config import SLOSpecConfig
@@ -29,11 +29,10 @@ from hf_slospec.model.properties import (
     input_device,
 )
 from hf_slospec.model.trial import check_by_trial, counts_gaps, counts_padding, ignores_zero_types
+from hf_slospec.model.version import ModelVersion
 from hf_slospec.model.whose_code import changing_hooks, check_code, is_compiled, num_global_hooks
 
-RENEWED_S = (
-    1.0  # seconds of measuring between two calls, once compiled forwards have replaced eager ones
-)
+RENEWED_S = 1.0  # seconds of measuring once compiled forwards have replaced eager ones
 
 
 class CheckedModel:
@@ -67,17 +66,14 @@ class CheckedModel:
         self._is_target = target is None
         self.lock = FairLock(release_openmp_threads)
         self._renewing = FairLock()  # taken after `lock` where both are held
-        self._placement: tuple[Any, ...] | None = None
-        self._tried = self._seen = (
-            0  # states of the fingerprint at the last trial, and at the last renewal
-        )
+        self.packed: PackedModel
+        self._placement: tuple[Any, ...]
         self._sets_attributes = False  # its own forwards change attributes of its modules
-        self._packed: PackedModel
-        self._cost: ForwardCost | None = None
+        self.known_cost: ForwardCost | None = None  # None: not measured, or no longer valid
         self._is_cost_compiled = False  # the cost is that of compiled forwards
         if self._is_target:  # a draft decides no token
             check_own_code(model)
-        _ = self.packed
+        self._make(None)
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -89,86 +85,70 @@ class CheckedModel:
             vars(model).get("forward"),
         )
 
-    @property
-    def packed(self) -> PackedModel:
-        """The packed forwards for the model's present device and dtype."""
-        hooks = num_global_hooks() + sum(
-            len(changing_hooks(module)) for module in all_modules(self.model)
-        )
+    def _make(self, version: ModelVersion | None) -> None:
+        """Make and try the packed forwards for the model's present device and dtype."""
+        if input_device(self.model).type == "cpu":
+            warn_if_oversubscribed()
+            log_idle_gpu()
+        self._check_deciding()
+        self._check_code()
+        placement = self._present_placement(all_modules(self.model))
+        if version is not None:  # FSDP may have split it since
+            self._new_ranks(self.model)
+            if self._placement[:-1] == placement[:-1]:  # engines go on with the old one
+                self.packed.check_layers()
+        config = self.config if self._is_target else self.config.model_copy(update={"exact": None})
+        packed = PackedModel(self.model, config, self.ranks, version)
+        self._try(packed)
+        self.packed = packed
+        self._placement = placement
+        self.known_cost = None
+        self._tried = self._to_try
+
+    def _present_placement(self, parts: Sequence[Any]) -> tuple[Any, ...]:
         autocast = autocast_dtype(input_device(self.model).type)
-        placement = *self.place, is_compiled(self.model), autocast, hooks
-        with self._renewing:
-            if placement != self._placement:
-                if input_device(self.model).type == "cpu":
-                    warn_if_oversubscribed()
-                    log_idle_gpu()
-                self._check_deciding()
-                self._check_code()
-                if self._placement is not None:  # FSDP may have split it since
-                    self._new_ranks(self.model)
-                    if (
-                        self._placement[:-1] == placement[:-1]
-                    ):  # engines go on with the old one beside new hooks
-                        self._packed.check_layers()
-                    self._packed.fingerprint.renew(is_idle=False)
-                config = (
-                    self.config
-                    if self._is_target
-                    else self.config.model_copy(update={"exact": None})
-                )
-                packed = PackedModel(self.model, config, self.ranks)
-                self._try(packed)
-                if (
-                    self._placement is not None
-                ):  # engines that still use the old one must notice changes, too
-                    packed.fingerprint = self._packed.fingerprint
-                self._packed = packed
-                self._placement = placement
-                self._cost = None
-                self._tried = self._to_try
-            return self._packed
+        num_hooks = num_global_hooks() + sum(len(changing_hooks(part)) for part in parts)
+        return *self.place, is_compiled(self.model, parts), autocast, num_hooks
 
     @property
     def _to_try(self) -> int:
-        """The state of the model that needs a trial."""
-        fingerprint = self._packed.fingerprint
-        return fingerprint.structure_state if self._sets_attributes else fingerprint.modules_state
+        """The version of the model that needs a trial."""
+        version = self.packed.version
+        return version.structure if self._sets_attributes else version.modules
 
-    def renew(self, lock: FairLock, is_idle: bool = True) -> bool:
+    def renew(self, lock: FairLock, is_idle: bool = True) -> None:
         """Take in changes of the model, and repeat the trial if they were of more than its weights.
 
         Args:
             lock: the lock of the engines that use the model's cache.
-            is_idle: no request runs; see :meth:`Fingerprint.renew`.
-
-        Returns:
-            Whether something has changed.
+            is_idle: no request runs; see :meth:`ModelVersion.renew`.
 
         Raises:
             UnsupportedModelError: its packed forwards are no longer those of the model, or it runs
                 foreign code.
             InvalidInputError: it has to be tried, and its processes follow a batcher.
         """
+        version = self.packed.version
+        version.renew(is_idle)
+        parts = version.all_parts
         if self._is_target:
-            check_own_code(self.model)
-        self.packed.renew(is_idle)
+            check_own_code(self.model, parts)
+        with self._renewing:
+            if self._placement != self._present_placement(parts):
+                self._make(version)
+        self.packed.take_in_changes()
         if self.ranks.any(self._tried != self._to_try):  # all ranks try the model, or none
             with lock, self._renewing:
-                packed = self.packed
-                if (
-                    self._tried != self._to_try or self.ranks.num_deciding > 1
-                ):  # no other thread was faster
+                # Another thread may have been faster.
+                if self._tried != self._to_try or self.ranks.num_deciding > 1:
                     self._check_deciding()
                     self._check_code()
-                    packed.check_layers()
-                    self._try(packed)
-                    before = packed.fingerprint.modules_state
-                    packed.renew(is_idle=False)
-                    self._sets_attributes |= before != packed.fingerprint.modules_state
+                    self.packed.check_layers()
+                    self._try(self.packed)
+                    before = version.modules
+                    self.packed.renew(is_idle=False)
+                    self._sets_attributes |= before != version.modules
                     self._tried = self._to_try
-        before = self._seen
-        self._seen = self._packed.fingerprint.state
-        return before != self._seen
 
     def _check_deciding(self) -> None:
         """Raise InvalidInputError if this process cannot forward the model by itself, to try it."""
@@ -218,36 +198,26 @@ class CheckedModel:
         packed = self.packed
         with self.lock, self._renewing:
             seconds = self.measure_s
-            if self._cost is not None and self._is_cost_compiled != packed.compiled.is_used:
-                self._cost = None
+            if self.known_cost is not None and self._is_cost_compiled != packed.compiled.is_used:
+                self.known_cost = None
                 seconds = min(seconds, RENEWED_S)
             self._is_cost_compiled = packed.compiled.is_used
-            if self._cost is None:
-                self._cost = self.ranks.first(
-                    load_profile(packed)
-                )  # other ranks may not find the file yet
-            if self._cost is None:
+            if self.known_cost is None:
+                # Other ranks may not find the file yet.
+                self.known_cost = self.ranks.first(load_profile(packed))
+            if self.known_cost is None:
                 with evaluating(self.model):
-                    self._cost = measure(packed, seconds).fit()
-                save_profile(packed, self._cost)
-            return self._cost
-
-    @property
-    def known_cost(self) -> ForwardCost | None:
-        """Cost of the forwards as far as it is known; None before the first use of :attr:`cost`."""
-        return self._cost
-
-    def take_cost(self, cost: ForwardCost | None) -> None:
-        """Use the cost that another process has learned."""
-        self._cost = cost
+                    self.known_cost = measure(packed, seconds).fit()
+                save_profile(packed, self.known_cost)
+            return self.known_cost
 
     def replace_cost(self, old: ForwardCost, new: ForwardCost) -> None:
         """Replace a profile that turned out wrong by what steps measured; the next process measures
         again.
         """
         with self._renewing:
-            if self._cost is old:  # otherwise the model was moved or measured since
-                self._cost = new
-                drop_profile(self._packed)
+            if self.known_cost is old:  # otherwise the model was moved or measured since
+                self.known_cost = new
+                drop_profile(self.packed)
                 if input_device(self.model).type == "cpu":
-                    warn_if_contended(new.at(1) / old.at(1))
+                    warn_if_contended(new(1) / old(1))

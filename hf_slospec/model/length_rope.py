@@ -26,8 +26,8 @@ KINDS = ("longrope", "dynamic")
 
 
 def varying_ropes(config: Any) -> Iterator[tuple[str, int]]:
-    """Yield the kinds of RoPE in a text config that depend on the length, and the length beyond
-    which they do.
+    """Yield the type and the original maximum length of each RoPE in a text config whose
+    frequencies depend on the length.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (
@@ -69,8 +69,8 @@ class LengthRope:
 
     @contextlib.contextmanager
     def following(self, lengths: torch.Tensor | None) -> Iterator[None]:
-        """Let forwards in this context, in this thread only, rotate tokens by the frequencies of
-        these lengths.
+        """Rotate tokens by the frequencies of these lengths in forwards inside this context, in
+        this thread only.
         """
         if lengths is None or self.max_plain is None:
             yield

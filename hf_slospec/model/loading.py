@@ -33,8 +33,8 @@ TIMEOUT_S = 5.0  # huggingface_hub tries an unreachable Hub for most of a minute
 def hub_options(
     name: str | os.PathLike[str], cache_dir: Any = None, revision: str | None = None
 ) -> dict[str, Any]:
-    """Return options of ``from_pretrained`` for a model by name: none, or those that use downloaded
-    files only.
+    """Return options of ``from_pretrained`` for a model's name: local files only if the Hub cannot
+    be reached.
 
     Raises:
         InvalidInputError: there is no such folder, or the Hub cannot be reached and the model was
@@ -100,8 +100,7 @@ def _unreachable() -> str | None:
 
 
 def loading_hint(error: Exception, allows_pickle: bool = True) -> str:
-    """Return the message of an error of ``from_pretrained``, with a remedy where transformers names
-    another one.
+    """Return the message for an error of ``from_pretrained``, with the remedy that applies here.
 
     Args:
         error: raised by transformers or huggingface_hub.
@@ -249,7 +248,7 @@ def check_causal_lm(name: str, model: Any) -> PreTrainedModel:
 
 
 def check_tokenizer(tokenizer: Any, name: str = "tokenizer") -> None:
-    """Raise InvalidTypeError unless the argument is None, or can be called and decodes."""
+    """Raise InvalidTypeError unless the argument is None, or an object that encodes and decodes."""
     if tokenizer is not None and not (
         callable(tokenizer) and callable(getattr(tokenizer, "decode", None))
     ):

@@ -32,7 +32,7 @@ FLAGS = {  # flags of x86 CPUs; one of each group is enough
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return what, apart from the model, decides how long a computation takes here."""
+    """Return the properties of hardware and software that decide how fast a model computes."""
     cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "device": cuda
@@ -152,7 +152,7 @@ def _pause() -> Callable[[int], int] | None:
 
 @contextlib.contextmanager
 def leaving_a_core() -> Iterator[None]:
-    """Compute with a thread less inside this context if torch's threads take all cores.
+    """Use one thread fewer inside this context if torch's threads occupy all cores.
 
     A thread that shares its core with another process keeps the others of its team waiting in every
     operation: beside a compiler, a step with two threads on two cores took twenty times as long as

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -39,6 +39,11 @@ class Size:
     def num_keys(self) -> int:
         """Number of cached tokens of all requests together."""
         return self.num_requests * self.keys_each
+
+    @property
+    def amounts(self) -> tuple[int, int, int]:
+        """Arguments of a :class:`ForwardCost`."""
+        return self.num_tokens, self.num_requests, self.num_keys
 
 
 # Measured sizes, most important first; the first two are always measured, as a curve needs a slope.
@@ -80,7 +85,8 @@ class Measured:
         The linear terms are bounded, as a pause during one of the few forwards behind them would
         distort them."""
         at_16, many, long = (self.seconds.get(size) for size in (Size(16), *SLOPES))
-        per_key_s = per_request_s = 0.0
+        per_key_s = 0.0
+        per_request_s = 0.0
         if at_16 is not None and long is not None:
             per_key_s = min(max(long - at_16, 0.0), at_16) / (SLOPES[1].num_keys - KEYS)
         if at_16 is not None and many is not None:
@@ -104,11 +110,7 @@ class Measured:
         much.
         """
         held_out = {size: self.seconds[size] for size in HELD_OUT if size in self.seconds}
-        predicted = {
-            size: float(cost(size.num_tokens, size.num_requests, size.num_keys))
-            for size in held_out
-        }
-        return {size: predicted[size] / seconds - 1.0 for size, seconds in held_out.items()}
+        return {size: float(cost(*size.amounts)) / s - 1.0 for size, s in held_out.items()}
 
 
 def measure(
@@ -151,15 +153,10 @@ def measure_by(
             is_needed = repeat == 0 and size in NEEDED
             left_s = limit_s - (forward_s.clock() - started_s)
             if is_needed or (
-                _expected_s(size, measured) < left_s and _is_worthwhile(size, measured)
+                measured.fit()(*size.amounts) < left_s and _is_worthwhile(size, measured)
             ):
                 measured.add(size, forward_s(size))
     return measured
-
-
-def _expected_s(size: Size, measured: Measured) -> float:
-    """Return the expected seconds of a forward, by those measured so far."""
-    return float(measured.fit()(size.num_tokens, size.num_requests, size.num_keys))
 
 
 def _is_worthwhile(size: Size, measured: Measured) -> bool:
@@ -193,7 +190,8 @@ class Forwards:
 
     def __call__(self, size: Size) -> float:
         """Return the seconds of a forward of this size, replayed if forwards are captured."""
-        lengths = list(self._split(size))
+        bounds = [size.num_tokens * i // size.num_requests for i in range(size.num_requests + 1)]
+        lengths = [end - begin for begin, end in itertools.pairwise(bounds)]
         with self._cache.temporary([size.keys_each + length for length in lengths]) as sequences:
             for sequence in sequences:
                 sequence.length = size.keys_each
@@ -216,15 +214,6 @@ class Forwards:
             self.packed.forward(self._cache.pool, parts, torch.arange(sum(lengths), device="cpu"))
             synchronize(self.packed.device)
             return self.clock() - begun_s
-
-    @staticmethod
-    def _split(size: Size) -> Iterator[int]:
-        """Yield each request's number of tokens, split evenly."""
-        for index in range(size.num_requests):
-            yield (
-                size.num_tokens * (index + 1) // size.num_requests
-                - size.num_tokens * index // size.num_requests
-            )
 
 
 MAX_S = 1e4  # maximum seconds of a forward in a profile
@@ -266,7 +255,6 @@ class Profile(BaseModel):
         )
 
     def cost(self) -> ForwardCost:
-        """Return the profiled cost."""
         return ForwardCost(
             LatencyCurve(self.num_tokens, self.seconds), self.per_request_s, self.per_key_s
         )

@@ -1,12 +1,10 @@
-"""Check whose code a model, its attention and its caches run: packed forwards replace transformers'
-own only.
-"""
+"""Refuse models whose own code (methods, attention, masks, caches) packed forwards would skip."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partialmethod
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -21,9 +19,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.model.overrides import all_modules
 from hf_slospec.model.properties import cannot_be_packed
+from hf_slospec.model.whose_code import WRAPPERS, library_of
 
 LIBRARY = "transformers"
-WRAPPERS = (LIBRARY, "torch", "hf_slospec", "contextlib")  # their decorators call what they wrap
 IMPORTED = {"torch", *sys.stdlib_module_names}  # modules of transformers import functions from them
 # Methods that stock `generate` calls while it decodes, and speculation does not. Those that it
 # calls before run.
@@ -60,17 +58,17 @@ def is_of_transformers(function: Any) -> bool:
     globals are read."""
     function = getattr(function, "__func__", function)
     while isinstance(function, FunctionType):
-        root = _root(function.__globals__.get("__name__"))
-        if root not in WRAPPERS or root not in function.__code__.co_filename:
+        library = library_of(function)
+        if library not in WRAPPERS or library not in function.__code__.co_filename:
             return False
         if "__wrapped__" not in vars(function):
-            return root == LIBRARY
+            return library == LIBRARY
         function = vars(function)["__wrapped__"]
     return False
 
 
 def foreign_members(owners: Iterable[Any]) -> list[str]:
-    """Return the names of what objects of transformers do by someone else's code.
+    """Return the names of members of transformers' objects that run code from outside transformers.
 
     These are methods and class attributes that are overridden, patched or set on an instance, and
     classes that have no base in transformers.
@@ -84,9 +82,11 @@ def foreign_members(owners: Iterable[Any]) -> list[str]:
     return list(dict.fromkeys(on_classes + on_instances))
 
 
-def check_own_code(model: Any) -> None:
+def check_own_code(model: Any, parts: Sequence[Any] | None = None) -> None:
     """Raise UnsupportedModelError if the model decodes or attends by code that speculation would
     not run.
+
+    ``parts`` are all its modules, if the caller has them.
     """
     name = type(model).__name__
     methods = [*_foreign_of_class(type(model), DECODING_METHODS), *_set_on(model, DECODING_METHODS)]
@@ -96,7 +96,7 @@ def check_own_code(model: Any) -> None:
             "not call; remove them from the class or the instance, pass fallback=True, or call generate without "
             "slo_tpot"
         )
-    if (foreign := next(_foreign_attention(model), None)) is not None:
+    if (foreign := next(_foreign_attention(parts or all_modules(model)), None)) is not None:
         raise UnsupportedModelError(
             f"{name} attends by {foreign}, where packed forwards run only what replaces transformers' own functions; "
             "restore it, load the model with attn_implementation='sdpa', pass fallback=True, or call generate without "
@@ -119,15 +119,11 @@ def check_mask_function(mask_function: Any) -> None:
                 )
 
 
-def _root(name: str | None) -> str:
-    return (name or "").partition(".")[0]
-
-
 def _foreign_of_class(kind: type, among: Collection[str] = ()) -> Iterator[str]:
-    """Yield the names of a class's members that are not transformers' own, all or only those
-    ``among`` some.
+    """Yield the names of a class's members (only those in ``among``, if given) that are defined
+    outside transformers.
     """
-    library = [base for base in kind.__mro__ if _root(base.__module__) == LIBRARY]
+    library = [base for base in kind.__mro__ if library_of(base) == LIBRARY]
     if not library:
         yield kind.__name__
     members = (
@@ -137,7 +133,7 @@ def _foreign_of_class(kind: type, among: Collection[str] = ()) -> Iterator[str]:
         base = next((base for base in kind.__mro__ if name in vars(base)), object)
         member = vars(base).get(name)
         functions = _functions(member)
-        is_own = _root(base.__module__) == LIBRARY
+        is_own = library_of(base) == LIBRARY
         if functions and (
             is_own or not isinstance(member, partialmethod)
         ):  # which binds further arguments
@@ -147,7 +143,7 @@ def _foreign_of_class(kind: type, among: Collection[str] = ()) -> Iterator[str]:
 
 
 def _stored(kind: type) -> Iterator[str]:
-    """Yield the names of attributes that a property of the class stores, such as keys."""
+    """Yield the names of the class's properties that have a setter, such as ``keys``."""
     for base in kind.__mro__:
         yield from (
             name for name, value in vars(base).items() if isinstance(value, property) and value.fset
@@ -168,7 +164,7 @@ def _functions(member: Any) -> list[Any]:
 
 
 def _set_on(owner: Any, among: Collection[str] = ()) -> Iterator[str]:
-    """Yield the names of methods that were replaced on an instance by other ones than its class's."""
+    """Yield the names of methods that were set on an instance in place of its class's."""
     attributes = getattr(owner, "__dict__", {})
     for name in attributes.keys() & among if among else list(attributes):
         value = attributes[name]
@@ -180,14 +176,13 @@ def _set_on(owner: Any, among: Collection[str] = ()) -> Iterator[str]:
             yield name
 
 
-def _foreign_attention(model: Any) -> Iterator[str]:
+def _foreign_attention(parts: Sequence[Any]) -> Iterator[str]:
     """Yield the names of functions that packed forwards replace and that are not transformers' own."""
     if not isinstance(functional.scaled_dot_product_attention, BuiltinFunctionType):
         yield _title(
             "torch.nn.functional.scaled_dot_product_attention",
             functional.scaled_dot_product_attention,
         )
-    parts = all_modules(model)
     configs = {id(part.config): part.config for part in parts if "config" in vars(part)}.values()
     names = {str(getattr(config, "_attn_implementation", None) or "eager") for config in configs}
     implementations = {
@@ -204,7 +199,7 @@ def _foreign_attention(model: Any) -> Iterator[str]:
                 is_of_transformers(function) and function.__name__ in ATTENTION
             ):
                 yield _title(repr(name), function)
-        if _root(getattr(module, "__name__", "")) == LIBRARY:
+        if own.get("__name__", "").startswith(f"{LIBRARY}."):
             yield from _replaced(module, ("create_", "repeat_kv"))
     for name in implementations:
         mask = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
@@ -227,7 +222,7 @@ def _replaced(module: Any, prefixes: tuple[str, ...]) -> Iterator[str]:
             isinstance(value, FunctionType) and name.startswith(prefixes)
         ) or is_of_transformers(value):
             continue
-        if _root(value.__globals__.get("__name__")) not in IMPORTED:
+        if library_of(value) not in IMPORTED:
             yield _title(f"{module.__name__}.{name}", value)
 
 

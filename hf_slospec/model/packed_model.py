@@ -21,7 +21,7 @@ from hf_slospec.cpu.compiled import CompiledForwards
 from hf_slospec.cpu.exact import ExactProducts
 from hf_slospec.cpu.packed_weights import weight_names
 from hf_slospec.cpu.prepacked import PrepackedLayers
-from hf_slospec.cuda.captured import MAX_PADDING_SLOTS, CapturedForwards, GraphPreconditions
+from hf_slospec.cuda.captured import MAX_PADDING_SLOTS, CapturedForwards
 from hf_slospec.cuda.flash_attention import FlashAttention
 from hf_slospec.cuda.fused_layers import FusedLayers
 from hf_slospec.cuda.graphs import BATCHES, bucket_for
@@ -50,7 +50,7 @@ from hf_slospec.model.properties import (
 )
 from hf_slospec.model.run import packed_outputs
 from hf_slospec.model.transfer import to_device
-from hf_slospec.model.version import Fingerprint
+from hf_slospec.model.version import ModelVersion, can_be_traced
 
 EAGER = SLOSpecConfig(compile=False)
 
@@ -61,7 +61,13 @@ class PackedModel:
     All forwards and all uses of the cache require the model's lock.
     """
 
-    def __init__(self, model: Any, config: SLOSpecConfig = EAGER, ranks: Ranks | None = None):
+    def __init__(
+        self,
+        model: Any,
+        config: SLOSpecConfig = EAGER,
+        ranks: Ranks | None = None,
+        version: ModelVersion | None = None,
+    ):
         """Probe a model.
 
         Args:
@@ -69,6 +75,7 @@ class PackedModel:
             config: the settings. Of exact forwards only those of ``"self"`` are compiled, which is
                 waited for, and nothing is prepacked, fused or captured.
             ranks: processes that run the model; None: those over which it is split.
+            version: that of the model, if it has other users.
 
         Raises:
             UnsupportedModelError: the model cannot be packed.
@@ -102,6 +109,10 @@ class PackedModel:
             self.autocast = (
                 seen()
             )  # dtype of its products, if its forward enables autocast; otherwise None
+        self.version = version or ModelVersion(model)
+        # What was made of the model is of these versions.
+        self._weights_version = self.version.weights
+        self._modules_version = self.version.modules
         self.rope = LengthRope(model)
         self._is_on_cuda = self.device.type == "cuda"
         if exact:
@@ -120,6 +131,7 @@ class PackedModel:
             self._keeps_logits,
             compile,
             prepack,
+            self.version,
             self._why_not_compiled(),
             is_invariant=bool(exact),
         )
@@ -142,14 +154,11 @@ class PackedModel:
             and not (self.has_states or self.attends_to_encoder)
             and self.autocast is None
         )
-        self.captured = CapturedForwards(model, self.device, cuda_graphs and can_replay)
+        self.captured = CapturedForwards(
+            model, self.device, self.version.storage, cuda_graphs and can_replay
+        )
         self.forget_cache()
         self._read_sizes()
-        self.fingerprint = Fingerprint(model)
-        # Those which the copies of weights were made from, and with which compiled forwards were
-        # compared.
-        self._state = self.fingerprint.state
-        self._modules_state = self.fingerprint.modules_state
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
@@ -176,25 +185,24 @@ class PackedModel:
 
     def renew(self, is_idle: bool = True) -> bool:
         """Take in changes of weights and modules; argument and result are those of
-        :meth:`Fingerprint.renew`.
+        :meth:`ModelVersion.renew`.
         """
-        has_changed = self.fingerprint.renew(is_idle)
-        self._take_in_changes()
+        has_changed = self.version.renew(is_idle)
+        self.take_in_changes()
         return has_changed
 
-    def _take_in_changes(self) -> None:
-        """Update what was made of weights and modules; another user of the fingerprint may have
-        renewed it.
+    def take_in_changes(self) -> None:
+        """Update what was made of weights and modules; another user of the version may have renewed
+        it.
         """
-        if self._state != self.fingerprint.state:
-            self._state = self.fingerprint.state
-            before = self._modules_state
-            self._modules_state = self.fingerprint.modules_state
-            if before != self._modules_state:
+        if self._weights_version != self.version.weights:
+            self._weights_version = self.version.weights
+            if self._modules_version != self.version.modules:
+                self._modules_version = self.version.modules
                 forget_attributes(self.model)
             self._read_sizes()  # embeddings may have been resized
             self.prepacked.renew()
-            self.compiled.renew(compares=before != self._modules_state)
+            self.compiled.renew(self.version)
             self.exact_products.renew()
             self.captured.renew()
 
@@ -223,7 +231,7 @@ class PackedModel:
             "stock's bits on CUDA depend on the number of rows ('self' asks for less)": on_cuda
             and exact == "bits",
             "it has hooks, several devices, or weights of other classes than torch's": (
-                on_cuda and not GraphPreconditions(self.model).is_plain
+                on_cuda and not can_be_traced(self.model)
             ),
             "some layers keep a state": self.has_states,
             "it attends to an encoder's outputs": self.attends_to_encoder,
@@ -418,11 +426,12 @@ class PackedModel:
         feature_layers: tuple[int, ...],
         level: DraftLevel | None,
     ) -> Any:
-        if self.fingerprint.is_behind:
+        if self.version.is_behind:
             self.renew()
-        self._take_in_changes()
-        if level is None or level.is_root:  # a beam's other levels follow at once
-            self.captured.read_preconditions()
+        elif level is None or level.is_root:  # a beam's other levels follow at once
+            self.version.notice_writes()
+        self.take_in_changes()
+        self.captured.storage = self.version.storage
         self.prepacked.need(not self.compiled.is_used)
         rope_lengths = self.rope.lengths(parts)
         padding = self.captured.padded(pool, parts, logit_rows) if rope_lengths is None else None

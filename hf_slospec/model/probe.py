@@ -47,12 +47,6 @@ def _refuse_if_cache_keeps_less(model: Any, reaches: Mapping[int, Reach]) -> Non
             )
 
 
-def _is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
-    return (
-        tensor.data_ptr() == of.data_ptr()
-    )  # comparing addresses suffices, as masks have one element
-
-
 class InterfaceProbe(StateCache):
     """Cache and attention for one forward of one token, which record what each layer caches and
     attends to.
@@ -67,7 +61,8 @@ class InterfaceProbe(StateCache):
         self._shapes: dict[int, LayerShape] = {}
         self._windows: dict[int, int | None] = {}  # passed to the attention function, by layer
         self._latent: set[int] = set()  # layers that expand what they cached into K and V
-        self._has_own_mask = self._attends_again = False
+        self._has_own_mask = False
+        self._attends_again = False
         self._counting: set[int] = set()  # layers that ask for the number of cached tokens
         self._cached: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # layer, K, V
         self._built: list[
@@ -134,7 +129,7 @@ class InterfaceProbe(StateCache):
             self._windows.setdefault(layer, rules.window)
         if layer is not None and mask is not None:
             for built, reach in self._built:
-                if _is_view(mask, built):
+                if mask.data_ptr() == built.data_ptr():  # suffices, as masks have one element
                     self.reaches.setdefault(layer, reach)
         self._has_own_mask |= mask is not None and (
             mask.dtype != torch.bool or mask.shape != UNREAD_MASK_SHAPE
@@ -172,10 +167,8 @@ class InterfaceProbe(StateCache):
         Raises:
             UnsupportedModelError: recorded calls cannot be packed.
         """
-        indices, num_layers = (
-            sorted(self._shapes),
-            max([*self._shapes, *self._asked], default=-1) + 1,
-        )
+        indices = sorted(self._shapes)
+        num_layers = max([*indices, *self._asked], default=-1) + 1
         if unknown := self._asked - {layer for layer, *_ in self._state_bytes}:
             raise cannot_be_packed(
                 model,
@@ -232,10 +225,8 @@ class InterfaceProbe(StateCache):
         """Return the layer's sliding window: the one passed to its attention function, or else the
         config's.
         """
-        kinds, declared = (
-            layer_types(model),
-            getattr(model.config.get_text_config(), "sliding_window", None),
-        )
+        kinds = layer_types(model)
+        declared = getattr(model.config.get_text_config(), "sliding_window", None)
         if kinds and kinds[layer] == "chunked_attention":
             raise cannot_be_packed(
                 model, f"layer {layer} has chunked attention by a mask of its own"

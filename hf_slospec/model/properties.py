@@ -1,10 +1,10 @@
-"""Properties of a model that packed forwards need, and errors that refuse a model."""
+"""Properties of a model that packed forwards need, errors that refuse a model, and errors of logits."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -29,15 +29,15 @@ CACHE_NAME: str = next(
 
 
 def cache_option(cache: Any, model: Any = None) -> dict[str, Any]:
-    """Return a cache as the argument of a model's forward; without a model, of a layer of
-    transformers.
-    """
+    """Return a cache as keyword argument of a model's forward, or of a layer's without a model."""
     names = () if model is None else argument_names(model)
     return {next((name for name in CACHE_NAMES if name in names), CACHE_NAME): cache}
 
 
 def given_cache(arguments: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the cache among arguments with the name that it has there; None if there is none."""
+    """Return name and value of the cache among keyword arguments; the value is None if there is
+    none.
+    """
     given = [(name, arguments[name]) for name in CACHE_NAMES if arguments.get(name) is not None]
     return given[0] if given else (CACHE_NAME, None)
 
@@ -87,8 +87,8 @@ FORWARD_ERRORS = (
 
 
 def config_values(config: Any) -> dict[str, Any]:
-    """Return what a config says of the model itself, without where it came from and how it is
-    called by default.
+    """Return the settings of a config that identify the model, without its path and defaults of
+    calls.
 
     The values can be compared and written as JSON. Objects that are neither plain values nor of
     transformers' classes are described by their identity.
@@ -98,8 +98,8 @@ def config_values(config: Any) -> dict[str, Any]:
 
 
 def _described(value: Any, holders: tuple[int, ...] = ()) -> Any:
-    """Return a config or a value in it for JSON; ``holders`` are the ids of what holds it, which
-    may be it.
+    """Return a config or a value inside it as JSON data; ``holders`` are the ids of the containers
+    around it, which it may hold itself.
     """
     kind = type(value)
     container = container_kind(value)
@@ -123,7 +123,6 @@ def _described(value: Any, holders: tuple[int, ...] = ()) -> Any:
 
 
 def vocab_size(model: Any) -> int:
-    """Return the size of the vocabulary in the model's config."""
     return int(model.config.get_text_config().vocab_size)
 
 
@@ -137,9 +136,7 @@ def num_embeddings(model: Any) -> int:
 
 
 def trained_len(model: Any) -> int | None:
-    """Return the length in tokens that the model was trained for at most; None if its config does
-    not say.
-    """
+    """Return the model's ``max_position_embeddings``; None if its config has none."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
@@ -193,7 +190,6 @@ def attends_to_encoder(model: Any) -> bool:
 
 
 def argument_names(model: Any) -> frozenset[str]:
-    """Return the names that the model's forward has for its arguments."""
     return _arguments_of(type(model).forward)
 
 
@@ -337,3 +333,28 @@ def reach_of(mask_function: Callable[..., torch.Tensor], local_size: int | None)
         candidates[Reach(window=size)] = causal & (queries - keys < size)
         candidates[Reach(chunk=size)] = causal & (queries // size == keys // size)
     return next((reach for reach, mask in candidates.items() if torch.equal(mask, seen)), None)
+
+
+# Relative errors of a node's logits: above rounding, and far below the error of attending to a
+# wrong token.
+TOLERANCE = 5e-3
+REDUCED_TOLERANCE = 0.1
+
+
+def relative_error(ours: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+    """Return the relative error of each token's centred logits.  -> [num_tokens] f64"""
+    ours, plain = (
+        logits.double() - logits.double().mean(-1, keepdim=True) for logits in (ours, plain)
+    )
+    smallest = torch.finfo(
+        plain.dtype
+    ).tiny  # a token without an embedding may have equal logits for all tokens
+    errors: torch.Tensor = (ours - plain).norm(dim=-1) / plain.norm(dim=-1).clamp(min=smallest)
+    return errors
+
+
+def tolerance_in(dtypes: Iterable[torch.dtype]) -> float:
+    """Return the relative error of logits that rounding may cause in layers of these dtypes."""
+    return (
+        TOLERANCE if all(torch.finfo(dtype).bits >= 32 for dtype in dtypes) else REDUCED_TOLERANCE
+    )

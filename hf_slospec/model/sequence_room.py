@@ -169,7 +169,7 @@ class SequenceRoom:
         self._embeds: dict[RequestTokens, torch.Tensor] = {}
         self._states: dict[
             RequestTokens, int
-        ] = {}  # the model's fingerprint state when the first tokens were cached
+        ] = {}  # the model's version when the first tokens were cached
         self._kept = KeptPrefixes()
         self._kept_state = 0
         self.decided_state: int | None = (
@@ -179,7 +179,7 @@ class SequenceRoom:
     @property
     def weights_state(self) -> int:
         """State of the model's weights; K/V of one is of no use in another."""
-        return self.packed.fingerprint.state if self.decided_state is None else self.decided_state
+        return self.packed.version.weights if self.decided_state is None else self.decided_state
 
     @property
     def cache(self) -> KVCache:

@@ -16,7 +16,7 @@ from hf_slospec.model.sequence_room import KeptPrefix, RequestTokens, SequenceRo
 from hf_slospec.model.tree_mask import chain, chain_and_tree
 from hf_slospec.tree.tree import TokenTree
 
-NEVER = -1  # equals no state of a model's fingerprint
+NEVER = -1  # equals no version of a model
 MIN_SHARED = 16  # tokens; computing the K/V of fewer is faster than keeping or copying it
 
 
@@ -104,7 +104,7 @@ class PrefixReuse(SequenceRoom):
         params = request.params
         if self.max_kept is None or not self._is_plain(len(params.prompt) + params.num_padding):
             return None, 0
-        self.packed.fingerprint.notice(structure=False)
+        self.packed.version.notice(structure=False)
         if self._kept_state != self.weights_state:
             self._keep_at_most(0)
         wanted = request.tokens[:-1][: self.packed.rope.max_plain]
@@ -189,7 +189,7 @@ class RequestSequences(PrefixReuse):
     ) -> Outputs:
         """Forward new tokens of requests; see :meth:`PackedModel.outputs`."""
         if self.max_kept is not None:
-            self.packed.fingerprint.notice()
+            self.packed.version.notice()
         for part in parts:
             part.sequence.staged_end = part.sequence.length + part.num_tokens
         return self.packed.outputs(self.cache.pool, parts, logit_rows, feature_layers)
@@ -197,7 +197,7 @@ class RequestSequences(PrefixReuse):
     def draft(self, parts: Sequence[NewTokens], logit_rows: torch.Tensor, level: DraftLevel) -> Any:
         """Forward a level of draft nodes of requests; see :meth:`PackedModel.draft`."""
         if self.max_kept is not None:
-            self.packed.fingerprint.notice(structure=False)
+            self.packed.version.notice(structure=False)
         return self.packed.draft(self.cache.pool, parts, logit_rows, level)
 
     def uncached(self, request: RequestTokens) -> list[int]:

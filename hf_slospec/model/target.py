@@ -13,9 +13,9 @@ import torch
 from hf_slospec.engine.interfaces import Chooser, Chunk, Drafter, Target
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.families.prefilled_prompts import Prefilled
-from hf_slospec.model.agreement import relative_error
 from hf_slospec.model.memory import as_memory_error
 from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.properties import relative_error
 from hf_slospec.model.sampling import PendingChoices
 from hf_slospec.model.sequences import MIN_SHARED, RequestSequences
 from hf_slospec.model.transfer import to_device

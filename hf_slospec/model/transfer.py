@@ -52,7 +52,7 @@ def flattened(tree: Any) -> tuple[list[torch.Tensor], Hashable]:
 
 
 def _flatten(tree: Any, tensors: list[torch.Tensor], key: list[Any]) -> None:
-    """Append to the tensors and the signature of trees before."""
+    """Append a tree's tensors and signature to those of the trees before it."""
     kind = type(tree)  # is a part of the key, because 1, 1.0 and True are equal
     if isinstance(tree, torch.Tensor):
         tensors.append(tree)

@@ -10,7 +10,6 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_slospec.families.prefilled_prompts import cached_tensors, own_cache, sees_later_tokens
-from hf_slospec.model.agreement import relative_error, tolerance_in
 from hf_slospec.model.loading import listed, not_finite
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.properties import (
@@ -19,7 +18,9 @@ from hf_slospec.model.properties import (
     evaluating,
     given_position_ids,
     refused_if_it_fails,
+    relative_error,
     takes_position_ids,
+    tolerance_in,
     trained_len,
 )
 from hf_slospec.model.run import decoder_arguments, encode
@@ -97,8 +98,8 @@ def counts_gaps(packed: PackedModel) -> bool:
 
 
 def _counts_masked(packed: PackedModel, begin: int) -> bool:
-    """Return whether masked tokens, put in before the token number ``begin`` of a prompt, change
-    its last logits.
+    """Return whether inserting masked tokens at index ``begin`` of a prompt changes its last
+    logits.
     """
     model = packed.model
     prompt = _random_prompt(packed)
@@ -224,7 +225,7 @@ def _random_tokens(packed: PackedModel, draw: int, number: int) -> list[int]:
 
 
 def _max_len(packed: PackedModel) -> int:
-    """Return the length in tokens of a trial's longest prompt that its trees may follow."""
+    """Return the maximum length of the trial's prompts, in tokens."""
     limits = trained_len(packed.model), packed.max_positions, packed.num_selected
     return max(
         1, min((limit for limit in limits if limit is not None), default=max(PROMPTS) + 8) - 8

@@ -1,21 +1,17 @@
-"""Detection of changes to a model's weights, however they were written.
-
-torch counts writes to a tensor (``_version``), but neither those of fused optimizers nor those
-through ``weight.data``, by which adapters are merged and averages swapped in. So a checksum of all
-weights is computed before a call, if they may have been written: one pass over the memory, which
-takes as long as one step of decoding."""
+"""Versions of a model: counters of changes to its weights, modules and structure."""
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_slospec.forks import Lock, reset_in_children
+from hf_slospec.model.checksum import Digest, State, digest, state_of
 from hf_slospec.model.overrides import (
     all_modules,
     container_kind,
@@ -23,33 +19,19 @@ from hf_slospec.model.overrides import (
     items_of,
     plain_class,
 )
-from hf_slospec.model.whose_code import is_unchanging
+from hf_slospec.model.whose_code import changing_hooks, is_unchanging, library_of
 
-Digest = tuple[int, ...]
-State = tuple[
-    tuple[int, int | None], ...
-]  # address and count of writes of every tensor that holds a weight
-
-FACTOR = (
-    0x2C1B3C6D  # 5 modulo 8: its powers repeat after 2**14 even in the two highest bytes of a word
-)
-CPU_WORDS, DEVICE_WORDS = (
-    2**18,
-    2**23,
-)  # words per addition: they fit a core's cache; few kernel launches
-WIDTH = 1024  # sums per row
-
-_num_writes = _num_told = 0
+_num_writes = 0
+_num_told = 0
 
 
 def weights_changed() -> None:
     """Count every model as changed, and read its weights again before its next step.
 
     Needed after changes that leave no trace: writes through ``weight.data``, or to weights on a
-        disk, of a model none
-    of whose parameters requires a gradient, or while submitted requests run; and changes of what
-    hooks read from elsewhere, such as the strength of a steering vector. The next call notices all
-    others."""
+    disk, of a model none of whose parameters requires a gradient, or while submitted requests run;
+    and changes of what hooks read from elsewhere, such as the strength of a steering vector. The
+    next call notices all others."""
     global _num_told
     _num_told += 1
     _count_write()
@@ -63,120 +45,6 @@ def _count_write(*_: object) -> None:
 # An optimizer's step counts for every model: weights that are not trained may be copies or averages
 # of trained ones.
 register_optimizer_step_post_hook(_count_write)
-
-
-class Weights:
-    """State of a model's weights when they were last read."""
-
-    def __init__(self, weights: Sequence[torch.Tensor], may_be_written: bool):
-        """Read the weights; the arguments are those of :meth:`renew`."""
-        self._state: tuple[State, ...] = ()
-        self._digest: Digest | None = None
-        self._num_writes = _num_writes
-        self._num_told = _num_told
-        self.renew(weights, may_be_written)
-
-    @property
-    def is_behind(self) -> bool:
-        """Return whether an optimizer has stepped since, or :func:`weights_changed` was called."""
-        return self._num_writes != _num_writes
-
-    def renew(self, weights: Sequence[torch.Tensor], may_be_written: bool) -> bool:
-        """Read the weights again, and return whether they may have changed.
-
-        Args:
-            weights: parameters and buffers, always in the same order.
-            may_be_written: they may have been written without a trace, so all bits are compared.
-        """
-        before = self._state, self._digest, self._num_told
-        num_writes = _num_writes
-        num_told = _num_told
-        state = tuple(map(_state_of, weights))
-        if self.is_behind or may_be_written:
-            self._digest = digest(
-                weights
-            )  # which may run out of memory, and is then computed again
-        self._state = state
-        self._num_writes = num_writes
-        self._num_told = num_told
-        return before != (self._state, self._digest, self._num_told)
-
-
-def may_be_trained(weights: Iterable[torch.Tensor]) -> bool:
-    """Return whether a parameter requires a gradient, or is an inference tensor, to which torch
-    counts no writes.
-    """
-    return any(weight.requires_grad or weight.is_inference() for weight in weights)
-
-
-@torch.no_grad()
-def digest(weights: Iterable[torch.Tensor]) -> Digest:
-    """Return a checksum of all bits of the weights, which differs if any bit does, or if two
-    weights are swapped.
-
-    Words are added by their index in a piece, each piece times another power of ``FACTOR``, and
-    these sums again by row and by column. A single change is always seen, and so are two that would
-    cancel out in a plain sum."""
-    sums: dict[torch.device, torch.Tensor] = {}
-    for weight in weights:
-        for words in (words for tensor in _stored(weight) for words in _words(tensor.detach())):
-            if words.device not in sums:
-                size = CPU_WORDS if words.device.type == "cpu" else DEVICE_WORDS
-                sums[words.device] = torch.zeros(size, dtype=torch.int32, device=words.device)
-            for piece in words.split(len(sums[words.device])):
-                total = sums[words.device][: len(piece)]
-                torch.add(piece, total, alpha=FACTOR, out=total)
-    checksums = list[int]()
-    for total in sums.values():
-        rows = total.view(-1, WIDTH)
-        for line in (rows.sum(0), rows.sum(1)):  # int64
-            factors = torch.arange(1, 2 * len(line), 2, device=total.device)
-            checksums.append(int((line * factors).sum()))
-    return tuple(checksums)
-
-
-def _stored(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors of a weight: several if it is quantised, none if it is offloaded."""
-    if weight.is_meta:
-        return
-    if weight.is_nested and type(weight) is torch.Tensor:
-        for part in weight.unbind():
-            yield from _stored(part)
-    elif hasattr(weight, "__tensor_flatten__"):
-        for name in weight.__tensor_flatten__()[0]:
-            if isinstance(part := getattr(weight, name), torch.Tensor):  # not a device mesh
-                yield from _stored(part)
-    else:
-        yield weight
-
-
-def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the bits of a tensor as int32: its whole words, then each remaining byte."""
-    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    dense = dense.int_repr() if dense.is_quantized else dense.resolve_conj().resolve_neg()
-    flat = dense.contiguous().view(-1).view(torch.uint8)
-    if flat.storage_offset() % 4:  # a view of a larger tensor, such as FSDP's
-        flat = flat.clone()
-    num_whole = len(flat) // 4 * 4
-    yield flat[:num_whole].view(torch.int32)
-    if num_whole < len(flat):
-        yield flat[num_whole:].int()
-
-
-def _state_of(weight: torch.Tensor) -> State:
-    tensors = list(_stored(weight))
-    if not tensors:
-        return ((id(weight), None),)
-    return tuple(
-        (address(each), None if each.is_inference() else each._version) for each in tensors
-    )
-
-
-def address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's data; the id of a tensor that is stored in several, such as
-    a sparse one.
-    """
-    return tensor.data_ptr() if torch._C._has_storage(tensor) else id(tensor)
 
 
 # Attributes whose changes do not count. Models in training mode with dropout or gradient
@@ -213,36 +81,44 @@ PLAIN = (
     torch.Tensor,
     torch.nn.Parameter,
 )  # quantised weights have classes of their own and may have no address
-LIBRARIES = ("torch", "transformers")  # modules from elsewhere are adapters, or written by users
+BUILDERS = ("torch", "transformers")  # modules from elsewhere are adapters, or written by users
 VALUES = frozenset(
     (type(None), bool, int, float, str)
 )  # types of attributes that are compared by value
 SIMPLE = VALUES.union(PLAIN)  # most attributes are
+_count_of_writes: Callable[[Any], int] = operator.attrgetter("_version")
 
 
-class Fingerprint:
-    """Detector of changes to a model's weights and to the attributes of its modules and configs.
+class ModelVersion:
+    """Counters of changes to a model; what is made of a model keeps those that it was made from.
 
-    Attributes are compared by identity, which takes a millisecond where :func:`settings` takes ten.
-    An attribute that is replaced by an equal object counts as changed.
+    ``weights`` counts all changes; ``modules`` those of attributes of modules and configs, of
+    submodules and of hooks; ``structure`` those of submodules and hooks only. ``storage`` counts
+    changes of ``modules`` and of the addresses of weights, which CUDA graphs hold.
+
+    Attributes are compared by identity: one that is replaced by an equal object counts as changed.
     """
 
-    def __init__(self, model: torch.nn.Module):
-        """Read the model; all states are 0.
+    all_parts: list[Any]  # the model and all its modules
+    _structure: list[Any]
+    _adapter_attributes: list[Any]
+    _places: tuple[tuple[int, ...], ...]
 
-        ``modules_state`` does not count changes of weights, ``structure_state`` those of submodules
-        and hooks only."""
+    def __init__(self, model: torch.nn.Module):
         self._model = model
-        self.state = 0
-        self.modules_state = 0
-        self.structure_state = 0
+        self.weights = 0
+        self.storage = 0
+        self.modules = 0
+        self.structure = 0
         self._lock = Lock()
         self._renewing = Lock()
-        self._adapters: list[torch.nn.Module] = []
-        self._adapter_attributes: list[Any] = []
-        self._structure: list[Any] = []
-        weights = self._read()
-        self._weights = Weights(weights, self._may_be_written(weights))
+        self._states: tuple[State, ...] = ()
+        self._digest: Digest | None = None
+        self._num_writes = _num_writes
+        self._num_told = _num_told
+        self._read_modules()
+        weights = self._read_attributes()
+        self._read_weights(weights, self._may_be_written(weights))
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
@@ -251,107 +127,184 @@ class Fingerprint:
 
     @property
     def is_behind(self) -> bool:
-        """Return whether an optimizer has stepped, or ``weights_changed`` was called, since the
-        last ``renew``.
+        """Return whether an optimizer has stepped, or :func:`weights_changed` was called, since the
+        last :meth:`renew`.
         """
-        return self._weights.is_behind
+        return self._num_writes != _num_writes
 
     def renew(self, is_idle: bool = True) -> bool:
-        """Read the whole model; return whether something has changed, and advance ``state`` if so.
+        """Read the whole model, and return whether it was found to have changed.
 
         Args:
             is_idle: no request runs; otherwise, writes to weights that leave no trace are not
                 searched for.
         """
         with self._renewing:
-            held = self._held
+            attributes = self._attributes
             structure = self._structure
-            weights = self._read()
-            if has_other_modules := not are_same(
-                held, self._held
-            ):  # counted first, as reading weights may fail
+            with self._lock:
+                self._read_modules()
+            weights = self._read_attributes()
+            has_other_modules = not are_same(attributes, self._attributes)
+            if has_other_modules:  # counted first, as reading weights may fail
                 self.count(structure=not are_same(structure, self._structure))
-            has_changed = self._weights.renew(weights, is_idle and self._may_be_written(weights))
+            before = self._states
+            has_changed = self._read_weights(weights, is_idle and self._may_be_written(weights))
             if has_changed and not has_other_modules:
-                self.count(modules=False)
+                has_moved = list(map(_addresses, before)) != list(map(_addresses, self._states))
+                with self._lock:
+                    self._advance(has_moved, False, False)
             return has_changed or has_other_modules
 
     def notice(self, structure: bool = True) -> None:
-        """Advance the states if adapters have changed, as they may be changed back later.
+        """Count changes of adapters, as they may be changed back later.
 
         With ``structure``, the same for submodules and hooks, which takes a twentieth of a
         millisecond."""
         with self._lock:
-            attributes, parts = (
-                _held_by(self._adapters),
-                self._read_structure() if structure else self._structure,
-            )
+            attributes = _held_by(self._adapters)
+            parts = self._parts_and_hooks() if structure else self._structure
             has_other_parts = not are_same(self._structure, parts)
+            if has_other_parts:
+                self._read_modules()
             if has_other_parts or not are_same(self._adapter_attributes, attributes):
-                self._structure = parts
                 self._adapter_attributes = attributes
-                self._advance(True, has_other_parts)
+                self._advance(True, True, has_other_parts)
 
-    def _read_structure(self) -> list[Any]:
-        hooks = itertools.chain.from_iterable(hooks.values() for hooks in self._hooks if hooks)
-        submodules = itertools.chain.from_iterable(parts.values() for parts in self._parts)
-        return [*submodules, *(hook for hook in list(hooks) if not is_unchanging(hook))]
+    def notice_writes(self) -> None:
+        """Count replaced parameters, and writes to those on a CPU that torch has counted.
+
+        Buffers that were replaced change the storage only, as forwards may do that."""
+        with self._lock:
+            before = self._places
+            if (places := self._read_places()) != before:
+                self._places = places
+                self.weights += before[:2] != places[:2]
+                self.storage += before[1:] != places[1:]
 
     def count(self, modules: bool = True, structure: bool = False) -> None:
-        """Advance the states for a change that the caller noticed, of weights only unless
-        ``modules``.
-        """
+        """Count a change that the caller noticed, of weights only unless ``modules``."""
         with self._lock:
-            self._advance(modules, structure)
+            self._advance(modules, modules, structure)
 
-    def _advance(self, modules: bool, structure: bool) -> None:
-        self.state += 1
-        self.modules_state += modules
-        self.structure_state += structure
+    def _advance(self, storage: bool, modules: bool, structure: bool) -> None:
+        self.weights += 1
+        self.storage += storage
+        self.modules += modules
+        self.structure += structure
 
     def _may_be_written(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Return whether the model is one whose weights may be written without a trace."""
-        return self._model.training or may_be_trained(weights)
+        """Return whether weights may be written without a trace: they are trained, or inference
+        tensors, of which torch counts no writes.
+        """
+        return self._model.training or any(
+            weight.requires_grad or weight.is_inference() for weight in weights
+        )
 
-    def _read(self) -> list[torch.Tensor]:
+    def _read_modules(self) -> None:
+        """Read which modules, hooks and weights there are."""
+        self.all_parts = all_modules(self._model)
+        self._classes = list(map(plain_class, self.all_parts))
+        self._adapters = [
+            module
+            for module, kind in zip(self.all_parts, self._classes, strict=True)
+            if library_of(kind) not in BUILDERS
+        ]
+        self._adapter_attributes = _held_by(self._adapters)
+        self._submodules = [part._modules for part in self.all_parts if part._modules]
+        self._hooks = [
+            hooks
+            for part in self.all_parts
+            for hooks in (part._forward_pre_hooks, part._forward_hooks)
+        ]
+        self._structure = self._parts_and_hooks()
+        self._find_places()
+
+    def _parts_and_hooks(self) -> list[Any]:
+        submodules = itertools.chain.from_iterable(parts.values() for parts in self._submodules)
+        hooks = itertools.chain.from_iterable(hooks.values() for hooks in self._hooks if hooks)
+        return [*submodules, *itertools.filterfalse(is_unchanging, list(hooks))]
+
+    def _find_places(self) -> None:
+        """Find the dicts and names of the dense weights, whose addresses graphs and copies need."""
+        self._named: list[tuple[list[dict[str, Any]], list[str]]] = []
+        self._has_copies = False
+        for kind in ("_parameters", "_buffers"):
+            holders: list[dict[str, Any]] = []
+            names: list[str] = []
+            for holder in filter(None, (vars(part)[kind] for part in self.all_parts)):
+                for name, weight in list(holder.items()):
+                    if _is_dense(weight) and not (weight.is_inference() or weight.is_meta):
+                        holders.append(holder)
+                        names.append(name)
+                        self._has_copies |= weight.is_cpu
+            self._named.append((holders, names))
+        self._places = self._read_places()
+
+    def _read_places(self) -> tuple[tuple[int, ...], ...]:
+        """Return counts of writes, addresses of parameters and addresses of buffers."""
+        try:  # at C's speed, as every step asks
+            weights: list[list[Any]] = [list(map(dict.get, *named)) for named in self._named]
+            counts = tuple(map(_count_of_writes, weights[0])) if self._has_copies else ()
+            return counts, *(tuple(map(torch.Tensor.data_ptr, each)) for each in weights)
+        except (TypeError, AttributeError, RuntimeError):  # one is gone, or sparse
+            self._find_places()
+            return self._places
+
+    def _read_attributes(self) -> list[torch.Tensor]:
         """Read the attributes of all modules and configs, and return the weights."""
-        modules = all_modules(self._model)
-        dicts = [
-            weights
-            for module in modules
-            for weights in (module._parameters, module._buffers)
-            if weights
-        ]
-        classes = list(map(plain_class, modules))
-        adapters = [
-            module for module, kind in zip(modules, classes, strict=True) if _is_foreign(kind)
-        ]
-        with self._lock:
-            self._adapters = adapters
-            self._adapter_attributes = _held_by(adapters)
-            self._parts = [module._modules for module in modules if module._modules]
-            self._hooks = [
-                hooks
-                for module in modules
-                for hooks in (module._forward_pre_hooks, module._forward_hooks)
-            ]
-            self._structure = self._read_structure()
-        attributes = [*_held_by(modules), *_held_by(_configs(modules))]
-        weights = [weight for weights in dicts for weight in weights.values() if weight is not None]
-        self._held = [*classes, *attributes, *(weight.dtype for weight in weights)]
+        weights = _weights_of(self.all_parts)
+        attributes = [*_held_by(self.all_parts), *_held_by(_configs(self.all_parts))]
+        self._attributes = [*self._classes, *attributes, *(weight.dtype for weight in weights)]
         return [
             *weights,
             *(value for value in attributes if type(value) in PLAIN and not _is_stored(value)),
         ]
 
+    def _read_weights(self, weights: Sequence[torch.Tensor], may_be_written: bool) -> bool:
+        """Read the states of weights and buffers, and return whether they may have changed.
+
+        With ``may_be_written``, without a trace, all bits are compared."""
+        before = self._states, self._digest, self._num_told
+        num_writes = _num_writes
+        num_told = _num_told
+        states = tuple(map(state_of, weights))
+        if self.is_behind or may_be_written:
+            self._digest = digest(weights)  # may run out of memory, and is then computed again
+        self._states = states
+        self._num_writes = num_writes
+        self._num_told = num_told
+        return before != (self._states, self._digest, self._num_told)
+
+
+def can_be_traced(model: torch.nn.Module) -> bool:
+    """Return whether a graph can stand for a model's forward: no hooks, and dense weights of
+    torch's classes on one device.
+    """
+    parts = all_modules(model)
+    weights = _weights_of(parts)
+    has_hooks = any(changing_hooks(part) or hasattr(part, "_hf_hook") for part in parts)
+    is_on_one_device = len({weight.device for weight in weights}) == 1
+    return all(map(_is_dense, weights)) and is_on_one_device and not has_hooks
+
+
+def _weights_of(parts: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the parameters and buffers of modules."""
+    holders = [holder for part in parts for holder in (part._parameters, part._buffers) if holder]
+    return [weight for holder in holders for weight in list(holder.values()) if weight is not None]
+
+
+def _is_dense(weight: Any) -> bool:
+    return type(weight) in PLAIN and weight.layout is torch.strided
+
+
+def _addresses(state: State) -> list[int]:
+    return [place for place, _ in state]
+
 
 def _is_stored(tensor: torch.Tensor) -> bool:
     """Return whether an attribute is an activation that a forward has stored."""
     return type(tensor) is torch.Tensor and (tensor.requires_grad or tensor.is_inference())
-
-
-def _is_foreign(kind: Any) -> bool:
-    return kind.__module__.split(".")[0] not in LIBRARIES
 
 
 def _configs(modules: Iterable[Any]) -> list[Any]:
@@ -405,61 +358,3 @@ def _within(container: Any) -> list[Any]:
 def are_same(before: Sequence[Any], after: Sequence[Any]) -> bool:
     """Return whether two sequences hold the same objects."""
     return len(before) == len(after) and all(map(operator.is_, before, after))
-
-
-def named_weights(model: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the module's dict that holds a parameter or buffer, and the name in it, for all of
-    them.
-    """
-    for module in all_modules(model):
-        for weights in (module._parameters, module._buffers):
-            yield from ((weights, name) for name, tensor in weights.items() if tensor is not None)
-
-
-def settings(model: torch.nn.Module) -> Hashable:
-    """Return the settings of all modules and configs: plain attributes such as an adapter's
-    switches.
-    """
-    modules = all_modules(model)
-    return (
-        *((plain_class(module), _settings_of(vars(module))) for module in modules),
-        *((type(config), _settings_of(_attributes(config))) for config in _configs(modules)),
-    )
-
-
-def _settings_of(attributes: dict[str, Any]) -> Hashable:
-    return tuple(
-        (name, _fixed(value))
-        for name, value in list(attributes.items())
-        if name not in NOT_SETTINGS
-    )
-
-
-class _Identity:
-    """An object that equals itself only, whatever its class compares."""
-
-    def __init__(self, value: Any):
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self._value is other._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-
-def _fixed(value: Any, holders: tuple[int, ...] = ()) -> Hashable:
-    """Return a hashable value, equal for attributes with the same effect on a forward as far as
-    their types show it.
-
-    An object of any other class counts as changed if another one replaces it. ``holders`` are the
-    ids of the containers that hold the value, which may be one of them.
-    """
-    kind = type(value)
-    if kind in PLAIN and not value.is_nested:
-        return address(value), value.shape, value.dtype  # graphs read it at its address
-    if container_kind(value) is not None:
-        if (own := id(value)) in holders:
-            return kind, holders.index(own)
-        return kind, tuple(_fixed(part, (*holders, own)) for part in items_of(value))
-    return (kind, value) if kind in VALUES else _Identity(value)

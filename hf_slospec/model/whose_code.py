@@ -1,5 +1,5 @@
-"""Check of whose code computes tokens: a known library's, the user's that computes each token
-alone, or other code.
+"""Find which library code comes from, and refuse code that may not compute each token
+independently.
 """
 
 from __future__ import annotations
@@ -29,21 +29,16 @@ COMPILED = "get_compiler_config"  # attribute of functions that torch.compile re
 REQUIRING_GRAD = ("make_inputs_require_grad", "make_inputs_require_grads")
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Return whether the model or a part of it was compiled.
+def is_compiled(model: nn.Module, parts: Sequence[Any] | None = None) -> bool:
+    """Return whether the model or a part of it was compiled; ``parts`` are all its modules.
 
     Packed forwards change modules while they run, for which the compiler would compile the model
     again."""
-    modules = all_modules(model)
-    forwards = [module.__dict__["forward"] for module in modules if "forward" in module.__dict__]
-    classes: set[Any] = {*map(type, modules)}
-    return (
-        any(module._compiled_call_impl is not None for module in modules)
-        or any(
-            hasattr(forward, COMPILED)
-            for forward in (*forwards, *(each.forward for each in classes))
-        )
-        or any(each.__name__ == "OptimizedModule" for each in classes)
+    return any(
+        part._compiled_call_impl is not None
+        or type(part).__name__ == "OptimizedModule"
+        or hasattr(part.__dict__.get("forward", type(part).forward), COMPILED)
+        for part in parts or all_modules(model)
     )
 
 
@@ -56,29 +51,19 @@ def changing_hooks(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 def is_unchanging(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook is known to change no value."""
+    """Return whether a hook is one of those known to change no value."""
     return type(hook) is FunctionType and (
         hook.__module__ == COLLECTING or hook.__name__ in REQUIRING_GRAD
     )
 
 
+WRAPPERS = {"transformers", "torch", "hf_slospec", "contextlib"}  # decorators call what they wrap
 # Libraries whose layers and hooks compute a token from its own inputs, or attend by transformers'
-# interface.
-LIBRARIES = frozenset(
-    (
-        "torch",
-        "transformers",
-        "hf_slospec",
-        "accelerate",
-        "peft",
-        "torchao",
-        "bitsandbytes",
-        "contextlib",
-    )
+# interface; the last are weight-only layers that transformers' quantizers put into models, which
+# the trial compares with themselves.
+LIBRARIES = WRAPPERS | set(
+    "accelerate peft torchao bitsandbytes awq compressed_tensors gptqmodel hqq optimum".split()
 )
-# Weight-only layers that transformers' quantizers put into models; the trial compares them with
-# themselves.
-LIBRARIES |= {"awq", "compressed_tensors", "gptqmodel", "hqq", "optimum"}
 DECLARED = (
     "per_token"  # attribute by which hooks and modules say that they compute each token alone
 )
@@ -113,6 +98,15 @@ IN_PLACE = {"out", "inplace"}  # arguments by which functions of torch write int
 MAX_INDEX = 1  # of tuples; a larger number in a subscript may count tokens
 
 
+def library_of(code: Any) -> str:
+    """Return the top-level package that defines a function or class.
+
+    Functions are told by their globals: decorators copy ``__module__`` from what they wrap."""
+    names = getattr(code, "__globals__", None)
+    module = code.__module__ if names is None else names.get("__name__")
+    return (module or "").partition(".")[0]
+
+
 def check_code(model: nn.Module) -> None:
     """Raise UnsupportedModelError if tokens are computed by code that may depend on a forward's
     shape or on others.
@@ -137,7 +131,9 @@ def _global_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
 
 
 def _other_code(model: nn.Module) -> Iterator[str]:
-    """Yield descriptions of what computes tokens by other code than the libraries', undeclared."""
+    """Yield a description of each hook, forward or method that is neither a library's, nor declared
+    ``per_token``, nor token-wise by its bytecode.
+    """
     for hook in (hook for hooks in _global_hooks() for hook in hooks.values()):
         if not _is_accepted(hook, None):
             yield f"a global forward hook, {_name_of(hook)},"
@@ -160,8 +156,8 @@ def _other_code(model: nn.Module) -> Iterator[str]:
 
 
 def _modules_of_tokens(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield modules and their names, without those that were declared, that compute weights, or
-    that encode prompts.
+    """Yield the modules that compute tokens, with their names: no encoders of prompts,
+    parametrizations or modules declared ``per_token``.
     """
     is_whole = getattr(model.config, "is_encoder_decoder", False)
     seen = {id(model.get_encoder())} if is_whole else set[int]()
@@ -186,41 +182,23 @@ def _accelerate_hooks(module: Any) -> Iterator[Any]:
 
 
 def _overridden(kind: type) -> Iterator[str]:
-    """Yield the names of methods that a library's class has for its forwards, and a class of the
-    user overrides.
+    """Yield the names of methods that forwards may call and that a class from outside the libraries
+    overrides.
     """
-    foreign = [base for base in kind.__mro__ if not _is_library(base.__module__)]
+    foreign = [base for base in kind.__mro__ if not _is_of_library(base)]
     for name in dict.fromkeys(name for base in foreign for name in vars(base)):
         is_method = isinstance(getattr(kind, name), FunctionType) and not name.startswith("__init")
-        is_used = any(
-            name in vars(base)
-            for base in kind.__mro__
-            if base not in foreign and base is not object
-        )
-        if (
-            is_method
-            and is_used
-            and name != "forward"
-            and (name in CALLS or not _is_beside_forwards(name))
-        ):
+        is_used = any(name in vars(base) for base in kind.__mro__ if base not in foreign)
+        is_beside = any(hasattr(base, name) for base in (PreTrainedModel, GenerationMixin))
+        if is_method and is_used and name != "forward" and (name in CALLS or not is_beside):
             yield name
-
-
-def _is_beside_forwards(name: str) -> bool:
-    return any(hasattr(base, name) for base in (PreTrainedModel, GenerationMixin))
-
-
-def _is_library(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in LIBRARIES
 
 
 def _is_accepted(code: Any, owner: nn.Module | None) -> bool:
     """Return whether a hook or forward is a library's, declared, or seen to compute each token
     alone.
     """
-    if getattr(code, DECLARED, False) or any(
-        getattr(each, DECLARED, False) for each in _functions(code)
-    ):
+    if any(getattr(each, DECLARED, False) for each in (code, *_functions(code))):
         return True
     others = [function for function in _functions(code) if not _is_of_library(function)]
     bound = [value for value in _bound(code) if value is not owner]
@@ -228,7 +206,7 @@ def _is_accepted(code: Any, owner: nn.Module | None) -> bool:
 
 
 def _bound(code: Any) -> Iterator[Any]:
-    """Yield the arguments that are bound in a callable, and objects that are called."""
+    """Yield the objects that a callable is bound to, and its bound arguments."""
     if isinstance(code, functools.partial):
         yield from (*code.args, *code.keywords.values(), *_bound(code.func))
     elif isinstance(code, MethodType):
@@ -241,19 +219,12 @@ def _is_known(code: Any) -> bool:
     return all(map(_is_of_library, _functions(code)))
 
 
-def _is_of_library(function: Any) -> bool:
-    """Return whether a library defines a function; decorators copy ``__module__`` from what they
-    wrap.
-    """
-    return _is_library(
-        getattr(function, "__globals__", {"__name__": function.__module__}).get("__name__")
-    )
+def _is_of_library(code: Any) -> bool:
+    return library_of(code) in LIBRARIES
 
 
 def _functions(code: Any) -> Iterator[Any]:
-    """Yield the functions that a callable runs as far as it shows them: itself, and what it wraps
-    or binds.
-    """
+    """Yield the functions behind a callable: itself, the methods it is bound to, and what it wraps."""
     wrapped = getattr(code, "__dict__", {}).get("__wrapped__")
     if wrapped is not None:
         yield from _functions(wrapped)
@@ -274,8 +245,7 @@ def _functions(code: Any) -> Iterator[Any]:
 def is_token_wise(
     function: Any, owner: nn.Module | None = None, values: Iterable[Any] = ()
 ) -> bool:
-    """Return whether a function's code shows that it does the same to each token, whatever calls it
-    gets.
+    """Return whether a function's bytecode shows that it treats all tokens alike and independently.
 
     It may only add, multiply and convert tensors, by constants or attributes of ``owner``, without
     loops, shapes or state; ``values`` are its bound arguments. What such code does to one shape, it
@@ -307,21 +277,17 @@ def _writes(function: FunctionType, instructions: Sequence[dis.Instruction]) -> 
 
     ``hidden += v`` writes into the output, unless ``hidden`` is another name of a tensor that is
     not the call's."""
-    names = {
-        name for const in function.__code__.co_consts if isinstance(const, tuple) for name in const
-    }
+    tuples = (const for const in function.__code__.co_consts if isinstance(const, tuple))
+    if not IN_PLACE.isdisjoint(itertools.chain.from_iterable(tuples)):
+        return True
     if not any(each.opname == "BINARY_OP" and each.argrepr.endswith("=") for each in instructions):
-        return bool(names & IN_PLACE)
+        return False
     has_alias = any(
         each.opname.startswith(("LOAD_DEREF", "LOAD_GLOBAL", "LOAD_ATTR"))
         and after.opname.startswith(("STORE_FAST", "JUMP", "COPY", "SWAP", "BUILD"))
         for each, after in itertools.pairwise(instructions)
     )
-    return (
-        bool(names & IN_PLACE)
-        or has_alias
-        or bool(function.__defaults__ or function.__kwdefaults__)
-    )
+    return has_alias or bool(function.__defaults__ or function.__kwdefaults__)
 
 
 def _reads_plainly(

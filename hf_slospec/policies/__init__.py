@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hf_slospec.engine.checks import check_policy
+from hf_slospec.engine.checks import UserPolicy
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.interfaces import Policy
 from hf_slospec.policies.adaserve import AdaServePolicy
@@ -31,9 +31,7 @@ def new_policy(
         make_policy: makes the user's policy.
     """
     if make_policy is not None:
-        policy = make_policy(config, costs)
-        check_policy(policy)
-        return policy
+        return UserPolicy(make_policy(config, costs))
     named = policy_named(config.policy)
     return named(config, costs, history) if issubclass(named, AutoPolicy) else named(config, costs)
 

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from hf_slospec.engine.costs import StepCosts
-from hf_slospec.engine.interfaces import Plan, PolicyStep
+from hf_slospec.engine.interfaces import Plan, Selection
 from hf_slospec.policies.fixed import selection_of
 from hf_slospec.policies.registry import (
     NamedPolicy,
@@ -173,20 +173,23 @@ class AdaServePolicy(NamedPolicy):
         self.settings = config.options_of(AdaServeOptions)
         self.budget = config.token_budget or roofline_tokens(costs)
 
-    def step(
+    def plan(
         self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
-    ) -> PolicyStep:
-        candidates, plan = yield Plan(*self._shape(requests))
+    ) -> Plan:
+        self._begun_s = begun_s
+        return Plan(*self._shape(requests))
+
+    def select(
+        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
+    ) -> Selection:
         candidates = without_useless_nodes(requests, candidates)
-        num_keys = sum(len(request.tokens) for request in requests)
-        draft_s = self.costs.draft_s(len(requests), plan.depth, plan.width, num_keys)
-        step_s = float(draft_s + self.costs.verify_s(self.budget, len(requests), num_keys))
+        step_s = self.step_s(requests, plan.depth, plan.width, self.budget)
         required = [
-            required_tokens(*request.decoded(begun_s), step_s, request.pace_s)
+            required_tokens(*request.decoded(self._begun_s), step_s, request.pace_s)
             for request in requests
         ]
         nodes = self._nodes(requests, candidates, required)
-        yield selection_of(
+        return selection_of(
             [tree.subtree(chosen) for tree, chosen in zip(candidates, nodes, strict=True)], step_s
         )
 

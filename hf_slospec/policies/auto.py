@@ -15,7 +15,9 @@ import numpy as np
 
 from hf_slospec.engine.acceptance import Acceptance, Prediction
 from hf_slospec.engine.costs import StepCosts, level_share
-from hf_slospec.engine.interfaces import Plan, PolicyStep, Selection
+from hf_slospec.engine.events import PhaseTimes
+from hf_slospec.engine.interfaces import Plan, Selection
+from hf_slospec.engine.latency_curves import Count, Seconds
 from hf_slospec.policies.depth import (
     DepthControl,
     Drafted,
@@ -28,7 +30,7 @@ from hf_slospec.policies.registry import NamedPolicy, affordable_tokens, max_use
 from hf_slospec.policies.settings import PolicySettings
 from hf_slospec.request.request import Request
 from hf_slospec.tree.select import best_ratio_nodes
-from hf_slospec.tree.tree import BoolArray, FloatArray, Forest, IntArray
+from hf_slospec.tree.tree import BoolArray, FloatArray, Forest, IntArray, TokenTree
 
 logger = logging.getLogger(__name__)
 
@@ -138,10 +140,10 @@ class _Outcome:
     requests: Sequence[ref[Request]]
     prediction: Prediction
     is_verified: BoolArray  # [num_nodes]
-    accepted: Sequence[Sequence[int]]  # accepted nodes of each verified tree
     drafted: Drafted
     # [num_trees] f64, of rows that end together, with a mean of 1 over the trees drafted; else 1
     weights: FloatArray
+    accepted: Sequence[Sequence[int]] = ()  # accepted nodes of each verified tree
 
 
 class AutoPolicy(NamedPolicy):
@@ -164,48 +166,50 @@ class AutoPolicy(NamedPolicy):
         self.history = history or SpeculationHistory(config)
         self.budget = config.token_budget or affordable_tokens(costs)
         self._warned: WeakSet[Request] = WeakSet()
+        self._outcome: _Outcome | None = None  # of the step that was selected
 
-    def step(
+    def plan(
         self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
-    ) -> PolicyStep:
-        num_requests = len(requests)
+    ) -> Plan:
         num_keys = sum(len(request.tokens) for request in requests)
         urgencies = self._urgencies(requests, begun_s)
         plan = self._shape(requests, urgencies, num_keys, num_prefill_tokens)
-        if plan.depth:
-            ends = self._end_weights(requests)
-            weights = (
-                urgencies
-                * ends
-                * np.array([BEST_EFFORT_WEIGHT if r.is_best_effort else 1.0 for r in requests])
-            )
-            num_behind = {
-                request: request.num_draft_behind for request in requests
-            }  # before the draft processes them
-            plan = self._limited(plan, requests, weights / weights.mean(), num_keys)
-        candidates, plan = yield plan
-        drafting = (
-            requests if plan.drafting is None else plan.drafting
-        )  # without those that must not draft
+        self._num_prefill_tokens = num_prefill_tokens
+        if not plan.depth:
+            return plan
+        self._ends = self._end_weights(requests)
+        factors = [BEST_EFFORT_WEIGHT if r.is_best_effort else 1.0 for r in requests]
+        self._weights = weights = urgencies * self._ends * np.array(factors)
+        # before the draft processes them
+        self._num_behind = [request.num_draft_behind for request in requests]
+        return self._limited(plan, requests, weights / weights.mean(), num_keys)
+
+    def select(
+        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
+    ) -> Selection:
+        num_requests = len(requests)
+        num_keys = sum(len(request.tokens) for request in requests)
+        num_prefill_tokens = self._num_prefill_tokens
+        self._outcome = None
+        # without those that must not draft
+        drafting = requests if plan.drafting is None else plan.drafting
         if not (plan.depth and drafting):
-            plain_s = self.costs.verify_at(
-                num_requests + num_prefill_tokens, num_requests, num_keys
-            )
-            yield replace(Selection.of_roots(candidates), step_s=plain_s)
-            return
+            num_tokens = num_requests + num_prefill_tokens
+            plain_s = self.costs.verify_s(num_tokens, num_requests, num_keys)
+            return replace(Selection.of_roots(candidates), step_s=plain_s)
         forest = Forest.of(candidates)
         prediction = self.history.predict(requests, forest)
-        levels = int(forest.depths.max())
-        sizes = (
+        num_behind = dict(zip(requests, self._num_behind, strict=True))
+        draft_s = self.costs.draft_s(
             len(drafting),
-            levels,
+            int(forest.depths.max()),
             plan.width,
             num_keys,
             sum(num_behind[request] for request in drafting),
+            level_share(candidates, len(drafting)),
         )
-        draft_s = self.costs.draft_at(*sizes, level_share(candidates, len(drafting)))
 
-        def step_s(num_nodes: IntArray) -> FloatArray:
+        def step_s(num_nodes: Count) -> Seconds:
             return draft_s + self.costs.verify_s(num_nodes, num_requests, num_keys)
 
         def priced_s(num_nodes: IntArray) -> FloatArray:
@@ -215,23 +219,31 @@ class AutoPolicy(NamedPolicy):
             return priced_s(num_nodes + num_prefill_tokens)
 
         # Nodes deeper than what a request may still emit are never committed.
-        is_useful = (
-            forest.depths < np.array([request.num_left for request in requests])[forest.tree_of]
-        )
-        values = weights[forest.tree_of] * prediction.path_probs * is_useful
+        num_left = np.array([request.num_left for request in requests])
+        is_useful = forest.depths < num_left[forest.tree_of]
+        values = self._weights[forest.tree_of] * prediction.path_probs * is_useful
         is_verified = best_ratio_nodes(
             forest, values, self.budget, priced_s, mixed_s if num_prefill_tokens else None
         )
-        expected = prediction.expected_tokens(is_verified)
-        predicted_s = float(step_s(np.array(np.count_nonzero(is_verified) + num_prefill_tokens)))
-        accepted, _ = yield Selection(forest.subtrees(is_verified), expected.tolist(), predicted_s)
         drafted = Drafted(plan.depth, plan.width, len(drafting))
+        ends = self._ends
         if len(drafting) < num_requests:
             drafted_for = set(drafting)
-            ends /= ends[[request in drafted_for for request in requests]].mean()
-        self.history.observe(
-            _Outcome(list(map(ref, requests)), prediction, is_verified, accepted, drafted, ends)
-        )
+            ends = ends / ends[[request in drafted_for for request in requests]].mean()
+        self._outcome = _Outcome(list(map(ref, requests)), prediction, is_verified, drafted, ends)
+        expected = prediction.expected_tokens(is_verified)
+        predicted_s = step_s(int(np.count_nonzero(is_verified)) + num_prefill_tokens)
+        return Selection(forest.subtrees(is_verified), expected.tolist(), predicted_s)
+
+    def observe(
+        self,
+        requests: Sequence[Request],
+        accepted: Sequence[Sequence[int]],
+        phases: PhaseTimes,
+        plan: Plan,
+    ) -> None:
+        if self._outcome is not None:
+            self.history.observe(replace(self._outcome, accepted=accepted))
 
     def _shape(
         self,
@@ -264,10 +276,10 @@ class AutoPolicy(NamedPolicy):
             if not depths.is_look:
                 depth, width = paying_shape(num_requests, num_prefill_tokens)
             num_behind = sum(request.num_draft_behind for request in drafting)
-            draft_s = self.costs.draft_at(len(drafting), depth, width, num_keys, num_behind)
+            draft_s = self.costs.draft_s(len(drafting), depth, width, num_keys, num_behind)
             if (
                 draft_s
-                + self.costs.verify_at(num_requests + num_prefill_tokens, num_requests, num_keys)
+                + self.costs.verify_s(num_requests + num_prefill_tokens, num_requests, num_keys)
                 > due_s
             ):
                 depth, width = (
@@ -288,7 +300,7 @@ class AutoPolicy(NamedPolicy):
         # average.
         goodput = depths.goodput * num_requests
         roots_s, more_s = (
-            self.costs.verify_at(num_requests + n, num_requests, num_keys) for n in (0, SPAN)
+            self.costs.verify_s(num_requests + n, num_requests, num_keys) for n in (0, SPAN)
         )
         num_drafted_keys = num_keys * len(drafting) // num_requests
         level_s, request_s = self.costs.level_parts_s(len(drafting), plan.width, num_drafted_keys)
@@ -334,8 +346,8 @@ class AutoPolicy(NamedPolicy):
             r.params.ends_with_others and r.pace_s is None for r in requests
         ):
             return np.ones(len(requests))
-        all_s = self.costs.step_at(len(requests))
-        one_s = self.costs.step_at(1)
+        all_s = self.costs.step_s(len(requests))
+        one_s = self.costs.step_s(1)
         row_s = max(all_s - one_s, 0.0) / (len(requests) - 1)
         # The first token came with the prompt.
         columns = [(r.num_left, r.num_emitted - 1, r.stats.num_steps) for r in requests]
@@ -362,7 +374,7 @@ class AutoPolicy(NamedPolicy):
             sum(len(r.tokens) for r in probed),
             sum(r.num_draft_behind for r in probed),
         )
-        return self.costs.draft_at(len(probed), depth, width, num_keys, num_behind)
+        return self.costs.draft_s(len(probed), depth, width, num_keys, num_behind)
 
     def _shape_time(
         self,
@@ -384,7 +396,7 @@ class AutoPolicy(NamedPolicy):
         ) -> FloatArray:
             num_behind = sum(request.num_draft_behind for request in requests)
             catch_up_s, settled_s = (
-                self.costs.draft_at(num_requests, 1, 1, num_keys, first)
+                self.costs.draft_s(num_requests, 1, 1, num_keys, first)
                 for first in (num_behind, num_requests)
             )
             first_s = max(catch_up_s - settled_s, 0.0) / SETTLED_STEPS

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.interfaces import Policy
+from hf_slospec.engine.latency_curves import Count, Seconds
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import FloatArray, TokenTree
@@ -44,6 +45,16 @@ class NamedPolicy(Policy):
     def max_nodes(cls, config: PolicySettings) -> int:
         """Return the maximum nodes of one request's draft tree, root not counted."""
         return config.max_depth * config.max_width
+
+    def step_s(
+        self, requests: Sequence[Request], depth: Count, width: Count, num_tokens: Count
+    ) -> Seconds:
+        """Return the seconds of a step that drafts such a shape for all requests and verifies so
+        many tokens.
+        """
+        num_keys = sum(len(request.tokens) for request in requests)
+        draft_s = self.costs.draft_s(len(requests), depth, width, num_keys)
+        return draft_s + self.costs.verify_s(num_tokens, len(requests), num_keys)
 
 
 _POLICIES: dict[str, type[NamedPolicy]] = {}

@@ -43,9 +43,8 @@ from hf_slospec.request.request import (
     Request,
     RequestMetrics,
     RequestParams,
-    Stage,
 )
-from hf_slospec.request.slo import SLOStage, parse_slo
+from hf_slospec.request.slo import parse_slo
 from hf_slospec.scheduler.guarantees import first_token_slo_s, tightest_tpot_slo_s
 from hf_slospec.scheduler.load import Need
 from hf_slospec.server.engine import Order
@@ -116,10 +115,8 @@ class ReplicatedEngine:
     def _need(self, order: Order) -> Need:
         arguments = order.arguments
         # How stages end does not matter here, and texts that end them take long to prepare.
-        slo = parse_slo(arguments.get("slo_tpot"))
-        (row,) = slo if isinstance(slo, list) else (slo,)
-        asked = row if isinstance(row, tuple) else (SLOStage(slo_tpot=row),)
-        stages = tuple(Stage(stage.slo_tpot, ttft_slo_s=stage.slo_ttft) for stage in asked)
+        slo = parse_slo(arguments.get("slo_tpot"), lambda text: lambda tokens: False)
+        (stages,) = slo if isinstance(slo, list) else (slo,)
         params = RequestParams(
             order.prompt, arguments["max_new_tokens"], stages, stages[0].ttft_slo_s or arguments.get("slo_ttft"),
             e2e_slo_s=arguments.get("slo_e2e"),

@@ -1,12 +1,14 @@
-"""Latency metrics of requests."""
+"""Latency metrics of requests, and the probability that windows of ten tokens keep an SLO."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.tree.tree import FloatArray
 
 METRICS_PREFIX = "hf_slospec:"  # of metrics for Prometheus
@@ -44,19 +46,15 @@ def worst_tpot_s(commits: Sequence[tuple[int, float]]) -> float | None:
     """
     if not commits or commits[-1][0] <= WINDOW:
         return None
-    counts, times = (
-        np.array([count for count, _ in commits]),
-        np.array([time_s for _, time_s in commits]),
-    )
+    counts = np.array([count for count, _ in commits])
+    times = np.array([time_s for _, time_s in commits])
     arrival = times[np.searchsorted(counts, np.arange(1, counts[-1] + 1))]  # [num_tokens] f64
     return float((arrival[WINDOW:] - arrival[:-WINDOW]).max() / WINDOW)
 
 
 MIN_SHARE = 0.05  # smallest share of an SLO to plan with
 PRECISION = 1e-3  # Relative error of the share.
-_PACES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(
-    15
-)  # quadrature for a standard normal variable
+_PACES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(15)  # Gauss-Hermite quadrature
 _WEIGHTS /= _WEIGHTS.sum()
 
 
@@ -70,9 +68,7 @@ def steps_needed(committed: FloatArray) -> FloatArray:
     Returns:
         [WINDOW + 1] f64, probabilities of 0, 1, 2, ... steps.
     """
-    below = np.eye(1, WINDOW)[
-        0
-    ]  # probabilities of 0, 1, ... tokens so far, windows that ended left out
+    below = np.eye(1, WINDOW)[0]  # probabilities of 0, 1, ... tokens in windows that go on
     left = [1.0]  # probability that the window has not ended after so many steps
     for _ in range(WINDOW):
         below = np.convolve(below, committed)[:WINDOW]
@@ -147,3 +143,55 @@ def planned_share(
         is_enough = kept_probability(share, committed, variation, spread, num_tokens) >= probability
         low, high = (share, high) if is_enough else (low, share)
     return low
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """SLOs and measurements of a request."""
+
+    tpot_slo_s: float | None  # seconds per output token in the last stage; None: no SLO
+    tpot_s: float | None  # (last - first token) / (tokens - 1) in seconds; None below two tokens
+    ttft_s: float | None  # seconds from arrival to the first token; None before it
+    attained: bool | None  # all SLOs were met; None without an SLO or a token
+    tokens: int  # committed, the first one included
+    steps: int  # verify steps after the prefill
+    drafted: int  # draft tokens verified: nodes of all verified trees, roots not counted
+    accepted: int  # drafted nodes that were committed
+    slack_s: float | None  # seconds that the last token was early by its TPOT SLO; negative: late
+    worst_tpot_s: float | None  # highest over 10 consecutive tokens (SLOs-Serve); None below 11
+    expected_tokens: float  # tokens that the policy expected of the verify steps
+    phases: PhaseTimes  # seconds by phase of the request's steps, which other requests share
+    ttft_slo_s: float | None = None  # seconds from arrival to the first token
+    guaranteed: bool = False  # the batcher guaranteed its SLOs
+    preempted: int = 0  # times the batcher preempted the request
+    reused: int = 0  # tokens of the prompt whose K/V another request had computed
+    resumed: int = 0  # tokens that another engine had committed
+    window_guarantee: float | None = None  # probability guaranteed for windows_kept; None: none
+    windows_kept: bool | None = None  # all windows of 10 tokens met the TPOT SLO; None without
+    e2e_slo_s: float | None = None  # seconds from arrival to the last token
+    e2e_s: float | None = None  # seconds from arrival to the latest token; None before the first
+    acceptance_histogram: tuple[int, ...] = ()  # verify steps that accepted 0 drafted nodes, 1, ...
+    earlier: RequestMetrics | None = None  # of the request continued; the pause is in neither
+
+    @property
+    def parts(self) -> list[RequestMetrics]:
+        """These metrics and those of all requests that this one continues."""
+        return [self, *([] if self.earlier is None else self.earlier.parts)]
+
+    @property
+    def attained_throughout(self) -> bool | None:
+        """Whether this request and those that it continues attained their SLOs; None without any
+        SLO.
+        """
+        attained = [part.attained for part in self.parts if part.attained is not None]
+        return all(attained) if attained else None
+
+    @property
+    def guaranteed_throughout(self) -> bool:
+        """Whether the SLOs of this request and of all those that it continues were guaranteed."""
+        return all(part.guaranteed for part in self.parts)
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Committed tokens per verify step; None if there was no step after prefill."""
+        return (self.tokens - 1) / self.steps if self.steps else None

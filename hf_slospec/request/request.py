@@ -1,234 +1,42 @@
-"""One request: its tokens, its SLOs and its measurements."""
+"""A request that is being decoded: its tokens, and how it fares against its SLOs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
 
 from hf_slospec.engine.acceptance import Drawing
 from hf_slospec.engine.events import Commit, PhaseTimes
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.request.metrics import WINDOW, is_attained, tpot_s, worst_tpot_s
+from hf_slospec.request.metrics import RequestMetrics as RequestMetrics
+from hf_slospec.request.params import Grammar as Grammar
+from hf_slospec.request.params import Noise
+from hf_slospec.request.params import RequestParams as RequestParams
+from hf_slospec.request.slo import LEAST_SLO_S as LEAST_SLO_S
+from hf_slospec.request.slo import IsOver as IsOver
+from hf_slospec.request.slo import Stage as Stage
+from hf_slospec.request.state import FinishReason as FinishReason
+from hf_slospec.request.state import Progress as Progress
+from hf_slospec.request.state import RequestKV, RequestState, RequestStats
 
-# All tokens of a request -> whether its output or stage ends with the last one, which the function
-# may replace.
-IsOver = Callable[[list[int]], bool]
-LEAST_SLO_S = 1e-9  # shortest SLO; quotients by shorter ones overflow
-FinishReason = Literal["stop", "length", "cancelled", "error"]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Part of a request's output with SLOs of its own."""
-
-    tpot_slo_s: float | None  # seconds per output token; None: no SLO
-    num_tokens: int | None = None  # the stage ends after so many tokens
-    is_over: IsOver = lambda tokens: False  # or with the token for which this returns True
-    # Seconds from the end of the stage before to the first token; with one, TPOT counts from that
-    # token on. The first stage has the TTFT SLO of the request in its place.
-    ttft_slo_s: float | None = None
-
-
-class Noise(Protocol):
-    """Noise that will choose a sampled request's tokens, for drafters that use it."""
-
-    def after(self, depth: int) -> Any:
-        """Return the noise of the token after a draft node at this depth (root: 0).  -> [vocab] f32
-        tensor
-
-        It is Exp(1) noise: the target takes the token with the highest ``probability / noise``. A
-        proposal that the target takes with probability p without knowing its noise q is taken with
-        exp(-q (1 - p) / p) once q is known."""
-
-
-NewNoise = Callable[["Request"], Noise | None]  # request -> noise, if it can be known in advance
-
-
-class Grammar(Protocol):
-    """Rules that the output of a request follows, for its drafts; token ids are new tokens, the
-    last ones proposed.
-    """
-
-    def allows(self, token_ids: Sequence[int], proposed: Sequence[int]) -> list[bool]:
-        """Return for each proposed token whether it may follow the others."""
-
-    def expected(self, token_ids: Sequence[int]) -> list[list[int]]:
-        """Return the tokens of each way to go on, as far as the grammar leaves little choice."""
-
-    def masked(self, token_ids: Sequence[Sequence[int]], scores: Any) -> Any:
-        """Return a draft's scores with -inf for tokens that may not follow, both [num_nodes, vocab]
-        tensors.
-
-        ``token_ids``: those up to each node.
-        """
-
-
-class PromptReader(Protocol):
-    """Takes the logits of a prompt's positions while the target prefills it."""
-
-    @property
-    def num_read(self) -> int:
-        """Return the number of prompt positions whose logits were taken."""
-
-    def take(self, logits: Any) -> None:
-        """Take the logits of the prompt's next positions, [num_tokens, vocab] in the model's dtype."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Output so far of a request, with which another engine can resume it."""
-
-    tokens: list[int]  # new tokens
-    elapsed_s: float = 0.0  # since the request arrived
-    decoding_s: float = 0.0  # since its first token
-    drafted: int = 0  # nodes verified, roots not counted
-    acceptance_histogram: Sequence[
-        int
-    ] = ()  # verify steps by the number of drafted nodes that they committed
-    has_missed: bool = False  # a finished stage missed its SLO
-    has_missed_window: bool = False  # a window of ten tokens missed the SLO of its stage
-
-
-@dataclass(frozen=True)
-class RequestParams:
-    """Prompt and options of a request. Its maker writes them, complete, before there is a
-    :class:`Request`.
-    """
-
-    prompt: Sequence[int]
-    max_new_tokens: int
-    stages: tuple[Stage, ...] = (Stage(None),)
-    ttft_slo_s: float | None = None  # seconds from arrival to the first token
-    priority: int = 0  # lower goes first
-    is_best_effort: bool = False  # no SLO is to be guaranteed
-    must_guarantee: bool = (
-        False  # refuse the request unless its SLOs are guaranteed when it arrives
-    )
-    cache_salt: str = ""  # K/V is shared only between requests of equal salt
-    is_sampled: bool = False
-    row: int = 0  # index in the batch of its call
-    num_padding: int = 0  # tokens by which the prompt is shorter than the longest one of its batch
-    is_stop: IsOver = lambda tokens: False  # checked after every token, on all tokens
-    prefill: Callable[[], Any] | None = (
-        None  # prefills the whole prompt, if that cannot be done in chunks
-    )
-    encoded_for: Callable[[Any], Any] | None = (
-        None  # model -> what its decoder attends to of an encoder's outputs
-    )
-    prompt_reader: PromptReader | None = (
-        None  # takes the prompt's logits; None: they are not needed
-    )
-    may_draft: bool = True  # False: one token per step, whatever the policy plans
-    has_callbacks: bool = (
-        False  # processors, criteria or a streamer of the user's are called as tokens are chosen
-    )
-    ends_with_others: bool = (
-        False  # the output is returned with those of all other requests, once the last one ends
-    )
-    e2e_slo_s: float | None = None  # seconds from arrival to the last token
-    grammar: Grammar | None = (
-        None  # what drafts follow, as the output does; None: the output is free
-    )
-    earlier: RequestMetrics | None = (
-        None  # those of the request that this one continues after a pause
-    )
-    value: int = (
-        1  # Relative value of meeting its SLOs, within its priority, if not all can be guaranteed
-    )
-
-    @property
-    def max_len(self) -> int:
-        """Maximum tokens of prompt and output together."""
-        return len(self.prompt) + self.max_new_tokens
-
-    @property
-    def has_slo(self) -> bool:
-        """Return whether there is a TTFT SLO, an E2E SLO, or an SLO of any stage."""
-        return self.ttft_slo_s is not None or self.e2e_slo_s is not None or bool(self.stage_slos_s)
-
-    @property
-    def stage_slos_s(self) -> list[float]:
-        """TPOT SLOs of all stages, and TTFT SLOs of all but the first: what decode steps have to
-        keep, in seconds.
-        """
-        slos_s = [stage.tpot_slo_s for stage in self.stages] + [
-            stage.ttft_slo_s for stage in self.stages[1:]
-        ]
-        return [slo_s for slo_s in slos_s if slo_s is not None]
-
-
-@dataclass
-class RequestKV:
-    """Counts of a request's tokens that the models have processed.
-
-    ``Engine.step`` writes them; a ``generate`` call that is given a cache writes ``num_cached``
-    before the first step."""
-
-    num_cached: int = 0  # tokens whose K/V the target holds
-    num_draft_seen: int = 0  # tokens that the drafter has processed
-    num_reused: int = 0  # tokens of the prompt whose K/V another request had computed
-
-
-@dataclass
-class RequestStats:
-    """Times and counts of a request. :class:`Request` writes them; the scheduler counts preemptions
-    and entries.
-    """
-
-    arrived_s: float
-    entered_s: float | None = (
-        None  # when the request first got slots of K/V; None before, and in a static batch
-    )
-    first_token_s: float | None = None
-    last_token_s: float = 0.0
-    num_resumed: int = 0  # new tokens that another engine had committed
-    num_preempted: int = 0  # times the request was preempted
-    num_drafted: int = 0  # nodes verified, roots not counted
-    acceptance_histogram: list[int] = field(
-        default_factory=list
-    )  # verify steps by committed drafted nodes
-    expected_tokens: float = 0.0  # sum over its verify steps of the tokens that the policy expected
-    phases: PhaseTimes = field(default_factory=PhaseTimes)  # sum over its steps
-    commits: list[Commit] = field(default_factory=list)  # one per step that committed tokens
-    stage: int = 0  # index of the current stage
-    stage_begin: tuple[float, int] | None = None  # seconds, and tokens emitted before
-    has_missed: bool = False  # a finished stage missed its SLO
-    # Index of the commit that begins the oldest window of ten tokens of this stage without an end
-    first_open: int = 0
-    has_missed_window: bool = False  # a window of ten tokens missed the SLO of its stage
-
-    @property
-    def num_steps(self) -> int:
-        """Return the number of verify steps, prefill not counted."""
-        return sum(self.acceptance_histogram)
-
-    @property
-    def num_accepted(self) -> int:
-        """Return the number of drafted nodes that were committed."""
-        return sum(number * count for number, count in enumerate(self.acceptance_histogram))
+NewNoise = Callable[["Request"], Noise | None]  # None: the noise cannot be known in advance
 
 
 class Request:
     """A sequence being decoded: what was asked for (``params``), tokens, K/V (``kv``), times and
     counts (``stats``).
 
-    Drafters and policies read it. ``tokens`` holds the prompt and every committed token; ``emit``
-    and ``end`` write it and how the request ended, or the loop of stock ``generate`` where that
-    decodes. The scheduler writes ``is_guaranteed`` and ``window_guarantee``, and a drafter sets
-    ``noise`` to None if it cannot use it."""
+    ``tokens`` holds the prompt and every committed token. Only ``emit``, ``end`` and the loop of
+    stock ``generate`` write it and ``state``. The scheduler writes ``is_guaranteed`` and
+    ``window_guarantee``; a drafter that cannot use ``noise`` sets it to None."""
 
-    finish_reason: FinishReason | None = None
-    error: BaseException | None = (
-        None  # error of the request's processors or criteria, which ended it
-    )
-    is_guaranteed: bool | None = (
-        None  # the batcher guarantees the SLOs; None: no batcher has decided
-    )
-    window_guarantee: float | None = (
-        None  # probability with which every window of ten tokens meets the TPOT SLO
-    )
+    state = RequestState.UNFINISHED
+    error: BaseException | None = None  # of the request's processors or criteria, which ended it
+    is_guaranteed: bool | None = None  # the batcher guarantees the SLOs; None: not decided
+    window_guarantee: float | None = None  # probability that all windows of ten tokens keep TPOT
     # Engine's time at which the first token of a later stage is due; inf once it has come, and
     # without a TTFT SLO.
     stage_due_s = math.inf
@@ -262,17 +70,19 @@ class Request:
         self.kv = RequestKV()
         self.stats = RequestStats(arrived_s)
         self._num_before_stage = 0
-        self._ends: list[
-            int
-        ] = []  # new tokens up to the end of each stage that the current step ends
+        self._ends: list[int] = []  # new tokens up to each end of a stage in the current step
         if progress is not None:
             self._resume(progress, arrived_s)
         self.noise = None if new_noise is None else new_noise(self)
 
     @property
     def is_finished(self) -> bool:
-        """Return whether the request stopped, reached its length, failed or was cancelled."""
-        return self.finish_reason is not None
+        return self.state is not RequestState.UNFINISHED
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Public name of the final state; None before the end."""
+        return cast(FinishReason, self.state.value) if self.is_finished else None
 
     @property
     def drawing(self) -> Drawing:
@@ -367,9 +177,9 @@ class Request:
         """Commit one token, and return whether the request has finished."""
         self.tokens.append(token)
         if self.params.is_stop(self.tokens):
-            self.finish_reason = "stop"
+            self.state = RequestState.STOP
         elif self.num_left <= 0:
-            self.finish_reason = "length"
+            self.state = RequestState.LENGTH
         stages = self.params.stages
         current = self.stats.stage + len(self._ends)
         if current + 1 < len(stages):
@@ -400,10 +210,8 @@ class Request:
             stats.stage_begin = (
                 (now_s, self.num_emitted) if stats.stage else (stats.first_token_s, 1)
             )
-        stats.num_drafted, stats.acceptance_histogram = (
-            progress.drafted,
-            list(progress.acceptance_histogram),
-        )
+        stats.num_drafted = progress.drafted
+        stats.acceptance_histogram = list(progress.acceptance_histogram)
         stats.has_missed = progress.has_missed
         stats.has_missed_window = progress.has_missed_window
 
@@ -412,9 +220,14 @@ class Request:
         stats = self.stats
         begun_s = now_s if stats.first_token_s is None else stats.first_token_s
         return Progress(
-            self.tokens[self.prompt_len :], now_s - stats.arrived_s, now_s - begun_s,
-            stats.num_drafted, tuple(stats.acceptance_histogram), stats.has_missed, stats.has_missed_window,
-        )  # fmt: skip
+            self.tokens[self.prompt_len :],
+            elapsed_s=now_s - stats.arrived_s,
+            decoding_s=now_s - begun_s,
+            drafted=stats.num_drafted,
+            acceptance_histogram=tuple(stats.acceptance_histogram),
+            has_missed=stats.has_missed,
+            has_missed_window=stats.has_missed_window,
+        )
 
     def record_step(
         self,
@@ -470,7 +283,7 @@ class Request:
                 stats.has_missed_window |= now_s - begin.at_s > WINDOW * tpot_slo_s
 
     def _next_stage(self, num_before: int, now_s: float) -> None:
-        self.stats.stage = self.stats.stage + 1
+        self.stats.stage += 1
         self._num_before_stage = num_before
         self.stats.stage_begin = now_s, num_before
         self.stats.first_open = max(len(self.stats.commits) - 1, 0)
@@ -534,16 +347,14 @@ class Request:
     def end(self, error: BaseException | None) -> None:
         """End the request early, as failed with an error or, without one, as cancelled."""
         self.error = error
-        self.finish_reason = "cancelled" if error is None else "error"
+        self.state = RequestState.CANCELLED if error is None else RequestState.ERROR
 
     def drop_hooks(self) -> None:
         """Drop the functions that only decoding needs: a request that is kept must not keep models
         and samplers.
         """
-        self.params, self.noise = (
-            replace(self.params, prefill=None, prompt_reader=None, grammar=None),
-            None,
-        )
+        self.params = replace(self.params, prefill=None, prompt_reader=None, grammar=None)
+        self.noise = None
 
     def metrics(self) -> RequestMetrics:
         """Return SLOs and measurements so far."""
@@ -591,77 +402,3 @@ class Request:
         if not self.stats.commits or all(stage.tpot_slo_s is None for stage in self.params.stages):
             return None
         return not self.stats.has_missed_window
-
-
-@dataclass(frozen=True)
-class RequestMetrics:
-    """SLOs and measurements of a request."""
-
-    tpot_slo_s: float | None  # seconds per output token in the last stage; None: no SLO
-    tpot_s: (
-        float | None
-    )  # seconds, (last - first token) / (tokens - 1); None for fewer than two tokens
-    ttft_s: float | None  # seconds from arrival to the first token; None before it
-    attained: (
-        bool | None
-    )  # SLOs of every stage, TTFT and E2E SLOs were met; None without an SLO or a token
-    tokens: int  # committed, the first one included
-    steps: int  # verify steps after the prefill
-    drafted: int  # draft tokens verified: nodes of all verified trees, roots not counted
-    accepted: int  # drafted nodes that were committed
-    slack_s: (
-        float | None
-    )  # seconds by which the last token was early, by the last stage's SLO; negative: late
-    worst_tpot_s: (
-        float | None
-    )  # highest seconds per token over 10 consecutive tokens (SLOs-Serve); None below 11
-    expected_tokens: (
-        float  # tokens that the policy expected the steps to commit, prefill not counted
-    )
-    phases: PhaseTimes  # seconds by phase of the request's steps, which other requests share
-    ttft_slo_s: float | None = None  # seconds from arrival to the first token
-    guaranteed: bool = False  # the batcher guaranteed its SLOs
-    preempted: int = 0  # times the batcher preempted the request
-    reused: int = 0  # tokens of the prompt whose K/V another request had computed
-    resumed: int = 0  # tokens that another engine had committed before this one resumed the request
-    window_guarantee: float | None = (
-        None  # probability with which windows_kept was guaranteed; None: it was not
-    )
-    windows_kept: bool | None = (
-        None  # every window of 10 tokens met the TPOT SLO of its stage; None without an SLO
-    )
-    e2e_slo_s: float | None = None  # seconds from arrival to the last token
-    e2e_s: float | None = None  # seconds from arrival to the latest token; None before the first
-    acceptance_histogram: tuple[
-        int, ...
-    ] = ()  # verify steps that accepted 0 drafted nodes, 1, and so on
-    earlier: RequestMetrics | None = (
-        None  # those of the request that this one continues; the pause is in neither
-    )
-
-    @property
-    def attained_throughout(self) -> bool | None:
-        """Return whether this request and those that it continues attained their SLOs; None without
-        any SLO.
-        """
-        known = list[bool]()
-        part: RequestMetrics | None = self
-        while part is not None:
-            known += [] if part.attained is None else [part.attained]
-            part = part.earlier
-        return all(known) if known else None
-
-    @property
-    def guaranteed_throughout(self) -> bool:
-        """Return whether the SLOs of this request and of all those that it continues were
-        guaranteed.
-        """
-        part: RequestMetrics | None = self
-        while part is not None and part.guaranteed:
-            part = part.earlier
-        return part is None
-
-    @property
-    def acceptance_length(self) -> float | None:
-        """Committed tokens per verify step; None if there was no step after prefill."""
-        return (self.tokens - 1) / self.steps if self.steps else None

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import numbers
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hf_slospec.errors import InvalidInputError, InvalidTypeError
-from hf_slospec.request.request import LEAST_SLO_S, IsOver, Stage
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+IsOver = Callable[[list[int]], bool]  # whether the output or stage ends with the last token
+LEAST_SLO_S = 1e-9  # shortest SLO; quotients by shorter ones overflow
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Part of a request's output with SLOs of its own."""
+
+    tpot_slo_s: float | None  # seconds per output token; None: no SLO
+    num_tokens: int | None = None  # the stage ends after so many tokens
+    is_over: IsOver = lambda tokens: False  # or with the token for which this returns True
+    # Seconds from the end of the stage before to the first token, from which TPOT counts then. In
+    # the first stage, the request's TTFT SLO takes its place.
+    ttft_slo_s: float | None = None
 
 
 class SLOStage(BaseModel):
@@ -51,14 +63,21 @@ class SLOStage(BaseModel):
 
 RowSLO = float | Sequence[SLOStage | dict[str, Any]] | None
 SLOTpot = RowSLO | Sequence[RowSLO]
-_Parsed = float | None | tuple[SLOStage, ...]
+Stages = tuple[Stage, ...]  # of one row
+EndsWith = Callable[[str], IsOver]  # text -> whether a stage that it ends is over
 
 
-def parse_slo(slo_tpot: Any) -> _Parsed | list[_Parsed]:
-    """Return one parsed SLO for all rows, or a list of them.
+def parse_slo(slo_tpot: Any, ends_with: EndsWith | None = None) -> Stages | list[Stages]:
+    """Return the stages of all rows, or a list of those of each row or prompt.
+
+    Args:
+        slo_tpot: as callers write it.
+        ends_with: finds the ends of stages by their ``until``; raises ValueError for texts that no
+            output can have. None: there is no tokenizer.
 
     Raises:
-        InvalidInputError, InvalidTypeError: the argument is not an SLO.
+        InvalidInputError, InvalidTypeError: the argument is not an SLO, or a stage's `until` lacks
+            a tokenizer.
     """
     if hasattr(slo_tpot, "tolist"):  # arrays and tensors
         try:
@@ -68,8 +87,8 @@ def parse_slo(slo_tpot: Any) -> _Parsed | list[_Parsed]:
                 f"slo_tpot has no values that can be read; pass numbers: {error}"
             ) from error
     if isinstance(slo_tpot, (list, tuple)) and not _is_stages(slo_tpot):
-        return [_parsed(row_slo) for row_slo in slo_tpot]
-    return _parsed(slo_tpot)
+        return [_parsed(row_slo, ends_with) for row_slo in slo_tpot]
+    return _parsed(slo_tpot, ends_with)
 
 
 def _is_stages(value: Any) -> bool:
@@ -80,13 +99,12 @@ def _is_stages(value: Any) -> bool:
     )
 
 
-def _parsed(slo: Any) -> _Parsed:
+def _parsed(slo: Any, ends_with: EndsWith | None) -> Stages:
     if not _is_stages(slo):
         _check_seconds(slo)
-        seconds: float | None = slo
-        return seconds
+        return (Stage(slo),)
     try:
-        stages = tuple(s if isinstance(s, SLOStage) else SLOStage.model_validate(s) for s in slo)
+        stages = [s if isinstance(s, SLOStage) else SLOStage.model_validate(s) for s in slo]
     except ValidationError as error:
         raise InvalidInputError(f"slo_tpot has an invalid stage: {error}") from error
     for stage in stages:
@@ -96,7 +114,24 @@ def _parsed(slo: Any) -> _Parsed:
         raise InvalidInputError(
             "slo_tpot has a stage without an end that is not the last; give it `until` or `tokens`"
         )
-    return stages
+    return tuple(
+        Stage(s.slo_tpot, s.tokens, _is_over(s.until, ends_with), s.slo_ttft) for s in stages
+    )
+
+
+def _is_over(until: str | int | None, ends_with: EndsWith | None) -> IsOver:
+    if not isinstance(until, str):
+        return lambda tokens: tokens[-1] == until
+    if ends_with is None:
+        raise InvalidInputError(
+            "slo_tpot has a stage with `until`, which needs a tokenizer; pass tokenizer=..."
+        )
+    try:
+        return ends_with(until)
+    except ValueError as error:
+        raise InvalidInputError(
+            f"slo_tpot has a stage whose `until` {until!r} cannot occur: {error}"
+        ) from error
 
 
 def _check_seconds(
@@ -114,54 +149,3 @@ def _check_seconds(
             f"{name} must be a positive, finite number of {unit} (at least {LEAST_SLO_S:g}), "
             f"got {seconds!r}; use None for a row without an SLO"
         )
-
-
-def stages_by_row(
-    slo: _Parsed | list[_Parsed],
-    num_rows: int,
-    num_return_sequences: int = 1,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-) -> list[tuple[Stage, ...]]:
-    """Return every row's stages; a list may hold one SLO per prompt (for all its returned
-    sequences) or per row.
-
-    Raises:
-        InvalidInputError: the list has another length, or a stage's `until` lacks a tokenizer.
-    """
-    if not isinstance(slo, list):
-        return [_stages(slo, tokenizer)] * num_rows
-    if len(slo) * num_return_sequences == num_rows:
-        slo = [prompt_slo for prompt_slo in slo for _ in range(num_return_sequences)]
-    if len(slo) != num_rows:
-        raise InvalidInputError(
-            f"slo_tpot has {len(slo)} entries for {num_rows} rows; give one number for all rows or one entry per row"
-        )
-    return [_stages(row_slo, tokenizer) for row_slo in slo]
-
-
-def _stages(slo: _Parsed, tokenizer: PreTrainedTokenizerBase | None) -> tuple[Stage, ...]:
-    if not isinstance(slo, tuple):
-        return (Stage(slo),)
-    return tuple(Stage(s.slo_tpot, s.tokens, _is_over(s.until, tokenizer), s.slo_ttft) for s in slo)
-
-
-def _is_over(until: str | int | None, tokenizer: PreTrainedTokenizerBase | None) -> IsOver:
-    """Return the function that says whether a text or token id ends a stage with the last of a
-    request's tokens.
-    """
-    if until is None or isinstance(until, int):
-        return lambda tokens: tokens[-1] == until
-    if tokenizer is None:
-        raise InvalidInputError(
-            "slo_tpot has a stage with `until`, which needs a tokenizer; pass tokenizer=..."
-        )
-    from hf_slospec.generate.rows import (
-        StopStrings,  # loads torch, which a server's options do without
-    )
-
-    try:
-        return StopStrings(tokenizer, until).ends
-    except ValueError as error:
-        raise InvalidInputError(
-            f"slo_tpot has a stage whose `until` {until!r} cannot occur: {error}"
-        ) from error

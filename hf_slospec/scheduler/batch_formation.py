@@ -186,7 +186,7 @@ class BatchFormation:
             times_s = self._costs.verify_s(numbers + chunk, numbers, num_keys)
             limit_s = min(allowed_s, self._steady_s(decoding)) if is_prefilling else allowed_s
             kept = {*must, *spare[: int(np.count_nonzero(times_s <= limit_s))]}
-        elif decoding and (all_s := self._costs.step_at(len(decoding))) > allowed_s:
+        elif decoding and (all_s := self._costs.step_s(len(decoding))) > allowed_s:
             spare = [
                 r
                 for r in decoding
@@ -196,7 +196,7 @@ class BatchFormation:
                 key=lambda request: -self._num_skipped.get(request, 0)
             )  # stable: otherwise in order of arrival
             num_must = len(decoding) - len(spare)
-            least_s = self._costs.step_at(max(num_must, 1))
+            least_s = self._costs.step_s(max(num_must, 1))
             times_s = self._costs.step_s(num_must + np.arange(1, len(spare) + 1))
             num_spare = int(np.count_nonzero(times_s <= max(allowed_s, SAVES * least_s)))
             kept = set(decoding) - {
@@ -221,15 +221,15 @@ class BatchFormation:
             return math.inf
         allowed_s, alone_s = (
             math.inf,
-            self._costs.step_at(1) / self._costs.recent.tokens,
+            self._costs.step_s(1) / self._costs.recent.tokens,
         )  # alone: seconds per token
-        step_s = self._costs.step_at(len(decoding))
+        step_s = self._costs.step_s(len(decoding))
         for request in guaranteed:
             assert request.pace_s is not None
             elapsed_s, emitted, num_left = request.paced(now_s)
             # Without other requests; a stage's first token takes a whole step.
             least_s = (
-                num_left * alone_s if request.stage_due_s == math.inf else self._costs.step_at(1)
+                num_left * alone_s if request.stage_due_s == math.inf else self._costs.step_s(1)
             )
             if request.pace_s * (emitted + num_left) - elapsed_s >= least_s:
                 allowed_s = min(allowed_s, max(self._due_s(request, now_s, step_s), 0.0))
@@ -384,7 +384,7 @@ class BatchFormation:
         return (
             plain_s * num_left
             > left_s
-            >= self._costs.step_at(1) / self._costs.recent.tokens * num_left
+            >= self._costs.step_s(1) / self._costs.recent.tokens * num_left
         )
 
     def _can_wait(self, request: Request, now_s: float, step_s: float) -> bool:

@@ -1,8 +1,9 @@
-"""Continuous batching: guarantees, slots of K/V, and chunked prefill beside the decoding requests."""
+"""The scheduler: guarantees, K/V slots, and chunked prefill beside the decoding requests."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from hf_slospec.scheduler.guarantees import (
     prefill_deadline_s,
     tightest_tpot_slo_s,
 )
+from hf_slospec.scheduler.prefill import CHUNK, CallBatches
 from hf_slospec.scheduler.queue import Undecided, WaitingQueue
 from hf_slospec.scheduler.window_guarantees import WindowGuarantees
 
@@ -77,14 +79,14 @@ class ContinuousScheduler:
                 TPOT SLOs over every window of ten tokens.
             falls_back: that of the :class:`Policy`.
         """
-        self.num_reusable, self.windows = (
-            num_reusable,
-            WindowGuarantees(guarantee, costs.recent, falls_back),
-        )
+        self.num_reusable = num_reusable
+        self.windows = WindowGuarantees(guarantee, costs.recent, falls_back)
         self.limits = limits
         self.costs = costs
         self.admission = admission
-        self.batches = BatchFormation(limits.prefill_chunk, costs, admission, prefill, self.windows)
+        self.batches: BatchFormation | CallBatches = BatchFormation(
+            limits.prefill_chunk, costs, admission, prefill, self.windows
+        )
         self.waiting = WaitingQueue(self._rank, self._next_rank_s)
         self.running: list[Request] = []
         # Requests that are best effort until their SLOs can be guaranteed.
@@ -98,6 +100,24 @@ class ContinuousScheduler:
         )  # slots up to which requests are admitted; fewer after memory ran out
         self._busy_until_s = -math.inf  # end of the latest step that decoded
         self.output_tokens = 100.0  # per request, averaged over those that finished recently
+
+    @classmethod
+    def of_call(
+        cls,
+        requests: Sequence[Request],
+        costs: StepCosts,
+        guarantee: float | None = None,
+        shares_prompts: bool = False,
+    ) -> ContinuousScheduler:
+        """Return the scheduler of one ``generate`` call, whose requests all run from the beginning.
+
+        Their K/V has slots for all. See :class:`CallBatches` for ``shares_prompts``.
+        """
+        limits = Limits(len(requests), sys.maxsize, 0, CHUNK, math.inf)
+        scheduler = cls(limits, costs, guarantee=guarantee)
+        scheduler.batches = CallBatches(requests, costs, scheduler.windows, shares_prompts)
+        scheduler.running = list(requests)
+        return scheduler
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -255,7 +275,7 @@ class ContinuousScheduler:
         is too late.
         """
         chunk = self.limits.prefill_chunk
-        fastest = chunk / self.costs.step_at(0, chunk)  # tokens per second
+        fastest = chunk / self.costs.step_s(0, chunk)  # tokens per second
 
         def is_lost(request: Request) -> bool:
             left_s = prefill_deadline_s(request) - now_s

@@ -16,8 +16,6 @@ from hf_slospec.request.request import LEAST_SLO_S, Request
 from hf_slospec.scheduler.admission import Candidate, Counts, admitted, prefill_rate
 from hf_slospec.scheduler.window_guarantees import MARGIN, WindowGuarantees
 
-_Speed = tuple[LatencyCurve, float, float]  # step times, seconds per draft level, acceptance rate
-
 MAX_TIERS = 3  # classes of TPOT SLOs; the number of states grows exponentially with it
 MAX_CANDIDATES = 16  # requests of one decision: those with the earliest deadlines
 MAX_PRIORITIES = 3  # priorities that one decision tells apart; all higher numbers count as the last
@@ -95,12 +93,11 @@ def possible_slos(costs: StepCosts, windows: WindowGuarantees) -> Callable[[floa
     """Return a function of :func:`planned_tpot_slo_s` that returns whether a request alone can be
     decoded in time.
     """
-    speed = _speed(costs)
-    return lambda planned_s: _rate_of([planned_s / MARGIN], speed, windows)((1,)) >= 0.0
+    return lambda planned_s: _rate_of([planned_s / MARGIN], costs, windows)((1,)) >= 0.0
 
 
 def _rate_of(
-    tiers: Sequence[float], speed: _Speed, windows: WindowGuarantees
+    tiers: Sequence[float], costs: StepCosts, windows: WindowGuarantees
 ) -> Callable[[Counts], float]:
     """Return a function of the decoding requests of each tier that returns the prefill rate beside
     them.
@@ -108,10 +105,13 @@ def _rate_of(
     It is negative if they miss their SLOs. Where steps can fall back to plain ones, it is enough
     that these are fast enough, however few drafts are accepted.
     """
-    curve, level_s, acceptance = speed
+    curve = costs.step_curve(MAX_STEP)
+    # rounded so that cached rates can be used
+    level_s = rounded(costs.recent.draft_s / max(costs.recent.depth, 1.0))
+    acceptance = round(costs.recent.acceptance, 1)
     planned_s = _planned(tiers, windows.share)
     plain_s = _planned(tiers, windows.plain_share)
-    is_plain = [_has_plain_steps(tpot_slo_s, curve, windows) for tpot_slo_s in tiers]
+    is_plain = [can_fall_back(tpot_slo_s, costs, windows) for tpot_slo_s in tiers]
 
     def rate(counts: Counts) -> float:
         speculating = _rate(curve, level_s, acceptance, MAX_CHAIN, planned_s, counts)
@@ -126,14 +126,10 @@ def can_fall_back(tpot_slo_s: float, costs: StepCosts, windows: WindowGuarantees
     """Return whether steps can be so short that one token each keeps the SLO, and still use most of
     the machine.
     """
-    return windows.falls_back and _has_plain_steps(tpot_slo_s, costs.step_curve(MAX_STEP), windows)
-
-
-def _has_plain_steps(tpot_slo_s: float, curve: LatencyCurve, windows: WindowGuarantees) -> bool:
     if not windows.falls_back:
         return False
     limit_s = rounded(windows.plain_share(tpot_slo_s) * tpot_slo_s)
-    return limit_s == math.inf or _used(curve, limit_s) >= PLAIN_USE
+    return limit_s == math.inf or _used(costs.step_curve(MAX_STEP), limit_s) >= PLAIN_USE
 
 
 @functools.lru_cache(maxsize=4096)
@@ -164,17 +160,9 @@ def guarantee_windows(
     )
     tiers = tiers_of([tightest_tpot_slo_s(request) for request in requests])
     counts = np.bincount([_tier_of(tiers, request) for request in requests], minlength=len(tiers))
-    if _rate_of(tiers, _speed(costs), windows)(tuple(counts.tolist())) >= 0.0:
+    if _rate_of(tiers, costs, windows)(tuple(counts.tolist())) >= 0.0:
         for request in requests:
             windows.give(request, tightest_tpot_slo_s(request), 0.0)
-
-
-def _speed(costs: StepCosts) -> _Speed:
-    """Return step times, seconds per draft level and acceptance rate, rounded so that cached rates
-    can be used.
-    """
-    level_s = costs.recent.draft_s / max(costs.recent.depth, 1.0)
-    return costs.step_curve(MAX_STEP), rounded(level_s), round(costs.recent.acceptance, 1)
 
 
 def guaranteeable(
@@ -215,7 +203,7 @@ def guaranteeable(
         if (
             step_s > 0.0
             and math.isfinite(deadline_s)
-            and not costs.verify_at(tokens) <= deadline_s < step_s
+            and not costs.verify_s(tokens) <= deadline_s < step_s
         ):
             deadline_s = deadline_s // step_s * step_s
         params = request.params
@@ -239,7 +227,7 @@ def guaranteeable(
         *(candidate(request, False) for request in candidates),
         *(candidate(request, True) for request in forced),
     ]
-    chosen = admitted(jobs, _rate_of(tiers, _speed(costs), windows), tuple(running), kv_free)
+    chosen = admitted(jobs, _rate_of(tiers, costs, windows), tuple(running), kv_free)
     return [candidates[index] for index in chosen if index < len(candidates)]
 
 

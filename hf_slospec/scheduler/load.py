@@ -105,10 +105,10 @@ class ReplicaLoad:
     def prefill_s(self, more_tokens: int = 0) -> float:
         """Return the seconds of all pending prefill and of ``more_tokens``."""
         num_tokens = self.prefill_tokens + more_tokens
-        return self.step_s.at(num_tokens) if num_tokens > 0 else 0.0
+        return self.step_s(num_tokens) if num_tokens > 0 else 0.0
 
     def _decoding_s(self, num_requests: int) -> float:
-        step_s = self.draft_s + self.step_s.at(num_requests * self.nodes) if num_requests else 0.0
+        step_s = self.draft_s + self.step_s(num_requests * self.nodes) if num_requests else 0.0
         return step_s / self.acceptance_length
 
     def with_request(self, need: Need, is_guaranteed: bool) -> ReplicaLoad:

@@ -1,4 +1,4 @@
-"""Prefill budget: how many prompt tokens a step prefills beside the decoding requests."""
+"""Prefill tokens of a step, and the batches of a call that prefills all of its prompts first."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import numpy as np
 
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.first_tokens import IN_TIME
+from hf_slospec.engine.interfaces import Chunk, Schedule
 from hf_slospec.request.request import Request
 from hf_slospec.scheduler import PrefillName
-from hf_slospec.scheduler.guarantees import prefill_deadline_s
+from hf_slospec.scheduler.guarantees import guarantee_windows, prefill_deadline_s
+from hf_slospec.scheduler.window_guarantees import WindowGuarantees
 
 SLOWDOWN = 5.0  # without a deadline: multiple of the prompt's time alone (SLOs-Serve's loose SLO)
 # Multiple of a step without prefill that a step with prefill may take while no request is late
@@ -44,7 +46,7 @@ def prefill_budget(
         return max(max_tokens - round(num_decoding * costs.recent.nodes), 0)
     sizes = np.arange(1, max_tokens + 1)
     times_s = np.maximum.accumulate(costs.step_s(num_decoding, sizes))
-    limit_s = min(allowed_s, STALL * costs.step_at(num_decoding))
+    limit_s = min(allowed_s, STALL * costs.step_s(num_decoding))
     spare = int(np.searchsorted(times_s, limit_s, side="right"))
     is_enough = sizes / times_s >= required_rate(guaranteed, costs, now_s)
     needed = int(np.argmax(is_enough)) + 1 if is_enough.any() else max_tokens
@@ -76,7 +78,7 @@ def plain_budget(
     if not num_decoding:
         return max_tokens
     sizes = np.arange(1, max_tokens + 1)
-    limit_s = min(allowed_s, STALL * costs.step_at(num_decoding))
+    limit_s = min(allowed_s, STALL * costs.step_s(num_decoding))
     spare = int(
         np.searchsorted(
             np.maximum.accumulate(costs.step_s(num_decoding, sizes)), limit_s, side="right"
@@ -113,10 +115,95 @@ def required_rate(guaranteed: Sequence[Request], costs: StepCosts, now_s: float)
 
 def _due_s(request: Request, costs: StepCosts, now_s: float) -> float:
     if request.num_emitted:
-        return min(now_s + SLOWDOWN * costs.step_at(0, request.num_uncached), request.stage_due_s)
+        return min(now_s + SLOWDOWN * costs.step_s(0, request.num_uncached), request.stage_due_s)
     due_s = prefill_deadline_s(request)
     return (
         due_s
         if due_s < math.inf
-        else request.stats.arrived_s + SLOWDOWN * costs.step_at(0, request.prompt_len)
+        else request.stats.arrived_s + SLOWDOWN * costs.step_s(0, request.prompt_len)
+    )
+
+
+CHUNK = 512  # maximum prefill tokens per request and step of a call; masks grow with its square
+MIN_SHARED = 32  # tokens of a prompt; prefilling fewer for every request is faster than a step more
+
+
+class CallBatches:
+    """Forms the batches of one ``generate`` call: first all prompts, then all requests in every
+    step.
+    """
+
+    prefill: PrefillName = "first"
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        costs: StepCosts,
+        windows: WindowGuarantees,
+        shares_prompts: bool,
+    ):
+        """Begin with all prompts to prefill.
+
+        Args:
+            shares_prompts: the target gives requests the K/V of others with the same prompt: of
+                equal prompts, the first is prefilled up to its last token before the others begin.
+        """
+        self._costs = costs
+        self._windows = windows
+        self._has_begun = windows.probability is None
+        self._first_of: dict[Request, Request] = _first_of_equal(requests) if shares_prompts else {}
+        self._firsts = set(self._first_of.values())
+
+    def form(
+        self, running: Sequence[Request], rank: object, has_waiting: bool, now_s: float
+    ) -> Schedule:
+        """Return chunks of all unfinished prompts, or all requests once there are none."""
+        chunks = [
+            Chunk.of(request, self._limit(request))
+            for request in running
+            if not (request.is_decoding or self._waits(request))
+        ]
+        if chunks:
+            return Schedule([], chunks)
+        if not self._has_begun:
+            guarantee_windows(running, self._costs, self._windows)
+            self._has_begun = True
+        return Schedule(running)
+
+    def _waits(self, request: Request) -> bool:
+        """Return whether K/V is being computed that the request can use."""
+        first = self._first_of.get(request)
+        return first is not None and not first.is_finished and first.num_uncached > 1
+
+    def _limit(self, request: Request) -> int:
+        """Return the maximum prefill tokens of a request in this step."""
+        return min(CHUNK, max(request.num_uncached - 1, 1)) if request in self._firsts else CHUNK
+
+    def forget(self, request: Request) -> None:
+        """Keep everything: no request comes again."""
+
+    def recover(self) -> None:
+        """Do nothing, as nothing shrinks."""
+
+    def shrink(self, num_running: int) -> bool:
+        """Refuse to do less: the call fails where memory does not suffice for its requests."""
+        return False
+
+
+def _first_of_equal(requests: Sequence[Request]) -> dict[Request, Request]:
+    """Return the first request with the same prompt, for each but the first."""
+    firsts: dict[tuple[int, ...], Request] = {}
+    pairs = [
+        (each, firsts.setdefault(tuple(each.params.prompt), each))
+        for each in requests
+        if _may_share(each)
+    ]
+    return {request: first for request, first in pairs if request is not first}
+
+
+def _may_share(request: Request) -> bool:
+    return (
+        request.params.prefill is None
+        and request.kv.num_cached == 0
+        and request.prompt_len > MIN_SHARED
     )

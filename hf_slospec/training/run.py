@@ -20,8 +20,8 @@ from transformers import PreTrainedModel, get_wsd_schedule
 
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.heads.mtp import own_modules
+from hf_slospec.model.checksum import digest
 from hf_slospec.model.properties import vocab_size
-from hf_slospec.model.version import digest
 from hf_slospec.training.heads import Student, new_head, write_head
 from hf_slospec.training.options import WITHOUT_EFFECT, TrainingOptions
 from hf_slospec.training.teacher import Teacher

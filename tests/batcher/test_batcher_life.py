@@ -129,4 +129,4 @@ def test_an_order_for_a_request_that_is_over_is_not_kept(server: Server) -> None
     handle.result(WAIT_S)
     server.batcher.stop(drain=True, timeout=None)
     server.batcher.abort(handle, None)  # as by a thread that found it running just before
-    assert not server.batcher._aborted
+    assert not server.batcher._orders

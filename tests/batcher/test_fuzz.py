@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from hf_slospec import SLOSpecConfig, SLOSpecError, SLOSpecGenerator
 from hf_slospec.policies.registry import policy_named
-from hf_slospec.request.request import Progress
+from hf_slospec.request.state import Progress
 from tests.support.fuzzing import HUGE, fuzzed, mostly, some_of
 from tests.support.generate_arguments import SEED, SLO, VALID, called, check_like_stock, seconds
 from tests.support.policy_names import POLICIES

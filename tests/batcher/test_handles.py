@@ -12,7 +12,8 @@ import pytest
 from hf_slospec.batcher.handle import RequestHandle
 from hf_slospec.engine.events import Commit, PhaseTimes
 from hf_slospec.errors import InvalidInputError, InvalidTypeError
-from hf_slospec.request.request import Request, RequestParams
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
 from tests.support.toys.server import WAIT_S, Server, alone
 
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from hf_slospec import SLOSpecGenerator, tiny_prompts, weights_changed
-from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import Stage
 from hf_slospec.scheduler.continuous import ContinuousScheduler, Limits
 from tests.support.served_pair import CONFIG, WAIT_S, answer
 from tests.support.toys.models import new_costs

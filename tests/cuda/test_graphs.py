@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_slospec.cuda import graphs
-from hf_slospec.cuda.captured import GraphPreconditions
 from hf_slospec.cuda.graphs import CaptureError, GraphCounts, GraphHistory, Graphs, Run
+from hf_slospec.model.version import ModelVersion, can_be_traced
 from tests.support.graph_bench import CPU
 from tests.support.stand_ins.graphs import Tapes, tensors_in
 from tests.support.toys.tiny_models import tiny_model
@@ -77,22 +77,29 @@ def test_graphs_that_take_too_much_memory_end(caplog: pytest.LogCaptureFixture) 
 
 def test_weights_that_move_and_settings_that_change_are_noticed() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
-    preconditions = GraphPreconditions(model)
-    first = preconditions.now()
+    version = ModelVersion(model)
     model[0].weight.data.mul_(2.0)
-    assert preconditions.now() == first  # graphs read the weights where they are
+    version.notice_writes()
+    assert version.storage == 0  # graphs read the weights where they are
     model[0].weight.data = model[0].weight.data.clone()
-    second = preconditions.now()
-    assert second != first
+    version.notice_writes()
+    assert version.storage == version.weights == 1 and version.modules == 0
     model[0].weight = torch.nn.Parameter(torch.ones(2, 2))
-    third = preconditions.now()
-    assert third != second
+    version.notice_writes()
+    assert version.storage == 2
+    with torch.no_grad():
+        model[0].weight.mul_(2.0)
+    version.notice_writes()
+    assert version.storage == 2 and version.weights == 3
+    del model[0].weight
+    version.notice_writes()
+    assert version.storage == 3
     model[1].eps = 1.0
-    preconditions.renew()
-    assert preconditions.now() != third and preconditions.is_plain
+    version.renew()
+    assert version.storage == 4 and version.modules == 1 and can_be_traced(model)
     model[1].register_forward_hook(lambda *_: None)
-    preconditions.renew()
-    assert not preconditions.is_plain
+    version.renew()
+    assert version.structure == 1 and not can_be_traced(model)
 
 
 def test_a_capture_that_fails_for_a_passing_reason_is_tried_again(
@@ -202,8 +209,7 @@ def test_first_replays_are_compared_by_chunks_in_fp32(mask: float) -> None:
 
 def test_a_session_of_continuous_batching_is_no_change() -> None:
     model = tiny_model("llama")
-    preconditions = GraphPreconditions(model)
-    before = preconditions.now()
+    version = ModelVersion(model)
     config = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
     with model.continuous_batching_context_manager(
         generation_config=config,
@@ -216,9 +222,9 @@ def test_a_session_of_continuous_batching_is_no_change() -> None:
         pass
     try:
         assert hasattr(model, "_cached_continuous_batching_manager")
-        preconditions.renew()
-        assert preconditions.now() == before
+        version.renew()
+        assert version.modules == version.storage == 0
     finally:
         model.destroy_cached_continuous_batching_manager()
-    preconditions.renew()
-    assert preconditions.now() == before
+    version.renew()
+    assert version.modules == version.storage == 0

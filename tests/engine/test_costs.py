@@ -212,12 +212,12 @@ def test_levels_draft_for_fewer_and_fewer_requests(
     )  # 0.001 s per token
     costs = StepCosts(verify=cost, draft_level=cost)
     in_level = [sum(depth > level for depth in depths) for level in range(1, max(depths))]
-    expected = cost.at(catch_up, number, 20 * number) + sum(
-        cost.at(n * width, n, 20 * n) for n in in_level
+    expected = cost(catch_up, number, 20 * number) + sum(
+        cost(n * width, n, 20 * n) for n in in_level
     )
     share = level_share([TokenTree.chain(0, [1] * depth, 0.5) for depth in depths], number)
     levels = max(depths), width, 20 * number, catch_up, share
-    assert costs.draft_at(number, *levels) == pytest.approx(expected if max(depths) else 0.0)
+    assert costs.draft_s(number, *levels) == pytest.approx(expected if max(depths) else 0.0)
     level_s, request_s = costs.level_parts_s(number, width, 20 * number)
     assert level_s + number * request_s == pytest.approx(costs.level_s(number, width, 20 * number))
     assert request_s == pytest.approx(0.001 * width + 0.01 + 0.001 * 20, rel=0.05)

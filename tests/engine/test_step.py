@@ -10,7 +10,7 @@ import pytest
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes
-from hf_slospec.engine.interfaces import Plan, Policy, PolicyStep, Selection
+from hf_slospec.engine.interfaces import Plan, Policy, Selection
 from hf_slospec.request.request import Request, RequestParams, Stage
 from hf_slospec.tree.tree import TokenTree
 from tests.support.policy_names import POLICIES
@@ -291,7 +291,7 @@ def test_costs_follow_at_once_when_forwards_are_computed_in_another_way() -> Non
     toy.num_compared = 2
     for _ in range(3):
         event = engine.step()
-    assert others.verify_at(4) == engine.costs.verify_at(4)
+    assert others.verify_s(4) == engine.costs.verify_s(4)
     assert engine.costs.predicted(event).verify_s == pytest.approx(1.2, rel=0.05)
 
 
@@ -337,10 +337,15 @@ def test_while_drafting_is_paused_the_policy_learns_of_no_drafts() -> None:
     depths = list[tuple[int, int, int]]()
 
     class Watching(Policy):
-        def step(self, requests: list[Request], *_: object) -> PolicyStep:
-            candidates, plan = yield Plan(2, 1)
-            accepted, _ = yield Selection.of_roots(candidates)
-            depths.append((plan.depth, candidates[0].max_depth, len(accepted)))
+        def plan(self, *_: object) -> Plan:
+            return Plan(2, 1)
+
+        def select(self, requests: object, candidates: list[TokenTree], plan: Plan) -> Selection:
+            self.max_depth = candidates[0].max_depth
+            return Selection.of_roots(candidates)
+
+        def observe(self, _: object, accepted: list[list[int]], phases: object, plan: Plan) -> None:
+            depths.append((plan.depth, self.max_depth, len(accepted)))
 
     engine = engine_of(
         [Request(0, RequestParams([0, 1], 9))],

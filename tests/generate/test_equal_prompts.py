@@ -56,7 +56,7 @@ def test_recurrent_states_are_copied_too(name: str) -> None:
 
 
 def test_prompts_of_several_chunks_and_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_slospec.scheduler.static.CHUNK", 30)
+    monkeypatch.setattr("hf_slospec.scheduler.prefill.CHUNK", 30)
     ours = SLOSpecGenerator(tiny_model("llama"), tiny_model("llama", noise=0.02), config=CONFIG)
     out = assert_same_as_stock(
         ours.model, ours.generate, inputs_of([100, 71, 20], 2), max_new_tokens=8

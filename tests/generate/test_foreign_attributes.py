@@ -16,9 +16,8 @@ import torch
 
 import hf_slospec
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.cuda.captured import GraphPreconditions
 from hf_slospec.model.properties import config_values
-from hf_slospec.model.version import Fingerprint
+from hf_slospec.model.version import ModelVersion
 from tests.support.enabled_model import OPTIONS
 from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
@@ -101,19 +100,15 @@ def test_no_attribute_stops_a_call_and_its_replacement_counts_as_a_change(name: 
     draft = tiny_model("llama", noise=0.03)
     give(target, VALUES[name]())
     model = hf_slospec.enable(target, draft)
-    fingerprint = Fingerprint(model)
-    preconditions = GraphPreconditions(model)
-    assert not fingerprint.renew()
-    before = preconditions.now()
-    preconditions.renew()
-    assert preconditions.now() == before
+    version = ModelVersion(model)
+    assert not version.renew() and version.modules == version.storage == 0
     generate = functools.partial(model.generate, slo_tpot=0.05)
     assert_same_as_stock(model, generate, ragged_prompts(2), **OPTIONS)
     for part in parts_of(model):
+        before = version.modules, version.storage
         part.label_map = VALUES[name]()
-        assert fingerprint.renew()
-    preconditions.renew()
-    assert preconditions.now() != before
+        assert version.renew()
+        assert version.modules > before[0] and version.storage > before[1]
     assert_same_as_stock(model, generate, ragged_prompts(1), **OPTIONS)
     hf_slospec.disable(model)
 

@@ -12,36 +12,48 @@ import torch
 
 import hf_slospec
 from hf_slospec import InvalidInputError, InvalidTypeError, SLOStage
-from hf_slospec.request.request import Stage
-from hf_slospec.request.slo import parse_slo, stages_by_row
+from hf_slospec.generate.prepare import stages_by_row
+from hf_slospec.generate.rows import StopStrings
+from hf_slospec.request.slo import Stage, parse_slo
 
 THINK = SLOStage(slo_tpot=0.01, until="</think>")
 ANSWER = SLOStage(slo_tpot=0.05)
 AS_DICTS = [{"slo_tpot": 0.01, "until": "</think>"}, {"slo_tpot": 0.05}]
 
 
+BOTH = (0.01, 0.05)
+
+
+def tpots(slo: Any) -> Any:
+    """Return the seconds of every stage, in the form in which the SLO is parsed."""
+    parsed = parse_slo(slo, lambda text: lambda tokens: False)
+    rows = parsed if isinstance(parsed, list) else [parsed]
+    seconds = [tuple(stage.tpot_slo_s for stage in stages) for stages in rows]
+    return seconds if isinstance(parsed, list) else seconds[0]
+
+
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("slo", "expected"),
     [
-        (None, None),
-        (2, 2),
-        (np.float32(0.5), 0.5),
-        (torch.tensor(0.5), 0.5),
-        ([0.5, None], [0.5, None]),
-        ((0.5, 0.25), [0.5, 0.25]),
-        (np.array([0.5, 0.25]), [0.5, 0.25]),
-        (np.array([0.5, None]), [0.5, None]),
-        (torch.tensor([0.5, 0.25]), [0.5, 0.25]),
-        ([THINK, ANSWER], (THINK, ANSWER)),
-        (AS_DICTS, (THINK, ANSWER)),
-        ((THINK, AS_DICTS[1]), (THINK, ANSWER)),
-        ([ANSWER], (ANSWER,)),
-        ([[THINK, ANSWER], 0.5, None, AS_DICTS], [(THINK, ANSWER), 0.5, None, (THINK, ANSWER)]),
-        ([SLOStage(slo_tpot=None, tokens=3), ANSWER], (SLOStage(slo_tpot=None, tokens=3), ANSWER)),
+        (None, (None,)),
+        (2, (2,)),
+        (np.float32(0.5), (0.5,)),
+        (torch.tensor(0.5), (0.5,)),
+        ([0.5, None], [(0.5,), (None,)]),
+        ((0.5, 0.25), [(0.5,), (0.25,)]),
+        (np.array([0.5, 0.25]), [(0.5,), (0.25,)]),
+        (np.array([0.5, None]), [(0.5,), (None,)]),
+        (torch.tensor([0.5, 0.25]), [(0.5,), (0.25,)]),
+        ([THINK, ANSWER], BOTH),
+        (AS_DICTS, BOTH),
+        ((THINK, AS_DICTS[1]), BOTH),
+        ([ANSWER], (0.05,)),
+        ([[THINK, ANSWER], 0.5, None, AS_DICTS], [BOTH, (0.5,), (None,), BOTH]),
+        ([SLOStage(slo_tpot=None, tokens=3), ANSWER], (None, 0.05)),
     ],
 )
-def test_parsed_slos(given: Any, expected: Any) -> None:
-    assert parse_slo(given) == expected
+def test_parsed_slos(slo: Any, expected: Any) -> None:
+    assert tpots(slo) == expected
 
 
 @pytest.mark.parametrize(
@@ -90,7 +102,8 @@ def test_one_slo_is_for_all_rows_and_a_list_for_prompts_or_rows() -> None:
 
 @pytest.mark.parametrize("slo", [None, 0.5])
 def test_a_number_is_one_stage(slo: float | None) -> None:
-    ((stage,),) = stages_by_row(slo, 1)
+    (stage,) = parse_slo(slo)
+    assert isinstance(stage, Stage)
     assert (stage.tpot_slo_s, stage.num_tokens, stage.is_over([1, 2])) == (slo, None, False)
 
 
@@ -103,12 +116,12 @@ def test_stages_by_tokens_need_no_tokenizer() -> None:
 
 def test_stages_by_text_end_with_the_token_that_completes_it() -> None:
     with pytest.raises(InvalidInputError, match="tokenizer"):
-        stages_by_row((THINK, ANSWER), 1)
+        parse_slo((THINK, ANSWER))
     tokenizer = hf_slospec.load_tiny_pair()[2]
     text = "def f(self):\n    return self.x\n"
     ids = tokenizer(text)["input_ids"]
     stages = (SLOStage(slo_tpot=0.1, until="return"), ANSWER)
-    ((thinking, answer),) = stages_by_row(stages, 1, tokenizer=tokenizer)
+    thinking, answer = parse_slo(stages, lambda text: StopStrings(tokenizer, text).ends)
     assert isinstance(thinking, Stage)
     over = [end for end in range(1, len(ids) + 1) if thinking.is_over(ids[:end])]
     first = next(end for end in range(1, len(ids) + 1) if "return" in tokenizer.decode(ids[:end]))

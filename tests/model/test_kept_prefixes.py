@@ -74,7 +74,7 @@ class Text:
         self.sequences = RequestSequences(self.packed, MAX_NODES, max_slots, max_kept)  # type: ignore[arg-type]
 
     def right(self, request: Request, length: int) -> list[float]:
-        state = self.packed.fingerprint.state, request.params.cache_salt
+        state = self.packed.version.weights, request.params.cache_salt
         return [float(hash((state, *request.tokens[: end + 1])) % 2**20) for end in range(length)]
 
     def compute(self, request: Request) -> None:
@@ -146,7 +146,7 @@ def test_reused_tokens_have_the_k_v_of_their_own_text(
                     served.sequences.of(request).length = 0
                     served.sequences.release(request)
                 requests = []
-                served.packed.fingerprint.state = served.packed.fingerprint.state + 1
+                served.packed.version.weights += 1
             served.check(requests)
             assert max_slots is None or served.sequences.cache.pool.num_slots <= max_slots
         served.sequences.close()

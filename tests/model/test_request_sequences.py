@@ -27,7 +27,7 @@ class Packed:
     """As much of a packed model as storage asks for."""
 
     def __init__(self) -> None:
-        self.fingerprint = SimpleNamespace(state=0, notice=lambda structure=True: None)
+        self.version = SimpleNamespace(weights=0, notice=lambda structure=True: None)
         self.has_states = False
         self.rope = SimpleNamespace(max_plain=None)
         self.kv_cache = KVCache(lambda num_slots: KVPool([SHAPE], num_slots), KVPool([SHAPE], 0))

@@ -15,10 +15,12 @@ import torch
 import hf_slospec
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cpu.packed_weights import PackedWeight
+from hf_slospec.model import checksum
 from hf_slospec.model import version as weights_version
+from hf_slospec.model.checksum import digest
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.tree_mask import chain
-from hf_slospec.model.version import Fingerprint, digest
+from hf_slospec.model.version import ModelVersion
 from tests.support.forced_kernels import WORKING, force_kernel
 from tests.support.packed import packed_model
 from tests.support.toys.tiny_models import tiny_model
@@ -123,15 +125,15 @@ def test_every_write_is_noticed_before_the_next_call(
     packed = packed_of(model, monkeypatch)
     for _ in range(2):
         before = copy.deepcopy(model.state_dict())
-        state = packed.fingerprint.state
+        state = packed.version.weights
         packed.renew()
-        assert packed.fingerprint.state == state
+        assert packed.version.weights == state
         write(model)
         assert any(
             not torch.equal(before[name], weight) for name, weight in model.state_dict().items()
         )
         packed.renew()
-        assert packed.fingerprint.state > state and num_stale(packed) == 0
+        assert packed.version.weights > state and num_stale(packed) == 0
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -145,10 +147,10 @@ def test_merged_adapters_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         model.unmerge_adapter,
         lambda: optimizer_step(fused=True)(model),
     ):
-        state = packed.fingerprint.state
+        state = packed.version.weights
         change()
         packed.renew()
-        assert packed.fingerprint.state > state and num_stale(packed) == 0
+        assert packed.version.weights > state and num_stale(packed) == 0
 
 
 def test_only_what_has_changed_is_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,15 +169,15 @@ def test_quantised_weights_written_in_place() -> None:
     quantization.quantize_(model.model.layers, quantization.Int8WeightOnlyConfig())
     packed = PackedModel(model)
     weight = model.model.layers[0].mlp.up_proj.weight
-    part = next(weights_version._stored(weight))
+    part = next(checksum._stored(weight))
     assert part is not weight and type(part) is torch.Tensor
     for write in (lambda: part.data[0, 0].add_(1), lambda: part[0, 0].sub_(1)):
-        state = packed.fingerprint.state
+        state = packed.version.weights
         packed.renew()
-        assert packed.fingerprint.state == state
+        assert packed.version.weights == state
         write()
         packed.renew()
-        assert packed.fingerprint.state > state
+        assert packed.version.weights > state
 
 
 # ---- models that are not trained
@@ -195,24 +197,37 @@ def test_weights_that_are_not_trained_are_not_read_between_calls(
     one_element(model)
     hf_slospec.weights_changed()
     packed.renew()
-    assert read and packed.fingerprint.state == 1 and num_stale(packed) == 0
+    assert read and packed.version.weights == 1 and num_stale(packed) == 0
     packed.renew()
-    assert len(read) == 1 and packed.fingerprint.state == 1
+    assert len(read) == 1 and packed.version.weights == 1
     one_element(model)
     optimizer_step()(tiny_model("qwen2"))  # whose weights may be copied to this one
     packed.renew()
-    assert len(read) == 2 and packed.fingerprint.state == 2 and num_stale(packed) == 0
+    assert len(read) == 2 and packed.version.weights == 2 and num_stale(packed) == 0
 
 
-def test_the_next_forward_notices_an_optimizer_while_requests_run(
-    monkeypatch: pytest.MonkeyPatch,
+def other_storage(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 2
+
+
+def other_parameter(model: Any) -> None:
+    projection = model.model.layers[0].mlp.up_proj
+    projection.weight = torch.nn.Parameter(2 * projection.weight.detach())
+
+
+@pytest.mark.parametrize(
+    "write", [optimizer_step(fused=True), copied_in_place, other_storage, other_parameter]
+)
+def test_the_next_forward_notices_writes_while_requests_run(
+    write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_in()
     packed = packed_of(model, monkeypatch)
-    optimizer_step(fused=True)(model)
+    write(model)
     with packed.kv_cache.temporary([4]) as (sequence,):
         packed.forward(packed.kv_cache.pool, [chain(packed, sequence, [5, 6])], torch.tensor([1]))
-    assert packed.fingerprint.state == 1 and num_stale(packed) == 0
+    assert packed.version.weights == 1 and num_stale(packed) == 0
 
 
 def test_while_requests_run_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,10 +244,10 @@ def test_drafts_are_checked_too() -> None:
     generator = SLOSpecGenerator(model, draft, config=SLOSpecConfig(max_depth=2))
     packed = generator.decoder.speculator.draft.packed  # type: ignore[union-attr]
     generator.generate(torch.arange(3, 20)[None], max_new_tokens=2)
-    state = packed.fingerprint.state
+    state = packed.version.weights
     one_element(draft)
     generator.generate(torch.arange(3, 20)[None], max_new_tokens=2)
-    assert packed.fingerprint.state == state + 1
+    assert packed.version.weights == state + 1
 
 
 # ---- the checksum
@@ -290,11 +305,11 @@ def test_parts_of_larger_tensors_at_any_place() -> None:
         assert digest([part]) == digest([part.clone()])
 
 
-def test_a_fingerprint_of_inference_tensors() -> None:
+def test_writes_to_inference_tensors_are_noticed() -> None:
     with torch.inference_mode():
         model = model_in()
-    fingerprint = Fingerprint(model)
-    assert not fingerprint.renew()
+    version = ModelVersion(model)
+    assert not version.renew()
     with torch.inference_mode():
         largest(model)[0, 0] += 1
-    assert fingerprint.renew()
+    assert version.renew()

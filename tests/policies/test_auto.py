@@ -28,7 +28,7 @@ from hf_slospec.policies.auto import (
 )
 from hf_slospec.policies.depth import DepthControl
 from hf_slospec.request.request import Request, RequestParams, Stage
-from hf_slospec.scheduler.static import StaticScheduler
+from hf_slospec.scheduler.continuous import ContinuousScheduler
 from hf_slospec.tree.tree import TokenTree
 from tests.support.policy_costs import NO_TIME, begun, costs, late, plan_of, requests_of
 from tests.support.toys.engine import policy_of, run
@@ -149,7 +149,8 @@ def test_auto_stops_drafting_that_takes_longer_on_the_host_than_it_gains(
     if has_model:  # the profile is that of the model alone
         drafter = HybridDrafter([drafter, ToyDrafter(target)])
         step_costs = new_costs()
-    scheduler = StaticScheduler([Request(0, RequestParams([0, 1], 600))])
+    requests = [Request(0, RequestParams([0, 1], 600))]
+    scheduler = ContinuousScheduler.of_call(requests, step_costs)
     policy = new_policy(config, step_costs, SpeculationHistory(config))
     events = run(Engine(ToyTarget(greedy(target)), drafter, policy, scheduler, step_costs, clock))
     num_drafted = sum(event.depth > 0 for event in events[-50:])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_slospec.assembly import Parts, static_engine
+from hf_slospec.assembly import Parts, new_engine
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.lab.hardware import Hardware, lines
@@ -53,8 +53,10 @@ class Calls:
                 for row in range(len(texts))
             ]
             policy = AutoPolicy(self.config, self.costs, self.history)
-            engine = static_engine(
-                self.config, Parts(target, drafter, policy, self.costs, clock), requests
+            engine = new_engine(
+                self.config,
+                Parts(target, drafter, policy, self.costs, clock),
+                requests=requests,
             )
             while engine.scheduler.running:
                 self.events.append(engine.step())

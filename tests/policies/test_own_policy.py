@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,6 @@ from hf_slospec import (
     disable,
     enable,
 )
-from hf_slospec.engine.interfaces import PolicyStep
 from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
 CONFIG = SLOSpecConfig(max_depth=4, max_width=2)
@@ -91,7 +90,7 @@ class InSteps(Policy):
 
     def step(
         self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
-    ) -> PolicyStep:
+    ) -> Generator[Plan | Selection, Any, None]:
         planned, number = (
             Plan(max(min(request.num_left for request in requests) - 1, 0), 1),
             len(requests),
@@ -148,7 +147,7 @@ def test_what_is_wrong_with_a_generator_is_said(
     decisions: list[Plan | Selection], why: str
 ) -> None:
     class Broken(Policy):
-        def step(self, *_: Any) -> PolicyStep:
+        def step(self, *_: Any) -> Generator[Plan | Selection, Any, None]:
             for decision in decisions:  # noqa: UP028  a list cannot be sent anything
                 yield decision
 

@@ -52,12 +52,6 @@ PENDING: dict[str, set[str]] = {
     "hf_slospec.batcher.service": {
         "hf_slospec.families.tensor_parallel",
     },
-    "hf_slospec.batcher.texts": {
-        "hf_slospec.heads.translation",
-    },
-    "hf_slospec.cpu.compiled": {
-        "hf_slospec.cuda.captured",
-    },
     "hf_slospec.cpu.exact": {
         "hf_slospec.cuda.few_row_kernels",
     },
@@ -90,9 +84,6 @@ PENDING: dict[str, set[str]] = {
         "hf_slospec.heads.past_answers",
         "hf_slospec.heads.suffix",
     },
-    "hf_slospec.generate.call": {
-        "hf_slospec.families.encoder",
-    },
     "hf_slospec.generate.images": {
         "hf_slospec.families.prefilled_prompts",
         "hf_slospec.families.states",
@@ -105,13 +96,10 @@ PENDING: dict[str, set[str]] = {
         "hf_slospec.families.ranks",
         "hf_slospec.families.states",
     },
-    "hf_slospec.generate.prompt_logprobs": {
-        "hf_slospec.families.prefilled_prompts",
-    },
     "hf_slospec.generate.rollouts": {
         "hf_slospec.heads.past_answers",
     },
-    "hf_slospec.generate.rows": {
+    "hf_slospec.generate.validation": {
         "hf_slospec.families.encoder",
     },
     "hf_slospec.model.attention.backends": {
@@ -169,10 +157,6 @@ PENDING: dict[str, set[str]] = {
     },
     "hf_slospec.model.trial": {
         "hf_slospec.families.prefilled_prompts",
-    },
-    "hf_slospec.request.slo": {
-        "hf_slospec.generate.rows",
-        "transformers",
     },
 }
 

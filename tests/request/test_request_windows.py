@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from hf_slospec.request.metrics import WINDOW
-from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import Stage
 from tests.support.toys.engine import commit
 
 

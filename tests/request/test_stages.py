@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.request.params import RequestParams
+from hf_slospec.request.request import Request
+from hf_slospec.request.slo import Stage
 from tests.support.toys.engine import commit
 
 

@@ -50,7 +50,7 @@ def test_requests_make_room_for_first_tokens_only_so_often_in_a_row() -> None:
     num_skipped = 0
     for index in range(MAX_SKIPPED + 1):
         num_keys = sum(len(request.tokens) for request in decoding)
-        ttft_slo_s = (costs.verify_at(3) + costs.verify_at(7, 4, num_keys)) / 2
+        ttft_slo_s = (costs.verify_s(3) + costs.verify_s(7, 4, num_keys)) / 2
         served.add(10 + index, new=1, ttft_slo_s=ttft_slo_s)
         num_skipped += not served.step().num_decoding
     assert num_skipped == MAX_SKIPPED  # not in the last of these steps
@@ -103,8 +103,8 @@ def test_requests_that_can_wait_make_room_for_a_first_token(
     costs = served.scheduler.costs
     now_s = served.clock.now_s
     alone_s, step_s = (
-        costs.verify_at(3),
-        costs.verify_at(7, 4, sum(len(request.tokens) for request in decoding)),
+        costs.verify_s(3),
+        costs.verify_s(7, 4, sum(len(request.tokens) for request in decoding)),
     )
     assert alone_s < step_s
     hurried = served.add(9, ttft_slo_s=alone_s + (place - 1.0) * (step_s - alone_s))

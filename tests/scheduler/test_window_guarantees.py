@@ -12,6 +12,7 @@ import pytest
 from hf_slospec.engine.costs import RecentSteps
 from hf_slospec.request.metrics import WINDOW, planned_share
 from hf_slospec.request.request import Request, RequestParams, Stage
+from hf_slospec.request.state import RequestState
 from hf_slospec.scheduler.continuous import ContinuousScheduler
 from hf_slospec.scheduler.guarantees import can_fall_back
 from hf_slospec.scheduler.window_guarantees import (
@@ -130,7 +131,7 @@ def test_a_kept_guarantee_raises_the_shares_of_its_slos_together_as_much_as_one(
     first = windows.first_share()
     share = windows.share(SLO_S)
     windows.refused_s = 3.0
-    kept.finish_reason = "stop"
+    kept.state = RequestState.STOP
     windows.end(kept)
     assert windows.first_share() == pytest.approx(first * math.exp(LEARNED * 0.1))
     assert windows.share(SLO_S) == pytest.approx(share * math.exp(LEARNED * 0.1))
@@ -144,7 +145,7 @@ def test_many_kept_guarantees_do_not_hide_broken_ones() -> None:
         request = request_with_ttft(index)
         windows.give(request, SLO_S, 0.0)
         windows.refused_s = 1.0
-        request.finish_reason = "stop"
+        request.state = RequestState.STOP
         windows.end(request)
     assert (windows.first_share(), windows.plain_share(SLO_S)) == before
     share = windows.share(SLO_S)
@@ -184,7 +185,7 @@ def test_a_kept_guarantee_counts_if_another_request_was_refused_meanwhile() -> N
         windows.give(request, SLO_S, 2.0)
         windows.refused_s = refused_s
         commit(request, [0], 0.0)
-        request.finish_reason = "stop"
+        request.state = RequestState.STOP
         windows.end(request)
         assert windows.share(SLO_S) == pytest.approx(share * factor)
 
@@ -201,7 +202,7 @@ def test_cancelled_requests_and_those_without_an_slo_teach_nothing() -> None:
     windows.refused_s = 1.0
     cancelled.end(None)
     windows.end(cancelled)
-    without.finish_reason = "stop"
+    without.state = RequestState.STOP
     windows.end(without)
     assert windows.share(SLO_S) == share
     assert without.window_guarantee is None
@@ -222,7 +223,7 @@ def test_the_share_converges_to_the_one_that_keeps_the_stated_part() -> None:
         commit(request, [0], 0.0)
         commit(request, [0] * WINDOW, 0.0 if kept[-1] else 1e3)
         windows.observe(1e3)
-        request.finish_reason = "stop"
+        request.state = RequestState.STOP
         windows.end(request)
     assert np.mean(kept[1000:]) == pytest.approx(0.9, abs=0.01)
 

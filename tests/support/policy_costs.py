@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import PhaseTimes
-from hf_slospec.engine.interfaces import Plan, Policy, Selection, StepDecisions
+from hf_slospec.engine.interfaces import Plan, Policy, Selection
 from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.request.request import Request, RequestParams, Stage
 from hf_slospec.tree.tree import TokenTree
@@ -37,12 +37,29 @@ def late(index: int, tpot_slo_s: float | None, elapsed_s: float = 1.0, emitted: 
     return request
 
 
+class Begun:
+    """A step of a policy after its plan."""
+
+    def __init__(self, policy: Policy, requests: Sequence[Request]):
+        self.policy = policy
+        self.requests = requests
+
+    def select(self, candidates: Sequence[TokenTree], plan: Plan) -> Selection:
+        self.plan = plan
+        if plan.decoding is not None:
+            self.requests = plan.decoding
+        return self.policy.select(self.requests, candidates, plan)
+
+    def observe(self, accepted: Sequence[Sequence[int]], phases: PhaseTimes = NO_TIME) -> None:
+        self.policy.observe(self.requests, accepted, phases, self.plan)
+
+
 def begun(
     policy: Policy, requests: Sequence[Request], now_s: float = 0.0, num_prefill_tokens: int = 0
-) -> tuple[StepDecisions, Plan]:
-    """Begin a step of the policy; return its decisions and its plan."""
-    step = StepDecisions(policy.step(requests, now_s, num_prefill_tokens))
-    return step, step.plan()
+) -> tuple[Begun, Plan]:
+    """Begin a step of the policy; return the rest of it and its plan."""
+    plan = policy.plan(requests, now_s, num_prefill_tokens)
+    return Begun(policy, requests), plan
 
 
 def plan_of(policy: Policy, requests: Sequence[Request], now_s: float = 0.0) -> Plan:

@@ -740,7 +740,7 @@ PATHS: dict[str, ForwardPath] = {
         check=lambda generator: len(generator.decoder.speculator.target.packed.prepacked),
     ),
     "exact-bits": ForwardPath(dict(exact="bits")),
-    "chunks": ForwardPath(prepare=constant("hf_slospec.scheduler.static.CHUNK", 5)),
+    "chunks": ForwardPath(prepare=constant("hf_slospec.scheduler.prefill.CHUNK", 5)),
     "growing": ForwardPath(prepare=constant("hf_slospec.model.sequence_room.FIRST_ROOM", 5)),
     "node-by-node": ForwardPath(prepare=constant("hf_slospec.model.sampling.MAX_BATCHED_LOGITS", 0)),
     "no-noise": ForwardPath(prepare=constant("hf_slospec.model.noise.MAX_NOISE_BYTES", 0)),

@@ -4,42 +4,20 @@ released code.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from hf_slospec.engine.costs import StepCosts
-from hf_slospec.engine.interfaces import Plan, PolicyStep, Selection
+from hf_slospec.engine.interfaces import Plan, Selection
 from hf_slospec.policies.registry import NamedPolicy, max_useful_depth, without_useless_nodes
 from hf_slospec.policies.settings import PolicySettings
 from hf_slospec.request.request import Request
-from hf_slospec.tree.tree import BoolArray, FloatArray, Forest, IntArray
+from hf_slospec.tree.tree import BoolArray, FloatArray, Forest, IntArray, TokenTree
 
 # Constants of the released code.
 START = 0.6  # confidence in a token before any was drafted
 GRAPH_STEP = 32  # sizes of captured forwards: powers of two up to it, then multiples of it
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Requests of one step."""
-
-    num_requests: int
-    num_keys: int  # cached tokens of all requests
-    num_prefill_tokens: int
-    tightest_slo_s: float  # TPOT SLO; inf without any
-
-
-@dataclass
-class _Chains:
-    """Chains drafted so far."""
-
-    expected: float  # expected tokens of the step
-    goodput: float  # expected tokens per second
-    length: int = 0
-    last_probs: FloatArray | float = 1.0  # [num_drafting], path probabilities of their last tokens
 
 
 class AdaSpecPolicy(NamedPolicy):
@@ -73,88 +51,79 @@ class AdaSpecPolicy(NamedPolicy):
         """Mean conditional probability that the draft gave its tokens."""
         return self._sum_confidence / self._num_confidences
 
-    def step(
+    def plan(
         self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
-    ) -> PolicyStep:
-        num_requests = len(requests)
-        num_keys = sum(len(request.tokens) for request in requests)
-        tightest_slo_s = min(np.inf if r.pace_s is None else r.pace_s for r in requests)
-        batch = _Batch(num_requests, num_keys, num_prefill_tokens, tightest_slo_s)
-        chains = _Chains(num_requests, self._goodput(batch, num_requests, 0))
+    ) -> Plan:
+        self._requests = requests
+        self._num_prefill_tokens = num_prefill_tokens
+        self._tightest_slo_s = min(np.inf if r.pace_s is None else r.pace_s for r in requests)
+        # of the chains drafted so far
+        self._length = 0
+        self._expected_tokens = float(len(requests))
+        self._last_probs: FloatArray | float = 1.0
+        self._best_goodput = self._goodput(self._expected_tokens, 0)
         max_depth = max_useful_depth(requests, self.config.max_depth)
-        if (
-            not max_depth
-            or self._goodput(batch, num_requests * (1.0 + self.confidence), 1) <= chains.goodput
-        ):
-            candidates, _ = yield Plan(0, 1)
-        else:
-            candidates, _ = yield Plan(
-                max_depth, 1, goes_on=functools.partial(self._goes_on, batch, chains)
-            )
+        predicted = len(requests) * (1.0 + self.confidence)
+        if not max_depth or self._goodput(predicted, 1) <= self._best_goodput:
+            return Plan(0, 1)
+        return Plan(max_depth, 1, goes_on=self._goes_on)
+
+    def select(
+        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
+    ) -> Selection:
         forest = Forest.of(without_useless_nodes(requests, candidates))
-        is_kept = self._pruned(batch, forest)
+        is_kept = self._pruned(forest)
         expected = np.bincount(forest.tree_of, forest.path_probs * is_kept)
-        yield Selection(
-            forest.subtrees(is_kept), expected.tolist(), self._seconds(batch, forest, is_kept)
+        return Selection(
+            forest.subtrees(is_kept), expected.tolist(), self._seconds(forest, is_kept)
         )
 
-    def _goes_on(
-        self, batch: _Batch, chains: _Chains, path_probs: FloatArray, rows: IntArray
-    ) -> BoolArray:
+    def _goes_on(self, path_probs: FloatArray, rows: IntArray) -> BoolArray:
         """Take a level of all chains; go on with all if the next level is predicted to raise
         goodput, else with none.
 
         See :class:`~hf_slospec.engine.interfaces.Plan`.
         """
-        return np.full(len(rows), self._raises_goodput(batch, chains, path_probs))
+        return np.full(len(rows), self._raises_goodput(path_probs[:, 0]))
 
-    def _raises_goodput(self, batch: _Batch, chains: _Chains, path_probs: FloatArray) -> bool:
-        probs = path_probs[:, 0]
-        before = chains.goodput
-        chains.length = chains.length + 1
-        chains.expected = chains.expected + float(probs.sum())
-        chains.goodput = self._goodput(batch, chains.expected, chains.length)
-        if chains.goodput < before:
+    def _raises_goodput(self, probs: FloatArray) -> bool:
+        total = float(probs.sum())
+        self._length += 1
+        self._expected_tokens += total
+        goodput = self._goodput(self._expected_tokens, self._length)
+        if goodput < self._best_goodput:
             return False
-        self._sum_confidence += float(
-            (probs / np.maximum(chains.last_probs, np.finfo(np.float64).tiny)).sum()
-        )
+        self._best_goodput = goodput
+        confidences = probs / np.maximum(self._last_probs, np.finfo(np.float64).tiny)
+        self._sum_confidence += float(confidences.sum())
         self._num_confidences += len(probs)
-        chains.last_probs = probs
-        predicted = chains.expected + self.confidence * float(probs.sum())
-        return self._goodput(batch, predicted, chains.length + 1) >= chains.goodput
+        self._last_probs = probs
+        predicted = self._expected_tokens + self.confidence * total
+        return self._goodput(predicted, self._length + 1) >= goodput
 
-    def _goodput(self, batch: _Batch, expected: float, length: int) -> float:
+    def _goodput(self, expected: float, length: int) -> float:
         """Return the expected tokens per second of chains of one length; -1 where the step exceeds
         the SLO.
         """
-        num_nodes = batch.num_requests * (length + 1) + batch.num_prefill_tokens
-        draft_s = self.costs.draft_s(batch.num_requests, length, 1, batch.num_keys)
-        seconds = float(
-            draft_s + self.costs.verify_s(num_nodes, batch.num_requests, batch.num_keys)
-        )
-        return -1.0 if length and seconds > batch.tightest_slo_s else expected / seconds
+        num_tokens = len(self._requests) * (length + 1) + self._num_prefill_tokens
+        seconds = float(self.step_s(self._requests, length, 1, num_tokens))
+        return -1.0 if length and seconds > self._tightest_slo_s else expected / seconds
 
-    def _pruned(self, batch: _Batch, forest: Forest) -> BoolArray:
+    def _pruned(self, forest: Forest) -> BoolArray:
         """Return the nodes to verify.  -> [num_nodes] bool, roots included"""
         is_whole: BoolArray = np.ones(len(forest.depths), dtype=np.bool_)
         is_kept = forest.depths == 0
         ranked = forest.canonical(forest.path_probs)
-        is_kept[ranked[: max(smaller_size(len(is_whole)) - batch.num_requests, 0)]] = True
-
-        def goodput(is_verified: BoolArray) -> float:
-            return float(forest.path_probs[is_verified].sum()) / self._seconds(
-                batch, forest, is_verified
-            )
-
-        return is_kept if goodput(is_kept) >= goodput(is_whole) else is_whole
-
-    def _seconds(self, batch: _Batch, forest: Forest, is_verified: BoolArray) -> float:
-        draft_s = self.costs.draft_s(
-            batch.num_requests, int(forest.depths.max()), 1, batch.num_keys
+        is_kept[ranked[: max(smaller_size(len(is_whole)) - len(forest.trees), 0)]] = True
+        kept, whole = (
+            float(forest.path_probs[nodes].sum()) / self._seconds(forest, nodes)
+            for nodes in (is_kept, is_whole)
         )
-        num_tokens = int(np.count_nonzero(is_verified)) + batch.num_prefill_tokens
-        return float(draft_s + self.costs.verify_s(num_tokens, batch.num_requests, batch.num_keys))
+        return is_kept if kept >= whole else is_whole
+
+    def _seconds(self, forest: Forest, is_verified: BoolArray) -> float:
+        num_tokens = int(np.count_nonzero(is_verified)) + self._num_prefill_tokens
+        return float(self.step_s(self._requests, int(forest.depths.max()), 1, num_tokens))
 
 
 def smaller_size(num_tokens: int) -> int:

@@ -11,7 +11,9 @@ import numpy as np
 
 from hf_slospec.engine.acceptance import Conditionals, path_products, tried_and_hit
 from hf_slospec.engine.costs import StepCosts
-from hf_slospec.engine.interfaces import Plan, PolicyStep, Selection
+from hf_slospec.engine.events import PhaseTimes
+from hf_slospec.engine.interfaces import Plan, Selection
+from hf_slospec.engine.latency_curves import Count, Seconds
 from hf_slospec.forks import cached_property
 from hf_slospec.policies.fixed import selection_of
 from hf_slospec.policies.registry import NamedPolicy, max_useful_depth, without_useless_nodes
@@ -267,34 +269,40 @@ class SequoiaPolicy(NamedPolicy):
         self._num_steps = 0
         self._solve()
 
-    def step(
+    def plan(
         self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
-    ) -> PolicyStep:
-        num_requests = len(requests)
-        num_keys = sum(len(request.tokens) for request in requests)
+    ) -> Plan:
         max_width = self.config.max_width  # the width of a tree is known only when it is solved for
 
-        def seconds(num_nodes: IntArray, num_levels: IntArray) -> FloatArray:
-            verify_s = self.costs.verify_s(
-                num_requests * num_nodes + num_prefill_tokens, num_requests, num_keys
-            )
-            return verify_s + self.costs.draft_s(num_requests, num_levels - 1, max_width, num_keys)
+        def seconds(num_nodes: Count, num_levels: Count) -> Seconds:
+            num_tokens = len(requests) * num_nodes + num_prefill_tokens
+            return self.step_s(requests, num_levels - 1, max_width, num_tokens)
 
         size = self._table.best_size(seconds, max_useful_depth(requests, self.config.max_depth) + 1)
         if size not in self._solved:
             self._solved[size] = self._table.tree(*size)
-        shape = self._solved[size]
-        step_s = float(seconds(*np.array(size)))
-        candidates, _ = yield Plan(shape.max_depth, min(shape.max_width, max_width))
-        trees = trees_within(shape, requests, candidates)
-        forest = Forest.of(
-            trees
-        )  # smaller than the shape where candidates are missing or few tokens are left
+        self._shape = self._solved[size]
+        self._step_s = float(seconds(*size))
+        return Plan(self._shape.max_depth, min(self._shape.max_width, max_width))
+
+    def select(
+        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
+    ) -> Selection:
+        trees = trees_within(self._shape, requests, candidates)
+        # smaller than the shape where candidates are missing or few tokens are left
+        self._forest = forest = Forest.of(trees)
         path_probs = path_products(forest, self._rates[Conditionals.of(forest).ranks])
-        accepted, _ = yield Selection(
-            trees, np.bincount(forest.tree_of, path_probs).tolist(), step_s
-        )
-        self.acceptance.observe(forest, forest.indices(accepted))
+        expected = np.bincount(forest.tree_of, path_probs).tolist()
+        return Selection(trees, expected, self._step_s)
+
+    def observe(
+        self,
+        requests: Sequence[Request],
+        accepted: Sequence[Sequence[int]],
+        phases: PhaseTimes,
+        plan: Plan,
+    ) -> None:
+        self.acceptance.observe(self._forest, self._forest.indices(accepted))
         self._num_steps += 1
         if self._num_steps % RESOLVE == 0:
             self._solve()

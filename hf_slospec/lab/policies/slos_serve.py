@@ -41,15 +41,14 @@ class SLOsServePolicy(SmartSpecPolicy):
         self.budget = config.token_budget or affordable_tokens(costs)
 
     def _to_draft(self, batch: Batch) -> Chains:
-        num_requests = len(batch.requests)
         longest = int(batch.useful.max())
         needed = self._slo_lengths(batch, longest + 1)  # nodes, roots included
         wanted = self._best(batch, batch.useful)[0] if needed is None else needed - 1
         lengths: IntArray = np.minimum(wanted, batch.useful)
-        seconds = self._seconds(
-            batch, num_requests, int(lengths.max()), int(lengths.sum()) + num_requests
+        num_tokens = int(lengths.sum()) + len(batch.requests) + batch.num_prefill_tokens
+        return Chains(
+            lengths, float(self.step_s(batch.requests, int(lengths.max()), 1, num_tokens))
         )
-        return Chains(lengths, float(seconds))
 
     def _slo_lengths(self, batch: Batch, max_len: int) -> IntArray | None:
         """Return the nodes to verify of each request, root included, to meet the TPOT SLOs; None if
@@ -120,20 +119,10 @@ class SLOsServePolicy(SmartSpecPolicy):
         num_bound = int(
             (solution.lengths * counts)[~is_free].sum()
         )  # nodes for requests with a TPOT SLO
-        num_tokens = num_bound + num_free * np.arange(1, longest + 1)
-        fits = self._seconds(batch, int(counts.sum()), longest - 1, num_tokens) <= solution.limit_s
+        num_nodes = num_bound + num_free * np.arange(1, longest + 1)
+        seconds = self.step_s(batch.requests, longest - 1, 1, num_nodes + batch.num_prefill_tokens)
+        fits = seconds <= solution.limit_s
         return 1 + int(np.count_nonzero(fits[1:]))
-
-    def _seconds(
-        self, batch: Batch, num_requests: int, num_levels: int, num_tokens: IntArray | int
-    ) -> FloatArray:
-        """Return the seconds of a step with these draft levels and nodes, and the step's prefill
-        tokens.
-        """
-        draft_s = self.costs.draft_s(num_requests, num_levels, 1, batch.num_keys)
-        return draft_s + self.costs.verify_s(
-            num_tokens + batch.num_prefill_tokens, num_requests, batch.num_keys
-        )
 
 
 def _attempts(tiers: FloatArray, slacks: FloatArray) -> Iterator[tuple[FloatArray, FloatArray]]:

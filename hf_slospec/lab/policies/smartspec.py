@@ -16,7 +16,8 @@ from pydantic import Field
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.costs import StepCosts
-from hf_slospec.engine.interfaces import Plan, PolicyStep, Selection
+from hf_slospec.engine.events import PhaseTimes
+from hf_slospec.engine.interfaces import Plan, Selection
 from hf_slospec.lab.policies.goodput import MovingAcceptance, best_batch, chain_tokens
 from hf_slospec.policies.registry import NamedPolicy, PolicyOptions
 from hf_slospec.policies.settings import PolicySettings
@@ -131,9 +132,9 @@ class SmartSpecPolicy(NamedPolicy):
         self._was_plain: deque[bool] = deque(maxlen=RECENT)
         self._num_plain = 0  # consecutive steps without drafts, though some could have been used
 
-    def step(
+    def plan(
         self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
-    ) -> PolicyStep:
+    ) -> Plan:
         self._decide_on_new(requests)
         keys = np.array([len(request.tokens) for request in requests])
         useful = np.array(
@@ -144,9 +145,11 @@ class SmartSpecPolicy(NamedPolicy):
             Batch(requests, begun_s, num_prefill_tokens, keys, useful, slots_left)
         )
         chains = self._to_draft(batch)
+        self._batch = batch
+        self._chains = chains
         pairs = zip(batch.requests, chains.lengths.tolist(), strict=True)
         depths = {request: length for request, length in pairs if length}
-        candidates, plan = yield Plan(
+        return Plan(
             int(chains.lengths.max()),
             1,
             min_confidence=self.min_confidence,
@@ -154,18 +157,27 @@ class SmartSpecPolicy(NamedPolicy):
             depths=depths,
             decoding=batch.requests,
         )
-        chains = self._to_verify(batch, chains, candidates, plan)
-        trees = [
-            tree.up_to(length)
-            for tree, length in zip(candidates, chains.lengths.tolist(), strict=True)
-        ]
-        expected = [float(chain_tokens(self.acceptance.rate, tree.max_depth)) for tree in trees]
-        accepted, _ = yield Selection(trees, expected, chains.step_s)
-        tried = [
-            min(len(nodes) + 1, tree.max_depth) for nodes, tree in zip(accepted, trees, strict=True)
-        ]
+
+    def select(
+        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
+    ) -> Selection:
+        chains = self._to_verify(self._batch, self._chains, candidates, plan)
+        pairs = zip(candidates, chains.lengths.tolist(), strict=True)
+        self._trees = [tree.up_to(length) for tree, length in pairs]
+        expected = [float(chain_tokens(self.acceptance.rate, t.max_depth)) for t in self._trees]
+        return Selection(self._trees, expected, chains.step_s)
+
+    def observe(
+        self,
+        requests: Sequence[Request],
+        accepted: Sequence[Sequence[int]],
+        phases: PhaseTimes,
+        plan: Plan,
+    ) -> None:
+        pairs = zip(accepted, self._trees, strict=True)
+        tried = [min(len(nodes) + 1, tree.max_depth) for nodes, tree in pairs]
         self.acceptance.observe(sum(tried), sum(len(nodes) for nodes in accepted))
-        for request, num_tried, nodes in zip(batch.requests, tried, accepted, strict=True):
+        for request, num_tried, nodes in zip(requests, tried, accepted, strict=True):
             self.acceptances.setdefault(request, MovingAcceptance()).observe(num_tried, len(nodes))
 
     def _running(self, batch: Batch) -> Batch:

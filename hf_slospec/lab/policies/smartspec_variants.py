@@ -12,7 +12,9 @@ from pydantic import Field
 
 from hf_slospec.engine.acceptance import tried_and_hit
 from hf_slospec.engine.costs import StepCosts
-from hf_slospec.engine.interfaces import Plan, PolicyStep, Selection
+from hf_slospec.engine.events import PhaseTimes
+from hf_slospec.engine.interfaces import Plan, Selection
+from hf_slospec.engine.latency_curves import Count, Seconds
 from hf_slospec.lab.policies.goodput import (
     MovingAcceptance,
     confident_length,
@@ -33,7 +35,7 @@ from hf_slospec.policies.registry import (
 from hf_slospec.policies.settings import PolicySettings
 from hf_slospec.request.request import Request
 from hf_slospec.tree.select import best_ratio_nodes
-from hf_slospec.tree.tree import FloatArray, Forest, IntArray, TokenTree
+from hf_slospec.tree.tree import Forest, TokenTree
 
 
 class ConfidenceOptions(PolicyOptions):
@@ -98,34 +100,42 @@ class HeadsPolicy(NamedPolicy):
         self.max_width = min(config.max_width, MAX_WIDTH)
         self.acceptances = [MovingAcceptance() for _ in range(config.max_depth)]
 
-    def step(
+    def plan(
         self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
-    ) -> PolicyStep:
-        num_requests = len(requests)
-        num_keys = sum(len(request.tokens) for request in requests)
+    ) -> Plan:
         shapes = heads_shapes(max_useful_depth(requests, self.config.max_depth), self.max_width)
         rates = [acceptance.rate for acceptance in self.acceptances[: shapes.shape[1]]]
-        depths, widths = (
-            (shapes > 0).sum(axis=1),
-            np.cumprod(np.maximum(shapes, 1), axis=1).max(axis=1, initial=1),
-        )
-        seconds = self.costs.draft_s(num_requests, depths, widths, num_keys) + self.costs.verify_s(
-            num_requests * heads_nodes(shapes) + num_prefill_tokens, num_requests, num_keys
-        )
+        depths = (shapes > 0).sum(axis=1)
+        widths = np.cumprod(np.maximum(shapes, 1), axis=1).max(axis=1, initial=1)
+        num_tokens = len(requests) * heads_nodes(shapes) + num_prefill_tokens
+        seconds = self.step_s(requests, depths, widths, num_tokens)
         goodput = heads_tokens(rates, shapes) / seconds
         goodput[0] *= BIAS  # no tree
         best = int(np.argmax(goodput))
         depth = int(depths[best])
         best_widths = shapes[best].tolist()
-        expected = [
+        self._expected = [
             float(heads_tokens(rates[:end], best_widths[:end])) for end in range(depth + 1)
         ]  # by tree depth
-        shape = StaticTree.of_expansion(best_widths[:depth])
-        step_s = float(seconds[best])
-        candidates, _ = yield Plan(depth, int(widths[best]))
-        trees = trees_within(shape, requests, candidates)
-        accepted, _ = yield Selection(trees, [expected[tree.max_depth] for tree in trees], step_s)
-        forest = Forest.of(trees)
+        self._shape = StaticTree.of_expansion(best_widths[:depth])
+        self._step_s = float(seconds[best])
+        return Plan(depth, int(widths[best]))
+
+    def select(
+        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
+    ) -> Selection:
+        self._trees = trees_within(self._shape, requests, candidates)
+        expected = [self._expected[tree.max_depth] for tree in self._trees]
+        return Selection(self._trees, expected, self._step_s)
+
+    def observe(
+        self,
+        requests: Sequence[Request],
+        accepted: Sequence[Sequence[int]],
+        phases: PhaseTimes,
+        plan: Plan,
+    ) -> None:
+        forest = Forest.of(self._trees)
         was_tried, was_hit = tried_and_hit(forest, forest.indices(accepted))
         num_levels = len(self.acceptances) + 1
         tried, hits = (
@@ -223,19 +233,19 @@ class VLLMAdaptivePolicy(NamedPolicy):
     def max_nodes(cls, config: PolicySettings) -> int:
         return config.max_depth
 
-    def step(
+    def plan(
         self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
-    ) -> PolicyStep:
-        num_requests = len(requests)
-        num_keys = sum(len(request.tokens) for request in requests)
-        candidates, plan = yield Plan(max_useful_depth(requests, self.config.max_depth), 1)
-        forest = Forest.of(without_useless_nodes(requests, candidates))
-        draft_s = self.costs.draft_s(num_requests, plan.depth, 1, num_keys)
+    ) -> Plan:
+        self._num_prefill_tokens = num_prefill_tokens
+        return Plan(max_useful_depth(requests, self.config.max_depth), 1)
 
-        def step_s(num_nodes: IntArray) -> FloatArray:
-            return draft_s + self.costs.verify_s(
-                num_nodes + num_prefill_tokens, num_requests, num_keys
-            )
+    def select(
+        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
+    ) -> Selection:
+        forest = Forest.of(without_useless_nodes(requests, candidates))
+
+        def step_s(num_nodes: Count) -> Seconds:
+            return self.step_s(requests, plan.depth, 1, num_nodes + self._num_prefill_tokens)
 
         is_verified = best_ratio_nodes(forest, forest.path_probs, MAX_BUDGET, step_s)
-        yield selection_of(forest.subtrees(is_verified), float(step_s(is_verified.sum())))
+        return selection_of(forest.subtrees(is_verified), step_s(int(is_verified.sum())))

@@ -13,7 +13,8 @@ import numpy as np
 from pydantic import Field
 
 from hf_slospec.engine.costs import StepCosts
-from hf_slospec.engine.interfaces import Plan, PolicyStep, Selection
+from hf_slospec.engine.events import PhaseTimes
+from hf_slospec.engine.interfaces import Plan, Selection
 from hf_slospec.policies.adaserve import required_tokens
 from hf_slospec.policies.fixed import selection_of
 from hf_slospec.policies.registry import (
@@ -353,16 +354,21 @@ class ThesisSLOPolicy(_ThesisPolicy):
         ).max_slo_share  # only if capped
         self._latencies: deque[float] = deque(maxlen=RECENT)
 
-    def step(
+    def plan(
         self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
-    ) -> PolicyStep:
+    ) -> Plan:
+        self._begun_s = begun_s
+        return self._shape(requests)
+
+    def select(
+        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
+    ) -> Selection:
         step_s = sum(self._latencies) / max(len(self._latencies), 1)
-        candidates, _ = yield self._shape(requests)
         candidates = without_useless_nodes(requests, candidates)
         nodes = important_nodes(
             candidates,
             [
-                required_tokens(*request.decoded(begun_s), step_s, request.pace_s)
+                required_tokens(*request.decoded(self._begun_s), step_s, request.pace_s)
                 for request in requests
             ],
             [request.pace_s for request in requests],
@@ -372,7 +378,15 @@ class ThesisSLOPolicy(_ThesisPolicy):
             max_slo_nodes=int(self.max_slo_share * self.budget / len(requests)),
         )
         trees = [tree.subtree(chosen) for tree, chosen in zip(candidates, nodes, strict=True)]
-        _, phases = yield selection_of(trees, step_s)
+        return selection_of(trees, step_s)
+
+    def observe(
+        self,
+        requests: Sequence[Request],
+        accepted: Sequence[Sequence[int]],
+        phases: PhaseTimes,
+        plan: Plan,
+    ) -> None:
         self._latencies.append(phases.total_s)
 
 

@@ -51,7 +51,7 @@ def test_no_selection_of_adaserve_expects_more(seed: int, budget: int, pace_s: f
         selected(kind(config, costs(0.0, 0.0)), requests, trees, 1.0)
         for kind in (OptimalPolicy, AdaServePolicy)
     )
-    required = min(1.0 + 1.0 / pace_s, trees[0].path_probs.sum())
+    required = min(2.0 / pace_s - 1.0, trees[0].path_probs.sum())
     if adaserve.expected[0] >= required - 1e-9:
         assert sum(optimal.expected) >= sum(adaserve.expected) - 1e-9
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.costs import StepCosts
-from hf_slospec.engine.interfaces import Plan, StepDecisions
+from hf_slospec.engine.interfaces import Plan
 from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.lab.policies.goodput import MovingAcceptance, heads_nodes
 from hf_slospec.lab.policies.smartspec import (
@@ -24,7 +24,16 @@ from hf_slospec.lab.policies.smartspec_variants import (
     TurboSpecPolicy,
 )
 from hf_slospec.request.request import Request, RequestParams
-from tests.support.policy_costs import EIGHT, NO_TIME, begun, costs, plan_of, requests_of, selected
+from tests.support.policy_costs import (
+    EIGHT,
+    NO_TIME,
+    Begun,
+    begun,
+    costs,
+    plan_of,
+    requests_of,
+    selected,
+)
 from tests.support.toys.trees import chain, grow
 
 
@@ -211,7 +220,7 @@ def test_confidence_cuts_each_chain_where_it_is_unsure_and_goodput_all_of_them()
 
 
 def test_heads_widen_where_single_guesses_fail_and_end_where_nodes_cost() -> None:
-    def begun_at(rate: float, number: int, token_s: float = 0.01) -> tuple[StepDecisions, Plan]:
+    def begun_at(rate: float, number: int, token_s: float = 0.01) -> tuple[Begun, Plan]:
         policy = HeadsPolicy(SLOSpecConfig(max_depth=4, max_width=4), costs(token_s))
         for acceptance in policy.acceptances:
             for _ in range(99):

@@ -297,7 +297,7 @@ class Simulation:
         )
         for server in self.servers:
             batcher = server.batcher
-            left = [batcher._handles, batcher._arrivals, batcher._aborted, batcher._load_futures]
+            left = [batcher._handles, batcher._orders]
             assert not any(left), f"orders are kept: {left}"
             assert (
                 batcher.num_waiting,
@@ -360,7 +360,9 @@ class Simulation:
         return is_short
 
     def _check_counts(self, server: Server) -> None:
-        stats = server.telemetry.stats(0, 0, 0, 0, 0, None, {})
+        stats = server.telemetry.stats(
+            running=0, waiting=0, kv_tokens=0, kept_tokens=0, kv_limit=0, memory=None, forwards={}
+        )
         reasons = [own.handle.request for own in self.submitted if own.server is server]
         done = [request for request in reasons if request.finish_reason in ("stop", "length")]
         assert stats.finished.get("length", 0) + stats.finished.get("stop", 0) == len(done)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
-from hf_slospec.assembly import Parts, continuous_engine
+from hf_slospec.assembly import Parts, new_engine
 from hf_slospec.batcher.batcher import Batcher
 from hf_slospec.batcher.stats import Telemetry
 from hf_slospec.config import SLOSpecConfig
@@ -17,7 +17,7 @@ from hf_slospec.engine.costs import StepCosts
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.interfaces import Plan as DraftPlan
-from hf_slospec.engine.interfaces import Policy, PolicyStep, StepDecisions
+from hf_slospec.engine.interfaces import Policy, Selection
 from hf_slospec.engine.interfaces import Schedule as StepSchedule
 from hf_slospec.engine.step import Engine
 from hf_slospec.generate.speculator import Speculator
@@ -113,14 +113,17 @@ class FaultyPolicy(Policy):
         self.policy = policy
         self.world = world
 
-    def step(self, *arguments: Any) -> PolicyStep:
-        decisions = StepDecisions(self.policy.step(*arguments))
+    def plan(self, *arguments: Any) -> DraftPlan:
         self.world.at("plan")
-        candidates, plan = yield decisions.plan()
+        return self.policy.plan(*arguments)
+
+    def select(self, *arguments: Any) -> Selection:
         self.world.at("select")
-        accepted, phases = yield decisions.select(candidates, plan)
+        return self.policy.select(*arguments)
+
+    def observe(self, *arguments: Any) -> None:
         self.world.at("learn")
-        decisions.observe(accepted, phases)
+        self.policy.observe(*arguments)
 
 
 class Engines:
@@ -197,9 +200,7 @@ class Server:
         engines.counts["starts"] += 1
         target = engines.new_target(self.sampler, plan.limits.kv_tokens, plan.kept)
         drafter = engines.new_drafter(plan.limits.kv_tokens, plan.kept)
-        engine = continuous_engine(
-            engines.config, engines.parts(target, drafter, costs), plan.limits
-        )
+        engine = new_engine(engines.config, engines.parts(target, drafter, costs), plan.limits)
         guarantee = 0.95 if plan.admission == "slo" else None
         engine.scheduler = CheckedScheduler(
             plan.limits, costs, plan.admission, plan.prefill, target.num_reusable, guarantee, True

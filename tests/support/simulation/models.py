@@ -95,7 +95,7 @@ class SimulatedModel:
         self.seconds = seconds
         self.model = torch.nn.Module()
         self.num_forwards = 0
-        self.fingerprint = SimpleNamespace(state=0, notice=lambda structure=True: None)
+        self.version = SimpleNamespace(weights=0, notice=lambda structure=True: None)
         self._shared: Any = lambda: None
 
     @property

@@ -13,7 +13,7 @@ from hf_slospec.engine.interfaces import Chunk, Drafter, Plan, Policy, Selection
 from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.engine.step import Engine
 from hf_slospec.request.request import Request
-from hf_slospec.scheduler.static import StaticScheduler
+from hf_slospec.scheduler.continuous import ContinuousScheduler
 from hf_slospec.tree.tree import ROOT, TokenTree
 from tests.support.toys.trees import NextProbs, beam_tree, draw, path_to
 
@@ -179,6 +179,6 @@ def engine_of(
     check_invariants: bool = True,
 ) -> Engine:
     """One that decodes these requests as a batch."""
-    return Engine(
-        target, drafter, policy, StaticScheduler(requests), new_costs(), clock, check_invariants
-    )
+    costs = new_costs()
+    scheduler = ContinuousScheduler.of_call(requests, costs)
+    return Engine(target, drafter, policy, scheduler, costs, clock, check_invariants)

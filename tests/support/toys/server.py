@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hf_slospec.batcher.batcher import Batcher, Observer
+from hf_slospec.batcher.batcher import Batcher
 from hf_slospec.batcher.handle import RequestHandle
+from hf_slospec.batcher.orders import Observer
 from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.interfaces import Chunk, Plan

@@ -1,0 +1,252 @@
+"""Checks of the caller's arguments, before stock ``generate`` sees them: errors name the argument,
+the problem and the remedy.
+"""
+
+from __future__ import annotations
+
+import numbers
+from types import NoneType
+from typing import Any
+
+import torch
+from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import (
+    BaseQuantizedLayer,
+    DummyLayer,
+    DynamicLayer,
+    LinearAttentionLayer,
+    StaticLayer,
+)
+
+from hf_slospec.config import SLOSpecConfig
+from hf_slospec.errors import (
+    InvalidInputError,
+    InvalidTypeError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
+from hf_slospec.model.loading import check_tokenizer
+from hf_slospec.model.ownership import foreign_members
+from hf_slospec.model.properties import given_cache, vocab_size
+
+CACHE_LAYERS = (DynamicLayer, StaticLayer, DummyLayer, LinearAttentionLayer)
+HALVES = ("self_attention_cache", "cross_attention_cache")  # of a cache for an encoder-decoder
+UNSUPPORTED_CACHES = ("quantized", "paged")  # they round K/V, or belong to another decoding loop
+REFUSED = {  # arguments of generate, and what to do instead
+    "custom_generate": "call generate without slo_tpot",
+    "token_healing": "heal the prompt first",
+    "synced_gpus": "processes may take different numbers of speculated steps",
+    "compile_config": "SLOSpecConfig(compile=...) is for the forwards of speculation",
+}
+LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
+
+
+def check_make_policy(make_policy: Any) -> Any:
+    """Return the argument, or raise InvalidTypeError unless it is callable or None."""
+    if make_policy is not None and not callable(make_policy):
+        raise InvalidTypeError(
+            "make_policy must be a class or function that takes a config and StepCosts and returns a policy, got "
+            f"{type(make_policy).__name__}"
+        )
+    return make_policy
+
+
+def check_config(config: Any) -> SLOSpecConfig:
+    """Return the config, the default one for None; raise InvalidTypeError for anything else."""
+    if config is not None and not isinstance(config, SLOSpecConfig):
+        raise InvalidTypeError(f"config must be a SLOSpecConfig, got {type(config).__name__}")
+    return config or SLOSpecConfig()
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Return the value, or raise InvalidTypeError unless it is a bool."""
+    if not isinstance(value, bool):
+        raise InvalidTypeError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def check_pair(
+    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, assistant_tokenizer: Any
+) -> None:
+    """Refuse ``assistant_tokenizer`` as stock does: for vocabularies of one size, and without
+    ``tokenizer``.
+
+    Raises:
+        InvalidInputError: the message says what to leave out or to add.
+    """
+    if vocab_size(target) == vocab_size(draft):
+        raise InvalidInputError(
+            f"assistant_tokenizer is for an assistant_model with another tokenizer, and both models have "
+            f"{vocab_size(target)} tokens; leave it out, or, if their ids differ all the same, draft with "
+            "drafter=hf_slospec.load_drafter(assistant_model, model, tokenizer=..., assistant_tokenizer=...)"
+        )
+    if tokenizer is None:
+        raise InvalidInputError(
+            "assistant_tokenizer was given without tokenizer, that of the model; pass both"
+        )
+
+
+def check_decoder_only(model: PreTrainedModel, name: str) -> None:
+    """Raise UnsupportedModelError for an encoder-decoder, which ``name`` does not take."""
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{name} takes decoder-only models, and {type(model).__name__} is an encoder-decoder; call generate, which "
+            "takes batches"
+        )
+
+
+def configured(name: str, model: PreTrainedModel, arguments: dict[str, Any]) -> Any:
+    """Return a setting of the call, otherwise of its generation config, otherwise of the model's."""
+    values = (
+        arguments.get(name),
+        getattr(arguments.get("generation_config"), name, None),
+        getattr(model.generation_config, name, None),
+    )
+    return next((value for value in values if value is not None), None)
+
+
+def check_arguments(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
+    """Refuse arguments, and a model that is being trained.
+
+    Raises:
+        InvalidInputError, InvalidTypeError, UnsupportedOptionError: the message names the argument.
+        UnsupportedModelError: the model drops units, or its K and V.
+    """
+    if not isinstance(config := arguments.get("generation_config"), (GenerationConfig, NoneType)):
+        raise InvalidTypeError(
+            f"generation_config must be a GenerationConfig, got {type(config).__name__}"
+        )
+    for name, instead in REFUSED.items():
+        if (value := configured(name, model, arguments)) is not None and value is not False:
+            raise UnsupportedOptionError(f"{name} cannot be combined with slo_tpot; {instead}")
+    if (kind := configured("cache_implementation", model, arguments)) in UNSUPPORTED_CACHES:
+        raise UnsupportedOptionError(
+            f"cache_implementation={kind!r} cannot be combined with slo_tpot; speculation keeps its own K/V cache, so "
+            "leave it out"
+        )
+    check_tokenizer(arguments.get("tokenizer"))
+    cache_name, cache = given_cache(arguments)
+    check_cache(cache_name, cache)
+    if cache is not None and configured("use_cache", model, arguments) is False:
+        is_default = arguments.get("use_cache") is not False
+        whose = ", the default of this model's generation config," if is_default else ""
+        raise UnsupportedOptionError(
+            f"{cache_name} and use_cache=False{whose} contradict each other; leave {cache_name} out, or pass "
+            "use_cache=True"
+        )
+    for name in LENGTHS:
+        value = configured(name, model, arguments)
+        if isinstance(value, bool) or not isinstance(value, (numbers.Integral, NoneType)):
+            raise InvalidTypeError(f"{name} must be an integer, got {value!r}")
+    num_tokens = configured("prompt_lookup_num_tokens", model, arguments)
+    if num_tokens is not None and (not isinstance(num_tokens, int) or num_tokens < 1):
+        raise InvalidInputError(
+            f"prompt_lookup_num_tokens must be a positive integer, got {num_tokens!r}"
+        )
+    embeds = arguments.get("inputs_embeds")
+    _check_embeds(model, embeds)
+    # A mask over cached or embedded tokens is checked once their number is known.
+    mask = arguments.get("attention_mask") if embeds is None and cache is None else None
+    for name in ("inputs", "input_ids"):
+        is_text = name == "input_ids" or model.main_input_name in ("input_ids", "inputs_embeds")
+        if is_text and (ids := arguments.get(name)) is not None:
+            _check_ids_and_mask(name, ids, mask, may_be_empty=embeds is not None)
+    _check_evaluating(model)
+
+
+def _check_embeds(model: PreTrainedModel, embeds: Any) -> None:
+    if embeds is None:
+        return
+    if not (isinstance(embeds, torch.Tensor) and embeds.ndim == 3 and embeds.numel()):
+        raise InvalidInputError(
+            "inputs_embeds must be a tensor of shape [batch, length, hidden], none of them 0"
+        )
+    hidden = getattr(model.get_input_embeddings(), "embedding_dim", None)
+    if hidden not in (None, embeds.shape[2]):
+        raise InvalidInputError(
+            f"inputs_embeds has shape {list(embeds.shape)}; this model's embeddings have {hidden} channels, as "
+            "its get_input_embeddings() returns them"
+        )
+
+
+def _check_ids_and_mask(name: str, ids: Any, mask: Any, may_be_empty: bool) -> None:
+    if not isinstance(ids, torch.Tensor):
+        raise InvalidTypeError(
+            f"{name} must be a tensor of token ids, got {type(ids).__name__}; did you mean generate(**inputs)?"
+        )
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise InvalidTypeError(
+            f"{name} must hold token ids as int64, got {ids.dtype}; convert them with .long()"
+        )
+    if ids.ndim not in (1, 2):
+        raise InvalidInputError(
+            f"{name} must be [batch, length] or [length], got shape {list(ids.shape)}"
+        )
+    if not ids.numel() and not may_be_empty:
+        raise InvalidInputError(
+            f"{name} is empty, shape {list(ids.shape)}; give every row at least one token"
+        )
+    if isinstance(mask, torch.Tensor) and mask.shape != ids.shape:
+        raise InvalidInputError(
+            f"attention_mask has shape {list(mask.shape)} and {name} {list(ids.shape)}; they must be equal"
+        )
+
+
+def _check_evaluating(model: PreTrainedModel) -> None:
+    """Refuse a model in training mode with dropout, which draws from the global generator, or
+    without a K/V cache.
+    """
+    if not model.training:
+        return
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is in training mode with gradient checkpointing, which drops K and V; turn "
+            "it off or call model.eval() first, as TRL does for its rollouts"
+        )
+    dropping = [
+        name or "model"
+        for name, module in model.named_modules()
+        if module.training and _drops(module)
+    ]
+    if dropping:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is in training mode and has dropout ({', '.join(dropping[:3])}), which makes "
+            "every forward random; load it without (LoraConfig(lora_dropout=0.0), attention_dropout=0.0 in the model's "
+            "config), call model.eval() first, or pass fallback=True for stock generate"
+        )
+
+
+def _drops(module: torch.nn.Module) -> bool:
+    names = ("p", "dropout", "attention_dropout", "attn_dropout")
+    rates = [getattr(module, name, 0) for name in names]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def check_cache(name: str, cache: Any, is_prepared: bool = False) -> None:
+    """Refuse a cache with code that is not transformers' own, or whose layers cannot be read.
+
+    If stock ``generate`` has prepared it, it may hold both caches of an encoder-decoder.
+    """
+    if cache is None:
+        return
+    if not isinstance(cache, Cache) and not hasattr(cache, "get_seq_length"):
+        raise InvalidTypeError(
+            f"{name} must be a transformers Cache, such as DynamicCache(), got {type(cache).__name__}"
+        )
+    halves = [vars(cache)[half] for half in HALVES if is_prepared and half in vars(cache)]
+    caches = halves or [cache]
+    layers = [layer for each in caches for layer in getattr(each, "layers", [each])]
+    kinds = {getattr(each, "layer_class_to_replicate", None) for each in caches} - {None}
+    if foreign := foreign_members((cache, *caches, *layers, *kinds)):
+        error = UnsupportedModelError if is_prepared else UnsupportedOptionError
+        raise error(
+            f"{name}, a {type(cache).__name__}, has members that are not transformers' own ({', '.join(foreign)}), and "
+            "speculation keeps K and V in a cache of its own, so they would not run; use a DynamicCache, pass "
+            "fallback=True, or call generate without slo_tpot"
+        )
+    for layer in layers:
+        if not isinstance(layer, CACHE_LAYERS) or isinstance(layer, BaseQuantizedLayer):
+            raise UnsupportedOptionError(
+                f"{name} with layers of type {type(layer).__name__} cannot be combined with slo_tpot; use a "
+                "DynamicCache, or pass the whole text as input_ids"
+            )
