@@ -82,14 +82,7 @@ class Controls:
     @property
     def all(self) -> list[Any]:
         """The fields in the order of :func:`request_of`'s arguments."""
-        return [
-            self.prompt,
-            self.tpot_slo_ms,
-            self.has_slo,
-            self.temperature,
-            self.top_p,
-            self.max_new_tokens,
-        ]
+        return list(vars(self).values())
 
 
 def request_of(
@@ -134,6 +127,7 @@ class Panel:
         return [self.column, self.card, *self.controls.all]
 
 
+@dataclass(frozen=True)
 class Page:
     """The page, with one session per visitor.
 
@@ -143,17 +137,10 @@ class Page:
         note: HTML that follows the introduction.
     """
 
-    def __init__(
-        self,
-        sessions: DemoSessions,
-        personas: dict[str, tuple[Persona, UserRequest]],
-        max_slo_ms: float,
-        note: str,
-    ):
-        self.sessions = sessions
-        self.personas = personas
-        self.max_slo_ms = max_slo_ms
-        self.note = note
+    sessions: DemoSessions
+    personas: dict[str, tuple[Persona, UserRequest]]
+    max_slo_ms: float
+    note: str
 
     def build(self) -> gr.Blocks:
         """Create the components and connect their events."""

@@ -7,8 +7,9 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from hf_slospec.batcher.handle import RequestHandle
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.demo.generator import DemoGenerator, DemoHandle
+from hf_slospec.demo.generator import DemoGenerator
 from hf_slospec.demo.personas import Persona, UserRequest
 from hf_slospec.demo.stream import Stream, View
 from hf_slospec.errors import InvalidInputError, SLOSpecError
@@ -180,7 +181,9 @@ class DemoSessions:
     def _new(
         self, name: str, description: str, user_request: UserRequest, is_simulated: bool
     ) -> Stream:
-        return Stream(name, description, user_request, is_simulated, next(self._versions))
+        version = next(self._versions)
+        to_text = self.generator.to_text
+        return Stream(name, description, user_request, is_simulated, version, to_text)
 
     def _retire(self, stream: Stream) -> None:
         """Stop a stream that is removed and keep its counts."""
@@ -192,5 +195,5 @@ class DemoSessions:
     def _start(self, stream: Stream) -> None:
         stream.start(self._submit, self.clock())
 
-    def _submit(self, user_request: UserRequest) -> DemoHandle:
+    def _submit(self, user_request: UserRequest) -> RequestHandle:
         return self.generator.submit(user_request.prompt, **user_request.options)

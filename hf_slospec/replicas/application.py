@@ -27,12 +27,10 @@ logger = logging.getLogger(__name__)
 
 HEALTH_S = 2.0  # seconds between health checks
 HEALTH_ANSWER_S = 10.0  # seconds for an answer; Serve ends a replica after three that are missing
-MAX_CALLS = (
-    100_000  # concurrent calls of one process: no limit in effect, as the batcher has max_queue
-)
-HEAD_SHARE = (
-    1e-3  # of the head's resource, which a front reserves; of another front_resource a whole unit
-)
+# Concurrent calls of one process: no limit in effect, as the batcher has max_queue
+MAX_CALLS = 100_000
+# Of the head's resource, which a front reserves; of another front_resource a whole unit
+HEAD_SHARE = 1e-3
 FRONT = "HTTP"
 MODEL = "Model"
 

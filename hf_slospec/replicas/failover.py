@@ -37,6 +37,7 @@ from hf_slospec.replicas.messages import (
     next_within,
 )
 from hf_slospec.replicas.options import ReplicaOptions
+from hf_slospec.request.params import SubmitOptions
 from hf_slospec.request.request import (
     FinishReason,
     Progress,
@@ -56,9 +57,8 @@ logger = logging.getLogger("ray.serve")
 MAX_FAULTS = 5
 ANSWER_S = 5.0  # seconds for a replica to return its metrics
 AGAIN_S = 0.5  # seconds between retries while all queues are full, or all replicas have failed
-PATIENCE_S = (
-    120.0  # seconds to wait for a report while all replicas are silent, before these are asked
-)
+# Seconds to wait for a report while all replicas are silent, before these are asked
+PATIENCE_S = 120.0
 
 
 class ReplicatedEngine:
@@ -117,6 +117,7 @@ class ReplicatedEngine:
         # How stages end does not matter here, and texts that end them take long to prepare.
         slo = parse_slo(arguments.get("slo_tpot"), lambda text: lambda tokens: False)
         (stages,) = slo if isinstance(slo, list) else (slo,)
+        SubmitOptions.of(**{name: arguments.get(name) for name in ("slo_ttft", "slo_e2e")})
         params = RequestParams(
             order.prompt, arguments["max_new_tokens"], stages, stages[0].ttft_slo_s or arguments.get("slo_ttft"),
             e2e_slo_s=arguments.get("slo_e2e"),

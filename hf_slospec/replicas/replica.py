@@ -46,6 +46,7 @@ NUM_REPORTS = 20
 # seconds after which a replica that is not asked for ends itself; between checks of this
 ORPHAN_S = 60.0
 TICK_S = 5.0
+MAX_LEFT = 1000  # offers that were left and are remembered, as their calls may still arrive
 RECENT_S = 60.0  # seconds in which missed SLOs are counted
 
 
@@ -61,9 +62,7 @@ class ModelReplica:
         self.options = options
         with names_of_fields():
             self.generator = load_generator(options, options.config, options.chat_template).start()
-        logger.info(
-            "%s with drafts by %s", options.name, self.generator.decoder.speculator.method.kind
-        )
+        logger.info("%s with drafts by %s", options.name, self.generator.draft_method.kind)
         self.engine = LocalEngine(self.generator, options.response_template)
         self.name = _own_name()
         self._num_unhealthy = 0  # health checks that failed
@@ -71,6 +70,8 @@ class ModelReplica:
         self._handles: dict[
             tuple[str, int], RequestHandle | None
         ] = {}  # by sender and number of the offer
+        # Sender and number of the last offers that fronts have left.
+        self._left: deque[tuple[str, int]] = deque(maxlen=MAX_LEFT)
         self._seen: dict[str, int] = {}  # by sender, the number of the last offer taken or declined
         self._recent: deque[tuple[float, bool]] = (
             deque()
@@ -95,13 +96,15 @@ class ModelReplica:
         }
         order = replace(offer.order, arguments=arguments)
         key = (offer.sender, offer.number)
+        if key in self._left:  # the call arrives after the report of its end
+            return
         handle = self._handles[key] = None
         try:
             handle = await self.engine.submit(order)
-            if key in self._handles:
-                self._handles[key] = handle
-            else:  # the front has left it meanwhile
+            if key in self._left:
                 handle.cancel()
+            else:
+                self._handles[key] = handle
             is_guaranteed = await handle.aguaranteed()
             self._record(offer)
             logger.info("%s %s", order.request_id, "guaranteed" if is_guaranteed else "taken")
@@ -152,6 +155,7 @@ class ModelReplica:
         """
         self._num_ticks = 0
         for number in left:
+            self._left.append((sender, number))
             handle = self._handles.pop((sender, number), None)
             if handle is not None:
                 handle.cancel()

@@ -62,9 +62,8 @@ class AddressRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             else None
         )
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = (
-                True  # if no replica can be reached, wait
-            )
+            # If no replica can be reached, wait
+            pending_request.routing_context.should_backoff = True
         if isinstance(address, Offer | ToReplica):
             named = [
                 each for each in candidate_replicas if _name(each.replica_id) == address.replica

@@ -8,15 +8,11 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 from pydantic import Field
 
-from hf_slospec.server.answers import BlockAnswer, Events, named_event, whole_usage
+from hf_slospec.server.answers import Answer, BlockAnswer, Events, named_event, whole_usage
 from hf_slospec.server.bodies import ChatBody, ClosedModel, CommonBody, ForeignBody
 from hf_slospec.server.choices import Choice
-from hf_slospec.server.completions import Completions
-from hf_slospec.server.reading import while_connected
 
 PATH = "/v1/messages"
 ERROR_TYPES = {"service_unavailable_error": "overloaded_error", "internal_error": "api_error"}
@@ -247,6 +243,9 @@ class MessagesBody(CountTokensBody, CommonBody):
         own = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
         return ChatBody.model_validate(self.fields | self.common | own)
 
+    def answer(self, form: Answer) -> MessageAnswer:
+        return MessageAnswer(form.model)
+
 
 class MessageAnswer(BlockAnswer):
     def __init__(self, model: str):
@@ -339,24 +338,3 @@ def anthropic_error(error: dict[str, Any], status: int = 500, message: str = "")
     message = message or error["error"]["message"]
     kind = "request_too_large" if status == 413 else ERROR_TYPES.get(kind, kind)
     return {"type": "error", "error": {"type": kind, "message": message}}
-
-
-class Messages:
-    def __init__(self, completions: Completions):
-        self.completions = completions
-        self.reader = completions.reader
-
-    async def create(self, request: Request) -> Response:
-        body = await self.reader.read(request, MessagesBody)
-        return await self.completions.answer_chat(
-            request, body.chat, MessageAnswer(self.reader.settings.model_name)
-        )
-
-    async def count_tokens(self, request: Request) -> Response:
-        body = await self.reader.read(request, CountTokensBody)
-        return await while_connected(
-            request.receive, self.reader.in_pool(request, self._counted, body.chat)
-        )
-
-    def _counted(self, chat: ChatBody) -> Response:
-        return JSONResponse({"input_tokens": len(self.completions.chat_inputs(chat).tokens)})

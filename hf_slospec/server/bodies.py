@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import json
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from hf_slospec.request.request import LEAST_SLO_S
 from hf_slospec.request.slo import SLOStage
 from hf_slospec.server.image_urls import ImageBudget, check_data_url
+
+if TYPE_CHECKING:
+    from hf_slospec.server.answers import Answer, AnswerForm
 
 OF_ANY_OBJECT = {
     "$id",
@@ -49,9 +51,8 @@ class ClosedModel(BaseModel):
 class StreamOptions(ClosedModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: bool = (
-        False  # ignored: OpenAI's padding, which hides token lengths from eavesdroppers
-    )
+    # Ignored: OpenAI's padding, which hides token lengths from eavesdroppers
+    include_obfuscation: bool = False
 
 
 class SamplingSettings(ClosedModel):
@@ -73,25 +74,17 @@ class CommonBody(SamplingSettings):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)] | None = (
-        None
-    )
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
 
-    slo_tpot: (
-        Annotated[float, Field(ge=LEAST_SLO_S, allow_inf_nan=False)]
-        | Annotated[list[SLOStage], Field(min_length=1, fail_fast=True)]
-        | None
-    ) = Field(None, description="Seconds per output token, or stages with SLOs of their own.")
-    slo_ttft: float | None = Field(
-        None, ge=LEAST_SLO_S, allow_inf_nan=False, description="Seconds to the first token."
+    # What SLOs may be is checked by submit.
+    slo_tpot: float | Annotated[list[SLOStage], Field(fail_fast=True)] | None = Field(
+        None, description="Seconds per output token, or stages with SLOs of their own."
     )
+    slo_ttft: float | None = Field(None, description="Seconds to the first token.")
     slo_e2e: float | None = Field(
-        None,
-        ge=LEAST_SLO_S,
-        allow_inf_nan=False,
-        description="Seconds to the last token, of as many as max_tokens.",
+        None, description="Seconds to the last token, of as many as max_tokens."
     )
     priority: int = Field(
         0, ge=-(2**31), lt=2**31, description="Lower is served earlier, as with vLLM."
@@ -537,6 +530,15 @@ class ForeignBody(ClosedModel):
     @cached_property
     def chat(self) -> ChatBody:
         """Return the body as one of a chat; raises pydantic's ValidationError."""
+        raise NotImplementedError
+
+    @property
+    def overflow_note(self) -> str:
+        """Return a sentence for the error of a prompt that is too long; empty: none."""
+        return ""
+
+    def answer(self, form: Answer) -> AnswerForm:
+        """Return the form of the answer, given that of the chat."""
         raise NotImplementedError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_slospec.batcher.texts import INVALID, StoppedText, TextStream, ToText
@@ -33,18 +33,13 @@ class Piece:
     )  # characters before each token; empty unless wanted
 
     def joined(self, after: Piece) -> Piece:
-        tokens = self.tokens + after.tokens
-        logprobs = self.logprobs + after.logprobs
-        parts = self.parts + after.parts
-        offsets = self.offsets + after.offsets
-        return Piece(
-            self.index,
-            self.text + after.text,
-            tokens,
-            logprobs,
-            after.finish_reason,
-            parts,
-            offsets,
+        return replace(
+            after,
+            text=self.text + after.text,
+            tokens=self.tokens + after.tokens,
+            logprobs=self.logprobs + after.logprobs,
+            parts=self.parts + after.parts,
+            offsets=self.offsets + after.offsets,
         )
 
 
@@ -89,9 +84,8 @@ class Echo:
     computes its scores.
     """
 
-    scores: asyncio.Future[Sequence[TokenLogprobs | None]] | None = (
-        None  # None: log probabilities are not wanted
-    )
+    # None: log probabilities are not wanted
+    scores: asyncio.Future[Sequence[TokenLogprobs | None]] | None = None
 
     _has_first: bool = False
 

@@ -18,10 +18,11 @@ from starlette.types import Receive, Scope, Send
 
 from hf_slospec.batcher.texts import Detokenizer
 from hf_slospec.server.answers import Answer, AnswerForm, slo_headers
-from hf_slospec.server.bodies import ChatBody, CompletionBody, SamplingBody
+from hf_slospec.server.bodies import ChatBody, CompletionBody, ForeignBody, SamplingBody
 from hf_slospec.server.chat_templates import ChatTemplates
 from hf_slospec.server.choices import Choice, Echo, Piece, PromptOnly, merged
 from hf_slospec.server.engine import Decoding, Order
+from hf_slospec.server.limits import ContextOverflowError
 from hf_slospec.server.messages import CallParts, Parser, PlainParts, TemplateParts
 from hf_slospec.server.orders import (
     PromptInputs,
@@ -48,10 +49,38 @@ class Completions:
 
     async def chat(self, request: Request) -> Response:
         body = await self.reader.read(request, ChatBody)
-        return await self.answer_chat(request, body, self.form(body))
+        return await self._answer_chat(request, body, self.form(body))
 
-    async def answer_chat(self, request: Request, body: ChatBody, answer: AnswerForm) -> Response:
-        """Return the answer to a chat in a form; other APIs translate their bodies into chats."""
+    def translated(self, kind: type[ForeignBody]) -> Callable[[Request], Awaitable[Response]]:
+        """Return the endpoint of another API, whose bodies are translated into chats."""
+
+        async def answer(request: Request) -> Response:
+            body = await self.reader.read(request, kind)
+            try:
+                return await self._answer_chat(
+                    request, body.chat, body.answer(self.form(body.chat))
+                )
+            except ContextOverflowError as error:
+                error.args = (f"{error}{body.overflow_note}",)
+                raise
+
+        return answer
+
+    def counted(self, kind: type[ForeignBody]) -> Callable[[Request], Awaitable[Response]]:
+        """Return an endpoint that counts the tokens of an input."""
+
+        def count(chat: ChatBody) -> Response:
+            return JSONResponse({"input_tokens": len(self.chat_inputs(chat).tokens)})
+
+        async def answer(request: Request) -> Response:
+            body = await self.reader.read(request, kind)
+            return await while_connected(
+                request.receive, self.reader.in_pool(request, count, body.chat)
+            )
+
+        return answer
+
+    async def _answer_chat(self, request: Request, body: ChatBody, answer: AnswerForm) -> Response:
         prompts = [partial(self.chat_inputs, body)]
         return await while_connected(request.receive, self._answer(request, body, prompts, answer))
 

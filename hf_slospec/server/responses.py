@@ -11,15 +11,12 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
-from fastapi import Request, Response
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from hf_slospec.server.answers import Answer, BlockAnswer, Events, named_event, whole_usage
 from hf_slospec.server.bodies import ChatBody, ClosedModel, CommonBody, ForeignBody
 from hf_slospec.server.choices import Choice, Piece
-from hf_slospec.server.completions import Completions
 from hf_slospec.server.image_urls import check_data_url
-from hf_slospec.server.limits import ContextOverflowError
 
 # Types of parts, and of their events, by kind of block.
 TEXTS = {"reasoning": "reasoning_text", "text": "output_text"}
@@ -66,9 +63,8 @@ class MessageItem(_Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | InputParts
-    phase: Literal["commentary", "final_answer"] | None = (
-        None  # ignored: chat templates do not tell phases apart
-    )
+    # Ignored: chat templates do not tell phases apart
+    phase: Literal["commentary", "final_answer"] | None = None
 
     @property
     def message(self) -> dict[str, Any]:
@@ -257,6 +253,14 @@ class ResponsesBody(CommonBody, ForeignBody):
             fields["reasoning_effort"] = self.reasoning.effort
         return InputChat.model_validate(fields)
 
+    @property
+    def overflow_note(self) -> str:
+        is_auto = self.truncation == "auto"
+        return " This server drops no items from the input (truncation)." if is_auto else ""
+
+    def answer(self, form: Answer) -> ResponseAnswer:
+        return ResponseAnswer(self, form)
+
     def _tool_choice(self) -> str | dict[str, Any]:
         match self.tool_choice:
             case NamedFunction() as function:
@@ -444,19 +448,3 @@ class ResponseAnswer(BlockAnswer):
         if kind == "text":  # reasoning has no log probabilities
             part |= {"annotations": [], "logprobs": [] if is_empty else self._logprobs}
         return part
-
-
-class Responses:
-    def __init__(self, completions: Completions):
-        self.completions = completions
-        self.reader = completions.reader
-
-    async def respond(self, request: Request) -> Response:
-        body = await self.reader.read(request, ResponsesBody)
-        answer = ResponseAnswer(body, self.completions.form(body.chat))
-        try:
-            return await self.completions.answer_chat(request, body.chat, answer)
-        except ContextOverflowError as error:
-            if body.truncation == "auto":
-                error.args = (f"{error} This server drops no items from the input (truncation).",)
-            raise

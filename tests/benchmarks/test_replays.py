@@ -83,6 +83,11 @@ def test_bounds_hold_for_the_widest_system(replays: ModuleType) -> None:
     assert deep < shallow == plain  # plain decoding drafts nothing, whatever its max_depth
 
 
+@pytest.fixture
+def goodput_figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return script(monkeypatch, "goodput_figures", "turbospec", "replays")
+
+
 def test_further_candidates_have_the_acceptance_of_the_first(goodput_figures: ModuleType) -> None:
     text = goodput_figures.constant(0.6, 3).write(np.random.default_rng(0), 4000)
     assert text.child_probs[0] == pytest.approx([0.6, 0.24, 0.096])

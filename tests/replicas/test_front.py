@@ -299,9 +299,8 @@ def test_replica_that_nobody_asks_for_ends_itself(
     assert num_ticks() == most, "Serve has asked"
     asyncio.run(ask())
     assert num_ticks() == most, "a front has asked"
-    replica._handles["test", 1] = (
-        None  # a request that it finishes, as it is to end, or that nobody wants
-    )
+    # A request that it finishes, as it is to end, or that nobody wants
+    replica._handles["test", 1] = None
     assert all(replica.is_wanted_after_tick() for _ in range(2 * most))
     del replica._handles["test", 1]
     assert num_ticks() == most
@@ -316,9 +315,7 @@ def test_replica_that_nobody_asks_for_ends_itself(
 def test_replica_drops_what_a_front_says_it_has_left(
     handle: FakeHandle, engine: ReplicatedEngine
 ) -> None:
-    """A cancelled call that did not reach the replica, and one whose offer arrives after it was
-    left.
-    """
+    """Calls that are cancelled while they run, while they are submitted and before they arrive."""
     replica = handle.first()
 
     async def run() -> None:
@@ -329,7 +326,7 @@ def test_replica_drops_what_a_front_says_it_has_left(
         )
         await asyncio.sleep(0)
         for sender, is_running in (("another", True), ("test", False)):
-            reports = replica.reports(ToReplica("r0"), sender, [8, 9])
+            reports = replica.reports(ToReplica("r0"), sender, [8, 9, 10])
             await anext(reports)
             await reports.aclose()  # type: ignore[attr-defined]
             assert (("test", 8) in replica._handles) == is_running
@@ -338,6 +335,8 @@ def test_replica_drops_what_a_front_says_it_has_left(
             answers[-1].error, RequestCancelledError
         )
         assert not isinstance(await arriving, Update)
+        late = replica.decode(offer_of(order_of(ids(engine)), number=10))
+        assert [answer async for answer in late] == []
         await until_idle(handle)
 
     asyncio.run(run())

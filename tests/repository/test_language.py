@@ -165,7 +165,7 @@ def undocumented(everything: Mapping[Path, Sequence[Thing]]) -> Iterator[str]:
     """Yield public names without a docstring; nobody imports those of applications."""
     elsewhere = documented_elsewhere(everything)
     for path, own in everything.items():
-        if path.relative_to(PACKAGE).parts[0] in APPLICATIONS:
+        if any(path.is_relative_to(PACKAGE / name) for name in APPLICATIONS):
             continue
         for thing in own:
             owner = "" if thing.owner is None else thing.owner.name

@@ -13,7 +13,7 @@ import torch
 
 from hf_slospec import QueueFull, SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
 from hf_slospec.server.bodies import Message
-from tests.server.conftest import KEY, Served, serving
+from tests.server.conftest import CHAT_TEMPLATE, KEY, Served, serving
 from tests.server.hostile.clients import wait_until_idle
 from tests.server.protocols import (
     CHAT,
@@ -316,6 +316,19 @@ def test_api_keys_are_read_from_the_headers_of_either_client(
         assert KEY not in answer.text
         error = "invalid_api_key" if "messages" not in path else "authentication_error"
         assert status == 200 or error in answer.text
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Served]:
+    """Server with fewer K/V slots than the model has positions."""
+    target, draft, tokenizer = load_tiny_pair(torch.float32)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    config = SLOSpecConfig(kv_tokens=512, compile=False)
+    with (
+        SLOSpecGenerator(target, draft, tokenizer, config) as generator,
+        serving(generator) as made,
+    ):
+        yield made
 
 
 @each_protocol

@@ -17,7 +17,7 @@ from hf_slospec.tiny.inflate import config_of, inflate
 from hf_slospec.tiny.shapes import DRAFT_SHAPES, SHAPES, Shape
 
 LLAMA = dict(
-    num_heads=16, num_kv_heads=4, head_dim=128, vocab_size=5000
+    num_attention_heads=16, num_key_value_heads=4, head_dim=128, vocab_size=5000
 )  # as in Llama 3, all but the sizes
 ONE_SIZE = (
     Shape(256, 704, 10),
@@ -31,7 +31,7 @@ ONE_SIZE = (
     [
         *(pytest.param(own, marks=pytest.mark.nightly) for own in ONE_SIZE),
         Shape(1024, 1024, 9),
-        Shape(256, 704, 8, num_heads=16, num_kv_heads=4),
+        Shape(256, 704, 8, num_attention_heads=16, num_key_value_heads=4),
         Shape(256, 704, 8, head_dim=192),
         pytest.param(Shape(1024, 704, 8, **LLAMA), marks=pytest.mark.nightly),
         Shape(1024, 704, 9, **LLAMA, tie_word_embeddings=False),
@@ -95,8 +95,8 @@ def test_an_inflated_pair_accepts_as_the_embedded_pair() -> None:
         Shape(256, 500, 8),
         Shape(256, 704, 4),
         Shape(256, 704, 8, head_dim=96),
-        Shape(256, 704, 8, num_heads=4, num_kv_heads=4),
-        Shape(256, 704, 8, num_heads=4, num_kv_heads=1),
+        Shape(256, 704, 8, num_attention_heads=4, num_key_value_heads=4),
+        Shape(256, 704, 8, num_attention_heads=4, num_key_value_heads=1),
         Shape(256, 704, 8, vocab_size=4096),
         Shape(512, 704, 8, vocab_size=1024),
     ],

@@ -108,7 +108,7 @@ def generate(
                 "loading, and measuring the speed of the models (stored for later runs)"
             ):
                 generator = load_generator(ModelOptions(**given), settings).start()
-            facts = f"{size_and_place(generator.model)}; drafts: {generator.decoder.speculator.method.kind}"
+            facts = f"{size_and_place(generator.model)}; drafts: {generator.draft_method.kind}"
             console.print(facts, style="dim", highlight=False, soft_wrap=True)
             with generator, logged_afterwards():  # logs follow the text
                 handle = generator.submit(
