@@ -56,7 +56,8 @@ def config_of(model: LlamaForCausalLM, shape: Shape) -> LlamaConfig:
     scaled = ("num_attention_heads", "num_key_value_heads")
     sizes = {name: size for name, size in shape._asdict().items() if size is not None}
     for name in shape._fields:
-        sizes.setdefault(name, getattr(old, name) * (factor if name in scaled else 1))
+        size = getattr(old, name)
+        sizes.setdefault(name, size * factor if name in scaled else size)
     shape = Shape(**sizes)
     _check_holds(shape, old, model.dtype)
     # The additional channels are zero, so the mean square is smaller by the factor, and epsilon
