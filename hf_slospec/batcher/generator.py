@@ -343,7 +343,7 @@ class SLOSpecGenerator:
 
     @property
     def draft_method(self) -> DraftMethod:
-        """What drafts for the target."""
+        """Method that drafts for the target."""
         return self.decoder.speculator.method
 
     @property

@@ -39,7 +39,6 @@ class Front:
     """Deployment that takes HTTP requests and tokenizes."""
 
     def __init__(self, models: DeploymentHandle, settings: ServerSettings, options: ReplicaOptions):
-        """Create the front of ``models``; its application is made once one replica runs."""
         sys.setswitchinterval(SWITCH_S)
         keep_replica_on_loopback()
         self.models = models
@@ -47,7 +46,6 @@ class Front:
         self.options = options
 
     async def __serve_build_asgi_app__(self) -> Any:
-        """Return the HTTP application."""
         description = await self.models.describe.remote(None)
         work = self.settings.bounds.new_work()
         engine = ReplicatedEngine(self.models, description, running_replicas, self.options, work)

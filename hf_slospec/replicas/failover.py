@@ -93,7 +93,6 @@ class ReplicatedEngine:
         self.turns = itertools.count()
 
     async def watch(self) -> None:
-        """Read the reports of all running replicas, until cancelled."""
         await self.directory.watch(self.streams, self.name)
 
     async def submit(self, order: Order) -> ReplicatedDecoding:
@@ -146,7 +145,6 @@ class ReplicatedEngine:
         return families
 
     def check_running(self) -> None:
-        """Raise NotRunningError unless a replica runs."""
         if not self.directory.running():
             raise NotRunningError("no replica runs; they may be starting, retry later")
 
@@ -336,16 +334,13 @@ class ReplicatedDecoding:
         )
 
     async def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
-        """Yield newly committed tokens, and whether they are the last."""
         while self.finish_reason is None:
             replica = self.replica or ""
             answer = await self._next_answer(replica)
-            if answer is None:
-                answer = Broken(
-                    replica, f"it has sent nothing for {self._engine.options.silent_s:g} s"
-                )
-            if isinstance(answer, Broken):
-                self._count_fault(replica, answer.reason)
+            if answer is None or isinstance(answer, Broken):
+                silent_s = self._engine.options.silent_s
+                reason = answer.reason if answer else f"it has sent nothing for {silent_s:g} s"
+                self._count_fault(replica, reason)
                 await self._resume()
                 name = self._order.request_id
                 logger.info(

@@ -81,7 +81,6 @@ class ModelReplica:
     # ---- for the front
 
     def describe(self, address: None) -> Description:
-        """Return what the front needs to know about the model."""
         engine = self.engine
         return Description(
             engine.tokenizer, engine.generation_config, engine.vocab_size, engine.max_len,
@@ -289,7 +288,6 @@ def _end_process() -> None:
 
 
 def _own_name() -> str:
-    """Return the unique name that Serve gave the replica."""
     return str(serve.get_replica_context().replica_id.unique_id)
 
 

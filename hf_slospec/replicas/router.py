@@ -36,7 +36,6 @@ class AddressRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         self._set_running()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Remove a replica that died before Serve's controller noticed it."""
         super().on_replica_actor_died(replica_id)
         self._set_running()
 
