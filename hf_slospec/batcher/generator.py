@@ -28,6 +28,7 @@ from hf_slospec.batcher.stats import Collector, Stats
 from hf_slospec.batcher.submission import Prompt
 from hf_slospec.config import NewPolicy, SLOSpecConfig
 from hf_slospec.drafters.load_drafter import Drafting, check_drafting, load_drafter
+from hf_slospec.drafters.methods import DraftMethod
 from hf_slospec.errors import InvalidTypeError
 from hf_slospec.generate.call import Decoder
 from hf_slospec.model.loading import check_tokenizer, hub_options, load_model
@@ -339,6 +340,11 @@ class SLOSpecGenerator:
         started.
         """
         return self._service.max_len
+
+    @property
+    def draft_method(self) -> DraftMethod:
+        """Method that drafts for the target."""
+        return self.decoder.speculator.method
 
     @property
     def max_nodes(self) -> int:

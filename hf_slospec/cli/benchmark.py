@@ -48,8 +48,6 @@ GenerateCall = Callable[
 
 @dataclass(frozen=True)
 class Method:
-    """A decoding method at one batch size."""
-
     name: str
     batch: int
     run: GenerateCall
@@ -60,8 +58,6 @@ class Method:
 
 @dataclass(frozen=True)
 class Sample:
-    """One timed call."""
-
     seconds: float
     sequences: torch.Tensor  # [batch, length] int64
     slo: Any  # metrics per row; None for stock
@@ -158,8 +154,6 @@ class Bench:
         )
 
     def stock(self, **options: Any) -> GenerateCall:
-        """Return stock ``generate`` with further options."""
-
         def run(inputs: dict[str, Any]) -> Any:
             return self.target.generate(
                 **inputs, **self.sampling, max_new_tokens=self.new_tokens, **options

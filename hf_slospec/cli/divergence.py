@@ -116,12 +116,10 @@ class DivergenceReport:
 
     @property
     def num_rows(self) -> int:
-        """Rows that were compared."""
         return len(self.stock_tokens)
 
     @property
     def all_near_ties(self) -> bool:
-        """Return whether every divergence is at a near-tie, as it is without any."""
         return all(divergence.is_near_tie for divergence in self.divergences)
 
     def __str__(self) -> str:
@@ -209,10 +207,8 @@ def divergence_report(
 
     if our_tokens is None:
         output = decode(call)
-        ours, lengths = (
-            output.sequences[:, prompt_len:].tolist(),
-            [metrics.tokens for metrics in output.slo],
-        )
+        ours = output.sequences[:, prompt_len:].tolist()
+        lengths = [metrics.tokens for metrics in output.slo]
     else:
         if len(our_tokens) != len(prompts):
             raise InvalidInputError(
@@ -303,7 +299,6 @@ def _is_stored_elsewhere(model: PreTrainedModel) -> bool:
 
 
 def first_difference(stock: Sequence[int], ours: Sequence[int]) -> int | None:
-    """Return the first position at which two sequences differ, or None."""
     return next((index for index, (a, b) in enumerate(zip_longest(stock, ours)) if a != b), None)
 
 

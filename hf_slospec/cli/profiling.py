@@ -75,7 +75,6 @@ def profile(
 
 
 def table(name: str, record: dict[str, Any]) -> Table:
-    """Return the curve and its errors as a table."""
     fit = record["fit"]
     result = Table(title=f"{name}: milliseconds of a forward by its number of tokens")
     for tokens in fit["tokens"]:

@@ -67,7 +67,6 @@ def _kernel_for(
 class FlashAttention(KernelAttention):
     """The ``flash`` backend."""
 
-    is_static = True  # reads tensors only, whose sizes depend on no sequence length
 
     def __init__(self, kernel_names: str):
         super().__init__()

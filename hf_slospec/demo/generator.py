@@ -10,10 +10,7 @@ from hf_slospec.batcher.handle import RequestHandle
 from hf_slospec.batcher.texts import Detokenizer, TextStream, ToText
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.demo.personas import MAX_PROMPT_TOKENS
-from hf_slospec.engine.events import Commit
-from hf_slospec.errors import InvalidInputError, NotRunningError, RequestCancelledError
-from hf_slospec.request.metrics import RequestMetrics
-from hf_slospec.request.state import FinishReason
+from hf_slospec.errors import InvalidInputError, NotRunningError
 
 
 class TextPiece(NamedTuple):
@@ -61,49 +58,6 @@ POLICIES = {
 }
 
 
-class DemoHandle:
-    """A request of a user."""
-
-    def __init__(self, handle: RequestHandle, to_text: ToText):
-        self._handle = handle
-        self._text = HighlightedText(to_text)
-
-    @property
-    def commits(self) -> list[Commit]:
-        """Return the tokens that each step so far added, with its time."""
-        return self._handle.commits
-
-    @property
-    def pieces(self) -> list[TextPiece]:
-        """Return the text so far, by the origin of its tokens."""
-        is_last = self._handle.done()  # read first, as further tokens may come
-        return self._text.update(self._handle.token_ids, self._handle.from_draft, is_last)
-
-    @property
-    def metrics(self) -> RequestMetrics:
-        """Return measurements so far."""
-        return self._handle.metrics
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Return the reason why the request ended; None before."""
-        return self._handle.finish_reason
-
-    @property
-    def error(self) -> BaseException | None:
-        """Return the error that ended the request, if any."""
-        error = self._handle.request.error if self._handle.done() else None
-        return None if isinstance(error, RequestCancelledError) else error
-
-    def cancel(self) -> None:
-        """Cancel the request, unless it is done."""
-        self._handle.cancel()
-
-    def result(self) -> RequestMetrics:
-        """Wait for the end of the request and return its measurements; raises its error."""
-        return self._handle.result().metrics
-
-
 class DemoGenerator:
     """The users' generator, which must have a tokenizer, and its current policy."""
 
@@ -111,15 +65,16 @@ class DemoGenerator:
         assert generator.tokenizer is not None
         self.generator = generator
         self.policy = "auto"
-        self.drafter = generator.decoder.speculator.method.kind
+        self.drafter = generator.draft_method.kind
         self._tokenizer: Any = generator.tokenizer
+        self.to_text = Detokenizer(self._tokenizer)
         self.is_chat = getattr(self._tokenizer, "chat_template", None) is not None
 
     def start(self) -> None:
         """Start to take requests, or raise the error that prevents it."""
         self.generator.start()
 
-    def submit(self, prompt: str, **options: Any) -> DemoHandle:
+    def submit(self, prompt: str, **options: Any) -> RequestHandle:
         """Queue a request; ``options`` are those of ``SLOSpecGenerator.submit``."""
         num_tokens = len(self._tokenizer(prompt)["input_ids"])
         if num_tokens > MAX_PROMPT_TOKENS:
@@ -128,11 +83,10 @@ class DemoGenerator:
             )
         inputs: Any = [{"role": "user", "content": prompt}] if self.is_chat else prompt
         try:
-            handle = self.generator.submit(inputs, **options)
+            return self.generator.submit(inputs, **options)
         except NotRunningError:  # an error stopped the engine; the streams of that step show it
             self.generator.start()
-            handle = self.generator.submit(inputs, **options)
-        return DemoHandle(handle, Detokenizer(self._tokenizer))
+            return self.generator.submit(inputs, **options)
 
     def set_policy(self, name: str) -> None:
         """Change the policy from the next step on."""
@@ -144,5 +98,4 @@ class DemoGenerator:
         self.policy = name
 
     def stop(self) -> None:
-        """End all requests."""
         self.generator.stop(drain=False)

@@ -82,14 +82,7 @@ class Controls:
     @property
     def all(self) -> list[Any]:
         """The fields in the order of :func:`request_of`'s arguments."""
-        return [
-            self.prompt,
-            self.tpot_slo_ms,
-            self.has_slo,
-            self.temperature,
-            self.top_p,
-            self.max_new_tokens,
-        ]
+        return list(vars(self).values())
 
 
 def request_of(
@@ -108,7 +101,6 @@ def request_of(
 
 
 def control_values(request: UserRequest) -> list[Any]:
-    """Return the values of the controls for a request."""
     slo_ms = request.tpot_slo_ms
     slider = gr.Slider(visible=False) if slo_ms is None else gr.Slider(value=slo_ms, visible=True)
     return [
@@ -135,6 +127,7 @@ class Panel:
         return [self.column, self.card, *self.controls.all]
 
 
+@dataclass(frozen=True)
 class Page:
     """The page, with one session per visitor.
 
@@ -144,19 +137,10 @@ class Page:
         note: HTML that follows the introduction.
     """
 
-    def __init__(
-        self,
-        sessions: DemoSessions,
-        personas: dict[str, tuple[Persona, UserRequest]],
-        max_slo_ms: float,
-        note: str,
-    ):
-        self.sessions, self.personas, self.max_slo_ms, self.note = (
-            sessions,
-            personas,
-            max_slo_ms,
-            note,
-        )
+    sessions: DemoSessions
+    personas: dict[str, tuple[Persona, UserRequest]]
+    max_slo_ms: float
+    note: str
 
     def build(self) -> gr.Blocks:
         """Create the components and connect their events."""
@@ -259,11 +243,9 @@ class Page:
         self.sessions.ask(str(request.session_hash), request_of(*values))
 
     def stop_own(self, request: gr.Request) -> None:
-        """Stop the visitor's own request."""
         self.sessions.stop_own(str(request.session_hash))
 
     def leave(self, request: gr.Request) -> None:
-        """Remove the visitor."""
         self.sessions.leave(str(request.session_hash))
 
     def refresh(self, seen: dict[str, Any], shown: str | None, request: gr.Request) -> list[Any]:
@@ -306,8 +288,6 @@ def _panel_updates(view: View | None, html: str, seen: int | None) -> list[Any]:
 
 
 def with_error_message(handler: Callable[..., None]) -> Callable[..., None]:
-    """Return the handler with its errors shown as messages on the page."""
-
     @functools.wraps(handler)
     def run(*args: Any, **kwargs: Any) -> None:
         try:

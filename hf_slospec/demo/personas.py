@@ -34,7 +34,6 @@ class UserRequest(InputModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of ``submit``."""
         sampling = (
             dict(do_sample=True, temperature=self.temperature, top_p=self.top_p)
             if self.temperature
@@ -50,8 +49,6 @@ class UserRequest(InputModel):
 
 
 class Persona(BaseModel):
-    """A simulated user."""
-
     model_config = ConfigDict(frozen=True)
 
     name: str

@@ -137,7 +137,7 @@ def plain_tpot_s(generator: DemoGenerator) -> float:
             )
             for persona in PERSONAS[:NUM_STREAMS]
         ]
-        tpots_s = [handle.result().tpot_s for handle in handles]
+        tpots_s = [handle.result().metrics.tpot_s for handle in handles]
         measured.append(statistics.median(tpot_s for tpot_s in tpots_s if tpot_s is not None))
     generator.set_policy(policy)
     return min(measured)  # the repeat that other processes disturbed least

@@ -7,8 +7,9 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from hf_slospec.batcher.handle import RequestHandle
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.demo.generator import DemoGenerator, DemoHandle
+from hf_slospec.demo.generator import DemoGenerator
 from hf_slospec.demo.personas import Persona, UserRequest
 from hf_slospec.demo.stream import Stream, View
 from hf_slospec.errors import InvalidInputError, SLOSpecError
@@ -60,7 +61,6 @@ class DemoSessions:
     # ---- simulated users
 
     def add(self, persona: Persona, user_request: UserRequest) -> int:
-        """Add a simulated user, and return its index."""
         with self._lock:
             if None not in self._simulated:
                 raise InvalidInputError(
@@ -76,16 +76,15 @@ class DemoSessions:
         """Replace the request of a simulated user and start it, also if the user was stopped."""
         with self._lock:
             stream = self._stream_at(index)
-            stream.user_request, stream.version = user_request, next(self._versions)
+            stream.user_request = user_request
+            stream.version = next(self._versions)
             self._start(stream)
 
     def stop(self, index: int) -> None:
-        """Stop a simulated user."""
         with self._lock:
             self._stream_at(index).stop(self.clock())
 
     def remove(self, index: int) -> None:
-        """Remove a simulated user."""
         with self._lock:
             self._retire(self._stream_at(index))
             self._simulated[index] = None
@@ -120,13 +119,11 @@ class DemoSessions:
             self._start(stream)
 
     def stop_own(self, visitor: str) -> None:
-        """Stop a visitor's request."""
         with self._lock:
             if (stream := self._visitors.get(visitor)) is not None:
                 stream.stop(self.clock())
 
     def leave(self, visitor: str) -> None:
-        """Remove a visitor and its stream."""
         with self._lock:
             if (stream := self._visitors.pop(visitor, None)) is not None:
                 self._retire(stream)
@@ -184,7 +181,9 @@ class DemoSessions:
     def _new(
         self, name: str, description: str, user_request: UserRequest, is_simulated: bool
     ) -> Stream:
-        return Stream(name, description, user_request, is_simulated, next(self._versions))
+        version = next(self._versions)
+        to_text = self.generator.to_text
+        return Stream(name, description, user_request, is_simulated, version, to_text)
 
     def _retire(self, stream: Stream) -> None:
         """Stop a stream that is removed and keep its counts."""
@@ -196,5 +195,5 @@ class DemoSessions:
     def _start(self, stream: Stream) -> None:
         stream.start(self._submit, self.clock())
 
-    def _submit(self, user_request: UserRequest) -> DemoHandle:
+    def _submit(self, user_request: UserRequest) -> RequestHandle:
         return self.generator.submit(user_request.prompt, **user_request.options)

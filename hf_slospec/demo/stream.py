@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from hf_slospec.demo.generator import DemoHandle, TextPiece
+from hf_slospec.batcher.handle import RequestHandle
+from hf_slospec.batcher.texts import ToText
+from hf_slospec.demo.generator import HighlightedText, TextPiece
 from hf_slospec.demo.personas import UserRequest
 from hf_slospec.engine.events import Commit
-from hf_slospec.errors import NotRunningError, QueueFull
+from hf_slospec.errors import NotRunningError, QueueFull, RequestCancelledError
 from hf_slospec.request.metrics import RequestMetrics
 
 WINDOW_S = 3.0  # seconds over which current speeds are averaged
@@ -19,8 +21,6 @@ HISTORY_S = 30  # seconds
 
 
 class Gain(NamedTuple):
-    """Progress of one request in one step."""
-
     at_s: float
     tokens: int
     nodes: int  # verified for it in the step
@@ -69,7 +69,7 @@ def shares(nodes: Sequence[int]) -> list[float]:
     return [number / total if total else 0.0 for number in nodes]
 
 
-Submit = Callable[[UserRequest], DemoHandle]
+Submit = Callable[[UserRequest], RequestHandle]
 State = Literal["waiting", "writing", "finished", "stopped", "failed"]
 PAUSE_S = 1.5  # seconds between two requests of a simulated user
 RETRY_S = 5.0  # seconds after which a simulated user asks again if its request was refused
@@ -77,8 +77,6 @@ RETRY_S = 5.0  # seconds after which a simulated user asks again if its request 
 
 @dataclass(frozen=True)
 class View:
-    """Snapshot of a stream."""
-
     name: str
     description: str
     state: State
@@ -99,23 +97,20 @@ class View:
         return self.state in ("waiting", "writing")
 
 
+@dataclass
 class Stream:
     """The requests of one user; a simulated user repeats a finished request after a pause."""
 
-    def __init__(
-        self,
-        name: str,
-        description: str,
-        user_request: UserRequest,
-        is_simulated: bool,
-        version: int,
-    ):
-        self.name = name
-        self.description = description
-        self.is_simulated = is_simulated
-        self.user_request = user_request
-        self.version = version
-        self._handle: DemoHandle | None = None
+    name: str
+    description: str
+    user_request: UserRequest
+    is_simulated: bool
+    version: int
+    to_text: ToText
+
+    def __post_init__(self) -> None:
+        self._text = HighlightedText(self.to_text)
+        self._handle: RequestHandle | None = None
         self._past: deque[Gain] = deque()  # steps of the requests before the current one
         self._num_attained = self._num_judged = 0
         self._is_counted = True
@@ -133,6 +128,7 @@ class Stream:
         self._is_stopped = False
         try:
             self._handle = submit(self.user_request)
+            self._text = HighlightedText(self.to_text)
         except Exception as error:
             self._submit_error = error
             self._ended_s = now_s
@@ -156,7 +152,6 @@ class Stream:
 
     @property
     def state(self) -> State:
-        """State of the current request."""
         handle = self._handle
         if self._submit_error is not None:
             return "failed"
@@ -181,7 +176,10 @@ class Stream:
 
     @property
     def _error(self) -> BaseException | None:
-        return self._handle.error if self._handle is not None else self._submit_error
+        if self._handle is None:
+            return self._submit_error
+        error = self._handle.request.error if self._handle.done() else None
+        return None if isinstance(error, RequestCancelledError) else error
 
     def _count(self, now_s: float) -> None:
         """Count the current request once it has ended."""
@@ -191,13 +189,10 @@ class Stream:
             and self._handle.finish_reason is not None
         ):
             self._ended_s = now_s
-            metrics = self._handle.metrics
-            attained = None if metrics is None else metrics.attained
+            attained = self._handle.metrics.attained
             if not self._is_counted and self.state == "finished" and attained is not None:
-                self._num_attained, self._num_judged = (
-                    self._num_attained + attained,
-                    self._num_judged + 1,
-                )
+                self._num_attained += attained
+                self._num_judged += 1
             self._is_counted = True
 
     @property
@@ -206,7 +201,6 @@ class Stream:
         return self._num_attained, self._num_judged
 
     def view(self, now_s: float) -> View:
-        """Return a snapshot."""
         self._count(now_s)
         handle = self._handle
         steps = list(self._past)
@@ -218,7 +212,8 @@ class Stream:
             begun_s = (
                 steps[0].at_s if self._past and steps else (commits[0].at_s if commits else now_s)
             )
-            pieces = handle.pieces
+            is_last = handle.done()  # read first, as further tokens may come
+            pieces = self._text.update(handle.token_ids, handle.from_draft, is_last)
         return View(
             name=self.name,
             description=self.description,

@@ -27,12 +27,10 @@ logger = logging.getLogger(__name__)
 
 HEALTH_S = 2.0  # seconds between health checks
 HEALTH_ANSWER_S = 10.0  # seconds for an answer; Serve ends a replica after three that are missing
-MAX_CALLS = (
-    100_000  # concurrent calls of one process: no limit in effect, as the batcher has max_queue
-)
-HEAD_SHARE = (
-    1e-3  # of the head's resource, which a front reserves; of another front_resource a whole unit
-)
+# Concurrent calls of one process: no limit in effect, as the batcher has max_queue
+MAX_CALLS = 100_000
+# Of the head's resource, which a front reserves; of another front_resource a whole unit
+HEAD_SHARE = 1e-3
 FRONT = "HTTP"
 MODEL = "Model"
 
@@ -41,7 +39,6 @@ class Front:
     """Deployment that takes HTTP requests and tokenizes."""
 
     def __init__(self, models: DeploymentHandle, settings: ServerSettings, options: ReplicaOptions):
-        """Create the front of ``models``; its application is made once one replica runs."""
         sys.setswitchinterval(SWITCH_S)
         keep_replica_on_loopback()
         self.models = models
@@ -49,7 +46,6 @@ class Front:
         self.options = options
 
     async def __serve_build_asgi_app__(self) -> Any:
-        """Return the HTTP application."""
         description = await self.models.describe.remote(None)
         work = self.settings.bounds.new_work()
         engine = ReplicatedEngine(self.models, description, running_replicas, self.options, work)

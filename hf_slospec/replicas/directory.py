@@ -168,7 +168,6 @@ class ReplicaDirectory:
         )
 
     def hear(self, report: Report, sender: str) -> None:
-        """Take the report of a replica to the front ``sender``."""
         self._reports[report.replica] = report
         seen = report.seen.get(sender, -1)
         for number in [

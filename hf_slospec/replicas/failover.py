@@ -38,7 +38,7 @@ from hf_slospec.replicas.messages import (
 )
 from hf_slospec.replicas.options import ReplicaOptions
 from hf_slospec.request.metrics import RequestMetrics
-from hf_slospec.request.params import RequestParams
+from hf_slospec.request.params import RequestParams, SubmitOptions
 from hf_slospec.request.request import Request
 from hf_slospec.request.slo import parse_slo
 from hf_slospec.request.state import FinishReason, Progress
@@ -53,9 +53,8 @@ logger = logging.getLogger("ray.serve")
 MAX_FAULTS = 5
 ANSWER_S = 5.0  # seconds for a replica to return its metrics
 AGAIN_S = 0.5  # seconds between retries while all queues are full, or all replicas have failed
-PATIENCE_S = (
-    120.0  # seconds to wait for a report while all replicas are silent, before these are asked
-)
+# Seconds to wait for a report while all replicas are silent, before these are asked
+PATIENCE_S = 120.0
 
 
 class ReplicatedEngine:
@@ -76,25 +75,20 @@ class ReplicatedEngine:
         self.streams = handle.options(stream=True)
         self.options = options
         self.directory = ReplicaDirectory(running, options.silent_s)
-        self.tokenizer, self.generation_config = (
-            description.tokenizer,
-            description.generation_config,
-        )
+        self.tokenizer = description.tokenizer
+        self.generation_config = description.generation_config
         self.vocab_size = description.vocab_size
         self.max_len = description.max_len
         # replicas take no images
         self.processor = None
         self.work = work or Work()
-        self.response_template, self._max_nodes = (
-            description.response_template,
-            description.max_nodes,
-        )
+        self.response_template = description.response_template
+        self._max_nodes = description.max_nodes
         self.name = uuid.uuid4().hex[:12]
         self.offer_numbers = itertools.count()
         self.turns = itertools.count()
 
     async def watch(self) -> None:
-        """Read the reports of all running replicas, until cancelled."""
         await self.directory.watch(self.streams, self.name)
 
     async def submit(self, order: Order) -> ReplicatedDecoding:
@@ -118,6 +112,7 @@ class ReplicatedEngine:
         # How stages end does not matter here, and texts that end them take long to prepare.
         slo = parse_slo(arguments.get("slo_tpot"), lambda text: lambda tokens: False)
         (stages,) = slo if isinstance(slo, list) else (slo,)
+        SubmitOptions.of(**{name: arguments.get(name) for name in ("slo_ttft", "slo_e2e")})
         params = RequestParams(
             order.prompt, arguments["max_new_tokens"], stages, stages[0].ttft_slo_s or arguments.get("slo_ttft"),
             e2e_slo_s=arguments.get("slo_e2e"),
@@ -146,7 +141,6 @@ class ReplicatedEngine:
         return families
 
     def check_running(self) -> None:
-        """Raise NotRunningError unless a replica runs."""
         if not self.directory.running():
             raise NotRunningError("no replica runs; they may be starting, retry later")
 
@@ -336,16 +330,13 @@ class ReplicatedDecoding:
         )
 
     async def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
-        """Yield newly committed tokens, and whether they are the last."""
         while self.finish_reason is None:
             replica = self.replica or ""
             answer = await self._next_answer(replica)
-            if answer is None:
-                answer = Broken(
-                    replica, f"it has sent nothing for {self._engine.options.silent_s:g} s"
-                )
-            if isinstance(answer, Broken):
-                self._count_fault(replica, answer.reason)
+            if answer is None or isinstance(answer, Broken):
+                silent_s = self._engine.options.silent_s
+                reason = answer.reason if answer else f"it has sent nothing for {silent_s:g} s"
+                self._count_fault(replica, reason)
                 await self._resume()
                 name = self._order.request_id
                 logger.info(
@@ -390,7 +381,6 @@ class ReplicatedDecoding:
             raise RequestCancelledError(f"request {self._order.request_id} was cancelled")
 
     def cancel(self) -> None:
-        """Cancel the request, unless it is done."""
         if self._stream is not None and self.finish_reason is None:
             self._is_cancelled = True
             self._leave()

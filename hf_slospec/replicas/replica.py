@@ -43,10 +43,10 @@ from hf_slospec.server.serve import SWITCH_S
 logger = logging.getLogger("ray.serve")  # its handlers add the replica and the request to each line
 # In one call; a replica that is to end waits for its calls, also for those of fronts that died
 NUM_REPORTS = 20
-ORPHAN_S, TICK_S = (
-    60.0,
-    5.0,
-)  # seconds after which a replica that is not asked for ends itself; between checks of this
+# seconds after which a replica that is not asked for ends itself; between checks of this
+ORPHAN_S = 60.0
+TICK_S = 5.0
+MAX_LEFT = 1000  # offers that were left and are remembered, as their calls may still arrive
 RECENT_S = 60.0  # seconds in which missed SLOs are counted
 
 
@@ -62,9 +62,7 @@ class ModelReplica:
         self.options = options
         with names_of_fields():
             self.generator = load_generator(options, options.config, options.chat_template).start()
-        logger.info(
-            "%s with drafts by %s", options.name, self.generator.decoder.speculator.method.kind
-        )
+        logger.info("%s with drafts by %s", options.name, self.generator.draft_method.kind)
         self.engine = LocalEngine(self.generator, options.response_template)
         self.name = _own_name()
         self._num_unhealthy = 0  # health checks that failed
@@ -72,6 +70,8 @@ class ModelReplica:
         self._handles: dict[
             tuple[str, int], RequestHandle | None
         ] = {}  # by sender and number of the offer
+        # Sender and number of the last offers that fronts have left.
+        self._left: deque[tuple[str, int]] = deque(maxlen=MAX_LEFT)
         self._seen: dict[str, int] = {}  # by sender, the number of the last offer taken or declined
         self._recent: deque[tuple[float, bool]] = (
             deque()
@@ -81,7 +81,6 @@ class ModelReplica:
     # ---- for the front
 
     def describe(self, address: None) -> Description:
-        """Return what the front needs to know about the model."""
         engine = self.engine
         return Description(
             engine.tokenizer, engine.generation_config, engine.vocab_size, engine.max_len,
@@ -96,13 +95,15 @@ class ModelReplica:
         }
         order = replace(offer.order, arguments=arguments)
         key = (offer.sender, offer.number)
+        if key in self._left:  # the call arrives after the report of its end
+            return
         handle = self._handles[key] = None
         try:
             handle = await self.engine.submit(order)
-            if key in self._handles:
-                self._handles[key] = handle
-            else:  # the front has left it meanwhile
+            if key in self._left:
                 handle.cancel()
+            else:
+                self._handles[key] = handle
             is_guaranteed = await handle.aguaranteed()
             self._record(offer)
             logger.info("%s %s", order.request_id, "guaranteed" if is_guaranteed else "taken")
@@ -130,7 +131,6 @@ class ModelReplica:
                 logger.info("%s ended: %s", order.request_id, handle.finish_reason or "cancelled")
 
     def families(self, address: ToReplica, prefix: str) -> list[Any]:
-        """Return the metric families of this replica for Prometheus."""
         return list(self.generator.collector(prefix).collect())
 
     def _fault(self) -> NotRunningError | None:
@@ -154,6 +154,7 @@ class ModelReplica:
         """
         self._num_ticks = 0
         for number in left:
+            self._left.append((sender, number))
             handle = self._handles.pop((sender, number), None)
             if handle is not None:
                 handle.cancel()
@@ -181,10 +182,8 @@ class ModelReplica:
         stats = self.generator.stats()
         load = await self.generator.aload()
         self._forget_old()
-        num_missed, max_batch = (
-            sum(is_missed for _, is_missed in self._recent),
-            self.options.config.max_batch,
-        )
+        num_missed = sum(is_missed for _, is_missed in self._recent)
+        max_batch = self.options.config.max_batch
         return {
             "missed": num_missed / max(len(self._recent), 1),
             "waiting": stats.waiting / max_batch,
@@ -289,7 +288,6 @@ def _end_process() -> None:
 
 
 def _own_name() -> str:
-    """Return the unique name that Serve gave the replica."""
     return str(serve.get_replica_context().replica_id.unique_id)
 
 

@@ -16,7 +16,6 @@ _names: weakref.WeakKeyDictionary[object, tuple[str, ...]] = (
 
 
 def set_running(router: object, names: Sequence[str]) -> None:
-    """Set the names of the running replicas that a router knows."""
     _names[router] = tuple(names)
 
 
@@ -33,12 +32,10 @@ class AddressRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     """
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Update the running replicas."""
         super().update_replicas(replicas)
         self._set_running()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Remove a replica that died before Serve's controller noticed it."""
         super().on_replica_actor_died(replica_id)
         self._set_running()
 
@@ -64,9 +61,8 @@ class AddressRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             else None
         )
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = (
-                True  # if no replica can be reached, wait
-            )
+            # If no replica can be reached, wait
+            pending_request.routing_context.should_backoff = True
         if isinstance(address, Offer | ToReplica):
             named = [
                 each for each in candidate_replicas if _name(each.replica_id) == address.replica

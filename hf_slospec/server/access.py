@@ -88,7 +88,6 @@ class ServerSettings(AccessOptions):
 
     @classmethod
     def of(cls, options: ServerOptions) -> ServerSettings:
-        """Return the settings of a server's application."""
         access = {name: getattr(options, name) for name in AccessOptions.model_fields}
         return cls(model_name=options.name, **access | {"allowed_hosts": options.hosts})
 
@@ -128,7 +127,6 @@ class OwnPagesOnly:
         self._hosts = [host.lower() for host in allowed_hosts]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
         fault = self._fault(Headers(scope=scope)) if scope["type"] == "http" else None
         if fault is None:
             await self._app(scope, receive, send)

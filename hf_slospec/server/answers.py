@@ -94,11 +94,9 @@ class Answer:
         return self._head(name) | {"choices": entries} | self._totals(choices)
 
     def begin(self, choices: Sequence[Choice]) -> str:
-        """Return the events before the output: none."""
         return ""
 
     def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> str:
-        """Return the chunk of a piece."""
         role = {"role": "assistant"} if is_first else {}
         body: dict[str, Any] = {
             "choices": [self._choice(piece, "delta", role | _delta(piece.parts))]
@@ -114,7 +112,6 @@ class Answer:
         return event(self._chunk({"choices": []} | self._totals(choices))) + DONE
 
     def failed(self, error: dict[str, Any], choices: Sequence[Choice]) -> str:
-        """Return the error as an event, and the end."""
         return event(error) + DONE
 
     def token_logprobs(self, piece: Piece) -> list[dict[str, Any]]:
@@ -230,7 +227,6 @@ class BlockAnswer(ABC):
         return self.body(choices)
 
     def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> str:
-        """Return the events of a piece."""
         return "".join(map(named_event, self._added(piece.parts, piece.finish_reason)))
 
     def _added(self, parts: Parts, finish_reason: str | None) -> Events:
@@ -275,7 +271,6 @@ class BlockAnswer(ABC):
 
 
 def _message(parts: Parts) -> dict[str, Any]:
-    """Return the fields of a whole message."""
     fields: dict[str, Any] = {
         "content": None if parts.tool_calls and not parts.content else parts.content
     }

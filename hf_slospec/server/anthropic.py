@@ -8,15 +8,11 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 from pydantic import Field
 
-from hf_slospec.server.answers import BlockAnswer, Events, named_event, whole_usage
+from hf_slospec.server.answers import Answer, BlockAnswer, Events, named_event, whole_usage
 from hf_slospec.server.bodies import ChatBody, ClosedModel, CommonBody, ForeignBody
 from hf_slospec.server.choices import Choice
-from hf_slospec.server.completions import Completions
-from hf_slospec.server.reading import while_connected
 
 PATH = "/v1/messages"
 ERROR_TYPES = {"service_unavailable_error": "overloaded_error", "internal_error": "api_error"}
@@ -29,35 +25,27 @@ class _Block(ClosedModel):
 
 
 class TextBlock(_Block):
-    """A text."""
-
     type: Literal["text"]
     text: str
     citations: None = None
 
     @property
     def part(self) -> dict[str, Any]:
-        """Return it as a part of a chat's message."""
         return {"type": "text", "text": self.text}
 
 
 class ImageSource(ClosedModel):
-    """An image in base64."""
-
     type: Literal["base64"]
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
     data: str
 
 
 class ImageBlock(_Block):
-    """An image."""
-
     type: Literal["image"]
     source: ImageSource
 
     @property
     def part(self) -> dict[str, Any]:
-        """Return it as a part of a chat's message."""
         return {
             "type": "image_url",
             "image_url": {"url": f"data:{self.source.media_type};base64,{self.source.data}"},
@@ -82,7 +70,6 @@ class ToolUseBlock(_Block):
 
     @property
     def call(self) -> dict[str, Any]:
-        """Return it as a tool call of a chat's message."""
         arguments = json.dumps(self.input, ensure_ascii=False)
         return {
             "id": self.id,
@@ -95,8 +82,6 @@ Shown = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
 
 
 class ToolResultBlock(_Block):
-    """Result of a tool call."""
-
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | Annotated[list[Shown], Field(fail_fast=True)] = ""
@@ -128,8 +113,6 @@ Block = Annotated[
 
 
 class TurnMessage(ClosedModel):
-    """A message of the input."""
-
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Field(fail_fast=True)]
 
@@ -165,7 +148,6 @@ class CustomTool(_Block):
 
     @property
     def tool(self) -> dict[str, Any]:
-        """Return it as a tool of a chat."""
         fields = {"name": self.name, "description": self.description, "strict": self.strict}
         function = {name: value for name, value in fields.items() if value is not None}
         return {"type": "function", "function": function | {"parameters": self.input_schema}}
@@ -179,20 +161,16 @@ class ToolChoice(ClosedModel):
 
     @property
     def choice(self) -> str | dict[str, Any]:
-        """Return it as the field of a chat."""
         return CHOICES[self.type]
 
 
 class NamedTool(ClosedModel):
-    """The tool that the model must call."""
-
     type: Literal["tool"]
     name: str
     disable_parallel_tool_use: bool = False
 
     @property
     def choice(self) -> str | dict[str, Any]:
-        """Return it as the field of a chat."""
         return {"type": "function", "function": {"name": self.name}}
 
 
@@ -214,8 +192,6 @@ class OutputFormat(ClosedModel):
 
 
 class OutputConfig(ClosedModel):
-    """Options of the output."""
-
     format: OutputFormat | None = None
     effort: str | None = Field(
         None, description="The chat template's variable reasoning_effort, if it has it."
@@ -223,8 +199,6 @@ class OutputConfig(ClosedModel):
 
 
 class CountTokensBody(ForeignBody):
-    """Body of ``/v1/messages/count_tokens``: the input."""
-
     model: str | None = None
     messages: Annotated[list[TurnMessage], Field(min_length=1, fail_fast=True)]
     system: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
@@ -236,7 +210,6 @@ class CountTokensBody(ForeignBody):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return the fields of a chat's body."""
         messages = (
             [] if self.system is None else [{"role": "system", "content": _joined(self.system)}]
         )
@@ -258,49 +231,42 @@ class CountTokensBody(ForeignBody):
 
     @cached_property
     def chat(self) -> ChatBody:
-        """Return the body as one of a chat; raises pydantic's ValidationError."""
         return ChatBody.model_validate(self.fields)
 
 
 class MessagesBody(CountTokensBody, CommonBody):
-    """Body of ``/v1/messages``."""
-
     max_tokens: int = Field(ge=1)
     stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
 
     @cached_property
     def chat(self) -> ChatBody:
-        """Return the body as one of a chat; raises pydantic's ValidationError."""
         own = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
         return ChatBody.model_validate(self.fields | self.common | own)
 
+    def answer(self, form: Answer) -> MessageAnswer:
+        return MessageAnswer(form.model)
+
 
 class MessageAnswer(BlockAnswer):
-    """Answer of the Messages API."""
-
     def __init__(self, model: str):
         super().__init__(model, f"msg_{uuid.uuid4().hex}")
 
     def begin(self, choices: Sequence[Choice]) -> str:
-        """Return the events before the output."""
         message = self.body(choices)
         return named_event({"type": "message_start", "message": message}) + named_event(
             {"type": "ping"}
         )
 
     def end(self, choices: Sequence[Choice]) -> str:
-        """Return the events after the output."""
         body = self.body(choices)
         delta = {name: body[name] for name in ("stop_reason", "stop_sequence")}
         last = {"type": "message_delta", "delta": delta, "usage": body["usage"]}
         return named_event(last) + named_event({"type": "message_stop"})
 
     def failed(self, error: dict[str, Any], choices: Sequence[Choice]) -> str:
-        """Return the last event of a stream that an error ends, given in OpenAI's form."""
         return named_event(anthropic_error(error))
 
     def body(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return the whole answer."""
         reason = self.finish_reason
         stop_string = choices[0].stop_string
         if reason is not None:
@@ -308,10 +274,8 @@ class MessageAnswer(BlockAnswer):
                 reason, "end_turn" if stop_string is None else "stop_sequence"
             )
         usage = whole_usage(choices)
-        cached, details = (
-            usage["prompt_tokens_details"]["cached_tokens"],
-            usage["completion_tokens_details"],
-        )
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        details = usage["completion_tokens_details"]
         return {
             "id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": self.blocks,
             "stop_reason": reason, "stop_sequence": stop_string if reason == "stop_sequence" else None,
@@ -325,22 +289,18 @@ class MessageAnswer(BlockAnswer):
         }  # fmt: skip
 
     def opened(self, kind: str) -> Events:
-        """Add an empty block of thinking or text, and yield its event."""
         yield self._start({"type": "thinking", "thinking": "", "signature": ""} if kind == "reasoning" else
                           {"type": "text", "text": ""})  # fmt: skip
 
     def extended(self, kind: str, text: str) -> Events:
-        """Add text to the last block, and yield its event."""
         name = "thinking" if kind == "reasoning" else "text"
         self.blocks[-1][name] += text
         yield self._delta({"type": f"{name}_delta", name: text})
 
     def closed(self, kind: str) -> Events:
-        """End the last block, and yield its event."""
         yield self._of_block("content_block_stop")
 
     def called(self, id: str, name: str, arguments: str) -> Events:
-        """Add a tool call, and yield its events."""
         block: dict[str, Any] = {"type": "tool_use", "id": id, "name": name, "input": {}}
         yield self._start(block)
         block["input"] = _object(arguments)
@@ -360,7 +320,6 @@ class MessageAnswer(BlockAnswer):
         return self._of_block("content_block_delta", delta=delta)
 
     def _of_block(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """Return an event of the last block."""
         return {"type": kind, "index": len(self.blocks) - 1} | fields
 
 
@@ -379,28 +338,3 @@ def anthropic_error(error: dict[str, Any], status: int = 500, message: str = "")
     message = message or error["error"]["message"]
     kind = "request_too_large" if status == 413 else ERROR_TYPES.get(kind, kind)
     return {"type": "error", "error": {"type": kind, "message": message}}
-
-
-class Messages:
-    """Endpoints of the Messages API."""
-
-    def __init__(self, completions: Completions):
-        self.completions = completions
-        self.reader = completions.reader
-
-    async def create(self, request: Request) -> Response:
-        """Return the model's next message."""
-        body = await self.reader.read(request, MessagesBody)
-        return await self.completions.answer_chat(
-            request, body.chat, MessageAnswer(self.reader.settings.model_name)
-        )
-
-    async def count_tokens(self, request: Request) -> Response:
-        """Return the number of tokens of an input."""
-        body = await self.reader.read(request, CountTokensBody)
-        return await while_connected(
-            request.receive, self.reader.in_pool(request, self._counted, body.chat)
-        )
-
-    def _counted(self, chat: ChatBody) -> Response:
-        return JSONResponse({"input_tokens": len(self.completions.chat_inputs(chat).tokens)})

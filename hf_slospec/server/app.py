@@ -14,9 +14,9 @@ from starlette.exceptions import HTTPException
 
 import hf_slospec
 from hf_slospec.batcher.stats import Collector, with_labels
-from hf_slospec.server import anthropic
 from hf_slospec.server.access import OwnPagesOnly, ServerSettings
-from hf_slospec.server.answers import SLO_ANSWER_HEADERS, error_body, event
+from hf_slospec.server.answers import SLO_ANSWER_HEADERS, event
+from hf_slospec.server.anthropic import PATH, CountTokensBody, MessagesBody, anthropic_error
 from hf_slospec.server.bodies import (
     ChatBody,
     CompletionBody,
@@ -36,7 +36,7 @@ from hf_slospec.server.reading import (
     fault_of,
     while_connected,
 )
-from hf_slospec.server.responses import Responses, ResponsesBody
+from hf_slospec.server.responses import ResponsesBody
 from hf_slospec.server.schemas import SchemaCheck
 
 EXPOSED_HEADERS = (
@@ -58,12 +58,9 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
     schemas = SchemaCheck(settings.bounds)
     completions = Completions(reader, templates, schemas)
     small = _SmallEndpoints(reader, templates, schemas)
-    responses = Responses(completions)
-    messages = anthropic.Messages(completions)
-    app.state.reader_s, app.state.counts = (
-        settings.bounds.reader_s,
-        reader.counts,
-    )  # read by the connections
+    # read by the connections
+    app.state.reader_s = settings.bounds.reader_s
+    app.state.counts = reader.counts
     app.state.is_stopping = False
     if settings.allowed_origins:
         app.add_middleware(
@@ -82,14 +79,9 @@ def make_app(engine: ServedEngine, settings: ServerSettings) -> FastAPI:
     for method, path, endpoint, body in (
         ("POST", "/v1/chat/completions", completions.chat, ChatBody),
         ("POST", "/v1/completions", completions.complete, CompletionBody),
-        ("POST", "/v1/responses", responses.respond, ResponsesBody),
-        ("POST", anthropic.PATH, messages.create, anthropic.MessagesBody),
-        (
-            "POST",
-            f"{anthropic.PATH}/count_tokens",
-            messages.count_tokens,
-            anthropic.CountTokensBody,
-        ),
+        ("POST", "/v1/responses", completions.translated(ResponsesBody), ResponsesBody),
+        ("POST", PATH, completions.translated(MessagesBody), MessagesBody),
+        ("POST", f"{PATH}/count_tokens", completions.counted(CountTokensBody), CountTokensBody),
         ("POST", "/tokenize", small.tokenize, TokenizeBody),
         ("POST", "/detokenize", small.detokenize, DetokenizeBody),
         ("POST", "/load_model", small.load_model, LoadBody),
@@ -119,12 +111,9 @@ async def _answer_fault(request: Request, error: Exception) -> Response:
     """
     fault = fault_of(error)
     path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
-    is_anthropic = path.startswith(anthropic.PATH)
-    body = (
-        anthropic.anthropic_error(fault.body, fault.status, fault.for_anthropic)
-        if is_anthropic
-        else fault.body
-    )
+    body = fault.body
+    if path.startswith(PATH):
+        body = anthropic_error(body, fault.status, fault.for_anthropic)
     return JSONResponse(body, fault.status, fault.headers)
 
 
@@ -189,11 +178,10 @@ class _SmallEndpoints:
         return JSONResponse(answer)
 
     async def detokenize(self, request: Request) -> Response:
-        """Return the text of token ids."""
         body = await self.reader.read(request, DetokenizeBody)
         if body.tokens and max(body.tokens) >= self.engine.vocab_size:
             text = f"tokens has {max(body.tokens)}, and the vocabulary has {self.engine.vocab_size} tokens"
-            raise Fault(400, error_body(text, "invalid_request_error", "tokens"))
+            raise Fault(400, text, param="tokens")
         return await while_connected(
             request.receive, self.reader.in_pool(request, self._detokenized, body.tokens)
         )
@@ -207,7 +195,7 @@ class _SmallEndpoints:
         """
         if not self.settings.tokenizer_info:
             text = "this server does not describe its tokenizer; start it with --tokenizer-info"
-            raise Fault(404, error_body(text, "not_found_error"))
+            raise Fault(404, text, "not_found_error")
         tokenizer = self.engine.tokenizer
         info = {
             "tokenizer_class": type(tokenizer).__name__,
@@ -223,11 +211,9 @@ class _SmallEndpoints:
         return Response(event({"status": "ready", "cached": True}), media_type="text/event-stream")
 
     async def models(self) -> Response:
-        """Return the list of models, which has one."""
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, model: str) -> Response:
-        """Return a description of the model."""
         self.reader.check_model(model)
         return JSONResponse(self._model())
 
@@ -246,11 +232,9 @@ class _SmallEndpoints:
         return Response(status_code=200)
 
     async def version(self) -> Response:
-        """Return the version."""
         return JSONResponse({"version": hf_slospec.__version__})
 
     async def metrics(self) -> Response:
-        """Return metrics for Prometheus."""
         from prometheus_client import CollectorRegistry, generate_latest
 
         of_engine = await self.engine.families(self.settings.metrics_prefix)
@@ -266,10 +250,8 @@ class _SmallEndpoints:
         """Yield the metric families of the server itself."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        prefix, pools = (
-            self.settings.metrics_prefix,
-            {"work": self.engine.work, "schemas": self.schemas.slots},
-        )
+        prefix = self.settings.metrics_prefix
+        pools = {"work": self.engine.work, "schemas": self.schemas.slots}
         for name, text, label, counts in (
             ("requests_refused", "Requests above a limit.", "limit", self.reader.refused),
             (

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import json
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from hf_slospec.request.slo import LEAST_SLO_S, SLOStage
+from hf_slospec.request.slo import SLOStage
 from hf_slospec.server.image_urls import ImageBudget, check_data_url
+
+if TYPE_CHECKING:
+    from hf_slospec.server.answers import Answer, AnswerForm
 
 OF_ANY_OBJECT = {
     "$id",
@@ -46,13 +49,10 @@ class ClosedModel(BaseModel):
 
 
 class StreamOptions(ClosedModel):
-    """Options of a stream."""
-
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: bool = (
-        False  # ignored: OpenAI's padding, which hides token lengths from eavesdroppers
-    )
+    # Ignored: OpenAI's padding, which hides token lengths from eavesdroppers
+    include_obfuscation: bool = False
 
 
 class SamplingSettings(ClosedModel):
@@ -74,25 +74,17 @@ class CommonBody(SamplingSettings):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)] | None = (
-        None
-    )
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
 
-    slo_tpot: (
-        Annotated[float, Field(ge=LEAST_SLO_S, allow_inf_nan=False)]
-        | Annotated[list[SLOStage], Field(min_length=1, fail_fast=True)]
-        | None
-    ) = Field(None, description="Seconds per output token, or stages with SLOs of their own.")
-    slo_ttft: float | None = Field(
-        None, ge=LEAST_SLO_S, allow_inf_nan=False, description="Seconds to the first token."
+    # What SLOs may be is checked by submit.
+    slo_tpot: float | Annotated[list[SLOStage], Field(fail_fast=True)] | None = Field(
+        None, description="Seconds per output token, or stages with SLOs of their own."
     )
+    slo_ttft: float | None = Field(None, description="Seconds to the first token.")
     slo_e2e: float | None = Field(
-        None,
-        ge=LEAST_SLO_S,
-        allow_inf_nan=False,
-        description="Seconds to the last token, of as many as max_tokens.",
+        None, description="Seconds to the last token, of as many as max_tokens."
     )
     priority: int = Field(
         0, ge=-(2**31), lt=2**31, description="Lower is served earlier, as with vLLM."
@@ -126,8 +118,6 @@ class CommonBody(SamplingSettings):
 
 
 class JSONSchema(ClosedModel):
-    """A named JSON schema."""
-
     name: str = ""
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
@@ -203,18 +193,14 @@ class SamplingBody(CommonBody):
 
     @property
     def stop_strings(self) -> list[str]:
-        """Return the stop strings, none if ``stop`` is not given."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def options(self) -> StreamOptions:
-        """Return the options of the stream, the default ones if none are given."""
         return self.stream_options or StreamOptions()
 
 
 class CompletionBody(SamplingBody):
-    """Body of ``/v1/completions``."""
-
     prompt_field = "prompt"
 
     prompt: (
@@ -251,8 +237,6 @@ class _Part(ClosedModel):
 
 
 class Text(_Part):
-    """A part of a message."""
-
     type: Literal["text"]
     text: str
 
@@ -265,8 +249,6 @@ class ImageUrl(ClosedModel):
 
 
 class ImagePart(_Part):
-    """An image among the parts of a message."""
-
     type: Literal["image_url"]
     image_url: ImageUrl
 
@@ -296,7 +278,6 @@ class Message(BaseModel):
 
     @property
     def without_images(self) -> dict[str, Any]:
-        """Return the message without its images, as plain data."""
         return self.model_dump(
             exclude={"content": {"__all__": {"image_url"}}} if self.num_images else None
         )
@@ -352,14 +333,10 @@ def _without_cache_control(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 class FunctionName(ClosedModel):
-    """Name of a function."""
-
     name: str
 
 
 class NamedTool(ClosedModel):
-    """The tool that the model must call."""
-
     type: Literal["function"]
     function: FunctionName
 
@@ -372,8 +349,6 @@ class AllowedTools(ClosedModel):
 
 
 class AllowedToolChoice(ClosedModel):
-    """Choice among some of the tools."""
-
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 
@@ -398,8 +373,6 @@ class GenerationSettings(SamplingSettings):
 
 
 class ChatBody(SamplingBody):
-    """Body of ``/v1/chat/completions``."""
-
     prompt_field = "messages"
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -559,16 +532,21 @@ class ForeignBody(ClosedModel):
         """Return the body as one of a chat; raises pydantic's ValidationError."""
         raise NotImplementedError
 
+    @property
+    def overflow_note(self) -> str:
+        """Return a sentence for the error of a prompt that is too long; empty: none."""
+        return ""
+
+    def answer(self, form: Answer) -> AnswerForm:
+        """Return the form of the answer, given that of the chat."""
+        raise NotImplementedError
+
 
 class LoadBody(ClosedModel):
-    """Body of ``/load_model``."""
-
     model: str
 
 
 class TokenizeBody(ClosedModel):
-    """Body of ``/tokenize``: a text, or messages."""
-
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
@@ -592,7 +570,5 @@ class TokenizeBody(ClosedModel):
 
 
 class DetokenizeBody(ClosedModel):
-    """Body of ``/detokenize``."""
-
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_slospec.batcher.texts import INVALID, StoppedText, TextStream, ToText
@@ -36,19 +36,13 @@ class Piece:
     )  # characters before each token; empty unless wanted
 
     def joined(self, after: Piece) -> Piece:
-        """Return this piece and the next one as one piece."""
-        tokens = self.tokens + after.tokens
-        logprobs = self.logprobs + after.logprobs
-        parts = self.parts + after.parts
-        offsets = self.offsets + after.offsets
-        return Piece(
-            self.index,
-            self.text + after.text,
-            tokens,
-            logprobs,
-            after.finish_reason,
-            parts,
-            offsets,
+        return replace(
+            after,
+            text=self.text + after.text,
+            tokens=self.tokens + after.tokens,
+            logprobs=self.logprobs + after.logprobs,
+            parts=self.parts + after.parts,
+            offsets=self.offsets + after.offsets,
         )
 
 
@@ -65,17 +59,14 @@ class PromptOnly:
 
     @property
     def prompt_logprobs(self) -> Sequence[TokenLogprobs | None]:
-        """Return the log probabilities of the prompt's tokens; none unless wanted."""
         return [] if self._scoring is None else self._scoring.prompt_logprobs
 
     @property
     def metrics(self) -> RequestMetrics:
-        """Return measurements so far."""
         return self._metrics if self._scoring is None else self._scoring.metrics
 
     @property
     def replica(self) -> str | None:
-        """Return the name of the replica that serves the request; None without replicas."""
         return None if self._scoring is None else self._scoring.replica
 
     async def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
@@ -86,7 +77,6 @@ class PromptOnly:
         yield [], True
 
     def cancel(self) -> None:
-        """Cancel the request, unless it is done."""
         if self._scoring is not None:
             self._scoring.cancel()
 
@@ -97,9 +87,8 @@ class Echo:
     computes its scores.
     """
 
-    scores: asyncio.Future[Sequence[TokenLogprobs | None]] | None = (
-        None  # None: log probabilities are not wanted
-    )
+    # None: log probabilities are not wanted
+    scores: asyncio.Future[Sequence[TokenLogprobs | None]] | None = None
 
     _has_first: bool = False
 
@@ -197,13 +186,11 @@ class _Offsets:
     """
 
     def __init__(self, to_text: ToText, prompt: Sequence[int]):
-        self._stream, self._length = (
-            TextStream(to_text, prompt),
-            0,
-        )  # characters that no further token changes
+        # characters that no further token changes
+        self._stream = TextStream(to_text, prompt)
+        self._length = 0
 
     def of(self, tokens: Sequence[int]) -> list[int]:
-        """Return the offsets of the next tokens."""
         offsets = []
         for token in tokens:
             offsets.append(self._length + len(self._stream.held.rstrip(INVALID)))

@@ -18,10 +18,11 @@ from starlette.types import Receive, Scope, Send
 
 from hf_slospec.batcher.texts import Detokenizer
 from hf_slospec.server.answers import Answer, AnswerForm, slo_headers
-from hf_slospec.server.bodies import ChatBody, CompletionBody, SamplingBody
+from hf_slospec.server.bodies import ChatBody, CompletionBody, ForeignBody, SamplingBody
 from hf_slospec.server.chat_templates import ChatTemplates
 from hf_slospec.server.choices import Choice, Echo, Piece, PromptOnly, merged
 from hf_slospec.server.engine import Decoding, Order
+from hf_slospec.server.limits import ContextOverflowError
 from hf_slospec.server.messages import CallParts, Parser, PlainParts, TemplateParts
 from hf_slospec.server.orders import (
     PromptInputs,
@@ -39,29 +40,51 @@ LONG_PIECE = 64  # log probabilities of more tokens than this are written in the
 
 
 class Completions:
-    """Endpoints of completions and chats."""
-
     def __init__(self, reader: RequestReader, templates: ChatTemplates, schemas: SchemaCheck):
-        self.reader, self.engine, self.templates, self.schemas = (
-            reader,
-            reader.engine,
-            templates,
-            schemas,
-        )
+        self.reader = reader
+        self.engine = reader.engine
+        self.templates = templates
+        self.schemas = schemas
         self._texts = {skips: Detokenizer(self.engine.tokenizer, skips) for skips in (False, True)}
 
     async def chat(self, request: Request) -> Response:
-        """Return the answer to a chat."""
         body = await self.reader.read(request, ChatBody)
-        return await self.answer_chat(request, body, self.form(body))
+        return await self._answer_chat(request, body, self.form(body))
 
-    async def answer_chat(self, request: Request, body: ChatBody, answer: AnswerForm) -> Response:
-        """Return the answer to a chat in a form; other APIs translate their bodies into chats."""
+    def translated(self, kind: type[ForeignBody]) -> Callable[[Request], Awaitable[Response]]:
+        """Return the endpoint of another API, whose bodies are translated into chats."""
+
+        async def answer(request: Request) -> Response:
+            body = await self.reader.read(request, kind)
+            try:
+                return await self._answer_chat(
+                    request, body.chat, body.answer(self.form(body.chat))
+                )
+            except ContextOverflowError as error:
+                error.args = (f"{error}{body.overflow_note}",)
+                raise
+
+        return answer
+
+    def counted(self, kind: type[ForeignBody]) -> Callable[[Request], Awaitable[Response]]:
+        """Return an endpoint that counts the tokens of an input."""
+
+        def count(chat: ChatBody) -> Response:
+            return JSONResponse({"input_tokens": len(self.chat_inputs(chat).tokens)})
+
+        async def answer(request: Request) -> Response:
+            body = await self.reader.read(request, kind)
+            return await while_connected(
+                request.receive, self.reader.in_pool(request, count, body.chat)
+            )
+
+        return answer
+
+    async def _answer_chat(self, request: Request, body: ChatBody, answer: AnswerForm) -> Response:
         prompts = [partial(self.chat_inputs, body)]
         return await while_connected(request.receive, self._answer(request, body, prompts, answer))
 
     def chat_inputs(self, body: ChatBody) -> PromptInputs:
-        """Return the prompt of a chat."""
         return chat_prompt(
             body.messages, self.engine, self.reader.bounds, self.templates,
             add_generation_prompt=body.add_generation_prompt,
@@ -72,7 +95,6 @@ class Completions:
         )  # fmt: skip
 
     async def complete(self, request: Request) -> Response:
-        """Return the completions of one prompt or several."""
         body = await self.reader.read(request, CompletionBody)
         prompts = [partial(prompt_of, prompt, body, self.engine) for prompt in body.prompts]
         return await while_connected(
@@ -80,7 +102,6 @@ class Completions:
         )
 
     def form(self, body: SamplingBody) -> Answer:
-        """Return the form of the answer to a completion or chat."""
         return Answer(
             self.reader.settings.model_name, isinstance(body, ChatBody), self._texts[False].token_bytes,
             num_top_logprobs(body) is not None, body.options.include_usage or body.options.continuous_usage_stats,
@@ -120,7 +141,6 @@ class Completions:
     async def _choice(
         self, index: int, order: Order, body: SamplingBody, echo: Echo | None, in_pool: InPool
     ) -> Choice:
-        """Submit an order, and return it as a choice."""
         parser: Parser = PlainParts()
         template = self.engine.response_template
         if isinstance(body, ChatBody) and body.must_call:
@@ -163,7 +183,6 @@ class Completions:
         )
 
     def _echo(self, body: SamplingBody) -> Echo | None:
-        """Return the echo of a prompt, if the answer repeats it."""
         if not isinstance(body, CompletionBody) or not body.echo:
             return None
         return Echo(None if body.logprobs is None else asyncio.get_running_loop().create_future())
@@ -180,7 +199,6 @@ class Completions:
         choices: Sequence[Choice],
         in_pool: InPool,
     ) -> Response:
-        """Return the answer once all pieces are there."""
         gathered = [Piece(choice.index, "", [], []) for choice in choices]
         async for piece in pieces:
             gathered[piece.index] = gathered[piece.index].joined(piece)

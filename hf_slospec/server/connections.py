@@ -65,7 +65,6 @@ class ImpatientProtocol(HTTPProtocol):
         self._expect_reader()
 
     def resume_writing(self) -> None:
-        """Continue to write."""
         super().resume_writing()
         if self._reader_timer is not None:
             self._reader_timer.cancel()
@@ -78,7 +77,6 @@ class ImpatientProtocol(HTTPProtocol):
             self._expect_reader()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timers."""
         for timer in (self._timer, self._reader_timer):
             if timer is not None:
                 timer.cancel()

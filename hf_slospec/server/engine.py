@@ -98,16 +98,12 @@ class LocalEngine:
         """``template`` replaces the response template of the tokenizer or model type."""
         self.response_template = template or response_template(generator.model, generator.tokenizer)
         self.work = work or Work()
-        self.generator, self.tokenizer, self.processor = (
-            generator,
-            generator.tokenizer,
-            generator.processor,
-        )
+        self.generator = generator
+        self.tokenizer = generator.tokenizer
+        self.processor = generator.processor
         self.max_len = generator.max_len
-        self.generation_config, self.vocab_size = (
-            generator.model.generation_config,
-            vocab_size(generator.model),
-        )
+        self.generation_config = generator.model.generation_config
+        self.vocab_size = vocab_size(generator.model)
         self._grammars = Grammars(
             self.tokenizer, self.vocab_size, model_end_tokens(self.generation_config)
         )

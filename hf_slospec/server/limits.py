@@ -19,9 +19,8 @@ from hf_slospec.server.bodies import (
 )
 from hf_slospec.server.work import Work
 
-BYTES_PER_TOKEN = (
-    16  # UTF-8 bytes; texts in few languages and hardly any code have so many per token
-)
+# UTF-8 bytes; texts in few languages and hardly any code have so many per token
+BYTES_PER_TOKEN = 16
 LEAST_PROMPT_BYTES = 2**16
 # Also in the message: OpenAI's client since 3.0 shows users that only
 CONTEXT_CODE = "context_length_exceeded"
@@ -32,7 +31,6 @@ class LimitError(InvalidInputError):
     """A request asks for more than a limit allows."""
 
     def __init__(self, limit: str, message: str):
-        """``limit`` is the name of the limit."""
         super().__init__(message)
         self.limit = limit
 
@@ -170,29 +168,21 @@ class RequestLimits(InputModel):
         elif isinstance(body, TokenizeBody):
             self.check_prompt(body.prompt or "", max_len)
             self._check_messages(body.messages or [], [], max_len)
-        elif isinstance(body, DetokenizeBody) and len(body.tokens) > (
-            max_tokens := BYTES_PER_TOKEN * max_len
-        ):
-            raise LimitError(
-                "prompt_bytes",
-                f"tokens: {len(body.tokens)}, and this server takes at most {max_tokens}",
-            )
+        elif isinstance(body, DetokenizeBody):
+            max_tokens = BYTES_PER_TOKEN * max_len
+            if len(body.tokens) > max_tokens:
+                text = f"tokens: {len(body.tokens)}, and this server takes at most {max_tokens}"
+                raise LimitError("prompt_bytes", text)
 
     def _check_sampling(self, body: SamplingBody) -> None:
-        if body.json_schema is not None:
-            self.check(
-                "schema_bytes",
-                len(json.dumps(body.json_schema)),
-                body.schema_field,
-                "bytes of schema",
-            )
+        schema = "" if body.json_schema is None else json.dumps(body.json_schema)
+        self.check("schema_bytes", len(schema), body.schema_field, "bytes of schema")
         self.check("stop_strings", len(body.stages), "slo_tpot", "stages")
         markers = [stage.until for stage in body.stages if isinstance(stage.until, str)]
         for field, strings in (("stop", body.stop_strings), ("slo_tpot", markers)):
+            longest = max(map(len, strings), default=0)
             self.check("stop_strings", len(strings), field, "strings")
-            self.check(
-                "stop_chars", max(map(len, strings), default=0), field, "characters in one string"
-            )
+            self.check("stop_chars", longest, field, "characters in one string")
         self.check("stop_token_ids", len(body.stop_token_ids or ()), "stop_token_ids", "token ids")
         self.check("logit_bias", len(body.logit_bias or ()), "logit_bias", "token ids")
         self.check("salt_chars", len(body.cache_salt), "cache_salt", "characters")

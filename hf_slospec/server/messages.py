@@ -41,7 +41,6 @@ class PlainParts:
     num_calls = 0  # tool calls so far
 
     def push(self, text: str, is_last: bool) -> Parts:
-        """Return the parts of more text."""
         return Parts(text)
 
 

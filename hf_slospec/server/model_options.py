@@ -71,9 +71,8 @@ class ModelOptions(InputModel):
         ge=1,
         description="Processes, started by torchrun, that hold a part of every layer of the target each.",
     )
-    allow_pickle: bool = (
-        True  # load weights that are not safetensors, which may run code; never a drafter's
-    )
+    # Load weights that are not safetensors, which may run code; never a drafter's
+    allow_pickle: bool = True
 
     @field_validator(*CHOICES)
     @classmethod

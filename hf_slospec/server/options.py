@@ -56,10 +56,8 @@ class SLOLimits(InputModel):
         """Return the SLOs, or their defaults; raises InvalidInputError if any is stricter than
         allowed.
         """
-        slos, stages = (
-            dict[str, Any](),
-            requested["slo_tpot"] if isinstance(requested["slo_tpot"], list) else [],
-        )
+        slos = dict[str, Any]()
+        stages = requested["slo_tpot"] if isinstance(requested["slo_tpot"], list) else []
         for name in ("tpot", "ttft", "e2e"):
             value = requested[f"slo_{name}"]
             strictest = getattr(self, f"strictest_{name}")

@@ -17,13 +17,11 @@ from hf_slospec.server.limits import ContextOverflowError, RequestLimits
 from hf_slospec.server.options import Objective
 
 DEFAULT_MAX_TOKENS = 16  # for completions, as OpenAI's
-DEFAULT_CHAT_TOKENS = (
-    4096  # for chats; not all that fits, as guaranteed ones are admitted with their longest output
-)
+# For chats; not all that fits, as guaranteed requests are admitted with their longest output.
+DEFAULT_CHAT_TOKENS = 4096
 SEEDS = 2**63
-LEAST_TEMPERATURE = (
-    1e-5  # below it, decoding is greedy, as vLLM's is: logits divided by less may overflow
-)
+# Below it, decoding is greedy, as vLLM's is: logits divided by less may overflow.
+LEAST_TEMPERATURE = 1e-5
 EFFORT = "reasoning_effort"  # the chat template's variable
 # llm-d's headers, in milliseconds; the second of each pair is deprecated.
 SLO_HEADERS: dict[str, tuple[str, ...]] = {
@@ -63,8 +61,6 @@ def asked_slos(
 
 
 class PromptInputs(NamedTuple):
-    """A prompt as the model takes it."""
-
     tokens: list[int]
     of_images: dict[str, Any] = {}  # noqa: RUF012  arguments of submit for its images; never written to
 
@@ -148,42 +144,37 @@ def order_of(
     Raises:
         InvalidInputError: a field cannot be served.
     """
-    prompt, arguments = (
-        inputs.tokens,
-        _sampling(body, engine.generation_config) | terms | inputs.of_images,
-    )
-    arguments["max_new_tokens"] = _max_tokens(body, len(prompt), engine)
-    arguments["speculative"] = body.speculative
-    if body.seed is not None:
-        arguments["seed"] = (body.seed + choice) % SEEDS
-    arguments["eos_token_id"] = end_tokens(body, engine.generation_config) or None
-    if body.min_tokens:
-        if body.min_tokens > arguments["max_new_tokens"]:
-            raise InvalidInputError(
-                f"min_tokens is {body.min_tokens}, and at most {arguments['max_new_tokens']} fit"
-            )
-        arguments["min_new_tokens"] = body.min_tokens
-    if body.stop_strings:
-        arguments["stop_strings"] = body.stop_strings
-    for name, ids in (
-        ("logit_bias", body.logit_bias or ()),
-        ("stop_token_ids", body.stop_token_ids or ()),
-    ):
-        if wrong := [token for token in ids if not 0 <= token < engine.vocab_size]:
-            raise InvalidInputError(
-                f"{name}: token ids must be from 0 to {engine.vocab_size - 1}, got {wrong[0]}"
-            )
-    if body.logit_bias:
-        arguments["sequence_bias"] = {
-            (token,): float(bias) for token, bias in body.logit_bias.items()
-        }
-    if body.repetition_penalty is not None:
-        arguments["repetition_penalty"] = body.repetition_penalty
+    prompt = inputs.tokens
+    arguments = _sampling(body, engine.generation_config) | terms | inputs.of_images
+    max_new_tokens = _max_tokens(body, len(prompt), engine)
+    if body.min_tokens > max_new_tokens:
+        raise InvalidInputError(
+            f"min_tokens is {body.min_tokens}, and at most {max_new_tokens} fit"
+        )
+    for name in ("logit_bias", "stop_token_ids"):
+        for token in getattr(body, name) or ():
+            if not 0 <= token < engine.vocab_size:
+                raise InvalidInputError(
+                    f"{name}: token ids must be from 0 to {engine.vocab_size - 1}, got {token}"
+                )
+    arguments |= {
+        "max_new_tokens": max_new_tokens,
+        "speculative": body.speculative,
+        "eos_token_id": end_tokens(body, engine.generation_config) or None,
+    }
+    optional = {
+        "seed": None if body.seed is None else (body.seed + choice) % SEEDS,
+        "min_new_tokens": body.min_tokens or None,
+        "stop_strings": body.stop_strings or None,
+        "sequence_bias": {(token,): bias for token, bias in (body.logit_bias or {}).items()}
+        or None,
+        "repetition_penalty": body.repetition_penalty,
+        "logprobs": num_top_logprobs(body),
+    }
+    arguments |= {name: value for name, value in optional.items() if value is not None}
     if body.presence_penalty or body.frequency_penalty:
         penalties = OccurrencePenalties(len(prompt), body.presence_penalty, body.frequency_penalty)
         arguments["logits_processor"] = [penalties]
-    if (num_top := num_top_logprobs(body)) is not None:
-        arguments["logprobs"] = num_top
     return Order(prompt, arguments, body.json_schema)
 
 
@@ -224,16 +215,14 @@ def _sampling(body: SamplingBody, generation_config: Any) -> dict[str, Any]:
 
 
 def _max_tokens(body: SamplingBody, prompt_len: int, engine: ServedEngine) -> int:
-    is_chat = isinstance(body, ChatBody)
     requested = body.max_tokens
-    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
-        requested = body.max_completion_tokens
+    default = DEFAULT_MAX_TOKENS
+    if isinstance(body, ChatBody):
+        default = DEFAULT_CHAT_TOKENS
+        if body.max_completion_tokens is not None:
+            requested = body.max_completion_tokens
     room = engine.max_len - prompt_len
-    needed = max(requested or 1, 1)
+    needed = requested or 1
     if needed > room:
         raise ContextOverflowError.of_tokens(body.prompt_field, engine.max_len, prompt_len, needed)
-    return (
-        min(DEFAULT_CHAT_TOKENS if is_chat else DEFAULT_MAX_TOKENS, room)
-        if requested is None
-        else requested
-    )
+    return min(default, room) if requested is None else requested

@@ -53,7 +53,18 @@ GATEWAY_NAME = re.compile(r"[!-~]{1,253}")
 # Pydantic names the types of a union in the path of a fault, such as "constrained-float",
 # "list[SLOStage]" or "str".
 TYPE_NAME = re.compile(r"str|int|float|bool|.*[^a-z0-9_].*")
-FIELD = re.compile(r"[a-z_]+(?=: )")  # errors about one field begin with its name
+FIELD = re.compile(r"[a-z_]+(?=: | must be )")  # errors about one field begin with its name
+INVALID = "invalid_request_error"
+UNAVAILABLE = "service_unavailable_error"
+RETRY = {"Retry-After": str(RETRY_AFTER_S)}
+# Status, type, code and headers of the answers to errors; the first entry that fits counts.
+ANSWERS: tuple[tuple[Any, int, str, str | None, Mapping[str, str] | None], ...] = (
+    (BusyError, 503, UNAVAILABLE, "busy", RETRY),
+    (QueueFull, 429, "rate_limit_error", "queue_full", RETRY),
+    (NotGuaranteedError, 429, "rate_limit_error", "not_guaranteed", RETRY),
+    (NotRunningError | RequestCancelledError, 503, UNAVAILABLE, None, None),
+    (InvalidInputError | InvalidTypeError | UnsupportedOptionError, 400, INVALID, None, None),
+)
 OTHER = "other"  # for objectives that are not configured, whose names clients choose
 
 
@@ -63,20 +74,19 @@ class Fault(Exception):  # noqa: N818  it is an answer
     def __init__(
         self,
         status: int,
-        body: dict[str, Any],
+        message: str,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
         headers: Mapping[str, str] | None = None,
         for_anthropic: str = "",
     ):
-        """``body`` is an error in OpenAI's form; ``for_anthropic`` replaces its message in
-        Anthropic's.
-        """
+        """Make an error in OpenAI's form; ``for_anthropic`` replaces its message in Anthropic's."""
         super().__init__(status)
-        self.status, self.body, self.headers, self.for_anthropic = (
-            status,
-            body,
-            dict(headers or {}),
-            for_anthropic,
-        )
+        self.status = status
+        self.body = error_body(message, kind, param, code)
+        self.headers = headers
+        self.for_anthropic = for_anthropic
 
 
 class RequestReader:
@@ -99,10 +109,10 @@ class RequestReader:
         )
         request.state.tenant = self.settings.tenant(header, self.settings.secret)
         if request.state.tenant is None:
-            body = error_body(
-                "the API key is missing or wrong", "authentication_error", code="invalid_api_key"
-            )
-            raise Fault(401, body, {"WWW-Authenticate": "Bearer"})
+            raise Fault(
+                401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )  # fmt: skip
         address = request.client.host if request.client is not None else ""
         request.state.client = request.state.tenant.name or address  # the unit of fair scheduling
         fairness_id = _gateway_name(request, FAIRNESS_ID)
@@ -136,11 +146,11 @@ class RequestReader:
             media_type != "application/json"
         ):  # browsers send this type across origins only after a CORS preflight
             text = f"the header Content-Type must be application/json, got {media_type or 'none'}"
-            raise Fault(415, error_body(text, "invalid_request_error"))
+            raise Fault(415, text)
         encoding = request.headers.get("content-encoding", "").strip().lower()
         if encoding not in ("", "identity", *GZIP):
             text = f"the header Content-Encoding must be gzip, or left out, got {reprlib.repr(encoding)}"
-            raise Fault(415, error_body(text, "invalid_request_error"), {"Accept-Encoding": "gzip"})
+            raise Fault(415, text, headers={"Accept-Encoding": "gzip"})
         gzip = zlib.decompressobj(zlib.MAX_WBITS | 16) if encoding in GZIP else None
         received = bytearray()
         num_sent = 0
@@ -157,18 +167,14 @@ class RequestReader:
                     if max(num_sent, len(received)) > max_bytes:
                         self.refused["body_bytes"] += 1
                         text = f"the body has more than {max_bytes} bytes"
-                        raise Fault(413, error_body(text, "invalid_request_error"))
+                        raise Fault(413, text)
             if gzip is not None and (not gzip.eof or gzip.unused_data):
                 raise zlib.error("the stream is incomplete, or is not the only one")
         except zlib.error as error:
-            raise Fault(
-                400, error_body(f"the body is no valid gzip: {error}", "invalid_request_error")
-            ) from error
+            raise Fault(400, f"the body is no valid gzip: {error}") from error
         except TimeoutError:
             text = f"the body was not there after {BODY_S:.0f} s"
-            raise Fault(
-                408, error_body(text, "invalid_request_error"), {"Connection": "close"}
-            ) from None
+            raise Fault(408, text, headers={"Connection": "close"}) from None
         content = bytes(received)
         self.bounds.check_json(content)
         try:
@@ -178,7 +184,7 @@ class RequestReader:
             faults = _of_likeliest_types(error.errors(include_url=False))
             param = ".".join(map(str, faults[0]["loc"])) or None
             message = "; ".join(list(dict.fromkeys(map(describe_fault, faults)))[:5])
-            raise Fault(400, error_body(message, "invalid_request_error", param)) from error
+            raise Fault(400, message, param=param) from error
         self.check_model(getattr(body, "model", None))
         self.bounds.check_body(checked, self.engine.max_len)
         return body
@@ -187,7 +193,7 @@ class RequestReader:
         """Raise Fault if a request names another model."""
         if name is not None and name != self.settings.model_name:
             text = f"there is no model {name!r}; the model here is {self.settings.model_name!r}"
-            raise Fault(404, error_body(text, "not_found_error", "model", "model_not_found"))
+            raise Fault(404, text, "not_found_error", "model", "model_not_found")
 
     async def in_pool(self, request: Request, function: Callable[..., T], *arguments: Any) -> T:
         """Return what a function returns in the thread pool, which clients share fairly."""
@@ -271,26 +277,18 @@ def fault_of(error: Exception) -> Fault:
     if isinstance(error, Fault):
         return error
     if isinstance(error, HTTPException):  # FastAPI found no such path or method
-        return Fault(
-            error.status_code, error_body(str(error.detail), "invalid_request_error"), error.headers
-        )
-    if isinstance(error, BusyError):
-        body = error_body(str(error), "service_unavailable_error", code="busy")
-        return Fault(503, body, {"Retry-After": str(RETRY_AFTER_S)})
-    if isinstance(error, QueueFull | NotGuaranteedError):
-        code = "queue_full" if isinstance(error, QueueFull) else "not_guaranteed"
-        body = error_body(str(error), "rate_limit_error", code=code)
-        return Fault(429, body, {"Retry-After": str(RETRY_AFTER_S)})
-    if isinstance(error, NotRunningError | RequestCancelledError):
-        return Fault(503, error_body(str(error), "service_unavailable_error"))
+        return Fault(error.status_code, str(error.detail), headers=error.headers)
+    message = str(error)
     if isinstance(error, ContextOverflowError):
-        body = error_body(str(error), "invalid_request_error", error.field, CONTEXT_CODE)
-        return Fault(400, body, for_anthropic=error.for_anthropic)
-    if isinstance(error, InvalidInputError | InvalidTypeError | UnsupportedOptionError):
-        field = FIELD.match(str(error))
-        return Fault(400, error_body(str(error), "invalid_request_error", field and field[0]))
+        return Fault(
+            400, message, param=error.field, code=CONTEXT_CODE, for_anthropic=error.for_anthropic
+        )
+    for kinds, status, kind, code, headers in ANSWERS:
+        if isinstance(error, kinds):
+            field = FIELD.match(message) if status == 400 else None
+            return Fault(status, message, kind, field and field[0], code, headers)
     logger.error("a request failed", exc_info=error)
-    return Fault(500, error_body("the request failed; the server's log says why", "internal_error"))
+    return Fault(500, "the request failed; the server's log says why", "internal_error")
 
 
 async def check_framing(request: Request) -> None:
@@ -299,16 +297,15 @@ async def check_framing(request: Request) -> None:
     """
     if "content-length" in request.headers and "transfer-encoding" in request.headers:
         text = "Content-Length and Transfer-Encoding exclude each other; send one of them"
-        raise Fault(400, error_body(text, "invalid_request_error"), {"Connection": "close"})
+        raise Fault(400, text, headers={"Connection": "close"})
 
 
 async def check_running(request: Request) -> None:
     """Raise Fault once the application has been told to stop."""
     if request.app.state.is_stopping:
-        body = error_body(
-            "the server is stopping; retry later", "service_unavailable_error", code="stopping"
-        )
-        raise Fault(503, body, {"Retry-After": str(RETRY_AFTER_S), "Connection": "close"})
+        headers = {**RETRY, "Connection": "close"}
+        text = "the server is stopping; retry later"
+        raise Fault(503, text, UNAVAILABLE, code="stopping", headers=headers)
 
 
 def _gateway_name(request: Request, header: str) -> str | None:
@@ -316,7 +313,7 @@ def _gateway_name(request: Request, header: str) -> str | None:
     name = request.headers.get(header)
     if name is not None and not GATEWAY_NAME.fullmatch(name):
         text = f"header {header} must be 1 to 253 visible ASCII characters without spaces, got {reprlib.repr(name)}"
-        raise Fault(400, error_body(text, "invalid_request_error"))
+        raise Fault(400, text)
     return name
 
 

@@ -11,15 +11,12 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
-from fastapi import Request, Response
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from hf_slospec.server.answers import Answer, BlockAnswer, Events, named_event, whole_usage
 from hf_slospec.server.bodies import ChatBody, ClosedModel, CommonBody, ForeignBody
 from hf_slospec.server.choices import Choice, Piece
-from hf_slospec.server.completions import Completions
 from hf_slospec.server.image_urls import check_data_url
-from hf_slospec.server.limits import ContextOverflowError
 
 # Types of parts, and of their events, by kind of block.
 TEXTS = {"reasoning": "reasoning_text", "text": "output_text"}
@@ -28,8 +25,6 @@ ERROR_CODES = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_error
 
 
 class InputText(ClosedModel):
-    """A text of the input, or of an earlier output."""
-
     type: Literal["input_text", "output_text"]
     text: str
     annotations: list[Any] | None = None  # ignored, as are logprobs: the model does not read them
@@ -37,20 +32,16 @@ class InputText(ClosedModel):
 
     @property
     def part(self) -> dict[str, Any]:
-        """Return it as a part of a chat's message."""
         return {"type": "text", "text": self.text}
 
 
 class InputImage(ClosedModel):
-    """An image of the input."""
-
     type: Literal["input_image"]
     image_url: Annotated[str, AfterValidator(check_data_url)]
     detail: Literal["auto", "low", "high"] = "auto"
 
     @property
     def part(self) -> dict[str, Any]:
-        """Return it as a part of a chat's message."""
         return {"type": "image_url", "image_url": {"url": self.image_url, "detail": self.detail}}
 
 
@@ -69,24 +60,18 @@ class _Item(ClosedModel):
 
 
 class MessageItem(_Item):
-    """A message of the input."""
-
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | InputParts
-    phase: Literal["commentary", "final_answer"] | None = (
-        None  # ignored: chat templates do not tell phases apart
-    )
+    # Ignored: chat templates do not tell phases apart
+    phase: Literal["commentary", "final_answer"] | None = None
 
     @property
     def message(self) -> dict[str, Any]:
-        """Return it as a message of a chat."""
         return {"role": self.role, "content": _parts(self.content)}
 
 
 class CallItem(_Item):
-    """A function call that the model has made."""
-
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -94,7 +79,6 @@ class CallItem(_Item):
 
     @property
     def message(self) -> dict[str, Any]:
-        """Return it as a message of a chat."""
         function = {"name": self.name, "arguments": self.arguments}
         return {
             "role": "assistant",
@@ -103,28 +87,21 @@ class CallItem(_Item):
 
 
 class OutputItem(_Item):
-    """Output of a function call."""
-
     type: Literal["function_call_output"]
     call_id: str
     output: str | InputParts
 
     @property
     def message(self) -> dict[str, Any]:
-        """Return it as a message of a chat."""
         return {"role": "tool", "tool_call_id": self.call_id, "content": _parts(self.output)}
 
 
 class ReasoningText(ClosedModel):
-    """A text of earlier reasoning."""
-
     type: Literal["reasoning_text"]
     text: str
 
 
 class ReasoningItem(_Item):
-    """Earlier reasoning of the model."""
-
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
     summary: Annotated[list[Any], Field(max_length=0)] = Field(
@@ -134,7 +111,6 @@ class ReasoningItem(_Item):
 
     @property
     def message(self) -> dict[str, Any]:
-        """Return it as a message of a chat."""
         return {
             "role": "assistant",
             "reasoning_content": "".join(each.text for each in self.content or ()),
@@ -155,8 +131,6 @@ InputItem = Annotated[
 
 
 class FunctionTool(ClosedModel):
-    """A function that the model may call."""
-
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -165,8 +139,6 @@ class FunctionTool(ClosedModel):
 
 
 class NamedFunction(ClosedModel):
-    """The name of a function."""
-
     type: Literal["function"]
     name: str
 
@@ -195,21 +167,16 @@ class TextFormat(ClosedModel):
 
     @property
     def response_format(self) -> dict[str, Any]:
-        """Return it as the field of a chat."""
         schema = self.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)
         return {"type": self.type} | ({"json_schema": schema} if schema else {})
 
 
 class TextOptions(ClosedModel):
-    """Options of the output's text."""
-
     format: TextFormat | None = None
     verbosity: None = None
 
 
 class ReasoningOptions(ClosedModel):
-    """Options of reasoning."""
-
     effort: str | None = Field(
         None, description="The chat template's variable reasoning_effort, if it has it."
     )
@@ -217,14 +184,10 @@ class ReasoningOptions(ClosedModel):
 
 
 class InputChat(ChatBody):
-    """The input of a response as a chat."""
-
     prompt_field = "input"
 
 
 class ResponsesBody(CommonBody, ForeignBody):
-    """Body of ``/v1/responses``."""
-
     input: str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
@@ -270,7 +233,6 @@ class ResponsesBody(CommonBody, ForeignBody):
 
     @cached_property
     def chat(self) -> ChatBody:
-        """Return the body as one of a chat; raises pydantic's ValidationError."""
         fields: dict[str, Any] = self.common | {
             "messages": self._messages(),
             "logprobs": self.wants_logprobs,
@@ -291,8 +253,15 @@ class ResponsesBody(CommonBody, ForeignBody):
             fields["reasoning_effort"] = self.reasoning.effort
         return InputChat.model_validate(fields)
 
+    @property
+    def overflow_note(self) -> str:
+        is_auto = self.truncation == "auto"
+        return " This server drops no items from the input (truncation)." if is_auto else ""
+
+    def answer(self, form: Answer) -> ResponseAnswer:
+        return ResponseAnswer(self, form)
+
     def _tool_choice(self) -> str | dict[str, Any]:
-        """Return the field of a chat."""
         match self.tool_choice:
             case NamedFunction() as function:
                 return function.of_chat
@@ -330,10 +299,7 @@ class ResponsesBody(CommonBody, ForeignBody):
 
 
 class ResponseAnswer(BlockAnswer):
-    """Answer of the Responses API."""
-
     def __init__(self, body: ResponsesBody, chat: Answer):
-        """``chat`` is the form of the chat that the body is served as."""
         super().__init__(chat.model, f"resp_{uuid.uuid4().hex}")
         self._request = body
         self._created_s = int(time.time())
@@ -344,7 +310,6 @@ class ResponseAnswer(BlockAnswer):
         self._num_sent = 0  # of these, that events have sent
 
     def begin(self, choices: Sequence[Choice]) -> str:
-        """Return the events before the output."""
         response = self._response("in_progress")
         return "".join(
             named_event(self._numbered(f"response.{kind}", response=response))
@@ -352,12 +317,10 @@ class ResponseAnswer(BlockAnswer):
         )
 
     def end(self, choices: Sequence[Choice]) -> str:
-        """Return the event after the output."""
         response = self.body(choices)
         return named_event(self._numbered(f"response.{response['status']}", response=response))
 
     def failed(self, error: dict[str, Any], choices: Sequence[Choice]) -> str:
-        """Return the last event of a stream that an error ends, given in OpenAI's form."""
         message, code = (
             error["error"]["message"],
             ERROR_CODES.get(error["error"]["type"], "server_error"),
@@ -366,7 +329,6 @@ class ResponseAnswer(BlockAnswer):
         return named_event(self._numbered("response.failed", response=response))
 
     def chunk(self, piece: Piece, choices: Sequence[Choice], is_first: bool) -> str:
-        """Return the events of a piece."""
         if self.wants_logprobs:
             added = self._chat.token_logprobs(piece)
             if (
@@ -379,7 +341,6 @@ class ResponseAnswer(BlockAnswer):
         return super().chunk(piece, choices, is_first)
 
     def body(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return the whole answer."""
         usage = whole_usage(choices)
         response = self._response("incomplete" if self._is_cut else "completed")
         if self._is_cut:
@@ -421,7 +382,6 @@ class ResponseAnswer(BlockAnswer):
         return {"type": kind, "sequence_number": self._number - 1} | fields
 
     def _of_item(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """Return an event of the last item."""
         index = len(self.blocks) - 1
         return self._numbered(kind, item_id=self.blocks[index]["id"], output_index=index, **fields)
 
@@ -436,14 +396,12 @@ class ResponseAnswer(BlockAnswer):
         )
 
     def _done_item(self, **fields: Any) -> dict[str, Any]:
-        """End the last item, and return its last event."""
         self.blocks[-1] |= fields
         return self._numbered(
             "response.output_item.done", output_index=len(self.blocks) - 1, item=self.blocks[-1]
         )
 
     def opened(self, kind: str) -> Events:
-        """Add an empty item of reasoning or text, and yield its events."""
         if kind == "reasoning":
             item = {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": []}
         else:
@@ -453,7 +411,6 @@ class ResponseAnswer(BlockAnswer):
         yield self._of_part("response.content_part.added", part=self._part(kind, is_empty=True))
 
     def extended(self, kind: str, text: str) -> Events:
-        """Add text to the last item, and yield its event."""
         self._text += text
         fields: dict[str, Any] = {}
         if kind == "text":
@@ -464,7 +421,6 @@ class ResponseAnswer(BlockAnswer):
         yield self._of_part(f"response.{TEXTS[kind]}.delta", delta=text, **fields)
 
     def closed(self, kind: str) -> Events:
-        """End the last item, and yield its events."""
         part = self._part(kind)
         fields = {"logprobs": part["logprobs"]} if kind == "text" else {}
         yield self._of_part(f"response.{TEXTS[kind]}.done", text=self._text, **fields)
@@ -475,7 +431,6 @@ class ResponseAnswer(BlockAnswer):
             self._num_sent = 0
 
     def called(self, id: str, name: str, arguments: str) -> Events:
-        """Add a function call, and yield its events."""
         item = {
             "id": f"fc_{uuid.uuid4().hex}",
             "type": "function_call",
@@ -493,22 +448,3 @@ class ResponseAnswer(BlockAnswer):
         if kind == "text":  # reasoning has no log probabilities
             part |= {"annotations": [], "logprobs": [] if is_empty else self._logprobs}
         return part
-
-
-class Responses:
-    """Endpoint of the Responses API."""
-
-    def __init__(self, completions: Completions):
-        self.completions = completions
-        self.reader = completions.reader
-
-    async def respond(self, request: Request) -> Response:
-        """Return the response to an input."""
-        body = await self.reader.read(request, ResponsesBody)
-        answer = ResponseAnswer(body, self.completions.form(body.chat))
-        try:
-            return await self.completions.answer_chat(request, body.chat, answer)
-        except ContextOverflowError as error:
-            if body.truncation == "auto":
-                error.args = (f"{error} This server drops no items from the input (truncation).",)
-            raise

@@ -22,9 +22,8 @@ from hf_slospec.server.loading import load_generator, size_and_place
 from hf_slospec.server.options import ServeOptions
 
 DRAIN_S = 30  # seconds for requests to finish after the first signal
-SWITCH_S = (
-    5e-4  # switch interval of Python's threads; the default of 5 ms delays every chunk by as much
-)
+# Switch interval of Python's threads; the default of 5 ms delays every chunk by as much
+SWITCH_S = 5e-4
 CHAT_PROMPT = "Write a short poem about the sea."
 BASE_PROMPT = "Once upon a time,"
 EMBEDDED_PROMPT = "def main():"  # the embedded target continues Python
@@ -52,10 +51,8 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
             app, host=options.host, port=options.port, http=ImpatientProtocol,
             log_level="warning", timeout_graceful_shutdown=DRAIN_S, root_path=options.root_path,
         )  # fmt: skip
-        stop, refuse = (
-            partial(generator.stop, drain=False),
-            partial(setattr, app.state, "is_stopping", True),
-        )
+        stop = partial(generator.stop, drain=False)
+        refuse = partial(setattr, app.state, "is_stopping", True)
         SignalledServer(config, stop, refuse).run()
 
 
@@ -67,15 +64,13 @@ def welcome(options: ServeOptions, generator: SLOSpecGenerator) -> str:
     name = options.name
     is_guarded = bool(options.api_keys)
     step_s = float(speculator.costs.verify_s(1, 1, 0))
-    method = speculator.method
+    method = generator.draft_method
     drafts = method.kind
     if method.model is not None:
         drafts += f", {sum(tensor.numel() for tensor in method.model.parameters()) / 1e6:.1f} M parameters"
     url = f"http://{options.host}:{options.port}/v1"
-    is_chat, is_embedded = (
-        getattr(generator.tokenizer, "chat_template", None) is not None,
-        options.target is None,
-    )
+    is_chat = getattr(generator.tokenizer, "chat_template", None) is not None
+    is_embedded = options.target is None
     slo_s = max(round(2 * step_s, 3), 0.001)
     lines = [
         f"model    {name}: {size_and_place(generator.model)}",

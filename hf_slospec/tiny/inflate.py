@@ -40,7 +40,7 @@ def inflate(model: LlamaForCausalLM, shape: Shape, seed: int = 0) -> LlamaForCau
     config = config_of(model, shape)
     with torch.device(model.device):
         larger: LlamaForCausalLM = LlamaForCausalLM._from_config(config, dtype=model.dtype).eval()
-    _fill(larger, model, Placement.of(model.config, config), seed)
+    _fill(larger, model, Placement(model.config, config), seed)
     larger.generation_config = model.generation_config
     return larger
 
@@ -53,29 +53,16 @@ def config_of(model: LlamaForCausalLM, shape: Shape) -> LlamaConfig:
             "a model with biases cannot be inflated; use one without attention and MLP biases"
         )
     factor = max(shape.hidden_size // old.hidden_size, 1)
-    is_tied = (
-        old.tie_word_embeddings if shape.tie_word_embeddings is None else shape.tie_word_embeddings
-    )
-    shape = shape._replace(
-        num_heads=shape.num_heads or old.num_attention_heads * factor,
-        num_kv_heads=shape.num_kv_heads or old.num_key_value_heads * factor,
-        head_dim=shape.head_dim or old.head_dim, vocab_size=shape.vocab_size or old.vocab_size,
-        tie_word_embeddings=is_tied,
-    )  # fmt: skip
+    scaled = ("num_attention_heads", "num_key_value_heads")
+    sizes = {name: size for name, size in shape._asdict().items() if size is not None}
+    for name in shape._fields:
+        size = getattr(old, name)
+        sizes.setdefault(name, size * factor if name in scaled else size)
+    shape = Shape(**sizes)
     _check_holds(shape, old, model.dtype)
-    return LlamaConfig(**old.to_dict() | {
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab_size,
-        "tie_word_embeddings": shape.tie_word_embeddings,
-        # The additional channels are zero, so the mean square is smaller by the factor, and epsilon
-        # must be, too.
-        "rms_norm_eps": old.rms_norm_eps / factor,
-    })  # fmt: skip
+    # The additional channels are zero, so the mean square is smaller by the factor, and epsilon
+    # must be, too.
+    return LlamaConfig(**old.to_dict() | sizes | {"rms_norm_eps": old.rms_norm_eps / factor})
 
 
 @torch.no_grad()
@@ -114,7 +101,7 @@ def inflate_head(
     _fill(
         own_modules(larger, target),
         own_modules(head, plain),
-        Placement.of(old, larger.config),
+        Placement(old, larger.config),
         seed,
     )
     inflated: Head = larger
@@ -125,14 +112,15 @@ def _check_holds(shape: Any, old: Any, dtype: torch.dtype) -> None:
     """Raise InvalidInputError if a :class:`Shape` without None cannot hold a model with this config
     and dtype.
     """
-    num_heads = shape.num_heads
-    num_kv_heads = shape.num_kv_heads
+    num_heads = shape.num_attention_heads
+    num_kv_heads = shape.num_key_value_heads
     vocab_size = shape.vocab_size
     needs = {
         f"a multiple of hidden size {old.hidden_size}": shape.hidden_size % old.hidden_size == 0,
         f"at least {old.intermediate_size} MLP neurons": shape.intermediate_size
         >= old.intermediate_size,
-        f"at least {old.num_hidden_layers} layers": shape.num_layers >= old.num_hidden_layers,
+        f"at least {old.num_hidden_layers} layers": shape.num_hidden_layers
+        >= old.num_hidden_layers,
         f"a multiple of head size {old.head_dim}": shape.head_dim % old.head_dim == 0,
         f"at least {old.num_key_value_heads} K/V heads": num_kv_heads >= old.num_key_value_heads,
         "for each K/V head as many heads as before, or more": num_heads % num_kv_heads == 0
@@ -173,34 +161,15 @@ NEVER = -(2.0**32)  # weight of the additional ids for that channel; beyond the 
 
 @dataclass(frozen=True)
 class Placement:
-    """Sizes of a Llama, or of a head with Llama's layers, before and after inflation."""
+    """Configs of a Llama, or of a head with Llama's layers, before and after inflation."""
 
-    hidden_size: int
-    factor: int  # larger hidden size / hidden size
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    larger_num_heads: int
-    larger_num_kv_heads: int
-    larger_head_dim: int
-    vocab_size: int
-    larger_vocab_size: int
+    old: Any
+    larger: Any
 
-    @classmethod
-    def of(cls, old: Any, larger: Any) -> Placement:
-        """Return the placement from one config to another."""
-        return cls(
-            old.hidden_size,
-            larger.hidden_size // old.hidden_size,
-            old.num_attention_heads,
-            old.num_key_value_heads,
-            old.head_dim,
-            larger.num_attention_heads,
-            larger.num_key_value_heads,
-            larger.head_dim,
-            old.vocab_size,
-            larger.vocab_size,
-        )
+    @property
+    def factor(self) -> int:
+        """Larger hidden size / hidden size."""
+        return int(self.larger.hidden_size // self.old.hidden_size)
 
     def fill(
         self,
@@ -227,7 +196,7 @@ class Placement:
             parameter.normal_(0.0, 0.02, generator=generator)
         if source is not None:
             self._copy(name, parameter, source)
-        if self.larger_vocab_size > self.vocab_size:
+        if self.larger.vocab_size > self.old.vocab_size:
             self._exclude(name, module, parameter)
 
     def _copy(self, name: str, parameter: torch.Tensor, source: torch.Tensor) -> None:
@@ -237,59 +206,55 @@ class Placement:
         if "norm" in name:
             scale = self.factor**-0.5
         elif ".q_proj." in name:
-            rows = self._channels(
-                self.num_heads, self.num_heads // self.num_kv_heads, self._larger_group
-            ).to(device)
+            rows = self._channels(is_query=True).to(device)
             # The channels of a larger head between the old ones add nothing to its scores, whose
             # scale is smaller.
-            used = rows.view(self.num_heads, -1)[:, 0] // self.larger_head_dim
-            parameter.unflatten(0, (self.larger_num_heads, -1))[used] = 0.0
-            scale = (self.larger_head_dim // self.head_dim) ** 0.5
+            used = rows.view(self.old.num_attention_heads, -1)[:, 0] // self.larger.head_dim
+            parameter.unflatten(0, (self.larger.num_attention_heads, -1))[used] = 0.0
+            scale = (self.larger.head_dim // self.old.head_dim) ** 0.5
         elif ".k_proj." in name or ".v_proj." in name:
-            rows = self._channels(self.num_kv_heads, 1, 1).to(device)
+            rows = self._channels(is_query=False).to(device)
         if source.dim() == 1 and "norm" not in name:  # a bias
             parameter[rows] = source * scale
             return
         columns = torch.arange(source.shape[-1], device=device)
         if ".o_proj." in name:
-            columns = self._channels(
-                self.num_heads, self.num_heads // self.num_kv_heads, self._larger_group
-            ).to(device)
+            columns = self._channels(is_query=True).to(device)
         elif ".down_proj." not in name:  # reads hidden states, one of them, or several concatenated
-            block = columns // self.hidden_size
-            columns = columns + block * (self.factor - 1) * self.hidden_size
+            block = columns // self.old.hidden_size
+            columns = columns + block * (self.factor - 1) * self.old.hidden_size
         if source.dim() == 1:
             parameter[columns] = source * scale
         else:
             parameter[rows[:, None], columns] = source * scale
 
-    @property
-    def _larger_group(self) -> int:
-        return self.larger_num_heads // self.larger_num_kv_heads
-
-    def _channels(self, num_heads: int, group: int, larger_group: int) -> torch.Tensor:
+    def _channels(self, is_query: bool) -> torch.Tensor:
         """Return the indices of all heads' channels among the larger ones.  -> [num_heads *
         head_dim] int64
 
         Rotary embeddings turn channel pairs (i, i + head_dim / 2) by the frequency theta ** (-2i /
         head_dim), so that pair i of a small head turns like pair ``ratio`` * i of a head that is
         ``ratio`` times as large."""
-        heads = torch.arange(num_heads)
+        old = self.old
+        larger = self.larger
+        heads = torch.arange(old.num_attention_heads if is_query else old.num_key_value_heads)
+        group = old.num_attention_heads // old.num_key_value_heads if is_query else 1
+        larger_group = larger.num_attention_heads // larger.num_key_value_heads if is_query else 1
         heads = heads // group * larger_group + heads % group
-        channels = torch.arange(self.head_dim)
-        half = self.head_dim // 2
-        ratio = self.larger_head_dim // self.head_dim
-        channels = channels // half * (self.larger_head_dim // 2) + channels % half * ratio
-        return (heads[:, None] * self.larger_head_dim + channels).flatten()
+        channels = torch.arange(old.head_dim)
+        half = old.head_dim // 2
+        ratio = larger.head_dim // old.head_dim
+        channels = channels // half * (larger.head_dim // 2) + channels % half * ratio
+        return (heads[:, None] * larger.head_dim + channels).flatten()
 
     def _exclude(self, name: str, module: str, parameter: torch.Tensor) -> None:
         """Give the additional ids very low logits, by the first additional hidden channel."""
-        channel = self.hidden_size
+        channel = self.old.hidden_size
         if module in ("embed_tokens", "lm_head"):
-            parameter[: self.vocab_size, channel] = DELTA if module == "embed_tokens" else 0.0
-            parameter[self.vocab_size :] = 0.0
-            parameter[self.vocab_size :, channel] = NEVER
+            parameter[: self.old.vocab_size, channel] = DELTA if module == "embed_tokens" else 0.0
+            parameter[self.old.vocab_size :] = 0.0
+            parameter[self.old.vocab_size :, channel] = NEVER
         elif module.endswith("layernorm"):
             parameter[channel] = 0.0
-        elif name == "fc.weight" and parameter.shape[1] == 2 * self.hidden_size * self.factor:
+        elif name == "fc.weight" and parameter.shape[1] == 2 * self.old.hidden_size * self.factor:
             parameter[channel, channel] = 1.0  # an MTP layer: its input begins with the embedding

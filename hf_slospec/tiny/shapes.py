@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    """Size of an inflated Llama."""
+    """Size of an inflated Llama, by the names of its config."""
 
     hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int | None = None  # None: scaled with the hidden size, as are the K/V heads
-    num_kv_heads: int | None = None
+    num_hidden_layers: int
+    # None: scaled with the hidden size, as are the K/V heads.
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
     head_dim: int | None = None  # None: as in the embedded target; so for the following
     vocab_size: int | None = None
     tie_word_embeddings: bool | None = None

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.papers.bounds import Bounds, _most_in_time, _shortest_first_s, lines_below
+from benchmarks.papers.bounds import Bounds, lines_below
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab.hardware import HARDWARE, Hardware, curve, lines
 from hf_slospec.lab.outcomes import METRICS
@@ -199,49 +199,6 @@ def test_no_schedule_of_a_tiny_load_exceeds_a_bound(
     assert bounds_of(patient, library, free).attainment("tpot") == reached >= exact
 
 
-@given(seed=SEEDS, number=st.integers(1, 2), system=st.sampled_from(["auto", "vllm", "oracle"]))
-@settings(deadline=None, max_examples=20)
-def test_no_system_is_faster_than_the_best_schedule(seed: int, number: int, system: str) -> None:
-    jobs, library = tiny_load(seed, number, slos=False)
-    config = config_of(system).model_copy(
-        update={"max_depth": MAX_DEPTH, "max_width": 1, "max_batch": MAX_BATCH}
-    )
-    run = Simulation(jobs, library, TINY, config, oracle=system == "oracle").run()
-    best_s = min(np.mean(np.subtract(end.finish_s, [j.arrival_s for j in jobs]))
-                 for end in Schedules(jobs, library, TINY).ends())  # fmt: skip
-    latency_s = run.summary()["latency_s"]
-    assert bounds_of(jobs, library).latency_s() - 1e-9 <= best_s <= latency_s + 1e-9
-
-
-def test_one_request_alone_meets_its_bound() -> None:
-    for seed in range(5):
-        jobs, library = tiny_load(seed, 1)
-        free = replace(TINY, draft=lines((2.5, 0.0)))
-        ends = list(Schedules(jobs, library, free).ends())
-        bounds = bounds_of(jobs, library, free)
-        assert min(end.finish_s[0] for end in ends) - jobs[0].arrival_s == pytest.approx(
-            bounds.latency_s()
-        )
-        assert min(end.first_s[0] for end in ends) - jobs[0].arrival_s == pytest.approx(
-            float(bounds.prefill_s[0])
-        )
-
-
-@pytest.mark.parametrize(("kv_tokens", "seconds"), [(1000, 0.5), (2 * 17, 0.5), (17 + 8, 0.68)])
-def test_work_is_shared_by_the_batch_or_by_the_kv(kv_tokens: int, seconds: float) -> None:
-    jobs = [
-        Job(0.0, 7, 10)
-    ] * 10  # 10 forwards each, two at a time, or as many as their 17 tokens leave room for
-    library = Library([SimulatedText(np.full((10, 1), 0.5), np.ones(10, np.int64))] * 10)
-    flat = Hardware(lines((10.0, 0.0)), lines((1.0, 0.0)), kv_tokens=kv_tokens)
-    bounds = Bounds(jobs, library, flat, 4, 1, 2)
-    assert bounds.seconds() == pytest.approx(seconds)
-    config = config_of(
-        '{"policy": "none", "max_batch": 2, "prefill": "first", "admission": "fcfs"}'
-    )
-    assert Simulation(jobs, library, flat, config).run().seconds >= bounds.seconds() - 1e-9
-
-
 @pytest.mark.parametrize("ttft_slo_s", [0.4, pytest.param(None, marks=pytest.mark.nightly)])
 def test_no_simulated_system_exceeds_a_bound(ttft_slo_s: float | None) -> None:
     rng = np.random.default_rng(5)
@@ -270,29 +227,6 @@ def test_no_simulated_system_exceeds_a_bound(ttft_slo_s: float | None) -> None:
         assert run.summary()["throughput"] <= bounds.throughput()
 
 
-def test_bounds_follow_the_load() -> None:
-    rng = np.random.default_rng(0)
-    hardware = HARDWARE["opt-13b-a100"]
-    kept = [Job(0.01 * place, 1000, 40, 0.05, 0.7) for place in range(64)]
-    library = Library([TextModel(0.7).write(rng, 40) for _ in kept])
-    crowded = Bounds(kept, library, hardware, 8, 4, 64)
-    spread = Bounds(
-        [replace(job, arrival_s=100 * job.arrival_s) for job in kept], library, hardware, 8, 4, 64
-    )
-    assert (
-        spread.attainment("tpot") == 1.0 > 2 * crowded.attainment("tpot")
-    )  # 64 prompts of 140 ms in 1.3 seconds
-    assert crowded.latency_s() > 5 * spread.latency_s()
-    assert crowded.attainment("adaserve") == 1.0
-    assert (
-        Bounds(
-            [replace(job, tpot_slo_s=0.001) for job in kept], library, hardware, 8, 4, 64
-        ).attainment("tpot")
-        == 0
-    )
-    assert Bounds([Job(0.0, 9, 40)] * 64, library, hardware, 8, 4, 64).attainment("tpot") is None
-
-
 @given(
     points=st.lists(
         st.tuples(st.integers(1, 300), st.integers(1, 90)),
@@ -311,68 +245,6 @@ def test_lines_lie_below_the_cost(points: list[tuple[int, int]]) -> None:
         assert line.fixed_s >= 0.0 and line.per_token_s >= 0.0
         assert (line.fixed_s + line.per_token_s * sizes <= cost(sizes) + 1e-12).all()
     assert found[0].fixed_s == cost.curve.seconds[0] and found[-1].fixed_s == 0.0
-
-
-@given(
-    jobs=st.lists(
-        st.tuples(st.integers(0, 6), st.integers(1, 4), st.integers(1, 9)), min_size=1, max_size=6
-    ),
-    block=st.integers(1, 3),
-)
-def test_at_least_as_many_in_time_as_any_subset(
-    jobs: list[tuple[int, int, int]], block: int
-) -> None:
-    arrivals, works, allowed = map(np.array, zip(*jobs, strict=True))
-    due = arrivals + allowed
-
-    def fits(subset: tuple[int, ...]) -> bool:
-        """Return whether one preemptive machine can finish a subset in time: no interval holds too
-        much work.
-        """
-        return all(
-            sum(works[i] for i in subset if arrivals[i] >= begin and due[i] <= end) <= end - begin
-            for begin in arrivals for end in due if end > begin
-        )  # fmt: skip
-
-    subsets = (
-        s
-        for size in range(len(jobs), -1, -1)
-        for s in itertools.combinations(range(len(jobs)), size)
-    )
-    best = next(len(subset) for subset in subsets if fits(subset))
-    assert (
-        best
-        <= _most_in_time(arrivals.astype(float), works.astype(float), due.astype(float), block)
-        <= len(jobs)
-    )
-
-
-@given(jobs=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 4)), min_size=1, max_size=4))
-@settings(max_examples=40)
-def test_shortest_remaining_work_first_is_no_slower_than_any_order(
-    jobs: list[tuple[int, int]],
-) -> None:
-    arrivals, works = (np.array(column, np.float64) for column in zip(*jobs, strict=True))
-
-    def mean_s(order: tuple[int, ...]) -> float:
-        """Return the mean flow time if the first request of the order that is there is served, in
-        unit slices.
-        """
-        left = works.copy()
-        now = 0.0
-        total = 0.0
-        while left.any():
-            there = [i for i in order if left[i] and arrivals[i] <= now]
-            now += 1.0
-            if there:
-                left[there[0]] -= 1.0
-                total += 0.0 if left[there[0]] else now - arrivals[there[0]]
-        return total / len(works)
-
-    best = min(mean_s(order) for order in itertools.permutations(range(len(works))))
-    assert _shortest_first_s(arrivals, works) <= best + 1e-9
-    if (arrivals == arrivals[0]).all():
-        assert _shortest_first_s(arrivals, works) == pytest.approx(best)
 
 
 def test_what_cannot_be_bounded_is_refused() -> None:

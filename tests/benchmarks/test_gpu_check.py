@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
-import threading
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +21,18 @@ from benchmarks.gpu import (
     earlier_results,
     exit_code,
     floor,
-    phases,
-    speed,
     tables,
 )
 from benchmarks.gpu import __main__ as command_line
 from benchmarks.gpu import identity as identity_phase
 from benchmarks.gpu.__main__ import app
-from benchmarks.gpu.budget import Budget
 from benchmarks.gpu.contestants import COMPILED, CONTINUOUS, names_at
 from benchmarks.gpu.continuous import ContinuousBatching
-from benchmarks.gpu.counts import counting
-from benchmarks.gpu.limits import TimedOutError, at_most
 from benchmarks.gpu.resuming import is_done
-from benchmarks.gpu.speed import MIN_WARM_UP, Repeats, compare, measure
+from benchmarks.gpu.speed import MIN_WARM_UP, Repeats, measure
 from benchmarks.gpu.variants import VARIANTS
-from hf_slospec import Divergence, DivergenceReport, InvalidInputError, load_tiny_pair, tiny_prompts
+from hf_slospec import InvalidInputError, load_tiny_pair, tiny_prompts
 from hf_slospec.cli.benchmark import ASSISTED, OURS, PLAIN, Bench
-from hf_slospec.cuda import flash_kernels as kernel_choice
-from hf_slospec.cuda.graphs import Graphs
-from tests.support.stand_ins.flash import StandIn
-from tests.support.stand_ins.graphs import Tapes
 
 RUN = CliRunner(env={"COLUMNS": "200"})  # as wide in every terminal
 ON_CPU = ["--device", "cpu", "--shapes", "tiny", "--identity-shape", "tiny"]
@@ -151,14 +139,6 @@ def test_only_some_methods_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert refused.exit_code == 2 and "got vLLM" in refused.output
 
 
-def test_there_must_be_results_to_go_on_from(tmp_path: Path) -> None:
-    result = RUN.invoke(app, [*ON_CPU, "--resume", "--json", str(tmp_path / "missing.json")])
-    assert result.exit_code == 2
-    assert "leave out --resume" in " ".join(
-        result.output.replace("│", " ").split()
-    )  # it is wrapped in a frame
-
-
 def plan(**changed: Any) -> Plan:
     settings = {
         "device": "cpu", "sizes": ("tiny",), "batches": (1,), "prompt_tokens": 8, "new_tokens": 4, "repeats": 1,
@@ -187,65 +167,10 @@ def test_what_there_is_no_time_for_is_skipped_with_the_reason() -> None:
     assert list(tables(results))
 
 
-def test_what_was_skipped_is_measured_later_and_the_rest_is_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run: list[str] = []
-
-    def measured(_: Bench, batch: int, name: str, *__: Any) -> dict[str, Any]:
-        run.append(name)
-        if name == COMPILED and run.count(COMPILED) == 1:
-            return {"name": name, "batch": batch, "status": "timed out", "reason": "too long"}
-        return {"name": name, "batch": batch, "status": "failed", "reason": "of no interest"}
-
-    monkeypatch.setattr(comparison, "measure", measured)
-    monkeypatch.setattr(phases, "identity", lambda *_: [])
-    first = check(plan(), lambda _: None, lambda _: None)
-    # The first phase leaves it out, and the last one tries it again.
-    assert run == [PLAIN, OURS, COMPILED, ASSISTED, COMPILED, *names_at(1)[4:]]
-    run.clear()
-    check(plan(), lambda _: None, lambda _: None, first)
-    assert run == []
-
-
-def test_a_shape_that_cannot_be_built_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[str] = []
-
-    def too_large(_: Plan, __: torch.device, size: str) -> Bench:
-        tried.append(size)
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(comparison, "_bench", too_large)
-    monkeypatch.setattr(phases, "identity", lambda *_: [])
-    results = check(plan(batches=(1, 2)), lambda _: None, lambda _: None)
-    assert {row["status"] for row in contestants(results)} == {"out of memory"}
-    assert tried == ["tiny"] and list(tables(results))
-
-
-def test_one_shape_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    held: list[weakref.ref[Bench]] = []
-
-    def build(_: Plan, __: torch.device, ___: str) -> Bench:
-        assert all(ref() is None for ref in held)
-        made = bench()
-        held.append(weakref.ref(made))
-        return made
-
-    monkeypatch.setattr(comparison, "_bench", build)
-    monkeypatch.setattr(phases, "identity", lambda *_: [])
-    monkeypatch.setattr(comparison, "measure", lambda *_: {"status": "failed", "reason": "not run"})
-    results = check(plan(sizes=("tiny", "0.1B"), batches=(1, 2)), lambda _: None, lambda _: None)
-    assert [cell["size"] for cell in results["speed"]] == ["0.1B", "tiny", "tiny", "0.1B"] and len(
-        held
-    ) == 4
-    assert all("floor_ms" in row and row["verify_ms"] is None for row in results["floor"])
-
-
 def bench() -> Bench:
     return Bench(*load_tiny_pair(), tiny_prompts(), 8, 4)
 
 
-ONCE = Repeats(1, 1, 0.0)
 TWICE = Repeats(2, 2, 0.0)
 
 
@@ -268,69 +193,6 @@ def test_an_error_is_recorded(num_good: int, monkeypatch: pytest.MonkeyPatch) ->
     record = measure(bench(), 1, ASSISTED, TWICE, 1000.0, not_hanging)
     assert record["status"] == "out of memory" and "CUDA" in record["reason"]
     assert len(calls) == num_good + 1
-
-
-def test_flash_is_a_contestant_where_it_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_choice, "KERNELS", (StandIn,))
-    models = bench()
-    stock, flash = (
-        measure(models, 2, name, ONCE, 1000.0, not_hanging) for name in (PLAIN, f"{OURS}, flash")
-    )
-    compare(flash, stock)
-    assert flash["status"] == "measured" and flash["attention"] == "flash_attention[stand-in]"
-    assert flash["rows_equal_to_generate"] == "2/2"
-
-
-def test_speed_without_stock_has_no_ratio() -> None:
-    record = {"status": "measured", "seconds": [1.0, 2.0], "rows": [["a", "b"], ["c", "d"]]}
-    compare(record, {"status": "out of memory"})
-    assert record["speedup_vs_generate"] is None and record["rows_equal_to_generate"] is None
-    compare(record, record | {"seconds": [2.0, 6.0], "rows": [["a", "x"], ["c", "d"]]})
-    assert record["speedup_vs_generate"] == 2.5 and record["rows_equal_to_generate"] == "3/4"
-
-
-def test_warm_up_ends_when_a_call_captured_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    models = bench()
-    found = iter([0, 3, 1, 0, 0, 0])
-    plain = speed._time
-
-    def time(*arguments: Any) -> Any:
-        sample, counts = plain(*arguments)
-        counts.captures = next(found)
-        counts.replays = 1
-        return sample, counts
-
-    monkeypatch.setattr(speed, "_time", time)
-    record = measure(models, 1, PLAIN, ONCE, 1000.0, not_hanging)
-    assert record["warm_up"] | {"seconds": 0} == {
-        "calls": 4, "seconds": 0, "captures": 4, "compilations": 0, "is_warm": True
-    }  # fmt: skip
-    assert [counts["captures"] for counts in record["counts"]] == [0]
-
-
-def test_forwards_are_counted_by_kind() -> None:
-    graphs = Graphs(Tapes(), torch.device("cpu"))
-    graphs.patience = 1
-    with counting() as counts:
-        for _ in range(4):
-            graphs.run(torch.ones(2), lambda inputs: inputs + 1, "same")
-    assert (counts.captures, counts.replays, counts.has_prepared) == (1, 2, True)
-    graphs.run(torch.ones(2), lambda inputs: inputs + 1, "same")
-    assert counts.replays == 2  # no longer counted
-
-
-def test_a_method_that_takes_too_long_is_stopped() -> None:
-    forever = threading.Event()
-    with pytest.raises(TimedOutError, match="longer than"), at_most(0.01, not_hanging):
-        forever.wait()
-
-
-def test_a_method_that_hangs_is_reported() -> None:
-    """The main thread does not react, as within a kernel that never ends."""
-    reported = threading.Event()
-    with at_most(1000.0, reported.set, grace_s=-999.99):  # an error that would come later
-        reported.wait(600.0)
-    assert reported.is_set()
 
 
 def test_a_method_that_ended_the_process_is_not_run_again(tmp_path: Path) -> None:
@@ -359,23 +221,6 @@ def test_a_restart_has_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     RUN.invoke(app, started[0][3:])
     assert started[0][1:3] == ["-m", "benchmarks.gpu"]
     assert seen == [plan(batches=(1, 4), budget_s=77.0)]
-
-
-@pytest.mark.parametrize(
-    ("margin", "status"), [(9e-5, "passed"), (2e-4, "failed"), (math.nan, "failed")]
-)
-def test_ties_are_no_divergences_in_fp32(
-    margin: float, status: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tie = Divergence(0, 3, 5, 6, 1.0, 1.0 + margin, 1e-7, 1e-6)
-    report = DivergenceReport(torch.float32, 4, [tie], [[1]], [[2]])
-    monkeypatch.setattr(identity_phase, "_report", lambda *_: report)
-    monkeypatch.setattr(identity_phase, "load_pair", lambda *_: None)
-    records = list(
-        identity_phase.identity(torch.device("cpu"), "tiny", 4, Budget(1000.0), (), not_hanging)
-    )
-    assert {r["status"] for r in records if r["dtype"] == "float32"} == {status}
-    assert any("margin" in line for line in records[0]["report"])
 
 
 @pytest.mark.parametrize(
@@ -435,18 +280,3 @@ def test_without_a_gpu_it_says_so(
     result = RUN.invoke(app, [])
     assert result.exit_code == 2
     assert "no CUDA device" in result.output and word in result.output
-
-
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        (["--shapes", "7T"], "7T"),
-        (["--batches", "1,0"], "--batches"),
-        (["--batches", ""], "--batches"),
-        (["--json", "/dev/null/r"], "cannot be written"),
-    ],
-)
-def test_bad_options_are_named(options: list[str], word: str) -> None:
-    result = RUN.invoke(app, options)
-    assert result.exit_code == 2
-    assert word in result.output

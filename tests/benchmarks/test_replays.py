@@ -6,7 +6,7 @@ import importlib
 import sys
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -84,89 +84,11 @@ def test_bounds_hold_for_the_widest_system(replays: ModuleType) -> None:
 
 
 @pytest.fixture
-def slos_serve(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return script(monkeypatch, "slos_serve", "replays")
-
-
-def test_requests_with_tools_are_pairs_one_after_the_other(slos_serve: ModuleType) -> None:
-    jobs = slos_serve.SCENARIOS["toolllm"].load(1.0, 1, 1).jobs
-    arriving = [job for job in jobs if job.after is None]
-    followed = {job.after for job in jobs}
-    assert len(arriving) == 300 and len(jobs) == pytest.approx(2.7 * 300, rel=0.1)
-    assert [job.arrival_s for job in arriving] == sorted(job.arrival_s for job in arriving)
-    for index, job in enumerate(jobs):
-        assert (
-            job.after == index - 1 and job.arrival_s == 0.0
-            if job.after is not None
-            else job.arrival_s > 0.0
-        )
-        assert job.tpot_slo_s == (0.05 if index in followed else 0.1)
-
-
-def test_a_request_with_tools_attains_what_all_its_pairs_attain(slos_serve: ModuleType) -> None:
-    jobs = [
-        Job(0.0, 1, 1),
-        Job(0.0, 1, 1, after=0),
-        Job(1.0, 1, 1),
-        Job(0.0, 1, 1, after=2),
-        Job(2.0, 1, 1),
-    ]
-    outcomes = [
-        SimpleNamespace(tpot_slo_s=0.1, ttft_slo_s=None, worst_tpot_s=worst_s, think_tokens=0)
-        for worst_s in (0.1, 0.1, 0.1, 0.2, 0.2)
-    ]
-    assert slos_serve.attained_share(jobs, SimpleNamespace(outcomes=outcomes)) == pytest.approx(
-        1 / 3
-    )
-
-
-@pytest.fixture
 def goodput_figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return script(monkeypatch, "goodput_figures", "turbospec", "replays")
-
-
-def test_figures_of_goodput_are_kept_by_phase(goodput_figures: ModuleType) -> None:
-    keys = [key for key, _ in goodput_figures.tasks()]
-    assert len(keys) == len(set(keys))
-    phases = [
-        goodput_figures.Phase(
-            name, 4.0, 1.0, (20.0, 5.0), (output, 1.0), goodput_figures.constant(acceptance)
-        )
-        for name, output, acceptance in (("hard", 10.0, 0.05), ("easy", 30.0, 0.95))
-    ]
-    found = goodput_figures.Task(phases, goodput_figures.H100, goodput_figures.CHAINS["k=3"]).run()
-    assert found["hard, steps"] == pytest.approx(
-        9, abs=1
-    )  # a token per step, the first by the prefill
-    assert found["easy, steps"] == pytest.approx(29 / 3.7, abs=1.5)
-    assert (
-        found["hard, latency_s"] < found["p99_s"] <= max(found["easy, p99_s"], found["hard, p99_s"])
-    )
-    tree = goodput_figures.nested(
-        {("a", "1", "Org"): {"x": 0.12345}, ("a", "1", "k=1"): {"x": 1.0}}
-    )
-    assert tree == {"a": {"1": {"Org": {"x": 0.1235}, "k=1": {"x": 1.0}}}}
 
 
 def test_further_candidates_have_the_acceptance_of_the_first(goodput_figures: ModuleType) -> None:
     text = goodput_figures.constant(0.6, 3).write(np.random.default_rng(0), 4000)
     assert text.child_probs[0] == pytest.approx([0.6, 0.24, 0.096])
     assert np.bincount(text.ranks) / 4000 == pytest.approx([0.6, 0.24, 0.096, 0.064], abs=0.03)
-
-
-@pytest.fixture
-def adaserve(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return script(monkeypatch, "adaserve", "replays")
-
-
-def test_workloads_change_shares_and_slos(adaserve: ModuleType) -> None:
-    jobs = [Job(float(at), 10 * (at % 3 + 1), 5, (0.036, 0.05, 0.15)[at % 3]) for at in range(300)]
-    rng = np.random.default_rng(0)
-    as_published = adaserve.of_kinds(jobs, adaserve.Parameters(), rng)
-    assert [job.kind for job in as_published[:3]] == ["urgent", "chat", "summary"]
-    urgent = adaserve.of_kinds(jobs, adaserve.Parameters(urgent=0.9), rng)
-    assert sum(job.kind == "urgent" for job in urgent) == pytest.approx(270, abs=20)
-    assert [job.arrival_s for job in urgent] == [job.arrival_s for job in jobs]
-    assert all(job.input_tokens == 10 for job in urgent if job.kind == "urgent")
-    scaled = adaserve.of_kinds(jobs, adaserve.Parameters(slo_scale=0.8), rng)
-    assert {job.tpot_slo_s for job in scaled} == {0.8 * adaserve.BASE_TPOT_S, 0.05, 0.15}

@@ -12,16 +12,14 @@ import torch
 
 from hf_slospec import (
     Divergence,
-    DivergenceReport,
     InvalidInputError,
     SLOSpecGenerator,
     divergence_report,
-    enable,
     load_tiny_pair,
     tiny_prompts,
 )
 from hf_slospec.cli import divergence
-from hf_slospec.cli.divergence import first_difference, margin_noise, spacing
+from hf_slospec.cli.divergence import first_difference
 from tests.support.breadth import quick_or
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
@@ -70,26 +68,6 @@ def test_first_difference() -> None:
     assert first_difference([1, 2], [1]) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("magnitude", [0.0, 0.3, 1.0, 1.99, 2.0, 11.2, 4096.0])
-def test_spacing_is_the_distance_to_the_next_number(dtype: torch.dtype, magnitude: float) -> None:
-    here = torch.tensor(magnitude, dtype=dtype)
-    # The next number has the next bit pattern.
-    bits = {2: torch.int16, 4: torch.int32}[here.element_size()]
-    above = (here.view(bits) + 1).view(dtype)
-    assert spacing(dtype, float(here)) == float(above.double() - here.double())
-
-
-def test_margin_noise_is_the_largest_change_of_any_margin() -> None:
-    assert margin_noise(torch.tensor([[3.0, 1.0, 0.0], [3.0, 1.0, 0.0]])) == 0.0
-    assert (
-        margin_noise(torch.tensor([[3.0, 1.0], [4.0, 2.0]])) == 0.0
-    )  # both moved alike: the margin did not
-    assert margin_noise(torch.tensor([[3.0, 1.0, 0.0], [3.5, 0.75, 0.0]])) == 0.75
-    assert margin_noise(torch.tensor([[3.0, 1.0, -math.inf], [3.0, 1.25, -math.inf]])) == 0.25
-    assert margin_noise(torch.tensor([[3.0, -math.inf], [4.0, -math.inf]])) == 0.0
-
-
 def test_near_tie_needs_a_margin_within_rounding_or_noise() -> None:
     def at(ours: float, rounding: float, noise: float) -> bool:
         return Divergence(0, 0, 1, 2, 8.0, ours, rounding, noise).is_near_tie
@@ -111,18 +89,6 @@ def test_nothing_diverges_in_fp32() -> None:
     assert report.stock_tokens == stock == report.our_tokens
     counted = "4 rows, 80 tokens compared in float32: 0 divergences, 0 of them at near-ties"
     assert str(report) == f"{counted}; guaranteed: none in fp32, near-ties in other dtypes"
-
-
-def test_rows_that_end_early_count_their_own_tokens_only() -> None:
-    generator = SLOSpecGenerator(tiny_model("llama"), tiny_model("llama", noise=0.03))
-    options = OPTIONS | dict(max_new_tokens=60, eos_token_id=[2, 17, 40, 41, 42], pad_token_id=5)
-    report = divergence_report(generator, ragged_prompts(8), **options)
-    assert report.divergences == []
-    ends = [
-        next((at + 1 for at, t in enumerate(row) if t in options["eos_token_id"]), 60)
-        for row in report.our_tokens
-    ]
-    assert report.num_tokens == sum(ends) and len(set(ends)) > 2
 
 
 def test_a_wrong_token_is_no_near_tie(replace_output: Replace) -> None:
@@ -222,28 +188,6 @@ def test_an_exact_tie_is_a_near_tie(dtype: torch.dtype, replace_output: Replace)
     assert f"{found}".endswith("(near tie)")
 
 
-def test_logits_are_those_the_choice_is_made_from(replace_output: Replace) -> None:
-    """A processor that rules a token out makes choosing it wrong, whatever the model thinks of it."""
-    model = tiny_model("llama")
-    inputs = ragged_prompts(2)
-    banned = int(type(model).generate(model, **inputs, **OPTIONS)[1, padded_len(inputs)])
-
-    def change(new: torch.Tensor) -> None:
-        new[1, 0] = banned
-
-    replace_output(change)
-    (found,) = divergence_report(
-        SLOSpecGenerator(model), inputs, **OPTIONS, suppress_tokens=[banned], repetition_penalty=1.2
-    ).divergences
-    assert found.our_logit == -math.inf and found.margin == math.inf and not found.is_near_tie
-    logits = plain_logits(model, inputs, 1, [])
-    prompt = inputs["input_ids"][1].tolist()  # padding included, as stock penalizes it
-    best = found.stock_token
-    value = float(logits[found.stock_token])
-    expected = value if best not in prompt else value / 1.2 if value > 0 else value * 1.2
-    assert found.stock_logit == pytest.approx(expected, rel=1e-5)
-
-
 def test_output_that_ends_too_early_or_too_late_differs(replace_output: Replace) -> None:
     model = tiny_model("llama")
     inputs = ragged_prompts(1)
@@ -268,53 +212,6 @@ def test_bf16_pair_diverges_at_near_ties_only() -> None:
     report = divergence_report(generator, inputs, max_new_tokens=24, do_sample=False)
     assert report.num_rows == num_rows and report.num_tokens > 48 and report.dtype == torch.bfloat16
     assert report.all_near_ties, str(report)
-
-
-def test_enabled_model_speculates_whether_or_not_a_target_is_given(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = enable(copy.deepcopy(tiny_model("llama")), tiny_model("llama", noise=0.03))
-    outputs: list[Any] = []
-    decode = divergence.decode
-    monkeypatch.setattr(
-        divergence, "decode", lambda call: outputs.append(decode(call)) or outputs[-1]
-    )
-    for options in ({}, {"slo_tpot": 0.5}, {"slo_tpot": [0.5, None]}, {"slo_tpot": None}):
-        report = divergence_report(model, ragged_prompts(2), **OPTIONS, **options)
-        assert report.divergences == [] and report.num_tokens == 40
-    assert len(outputs) == 4 and all(output.slo[0].steps > 0 for output in outputs)
-
-
-def test_stop_strings_and_return_dict_are_honoured_by_both() -> None:
-    target, draft, tokenizer = load_tiny_pair()
-    inputs = tokenizer(tiny_prompts()[:2], return_tensors="pt", padding=True)
-    report = divergence_report(
-        SLOSpecGenerator(target, draft, tokenizer), inputs, max_new_tokens=40, do_sample=False, stop_strings=["\n"],
-        return_dict_in_generate=True,
-    )  # fmt: skip
-    assert report.divergences == [] and 0 < report.num_tokens < 80
-
-
-def test_report_leaves_the_model_as_it_was(replace_output: Replace) -> None:
-    model = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-    def change(new: torch.Tensor) -> None:
-        new[0, 3] = (new[0, 3] + 1) % 100
-
-    replace_output(change)
-    assert divergence_report(SLOSpecGenerator(model), ragged_prompts(1), **OPTIONS).divergences
-    assert model.dtype == torch.bfloat16
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_report_is_a_plain_value() -> None:
-    tie = Divergence(0, 3, 5, 6, 1.5, 1.5, 0.0078125, 0.01)
-    report = DivergenceReport(torch.bfloat16, 4, [tie], [[1, 2, 3, 5]], [[1, 2, 3, 6]])
-    assert report.all_near_ties and "stock_tokens" not in repr(report)
-    assert "1 divergences, 1 of them at near-ties" in str(report) and str(report).endswith(
-        "(near tie)"
-    )
 
 
 def test_tokens_that_were_speculated_before_are_compared() -> None:

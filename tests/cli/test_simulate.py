@@ -22,11 +22,9 @@ def run(*options: object) -> Result:
 
 
 def test_table_json_csv_and_picture(tmp_path: Path) -> None:
-    made, lines, plot = (
-        tmp_path / "deep" / "r.json",
-        tmp_path / "other" / "r.csv",
-        tmp_path / "p" / "r.png",
-    )
+    made = tmp_path / "deep" / "r.json"
+    lines = tmp_path / "other" / "r.csv"
+    plot = tmp_path / "p" / "r.png"
     options = (
         "--rate",
         2,
@@ -114,11 +112,6 @@ def test_what_bench_records_is_replayed(tmp_path: Path) -> None:
         assert {row["output_tokens"] for row in csv.DictReader(file)} == {"8"}  # texts end there
 
 
-def test_made_up_texts_are_as_wide_as_systems_draft() -> None:
-    result = run("--number", 3, "--system", 'adaserve {"max_width": 9}')
-    assert result.exit_code == 0, result.output
-
-
 def test_an_interrupt_ends_it_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,15 +121,3 @@ def test_an_interrupt_ends_it_and_leaves_nothing(
     monkeypatch.setattr(comparison.Simulation, "run", interrupted)
     result = run(*SMALL, "--json", tmp_path / "r.json")
     assert result.exit_code not in (0, 2) and not (tmp_path / "r.json").exists()
-
-
-def test_the_table_is_complete_in_a_narrow_terminal(tmp_path: Path) -> None:
-    trace = tmp_path / "t.csv"
-    trace.write_text("arrival_s,input_tokens,output_tokens\n0,5,4\n")
-    result = CliRunner(env={"COLUMNS": "40"}).invoke(
-        app, ["simulate", "--trace", str(trace), "--system", "vllm-spec4", "--rate", "12.25"]
-    )
-    assert all(
-        word in result.output for word in ("12.25/s", "vllm-spec4", "attained", "tok/step", "nodes")
-    ), result.output
-    assert "…" not in result.output and max(map(len, result.output.splitlines())) <= 80

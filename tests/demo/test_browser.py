@@ -158,25 +158,6 @@ def test_speeds_are_shown_and_follow_the_targets(visit: Callable[..., Visit]) ->
 
 
 @pytest.mark.nightly
-def test_a_user_is_stopped_started_removed_and_added(visit: Callable[..., Visit]) -> None:
-    page = visit()
-    user = page.page.locator("#user-1")
-    page.grows("#user-1")
-    user.get_by_role("button", name="Stop").click()
-    page.says("#user-1", "stopped")
-    page.grows("#user-0")  # the others go on
-    page.shoot("stopped")
-    user.get_by_role("button", name="Start again").click()
-    page.grows("#user-1")
-    user.get_by_role("button", name="Remove").click()
-    user.wait_for(state="hidden")
-    page.page.locator("#add button, button#add").first.click()
-    user.wait_for(state="visible")
-    page.says("#user-1", "Coding copilot")
-    page.grows("#user-1")
-
-
-@pytest.mark.nightly
 def test_a_target_is_moved_for_everybody(visit: Callable[..., Visit]) -> None:
     one = visit()
     other = visit()
@@ -206,40 +187,6 @@ def test_the_policy_is_switched_under_running_streams(visit: Callable[..., Visit
         page.shoot(f"policy-{name}")
 
 
-def test_two_visitors_write_at_once_and_see_each_other(visit: Callable[..., Visit]) -> None:
-    one = visit()
-    other = visit()
-    for page in (one, other):
-        page.writes("#user-0")
-        page.page.locator("#own-write").click()
-    for page in (one, other):
-        page.writes("#own-card")
-        page.page.wait_for_selector("#others .card")
-        assert (
-            page.page.locator("#others .text").count() == 0
-        )  # whose text is nobody else's business
-    one.shoot("two-visitors")
-    one.page.locator("#own-stop").click()
-    one.page.wait_for_selector("#own-card .state.stopped, #own-card .state.finished")
-    other.page.close()
-    one.page.wait_for_selector("#others .card", state="detached")
-
-
-def test_bad_input_is_told_and_harms_nothing(visit: Callable[..., Visit]) -> None:
-    page = visit()
-    prompt = page.page.locator("#own-request textarea").first
-    prompt.fill("   ")
-    page.page.locator("#own-write").click()
-    page.page.get_by_text("prompt: must not be empty").first.wait_for()
-    page.shoot("bad-input")
-    prompt.fill("é☃" * 900)
-    page.page.locator("#own-write").click()
-    page.says("#own-card .error", "limit")
-    prompt.fill("def f(x):\n")
-    page.page.locator("#own-write").click()
-    page.writes("#own-card")
-
-
 def test_a_dead_engine_is_shown_and_can_be_started_again(
     visit: Callable[..., Visit], served: tuple[DemoSessions, str]
 ) -> None:
@@ -258,19 +205,6 @@ def test_a_dead_engine_is_shown_and_can_be_started_again(
     place = f"#{failed.get_attribute('id')}"
     page.page.locator(place).get_by_role("button", name="Start again").click()
     page.grows(place)
-
-
-def test_parts_of_cards_side_by_side_are_level(visit: Callable[..., Visit]) -> None:
-    """Whatever the name of a user, the state of the request and the words about it are."""
-    page = visit(viewport=dict(width=1000, height=900)).page
-    page.locator("#user-2 .card .text").wait_for()
-    tops = page.evaluate("""parts => {
-        document.querySelector('#user-0 h3').innerText = 'A name that is too long for one line of a card, and goes on';
-        document.querySelector('#user-1 .speed').innerHTML += ' and quite a few words more than a line has room for';
-        const top = (user, part) => document.querySelector(`#user-${user} ${part}`).getBoundingClientRect().y;
-        return parts.map(part => [0, 1, 2].map(user => top(user, part)));
-    }""", ["h3", ".verdict", ".speed", ".bar", ".text", ".figures"])  # fmt: skip
-    assert all(max(own) - min(own) < 2 for own in tops), tops
 
 
 @pytest.mark.parametrize("colors", [pytest.param("light", marks=pytest.mark.nightly), "dark"])

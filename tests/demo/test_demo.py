@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from hf_slospec.cli.app import app
 from hf_slospec.demo import cards, layout, serve
 from hf_slospec.demo.generator import POLICIES, DemoGenerator, HighlightedText, TextPiece
 from hf_slospec.demo.personas import MAX_NEW_TOKENS, MAX_PROMPT_CHARS, PERSONAS, UserRequest
-from hf_slospec.demo.serve import Options, password_check, plain_tpot_s
+from hf_slospec.demo.serve import password_check
 from hf_slospec.demo.sessions import (
     CONFIG,
     MAX_SIMULATED,
@@ -354,30 +352,6 @@ def test_what_drafts_is_called_by_its_kind() -> None:
     assert "A drafter (prompt lookup) proposes" in layout.INTRO.format(drafter=" (prompt lookup)")
 
 
-def test_a_plan_that_fails_is_no_promise(sessions: DemoSessions) -> None:
-    sessions.add(PERSONAS[0], LONG)
-    view = at(
-        until(
-            sessions,
-            lambda scene: at(scene, 0).metrics is not None and at(scene, 0).metrics.tokens > 2,
-        ),
-        0,
-    )
-    assert view.metrics is not None
-    for guaranteed, tpot_slo_s, words in (
-        (True, 1e3, "planned for by the scheduler&nbsp;"),
-        (True, 1e-9, "planned for by the scheduler, and missed so far&nbsp;"),
-        (False, 1e-9, "not planned for: others' targets come first&nbsp;"),
-    ):
-        changes = {"guaranteed": guaranteed, "attained": tpot_slo_s > 1}
-        html = cards._figures(replace(view, metrics=replace(view.metrics, **changes)), 0.5)
-        assert f"speed target of this answer: {words}" in html
-
-
-def test_targets_are_chosen_by_what_plain_decoding_takes(generator: SLOSpecGenerator) -> None:
-    assert 0 < plain_tpot_s(DemoGenerator(generator)) < 60
-
-
 def test_only_the_password_opens() -> None:
     opens = password_check("sésame")
     assert opens("anybody", "sésame")
@@ -403,16 +377,6 @@ def test_other_machines_need_a_password(
     assert result.exit_code == 2 and said in result.output
 
 
-@pytest.mark.parametrize(
-    "options", [Options(), Options(host="127.0.0.1"), Options(host="::1"), Options(host="0.0.0.0", password="x"),
-                Options(host="0.0.0.0", allows_no_password=True)]
-)  # fmt: skip
-def test_no_error_on_this_machine_without_a_password_or_where_the_operator_lets_all_in(
-    options: Options,
-) -> None:
-    options.check_open()
-
-
 def test_the_command_says_that_gradio_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is loaded before."""
     monkeypatch.setitem(sys.modules, "gradio", None)
@@ -422,18 +386,3 @@ def test_the_command_says_that_gradio_is_missing(monkeypatch: pytest.MonkeyPatch
         "the demo needs gradio; install with: pip install" in result.output
         and "[demo]" in result.output
     )
-
-
-def test_a_policy_that_a_page_shows_wrongly_is_replaced_once_it_is_seen_twice(
-    sessions: DemoSessions,
-) -> None:
-    page: Any = layout.Page(sessions, {}, 100.0, "")
-    request = SimpleNamespace(session_hash="a")
-    sessions.set_policy("none")
-    seen: Any = {"policy": "", "shown": "", "versions": [None] * MAX_SIMULATED}
-    is_sent = []
-    # "auto" by an answer that was overtaken; "fixed" was just chosen, and its request is lost.
-    for shown in ("auto", "auto", "none", "fixed", "fixed", "none"):
-        seen, sent, *_ = page.refresh(seen, shown, request)
-        is_sent.append(sent == "none")
-    assert is_sent == [True, True, False, False, True, False]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_slospec.replicas import autoscaling
-from hf_slospec.replicas.autoscaling import GAUGES, LOW, UP, by_guarantees, wanted_replicas
+from hf_slospec.replicas.autoscaling import LOW, UP, by_guarantees, wanted_replicas
 
 SHARES = st.floats(0.0, 1.0)
 
@@ -74,54 +74,3 @@ def test_module_runs_without_this_package() -> None:
     tree = ast.parse(inspect.getsource(autoscaling))
     names = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     assert not any("hf_slospec" in str(name) for name in names)
-
-
-class Fluid:
-    """A load and replicas of a fixed speed; what cannot be served in time is missed."""
-
-    def __init__(self, capacity: float = 1.0, start_s: int = 40):
-        self.capacity = capacity
-        self.start_s = start_s
-        self.replicas = 1
-        self.starting = list[int]()
-        self.sizes = list[int]()
-        self.num_missed = 0.0
-        self.num_total = 0.0
-
-    def run(self, rates: list[float], up_delay: int = 10, down_delay: int = 120) -> None:
-        """Serve so many requests per second, second by second, with Serve's delays."""
-        above = below = 0
-        for rate in rates:
-            self.starting = [left - 1 for left in self.starting]
-            self.replicas += self.starting.count(0)
-            self.starting = [left for left in self.starting if left > 0]
-            room = self.replicas * self.capacity
-            missed = max(rate - room, 0.0) / rate if rate else 0.0
-            self.num_missed = self.num_missed + missed * rate
-            self.num_total = self.num_total + rate
-            now = self.replicas + len(self.starting)
-            gauges = dict(zip(GAUGES, (missed, 0.0, min(rate / room, 1.0)), strict=True))
-            wanted = by_guarantees(context(now, most=16, starting=len(self.starting), **gauges))[0]
-            above = above + 1 if wanted > now else 0
-            below = below + 1 if wanted < now else 0
-            if above > up_delay:
-                self.starting += [self.start_s] * (wanted - now)
-                above = 0
-            elif below > down_delay and not self.starting:
-                self.replicas = wanted
-                below = 0
-            self.sizes.append(self.replicas)
-
-
-def test_load_that_rises_and_falls_is_followed_without_swinging() -> None:
-    fluid = Fluid()
-    fluid.run([0.5] * 300)
-    assert set(fluid.sizes) == {1}
-    fluid.run([5.0] * 1200)
-    assert 5 <= fluid.replicas <= 8 and fluid.num_missed < 0.2 * fluid.num_total
-    settled = fluid.sizes[-600:]
-    assert len(set(settled)) <= 2, "the number swings under a constant load"
-    fluid.run([0.5] * 2400)
-    assert fluid.replicas <= 2
-    changes = sum(a != b for a, b in zip(fluid.sizes, fluid.sizes[1:], strict=False))
-    assert changes <= 20

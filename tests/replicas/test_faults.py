@@ -20,20 +20,18 @@ from hf_slospec.cli.app import app as cli
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.latency_curves import LatencyCurve
 from hf_slospec.replicas import start
-from hf_slospec.replicas.application import HEAD_SHARE, app
-from hf_slospec.replicas.directory import ReplicaDirectory
-from hf_slospec.replicas.failover import MAX_FAULTS, ReplicatedEngine
+from hf_slospec.replicas.failover import ReplicatedEngine
 from hf_slospec.replicas.messages import Offer, Report
-from hf_slospec.replicas.options import HEAD, ReplicaOptions
+from hf_slospec.replicas.options import ReplicaOptions
 from hf_slospec.request.params import RequestParams
 from hf_slospec.request.request import Request
 from hf_slospec.request.slo import Stage
 from hf_slospec.request.state import Progress
-from hf_slospec.scheduler.load import Need, ReplicaLoad
+from hf_slospec.scheduler.load import ReplicaLoad
 from hf_slospec.server.options import ServerOptions
 from tests.support.breadth import quick_or
 from tests.support.paths import ROOT
-from tests.support.served_pair import WAIT_S, alone
+from tests.support.served_pair import alone
 from tests.support.stand_ins.replicas import order_of, replicated
 
 PROMPT = "def main(argv):\n    "
@@ -64,23 +62,6 @@ async def fill(generator: SLOSpecGenerator) -> None:
 IDLE = ReplicaLoad(kv_free=10_000, step_s=LatencyCurve((1, 64), (0.01, 0.05)))
 
 
-def test_full_replica_with_least_load_is_not_asked_for_ever() -> None:
-    """r0: few long requests, its queue full; r1 has more requests, and room: the offer never goes
-    there.
-    """
-    with replicated(2, max_queue=1, max_batch=1) as (engine, handle):
-        with_loads(engine, r0=IDLE, r1=ReplicaLoad(best_effort=3, kv_free=9000, step_s=IDLE.step_s))
-        full = handle.replicas["r0"].generator
-
-        async def run() -> None:
-            await fill(full)
-            decoding = await engine.submit(order_of(ids(engine), max_new_tokens=5))
-            assert decoding.replica == "r1"
-
-        asyncio.run(run())
-        assert handle.offers
-
-
 def test_all_queues_full_is_an_error_not_a_circle() -> None:
     with replicated(2, max_queue=1, max_batch=1) as (engine, handle):
         with_loads(engine, r0=IDLE, r1=ReplicaLoad(best_effort=3, kv_free=9000, step_s=IDLE.step_s))
@@ -92,28 +73,6 @@ def test_all_queues_full_is_an_error_not_a_circle() -> None:
                 await engine.submit(order_of(ids(engine), max_new_tokens=5))
 
         asyncio.run(run())
-
-
-def test_replica_whose_batcher_died_and_that_serve_still_lists_is_not_asked_again_and_again(
-    pair: Any,
-) -> None:
-    """Serve takes three failed checks, 6 s, to take it out; until then it is idle, so all retries
-    go to it.
-    """
-    with replicated(2) as (engine, handle):
-        with_loads(engine, r0=IDLE, r1=ReplicaLoad(best_effort=3, kv_free=9000, step_s=IDLE.step_s))
-
-        async def run() -> list[int]:
-            decoding = await engine.submit(order_of(ids(engine), max_new_tokens=60))
-            tokens = []
-            async for new, _ in decoding.asteps():
-                if not tokens:
-                    await asyncio.to_thread(handle.replicas["r0"].generator.stop, False)
-                tokens += new
-            return tokens
-
-        assert asyncio.run(run()) == alone(pair, PROMPT, max_new_tokens=60)
-        assert len(handle.offers) < MAX_FAULTS
 
 
 NEW_TOKENS = quick_or(60, 100)
@@ -225,25 +184,6 @@ def test_load_that_is_asked_for_while_the_batcher_dies_is_an_error_of_ours() -> 
         asyncio.run(run())
 
 
-def test_later_guarantee_counts_in_autoscaling() -> None:
-    """One replica: no offer must be guaranteed, and the guarantee is decided after `Taken`."""
-    with replicated(1) as (engine, handle):
-        replica = handle.replicas["r0"]
-        lock = replica.generator.decoder.speculator.lock
-
-        async def run() -> None:
-            order = order_of(ids(engine), max_new_tokens=8, slo_tpot=5.0)
-            offer = Offer("r0", order, engine._need(order), Progress([]), "test", 0)
-            answers = replica.decode(offer)
-            with lock:  # as an echo's prompt_logprobs or a generate call does
-                await anext(answers)
-            last = [answer async for answer in answers][-1]
-            assert last.metrics.guaranteed and last.metrics.attained
-            assert (await replica.record_autoscaling_stats())["missed"] == 0.0
-
-        asyncio.run(run())
-
-
 def test_requests_with_slos_are_not_kept_for_ever() -> None:
     """Serve calls record_autoscaling_stats only where there is autoscaling."""
     with replicated(1) as (engine, handle):
@@ -261,17 +201,6 @@ def test_requests_with_slos_are_not_kept_for_ever() -> None:
         asyncio.run(run())
 
 
-def test_declined_offer_does_not_lift_the_limit_after_running_out_of_memory() -> None:
-    with replicated(1) as (_engine, handle):
-        generator = handle.replicas["r0"].generator
-        scheduler = generator._service._engine().scheduler
-        scheduler._kv_limit = 123
-        refused = generator.submit(PROMPT, max_new_tokens=8, slo_tpot=1e-7, must_guarantee=True)
-        with pytest.raises(Exception, match="cannot be guaranteed"):
-            refused.result(WAIT_S)
-        assert scheduler._kv_limit == 123
-
-
 def stages_request(now_s: float = 0.0, progress: Progress | None = None) -> Request:
     return Request(
         0, RequestParams([1, 2], 100, stages=(Stage(0.1, 3), Stage(0.1))), now_s, progress
@@ -284,38 +213,6 @@ def test_resumed_tokens_of_a_later_stage_earn_no_time() -> None:
     request.emit(7)
     request.record_step(0, 0, 1.0, PhaseTimes(), 1004.0)
     assert request.metrics().attained is False
-
-
-def test_missed_stage_stays_missed_over_a_resumption() -> None:
-    first = stages_request()
-    for index in range(4):
-        first.emit(5)
-        first.record_step(0, 0, 1.0, PhaseTimes(), 100.0 * (index + 1))
-    assert first.metrics().attained is False
-    second = stages_request(400.0, first.progress(400.0))
-    second.emit(5)
-    second.record_step(0, 0, 1.0, PhaseTimes(), 400.05)
-    assert second.metrics().attained is False
-
-
-def test_long_known_prefix_outweighs_noise_of_measured_step_times() -> None:
-    from hf_slospec.server.engine import Order
-
-    directory = ReplicaDirectory(lambda: ["a", "b"], 5.0)
-    offer = Offer(
-        "b",
-        Order(list(range(8000))),
-        Need(8000, 9000, 0.1),
-        Progress([]),
-        "f",
-        0,
-        must_guarantee=True,
-    )
-    directory.record_taken("b", offer)
-    for name, step_s in (("a", 0.01), ("b", 0.01001)):
-        load = ReplicaLoad(kv_free=100_000, step_s=LatencyCurve((1, 64), (step_s, 0.05)))
-        directory.hear(Report(name, load, {}), "f")
-    assert directory.in_order(["a", "b"], offer)[0] == "b"
 
 
 @pytest.mark.parametrize(
@@ -357,18 +254,6 @@ def test_tensor_parallel_replicas_are_refused_with_the_way_out() -> None:
         InvalidInputError, match=r"one server per group of GPUs.*torchrun with 2 processes"
     ):
         ReplicaOptions(target="org/name", tensor_parallel_size=2)
-
-
-@pytest.mark.parametrize(
-    ("options", "resources"),
-    [({}, {HEAD: HEAD_SHARE}), (dict(front_resource="edge", fronts=2), {"edge": 1.0})],
-)
-def test_fronts_run_on_the_machines_whose_proxies_take_connections(
-    options: dict[str, Any], resources: dict[str, float]
-) -> None:
-    front = app(ReplicaOptions(**options))._bound_deployment
-    assert front.name == "HTTP" and front.ray_actor_options["resources"] == resources
-    assert front.ray_actor_options["num_cpus"] == 0
 
 
 @pytest.mark.parametrize(

@@ -191,29 +191,6 @@ def test_slo_that_no_replica_can_guarantee_is_served_as_best_effort(url: str, pa
     assert [float(line.split()[-1]) for line in declined] == [1.0, 1.0]
 
 
-def test_client_that_goes_away_frees_its_replica(url: str) -> None:
-    async def run() -> None:
-        async with httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
-            fields = {"stream": True, "max_tokens": 1500}
-            async with client.stream(
-                "POST", "/v1/completions", json=body_of(0) | fields
-            ) as response:
-                async for _ in response.aiter_lines():
-                    break
-
-    asyncio.run(run())
-
-    def is_idle() -> bool:
-        lines = httpx.get(f"{url}/metrics", timeout=WAIT_S).text.splitlines()
-        return all(
-            line.endswith(" 0.0")
-            for line in lines
-            if line.startswith("hf_slospec:num_requests_running{")
-        )
-
-    wait_until(is_idle)
-
-
 @pytest.mark.nightly  # test_faults.py kills stand-ins
 def test_replica_that_is_killed_loses_nothing_and_is_replaced(url: str, pair: Any) -> None:
     async def kill() -> None:
@@ -225,17 +202,6 @@ def test_replica_that_is_killed_loses_nothing_and_is_replaced(url: str, pair: An
         return any(own["resumed_tokens"] for own in metrics)
 
     assert any(some_were_resumed() for _ in range(5))
-
-
-@pytest.mark.nightly
-def test_controller_that_is_killed_disturbs_nothing(url: str, pair: Any) -> None:
-    async def kill() -> None:
-        ray.kill(ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve"), no_restart=False)
-
-    replicas = replica_processes()
-    during_streams(url, pair, kill)
-    wait_until(lambda: num_running(url) == 2)
-    assert replica_processes() == replicas
 
 
 @pytest.mark.nightly

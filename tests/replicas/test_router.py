@@ -10,9 +10,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from hf_slospec.engine.latency_curves import LatencyCurve
 from hf_slospec.replicas.directory import ReplicaDirectory
 from hf_slospec.replicas.messages import Offer, Report, ToReplica
@@ -87,17 +84,6 @@ def test_equal_replicas_are_told_apart_by_what_they_know_of_the_prompt() -> None
     assert directory.in_order("abc", offer(2, [*range(500, 700)], must_guarantee=True))[0] != "b"
 
 
-def test_chats_without_slos_return_to_their_replica_unless_it_is_busier() -> None:
-    directory = directory_of()
-    take(directory, offer(slo_s=math.inf), "b")
-    assert [send(directory, offer(index, slo_s=math.inf)) for index in range(1, 5)] == [
-        "b",
-        "b",
-        "a",
-        "c",
-    ]
-
-
 def test_conversation_that_comes_back_goes_to_the_replica_that_has_its_kv() -> None:
     directory = directory_of()
     take(directory, offer(), "b")
@@ -105,21 +91,6 @@ def test_conversation_that_comes_back_goes_to_the_replica_that_has_its_kv() -> N
     assert send(directory, offer(1, longer)) == "b"
     salted = replace(offer(2, longer), order=Order(longer, {"cache_salt": "another client"}))
     assert send(directory, salted) != "b"  # where the call before it is under way
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from("ab"), st.booleans()), max_size=30))
-def test_counts_are_those_of_offers_under_way(acts: list[tuple[int, str, bool]]) -> None:
-    directory = directory_of("ab")
-    under_way = dict[int, str]()
-    for number, where, begins in acts:
-        if begins:
-            directory.add_sent(replace(offer(number), replica=where))
-            under_way[number] = where
-        else:
-            directory.remove_sent(number)
-            under_way.pop(number, None)
-    for where in "ab":
-        assert directory.load(where).num_requests == list(under_way.values()).count(where)
 
 
 class Router(AddressRouter):

@@ -379,5 +379,7 @@ class Messages(Protocol):
         return made
 
 
-CHAT, RESPONSES, MESSAGES = Chat(), Responses(), Messages()
+CHAT = Chat()
+RESPONSES = Responses()
+MESSAGES = Messages()
 PROTOCOLS = [CHAT, RESPONSES, MESSAGES]

@@ -29,7 +29,8 @@ class Scripted(LocalEngine):
     ):
         super().__init__(generator, QWEN if tokenizer is None else None)
         if tokenizer is not None:
-            self.tokenizer, self.vocab_size = tokenizer, len(tokenizer)
+            self.tokenizer = tokenizer
+            self.vocab_size = len(tokenizer)
         self.tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         self.size = size
         self.top: list[tuple[int, float]] = []
@@ -46,14 +47,16 @@ class ScriptedDecoding:
     replica = None
 
     def __init__(self, engine: Scripted, prompt: Sequence[int]):
-        self.engine, self.metrics = engine, Request(0, RequestParams(list(prompt), 1)).metrics()
+        self.engine = engine
+        self.metrics = Request(0, RequestParams(list(prompt), 1)).metrics()
         self.logprobs = [TokenLogprobs(-3.0, engine.top)] * len(engine.tokens)
         self.prompt_logprobs = [None, *[TokenLogprobs(-1.0, [])] * (len(prompt) - 1)]
 
     async def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
         if self.engine.fault is not None:
             raise self.engine.fault
-        tokens, size = self.engine.tokens, self.engine.size
+        tokens = self.engine.tokens
+        size = self.engine.size
         for begin in range(0, len(tokens), size):
             yield tokens[begin : begin + size], begin + size >= len(tokens)
 

@@ -210,7 +210,8 @@ def test_log_probabilities_of_prompt_and_output_are_the_targets(
         "input_ids"
     ]  # without output they are scored, as lm_eval asks
     answer = complete(served, prompt=[ids], logprobs=2, echo=True, max_tokens=max_tokens, **fields)
-    found, tokens = answer["choices"][0]["logprobs"], list(ids)
+    found = answer["choices"][0]["logprobs"]
+    tokens = list(ids)
     if max_tokens:
         sampled = (
             dict(do_sample=True, temperature=0.5, top_k=0)
@@ -266,7 +267,8 @@ def test_slos_of_bodies_and_headers(served: Served) -> None:
 
 
 def test_text_of_tokens_and_back(served: Served) -> None:
-    client, tokenizer = served.client, served.generator.tokenizer
+    client = served.client
+    tokenizer = served.generator.tokenizer
     found = client.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True}).json()
     assert found["tokens"] == tokenizer(PROMPT)["input_ids"] and found["count"] == len(
         found["tokens"]

@@ -11,10 +11,8 @@ import httpx
 import pytest
 import torch
 
-from hf_slospec import QueueFull, SLOSpecConfig, SLOSpecGenerator, load_tiny_pair, tiny_prompts
+from hf_slospec import QueueFull, SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
 from hf_slospec.server.bodies import Message
-from hf_slospec.server.engine import LocalEngine
-from hf_slospec.server.options import SLOLimits
 from tests.server.conftest import CHAT_TEMPLATE, KEY, Served, serving
 from tests.server.hostile.clients import wait_until_idle
 from tests.server.protocols import (
@@ -117,7 +115,8 @@ def test_replies_are_those_of_generate_whole_and_streamed(
 @pytest.mark.parametrize("protocol", [CHAT, MESSAGES])
 def test_stop_strings_end_replies(served: Served, protocol: Protocol) -> None:
     whole = protocol.ask(served.client, max_tokens=30, **GREEDY)
-    text, stop = whole.text, whole.text[5:8]
+    text = whole.text
+    stop = whole.text[5:8]
     no_stops = ["\n" + text[:2], "\n" + stop]  # the first begins in the prompt
     for stops, end in ((no_stops, None), ([*no_stops, stop], text.index(stop))):
         for ask in (protocol.ask, protocol.stream):
@@ -243,32 +242,6 @@ def test_effort_tools_and_marks_for_caches_reach_the_template(
 
 
 @each_protocol
-def test_kv_of_returned_replies_is_reused_for_the_same_key_only(
-    generator: SLOSpecGenerator, protocol: Protocol
-) -> None:
-    generator.stop()
-    generator.start()  # nothing is kept of other tests
-    task = [{"role": "user", "content": "\n".join(tiny_prompts()[:2])}]
-    with serving(generator, api_keys={"one": SLOLimits(), "other": SLOLimits()}) as served:
-
-        def ask(key: str, messages: Any, **turn: Any) -> Reply:
-            served.client.headers["Authorization"] = f"Bearer {key}"
-            return protocol.ask(served.client, messages=messages, **GREEDY, **turn)
-
-        first = ask("one", task, max_tokens=24)
-        ask("other", [USER], max_tokens=8)
-        messages = [*task, *protocol.returned(first), {"role": "user", "content": "42\n" * 4}]
-        if protocol is CHAT:  # the template shows the text alone
-            messages[1] = {name: messages[1][name] for name in ("role", "content")}
-        other, second = (
-            ask(key, messages, max_tokens=4, slo_ttft=30.0) for key in ("other", "one")
-        )
-    assert other.num_cached == 0
-    assert first.num_input + first.num_output - 3 <= second.num_cached < second.num_input
-    assert second.metrics["attained"]  # the time between is in no SLO
-
-
-@each_protocol
 def test_slos_of_body_and_header_are_measured(served: Served, protocol: Protocol) -> None:
     for ask in (protocol.ask, protocol.stream):
         assert ask(served.client, max_tokens=4, slo_tpot=5.0, priority=1).metrics["slo_tpot"] == 5.0
@@ -343,6 +316,19 @@ def test_api_keys_are_read_from_the_headers_of_either_client(
         assert KEY not in answer.text
         error = "invalid_api_key" if "messages" not in path else "authentication_error"
         assert status == 200 or error in answer.text
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Served]:
+    """Server with fewer K/V slots than the model has positions."""
+    target, draft, tokenizer = load_tiny_pair(torch.float32)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    config = SLOSpecConfig(kv_tokens=512, compile=False)
+    with (
+        SLOSpecGenerator(target, draft, tokenizer, config) as generator,
+        serving(generator) as made,
+    ):
+        yield made
 
 
 @each_protocol
@@ -492,44 +478,3 @@ def test_only_allowed_tools_are_shown_to_the_model(served: Served) -> None:
     few = CHAT.ask(served.client, tools=[NOW], max_tokens=8, **GREEDY)
     body = CHAT.body(tools=[NOW, LATER], max_tokens=8, **GREEDY) | {"tool_choice": choice}
     assert CHAT.reply(served.client.post(CHAT.path, json=body).json()) == few
-
-
-def test_a_call_that_is_cut_off_stays_text(served: Served) -> None:
-    turn: dict[str, Any] = dict(tools=[LATER], choice="required", **GREEDY)
-    bias = {str(token): -100.0 for token in served.generator.tokenizer.convert_tokens_to_ids(["]"])}
-    assert CHAT.ask(served.client, logit_bias=bias, max_tokens=60, **turn).calls[0] == ("later", {})
-    cut = CHAT.ask(served.client, max_tokens=5, **turn)
-    assert cut.end == "length" and cut.text and not cut.calls
-
-
-def test_the_longest_prompt_and_the_count_of_refusals(small: Served) -> None:
-    max_len = small.generator.max_len
-    for prompt in ([5] * max_len, [[5], [5] * max_len]):
-        answer = small.client.post("/v1/completions", json={"prompt": prompt})
-        error = answer.json()["error"]
-        assert answer.status_code == 400 and "1 in the completion" in error["message"]
-        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
-    answer = small.client.post(
-        "/v1/completions", json={"prompt": [5] * (max_len - 1), "temperature": 0}
-    )
-    assert answer.json()["usage"]["completion_tokens"] == 1
-    lines = small.client.get("/metrics").text.splitlines()
-    (count,) = (
-        line
-        for line in lines
-        if line.startswith("hf_slospec:requests_refused_total") and '"context"' in line
-    )
-    assert float(count.split()[-1]) >= 2
-
-
-@pytest.fixture(scope="module")
-def small() -> Iterator[Served]:
-    """Server with fewer K/V slots than the model has positions."""
-    target, draft, tokenizer = load_tiny_pair(torch.float32)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    config = SLOSpecConfig(kv_tokens=512, compile=False)
-    with (
-        SLOSpecGenerator(target, draft, tokenizer, config) as generator,
-        serving(LocalEngine(generator)) as made,
-    ):
-        yield made

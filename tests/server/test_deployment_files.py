@@ -8,8 +8,6 @@ import itertools
 import json
 import re
 import shlex
-import subprocess
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
@@ -22,20 +20,14 @@ import yaml
 from hf_slospec import SLOSpecGenerator
 from hf_slospec.cli.app import app
 from hf_slospec.server.serve import DRAIN_S
-from tests.server.conftest import Served
 from tests.support.paths import ROOT
 
 FOLDER = ROOT / "examples" / "serving"
 PAGE = ROOT / "docs" / "server.md"
 METRIC = re.compile(r"\bhf_slospec:\w+")
 PREFIX = ["-m", "hf_slospec", "serve"]
-OPTIONS = [
-    "--target",
-    "org/name",
-    "--assistant",
-    "org/draft",
-]  # as the comments of the files have them
-WAIT_S = 60.0
+
+
 SERVE_CONFIGS = {
     "ray.yaml": lambda data: data,
     "kuberay.yaml": lambda data: yaml.safe_load(data["spec"]["serveConfigV2"]),
@@ -91,7 +83,7 @@ def instructions() -> dict[str, list[str]]:
 @pytest.fixture(scope="module")
 def metrics(generator: SLOSpecGenerator) -> dict[str, set[str]]:
     """Labels by the names of all samples, once a request with SLOs has ended."""
-    generator.submit("def main():", max_new_tokens=4, slo_tpot=1e3).result(WAIT_S)
+    generator.submit("def main():", max_new_tokens=4, slo_tpot=1e3).result(60.0)
     found: dict[str, set[str]] = defaultdict(set)
     for family in generator.collector().collect():
         for sample in family.samples:
@@ -109,27 +101,6 @@ def test_the_dashboard_and_the_page_name_metrics_that_there_are(
     assert named and named <= metrics.keys()
 
 
-def test_the_dashboard_groups_by_labels_that_there_are(metrics: dict[str, set[str]]) -> None:
-    grouped = [
-        pair
-        for expr in expressions()
-        for pair in re.findall(r"by \((\w+)\) \(rate\((hf_slospec:\w+)", expr)
-    ]
-    assert {label for label, _ in grouped} == {"le", "finished_reason", "position"}
-    assert all(label in metrics[name] for label, name in grouped)
-    assert sum(expr.count(" by (") for expr in expressions()) == len(grouped)
-
-
-def test_the_dashboard_takes_rates_of_what_only_grows() -> None:
-    for expr in expressions():
-        assert expr.count("(") == expr.count(")") and expr.count("{") == expr.count("}")
-        for before, name in re.findall(
-            r"(\w*\(?)(hf_slospec:\w+)\{instance=~\"\$instance\"\}", expr
-        ):
-            assert (before == "rate(") == name.endswith(("_total", "_bucket"))
-        assert expr.count("hf_slospec:") == expr.count('{instance=~"$instance"}')
-
-
 def test_the_unit_starts_the_server_and_lets_requests_finish() -> None:
     service = unit()["Service"]
     options = options_of(shlex.split(service["ExecStart"]))
@@ -138,12 +109,6 @@ def test_the_unit_starts_the_server_and_lets_requests_finish() -> None:
     assert service["Restart"] == "on-failure"
     assert int(service["TimeoutStopSec"]) > DRAIN_S
     assert f"HF_HOME=/var/cache/{service['CacheDirectory']}" in service["Environment"].split()
-
-
-@pytest.mark.parametrize("file", ["hf_slospec.service", "Containerfile"])
-def test_options_in_comments(file: str) -> None:
-    assert shlex.join(OPTIONS) in (FOLDER / file).read_text(encoding="utf-8")
-    assert options_of(["python", *PREFIX, *OPTIONS])["assistant"] == "org/draft"
 
 
 def test_the_image_starts_the_server_on_the_port_that_it_shows() -> None:
@@ -157,32 +122,6 @@ def test_the_image_starts_the_server_on_the_port_that_it_shows() -> None:
     assert any('".[serve]"' in line for line in own["RUN"]) and "TORCH_INDEX=" in own["ARG"]
     sources = [name for line in own["COPY"] for name in line.split()[:-1]]
     assert sources and all((ROOT / name).exists() for name in sources)
-
-
-def test_the_image_tells_a_server_that_answers_from_none(served: Served) -> None:
-    (check,) = instructions()["HEALTHCHECK"]
-    _, _, command = check.partition("CMD ")
-    _, *arguments = json.loads(command)
-    _, _, port = served.url.rpartition(":")
-    assert all(argument.count("8000") == (argument != "-c") for argument in arguments)
-    for tried, status in ((port, 0), ("1", 1)):
-        own = [argument.replace("8000", tried) for argument in arguments]
-        assert (
-            subprocess.run(
-                [sys.executable, *own], stderr=subprocess.DEVNULL, timeout=WAIT_S
-            ).returncode
-            == status
-        )
-
-
-def test_prometheus_reads_an_endpoint_of_the_server(served: Served) -> None:
-    (job,) = yaml.safe_load((FOLDER / "prometheus.yml").read_text(encoding="utf-8"))[
-        "scrape_configs"
-    ]
-    answer = served.client.get(job["metrics_path"])
-    assert answer.status_code == 200 and METRIC.search(answer.text)
-    (targets,) = (each["targets"] for each in job["static_configs"])
-    assert targets == [f"127.0.0.1:{options_of(['python', *PREFIX])['port']}"]
 
 
 @pytest.mark.parametrize("name", SERVE_CONFIGS)

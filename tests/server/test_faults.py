@@ -17,7 +17,8 @@ PROMPT = tiny_prompts()[0][:60]
 
 
 def test_keys_have_limits_of_their_own(guarded: Served) -> None:
-    client, body = guarded.client, {"prompt": PROMPT, "max_tokens": 3}
+    client = guarded.client
+    body = {"prompt": PROMPT, "max_tokens": 3}
     assert client.get("/health").status_code == client.get("/version").status_code == 200
     own, strict = ({"Authorization": f"Bearer {key}"} for key in (KEY, STRICT_KEY))
     metrics = client.post("/v1/completions", json=body, headers=own).json()["usage"]["metrics"]
@@ -82,7 +83,8 @@ def test_bodies_that_do_not_arrive_are_given_up(
 
 
 def test_no_path_leads_around_the_key(generator: SLOSpecGenerator) -> None:
-    key, body = "k\u00e9y", {"prompt": "x", "max_tokens": 2}
+    key = "k\u00e9y"
+    body = {"prompt": "x", "max_tokens": 2}
     with serving(generator, root_path="/llm", api_keys={key: SLOLimits()}) as served:
         client = served.client
         for path in (

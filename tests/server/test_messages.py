@@ -23,7 +23,7 @@ from hf_slospec.server.messages import (
     TemplateParts,
 )
 from hf_slospec.server.responses import ResponseAnswer, ResponsesBody
-from tests.server.scripted import ANSWER, CALL, QWEN
+from tests.server.scripted import ANSWER, QWEN
 
 PREFIX = "<|im_start|>user\nWeather?<|im_end|>\n<|im_start|>assistant\n"
 TOOLS: list[dict[str, Any]] = [
@@ -99,31 +99,6 @@ def test_arguments_of_earlier_calls_are_mappings_for_the_chat_template() -> None
     assert shown[0]["function"]["arguments"] == {"city": "Paris"} and shown[1] == broken
 
 
-BROKEN = [
-    '<think>hm</think>\n\n<tool_call>\n{"name": "weather", "argu',
-    f'<think>hm</think>Hello {CALL}\n<tool_call>\n{{"name": "wea',
-    f"{CALL}\n<tool_call>\n{{bad",
-    '<<tool_call>{bad<|im_end|>{"name": 3}',
-    '<<tool_call>{"name": 3}<tool_call>',
-    "a < b <think>so</think> c <",
-]
-
-
-@pytest.mark.parametrize("text", BROKEN)
-def test_broken_answers_are_told_apart_the_same_however_they_come(text: str) -> None:
-    whole = parts_of([text])
-    for size in (1, 2, 3, 7):
-        found = parts_of([text[at : at + size] for at in range(0, len(text), size)])
-        assert (found.content, found.reasoning, len(found.tool_calls)) == (
-            whole.content,
-            whole.reasoning,
-            len(whole.tool_calls),
-        )
-    assert len(whole.tool_calls) == text.count(CALL) and "</think>" not in whole.content
-    last = text.rpartition("<tool_call>")[2] if "<tool_call>" in text else "c <"
-    assert last in whole.content
-
-
 def test_arguments_that_nest_too_deeply_stay_text() -> None:
     call = {"function": {"name": "f", "arguments": "[" * 100_000}}
     message = Message(role="assistant", content=None, tool_calls=[call])  # type: ignore[call-arg]
@@ -135,7 +110,8 @@ TWO = '[{"name": "a", "arguments": {"x": "}],{"}} ,\n {"name":"b","arguments":{}
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
 def test_calls_are_read_whatever_the_pieces(size: int) -> None:
-    parser, found = CallParts(), Parts()
+    parser = CallParts()
+    found = Parts()
     for at in range(0, len(TWO), size):
         found += parser.push(TWO[at : at + size], at + size >= len(TWO))
     assert [call["function"] for call in found.tool_calls] == [

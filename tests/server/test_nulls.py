@@ -20,7 +20,6 @@ from tests.server.conftest import serving
 from tests.server.protocols import USER
 from tests.server.scripted import Scripted
 
-TURN: dict[str, Any] = {"role": "assistant", "content": "return"}
 # The body of each endpoint, and its required fields.
 ENDPOINTS: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "/v1/chat/completions": (ChatBody, {"messages": [USER]}),
@@ -36,7 +35,8 @@ VARYING = ("id", "item_id", "created", "created_at", "metrics")
 
 class Recorded:
     def __init__(self, client: httpx.Client, orders: list[Order]):
-        self.client, self.orders = client, orders
+        self.client = client
+        self.orders = orders
 
     def outcome(self, path: str, body: dict[str, Any]) -> Any:
         """What the engine was asked for, and the answer without what differs from request to request."""
@@ -74,40 +74,6 @@ def test_null_is_the_default_of_every_optional_field(recorded: Recorded, path: s
         recorded.outcome(path, body | dict.fromkeys([*optional, "a_field_of_later_versions"]))
         == expected
     )
-
-
-def test_null_is_a_default_within_fields_too(recorded: Recorded) -> None:
-    text: dict[str, Any] = {"type": "text", "text": "pass"}
-    schema = {"type": "object", "properties": {"x": {"enum": ["a", None]}}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    of_anthropic = {"name": "f", "input_schema": schema}
-    pairs: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-        ("/v1/chat/completions", {"messages": [USER | {"content": [text]}]},
-         {"messages": [USER | {"content": [text | {"cache_control": None}], "name": None, "tool_calls": None}]}),
-        ("/v1/chat/completions", {"messages": [USER], "tools": [tool], "tool_choice": "required"},
-         {"messages": [USER], "tools": [tool], "tool_choice": "required", "response_format": None}),
-        ("/v1/chat/completions", {"messages": [USER, TURN, USER]},
-         {"messages": [USER, TURN | {"tool_calls": [], "refusal": None, "audio": None, "annotations": []}, USER],
-          "tools": []}),
-        ("/v1/chat/completions", {"messages": [USER], "response_format": {"type": "text"}},
-         {"messages": [USER], "response_format": {"type": "text", "json_schema": None}}),
-        ("/v1/chat/completions",
-         {"messages": [USER], "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
-         {"messages": [USER], "response_format": {"type": "json_schema", "json_schema": {
-             "schema": schema, "name": None, "strict": None, "description": None}}}),
-        ("/v1/responses", {"input": [USER], "reasoning": {}, "text": {}},
-         {"input": [USER | {"type": None, "id": None, "status": None, "phase": None}],
-          "reasoning": {"effort": None, "summary": None, "generate_summary": None},
-          "text": {"format": None, "verbosity": None}}),
-        ("/v1/messages", ENDPOINTS["/v1/messages"][1] | {"tools": [of_anthropic], "tool_choice": {"type": "auto"}},
-         ENDPOINTS["/v1/messages"][1] | {
-             "tools": [of_anthropic | {"type": None, "cache_control": None, "description": None}],
-             "tool_choice": {"type": "auto", "disable_parallel_tool_use": None}}),
-    ]  # fmt: skip
-    for path, without, with_nulls in pairs:
-        assert recorded.outcome(path, with_nulls) == recorded.outcome(path, without)
-    (order,) = recorded.outcome(*pairs[4][:2])[0]
-    assert order.json_schema == schema  # nulls of a schema are part of it
 
 
 def test_no_model_of_bodies_takes_nulls_in_another_way() -> None:

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-from transformers import GenerationConfig
 
 from hf_slospec import InvalidInputError, SLOStage
 from hf_slospec.server.access import Tenant
 from hf_slospec.server.bodies import CompletionBody
 from hf_slospec.server.limits import RequestLimits
 from hf_slospec.server.options import Objective, SLOLimits
-from hf_slospec.server.orders import PromptInputs, order_of
-
-
-def test_a_lower_priority_is_earlier_as_in_the_batcher() -> None:
-    engine: Any = SimpleNamespace(generation_config=GenerationConfig(), max_len=64, vocab_size=100)
-    body = CompletionBody(model="tiny", prompt="x", priority=-3)
-    terms = Tenant(SLOLimits(), "", b"").arguments(body, {}, Objective())
-    assert order_of(body, PromptInputs([1, 2], {}), terms, engine, 0).arguments["priority"] == -3
 
 
 def test_an_objective_gives_what_the_request_leaves_out() -> None:
-    tenant, objective = (
-        Tenant(SLOLimits(default_tpot=9.0), "", b""),
-        Objective(slo_tpot=0.5, slo_e2e=4.0, priority=-2),
-    )
+    tenant = Tenant(SLOLimits(default_tpot=9.0), "", b"")
+    objective = Objective(slo_tpot=0.5, slo_e2e=4.0, priority=-2)
     empty = tenant.arguments(CompletionBody(prompt="x"), {}, objective)
     assert (empty["slo_tpot"], empty["slo_ttft"], empty["slo_e2e"], empty["priority"]) == (
         0.5,

@@ -59,7 +59,8 @@ def test_stop_strings_that_begin_in_the_prompt_are_none(
 
 
 def test_min_tokens_hold_back_stop_strings(served: Served) -> None:
-    path, body = "/v1/completions", BODY | {"ignore_eos": True}
+    path = "/v1/completions"
+    body = BODY | {"ignore_eos": True}
     whole, _ = whole_and_streamed(served, path, body)
     body |= {"min_tokens": 12, "stop": [whole[2:4]]}
     assert served.client.post(path, json=body).json()["usage"]["completion_tokens"] >= 12
@@ -71,28 +72,6 @@ def test_min_tokens_hold_back_stop_strings(served: Served) -> None:
         served, path, body | {"min_tokens": 0, "include_stop_str_in_output": True}
     )
     assert kept == at_once + whole[2:4]
-
-
-def test_submit_finds_stop_strings_in_the_output_and_generate_also_in_the_prompt(
-    generator: SLOSpecGenerator,
-) -> None:
-    tokenizer = generator.tokenizer
-    whole = generator.submit(PROMPT, max_new_tokens=16, do_sample=False).result()
-    text = str(whole.text)
-    stop = PROMPT[-3:] + text[:2]
-    assert stop not in text
-    for stops in (stop, [stop]):
-        result = generator.submit(
-            PROMPT, max_new_tokens=16, do_sample=False, stop_strings=stops
-        ).result()
-        assert (result.token_ids, result.finish_reason) == (whole.token_ids, whole.finish_reason)
-    inputs = tokenizer(PROMPT, return_tensors="pt")
-    out = generator.generate(**inputs, max_new_tokens=16, do_sample=False, stop_strings=stop)
-    assert out.shape[1] - inputs["input_ids"].shape[1] < len(whole.token_ids)
-    handle = generator.submit(
-        PROMPT, max_new_tokens=16, min_new_tokens=9, do_sample=False, stop_strings=text[1:3]
-    )
-    assert len(handle.result().token_ids) > 9
 
 
 @pytest.mark.parametrize("size", [1, 2, 50])
@@ -110,7 +89,8 @@ def test_first_spaces_of_outputs_are_kept(generator: SLOSpecGenerator, size: int
                 model="tiny", prompt=prompt, echo=True, logprobs=1
             ).choices
             assert choice.text == "The keys return the" and choice.logprobs is not None
-            offsets, names = choice.logprobs.text_offset, choice.logprobs.tokens
+            offsets = choice.logprobs.text_offset
+            names = choice.logprobs.tokens
             assert offsets is not None and names is not None
             for offset, name in list(zip(offsets, names, strict=True))[2:]:
                 assert choice.text[offset:].startswith(name)
@@ -201,7 +181,8 @@ DROPPING = "{% for m in messages %}{{ m.role }}\n{% endfor %}"
 def test_texts_reach_templates_of_parts_and_are_never_lost(
     served: Served, generator: SLOSpecGenerator
 ) -> None:
-    tokenizer, kept = generator.tokenizer, generator.tokenizer.chat_template
+    tokenizer = generator.tokenizer
+    kept = generator.tokenizer.chat_template
     messages: Any = [{"role": "user", "content": "What is it?"}]
     refused = r"does not show the text of messages\[0\]"
     try:

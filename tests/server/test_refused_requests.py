@@ -16,7 +16,10 @@ from tests.server.protocols import USER
 
 WEATHER: dict[str, Any] = {"name": "weather", "parameters": {"type": "object"}}
 TOOL = {"type": "function", "function": WEATHER}
-COMPLETIONS, CHATS, RESPONSES, MESSAGES = "completions", "chat/completions", "responses", "messages"
+COMPLETIONS = "completions"
+CHATS = "chat/completions"
+RESPONSES = "responses"
+MESSAGES = "messages"
 VALID: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "x"},
     CHATS: {"messages": [USER], "max_tokens": 2},

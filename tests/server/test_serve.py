@@ -81,10 +81,8 @@ def test_a_signal_lets_requests_finish(num_processes: int, tmp_path: Path) -> No
         target, _, tokenizer = load_tiny_pair()
         for part in (target, tokenizer):
             part.save_pretrained(tmp_path / "target")
-        options, drafter = (
-            ["--target", str(tmp_path / "target"), "--tensor-parallel-size", "2"],
-            "prompt lookup",
-        )
+        options = ["--target", str(tmp_path / "target"), "--tensor-parallel-size", "2"]
+        drafter = "prompt lookup"
     options += ["--dtype", "float32", "--port", str(port), *NO_COMPILER]
     torchrun = TORCHRUN if num_processes > 1 else []
     command = [sys.executable, *torchrun, "-m", "hf_slospec", "serve", *options]

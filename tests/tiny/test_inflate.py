@@ -17,7 +17,7 @@ from hf_slospec.tiny.inflate import config_of, inflate
 from hf_slospec.tiny.shapes import DRAFT_SHAPES, SHAPES, Shape
 
 LLAMA = dict(
-    num_heads=16, num_kv_heads=4, head_dim=128, vocab_size=5000
+    num_attention_heads=16, num_key_value_heads=4, head_dim=128, vocab_size=5000
 )  # as in Llama 3, all but the sizes
 ONE_SIZE = (
     Shape(256, 704, 10),
@@ -31,7 +31,7 @@ ONE_SIZE = (
     [
         *(pytest.param(own, marks=pytest.mark.nightly) for own in ONE_SIZE),
         Shape(1024, 1024, 9),
-        Shape(256, 704, 8, num_heads=16, num_kv_heads=4),
+        Shape(256, 704, 8, num_attention_heads=16, num_key_value_heads=4),
         Shape(256, 704, 8, head_dim=192),
         pytest.param(Shape(1024, 704, 8, **LLAMA), marks=pytest.mark.nightly),
         Shape(1024, 704, 9, **LLAMA, tie_word_embeddings=False),
@@ -54,15 +54,6 @@ def test_inflated_target_says_the_same(shape: Shape) -> None:
     assert more.isfinite().all() and (more < -100.0).all()
     options = dict(do_sample=False, max_new_tokens=16)
     assert torch.equal(larger.generate(**inputs, **options), target.generate(**inputs, **options))
-
-
-def test_further_ids_never_win_in_bf16() -> None:
-    target, _, tokenizer = load_tiny_pair(torch.bfloat16)
-    larger = inflate(target, Shape(1024, 704, 8, **LLAMA, tie_word_embeddings=False))
-    inputs = tokenizer(tiny_prompts()[0], return_tensors="pt")
-    with torch.no_grad():
-        more = larger(**inputs).logits[..., target.config.vocab_size :]
-    assert more.isfinite().all() and (more < -100.0).all()
 
 
 def test_shapes_of_the_8b_pair() -> None:
@@ -104,8 +95,8 @@ def test_an_inflated_pair_accepts_as_the_embedded_pair() -> None:
         Shape(256, 500, 8),
         Shape(256, 704, 4),
         Shape(256, 704, 8, head_dim=96),
-        Shape(256, 704, 8, num_heads=4, num_kv_heads=4),
-        Shape(256, 704, 8, num_heads=4, num_kv_heads=1),
+        Shape(256, 704, 8, num_attention_heads=4, num_key_value_heads=4),
+        Shape(256, 704, 8, num_attention_heads=4, num_key_value_heads=1),
         Shape(256, 704, 8, vocab_size=4096),
         Shape(512, 704, 8, vocab_size=1024),
     ],
@@ -113,8 +104,3 @@ def test_an_inflated_pair_accepts_as_the_embedded_pair() -> None:
 def test_shapes_that_cannot_hold_the_model(shape: Shape) -> None:
     with pytest.raises(InvalidInputError, match="cannot hold"):
         inflate(load_tiny_pair()[0], shape)
-
-
-def test_further_ids_need_more_range_than_fp16_has() -> None:
-    with pytest.raises(InvalidInputError, match="bf16 or fp32"):
-        inflate(load_tiny_pair(torch.float16)[0], Shape(1024, 704, 8, vocab_size=5000))

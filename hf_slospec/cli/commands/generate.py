@@ -108,7 +108,7 @@ def generate(
                 "loading, and measuring the speed of the models (stored for later runs)"
             ):
                 generator = load_generator(ModelOptions(**given), settings).start()
-            facts = f"{size_and_place(generator.model)}; drafts: {generator.decoder.speculator.method.kind}"
+            facts = f"{size_and_place(generator.model)}; drafts: {generator.draft_method.kind}"
             console.print(facts, style="dim", highlight=False, soft_wrap=True)
             with generator, logged_afterwards():  # logs follow the text
                 handle = generator.submit(
@@ -125,7 +125,6 @@ def generate(
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
-    """Return the prompt from the argument, the file or standard input."""
     if prompt not in (None, "-") and file is not None:
         raise typer.BadParameter("give a prompt or --file, not both")
     if file is not None:
@@ -155,7 +154,6 @@ def _streamed(handle: RequestHandle, is_shown: bool) -> RequestResult:
 
 
 def summary(metrics: RequestMetrics) -> str:
-    """Return the figures of one request in a line."""
     parts = [f"{metrics.tokens} token{'' if metrics.tokens == 1 else 's'}"]
     if metrics.tpot_s:
         parts.append(f"{1e3 * metrics.tpot_s:.1f} ms per token ({1 / metrics.tpot_s:.1f} tokens/s)")

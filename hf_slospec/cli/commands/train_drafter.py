@@ -103,10 +103,8 @@ def chain_length(
 
     chains = SLOSpecConfig(policy="fixed", max_depth=options.levels, max_width=1)
     generator = _generator(target, tokenizer, drafter=options.out, config=chains)
-    prompts, new = (
-        [text.ids[: text.begin] for text in held_out],
-        max(len(text.ids) - text.begin for text in held_out),
-    )
+    prompts = [text.ids[: text.begin] for text in held_out]
+    new = max(len(text.ids) - text.begin for text in held_out)
     rows = _continued(generator, prompts, max_new_tokens=new, do_sample=False).slo
     return float(sum(row.tokens - 1 for row in rows) / max(1, sum(row.steps for row in rows)))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 import time
@@ -12,9 +11,6 @@ from typing import Any
 
 import httpx
 
-LONG_MINUTES = float(
-    os.environ.get("HOSTILE_MINUTES", "0")
-)  # for the longer form, `make hostile`; 0: the short one
 WAIT_S = 120.0  # far more than anything here takes
 SMALL = {"prompt": "def main():", "max_tokens": 3, "temperature": 0}
 PATTERNS = [f".*{chr(97 + i % 26)}{chr(97 + i * 7 % 26)}.*" for i in range(59)]

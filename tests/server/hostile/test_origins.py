@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from hf_slospec import SLOSpecGenerator
 from hf_slospec.server.app import ServerSettings
-from hf_slospec.server.options import ServeOptions, SLOLimits, is_loopback
+from hf_slospec.server.options import ServeOptions, SLOLimits
 from tests.server.conftest import serving
 
 PAGE = "https://page.example"
@@ -124,13 +123,6 @@ def test_pages_that_are_allowed_may_call(url: str) -> None:
     )
 
 
-def test_clients_that_are_no_browsers_need_nothing_new(url: str) -> None:
-    assert answer(url)[0] == 200
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        assert client.completions.create(model="tiny", prompt="x", max_tokens=1).usage is not None
-    assert httpx.get(f"{url}/health").status_code == httpx.get(f"{url}/metrics").status_code == 200
-
-
 def test_with_keys_any_name_will_do(generator: SLOSpecGenerator) -> None:
     with serving(generator, api_keys={"key": SLOLimits()}) as served:
         request = {"Host": "llm.example", "Origin": "https://app.example"}
@@ -138,19 +130,6 @@ def test_with_keys_any_name_will_do(generator: SLOSpecGenerator) -> None:
         assert answer(served.url, Authorization="Bearer key", **request)[0] == 200
 
 
-def test_operator_may_allow_all_names_and_pages(generator: SLOSpecGenerator) -> None:
-    with serving(generator, allowed_hosts=("*",), allowed_origins=("*",)) as served:
-        assert answer(served.url, Host="page.example", Origin=PAGE)[0] == 200
-
-
 def test_name_that_is_listened_on_is_allowed() -> None:
     options = ServeOptions(host="box.lan", no_api_key=True, allowed_hosts=("llm.lan",))
     assert ServerSettings.of(options).allowed_hosts == ("box.lan", "llm.lan")
-
-
-@pytest.mark.parametrize(
-    ("host", "is_own"), [("127.0.0.1", True), ("127.8.0.1", True), ("::1", True), ("localhost", True),
-                         ("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("box.lan", False), ("", False)]
-)  # fmt: skip
-def test_addresses_that_other_machines_cannot_reach(host: str, is_own: bool) -> None:
-    assert is_loopback(host) == is_own

@@ -126,14 +126,6 @@ def test_requests_to_upgrade_may_arrive_in_pieces(url: str) -> None:
             check_answer(connection)
 
 
-def test_requests_to_upgrade_with_a_body_that_is_no_json_are_refused(url: str) -> None:
-    with connected(url) as connection:
-        connection.sendall(post(H2C, b"GET / HTTP/1.1\r\n\r\n"))
-        assert received(connection)[0] == 400
-        connection.sendall(post())
-        check_answer(connection)
-
-
 def everything(url: str, request: bytes) -> tuple[bytes, bytes]:
     """Head and content of a response that the end of the connection ends."""
     data = b""
@@ -171,11 +163,6 @@ def test_other_responses_to_clients_of_http_1_0_have_a_length(url: str) -> None:
     head, content = everything(url, b"HEAD /health HTTP/1.0\r\nHost: localhost\r\n\r\n")
     assert head.startswith(b"http/1.1 200") and not content
     assert everything(url, post(body=b"{", version=b"1.0"))[0].startswith(b"http/1.1 400")
-
-
-def test_streams_to_other_clients_are_chunked(url: str) -> None:
-    head, content = everything(url, post(b"Connection: close\r\n", STREAM))
-    assert b"transfer-encoding: chunked" in head and content.endswith(b"0\r\n\r\n")
 
 
 def compressed(url: str, content: bytes, encoding: str = "gzip") -> httpx.Response:

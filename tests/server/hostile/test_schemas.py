@@ -20,11 +20,7 @@ from tests.server.conftest import Served
 from tests.server.hostile.clients import (
     CHAT,
     HARD_SCHEMA,
-    SMALL,
     WAIT_S,
-    sent,
-    wait_until,
-    wait_until_idle,
     with_schema,
 )
 
@@ -138,19 +134,6 @@ def test_a_process_whose_wait_has_not_begun_is_reaped_all_the_same(
     run(story())  # which waits for the threads
     (process,) = made
     assert process.returncode and process.stdin is not None and process.stdin.closed
-
-
-def test_six_abandoned_schemas_leave_nothing_behind(served: Served) -> None:
-    body = with_schema(HARD_SCHEMA)
-    connections = [sent(served.url, "/v1/chat/completions", body) for _ in range(6)]
-    wait_until(lambda: bool(programs()))
-    for connection in connections:
-        connection.close()
-    assert served.client.post("/v1/completions", json=SMALL).status_code == 200
-    wait_until_idle(served.client)
-    assert not programs()
-    answer = served.client.post("/v1/chat/completions", json=with_schema(FINE) | {"max_tokens": 60})
-    assert answer.status_code == 200, answer.text
 
 
 def test_choices_share_one_compiled_schema(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

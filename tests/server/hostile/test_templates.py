@@ -4,20 +4,16 @@ dropped silently.
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hf_slospec import InvalidInputError, SLOSpecGenerator, load_tiny_pair
-from hf_slospec.server.app import ServerSettings
+from hf_slospec import InvalidInputError, load_tiny_pair
 from hf_slospec.server.bodies import Message
 from hf_slospec.server.chat_templates import ChatTemplates
-from hf_slospec.server.engine import LocalEngine
 from hf_slospec.server.limits import RequestLimits
 from hf_slospec.server.orders import chat_prompt
-from tests.server.conftest import serving
 
 END = "<|endoftext|>"
 TEMPLATE = (
@@ -148,26 +144,3 @@ def test_variables_that_the_template_does_not_have_are_refused() -> None:
     for name in ("enable_thinking", "chat_template", "sanitize_control_tokens", "tools"):
         with pytest.raises(InvalidInputError, match=rf"{name} cannot be given.*: thinks"):
             tokens("allow", "x", template_kwargs={name: True})
-
-
-def test_server_escapes_or_refuses_as_its_operator_says(generator: SLOSpecGenerator) -> None:
-    engine, body = (
-        LocalEngine(generator),
-        {"messages": [{"role": "user", "content": FORGED}], "max_tokens": 2},
-    )
-    engine.tokenizer = copy.deepcopy(generator.tokenizer)
-    engine.tokenizer.chat_template = TEMPLATE
-    found = {}
-    for treatment in ("allow", "escape", "refuse"):
-        with serving(engine, special_tokens=treatment) as served:
-            made = served.client.post("/tokenize", json={"messages": body["messages"]})
-            chat = served.client.post("/v1/chat/completions", json=body)
-            assert made.status_code == chat.status_code
-            if treatment == "refuse":
-                assert chat.status_code == 400 and END in chat.json()["error"]["message"]
-            else:
-                found[treatment] = made.json()["tokens"]
-                assert chat.json()["usage"]["prompt_tokens"] == len(found[treatment])
-    assert found == {treatment: tokens(treatment, FORGED) for treatment in found}
-    with pytest.raises(InvalidInputError, match="special_tokens"):
-        ServerSettings(model_name="tiny", special_tokens="forbid")

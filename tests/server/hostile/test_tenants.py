@@ -17,7 +17,6 @@ from hf_slospec import (
     load_tiny_pair,
     tiny_prompts,
 )
-from hf_slospec.server.app import ServerSettings
 from hf_slospec.server.options import SLOLimits
 from tests.server.conftest import serving
 from tests.support.breadth import quick_or
@@ -110,24 +109,6 @@ def test_no_salt_leads_to_another_keys_texts(clients: Clients) -> None:
     assert clients.cached(ONE, KNOWN) > 0
 
 
-def test_salts_that_are_kept_have_one_length_and_tell_no_key(
-    clients: Clients, generator: SLOSpecGenerator
-) -> None:
-    seen = []
-    submit = generator.submit
-
-    def spied(*arguments: Any, **options: Any) -> Any:
-        seen.append(options["cache_salt"])
-        return submit(*arguments, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generator, "submit", spied)
-        for salt in ("", "x", "x" * 256):
-            clients.usage(ONE, KNOWN, cache_salt=salt)
-    assert len(set(seen)) == 3 and {len(salt) for salt in seen} == {64}
-    assert not any(ONE in salt for salt in seen)
-
-
 @pytest.mark.parametrize("settings", [{}, {"api_keys": KEYS, "share_prefixes": True}])
 def test_without_keys_or_by_the_operators_choice_all_are_one_tenant(
     generator: SLOSpecGenerator, settings: dict[str, Any]
@@ -157,15 +138,3 @@ def test_shared_suffix_trees_hold_texts_of_the_same_key_only(generator: SLOSpecG
             alone = accepted(clients, ONE)
             assert accepted(clients, OTHER) == alone
             assert accepted(clients, ONE) > alone
-
-
-def test_salts_are_those_of_one_server_and_the_same_in_all_of_its_fronts() -> None:
-    options, others = (ServerSettings(model_name="tiny", api_keys=KEYS) for _ in range(2))
-    copy = options.model_copy()  # as every front gets one
-
-    def salt(settings: ServerSettings) -> str:
-        tenant = settings.tenant(f"Bearer {ONE}", settings.secret)
-        assert tenant is not None
-        return tenant.salt("own")
-
-    assert salt(options) == salt(copy) != salt(others)

@@ -16,7 +16,7 @@ from hf_slospec import SLOSpecGenerator
 from hf_slospec.server.engine import LocalEngine
 from hf_slospec.server.limits import RequestLimits
 from hf_slospec.server.options import SLOLimits
-from hf_slospec.server.work import BusyError, JobSlots, Work
+from hf_slospec.server.work import JobSlots, Work
 from tests.server.conftest import Served, serving
 from tests.server.hostile.clients import (
     SMALL,
@@ -69,30 +69,6 @@ def test_clients_take_turns() -> None:
     run(story())
 
 
-def test_where_too_many_wait_the_client_with_the_most_loses_its_last() -> None:
-    async def story() -> None:
-        gate = Gate()
-        work = Work(1, 3)
-        jobs = {
-            name: asyncio.ensure_future(work.run(name[0], gate, name))
-            for name in ("a0", "a1", "a2", "a3")
-        }
-        await settled()
-        with pytest.raises(BusyError):
-            await work.run("a", gate, "a4")
-        jobs["b0"] = asyncio.ensure_future(work.run("b", gate, "b0"))
-        await settled()
-        assert (
-            isinstance(jobs["a3"].exception(), BusyError)
-            and work.num_waiting == 3
-            and work.num_refused == 2
-        )
-        gate.is_open.set()
-        assert [await jobs[name] for name in ("a0", "a1", "a2", "b0")] == ["a0", "a1", "a2", "b0"]
-
-    run(story())
-
-
 def test_a_client_that_leaves_loses_its_place_and_a_thread_keeps_its_own_until_it_ends() -> None:
     async def story() -> None:
         gate = Gate()
@@ -140,25 +116,14 @@ def test_a_place_that_is_left_when_its_turn_comes_goes_on_to_the_next() -> None:
     run(story())
 
 
-def test_a_job_that_raises_gives_its_place_back() -> None:
-    async def story() -> None:
-        work = Work(1, 10)
-        for _ in range(3):
-            with pytest.raises(ZeroDivisionError):
-                await work.run("a", lambda: 1 / 0)
-        await settled()
-        assert work.num_running == 0
-
-    run(story())
-
-
 # ---- over HTTP
 
 
 @pytest.fixture
 def narrow(generator: SLOSpecGenerator) -> Iterator[tuple[Served, Gate]]:
     """A server with one thread and a queue of three, and a gate before its tokenizer."""
-    bounds, gate = RequestLimits(workers=1, waiting=3), Gate()
+    bounds = RequestLimits(workers=1, waiting=3)
+    gate = Gate()
     engine = LocalEngine(generator, work=bounds.new_work())
     own = engine.tokenizer
 
@@ -240,29 +205,3 @@ def test_leaving_a_list_of_prompts_cancels_all_that_it_had_begun(served: Served)
         after["cancelled"] > before.get("cancelled", 0)
         and after.get("length", 0) < before.get("length", 0) + 40
     )
-
-
-def test_the_event_loop_tokenizes_and_decodes_nothing(generator: SLOSpecGenerator) -> None:
-    engine, threads = LocalEngine(generator), set[str]()
-    own = engine.tokenizer
-
-    class Watched:
-        def __getattr__(self, name: str) -> Any:
-            threads.add(threading.current_thread().name)
-            return getattr(own, name)
-
-        def __call__(self, text: str, **options: Any) -> Any:
-            threads.add(threading.current_thread().name)
-            return own(text, **options)
-
-    with serving(engine) as served:
-        engine.tokenizer, client = Watched(), served.client
-        found = client.post(
-            "/tokenize", json={"prompt": "def main():\n" * 99, "return_token_strs": True}
-        ).json()
-        assert "".join(found["token_strs"]) == "def main():\n" * 99
-        assert (
-            client.post("/detokenize", json={"tokens": found["tokens"]}).json()["prompt"]
-            == "def main():\n" * 99
-        )
-    assert threads and all(name.startswith("hf_slospec_work") for name in threads), threads
