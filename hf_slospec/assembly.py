@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -13,6 +15,24 @@ from hf_slospec.engine.interfaces import Clock, Drafter, Policy, Target
 from hf_slospec.engine.step import Engine
 from hf_slospec.request.request import Request
 from hf_slospec.scheduler.continuous import ContinuousScheduler, Limits
+
+# Packages that add to the core through its interfaces; each may be missing.
+PLUGINS = ("hf_slospec.cpu", "hf_slospec.cuda", "hf_slospec.families", "hf_slospec.heads")
+
+
+@functools.cache
+def load_plugins() -> None:
+    """Let each plugin that is there register what it adds."""
+    for name in PLUGINS:
+        try:
+            plugin = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+        else:
+            register: Callable[[], None] | None = getattr(plugin, "register", None)
+            if register is not None:
+                register()
 
 
 class Parts(NamedTuple):

@@ -149,23 +149,25 @@ class FeatureDrafter(Drafter):
             max_slots: see :class:`RequestSequences`, as for ``max_kept``.
         """
         self.packed = packed
+        self.head: Any = packed.model  # a Head
         self.vocab_size = vocab_size
         self.sequences = RequestSequences(
-            packed, max(max_nodes, self.min_nodes(packed.model)), max_slots, max_kept
+            packed, max(max_nodes, self.head.min_nodes), max_slots, max_kept
         )
         self.features = FeatureQueue()
 
-    @classmethod
-    def min_nodes(cls, head: Any) -> int:
-        """Return the number of nodes of one request that a forward of the network stages, however
-        small the trees.
-        """
-        return 0
-
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        layers: tuple[int, ...] = self.packed.model.feature_layers
+        layers: tuple[int, ...] = self.head.feature_layers
         return layers
+
+    def spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits of the target's vocabulary.  [..., draft_vocab] -> [..., vocab]"""
+        vocabulary = self.head.vocabulary(self.vocab_size)
+        if vocabulary is None:
+            return logits[..., : self.vocab_size]
+        whole: torch.Tensor = vocabulary.spread(logits)
+        return whole
 
     @property
     def num_one_off_forwards(self) -> int:

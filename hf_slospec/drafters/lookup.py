@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from hf_slospec.drafters.methods import DraftMethod, Room
+from hf_slospec.drafters.past_answers import END, PastAnswers
 from hf_slospec.engine.interfaces import Drafter, Plan
-from hf_slospec.heads.past_answers import END, PastAnswers
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.transfer import to_device
 from hf_slospec.request.request import Request

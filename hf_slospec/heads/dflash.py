@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, Qwen3Config
+from transformers import Qwen3Config
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3DecoderLayer,
@@ -15,7 +15,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
+from hf_slospec.drafters.head import Head
 from hf_slospec.errors import UnsupportedModelError
+from hf_slospec.heads.block_drafter import BlockDrafter, SequentialBlockDrafter
 from hf_slospec.model.properties import cache_option
 
 # Entries of dflash_config that are read here, or that do not change the forward.
@@ -30,12 +32,11 @@ KNOWN |= {
 KNOWN |= {"sample_from_anchor", "query_zero_predicts_next", "projector_type", "num_anchors"}
 
 
-class DFlashHead(PreTrainedModel):
+class DFlashHead(Head):
     """Network that predicts blocks of tokens from hidden states of the target (features).
 
     All tokens but the last are the context: every layer caches their K and V, computed from their
-        combined features
-    alone. A block is the last token, whose features are not known yet, then mask tokens. Block
+    combined features alone. A block is the last token, whose features are not known yet, then mask tokens. Block
     tokens attend to the context and to each other, and each mask token predicts the token at its
     position. In some heads, each token of the block predicts the token behind it instead.
 
@@ -45,9 +46,8 @@ class DFlashHead(PreTrainedModel):
     committed."""
 
     config_class: Any = Qwen3Config
-    _supports_sdpa = True
-    _supports_attention_backend = True
-    kind: ClassVar[str] = "DFlash"  # name in errors and descriptions
+    kind = "DFlash"
+    drafter_class: ClassVar[Any] = BlockDrafter
     caches_context = True  # a forward of context tokens caches K and V, and attends to none
     known: ClassVar[set[str]] = KNOWN
     layer_class: ClassVar[Any] = Qwen3DecoderLayer
@@ -125,7 +125,6 @@ class DFlashHead(PreTrainedModel):
         self.lm_head: Any = (
             nn.Linear(hidden, self.draft_vocab_size, bias=False) if lm_head is None else None
         )
-        self.register_buffer("target_ids", None, persistent=False)
         self._add_modules()
         self.post_init()  # type: ignore[no-untyped-call]
         # Set after the initialisation, which would overwrite the target's weights.
@@ -138,10 +137,9 @@ class DFlashHead(PreTrainedModel):
     def _own_embeddings(self) -> nn.Module:
         return nn.Embedding(self.config.vocab_size, self.config.hidden_size)
 
-    def set_vocabulary(self, target_ids: torch.Tensor) -> None:
-        """Set the target's ids of a reduced vocabulary, [draft_vocab] int64."""
-        assert target_ids.shape == (self.draft_vocab_size,), "one target id per draft id"
-        self.target_ids = target_ids
+    @property
+    def min_nodes(self) -> int:
+        return self.block_size
 
     @property
     def num_proposals(self) -> int:
@@ -201,15 +199,7 @@ class DFlashHead(PreTrainedModel):
         return embeddings
 
     def combine(self, features: torch.Tensor) -> torch.Tensor:
-        """Return the inputs of context tokens' K and V.
-
-        Args:
-            features: [num_tokens, len(feature_layers) * target_hidden], the layers' states
-                concatenated.
-
-        Returns:
-            [num_tokens, hidden].
-        """
+        """Return the inputs of context tokens' K and V, [num_tokens, hidden]."""
         combined: torch.Tensor = self.hidden_norm(self.fc(features))
         return combined
 
@@ -344,6 +334,7 @@ class SequentialHead(DFlashHead):
     position, depends on the token before, so that siblings of a tree have children with
     probabilities of their own."""
 
+    drafter_class = SequentialBlockDrafter
     is_recurrent: bool = False  # nodes have states
 
     @property

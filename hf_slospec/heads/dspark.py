@@ -4,7 +4,7 @@ reads.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ class DominoHead(SequentialHead):
     not corrected) besides the settings of DFlash.
     """
 
-    kind: ClassVar[str] = "Domino"
+    kind = "Domino"
     known = KNOWN | {*SETTINGS, "shift_label"}
     is_recurrent = True
 
@@ -130,7 +130,7 @@ class DSparkHead(SequentialHead):
     ``enable_confidence_head`` and ``confidence_head_with_markov`` besides the settings of DFlash.
     """
 
-    kind: ClassVar[str] = "DSpark"
+    kind = "DSpark"
     known = KNOWN | {
         "markov_rank",
         "markov_head_type",

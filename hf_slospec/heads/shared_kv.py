@@ -32,6 +32,7 @@ LAST_HIDDEN = (
     -1
 )  # the target's hidden state after its last norm, numbered as in output_hidden_states
 SLIDING = "sliding_attention"
+MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
 
 def cached_layers(model: Any) -> dict[str, int]:
@@ -320,6 +321,11 @@ class Gemma4Method(DraftMethod):
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         return SharedKVDrafter(self.assistant, room.vocab_size)
+
+
+def gemma4_method(model: Any, *_: Any) -> DraftMethod | None:
+    """Return the method of a Gemma 4 assistant; None for other models."""
+    return Gemma4Method(model) if model.config.model_type in MODEL_TYPES else None
 
 
 def _kv_shape(attention: Any) -> tuple[int, int]:

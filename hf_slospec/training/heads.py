@@ -14,7 +14,7 @@ from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.heads.checkpoint import hidden_size_of, num_layers_of
 from hf_slospec.heads.dspark import DSparkHead
 from hf_slospec.heads.eagle3 import Eagle3Head, Eagle3Settings, default_feature_layers
-from hf_slospec.heads.loading_blocks import BLOCK_SETTINGS
+from hf_slospec.heads.layouts import BLOCK_SETTINGS
 from hf_slospec.heads.mtp import MtpHead, own_modules
 from hf_slospec.model.properties import input_device, vocab_size
 from hf_slospec.training.options import TrainingOptions

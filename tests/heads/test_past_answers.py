@@ -19,9 +19,9 @@ from hf_slospec import (
     load_drafter,
 )
 from hf_slospec.drafters.lookup import PromptLookupDrafter
+from hf_slospec.drafters.past_answers import CONTEXT, END
 from hf_slospec.engine.interfaces import Plan
-from hf_slospec.heads.past_answers import CONTEXT, END
-from hf_slospec.heads.suffix import SuffixDrafter
+from hf_slospec.heads.suffix import AnswerTrees, SuffixDrafter
 from hf_slospec.request.request import Request, RequestParams
 from tests.support.toys.tiny_models import assert_same_as_stock, tiny_model
 from tests.support.toys.trees import path_to
@@ -57,7 +57,7 @@ def chain(drafter: Any, request: Request, depth: int = 4) -> list[int]:
 def probs_by_path(past: PastAnswers, request: Request) -> list[dict[tuple[int, ...], float]]:
     """Return the probabilities of all continuations, whose order is not defined among equals."""
     found = []
-    for draft in past.continuations(request, 1000):
+    for draft in past.index(AnswerTrees).continuations(request, 1000):
         paths = list[tuple[int, ...]]()
         for token, parent in zip(draft.token_ids, draft.parents, strict=True):
             paths.append((*(paths[parent] if parent >= 0 else ()), token))
@@ -148,16 +148,16 @@ def test_trees_are_those_of_a_new_store_with_the_same_answers() -> None:
         if step % 3 == 0:
             drafter.release(requests.pop(rng.randrange(len(requests))))
         anew = PastAnswers(max_tokens=150, max_per_prompt=4)
-        anew._answers = past._answers
-        anew._to = past._to
-        anew._running = past._running
+        anew.answers = past.answers
+        anew._keys_to = past._keys_to
+        anew.running = past.running
         for request in requests:
             assert probs_by_path(past, request) == probs_by_path(anew, request)
     assert 100 < past.num_tokens <= 150
     for request in requests:
         drafter.release(request)
     assert all(
-        group.prompt == "" for group in past._trees
+        group.prompt == "" for group in past.index(AnswerTrees)._trees
     )  # those of prompts go with their last request
 
 

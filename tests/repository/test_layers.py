@@ -61,32 +61,6 @@ PENDING: dict[str, set[str]] = {
     "hf_slospec.cpu.exact_trial": {
         "hf_slospec.families.prefilled_prompts",
     },
-    "hf_slospec.drafters.assistant": {
-        "hf_slospec.heads.translation",
-    },
-    "hf_slospec.drafters.head": {
-        "hf_slospec.heads.block_drafter",
-        "hf_slospec.heads.dflash",
-        "hf_slospec.heads.eagle3",
-        "hf_slospec.heads.mtp",
-    },
-    "hf_slospec.drafters.load_drafter": {
-        "hf_slospec.heads.checkpoint",
-        "hf_slospec.heads.dflash",
-        "hf_slospec.heads.loading",
-        "hf_slospec.heads.mtp",
-        "hf_slospec.heads.past_answers",
-        "hf_slospec.heads.shared_kv",
-        "hf_slospec.heads.translation",
-    },
-    "hf_slospec.drafters.lookup": {
-        "hf_slospec.heads.past_answers",
-    },
-    "hf_slospec.drafters.registry": {
-        "hf_slospec.heads.loading",
-        "hf_slospec.heads.past_answers",
-        "hf_slospec.heads.suffix",
-    },
     "hf_slospec.generate.images": {
         "hf_slospec.families.prefilled_prompts",
         "hf_slospec.families.states",
@@ -98,9 +72,6 @@ PENDING: dict[str, set[str]] = {
         "hf_slospec.families.prefilled_prompts",
         "hf_slospec.families.ranks",
         "hf_slospec.families.states",
-    },
-    "hf_slospec.generate.rollouts": {
-        "hf_slospec.heads.past_answers",
     },
     "hf_slospec.generate.validation": {
         "hf_slospec.families.encoder",
