@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_slospec.drafters.beam import Beam, Level, Network, Scores, Vocabulary, beam_search
+from hf_slospec.drafters.beam import beam_search
+from hf_slospec.drafters.level import Beam, Level, Network, Scores, Vocabulary
 from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.engine.costs import MAX_CATCH_UP
 from hf_slospec.engine.interfaces import Drafter, Plan

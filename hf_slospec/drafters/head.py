@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedModel
 
-from hf_slospec.drafters.beam import Vocabulary
 from hf_slospec.drafters.features import FeatureDrafter
+from hf_slospec.drafters.level import Vocabulary
 from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.engine.interfaces import Drafter
 from hf_slospec.errors import IncompatibleDraftError

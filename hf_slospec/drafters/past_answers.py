@@ -27,7 +27,7 @@ CONTEXT = 16
 END = -1  # no token: the end of an answer
 
 
-class Group(NamedTuple):
+class AnswerGroup(NamedTuple):
     """Answers that are searched together."""
 
     salt: str
@@ -45,9 +45,9 @@ class PastAnswer:
     is_open: bool = True  # its request is running
 
     @property
-    def groups(self) -> tuple[Group, Group]:
+    def groups(self) -> tuple[AnswerGroup, AnswerGroup]:
         """Return the answers to the same prompt and those to any prompt."""
-        return Group(self.salt, self.prompt), Group(self.salt, "")
+        return AnswerGroup(self.salt, self.prompt), AnswerGroup(self.salt, "")
 
 
 class AnswerIndex(Protocol):
@@ -93,7 +93,7 @@ class _Running(Copied):
     """Part of a running request's output that was appended to its answer."""
 
     key: int
-    groups: tuple[Group, Group]  # Those of the answer, which may have been dropped.
+    groups: tuple[AnswerGroup, AnswerGroup]  # Those of the answer, which may have been dropped.
     is_over: bool = False
 
 
@@ -130,7 +130,7 @@ class PastAnswers:
         self.max_per_prompt = max_per_prompt
         self.num_tokens = 0  # Tokens of all answers; prompts do not count.
         self.answers: dict[int, PastAnswer] = {}  # by key, the oldest first
-        self._keys_to: defaultdict[Group, dict[int, None]] = defaultdict(
+        self._keys_to: defaultdict[AnswerGroup, dict[int, None]] = defaultdict(
             dict
         )  # keys of the answers to a prompt, in order
         self._indices: dict[type[AnswerIndex], AnswerIndex] = {}
@@ -253,7 +253,7 @@ class PastAnswers:
             ]
             return np.concatenate([np.array(part, np.int64) for part in ([], *parts)])
 
-    def answers_to(self, group: Group) -> dict[int, PastAnswer]:
+    def answers_to(self, group: AnswerGroup) -> dict[int, PastAnswer]:
         """Return the answers of a group by key, the oldest first."""
         if not group.prompt:
             return {k: answer for k, answer in self.answers.items() if answer.salt == group.salt}

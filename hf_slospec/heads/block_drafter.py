@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hf_slospec.drafters.beam import Beam, Level, Scores, beam_search
+from hf_slospec.drafters.beam import beam_search
 from hf_slospec.drafters.features import FeatureDrafter
+from hf_slospec.drafters.level import Beam, Level, Scores
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.model.batch import CachedSequence, NewTokens
 from hf_slospec.model.coupling import coupled, is_ranked

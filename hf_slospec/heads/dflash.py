@@ -21,15 +21,12 @@ from hf_slospec.heads.block_drafter import BlockDrafter, SequentialBlockDrafter
 from hf_slospec.model.properties import cache_option
 
 # Entries of dflash_config that are read here, or that do not change the forward.
-KNOWN = {"block_size", "mask_token_id", "target_layer_ids", "causal", "is_causal", "causal_head"}
-KNOWN |= {
-    "input_embedding_scale",
-    "output_multiplier",
-    "final_logit_softcapping",
-    "use_swa",
-    "swa_window_size",
-}
-KNOWN |= {"sample_from_anchor", "query_zero_predicts_next", "projector_type", "num_anchors"}
+KNOWN = {
+    "block_size", "mask_token_id", "target_layer_ids", "causal", "is_causal", "causal_head",
+    "input_embedding_scale", "output_multiplier", "final_logit_softcapping", "use_swa",
+    "swa_window_size", "sample_from_anchor", "query_zero_predicts_next", "projector_type",
+    "num_anchors",
+}  # fmt: skip
 
 
 class DFlashHead(Head):
@@ -53,9 +50,8 @@ class DFlashHead(Head):
     layer_class: ClassVar[Any] = Qwen3DecoderLayer
     norm_class: ClassVar[Any] = Qwen3RMSNorm
     rotary_class: ClassVar[Any] = Qwen3RotaryEmbedding
-    default_embedding_scale: ClassVar[float | None] = (
-        1.0  # None: the factor of the embeddings themselves
-    )
+    # None: the factor of the embeddings themselves
+    default_embedding_scale: ClassVar[float | None] = 1.0
 
     def __init__(
         self,
@@ -305,10 +301,8 @@ class DFlashHead(Head):
         states = self.embed(input_ids)
         if position_ids is None:
             position_ids = torch.arange(states.shape[1], device=states.device)[None]
-        position_embeddings, options = (
-            self.rotary_emb(states, position_ids),
-            self.layer_options(input_ids),
-        )
+        position_embeddings = self.rotary_emb(states, position_ids)
+        options = self.layer_options(input_ids)
         for layer, attention in zip(self.layers, self._attentions, strict=True):
             mask = (
                 _causal_mask(states, attention.sliding_window)
@@ -380,16 +374,6 @@ class SequentialHead(DFlashHead):
             or None if the head does not predict it.
         """
         raise NotImplementedError
-
-
-def default_block_layers(num_target_layers: int, num_layers: int) -> list[int]:
-    """Return the target's layers whose outputs a head of z-lab reads if its config names none: one
-    per own layer.
-    """
-    if num_layers == 1:
-        return [num_target_layers // 2]
-    span = num_target_layers - 4
-    return [round(1 + index * span / (num_layers - 1)) for index in range(num_layers)]
 
 
 def _causal_mask(states: torch.Tensor, window: int | None) -> torch.Tensor:

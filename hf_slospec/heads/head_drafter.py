@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from hf_slospec.drafters.beam import Beam, Level, Scores, Vocabulary, beam_search
+from hf_slospec.drafters.beam import beam_search
 from hf_slospec.drafters.features import FeatureDrafter
+from hf_slospec.drafters.level import Beam, Level, Scores, Vocabulary
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.heads.block_drafter import block_trees
 from hf_slospec.model.batch import NewTokens

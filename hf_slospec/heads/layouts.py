@@ -23,7 +23,7 @@ from hf_slospec.heads.checkpoint import (
     num_layers_of,
     read_config,
 )
-from hf_slospec.heads.dflash import DFlashHead, default_block_layers
+from hf_slospec.heads.dflash import DFlashHead
 from hf_slospec.heads.dflash2 import DFlash2Head
 from hf_slospec.heads.dspark import MARKOV_KINDS, DominoHead, DSparkHead
 from hf_slospec.heads.eagle3 import (
@@ -189,7 +189,7 @@ def block_layout(checkpoint: Checkpoint, target: PreTrainedModel, tensors: Tenso
     if is_of_speculators and not options.get("aux_hidden_state_layer_ids"):
         config.aux_hidden_state_layer_ids = default_feature_layers(num_layers)
     elif not options.get("target_layer_ids"):
-        config.target_layer_ids = default_block_layers(num_layers, config.num_hidden_layers)
+        config.target_layer_ids = _default_block_layers(num_layers, config.num_hidden_layers)
     draft_vocab = int(options.get("draft_vocab_size") or config.vocab_size)
     is_whole = draft_vocab == config.vocab_size
     unused = ["d2t", "t2d"] if is_whole else []
@@ -198,6 +198,16 @@ def block_layout(checkpoint: Checkpoint, target: PreTrainedModel, tensors: Tenso
     for name in unused:
         tensors.pop(name, None)
     return Layout(config, partial(kind, config), draft_vocab)
+
+
+def _default_block_layers(num_target_layers: int, num_layers: int) -> list[int]:
+    """Return the target's layers whose outputs a head of z-lab reads if its config names none: one
+    per own layer.
+    """
+    if num_layers == 1:
+        return [num_target_layers // 2]
+    span = num_target_layers - 4
+    return [round(1 + index * span / (num_layers - 1)) for index in range(num_layers)]
 
 
 def _sequential_settings(

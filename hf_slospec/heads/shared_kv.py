@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from hf_slospec.drafters.assistant import check_device, check_vocabulary
-from hf_slospec.drafters.beam import Beam, Level, Scores, beam_search
+from hf_slospec.drafters.beam import beam_search
+from hf_slospec.drafters.level import Beam, Level, Scores
 from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.engine.interfaces import Drafter, Plan
 from hf_slospec.engine.latency_curves import ForwardCost

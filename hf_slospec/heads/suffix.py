@@ -14,8 +14,8 @@ from hf_slospec.drafters.lookup import ForeseenNoise
 from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.drafters.past_answers import (
     NUM_COMPARED,
+    AnswerGroup,
     Copied,
-    Group,
     PastAnswer,
     PastAnswers,
 )
@@ -65,7 +65,7 @@ class AnswerTrees:
 
     def __init__(self, past: PastAnswers):
         self._past = past
-        self._trees: dict[Group, SuffixDecodingCache] = {}
+        self._trees: dict[AnswerGroup, SuffixDecodingCache] = {}
 
     def continuations(self, request: Request, max_nodes: int) -> list[SuffixDecodingDraft]:
         """Return the continuations of a running request's last tokens in answers to its prompt and
@@ -79,7 +79,7 @@ class AnswerTrees:
             context = request.tokens[-TREE_DEPTH:]
             return [speculated(self._tree(group), READER, context, max_nodes) for group in groups]
 
-    def _tree(self, group: Group) -> SuffixDecodingCache:
+    def _tree(self, group: AnswerGroup) -> SuffixDecodingCache:
         if (tree := self._trees.get(group)) is None:
             tree = self._trees[group] = new_cache(-1)
             tree.start_request(READER, [])
@@ -89,7 +89,7 @@ class AnswerTrees:
                     tree.stop_request(key)
         return tree
 
-    def _begin_in(self, group: Group, key: int, answer: PastAnswer) -> None:
+    def _begin_in(self, group: AnswerGroup, key: int, answer: PastAnswer) -> None:
         """Begin an answer in a tree; prompts are not shown to requests with other prompts."""
         tree = self._trees[group]
         tree.start_request(key, [])

@@ -16,8 +16,8 @@ from hf_slospec.drafters.assistant import (
     check_device,
     check_encoder,
 )
-from hf_slospec.drafters.beam import Scores, Vocabulary
 from hf_slospec.drafters.checkpoint import LOADING_ERRORS
+from hf_slospec.drafters.level import Scores, Vocabulary
 from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.engine.interfaces import Drafter
 from hf_slospec.heads.translation import DraftTokens, TokenTranslation

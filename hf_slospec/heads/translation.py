@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_slospec.batcher.texts import BYTE_TOKEN, bytes_of
-from hf_slospec.drafters.beam import Vocabulary
+from hf_slospec.drafters.level import Vocabulary
 from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.model.sequence_room import num_common
 from hf_slospec.request.request import Request

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.drafters.assistant import AssistantDrafter
-from hf_slospec.drafters.beam import extend_beam
+from hf_slospec.drafters.level import extend_beam
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.lab.policies.goodput import confident_length
 from hf_slospec.lab.policies.optimal import optimal_nodes
