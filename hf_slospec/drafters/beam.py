@@ -90,11 +90,11 @@ def _limits(plan: Plan, requests: Sequence[Request], num_rows: int) -> LevelLimi
         levels = torch.full((num_rows,), plan.depth)
         levels[: len(requests)] = torch.tensor([plan.levels_of(each) for each in requests])
         limits = (plan.min_gain, plan.min_request_gain, plan.min_path_prob)
-        scalars = torch.tensor(limits, dtype=torch.float64).unbind()
+        gain, request_gain, prob = torch.tensor(limits, dtype=torch.float64).unbind()
         log_min = None
         if plan.min_confidence:
             log_min = torch.tensor(log(plan.min_confidence), dtype=torch.float64)
-        return LevelLimits(*scalars, weights, levels, log_min)
+        return LevelLimits(gain, request_gain, prob, weights, levels, log_min)
 
 
 def _roots(requests: Sequence[Request], num_rows: int) -> torch.Tensor:
