@@ -105,10 +105,9 @@ class FeatureQueue:
         """
         queue = self._waiting[request]
         last = self.last(request)
-        parts, queue.last = (
-            queue.parts or [last],
-            last.clone(),
-        )  # a view would keep the features of a whole step
+        # a view would keep the features of a whole step
+        parts = queue.parts or [last]
+        queue.last = last.clone()
         queue.parts = []
         queue.num_tokens = 0
         features = parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -170,13 +170,9 @@ def _past_answers(share_texts: Any) -> PastAnswers | None:
         raise InvalidTypeError(
             f"share_texts must be True, False or PastAnswers, got {type(share_texts).__name__}"
         )
-    return (
-        share_texts
-        if isinstance(share_texts, PastAnswers)
-        else PastAnswers()
-        if share_texts
-        else None
-    )
+    if isinstance(share_texts, PastAnswers):
+        return share_texts
+    return PastAnswers() if share_texts else None
 
 
 def parts_of(source: Source | Sequence[Source]) -> Sequence[Source]:

@@ -69,9 +69,8 @@ def _noise_of(
     }
 
 
-MAX_NGRAM = (
-    3  # longest n-gram of last tokens that is looked up; if it does not occur, shorter ones are
-)
+# Longest n-gram of last tokens that is looked up; if it does not occur, shorter ones are
+MAX_NGRAM = 3
 TRUST = 0.7  # conditional probability of a token on which all matches agree
 
 
@@ -112,10 +111,8 @@ class PromptLookupDrafter(Drafter):
 
     def _tree(self, request: Request, plan: Plan) -> TokenTree:
         # Level by level; each node comes with the continuations that pass through it.
-        tokens, max_depth = (
-            request.tokens,
-            plan.depth if self.max_depth is None else min(plan.depth, self.max_depth),
-        )
+        tokens = request.tokens
+        max_depth = plan.depth if self.max_depth is None else min(plan.depth, self.max_depth)
         searched = np.array(tokens)
         if self.past is not None:
             searched = np.concatenate((self.past.before(request), searched))

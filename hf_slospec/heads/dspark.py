@@ -37,10 +37,8 @@ class DominoHead(SequentialHead):
                 )
 
     def _add_modules(self) -> None:
-        hidden, (size, rank) = (
-            self.config.hidden_size,
-            map(self._setting, ("gru_hidden_dim", "emb_dim")),
-        )
+        hidden = self.config.hidden_size
+        size, rank = map(self._setting, ("gru_hidden_dim", "emb_dim"))
         self.num_uncorrected: int = self._setting("pure_draft_prefix_len", 0)
         self.prefix_gru = nn.GRUCell(hidden, size, bias=False)
         self.embed_proj = nn.Sequential(

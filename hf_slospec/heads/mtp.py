@@ -113,10 +113,8 @@ class DraftHead(Head):
                 ..., torch.arange(self.hidden_size, device=embeds.device) % embeds.shape[-1]
             ]
         else:
-            embeds, hidden = (
-                inputs_embeds[..., : -self.hidden_size],
-                inputs_embeds[..., -self.hidden_size :],
-            )
+            embeds = inputs_embeds[..., : -self.hidden_size]
+            hidden = inputs_embeds[..., -self.hidden_size :]
         assert position_ids is not None
         mask = self.mask(
             config=self.config,

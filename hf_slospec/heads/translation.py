@@ -37,7 +37,8 @@ class TokenTexts:
     """Texts of one tokenizer's tokens, and tokenization without special tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._tokenizer, self._backend = tokenizer, self._copy_of_backend(tokenizer)
+        self._tokenizer = tokenizer
+        self._backend = self._copy_of_backend(tokenizer)
         added = tokenizer.added_tokens_decoder
         self.special = {
             *tokenizer.all_special_ids,

@@ -373,10 +373,8 @@ class Trainer:
 
     def _save(self) -> None:
         """Write a checkpoint, then delete older ones; an interruption leaves one that is whole."""
-        name, partial = (
-            self.folder / f"{CHECKPOINT}{self.progress.step:08d}",
-            self.folder / "partial",
-        )
+        name = self.folder / f"{CHECKPOINT}{self.progress.step:08d}"
+        partial = self.folder / "partial"
         if name in (before := self._checkpoints()):
             return
         shutil.rmtree(partial, ignore_errors=True)

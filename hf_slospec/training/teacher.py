@@ -55,12 +55,10 @@ class Teacher:
             InvalidInputError: the disk has less room than the limit.
             UnsupportedModelError: the target's logits are not those of its last hidden state.
         """
-        self.target, self.texts, self.device, self.spare = (
-            target,
-            texts,
-            input_device(target),
-            spare,
-        )
+        self.target = target
+        self.texts = texts
+        self.device = input_device(target)
+        self.spare = spare
         self.layers = tuple(dict.fromkeys((*head.feature_layers, num_layers_of(target))))
         self.num_features = len(head.feature_layers) * hidden_size_of(target)
         output: Any = target.get_output_embeddings()

@@ -23,10 +23,9 @@ MIN_NEW = 4
 MIN_LEN = 24
 WINDOW = 16  # batches among which texts are divided by their lengths
 MAX_EMPTY = 16  # batches in a row without a text to train on
-MIN_EXCLUDED, COMPARED = (
-    24,
-    64,
-)  # characters: shorter turns exclude nothing; of longer ones, these are looked for
+# characters: shorter turns exclude nothing; of longer ones, these are looked for
+MIN_EXCLUDED = 24
+COMPARED = 64
 KEYS = ("messages", "conversations", "turns")
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 GIVEN = "given"
@@ -244,10 +243,8 @@ def _messages(record: Any, where: str) -> list[dict[str, str]]:
             if isinstance(one, dict)
             else {}
         )
-        role, content = (
-            fields.get("role", fields.get("from")),
-            fields.get("content", fields.get("value")),
-        )
+        role = fields.get("role", fields.get("from"))
+        content = fields.get("content", fields.get("value"))
         if not isinstance(role, str) or not isinstance(content, str):
             raise InvalidFileError(
                 f"{where}: a message must have texts as role and content, or as from and value"

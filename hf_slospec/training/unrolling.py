@@ -158,10 +158,8 @@ def loss_of(head: DraftHead | DSparkHead, rows: TextBatch, levels: int, first: i
     weights = [LEVEL_WEIGHT**level for level in range(levels)]
     unroll: Any = unrolled_blocks if isinstance(head, DSparkHead) else unrolled
     for level in unroll(head, rows.ids, rows.features, levels, first, STRIDE):
-        logits, probs = (
-            level.logits.float().flatten(0, 1),
-            rows.probs[:, level.positions].flatten(0, 1),
-        )
+        logits = level.logits.float().flatten(0, 1)
+        probs = rows.probs[:, level.positions].flatten(0, 1)
         entropies = F.cross_entropy(logits, probs, reduction="none")
         if level.log_acceptance is not None:
             entropies = entropies + _confidence_loss(
