@@ -289,7 +289,7 @@ def assistant_method(
 ) -> DraftMethod:
     """Return the drafting method of an assistant model.
 
-    Tokenizers may be the names of folders or repositories, which need not have one.
+    The assistant's tokenizer may be the name of a folder or repository, which need not have one.
     """
     for kind in assistant_kinds():
         method = kind.make(model, target, tokenizer, assistant_tokenizer)

@@ -130,12 +130,12 @@ def translated_method(
 ) -> DraftMethod | None:
     """Return the method with a translation if the tokenizers are known to differ; None if not.
 
-    Tokenizers may be the names of folders or repositories, which need not have one.
+    The assistant's may be the name of a folder or repository, which need not have one.
     """
     if (draft_tokenizer := _tokenizer(assistant_tokenizer)) is None:
         return None
-    given = target.config.name_or_path if tokenizer is None else tokenizer
-    if (target_tokenizer := _tokenizer(given)) is None:
+    target_tokenizer = _tokenizer(target.config.name_or_path) if tokenizer is None else tokenizer
+    if target_tokenizer is None:
         return None
     check_vocabulary_of("tokenizer", target_tokenizer)
     check_vocabulary_of("assistant_tokenizer", draft_tokenizer)
