@@ -37,9 +37,11 @@ class AssistantNetwork:
     vocabulary: Vocabulary | None = None
 
     def inputs(self, tokens: torch.Tensor, states: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Return ids, [1, num_tokens] int64."""
         return {"input_ids": tokens[None]}
 
     def scores(self, outputs: torch.Tensor) -> Scores:
+        """Return logits without padding.  [..., padded_vocab] -> [..., vocab]"""
         return Scores(outputs[..., : self.vocab_size])
 
 

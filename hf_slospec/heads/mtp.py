@@ -30,6 +30,7 @@ class DraftHead(Head):
     embed_tokens: nn.Module  # the target's or the head's own
 
     def get_input_embeddings(self) -> nn.Module:
+        """Return the embeddings of the target's tokens."""
         return self.embed_tokens
 
     @property
