@@ -37,6 +37,7 @@ from hf_slospec import (
 )
 from hf_slospec.cli.benchmark import ASSISTED, PLAIN, Bench, Method, provenance, summarize
 from hf_slospec.drafters.assistant import AssistantMethod
+from hf_slospec.heads.translated import TranslatedMethod
 from hf_slospec.heads.translation import TokenTranslation
 from hf_slospec.server.loading import load_pair
 from hf_slospec.tiny.embedded import HEADS
@@ -82,7 +83,7 @@ def translated(pair: Any) -> DraftMethod:
     """
     _, draft, tokenizer = pair
     size = tokenizer.vocab_size
-    return AssistantMethod(draft, TokenTranslation(tokenizer, tokenizer, size, size))
+    return TranslatedMethod(draft, TokenTranslation(tokenizer, tokenizer, size, size))
 
 
 @contextlib.contextmanager

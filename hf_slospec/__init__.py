@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # as :data:`_NAMES`, for type checkers and editors
     from hf_slospec.config import SLOSpecConfig as SLOSpecConfig
     from hf_slospec.drafters.load_drafter import load_drafter as load_drafter
     from hf_slospec.drafters.methods import DraftMethod as DraftMethod
+    from hf_slospec.drafters.past_answers import PastAnswers as PastAnswers
     from hf_slospec.engine.costs import StepCosts as StepCosts
     from hf_slospec.engine.events import PhaseTimes as PhaseTimes
     from hf_slospec.engine.events import RequestStep as RequestStep
@@ -43,7 +44,6 @@ if TYPE_CHECKING:  # as :data:`_NAMES`, for type checkers and editors
     from hf_slospec.generate.enable import disable as disable
     from hf_slospec.generate.enable import enable as enable
     from hf_slospec.generate.rollouts import RolloutCallback as RolloutCallback
-    from hf_slospec.heads.past_answers import PastAnswers as PastAnswers
     from hf_slospec.model.memory import MemoryUse as MemoryUse
     from hf_slospec.model.version import weights_changed as weights_changed
     from hf_slospec.request.metrics import RequestMetrics as RequestMetrics
@@ -78,7 +78,7 @@ _NAMES = {
     "generate.call": "SLOSpecOutput",
     "generate.enable": "disable enable",
     "generate.rollouts": "RolloutCallback",
-    "heads.past_answers": "PastAnswers",
+    "drafters.past_answers": "PastAnswers",
     "model.memory": "MemoryUse",
     "model.version": "weights_changed",
     "request.metrics": "RequestMetrics",

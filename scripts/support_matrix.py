@@ -44,7 +44,7 @@ from hf_slospec import (
 )
 from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.drafters.methods import DraftMethod
-from hf_slospec.drafters.registry import NAMED
+from hf_slospec.drafters.registry import named_drafters
 from hf_slospec.heads.mtp import MtpHead, ShippedMtpHead
 from tests.support.toys.tiny_configs import WINDOW, tiny_config
 from tests.support.toys.tiny_models import VOCAB, sharpened
@@ -330,7 +330,7 @@ def working_drafters(name: str, model: Any, row: torch.Tensor) -> tuple[list[str
     expected = generated(functools.partial(stock_generate, model), batch, **few)
     works = list[str]()
     reasons = list[str]()
-    for kind in NAMED:
+    for kind in named_drafters():
         try:
             if (
                 method := random_mtp(model) if kind == "mtp" else load_drafter(kind, model)
@@ -514,7 +514,7 @@ def page(results: dict[str, Verdict]) -> str:
     columns = counts(results)
     not_run = [
         f"`{name}`"
-        for name in NAMED
+        for name in named_drafters()
         if not any(name in verdict.drafters for verdict in results.values())
     ]
     lines = [

@@ -67,7 +67,6 @@ def _kernel_for(
 class FlashAttention(KernelAttention):
     """The ``flash`` backend."""
 
-
     def __init__(self, kernel_names: str):
         super().__init__()
         self.__name__ = f"flash_attention[{kernel_names}]"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_slospec.drafters.beam import Beam, Level, Scores, Vocabulary, beam_search
+from hf_slospec.drafters.beam import beam_search
+from hf_slospec.drafters.level import Beam, Level, Network, Scores, Vocabulary
 from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.engine.costs import MAX_CATCH_UP
 from hf_slospec.engine.interfaces import Drafter, Plan
 from hf_slospec.errors import IncompatibleDraftError
-from hf_slospec.heads.translation import DraftTokens, TokenTranslation
 from hf_slospec.model.kept_prefixes import RequestTokens, num_common
 from hf_slospec.model.memory import as_memory_error
 from hf_slospec.model.packed_model import PackedModel
@@ -32,27 +31,18 @@ PADDING = 1024
 
 @dataclass(frozen=True, eq=False)
 class AssistantNetwork:
-    """Network of an assistant model; see :class:`Network`."""
+    """Network of an assistant model with the target's tokens; see :class:`Network`."""
 
     vocab_size: int  # the target's; either vocabulary may be padded further than the other
-    device: torch.device
-    translation: TokenTranslation | None = None
-
-    @property
-    def vocabulary(self) -> Vocabulary | None:
-        """Tokens that both vocabularies have; None: the draft's ids are the target's."""
-        return None if self.translation is None else self.translation.to(self.device)[0]
+    vocabulary: Vocabulary | None = None
 
     def inputs(self, tokens: torch.Tensor, states: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Return the draft's ids, [1, num_tokens] int64."""
-        ids = tokens if self.translation is None else self.translation.to(self.device)[2][tokens]
-        return {"input_ids": ids[None]}
+        """Return ids, [1, num_tokens] int64."""
+        return {"input_ids": tokens[None]}
 
     def scores(self, outputs: torch.Tensor) -> Scores:
-        """Return logits of the ids that both models have.  [..., vocab] -> [..., draft_vocab]"""
-        if self.translation is None:
-            return Scores(outputs[..., : self.vocab_size])
-        return Scores(outputs[..., self.translation.to(self.device)[1]])
+        """Return logits without padding.  [..., padded_vocab] -> [..., vocab]"""
+        return Scores(outputs[..., : self.vocab_size])
 
 
 class AssistantDrafter(Drafter):
@@ -62,9 +52,6 @@ class AssistantDrafter(Drafter):
     call first processes all tokens that lack K/V, such as the prompt, tokens decoded without
     drafting, or the last step's. Many such tokens are processed over several steps, so that a long
     prompt does not stall other requests; until then the request's trees are only roots.
-
-    A draft with another tokenizer has the K/V of translated tokens (:class:`DraftTokens`), and
-    proposes tokens that both vocabularies have.
     """
 
     # Maximum number of tokens processed per step, over all requests that lack K/V of more than FEW
@@ -78,7 +65,6 @@ class AssistantDrafter(Drafter):
         vocab_size: int,
         max_slots: int | None = None,
         max_kept: float | None = None,
-        translation: TokenTranslation | None = None,
     ):
         """Make a drafter that has no requests yet.
 
@@ -86,15 +72,11 @@ class AssistantDrafter(Drafter):
             packed: the draft.
             max_nodes: maximum number of nodes of one request's beam, depth times width of plans.
             vocab_size: the target's, which bounds proposed ids.
-            max_slots, max_kept: see :class:`Sequences`. Requests whose translated tokens do
-                not fit get trees that are only roots.
-            translation: for a draft with another tokenizer; None: it has the target's.
+            max_slots, max_kept: see :class:`Sequences`.
         """
         self.packed = packed
-        self.network = AssistantNetwork(vocab_size, packed.device, translation)
+        self.network: Network = AssistantNetwork(vocab_size)
         self.sequences = Sequences(packed, max_nodes, max_slots, max_kept)
-        self.translation = translation
-        self._translated = dict[Request, DraftTokens]()
 
     @property
     def num_one_off_forwards(self) -> int:
@@ -105,51 +87,24 @@ class AssistantDrafter(Drafter):
             return self._trees_of(requests, plan)
 
     def _trees_of(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
-        by_request = self._with_room({request: self._tokens_of(request) for request in requests})
-        for draft_tokens in by_request.values():  # after an undone step, forward the root again
-            self.sequences.of(draft_tokens).truncate(len(draft_tokens.tokens) - 1)
+        by_request = self._with_room(requests)
+        for tokens in by_request.values():  # after an undone step, forward the root again
+            self.sequences.of(tokens).truncate(len(tokens.tokens) - 1)
         ready = self._catch_up(by_request)
         trees = dict(zip(ready, self._draft(ready, plan) if ready else [], strict=True))
         return [
             trees.get(request) or TokenTree.root_only(request.tokens[-1]) for request in requests
         ]
 
-    def _tokens_of(self, request: Request) -> RequestTokens:
-        """Return a request's tokens for the draft; drop the K/V of translated ones that have
-        changed.
-        """
-        if self.translation is None:
-            return request
-        draft_tokens = self._translated.setdefault(request, DraftTokens(self.translation, request))
-        num_same = draft_tokens.update()
-        if self.sequences.num_cached(draft_tokens) > num_same:
-            self.sequences.of(draft_tokens).truncate(num_same)
-        return draft_tokens
+    def _with_room(self, requests: Sequence[Request]) -> dict[Request, RequestTokens]:
+        """Reserve slots for one more step; return the draft's tokens of requests that have them."""
+        self.sequences.reserve(requests)
+        return {request: request for request in requests}
 
-    def _with_room(
-        self, by_request: Mapping[Request, RequestTokens]
-    ) -> dict[Request, RequestTokens]:
-        """Reserve slots for one more step; leave out requests whose translated tokens do not fit."""
-        try:
-            self.sequences.reserve(list(by_request.values()))
-        except MemoryError:
-            if self.translation is None:
-                raise
-        else:
-            return dict(by_request)
-        have_room = dict[Request, RequestTokens]()
-        for request, draft_tokens in by_request.items():
-            with suppress(MemoryError):
-                self.sequences.reserve([*have_room.values(), draft_tokens])
-                have_room[request] = draft_tokens
-        return have_room
-
-    def _catch_up(
-        self, by_request: Mapping[Request, RequestTokens]
-    ) -> dict[Request, RequestTokens]:
+    def _catch_up(self, by_request: dict[Request, RequestTokens]) -> dict[Request, RequestTokens]:
         """Return the requests that can draft now; prefill others as far as a step may.
 
-        Beginnings that several of them have are prefilled once.
+        Prefixes that several of them have are prefilled once.
         """
         ready = dict[Request, RequestTokens]()
         num_left = self.CATCH_UP
@@ -158,46 +113,39 @@ class AssistantDrafter(Drafter):
             for tokens in by_request.values()
             if len(self.sequences.uncached(tokens)) > self.FEW
         ]
-        for request, draft_tokens in by_request.items():
-            if draft_tokens in behind:
-                behind.remove(draft_tokens)
-                self.sequences.reuse(draft_tokens)
-            num_uncached = len(self.sequences.uncached(draft_tokens))
+        for request, tokens in by_request.items():
+            if tokens in behind:
+                behind.remove(tokens)
+                self.sequences.reuse(tokens)
+            num_uncached = len(self.sequences.uncached(tokens))
             if num_uncached <= self.FEW:
-                ready[request] = draft_tokens
+                ready[request] = tokens
             elif num_uncached <= num_left:
-                ready[request] = draft_tokens
+                ready[request] = tokens
                 num_left -= num_uncached
                 is_shared = any(
-                    num_common(draft_tokens.tokens, other.tokens) > self.FEW for other in behind
+                    num_common(tokens.tokens, each.tokens) > self.FEW for each in behind
                 )
                 if is_shared and self.sequences.max_kept is not None:
-                    self.sequences.prefill(draft_tokens, num_uncached - 1)
+                    self.sequences.prefill(tokens, num_uncached - 1)
             elif num_left:
-                self.sequences.prefill(draft_tokens, num_left)
+                self.sequences.prefill(tokens, num_left)
                 num_left = 0
         return ready
 
-    def _draft(self, by_request: Mapping[Request, RequestTokens], plan: Plan) -> list[TokenTree]:
-        run, rows = (
-            partial(self._run, list(by_request.values())),
-            self.packed.num_draft_rows(len(by_request)),
-        )
+    def _draft(self, by_request: dict[Request, RequestTokens], plan: Plan) -> list[TokenTree]:
+        run = partial(self._run, list(by_request.values()))
+        rows = self.packed.num_draft_rows(len(by_request))
         return beam_search(list(by_request), plan, self.network, run, self.packed.device, rows)
 
     def reuse(self, request: Request) -> int:
         """Use the K/V of other requests' first tokens; return how many of the request's tokens have
         K/V.
-
-        That number is an estimate if the tokens are translated.
         """
-        if self.sequences.max_kept is None:
-            return 0
-        draft_tokens = self._tokens_of(request)
-        return self.sequences.reuse(draft_tokens) * len(request.tokens) // len(draft_tokens.tokens)
+        return 0 if self.sequences.max_kept is None else self.sequences.reuse(request)
 
     def release(self, request: Request) -> None:
-        self.sequences.release(self._translated.pop(request, request))
+        self.sequences.release(request)
 
     def relieve(self) -> bool:
         """Free the K/V of all requests, which can be computed again; return whether any was freed."""
@@ -206,9 +154,7 @@ class AssistantDrafter(Drafter):
         return had_some
 
     def close(self) -> None:
-        """Release all requests and the model's K/V cache."""
         self.sequences.close()
-        self._translated.clear()
 
     def _run(
         self, requests: Sequence[RequestTokens], indices: IntArray, level: Level
@@ -240,33 +186,27 @@ class AssistantDrafter(Drafter):
 
 @dataclass(frozen=True, repr=False)
 class AssistantMethod(DraftMethod):
-    """A smaller causal LM, with the target's tokenizer or with a translation to it."""
+    """A smaller causal LM with the target's tokenizer."""
 
     assistant: Any
-    translation: TokenTranslation | None = None
 
     @property
     def kind(self) -> str:
-        return (
-            "assistant model"
-            if self.translation is None
-            else "assistant model with another tokenizer"
-        )
+        return "assistant model"
 
     @property
     def model(self) -> Any:
         return self.assistant
 
     def check(self, target: Any) -> None:
-        if self.translation is None:
-            check_vocabulary(self.assistant, target)
+        check_vocabulary(self.assistant, target)
         check_device(self.assistant, target)
         check_encoder(self.assistant, target)
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         assert draft is not None
         return AssistantDrafter(
-            draft, room.max_nodes, room.vocab_size, room.max_slots, room.max_kept, self.translation
+            draft, room.max_nodes, room.vocab_size, room.max_slots, room.max_kept
         )
 
 

@@ -105,10 +105,9 @@ class FeatureQueue:
         """
         queue = self._waiting[request]
         last = self.last(request)
-        parts, queue.last = (
-            queue.parts or [last],
-            last.clone(),
-        )  # a view would keep the features of a whole step
+        # a view would keep the features of a whole step
+        parts = queue.parts or [last]
+        queue.last = last.clone()
         queue.parts = []
         queue.num_tokens = 0
         features = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -149,23 +148,23 @@ class FeatureDrafter(Drafter):
             max_slots: see :class:`Sequences`, as for ``max_kept``.
         """
         self.packed = packed
+        self.head: Any = packed.model  # a Head
         self.vocab_size = vocab_size
-        self.sequences = Sequences(
-            packed, max(max_nodes, self.min_nodes(packed.model)), max_slots, max_kept
-        )
+        self.sequences = Sequences(packed, max(max_nodes, self.head.min_nodes), max_slots, max_kept)
         self.features = FeatureQueue()
-
-    @classmethod
-    def min_nodes(cls, head: Any) -> int:
-        """Return the number of nodes of one request that a forward of the network stages, however
-        small the trees.
-        """
-        return 0
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        layers: tuple[int, ...] = self.packed.model.feature_layers
+        layers: tuple[int, ...] = self.head.feature_layers
         return layers
+
+    def spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits of the target's vocabulary.  [..., draft_vocab] -> [..., vocab]"""
+        vocabulary = self.head.vocabulary(self.vocab_size)
+        if vocabulary is None:
+            return logits[..., : self.vocab_size]
+        whole: torch.Tensor = vocabulary.spread(logits)
+        return whole
 
     @property
     def num_one_off_forwards(self) -> int:

@@ -1,198 +1,75 @@
-"""Drafting with a trained head (EAGLE-3, MTP), which reads hidden states of the target."""
+"""Base of drafting heads, which read hidden states of the target, and the method to draft with them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
-from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
-from hf_slospec.drafters.beam import Beam, Level, Scores, Vocabulary, beam_search
 from hf_slospec.drafters.features import FeatureDrafter
+from hf_slospec.drafters.level import Vocabulary
 from hf_slospec.drafters.methods import DraftMethod, Room
-from hf_slospec.engine.interfaces import Drafter, Plan
+from hf_slospec.engine.interfaces import Drafter
 from hf_slospec.errors import IncompatibleDraftError
-from hf_slospec.heads.block_drafter import BlockDrafter, SequentialBlockDrafter, block_trees
-from hf_slospec.heads.dflash import DFlashHead, SequentialHead
-from hf_slospec.heads.eagle3 import PEagleHead
-from hf_slospec.heads.mtp import DraftHead
-from hf_slospec.model.batch import NewTokens
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.properties import vocab_size
-from hf_slospec.model.transfer import to_device
-from hf_slospec.model.tree_mask import causal_mask, draft_nodes
-from hf_slospec.request.request import Request
-from hf_slospec.tree.tree import IntArray, TokenTree
 
 
-@dataclass(frozen=True, eq=False)
-class HeadNetwork:
-    """Network of a drafting head; see :class:`Network`."""
+class Head(PreTrainedModel):
+    """Network that drafts from hidden states of the target (features).
 
-    head: DraftHead
-    vocab_size: int  # the target's
+    Its tokens attend to each other through transformers' attention interface, so that forwards can
+    be packed. The ``vocab_size`` of its config is the target's."""
 
-    @property
-    def vocabulary(self) -> Vocabulary | None:
-        """Tokens of a reduced vocabulary; None: the head's ids are the target's."""
-        ids = self.head.target_ids
-        return None if ids is None else Vocabulary(ids, self.vocab_size)
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    kind: ClassVar[str]  # name in errors and descriptions
+    drafter_class: ClassVar[type[FeatureDrafter]]
+    # Hidden states of the target, numbered as in its output_hidden_states
+    feature_layers: tuple[int, ...]
+    target_hidden_size: int  # of one hidden state of the target
+    draft_vocab_size: int
+    # [draft_vocab] int64, the target's ids of a reduced vocabulary; None: the same ids
+    target_ids: torch.Tensor | None
 
-    def inputs(self, tokens: torch.Tensor, states: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Return embeddings and hidden states, concatenated, [1, num_tokens, embedding + hidden]."""
-        assert states is not None, "a head returns hidden states"
-        return {"inputs_embeds": torch.cat((self.head.embed_tokens(tokens), states), dim=-1)[None]}
-
-    def scores(self, outputs: torch.Tensor) -> Scores:
-        """Return logits and hidden states, which a head returns concatenated."""
-        logits, states = (
-            outputs[..., : -self.head.hidden_size],
-            outputs[..., -self.head.hidden_size :],
-        )
-        return Scores(
-            logits if self.head.target_ids is not None else logits[..., : self.vocab_size], states
-        )
-
-
-class HeadDrafter(FeatureDrafter):
-    """Beam search on the predictions of a head (:class:`DraftHead`), whose K/V cache has an entry
-    per known feature.
-    """
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.register_buffer("target_ids", None, persistent=False)
 
     @property
-    def head(self) -> DraftHead:
-        """The network."""
-        head: DraftHead = self.packed.model
-        return head
+    def min_nodes(self) -> int:
+        """Nodes of one request that a forward stages, however small the trees."""
+        return 0
 
-    def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
-        network, rows = (
-            HeadNetwork(self.head, self.vocab_size),
-            self.packed.num_draft_rows(len(requests)),
-        )
-        return beam_search(
-            requests, plan, network, partial(self._run, requests), self.packed.device, rows
-        )
+    def set_vocabulary(self, target_ids: torch.Tensor) -> None:
+        """Set the target's ids of a reduced vocabulary, [draft_vocab] int64."""
+        assert target_ids.shape == (self.draft_vocab_size,), "one target id per draft id"
+        self.target_ids = target_ids
 
-    def _run(self, requests: Sequence[Request], indices: IntArray, level: Level) -> Beam | Scores:
-        """Forward the last layer of the beam of some requests, or for roots the entries of all
-        waiting features.
-        """
-        grown: Beam | Scores
-        requests = [requests[index] for index in indices]
-        if level.is_root:
-            grown = self._process(requests, level)
-            return grown
-        sequences = [self.sequences.of(request) for request in requests]
-        # A token's entry has the position of the token before, whose feature it takes.
-        positions = [len(request.tokens) - 2 for request in requests]
-        parts = draft_nodes(self.packed, sequences, positions, level.sizes)
-        grown = self.sequences.draft(
-            parts, torch.arange(len(requests) * level.beam, device="cpu"), level
-        )
-        return grown
+    def vocabulary(self, vocab_size: int) -> Vocabulary | None:
+        """Return the tokens of a reduced vocabulary; None: the head's ids are the target's."""
+        return None if self.target_ids is None else Vocabulary(self.target_ids, vocab_size)
 
-    def _process(
-        self,
-        requests: Sequence[Request],
-        level: Level | None = None,
-        masks: torch.Tensor | None = None,
-    ) -> Any:
-        """Cache the entries of all waiting features; return the level's outputs for each request's
-        last entry.
+    def combine(self, features: torch.Tensor) -> torch.Tensor:
+        """Return the inputs of the network, computed from features of the target.
 
         Args:
-            requests: those with features.
-            level: the first level of a beam; None: return the forward's outputs.
-            masks: [num_masks, embedding + hidden], inputs of further entries behind each last one,
-                whose outputs are returned too, and which are not kept.
+            features: [num_tokens, len(feature_layers) * target_hidden], the layers' states
+                concatenated.
+
+        Returns:
+            [num_tokens, hidden].
         """
-        num_masks = 0 if masks is None else len(masks)
-        self.sequences.reserve(requests)
-        for request in requests:
-            if not self.features.num_waiting(
-                request
-            ):  # a step was undone: forward the last entry again
-                self.sequences.of(request).length -= 1
-        begins, features = zip(*(self.features.take(request) for request in requests), strict=True)
-        lengths = [len(part) for part in features]
-        ends = [begin + length for begin, length in zip(begins, lengths, strict=True)]
-        tokens = [
-            r.tokens[begin + 1 : end + 1]
-            for r, begin, end in zip(requests, begins, ends, strict=True)
-        ]
-        ids = to_device(
-            torch.tensor([token for new in tokens for token in new], device="cpu"),
-            self.packed.device,
-        )
-        hidden = self.head.combine(torch.cat(features).to(self.packed.device))
-        inputs = torch.cat((self.head.embed_tokens(ids), hidden), dim=-1).split(lengths)
-        parts = []
-        for request, begin, entry_ids, embeds in zip(
-            requests, begins, ids.split(lengths), inputs, strict=True
-        ):
-            sequence = self.sequences.of(request)
-            if masks is not None:
-                embeds = torch.cat((embeds, masks))
-                entry_ids = pad(entry_ids, (0, num_masks))
-            positions = torch.from_numpy(
-                self.packed.clamp_positions(np.arange(begin, begin + len(embeds)))
-            )
-            parts.append(
-                NewTokens(
-                    sequence, entry_ids, positions, causal_mask(len(embeds)), embeds, is_chain=True
-                )
-            )
-        last_rows = torch.from_numpy(np.cumsum(np.array(lengths) + num_masks) - 1)
-        if num_masks:
-            last_rows = (last_rows[:, None] + torch.arange(-num_masks, 1, device="cpu")).flatten()
-        if level is None:
-            outputs: Any = self.sequences.forward(parts, last_rows)
-        else:
-            outputs = self.sequences.draft(parts, last_rows, level)
-        for request, length in zip(requests, lengths, strict=True):
-            self.sequences.of(request).length += length
-        return outputs
-
-
-class PEagleDrafter(HeadDrafter):
-    """Trees of the most probable prefixes of what a P-EAGLE head predicts, with one forward for all
-    levels.
-    """
-
-    @property
-    def head(self) -> PEagleHead:
-        """The network."""
-        head: PEagleHead = self.packed.model
-        return head
-
-    @classmethod
-    def min_nodes(cls, head: PEagleHead) -> int:
-        return head.num_proposals
-
-    def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
-        network, depth = (
-            HeadNetwork(self.head, self.vocab_size),
-            min(plan.depth, self.head.num_proposals),
-        )
-        outputs = self._process(requests, masks=self.head.mask_inputs(depth - 1)).logits
-        logits = network.scores(outputs.view(len(requests), depth, -1)).logits
-        return block_trees(
-            requests,
-            logits if network.vocabulary is None else network.vocabulary.spread(logits),
-            plan,
-        )
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, repr=False)
 class HeadMethod(DraftMethod):
-    """A trained head that reads hidden states of the target, of any format in ``drafters/heads``."""
+    """A trained head that reads hidden states of the target."""
 
-    head: DraftHead | DFlashHead
+    head: Head
 
     @property
     def kind(self) -> str:
@@ -225,7 +102,6 @@ class HeadMethod(DraftMethod):
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         assert draft is not None
-        block = SequentialBlockDrafter if isinstance(self.head, SequentialHead) else BlockDrafter
-        by_level = PEagleDrafter if isinstance(self.head, PEagleHead) else HeadDrafter
-        make = block if isinstance(self.head, DFlashHead) else by_level
-        return make(draft, room.max_nodes, room.vocab_size, room.max_slots, room.max_kept)
+        return self.head.drafter_class(
+            draft, room.max_nodes, room.vocab_size, room.max_slots, room.max_kept
+        )

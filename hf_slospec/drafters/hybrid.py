@@ -15,9 +15,8 @@ from hf_slospec.request.request import Request
 from hf_slospec.tree.merge import merge_trees
 from hf_slospec.tree.tree import TokenTree
 
-CONFIDENT = (
-    0.75  # share of the planned depth; later drafters are skipped if one expects it to be accepted
-)
+# Share of the planned depth; later drafters are skipped if one expects it to be accepted
+CONFIDENT = 0.75
 
 
 class HybridDrafter(Drafter):

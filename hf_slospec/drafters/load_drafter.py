@@ -9,17 +9,25 @@ from typing import Any
 
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_slospec.drafters.assistant import AssistantMethod
-from hf_slospec.drafters.head import HeadMethod
+from hf_slospec.drafters.checkpoint import LOADING_ERRORS, Checkpoint, open_checkpoint
+from hf_slospec.drafters.head import Head, HeadMethod
 from hf_slospec.drafters.hybrid import HybridMethod, model_before_last
 from hf_slospec.drafters.lookup import LookupMethod
 from hf_slospec.drafters.methods import DraftMethod
-from hf_slospec.drafters.registry import NAMED, NAMES
+from hf_slospec.drafters.past_answers import PastAnswers
+from hf_slospec.drafters.registry import (
+    assistant_kinds,
+    drafter_names,
+    head_formats,
+    head_of,
+    named_drafters,
+)
 from hf_slospec.drafters.user import UserMethod
 from hf_slospec.engine.interfaces import Drafter
 from hf_slospec.errors import (
@@ -28,28 +36,25 @@ from hf_slospec.errors import (
     SLOSpecError,
     UnsupportedModelError,
 )
-from hf_slospec.heads.checkpoint import LOADING_ERRORS, Checkpoint, open_checkpoint
-from hf_slospec.heads.dflash import DFlashHead
-from hf_slospec.heads.loading import check_is_causal_lm, layout_of
-from hf_slospec.heads.mtp import DraftHead
-from hf_slospec.heads.past_answers import PastAnswers
-from hf_slospec.heads.shared_kv import Gemma4Method
-from hf_slospec.heads.translation import TokenTranslation
 from hf_slospec.model.loading import (
     check_causal_lm,
     check_tokenizer,
-    check_vocabulary_of,
     hub_options,
     load_model,
     loading_hint,
 )
-from hf_slospec.model.properties import input_device, vocab_size
+from hf_slospec.model.properties import input_device
 
 logger = logging.getLogger(__name__)
 
+CAUSAL_LMS = {
+    name
+    for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    for name in ([names] if isinstance(names, str) else names)
+}
+
 Source = str | os.PathLike[str] | PreTrainedModel | DraftMethod
 Drafting = Drafter | Source | Sequence[Source]  # what ``drafter=`` takes
-GEMMA4_ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # values of model_type
 USER_METHODS = ("draft", "release")  # methods by which a user's drafter is recognised
 
 
@@ -165,13 +170,9 @@ def _past_answers(share_texts: Any) -> PastAnswers | None:
         raise InvalidTypeError(
             f"share_texts must be True, False or PastAnswers, got {type(share_texts).__name__}"
         )
-    return (
-        share_texts
-        if isinstance(share_texts, PastAnswers)
-        else PastAnswers()
-        if share_texts
-        else None
-    )
+    if isinstance(share_texts, PastAnswers):
+        return share_texts
+    return PastAnswers() if share_texts else None
 
 
 def parts_of(source: Source | Sequence[Source]) -> Sequence[Source]:
@@ -179,7 +180,7 @@ def parts_of(source: Source | Sequence[Source]) -> Sequence[Source]:
     parts: Any = os.fspath(source) if isinstance(source, os.PathLike) else source
     if isinstance(parts, str) and not os.path.isdir(parts):
         parts = [part.strip() for part in parts.split("+")]
-    if isinstance(parts, (str, PreTrainedModel, DraftMethod, DraftHead, DFlashHead)):
+    if isinstance(parts, (str, PreTrainedModel, DraftMethod)):
         parts = [parts]
     if not isinstance(parts, Sequence) or not parts:
         raise _no_source(source)
@@ -199,14 +200,15 @@ def check_source(source: Source | Sequence[Source], further: Sequence[str] = ())
     parts = parts_of(source)
     _check_order(parts)
     for part in parts:
-        if isinstance(part, str) and part not in (*NAMED, *further):
+        if isinstance(part, str) and part not in (*named_drafters(), *further):
             _open(part)
 
 
 def _check_order(parts: Sequence[Source]) -> None:
     """Raise InvalidInputError if a part before the last one has a model, as far as names tell."""
+    named = named_drafters()
     if any(
-        isinstance(part, str) and (part not in NAMED or NAMED[part].has_model)
+        isinstance(part, str) and (part not in named or named[part].has_model)
         for part in parts[:-1]
     ):
         raise InvalidInputError(model_before_last(" + ".join(map(str, parts))))
@@ -220,7 +222,7 @@ def _open(source: str) -> Checkpoint:
         return open_checkpoint(source)
     except InvalidInputError as error:
         raise InvalidInputError(
-            f"{error}; drafters known by name are {NAMES}, and sums such as lookup+mtp"
+            f"{error}; drafters known by name are {drafter_names()}, and sums such as lookup+mtp"
         ) from error
 
 
@@ -231,8 +233,8 @@ def _no_source(source: Any) -> InvalidTypeError:
         else type(source).__name__
     )
     return InvalidTypeError(
-        f"a drafter must be a name ({NAMES}), a folder or Hub repository, a loaded model, several of these, or an "
-        f"object with methods {' and '.join(map(repr, USER_METHODS))}, see hf_slospec.Drafter; got {shown}"
+        f"a drafter must be a name ({drafter_names()}), a folder or Hub repository, a loaded model, several of "
+        f"these, or an object with methods {' and '.join(map(repr, USER_METHODS))}, see hf_slospec.Drafter; got {shown}"
     )
 
 
@@ -246,7 +248,7 @@ def _method(
 ) -> DraftMethod:
     if isinstance(source, DraftMethod):
         return source
-    if isinstance(source, (DraftHead, DFlashHead)):
+    if isinstance(source, Head):
         return HeadMethod(source)
     if isinstance(source, PreTrainedModel):
         return assistant_method(source, target, tokenizer, assistant_tokenizer)
@@ -254,12 +256,12 @@ def _method(
         source = os.fspath(source)
     if not isinstance(source, str):
         raise _no_source(source)
-    if (named := NAMED.get(source)) is not None:
+    if (named := named_drafters().get(source)) is not None:
         return named.make(target, past)
     checkpoint = _open(source)
-    if (layout := layout_of(checkpoint)) is not None:
-        return HeadMethod(layout.load(checkpoint, target))
-    check_is_causal_lm(checkpoint)
+    if (head := head_of(checkpoint, target)) is not None:
+        return HeadMethod(head)
+    _check_is_causal_lm(checkpoint)
     try:
         model: Any = load_model(
             AutoModelForCausalLM,
@@ -285,36 +287,22 @@ def assistant_method(
     tokenizer: PreTrainedTokenizerBase | None = None,
     assistant_tokenizer: PreTrainedTokenizerBase | str | None = None,
 ) -> DraftMethod:
-    """Return the drafting method of an assistant model, with a translation if the tokenizers are
-    known to differ.
+    """Return the drafting method of an assistant model.
+
+    The assistant's tokenizer may be the name of a folder or repository, which need not have one.
     """
-    if model.config.model_type in GEMMA4_ASSISTANTS:
-        return Gemma4Method(model)
-    if (draft_tokenizer := _tokenizer(assistant_tokenizer)) is None:
-        return AssistantMethod(model)
-    target_tokenizer = (
-        tokenizer if tokenizer is not None else _tokenizer(target.config.name_or_path)
-    )
-    if target_tokenizer is None:
-        return AssistantMethod(model)
-    check_vocabulary_of("tokenizer", target_tokenizer)
-    check_vocabulary_of("assistant_tokenizer", draft_tokenizer)
-    if draft_tokenizer.get_vocab() == target_tokenizer.get_vocab():
-        return AssistantMethod(model)
-    translation = TokenTranslation(
-        target_tokenizer, draft_tokenizer, vocab_size(target), vocab_size(model)
-    )
-    return AssistantMethod(model, translation)
+    for kind in assistant_kinds():
+        method = kind.make(model, target, tokenizer, assistant_tokenizer)
+        if method is not None:
+            return method
+    return AssistantMethod(model)
 
 
-def _tokenizer(source: PreTrainedTokenizerBase | str | None) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer, loaded from a folder or repository if that has one; otherwise None."""
-    if not isinstance(source, str):
-        return source
-    if not source:  # name_or_path of a model that was built from a config
-        return None
-    try:
-        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
-    except LOADING_ERRORS:  # it has none
-        return None
-    return loaded
+def _check_is_causal_lm(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedModelError unless the class can be a causal LM."""
+    names = checkpoint.architectures
+    if names and not any(name.endswith("ForCausalLM") or name in CAUSAL_LMS for name in names):
+        raise UnsupportedModelError(
+            f"{checkpoint.source} is neither a known head nor a causal LM: its class is {', '.join(names)}; these "
+            f"heads can be loaded: {head_formats()}"
+        )

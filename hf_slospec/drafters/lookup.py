@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from hf_slospec.drafters.methods import DraftMethod, Room
+from hf_slospec.drafters.past_answers import END, PastAnswers
 from hf_slospec.engine.interfaces import Drafter, Plan
-from hf_slospec.heads.past_answers import END, PastAnswers
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.transfer import to_device
 from hf_slospec.request.request import Request
@@ -69,9 +69,8 @@ def _noise_of(
     }
 
 
-MAX_NGRAM = (
-    3  # longest n-gram of last tokens that is looked up; if it does not occur, shorter ones are
-)
+# Longest n-gram of last tokens that is looked up; if it does not occur, shorter ones are
+MAX_NGRAM = 3
 TRUST = 0.7  # conditional probability of a token on which all matches agree
 
 
@@ -112,10 +111,8 @@ class PromptLookupDrafter(Drafter):
 
     def _tree(self, request: Request, plan: Plan) -> TokenTree:
         # Level by level; each node comes with the continuations that pass through it.
-        tokens, max_depth = (
-            request.tokens,
-            plan.depth if self.max_depth is None else min(plan.depth, self.max_depth),
-        )
+        tokens = request.tokens
+        max_depth = plan.depth if self.max_depth is None else min(plan.depth, self.max_depth)
         searched = np.array(tokens)
         if self.past is not None:
             searched = np.concatenate((self.past.before(request), searched))

@@ -1,28 +1,125 @@
-"""Registry of named drafters, for ``drafter=`` and ``--drafter``; imports a drafter when its name
-is used.
+"""Registry of named drafters, published head formats and kinds of assistant models.
 
-A new drafter is one file with its :class:`Drafter` and :class:`DraftMethod`, and an entry here.
+A drafter or format of another distribution is an entry point, in the group ``hf_slospec.drafters``
+or ``hf_slospec.heads``: a module that calls :func:`register` when it is imported.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from hf_slospec.assembly import load_plugins
+from hf_slospec.errors import InvalidInputError, UnsupportedModelError
+
 if TYPE_CHECKING:
+    from hf_slospec.drafters.checkpoint import Checkpoint
+    from hf_slospec.drafters.head import Head
     from hf_slospec.drafters.methods import DraftMethod
-    from hf_slospec.heads.past_answers import PastAnswers
+    from hf_slospec.drafters.past_answers import PastAnswers
+
+ENTRY_POINTS = ("hf_slospec.drafters", "hf_slospec.heads")  # groups
 
 
 @dataclass(frozen=True)
 class NamedDrafter:
-    """A drafter that is known by its name."""
+    """A drafter that is known by its name, for ``drafter=`` and ``--drafter``."""
 
-    make: Callable[
-        [Any, PastAnswers | None], DraftMethod
-    ]  # makes it from the target and the answers to draft from
+    name: str
+    make: Callable[[Any, PastAnswers | None], DraftMethod]  # of the target and past answers
     has_model: bool = False  # it runs a network, so that it must be the last part of a sum
+
+
+@dataclass(frozen=True)
+class HeadFormat:
+    """A published format of drafting heads."""
+
+    name: str  # with its publishers; may have fields of the checkpoint's config in braces
+    recognises: Callable[[Checkpoint], bool]
+    load: Callable[[Checkpoint, Any], Head] | None = None  # for a target; None: not implemented
+    reason: str = ""  # why it cannot be loaded
+
+
+@dataclass(frozen=True)
+class AssistantKind:
+    """A kind of assistant model that the core's drafter cannot draft with."""
+
+    name: str
+    # Takes the model, the target and the tokenizers of both, if these are given; returns None for
+    # other kinds
+    make: Callable[[Any, Any, Any, Any], DraftMethod | None]
+
+
+_ENTRIES: dict[tuple[type, str], Any] = {}
+
+
+def register(*entries: NamedDrafter | HeadFormat | AssistantKind) -> None:
+    """Add entries to the registry; formats and kinds are tried in the order of registration.
+
+    Raises:
+        InvalidInputError: another entry of this type has the name.
+    """
+    for entry in entries:
+        if _ENTRIES.setdefault((type(entry), entry.name), entry) != entry:
+            raise InvalidInputError(
+                f"there is a {type(entry).__name__} {entry.name!r} already; choose another name"
+            )
+
+
+@functools.cache
+def _load_all() -> None:
+    load_plugins()
+    for group in ENTRY_POINTS:
+        for entry in metadata.entry_points(group=group):
+            entry.load()
+
+
+def _entries(kind: type) -> list[Any]:
+    _load_all()
+    return [entry for (own, _), entry in _ENTRIES.items() if own is kind]
+
+
+def named_drafters() -> dict[str, NamedDrafter]:
+    """Return all named drafters by name."""
+    return {drafter.name: drafter for drafter in _entries(NamedDrafter)}
+
+
+def drafter_names() -> str:
+    """Return the names of all named drafters, for error messages."""
+    return ", ".join(named_drafters())
+
+
+def head_formats() -> str:
+    """Return the names of all formats that can be loaded, for error messages."""
+    return ", ".join(each.name for each in _entries(HeadFormat) if each.load is not None)
+
+
+def head_of(checkpoint: Checkpoint, target: Any) -> Head | None:
+    """Return the head of a checkpoint; None if no format recognises it.
+
+    Raises:
+        UnsupportedModelError: its format, or a setting of it, is not implemented.
+        IncompatibleDraftError: the head was made for another target.
+    """
+    for each in _entries(HeadFormat):
+        if each.recognises(checkpoint):
+            if each.load is None:
+                name = each.name.format(**checkpoint.config)
+                raise UnsupportedModelError(
+                    f"{checkpoint.source} is {name}, which cannot be loaded{each.reason}; these "
+                    f"heads can: {head_formats()}"
+                )
+            head: Head = each.load(checkpoint, target)
+            return head
+    return None
+
+
+def assistant_kinds() -> list[AssistantKind]:
+    """Return all kinds of assistant models."""
+    return _entries(AssistantKind)
 
 
 def _lookup(target: Any, past: PastAnswers | None) -> DraftMethod:
@@ -31,22 +128,4 @@ def _lookup(target: Any, past: PastAnswers | None) -> DraftMethod:
     return LookupMethod(past=past)
 
 
-def _suffix(target: Any, past: PastAnswers | None) -> DraftMethod:
-    from hf_slospec.heads.suffix import SuffixMethod
-
-    return SuffixMethod(past)
-
-
-def _mtp(target: Any, past: PastAnswers | None) -> DraftMethod:
-    from hf_slospec.drafters.head import HeadMethod
-    from hf_slospec.heads.loading import load_mtp
-
-    return HeadMethod(load_mtp(target))
-
-
-NAMED = {
-    "lookup": NamedDrafter(_lookup),
-    "suffix": NamedDrafter(_suffix),
-    "mtp": NamedDrafter(_mtp, has_model=True),
-}
-NAMES = ", ".join(NAMED)  # for error messages
+register(NamedDrafter("lookup", _lookup))

@@ -13,10 +13,10 @@ from transformers import TrainerCallback
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.drafters.load_drafter import Source, load_drafter
+from hf_slospec.drafters.past_answers import PastAnswers
 from hf_slospec.errors import FallbackWarning
 from hf_slospec.generate.call import Decoder
 from hf_slospec.generate.enable import decoder_of, disable, enable
-from hf_slospec.heads.past_answers import PastAnswers
 
 logger = logging.getLogger(__name__)
 FILE = "past_answers.json"  # in the folder of a checkpoint

@@ -5,35 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from hf_slospec.drafters.beam import Beam, Level, Scores, Vocabulary, beam_search
+from hf_slospec.drafters.beam import beam_search
 from hf_slospec.drafters.features import FeatureDrafter
+from hf_slospec.drafters.level import Beam, Level, Scores
 from hf_slospec.engine.interfaces import Plan
-from hf_slospec.heads.dflash import DFlashHead, SequentialHead
 from hf_slospec.model.batch import CachedSequence, NewTokens
 from hf_slospec.model.coupling import coupled, is_ranked
 from hf_slospec.request.request import Request
 from hf_slospec.tree.best_first import best_first_tree
 from hf_slospec.tree.tree import FloatArray, IntArray, TokenTree
 
+if TYPE_CHECKING:
+    from hf_slospec.heads.dflash import DFlashHead
+
 
 class BlockDrafter(FeatureDrafter):
     """Drafts trees of a block head's predictions (:class:`DFlashHead`), with one forward for all
     levels.
     """
-
-    @classmethod
-    def min_nodes(cls, head: DFlashHead) -> int:
-        return head.block_size
-
-    @property
-    def head(self) -> DFlashHead:
-        """The network."""
-        head: DFlashHead = self.packed.model
-        return head
 
     def _draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
         self._process([request for request in requests if self.features.num_waiting(request)])
@@ -53,19 +47,7 @@ class BlockDrafter(FeatureDrafter):
         self, requests: Sequence[Request], outputs: torch.Tensor, plan: Plan
     ) -> list[TokenTree]:
         """Return candidate trees of blocks' outputs, [num_requests, depth, output_size]."""
-        return block_trees(requests, self._spread(outputs), plan)
-
-    def _spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits of the target's vocabulary.  [..., draft_vocab] -> [..., vocab]"""
-        if (vocabulary := self._vocabulary) is not None:
-            return vocabulary.spread(logits)
-        return logits[..., : self.vocab_size]
-
-    @property
-    def _vocabulary(self) -> Vocabulary | None:
-        """Tokens of a reduced vocabulary; None: the head's ids are the target's."""
-        ids = self.head.target_ids
-        return None if ids is None else Vocabulary(ids, self.vocab_size)
+        return block_trees(requests, self.spread(outputs), plan)
 
     def _process(self, requests: Sequence[Request]) -> None:
         """Cache the K/V of all waiting features."""
@@ -84,12 +66,6 @@ class BlockDrafter(FeatureDrafter):
 
 class SequentialBlockDrafter(BlockDrafter):
     """Drafts trees of a :class:`SequentialHead` by beam search over one forward of a block."""
-
-    @property
-    def head(self) -> SequentialHead:
-        """The network."""
-        head: SequentialHead = self.packed.model
-        return head
 
     def _rows(self, num_requests: int, depth: int) -> torch.Tensor:
         return block_rows(self.head, num_requests, depth, self.head.first_read_slot)
@@ -115,8 +91,9 @@ class SequentialBlockDrafter(BlockDrafter):
             *self.head.after(level.tokens, outputs[:, depth], level.inherited_states, depth)
         )
         if level.is_coupled:
-            return scores._replace(logits=self._spread(scores.logits))
-        if (vocabulary := self._vocabulary) is None:
+            return scores._replace(logits=self.spread(scores.logits))
+        vocabulary = self.head.vocabulary(self.vocab_size)
+        if vocabulary is None:
             scores = scores._replace(logits=scores.logits[..., : self.vocab_size])
         return level.extended(scores, vocabulary)
 

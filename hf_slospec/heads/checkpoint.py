@@ -1,124 +1,28 @@
-"""Files of a published drafter: its config and its tensors by name, none of which is read on
-opening.
+"""Fitting of a published head to its target: the config, the vocabulary, the shared modules and the
+tensors.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_slospec.errors import (
-    IncompatibleDraftError,
-    InvalidInputError,
-    SLOSpecError,
-    UnsupportedModelError,
-)
-from hf_slospec.heads.dflash import DFlashHead
-from hf_slospec.heads.mtp import DraftHead, own_modules
-from hf_slospec.model.loading import hub_options, listed, not_finite
+from hf_slospec.drafters.checkpoint import Checkpoint
+from hf_slospec.drafters.head import Head
+from hf_slospec.errors import IncompatibleDraftError, SLOSpecError, UnsupportedModelError
+from hf_slospec.heads.mtp import own_modules
+from hf_slospec.model.loading import listed, not_finite
 from hf_slospec.model.properties import input_device, vocab_size
 
-# Raised for missing models, an unreachable Hub, unknown classes and files with invalid content.
-LOADING_ERRORS = (
-    OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, SafetensorError, StrictDataclassError,
-)  # fmt: skip
-PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-
-
-@dataclass(frozen=True, eq=False)
-class Checkpoint:
-    """A folder with config.json and safetensors files."""
-
-    source: str  # name in errors
-    config: dict[str, Any]
-    files: dict[str, Path]  # by the name of the tensor that they hold
-
-    def read(self, prefix: str = "") -> dict[str, torch.Tensor]:
-        """Return the tensors whose names begin with ``prefix``, by the rest of the name."""
-        tensors: dict[str, torch.Tensor] = {}
-        for path in dict.fromkeys(self.files.values()):
-            with safe_open(path, framework="pt") as file:
-                names = [
-                    name
-                    for name, file_of in self.files.items()
-                    if file_of == path and name.startswith(prefix)
-                ]
-                tensors |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
-        return tensors
-
-    @property
-    def architectures(self) -> list[str]:
-        """Return the class names in the config."""
-        names: Any = self.config.get("architectures")
-        return [str(name) for name in names] if isinstance(names, (list, tuple)) else []
-
-    def is_named(self, *parts: str) -> bool:
-        """Return whether a class name holds one of these, in lower case."""
-        return any(part in name.lower() for name in self.architectures for part in parts)
-
-
-def open_checkpoint(source: str) -> Checkpoint:
-    """Return the checkpoint in a folder, or else in the Hub repository of this name; read no
-    tensor.
-    """
-    folder = Path(source)
-    if not os.path.isdir(source):
-        options = hub_options(source)
-        try:
-            folder = Path(
-                snapshot_download(source, allow_patterns=["*.json", "*.safetensors"], **options)
-            )
-        except (OSError, ValueError) as error:
-            raise InvalidInputError(
-                f"{source!r} is neither a folder nor a repository that can be read: {error}"
-            ) from error
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
-        pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
-        why = f"{', '.join(pickled)} may run code when it is read" if pickled else "there are none"
-        raise UnsupportedModelError(
-            f"{source} must hold safetensors files: {why}; save its tensors as model.safetensors"
-        )
-    if not (folder / "config.json").exists():
-        raise UnsupportedModelError(
-            f"{source} has no config.json; give the folder in which the whole model was saved"
-        )
-    files: dict[str, Path] = {}
-    try:
-        for path in paths:
-            with safe_open(path, framework="pt") as file:
-                files |= dict.fromkeys(file.keys(), path)
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, SafetensorError) as error:
-        raise UnsupportedModelError(f"{source} has a file that cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise UnsupportedModelError(f"{source}: config.json must hold an object")
-    return Checkpoint(source, config, files)
-
-
 logger = logging.getLogger(__name__)
-
-# Tensors that are not read: copies of the target's modules, and computed buffers.
-IGNORED = (
-    "verifier_norm.weight",
-    "verifier_lm_head.weight",
-    "rotary_emb.inv_freq",
-    "midlayer.self_attn.rotary_emb.inv_freq",
-)
-Head = TypeVar("Head", bound=DraftHead | DFlashHead)
+Built = TypeVar("Built", bound=Head)
 
 
 def read_config(source: str, kind: type[PreTrainedConfig], fields: Mapping[str, Any]) -> Any:
@@ -215,20 +119,14 @@ def shared_modules(
     return shared["embeddings"], shared["lm_head"]
 
 
-def tensors_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return the tensors to load, without the prefix ``model.`` that some publishers give to all
-    but the lm_head.
-    """
-    tensors = {name.removeprefix("model."): tensor for name, tensor in checkpoint.read().items()}
-    return {name: tensor for name, tensor in tensors.items() if name not in IGNORED}
-
-
 def target_ids_of(
-    source: str, d2t: torch.Tensor | None, t2d: torch.Tensor | None, draft_vocab: int, vocab: int
+    source: str, tensors: dict[str, torch.Tensor], draft_vocab: int, vocab: int
 ) -> torch.Tensor | None:
-    """Return the target ids of a draft vocabulary, [draft_vocab] int64; None if the ids are the
-    same.
+    """Remove d2t and t2d; return the target ids of a draft vocabulary, [draft_vocab] int64, or None
+    if the ids are the same.
     """
+    d2t = tensors.pop("d2t", None)
+    t2d = tensors.pop("t2d", None)
     if d2t is None:
         if draft_vocab != vocab:
             raise UnsupportedModelError(
@@ -257,10 +155,10 @@ def target_ids_of(
 def filled(
     checkpoint: Checkpoint,
     target: PreTrainedModel,
-    build: Callable[[], Head],
+    build: Callable[[], Built],
     tensors: Mapping[str, torch.Tensor],
     error: type[SLOSpecError],
-) -> Head:
+) -> Built:
     """Return a head with these tensors; raise ``error`` before it is built if their names or shapes
     do not fit.
     """

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, Qwen3Config
+from transformers import Qwen3Config
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3DecoderLayer,
@@ -15,27 +15,25 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
+from hf_slospec.drafters.head import Head
 from hf_slospec.errors import UnsupportedModelError
+from hf_slospec.heads.block_drafter import BlockDrafter, SequentialBlockDrafter
 from hf_slospec.model.properties import cache_option
 
 # Entries of dflash_config that are read here, or that do not change the forward.
-KNOWN = {"block_size", "mask_token_id", "target_layer_ids", "causal", "is_causal", "causal_head"}
-KNOWN |= {
-    "input_embedding_scale",
-    "output_multiplier",
-    "final_logit_softcapping",
-    "use_swa",
-    "swa_window_size",
-}
-KNOWN |= {"sample_from_anchor", "query_zero_predicts_next", "projector_type", "num_anchors"}
+KNOWN = {
+    "block_size", "mask_token_id", "target_layer_ids", "causal", "is_causal", "causal_head",
+    "input_embedding_scale", "output_multiplier", "final_logit_softcapping", "use_swa",
+    "swa_window_size", "sample_from_anchor", "query_zero_predicts_next", "projector_type",
+    "num_anchors",
+}  # fmt: skip
 
 
-class DFlashHead(PreTrainedModel):
+class DFlashHead(Head):
     """Network that predicts blocks of tokens from hidden states of the target (features).
 
     All tokens but the last are the context: every layer caches their K and V, computed from their
-        combined features
-    alone. A block is the last token, whose features are not known yet, then mask tokens. Block
+    combined features alone. A block is the last token, whose features are not known yet, then mask tokens. Block
     tokens attend to the context and to each other, and each mask token predicts the token at its
     position. In some heads, each token of the block predicts the token behind it instead.
 
@@ -45,17 +43,15 @@ class DFlashHead(PreTrainedModel):
     committed."""
 
     config_class: Any = Qwen3Config
-    _supports_sdpa = True
-    _supports_attention_backend = True
-    kind: ClassVar[str] = "DFlash"  # name in errors and descriptions
+    kind = "DFlash"
+    drafter_class: ClassVar[Any] = BlockDrafter
     caches_context = True  # a forward of context tokens caches K and V, and attends to none
     known: ClassVar[set[str]] = KNOWN
     layer_class: ClassVar[Any] = Qwen3DecoderLayer
     norm_class: ClassVar[Any] = Qwen3RMSNorm
     rotary_class: ClassVar[Any] = Qwen3RotaryEmbedding
-    default_embedding_scale: ClassVar[float | None] = (
-        1.0  # None: the factor of the embeddings themselves
-    )
+    # None: the factor of the embeddings themselves
+    default_embedding_scale: ClassVar[float | None] = 1.0
 
     def __init__(
         self,
@@ -125,7 +121,6 @@ class DFlashHead(PreTrainedModel):
         self.lm_head: Any = (
             nn.Linear(hidden, self.draft_vocab_size, bias=False) if lm_head is None else None
         )
-        self.register_buffer("target_ids", None, persistent=False)
         self._add_modules()
         self.post_init()  # type: ignore[no-untyped-call]
         # Set after the initialisation, which would overwrite the target's weights.
@@ -138,10 +133,9 @@ class DFlashHead(PreTrainedModel):
     def _own_embeddings(self) -> nn.Module:
         return nn.Embedding(self.config.vocab_size, self.config.hidden_size)
 
-    def set_vocabulary(self, target_ids: torch.Tensor) -> None:
-        """Set the target's ids of a reduced vocabulary, [draft_vocab] int64."""
-        assert target_ids.shape == (self.draft_vocab_size,), "one target id per draft id"
-        self.target_ids = target_ids
+    @property
+    def min_nodes(self) -> int:
+        return self.block_size
 
     @property
     def num_proposals(self) -> int:
@@ -201,15 +195,7 @@ class DFlashHead(PreTrainedModel):
         return embeddings
 
     def combine(self, features: torch.Tensor) -> torch.Tensor:
-        """Return the inputs of context tokens' K and V.
-
-        Args:
-            features: [num_tokens, len(feature_layers) * target_hidden], the layers' states
-                concatenated.
-
-        Returns:
-            [num_tokens, hidden].
-        """
+        """Return the inputs of context tokens' K and V, [num_tokens, hidden]."""
         combined: torch.Tensor = self.hidden_norm(self.fc(features))
         return combined
 
@@ -315,10 +301,8 @@ class DFlashHead(PreTrainedModel):
         states = self.embed(input_ids)
         if position_ids is None:
             position_ids = torch.arange(states.shape[1], device=states.device)[None]
-        position_embeddings, options = (
-            self.rotary_emb(states, position_ids),
-            self.layer_options(input_ids),
-        )
+        position_embeddings = self.rotary_emb(states, position_ids)
+        options = self.layer_options(input_ids)
         for layer, attention in zip(self.layers, self._attentions, strict=True):
             mask = (
                 _causal_mask(states, attention.sliding_window)
@@ -344,6 +328,7 @@ class SequentialHead(DFlashHead):
     position, depends on the token before, so that siblings of a tree have children with
     probabilities of their own."""
 
+    drafter_class = SequentialBlockDrafter
     is_recurrent: bool = False  # nodes have states
 
     @property
@@ -389,16 +374,6 @@ class SequentialHead(DFlashHead):
             or None if the head does not predict it.
         """
         raise NotImplementedError
-
-
-def default_block_layers(num_target_layers: int, num_layers: int) -> list[int]:
-    """Return the target's layers whose outputs a head of z-lab reads if its config names none: one
-    per own layer.
-    """
-    if num_layers == 1:
-        return [num_target_layers // 2]
-    span = num_target_layers - 4
-    return [round(1 + index * span / (num_layers - 1)) for index in range(num_layers)]
 
 
 def _causal_mask(states: torch.Tensor, window: int | None) -> torch.Tensor:

@@ -4,7 +4,7 @@ before.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -121,7 +121,7 @@ class DFlash2Head(SequentialHead):
     ``selector_top_k`` besides the settings of DFlash.
     """
 
-    kind: ClassVar[str] = "DFlash2"
+    kind = "DFlash2"
     known = KNOWN | {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
     layer_class = DFlash2Layer
 

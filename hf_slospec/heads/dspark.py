@@ -4,7 +4,7 @@ reads.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ class DominoHead(SequentialHead):
     not corrected) besides the settings of DFlash.
     """
 
-    kind: ClassVar[str] = "Domino"
+    kind = "Domino"
     known = KNOWN | {*SETTINGS, "shift_label"}
     is_recurrent = True
 
@@ -37,10 +37,8 @@ class DominoHead(SequentialHead):
                 )
 
     def _add_modules(self) -> None:
-        hidden, (size, rank) = (
-            self.config.hidden_size,
-            map(self._setting, ("gru_hidden_dim", "emb_dim")),
-        )
+        hidden = self.config.hidden_size
+        size, rank = map(self._setting, ("gru_hidden_dim", "emb_dim"))
         self.num_uncorrected: int = self._setting("pure_draft_prefix_len", 0)
         self.prefix_gru = nn.GRUCell(hidden, size, bias=False)
         self.embed_proj = nn.Sequential(
@@ -130,7 +128,7 @@ class DSparkHead(SequentialHead):
     ``enable_confidence_head`` and ``confidence_head_with_markov`` besides the settings of DFlash.
     """
 
-    kind: ClassVar[str] = "DSpark"
+    kind = "DSpark"
     known = KNOWN | {
         "markov_rank",
         "markov_head_type",

@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from hf_slospec.heads.head_drafter import PEagleDrafter
 from hf_slospec.heads.mtp import DraftHead
 from hf_slospec.model.properties import cache_option
 
@@ -102,7 +103,7 @@ class Eagle3Head(DraftHead):
         self,
         config: LlamaConfig | Qwen3Config,
         settings: Eagle3Settings,
-        embed_tokens: nn.Module,
+        embed_tokens: nn.Module | None = None,
         lm_head: nn.Module | None = None,
     ):
         """Make a network with random weights.
@@ -110,7 +111,7 @@ class Eagle3Head(DraftHead):
         Args:
             config: config of the layers; its ``vocab_size`` is the target's.
             settings: the other settings.
-            embed_tokens: embeddings of the layers' hidden size, the target's or the head's own.
+            embed_tokens: the target's embeddings; None: the head has its own.
             lm_head: the target's output layer, [hidden] -> [vocab]; None: the head has its own.
         """
         super().__init__(config)
@@ -120,7 +121,9 @@ class Eagle3Head(DraftHead):
         features_size = num_features * settings.target_hidden_size
         self.settings = settings
         self.feature_layers = settings.feature_layers
-        self.embed_tokens = embed_tokens
+        self.target_hidden_size = settings.target_hidden_size
+        self.draft_vocab_size = settings.draft_vocab_size
+        self.embed_tokens = self._own_embeddings() if embed_tokens is None else embed_tokens
         if settings.norm_before_fc:
             self.input_norm = LlamaRMSNorm(features_size, eps=eps)
         if settings.fc_norm:
@@ -139,20 +142,13 @@ class Eagle3Head(DraftHead):
             nn.Linear(size, settings.draft_vocab_size, bias=False) if lm_head is None else lm_head
         )
         self.rotary_emb = self.rotary_class(config)
-        self.register_buffer("target_ids", None, persistent=False)
+
+    def _own_embeddings(self) -> nn.Module:
+        return nn.Embedding(self.config.vocab_size, self.config.hidden_size)
 
     def _first_layer(self) -> nn.Module:
         config: Any = self.config
         return Eagle3Layer(config, self.settings.norm_before_residual)
-
-    def set_vocabulary(self, target_ids: torch.Tensor) -> None:
-        """Set the target's ids of a reduced vocabulary, [draft_vocab] int64."""
-        assert target_ids.shape == (self.settings.draft_vocab_size,), "one target id per draft id"
-        self.target_ids = target_ids
-
-    @property
-    def target_hidden_size(self) -> int:
-        return self.settings.target_hidden_size
 
     def combine(self, features: torch.Tensor) -> torch.Tensor:
         if self.settings.norm_before_fc:
@@ -211,6 +207,7 @@ class PEagleHead(Eagle3Head):
     """
 
     kind = "P-EAGLE head"
+    drafter_class = PEagleDrafter
 
     def __init__(self, *arguments: Any, mask_token_id: int, num_proposals: int):
         """Make a network with random weights.
@@ -225,6 +222,10 @@ class PEagleHead(Eagle3Head):
         self.num_proposals = num_proposals
         # In a module, as loading takes the head's own modules: [1, 1, features].
         self.mask_entry = nn.ParameterDict({"hidden": torch.empty(1, 1, self.fc.in_features)})
+
+    @property
+    def min_nodes(self) -> int:
+        return self.num_proposals
 
     def mask_inputs(self, num_entries: int) -> torch.Tensor:
         """Return the inputs of mask entries, [num_entries, embedding + hidden]."""

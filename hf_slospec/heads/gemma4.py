@@ -142,6 +142,9 @@ class Gemma4Eagle3Head(Eagle3Head):
     norm_class = Gemma4RMSNorm
     rotary_class = FullRotaryEmbedding
 
+    def _own_embeddings(self) -> nn.Module:
+        return scaled_embeddings(self.config)
+
     def _first_layer(self) -> nn.Module:
         return Gemma4Eagle3Layer(self.config)
 

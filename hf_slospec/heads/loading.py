@@ -1,157 +1,138 @@
-"""Loading of published drafting heads, recognised by config and tensor names and checked against
-the target.
+"""Table of published head formats: how each is recognised, how its tensors are renamed, and what
+builds the network; formats that cannot be loaded have a reason instead.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hf_slospec.drafters.checkpoint import Checkpoint, open_checkpoint
+from hf_slospec.drafters.head import Head
+from hf_slospec.drafters.registry import HeadFormat, head_formats, head_of
 from hf_slospec.errors import IncompatibleDraftError, InvalidInputError, UnsupportedModelError
-from hf_slospec.heads.checkpoint import Checkpoint, filled, hidden_size_of, open_checkpoint
-from hf_slospec.heads.dflash import DFlashHead
-from hf_slospec.heads.loading_blocks import is_block, load_block
-from hf_slospec.heads.loading_eagle3 import (
-    is_eagle3,
-    is_speculators_eagle3,
-    load_published_eagle3,
-    load_speculators_eagle3,
+from hf_slospec.heads.checkpoint import (
+    check_layers,
+    check_verifier,
+    check_vocabulary,
+    filled,
+    hidden_size_of,
+    num_layers_of,
+    shared_modules,
+    target_ids_of,
 )
+from hf_slospec.heads.layouts import Layout, block_layout, eagle3_layout
 from hf_slospec.heads.mtp import DraftHead, MtpHead, ShippedMtpHead
 from hf_slospec.model.properties import input_device
 
-CAUSAL_LMS = {
-    name
-    for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    for name in ([names] if isinstance(names, str) else names)
+Recognise = Callable[[Checkpoint], bool]
+Renames = Mapping[str, str]  # replacements by pattern, applied in order
+
+# Tensors that are not read: copies of the target's modules, and computed buffers.
+IGNORED = (
+    "verifier_norm.weight",
+    "verifier_lm_head.weight",
+    "rotary_emb.inv_freq",
+    "midlayer.self_attn.rotary_emb.inv_freq",
+)
+EAGLE3_NAMES = {
+    r"^layers\.0\.": "midlayer.",
+    # SGLang's name of the only norm before the attention of later layers
+    r"^(layers\.\d+)\.hidden_norm\.": r"\1.input_layernorm.",
+    r"^mask_hidden$": "mask_entry.hidden",
 }
-LOADED = (
-    "EAGLE-3 and P-EAGLE with Llama or Qwen3 layers, DFlash, DFlash2, DSpark, Domino, DeepSpec's heads with Gemma 4 "
-    "layers, and MTP layers of Qwen3-Next, MiMo and speculators"
-)
-
-
-class Format(NamedTuple):
-    """A published format of heads that cannot be loaded."""
-
-    name: str  # with its publisher
-    lacking: str  # what is not implemented here
-    recognises: Callable[[Checkpoint], bool]
-
-
-def refuse_unsupported_head(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedModelError for a head of a known format that cannot be loaded."""
-    for kind in FORMATS:
-        if kind.recognises(checkpoint):
-            raise UnsupportedModelError(
-                f"{checkpoint.source} is {kind.name}, which cannot be loaded, as {kind.lacking} not implemented; "
-                f"these heads can: {LOADED}"
-            )
-
-
-def check_is_causal_lm(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedModelError unless class and tensor names can be those of a causal LM."""
-    source = checkpoint.source
-    names = checkpoint.architectures
-    if (kind := checkpoint.config.get("speculators_model_type")) is not None:
-        raise UnsupportedModelError(
-            f"{source} is a head of type {kind!r} of speculators, which cannot be loaded"
-        )
-    if "fc.weight" in checkpoint.files:
-        raise UnsupportedModelError(
-            f"{source} is an EAGLE-1, EAGLE-2 or HASS head, which cannot be loaded: it has fc.weight, and is no "
-            f"EAGLE-3; these heads can: {LOADED}"
-        )
-    if names and not any(name.endswith("ForCausalLM") or name in CAUSAL_LMS for name in names):
-        raise UnsupportedModelError(
-            f"{source} is neither a known head nor a causal LM: its class is {', '.join(names)}; these heads can be "
-            f"loaded: {LOADED}"
-        )
-
-
-def _named(*parts: str) -> Callable[[Checkpoint], bool]:
-    return lambda checkpoint: checkpoint.is_named(*parts)
-
-
-def _has(*tensors: str) -> Callable[[Checkpoint], bool]:
-    return lambda checkpoint: any(name.startswith(tensors) for name in checkpoint.files)
-
-
-def _either(*recognise: Callable[[Checkpoint], bool]) -> Callable[[Checkpoint], bool]:
-    return lambda checkpoint: any(recognises(checkpoint) for recognises in recognise)
-
-
-FORMATS = (
-    Format(
-        "a Medusa head (FasterDecoding)",
-        "its residual blocks, one for each position, are",
-        _either(_has("medusa_head."), _named("medusa")),
-    ),
-    Format("a Hydra head", "its MLPs over the tokens drafted before are", _named("hydra")),
-    Format(
-        "an MLP speculator of IBM",
-        "its MLPs over the last hidden state are",
-        _named("mlpspeculator"),
-    ),
-    Format(
-        "a MuseGlimmer assistant of transformers", "its network is", _named("museglimmerassistant")
-    ),
-)
-
-
-# Prefixes of the first MTP layer's tensors: of Qwen3-Next, whose names MtpHead has, of MiMo and of
-# speculators.
-MTP_PREFIX = "mtp."
-MIMO_PREFIX = "model.mtp_layers.0."
-SPECULATORS_PREFIX = "mtp_layers.0."
+BLOCK_NAMES = {
+    r"^logit_head\.": "",  # early heads of SpecForge
+    r"^(markov_w[12]|gate_proj|joint_proj)\.": r"markov_head.\1.",  # ModelOpt
+    r"^(prefix_gru\.weight_[ih]h)_l0$": r"\1",  # Domino, of a GRU with layers
+    r"^(candidate_selector\.\w+_codebook)\.weight$": r"\1",  # z-lab, of embeddings
+}
 MIMO_NAMES = {
-    "token_layernorm": "pre_fc_norm_embedding", "hidden_layernorm": "pre_fc_norm_hidden", "input_proj": "fc",
-    "final_layernorm": "norm",
-}  # fmt: skip
+    r"^token_layernorm\.": "pre_fc_norm_embedding.",
+    r"^hidden_layernorm\.": "pre_fc_norm_hidden.",
+    r"^input_proj\.": "fc.",
+    r"^final_layernorm\.": "norm.",
+    r"^(?!pre_fc_norm_|fc\.|norm\.)": "layers.0.",
+}
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
-class Layout(NamedTuple):
-    """A published layout of drafting heads that can be loaded."""
+class MtpLayout(NamedTuple):
+    """A publisher's names of the first MTP layer's tensors."""
 
-    name: str
-    recognises: Callable[[Checkpoint], bool]
-    load: Callable[[Checkpoint, PreTrainedModel], DraftHead | DFlashHead]
+    prefix: str
+    projection: str  # name of a tensor that every such layer has
+    renames: Renames
+    hidden_is_first: bool = False  # the projection reads the hidden state before the embedding
 
 
-def load_head(path: str, target: PreTrainedModel) -> DraftHead | DFlashHead:
+MTP_LAYOUTS = (
+    MtpLayout("mtp.", "fc.weight", {}),  # Qwen3-Next
+    MtpLayout("model.mtp_layers.0.", "input_proj.weight", MIMO_NAMES, hidden_is_first=True),
+    MtpLayout("mtp_layers.0.", "input_proj.weight", MIMO_NAMES),  # speculators
+)
+
+
+def load_head(path: str, target: PreTrainedModel) -> Any:
     """Return the drafting head in a folder or Hub repository, in the target's dtype and on its
     device.
 
     Raises:
         InvalidInputError: there is no such folder or repository.
-        UnsupportedModelError: the files are pickled, incomplete or in none of the layouts in
-            ``LAYOUTS``.
+        UnsupportedModelError: the files are pickled, incomplete or in no known format.
         IncompatibleDraftError: the head was made for another target.
     """
     checkpoint = open_checkpoint(path)
-    if (layout := layout_of(checkpoint)) is not None:
-        return layout.load(checkpoint, target)
-    kind = checkpoint.config.get("speculators_model_type") or checkpoint.config.get("architectures")
-    raise UnsupportedModelError(
-        f"{path} ({kind}) is no drafting head that can be loaded; these are: {', '.join(one.name for one in LAYOUTS)}"
-    )
+    head = head_of(checkpoint, target)
+    if head is None:
+        raise UnsupportedModelError(
+            f"{path} ({checkpoint.config.get('architectures')}) is no drafting head that can be loaded; these are: "
+            f"{head_formats()}"
+        )
+    return head
 
 
-def layout_of(checkpoint: Checkpoint) -> Layout | None:
-    """Return the layout of a head's checkpoint; None if it has none of ``LAYOUTS``.
+def renamed(tensors: Mapping[str, torch.Tensor], renames: Renames) -> dict[str, torch.Tensor]:
+    """Return tensors by their new names; a new name that another tensor has is not given."""
+    result = {}
+    for name, tensor in tensors.items():
+        new = name
+        for pattern, replacement in renames.items():
+            new = re.sub(pattern, replacement, new)
+        result[name if new in tensors else new] = tensor
+    return result
 
-    Raises:
-        UnsupportedModelError: it has a known layout that cannot be loaded.
-    """
-    refuse_unsupported_head(checkpoint)
-    return next((layout for layout in LAYOUTS if layout.recognises(checkpoint)), None)
+
+def _load(
+    renames: Renames,
+    layout_of: Callable[[Checkpoint, PreTrainedModel, dict[str, torch.Tensor]], Layout],
+    checkpoint: Checkpoint,
+    target: PreTrainedModel,
+) -> Head:
+    source = checkpoint.source
+    check_verifier(checkpoint, target)
+    # Some publishers give the prefix model. to all names but the lm_head's.
+    plain = {name.removeprefix("model."): tensor for name, tensor in checkpoint.read().items()}
+    tensors = renamed({n: each for n, each in plain.items() if n not in IGNORED}, renames)
+    config, build, draft_vocab = layout_of(checkpoint, target, tensors)
+    check_vocabulary(source, config.vocab_size, target)
+    target_ids = target_ids_of(source, tensors, draft_vocab, config.vocab_size)
+    is_reduced = target_ids is not None
+    shared = shared_modules(source, config.hidden_size, tensors, is_reduced, target)
+    head: Head = filled(checkpoint, target, lambda: build(*shared), tensors, UnsupportedModelError)
+    check_layers(source, head.feature_layers, num_layers_of(target))
+    if target_ids is not None:
+        head.set_vocabulary(target_ids.to(input_device(target)))
+    return head
+
+
+# ---- MTP layers
 
 
 def load_mtp(target: PreTrainedModel) -> DraftHead:
@@ -178,61 +159,35 @@ def load_mtp(target: PreTrainedModel) -> DraftHead:
             "the target was not loaded from a folder or repository, where its MTP layer would be; load it from one"
         )
     checkpoint = open_checkpoint(source)
-    if not _is_mtp(checkpoint):
+    if _mtp_layout_of(checkpoint) is None:
         others = sorted(name for name in checkpoint.files if "mtp" in name or "nextn" in name)
         raise UnsupportedModelError(
             f"{source} has MTP layers in a layout that is not implemented, with tensors such as {others[0]}; those of "
-            f"Qwen3-Next ({MTP_PREFIX}fc.weight) and MiMo ({MIMO_PREFIX}input_proj.weight) can be loaded"
+            "Qwen3-Next (mtp.fc.weight) and MiMo (model.mtp_layers.0.input_proj.weight) can be loaded"
             if others
-            else f"{source} has no MTP layer: there is no tensor named {MTP_PREFIX}fc.weight"
+            else f"{source} has no MTP layer: there is no tensor named mtp.fc.weight"
         )
     return _load_mtp(checkpoint, target)
 
 
-def _is_mtp(checkpoint: Checkpoint) -> bool:
-    ends = {
-        MTP_PREFIX: "fc.weight",
-        MIMO_PREFIX: "input_proj.weight",
-        SPECULATORS_PREFIX: "input_proj.weight",
-    }
-    return any(prefix + end in checkpoint.files for prefix, end in ends.items())
+def _mtp_layout_of(checkpoint: Checkpoint) -> MtpLayout | None:
+    return next((e for e in MTP_LAYOUTS if e.prefix + e.projection in checkpoint.files), None)
 
 
-def _load_mtp(checkpoint: Checkpoint, target: PreTrainedModel) -> DraftHead:
+def _load_mtp(checkpoint: Checkpoint, target: PreTrainedModel) -> MtpHead:
     size = checkpoint.config.get("hidden_size")
     expected = hidden_size_of(target)
     if size not in (None, expected):
         raise IncompatibleDraftError(
             f"{checkpoint.source} is for a hidden size of {size}; the target's is {expected}"
         )
-    tensors = _with_joined_experts(checkpoint.read(MTP_PREFIX) or _renamed(checkpoint))
+    layout = _mtp_layout_of(checkpoint)
+    assert layout is not None
+    tensors = _with_joined_experts(renamed(checkpoint.read(layout.prefix), layout.renames))
+    if layout.hidden_is_first:
+        projection = tensors["fc.weight"]
+        tensors["fc.weight"] = projection.roll(projection.shape[1] // 2, dims=1)
     return filled(checkpoint, target, lambda: MtpHead(target), tensors, IncompatibleDraftError)
-
-
-def _renamed(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return the tensors of an MTP layer of MiMo or speculators under Qwen3-Next's names."""
-    of_mimo = checkpoint.read(MIMO_PREFIX)
-    tensors = {}
-    for name, tensor in (of_mimo or checkpoint.read(SPECULATORS_PREFIX)).items():
-        part, _, rest = name.partition(".")
-        tensors[f"{MIMO_NAMES[part]}.{rest}" if part in MIMO_NAMES else f"layers.0.{name}"] = tensor
-    if of_mimo:  # its hidden state comes before the embedding
-        tensors["fc.weight"] = tensors["fc.weight"].roll(tensors["fc.weight"].shape[1] // 2, dims=1)
-    return tensors
-
-
-LAYOUTS = (
-    Layout(
-        "EAGLE-3 and P-EAGLE in the layout of speculators",
-        is_speculators_eagle3,
-        load_speculators_eagle3,
-    ),
-    Layout("EAGLE-3 (LlamaForCausalLMEagle3)", is_eagle3, load_published_eagle3),
-    Layout("DFlash, DFlash2, DSpark and Domino", is_block, load_block),
-    Layout(
-        "an MTP layer of Qwen3-Next (mtp.*), MiMo or speculators (mtp_layers.*)", _is_mtp, _load_mtp
-    ),
-)
 
 
 def _with_joined_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -246,11 +201,98 @@ def _with_joined_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch
             joined[name] = tensor
     for name, parts in experts.items():
         gate, up, down = (
-            [parts[part][index] for index in sorted(parts[part])] for part in ("gate", "up", "down")
+            torch.stack([parts[part][index] for index in sorted(parts[part])])
+            for part in ("gate", "up", "down")
         )
-        pairs = [torch.cat(pair) for pair in zip(gate, up, strict=True)]
-        joined[f"{name}.gate_up_proj"], joined[f"{name}.down_proj"] = (
-            torch.stack(pairs),
-            torch.stack(down),
-        )
+        joined[f"{name}.gate_up_proj"] = torch.cat((gate, up), dim=1)
+        joined[f"{name}.down_proj"] = down
     return joined
+
+
+# ---- the table
+
+
+def _speculators(*kinds: str) -> Recognise:
+    return lambda checkpoint: checkpoint.config.get("speculators_model_type") in kinds
+
+
+def _named(*parts: str) -> Recognise:
+    return lambda checkpoint: checkpoint.is_named(*parts)
+
+
+def _has(pattern: str) -> Recognise:
+    return lambda checkpoint: any(re.search(pattern, name) for name in checkpoint.files)
+
+
+def _either(*recognise: Recognise) -> Recognise:
+    return lambda checkpoint: any(each(checkpoint) for each in recognise)
+
+
+def _unless_speculators(recognise: Recognise) -> Recognise:
+    return lambda c: "speculators_model_type" not in c.config and recognise(c)
+
+
+load_eagle3 = partial(_load, EAGLE3_NAMES, eagle3_layout)
+load_block = partial(_load, BLOCK_NAMES, block_layout)
+FORMATS = (
+    HeadFormat(
+        "a Medusa head (FasterDecoding)",
+        _either(_has(r"^medusa_head\."), _named("medusa")),
+        reason=", as its residual blocks, one for each position, are not implemented",
+    ),
+    HeadFormat(
+        "a Hydra head",
+        _named("hydra"),
+        reason=", as its MLPs over the tokens drafted before are not implemented",
+    ),
+    HeadFormat(
+        "an MLP speculator of IBM",
+        _named("mlpspeculator"),
+        reason=", as its MLPs over the last hidden state are not implemented",
+    ),
+    HeadFormat(
+        "a MuseGlimmer assistant of transformers",
+        _named("museglimmerassistant"),
+        reason=", as its network is not implemented",
+    ),
+    HeadFormat("EAGLE-3 and P-EAGLE of speculators", _speculators("eagle3", "peagle"), load_eagle3),
+    HeadFormat(
+        "EAGLE-3 and P-EAGLE",
+        _unless_speculators(
+            _either(
+                _named("eagle3"), _has(r"^(model\.)?(midlayer\.hidden_norm\.weight|mask_hidden)$")
+            )
+        ),
+        load_eagle3,
+    ),
+    HeadFormat(
+        "DFlash, DFlash2 and DSpark of speculators",
+        _speculators("dflash", "dflash2", "dspark"),
+        load_block,
+    ),
+    HeadFormat(
+        "DFlash, DFlash2, DSpark and Domino",
+        _unless_speculators(
+            _either(
+                _named("dflash", "dspark", "domino"),
+                lambda checkpoint: "dflash_config" in checkpoint.config,
+                _has(r"markov_w1\.|candidate_selector\."),
+            )
+        ),
+        load_block,
+    ),
+    HeadFormat(
+        "an MTP layer of Qwen3-Next, MiMo or speculators",
+        lambda checkpoint: _mtp_layout_of(checkpoint) is not None,
+        _load_mtp,
+    ),
+    HeadFormat(
+        "a head of type {speculators_model_type!r} of speculators",
+        lambda checkpoint: checkpoint.config.get("speculators_model_type") is not None,
+    ),
+    HeadFormat(
+        "an EAGLE-1, EAGLE-2 or HASS head",
+        _has(r"^fc\.weight$"),
+        reason=": it has fc.weight, and is no EAGLE-3",
+    ),
+)

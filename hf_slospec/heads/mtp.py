@@ -5,7 +5,7 @@ level by level.
 from __future__ import annotations
 
 import copy
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,28 +14,20 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import MtpModel
 from transformers.modeling_outputs import CausalLMOutput
 
+from hf_slospec.drafters.head import Head
+from hf_slospec.heads.head_drafter import HeadDrafter
 from hf_slospec.model.properties import cache_option
 
 
-class DraftHead(PreTrainedModel):
-    """Network that drafts from hidden states of the target (features), one token after another.
+class DraftHead(Head):
+    """Head that drafts one token after another.
 
     Entry i takes the feature of token i and the embedding of token i + 1, and predicts token i + 2.
     For draft nodes, whose features are not known, the hidden state that the parent's entry returns
-    replaces the feature. Entries attend to each other through transformers' attention interface, so
-    that forwards can be packed."""
+    replaces the feature."""
 
-    _supports_sdpa = True
-    _supports_attention_backend = True
-    kind: ClassVar[str]  # name in errors and descriptions
-
-    feature_layers: tuple[
-        int, ...
-    ]  # hidden states of the target, numbered as in its output_hidden_states
+    drafter_class = HeadDrafter
     embed_tokens: nn.Module  # the target's or the head's own
-    target_ids: (
-        torch.Tensor | None
-    )  # [draft_vocab] int64, the target's ids of a reduced vocabulary; None: the same ids
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the embeddings of the target's tokens."""
@@ -47,29 +39,12 @@ class DraftHead(PreTrainedModel):
         return int(self.config.hidden_size)
 
     @property
-    def target_hidden_size(self) -> int:
-        """Size of one hidden state of the target."""
-        return self.hidden_size
-
-    @property
     def packed_input_size(self) -> int:
         """Size of an entry's inputs, which packed forwards take in place of ids: an embedding and a
         hidden state.
         """
         weight: Any = self.embed_tokens.weight
         return int(weight.shape[-1]) + self.hidden_size
-
-    def combine(self, features: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states that entries take, computed from features of the target.
-
-        Args:
-            features: [num_tokens, len(feature_layers) * target_hidden], the layers' states
-                concatenated.
-
-        Returns:
-            [num_tokens, hidden].
-        """
-        raise NotImplementedError
 
     def run(
         self,
@@ -139,10 +114,8 @@ class DraftHead(PreTrainedModel):
                 ..., torch.arange(self.hidden_size, device=embeds.device) % embeds.shape[-1]
             ]
         else:
-            embeds, hidden = (
-                inputs_embeds[..., : -self.hidden_size],
-                inputs_embeds[..., -self.hidden_size :],
-            )
+            embeds = inputs_embeds[..., : -self.hidden_size]
+            hidden = inputs_embeds[..., -self.hidden_size :]
         assert position_ids is not None
         mask = self.mask(
             config=self.config,
@@ -180,7 +153,7 @@ class _TargetLayerHead(DraftHead):
         super().__init__(config)
         decoder: Any = target.get_decoder()
         self.feature_layers = (len(decoder.layers),)
-        self.target_ids = None
+        self.target_hidden_size = self.hidden_size
         self.embed_tokens: Any = target.get_input_embeddings()
 
     @classmethod

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from hf_slospec.drafters.assistant import check_device, check_vocabulary
-from hf_slospec.drafters.beam import Beam, Level, Scores, beam_search
+from hf_slospec.drafters.beam import beam_search
+from hf_slospec.drafters.level import Beam, Level, Scores
 from hf_slospec.drafters.methods import DraftMethod, Room
 from hf_slospec.engine.interfaces import Drafter, Plan
 from hf_slospec.engine.latency_curves import ForwardCost
@@ -32,6 +33,7 @@ LAST_HIDDEN = (
     -1
 )  # the target's hidden state after its last norm, numbered as in output_hidden_states
 SLIDING = "sliding_attention"
+MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
 
 def cached_layers(model: Any) -> dict[str, int]:
@@ -109,10 +111,8 @@ def _batch(sequences: Sequence[CachedSequence], beam: int, max_keys: int | None)
     for index, whole in enumerate(sequences):
         num_keys = whole.length if max_keys is None else min(whole.length, max_keys)
         visible = CachedSequence(whole.start + whole.length - num_keys, num_keys, num_keys)
-        no_mask, no_positions = (
-            torch.empty(beam, 0, dtype=torch.bool, device="cpu"),
-            torch.empty(0, dtype=torch.int64, device="cpu"),
-        )
+        no_mask = torch.empty(beam, 0, dtype=torch.bool, device="cpu")
+        no_positions = torch.empty(0, dtype=torch.int64, device="cpu")
         spans.append(Span(visible, index * beam, (index + 1) * beam, no_mask, no_positions))
     return PackedBatch(spans, [span.visible for span in spans])
 
@@ -181,7 +181,8 @@ class SharedKVDrafter(Drafter):
         self._last: dict[Request, tuple[int, torch.Tensor]] = {}  # tokens, last feature [1, hidden]
 
     def read_kv_of(self, sequences: Sequences) -> None:
-        self._sequences, self._model = sequences, SharedKVModel(self.assistant, sequences.packed)
+        self._sequences = sequences
+        self._model = SharedKVModel(self.assistant, sequences.packed)
 
     def take_features(self, request: Request, begin: int, features: torch.Tensor) -> None:
         self._last[request] = (
@@ -212,10 +213,8 @@ class SharedKVDrafter(Drafter):
         )
 
     def _run(self, requests: Sequence[Request], indices: IntArray, level: Level) -> Beam | Scores:
-        sequences, states = (
-            [self._sequences.of(requests[index]) for index in indices],
-            level.inherited_states,
-        )
+        sequences = [self._sequences.of(requests[index]) for index in indices]
+        states = level.inherited_states
         assert states is not None
         scores = self._model.scores(self._sequences.cache.pool, sequences, level.tokens, states)
         return level.grown(scores._replace(logits=scores.logits[..., : self.vocab_size]))
@@ -237,10 +236,8 @@ class LevelTimer:
 
     def __call__(self, size: Size) -> float:
         """Return the seconds of a level of this size, with the same number of nodes per request."""
-        device, shape = (
-            self._model.target.device,
-            (size.num_requests, size.num_tokens // size.num_requests),
-        )
+        device = self._model.target.device
+        shape = (size.num_requests, size.num_tokens // size.num_requests)
         tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         with self._cache.temporary([size.keys_each] * size.num_requests) as sequences:
             for sequence in sequences:
@@ -271,19 +268,15 @@ class Gemma4Method(DraftMethod):
     def check(self, target: Any) -> None:
         check_vocabulary(self.assistant, target)
         check_device(self.assistant, target)
-        hidden, expected = (
-            target.config.get_text_config().hidden_size,
-            self.assistant.backbone_hidden_size,
-        )
+        hidden = target.config.get_text_config().hidden_size
+        expected = self.assistant.backbone_hidden_size
         if hidden != expected:
             raise IncompatibleDraftError(
                 f"assistant_model reads hidden states of size {expected} and the target has {hidden}; use the "
                 "assistant that was trained with this target"
             )
-        ours, dtype = (
-            self.assistant.lm_head.weight.dtype,
-            target.get_input_embeddings().weight.dtype,
-        )
+        ours = self.assistant.lm_head.weight.dtype
+        dtype = target.get_input_embeddings().weight.dtype
         if ours != dtype:
             raise IncompatibleDraftError(
                 f"assistant_model is in {ours} and the target in {dtype}; cast it with assistant_model.to({dtype})"
@@ -320,6 +313,11 @@ class Gemma4Method(DraftMethod):
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         return SharedKVDrafter(self.assistant, room.vocab_size)
+
+
+def gemma4_method(model: Any, *_: Any) -> DraftMethod | None:
+    """Return the method of a Gemma 4 assistant; None for other models."""
+    return Gemma4Method(model) if model.config.model_type in MODEL_TYPES else None
 
 
 def _kv_shape(attention: Any) -> tuple[int, int]:

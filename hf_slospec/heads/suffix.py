@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -11,9 +12,16 @@ import numpy as np
 
 from hf_slospec.drafters.lookup import ForeseenNoise
 from hf_slospec.drafters.methods import DraftMethod, Room
+from hf_slospec.drafters.past_answers import (
+    NUM_COMPARED,
+    AnswerGroup,
+    Copied,
+    PastAnswer,
+    PastAnswers,
+)
 from hf_slospec.engine.interfaces import Drafter, Plan
+from hf_slospec.extras import need
 from hf_slospec.forks import Lock
-from hf_slospec.heads.past_answers import TREE_DEPTH, Copied, PastAnswers, new_cache, speculated
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.request.request import Request
 from hf_slospec.tree.merge import merge_trees
@@ -22,8 +30,94 @@ from hf_slospec.tree.tree import TokenTree
 if TYPE_CHECKING:
     from arctic_inference.suffix_decoding import SuffixDecodingCache, SuffixDecodingDraft
 
+TREE_DEPTH = NUM_COMPARED  # of suffix trees: tokens of context and continuation together
+MIN_PATH_PROB = 0.02  # share of the matches; rarer continuations are not proposed
+# Limit of continuation per matched token; trees are limited by their probabilities instead
+ANY_LENGTH = 1e6
+READER = -1  # key in suffix caches of a request that only reads
 MAX_MATCHES = 8.0  # further matches add no confidence
 TEXT = 0  # key of a request's own tokens in its suffix cache
+
+
+def new_cache(max_outputs: int) -> SuffixDecodingCache:
+    """Return an empty cache that shares at most ``max_outputs`` outputs between requests; -1: all.
+
+    Raises:
+        MissingExtraError: arctic-inference is not installed.
+    """
+    need("suffix", "the drafter suffix")
+    module = import_module("arctic_inference.suffix_decoding")
+    cache: SuffixDecodingCache = module.SuffixDecodingCache(TREE_DEPTH, max_outputs)
+    return cache
+
+
+def speculated(
+    cache: SuffixDecodingCache, key: int, context: list[int], max_nodes: int
+) -> SuffixDecodingDraft:
+    """Return the tree of continuations of a context in a cache."""
+    return cache.speculate(
+        key, context, max_nodes, ANY_LENGTH, 0.0, MIN_PATH_PROB, use_tree_spec=True
+    )
+
+
+class AnswerTrees:
+    """Suffix trees of past answers, each built when a request first needs it."""
+
+    def __init__(self, past: PastAnswers):
+        self._past = past
+        self._trees: dict[AnswerGroup, SuffixDecodingCache] = {}
+
+    def continuations(self, request: Request, max_nodes: int) -> list[SuffixDecodingDraft]:
+        """Return the continuations of a running request's last tokens in answers to its prompt and
+        in all answers.
+        """
+        past = self._past
+        past.update(request)
+        with past.lock:
+            same, every = past.running[request].groups
+            groups = [same, every] if past.siblings(request) else [every]
+            context = request.tokens[-TREE_DEPTH:]
+            return [speculated(self._tree(group), READER, context, max_nodes) for group in groups]
+
+    def _tree(self, group: AnswerGroup) -> SuffixDecodingCache:
+        if (tree := self._trees.get(group)) is None:
+            tree = self._trees[group] = new_cache(-1)
+            tree.start_request(READER, [])
+            for key, answer in self._past.answers_to(group).items():
+                self._begin_in(group, key, answer)
+                if not answer.is_open:
+                    tree.stop_request(key)
+        return tree
+
+    def _begin_in(self, group: AnswerGroup, key: int, answer: PastAnswer) -> None:
+        """Begin an answer in a tree; prompts are not shown to requests with other prompts."""
+        tree = self._trees[group]
+        tree.start_request(key, [])
+        tree.add_active_response(key, [*(answer.context if group.prompt else []), *answer.tokens])
+
+    def begin(self, key: int, answer: PastAnswer) -> None:
+        for group in self._trees.keys() & answer.groups:
+            self._begin_in(group, key, answer)
+
+    def append(self, key: int, answer: PastAnswer, tokens: Sequence[int]) -> None:
+        for group in self._trees.keys() & answer.groups:
+            self._trees[group].add_active_response(key, tokens)
+
+    def close(self, key: int, answer: PastAnswer) -> None:
+        for group in self._trees.keys() & answer.groups:
+            self._trees[group].stop_request(key)
+        same = answer.groups[0]
+        if not any(sibling.is_open for sibling in self._past.answers_to(same).values()):
+            self._trees.pop(same, None)  # built again for the next request with this prompt
+
+    def drop(self, key: int, answer: PastAnswer) -> None:
+        for group in self._trees.keys() & answer.groups:
+            tree = self._trees[group]
+            if answer.is_open:
+                tree.stop_request(key)
+            tree.evict_cached_response(key)
+            if len(tree.cached_requests) == 1:  # only the reader is left
+                del self._trees[group]
 
 
 @dataclass(eq=False)
@@ -90,7 +184,9 @@ class SuffixDrafter(Drafter):
             tree = self._trees[request] = _RequestTree()
         tree.append(tokens[tree.num_tokens :])
         own = speculated(tree.cache, TEXT, tokens[-TREE_DEPTH:], max_nodes)
-        return [own] if self.past is None else [own, *self.past.continuations(request, max_nodes)]
+        if self.past is None:
+            return [own]
+        return [own, *self.past.index(AnswerTrees).continuations(request, max_nodes)]
 
 
 def _trees(request: Request, plan: Plan, drafts: Sequence[SuffixDecodingDraft]) -> list[TokenTree]:

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_slospec.batcher.texts import BYTE_TOKEN, bytes_of
-from hf_slospec.drafters.beam import Vocabulary
+from hf_slospec.drafters.level import Vocabulary
 from hf_slospec.errors import IncompatibleDraftError
 from hf_slospec.model.kept_prefixes import num_common
 from hf_slospec.request.request import Request
@@ -37,7 +37,8 @@ class TokenTexts:
     """Texts of one tokenizer's tokens, and tokenization without special tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._tokenizer, self._backend = tokenizer, self._copy_of_backend(tokenizer)
+        self._tokenizer = tokenizer
+        self._backend = self._copy_of_backend(tokenizer)
         added = tokenizer.added_tokens_decoder
         self.special = {
             *tokenizer.all_special_ids,

@@ -18,8 +18,8 @@ import ray
 from ray import serve
 from transformers import AutoConfig, AutoTokenizer
 
+from hf_slospec.drafters.checkpoint import LOADING_ERRORS
 from hf_slospec.errors import InvalidInputError, NotRunningError
-from hf_slospec.heads.checkpoint import LOADING_ERRORS
 from hf_slospec.model.loading import hub_options
 from hf_slospec.model.machine import available_cores
 from hf_slospec.replicas.application import app

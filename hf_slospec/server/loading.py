@@ -24,10 +24,10 @@ from transformers.distributed import DistributedConfig
 from hf_slospec.batcher.generator import SLOSpecGenerator
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.cpu.kernels import works
+from hf_slospec.drafters.checkpoint import LOADING_ERRORS
 from hf_slospec.drafters.load_drafter import check_source, load_drafter
 from hf_slospec.drafters.methods import DraftMethod
 from hf_slospec.errors import InvalidInputError, MissingExtraError, SLOSpecError
-from hf_slospec.heads.checkpoint import LOADING_ERRORS
 from hf_slospec.model.loading import load_model, loading_hint, located
 from hf_slospec.model.machine import available_cores, cpu_info, native_dtypes
 from hf_slospec.model.properties import input_device

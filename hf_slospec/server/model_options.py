@@ -13,7 +13,6 @@ from typing import Any
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from hf_slospec.drafters.registry import NAMES
 from hf_slospec.errors import InputModel, InvalidInputError
 from hf_slospec.tiny.shapes import SIZES
 
@@ -40,9 +39,9 @@ class ModelOptions(InputModel):
     )
     drafter: str | None = Field(
         None,
-        description=f"What drafts in place of such a model: {NAMES}, a trained head (EAGLE-3, MTP, DFlash, DSpark) or "
-        "a draft model by name or folder (safetensors only), or a sum such as lookup+mtp. For the embedded target: "
-        "also eagle3, and assistant, its draft model, as in suffix+assistant.",
+        description="What drafts in place of such a model: lookup, suffix, mtp, a trained head (EAGLE-3, MTP, DFlash, "
+        "DSpark) or a draft model by name or folder (safetensors only), or a sum such as lookup+mtp. For the "
+        "embedded target: also eagle3, and assistant, its draft model, as in suffix+assistant.",
     )
     share_texts: bool = Field(
         False,

@@ -14,7 +14,7 @@ from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.heads.checkpoint import hidden_size_of, num_layers_of
 from hf_slospec.heads.dspark import DSparkHead
 from hf_slospec.heads.eagle3 import Eagle3Head, Eagle3Settings, default_feature_layers
-from hf_slospec.heads.loading_blocks import BLOCK_SETTINGS
+from hf_slospec.heads.layouts import BLOCK_SETTINGS
 from hf_slospec.heads.mtp import MtpHead, own_modules
 from hf_slospec.model.properties import input_device, vocab_size
 from hf_slospec.training.options import TrainingOptions
@@ -64,11 +64,9 @@ def _reading_layers(
     options: TrainingOptions, target: PreTrainedModel, counts: torch.Tensor
 ) -> Eagle3Head | DSparkHead:
     """Return a head that reads several layers of the target."""
-    size, vocab, layers = (
-        hidden_size_of(target),
-        vocab_size(target),
-        default_feature_layers(num_layers_of(target)),
-    )
+    size = hidden_size_of(target)
+    vocab = vocab_size(target)
+    layers = default_feature_layers(num_layers_of(target))
     if min(layers) < 0:
         name = {"eagle3": "an EAGLE-3", "dspark": "a DSpark"}[options.kind]
         raise UnsupportedModelError(
@@ -182,10 +180,8 @@ def write_head(head: Student, target: PreTrainedModel, options: TrainingOptions)
     }
     if head.target_ids is not None:
         ids = head.target_ids.cpu()
-        tensors["d2t"], tensors["t2d"] = (
-            ids - torch.arange(len(ids)),
-            torch.zeros(vocab_size(target)).bool(),
-        )
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(vocab_size(target)).bool()
         tensors["t2d"][ids] = True
     if isinstance(head, MtpHead):
         tensors = {f"mtp.{name}": tensor for name, tensor in tensors.items()}

@@ -26,7 +26,7 @@ from hf_slospec.training.heads import Student, new_head, write_head
 from hf_slospec.training.options import WITHOUT_EFFECT, TrainingOptions
 from hf_slospec.training.teacher import Teacher
 from hf_slospec.training.texts import (
-    Text,
+    TrainingText,
     Write,
     batches,
     collect,
@@ -113,7 +113,7 @@ Show = Callable[[str], None]
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """State of a training, as a checkpoint has it."""
 
     step: int = 0
@@ -126,7 +126,7 @@ class Progress:
 
 def train_drafter(
     options: TrainingOptions, target: PreTrainedModel, tokenizer: Any, write: Write, show: Show
-) -> list[Text] | None:
+) -> list[TrainingText] | None:
     """Train a drafter, or go on with its training.
 
     Args:
@@ -239,8 +239,8 @@ class Trainer:
         options: TrainingOptions,
         target: PreTrainedModel,
         head: Student,
-        training: Sequence[Text],
-        held_out: Sequence[Text],
+        training: Sequence[TrainingText],
+        held_out: Sequence[TrainingText],
         show: Show,
     ):
         self.options = options
@@ -283,7 +283,7 @@ class Trainer:
         self.module, *rest = self.accelerator.prepare(module, *optimizers, *schedules)
         self.optimizers = rest[:2]
         self.schedules = rest[2:]
-        self.progress = Progress()
+        self.progress = TrainingProgress()
 
     def run(self, is_late: Callable[[], bool]) -> bool:
         """Train until the end; return whether it was reached, as ``is_late`` may stop it before."""
@@ -373,10 +373,8 @@ class Trainer:
 
     def _save(self) -> None:
         """Write a checkpoint, then delete older ones; an interruption leaves one that is whole."""
-        name, partial = (
-            self.folder / f"{CHECKPOINT}{self.progress.step:08d}",
-            self.folder / "partial",
-        )
+        name = self.folder / f"{CHECKPOINT}{self.progress.step:08d}"
+        partial = self.folder / "partial"
         if name in (before := self._checkpoints()):
             return
         shutil.rmtree(partial, ignore_errors=True)
@@ -389,7 +387,7 @@ class Trainer:
     def _resume(self) -> None:
         if checkpoints := self._checkpoints():
             self.accelerator.load_state(str(checkpoints[-1]))
-            self.progress = Progress(
+            self.progress = TrainingProgress(
                 **json.loads((checkpoints[-1] / PROGRESS).read_text(encoding="utf-8"))
             )
             self.show(f"going on after step {self.progress.step}")

@@ -18,8 +18,8 @@ from hf_slospec.heads.checkpoint import hidden_size_of, num_layers_of
 from hf_slospec.heads.dflash import DFlashHead
 from hf_slospec.heads.mtp import DraftHead
 from hf_slospec.model.properties import input_device
-from hf_slospec.training.texts import Text
-from hf_slospec.training.unrolling import Rows
+from hf_slospec.training.texts import TrainingText
+from hf_slospec.training.unrolling import TextBatch
 
 KEPT_DTYPE = torch.bfloat16  # Dtype of hidden states on a disk.
 
@@ -36,7 +36,7 @@ class Teacher:
         self,
         target: PreTrainedModel,
         head: DraftHead | DFlashHead,
-        texts: Sequence[Text],
+        texts: Sequence[TrainingText],
         folder: Path,
         limit_gb: float,
         spare: int,
@@ -55,12 +55,10 @@ class Teacher:
             InvalidInputError: the disk has less room than the limit.
             UnsupportedModelError: the target's logits are not those of its last hidden state.
         """
-        self.target, self.texts, self.device, self.spare = (
-            target,
-            texts,
-            input_device(target),
-            spare,
-        )
+        self.target = target
+        self.texts = texts
+        self.device = input_device(target)
+        self.spare = spare
         self.layers = tuple(dict.fromkeys((*head.feature_layers, num_layers_of(target))))
         self.num_features = len(head.feature_layers) * hidden_size_of(target)
         output: Any = target.get_output_embeddings()
@@ -93,7 +91,7 @@ class Teacher:
             )
 
     @torch.no_grad()
-    def rows(self, indices: Sequence[int], with_probs: bool = True) -> Rows:
+    def rows(self, indices: Sequence[int], with_probs: bool = True) -> TextBatch:
         """Return texts as a batch."""
         texts = [self.texts[index] for index in indices]
         lengths = torch.tensor([len(text.ids) for text in texts])[:, None]
@@ -106,7 +104,9 @@ class Teacher:
         states = self._states(indices, ids)
         last = states[..., -hidden_size_of(self.target) :]
         probs = self._logits(last).float().softmax(-1) if with_probs else None
-        return Rows(ids.to(self.device), counts, states[..., : self.num_features].float(), probs)
+        return TextBatch(
+            ids.to(self.device), counts, states[..., : self.num_features].float(), probs
+        )
 
     def _states(self, indices: Sequence[int], ids: torch.Tensor) -> torch.Tensor:
         """Return the hidden states of all layers, concatenated.  -> [batch, length, states]"""

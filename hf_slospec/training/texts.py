@@ -23,10 +23,9 @@ MIN_NEW = 4
 MIN_LEN = 24
 WINDOW = 16  # batches among which texts are divided by their lengths
 MAX_EMPTY = 16  # batches in a row without a text to train on
-MIN_EXCLUDED, COMPARED = (
-    24,
-    64,
-)  # characters: shorter turns exclude nothing; of longer ones, these are looked for
+# characters: shorter turns exclude nothing; of longer ones, these are looked for
+MIN_EXCLUDED = 24
+COMPARED = 64
 KEYS = ("messages", "conversations", "turns")
 ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
 GIVEN = "given"
@@ -34,7 +33,7 @@ GREEDY = "greedy"
 SAMPLED = "sampled"
 
 
-class Text(NamedTuple):
+class TrainingText(NamedTuple):
     """Tokens to train on."""
 
     ids: list[int]
@@ -45,7 +44,7 @@ class Item(NamedTuple):
     """A prompt, and how a user's text goes on behind it."""
 
     prompt: list[int]
-    given: Text | None = None
+    given: TrainingText | None = None
 
 
 class Source(NamedTuple):
@@ -101,7 +100,7 @@ def collect(
     options: TrainingOptions,
     is_late: Callable[[], bool],
     show: Callable[[int], None],
-) -> tuple[list[Text], list[Text]] | None:
+) -> tuple[list[TrainingText], list[TrainingText]] | None:
     """Return held-out texts and training texts: those of a file, and those that it lacks, which are
     added to it.
 
@@ -120,10 +119,10 @@ def collect(
     Raises:
         InvalidInputError: hardly any text can be used.
     """
-    batches: list[list[Text]] = []
+    batches: list[list[TrainingText]] = []
     if path.exists():
         *lines, _ = path.read_text(encoding="utf-8").split("\n")
-        batches = [[Text(*text) for text in json.loads(line)] for line in lines]
+        batches = [[TrainingText(*text) for text in json.loads(line)] for line in lines]
         os.truncate(path, sum(len(line) + 1 for line in lines))
     while (total := sum(map(len, batches[1:]))) < options.texts:
         show(total)
@@ -147,20 +146,20 @@ def collect(
 
 def _answered(
     items: Sequence[Item], mode: str, write: Write, seq_len: int, seed: int
-) -> Iterator[Text]:
+) -> Iterator[TrainingText]:
     """Yield texts as they are given, or with answers of the target to those prompts that leave room
     for one.
     """
     asked = []
     for item in items:
         if mode == GIVEN and item.given is not None:
-            yield Text(item.given.ids[:seq_len], item.given.begin)
+            yield TrainingText(item.given.ids[:seq_len], item.given.begin)
         elif len(item.prompt) <= seq_len - MIN_NEW:
             asked.append(item.prompt)
     if asked:
         answers = write(asked, seq_len - min(map(len, asked)), mode == GREEDY, seed)
         for prompt, answer in zip(asked, answers, strict=True):
-            yield Text([*prompt, *answer][:seq_len], len(prompt))
+            yield TrainingText([*prompt, *answer][:seq_len], len(prompt))
 
 
 # ---------------------------------------------------------------- a user's texts
@@ -185,7 +184,7 @@ def read_data(path: Path, tokenizer: Any, seq_len: int, seed: int, batch: int) -
         ids = tokenizer(_read(path))["input_ids"]
         windows = [ids[begin : begin + seq_len] for begin in range(0, len(ids), seq_len)]
         items = [
-            Item(own[:BEGINNING], Text(own, 1))
+            Item(own[:BEGINNING], TrainingText(own, 1))
             for own in windows
             if len(own) >= BEGINNING + MIN_NEW
         ]
@@ -244,10 +243,8 @@ def _messages(record: Any, where: str) -> list[dict[str, str]]:
             if isinstance(one, dict)
             else {}
         )
-        role, content = (
-            fields.get("role", fields.get("from")),
-            fields.get("content", fields.get("value")),
-        )
+        role = fields.get("role", fields.get("from"))
+        content = fields.get("content", fields.get("value"))
         if not isinstance(role, str) or not isinstance(content, str):
             raise InvalidFileError(
                 f"{where}: a message must have texts as role and content, or as from and value"
@@ -269,7 +266,7 @@ def _item(tokenizer: Any, messages: list[dict[str, str]], where: str) -> Item:
     if end == len(messages) or messages[-1]["role"] != "assistant":
         return Item(prompt)
     whole = _encoded(tokenizer, _rendered(tokenizer, messages, False, where))
-    return Item(prompt, Text(whole, num_common(prompt, whole)))
+    return Item(prompt, TrainingText(whole, num_common(prompt, whole)))
 
 
 def _rendered(tokenizer: Any, messages: list[dict[str, str]], asks: bool, where: str) -> str:

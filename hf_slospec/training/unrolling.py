@@ -22,7 +22,7 @@ LEVEL_WEIGHT = 0.8  # a level's loss counts so much relative to the level above
 STRIDE = 5  # Distance of the entries that go on below the first level, and of blocks.
 
 
-class Rows(NamedTuple):
+class TextBatch(NamedTuple):
     """A batch of texts, padded on the right, with what the target says of them."""
 
     ids: torch.Tensor  # [batch, length] int64
@@ -33,7 +33,7 @@ class Rows(NamedTuple):
     )  # [batch, length, draft_vocab] f32, of the next token; None: not known
 
 
-class Level(NamedTuple):
+class UnrolledLevel(NamedTuple):
     """Predictions of a head at one level of drafting."""
 
     logits: torch.Tensor  # [batch, num_entries, draft_vocab]
@@ -50,7 +50,7 @@ def unrolled(
     levels: int,
     first: int = 0,
     stride: int = 1,
-) -> Iterator[Level]:
+) -> Iterator[UnrolledLevel]:
     """Yield the levels of a head that drafts token after token.
 
     The first level has an entry for every token but the last ones, whose levels would be beyond the
@@ -84,7 +84,7 @@ def unrolled(
         logits, hidden = outputs.split(
             [outputs.shape[-1] - head.hidden_size, head.hidden_size], dim=-1
         )
-        yield Level(logits, index + 1 + level)
+        yield UnrolledLevel(logits, index + 1 + level)
         if level == 0:
             hidden = hidden[:, later]
             index = later
@@ -99,7 +99,7 @@ def unrolled_blocks(
     levels: int,
     first: int = 0,
     stride: int = 1,
-) -> Iterator[Level]:
+) -> Iterator[UnrolledLevel]:
     """Yield the levels of a block head, with blocks at every ``stride``-th token from ``first + 1``
     on.
 
@@ -134,14 +134,14 @@ def unrolled_blocks(
         logits, _, log_acceptance = head.after(
             parents, outputs[:, :, level].flatten(0, 1), None, level
         )
-        yield Level(
+        yield UnrolledLevel(
             logits.view(*read.shape, -1),
             roots + level,
             None if log_acceptance is None else log_acceptance.view(read.shape),
         )
 
 
-def loss_of(head: DraftHead | DSparkHead, rows: Rows, levels: int, first: int) -> torch.Tensor:
+def loss_of(head: DraftHead | DSparkHead, rows: TextBatch, levels: int, first: int) -> torch.Tensor:
     """Return the weighted mean, over levels, of the cross-entropy to the target's distribution.
 
     A confidence head adds the cross-entropy to the share of tokens that are accepted when the
@@ -158,10 +158,8 @@ def loss_of(head: DraftHead | DSparkHead, rows: Rows, levels: int, first: int) -
     weights = [LEVEL_WEIGHT**level for level in range(levels)]
     unroll: Any = unrolled_blocks if isinstance(head, DSparkHead) else unrolled
     for level in unroll(head, rows.ids, rows.features, levels, first, STRIDE):
-        logits, probs = (
-            level.logits.float().flatten(0, 1),
-            rows.probs[:, level.positions].flatten(0, 1),
-        )
+        logits = level.logits.float().flatten(0, 1)
+        probs = rows.probs[:, level.positions].flatten(0, 1)
         entropies = F.cross_entropy(logits, probs, reduction="none")
         if level.log_acceptance is not None:
             entropies = entropies + _confidence_loss(
@@ -189,7 +187,9 @@ def _confidence_loss(
 
 
 @torch.no_grad()
-def tokens_per_step(head: DraftHead | DSparkHead, batches: Iterable[Rows], levels: int) -> float:
+def tokens_per_step(
+    head: DraftHead | DSparkHead, batches: Iterable[TextBatch], levels: int
+) -> float:
     """Return the expected tokens per step of greedy chains, on greedy texts of the target.
 
     It is the mean over all tokens after which a chain may begin, as if steps began at each of them
@@ -212,7 +212,9 @@ def tokens_per_step(head: DraftHead | DSparkHead, batches: Iterable[Rows], level
     return 1 + num_accepted / max(1, num_chains)
 
 
-def _all_chains(head: DraftHead | DSparkHead, rows: Rows, levels: int) -> Iterator[Iterator[Level]]:
+def _all_chains(
+    head: DraftHead | DSparkHead, rows: TextBatch, levels: int
+) -> Iterator[Iterator[UnrolledLevel]]:
     """Yield the levels of chains that together begin at every token; those of blocks in parts that
     fit the memory.
     """

@@ -6,22 +6,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.drafters import hybrid
-from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.drafters.hybrid import HybridDrafter
 from hf_slospec.drafters.lookup import PromptLookupDrafter
 from hf_slospec.engine.interfaces import Drafter, Plan
-from hf_slospec.heads.suffix import SuffixDrafter
-from hf_slospec.model.checked_model import CheckedModel
 from hf_slospec.request.request import Request, RequestParams
 from hf_slospec.tree.tree import ROOT, TokenTree
-from tests.support.breadth import nightly_but, quick_or
-from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
 from tests.support.toys.trees import SEEDS, UNEVEN
 
 
@@ -152,33 +145,3 @@ def test_release_reuse_and_close_are_passed_on() -> None:
     drafter.release(request)
     drafter.close()
     assert all(part.released == [5] and part.closed == 1 for part in parts)
-
-
-@pytest.mark.parametrize(
-    "cheap", nightly_but([SuffixDrafter], [PromptLookupDrafter, SuffixDrafter])
-)
-@pytest.mark.parametrize("confident", [0.3, 2.0])
-def test_same_tokens_as_stock(
-    cheap: Callable[[], Drafter], confident: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hybrid, "CONFIDENT", confident)
-    model = tiny_model("llama")
-    packed = CheckedModel(tiny_model("llama", noise=0.02), SLOSpecConfig(), 0.1).packed
-    drafter = HybridDrafter([cheap(), AssistantDrafter(packed, 64, VOCAB)])
-    config = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=40)
-    ours = SLOSpecGenerator(model, drafter=drafter, config=config)
-    for options in (dict(do_sample=False), dict(do_sample=True, temperature=0.7)):
-        out = assert_same_as_stock(
-            model, ours.generate, ragged_prompts(3), **options, max_new_tokens=quick_or(16, 30)
-        )
-        assert sum(metrics.accepted for metrics in out.slo) > 0
-    prompts = [torch.randint(3, VOCAB, (9,)).repeat(2).tolist() for _ in range(3)]
-    expected = [
-        model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=15)[
-            0, len(prompt) :
-        ].tolist()
-        for prompt in prompts
-    ]
-    with ours:
-        handles = [ours.submit(prompt, max_new_tokens=15, do_sample=False) for prompt in prompts]
-        assert [handle.result(timeout=60).token_ids for handle in handles] == expected

@@ -21,7 +21,7 @@ from hf_slospec import (
     SLOSpecGenerator,
     UnsupportedOptionError,
 )
-from hf_slospec.drafters.assistant import AssistantMethod
+from hf_slospec.heads.translated import TranslatedMethod
 from tests.support.against_stock import DRAFTS_ALWAYS
 from tests.support.breadth import quick_or
 from tests.support.toys.tiny_models import assert_same_as_stock, sharpened
@@ -63,8 +63,7 @@ def test_speculators_are_kept_for_the_next_call_with_the_same_tokenizers(target:
     hf_slospec.enable(target, config=DRAFTS_ALWAYS)
     decoder = target.generate.decoder
     speculator = decoder.speculator_for(*PAIR.values())
-    assert isinstance(speculator.method, AssistantMethod)
-    assert speculator.method.translation is not None
+    assert isinstance(speculator.method, TranslatedMethod)
     assert decoder.speculator_for(*PAIR.values()) is speculator
     other = {**PAIR, "assistant_tokenizer": copy.deepcopy(ASSISTANT_TOKENIZER)}
     assert decoder.speculator_for(*other.values()) is not speculator
@@ -155,7 +154,7 @@ def test_vocabularies_of_one_size_need_no_assistant_tokenizer_as_in_stock(target
     with pytest.raises(InvalidInputError, match="leave it out"):
         target.generate(**inputs(1), **NEW, **same, slo_tpot=1.0)
     generator = SLOSpecGenerator(target, **same, config=DRAFTS_ALWAYS)
-    assert generator.decoder.speculator.method.translation is None  # type: ignore[attr-defined]
+    assert not isinstance(generator.decoder.speculator.method, TranslatedMethod)
     assert_same_as_stock(target, generator.generate, inputs(2), **NEW, do_sample=False)
 
 
@@ -168,4 +167,5 @@ def test_padded_embeddings_of_one_tokenizer_need_no_translation(target: Any) -> 
     )
     generate = lambda **kwargs: target.generate(**kwargs, **same, slo_tpot=1.0)  # noqa: E731
     assert_same_as_stock(target, generate, inputs(2), **NEW, do_sample=False)
-    assert target.generate.decoder.speculator_for(*same.values()).method.translation is None
+    method = target.generate.decoder.speculator_for(*same.values()).method
+    assert not isinstance(method, TranslatedMethod)

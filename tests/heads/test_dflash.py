@@ -170,43 +170,6 @@ def test_blocks_are_those_of_the_formulas(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_context_in_pieces(variant: str) -> None:
-    packed = PackedModel(random_head(config_of(variant)))
-    with texts_of(packed, 2) as texts:
-        texts.features[1] = texts.features[0]
-        texts.cache([13, 1])
-        for count in (1, 7, 4):
-            texts.cache([0, count])
-        whole, pieces = texts.blocks([6, 6])
-        torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(texts.blocks([6, 6])[0], whole)  # blocks leave nothing behind
-
-
-def test_a_text_of_one_token_has_no_context() -> None:
-    packed = PackedModel(random_head(config_of()))
-    with texts_of(packed, 2) as texts:
-        texts.cache([0, 3])
-        torch.testing.assert_close(
-            texts.blocks([6, 7]), texts.expected([6, 7]), rtol=1e-5, atol=1e-5
-        )
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_differ(variant: str) -> None:
-    """The reference would not notice a setting that changes nothing."""
-    heads = [random_head(config_of(name)) for name in VARIANTS]
-    torch.manual_seed(1)
-    features = torch.randn(12, 2 * TARGET_HIDDEN)
-    own = reference(heads[list(VARIANTS).index(variant)], features, 3)
-    others = [
-        reference(head, features, 3)
-        for name, head in zip(VARIANTS, heads, strict=True)
-        if name != variant
-    ]
-    assert all(float((own - other).detach().abs().max()) > 1e-2 for other in others)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_the_trial_passes_and_costs_are_measured(variant: str) -> None:
     packed = PackedModel(random_head(config_of(variant)))
     check_by_trial(packed)
@@ -263,36 +226,6 @@ def test_the_targets_modules_are_shared_and_unchanged() -> None:
     )
     ids = torch.tensor([[3, 50]])
     torch.testing.assert_close(head.embed(ids), target.get_input_embeddings().weight[ids])
-
-
-def test_weights_have_the_names_of_released_heads() -> None:
-    head = DFlashHead(config_of())
-    names = {name for name, _ in head.named_parameters()}
-    layer = {
-        f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
-    }
-    layer |= {
-        "mlp.gate_proj",
-        "mlp.up_proj",
-        "mlp.down_proj",
-        "input_layernorm",
-        "post_attention_layernorm",
-    }
-    expected = {"fc", "hidden_norm", "norm", "embed_tokens", "lm_head"} | {
-        f"layers.{i}.{n}" for i in range(3) for n in layer
-    }
-    assert names == {f"{name}.weight" for name in expected}
-    assert head.fc.weight.shape == (HIDDEN, 2 * TARGET_HIDDEN)
-    assert head.feature_layers == (
-        1,
-        3,
-    )  # z-lab counts layers, output_hidden_states begins with the embeddings
-
-
-def test_settings_beside_those_of_dflash_are_read_too() -> None:
-    config = Qwen3Config(**SMALL, block_size=8, mask_token_id=3, target_layer_ids=[1])
-    head = DFlashHead(config)
-    assert (head.block_size, head.mask_token_id, head.feature_layers) == (8, 3, (2,))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
+from hf_slospec.drafters import checkpoint
 from hf_slospec.errors import IncompatibleDraftError, UnsupportedModelError
-from hf_slospec.heads import checkpoint
 from hf_slospec.heads.eagle3 import Eagle3Head
 from hf_slospec.heads.loading import load_head, load_mtp
 from hf_slospec.heads.mtp import MtpHead, ShippedMtpHead
@@ -141,7 +141,7 @@ def shifted(by: int) -> torch.Tensor:
         (published_config(num_attention_heads=5), {}, UnsupportedModelError, "invalid config"),
         (published_config(rope_scaling={"rope_type": "spiral"}), {}, UnsupportedModelError, "unknown type 'spiral'"),
         (published_config(eagle_config={"use_aux_hidden_state": False}), {}, UnsupportedModelError, "EAGLE-2"),
-        (speculators_config(speculators_model_type="medusa"), {}, UnsupportedModelError, "medusa.* no drafting head"),
+        (speculators_config(speculators_model_type="medusa"), {}, UnsupportedModelError, "head of type 'medusa'"),
         (speculators_config(transformer_layer_config=eagle3_fields(model_type="gemma2")), {}, UnsupportedModelError,
          "layers of type 'gemma2'"),
     ],

@@ -19,11 +19,11 @@ from hf_slospec import (
     load_drafter,
 )
 from hf_slospec.drafters.lookup import PromptLookupDrafter
+from hf_slospec.drafters.past_answers import CONTEXT, END
 from hf_slospec.engine.interfaces import Plan
-from hf_slospec.heads.past_answers import CONTEXT, END
-from hf_slospec.heads.suffix import SuffixDrafter
+from hf_slospec.heads.suffix import AnswerTrees, SuffixDrafter
 from hf_slospec.request.request import Request, RequestParams
-from tests.support.toys.tiny_models import assert_same_as_stock, tiny_model
+from tests.support.toys.tiny_models import tiny_model
 from tests.support.toys.trees import path_to
 
 PROMPT = [5, 6, 7]
@@ -57,7 +57,7 @@ def chain(drafter: Any, request: Request, depth: int = 4) -> list[int]:
 def probs_by_path(past: PastAnswers, request: Request) -> list[dict[tuple[int, ...], float]]:
     """Return the probabilities of all continuations, whose order is not defined among equals."""
     found = []
-    for draft in past.continuations(request, 1000):
+    for draft in past.index(AnswerTrees).continuations(request, 1000):
         paths = list[tuple[int, ...]]()
         for token, parent in zip(draft.token_ids, draft.parents, strict=True):
             paths.append((*(paths[parent] if parent >= 0 else ()), token))
@@ -148,16 +148,16 @@ def test_trees_are_those_of_a_new_store_with_the_same_answers() -> None:
         if step % 3 == 0:
             drafter.release(requests.pop(rng.randrange(len(requests))))
         anew = PastAnswers(max_tokens=150, max_per_prompt=4)
-        anew._answers = past._answers
-        anew._to = past._to
-        anew._running = past._running
+        anew.answers = past.answers
+        anew._keys_to = past._keys_to
+        anew.running = past.running
         for request in requests:
             assert probs_by_path(past, request) == probs_by_path(anew, request)
     assert 100 < past.num_tokens <= 150
     for request in requests:
         drafter.release(request)
     assert all(
-        group.prompt == "" for group in past._trees
+        group.prompt == "" for group in past.index(AnswerTrees)._trees
     )  # those of prompts go with their last request
 
 
@@ -195,31 +195,3 @@ def test_load_drafter_takes_them() -> None:
     assert len(past) == 1  # both parts keep the same answer
     with pytest.raises(InvalidTypeError, match="share_texts must be True, False or PastAnswers"):
         load_drafter("suffix", model, share_texts="all")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("kind", ["suffix", "lookup", "lookup+suffix"])
-@pytest.mark.parametrize("sampled", [False, True])
-def test_same_tokens_as_stock_and_more_per_step_in_later_epochs(
-    kind: str, sampled: bool, tmp_path: Path
-) -> None:
-    model = tiny_model("llama")
-    past = PastAnswers()
-    config = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=64)
-    prompts = torch.randint(
-        3, 101, (2, 40), generator=torch.Generator().manual_seed(0)
-    ).repeat_interleave(4, 0)
-    inputs, lengths = (
-        {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)},
-        list[float](),
-    )
-    for epoch in range(2):
-        method = load_drafter(kind, model, share_texts=past)
-        generator = SLOSpecGenerator(model, config=config, drafter=method)
-        out = assert_same_as_stock(
-            model, generator.generate, inputs, do_sample=sampled, max_new_tokens=24
-        )
-        lengths.append(sum(row.tokens - 1 for row in out.slo) / sum(row.steps for row in out.slo))
-        past.save(tmp_path / "answers")
-        past = loaded_from(tmp_path / "answers")
-        assert len(past) == 8 * (epoch + 1)
-    assert lengths[1] > 1.5 * lengths[0] or lengths[1] > 3.0

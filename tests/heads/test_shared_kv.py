@@ -122,62 +122,6 @@ def test_chains_are_those_of_stock(name: str, attention: str) -> None:
     assert len({tuple(chain) for chain in chains}) > len(LENGTHS) // 2
 
 
-def test_chains_are_those_of_stock_generate_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a rejection stock's K/V holds rejected candidates, which are dropped here before its
-    generator runs.
-    """
-    target, assistant = pair("shared")
-    assistant.generation_config.num_assistant_tokens = DEPTH
-    stock, rounds, num_seen = (
-        SinglePositionMultiTokenCandidateGenerator.get_candidates,
-        list[Any](),
-        [0],
-    )
-
-    def spy(
-        self: Any, ids: Any, kwargs: Any, outputs: Any, is_first: bool, *rest: Any, **more: Any
-    ) -> Any:
-        if not is_first:
-            num_rejected = max(num_seen[0] - (ids.shape[1] - 1), 0)
-            for kind, kv in outputs.shared_kv_states.items():
-                outputs.shared_kv_states[kind] = tuple(
-                    own[:, :, : own.shape[2] - num_rejected] for own in kv
-                )
-        found = stock(self, ids, kwargs, outputs, is_first, *rest, **more)
-        num_seen[0] = found[0].shape[1]
-        if num_seen[0] > ids.shape[1]:
-            num_keys = outputs.shared_kv_states["sliding_attention"][0].shape[2]
-            rounds.append((ids[0].tolist(), found[0][0, ids.shape[1] :].tolist(), num_keys))
-        return found
-
-    def get_candidates(self: Any, input_ids: Any, **given: Any) -> Any:
-        first = (
-            given.pop(name)
-            for name in ("model_kwargs", "model_outputs", "is_first_iteration", "n_last_matches")
-        )
-        return spy(self, input_ids, *first, **given)
-
-    monkeypatch.setattr(
-        SinglePositionMultiTokenCandidateGenerator, "get_candidates", get_candidates
-    )
-    prompt = torch.tensor(texts_of((6,)))
-    target.generate(
-        prompt,
-        assistant_model=assistant,
-        max_new_tokens=quick_or(18, 30),
-        do_sample=False,
-        eos_token_id=None,
-    )
-    assert len(rounds) > quick_or(10, 20)
-    for text, candidates, num_keys in rounds:
-        drafter, requests = drafter_with(target, assistant, [text])
-        drafter._model.max_keys["sliding_attention"] = min(
-            num_keys, WINDOW + 1
-        )  # all that stock's cache still has
-        (tree,) = drafter.draft(requests, Plan(DEPTH, 1))
-        assert tree.tokens[1 : len(candidates) + 1].tolist() == candidates
-
-
 def test_paths_of_trees_are_chains_after_their_first_tokens() -> None:
     """Every node is computed from its parent's hidden state: its best child is the one of a chain
     through it.

@@ -71,13 +71,6 @@ def test_proposals_followed_the_last_token_before(text: list[int], steps: list[l
             assert tree.num_nodes > 1
 
 
-def test_a_repeated_text_is_a_likely_chain() -> None:
-    text = list(range(10, 30))
-    tree = draft(SuffixDrafter(), Request(0, RequestParams([*text, 1, *text[:12]], 100)), 6, 1)
-    assert tree.tokens[1:].tolist() == text[12:18]
-    assert tree.path_probs[-1] > 0.5
-
-
 def test_share_and_length_of_matches_count() -> None:
     tree = draft(
         SuffixDrafter(), Request(0, RequestParams([7, 3, 1, 7, 3, 1, 7, 4, 1, 7], 100)), 1, 4
@@ -86,22 +79,6 @@ def test_share_and_length_of_matches_count() -> None:
     short = draft(SuffixDrafter(), Request(0, RequestParams([5, 6, 1, 2, 6], 100)), 1, 1)
     long = draft(SuffixDrafter(), Request(0, RequestParams([5, 6, 1, 2, 5, 6], 100)), 1, 1)
     assert long.path_probs[1] > short.path_probs[1]
-
-
-def test_other_texts_are_not_seen_unless_shared() -> None:
-    for shares_texts in (False, True):
-        drafter = SuffixDrafter(PastAnswers() if shares_texts else None)
-        draft(drafter, extended(Request(0, RequestParams([1], 100)), [5, 6, 7, 8]))
-        assert (
-            draft(drafter, Request(1, RequestParams([9, 5, 6], 100))).num_nodes > 1
-        ) is shares_texts
-        assert drafter.past is None or len(drafter.past) == 2
-
-
-def test_prompts_are_never_shared() -> None:
-    drafter = SuffixDrafter(PastAnswers())
-    draft(drafter, Request(0, RequestParams([5, 6, 7, 8], 100)))
-    assert draft(drafter, Request(1, RequestParams([9, 5, 6], 100))).num_nodes == 1
 
 
 def test_salts_separate_texts() -> None:
@@ -125,20 +102,6 @@ def test_salts_separate_texts() -> None:
             assert all(low <= token < low + 4 for token in tree.tokens)
         assert drafter.past is not None and drafter.past.num_tokens <= 200
         assert tree_tokens(drafter) <= sum(len(each.tokens) for each in requests)
-
-
-def test_shared_outputs_stay_after_release_and_the_oldest_are_dropped() -> None:
-    drafter = SuffixDrafter(PastAnswers(max_tokens=10))
-    for index in range(3):
-        request = Request(index, RequestParams([1], 100))
-        draft(drafter, request)
-        drafter.release(extended(request, range(10 * index + 10, 10 * index + 15)))
-    assert drafter.past is not None and len(drafter.past) == 2 and drafter.past.num_tokens == 10
-    found = [
-        draft(drafter, Request(9, RequestParams([2, first, first + 1], 100))).num_nodes > 1
-        for first in (10, 20, 30)
-    ]
-    assert found == [False, True, True]
 
 
 def test_outputs_of_failed_requests_are_dropped() -> None:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.engine.interfaces import Plan
+from hf_slospec.heads.translated import TranslatedDrafter
 from hf_slospec.heads.translation import TokenTranslation
 from hf_slospec.request.request import Request, RequestParams
 from hf_slospec.tree.tree import TokenTree
@@ -75,10 +76,8 @@ def translation(draft: Any, target: Any = TARGET_TOKENIZER) -> TokenTranslation:
 TRANSLATIONS = {name: translation(tokenizer) for name, tokenizer in TOKENIZERS.items()}
 
 
-def translated(name: str, **options: Any) -> AssistantDrafter:
-    return AssistantDrafter(
-        PACKED[name], 20, len(TARGET_TOKENIZER), translation=TRANSLATIONS[name], **options
-    )
+def translated(name: str, **options: Any) -> TranslatedDrafter:
+    return TranslatedDrafter(PACKED[name], 20, TRANSLATIONS[name], **options)
 
 
 def assert_same_trees(some: list[TokenTree], others: list[TokenTree]) -> None:

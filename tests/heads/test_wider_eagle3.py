@@ -34,7 +34,6 @@ from tests.heads.checkpoints import (
     target_of,
     write,
 )
-from tests.heads.published_blocks import CASES as CASES_OF_BLOCKS
 from tests.heads.published_blocks import (
     GLOBAL_DIM,
     best_products,
@@ -44,9 +43,7 @@ from tests.heads.published_blocks import (
     with_gemma4_layers,
 )
 from tests.heads.test_heads import PROMPT, Reference, assert_same
-from tests.support.breadth import nightly_but
 from tests.support.toys.feature_heads import DRAFTS_ALWAYS, Checks
-from tests.support.toys.tiny_gemma4 import tiny_target
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts
 
 WINDOW = 4
@@ -291,27 +288,3 @@ def test_peagle_needs_a_mask_token(tmp_path: Path) -> None:
             load_drafter(
                 write(tmp_path, config | dict(ptd_token_id=token), tensors), target_of("llama")
             )
-
-
-HEADS = (
-    {name: (config, saved) for name, (config, _, saved, _) in CASES.items()}
-    | {name: (config, tensors) for name, (config, tensors, _) in PEAGLE.items()}
-    | {"gemma4": (gemma4_eagle3(), gemma4_tensors(keys_are_values=True))}
-    | {
-        name: (
-            CASES_OF_BLOCKS[name].config | dict(target_layer_ids=[-1, 2]),
-            CASES_OF_BLOCKS[name].tensors,
-        )
-        for name in ("deepspec gemma 4", "deepspec dflash gemma 4")
-    }
-)
-
-
-@pytest.mark.parametrize("name", nightly_but(["sliding qwen3", "specforge", "gemma4"], HEADS))
-def test_output_is_that_of_stock(name: str, tmp_path: Path) -> None:
-    target = tiny_target("own") if "gemma" in name else target_of("llama")
-    ours = SLOSpecGenerator(target, drafter=write(tmp_path, *HEADS[name]), config=DRAFTS_ALWAYS)
-    out = assert_same_as_stock(
-        target, ours.generate, ragged_prompts(2), do_sample=True, max_new_tokens=10
-    )
-    assert sum(metrics.drafted for metrics in out.slo) > 0

@@ -48,37 +48,7 @@ NO_TORCH = (*BASE, "request", "tree", "engine", "policies", "scheduler", "assemb
 KNOWS_GENERATE = ("generate",)  # may import transformers.generation
 
 # Imports across rings that are still to go: from each file of the core or of a plugin.
-PENDING: dict[str, set[str]] = {
-    "hf_slospec.drafters.assistant": {
-        "hf_slospec.heads.translation",
-    },
-    "hf_slospec.drafters.head": {
-        "hf_slospec.heads.block_drafter",
-        "hf_slospec.heads.dflash",
-        "hf_slospec.heads.eagle3",
-        "hf_slospec.heads.mtp",
-    },
-    "hf_slospec.drafters.load_drafter": {
-        "hf_slospec.heads.checkpoint",
-        "hf_slospec.heads.dflash",
-        "hf_slospec.heads.loading",
-        "hf_slospec.heads.mtp",
-        "hf_slospec.heads.past_answers",
-        "hf_slospec.heads.shared_kv",
-        "hf_slospec.heads.translation",
-    },
-    "hf_slospec.drafters.lookup": {
-        "hf_slospec.heads.past_answers",
-    },
-    "hf_slospec.drafters.registry": {
-        "hf_slospec.heads.loading",
-        "hf_slospec.heads.past_answers",
-        "hf_slospec.heads.suffix",
-    },
-    "hf_slospec.generate.rollouts": {
-        "hf_slospec.heads.past_answers",
-    },
-}
+PENDING: dict[str, set[str]] = {}
 
 # AST nodes without imports and expression contexts.  A budget rises only with a sentence that says what it buys.
 BUDGETS = {
@@ -88,12 +58,12 @@ BUDGETS = {
     "cpu": 10300,
     "cuda": 14530,
     "demo": 5880,
-    "drafters": 7669,
+    "drafters": 8560,  # past answers and the files of checkpoints, which were in heads
     "engine": 9028,
     # Took over what the core did for states and encoders: their probes, caches and arguments.
     "families": 9015,
     "generate": 14617,
-    "heads": 15619,
+    "heads": 14880,
     "lab": 18250,
     # Interfaces that keep families and attention kernels out of the core.
     "model": 33491,

@@ -19,7 +19,7 @@ from hf_slospec.training import texts
 from hf_slospec.training.options import TrainingOptions
 from hf_slospec.training.texts import (
     Source,
-    Text,
+    TrainingText,
     batches,
     collect,
     is_excluded,
@@ -194,7 +194,7 @@ def test_a_base_model_begins_with_any_text(tmp_path: Path, tokenizer: Any) -> No
     held_out, _ = collected(
         tmp_path / "texts", own_texts(tokenizer, write, BATCH), write, tokenizer, num_texts=1
     )
-    assert held_out[0] == Text(
+    assert held_out[0] == TrainingText(
         [tokenizer.bos_token_id, *[2001] * texts.BEGINNING, *[2002] * 47], texts.BEGINNING + 1
     )
 

@@ -29,8 +29,8 @@ from hf_slospec.training.heads import new_head, write_head
 from hf_slospec.training.options import TrainingOptions
 from hf_slospec.training.run import train_drafter
 from hf_slospec.training.teacher import Teacher
-from hf_slospec.training.texts import Text
-from hf_slospec.training.unrolling import Rows, loss_of, unrolled, unrolled_blocks
+from hf_slospec.training.texts import TrainingText
+from hf_slospec.training.unrolling import TextBatch, loss_of, unrolled, unrolled_blocks
 from tests.heads import references
 from tests.heads.checkpoints import target_of
 from tests.heads.checkpoints import write as written
@@ -49,7 +49,7 @@ WRITTEN: dict[
 
 class Run(NamedTuple):
     options: TrainingOptions
-    held_out: list[Text] | None
+    held_out: list[TrainingText] | None
     said: list[str]
 
     @property
@@ -216,7 +216,7 @@ def test_confidence_learns_the_share_of_accepted_tokens(tmp_path: Path) -> None:
     probs = torch.randn(1, 12, 101, generator=torch.Generator().manual_seed(3)).mul(2).softmax(-1)
     counts = torch.zeros(1, 12, dtype=torch.bool)
     counts[0, 1] = True  # one level of one block counts
-    rows = Rows(ids, counts, features, probs)
+    rows = TextBatch(ids, counts, features, probs)
     head.requires_grad_(False)
     head.confidence_head.requires_grad_(True)
     optimizer = torch.optim.LBFGS(head.confidence_head.parameters(), max_iter=50)
@@ -303,7 +303,7 @@ def test_a_drafter_in_bf16_with_states_on_a_disk(tmp_path: Path) -> None:
 def test_states_are_kept_within_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, _, _ = load_tiny_pair()
     head = load_head(str(FOLDER / "eagle3"), target)
-    own = [Text(list(range(length, 2 * length)), 2) for length in (30, 40, 50)]
+    own = [TrainingText(list(range(length, 2 * length)), 2) for length in (30, 40, 50)]
     plain = Teacher(target, head, own, tmp_path, 0.0, 3)
     bytes_per_text = 50 * 4 * target.config.hidden_size * 2
     teacher = Teacher(target, head, own, tmp_path, 2.5 * bytes_per_text / 1e9, 3)

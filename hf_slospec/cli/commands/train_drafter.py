@@ -15,7 +15,7 @@ from hf_slospec.training.options import TrainingOptions
 
 if TYPE_CHECKING:
     from hf_slospec.batcher.generator import SLOSpecGenerator
-    from hf_slospec.training.texts import Text, Write
+    from hf_slospec.training.texts import TrainingText, Write
 
 MODEL = ("target", "dtype", "device", "allow_missing")  # fields of ModelOptions
 
@@ -94,7 +94,7 @@ def writer(generator: SLOSpecGenerator) -> Write:
 
 
 def chain_length(
-    target: Any, tokenizer: Any, options: TrainingOptions, held_out: Sequence[Text]
+    target: Any, tokenizer: Any, options: TrainingOptions, held_out: Sequence[TrainingText]
 ) -> float:
     """Return the tokens per step of greedy chains of the trained drafter, loaded from its folder,
     behind prompts.

@@ -14,7 +14,7 @@ from weakref import ref
 import numpy as np
 import torch
 
-from hf_slospec.drafters.beam import Level
+from hf_slospec.drafters.level import Level
 from hf_slospec.model.batch import CachedSequence, LayerShape, NewTokens
 from hf_slospec.model.kv_cache import KVCache, KVPool
 from hf_slospec.model.packed_model import Outputs

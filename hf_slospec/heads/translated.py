@@ -1,0 +1,157 @@
+"""Drafting with an assistant model that has another tokenizer than the target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from hf_slospec.drafters.assistant import (
+    AssistantDrafter,
+    AssistantMethod,
+    check_device,
+    check_encoder,
+)
+from hf_slospec.drafters.checkpoint import LOADING_ERRORS
+from hf_slospec.drafters.level import Scores, Vocabulary
+from hf_slospec.drafters.methods import DraftMethod, Room
+from hf_slospec.engine.interfaces import Drafter
+from hf_slospec.heads.translation import DraftTokens, TokenTranslation
+from hf_slospec.model.kept_prefixes import RequestTokens
+from hf_slospec.model.loading import check_vocabulary_of
+from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.properties import vocab_size
+from hf_slospec.request.request import Request
+
+
+@dataclass(frozen=True, eq=False)
+class TranslatedNetwork:
+    """Network of an assistant model whose tokens are translated; see :class:`Network`."""
+
+    translation: TokenTranslation
+    device: torch.device
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Tokens that both vocabularies have."""
+        return self.translation.to(self.device)[0]
+
+    def inputs(self, tokens: torch.Tensor, states: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.translation.to(self.device)[2][tokens][None]}
+
+    def scores(self, outputs: torch.Tensor) -> Scores:
+        """Return logits of the ids that both models have.  [..., vocab] -> [..., draft_vocab]"""
+        return Scores(outputs[..., self.translation.to(self.device)[1]])
+
+
+class TranslatedDrafter(AssistantDrafter):
+    """Drafts with the K/V of translated tokens; proposes tokens that both vocabularies have.
+
+    Requests whose translated tokens do not fit into ``max_slots`` get trees that are only roots.
+    """
+
+    def __init__(
+        self,
+        packed: PackedModel,
+        max_nodes: int,
+        translation: TokenTranslation,
+        max_slots: int | None = None,
+        max_kept: float | None = None,
+    ):
+        super().__init__(packed, max_nodes, len(translation.draft_id_of), max_slots, max_kept)
+        self.network = TranslatedNetwork(translation, packed.device)
+        self.translation = translation
+        self._translated = dict[Request, DraftTokens]()
+
+    def _tokens_of(self, request: Request) -> DraftTokens:
+        """Translate a request's new tokens; drop the K/V of tokens that have changed."""
+        draft_tokens = self._translated.setdefault(request, DraftTokens(self.translation, request))
+        num_same = draft_tokens.update()
+        if self.sequences.num_cached(draft_tokens) > num_same:
+            self.sequences.of(draft_tokens).truncate(num_same)
+        return draft_tokens
+
+    def _with_room(self, requests: Sequence[Request]) -> dict[Request, RequestTokens]:
+        by_request: dict[Request, RequestTokens] = {r: self._tokens_of(r) for r in requests}
+        try:
+            self.sequences.reserve(list(by_request.values()))
+        except MemoryError:
+            have_room = dict[Request, RequestTokens]()
+            for request, draft_tokens in by_request.items():
+                with suppress(MemoryError):
+                    self.sequences.reserve([*have_room.values(), draft_tokens])
+                    have_room[request] = draft_tokens
+            return have_room
+        return by_request
+
+    def reuse(self, request: Request) -> int:
+        """Return an estimate, as the number of translated tokens is another."""
+        if self.sequences.max_kept is None:
+            return 0
+        draft_tokens = self._tokens_of(request)
+        return self.sequences.reuse(draft_tokens) * len(request.tokens) // len(draft_tokens.tokens)
+
+    def release(self, request: Request) -> None:
+        if (draft_tokens := self._translated.pop(request, None)) is not None:
+            self.sequences.release(draft_tokens)
+
+    def close(self) -> None:
+        super().close()
+        self._translated.clear()
+
+
+@dataclass(frozen=True, repr=False)
+class TranslatedMethod(AssistantMethod):
+    """A smaller causal LM with a translation to its tokenizer."""
+
+    translation: TokenTranslation
+
+    @property
+    def kind(self) -> str:
+        return "assistant model with another tokenizer"
+
+    def check(self, target: Any) -> None:
+        check_device(self.assistant, target)
+        check_encoder(self.assistant, target)
+
+    def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
+        assert draft is not None
+        return TranslatedDrafter(
+            draft, room.max_nodes, self.translation, room.max_slots, room.max_kept
+        )
+
+
+def translated_method(
+    model: Any, target: Any, tokenizer: Any, assistant_tokenizer: Any
+) -> DraftMethod | None:
+    """Return the method with a translation if the tokenizers are known to differ; None if not.
+
+    The assistant's may be the name of a folder or repository, which need not have one.
+    """
+    if (draft_tokenizer := _tokenizer(assistant_tokenizer)) is None:
+        return None
+    target_tokenizer = _tokenizer(target.config.name_or_path) if tokenizer is None else tokenizer
+    if target_tokenizer is None:
+        return None
+    check_vocabulary_of("tokenizer", target_tokenizer)
+    check_vocabulary_of("assistant_tokenizer", draft_tokenizer)
+    if draft_tokenizer.get_vocab() == target_tokenizer.get_vocab():
+        return None
+    sizes = vocab_size(target), vocab_size(model)
+    return TranslatedMethod(model, TokenTranslation(target_tokenizer, draft_tokenizer, *sizes))
+
+
+def _tokenizer(source: PreTrainedTokenizerBase | str | None) -> PreTrainedTokenizerBase | None:
+    if not isinstance(source, str):
+        return source
+    if not source:  # name_or_path of a model that was built from a config
+        return None
+    try:
+        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+    except LOADING_ERRORS:  # it has none
+        return None
+    return loaded

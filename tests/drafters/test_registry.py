@@ -1,0 +1,86 @@
+"""Drafters and head formats of another distribution, and the core without the plugin heads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_slospec import InvalidInputError, SLOSpecGenerator, load_drafter
+from hf_slospec.drafters import registry
+from tests.heads.checkpoints import mtp_tensors, target_of, write
+from tests.support.paths import ROOT
+from tests.support.toys.feature_heads import DRAFTS_ALWAYS
+from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts
+
+DISTRIBUTION = ROOT / "tests" / "drafters" / "distribution"
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a distribution whose entry point registers the drafter "repeat" and a head format."""
+    registry.named_drafters()  # of this distribution
+    monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
+    monkeypatch.syspath_prepend(DISTRIBUTION)
+    registry._load_all.cache_clear()
+    monkeypatch.delitem(sys.modules, "other_drafters", raising=False)
+
+
+@pytest.mark.usefixtures("installed")
+def test_another_distribution_adds_a_drafter_and_a_head_format(tmp_path: Path) -> None:
+    target = target_of("llama")
+    tensors = {f"other.{name}": tensor for name, tensor in mtp_tensors("llama").items()}
+    head = write(tmp_path / "head", {}, tensors)
+    for source, kind in (
+        ("repeat", "repeated last token"),
+        (head, "MTP layer"),
+        (f"repeat+{head}", "repeated last token + MTP layer"),
+    ):
+        method = load_drafter(source, target)
+        assert method.kind == kind
+        ours = SLOSpecGenerator(target, drafter=method, config=DRAFTS_ALWAYS)
+        out = assert_same_as_stock(
+            target, ours.generate, ragged_prompts(2), do_sample=False, max_new_tokens=8
+        )
+        assert sum(metrics.drafted for metrics in out.slo) > 0
+    with pytest.raises(InvalidInputError, match="by name are lookup, suffix, mtp, repeat"):
+        load_drafter("repaet", target)
+
+
+def test_names_are_taken_once() -> None:
+    with pytest.raises(InvalidInputError, match="a NamedDrafter 'lookup' already"):
+        registry.register(registry.NamedDrafter("lookup", lambda target, past: None))  # type: ignore[arg-type,return-value]
+
+
+def test_without_heads_lookup_and_assistant_models_draft() -> None:
+    code = """
+import sys
+sys.modules["hf_slospec.heads"] = None
+from hf_slospec import InvalidInputError, PastAnswers, SLOSpecGenerator, load_drafter
+from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
+target, draft = tiny_model("llama"), tiny_model("llama", noise=0.03)
+for source in ("lookup", draft, ["lookup", draft]):
+    method = load_drafter(source, target, share_texts=PastAnswers())
+    ours = SLOSpecGenerator(target, drafter=method)
+    assert_same_as_stock(target, ours.generate, ragged_prompts(2), do_sample=False, max_new_tokens=8)
+    print(method.kind)
+for name in ("suffix", "mtp"):
+    try:
+        load_drafter(name, target)
+    except InvalidInputError as error:
+        print(error)
+"""
+    output = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.splitlines()
+    kinds, errors = output[:3], output[3:]
+    assert kinds == ["prompt lookup", "assistant model", "prompt lookup + assistant model"]
+    assert len(errors) == 2
+    assert all("drafters known by name are lookup, and sums" in error for error in errors)
