@@ -14,11 +14,11 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from ray.serve.deployment import Application
 from ray.serve.handle import DeploymentHandle
 
+from hf_slospec.replicas.directory import running_replicas
 from hf_slospec.replicas.failover import ReplicatedEngine
 from hf_slospec.replicas.messages import REPORT_S, keep_replica_on_loopback
 from hf_slospec.replicas.options import HEAD, ReplicaOptions
 from hf_slospec.replicas.replica import ModelReplica
-from hf_slospec.replicas.router import running_replicas
 from hf_slospec.server.access import ServerSettings
 from hf_slospec.server.app import make_app
 from hf_slospec.server.serve import SWITCH_S

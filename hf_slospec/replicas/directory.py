@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -25,6 +26,21 @@ from hf_slospec.scheduler.load import Need, ReplicaLoad, ranked
 
 BLOCK = 32  # tokens; prompts are compared by whole blocks
 MAX_BLOCKS = 2**16  # blocks of all prompts together; the least recently used are dropped
+
+
+# Not in the router's module, which Ray pickles by value.
+_names: weakref.WeakKeyDictionary[object, tuple[str, ...]] = (
+    weakref.WeakKeyDictionary()
+)  # by router
+
+
+def set_running(router: object, names: Sequence[str]) -> None:
+    _names[router] = tuple(names)
+
+
+def running_replicas() -> list[str]:
+    """Return the names of the running replicas, sorted."""
+    return sorted({name for names in list(_names.values()) for name in names})
 
 
 class PrefixIndex:

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from hf_slospec.replicas.directory import set_running
 from hf_slospec.replicas.messages import Offer, ToReplica
-
-_names: weakref.WeakKeyDictionary[object, tuple[str, ...]] = (
-    weakref.WeakKeyDictionary()
-)  # by router
-
-
-def set_running(router: object, names: Sequence[str]) -> None:
-    _names[router] = tuple(names)
-
-
-def running_replicas() -> list[str]:
-    """Return the names of the running replicas, sorted."""
-    return sorted({name for names in list(_names.values()) for name in names})
 
 
 class AddressRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types

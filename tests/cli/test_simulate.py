@@ -97,21 +97,6 @@ def test_traces_and_latency_files_in_place_of_mixes_and_known_hardware(tmp_path:
     assert result.exit_code == 0 and "10/s" in result.output
 
 
-def test_what_bench_records_is_replayed(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "texts.json"
-    options = "--size tiny --dtype float32 --new-tokens 8 --repeats 1 --no-tune --batch 2".split()
-    result = RUN.invoke(
-        app, ["bench", *options, "--record", str(path), "--config", '{"compile": false}']
-    )
-    assert result.exit_code == 0, result.output
-    written = json.loads(path.read_text())
-    assert len(written["texts"]) == 2 and all(len(text["ranks"]) == 8 for text in written["texts"])
-    result = run(*SMALL, "--recording", path, "--csv", tmp_path / "r.csv")
-    assert result.exit_code == 0, result.output
-    with (tmp_path / "r.csv").open(newline="") as file:
-        assert {row["output_tokens"] for row in csv.DictReader(file)} == {"8"}  # texts end there
-
-
 def test_an_interrupt_ends_it_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
