@@ -55,6 +55,7 @@ class Sequences:
         self.max_kept = max_kept
         self._cache: KVCache | None = None
         self._by_request: dict[RequestTokens, CachedSequence] = {}
+        self._withheld = set[RequestTokens]()  # requests whose K/V must not be reused
         self._kept = KeptPrefixes()
         self._kept_state = 0  # weights_state of all kept prefixes
         # State of the weights on which several processes agreed, if they must.
@@ -204,7 +205,8 @@ class Sequences:
             if sequence.encoded is None and request.params.encoded_for is not None:
                 sequence.encoded = request.params.encoded_for(self.packed.model)
             if sequence.weights_state is None:
-                sequence.weights_state = self.weights_state
+                is_withheld = request in self._withheld
+                sequence.weights_state = NEVER if is_withheld else self.weights_state
 
     def _reserve(self, slots: dict[CachedSequence, int], limit: int | None) -> None:
         with as_memory_error():
@@ -228,6 +230,7 @@ class Sequences:
 
     def release(self, request: RequestTokens, may_keep: bool = True) -> None:
         """Keep the K/V of a finished request, if it has any that may be kept, or drop it."""
+        self._withheld.discard(request)
         sequence = self._by_request.pop(request, None)
         if sequence is None:
             return
@@ -272,7 +275,9 @@ class Sequences:
         """Keep the K/V of a request from being reused, as it does not depend on the request's
         tokens alone.
         """
-        self.of(request).weights_state = NEVER
+        self._withheld.add(request)
+        if request in self._by_request:
+            self.of(request).weights_state = NEVER
 
     def num_reusable(self, request: RequestTokens) -> int:
         """Return how many tokens :meth:`reuse` would find now; 0 for a request that has K/V."""

@@ -155,7 +155,7 @@ def test_after_a_step_that_was_undone(setting: Setting, monkeypatch: pytest.Monk
     """Verification runs out of memory and nothing is freed: the next step drafts for the same
     tokens.
     """
-    verify = PackedTarget._verify
+    verify = PackedTarget.verify
     failed = list[int]()
 
     def fails(*arguments: Any) -> Any:
@@ -164,7 +164,7 @@ def test_after_a_step_that_was_undone(setting: Setting, monkeypatch: pytest.Monk
             raise MemoryError
         return verify(*arguments)
 
-    monkeypatch.setattr(PackedTarget, "_verify", fails)
+    monkeypatch.setattr(PackedTarget, "verify", fails)
     monkeypatch.setattr(FeatureDrafter, "relieve", lambda drafter: True)
     monkeypatch.setattr("hf_slospec.engine.step.PAUSE", 0)
     with setting.checks.on(monkeypatch) as checks:

@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.engine.interfaces import Plan
-from hf_slospec.model.packed_model import PackedModel
+from hf_slospec.model.eager import EagerPath
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import TokenTree
 from tests.support.breadth import nightly_rows_but
@@ -183,7 +183,7 @@ def test_a_lost_prompt_has_the_output_of_stock() -> None:
 
 def test_forwards_are_repeated_for_nan_only(monkeypatch: pytest.MonkeyPatch) -> None:
     model, call = stock("llama")
-    monkeypatch.delattr(PackedModel, "_isolated")
+    monkeypatch.delattr(EagerPath, "isolated")
     generator = SLOSpecGenerator(
         model, drafter=Drafting([5, 6], [7, 8]), config=SLOSpecConfig(compile=False, **FIXED)
     )
