@@ -245,7 +245,8 @@ class Placement:
         half = old.head_dim // 2
         ratio = larger.head_dim // old.head_dim
         channels = channels // half * (larger.head_dim // 2) + channels % half * ratio
-        return (heads[:, None] * larger.head_dim + channels).flatten()
+        positions: torch.Tensor = heads[:, None] * larger.head_dim + channels
+        return positions.flatten()
 
     def _exclude(self, name: str, module: str, parameter: torch.Tensor) -> None:
         """Give the additional ids very low logits, by the first additional hidden channel."""
