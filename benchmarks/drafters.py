@@ -6,9 +6,9 @@ in one process.
 
 ``acceptance`` decodes in fp32 with trees of a constant shape, so that all drafters have the same
 budget of nodes and machines do not matter. ``speed`` runs policy ``auto`` in the dtype that the CPU
-is fast in, on an inflated target.
-Texts: held-out prompts of the package, and repetitive ones, in which a stretch of a prompt occurs
-several times."""
+is fast in, on an inflated target. Texts: held-out prompts of the package, and repetitive ones, in
+which a stretch of a prompt occurs several times.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Save the embedded pair, with its target inflated, for ``from_pretrained``.
 
-python benchmarks/inflate.py 0.6B /tmp/pair --dtype bfloat16
-python -m hf_slospec bench --target /tmp/pair/target --assistant /tmp/pair/draft
+python benchmarks/inflate.py 0.6B /tmp/pair --dtype bfloat16 python -m hf_slospec bench --target
+/tmp/pair/target --assistant /tmp/pair/draft
 """
 
 from __future__ import annotations

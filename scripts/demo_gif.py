@@ -1,5 +1,5 @@
-"""Record the demo in Chromium:
-``python -m scripts.demo_gif docs/images/demo.gif --picture docs/images/demo.png``.
+"""Record the demo in Chromium: ``python -m scripts.demo_gif docs/images/demo.gif --picture
+docs/images/demo.png``.
 
 The GIF shows the same four requests twice, one above the other: without speculation, and with
 policy ``auto``. Both were recorded at their real speed, one after the other. ``--target`` names a

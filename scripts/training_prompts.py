@@ -3,9 +3,10 @@ none of theirs.
 
 Usage:
     git clone https://github.com/teknium1/GPTeacher && git clone
-    https://github.com/sahil280114/codealpaca apt-get download debian-handbook dict-foldoc && for package in *.deb; do dpkg -x $package debian; done
-    python scripts/training_prompts.py . prompts.jsonl
-    python -m hf_slospec train-drafter --data prompts.jsonl --exclude benchmarks/data/spec_bench.jsonl ...
+    https://github.com/sahil280114/codealpaca apt-get download debian-handbook dict-foldoc && for
+    package in *.deb; do dpkg -x $package debian; done python scripts/training_prompts.py .
+    prompts.jsonl python -m hf_slospec train-drafter --data prompts.jsonl --exclude
+    benchmarks/data/spec_bench.jsonl ...
 
 Every line has one turn of a user: tasks for writers and programmers (GPTeacher, Code Alpaca),
 sentences to translate and passages to summarise or to answer questions from (Debian's handbook in

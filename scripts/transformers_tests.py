@@ -1,8 +1,8 @@
 """Run transformers' own tests of generation with every ``generate`` speculated, and compare with
 the unpatched run.
 
-    git clone --depth 1 --branch v5.23.0 https://github.com/huggingface/transformers
-    python -m scripts.transformers_tests transformers --write docs/transformers_tests.md
+    git clone --depth 1 --branch v5.23.0 https://github.com/huggingface/transformers python -m
+    scripts.transformers_tests transformers --write docs/transformers_tests.md
 
 Each test file runs in a process of its own, once unpatched and once for each way to draft. What has
 run is kept in ``build/transformers_tests``, and an interrupted run continues; ``--only git zamba``

@@ -78,9 +78,8 @@ def gpu_check(
     memory floor.
 
     Nothing is downloaded: models of the shapes of Llama-3.1-8B and Llama-3.2-1B are made of the
-        embedded pair on the
-    device. Whatever the time limit, the most important figures come first, and --resume adds the
-    others. Exit code 1: a test or a check failed; 2: there is no CUDA device.
+    embedded pair on the device. Whatever the time limit, the most important figures come first, and
+    --resume adds the others. Exit code 1: a test or a check failed; 2: there is no CUDA device.
 
     Example:  python -m benchmarks.gpu --budget-s 120 --json result.json
     """

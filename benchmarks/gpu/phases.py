@@ -80,8 +80,7 @@ def exit_code(results: Results, checks: bool = True) -> int:
     """Return the exit code of a check.
 
     1: a test or a comparison failed, hf_slospec failed other than by lack of memory, or no output
-        was compared in fp32
-    although it ``checks`` identity.
+    was compared in fp32 although it ``checks`` identity.
     """
     ours = [
         row

@@ -1,7 +1,7 @@
 """Dynamic trees and a static one by batch size, and SLOs at batch 4, as in Delacourt's thesis.
 
-    python benchmarks/papers/thesis.py [--seeds 3] [--runs runs.jsonl]
-    python benchmarks/papers/thesis.py --acceptance 0.55 --json benchmarks/results/papers-thesis-tuned.json
+    python benchmarks/papers/thesis.py [--seeds 3] [--runs runs.jsonl] python
+    benchmarks/papers/thesis.py --acceptance 0.55 --json benchmarks/results/papers-thesis-tuned.json
 
 Everything is simulated. The thesis publishes throughputs but no latencies, so the latencies are
 fitted to the static tree's throughput at batch sizes 8 to 32; all other figures are predictions.

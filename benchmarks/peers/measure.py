@@ -1,8 +1,9 @@
 """Compare hf_slospec on a CPU with llama.cpp, OpenVINO GenAI and vLLM, on the same models and
 prompts.
 
-    python -m benchmarks.peers.measure FOLDER [--groups llama-f32 vllm-fp32] [--repeats 5] [--isa avx2] [--json FILE]
-    python -m benchmarks.peers.measure FOLDER --target CHECKPOINT [--per-task 10] [--batches 1,8] [--json FILE]
+    python -m benchmarks.peers.measure FOLDER [--groups llama-f32 vllm-fp32] [--repeats 5] [--isa
+    avx2] [--json FILE] python -m benchmarks.peers.measure FOLDER --target CHECKPOINT [--per-task
+    10] [--batches 1,8] [--json FILE]
 
 Every contestant of a group runs once per batch size and repeat, or question, with the same prompts,
 so that drift affects all alike; ratios are taken within it. The file is written after each, and the

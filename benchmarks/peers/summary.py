@@ -32,7 +32,7 @@ def summarize(records: list[Record], new_tokens: int) -> list[Record]:
     within a repeat.
 
     Ratios above 1 mean: faster than stock ``generate`` in fp32, and hf_slospec is faster than this
-        contestant.
+    contestant.
     """
     seconds = {
         (r["group"], r["batch"], r["question"], r["name"]): r["seconds"]

@@ -81,14 +81,14 @@ class Divergence:
         """Return whether the margin is at most twice ``rounding``, or at most ``noise``.
 
         Each of the two logits may be rounded to the other side, so that two spacings vanish. That
-        alone would be too
-        strict: a logit carries the rounding of every layer below it. ``noise`` is measured: the
-            largest change, over
-        plain forwards that are equal in exact arithmetic, of the margin between any two of the 16
-        best tokens. The forwards are the row alone, 2 and 8 copies of it as a batch, the prompt and
-        then 1, 3, 8 or 24 tokens at a time on a cache, and a copy of the model in the next wider
-        dtype. At a near-tie, transformers itself may choose the other token when it calls the same
-        model in another shape; rounding explains no other divergence."""
+        alone would be too strict: a logit carries the rounding of every layer below it. ``noise``
+        is measured: the largest change, over plain forwards that are equal in exact arithmetic, of
+        the margin between any two of the 16 best tokens. The forwards are the row alone, 2 and 8
+        copies of it as a batch, the prompt and then 1, 3, 8 or 24 tokens at a time on a cache, and
+        a copy of the model in the next wider dtype. At a near-tie, transformers itself may choose
+        the other token when it calls the same model in another shape; rounding explains no other
+        divergence.
+        """
         return self.margin <= max(2.0 * self.rounding, self.noise)
 
     def __str__(self) -> str:

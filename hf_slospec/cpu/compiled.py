@@ -1,8 +1,9 @@
 """Forward path by torch's ahead-of-time compiler on a CPU.
 
 A package is compiled once per machine and architecture, in a process of its own, while forwards are
-eager. Its first forwards are compared with eager ones on the same inputs, and again after
-any change of the model's modules."""
+eager. Its first forwards are compared with eager ones on the same inputs, and again after any
+change of the model's modules.
+"""
 
 from __future__ import annotations
 

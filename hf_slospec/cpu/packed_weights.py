@@ -40,7 +40,7 @@ class PackedWeight:
     """A packed copy of a layer's weight, and the state of the weight that it was made from.
 
     ``autocast``: dtype of the copy, for forwards that compute with autocast; None: the weight's
-        own.
+    own.
     """
 
     def __init__(self, layer: nn.Module, name: str, autocast: torch.dtype | None = None):

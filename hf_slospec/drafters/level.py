@@ -240,7 +240,7 @@ def extend_beam(path_logprobs: torch.Tensor, logits: torch.Tensor, width: int) -
     child).
 
     Only the best children are normalised, so the vocabulary is read twice: by topk and by
-        logsumexp.
+    logsumexp.
 
     Args:
         path_logprobs: [num_requests, beam] f32, of the current layer, best first.

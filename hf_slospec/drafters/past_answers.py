@@ -77,8 +77,8 @@ class Copied:
     tail: list[int] = field(default_factory=list)  # the last NUM_COMPARED of these tokens
 
     def is_prefix_of(self, tokens: list[int]) -> bool:
-        """Return whether the tokens begin with the copied ones, compared by the last ``NUM_COMPARED``
-        of them.
+        """Return whether the tokens begin with the copied ones, compared by the last
+        ``NUM_COMPARED`` of them.
         """
         return self.tail == tokens[self.num_tokens - len(self.tail) : self.num_tokens]
 

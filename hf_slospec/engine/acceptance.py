@@ -298,8 +298,8 @@ class Calibration:
     MEMORY = 1000.0  # observations per bin after which the oldest fade
 
     def __init__(self, favourite_exponent: float = 1.0) -> None:
-        """Set the prior: a favourite with conditional c is accepted with probability
-        ``c ** favourite_exponent``.
+        """Set the prior: a favourite with conditional c is accepted with probability ``c **
+        favourite_exponent``.
         """
         self.favourite_exponent = favourite_exponent
         self.trials = np.zeros((2, self.BINS))  # [is favourite, bin]

@@ -163,9 +163,8 @@ class Target(ABC):
         """Forward every request's uncached tokens and its draft tree, and some chunks.  -> one
         chooser per request.
 
-        The ``prompt_reader`` of a request gets the logits of the prompt's positions.
-        A chooser reads the request's ``tokens`` when it is called, so that processors see the
-        accepted path.
+        The ``prompt_reader`` of a request gets the logits of the prompt's positions. A chooser
+        reads the request's ``tokens`` when it is called, so that processors see the accepted path.
 
         Args:
             chunks: prefill of other requests, not up to the ends of their prompts; :meth:`commit`

@@ -132,8 +132,8 @@ class RecurrentForward(StateHook, PackedForward):
     """
 
     def __init__(self, *arguments: Any):
-        """Take the arguments of :meth:`ModelFamily.new_hook`, and advance the sequences' states over
-        committed tokens.
+        """Take the arguments of :meth:`ModelFamily.new_hook`, and advance the sequences' states
+        over committed tokens.
         """
         *others, spans = arguments
         super().__init__(*others)

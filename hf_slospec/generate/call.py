@@ -48,8 +48,8 @@ class SLOSpecOutput(GenerateDecoderOnlyOutput):
     """HF's output with the metrics of every row and the record of every step.
 
     Both are plain attributes: keys, items, ``to_tuple()``, indices and pytree leaves are those of
-        stock's output.
-    Copies and pickles keep them; functions that rebuild an output from its items leave them None.
+    stock's output. Copies and pickles keep them; functions that rebuild an output from its items
+    leave them None.
     """
 
     slo: list[RequestMetrics] | None = None  # one per row

@@ -64,8 +64,8 @@ def enable(
             called with the config and the :class:`StepCosts` of the models for every call.
         always: speculate calls without ``slo_tpot`` too. Otherwise they run stock ``generate``.
         fallback: run stock ``generate``, with a :class:`FallbackWarning`, where the model or an
-            option of the call cannot be speculated, instead of raising.
-            ``generate(..., fallback=...)`` overrides it for a call.
+            option of the call cannot be speculated, instead of raising. ``generate(...,
+            fallback=...)`` overrides it for a call.
 
     Returns:
         The same model. Enabling it again replaces all settings.

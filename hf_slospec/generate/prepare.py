@@ -124,8 +124,7 @@ def prepare(
 
     Raises:
         InvalidInputError, InvalidTypeError, UnsupportedOptionError, UnsupportedModelError,
-        IncompatibleDraftError: the
-            call cannot be speculated; nothing has been changed.
+        IncompatibleDraftError: the call cannot be speculated; nothing has been changed.
     """
     arrived_s = speculator.target.ranks.clock()
     model = speculator.target.model

@@ -33,9 +33,10 @@ class DFlashHead(Head):
     """Network that predicts blocks of tokens from hidden states of the target (features).
 
     All tokens but the last are the context: every layer caches their K and V, computed from their
-    combined features alone. A block is the last token, whose features are not known yet, then mask tokens. Block
-    tokens attend to the context and to each other, and each mask token predicts the token at its
-    position. In some heads, each token of the block predicts the token behind it instead.
+    combined features alone. A block is the last token, whose features are not known yet, then mask
+    tokens. Block tokens attend to the context and to each other, and each mask token predicts the
+    token at its position. In some heads, each token of the block predicts the token behind it
+    instead.
 
     A forward of ``inputs_embeds`` only caches the K and V of context tokens, without queries and
     MLPs. A forward of ``input_ids`` computes logits of block tokens. Both are packed forwards:

@@ -285,8 +285,7 @@ class TokenTranslation:
         end.
 
         Points are compared by the bytes after them, as far as these agree: a tokenizer may begin
-            with a space, or
-        normalise characters.
+        with a space, or normalise characters.
         """
         texts = self.target.texts(tokens), self.draft.texts(translated)
         target, draft = (

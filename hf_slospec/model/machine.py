@@ -129,8 +129,8 @@ def release_openmp_threads() -> None:
 
     Every thread that computes keeps a team of its own. Once the teams of a process have more
     threads than the machine has cores, idle ones included, GNU's runtime hardly spins between
-    parallel regions, and every forward becomes
-    slower: on two cores 1.2 times with large layers, 1.7 times with small ones.
+    parallel regions, and every forward becomes slower: on two cores 1.2 times with large layers,
+    1.7 times with small ones.
     """
     if (pause := _pause()) is not None:
         pause(SOFT)  # returns nonzero inside a parallel region, where it has no effect
@@ -154,7 +154,7 @@ def leaving_a_core() -> Iterator[None]:
 
     A thread that shares its core with another process keeps the others of its team waiting in every
     operation: beside a compiler, a step with two threads on two cores took twenty times as long as
-        alone.
+    alone.
     """
     num_threads = torch.get_num_threads()
     if num_threads == 1 or num_threads < available_cores():

@@ -108,7 +108,7 @@ class PackedTarget(Target):
         drafter.
 
         Not with a drafter that reads features: it has none of tokens that the target does not
-            process.
+        process.
         """
         return self._reader is None and not self.sequences.has_embeds
 

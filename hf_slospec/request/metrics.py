@@ -180,8 +180,8 @@ class RequestMetrics:
 
     @property
     def attained_throughout(self) -> bool | None:
-        """Return whether this request and those that it continues attained their SLOs; None without any
-        SLO.
+        """Return whether this request and those that it continues attained their SLOs; None without
+        any SLO.
         """
         attained = [part.attained for part in self.parts if part.attained is not None]
         return all(attained) if attained else None

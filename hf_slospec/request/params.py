@@ -142,7 +142,7 @@ class SubmitOptions(BaseModel):
 class RequestParams:
     """Prompt and options of a request, complete before there is a :class:`Request`.
 
-    :func:`hf_slospec.generate.prepare.prepare` makes them, for ``generate`` and ``submit`` alike.
+    ``generate.prepare`` makes them, for ``generate`` and ``submit`` alike.
     """
 
     prompt: Sequence[int]

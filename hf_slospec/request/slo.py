@@ -31,9 +31,9 @@ class Stage:
 class SLOStage(BaseModel):
     """A part of a row's output with its own SLOs; a list of stages is the SLO of one row.
 
-    For example thinking fast and answering at reading speed:
-    ``[SLOStage(slo_tpot=0.01, until="</think>"), SLOStage(slo_tpot=0.05)]``. In a generation config
-    that is saved, dicts with these fields do the same.
+    For example thinking fast and answering at reading speed: ``[SLOStage(slo_tpot=0.01,
+    until="</think>"), SLOStage(slo_tpot=0.05)]``. In a generation config that is saved, dicts with
+    these fields do the same.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

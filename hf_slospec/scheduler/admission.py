@@ -164,24 +164,22 @@ def admitted(
 
     Prompts are processed earliest deadline first, as fast as ``rate`` allows beside the decoding
     requests: those running now, none of which is assumed to finish, and every admitted candidate
-        from its deadline on. The budget of
-    prompt tokens grows with that rate and carries over. It may not be negative after any admitted
-    prompt, nor may ``rate`` be negative at any time.
+    from its deadline on. The budget of prompt tokens grows with that rate and carries over. It may
+    not be negative after any admitted prompt, nor may ``rate`` be negative at any time.
 
     The value of a set is the sum of its candidates' values. Priorities are compared
     lexicographically: as much value of the lowest priority as possible, then as much of the next,
-        and so on, which is the same as values that exceed those
-    of all lower classes together. Of equally valuable sets, the one that leaves most capacity for
-    later candidates is preferred, then the one with earlier deadlines, then the one with lower
-    indices. Forced candidates are always admitted, even if they cannot meet their deadlines or make
-    running requests miss their TPOT SLOs; in that case no other candidate is admitted.
+    and so on, which is the same as values that exceed those of all lower classes together. Of
+    equally valuable sets, the one that leaves most capacity for later candidates is preferred, then
+    the one with earlier deadlines, then the one with lower indices. Forced candidates are always
+    admitted, even if they cannot meet their deadlines or make running requests miss their TPOT
+    SLOs; in that case no other candidate is admitted.
 
     Time grows with the number of candidates N times the number of states: one if all candidates
-        fit, else up to
-    N^tiers counts and the different sums of values times the trade-offs between K/V cache and
-    budget at each. With equal values there are N^(priorities - 1) sums beside the counts. Callers
-    bound N, to a few dozen with two tiers and priorities. ``rate`` is called once per distinct
-    counts.
+    fit, else up to N^tiers counts and the different sums of values times the trade-offs between K/V
+    cache and budget at each. With equal values there are N^(priorities - 1) sums beside the counts.
+    Callers bound N, to a few dozen with two tiers and priorities. ``rate`` is called once per
+    distinct counts.
 
     Args:
         candidates: requests in prefill or waiting for it, in any order.
@@ -231,11 +229,10 @@ def _best_set(
     there is none.
 
     A state describes a set of the jobs so far: its counts (value of the admitted jobs, decoding
-        requests by tier) and
-    what it leaves (K/V slots, and prompt tokens that can be prefilled until the current deadline).
-    Of states with equal counts, only those are kept that no other dominates in both. States are
-    ordered by preference: of two, the one whose set contains the first job they differ in comes
-        first.
+    requests by tier) and what it leaves (K/V slots, and prompt tokens that can be prefilled until
+    the current deadline). Of states with equal counts, only those are kept that no other dominates
+    in both. States are ordered by preference: of two, the one whose set contains the first job they
+    differ in comes first.
 
     Args:
         jobs: candidates sorted by deadline.

@@ -34,7 +34,7 @@ def prefill_budget(
 
     The rule ``beside`` takes as many as make no request late, or as many as guaranteed prompts need
     to be prefilled in time if that is more, even if decoding requests become late: holding prompts
-        back only postpones the same work.
+    back only postpones the same work.
 
     Args:
         guaranteed: guaranteed requests in prefill, in the order in which they are prefilled.
@@ -67,7 +67,7 @@ def plain_budget(
 
     Guaranteed prompts are prefilled as fast as plain decoding allows at a steady pace, or faster,
     but never so fast that a window breaks, if they are due: speculation waits for them. Others get
-        what a step with drafts leaves.
+    what a step with drafts leaves.
 
     Args:
         due: those of the guaranteed requests that have to be prefilled in time.

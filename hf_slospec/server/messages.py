@@ -105,7 +105,7 @@ class TemplateParts:
         content, unchanged.
 
         Whitespace before the content is removed: templates put it between reasoning or tool calls
-            and the content.
+        and the content.
         """
         parts = Parts()
         for index, char in enumerate(

@@ -51,7 +51,7 @@ def grown_tree(
 
     No other tree with as many nodes has a larger sum of path probabilities. Each node taken adds
     two to the heap: its parent's next candidate, and its own first one. Nodes of path probability 0
-        are left out.
+    are left out.
 
     Args:
         above_root: the token before the root; only ``following`` reads it.

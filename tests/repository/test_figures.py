@@ -1,9 +1,9 @@
 """Tables and figures of the documentation are those of the files in benchmarks/results.
 
 ``python -m docs.tables`` writes the tables. A number with the unit x, ms or % in running text has
-its source in ``docs/figures``, or the reason why it has none: ``<!-- given: ... -->`` before a block for
-what was chosen, published or defined, and ``<!-- not backed: ... -->`` before a block with the date
-of a measurement of which there is no file.
+its source in ``docs/figures``, or the reason why it has none: ``<!-- given: ... -->`` before a
+block for what was chosen, published or defined, and ``<!-- not backed: ... -->`` before a block
+with the date of a measurement of which there is no file.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ class Protocol(ABC):
     ) -> dict[str, Any]:
         """Return the body of a turn; ``tools`` are functions with parameters.
 
-        ``choice`` is a mode, the name of a tool or a list of allowed ones; other fields are ``parallel``, ``schema``,
-        ``effort``, and those that all protocols have.
+        ``choice`` is a mode, the name of a tool or a list of allowed ones; other fields are
+        ``parallel``, ``schema``, ``effort``, and those that all protocols have.
         """
         made: dict[str, Any] = {self.messages: [*messages]}
         for name, value in turn.items():

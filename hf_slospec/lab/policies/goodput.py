@@ -92,11 +92,9 @@ def best_batch(
     1 and 2).
 
     Batches are the first requests to come, by rows: one, two, and so on. Of equals the smaller
-        batch, then the shorter
-    length is returned.
-    [FIX] length 0 is included, so that speculation can be turned off; the printed Algorithm 1
-    multiplies by the number of requests twice, and the printed Algorithm 2 runs all requests
-    whichever batch was best.
+    batch, then the shorter length is returned. [FIX] length 0 is included, so that speculation can
+    be turned off; the printed Algorithm 1 multiplies by the number of requests twice, and the
+    printed Algorithm 2 runs all requests whichever batch was best.
 
     Args:
         tokens: [batches, lengths] f64, expected tokens of a step.

@@ -57,9 +57,8 @@ def optimal_nodes(
     """Return the nodes with most expected tokens such that every A(r) is met; None if that is
     impossible.
 
-    This is AdaServe's Algorithm 1, which is optimal if path probabilities are true.
-    [FIX] roots are charged to the budget, exhausted trees are infeasible, and the last node may not
-    overspend.
+    This is AdaServe's Algorithm 1, which is optimal if path probabilities are true. [FIX] roots are
+    charged to the budget, exhausted trees are infeasible, and the last node may not overspend.
 
     Args:
         trees: one candidate tree per request.

@@ -102,15 +102,14 @@ class SmartSpecPolicy(NamedPolicy):
     always has them, as the scheduler preempts requests before.
 
     Retry: [FIX] nothing is learned where nothing is drafted, so as printed and released,
-        speculation that was switched
-    off by low acceptance stays off as long as the batch does. Here every :data:`RETRY`-th
-    consecutive step without drafts takes the length that would be best at the initial acceptance
-    rate, which is 0 if the batch is too large.
+    speculation that was switched off by low acceptance stays off as long as the batch does. Here
+    every :data:`RETRY`-th consecutive step without drafts takes the length that would be best at
+    the initial acceptance rate, which is 0 if the batch is too large.
 
     Prefill disabling: requests that arrive while most recent steps drafted nothing are never
-        drafted for, which saves
-    the draft's prefill. [FIX] a step counts by the length that is best if all requests are drafted
-    for; otherwise drafting would never resume once no request is drafted for.
+    drafted for, which saves the draft's prefill. [FIX] a step counts by the length that is best if
+    all requests are drafted for; otherwise drafting would never resume once no request is drafted
+    for.
     """
 
     name = "smartspec"

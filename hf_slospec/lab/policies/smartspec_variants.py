@@ -160,13 +160,10 @@ class TurboSpecPolicy(SmartSpecPolicy):
     """Policy of Listing 1, corrected, with SmartSpec's choice of the length.
 
     With a draft model, a step whose best length is 0 sets a limit: new requests in a larger batch
-        are never drafted
-    for. After ``RESET`` such requests all batch sizes are tried again. [FIX] the printed condition
-    on the method is
-    inverted: it is the draft model that has prompts to prefill. [FIX] the limit is also lifted by a
-        step that drafts
-    though its batch is as large; as printed, a single request whose drafts fail once sets a limit
-    of 1.
+    are never drafted for. After ``RESET`` such requests all batch sizes are tried again. [FIX] the
+    printed condition on the method is inverted: it is the draft model that has prompts to prefill.
+    [FIX] the limit is also lifted by a step that drafts though its batch is as large; as printed, a
+    single request whose drafts fail once sets a limit of 1.
 
     With prompt lookup, drafting is free and proposals differ in length, down to none. So as many
     tokens as possible are proposed, and goodput decides how many of them are verified.

@@ -42,7 +42,7 @@ def grown_nodes(
 
     A replaced node is not added again, nor are its children. If the width is the limit, the result
     need not be optimal: a layer may have dropped a node that would have paid only with its
-        children.
+    children.
 
     Args:
         trees: one candidate tree per request; their layers stand for the draft's proposals.
@@ -242,7 +242,7 @@ class ThesisPolicy(_ThesisPolicy):
 
     A tree is drafted on while its last level holds one of the best N nodes so far, of which at most
     S are of one tree: no child is better than its parent. Drafters that do not draft level by level
-        draft the whole planned depth.
+    draft the whole planned depth.
     """
 
     name = "thesis"

@@ -1,8 +1,9 @@
 """The hook that a model's layers call in the forward of a packed batch, in place of their cache and attention.
 
-While a hook is active in the current thread, attention layers call its ``attend``, transformers' mask
-builders its ``build_mask``, and the functions that it names in ``mixers`` its ``mix``. At all other times and
-in all other threads they run what the model was loaded with."""
+While a hook is active in the current thread, attention layers call its ``attend``, transformers'
+mask builders its ``build_mask``, and the functions that it names in ``mixers`` its ``mix``. At all
+other times and in all other threads they run what the model was loaded with.
+"""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class SequenceKeys:
         """Return which slots each token may attend to.  -> [num_tokens, num_slots] bool
 
         Windows and chunks count positions, not slots: a node's position is its root's plus its
-            depth.
+        depth.
         """
         (num_tokens, num_staged) = self.staged_mask.shape
         device = self.staged_mask.device

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -84,7 +84,6 @@ class SimulatedModel:
     vocab_size = VOCAB
     device = torch.device("cpu")
     num_one_off_forwards = 0
-    compiled: ClassVar[dict[tuple[int, ...], str]] = {(): "eager"}
     ranks = SimpleNamespace(number=1, least=lambda value: value)
     rope = SimpleNamespace(max_plain=None)
 
@@ -124,6 +123,9 @@ class SimulatedModel:
         return tokens
 
     clamp_positions = clamp_tokens
+
+    def status(self, feature_layers: tuple[int, ...] = ()) -> str:
+        return "eager"
 
     def num_draft_rows(self, num_requests: int) -> None:
         return None
