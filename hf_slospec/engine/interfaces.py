@@ -279,7 +279,7 @@ class Drafter(ABC):
             One tree per request, its root the request's last token. ``TokenTree.chain`` makes a
             tree of one path, ``TokenTree.root_only`` one without proposals. A node's ``path_probs``
             entry is the probability that the path to it is accepted: nodes are verified in
-                descending order, and nodes that cannot pay are left out.
+            descending order, and nodes that cannot pay are left out.
         """
 
     def release(self, request: Request) -> None:

@@ -32,7 +32,7 @@ def parts_of(decoder: Decoder) -> dict[str, weakref.ref[Any]]:
     speculator = decoder.speculator
     packed = speculator.target.packed
     parts: dict[str, Any] = {"decoder": decoder, "speculator": speculator, "packed": packed}
-    names = "version", "overrides", "captured", "compiled"
+    names = "version", "overrides", "eager"
     parts |= {"target": speculator.target, "history": speculator.history} | {
         n: getattr(packed, n) for n in names
     }
