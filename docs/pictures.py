@@ -462,16 +462,16 @@ def draw_replicas(drawer: Drawer) -> None:
     save(figure, "replicas.png")
 
 
-LAYERS = (  # from the top, with what is in them
-    ("cli, demo", "commands, the demo in the browser"),
-    ("replicas, serving/openai", "replicas on Ray; OpenAI's interface over HTTP"),
-    ("serving", "SLOSpecGenerator, the batcher"),
-    ("generate", "the drop-in for transformers' generate"),
-    ("drafters", "draft models, lookups, published heads"),
-    ("models", "packed forwards, attention, K/V, sampling"),
-    ("policies", "depth, width and nodes of a step"),
-    ("engine", "requests, the step, cost model, schedulers"),
-    ("algo", "trees, acceptance, selection, admission (numpy)"),
+LAYERS = (  # from the outermost ring, with what is in them
+    ("server, replicas, lab, training, demo, cli", "applications: on the public API"),
+    ("cpu, cuda, families, heads", "plugins: paths, overrides, families, formats"),
+    ("batcher", "core: SLOSpecGenerator, the batcher"),
+    ("generate", "core: the drop-in for transformers' generate"),
+    ("drafters", "core: draft models, lookup, registry"),
+    ("model", "core: packed forwards, attention, K/V, sampling"),
+    ("policies, scheduler", "core: shapes of a step; queue, guarantees"),
+    ("engine", "core: the step, cost model, acceptance"),
+    ("request, tree", "core: parameters, SLOs; token trees (numpy)"),
 )
 STEPS = ("schedule", "plan", "draft", "select", "verify", "accept", "commit", "learn")
 
@@ -481,7 +481,7 @@ def draw_architecture(drawer: Drawer) -> None:
     figure, axes = pyplot.subplots(figsize=(11, 5.6), layout="constrained")
     axes.set(xlim=(0, 11), ylim=(-1.0, 8.6))
     axes.axis("off")
-    axes.text(2.3, 8.35, "layers: imports point downward only", ha="center", fontsize=10)
+    axes.text(2.3, 8.35, "rings: imports point inward only", ha="center", fontsize=10)
     for row, (name, words) in enumerate(LAYERS):
         y = 7.5 - row
         axes.add_patch(

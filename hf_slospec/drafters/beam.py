@@ -84,17 +84,18 @@ def beam_search(
 def _limits(plan: Plan, requests: Sequence[Request], num_rows: int) -> LevelLimits | None:
     if not (plan.min_gain or plan.min_request_gain or plan.min_confidence or plan.depths):
         return None
-    with torch.device("cpu"):
-        weights = torch.ones(num_rows, 1)
-        weights[: len(requests), 0] = torch.tensor([plan.weight_of(each) for each in requests])
-        levels = torch.full((num_rows,), plan.depth)
-        levels[: len(requests)] = torch.tensor([plan.levels_of(each) for each in requests])
-        limits = (plan.min_gain, plan.min_request_gain, plan.min_path_prob)
-        gain, request_gain, prob = torch.tensor(limits, dtype=torch.float64).unbind()
-        log_min = None
-        if plan.min_confidence:
-            log_min = torch.tensor(log(plan.min_confidence), dtype=torch.float64)
-        return LevelLimits(gain, request_gain, prob, weights, levels, log_min)
+    weights = torch.ones(num_rows, 1, device="cpu")
+    weights_asked = [plan.weight_of(each) for each in requests]
+    weights[: len(requests), 0] = torch.tensor(weights_asked, device="cpu")
+    levels = torch.full((num_rows,), plan.depth, device="cpu")
+    levels_asked = [plan.levels_of(each) for each in requests]
+    levels[: len(requests)] = torch.tensor(levels_asked, device="cpu")
+    limits = (plan.min_gain, plan.min_request_gain, plan.min_path_prob)
+    gain, request_gain, prob = torch.tensor(limits, dtype=torch.float64, device="cpu").unbind()
+    log_min = None
+    if plan.min_confidence:
+        log_min = torch.tensor(log(plan.min_confidence), dtype=torch.float64, device="cpu")
+    return LevelLimits(gain, request_gain, prob, weights, levels, log_min)
 
 
 def _roots(requests: Sequence[Request], num_rows: int) -> torch.Tensor:

@@ -240,6 +240,29 @@ def test_beam_contains_an_optimal_tree_when_paths_tie(seed: int, vocab: int, bud
     assert optimal(narrow, budget)[1].tolist() == optimal(full, budget)[1].tolist()
 
 
+@pytest.mark.parametrize("level", [1, 2, 4])
+@pytest.mark.parametrize("fan", [2, 3, 6])
+def test_one_node_narrower_loses_a_chain_with_a_fan(level: int, fan: int) -> None:
+    """A certain chain of level - 1 tokens, then ``fan`` equally likely ones, each followed by
+    anything.
+    """
+    vocab = level + fan
+    budget = level + fan
+    table = torch.zeros(vocab, vocab)
+    for token in range(level - 1):
+        table[token] = NEVER
+        table[token, token + 1] = 0.0
+    table[level - 1, :level] = NEVER
+
+    wide = search(table, level + 1, lambda at: vocab)
+    enough = search(table, level + 1, lambda at: budget - at if at == level else vocab)
+    too_narrow = search(table, level + 1, lambda at: budget - at - 1 if at == level else vocab)
+    best = optimal(wide, budget)[1].sum()
+    assert best == pytest.approx(level + 1)
+    assert optimal(enough, budget)[1].sum() == pytest.approx(best)
+    assert optimal(too_narrow, budget)[1].sum() < best - 0.1 / fan
+
+
 class Parity:
     """Allows tokens that are odd after an even number of them, and even ones after an odd number."""
 

@@ -195,7 +195,8 @@ def _masked_or(name: str, original: Callable[..., Any] | None) -> Callable[..., 
         hook = _active.get()
         return plain(**options) if hook is None else hook.build_mask(name, plain, **options)
 
-    return build
+    # Checks of whose code attends look at what it wraps.
+    return build if original is None else functools.wraps(original)(build)
 
 
 def _registered_name(original: str | None) -> str:
