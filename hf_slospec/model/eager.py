@@ -80,6 +80,7 @@ class EagerPath(ForwardPath):
             hook.check_attended()
         return outputs
 
+    @torch.no_grad()
     def find_plans(self) -> list[PlanKey]:
         """Return the plans that the model's layers request, seen in a forward of one token."""
         pool = KVPool([layer.shape for layer in self._context.layers], num_slots=1)

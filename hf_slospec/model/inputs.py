@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from hf_slospec.forks import cached_property
 from hf_slospec.model.batch import NewTokens, PackedBatch, Plan
 from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.properties import hidden_states
@@ -62,14 +62,14 @@ class ForwardInputs:
     level: DraftLevel | None = None  # ids and masks of parts may be indices into its tensors
     is_padded: bool = False  # padded to bucket sizes; masks stay indices
 
-    @functools.cached_property
+    @cached_property
     def resolved(self) -> Sequence[NewTokens]:
         """The parts, with boolean masks where they are not padded."""
         if self.level is None or self.is_padded:
             return self.parts
         return self.level.resolved(self.parts)
 
-    @functools.cached_property
+    @cached_property
     def batch(self) -> PackedBatch:
         """The batch of the resolved parts."""
         return PackedBatch.of(self.resolved, self.is_padded)

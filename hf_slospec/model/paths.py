@@ -15,6 +15,7 @@ import torch
 from hf_slospec.assembly import load_plugins
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import UnsupportedOptionError
+from hf_slospec.forks import cached_property
 from hf_slospec.model.batch import AttentionLayer
 from hf_slospec.model.family import ModelFamily
 from hf_slospec.model.inputs import ForwardInputs, Outputs
@@ -93,7 +94,7 @@ class PathContext:
     layers: Sequence[AttentionLayer]  # in the order in which pools store them
     rope: LengthRope
 
-    @functools.cached_property
+    @cached_property
     def keeps_logits(self) -> bool:
         """Return whether the model's forward takes ``logits_to_keep``."""
         return "logits_to_keep" in inspect.signature(self.model.forward).parameters
