@@ -987,7 +987,8 @@ ENTRIES: dict[str, Callable[[Case], Any]] = {
 DRAFTS_AT_TIMES = ("lookup", "suffix", "lookup+suffix")
 # Options with which rows are decoded in step, or end with their first token.
 DRAFTS_NOTHING = {
-    *"countdown widened row-bias drawing any-row max-calls sure one-token two-tokens replacing".split()
+    *"countdown widened row-bias drawing any-row max-calls sure one-token two-tokens".split(),
+    *("replacing", "all-suppressed"),
 }
 
 
