@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.errors import UnsupportedModelError, UnsupportedOptionError
-from hf_slospec.model.attention.backends import KernelAttention, backend_for, why_no_kernel
+from hf_slospec.model.attention.backends import KernelAttention, backend_for, why_no_triton
 from hf_slospec.model.attention.hook import forget_attributes
 from hf_slospec.model.batch import NewTokens
 from hf_slospec.model.eager import EagerPath, ExactPath
@@ -72,7 +72,7 @@ class PackedModel:
         self.rope = LengthRope(model)
         # That of exact forwards is chosen once they are known to be possible.
         backend = None if config.exact else backend_for(config.attention, self.layers)
-        no_kernel = (why_no_kernel("triton", layer) for layer in self.layers if config.exact)
+        is_exact_on_cuda = config.exact is not None and self.device.type == "cuda"
         facts = Facts.of(
             model,
             self.layers,
@@ -81,7 +81,7 @@ class PackedModel:
             attends_to_encoder=self.attends_to_encoder,
             varies_rope=self.rope.max_plain is not None,
             autocast=self.autocast,
-            no_kernel=next(filter(None, no_kernel), None),
+            no_kernel=why_no_triton(self.layers) if is_exact_on_cuda else None,
             has_static_attention=isinstance(backend, KernelAttention),
         )
         self._resolution = resolve_paths(config, facts)

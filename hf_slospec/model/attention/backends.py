@@ -34,10 +34,13 @@ class Backend(Protocol):
 
 
 class KernelAttention(ABC):
-    """Base of backends by kernels; layers that no kernel takes use ``sdpa``."""
+    """Base of backends by kernels; layers that no kernel takes use ``sdpa``.
+
+    They read tensors only, whose sizes depend on no sequence length, so that CUDA graphs can hold
+    them.
+    """
 
     __name__: str
-    is_static = True  # reads tensors only, whose sizes depend on no sequence length
 
     def __init__(self) -> None:
         self._logged = set[str]()  # reasons for sdpa
