@@ -21,7 +21,8 @@ from hf_slospec.model.family import ModelFamily
 from hf_slospec.model.inputs import ForwardInputs, Outputs
 from hf_slospec.model.kv_cache import KVPool
 from hf_slospec.model.length_rope import LengthRope
-from hf_slospec.model.properties import are_fused_experts, input_device
+from hf_slospec.model.overrides import weight_names
+from hf_slospec.model.properties import input_device
 from hf_slospec.model.version import ModelVersion, can_be_traced
 from hf_slospec.model.whose_code import library_of
 
@@ -62,7 +63,7 @@ class Facts:
             has_own_attention=any(layer.is_own for layer in layers),
             has_latent_attention=any(layer.is_latent for layer in layers),
             has_chunked_attention=any(layer.chunk for layer in layers),
-            has_fused_experts=any(map(are_fused_experts, model.modules())),
+            has_fused_experts=any(len(weight_names(each)) > 1 for each in model.modules()),
             is_plain=can_be_traced(model),
             **others,
         )

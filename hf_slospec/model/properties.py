@@ -253,22 +253,6 @@ def watching_autocast(model: Any) -> Iterator[Callable[[], torch.dtype | None]]:
         hook.remove()
 
 
-# Attributes by which a module of fused experts is recognised.
-EXPERTS = (
-    "has_gate",
-    "has_bias",
-    "is_transposed",
-    "has_post_expert_norm",
-    "_is_expert_parallel",
-    "_apply_gate",
-)
-
-
-def are_fused_experts(layer: Any) -> bool:
-    """Return whether a module multiplies by the weights of all experts of this process."""
-    return all(hasattr(layer, name) for name in EXPERTS) and not layer._is_expert_parallel
-
-
 def layer_types(model: Any) -> list[str]:
     """Return the type of each layer in the model's config; empty if it has none."""
     return list(getattr(model.config.get_text_config(), "layer_types", None) or ())
