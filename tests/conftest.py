@@ -9,7 +9,6 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")  # compiled sooner
@@ -36,7 +35,7 @@ pytest.register_assert_rewrite("tests.support")  # before any test imports it
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _settings() -> Iterator[None]:
+def _settings():
     from transformers.utils import logging
 
     from hf_slospec.cpu import compiled
@@ -63,7 +62,7 @@ def _settings() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _seed():
     import torch
 
     torch.manual_seed(0)

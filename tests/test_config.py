@@ -49,7 +49,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "words"), REFUSED, ids=str)
-def test_impossible_settings_are_refused_by_name(fields: dict[str, Any], words: str) -> None:
+def test_impossible_settings_are_refused_by_name(fields, words):
     with pytest.raises(ValidationError, match=words):
         SLOSpecConfig(**fields)
 
@@ -62,17 +62,14 @@ def test_impossible_settings_are_refused_by_name(fields: dict[str, Any], words: 
         (dict(deterministic=False), {}),
     ],
 )
-def test_deterministic_is_a_deprecated_alias_of_exact_self(
-    given: dict[str, Any],
-    same: dict[str, Any],
-) -> None:
+def test_deterministic_is_a_deprecated_alias_of_exact_self(given, same):
     with pytest.warns(FutureWarning, match='exact="self"') as caught:
         config = SLOSpecConfig(**given)
     assert config == SLOSpecConfig(**same)
     assert caught[0].filename == __file__
 
 
-def test_fields_are_described_and_frozen() -> None:
+def test_fields_are_described_and_frozen():
     with pytest.raises(ValidationError, match="frozen"):
         SLOSpecConfig().max_depth = 3
     assert all(field.description for field in SLOSpecConfig.model_fields.values())

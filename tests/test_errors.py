@@ -12,7 +12,7 @@ from hf_slospec import (
 )
 
 
-def test_every_error_is_an_slospec_error_and_a_builtin() -> None:
+def test_every_error_is_an_slospec_error_and_a_builtin():
     for error in (
         InvalidInputError,
         UnsupportedModelError,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,12 +21,12 @@ WAIT_S = 60.0
 
 
 @contextmanager
-def held_elsewhere(context: Any) -> Iterator[None]:
+def held_elsewhere(context):
     """Keep a context open in another thread."""
     is_held = threading.Event()
     is_over = threading.Event()
 
-    def hold() -> None:
+    def hold():
         with context:
             is_held.set()
             is_over.wait(WAIT_S)
@@ -42,12 +41,12 @@ def held_elsewhere(context: Any) -> Iterator[None]:
         thread.join(WAIT_S)
 
 
-def take(lock: Any, taken: list[Any]) -> None:
+def take(lock, taken):
     with lock, lock:
         taken.append(lock)
 
 
-def can_be_taken_by_two_threads(lock: Any) -> bool:
+def can_be_taken_by_two_threads(lock):
     taken = list[Any]()
     take(lock, taken)
     thread = threading.Thread(target=take, args=(lock, taken))
@@ -58,16 +57,16 @@ def can_be_taken_by_two_threads(lock: Any) -> bool:
 
 @pytest.mark.parametrize("make", [Lock, FairLock, Condition])
 class TestLocks:
-    def test_a_child_finds_it_free(self, make: Callable[[], Any]) -> None:
+    def test_a_child_finds_it_free(self, make):
         lock = make()
         with held_elsewhere(lock):
             assert passes_in_child(lambda: can_be_taken_by_two_threads(lock))
         assert can_be_taken_by_two_threads(lock)
 
-    def test_the_thread_that_forks_keeps_it(self, make: Callable[[], Any]) -> None:
+    def test_the_thread_that_forks_keeps_it(self, make):
         lock = make()
 
-        def goes_on() -> bool:
+        def goes_on():
             others = threading.Thread(target=take, args=(lock, []))
             others.start()
             others.join(0.2)
@@ -88,9 +87,9 @@ class Replaced:
     value = 1
 
 
-def replacing(replaced: ReplacedAttributes, parts: list[Any]) -> Any:
+def replacing(replaced, parts):
     @contextmanager
-    def context() -> Iterator[None]:
+    def context():
         replaced.replace([(part, "value") for part in parts], lambda value, _: value + 10)
         try:
             yield
@@ -100,13 +99,13 @@ def replacing(replaced: ReplacedAttributes, parts: list[Any]) -> Any:
     return context()
 
 
-def test_attributes_that_another_thread_replaced_are_set_back_in_a_child() -> None:
+def test_attributes_that_another_thread_replaced_are_set_back_in_a_child():
     replaced = ReplacedAttributes()
     mine = Part()
     shared = Part()
     shared.value = 2
 
-    def is_restored() -> bool:
+    def is_restored():
         before = (mine.value, shared.value, Replaced.value)
         replaced.restore([(mine, "value")])
         return before == (11, 2, 1) and vars(mine) == {} and vars(shared) == {"value": 2}
@@ -118,14 +117,14 @@ def test_attributes_that_another_thread_replaced_are_set_back_in_a_child() -> No
     assert (vars(mine), shared.value, Replaced.value) == ({}, 2, 1)
 
 
-def test_half_of_a_replacement_is_set_back_in_a_child() -> None:
+def test_half_of_a_replacement_is_set_back_in_a_child():
     replaced = ReplacedAttributes()
     parts = [Part(), Part()]
     is_half = threading.Event()
     is_over = threading.Event()
 
     class Slow(Part):
-        def __setattr__(self, name: str, value: Any) -> None:
+        def __setattr__(self, name, value):
             is_half.set()
             is_over.wait(WAIT_S)
             super().__setattr__(name, value)
@@ -142,7 +141,7 @@ def test_half_of_a_replacement_is_set_back_in_a_child() -> None:
     assert [part.value for part in parts] == [5, 5, 5]
 
 
-def test_layers_that_another_thread_evaluates_train_again_in_a_child() -> None:
+def test_layers_that_another_thread_evaluates_train_again_in_a_child():
     layer = torch.nn.Dropout()
     with held_elsewhere(evaluating(layer)):
         assert not layer.training
@@ -150,23 +149,23 @@ def test_layers_that_another_thread_evaluates_train_again_in_a_child() -> None:
     assert layer.training
 
 
-def test_a_context_is_undone_once() -> None:
+def test_a_context_is_undone_once():
     undone_by = list[str]()
     with undone(lambda: undone_by.append("end")):
         assert passes_in_child(lambda: not undone_by)
     assert undone_by == ["end"]
 
 
-def test_a_property_that_another_thread_computes_can_be_computed_in_a_child() -> None:
+def test_a_property_that_another_thread_computes_can_be_computed_in_a_child():
     is_begun = threading.Event()
     is_over = threading.Event()
 
     class Waiting:
-        def __init__(self, waits: bool):
+        def __init__(self, waits):
             self.waits = waits
 
         @cached_property
-        def value(self) -> int:
+        def value(self):
             is_begun.set()
             return int(self.waits and is_over.wait(WAIT_S))
 

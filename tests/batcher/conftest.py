@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
 from hf_slospec import SLOSpecGenerator, load_tiny_pair
@@ -13,7 +10,7 @@ from tests.support.toys.server import Server
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def server():
     made = Server()
     made.batcher.start()
     yield made
@@ -23,12 +20,12 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def pair() -> tuple[Any, Any, Any]:
+def pair():
     return load_tiny_pair()
 
 
 @pytest.fixture(scope="module")
-def served(pair: tuple[Any, Any, Any]) -> Iterator[SLOSpecGenerator]:
+def served(pair):
     target, draft, tokenizer = pair
     with SLOSpecGenerator(target, draft, tokenizer, CONFIG) as generator:
         yield generator

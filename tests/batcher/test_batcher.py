@@ -13,7 +13,7 @@ from hf_slospec.errors import QueueFull, RequestCancelledError
 from tests.support.toys.server import WAIT_S, Server, alone
 
 
-def test_a_full_queue_refuses_or_waits() -> None:
+def test_a_full_queue_refuses_or_waits():
     server = Server(max_queue=2, max_batch=1)
     server.batcher.start()
     server.toy.gate.clear()
@@ -32,7 +32,7 @@ def test_a_full_queue_refuses_or_waits() -> None:
     server.batcher.stop(drain=True, timeout=None)
 
 
-def test_a_request_that_alone_runs_out_of_memory_fails(server: Server) -> None:
+def test_a_request_that_alone_runs_out_of_memory_fails(server):
     server.toy.most_requests = 0
     with pytest.raises(MemoryError):
         server.submit(3).result(WAIT_S)
@@ -40,13 +40,13 @@ def test_a_request_that_alone_runs_out_of_memory_fails(server: Server) -> None:
     assert server.submit(3).result(WAIT_S).token_ids == alone(3)
 
 
-def test_many_threads_submit_cancel_and_fail_and_nothing_is_lost() -> None:
+def test_many_threads_submit_cancel_and_fail_and_nothing_is_lost():
     server = Server(max_queue=50)
     lock = threading.Lock()
     outcomes = dict[str, int]()
     server.batcher.start()
 
-    def user(seed: int) -> None:
+    def user(seed):
         rng = random.Random(seed)
         for _ in range(60):
             new = rng.randrange(1, 12)

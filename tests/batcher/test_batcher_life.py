@@ -15,7 +15,7 @@ from hf_slospec.errors import NotRunningError, RequestCancelledError
 from tests.support.toys.server import WAIT_S, Server, alone
 
 
-def test_stopping_drains_or_cancels_and_starts_again() -> None:
+def test_stopping_drains_or_cancels_and_starts_again():
     server = Server()
     with pytest.raises(NotRunningError, match="start"):
         server.submit()
@@ -41,7 +41,7 @@ def test_stopping_drains_or_cancels_and_starts_again() -> None:
     assert all(handle.done() for handle in endless)
 
 
-def test_when_the_engine_dies_every_handle_hears_why_and_it_may_start_again() -> None:
+def test_when_the_engine_dies_every_handle_hears_why_and_it_may_start_again():
     server = Server()
     server.batcher.start()
     server.toy.gate.clear()
@@ -60,7 +60,7 @@ def test_when_the_engine_dies_every_handle_hears_why_and_it_may_start_again() ->
     server.batcher.stop(drain=True, timeout=None)
 
 
-def test_an_idle_batcher_takes_no_time(server: Server) -> None:
+def test_an_idle_batcher_takes_no_time(server):
     server.submit(3).result(WAIT_S)
     time.sleep(0.05)
     begun_s = time.process_time()
@@ -68,7 +68,7 @@ def test_an_idle_batcher_takes_no_time(server: Server) -> None:
     assert time.process_time() - begun_s < 0.1
 
 
-def test_a_forked_child_is_told_so_and_may_start_its_own(server: Server) -> None:
+def test_a_forked_child_is_told_so_and_may_start_its_own(server):
     server.toy.gate.clear()
     parents, (read, write) = (
         server.submit(3),
@@ -93,7 +93,7 @@ def test_a_forked_child_is_told_so_and_may_start_its_own(server: Server) -> None
     assert server.submit(3).result(WAIT_S).token_ids == alone(3)
 
 
-def test_the_interpreter_ends_with_work_in_flight() -> None:
+def test_the_interpreter_ends_with_work_in_flight():
     code = (
         "from tests.support.toys.server import Server\n"
         "server = Server()\n"
@@ -107,10 +107,8 @@ def test_the_interpreter_ends_with_work_in_flight() -> None:
     assert (ended.returncode, "Traceback" in ended.stderr) == (0, False), ended.stderr
 
 
-def test_a_thread_that_cannot_start_leaves_a_batcher_that_can(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fails(thread: threading.Thread) -> None:
+def test_a_thread_that_cannot_start_leaves_a_batcher_that_can(monkeypatch):
+    def fails(thread):
         raise RuntimeError("can't start new thread")
 
     server = Server()
@@ -124,7 +122,7 @@ def test_a_thread_that_cannot_start_leaves_a_batcher_that_can(
     server.batcher.stop(drain=True, timeout=None)
 
 
-def test_an_order_for_a_request_that_is_over_is_not_kept(server: Server) -> None:
+def test_an_order_for_a_request_that_is_over_is_not_kept(server):
     handle = server.submit(3)
     handle.result(WAIT_S)
     server.batcher.stop(drain=True, timeout=None)

@@ -108,7 +108,7 @@ CHATML = (
 PHI_3 = "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
 
 
-def tokenizer(template: str) -> Any:
+def tokenizer(template):
     made = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.BPE()), bos_token="<s>", eos_token="</s>"
     )
@@ -116,7 +116,7 @@ def tokenizer(template: str) -> Any:
     return made
 
 
-def prompt_of(template: str, messages: list[dict[str, Any]]) -> str:
+def prompt_of(template, messages):
     options = {"add_generation_prompt": True}
     made = tokenizer(template)
     text: str = made.apply_chat_template(
@@ -125,7 +125,7 @@ def prompt_of(template: str, messages: list[dict[str, Any]]) -> str:
     return text
 
 
-def parts(*texts: str) -> list[dict[str, str]]:
+def parts(*texts):
     return [{"type": "text", "text": text} for text in texts]
 
 
@@ -143,7 +143,7 @@ ALL = LISTS | BOTH | STRINGS
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_texts_are_shown_and_parts_joined_as_the_template_does(name: str) -> None:
+def test_texts_are_shown_and_parts_joined_as_the_template_does(name):
     template, between = ALL[name]
     for content in ("e", "What is it?", parts("What is it?")):
         text = content if isinstance(content, str) else "What is it?"
@@ -159,7 +159,7 @@ def test_texts_are_shown_and_parts_joined_as_the_template_does(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", [*LISTS, *BOTH])
-def test_whatever_shows_images_shows_texts_beside_them(name: str) -> None:
+def test_whatever_shows_images_shows_texts_beside_them(name):
     image = {"type": "image", "image": "a picture"}
     text = "What is it?"
     chat: list[dict[str, Any]] = [{"role": "user", "content": [image, *parts(text)]}]
@@ -178,7 +178,7 @@ LONG: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("name", [*BOTH, *STRINGS])
-def test_no_message_of_an_ordinary_chat_is_refused(name: str) -> None:
+def test_no_message_of_an_ordinary_chat_is_refused(name):
     if name == "phi-3":
         return
     assert "First answer" in prompt_of(ALL[name][0], LONG)
@@ -188,7 +188,7 @@ def test_no_message_of_an_ordinary_chat_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama-3.1", "llama-3.2-vision"])
-def test_tool_results_are_shown_in_whatever_form(name: str) -> None:
+def test_tool_results_are_shown_in_whatever_form(name):
     for result in ('{"city": "Köln",\n "sky": "\\"blue\\""}', parts("sunny"), "line\nline"):
         chat = [LONG[0], {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}]
         chat += [{"role": "tool", "tool_call_id": "1", "content": result}]
@@ -206,19 +206,17 @@ def test_tool_results_are_shown_in_whatever_form(name: str) -> None:
          [{"role": "user", "content": parts("one", "two")}], r"messages\[0\].*'user'"),
     ],
 )  # fmt: skip
-def test_texts_that_a_template_leaves_out_are_refused(
-    template: str, messages: Any, named: str
-) -> None:
+def test_texts_that_a_template_leaves_out_are_refused(template, messages, named):
     with pytest.raises(InvalidInputError, match=named):
         prompt_of(template, messages)
 
 
-def test_errors_of_the_template_itself_are_kept() -> None:
+def test_errors_of_the_template_itself_are_kept():
     with pytest.raises(Exception, match="must alternate"):
         prompt_of(MISTRAL, [LONG[0], {"role": "user", "content": parts("again")}])
 
 
-def test_templates_that_want_texts_of_a_kind_are_tried_with_these() -> None:
+def test_templates_that_want_texts_of_a_kind_are_tried_with_these():
     template = (
         "{% for m in messages %}{% if not m.content.startswith('en-de:') %}{{ raise_exception('languages?') }}"
         "{% endif %}{{ m.content | trim }}{% endfor %}"

@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 
 from hf_slospec import InvalidInputError, InvalidTypeError, SLOSpecGenerator, SLOStage
-from hf_slospec.batcher.handle import RequestHandle
 from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, Fails, Holds, answer
 
 PROMPT = "\n".join(PROMPTS[:2])
 RESULT = "\n# the tool's result: 42\n"
 
 
-def test_memory_that_others_need_is_taken_from_a_pause_and_its_kv_computed_again(
-    pair: tuple[Any, Any, Any],
-) -> None:
+def test_memory_that_others_need_is_taken_from_a_pause_and_its_kv_computed_again(pair):
     with SLOSpecGenerator(*pair, CONFIG.model_copy(update={"kv_tokens": 400})) as generator:
         first = generator.submit(PROMPT, max_new_tokens=10)
         first.result(WAIT_S)
@@ -30,7 +27,7 @@ def test_memory_that_others_need_is_taken_from_a_pause_and_its_kv_computed_again
         assert output == answer(pair[0], second.request.params.prompt, max_new_tokens=10)
 
 
-def test_a_pause_is_in_no_slo_and_earlier_misses_are_kept(served: SLOSpecGenerator) -> None:
+def test_a_pause_is_in_no_slo_and_earlier_misses_are_kept(served):
     first = served.submit(PROMPT, max_new_tokens=4, slo_tpot=1e-9, slo_ttft=WAIT_S)
     first.result(WAIT_S)
     time.sleep(0.3)
@@ -50,9 +47,7 @@ def test_a_pause_is_in_no_slo_and_earlier_misses_are_kept(served: SLOSpecGenerat
     assert third.metrics.attained is None and third.metrics.attained_throughout is False
 
 
-def test_a_cancelled_request_goes_on_and_its_salt_with_it(
-    served: SLOSpecGenerator, pair: tuple[Any, Any, Any]
-) -> None:
+def test_a_cancelled_request_goes_on_and_its_salt_with_it(served, pair):
     first = served.submit(PROMPT, max_new_tokens=200, cache_salt="mine")
     next(first.tokens())
     first.cancel()
@@ -65,7 +60,7 @@ def test_a_cancelled_request_goes_on_and_its_salt_with_it(
     assert second.request.params.cache_salt == "mine" and second.metrics.reused > 0
 
 
-def test_stages_by_token_id_and_with_a_ttft_of_their_own(served: SLOSpecGenerator) -> None:
+def test_stages_by_token_id_and_with_a_ttft_of_their_own(served):
     marker = served.submit(PROMPT, max_new_tokens=30).result(WAIT_S).token_ids[8]
     stages = [
         SLOStage(slo_tpot=WAIT_S, tokens=2),
@@ -88,14 +83,12 @@ def test_stages_by_token_id_and_with_a_ttft_of_their_own(served: SLOSpecGenerato
     )  # the first stage's own
 
 
-def refused(
-    served: SLOSpecGenerator, error: type[Exception], match: str, prompt: Any, handle: RequestHandle
-) -> None:
+def refused(served, error, match, prompt, handle):
     with pytest.raises(error, match=match):
         served.submit(prompt, continues=handle, max_new_tokens=2)
 
 
-def test_what_cannot_be_continued_is_refused_with_the_reason(served: SLOSpecGenerator) -> None:
+def test_what_cannot_be_continued_is_refused_with_the_reason(served):
     with Holds() as holds:
         running = served.submit(PROMPT, max_new_tokens=2, stopping_criteria=[holds])
         assert holds.is_reached.wait(WAIT_S)

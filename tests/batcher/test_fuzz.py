@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_slospec import SLOSpecConfig, SLOSpecError, SLOSpecGenerator
 from hf_slospec.policies.registry import policy_named
@@ -32,13 +31,13 @@ TOKENIZER = copy.deepcopy(byte_level(VOCAB))
 TOKENIZER.chat_template = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
 
 
-def model(noise: float = 0.0) -> PreTrainedModel:
+def model(noise=0.0):
     config = LlamaConfig(**GROUPED | dict(vocab_size=VOCAB))
     return sharpened(lambda: AutoModelForCausalLM.from_config(config), 0, noise)
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[SLOSpecGenerator]:
+def served():
     config = SLOSpecConfig(check_invariants=True, kv_tokens=3000)
     with SLOSpecGenerator(model(), model(0.03), TOKENIZER, config) as generator:
         yield generator
@@ -83,7 +82,7 @@ RESUME = st.builds(
 def test_submit_gives_what_stock_gives_or_says_what_is_wrong(
     served: SLOSpecGenerator, prompt: Any, own: dict[str, Any], options: dict[str, Any], slo: Any
 ) -> None:
-    def submitted(**kwargs: Any) -> list[int]:
+    def submitted(**kwargs):
         return (
             served.submit(prompt, slo_tpot=slo, **own | {"seed": seed}, **kwargs)
             .result(WAIT_S)
@@ -161,7 +160,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = dict(
 
 
 @st.composite
-def settings(draw: st.DrawFn) -> dict[str, Any]:
+def settings(draw):
     """Draw fields of a config, nearly all of them valid, and some of its policy's own."""
     policy = draw(st.sampled_from(POLICIES))
     own = policy_named(policy).options.model_fields

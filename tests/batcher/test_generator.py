@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 import hf_slospec
@@ -12,7 +10,7 @@ from tests.support.enabled_model import OPTIONS
 from tests.support.toys.tiny_models import assert_same_as_stock
 
 
-def test_from_pretrained_reads_folders(tmp_path: Any) -> None:
+def test_from_pretrained_reads_folders(tmp_path):
     target, draft, tokenizer = hf_slospec.load_tiny_pair()
     for name, part in (("target", target), ("draft", draft)):
         part.save_pretrained(tmp_path / name)
@@ -27,6 +25,6 @@ def test_from_pretrained_reads_folders(tmp_path: Any) -> None:
     assert_same_as_stock(generator.model, generator.generate, dict(inputs), **OPTIONS)
 
 
-def test_from_pretrained_refuses_two_ways_to_draft_before_it_loads() -> None:
+def test_from_pretrained_refuses_two_ways_to_draft_before_it_loads():
     with pytest.raises(InvalidInputError, match="give one of them"):
         SLOSpecGenerator.from_pretrained("./nowhere", "./nowhere", drafter="lookup")

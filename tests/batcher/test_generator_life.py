@@ -7,10 +7,8 @@ import gc
 import threading
 import time
 import weakref
-from typing import Any
 
 import pytest
-import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList, TextStreamer
 
 from hf_slospec import (
@@ -21,12 +19,10 @@ from hf_slospec import (
 from tests.support.served_pair import PROMPTS, WAIT_S, Fails, alone
 
 
-def test_waiting_for_a_request_in_the_thread_that_decodes_it_is_refused(
-    served: SLOSpecGenerator,
-) -> None:
+def test_waiting_for_a_request_in_the_thread_that_decodes_it_is_refused(served):
     others = list[RequestHandle]()
 
-    def waits(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def waits(input_ids, scores):
         others[0].result()
         return scores
 
@@ -39,11 +35,11 @@ def test_waiting_for_a_request_in_the_thread_that_decodes_it_is_refused(
     others[0].cancel()
 
 
-def test_a_streamer_may_stop_the_batcher(pair: tuple[Any, Any, Any]) -> None:
+def test_a_streamer_may_stop_the_batcher(pair):
     generator = SLOSpecGenerator(*pair)
 
     class Stops(TextStreamer):
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        def on_finalized_text(self, text, stream_end=False):
             generator.stop(drain=True)
 
     with generator:
@@ -56,13 +52,11 @@ def test_a_streamer_may_stop_the_batcher(pair: tuple[Any, Any, Any]) -> None:
         )
 
 
-def test_starting_again_in_the_thread_that_is_stopping_is_refused(
-    pair: tuple[Any, Any, Any],
-) -> None:
+def test_starting_again_in_the_thread_that_is_stopping_is_refused(pair):
     generator = SLOSpecGenerator(*pair)
     was_asked = threading.Event()
 
-    def starts(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def starts(input_ids, scores):
         generator.start()  # does nothing while the batcher runs
         was_asked.set()
         while generator._service._batcher._is_taking:
@@ -80,7 +74,7 @@ def test_starting_again_in_the_thread_that_is_stopping_is_refused(
             handle.result(WAIT_S)
 
 
-def test_requests_are_let_go_when_they_are_over(served: SLOSpecGenerator) -> None:
+def test_requests_are_let_go_when_they_are_over(served):
     fails = StoppingCriteriaList([Fails(3)])
     handles = [
         served.submit(PROMPTS[0], max_new_tokens=9, slo_tpot=1e-9, slo_ttft=1e-9),

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.batcher.service import BatchingService
-from hf_slospec.engine.events import StepEvent
 from tests.support.breadth import quick_or
 from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, alone
 
@@ -16,12 +13,12 @@ LONG = quick_or(60, 120)  # tokens of the heavy load
 
 
 @pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def turns(monkeypatch):
     """The services whose steps have ended, in order."""
     found = list[object]()
     on_step = BatchingService.on_step
 
-    def noted(service: BatchingService, step: StepEvent) -> None:
+    def noted(service, step):
         found.append(service)
         on_step(service, step)
 
@@ -30,9 +27,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 @pytest.mark.parametrize("shares_draft", [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_they_take_turns_whatever_their_load(
-    pair: tuple[Any, Any, Any], turns: list[object], shares_draft: bool
-) -> None:
+def test_they_take_turns_whatever_their_load(pair, turns, shares_draft):
     target, draft, tokenizer = pair
     light = SLOSpecGenerator(target, draft, tokenizer, CONFIG)
     heavy = SLOSpecGenerator(

@@ -14,10 +14,10 @@ from hf_slospec.engine.events import Commit, PhaseTimes
 from hf_slospec.errors import InvalidInputError, InvalidTypeError
 from hf_slospec.request.params import RequestParams
 from hf_slospec.request.request import Request
-from tests.support.toys.server import WAIT_S, Server, alone
+from tests.support.toys.server import WAIT_S, alone
 
 
-def test_results_streams_and_awaits_agree(server: Server) -> None:
+def test_results_streams_and_awaits_agree(server):
     handles = [server.submit(new) for new in (1, 7, 30)]
     for handle, new in zip(handles, (1, 7, 30), strict=True):
         result = handle.result(WAIT_S)
@@ -27,7 +27,7 @@ def test_results_streams_and_awaits_agree(server: Server) -> None:
     assert {request.index for request in server.books.ended} == {1, 2, 3}
 
 
-def test_timeouts_are_numbers_of_seconds(server: Server) -> None:
+def test_timeouts_are_numbers_of_seconds(server):
     handle = server.submit(7)
     refused: list[tuple[Any, type[Exception]]] = [
         (math.nan, InvalidInputError), ("1", InvalidTypeError), (True, InvalidTypeError),
@@ -49,7 +49,7 @@ def test_timeouts_are_numbers_of_seconds(server: Server) -> None:
         )
 
 
-def test_a_handle_says_which_tokens_the_draft_had_proposed(server: Server) -> None:
+def test_a_handle_says_which_tokens_the_draft_had_proposed(server):
     handle = server.submit(12)
     handle.result(WAIT_S)
     origins = handle.from_draft
@@ -64,7 +64,7 @@ def test_a_handle_says_which_tokens_the_draft_had_proposed(server: Server) -> No
     assert sum(commit.num_nodes - 1 for commit in commits) == handle.metrics.drafted
 
 
-def test_what_is_not_shown_yet_has_no_origin_either() -> None:
+def test_what_is_not_shown_yet_has_no_origin_either():
     request = Request(0, RequestParams([0, 1, 2], 10))
     handle = RequestHandle(request, None, lambda handle, error: None, None)
     request.emit(1)
@@ -75,7 +75,7 @@ def test_what_is_not_shown_yet_has_no_origin_either() -> None:
     assert handle.commits == [Commit(1, 1.0, 1, 0)]
 
 
-def test_output_arrives_while_the_request_goes_on(server: Server) -> None:
+def test_output_arrives_while_the_request_goes_on(server):
     server.toy.gate.clear()
     handle = server.submit(8)
     tokens = handle.tokens()
@@ -83,21 +83,21 @@ def test_output_arrives_while_the_request_goes_on(server: Server) -> None:
     assert [next(tokens), *tokens] == alone(8)
 
 
-def test_asyncio_streams_and_results(server: Server) -> None:
-    async def collect(new: int) -> str:
+def test_asyncio_streams_and_results(server):
+    async def collect(new):
         handle = server.submit(new)
         text = "".join([str(piece) async for piece in handle])
         assert (await handle.aresult(WAIT_S)).text == text
         return text
 
-    async def main() -> list[str]:
+    async def main():
         return await asyncio.gather(*(collect(new) for new in (3, 9, 20)))
 
     assert asyncio.run(main()) == ["".join(map(str, alone(new))) for new in (3, 9, 20)]
 
 
-def test_polling_leaves_nothing_behind(server: Server) -> None:
-    async def main() -> None:
+def test_polling_leaves_nothing_behind(server):
+    async def main():
         server.toy.gate.clear()
         handle = server.submit(3)
         for _ in range(20):
@@ -111,7 +111,7 @@ def test_polling_leaves_nothing_behind(server: Server) -> None:
     asyncio.run(main())
 
 
-def test_a_result_that_takes_too_long_times_out_and_goes_on(server: Server) -> None:
+def test_a_result_that_takes_too_long_times_out_and_goes_on(server):
     server.toy.gate.clear()
     handle = server.submit(3)
     with pytest.raises(TimeoutError, match="goes on"):

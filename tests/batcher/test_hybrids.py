@@ -4,8 +4,6 @@ decodes them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import transformers
 
@@ -23,12 +21,12 @@ CONFIG = SLOSpecConfig(
 )
 
 
-def tiny(family: str, noise: float = 0.0) -> Any:
+def tiny(family, noise=0.0):
     model_class = getattr(transformers, f"{family}ForCausalLM")
     return sharpened(lambda: model_class(tiny_config(model_class.config_class)), 0, noise)
 
 
-def test_masked_tokens_inside_a_row_are_refused() -> None:
+def test_masked_tokens_inside_a_row_are_refused():
     generator = SLOSpecGenerator(tiny("Lfm2"), config=CONFIG)
     inputs = ragged_prompts(1)
     inputs["attention_mask"][0, 4] = 0

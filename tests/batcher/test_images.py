@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -38,16 +36,16 @@ class Letters:
     chat_template = "a template"
 
     @property
-    def tokenizer(self) -> Letters:
+    def tokenizer(self):
         return self
 
-    def decode(self, ids: Any, **_: Any) -> str:
+    def decode(self, ids, **_):
         return "".join(
             LETTERS[i - 3] if 3 <= i < IMAGE else "?"
             for i in ([ids] if isinstance(ids, int) else ids)
         )
 
-    def __call__(self, text: Any, images: Any = None, **_: Any) -> dict[str, Any]:
+    def __call__(self, text, images=None, **_):
         if images is None:
             return {"input_ids": [3 + LETTERS.index(letter) for letter in text]}
         pieces = text[0].split("<i>")
@@ -71,9 +69,7 @@ class Letters:
             "image_grid_thw": grids,
         }
 
-    def apply_chat_template(
-        self, messages: Any, tools: Any = None, return_tensors: Any = None, **_: Any
-    ) -> Any:
+    def apply_chat_template(self, messages, tools=None, return_tensors=None, **_):
         contents = [message["content"] for message in messages]
         parts = [
             part for own in contents for part in ([{"text": own}] if isinstance(own, str) else own)
@@ -84,41 +80,39 @@ class Letters:
 
 
 @pytest.fixture(scope="module")
-def generator() -> Iterator[SLOSpecGenerator]:
+def generator():
     model = tiny_image_model(NAME)
     draft = tiny_image_model(NAME, noise=0.03)
     with SLOSpecGenerator(model, draft, config=CONFIG, processor=Letters()) as made:
         yield made
 
 
-def picture(seed: int, width: int = 20) -> Image.Image:
+def picture(seed, width=20):
     pixels = np.random.default_rng(seed).integers(0, 256, (20, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
-def data_url(image: Image.Image) -> str:
+def data_url(image):
     file = io.BytesIO()
     image.save(file, "PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def alone(inputs: dict[str, Any], seed: int = 0, **options: Any) -> list[int]:
+def alone(inputs, seed=0, **options):
     model = tiny_image_model(NAME)
     torch.manual_seed(seed)
     out = type(model).generate(model, **inputs, **OPTIONS | options)
     return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-def submitted(generator: SLOSpecGenerator, inputs: dict[str, Any], **options: Any) -> Any:
+def submitted(generator, inputs, **options):
     beside = {
         name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")
     }
     return generator.submit(inputs["input_ids"], **beside, **OPTIONS | options)
 
 
-def test_requests_with_equal_tokens_and_other_images_share_nothing(
-    generator: SLOSpecGenerator,
-) -> None:
+def test_requests_with_equal_tokens_and_other_images_share_nothing(generator):
     model = tiny_image_model(NAME)
     first = prompts_with_images(model, 5, (2,))
     second = first | {"pixel_values": torch.rand_like(first["pixel_values"])}
@@ -135,9 +129,7 @@ def test_requests_with_equal_tokens_and_other_images_share_nothing(
     assert sampled.result(WAIT_S).token_ids == alone(first, 3, do_sample=True, temperature=0.8)
 
 
-def test_preempted_requests_are_processed_again_with_their_images(
-    generator: SLOSpecGenerator,
-) -> None:
+def test_preempted_requests_are_processed_again_with_their_images(generator):
     prompts = [prompts_with_images(tiny_image_model(NAME), seed, (1,)) for seed in range(4)]
     expected = [alone(inputs, max_new_tokens=60, eos_token_id=None) for inputs in prompts]
     options = dict(max_new_tokens=60, eos_token_id=None)
@@ -154,7 +146,7 @@ def test_preempted_requests_are_processed_again_with_their_images(
     )
 
 
-def test_submitted_images_leave_no_trace_on_the_model(generator: SLOSpecGenerator) -> None:
+def test_submitted_images_leave_no_trace_on_the_model(generator):
     model: Any = tiny_image_model(NAME)
     alone(prompts_with_images(model, 6, (2,)))
     left = model.model.rope_deltas
@@ -162,7 +154,7 @@ def test_submitted_images_leave_no_trace_on_the_model(generator: SLOSpecGenerato
     assert model.model.rope_deltas is left
 
 
-def test_texts_and_messages_with_images(generator: SLOSpecGenerator) -> None:
+def test_texts_and_messages_with_images(generator):
     images = [picture(1), picture(2)]
     letters = Letters()
     expected = alone(letters(["a <i> and <i> here"], images))
@@ -186,8 +178,8 @@ def test_texts_and_messages_with_images(generator: SLOSpecGenerator) -> None:
         bare.submit("one <i> here", images=images[:1])
 
 
-def test_images_over_http(generator: SLOSpecGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked(url: Any, **part: Any) -> httpx.Response:
+def test_images_over_http(generator, monkeypatch):
+    def asked(url, **part):
         parts = [
             {"type": "text", "text": "see "},
             {"type": "image_url", "image_url": {"url": url} | part},

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
-import pytest
 import torch
 
 from hf_slospec import (
@@ -18,7 +16,7 @@ from tests.support.generate_arguments import Ends
 from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, Holds, alone
 
 
-def test_long_prompts_are_fed_in_chunks_beside_running_streams(pair: tuple[Any, Any, Any]) -> None:
+def test_long_prompts_are_fed_in_chunks_beside_running_streams(pair):
     target, draft, tokenizer = pair
     config = CONFIG.model_copy(update={"prefill_chunk": 64})
     long = "\n".join(tiny_prompts()[:8])
@@ -33,9 +31,7 @@ def test_long_prompts_are_fed_in_chunks_beside_running_streams(pair: tuple[Any, 
         assert [handle.result(WAIT_S).token_ids for handle in handles] == streams
 
 
-def test_requests_that_may_emit_far_more_than_fits_run_together_and_stay_exact(
-    pair: tuple[Any, Any, Any],
-) -> None:
+def test_requests_that_may_emit_far_more_than_fits_run_together_and_stay_exact(pair):
     """Each alone might fill nearly all slots, and all write more than is expected: one of them is
     preempted.
     """
@@ -52,7 +48,7 @@ def test_requests_that_may_emit_far_more_than_fits_run_together_and_stay_exact(
     running = list[int]()
 
     class Watching(Ends):
-        def __call__(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        def __call__(self, *arguments, **options):
             running.append(generator.stats().running)
             return super().__call__(*arguments, **options)
 
@@ -74,16 +70,14 @@ def test_requests_that_may_emit_far_more_than_fits_run_together_and_stay_exact(
     assert sum(handle.metrics.preempted for handle in handles)
 
 
-def test_running_out_of_memory_while_committing_is_made_good(
-    pair: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_running_out_of_memory_while_committing_is_made_good(pair, monkeypatch):
     target, draft, tokenizer = pair
     expected = [alone(pair, prompt, max_new_tokens=30) for prompt in PROMPTS[:3]]
     move = KVPool.move
     calls = itertools.count()
     raised = list[int]()
 
-    def fails_at_times(pool: KVPool, source: list[int], destination: list[int]) -> None:
+    def fails_at_times(pool, source, destination):
         if source and (call := next(calls)) in (0, 2):
             raised.append(call)
             raise torch.OutOfMemoryError("CUDA out of memory")

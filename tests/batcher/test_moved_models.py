@@ -5,7 +5,6 @@ on.
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -23,18 +22,18 @@ CONFIG = SLOSpecConfig(check_invariants=True, kv_tokens=4_000, prepack=False)
 IDS = torch.randint(3, 101, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def alone(model: Any) -> list[int]:
+def alone(model):
     out = model.generate(
         torch.tensor([IDS]), attention_mask=torch.ones(1, len(IDS)), max_new_tokens=8
     )
     return out[0, len(IDS) :].tolist()
 
 
-def answer(generator: SLOSpecGenerator) -> list[int]:
+def answer(generator):
     return generator.submit(IDS, max_new_tokens=8).result(WAIT_S).token_ids
 
 
-def test_an_idle_batcher_follows_a_cast() -> None:
+def test_an_idle_batcher_follows_a_cast():
     model = copy.deepcopy(tiny_model("llama"))
     with SLOSpecGenerator(model, config=CONFIG) as generator:
         expected = answer(generator)
@@ -48,7 +47,7 @@ def test_an_idle_batcher_follows_a_cast() -> None:
         generator.check_running()
 
 
-def test_running_requests_fail_by_name_and_later_ones_are_served() -> None:
+def test_running_requests_fail_by_name_and_later_ones_are_served():
     model = copy.deepcopy(tiny_model("llama"))
     with SLOSpecGenerator(model, config=CONFIG) as generator:
         with Holds() as holds:
@@ -60,16 +59,14 @@ def test_running_requests_fail_by_name_and_later_ones_are_served() -> None:
         assert answer(generator) == alone(model)
 
 
-def test_a_cast_that_cannot_be_served_fails_requests_and_not_the_batcher(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_cast_that_cannot_be_served_fails_requests_and_not_the_batcher(monkeypatch):
     model = copy.deepcopy(tiny_model("llama"))
     with SLOSpecGenerator(model, config=CONFIG) as generator:
         batcher = generator._service.batcher
         new_engine = generator._service.batcher.new_engine
         refusal = UnsupportedModelError("not in this dtype")
 
-        def refused() -> Any:
+        def refused():
             raise refusal
 
         batcher.new_engine = refused
@@ -80,7 +77,7 @@ def test_a_cast_that_cannot_be_served_fails_requests_and_not_the_batcher(
         assert answer(generator) == alone(model)
 
 
-def test_submit_under_autocast_is_refused_by_name() -> None:
+def test_submit_under_autocast_is_refused_by_name():
     with SLOSpecGenerator(tiny_model("llama"), config=CONFIG) as generator:
         with torch.autocast("cpu"), pytest.raises(UnsupportedOptionError, match="autocast"):
             generator.submit(IDS, max_new_tokens=4)

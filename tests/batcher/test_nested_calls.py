@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 from transformers import StoppingCriteria
 
 import hf_slospec
-from hf_slospec import NotRunningError, SLOSpecGenerator, UnsupportedOptionError
+from hf_slospec import NotRunningError, UnsupportedOptionError
 from tests.support.nested_calls import CallingCriterion, CallingStreamer, calling
 from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, alone
 
@@ -21,20 +21,18 @@ OUTER: dict[str, Any] = dict(max_new_tokens=12, do_sample=False)
 
 
 @pytest.fixture(scope="module")
-def enabled(pair: tuple[Any, Any, Any]) -> Iterator[Any]:
+def enabled(pair):
     yield hf_slospec.enable(pair[0], pair[1], config=CONFIG)
     hf_slospec.disable(pair[0])
 
 
-def inputs_of(input_ids: torch.Tensor, num_rows: int = 1) -> dict[str, torch.Tensor]:
+def inputs_of(input_ids, num_rows=1):
     rows = input_ids[:1, -40:].repeat(num_rows, 1)
     return dict(input_ids=rows, attention_mask=torch.ones_like(rows))
 
 
 @pytest.mark.parametrize("kind", ["processor", "criterion", "streamer"])
-def test_nested_generate_spoils_neither_neighbours_nor_later_requests(
-    served: SLOSpecGenerator, enabled: Any, pair: tuple[Any, Any, Any], kind: str
-) -> None:
+def test_nested_generate_spoils_neither_neighbours_nor_later_requests(served, enabled, pair, kind):
     calls: list[Callable[..., Any]] = [
         lambda ids: served.generate(**inputs_of(ids), **NESTED),
         lambda ids: served.generate(**inputs_of(ids, 2), **NESTED, assistant_model=pair[0]),
@@ -44,7 +42,7 @@ def test_nested_generate_spoils_neither_neighbours_nor_later_requests(
     stock = type(pair[0]).generate
     wrong = list[Any]()
 
-    def run(input_ids: torch.Tensor) -> None:
+    def run(input_ids):
         ours = calls[input_ids.shape[1] % len(calls)](input_ids)[0]
         if not torch.equal(ours, stock(pair[0], **inputs_of(input_ids), **NESTED)[0]):
             wrong.append(input_ids)
@@ -62,7 +60,7 @@ def test_nested_generate_spoils_neither_neighbours_nor_later_requests(
     assert not wrong and len(callback.seen) >= 12
 
 
-def waits_in(served: SLOSpecGenerator, way: str) -> Any:
+def waits_in(served, way):
     handle = None if way == "load" else served.submit(PROMPTS[2], **NESTED)
     if handle is None:
         return asyncio.run(served.aload())
@@ -74,10 +72,8 @@ def waits_in(served: SLOSpecGenerator, way: str) -> Any:
 
 
 @pytest.mark.parametrize("way", ["result", "iteration", "aresult", "load", "logprobs"])
-def test_waiting_for_the_batcher_in_its_own_thread_fails_that_request_only(
-    served: SLOSpecGenerator, pair: tuple[Any, Any, Any], way: str
-) -> None:
-    def run(_: torch.Tensor) -> Any:
+def test_waiting_for_the_batcher_in_its_own_thread_fails_that_request_only(served, pair, way):
+    def run(_):
         return served.prompt_logprobs(PROMPTS[2]) if way == "logprobs" else waits_in(served, way)
 
     criterion = CallingCriterion(run)
@@ -91,9 +87,7 @@ def test_waiting_for_the_batcher_in_its_own_thread_fails_that_request_only(
     )
 
 
-def test_callbacks_may_submit_and_streamers_may_wait(
-    served: SLOSpecGenerator, pair: tuple[Any, Any, Any]
-) -> None:
+def test_callbacks_may_submit_and_streamers_may_wait(served, pair):
     handles = list[Any]()
     criterion = CallingCriterion(lambda _: handles.append(served.submit(PROMPTS[2], **NESTED)))
     streamer = CallingStreamer(
@@ -107,12 +101,10 @@ def test_callbacks_may_submit_and_streamers_may_wait(
     assert [handle.result(WAIT_S).token_ids for handle in handles] == [expected] * 4
 
 
-def test_criteria_may_wait_for_generate_in_another_thread(
-    served: SLOSpecGenerator, pair: tuple[Any, Any, Any]
-) -> None:
+def test_criteria_may_wait_for_generate_in_another_thread(served, pair):
     results = list[Any]()
 
-    def run(input_ids: torch.Tensor) -> None:
+    def run(input_ids):
         call = lambda: results.append(served.generate(**inputs_of(input_ids), **NESTED))  # noqa: E731
         thread = threading.Thread(target=call, daemon=True)
         thread.start()
@@ -123,10 +115,8 @@ def test_criteria_may_wait_for_generate_in_another_thread(
     assert len(results) == 5
 
 
-def test_an_error_of_a_nested_call_ends_its_request_only(
-    served: SLOSpecGenerator, pair: tuple[Any, Any, Any]
-) -> None:
-    def fails(input_ids: torch.Tensor) -> None:
+def test_an_error_of_a_nested_call_ends_its_request_only(served, pair):
+    def fails(input_ids):
         served.generate(**inputs_of(input_ids), max_new_tokens=4, num_beams=2)
 
     handle = served.submit(PROMPTS[0], **OUTER, stopping_criteria=[CallingCriterion(fails)])
@@ -139,18 +129,16 @@ def test_an_error_of_a_nested_call_ends_its_request_only(
 class Replaces(StoppingCriteria):
     """Replaces a token that was chosen, or that the model has read."""
 
-    def __init__(self, place: int):
+    def __init__(self, place):
         self.place = place
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+    def __call__(self, input_ids, scores, **_):
         if input_ids.shape[1] % 4 == 0:
             input_ids[0, self.place] = 17
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def test_criteria_replace_the_last_token_only(
-    served: SLOSpecGenerator, pair: tuple[Any, Any, Any]
-) -> None:
+def test_criteria_replace_the_last_token_only(served, pair):
     expected = alone(pair, PROMPTS[0], **OUTER, stopping_criteria=[Replaces(-1)])
     assert 17 in expected
     for _ in range(2):  # the second one reuses the K/V of the first

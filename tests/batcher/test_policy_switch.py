@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from hf_slospec import (
@@ -23,9 +21,7 @@ SWITCHED = [
 ]
 
 
-def test_switching_the_policy_loses_and_changes_nothing_that_runs(
-    pair: tuple[Any, Any, Any],
-) -> None:
+def test_switching_the_policy_loses_and_changes_nothing_that_runs(pair):
     expected = [alone(pair, prompt, max_new_tokens=quick_or(40, 80)) for prompt in PROMPTS[:3]]
     with SLOSpecGenerator(*pair, CONFIG) as generator:
         handles = [
@@ -39,7 +35,7 @@ def test_switching_the_policy_loses_and_changes_nothing_that_runs(
         assert [handle.result(WAIT_S).token_ids for handle in handles] == expected
 
 
-def test_a_policy_stays_set_over_stop_and_start_and_must_fit(pair: tuple[Any, Any, Any]) -> None:
+def test_a_policy_stays_set_over_stop_and_start_and_must_fit(pair):
     generator = SLOSpecGenerator(*pair, CONFIG)
     generator.set_policy(SWITCHED[0])
     for _ in range(2):

@@ -4,7 +4,6 @@ stock's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,24 +17,24 @@ CONFIG = SLOSpecConfig(check_invariants=True, kv_tokens=20_000)
 
 
 @pytest.fixture(scope="module")
-def pair() -> tuple[Any, Any, Any]:
+def pair():
     return load_tiny_pair(torch.float32)
 
 
 @pytest.fixture
-def generator(pair: tuple[Any, Any, Any]) -> Iterator[SLOSpecGenerator]:
+def generator(pair):
     target, draft, tokenizer = pair
     with SLOSpecGenerator(target, draft, tokenizer, CONFIG) as made:
         yield made
 
 
-def ids_of(pair: tuple[Any, Any, Any], length: int) -> list[int]:
+def ids_of(pair, length):
     ids = pair[2]("\n".join(tiny_prompts()))["input_ids"]
     assert len(ids) >= length
     return list(ids[:length])
 
 
-def check(pair: tuple[Any, Any, Any], ids: list[int], found: Any, num_top: int) -> None:
+def check(pair, ids, found, num_top):
     with torch.no_grad():
         logprobs = pair[0](torch.tensor([ids])).logits[0].float().log_softmax(-1)
     assert len(found) == len(ids) and found[0] is None
@@ -48,9 +47,7 @@ def check(pair: tuple[Any, Any, Any], ids: list[int], found: Any, num_top: int) 
 
 
 @pytest.mark.parametrize("length", [1, 2, READ_CHUNK, READ_CHUNK + 1, 3 * READ_CHUNK + 7])
-def test_those_of_a_forward_whatever_is_kept(
-    pair: tuple[Any, Any, Any], generator: SLOSpecGenerator, length: int
-) -> None:
+def test_those_of_a_forward_whatever_is_kept(pair, generator, length):
     ids = ids_of(pair, length)
     for num_top in (0, 3):  # the second time, the K/V of the prompt is kept
         check(pair, ids, generator.prompt_logprobs(ids, num_top), num_top)
@@ -63,17 +60,13 @@ def test_those_of_a_forward_whatever_is_kept(
     assert len(handle.logprobs) == 8 or handle.finish_reason == "stop"
 
 
-def test_those_who_do_not_ask_get_none(
-    pair: tuple[Any, Any, Any], generator: SLOSpecGenerator
-) -> None:
+def test_those_who_do_not_ask_get_none(pair, generator):
     handle = generator.submit(ids_of(pair, 20), max_new_tokens=2)
     handle.result(WAIT_S)
     assert handle.prompt_logprobs == []
 
 
-def test_a_long_prompt_is_scored_beside_a_guaranteed_request(
-    pair: tuple[Any, Any, Any], generator: SLOSpecGenerator
-) -> None:
+def test_a_long_prompt_is_scored_beside_a_guaranteed_request(pair, generator):
     """No step holds the other request up for more than a chunk of the prompt."""
     ids = ids_of(pair, 12 * READ_CHUNK)
     steps = list[Any]()
@@ -90,15 +83,13 @@ def test_a_long_prompt_is_scored_beside_a_guaranteed_request(
     check(pair, ids, scored.prompt_logprobs, 1)
 
 
-def test_scoring_goes_on_after_a_preemption(
-    pair: tuple[Any, Any, Any], generator: SLOSpecGenerator
-) -> None:
+def test_scoring_goes_on_after_a_preemption(pair, generator):
     ids = ids_of(pair, 6 * READ_CHUNK)
     service = generator._service
     preempted = list[int]()
     on_step = service.on_step
 
-    def preempt_once(step: Any) -> None:
+    def preempt_once(step):
         on_step(step)
         engine = service._engine()
         assert engine is not None

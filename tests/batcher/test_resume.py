@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,16 +29,14 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def other(pair: tuple[Any, Any, Any]) -> Iterator[SLOSpecGenerator]:
+def other(pair):
     with SLOSpecGenerator(*pair, CONFIG) as generator:
         yield generator
 
 
 @pytest.mark.parametrize("options", CASES, ids=["-".join(case) or "greedy" for case in CASES])
 @pytest.mark.parametrize("num_before", nightly_but([7], [0, 1, 7]))
-def test_output_goes_on_as_one_generator_would_have_written_it(
-    served: SLOSpecGenerator, other: SLOSpecGenerator, options: dict[str, Any], num_before: int
-) -> None:
+def test_output_goes_on_as_one_generator_would_have_written_it(served, other, options, num_before):
     whole = served.submit(PROMPT, max_new_tokens=NEW, slo_tpot=1.0, logprobs=2, **options)
     expected = whole.result(WAIT_S)
     progress = Progress(
@@ -69,9 +66,7 @@ def test_output_goes_on_as_one_generator_would_have_written_it(
             assert metrics.tpot_s is not None and metrics.tpot_s > 2.0 / len(expected.token_ids)
 
 
-def test_cancelled_request_goes_on_from_its_own_progress(
-    pair: tuple[Any, Any, Any], served: SLOSpecGenerator, other: SLOSpecGenerator
-) -> None:
+def test_cancelled_request_goes_on_from_its_own_progress(pair, served, other):
     first = served.submit(PROMPT, max_new_tokens=60, do_sample=True, seed=3)
     next(first.tokens())
     first.cancel()
@@ -83,9 +78,7 @@ def test_cancelled_request_goes_on_from_its_own_progress(
     )
 
 
-def test_request_is_refused_where_its_slos_cannot_be_guaranteed(
-    pair: tuple[Any, Any, Any], served: SLOSpecGenerator
-) -> None:
+def test_request_is_refused_where_its_slos_cannot_be_guaranteed(pair, served):
     before = served.stats()
     refused = served.submit(PROMPT, max_new_tokens=8, slo_tpot=1e-7, must_guarantee=True)
     with pytest.raises(NotGuaranteedError, match="cannot be guaranteed"):

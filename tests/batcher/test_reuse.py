@@ -21,7 +21,7 @@ SYSTEM = "\n".join(tiny_prompts()[:3])
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
-def test_an_adapter_that_is_switched_off_and_on_again_meanwhile_leaves_nothing_wrong() -> None:
+def test_an_adapter_that_is_switched_off_and_on_again_meanwhile_leaves_nothing_wrong():
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model = peft.get_peft_model(copy.deepcopy(tiny_model("llama")), lora)
@@ -37,7 +37,7 @@ def test_an_adapter_that_is_switched_off_and_on_again_meanwhile_leaves_nothing_w
             assert handle.result(WAIT_S).token_ids == answer(base, ids, max_new_tokens=24)
 
 
-def wrapped(model: Any) -> Any:
+def wrapped(model):
     """Replace a layer's MLP, and return what puts it back."""
     layer = model.model.layers[0]
     plain = layer.mlp
@@ -54,7 +54,7 @@ TEMPORARY: list[Any] = [
 
 
 @pytest.mark.parametrize("change", TEMPORARY)
-def test_a_change_that_is_undone_while_a_request_runs_leaves_nothing_wrong(change: Any) -> None:
+def test_a_change_that_is_undone_while_a_request_runs_leaves_nothing_wrong(change):
     model: Any = copy.deepcopy(tiny_model("llama"))
     ids = torch.randint(3, 101, (20,), generator=torch.Generator().manual_seed(1)).tolist()
     plain = answer(model, ids, max_new_tokens=150, eos_token_id=None)
@@ -73,7 +73,7 @@ def test_a_change_that_is_undone_while_a_request_runs_leaves_nothing_wrong(chang
             assert handle.result(WAIT_S).token_ids == answer(model, ids, max_new_tokens=24)
 
 
-def test_told_changes_of_what_a_hook_reads_are_noticed_each_time() -> None:
+def test_told_changes_of_what_a_hook_reads_are_noticed_each_time():
     model: Any = copy.deepcopy(tiny_model("llama"))
     model.requires_grad_(False)
     scale = torch.tensor(1.0)
@@ -90,7 +90,7 @@ def test_told_changes_of_what_a_hook_reads_are_noticed_each_time() -> None:
 
 
 @pytest.mark.parametrize("num_known", [0, 900])
-def test_a_promise_counts_the_prefill_that_is_saved(num_known: int) -> None:
+def test_a_promise_counts_the_prefill_that_is_saved(num_known):
     limits = Limits(max_batch=4, kv_tokens=10**6, max_nodes=4, prefill_chunk=100, starvation_s=1e9)
     costs = new_costs()
     scheduler = ContinuousScheduler(limits, costs, num_reusable=lambda request: num_known)

@@ -5,17 +5,14 @@ runs more of them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from hf_slospec.model.kv_cache import KVPool
-from hf_slospec.scheduler import AdmissionName
 from hf_slospec.scheduler.continuous import Limits
 from scripts import simulate_faults
 from tests.support.breadth import quick_or
@@ -24,7 +21,6 @@ from tests.support.simulation.schedules import (
     Fault,
     Generate,
     Job,
-    Schedule,
     Stop,
     schedule_of,
     shrunk,
@@ -36,7 +32,7 @@ BLOCKS = 4
 
 
 @pytest.fixture(autouse=True)
-def _no_messages() -> Iterator[None]:
+def _no_messages():
     logging.disable(logging.CRITICAL)  # injected errors would be logged
     yield
     logging.disable(logging.NOTSET)
@@ -45,7 +41,7 @@ def _no_messages() -> Iterator[None]:
 @pytest.mark.parametrize(
     "block", [0, *(pytest.param(block, marks=pytest.mark.nightly) for block in range(1, BLOCKS))]
 )
-def test_every_schedule_gives_what_plain_decoding_gives(block: int) -> None:
+def test_every_schedule_gives_what_plain_decoding_gives(block):
     for seed in range(block, quick_or(SEEDS // 2, SEEDS), BLOCKS):
         if (error := fault_of(schedule_of(seed))) is not None:
             raise AssertionError(
@@ -54,7 +50,7 @@ def test_every_schedule_gives_what_plain_decoding_gives(block: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [3, 71, 118])
-def test_a_seed_always_gives_the_same_run(seed: int) -> None:
+def test_a_seed_always_gives_the_same_run(seed):
     runs = []
     for _ in range(2):
         simulation = Simulation(schedule_of(seed))
@@ -79,7 +75,7 @@ DRAFT_POINTS = ("draft pool", "draft copy", "draft forward")
 JOB = Job(family=0, prompt_len=24, own_tokens=2, new=30)
 
 
-def simulated(*faults: Fault, jobs: int = 3, **changes: object) -> Simulation:
+def simulated(*faults, jobs=3, **changes):
     """Run jobs of as many users under faults; what is wrong with them raises."""
     users = tuple((replace(JOB, own_tokens=number, consumer="tokens"),) for number in range(jobs))
     simulation = Simulation(replace(PLAIN, users=users, faults=faults, **changes))
@@ -99,9 +95,7 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize(("point", "kind"), HARMLESS)
-def test_memory_that_runs_short_and_errors_of_the_observer_end_nothing(
-    point: str, kind: str
-) -> None:
+def test_memory_that_runs_short_and_errors_of_the_observer_end_nothing(point, kind):
     num_struck = 0
     for number in range(quick_or(3, 6)):
         simulation = simulated(Fault(point, number, kind))
@@ -110,9 +104,7 @@ def test_memory_that_runs_short_and_errors_of_the_observer_end_nothing(
     assert num_struck
 
 
-def test_memory_that_stays_short_while_committing_ends_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_that_stays_short_while_committing_ends_nothing(monkeypatch):
     monkeypatch.setattr("hf_slospec.engine.step.PAUSE", 1)  # so that drafting soon goes on
     simulation = simulated(*(Fault("target move", number, "torch") for number in range(100)))
     assert len(simulation.world.struck) > 1
@@ -121,9 +113,7 @@ def test_memory_that_stays_short_while_committing_ends_nothing(
 
 @pytest.mark.parametrize("admission", ["slo", "fcfs"])
 @pytest.mark.parametrize("has_assistant", [True, False])
-def test_where_texts_fill_the_slots_they_are_decoded_without_drafts(
-    has_assistant: bool, admission: AdmissionName
-) -> None:
+def test_where_texts_fill_the_slots_they_are_decoded_without_drafts(has_assistant, admission):
     """Requests enter with room for the nodes of recent steps, and later steps draft more (seeds
     1670 and 13280).
     """
@@ -145,7 +135,7 @@ def test_where_texts_fill_the_slots_they_are_decoded_without_drafts(
         assert simulation.servers[0].most_running == 2
 
 
-def test_batchers_and_generate_on_one_model_take_turns_whatever_their_load() -> None:
+def test_batchers_and_generate_on_one_model_take_turns_whatever_their_load():
     """Each of them waits for one step of every other, or two where it came late; their K/V lies in
     one pool.
     """
@@ -170,7 +160,7 @@ def test_batchers_and_generate_on_one_model_take_turns_whatever_their_load() -> 
 
 
 @pytest.mark.parametrize("in_criterion", [False, True])
-def test_errors_of_a_requests_own_end_it_alone(in_criterion: bool) -> None:
+def test_errors_of_a_requests_own_end_it_alone(in_criterion):
     jobs = (
         replace(JOB, consumer="none", fails_at=3, in_criterion=in_criterion),
         replace(JOB, consumer="none"),
@@ -181,18 +171,18 @@ def test_errors_of_a_requests_own_end_it_alone(in_criterion: bool) -> None:
 
 
 @pytest.mark.parametrize("point", ["target forward", "draft forward", "target move"])
-def test_when_the_engine_dies_every_request_ends_with_its_error(point: str) -> None:
+def test_when_the_engine_dies_every_request_ends_with_its_error(point):
     simulation = simulated(Fault(point, 2, "fatal"))
     ((_, error),) = simulation.world.struck
     assert {own.handle.request.error for own in simulation.submitted} == {error}
 
 
-def test_when_the_engine_dies_and_the_observer_fails_too_every_request_ends() -> None:
+def test_when_the_engine_dies_and_the_observer_fails_too_every_request_ends():
     simulation = simulated(Fault("target forward", 2, "fatal"), Fault("on_end", 0, "observer"))
     assert len(simulation.world.struck) == 2
 
 
-def test_an_engine_that_cannot_close_ends_every_request() -> None:
+def test_an_engine_that_cannot_close_ends_every_request():
     users = ((replace(JOB, consumer="none"), Stop(drain=False, timeout=None)),)
     simulation = Simulation(replace(PLAIN, users=users, faults=(Fault("close", 0, "fatal"),)))
     simulation.run()
@@ -200,7 +190,7 @@ def test_an_engine_that_cannot_close_ends_every_request() -> None:
     assert [own.handle.request.error for own in simulation.submitted] == [error]
 
 
-def test_what_is_wrong_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_is_found_and_shrunk(monkeypatch):
     """K/V that is moved to wrong slots changes later tokens."""
     monkeypatch.setattr(KVPool, "move", lambda pool, source, destination: None)
     failing = next(plan for seed in range(1000) if fault_of(plan := schedule_of(seed)) is not None)
@@ -210,9 +200,7 @@ def test_what_is_wrong_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> N
     assert not smaller.faults
 
 
-def test_the_script_runs_what_its_log_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_script_runs_what_its_log_lacks(tmp_path, monkeypatch):
     app = typer.Typer()
     log = tmp_path / "log"
     ran = list[int]()
@@ -238,5 +226,5 @@ def test_the_script_runs_what_its_log_lacks(
     assert log.read_text().startswith(whole) and log.read_text().count("\n") == 4
 
 
-def size_of(plan: Schedule) -> int:
+def size_of(plan):
     return sum(map(len, plan.users)) + len(plan.faults)

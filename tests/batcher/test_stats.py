@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 
@@ -13,16 +12,14 @@ from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S
 
 
 @pytest.mark.parametrize("name", ["on_step", "on_end"])
-def test_all_is_counted_before_the_result_is_seen(
-    name: str, pair: tuple[Any, Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_is_counted_before_the_result_is_seen(name, pair, monkeypatch):
     is_submitted, seen, count = (
         threading.Event(),
         list[tuple[int, str | None]](),
         getattr(Telemetry, name),
     )
 
-    def watched(telemetry: Telemetry, news: Any) -> None:
+    def watched(telemetry, news):
         assert is_submitted.wait(WAIT_S)
         seen.append((len(handle.token_ids), handle.finish_reason))
         count(telemetry, news)
@@ -36,7 +33,7 @@ def test_all_is_counted_before_the_result_is_seen(
     assert all(num_tokens < 12 and reason is None for num_tokens, reason in seen)
 
 
-def scraped(collector: Any) -> str:
+def scraped(collector):
     """Return what Prometheus reads of a collector."""
     prometheus = pytest.importorskip("prometheus_client")
     registry = prometheus.CollectorRegistry()
@@ -44,7 +41,7 @@ def scraped(collector: Any) -> str:
     return str(prometheus.generate_latest(registry).decode())
 
 
-def test_stats_and_prometheus(pair: tuple[Any, Any, Any]) -> None:
+def test_stats_and_prometheus(pair):
     target, draft, tokenizer = pair
     generator = SLOSpecGenerator(target, draft, tokenizer, CONFIG)
     assert generator.stats().steps == 0
@@ -78,7 +75,7 @@ def test_stats_and_prometheus(pair: tuple[Any, Any, Any]) -> None:
         assert line in text, text
 
 
-def test_speculation_is_counted_by_tree_and_level_as_vllm_does(pair: tuple[Any, Any, Any]) -> None:
+def test_speculation_is_counted_by_tree_and_level_as_vllm_does(pair):
     config = SLOSpecConfig(policy="fixed", max_depth=3, max_width=2, kv_tokens=5000)
     with SLOSpecGenerator(*pair, config) as generator:
         handles = [generator.submit(prompt, max_new_tokens=30) for prompt in PROMPTS[:3]]
@@ -109,7 +106,7 @@ def test_speculation_is_counted_by_tree_and_level_as_vllm_does(pair: tuple[Any, 
         assert line in text, text
 
 
-def test_phases_of_a_request_add_up(pair: tuple[Any, Any, Any]) -> None:
+def test_phases_of_a_request_add_up(pair):
     with SLOSpecGenerator(*pair, CONFIG) as generator:
         metrics = generator.submit(PROMPTS[0], max_new_tokens=12).result(WAIT_S).metrics
         sums = {

@@ -27,7 +27,7 @@ from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, alone
 class Ban:
     """A processor of the user's own that reads the text."""
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids, scores):
         scores = scores.clone()
         scores[:, input_ids[0, -1]] = -torch.inf
         return scores
@@ -50,9 +50,7 @@ MIXED: list[dict[str, Any]] = [
 ]
 
 
-def test_mixed_requests_give_what_generate_gives_for_each_alone(
-    served: SLOSpecGenerator, pair: tuple[Any, Any, Any]
-) -> None:
+def test_mixed_requests_give_what_generate_gives_for_each_alone(served, pair):
     expected = []
     for prompt, options in zip(PROMPTS, MIXED, strict=True):
         expected.append(alone(pair, prompt, **copy.deepcopy(options)))
@@ -82,9 +80,7 @@ def test_mixed_requests_give_what_generate_gives_for_each_alone(
     assert [handle.seed for handle in handles] == [options.get("seed") for options in MIXED]
 
 
-def test_requests_that_must_not_speculate_run_beside_others(
-    served: SLOSpecGenerator, pair: tuple[Any, Any, Any]
-) -> None:
+def test_requests_that_must_not_speculate_run_beside_others(served, pair):
     length = quick_or(24, 40)
     options = dict(max_new_tokens=length, min_new_tokens=length)
     expected = [alone(pair, prompt, **options) for prompt in PROMPTS[:4]]
@@ -99,9 +95,7 @@ def test_requests_that_must_not_speculate_run_beside_others(
     assert sum(handle.metrics.drafted for handle in handles[1::2]) > 0
 
 
-def test_a_guarantee_with_a_probability_changes_no_token_and_is_reported(
-    pair: tuple[Any, Any, Any],
-) -> None:
+def test_a_guarantee_with_a_probability_changes_no_token_and_is_reported(pair):
     target, draft, tokenizer = pair
     with SLOSpecGenerator(
         target, draft, tokenizer, CONFIG.model_copy(update={"guarantee": 0.9})
@@ -133,7 +127,7 @@ def test_a_guarantee_with_a_probability_changes_no_token_and_is_reported(
     assert [row.window_guarantee for row in late.slo] == [None, None]  # all of them or none
 
 
-def test_a_drawn_seed_can_be_used_again(served: SLOSpecGenerator) -> None:
+def test_a_drawn_seed_can_be_used_again(served):
     first = served.submit(PROMPTS[0], do_sample=True, max_new_tokens=20)
     again = served.submit(PROMPTS[0], do_sample=True, max_new_tokens=20, seed=first.seed)
     other = served.submit(PROMPTS[0], do_sample=True, max_new_tokens=20)
@@ -147,9 +141,7 @@ def test_a_drawn_seed_can_be_used_again(served: SLOSpecGenerator) -> None:
     assert torch.equal(torch.get_rng_state(), state)  # the global generator is nobody's
 
 
-def test_ids_tensors_and_texts_are_the_same_prompt(
-    served: SLOSpecGenerator, pair: tuple[Any, Any, Any]
-) -> None:
+def test_ids_tensors_and_texts_are_the_same_prompt(served, pair):
     ids = pair[2](PROMPTS[1])["input_ids"]
     prompts = (
         PROMPTS[1],
@@ -166,7 +158,7 @@ def test_ids_tensors_and_texts_are_the_same_prompt(
     assert results == {tuple(alone(pair, PROMPTS[1], max_new_tokens=9))}
 
 
-def test_chat_messages_go_through_the_template(pair: tuple[Any, Any, Any]) -> None:
+def test_chat_messages_go_through_the_template(pair):
     target, draft, tokenizer = pair
     tokenizer = copy.deepcopy(tokenizer)
     messages = [{"role": "user", "content": "def f(x):"}]
@@ -181,7 +173,7 @@ def test_chat_messages_go_through_the_template(pair: tuple[Any, Any, Any]) -> No
     assert result.token_ids == text.token_ids
 
 
-def test_stages_and_metrics(served: SLOSpecGenerator) -> None:
+def test_stages_and_metrics(served):
     stages = [SLOStage(slo_tpot=1e-9, tokens=5), SLOStage(slo_tpot=1e3)]
     metrics = (
         served.submit(PROMPTS[2], slo_tpot=stages, slo_ttft=1e3, max_new_tokens=20)
@@ -198,9 +190,7 @@ def test_stages_and_metrics(served: SLOSpecGenerator) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, dict(do_sample=True, seed=4)])
-def test_a_deadline_for_the_last_token_changes_no_token(
-    served: SLOSpecGenerator, pair: tuple[Any, Any, Any], options: dict[str, Any]
-) -> None:
+def test_a_deadline_for_the_last_token_changes_no_token(served, pair, options):
     options = dict(max_new_tokens=25) | options
     easy, lost = (served.submit(PROMPTS[0], slo_e2e=slo_s, **options) for slo_s in (1e3, 1e-6))
     assert (
@@ -293,20 +283,14 @@ NO_PROGRESS: list[tuple[Any, type[Exception]]] = [
         ),
     ],
 )
-def test_bad_input_is_refused_at_submit_and_disturbs_nothing(
-    served: SLOSpecGenerator,
-    prompt: Any,
-    options: dict[str, Any],
-    error: type[Exception],
-    match: str,
-) -> None:
+def test_bad_input_is_refused_at_submit_and_disturbs_nothing(served, prompt, options, error, match):
     running = served.submit(PROMPTS[0], max_new_tokens=12)
     with pytest.raises(error, match=match):
         served.submit(prompt, **dict(max_new_tokens=5) | options)
     assert len(running.result(WAIT_S).token_ids) == 12
 
 
-def test_without_a_tokenizer_token_ids_stream(pair: tuple[Any, Any, Any]) -> None:
+def test_without_a_tokenizer_token_ids_stream(pair):
     target, draft, tokenizer = pair
     ids = tokenizer(PROMPTS[0])["input_ids"]
     with SLOSpecGenerator(target, draft, None, CONFIG) as generator:

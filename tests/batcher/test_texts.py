@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ WORDS = [
 
 
 @functools.cache
-def word_piece() -> PreTrainedTokenizerFast:
+def word_piece():
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
@@ -38,7 +37,7 @@ def word_piece() -> PreTrainedTokenizerFast:
 
 
 @functools.cache
-def cleaned_word_piece() -> PreTrainedTokenizerFast:
+def cleaned_word_piece():
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(word_piece().backend_tokenizer.to_str()), unk_token="[UNK]",
         cls_token="[CLS]", sep_token="[SEP]", clean_up_tokenization_spaces=True,
@@ -46,7 +45,7 @@ def cleaned_word_piece() -> PreTrainedTokenizerFast:
 
 
 @functools.cache
-def metaspace() -> PreTrainedTokenizerFast:
+def metaspace():
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -57,7 +56,7 @@ def metaspace() -> PreTrainedTokenizerFast:
 
 
 @functools.cache
-def sentencepiece_without_strip() -> PreTrainedTokenizerFast:
+def sentencepiece_without_strip():
     whole = json.loads(sentencepiece_like(500).backend_tokenizer.to_str())
     whole["decoder"]["decoders"].pop()  # as Gemma's
     return PreTrainedTokenizerFast(
@@ -75,12 +74,12 @@ KINDS = {
 }
 
 
-def ids_of(tokenizer: Any, *tokens: str) -> list[int]:
+def ids_of(tokenizer, *tokens):
     found: list[int] = tokenizer.convert_tokens_to_ids(list(tokens))
     return found
 
 
-def streamed(stream: TextStream | StoppedText, tokens: list[int], ends: list[int]) -> str:
+def streamed(stream, tokens, ends):
     """Text of the tokens, pushed in steps that end at these positions."""
     cuts = [0, *sorted(end for end in ends if end < len(tokens)), len(tokens)]
     steps = list(itertools.pairwise(cuts))
@@ -90,7 +89,7 @@ def streamed(stream: TextStream | StoppedText, tokens: list[int], ends: list[int
     )
 
 
-def token_lists(tokenizer: Any) -> Any:
+def token_lists(tokenizer):
     """Token ids, many of them of few bytes, spaces, marks and special tokens."""
     names = [BYTE_TOKENS[byte] for byte in (0x0A, 0x41, 0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0x99)]
     names += [
@@ -121,9 +120,7 @@ def token_lists(tokenizer: Any) -> Any:
 @pytest.mark.parametrize("skips", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-def test_pieces_join_to_the_text_however_steps_end(
-    kind: str, skips: bool, data: st.DataObject
-) -> None:
+def test_pieces_join_to_the_text_however_steps_end(kind, skips, data):
     tokenizer = KINDS[kind]()
     to_text = Detokenizer(tokenizer, skips)
     tokens = data.draw(token_lists(tokenizer))
@@ -136,9 +133,7 @@ def test_pieces_join_to_the_text_however_steps_end(
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-def test_output_is_the_text_behind_the_prompt_however_steps_end(
-    kind: str, data: st.DataObject
-) -> None:
+def test_output_is_the_text_behind_the_prompt_however_steps_end(kind, data):
     tokenizer = KINDS[kind]()
     to_text = Detokenizer(tokenizer)
     prompt = tokenizer("the keys to " * data.draw(st.integers(1, 9)))["input_ids"]
@@ -149,7 +144,7 @@ def test_output_is_the_text_behind_the_prompt_however_steps_end(
     assert streamed(TextStream(to_text, prompt), tokens, ends) == whole[len(before) :]
 
 
-def end_of(texts: list[str], stops: list[str], min_tokens: int) -> tuple[int, str | None]:
+def end_of(texts, stops, min_tokens):
     """Tokens until a stop string is complete, and which one is; ``texts`` are those after every
     token, from none on.
     """
@@ -167,9 +162,7 @@ def end_of(texts: list[str], stops: list[str], min_tokens: int) -> tuple[int, st
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece", "gemma", "wordpiece", "metaspace"])
 @given(data=st.data())
-def test_outputs_end_and_are_cut_where_their_text_has_a_stop_string(
-    kind: str, keeps: bool, data: st.DataObject
-) -> None:
+def test_outputs_end_and_are_cut_where_their_text_has_a_stop_string(kind, keeps, data):
     tokenizer = KINDS[kind]()
     to_text = Detokenizer(tokenizer)
     prompt = tokenizer("the keys to the cabinet\n")["input_ids"]
@@ -207,7 +200,7 @@ def test_outputs_end_and_are_cut_where_their_text_has_a_stop_string(
         ].startswith(stop)
 
 
-def test_heads_of_stop_strings_wait_for_what_follows() -> None:
+def test_heads_of_stop_strings_wait_for_what_follows():
     tokenizer = byte_level(400)
     text = StoppedText(Detokenizer(tokenizer), ["</code>"])
     pushed = [
@@ -219,7 +212,7 @@ def test_heads_of_stop_strings_wait_for_what_follows() -> None:
     assert text.push([], True) == "</co", "the end shows what was held"
 
 
-def test_special_tokens_that_are_not_shown_end_outputs_too() -> None:
+def test_special_tokens_that_are_not_shown_end_outputs_too():
     tokenizer = byte_level(400)
     (user,) = ids_of(tokenizer, "<|user|>")
     hello = tokenizer("Hello")["input_ids"]
@@ -238,7 +231,7 @@ def test_special_tokens_that_are_not_shown_end_outputs_too() -> None:
 
 @example(b"\xe4\xbd\xa0 the\n")
 @given(st.binary(max_size=12))
-def test_bytes_of_tokens_join_to_the_text(data: bytes) -> None:
+def test_bytes_of_tokens_join_to_the_text(data):
     for tokenizer in (byte_level(400), sentencepiece_like(500)):
         to_text = Detokenizer(tokenizer)
         text = data.decode(errors="ignore")
@@ -247,7 +240,7 @@ def test_bytes_of_tokens_join_to_the_text(data: bytes) -> None:
         assert joined.removeprefix(" ") == text.removeprefix(" ")
 
 
-def test_bytes_of_word_pieces_have_the_space_before_words() -> None:
+def test_bytes_of_word_pieces_have_the_space_before_words():
     to_text = Detokenizer(word_piece())
     tokens = word_piece()("the keys , don't")["input_ids"]
     assert b"".join(map(to_text.token_bytes, tokens)).decode().lstrip() == to_text(tokens)

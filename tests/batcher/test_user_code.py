@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -17,11 +16,9 @@ from tests.support.breadth import quick_or
 from tests.support.served_pair import CONFIG, PROMPTS, WAIT_S, Fails, alone
 
 
-def test_faults_of_processors_criteria_and_streamers_stay_in_their_request(
-    served: SLOSpecGenerator, pair: tuple[Any, Any, Any]
-) -> None:
+def test_faults_of_processors_criteria_and_streamers_stay_in_their_request(served, pair):
     class Broken(TextStreamer):
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        def on_finalized_text(self, text, stream_end=False):
             raise ZeroDivisionError("of the user's own")
 
     failing = [
@@ -40,16 +37,16 @@ def test_faults_of_processors_criteria_and_streamers_stay_in_their_request(
     assert other.result(WAIT_S).token_ids == alone(pair, PROMPTS[1], max_new_tokens=40)
 
 
-def test_streamers_hear_prompt_tokens_and_end(served: SLOSpecGenerator) -> None:
+def test_streamers_hear_prompt_tokens_and_end(served):
     class Heard:
-        def __init__(self) -> None:
+        def __init__(self):
             self.values = list[torch.Tensor]()
             self.ended = threading.Event()
 
-        def put(self, value: torch.Tensor) -> None:
+        def put(self, value):
             self.values.append(value)
 
-        def end(self) -> None:
+        def end(self):
             self.ended.set()
 
     heard = Heard()
@@ -68,16 +65,14 @@ def test_streamers_hear_prompt_tokens_and_end(served: SLOSpecGenerator) -> None:
         assert heard.ended.wait(WAIT_S), ending
 
 
-def test_processors_run_without_gradients_and_may_raise_anything(
-    served: SLOSpecGenerator, pair: tuple[Any, Any, Any]
-) -> None:
+def test_processors_run_without_gradients_and_may_raise_anything(served, pair):
     modes = list[bool]()
 
-    def looks(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def looks(input_ids, scores):
         modes.append(torch.is_grad_enabled())
         return scores
 
-    def leaves(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def leaves(input_ids, scores):
         raise SystemExit(3)
 
     other = served.submit(PROMPTS[1], max_new_tokens=20)
@@ -93,13 +88,13 @@ def test_processors_run_without_gradients_and_may_raise_anything(
     assert other.result(WAIT_S).token_ids == alone(pair, PROMPTS[1], max_new_tokens=20)
 
 
-def test_a_users_drafter_leaves_the_global_generator_to_others(pair: tuple[Any, Any, Any]) -> None:
+def test_a_users_drafter_leaves_the_global_generator_to_others(pair):
     class Draws:
-        def draft(self, requests: Any, plan: Any) -> Any:
+        def draft(self, requests, plan):
             token = int(torch.randint(2000, ()))
             return [TokenTree.chain(request.tokens[-1], [token], 0.5) for request in requests]
 
-        def release(self, request: Any) -> None:
+        def release(self, request):
             pass
 
     target, _, tokenizer = pair

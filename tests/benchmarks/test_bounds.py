@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -45,14 +44,14 @@ class State:
 class Schedules:
     """All schedules of a load whose texts have one child per place, by exhaustive search."""
 
-    def __init__(self, jobs: Sequence[Job], library: Library, hardware: Hardware):
+    def __init__(self, jobs, library, hardware):
         self.jobs = jobs
         self.library = library
         self.hardware = hardware
         self.target = functools.lru_cache(None)(lambda *sizes: float(hardware.target(*sizes)))
         self.draft = functools.lru_cache(None)(lambda *sizes: float(hardware.draft(*sizes)))
 
-    def ends(self, state: State | None = None) -> Iterator[State]:
+    def ends(self, state=None):
         """Yield the last state of every schedule."""
         number = len(self.jobs)
         state = state or State(0.0, (0,) * number, (0,) * number, (0.0,) * number, (0.0,) * number)
@@ -64,7 +63,7 @@ class Schedules:
         for after in self._steps(state):
             yield from self.ends(after)
 
-    def _steps(self, state: State) -> Iterator[State]:
+    def _steps(self, state):
         """Yield what a wait for the next arrival and every step of present requests lead to."""
         if coming := [job.arrival_s for job in self.jobs if job.arrival_s > state.now_s]:
             yield replace(state, now_s=min(coming))
@@ -73,7 +72,7 @@ class Schedules:
             if 0 < sum(take is not None for take in takes) <= MAX_BATCH:
                 yield self._after(state, takes)
 
-    def _choices(self, state: State, index: int) -> list[int | None]:
+    def _choices(self, state, index):
         """Return None, to sit out, and how many drafted tokens a request may verify; a prompt is
         taken whole.
         """
@@ -90,10 +89,10 @@ class Schedules:
             most += 1
         return [None, *range(most + 1)]
 
-    def _is_missed(self, index: int, place: int) -> bool:
+    def _is_missed(self, index, place):
         return self.library.token(index, place) > 0
 
-    def _after(self, state: State, takes: Sequence[int | None]) -> State:
+    def _after(self, state, takes):
         emitted, seen, first_s, finish_s = map(
             list, (state.emitted, state.seen, state.first_s, state.finish_s)
         )
@@ -128,7 +127,7 @@ class Schedules:
         return State(now_s, *map(tuple, (emitted, seen, first_s, finish_s)))
 
 
-def tiny_load(seed: int, number: int, slos: bool = True) -> tuple[list[Job], Library]:
+def tiny_load(seed, number, slos=True):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 5 if number < 3 else 3, number)
     jobs = [
@@ -146,11 +145,11 @@ def tiny_load(seed: int, number: int, slos: bool = True) -> tuple[list[Job], Lib
     return jobs, Library(texts)
 
 
-def bounds_of(jobs: Sequence[Job], library: Library, hardware: Hardware = TINY) -> Bounds:
+def bounds_of(jobs, library, hardware=TINY):
     return Bounds(jobs, library, hardware, MAX_DEPTH, 1, MAX_BATCH)
 
 
-def num_attained(jobs: Sequence[Job], end: State, counts_ttft: bool) -> int:
+def num_attained(jobs, end, counts_ttft):
     """Return how many requests of a schedule attain their SLOs, by metric ``tpot``."""
     return sum(
         end.finish_s[i] - end.first_s[i] <= (job.tpot_slo_s or np.inf) * (job.output_tokens - 1)
@@ -166,9 +165,7 @@ def num_attained(jobs: Sequence[Job], end: State, counts_ttft: bool) -> int:
     drafting_s=st.sampled_from([0.0, 0.003]),
 )
 @settings(deadline=None, max_examples=25)
-def test_no_schedule_of_a_tiny_load_exceeds_a_bound(
-    seed: int, number: int, keys: bool, drafting_s: float
-) -> None:
+def test_no_schedule_of_a_tiny_load_exceeds_a_bound(seed, number, keys, drafting_s):
     jobs, library = tiny_load(seed, number)
     hardware = replace(TINY, drafting_request_s=drafting_s)
     if keys:
@@ -200,7 +197,7 @@ def test_no_schedule_of_a_tiny_load_exceeds_a_bound(
 
 
 @pytest.mark.parametrize("ttft_slo_s", [0.4, pytest.param(None, marks=pytest.mark.nightly)])
-def test_no_simulated_system_exceeds_a_bound(ttft_slo_s: float | None) -> None:
+def test_no_simulated_system_exceeds_a_bound(ttft_slo_s):
     rng = np.random.default_rng(5)
     hardware = HARDWARE["opt-13b-a100"]
     jobs = [
@@ -235,7 +232,7 @@ def test_no_simulated_system_exceeds_a_bound(ttft_slo_s: float | None) -> None:
         unique_by=lambda p: p[0],
     )
 )
-def test_lines_lie_below_the_cost(points: list[tuple[int, int]]) -> None:
+def test_lines_lie_below_the_cost(points):
     tokens = sorted(n for n, _ in points)
     milliseconds = sorted(ms for _, ms in points)
     cost = curve(dict(zip(tokens, map(float, milliseconds), strict=True)))
@@ -247,7 +244,7 @@ def test_lines_lie_below_the_cost(points: list[tuple[int, int]]) -> None:
     assert found[0].fixed_s == cost.curve.seconds[0] and found[-1].fixed_s == 0.0
 
 
-def test_what_cannot_be_bounded_is_refused() -> None:
+def test_what_cannot_be_bounded_is_refused():
     jobs, library = tiny_load(0, 2)
     with pytest.raises(InvalidInputError, match="got 1 requests, 2 texts"):
         Bounds(jobs[:1], library, TINY, 1, 1, 1)

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,7 +38,7 @@ ON_CPU = ["--device", "cpu", "--shapes", "tiny", "--identity-shape", "tiny"]
 
 
 @pytest.fixture(autouse=True)
-def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short(monkeypatch):
     monkeypatch.setitem(bandwidth.READ_BYTES, "cpu", 2**20)  # times say nothing here
     monkeypatch.setattr(floor, "NUM_FORWARDS", 2)
     monkeypatch.setattr(identity_phase, "BATCH", 2)
@@ -51,7 +50,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.nightly
-def test_all_phases_on_a_cpu_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_phases_on_a_cpu_and_again(tmp_path, monkeypatch):
     path = tmp_path / "result.json"
     options = [
         "--batches",
@@ -109,7 +108,7 @@ def test_all_phases_on_a_cpu_and_again(tmp_path: Path, monkeypatch: pytest.Monke
         and "send it to us" in result.output
     )
 
-    def measured_again(*_: Any) -> Any:
+    def measured_again(*_):
         raise AssertionError("measured again")
 
     monkeypatch.setattr(comparison, "measure", measured_again)
@@ -121,8 +120,8 @@ def test_all_phases_on_a_cpu_and_again(tmp_path: Path, monkeypatch: pytest.Monke
     assert refused.exit_code == 2 and "new_tokens: 6, now 7" in refused.output
 
 
-def test_only_some_methods_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(_: Bench, batch: int, name: str, *__: Any) -> dict[str, Any]:
+def test_only_some_methods_are_timed(tmp_path, monkeypatch):
+    def measured(_, batch, name, *__):
         return {"name": name, "batch": batch, "status": "skipped", "reason": "of no interest"}
 
     monkeypatch.setattr(comparison, "measure", measured)
@@ -139,7 +138,7 @@ def test_only_some_methods_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert refused.exit_code == 2 and "got vLLM" in refused.output
 
 
-def plan(**changed: Any) -> Plan:
+def plan(**changed):
     settings = {
         "device": "cpu", "sizes": ("tiny",), "batches": (1,), "prompt_tokens": 8, "new_tokens": 4, "repeats": 1,
         "budget_s": 5000.0, "runs_tests": False, "identity_size": "tiny",
@@ -147,11 +146,11 @@ def plan(**changed: Any) -> Plan:
     return Plan(**settings | changed)
 
 
-def contestants(results: dict[str, Any]) -> list[dict[str, Any]]:
+def contestants(results):
     return [row for cell in results["speed"] for row in cell["contestants"]]
 
 
-def test_what_there_is_no_time_for_is_skipped_with_the_reason() -> None:
+def test_what_there_is_no_time_for_is_skipped_with_the_reason():
     written: list[str] = []
     results = check(
         plan(budget_s=1e-6), lambda so_far: written.append(json.dumps(so_far)), lambda _: None
@@ -167,23 +166,23 @@ def test_what_there_is_no_time_for_is_skipped_with_the_reason() -> None:
     assert list(tables(results))
 
 
-def bench() -> Bench:
+def bench():
     return Bench(*load_tiny_pair(), tiny_prompts(), 8, 4)
 
 
 TWICE = Repeats(2, 2, 0.0)
 
 
-def not_hanging() -> None:
+def not_hanging():
     raise AssertionError("it does not hang")
 
 
 @pytest.mark.parametrize("num_good", [0, MIN_WARM_UP + 1])
-def test_an_error_is_recorded(num_good: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_recorded(num_good, monkeypatch):
     plain = Bench.time
     calls = list[str]()
 
-    def time(self: Bench, method: Any, repeat: int) -> Any:
+    def time(self, method, repeat):
         calls.append(method.name)
         if len(calls) > num_good:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -195,7 +194,7 @@ def test_an_error_is_recorded(num_good: int, monkeypatch: pytest.MonkeyPatch) ->
     assert len(calls) == num_good + 1
 
 
-def test_a_method_that_ended_the_process_is_not_run_again(tmp_path: Path) -> None:
+def test_a_method_that_ended_the_process_is_not_run_again(tmp_path):
     path = tmp_path / "result.json"
     cell = {
         "size": "tiny",
@@ -211,7 +210,7 @@ def test_a_method_that_ended_the_process_is_not_run_again(tmp_path: Path) -> Non
         earlier_results(path, {"torch": "3"})
 
 
-def test_a_restart_has_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_has_the_same_plan(monkeypatch):
     started: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda _, command: started.append(command))
     command_line._restart(plan(batches=(1, 4)), Path("out.json"), 77.0)
@@ -245,7 +244,7 @@ def test_a_restart_has_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"speed": [{"contestants": [{"name": OURS, "status": "out of memory"}]}]}, 0),
     ],
 )
-def test_exit_code(results: dict[str, Any], code: int) -> None:
+def test_exit_code(results, code):
     right = {
         "tests": {"status": "passed"},
         "identity": [{"dtype": "float32", "status": "passed"}],
@@ -254,7 +253,7 @@ def test_exit_code(results: dict[str, Any], code: int) -> None:
     assert exit_code(right | results) == code
 
 
-def test_continuous_batching_says_what_stock_says() -> None:
+def test_continuous_batching_says_what_stock_says():
     target, _, tokenizer = load_tiny_pair()
     inputs = tokenizer(tiny_prompts()[:3], return_tensors="pt", padding=True, padding_side="left")
     encoded = {name: inputs[name][:, -40:] for name in ("input_ids", "attention_mask")}
@@ -272,9 +271,7 @@ def test_continuous_batching_says_what_stock_says() -> None:
 
 
 @pytest.mark.parametrize(("built_for", "word"), [(None, "without CUDA"), ("13.0", "nvidia-smi")])
-def test_without_a_gpu_it_says_so(
-    built_for: str | None, word: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gpu_it_says_so(built_for, word, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", built_for)
     result = RUN.invoke(app, [])

@@ -4,8 +4,6 @@ repository's GPU tests.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -17,7 +15,7 @@ from benchmarks.gpu.suite import gpu_tests
 from hf_slospec import UnsupportedModelError, UnsupportedOptionError, load_tiny_pair
 
 
-def test_bandwidth_of_known_devices() -> None:
+def test_bandwidth_of_known_devices():
     names = {
         "NVIDIA H100 80GB HBM3": 3.35, "NVIDIA H100 PCIe": 2.0, "NVIDIA A100-SXM4-80GB": 2.04,
         "NVIDIA A100-PCIE-40GB": 1.56, "NVIDIA A10": 0.6, "NVIDIA L4": 0.3, "NVIDIA L40S": 0.864, "Tesla T4": 0.32,
@@ -44,12 +42,12 @@ def test_bandwidth_of_known_devices() -> None:
         (UnsupportedModelError("its forward failed on a packed row"), "failed"),
     ],
 )
-def test_what_an_error_says(error: Exception, status: str) -> None:
+def test_what_an_error_says(error, status):
     found = outcome_of(error)
     assert found["status"] == status and str(error) in found["reason"]
 
 
-def test_small_batches_first_and_the_largest_shape_before_all() -> None:
+def test_small_batches_first_and_the_largest_shape_before_all():
     assert order_of(["1B", "8B"], [64, 1, 4]) == [
         ("8B", 1),
         ("1B", 1),
@@ -60,7 +58,7 @@ def test_small_batches_first_and_the_largest_shape_before_all() -> None:
     ]
 
 
-def test_weights_that_a_forward_reads() -> None:
+def test_weights_that_a_forward_reads():
     target, _, _ = load_tiny_pair(torch.bfloat16)
     assert (
         weight_bytes(target) == 2 * target.num_parameters()
@@ -85,7 +83,7 @@ def test_left_out(): pass
 """
 
 
-def test_gpu_tests_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_tests_are_counted(tmp_path, monkeypatch):
     monkeypatch.setenv(
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1"
     )  # they take seconds to import, in each of its processes

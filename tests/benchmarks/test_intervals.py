@@ -12,11 +12,11 @@ from hf_slospec.errors import InvalidInputError
 @pytest.mark.parametrize(
     ("degrees", "exact"), [(1, 12.7062), (9, 2.2622), (10, 2.2281), (20, 2.0860), (1000, 1.9623)]
 )
-def test_quantiles_are_those_of_the_tables(degrees: int, exact: float) -> None:
+def test_quantiles_are_those_of_the_tables(degrees, exact):
     assert t_quantile(degrees) == pytest.approx(exact, rel=2e-3)
 
 
-def test_interval_of_the_mean() -> None:
+def test_interval_of_the_mean():
     found = interval_of([1.0, 2.0, 3.0])  # standard deviation 1
     assert found["mean"] == 2.0
     assert (
@@ -25,7 +25,7 @@ def test_interval_of_the_mean() -> None:
     assert interval_of([4.0]) == {"mean": 4.0}
 
 
-def test_wilson_intervals() -> None:
+def test_wilson_intervals():
     assert wilson(9, 10) == pytest.approx({"mean": 0.9, "low": 0.5958, "high": 0.9821}, abs=1e-4)
     assert (
         wilson(10, 10)["high"] == pytest.approx(1.0)
@@ -42,7 +42,7 @@ def test_wilson_intervals() -> None:
             wilson(4, number)
 
 
-def test_share_of_a_distance() -> None:
+def test_share_of_a_distance():
     assert share_closed(10.0, 4.0, 2.0) == share_closed(0.0, 3.0, 4.0) == 0.75
     assert share_closed(1.0, 0.5, 2.0) == -0.5
     assert share_closed(1.0, 1.0, 1.0) is None

@@ -16,15 +16,13 @@ from benchmarks.peers.summary import different_at, summarize, table
 SETTINGS = Settings(Path("a"), Path("b"), 2, "native", 2112, [2])
 
 
-def record(
-    repeat: int, name: str, seconds: float, batch: int = 1, task: str = "held-out"
-) -> dict[str, object]:
+def record(repeat, name, seconds, batch=1, task="held-out"):
     named = {"group": "g", "batch": batch, "task": task, "question": str(repeat), "name": name}
     differs = [None] * (batch - 1) + [3 if name == "peer" else None]
     return named | {"seconds": seconds, "tokens": 64 * batch, "different_at": differs}
 
 
-def test_ratios_are_medians_within_repeats() -> None:
+def test_ratios_are_medians_within_repeats():
     times = {
         "stock generate fp32": (8.0, 16.0, 80.0),
         "hf_slospec fp32": (2.0, 8.0, 10.0),
@@ -43,7 +41,7 @@ def test_ratios_are_medians_within_repeats() -> None:
     assert rows["stock generate fp32"]["vs_stock"] == 1.0
 
 
-def test_a_failed_contestant_is_named_and_keeps_its_earlier_repeats() -> None:
+def test_a_failed_contestant_is_named_and_keeps_its_earlier_repeats():
     records = [record(0, "stock generate fp32", 8.0, batch=8), record(0, "peer", 2.0, batch=8)]
     records += [record(1, "stock generate fp32", 8.0, batch=8)]
     records += [
@@ -63,7 +61,7 @@ def test_a_failed_contestant_is_named_and_keeps_its_earlier_repeats() -> None:
     assert "| g | 8 | peer | 256.0 failed: no answer | 4.0 |" in table(rows, {})
 
 
-def test_first_difference_of_every_row() -> None:
+def test_first_difference_of_every_row():
     assert different_at([[1, 2, 3]] * 4, [[1, 2, 3], [1, 5, 3], [1, 2], [1, 2, 3, 4]]) == [
         None,
         1,
@@ -73,21 +71,21 @@ def test_first_difference_of_every_row() -> None:
 
 
 @pytest.mark.parametrize("groups", [PAIR_GROUPS, CHECKPOINT_GROUPS], ids=["pair", "checkpoint"])
-def test_every_group_has_its_references_first_and_each_name_once(groups: dict) -> None:
+def test_every_group_has_its_references_first_and_each_name_once(groups):
     for contestants in groups.values():
         names = [contestant.name for contestant in contestants]
         assert names[0] == STOCK and len(set(names)) == len(names)
         assert groups is PAIR_GROUPS or names[1] == STOCK_BF16
 
 
-def test_workers_read_the_settings_that_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_read_the_settings_that_are_written(monkeypatch):
     monkeypatch.setattr(
         sys, "argv", ["worker", replace(SETTINGS, threads=3).written(), "bf16", "none"]
     )
     assert Settings.read() == (replace(SETTINGS, threads=3), ["bf16", "none"])
 
 
-def test_repeats_of_the_pair_have_other_prompts(tmp_path: Path) -> None:
+def test_repeats_of_the_pair_have_other_prompts(tmp_path):
     (tmp_path / "prompts.json").write_text("[[1], [2], [3], [4], [5]]")
     warm_up, trials = HeldOut(tmp_path, 2).trials(2)
     assert (warm_up.ids, [trial.ids for trial in trials]) == ([[4], [5]], [[[1], [2]], [[3], [4]]])

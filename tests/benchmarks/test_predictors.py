@@ -22,13 +22,13 @@ from hf_slospec.tree.tree import TokenTree
 from tests.support.toys.tiny_models import tiny_model
 
 
-def test_agreeing() -> None:
+def test_agreeing():
     assert agreeing([3, 4, 5], [3, 4, 6, 5]) == 2
     assert agreeing([3, 4], [3]) == 1
     assert agreeing([], [3]) == agreeing([4], [3, 4]) == 0
 
 
-def test_the_most_probable_path_of_a_tree() -> None:
+def test_the_most_probable_path_of_a_tree():
     parents = np.array([-1, 0, 0, 1, 2, 2, 5])
     probs = np.array([1.0, 0.4, 0.5, 0.4, 0.1, 0.3, 0.3])
     tree = TokenTree(np.arange(10, 17), parents, np.array([0, 1, 1, 2, 2, 2, 3]), probs)
@@ -36,7 +36,7 @@ def test_the_most_probable_path_of_a_tree() -> None:
     assert most_probable_path(TokenTree.root_only(3)) == ([], [])
 
 
-def test_chains_of_prompt_lookup() -> None:
+def test_chains_of_prompt_lookup():
     prompts = [np.random.default_rng(seed).integers(3, 101, 12).tolist() * 2 for seed in range(3)]
     model = tiny_model("llama")
     texts = recorded(model, "lookup", prompts, 12)
@@ -48,14 +48,14 @@ def test_chains_of_prompt_lookup() -> None:
     assert any(probs for text in texts for probs in text.path_probs)
 
 
-def repeated(probs: list[float], accepted: list[int], times: int) -> Chains:
+def repeated(probs, accepted, times):
     return Chains(
         input_tokens=5, path_probs=[probs] * (len(accepted) * times), accepted=accepted * times
     )
 
 
 @pytest.mark.parametrize("rate", [1.0, 50.0])
-def test_who_knows_more_is_not_slower(rate: float) -> None:
+def test_who_knows_more_is_not_slower(rate):
     chains = [repeated([0.5**depth for depth in range(1, 9)], [0, 0, 3, 2, 1, 0, 0, 8], times=8)]
     latencies = {
         name: latency_s(chains, "llama-7b-a100", rate, name, 30, 0)
@@ -65,7 +65,7 @@ def test_who_knows_more_is_not_slower(rate: float) -> None:
     assert latencies[OURS] < latencies[PLAIN]
 
 
-def test_a_drafter_that_is_never_right_costs_nothing_to_who_knows() -> None:
+def test_a_drafter_that_is_never_right_costs_nothing_to_who_knows():
     chains = [repeated([0.9**depth for depth in range(1, 9)], [0], times=40)]
     plain, known = (
         latency_s(chains, "llama-7b-a100", 20.0, name, 20, 0) for name in (PLAIN, ORACLE)

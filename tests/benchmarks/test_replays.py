@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from hf_slospec.lab.workload import Job
 from tests.support.paths import ROOT
 
 
-def script(monkeypatch: pytest.MonkeyPatch, name: str, *imported: str) -> ModuleType:
+def script(monkeypatch, name, *imported):
     """Import a script of the replays; it and the scripts that it imports are not in ``sys.modules``
     during the test.
     """
@@ -29,15 +27,15 @@ def script(monkeypatch: pytest.MonkeyPatch, name: str, *imported: str) -> Module
 
 
 @pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def replays(monkeypatch):
     return script(monkeypatch, "replays")
 
 
-def test_finished_runs_are_not_repeated(replays: ModuleType, tmp_path: Path) -> None:
+def test_finished_runs_are_not_repeated(replays, tmp_path):
     kept = tmp_path / "runs.jsonl"
     ran = list[int]()
 
-    def task(number: int) -> dict[str, int]:
+    def task(number):
         if number == 3 and 3 not in ran:
             ran.append(3)
             raise KeyboardInterrupt
@@ -55,7 +53,7 @@ def test_finished_runs_are_not_repeated(replays: ModuleType, tmp_path: Path) -> 
     assert len(kept.read_text().splitlines()) == 6
 
 
-def test_shares_count_from_the_best_other(replays: ModuleType) -> None:
+def test_shares_count_from_the_best_other(replays):
     runs = [
         {"x": 4.0, "y": 5.0, "ours": 3.0, "best": 2.0},  # seconds: lower is better
         {"x": 0.5, "y": 0.2, "ours": 0.75, "best": 1.0},  # attainment
@@ -64,14 +62,14 @@ def test_shares_count_from_the_best_other(replays: ModuleType) -> None:
     assert replays.shares_closed(runs, ("x", "y"), "best", "ours") == [0.5, 0.5]
 
 
-def test_intervals_in_tables(replays: ModuleType) -> None:
+def test_intervals_in_tables(replays):
     assert replays.shown(None, 1) == ""
     assert replays.shown({"mean": 0.5}, 1, 100.0) == "50.0"
     assert replays.shown({"mean": 2.0, "low": 1.5, "high": 2.5}, 2) == "2.00 ±0.50"
     assert replays.shown({"mean": 0.99, "low": 0.9, "high": 1.0}, 0, 100.0) == "99 -9+1"
 
 
-def test_bounds_hold_for_the_widest_system(replays: ModuleType) -> None:
+def test_bounds_hold_for_the_widest_system(replays):
     rng = np.random.default_rng(0)
     jobs = [Job(0.0, 10, 60)]
     library = Library([TextModel(0.95).write(rng, 60)])
@@ -84,11 +82,11 @@ def test_bounds_hold_for_the_widest_system(replays: ModuleType) -> None:
 
 
 @pytest.fixture
-def goodput_figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def goodput_figures(monkeypatch):
     return script(monkeypatch, "goodput_figures", "turbospec", "replays")
 
 
-def test_further_candidates_have_the_acceptance_of_the_first(goodput_figures: ModuleType) -> None:
+def test_further_candidates_have_the_acceptance_of_the_first(goodput_figures):
     text = goodput_figures.constant(0.6, 3).write(np.random.default_rng(0), 4000)
     assert text.child_probs[0] == pytest.approx([0.6, 0.24, 0.096])
     assert np.bincount(text.ranks) / 4000 == pytest.approx([0.6, 0.24, 0.096, 0.064], abs=0.03)

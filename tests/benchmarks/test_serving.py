@@ -5,7 +5,6 @@ continued.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from hf_slospec import load_tiny_pair
 from hf_slospec.server.loading import Pair
 
 
-def test_questions_of_each_class_are_drawn_by_their_shares() -> None:
+def test_questions_of_each_class_are_drawn_by_their_shares():
     texts = real_texts(Pair(*load_tiny_pair()), 100, 2048)
     assert {name: len(prompts) for name, prompts in texts.prompts.items()} == {
         "code": 10,
@@ -36,13 +35,13 @@ def test_questions_of_each_class_are_drawn_by_their_shares() -> None:
     assert all("eos_token_id" not in job["options"] for job in load)
 
 
-def test_the_embedded_pair_gets_excerpts_and_writes_on() -> None:
+def test_the_embedded_pair_gets_excerpts_and_writes_on():
     load = load_of(0, "bursty", 1.0, 50, 0.03, tiny_texts(load_tiny_pair()[2]))
     assert all(job["options"] == {"eos_token_id": None} for job in load)
     assert {len(job["ids"]) <= 64 and 16 <= job["new"] < 64 for job in load} == {True}
 
 
-def test_goodput_has_an_interval_over_requests() -> None:
+def test_goodput_has_an_interval_over_requests():
     found = goodput(
         [
             dict(seconds=2.0, good_tokens=[10, 0, 10, 0] * 20),
@@ -54,9 +53,7 @@ def test_goodput_has_an_interval_over_requests() -> None:
 
 
 @pytest.mark.nightly
-def test_a_load_on_a_named_target_is_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_on_a_named_target_is_continued(tmp_path, monkeypatch):
     monkeypatch.setattr(serving, "plain_token_s", lambda *_: 0.02)  # it takes longer than the loads
     target, _, tokenizer = load_tiny_pair()
     for part in (target, tokenizer):

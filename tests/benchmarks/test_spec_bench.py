@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ APP = typer.Typer()
 APP.command()(spec_bench.main)
 
 
-def test_questions_are_those_of_spec_bench_evenly_over_categories() -> None:
+def test_questions_are_those_of_spec_bench_evenly_over_categories():
     questions = questions_of(QUESTIONS, 16)
     assert set(Counter(question.task for question in questions).values()) == {16}
     assert len({question.task for question in questions}) == 6
@@ -43,7 +42,7 @@ def test_questions_are_those_of_spec_bench_evenly_over_categories() -> None:
     assert all(len(question.turns) == 2 for question in chats)
 
 
-def test_prompts_of_a_file_are_one_task(tmp_path: Path) -> None:
+def test_prompts_of_a_file_are_one_task(tmp_path):
     (tmp_path / "own.jsonl").write_text(
         '{"turns": ["a"]}\n\n{"turns": ["b", "c"]}\n', encoding="utf-8"
     )
@@ -54,13 +53,13 @@ def test_prompts_of_a_file_are_one_task(tmp_path: Path) -> None:
     ]
 
 
-def test_batches_are_of_one_task_and_whole() -> None:
+def test_batches_are_of_one_task_and_whole():
     questions = [Question(str(i), "ab"[i % 2], ["x"]) for i in range(9)]
     names = [[one.name for one in group] for group in groups_of(questions, 2)]
     assert names == [["0", "2"], ["1", "3"], ["4", "6"], ["5", "7"]]
 
 
-def test_speedups_are_ratios_of_mean_speeds_of_the_same_questions() -> None:
+def test_speedups_are_ratios_of_mean_speeds_of_the_same_questions():
     records: list[dict[str, Any]] = []
     for question, task, stock_s, ours_s in (
         ("1", "QA", 2.0, 1.0),
@@ -85,9 +84,7 @@ def test_speedups_are_ratios_of_mean_speeds_of_the_same_questions() -> None:
 
 
 @pytest.mark.nightly
-def test_a_run_is_continued_and_all_methods_write_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_continued_and_all_methods_write_the_same(tmp_path, monkeypatch):
     eager = {"compile": False}  # compiling takes long
     monkeypatch.setattr(
         spec_bench, "SLOSpecConfig", lambda **options: SLOSpecConfig(**options | eager)

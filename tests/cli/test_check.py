@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from transformers import (
     RwkvConfig,
     RwkvForCausalLM,
 )
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from hf_slospec import load_tiny_pair
 from hf_slospec.cli import options as budget
@@ -36,13 +34,13 @@ TEXTS = (
 
 
 @pytest.fixture
-def prompts(tmp_path: Path) -> str:
+def prompts(tmp_path):
     path = tmp_path / "prompts.json"
     path.write_text(str(list(TEXTS)).replace("'", '"'))
     return str(path)
 
 
-def check(*options: str) -> Result:
+def check(*options):
     return RUN.invoke(
         app,
         [
@@ -58,7 +56,7 @@ def check(*options: str) -> Result:
     )
 
 
-def rows(result: Result) -> dict[str, str]:
+def rows(result):
     """The report's table by the names of its rows."""
     lines = [
         line.strip("| ").split(" | ", 1)
@@ -68,7 +66,7 @@ def rows(result: Result) -> dict[str, str]:
     return {line[0]: line[1] for line in lines if len(line) == 2}
 
 
-def test_the_embedded_pair_is_exact(prompts: str) -> None:
+def test_the_embedded_pair_is_exact(prompts):
     result = check("--dtype", "float32", "--prompts", prompts)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("### hf_slospec check: exact\n")
@@ -80,7 +78,7 @@ def test_the_embedded_pair_is_exact(prompts: str) -> None:
     assert found["K/V per token"] == "8.0 KiB, of the draft 1.0 KiB"
 
 
-def test_a_folder_is_checked_by_prompt_lookup(tmp_path: Path, prompts: str) -> None:
+def test_a_folder_is_checked_by_prompt_lookup(tmp_path, prompts):
     target, _, tokenizer = load_tiny_pair(torch.float32)
     for part in (target, tokenizer):
         part.save_pretrained(tmp_path / "own")
@@ -96,27 +94,23 @@ def test_a_folder_is_checked_by_prompt_lookup(tmp_path: Path, prompts: str) -> N
 class Clock:
     """A clock that goes on only while something is compared."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, output_s: float):
+    def __init__(self, monkeypatch, output_s):
         self.now_s = 0.0
         monkeypatch.setattr(budget, "clock", lambda: self.now_s)
         for name in ("_examined", "_unexamined"):
             self._count(monkeypatch, ModelCheck, name, output_s)
 
-    def _count(
-        self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, seconds: float
-    ) -> None:
+    def _count(self, monkeypatch, owner, name, seconds):
         plain = getattr(owner, name)
 
-        def counted(*given: Any, **options: Any) -> Any:
+        def counted(*given, **options):
             self.now_s += seconds
             return plain(*given, **options)
 
         monkeypatch.setattr(owner, name, counted)
 
 
-def test_what_there_is_no_time_for_is_left_out_and_named(
-    prompts: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_there_is_no_time_for_is_left_out_and_named(prompts, monkeypatch):
     """Of 100 s: 2 outputs of 12 s within 30 s, 2 more within 50 s, and both batches."""
     clock = Clock(monkeypatch, output_s=12.0)
     options = [
@@ -142,14 +136,14 @@ def test_what_there_is_no_time_for_is_left_out_and_named(
     assert "comparing: greedy, batcher (60 s)" in result.stderr
 
 
-def test_a_wrong_token_is_found_where_it_is(prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_token_is_found_where_it_is(prompts, monkeypatch):
     """The packed forward has negated logits at one place: behind five new tokens of the second
     prompt.
     """
     plain = StockSampler.choose
     prompt = load_tiny_pair()[2](TEXTS[1])["input_ids"]
 
-    def wrong(self: StockSampler, requests: Any, logits: torch.Tensor, trees: Any) -> Any:
+    def wrong(self, requests, logits, trees):
         logits = logits.clone()
         begin = 0
         for request, tree in zip(requests, trees, strict=True):
@@ -173,7 +167,7 @@ def test_a_wrong_token_is_found_where_it_is(prompts: str, monkeypatch: pytest.Mo
     )
 
 
-def test_a_refused_model_is_no_error(tmp_path: Path) -> None:
+def test_a_refused_model_is_no_error(tmp_path):
     RwkvForCausalLM(RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2)).save_pretrained(
         tmp_path
     )
@@ -184,7 +178,7 @@ def test_a_refused_model_is_no_error(tmp_path: Path) -> None:
     assert rows(result)["model"].startswith(f"{tmp_path}: RwkvForCausalLM, ")
 
 
-def test_pictures_are_compared(tmp_path: Path, prompts: str) -> None:
+def test_pictures_are_compared(tmp_path, prompts):
     tokenizer = load_tiny_pair()[2]
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     vision = dict(
@@ -224,8 +218,8 @@ def test_pictures_are_compared(tmp_path: Path, prompts: str) -> None:
     assert rows(result)["greedy, with images"].startswith(("exact, 2 of 2", "refused: "))
 
 
-def test_verdicts() -> None:
-    def compared(*are_near_ties: bool | None) -> Comparison:
+def test_verdicts():
+    def compared(*are_near_ties):
         return Comparison(
             "greedy", 3, 3, [Difference(near, f"prompt {near}") for near in are_near_ties]
         )
@@ -238,7 +232,7 @@ def test_verdicts() -> None:
     assert str(compared(True, *[None] * 6)).endswith("prompt None; and 2 more")
 
 
-def test_built_in_prompts_and_files_of_prompts(tmp_path: Path) -> None:
+def test_built_in_prompts_and_files_of_prompts(tmp_path):
     assert len(set(read_prompts(None))) == len(BUILT_IN) == 20
     path = tmp_path / "prompts.txt"
     path.write_text("one\n\ntwo three\n", encoding="utf-8")
@@ -246,7 +240,7 @@ def test_built_in_prompts_and_files_of_prompts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "[1]", '[""]', '{"a": 1}', "[" * 100_000])
-def test_bad_files_of_prompts(tmp_path: Path, content: str) -> None:
+def test_bad_files_of_prompts(tmp_path, content):
     path = tmp_path / "prompts.json"
     path.write_text(content)
     result = check("./nowhere", "--prompts", str(path))  # before anything is loaded

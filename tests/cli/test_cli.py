@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +25,7 @@ RUN = CliRunner(env={"COLUMNS": "200"})  # as wide in every terminal
 EAGER = ["--config", '{"compile": false}']  # compiling takes long
 
 
-def test_bench_writes_table_and_json(tmp_path: Path) -> None:
+def test_bench_writes_table_and_json(tmp_path):
     path = tmp_path / "deep" / "result.json"
     options = "--size tiny --dtype float32 --new-tokens 6 --repeats 1 --batch 1 --batch 2".split()
     result = CliRunner(env={"COLUMNS": "30"}).invoke(
@@ -46,7 +44,7 @@ def test_bench_writes_table_and_json(tmp_path: Path) -> None:
         assert row["rows_equal_to_generate"] == f"{row['batch']}/{row['batch']}"
 
 
-def test_bench_waits_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_waits_for_the_compiler(monkeypatch):
     seen = list[Any]()
     monkeypatch.setattr(
         benchmark, "SLOSpecGenerator", lambda *given, **_: seen.append(given[3].compile)
@@ -57,7 +55,7 @@ def test_bench_waits_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == ["wait", False]
 
 
-def test_bench_of_a_drafter_without_a_draft_model(tmp_path: Path) -> None:
+def test_bench_of_a_drafter_without_a_draft_model(tmp_path):
     target, _, tokenizer = load_tiny_pair()
     target.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
@@ -74,7 +72,7 @@ def test_bench_of_a_drafter_without_a_draft_model(tmp_path: Path) -> None:
     assert rows["hf_slospec"]["rows_equal_to_generate"] == "1/1"
 
 
-def test_profile_measures_fits_draws_and_keeps(tmp_path: Path) -> None:
+def test_profile_measures_fits_draws_and_keeps(tmp_path):
     plot = tmp_path / "curve.png"
     path = tmp_path / "profile.json"
     options = [
@@ -115,9 +113,7 @@ def test_profile_measures_fits_draws_and_keeps(tmp_path: Path) -> None:
         ("demo", "gradio", "demo"),
     ],
 )
-def test_a_missing_extra_is_named_in_one_line(
-    options: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_extra_is_named_in_one_line(options, module, extra, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.chdir(tmp_path)
     result = CliRunner(env={"COLUMNS": "40"}).invoke(app, options.split())
@@ -126,7 +122,7 @@ def test_a_missing_extra_is_named_in_one_line(
     assert f"needs {module}; install with: pip install" in line and f"[{extra}]" in line
 
 
-def test_version_and_help() -> None:
+def test_version_and_help():
     assert __version__ in RUN.invoke(app, ["--version"]).output
     assert "bench" in RUN.invoke(app, ["--help"]).output
 
@@ -135,7 +131,7 @@ def test_version_and_help() -> None:
     "command",
     ["generate", "serve", "demo", "bench", "profile", "check", "simulate", "train-drafter"],
 )
-def test_help_teaches_by_example(command: str) -> None:
+def test_help_teaches_by_example(command):
     output = RUN.invoke(app, [command, "--help"]).output
     assert f"hf_slospec {command} " in output
     assert "\x1b" not in output  # colours are for terminals
@@ -145,7 +141,7 @@ TEXT = "def f(x):\n    return"
 FAST = ["--max-new-tokens", "12", "--dtype", "float32"]
 
 
-def stock(text: str, **options: Any) -> str:
+def stock(text, **options):
     target, _, tokenizer = load_tiny_pair()
     inputs = tokenizer(text, return_tensors="pt")
     out = target.generate(
@@ -154,7 +150,7 @@ def stock(text: str, **options: Any) -> str:
     return str(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
-def test_generate_writes_the_text_to_the_output_and_figures_beside_it() -> None:
+def test_generate_writes_the_text_to_the_output_and_figures_beside_it():
     result = RUN.invoke(app, ["generate", TEXT, "--slo-tpot", "10", *FAST])
     assert result.exit_code == 0, result.output
     assert result.stdout == stock(TEXT) + "\n"
@@ -163,12 +159,10 @@ def test_generate_writes_the_text_to_the_output_and_figures_beside_it() -> None:
     assert "\x1b" not in result.output
 
 
-def test_what_is_logged_while_text_is_streamed_stands_behind_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_logged_while_text_is_streamed_stands_behind_it(monkeypatch):
     plain = RequestHandle.__iter__
 
-    def noticed(self: RequestHandle) -> Iterator[str]:
+    def noticed(self):
         for piece in plain(self):
             logging.getLogger("hf_slospec.policies.auto").warning("a notice")
             yield piece
@@ -180,7 +174,7 @@ def test_what_is_logged_while_text_is_streamed_stands_behind_it(
 
 
 @pytest.mark.parametrize("command", ["generate", "bench", "profile"])
-def test_a_target_alone_is_drafted_for_by_its_text(command: str, tmp_path: Path) -> None:
+def test_a_target_alone_is_drafted_for_by_its_text(command, tmp_path):
     target, _, tokenizer = load_tiny_pair()
     target.save_pretrained(tmp_path / "own")
     tokenizer.save_pretrained(tmp_path / "own")
@@ -200,7 +194,7 @@ def test_a_target_alone_is_drafted_for_by_its_text(command: str, tmp_path: Path)
     assert command != "generate" or result.stdout == stock(TEXT) + "\n"
 
 
-def test_profile_measures_what_drafts(tmp_path: Path) -> None:
+def test_profile_measures_what_drafts(tmp_path):
     path = tmp_path / "profile.json"
     options = [
         "--size",
@@ -238,13 +232,13 @@ def test_profile_measures_what_drafts(tmp_path: Path) -> None:
         ("lookup", "mtp", "assistant", "lookup+mtp", "suffix+assistant"),
     ),
 )
-def test_generate_drafts_as_it_is_told(drafter: str) -> None:
+def test_generate_drafts_as_it_is_told(drafter):
     result = RUN.invoke(app, ["generate", TEXT, "--drafter", drafter, *FAST])
     assert result.exit_code == 0, result.output
     assert result.stdout == stock(TEXT) + "\n"
 
 
-def test_generate_reads_a_pipe_or_a_file(tmp_path: Path) -> None:
+def test_generate_reads_a_pipe_or_a_file(tmp_path):
     path = tmp_path / "prompt.py"
     path.write_text(TEXT)
     for options, piped in (([], TEXT), (["-"], TEXT), (["--file", str(path)], None)):
@@ -252,7 +246,7 @@ def test_generate_reads_a_pipe_or_a_file(tmp_path: Path) -> None:
         assert result.stdout == stock(TEXT) + "\n", result.output
 
 
-def test_generate_samples_as_stock_does_and_writes_json(tmp_path: Path) -> None:
+def test_generate_samples_as_stock_does_and_writes_json(tmp_path):
     path = tmp_path / "deep" / "result.json"
     options = ["--temperature", "0.8", "--top-p", "0.9", "--top-k", "40", "--seed", "3"]
     result = RUN.invoke(app, ["generate", TEXT, *options, *FAST, "--json", str(path)])
@@ -270,7 +264,7 @@ def test_generate_samples_as_stock_does_and_writes_json(tmp_path: Path) -> None:
     assert json.loads(result.stdout)["prompt"] == TEXT  # and nothing else there
 
 
-def test_generate_stops_at_a_text_and_says_when_a_target_was_missed() -> None:
+def test_generate_stops_at_a_text_and_says_when_a_target_was_missed():
     result = RUN.invoke(app, ["generate", TEXT, *FAST, "--stop", "x"])
     assert result.stdout.rstrip("\n").endswith("x")
     result = RUN.invoke(app, ["generate", TEXT, *FAST, "--slo-tpot", "1e-9", "--strict"])

@@ -26,7 +26,7 @@ from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 OPTIONS: dict[str, Any] = dict(max_new_tokens=20, do_sample=False, eos_token_id=None)
 
 
-def padded_len(inputs: dict[str, torch.Tensor]) -> int:
+def padded_len(inputs):
     return inputs["input_ids"].shape[1]
 
 
@@ -34,12 +34,12 @@ Replace = Callable[[Callable[[torch.Tensor], torch.Tensor | None]], None]
 
 
 @pytest.fixture
-def replace_output(monkeypatch: pytest.MonkeyPatch) -> Replace:
+def replace_output(monkeypatch):
     """Has new tokens [batch, new] replaced, or changed in place, before the report compares them."""
     decode = divergence.decode
 
-    def replace(change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        def wrong(call: Any) -> Any:
+    def replace(change):
+        def wrong(call):
             output = decode(call)
             length = call.rows.input_ids.shape[1]
             prompt, new = output.sequences.tensor_split([length], 1)
@@ -52,24 +52,22 @@ def replace_output(monkeypatch: pytest.MonkeyPatch) -> Replace:
     return replace
 
 
-def plain_logits(
-    model: Any, inputs: dict[str, torch.Tensor], row: int, new: list[int]
-) -> torch.Tensor:
+def plain_logits(model, inputs, row, new):
     """-> [vocab], of the token after the row's prompt and ``new``"""
     prompt = inputs["input_ids"][row][inputs["attention_mask"][row].bool()].tolist()
     with torch.no_grad():
         return model(torch.tensor([prompt + new])).logits[0, -1]
 
 
-def test_first_difference() -> None:
+def test_first_difference():
     assert first_difference([1, 2, 3], [1, 2, 3]) is None
     assert first_difference([1, 2, 3], [1, 5, 4]) == 1
     assert first_difference([], []) is None
     assert first_difference([1, 2], [1]) == 1
 
 
-def test_near_tie_needs_a_margin_within_rounding_or_noise() -> None:
-    def at(ours: float, rounding: float, noise: float) -> bool:
+def test_near_tie_needs_a_margin_within_rounding_or_noise():
+    def at(ours, rounding, noise):
         return Divergence(0, 0, 1, 2, 8.0, ours, rounding, noise).is_near_tie
 
     assert at(8.0, 0.0, 0.0)
@@ -78,7 +76,7 @@ def test_near_tie_needs_a_margin_within_rounding_or_noise() -> None:
     assert not at(-math.inf, math.nan, 0.1) and not at(math.nan, math.nan, 0.1)
 
 
-def test_nothing_diverges_in_fp32() -> None:
+def test_nothing_diverges_in_fp32():
     model = tiny_model("llama")
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03))
     inputs = ragged_prompts(4)
@@ -91,11 +89,11 @@ def test_nothing_diverges_in_fp32() -> None:
     assert str(report) == f"{counted}; guaranteed: none in fp32, near-ties in other dtypes"
 
 
-def test_a_wrong_token_is_no_near_tie(replace_output: Replace) -> None:
+def test_a_wrong_token_is_no_near_tie(replace_output):
     model = tiny_model("llama")
     inputs = ragged_prompts(3)
 
-    def change(new: torch.Tensor) -> None:
+    def change(new):
         assert new.shape == (3, 20)
         new[1, 7] = (new[1, 7] + 1) % 100
         new[1, 9] = 3  # later differences of a row do not count
@@ -121,7 +119,7 @@ def test_a_wrong_token_is_no_near_tie(replace_output: Replace) -> None:
     assert lines[-1].startswith("row 2, new token 0: ") and lines[-1].endswith("(not a near tie)")
 
 
-def test_second_best_token_is_no_near_tie_in_bf16(replace_output: Replace) -> None:
+def test_second_best_token_is_no_near_tie_in_bf16(replace_output):
     """Not only absurd tokens are told from near-ties: the runner-up is, where the model is sure of
     the first.
     """
@@ -146,7 +144,7 @@ def test_second_best_token_is_no_near_tie_in_bf16(replace_output: Replace) -> No
     assert found.rounding / 8 < found.noise < 0.5
 
 
-def test_a_slightly_different_target_is_told_from_rounding(replace_output: Replace) -> None:
+def test_a_slightly_different_target_is_told_from_rounding(replace_output):
     """What a small error in our forward would look like: weights off by 4% of their spread."""
     target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
     other = copy.deepcopy(target)
@@ -164,7 +162,7 @@ def test_a_slightly_different_target_is_told_from_rounding(replace_output: Repla
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_an_exact_tie_is_a_near_tie(dtype: torch.dtype, replace_output: Replace) -> None:
+def test_an_exact_tie_is_a_near_tie(dtype, replace_output):
     model = copy.deepcopy(tiny_model("llama")).to(dtype)
     inputs = ragged_prompts(2)
     stock = type(model).generate(model, **inputs, **OPTIONS)[:, padded_len(inputs) :]
@@ -174,7 +172,7 @@ def test_an_exact_tie_is_a_near_tie(dtype: torch.dtype, replace_output: Replace)
     assert token < twin  # argmax takes the first of equals: stock output stays what it was
     model.lm_head.weight.data[twin] = model.lm_head.weight.data[token]
 
-    def change(new: torch.Tensor) -> None:
+    def change(new):
         new[1, at] = twin
 
     replace_output(change)
@@ -188,7 +186,7 @@ def test_an_exact_tie_is_a_near_tie(dtype: torch.dtype, replace_output: Replace)
     assert f"{found}".endswith("(near tie)")
 
 
-def test_output_that_ends_too_early_or_too_late_differs(replace_output: Replace) -> None:
+def test_output_that_ends_too_early_or_too_late_differs(replace_output):
     model = tiny_model("llama")
     inputs = ragged_prompts(1)
     output = SLOSpecGenerator(model).generate(**inputs, **OPTIONS | {"max_new_tokens": 30})[
@@ -202,7 +200,7 @@ def test_output_that_ends_too_early_or_too_late_differs(replace_output: Replace)
         assert found.position == min(tokens, 20) and not found.is_near_tie
 
 
-def test_bf16_pair_diverges_at_near_ties_only() -> None:
+def test_bf16_pair_diverges_at_near_ties_only():
     target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
     generator = SLOSpecGenerator(target, draft, tokenizer)
     num_rows = quick_or(4, 6)
@@ -214,7 +212,7 @@ def test_bf16_pair_diverges_at_near_ties_only() -> None:
     assert report.all_near_ties, str(report)
 
 
-def test_tokens_that_were_speculated_before_are_compared() -> None:
+def test_tokens_that_were_speculated_before_are_compared():
     model = tiny_model("llama")
     inputs = ragged_prompts(2)
     ours = SLOSpecGenerator(model)

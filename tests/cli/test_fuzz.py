@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -50,7 +48,7 @@ CONFIGS = {  # for folders that claim to be models
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory):
     own = tmp_path_factory.mktemp("fuzz")
     before = Path.cwd()
     os.chdir(own)
@@ -60,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.chdir(before)
 
 
-def _stop_before_work(patch: pytest.MonkeyPatch) -> None:
+def _stop_before_work(patch):
     import uvicorn
 
     import hf_slospec.cli.model_check as check_module
@@ -68,7 +66,7 @@ def _stop_before_work(patch: pytest.MonkeyPatch) -> None:
     import hf_slospec.server.loading as load
     import hf_slospec.training.run as training
 
-    def stop(*_: Any, **__: Any) -> Any:
+    def stop(*_, **__):
         raise typer.Exit(0)
 
     places: list[tuple[ModuleType | type, str]] = [
@@ -82,7 +80,7 @@ def _stop_before_work(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(demo, "prepare", stop)
 
 
-def _write_files(folder: Path) -> None:
+def _write_files(folder):
     """Bring the folder into the state in which every command finds it."""
     for path in folder.rglob("*"):
         if path.is_file() and path.suffix != ".safetensors":
@@ -206,7 +204,7 @@ FIRST = {
 
 
 @st.composite
-def command_lines(draw: st.DrawFn) -> list[str]:
+def command_lines(draw):
     command = draw(st.sampled_from(sorted(COMMANDS)))
     line = [command, *FIRST.get(command, [])]
     for name in draw(st.lists(st.sampled_from(sorted(COMMANDS[command])), max_size=4)):

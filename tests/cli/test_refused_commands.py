@@ -117,9 +117,7 @@ REFUSED = [
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's, when it is imported
 @pytest.mark.parametrize(("command", "words"), REFUSED, ids=lambda value: value[:60])
-def test_refused_commands_name_the_option(
-    command: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_commands_name_the_option(command, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(comparison.Simulation, "run", lambda *_, **__: pytest.fail("it was run"))
     Path("keys.json").write_text('{"key": {"strictest_tpot": -1}}')
@@ -134,7 +132,7 @@ def test_refused_commands_name_the_option(
 
 
 @pytest.mark.parametrize("command", ["bench --json", "profile --json", "simulate --csv"])
-def test_output_files_are_checked_before_any_work(command: str, tmp_path: Path) -> None:
+def test_output_files_are_checked_before_any_work(command, tmp_path):
     for file in ("/dev/null/r", str(tmp_path / ("a" * 300))):
         result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*command.split(), file])
         assert result.exit_code == 2 and "cannot be written" in result.output

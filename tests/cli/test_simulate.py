@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-from pathlib import Path
 
 import pytest
-from click.testing import Result
 from typer.testing import CliRunner
 
 from hf_slospec.cli.app import app
@@ -17,11 +15,11 @@ RUN = CliRunner(env={"COLUMNS": "200"})
 SMALL = ["--number", "6", "--system", "auto", "--system", "vllm"]
 
 
-def run(*options: object) -> Result:
+def run(*options):
     return RUN.invoke(app, ["simulate", *map(str, options)])
 
 
-def test_table_json_csv_and_picture(tmp_path: Path) -> None:
+def test_table_json_csv_and_picture(tmp_path):
     made = tmp_path / "deep" / "r.json"
     lines = tmp_path / "other" / "r.csv"
     plot = tmp_path / "p" / "r.png"
@@ -67,7 +65,7 @@ def test_table_json_csv_and_picture(tmp_path: Path) -> None:
     )
 
 
-def test_traces_and_latency_files_in_place_of_mixes_and_known_hardware(tmp_path: Path) -> None:
+def test_traces_and_latency_files_in_place_of_mixes_and_known_hardware(tmp_path):
     trace = tmp_path / "t.csv"
     latency = tmp_path / "l.json"
     trace.write_text(
@@ -97,10 +95,8 @@ def test_traces_and_latency_files_in_place_of_mixes_and_known_hardware(tmp_path:
     assert result.exit_code == 0 and "10/s" in result.output
 
 
-def test_an_interrupt_ends_it_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object, **__: object) -> None:
+def test_an_interrupt_ends_it_and_leaves_nothing(tmp_path, monkeypatch):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(comparison.Simulation, "run", interrupted)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -33,18 +32,18 @@ OPTIONS: dict[str, Any] = dict(max_new_tokens=24, pad_token_id=0)
 class Finished:
     """A compilation that ran in this process."""
 
-    def wait(self) -> None:
+    def wait(self):
         pass
 
-    def poll(self) -> int:
+    def poll(self):
         return 0
 
 
 @pytest.fixture(autouse=True)
-def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_this_process(monkeypatch):
     """Spare the time of importing torch in another process."""
 
-    def start(self: CompileJob) -> Finished:
+    def start(self):
         self.run()
         return Finished()
 
@@ -52,21 +51,21 @@ def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def model() -> Iterator[Any]:
+def model():
     """Yield a model that the test may change."""
     tiny_model.cache_clear()
     yield tiny_model("llama")
     tiny_model.cache_clear()
 
 
-def rows() -> dict[str, torch.Tensor]:
+def rows():
     ids = torch.randint(3, 100, (3, 14), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[1, :5], mask[2, :9] = 0, 0
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def generated(generate: Callable[..., torch.Tensor], **options: Any) -> list[list[list[int]]]:
+def generated(generate, **options):
     """Return a greedy and a sampled batch."""
     greedy = generate(**rows(), **OPTIONS, do_sample=False, **options)
     torch.manual_seed(5)
@@ -74,13 +73,13 @@ def generated(generate: Callable[..., torch.Tensor], **options: Any) -> list[lis
     return [greedy.tolist(), sampled.tolist()]
 
 
-def generator(model: Any, compile: Any = "wait") -> SLOSpecGenerator:
+def generator(model, compile="wait"):
     return SLOSpecGenerator(model, drafter="lookup", config=SLOSpecConfig(compile=compile))
 
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_lora_is_compiled_as_it_is_at_first(model: Any) -> None:
+def test_lora_is_compiled_as_it_is_at_first(model):
     peft = pytest.importorskip("peft")
     modules = ["q_proj", "v_proj", "down_proj"]
     adapted = peft.get_peft_model(
@@ -104,7 +103,7 @@ def test_lora_is_compiled_as_it_is_at_first(model: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_lora_of_other_kinds_is_not_compiled(model: Any) -> None:
+def test_lora_of_other_kinds_is_not_compiled(model):
     peft = pytest.importorskip("peft")
     options = dict(r=4, target_modules=["q_proj"], init_lora_weights=False, use_dora=True)
     ours = generator(adapted := peft.get_peft_model(model, peft.LoraConfig(**options)).eval())
@@ -112,7 +111,7 @@ def test_lora_of_other_kinds_is_not_compiled(model: Any) -> None:
     assert "modules were changed" in ours.stats().forwards["target"]
 
 
-def test_hidden_states_for_a_drafter() -> None:
+def test_hidden_states_for_a_drafter():
     model = tiny_model("llama")
     packed = packed_model(model, compile="wait")
     eager = packed_model(model)
@@ -133,7 +132,7 @@ def test_hidden_states_for_a_drafter() -> None:
     torch.testing.assert_close(outputs[0].features, outputs[1].features)
 
 
-def test_bf16() -> None:
+def test_bf16():
     model = tiny_model("llama").to(torch.bfloat16)
     try:
         packed = packed_model(model, compile="wait")
@@ -143,7 +142,7 @@ def test_bf16() -> None:
         model.float()
 
 
-def test_the_switch_between_two_steps(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+def test_the_switch_between_two_steps(monkeypatch, model):
     """Eager forwards serve until the package is loaded, by a thread."""
     loads = []
     load = compiled._Package._load
@@ -168,7 +167,7 @@ def test_the_switch_between_two_steps(monkeypatch: pytest.MonkeyPatch, model: An
     assert ours.stats().forwards == {"target": "compiled"}
 
 
-def test_changed_modules_are_computed_eagerly(model: Any) -> None:
+def test_changed_modules_are_computed_eagerly(model):
     ours = generator(model)
     generated(ours.generate)
     plain = model.model.layers[0].mlp.up_proj
@@ -185,7 +184,7 @@ def test_changed_modules_are_computed_eagerly(model: Any) -> None:
     assert ours.stats().forwards == {"target": "compiled"}
 
 
-def test_a_model_in_a_trainer_is_compiled(model: Any) -> None:
+def test_a_model_in_a_trainer_is_compiled(model):
     """In training mode, and with the hook that gradient checkpointing needs."""
     ours = generator(model)
     model.train()
@@ -194,11 +193,9 @@ def test_a_model_in_a_trainer_is_compiled(model: Any) -> None:
     assert ours.stats().forwards == {"target": "compiled"}
 
 
-def test_eager_forwards_leave_a_core_to_the_compiler(
-    monkeypatch: pytest.MonkeyPatch, model: Any
-) -> None:
+def test_eager_forwards_leave_a_core_to_the_compiler(monkeypatch, model):
     class Running(Finished):
-        def poll(self) -> None:
+        def poll(self):
             return None
 
     monkeypatch.setattr(CompileJob, "start", lambda self: Running())
@@ -223,9 +220,7 @@ def test_eager_forwards_leave_a_core_to_the_compiler(
         torch.set_num_threads(before)
 
 
-def test_a_setting_that_the_graph_lacks_is_found_by_comparison(
-    model: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_setting_that_the_graph_lacks_is_found_by_comparison(model, caplog):
     """The graph is that of a new model of the class and config; this one computes something else."""
     ours = generator(model)
     generated(ours.generate)
@@ -238,9 +233,7 @@ def test_a_setting_that_the_graph_lacks_is_found_by_comparison(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("share", "path"), [(0.3, "compiled"), (0.9, "eager")])
-def test_rounding_that_differs_now_and_then_is_none_of_the_graphs_faults(
-    monkeypatch: pytest.MonkeyPatch, share: float, path: str
-) -> None:
+def test_rounding_that_differs_now_and_then_is_none_of_the_graphs_faults(monkeypatch, share, path):
     draws = random.Random(1)
     monkeypatch.setattr(
         compiled, "relative_error", lambda ours, _: torch.tensor([float(draws.random() < share)])
@@ -254,10 +247,10 @@ def test_rounding_that_differs_now_and_then_is_none_of_the_graphs_faults(
         model.float()
 
 
-def test_failures_are_kept_and_told(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+def test_failures_are_kept_and_told(monkeypatch, model):
     attempts = []
 
-    def fail(description: GraphDescription) -> None:
+    def fail(description):
         attempts.append(description)
         raise ValueError("it cannot be traced")
 
@@ -277,9 +270,7 @@ def test_failures_are_kept_and_told(monkeypatch: pytest.MonkeyPatch, model: Any)
         (dict(attention="4d_mask"), "attention='4d_mask' is the plain reference"),
     ],
 )
-def test_settings_without_compiled_forwards(
-    model: Any, settings: dict[str, Any], reason: str
-) -> None:
+def test_settings_without_compiled_forwards(model, settings, reason):
     config = SLOSpecConfig(**{"compile": "wait"} | settings)
     ours = SLOSpecGenerator(model, drafter="lookup", config=config)
     assert ours.stats().forwards == {"target": f"eager: {reason}"}
@@ -287,7 +278,7 @@ def test_settings_without_compiled_forwards(
 
 
 @pytest.mark.nightly
-def test_another_process_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_compiles(monkeypatch):
     monkeypatch.undo()
     model = tiny_model("gpt2")  # weights as [inputs, outputs]
     ours = generator(model)

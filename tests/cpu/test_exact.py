@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 import shutil
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -41,18 +40,18 @@ PATHS = [
 
 
 @pytest.fixture(params=PATHS)
-def path(request: pytest.FixtureRequest) -> Any:
+def path(request):
     """Whose forwards, and the setting ``compile``."""
     return request.param
 
 
 @pytest.fixture
-def compile(path: Any) -> Any:
+def compile(path):
     return path[1]
 
 
 @pytest.fixture(scope="module")
-def pair() -> Any:
+def pair():
     """The embedded pair in bf16, and prompts that share beginnings."""
     target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
     texts = [
@@ -64,7 +63,7 @@ def pair() -> Any:
 
 
 @pytest.fixture
-def models(pair: Any, path: Any) -> Any:
+def models(pair, path):
     """A target, a drafter, a tokenizer and prompts of which some share beginnings.
 
     Beside a compiled target, prompt lookup drafts: a draft model would have to be compiled, too.
@@ -87,24 +86,24 @@ def models(pair: Any, path: Any) -> Any:
     return target, None if path[1] else draft, tokenizer, prompts
 
 
-def alone(model: Any, inputs: Inputs, seed: int = 0, **options: Any) -> list[list[int]]:
+def alone(model, inputs, seed=0, **options):
     """Return stock's new tokens of every row alone, without padding."""
     rows = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
     return [answer(model, ids[mask.bool()], seed, **options) for ids, mask in rows]
 
 
-def padded(texts: Sequence[list[int]]) -> list[list[int]]:
+def padded(texts):
     longest = max(map(len, texts))
     return [text + [0] * (longest - len(text)) for text in texts]
 
 
-def new_tokens(sequences: torch.Tensor, inputs: Inputs) -> list[list[int]]:
+def new_tokens(sequences, inputs):
     rows: list[list[int]] = sequences[:, inputs["input_ids"].shape[1] :].tolist()
     return rows
 
 
 @pytest.mark.parametrize("family", nightly_but(["gpt2"], BF16_FAMILIES))
-def test_bits_are_those_of_stock_for_every_row_alone(family: str) -> None:
+def test_bits_are_those_of_stock_for_every_row_alone(family):
     assert family in FAMILIES
     model, draft = (tiny_model(family, noise=noise).to(torch.bfloat16) for noise in (0.0, 0.03))
     try:
@@ -122,9 +121,7 @@ def test_bits_are_those_of_stock_for_every_row_alone(family: str) -> None:
         tiny_model.cache_clear()
 
 
-def submitted(
-    generator: SLOSpecGenerator, prompts: list[list[int]], order: Sequence[int], **options: Any
-) -> Any:
+def submitted(generator, prompts, order, **options):
     """Return the new tokens of prompts that are submitted together, in this order."""
     with generator:
         handles = {
@@ -133,7 +130,7 @@ def submitted(
         return [handles[index].result(timeout=300).token_ids for index in range(len(prompts))]
 
 
-def test_bits_in_the_batcher(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_in_the_batcher(pair, monkeypatch):
     for name, value in quick_or(dict(PROMPTS=(61, 3), DEPTH=4), {}).items():  # shapes of the trial
         monkeypatch.setattr(exact_trial, name, value)
     target, draft, tokenizer, prompts = pair
@@ -155,7 +152,7 @@ def test_bits_in_the_batcher(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None
         assert submitted(generator, prompts, order, **options) == expected
 
 
-def test_self_is_the_same_whatever_runs_beside(models: Any, compile: Any) -> None:
+def test_self_is_the_same_whatever_runs_beside(models, compile):
     target, drafter, tokenizer, prompts = models
     options: dict[str, Any] = dict(max_new_tokens=6, do_sample=False)
     policies = dict(policy="none"), dict(policy="fixed", max_depth=5, max_width=1), DRAFTING
@@ -181,7 +178,7 @@ def test_self_is_the_same_whatever_runs_beside(models: Any, compile: Any) -> Non
     assert all(text == texts[0] for text in texts)
 
 
-def test_self_with_seeds(models: Any, compile: Any) -> None:
+def test_self_with_seeds(models, compile):
     target, drafter, tokenizer, prompts = models
     options: dict[str, Any] = dict(max_new_tokens=6, do_sample=True, temperature=0.8, seed=7)
     texts = [
@@ -198,10 +195,10 @@ def test_self_with_seeds(models: Any, compile: Any) -> None:
     assert texts[0] == texts[1]
 
 
-def test_a_model_whose_trial_fails_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_trial_fails_is_refused(monkeypatch):
     plain = PackedModel.forward
 
-    def forward(self: PackedModel, pool: Any, parts: Any, logit_rows: Any) -> torch.Tensor:
+    def forward(self, pool, parts, logit_rows):
         logits = plain(self, pool, parts, logit_rows)
         return logits + (
             1e-3 if len(logits) > 80 else 0.0

@@ -16,9 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(64, 64), (192, 576), (96, 1536), (40, 3072), (40, 24)]
 
 
-def cancelling(
-    shape: tuple[int, int], num_rows: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def cancelling(shape, num_rows, dtype):
     """Return a weight and rows [1, num_rows, inputs] whose products are rounding errors, which any
     order changes.
     """
@@ -31,7 +29,7 @@ def cancelling(
     return F.pad(weight, (0, inputs % 2)).to(dtype), F.pad(rows, (0, inputs % 2)).to(dtype)
 
 
-def fresh(tensor: torch.Tensor) -> torch.Tensor:
+def fresh(tensor):
     """Return a copy as an operation would allocate it; strides of dimensions of size 1 matter to
     some kernels.
     """
@@ -39,7 +37,7 @@ def fresh(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture(params=[True, False], ids=["own kernel", "torch only"])
-def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _kernels(request, monkeypatch):
     way_for.cache_clear()
     if not request.param:
         monkeypatch.setattr(exact_products, "_has_blocks", lambda: False)
@@ -51,9 +49,7 @@ def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("as_one", [True, False])
-def test_rows_do_not_depend_on_others(
-    shape: tuple[int, int], dtype: torch.dtype, as_one: bool
-) -> None:
+def test_rows_do_not_depend_on_others(shape, dtype, as_one):
     (weight, x) = cancelling(shape, 75, dtype)
     bias = torch.randn(shape[0]).to(dtype)
     products = overridden(nn.Module(), ExactProducts(as_one))
@@ -72,7 +68,7 @@ def test_rows_do_not_depend_on_others(
 
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_layers_with_transposed_weights(dtype: torch.dtype) -> None:
+def test_layers_with_transposed_weights(dtype):
     layer = Conv1D(96, 640).to(dtype).requires_grad_(False)
     weight, x = cancelling((96, 640), 37, dtype)
     layer.weight.copy_(weight.T)
@@ -81,7 +77,7 @@ def test_layers_with_transposed_weights(dtype: torch.dtype) -> None:
     assert torch.equal(together, torch.cat([layer(fresh(row)) for row in x.split(1, dim=1)], dim=1))
 
 
-def test_changed_weights_are_noticed() -> None:
+def test_changed_weights_are_noticed():
     weight = torch.randn(64, 576).bfloat16()
     x = torch.randn(1, 5, 576).bfloat16()
     products = overridden(nn.Module(), ExactProducts(as_one=False))

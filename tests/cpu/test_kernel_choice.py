@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,18 +16,18 @@ needs_onednn = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def cache(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path))
     kernel_choice._choices.cache_clear()
     yield tmp_path
     kernel_choice._choices.cache_clear()
 
 
-def times(**seconds: list[float | None]) -> Choice:
+def times(**seconds):
     return kernel_choice._choice(seconds)
 
 
-def test_the_kernel_with_the_shortest_steps_is_chosen() -> None:
+def test_the_kernel_with_the_shortest_steps_is_chosen():
     choice = times(
         Plain=[1.0, 2.0, 3.0, 4.0, 8.0, 9.0],
         OneDNN=[1.5, 1.5, 1.8, 2.0, 3.0, 10.0],
@@ -46,12 +45,12 @@ def test_the_kernel_with_the_shortest_steps_is_chosen() -> None:
     ]
 
 
-def test_torch_computes_where_packing_gains_little() -> None:
+def test_torch_computes_where_packing_gains_little():
     assert times(Plain=[1.0] * 6, OneDNN=[0.99, 0.98, 0.99, 0.99, 0.1, 0.1]).kernel is None
     assert times(Plain=[1.0] * 6).kernel is None
 
 
-def test_a_kernel_that_was_not_timed_for_many_tokens_counts_as_slower_there() -> None:
+def test_a_kernel_that_was_not_timed_for_many_tokens_counts_as_slower_there():
     choice = times(Plain=[1.0] * 6, FBGEMM=[0.5, 0.5, 0.5, 0.6, None, None])
     assert choice.kernel == "FBGEMM" and choice.is_faster == (True, True, True, True, False, False)
     choice = times(Plain=[1.0, 3.0, None, None, None, None], FBGEMM=[0.9, 0.9, 1.0, 1.0, 2.0, 4.0])
@@ -91,9 +90,7 @@ def test_at_a_busy_time_the_usual_kernel_is_used_and_nothing_kept(
     assert choose([torch.randn(48, 40)]) == measured
 
 
-def test_a_directory_that_cannot_be_written_is_only_warned_of(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_directory_that_cannot_be_written_is_only_warned_of(monkeypatch):
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", "/proc/none")
     measured = Choice(kernel=None, seconds={"Plain": (1.0,) * 6})
     monkeypatch.setattr(kernel_choice, "_measured", lambda *_: measured)

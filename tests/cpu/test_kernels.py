@@ -15,9 +15,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 @pytest.mark.parametrize(("name", "dtype"), WORKING)
 @pytest.mark.parametrize("sizes", [(40, 24), (1, 1), (3, 7), (129, 33), (300, 1000)])
-def test_a_packed_weight_gives_what_the_plain_one_gives(
-    name: str, dtype: torch.dtype, sizes: tuple[int, int]
-) -> None:
+def test_a_packed_weight_gives_what_the_plain_one_gives(name, dtype, sizes):
     weight = torch.randn(sizes).to(dtype)
     bias = torch.randn(sizes[0]).to(dtype)
     matrix = PACKING[name](weight)
@@ -60,18 +58,16 @@ def test_values_that_fp16_cannot_hold_are_counted_or_refused() -> None:
             PACKING["FBGEMM"](weight)
 
 
-def test_weights_in_fp32_are_never_held_in_fp16() -> None:
+def test_weights_in_fp32_are_never_held_in_fp16():
     assert not works("FBGEMM", torch.float32) and torch.float32 not in DTYPES["FBGEMM"]
 
 
-def test_a_kernel_that_torch_lacks_or_that_is_wrong_is_not_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def missing(weight: torch.Tensor) -> kernels.Matrix:
+def test_a_kernel_that_torch_lacks_or_that_is_wrong_is_not_used(monkeypatch):
+    def missing(weight):
         return torch.ops.mkldnn.no_such_operator(weight)
 
     class Wrong(kernels.Plain):
-        def __call__(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        def __call__(self, input, bias):
             return 1.1 * super().__call__(input, bias)
 
     for kernel in (missing, Wrong):
@@ -81,7 +77,7 @@ def test_a_kernel_that_torch_lacks_or_that_is_wrong_is_not_used(
     works.cache_clear()
 
 
-def test_onednn_makes_kernels_for_few_numbers_of_tokens() -> None:
+def test_onednn_makes_kernels_for_few_numbers_of_tokens():
     larger = [tokens + -tokens % granularity(tokens) for tokens in range(1, 1025)]
     assert len(set(larger)) == 64
     assert max((now - tokens) / tokens for tokens, now in enumerate(larger, start=1)) <= 1 / 8

@@ -46,7 +46,7 @@ SHAPES = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _library() -> None:
+def _library():
     operators.build()
     operators.load()
 
@@ -94,13 +94,13 @@ def check(  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
-def test_attention(heads: tuple[int, int, int, int], options: dict[str, object]) -> None:
+def test_attention(heads, options):
     check(SPANS, heads, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
-def test_attention_in_half_precision(heads: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+def test_attention_in_half_precision(heads, dtype):
     check(SPANS, heads, dtype, has_sinks=True)
 
 
@@ -116,19 +116,13 @@ def test_attention_in_half_precision(heads: tuple[int, int, int, int], dtype: to
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.booleans(),
 )
-def test_attention_of_any_batch(
-    spans: list[tuple[int, int, object]],
-    heads: tuple[int, ...],
-    options: dict,
-    dtype: torch.dtype,
-    is_invariant: bool,
-) -> None:
+def test_attention_of_any_batch(spans, heads, options, dtype, is_invariant):
     check(spans, heads, dtype, **options, is_invariant=is_invariant)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernel", [None, *KERNELS])
-def test_joined_linear_layers(kernel: str | None, dtype: torch.dtype) -> None:
+def test_joined_linear_layers(kernel, dtype):
     if kernel is not None and not (
         dtype in DTYPES.get(kernel, [dtype]) and is_right(KERNELS[kernel], dtype)
     ):
@@ -153,7 +147,7 @@ def test_joined_linear_layers(kernel: str | None, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(70, 24), (64, 10), (3, 2), (200, 130)], ids=str)
-def test_products_of_blocks(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_products_of_blocks(shape, dtype):
     weight = torch.randn(shape, dtype=dtype)
     x = torch.randn(300, shape[1], dtype=dtype)
     blocks = operators.Blocks(weight)
@@ -173,7 +167,7 @@ def test_products_of_blocks(shape: tuple[int, int], dtype: torch.dtype) -> None:
         assert torch.equal(chunked(x[:5], None), chunked(x, None)[:5])
 
 
-def test_weights_that_no_block_holds() -> None:
+def test_weights_that_no_block_holds():
     weights = [torch.randn(4, 4, dtype=torch.float16)]
     if torch.ops.hf_slospec.block_elements(True) == 2:
         weights.append(torch.randn(4, 3, dtype=torch.bfloat16))
@@ -182,7 +176,7 @@ def test_weights_that_no_block_holds() -> None:
             operators.Blocks(weight)
 
 
-def test_wrong_uses_raise() -> None:
+def test_wrong_uses_raise():
     context = operators.Context()
     context.set_linear(0, [torch.randn(8, 4)], [], Choice(kernel=None))
     with pytest.raises(RuntimeError, match="has 8 outputs, not 9"):
@@ -191,7 +185,7 @@ def test_wrong_uses_raise() -> None:
         torch.ops.hf_slospec.linear(torch.randn(2, 4), torch.tensor([-1]), 0, 8)
 
 
-def test_contexts_are_freed() -> None:
+def test_contexts_are_freed():
     context = operators.Context()
     tensor = context.tensor
     del context
@@ -199,7 +193,7 @@ def test_contexts_are_freed() -> None:
         torch.ops.hf_slospec.linear(torch.randn(2, 4), tensor, 0, 8)
 
 
-def test_the_library_leaves_denormal_numbers_alone() -> None:
+def test_the_library_leaves_denormal_numbers_alone():
     """A library that was linked with -ffast-math would set them to zero in the whole process."""
     code = (
         f"import torch; torch.ops.load_library({str(operators.library_path())!r}); "

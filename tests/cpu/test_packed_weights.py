@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-from collections.abc import Callable
-from typing import Any
 from weakref import ref
 
 import pytest
@@ -20,7 +18,6 @@ from transformers.pytorch_utils import Conv1D
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cpu import packed_weights
 from hf_slospec.cpu.packed_weights import PackedWeight, PackedWeights
-from hf_slospec.model.overrides import Overrides
 from tests.support.forced_kernels import WORKING, force_kernel
 from tests.support.packed import CHANGED, overridden, packed_model
 from tests.support.toys.tiny_models import tiny_model
@@ -29,33 +26,29 @@ pytestmark = pytest.mark.skipif(not WORKING, reason="no kernels for packed weigh
 
 
 @pytest.fixture(autouse=True)
-def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def _kernel(monkeypatch):
     """Pack every weight, however small."""
     force_kernel(monkeypatch, WORKING[0][0])
 
 
-def linear(
-    inputs: int = 24, outputs: int = 40, bias: bool = False, dtype: torch.dtype = torch.float32
-) -> nn.Linear:
+def linear(inputs=24, outputs=40, bias=False, dtype=torch.float32):
     torch.manual_seed(0)
     return nn.Linear(inputs, outputs, bias, dtype=dtype)
 
 
-def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def rows(*shape, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-def packed(
-    module: nn.Module, wanted: bool | None = True, autocast: torch.dtype | None = None
-) -> Overrides:
+def packed(module, wanted=True, autocast=None):
     return overridden(module, PackedWeights(module, wanted, autocast))
 
 
-def copies(overrides: Overrides) -> list[PackedWeight]:
+def copies(overrides):
     return [copy for layer in overrides.layers.values() for copy in layer.copies]
 
 
-def computed(module: nn.Module, input: torch.Tensor, linears: Overrides) -> torch.Tensor:
+def computed(module, input, linears):
     with torch.no_grad(), linears.in_force():
         return module(input)
 
@@ -66,14 +59,7 @@ def computed(module: nn.Module, input: torch.Tensor, linears: Overrides) -> torc
 @pytest.mark.parametrize(
     "shape", [(1,), (1, 1), (5,), (2, 3), (1, 0), (1, 17), (3, 43), (1, 130), (1, 600)]
 )
-def test_a_layer_gives_what_a_plain_one_gives(
-    monkeypatch: pytest.MonkeyPatch,
-    kernel: str,
-    dtype: torch.dtype,
-    bias: bool,
-    sizes: tuple[int, int],
-    shape: tuple[int, ...],
-) -> None:
+def test_a_layer_gives_what_a_plain_one_gives(monkeypatch, kernel, dtype, bias, sizes, shape):
     force_kernel(monkeypatch, kernel)
     module = linear(*sizes, bias, dtype)
     input = rows(*shape, sizes[0], dtype=dtype)
@@ -84,13 +70,13 @@ def test_a_layer_gives_what_a_plain_one_gives(
     torch.testing.assert_close(ours, plain)
 
 
-def test_inputs_need_not_be_contiguous() -> None:
+def test_inputs_need_not_be_contiguous():
     module = linear()
     input = rows(24, 6).T
     torch.testing.assert_close(computed(module, input, packed(module)), module(input).detach())
 
 
-def test_torch_computes_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_computes_where_it_is_faster(monkeypatch):
     module = linear()
     calls = list[int]()
     force_kernel(monkeypatch, WORKING[0][0], is_faster=(False, True, True, True, True, False))
@@ -103,17 +89,17 @@ def test_torch_computes_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> N
     assert calls == [2, 4, 5, 64]
 
 
-def test_only_layers_whose_kernel_is_faster_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_layers_whose_kernel_is_faster_are_packed(monkeypatch):
     force_kernel(monkeypatch, "none")
     assert not copies(packed(linear()))
 
 
-def multiply(weight: nn.Parameter) -> None:
+def multiply(weight):
     with torch.no_grad():
         weight.mul_(2)
 
 
-def test_other_threads_compute_plainly_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_threads_compute_plainly_meanwhile(monkeypatch):
     module = linear()
     input = rows(3, 24)
     found = list[torch.Tensor]()
@@ -131,7 +117,7 @@ def test_other_threads_compute_plainly_meanwhile(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(found[0], F.linear(input, module.weight))
 
 
-def test_another_threads_forward_may_end_later() -> None:
+def test_another_threads_forward_may_end_later():
     module = linear()
     input = rows(3, 24)
     with packed(module).in_force():
@@ -139,7 +125,7 @@ def test_another_threads_forward_may_end_later() -> None:
     assert torch.equal(forward(input), module(input))
 
 
-def test_nothing_stays_on_the_class() -> None:
+def test_nothing_stays_on_the_class():
     module = nn.Sequential(linear(), nn.ReLU())
     linears = packed(module)
     others = packed(module)
@@ -155,30 +141,30 @@ def test_nothing_stays_on_the_class() -> None:
 
 
 class Doubled(nn.Module):
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+    def forward(self, weight):
         return 2 * weight
 
 
-def parametrise(module: nn.Linear) -> None:
+def parametrise(module):
     register_parametrization(module, "weight", Doubled())
 
 
-def prune_half(module: nn.Linear) -> None:
+def prune_half(module):
     l1_unstructured(module, "weight", 0.5)
 
 
-def replace_forward(module: nn.Linear) -> None:
+def replace_forward(module):
     module.forward = lambda input: 3 * F.linear(input, module.weight)
 
 
-def hook(module: nn.Linear) -> None:
+def hook(module):
     module.register_forward_hook(lambda module, given, output: -output)
 
 
 @pytest.mark.parametrize(
     "change", [parametrise, prune_half, replace_forward, hook, nn.Linear.double]
 )
-def test_what_becomes_of_a_layer_later_is_kept(change: Callable[[nn.Linear], Any]) -> None:
+def test_what_becomes_of_a_layer_later_is_kept(change):
     module = linear()
     linears = packed(module)
     computed(module, rows(3, 24), linears)
@@ -190,7 +176,7 @@ def test_what_becomes_of_a_layer_later_is_kept(change: Callable[[nn.Linear], Any
     assert torch.equal(computed(module, input, linears), plain)
 
 
-def test_copies_serve_the_autocast_that_they_were_made_for() -> None:
+def test_copies_serve_the_autocast_that_they_were_made_for():
     module = linear(bias=True)
     input = rows(3, 24)
     dtype = torch.bfloat16
@@ -205,7 +191,7 @@ def test_copies_serve_the_autocast_that_they_were_made_for() -> None:
     assert torch.equal(computed(module, input, cast), module(input).detach())
 
 
-def test_layers_that_come_and_go() -> None:
+def test_layers_that_come_and_go():
     model = nn.Sequential(linear(), nn.Linear(40, 8))
     linears = packed(model)
     gone, model[1] = ref(model[1]), nn.Linear(40, 16)
@@ -214,7 +200,7 @@ def test_layers_that_come_and_go() -> None:
     assert gone() is None and len(linears.layers) == 2
 
 
-def test_copies_are_shared_by_all_who_forward_a_model_and_go_with_them() -> None:
+def test_copies_are_shared_by_all_who_forward_a_model_and_go_with_them():
     model = copy.deepcopy(tiny_model("llama"))
     first, second = (packed_model(model, prepack=True).overrides for _ in range(2))
     assert copies(first) == copies(second) != []
@@ -228,7 +214,7 @@ def test_copies_are_shared_by_all_who_forward_a_model_and_go_with_them() -> None
     assert all(one() is None for one in packed_copies)
 
 
-def test_copies_of_a_target_that_drafts_for_itself_count_once() -> None:
+def test_copies_of_a_target_that_drafts_for_itself_count_once():
     model = tiny_model("llama")
     linears = packed_model(model, prepack=True).overrides
     gen = SLOSpecGenerator(
@@ -237,9 +223,7 @@ def test_copies_of_a_target_that_drafts_for_itself_count_once() -> None:
     assert gen.decoder.speculator.memory(0).prepacked == linears.num_bytes > 0
 
 
-def test_copies_take_a_share_of_the_free_memory_at_most(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_copies_take_a_share_of_the_free_memory_at_most(monkeypatch, caplog):
     monkeypatch.setattr(packed_weights, "FREE_SHARE", 0.0)
     with caplog.at_level("INFO"):
         assert not copies(packed(linear(), None))
@@ -248,7 +232,7 @@ def test_copies_take_a_share_of_the_free_memory_at_most(
     assert not copies(packed(linear(), False))
 
 
-def test_what_is_more_than_a_plain_layer_is_left_alone() -> None:
+def test_what_is_more_than_a_plain_layer_is_left_alone():
     hooked = linear()
     replaced = linear()
     inferred = linear()
@@ -274,9 +258,7 @@ def test_what_is_more_than_a_plain_layer_is_left_alone() -> None:
 
 @pytest.mark.parametrize(("kernel", "dtype"), WORKING)
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss", "gpt2"])
-def test_fused_experts_and_transposed_weights(
-    monkeypatch: pytest.MonkeyPatch, family: str, kernel: str, dtype: torch.dtype
-) -> None:
+def test_fused_experts_and_transposed_weights(monkeypatch, family, kernel, dtype):
     force_kernel(monkeypatch, kernel)
     model = copy.deepcopy(tiny_model(family)).to(dtype)
     layers = packed(model)
@@ -304,7 +286,7 @@ def test_fused_experts_and_transposed_weights(
     )
 
 
-def test_parallel_experts_are_left_alone() -> None:
+def test_parallel_experts_are_left_alone():
     model = copy.deepcopy(tiny_model("mixtral"))
     for module in model.modules():
         if hasattr(module, "_is_expert_parallel"):

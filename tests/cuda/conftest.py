@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from hf_slospec.cuda import captured
@@ -12,7 +10,6 @@ from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.generate.speculator import MEASURE_S
 from tests.support.cuda_tests import captures, kernel  # noqa: F401  fixtures
 from tests.support.stand_ins.cuda import stand_in_cuda
-from tests.support.stand_ins.cuda_tensors import Device
 from tests.support.stand_ins.graphs import OpaqueStandIn, Tapes
 
 COST = ForwardCost(
@@ -21,7 +18,7 @@ COST = ForwardCost(
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+def device(monkeypatch):
     """Stands in for a CUDA device while the test runs."""
     for name in MEASURE_S:
         monkeypatch.setitem(MEASURE_S, name, 0.0)  # two sizes: times of a stand-in say nothing
@@ -30,7 +27,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
 
 @pytest.fixture
-def tapes(monkeypatch: pytest.MonkeyPatch) -> Tapes:
+def tapes(monkeypatch):
     """Stands in for CUDA's graphs of all models that are made while the test runs."""
     made = Tapes()
     monkeypatch.setattr(kernel_choice, "KERNELS", (OpaqueStandIn,))

@@ -7,11 +7,10 @@ import torch
 
 from tests.heads.test_dflash import VARIANTS, config_of, random_head, texts_of
 from tests.support.packed import packed_model
-from tests.support.stand_ins.graphs import Tapes
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_blocks_are_replayed(variant: str, tapes: Tapes) -> None:
+def test_blocks_are_replayed(variant, tapes):
     packed = packed_model(random_head(config_of(variant)), "flash", prepack=False)
     with texts_of(packed, 2) as texts:
         for count in (3, 0, 7, 1, 12, 2):

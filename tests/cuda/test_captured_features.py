@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from hf_slospec.model.packed_model import Outputs
 from tests.heads.checkpoints import target_of
 from tests.support.breadth import nightly_but, quick_or
 from tests.support.graph_bench import Bench
-from tests.support.stand_ins.graphs import Tapes
 from tests.support.toys.feature_heads import FOLDERS, random_head
 from tests.support.toys.tiny_models import assert_same_as_stock, ragged_prompts, tiny_model
 
@@ -30,7 +28,7 @@ CONFIG = SLOSpecConfig(
 )
 
 
-def forward(bench: Bench, layers: tuple[int, ...]) -> Outputs:
+def forward(bench, layers):
     parts = bench.parts()
     rows = torch.arange(0, sum(len(part.input_ids) for part in parts), 2)
     return bench.sequences.forward(parts, rows, layers)
@@ -38,7 +36,7 @@ def forward(bench: Bench, layers: tuple[int, ...]) -> Outputs:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @torch.no_grad()
-def test_replays_return_the_hidden_states_that_were_asked_for(family: str, tapes: Tapes) -> None:
+def test_replays_return_the_hidden_states_that_were_asked_for(family, tapes):
     """Signatures differ by the layers and their order; results do not share memory with those of
     later replays.
     """
@@ -60,7 +58,7 @@ def test_replays_return_the_hidden_states_that_were_asked_for(family: str, tapes
 
 
 @pytest.mark.parametrize("kind", nightly_but(["eagle3", "dflash"], FOLDERS))
-def test_heads_draft_by_captured_forwards(kind: str, tapes: Tapes, tmp_path: Path) -> None:
+def test_heads_draft_by_captured_forwards(kind, tapes, tmp_path):
     target = target_of("llama")
     head = random_head(kind, tmp_path)
     trees = list[list[int]]()

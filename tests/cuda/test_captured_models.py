@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -37,22 +36,20 @@ CONFIG = SLOSpecConfig(
 )
 
 
-def test_switched_off(tapes: Tapes) -> None:
+def test_switched_off(tapes):
     cache = packed_model(tiny_model("llama"), "flash", cuda_graphs=False).kv_cache
     cache.reserve({CachedSequence(): 10})
     assert cache.num_bytes and not cache.pool.num_padding_slots
 
 
-def test_no_graphs_and_no_padding_on_a_cpu() -> None:
+def test_no_graphs_and_no_padding_on_a_cpu():
     model = PackedModel(tiny_model("llama"))
     cache = model.kv_cache
     cache.reserve({CachedSequence(): 10})
     assert model.path("cuda_graphs") is None and len(cache.pool.keys[0]) == 10
 
 
-def test_a_model_that_asks_the_device_runs_without_graphs(
-    tapes: Tapes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_asks_the_device_runs_without_graphs(tapes, caplog):
     model = copy.deepcopy(tiny_model("llama"))
     layer = model.model.layers[0].mlp
     plain = layer.forward
@@ -67,7 +64,7 @@ def test_a_model_that_asks_the_device_runs_without_graphs(
     assert "makes the host wait" in record.getMessage() and not tapes.num_captured
 
 
-def test_a_model_once_asked_for_hidden_states_has_graphs(tapes: Tapes) -> None:
+def test_a_model_once_asked_for_hidden_states_has_graphs(tapes):
     """The hooks that transformers leaves there do nothing but collect."""
     model = copy.deepcopy(tiny_model("llama"))
     model(torch.ones(1, 2, dtype=torch.int64), output_hidden_states=True)
@@ -81,9 +78,7 @@ class OpaqueWithoutSoftcap(OpaqueStandIn):
     has_softcap = False
 
 
-def test_layers_that_go_to_sdpa_are_not_captured(
-    tapes: Tapes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_go_to_sdpa_are_not_captured(tapes, monkeypatch):
     monkeypatch.setattr(flash_kernel_choice, "KERNELS", (OpaqueWithoutSoftcap,))
     generator = SLOSpecGenerator(tiny_model("gemma2"), config=CONFIG)
     assert_same_as_stock(
@@ -93,20 +88,18 @@ def test_layers_that_go_to_sdpa_are_not_captured(
 
 
 class BrokenTapes(Tapes):
-    def capture(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def capture(self, run):
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
 class WrongTapes(Tapes):
-    def capture(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def capture(self, run):
         out = torch.zeros_like(run())
         return lambda: out
 
 
 @pytest.mark.parametrize("capturer", [BrokenTapes, WrongTapes])
-def test_a_capture_that_fails_ends_it_and_nothing_else(
-    capturer: Any, tapes: Tapes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_capture_that_fails_ends_it_and_nothing_else(capturer, tapes, monkeypatch, caplog):
     monkeypatch.setattr(captured_forwards, "capturer_for", lambda device: capturer())
     model = tiny_model("llama")
     generator = SLOSpecGenerator(model, config=CONFIG)
@@ -118,7 +111,7 @@ def test_a_capture_that_fails_ends_it_and_nothing_else(
     assert len(caplog.records) == 1
 
 
-def test_costs_are_those_of_replays_at_all_sizes(tapes: Tapes) -> None:
+def test_costs_are_those_of_replays_at_all_sizes(tapes):
     packed = packed_model(tiny_model("llama"), "flash", prepack=False)
     forward_s = Forwards(packed)
     for size in (*CURVE, *SLOPES, *HELD_OUT):
@@ -128,7 +121,7 @@ def test_costs_are_those_of_replays_at_all_sizes(tapes: Tapes) -> None:
         assert now == replace(before, captures=now.captures, replays=before.replays + 1), size
 
 
-def test_pools_that_grow_capture_at_once(tapes: Tapes) -> None:
+def test_pools_that_grow_capture_at_once(tapes):
     bench = Bench(tiny_model("llama"))
     for _ in range(3):
         bench.verify()
@@ -140,7 +133,7 @@ def test_pools_that_grow_capture_at_once(tapes: Tapes) -> None:
     assert bench.packed.path("cuda_graphs").counts == replace(before, captures=before.captures + 1)
 
 
-def test_what_no_forward_reads_drops_no_graphs(tapes: Tapes) -> None:
+def test_what_no_forward_reads_drops_no_graphs(tapes):
     model = copy.deepcopy(tiny_model("llama"))
     bench = Bench(model)
     for _ in range(3):
@@ -152,7 +145,7 @@ def test_what_no_forward_reads_drops_no_graphs(tapes: Tapes) -> None:
     assert bench.packed.path("cuda_graphs").counts == replace(before, replays=before.replays + 1)
 
 
-def test_calls_take_over_the_graphs_of_those_before(tapes: Tapes) -> None:
+def test_calls_take_over_the_graphs_of_those_before(tapes):
     model = tiny_model("llama")
     draft = tiny_model("llama", noise=0.03)
     generator = SLOSpecGenerator(model, draft, config=CONFIG)
@@ -177,9 +170,7 @@ def test_calls_take_over_the_graphs_of_those_before(tapes: Tapes) -> None:
     "held",
     [lambda scaling: scaling, lambda scaling: {"all": scaling}, lambda scaling: ([scaling],)],
 )
-def test_what_changes_between_calls_is_seen(
-    held: Callable[[dict[str, float]], Any], tapes: Tapes
-) -> None:
+def test_what_changes_between_calls_is_seen(held, tapes):
     """Also where it is no parameter: an adapter's scale, a forward of a layer's own, a tensor, the
     config.
     """
@@ -196,7 +187,7 @@ def test_what_changes_between_calls_is_seen(
     layer.is_plain = layer.per_token = True
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
 
-    def check() -> torch.Tensor:
+    def check():
         replayed = tapes.num_replayed
         output = assert_same_as_stock(
             model, generator.generate, ragged_prompts(2), **GREEDY, max_new_tokens=20
@@ -217,9 +208,7 @@ def test_what_changes_between_calls_is_seen(
     assert len({str(sequences.tolist()) for sequences in found}) == len(found)
 
 
-def test_what_changes_between_the_levels_of_a_beam_is_seen(
-    tapes: Tapes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_changes_between_the_levels_of_a_beam_is_seen(tapes, monkeypatch):
     draft: Any = copy.deepcopy(tiny_model("llama", noise=0.03))
     draft.model.layers[0].mlp.scaling = num_later = num_changes = 0
     generator = SLOSpecGenerator(tiny_model("llama"), draft, config=CONFIG)
@@ -227,7 +216,7 @@ def test_what_changes_between_the_levels_of_a_beam_is_seen(
     captured = packed.path("cuda_graphs")
     run = captured.run
 
-    def watched(inputs: Any) -> Any:
+    def watched(inputs):
         nonlocal num_later, num_changes
         if inputs.level is not None and not inputs.level.is_root:
             num_later += 1
@@ -246,7 +235,7 @@ def test_what_changes_between_the_levels_of_a_beam_is_seen(
     assert num_later
 
 
-def test_calls_with_and_without_inference_mode(tapes: Tapes) -> None:
+def test_calls_with_and_without_inference_mode(tapes):
     model = tiny_model("llama")
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
     for is_inference in (True, False, *quick_or((), (True, False))):
@@ -257,9 +246,7 @@ def test_calls_with_and_without_inference_mode(tapes: Tapes) -> None:
     assert tapes.num_replayed
 
 
-def test_a_kept_pool_takes_no_more_than_is_needed_and_goes_when_memory_is_short(
-    tapes: Tapes,
-) -> None:
+def test_a_kept_pool_takes_no_more_than_is_needed_and_goes_when_memory_is_short(tapes):
     model = tiny_model("llama")
     generator = SLOSpecGenerator(model, tiny_model("llama", noise=0.03), config=CONFIG)
     models = generator.decoder.speculator.models

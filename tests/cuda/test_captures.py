@@ -6,18 +6,16 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
 
-from hf_slospec.cuda.graphs import CaptureError, CudaGraphs, Graphs, Run
+from hf_slospec.cuda.graphs import CaptureError, CudaGraphs, Graphs
 from hf_slospec.model import transfer as device_calls
 from hf_slospec.model.memory import as_memory_error
 from tests.support.stand_ins.cuda import Stream
-from tests.support.stand_ins.cuda_tensors import CUDA, Device
+from tests.support.stand_ins.cuda_tensors import CUDA
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
@@ -25,13 +23,13 @@ pytestmark = [
 ]
 
 
-def doubled() -> Run:
+def doubled():
     there = torch.ones(3, device="cuda")
     out = torch.zeros(3, device="cuda")
     return lambda: out.copy_(there * 2)
 
 
-def test_graphs_that_go_while_another_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_that_go_while_another_is_captured(monkeypatch):
     held = CudaGraphs(CUDA)
     replays = [held.capture(doubled())]
     memory_of_first = held._memory
@@ -47,14 +45,14 @@ def test_graphs_that_go_while_another_is_captured(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("num_alive", [0, 1])
-def test_failed_captures_release_their_memory(device: Device, num_alive: int) -> None:
+def test_failed_captures_release_their_memory(device, num_alive):
     held = CudaGraphs(CUDA)
     replays = [held.capture(doubled()) for _ in range(num_alive)]
 
-    def synchronizing() -> None:
+    def synchronizing():
         torch.cuda.synchronize()
 
-    def failing() -> None:
+    def failing():
         raise ValueError("not of the device")
 
     for run, error in ((synchronizing, CaptureError), (failing, ValueError)):
@@ -67,12 +65,10 @@ def test_failed_captures_release_their_memory(device: Device, num_alive: int) ->
     assert all(replay().tolist() == [2.0, 2.0, 2.0] for replay in replays)
 
 
-def test_only_the_memory_of_captures_counts(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_memory_of_captures_counts(device, monkeypatch):
     num_bytes = 0
 
-    def run() -> torch.Tensor:
+    def run():
         nonlocal num_bytes
         num_bytes += 2**20 if device.captures else 2**30
         return made()
@@ -87,19 +83,17 @@ def test_only_the_memory_of_captures_counts(
     assert (len(graphs), held.num_bytes) == (2, 2 * 2**20)
 
 
-def test_other_threads_wait_with_calls_that_would_break_a_capture(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_other_threads_wait_with_calls_that_would_break_a_capture(monkeypatch):
     asked = threading.Event()
     others = list[Future[None]]()
     plain = device_calls._LOCK
 
     class Watched:
-        def __enter__(self) -> None:
+        def __enter__(self):
             asked.set()
             plain.__enter__()
 
-        def __exit__(self, *error: object) -> None:
+        def __exit__(self, *error):
             plain.__exit__(None, None, None)
 
     monkeypatch.setattr(device_calls, "_LOCK", Watched())
@@ -108,7 +102,7 @@ def test_other_threads_wait_with_calls_that_would_break_a_capture(
     with ThreadPoolExecutor(1) as pool:
         for call in (device_calls.empty_cache, lambda: device_calls.synchronize(CUDA)):
 
-            def run(call: Callable[[], None] = call) -> torch.Tensor:
+            def run(call=call):
                 asked.clear()
                 others.append(pool.submit(call))
                 assert asked.wait(60)
@@ -118,9 +112,7 @@ def test_other_threads_wait_with_calls_that_would_break_a_capture(
             others[-1].result(60)
 
 
-def test_out_of_memory_in_one_thread_does_not_break_captures_of_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_out_of_memory_in_one_thread_does_not_break_captures_of_others(monkeypatch):
     freed = list[bool]()
     monkeypatch.setattr(
         torch.cuda, "empty_cache", lambda: freed.append(is_held(device_calls._LOCK))
@@ -130,5 +122,5 @@ def test_out_of_memory_in_one_thread_does_not_break_captures_of_others(
     assert freed == [True]
 
 
-def is_held(lock: Any) -> bool:
+def is_held(lock):
     return bool(lock._lock._is_owned())

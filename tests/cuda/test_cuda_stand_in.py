@@ -6,8 +6,6 @@ import copy
 import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -46,7 +44,7 @@ from tests.support.cuda_tests import (  # noqa: F401  collected here once more
     test_too_much_memory_ends_it,
 )
 from tests.support.packed import overridden, packed_model
-from tests.support.stand_ins.cuda_tensors import CUDA, Device
+from tests.support.stand_ins.cuda_tensors import CUDA
 from tests.support.toys.tiny_models import ragged_prompts, ragged_texts, tiny_model
 
 pytestmark = [
@@ -60,7 +58,7 @@ SAMPLED = dict(do_sample=True, temperature=0.8, top_k=30)
 # ---- what it is strict about
 
 
-def test_tensors_of_host_and_device_do_not_mix() -> None:
+def test_tensors_of_host_and_device_do_not_mix():
     here = torch.ones(3)
     there = torch.ones(3, device="cuda")
     assert there.is_cuda and there.device == CUDA and not there.is_cpu
@@ -75,7 +73,7 @@ def test_tensors_of_host_and_device_do_not_mix() -> None:
     assert (here + there.cpu()).is_cpu and (here.to(CUDA) + there).is_cuda
 
 
-def test_what_has_the_host_wait(device: Device) -> None:
+def test_what_has_the_host_wait(device):
     there = torch.tensor([1, 0, 2], device="cuda")
     pinned = torch.empty(3, dtype=torch.int64, pin_memory=True)
     torch.cuda.set_sync_debug_mode("error")
@@ -96,7 +94,7 @@ def test_what_has_the_host_wait(device: Device) -> None:
     assert device.num_waits == before + 2  # for the mask, and for the values
 
 
-def test_what_has_not_arrived_is_not_to_be_read() -> None:
+def test_what_has_not_arrived_is_not_to_be_read():
     there = torch.tensor([1, 0, 2], device="cuda")
     here = torch.zeros(3, dtype=torch.int64)
     here.copy_(there, non_blocking=True)
@@ -108,7 +106,7 @@ def test_what_has_not_arrived_is_not_to_be_read() -> None:
     assert here.tolist() == [1, 0, 2]
 
 
-def test_what_has_not_left_is_not_to_be_written() -> None:
+def test_what_has_not_left_is_not_to_be_written():
     there = torch.zeros(3, device="cuda")
     here = torch.ones(3)
     there.copy_(here, non_blocking=True)
@@ -117,7 +115,7 @@ def test_what_has_not_left_is_not_to_be_written() -> None:
         torch.cuda.synchronize()
 
 
-def test_each_device_has_its_own_random_numbers() -> None:
+def test_each_device_has_its_own_random_numbers():
     torch.manual_seed(0)
     drawn = torch.rand(3), torch.rand(3, device="cuda")
     torch.cuda.manual_seed_all(0)
@@ -125,7 +123,7 @@ def test_each_device_has_its_own_random_numbers() -> None:
     assert torch.equal(torch.rand(3, device="cuda").cpu(), drawn[1].cpu())
 
 
-def test_graphs_do_again_what_was_captured() -> None:
+def test_graphs_do_again_what_was_captured():
     there = torch.ones(3, device="cuda")
     out = torch.zeros(3, device="cuda")
     graph = torch.cuda.CUDAGraph()
@@ -143,11 +141,11 @@ def test_graphs_do_again_what_was_captured() -> None:
         graph.capture_end()
 
 
-def test_memory_whose_graphs_are_gone_takes_no_capture(device: Device) -> None:
+def test_memory_whose_graphs_are_gone_takes_no_capture(device):
     memory = torch.cuda.graph_pool_handle()
     out = torch.zeros(3, device="cuda")
 
-    def captured() -> torch.cuda.CUDAGraph:
+    def captured():
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(memory)
         out.add_(1)
@@ -162,7 +160,7 @@ def test_memory_whose_graphs_are_gone_takes_no_capture(device: Device) -> None:
         captured()
 
 
-def test_a_capture_is_broken_by_what_other_threads_do_to_the_device() -> None:
+def test_a_capture_is_broken_by_what_other_threads_do_to_the_device():
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin()
     with ThreadPoolExecutor(1) as other:
@@ -178,11 +176,11 @@ def test_a_capture_is_broken_by_what_other_threads_do_to_the_device() -> None:
 # ---- the engine on it
 
 
-def test_sdpa_makes_no_plans_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sdpa_makes_no_plans_for_each_shape(monkeypatch):
     enabled = list[bool]()
     plain = torch.nn.functional.scaled_dot_product_attention
 
-    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def watched(*args, **kwargs):
         enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
         return plain(*args, **kwargs)
 
@@ -206,9 +204,7 @@ def test_sdpa_makes_no_plans_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> 
         ),
     ],
 )
-def test_self_is_always_the_same(
-    family: str, dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_self_is_always_the_same(family, dtype, options, monkeypatch):
     """By Triton's interpreter, which is slow."""
     monkeypatch.setattr(exact_trial, "PROMPTS", (61, 3))
     monkeypatch.setattr(exact_trial, "DEPTH", 4)
@@ -221,7 +217,7 @@ def test_self_is_always_the_same(
     cuda_tests.check_self(model, draft, [prompts[0], long], max_new_tokens=5, **options)
 
 
-def test_self_is_the_same_for_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_self_is_the_same_for_a_few_tokens(monkeypatch):
     monkeypatch.setattr(exact_trial, "PROMPTS", (3, 2))
     monkeypatch.setattr(exact_trial, "DEPTH", 1)
     models = [on_cuda(tiny_model("llama", noise=noise), torch.bfloat16) for noise in (0.0, 0.03)]
@@ -231,7 +227,7 @@ def test_self_is_the_same_for_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     cuda_tests.check_self(*models, [[5, 6, 7, 8, 9], [17, 4]], max_new_tokens=3, **GREEDY)
 
 
-def test_what_cannot_be_exact_on_cuda_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_exact_on_cuda_is_refused_by_name(monkeypatch):
     half = on_cuda(tiny_model("llama"), torch.bfloat16)
     full = on_cuda(tiny_model("llama"))
     for model, own, match in (
@@ -258,7 +254,7 @@ def test_what_cannot_be_exact_on_cuda_is_refused_by_name(monkeypatch: pytest.Mon
         SLOSpecGenerator(half, config=SLOSpecConfig(exact="self"))
 
 
-def test_means_of_a_row_are_the_same_beside_others() -> None:
+def test_means_of_a_row_are_the_same_beside_others():
     states = torch.randn(3, 70, 40, device=CUDA)
     with overridden(torch.nn.Module(), InvariantProducts()).in_force():
         means = (
@@ -273,20 +269,18 @@ def test_means_of_a_row_are_the_same_beside_others() -> None:
         torch.testing.assert_close(found.cpu(), right.cpu())
 
 
-def products(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def products(rows, weight):
     """Products [num_rows, outputs] that divide sums by the number of rows, as cuBLAS's do."""
     parts = 2 if len(rows) > 16 else 1
     pairs = zip(rows.float().chunk(parts, -1), weight.float().chunk(parts, -1), strict=True)
     return sum((part @ other.T).to(rows.dtype) for part, other in pairs)
 
 
-def test_running_sums_of_one_row_are_those_of_two() -> None:
+def test_running_sums_of_one_row_are_those_of_two():
     seen = list[tuple[int, ...]]()
 
     class Watch(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_function__(self, func, types, args=(), kwargs=None):
             if func in (torch.cumsum, torch.Tensor.cumsum):
                 seen.append(tuple(args[0].shape))
             return func(*args, **(kwargs or {}))
@@ -304,16 +298,16 @@ def test_running_sums_of_one_row_are_those_of_two() -> None:
 
 
 @pytest.fixture
-def waits(device: Device, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def waits(device, monkeypatch):
     """How often drafting and verifying had the host wait, and how often there was drafting and
     verifying.
     """
     found = Counter[str]()
 
-    def count(cls: Any, name: str) -> None:
+    def count(cls, name):
         method = getattr(cls, name)
 
-        def run(*args: Any) -> Any:
+        def run(*args):
             before = device.num_waits
             out = method(*args)
             found.update({f"waits to {name}": device.num_waits - before, f"calls to {name}": 1})
@@ -326,7 +320,7 @@ def waits(device: Device, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
-def assert_one_wait_each(waits: Counter[str]) -> None:
+def assert_one_wait_each(waits):
     assert waits["calls to draft"] > 3
     assert (
         waits["waits to draft"] <= waits["calls to draft"]
@@ -343,9 +337,7 @@ def assert_one_wait_each(waits: Counter[str]) -> None:
         pytest.param(torch.bfloat16, "flash", SAMPLED, marks=pytest.mark.nightly),
     ],
 )
-def test_the_host_waits_twice_a_step(
-    dtype: torch.dtype, attention: str, options: dict[str, Any], waits: Counter[str]
-) -> None:
+def test_the_host_waits_twice_a_step(dtype, attention, options, waits):
     """Once for the drafted trees and once for the chosen tokens, however many rows there are."""
     model, draft = (
         on_cuda(tiny_model("llama"), dtype),
@@ -357,12 +349,12 @@ def test_the_host_waits_twice_a_step(
     assert_one_wait_each(waits)
 
 
-def test_the_batcher_replays(kernel: Any, captures: list[None]) -> None:
+def test_the_batcher_replays(kernel, captures):
     cuda_tests.serve(*quick_or((3, 5), (4, 6)))
     assert captures
 
 
-def test_streams_that_share_a_cache_wait_for_each_other() -> None:
+def test_streams_that_share_a_cache_wait_for_each_other():
     cache = packed_model(on_cuda(tiny_model("llama"))).kv_cache
     cache.reserve({CachedSequence(): 9})
     default = torch.cuda.current_stream()
@@ -379,7 +371,7 @@ def test_streams_that_share_a_cache_wait_for_each_other() -> None:
     )
 
 
-def test_calls_on_another_stream_beside_the_batcher() -> None:
+def test_calls_on_another_stream_beside_the_batcher():
     model = on_cuda(tiny_model("llama"))
     draft = on_cuda(tiny_model("llama", noise=0.03))
     inputs = moved(ragged_prompts(2))
@@ -398,7 +390,7 @@ def test_calls_on_another_stream_beside_the_batcher() -> None:
 @pytest.mark.filterwarnings(
     "ignore:.*torch.jit.script.*:DeprecationWarning"
 )  # torch's own, for static caches
-def test_gpu_check_runs_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_check_runs_through(tmp_path, monkeypatch):
     """All but its own tests, and times that say nothing."""
     monkeypatch.setitem(bandwidth.READ_BYTES, "cuda", 2**20)
     monkeypatch.setattr(floor, "NUM_FORWARDS", 2)

@@ -24,9 +24,7 @@ DEPTH = 4
 @pytest.mark.parametrize(
     ("num_cached", "width"), [((11,), 1), ((11, 30, 7, 9, 25), 3)], ids=["one", "five"]
 )
-def test_a_draft_level_is_one_replay_and_three_operations(
-    captures: list[None], monkeypatch: pytest.MonkeyPatch, num_cached: tuple[int, ...], width: int
-) -> None:
+def test_a_draft_level_is_one_replay_and_three_operations(captures, monkeypatch, num_cached, width):
     monkeypatch.setattr(kernel_choice, "KERNELS", (TorchVarlen,))
     bench = Bench(on_cuda(tiny_model("llama"), torch.bfloat16), num_cached)
     drafter = AssistantDrafter(bench.packed, DEPTH * width, 101)

@@ -8,8 +8,6 @@ import functools
 import gc
 import os
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -31,12 +29,12 @@ JOINT = (nn.Linear, "forward")
 
 
 @pytest.fixture
-def _faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def _faster(monkeypatch):
     monkeypatch.setattr(layers, "DEVICE", "cpu")
     monkeypatch.setattr(few_rows, "is_faster", lambda *_: True)
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_close(found, expected):
     assert found.shape == expected.shape
     assert (found.float() - expected.float()).norm() <= 0.015 * expected.float().norm()
 
@@ -46,9 +44,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     ("inputs", "outputs"), [(40, (70, 10, 64)), (130, (64, 3)), (128, (129,))], ids=str
 )
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_products_by_several_weights(
-    num_rows: int, inputs: int, outputs: tuple[int, ...], has_bias: bool
-) -> None:
+def test_products_by_several_weights(num_rows, inputs, outputs, has_bias):
     rows, weights = (
         torch.randn(num_rows, inputs).bfloat16(),
         [torch.randn(n, inputs).bfloat16() for n in outputs],
@@ -67,7 +63,7 @@ def test_products_by_several_weights(
     ("activation", "function"),
     [(SILU, F.silu), (GELU_TANH, functools.partial(F.gelu, approximate="tanh"))],
 )
-def test_gated_products(num_rows: int, activation: int, function: Any) -> None:
+def test_gated_products(num_rows, activation, function):
     rows, gate, up = (torch.randn(n, 130).bfloat16() for n in (num_rows, 70, 70))
     gate /= 10
     assert_close(
@@ -78,7 +74,7 @@ def test_gated_products(num_rows: int, activation: int, function: Any) -> None:
 
 @pytest.mark.usefixtures("_faster")
 @pytest.mark.parametrize("family", nightly_but(["llama"], ["llama", "qwen2", "qwen3", "gemma3"]))
-def test_models_compute_the_same_up_to_rounding(family: str) -> None:
+def test_models_compute_the_same_up_to_rounding(family):
     model = half(family)
     fused = fused_layers(model)
     assert JOINT in fused.attributes
@@ -87,7 +83,7 @@ def test_models_compute_the_same_up_to_rounding(family: str) -> None:
 
 
 @pytest.mark.usefixtures("_faster")
-def test_one_kernel_for_three_layers_and_one_for_a_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_kernel_for_three_layers_and_one_for_a_gate(monkeypatch):
     model = half("llama")
     calls = list[str]()
     fused = fused_layers(model)
@@ -100,7 +96,7 @@ def test_one_kernel_for_three_layers_and_one_for_a_gate(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("_faster")
-def test_layers_asked_for_other_states_compute_those() -> None:
+def test_layers_asked_for_other_states_compute_those():
     model = half("llama")
     attention = model.model.layers[0].self_attn
     fused = fused_layers(model)
@@ -115,7 +111,7 @@ def test_layers_asked_for_other_states_compute_those() -> None:
 
 
 @pytest.mark.usefixtures("_faster")
-def test_hooks_of_joint_and_gated_layers_run() -> None:
+def test_hooks_of_joint_and_gated_layers_run():
     model = half("llama")
     seen = list[str]()
     fused = fused_layers(model)
@@ -127,23 +123,23 @@ def test_hooks_of_joint_and_gated_layers_run() -> None:
     assert seen == ["k", "up"]
 
 
-def _bias_gone(model: Any) -> None:
+def _bias_gone(model):
     model.model.layers[0].self_attn.k_proj.bias = None
     model.model.layers[1].self_attn.q_proj.bias = None
 
 
-def _bias_with_gaps(model: Any) -> None:
+def _bias_with_gaps(model):
     projection = model.model.layers[0].self_attn.v_proj
     projection.bias = nn.Parameter(torch.randn(2 * len(projection.bias), dtype=torch.bfloat16)[::2])
 
 
-def _own_forward(model: Any) -> None:
+def _own_forward(model):
     model.model.layers[0].mlp.up_proj.forward = torch.zeros_like
     model.model.layers[0].mlp.gate_proj.forward = torch.zeros_like
     model.model.layers[0].mlp.down_proj.forward = torch.zeros_like
 
 
-def _other_layers(model: Any) -> None:
+def _other_layers(model):
     for parameter in model.model.layers[1].parameters():
         parameter.data.mul_(1.5)
     mlp = model.model.layers[0].mlp
@@ -154,7 +150,7 @@ def _other_layers(model: Any) -> None:
 
 @pytest.mark.usefixtures("_faster")
 @pytest.mark.parametrize("change", [_bias_gone, _bias_with_gaps, _own_forward, _other_layers])
-def test_changes_count_at_once(change: Callable[[Any], None]) -> None:
+def test_changes_count_at_once(change):
     model = half("qwen2")
     fused = fused_layers(model)
     change(model)
@@ -163,7 +159,7 @@ def test_changes_count_at_once(change: Callable[[Any], None]) -> None:
 
 
 @pytest.mark.usefixtures("_faster")
-def test_global_hooks_see_gated_layers() -> None:
+def test_global_hooks_see_gated_layers():
     model = half("llama")
     seen = set[int]()
     fused = fused_layers(model)
@@ -177,7 +173,7 @@ def test_global_hooks_see_gated_layers() -> None:
 
 
 @pytest.mark.usefixtures("_faster")
-def test_calls_of_other_forms() -> None:
+def test_calls_of_other_forms():
     model = half("llama")
     attention, mlp, fused = (
         model.model.layers[0].self_attn,
@@ -198,9 +194,7 @@ def test_calls_of_other_forms() -> None:
 
 
 @pytest.mark.usefixtures("_faster")
-def test_projections_that_are_not_all_called_become_separate(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_projections_that_are_not_all_called_become_separate(monkeypatch):
     model = half("llama")
     calls = list[int]()
     attention = model.model.layers[0].self_attn
@@ -215,7 +209,7 @@ def test_projections_that_are_not_all_called_become_separate(
 
 
 @pytest.mark.usefixtures("_faster")
-def test_replaced_layers_are_freed() -> None:
+def test_replaced_layers_are_freed():
     model = half("llama")
     fused = fused_layers(model)
     old = weakref.ref(model.model.layers[0].self_attn.q_proj)
@@ -226,7 +220,7 @@ def test_replaced_layers_are_freed() -> None:
 
 
 @pytest.mark.usefixtures("_faster")
-def test_compilers_of_other_threads_see_torchs_own_layers() -> None:
+def test_compilers_of_other_threads_see_torchs_own_layers():
     fused = fused_layers(half("llama"))
     layer = nn.Linear(4, 3)
     states = torch.randn(2, 4)
@@ -235,7 +229,7 @@ def test_compilers_of_other_threads_see_torchs_own_layers() -> None:
         torch.testing.assert_close(compiled(states), F.linear(states, layer.weight, layer.bias))
 
 
-def test_without_a_gain_layers_stay_separate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gain_layers_stay_separate(monkeypatch):
     monkeypatch.setattr(layers, "DEVICE", "cpu")
     for answer in (lambda *_: False, lambda *_: 1 // 0):  # slower, or it fails
         monkeypatch.setattr(few_rows, "is_faster", answer)
@@ -243,7 +237,7 @@ def test_without_a_gain_layers_stay_separate(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("_faster")
-def test_projections_of_other_classes_stay_separate() -> None:
+def test_projections_of_other_classes_stay_separate():
     model = half("llama")
     for layer in model.model.layers:
         layer.self_attn.v_proj = nn.Sequential(layer.self_attn.v_proj)
@@ -251,7 +245,7 @@ def test_projections_of_other_classes_stay_separate() -> None:
 
 
 @pytest.mark.usefixtures("_faster")
-def test_a_gated_layer_whose_output_is_zero_is_fused() -> None:
+def test_a_gated_layer_whose_output_is_zero_is_fused():
     """As those are that an inflated model has added."""
     model = half("llama")
     for layer in model.model.layers:

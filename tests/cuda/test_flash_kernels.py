@@ -20,19 +20,7 @@ CPU = torch.device("cpu")
 PACKAGES = ("flash_attn", "flash_attn.cute", "flash_attn_interface", "kernels")
 
 
-def attend(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_q: Any,
-    cu_k: Any,
-    max_q: int,
-    max_k: int,
-    scale: Any,
-    causal: bool,
-    window: Any,
-    cap: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(q, k, v, cu_q, cu_k, max_q, max_k, scale, causal, window, cap):
     entries = Entries(cu_q, cu_q, cu_k, max_q, max_k)
     left, right = window
     assert (left, right) in ((-1, -1), (None, None)) or (causal and right == 0)
@@ -42,86 +30,84 @@ def attend(
 
 # Parameters are those of the packages' own functions, in their order.
 def of_version_2(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    dropout_p: float = 0.0,
-    softmax_scale: Any = None,
-    causal: bool = False,
-    window_size: Any = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Any = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: Any = None,
-) -> Any:
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table=None,
+):
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     out, lse = attend(q, k, v, *lengths, softmax_scale, causal, window_size, softcap)
     return (out, lse, None) if return_attn_probs else out
 
 
 def of_version_3(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    seqused_q: Any = None,
-    seqused_k: Any = None,
-    softmax_scale: Any = None,
-    causal: bool = False,
-    qv: Any = None,
-    window_size: Any = (-1, -1),
-    softcap: float = 0.0,
-) -> Any:
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    seqused_q=None,
+    seqused_k=None,
+    softmax_scale=None,
+    causal=False,
+    qv=None,
+    window_size=(-1, -1),
+    softcap=0.0,
+):
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     return attend(q, k, v, *lengths, softmax_scale, causal, window_size, softcap)
 
 
 def of_later_version_3(
-    *args: Any,
-    window_size: Any = (-1, -1),
-    softcap: float = 0.0,
-    return_softmax: bool = False,
-    **rest: Any,
-) -> Any:
+    *args,
+    window_size=(-1, -1),
+    softcap=0.0,
+    return_softmax=False,
+    **rest,
+):
     out, lse = of_version_3(*args, window_size=window_size, softcap=softcap, **rest)
     return (out, lse) if return_softmax else out
 
 
 def of_version_4(
-    q: Any,
-    k: Any,
-    v: Any,
-    qv: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    max_seqlen_q: Any = None,
-    max_seqlen_k: Any = None,
-    min_seqlen_k: Any = None,
-    seqused_q: Any = None,
-    seqused_k: Any = None,
-    softmax_scale: Any = None,
-    causal: bool = False,
-    window_size: Any = (None, None),
-    softcap: float = 0.0,
-    return_lse: bool = False,
-) -> Any:
+    q,
+    k,
+    v,
+    qv=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    min_seqlen_k=None,
+    seqused_q=None,
+    seqused_k=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(None, None),
+    softcap=0.0,
+    return_lse=False,
+):
     assert window_size == (None, None) or -1 not in window_size
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     out, lse = attend(q, k, v, *lengths, softmax_scale, causal, window_size, softcap)
     return out, (lse if return_lse else None)
 
 
-def before_softcap(
-    q: Any, k: Any, v: Any, window_size: Any = (-1, -1), return_attn_probs: bool = False
-) -> Any:
+def before_softcap(q, k, v, window_size=(-1, -1), return_attn_probs=False):
     raise AssertionError
 
 
@@ -129,27 +115,25 @@ class CompilerError(Exception):
     """As compilers of kernels have their own."""
 
 
-def that_does_not_compile(
-    *args: Any, window_size: Any = (None, None), softcap: float = 0.0, **rest: Any
-) -> Any:
+def that_does_not_compile(*args, window_size=(None, None), softcap=0.0, **rest):
     raise CompilerError("no such instruction")
 
 
 @pytest.fixture(autouse=True)
-def _no_device_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_device_is_needed(monkeypatch):
     monkeypatch.setattr(flash_kernels, "_require_cuda", lambda device: None)
     kernel_choice._first_working.cache_clear()
     for package in PACKAGES:  # whatever is installed
         monkeypatch.setitem(sys.modules, package, None)
 
 
-def install(monkeypatch: pytest.MonkeyPatch, module: str, **content: Any) -> None:
+def install(monkeypatch, module, **content):
     made = ModuleType(module)
     vars(made).update(content)
     monkeypatch.setitem(sys.modules, module, made)
 
 
-def chosen(needs_softcap: bool = False) -> Any:
+def chosen(needs_softcap=False):
     return kernel_choice.kernel_on(CPU, torch.bfloat16, 64, needs_softcap)
 
 
@@ -162,7 +146,7 @@ VERSIONS = {
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_an_installed_version_is_used(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_version_is_used(version, monkeypatch):
     module, function = VERSIONS[version]
     install(monkeypatch, "flash_attn")
     install(monkeypatch, module, flash_attn_varlen_func=function)
@@ -172,9 +156,7 @@ def test_an_installed_version_is_used(version: str, monkeypatch: pytest.MonkeyPa
     assert kernel.name == version.removeprefix("later ")
 
 
-def test_the_newest_version_is_used_that_works(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_newest_version_is_used_that_works(monkeypatch, caplog):
     install(monkeypatch, "flash_attn", flash_attn_varlen_func=of_version_2)
     install(monkeypatch, "flash_attn_interface", flash_attn_varlen_func=before_softcap)
     install(monkeypatch, "flash_attn.cute", flash_attn_varlen_func=that_does_not_compile)
@@ -184,12 +166,10 @@ def test_the_newest_version_is_used_that_works(
     assert "flash-attn-3 has no softcap; upgrade it" in caplog.text
 
 
-def test_the_build_that_transformers_would_load_from_the_hub(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_build_that_transformers_would_load_from_the_hub(monkeypatch):
     asked = list[tuple[str, int | None]]()
 
-    def get_kernel(repository: str, version: int | None = None) -> Any:
+    def get_kernel(repository, version=None):
         asked.append((repository, version))
         if len(asked) > 1:
             raise FileNotFoundError("no build for this machine")
@@ -204,7 +184,7 @@ def test_the_build_that_transformers_would_load_from_the_hub(
     assert "flash-attn2 cannot be loaded from the Hub (no build for this machine)" in chosen()
 
 
-def test_why_there_is_none() -> None:
+def test_why_there_is_none():
     message = chosen(needs_softcap=True)
     for package in PACKAGES:
         assert f"{package}." in message

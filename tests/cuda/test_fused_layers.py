@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from hf_slospec.cuda import fused_layers as layers
 from hf_slospec.cuda.fused_kernels import GELU_TANH, SILU, gated_activation, rms_norm, rotate
 from hf_slospec.model import overrides
-from hf_slospec.model.overrides import Overrides
 from tests.cuda.parity import assert_same_up_to_rounding, fused_layers, half
 from tests.support.toys.tiny_models import tiny_model
 
@@ -28,17 +26,17 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _on_cpu(monkeypatch):
     monkeypatch.setattr(layers, "DEVICE", "cpu")
 
 
-def places(fused: Overrides) -> set[str]:
+def places(fused):
     return {f"{place[0].__name__.split('.')[-1]}.{place[1]}" for place in fused.attributes}
 
 
 @pytest.mark.parametrize("norm", [LlamaRMSNorm, Gemma2RMSNorm])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_norms_round_as_the_models_do(norm: Any, dtype: torch.dtype) -> None:
+def test_norms_round_as_the_models_do(norm, dtype):
     own = norm(40).to(dtype)
     torch.nn.init.normal_(own.weight)
     states = torch.randn(2, 3, 40).to(dtype)
@@ -46,7 +44,7 @@ def test_norms_round_as_the_models_do(norm: Any, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, own(states), rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
-def test_rotary_embeddings_are_equal_bit_by_bit() -> None:
+def test_rotary_embeddings_are_equal_bit_by_bit():
     query, key = (
         torch.randn(1, 5, heads, 12, dtype=torch.float16).transpose(1, 2) for heads in (4, 2)
     )
@@ -61,7 +59,7 @@ def test_rotary_embeddings_are_equal_bit_by_bit() -> None:
     ("activation", "function"),
     [(SILU, F.silu), (GELU_TANH, functools.partial(F.gelu, approximate="tanh"))],
 )
-def test_gated_activations(activation: int, function: Any) -> None:
+def test_gated_activations(activation, function):
     gate, up = torch.randn(2, 3, 700, dtype=torch.bfloat16)
     torch.testing.assert_close(
         gated_activation(gate, up, activation), function(gate) * up, rtol=0.016, atol=1e-6
@@ -70,7 +68,7 @@ def test_gated_activations(activation: int, function: Any) -> None:
 
 @pytest.mark.usefixtures("_on_cpu")
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-def test_models_compute_the_same_up_to_rounding(family: str) -> None:
+def test_models_compute_the_same_up_to_rounding(family):
     model = half(family)
     fused = fused_layers(model)
     assert {name.split(".")[-1] for name in places(fused)} == {"forward", layers.ROTARY}
@@ -79,7 +77,7 @@ def test_models_compute_the_same_up_to_rounding(family: str) -> None:
 
 
 @pytest.mark.usefixtures("_on_cpu")
-def test_layers_that_compute_something_else_stay_as_they_are() -> None:
+def test_layers_that_compute_something_else_stay_as_they_are():
     """Cohere rotates neighbours, not halves; its norm subtracts the mean."""
     sizes = dict(
         vocab_size=40,
@@ -94,7 +92,7 @@ def test_layers_that_compute_something_else_stay_as_they_are() -> None:
 
 
 @pytest.mark.usefixtures("_on_cpu")
-def test_layers_with_other_activations_go_their_own_way() -> None:
+def test_layers_with_other_activations_go_their_own_way():
     model = half("llama")
     other = model.model.layers[0].mlp
     states = torch.randn(1, 2, 32, dtype=torch.bfloat16)
@@ -105,13 +103,13 @@ def test_layers_with_other_activations_go_their_own_way() -> None:
 
 
 @pytest.mark.usefixtures("_on_cpu")
-def test_one_layer_that_is_not_computed_right_keeps_its_class_as_it_is() -> None:
+def test_one_layer_that_is_not_computed_right_keeps_its_class_as_it_is():
     model = half("llama")
     model.model.norm.weight.data.fill_(torch.nan)
     assert "LlamaRMSNorm.forward" not in places(fused_layers(model))
 
 
-def test_nothing_is_fused_on_cpus_in_fp32_or_if_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_fused_on_cpus_in_fp32_or_if_not_wanted(monkeypatch):
     assert not fused_layers(half("llama")).attributes
     monkeypatch.setattr(layers, "DEVICE", "cpu")
     assert not fused_layers(half("llama"), False).attributes
@@ -119,7 +117,7 @@ def test_nothing_is_fused_on_cpus_in_fp32_or_if_not_wanted(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("_on_cpu")
-def test_other_threads_and_errors() -> None:
+def test_other_threads_and_errors():
     model = half("llama")
     seen = []
     fused = fused_layers(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import pytest
 import torch
@@ -11,24 +10,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_slospec.cuda import graphs
-from hf_slospec.cuda.graphs import CaptureError, GraphCounts, GraphHistory, Graphs, Run
+from hf_slospec.cuda.graphs import CaptureError, GraphCounts, GraphHistory, Graphs
 from hf_slospec.model.version import ModelVersion, can_be_traced
 from tests.support.graph_bench import CPU
 from tests.support.stand_ins.graphs import Tapes, tensors_in
 from tests.support.toys.tiny_models import tiny_model
 
 
-def scaled(inputs: Any) -> torch.Tensor:
+def scaled(inputs):
     return inputs["x"] * inputs["factor"]
 
 
-def inputs_of(size: int, factor: int = 2) -> Any:
+def inputs_of(size, factor=2):
     return {"x": torch.arange(size), "factor": factor}
 
 
-def test_graphs_are_captured_when_they_recur_and_the_oldest_go(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_graphs_are_captured_when_they_recur_and_the_oldest_go(monkeypatch):
     monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
     tapes = Tapes()
     held = Graphs(tapes, CPU)
@@ -48,7 +45,7 @@ def test_graphs_are_captured_when_they_recur_and_the_oldest_go(
     assert held.run(inputs_of(4, factor=5), scaled, 0).tolist() == [0, 5, 10, 15]
 
 
-def test_graphs_go_when_what_they_take_for_preconditions_changes() -> None:
+def test_graphs_go_when_what_they_take_for_preconditions_changes():
     held = Graphs(Tapes(), CPU)
     held.patience = 0
     held.run(inputs_of(3), scaled, "here")
@@ -58,12 +55,12 @@ def test_graphs_go_when_what_they_take_for_preconditions_changes() -> None:
     assert len(held) == 1
 
 
-def test_graphs_that_take_too_much_memory_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_graphs_that_take_too_much_memory_end(caplog):
     class Large(Tapes):
         max_bytes = 25
 
         @property
-        def num_bytes(self) -> int:
+        def num_bytes(self):
             return 10 * self.num_captured
 
     held = Graphs(Large(), CPU)
@@ -75,7 +72,7 @@ def test_graphs_that_take_too_much_memory_end(caplog: pytest.LogCaptureFixture) 
     assert not len(held) and len(caplog.records) == 1
 
 
-def test_weights_that_move_and_settings_that_change_are_noticed() -> None:
+def test_weights_that_move_and_settings_that_change_are_noticed():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
     version = ModelVersion(model)
     model[0].weight.data.mul_(2.0)
@@ -102,16 +99,14 @@ def test_weights_that_move_and_settings_that_change_are_noticed() -> None:
     assert version.structure == 1 and not can_be_traced(model)
 
 
-def test_a_capture_that_fails_for_a_passing_reason_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_capture_that_fails_for_a_passing_reason_is_tried_again(monkeypatch):
     """Later, and not for ever; other forwards are not affected once one was captured."""
     monkeypatch.setattr(graphs, "RETRY_AFTER", 4)
 
     class Failing(Tapes):
         num_failing = num_tried = 0
 
-        def capture(self, run: Run) -> Run:
+        def capture(self, run):
             self.num_tried += 1
             if self.num_failing:
                 self.num_failing -= 1
@@ -139,10 +134,10 @@ def test_a_capture_that_fails_for_a_passing_reason_is_tried_again(
     assert tapes.num_tried == graphs.MAX_FAILURES and held.has_failed
 
 
-def test_memory_that_is_short_during_a_capture_is_a_passing_reason() -> None:
+def test_memory_that_is_short_during_a_capture_is_a_passing_reason():
     is_short = True
 
-    def compute(inputs: Any) -> torch.Tensor:
+    def compute(inputs):
         if is_short:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return scaled(inputs)
@@ -155,7 +150,7 @@ def test_memory_that_is_short_during_a_capture_is_a_passing_reason() -> None:
     assert held.run(inputs_of(4), compute, 0) is not None
 
 
-def test_what_was_seen_on_a_pool_is_captured_at_once_on_another() -> None:
+def test_what_was_seen_on_a_pool_is_captured_at_once_on_another():
     history = GraphHistory()
     held = [Graphs(Tapes(), CPU, history) for _ in range(3)]
     found = [
@@ -166,10 +161,10 @@ def test_what_was_seen_on_a_pool_is_captured_at_once_on_another() -> None:
     assert history.counts == GraphCounts(captures=1, eager=2)
 
 
-def test_a_capture_computes_twice() -> None:
+def test_a_capture_computes_twice():
     computed = []
 
-    def compute(inputs: Any) -> torch.Tensor:
+    def compute(inputs):
         computed.append(None)
         return scaled(inputs)
 
@@ -182,7 +177,7 @@ def test_a_capture_computes_twice() -> None:
 
 
 @pytest.mark.parametrize("mask", [0.0, -torch.inf, torch.finfo(torch.bfloat16).min])
-def test_first_replays_are_compared_by_chunks_in_fp32(mask: float) -> None:
+def test_first_replays_are_compared_by_chunks_in_fp32(mask):
     """Also where a model masks some of its logits."""
     right = torch.randn(70, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
     right[:, :5] = mask
@@ -193,9 +188,7 @@ def test_first_replays_are_compared_by_chunks_in_fp32(mask: float) -> None:
         assert not graphs._is_close(wrong, right)
 
     class Small(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             for made in tensors_in(out):
                 assert made.dtype != torch.float64 and (
@@ -207,7 +200,7 @@ def test_first_replays_are_compared_by_chunks_in_fp32(mask: float) -> None:
         graphs._is_close(right.clone(), right)
 
 
-def test_a_session_of_continuous_batching_is_no_change() -> None:
+def test_a_session_of_continuous_batching_is_no_change():
     model = tiny_model("llama")
     version = ModelVersion(model)
     config = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)

@@ -16,9 +16,7 @@ from hf_slospec.model.eager import EagerPath
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.transfer import DeferredFlags, HostSyncError, SyncGuard
 from hf_slospec.request.request import Request, RequestParams
-from hf_slospec.tree.tree import TokenTree
 from tests.support.graph_bench import CPU, Bench
-from tests.support.stand_ins.graphs import Tapes
 from tests.support.toys.tiny_models import tiny_model
 
 READS_ON_HOST = {
@@ -44,7 +42,7 @@ OF_HOST_TENSORS = (
 class NoRead(torch.overrides.TorchFunctionMode):
     """Also finds, on a CPU, what would wait on a GPU only."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         if sys._getframe(1).f_code not in OF_HOST_TENSORS:
             assert func not in READS_ON_HOST, f"{func} has the host wait for the device"
         return func(*args, **(kwargs or {}))
@@ -52,9 +50,7 @@ class NoRead(torch.overrides.TorchFunctionMode):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 @pytest.mark.parametrize("patience", [0, 999])
-def test_drafting_and_verifying_wait_for_nothing(
-    family: str, patience: int, tapes: Tapes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafting_and_verifying_wait_for_nothing(family, patience, tapes, monkeypatch):
     bench = Bench(tiny_model(family))
     drafter = AssistantDrafter(bench.packed, 20, 101)
     plan = Plan(4, 2, min_path_prob=1e-9, min_gain=1e-9, min_confidence=1e-9)
@@ -93,7 +89,7 @@ def test_drafting_and_verifying_wait_for_nothing(
         )
 
 
-def test_reads_are_found() -> None:
+def test_reads_are_found():
     x = torch.ones(3)
     for reads in (
         lambda: x.sum().item(), lambda: bool((x > 0).any()), lambda: x.nonzero(), lambda: x[x > 0],
@@ -106,7 +102,7 @@ def test_reads_are_found() -> None:
         assert x[torch.tensor([0])].shape == x.index_put((torch.tensor([0]),), x[:1])[:1].shape
 
 
-def test_an_answer_one_question_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_one_question_late(monkeypatch):
     """Drafting ends a level later, and no other way."""
     answers = DeferredFlags(CPU)
     assert [answers.next(torch.tensor(answer)) for answer in (False, True, False)] == [
@@ -116,7 +112,7 @@ def test_an_answer_one_question_late(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     requests = [Request(index, RequestParams([1, 5 + index, 9], 40)) for index in range(4)]
 
-    def drafted() -> list[TokenTree]:
+    def drafted():
         drafter = AssistantDrafter(PackedModel(tiny_model("llama")), 8, 101)
         return drafter.draft(requests, Plan(8, 1, min_path_prob=0.0, min_gain=0.3))
 
@@ -128,6 +124,6 @@ def test_an_answer_one_question_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Late(DeferredFlags):
-    def __init__(self, device: torch.device):
+    def __init__(self, device):
         super().__init__(device)
         self.lag = 1

@@ -25,7 +25,7 @@ TOLERANCE = {
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", [(40, 24), (96, 200)], ids=str)
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_products(shape: tuple[int, int], dtype: torch.dtype, is_transposed: bool) -> None:
+def test_products(shape, dtype, is_transposed):
     outputs, inputs = shape
     rows = torch.randn(BLOCK_M + 9, inputs).to(dtype)
     bias = torch.randn(outputs).to(dtype)

@@ -26,7 +26,7 @@ pytestmark = [
 MOST = 17
 
 
-def launches_per_layer(family: str, attention: str, fused_layers: bool) -> Counter[str]:
+def launches_per_layer(family, attention, fused_layers):
     """Operations of one more layer in a forward that is not replayed, as graphs capture it."""
     counts = []
     for num_layers in (2, 4):
@@ -44,14 +44,14 @@ def launches_per_layer(family: str, attention: str, fused_layers: bool) -> Count
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_layer_launches_few_kernels(family: str) -> None:
+def test_a_layer_launches_few_kernels(family):
     found = launches_per_layer(family, "triton", True)
     norms = 2 * (family == "qwen3")  # for queries and keys
     assert found.total() <= MOST + norms, found
     assert found["aten.mm.default"] + found["aten.addmm.default"] == 7, found
 
 
-def test_what_the_kernels_save(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_kernels_save(monkeypatch):
     """The table in docs/design.md."""
     monkeypatch.setattr(kernel_choice, "KERNELS", (TorchVarlen,))
     totals = [

@@ -12,11 +12,10 @@ from hf_slospec.cuda.graphs import BATCHES, BUCKETS, bucket_for
 from hf_slospec.model.batch import CachedSequence, NewTokens
 from hf_slospec.model.kv_cache import KVPool
 from tests.support.graph_bench import Bench
-from tests.support.stand_ins.graphs import Tapes
 from tests.support.toys.tiny_models import tiny_model
 
 
-def fresh(length: int) -> NewTokens:
+def fresh(length):
     return NewTokens(
         CachedSequence(0, 999),
         torch.ones(length),
@@ -27,7 +26,7 @@ def fresh(length: int) -> NewTokens:
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=64), st.data())
 @settings(max_examples=200)
-def test_rows_come_in_few_sizes(lengths: list[int], data: st.DataObject) -> None:
+def test_rows_come_in_few_sizes(lengths, data):
     pool = KVPool([], 1000, MAX_PADDING_SLOTS)
     parts = [fresh(length) for length in lengths]
     num_logits = data.draw(st.integers(0, sum(lengths)))
@@ -56,7 +55,7 @@ def test_rows_come_in_few_sizes(lengths: list[int], data: st.DataObject) -> None
 
 
 @pytest.mark.parametrize("num_requests", [1, 5, 33, 64, 65, 80])
-def test_levels_of_drafts_and_short_steps_have_a_size(num_requests: int) -> None:
+def test_levels_of_drafts_and_short_steps_have_a_size(num_requests):
     pool = KVPool([], 1000, MAX_PADDING_SLOTS)
     for num_tokens in range(num_requests, 4 * num_requests + 1):
         lengths = [
@@ -70,13 +69,13 @@ def test_levels_of_drafts_and_short_steps_have_a_size(num_requests: int) -> None
         )
 
 
-def own_slots(part: NewTokens) -> range:
+def own_slots(part):
     start = part.sequence.start + part.sequence.length
     return range(start, start + len(part.input_ids))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_padding_touches_nothing_and_is_not_seen(family: str, tapes: Tapes) -> None:
+def test_padding_touches_nothing_and_is_not_seen(family, tapes):
     """Whatever their slots hold; before the capture, with it, and replayed as texts grow over their
     window.
     """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from hf_slospec.cuda.captured import padded
@@ -11,17 +9,14 @@ from hf_slospec.cuda.flash import pack
 from hf_slospec.model.inputs import ForwardInputs
 from hf_slospec.model.transfer import DeviceCopy, flattened, tensors_in
 from tests.support.graph_bench import CPU, TREES, Bench, tree
-from tests.support.stand_ins.graphs import Tapes
 from tests.support.toys.tiny_models import tiny_model
 
 
-def test_a_forward_of_the_same_sizes_has_the_same_signature_and_of_others_another(
-    tapes: Tapes,
-) -> None:
+def test_a_forward_of_the_same_sizes_has_the_same_signature_and_of_others_another(tapes):
     bench = Bench(tiny_model("gemma3"))
     plans = bench.packed.eager.find_plans()
 
-    def inputs(trees: list[tuple[int, ...]] = TREES) -> Any:
+    def inputs(trees=TREES):
         pairs = zip(bench.requests, trees, strict=True)
         parts = [
             bench.sequences.chain_and_tree(r, r.tokens[-1:], tree(r, parents))
@@ -47,8 +42,8 @@ def test_a_forward_of_the_same_sizes_has_the_same_signature_and_of_others_anothe
     )
 
 
-def test_whatever_the_host_reads_is_in_the_signature() -> None:
-    def made(**changes: Any) -> Any:
+def test_whatever_the_host_reads_is_in_the_signature():
+    def made(**changes):
         values = dict(a=torch.ones(2, 3), n=4, none=None, items=[torch.ones(1)], key=7) | changes
         return {values.pop("key"): values}
 
@@ -62,8 +57,8 @@ def test_whatever_the_host_reads_is_in_the_signature() -> None:
         assert flattened(made(**changes))[1] != first, changes
 
 
-def test_a_parcel_holds_what_is_put_in() -> None:
-    def made(start: int) -> Any:
+def test_a_parcel_holds_what_is_put_in():
+    def made(start):
         ranges = [torch.arange(start, start + n) for n in (3, 0, 5)]
         return {
             "a": ranges,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ SHAPES = [(4, 2, 16, 16), (6, 2, 24, 8), (3, 1, 8, 8)]  # query heads, KV heads,
 
 def check(  # type: ignore[no-untyped-def]
     spans, heads, dtype, is_padded=False, by_path=False, window=None, softcap=None, has_sinks=False, chunk=None,
-    kernel=None,
+    kernel=None
 ):  # fmt: skip
     num_heads, num_kv_heads, key_dim, value_dim = heads
     made = case(spans, num_kv_heads, key_dim, value_dim, dtype)
@@ -53,7 +52,7 @@ def check(  # type: ignore[no-untyped-def]
 
 
 @pytest.fixture(params=[1, 3], ids=["whole", "split"])
-def num_splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def num_splits(request, monkeypatch):
     """Parts into which the kernel divides the keys of a sequence."""
     monkeypatch.setattr(tree_kernels, "ENOUGH_PROGRAMS", 10**6)
     monkeypatch.setattr(tree_kernels, "MAX_SPLITS", request.param)
@@ -61,37 +60,35 @@ def num_splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_every_option(num_splits: int, options: dict[str, object]) -> None:
+def test_every_option(num_splits, options):
     check(SPANS, SHAPES[0], torch.float32, **options)
 
 
 @pytest.mark.parametrize("heads", SHAPES[1:], ids=str)
-def test_heads_of_all_sizes(num_splits: int, heads: tuple[int, int, int, int]) -> None:
+def test_heads_of_all_sizes(num_splits, heads):
     check(SPANS[:2], heads, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(num_splits: int, dtype: torch.dtype) -> None:
+def test_half_precision(num_splits, dtype):
     check(SPANS[:2], SHAPES[0], dtype, has_sinks=True)
 
 
-def test_a_padded_plan(num_splits: int) -> None:
+def test_a_padded_plan(num_splits):
     check(SPANS, SHAPES[0], torch.float32, is_padded=True, window=6)
 
 
-def test_long_chains_in_several_tiles(num_splits: int) -> None:
+def test_long_chains_in_several_tiles(num_splits):
     check([(5, 40, ROOT), (0, 1, BRANCHING)], SHAPES[0], torch.float32)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
-def test_the_stand_in_of_other_tests_computes_the_same(
-    heads: tuple[int, ...], options: dict[str, object]
-) -> None:
+def test_the_stand_in_of_other_tests_computes_the_same(heads, options):
     check(SPANS, heads, torch.float32, kernel=tree_attention_stand_in, **options)
 
 
-def test_sizes_of_a_padded_plan_do_not_depend_on_lengths() -> None:
+def test_sizes_of_a_padded_plan_do_not_depend_on_lengths():
     """Or each of them would need a captured forward of its own."""
     plans = []
     for prefix_len, tree in ((3, BRANCHING), (900, BRANCHING), (40, CHAIN)):
@@ -102,7 +99,7 @@ def test_sizes_of_a_padded_plan_do_not_depend_on_lengths() -> None:
     assert plans[0].mask.shape[1] == MIN_WIDTH
 
 
-def test_tiles_hold_every_token_once() -> None:
+def test_tiles_hold_every_token_once():
     made = case([(5, 40, ROOT), (0, 1, BRANCHING), (9, 3, CHAIN)], 2, 8, 8)
     for is_padded in (False, True):
         made.row.is_padded = is_padded
@@ -113,14 +110,14 @@ def test_tiles_hold_every_token_once() -> None:
         assert tokens == list(range(len(made.tokens)))
 
 
-def test_refused_by_name_without_cuda() -> None:
+def test_refused_by_name_without_cuda():
     with pytest.raises(
         UnsupportedOptionError, match=r'attention="triton" is not available: .* needs a CUDA device'
     ):
         packed_model(tiny_model("llama"), "triton")
 
 
-def test_layers_beyond_the_kernel_use_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_beyond_the_kernel_use_sdpa(monkeypatch):
     monkeypatch.setattr(tree_attention, "MAX_DIM", 8)
     made = case(SPANS, 2, 16, 16)
     query = torch.randn(4, len(made.tokens), 16)
@@ -144,9 +141,7 @@ PATHS = [
         (SHAPES[0], dict(window=1, has_sinks=True)),
     ],
 )
-def test_paths_are_what_masks_are(
-    heads: tuple[int, int, int, int], options: dict[str, object]
-) -> None:
+def test_paths_are_what_masks_are(heads, options):
     check(PATHS, heads, torch.float32, by_path=True, **options)
 
 
@@ -158,9 +153,7 @@ def test_paths_are_what_masks_are(
         (torch.bfloat16, 3, dict(window=63, has_sinks=True)),
     ],
 )
-def test_bits_depend_on_the_path_only(
-    dtype: torch.dtype, groups: int, options: dict[str, Any]
-) -> None:
+def test_bits_depend_on_the_path_only(dtype, groups, options):
     """Each token's result is that of decoding it alone, with all tokens before it committed in any
     way.
     """
@@ -169,9 +162,7 @@ def test_bits_depend_on_the_path_only(
     sinks = torch.randn(2 * groups) if options.get("has_sinks") else None
     rules = AttentionRules(0.25, options.get("window"), options.get("softcap"), sinks)
 
-    def attended(
-        spans: list[Span], queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
+    def attended(spans, queries, keys, values):
         batch = PackedBatch(spans, [span.visible for span in spans])
         has_window = rules.window is not None
         plan = plan_tree(batch, has_window, has_window, groups, by_path=True)
@@ -201,7 +192,7 @@ def test_bits_depend_on_the_path_only(
         )
 
 
-def test_paths_beyond_the_kernel_are_refused() -> None:
+def test_paths_beyond_the_kernel_are_refused():
     made = case(SPANS, 1, 8, 8)
     query = torch.randn(65, len(made.tokens), 8)
     with pytest.raises(

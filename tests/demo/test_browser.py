@@ -7,14 +7,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hf_slospec.demo.serve import Options, launch, prepare
-from hf_slospec.demo.sessions import DemoSessions
 from hf_slospec.server.model_options import ModelOptions
 from tests.support.fixed_policy import always_drafting
 
@@ -45,7 +43,7 @@ PASSWORD = "only for tests"
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[tuple[DemoSessions, str]]:
+def served():
     sessions, page = prepare(Options(ModelOptions(size=SIZE)))
     yield sessions, launch(page, Options())
     page.close(verbose=False)
@@ -53,7 +51,7 @@ def served() -> Iterator[tuple[DemoSessions, str]]:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser():
     with sync_api.sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         yield started
@@ -61,7 +59,7 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def desktop(browser: Any) -> Any:
+def desktop(browser):
     """A context that most visits share, so that what the page loads is read once."""
     return browser.new_context(viewport=DESKTOP)
 
@@ -69,7 +67,7 @@ def desktop(browser: Any) -> Any:
 class Visit:
     """One page of a browser, whose session is its own, and what went wrong in it."""
 
-    def __init__(self, context: Any, url: str):
+    def __init__(self, context, url):
         self.context = context
         self.page = context.new_page()
         self.page.set_default_timeout(WAIT_MS)
@@ -79,21 +77,21 @@ class Visit:
         self.page.on("request", lambda request: self._note(request.url, url))
         self.page.goto(url)
 
-    def _note(self, asked: str, home: str) -> None:
+    def _note(self, asked, home):
         if not asked.startswith((home, "data:", "blob:")):
             self.outside.append(asked)
 
-    def card(self, place: int) -> Any:
+    def card(self, place):
         return self.page.locator(f"#user-{place} .card")
 
-    def text(self, selector: str) -> str:
+    def text(self, selector):
         return str(self.page.locator(f"{selector} .text").inner_text())
 
-    def writes(self, selector: str) -> None:
+    def writes(self, selector):
         """Wait for a text there."""
         self.grows(selector, "")
 
-    def grows(self, selector: str, before: str | None = None) -> None:
+    def grows(self, selector, before=None):
         """Wait until the text there is another one, and not empty."""
         before = self.text(selector) if before is None else before
         self.page.wait_for_function(
@@ -102,21 +100,19 @@ class Visit:
             arg=[selector, before],
         )
 
-    def says(self, selector: str, words: str) -> None:
+    def says(self, selector, words):
         sync_api.expect(self.page.locator(selector)).to_contain_text(words, timeout=WAIT_MS)
 
-    def shoot(self, name: str) -> None:
+    def shoot(self, name):
         if SCREENSHOTS is not None:
             self.page.screenshot(path=Path(SCREENSHOTS) / f"{name}.png", full_page=True)
 
 
 @pytest.fixture
-def visit(
-    browser: Any, desktop: Any, served: tuple[DemoSessions, str]
-) -> Iterator[Callable[..., Visit]]:
+def visit(browser, desktop, served):
     visits: list[Visit] = []
 
-    def begin(**options: Any) -> Visit:
+    def begin(**options):
         context = browser.new_context(**options) if options else desktop
         visits.append(Visit(context, served[1]))
         return visits[-1]
@@ -128,9 +124,7 @@ def visit(
         own.page.close() if own.context is desktop else own.context.close()
 
 
-def test_three_streams_run_and_nothing_leaves_the_machine(
-    visit: Callable[..., Visit], served: Any
-) -> None:
+def test_three_streams_run_and_nothing_leaves_the_machine(visit, served):
     page = visit()
     for place in range(3):
         page.writes(f"#user-{place}")
@@ -142,7 +136,7 @@ def test_three_streams_run_and_nothing_leaves_the_machine(
 
 
 @pytest.mark.nightly
-def test_speeds_are_shown_and_follow_the_targets(visit: Callable[..., Visit]) -> None:
+def test_speeds_are_shown_and_follow_the_targets(visit):
     page = visit()
     for place in range(3):
         page.page.wait_for_selector(f"#user-{place} .verdict.met, #user-{place} .verdict.missed")
@@ -158,7 +152,7 @@ def test_speeds_are_shown_and_follow_the_targets(visit: Callable[..., Visit]) ->
 
 
 @pytest.mark.nightly
-def test_a_target_is_moved_for_everybody(visit: Callable[..., Visit]) -> None:
+def test_a_target_is_moved_for_everybody(visit):
     one = visit()
     other = visit()
     other.writes("#user-2")
@@ -173,7 +167,7 @@ def test_a_target_is_moved_for_everybody(visit: Callable[..., Visit]) -> None:
 
 
 @pytest.mark.nightly
-def test_the_policy_is_switched_under_running_streams(visit: Callable[..., Visit]) -> None:
+def test_the_policy_is_switched_under_running_streams(visit):
     page = visit()
     other = visit()
     page.writes("#user-0")
@@ -187,10 +181,8 @@ def test_the_policy_is_switched_under_running_streams(visit: Callable[..., Visit
         page.shoot(f"policy-{name}")
 
 
-def test_a_dead_engine_is_shown_and_can_be_started_again(
-    visit: Callable[..., Visit], served: tuple[DemoSessions, str]
-) -> None:
-    def fails(*_: Any) -> Any:
+def test_a_dead_engine_is_shown_and_can_be_started_again(visit, served):
+    def fails(*_):
         raise RuntimeError("the accelerator fell off")
 
     page = visit()
@@ -208,7 +200,7 @@ def test_a_dead_engine_is_shown_and_can_be_started_again(
 
 
 @pytest.mark.parametrize("colors", [pytest.param("light", marks=pytest.mark.nightly), "dark"])
-def test_it_fits_a_phone(visit: Callable[..., Visit], colors: str) -> None:
+def test_it_fits_a_phone(visit, colors):
     page = visit(viewport=PHONE, color_scheme=colors, is_mobile=True, has_touch=True)
     page.writes("#user-0")
     width = page.page.evaluate("document.documentElement.scrollWidth")
@@ -221,9 +213,7 @@ def test_it_fits_a_phone(visit: Callable[..., Visit], colors: str) -> None:
     page.shoot(f"phone-{colors}")
 
 
-def test_with_a_password_nobody_else_comes_in(
-    browser: Any, served: tuple[DemoSessions, str]
-) -> None:
+def test_with_a_password_nobody_else_comes_in(browser, served):
     from hf_slospec.demo.layout import Page
 
     options = Options(password=PASSWORD)

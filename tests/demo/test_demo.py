@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -22,13 +21,11 @@ from hf_slospec.demo.sessions import (
     MAX_VISITORS,
     VISITOR_TIMEOUT_S,
     DemoSessions,
-    Scene,
 )
 from hf_slospec.demo.stream import (
     HISTORY_S,
     PAUSE_S,
     Gain,
-    View,
     gains,
     history,
     shares,
@@ -47,15 +44,15 @@ LONG = UserRequest(prompt="def f(x):\n", tpot_slo_ms=50, max_new_tokens=MAX_NEW_
 class Clock:
     """The engine's, and what tests wait beyond it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.ahead_s = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return clock() + self.ahead_s
 
 
 @pytest.fixture(scope="module")
-def generator() -> Iterator[SLOSpecGenerator]:
+def generator():
     config = SLOSpecConfig(**CONFIG.model_dump(exclude={"kv_tokens"}), kv_tokens=40_000)
     with SLOSpecGenerator(*load_tiny_pair(), config) as generator:
         yield generator
@@ -63,7 +60,7 @@ def generator() -> Iterator[SLOSpecGenerator]:
 
 
 @pytest.fixture
-def sessions(generator: SLOSpecGenerator) -> Iterator[DemoSessions]:
+def sessions(generator):
     made = DemoSessions(DemoGenerator(generator), Clock())
     yield made
     for visitor in list(made._visitors):
@@ -74,7 +71,7 @@ def sessions(generator: SLOSpecGenerator) -> Iterator[DemoSessions]:
     generator.set_policy(POLICIES["auto"])
 
 
-def until(sessions: DemoSessions, is_reached: Callable[[Scene], Any], visitor: str = "a") -> Scene:
+def until(sessions, is_reached, visitor="a"):
     end = time.monotonic() + WAIT_S
     while not is_reached(scene := sessions.refresh(visitor)):
         assert time.monotonic() < end, scene
@@ -82,7 +79,7 @@ def until(sessions: DemoSessions, is_reached: Callable[[Scene], Any], visitor: s
     return scene
 
 
-def at(scene: Scene, place: int) -> View:
+def at(scene, place):
     view = scene.simulated[place]
     assert view is not None
     return view
@@ -103,11 +100,11 @@ class TestUserRequest:
             (dict(top_p=0), "top_p"),
         ],
     )
-    def test_limits_are_named_in_words(self, fields: dict[str, Any], words: str) -> None:
+    def test_limits_are_named_in_words(self, fields, words):
         with pytest.raises(InvalidInputError, match=words):
             UserRequest(**dict(prompt="x", tpot_slo_ms=50) | fields)
 
-    def test_it_becomes_arguments_of_submit(self) -> None:
+    def test_it_becomes_arguments_of_submit(self):
         assert SHORT.options == dict(slo_tpot=0.05, best_effort=False, max_new_tokens=12)
         without_slo = UserRequest(prompt="x", tpot_slo_ms=None, temperature=0.5, top_p=0.9)
         assert without_slo.options == dict(
@@ -119,7 +116,7 @@ class TestUserRequest:
             top_p=0.9,
         )
 
-    def test_simulated_users_differ_in_their_targets(self) -> None:
+    def test_simulated_users_differ_in_their_targets(self):
         requests = [
             persona.request(0.1, is_chat) for is_chat in (True, False) for persona in PERSONAS
         ]
@@ -131,39 +128,39 @@ class TestUserRequest:
 class TestRates:
     COMMITS = (Commit(1, 10.0, 1, 0), Commit(4, 11.0, 5, 2), Commit(5, 12.5, 1, 0))
 
-    def test_gains_leave_out_the_prompt(self) -> None:
+    def test_gains_leave_out_the_prompt(self):
         assert gains(self.COMMITS) == [Gain(11.0, 3, 5), Gain(12.5, 1, 1)]
         assert gains(self.COMMITS[:1]) == gains([]) == []
 
-    def test_speed_is_of_the_last_seconds_or_since_the_beginning(self) -> None:
+    def test_speed_is_of_the_last_seconds_or_since_the_beginning(self):
         own = gains(self.COMMITS)
         assert tokens_per_s(own, 12.5, 0.0) == pytest.approx(4 / 3)
         assert tokens_per_s(own, 12.5, 10.5) == pytest.approx(4 / 2)
         assert tokens_per_s(own, 14.5, 0.0) == pytest.approx(1 / 3)
         assert tokens_per_s(own, 99.0, 0.0) == tokens_per_s([], 5.0, 5.0) == 0.0
 
-    def test_history_counts_by_seconds(self) -> None:
+    def test_history_counts_by_seconds(self):
         seen = history(gains(self.COMMITS), 13.0)
         assert len(seen) == HISTORY_S
         assert seen[-3:] == [3.0, 0.0, 1.0] or seen[-3:] == [0.0, 3.0, 1.0]
         assert sum(seen) == 4
         assert sum(history(gains(self.COMMITS), 13.0 + HISTORY_S)) == 0
 
-    def test_shares_sum_to_one_or_are_none(self) -> None:
+    def test_shares_sum_to_one_or_are_none(self):
         assert shares([3, 1]) == [0.75, 0.25]
         assert shares([0, 0]) == [0.0, 0.0]
 
 
 class TestHighlight:
-    def test_pieces_are_the_text_and_say_their_origin(self) -> None:
+    def test_pieces_are_the_text_and_say_their_origin(self):
         highlighted = HighlightedText(lambda ids: "".join("abcdef"[i] for i in ids))
         assert highlighted.update([0], [False]) == [TextPiece("a", False)]
         assert highlighted.update([0, 1, 2, 3], [False, True, True, False, False]) == [
             TextPiece("a", False), TextPiece("bc", True), TextPiece("d", False),
         ]  # fmt: skip
 
-    def test_a_character_of_two_tokens_appears_whole(self) -> None:
-        def to_text(ids: list[int]) -> str:
+    def test_a_character_of_two_tokens_appears_whole(self):
+        def to_text(ids):
             return bytes(ids).decode(errors="replace")
 
         first, second = "é".encode()
@@ -176,9 +173,7 @@ class TestHighlight:
 
 
 class TestDemoSessions:
-    def test_a_simulated_user_writes_pauses_and_asks_again_while_a_page_refreshes(
-        self, sessions: DemoSessions
-    ) -> None:
+    def test_a_simulated_user_writes_pauses_and_asks_again_while_a_page_refreshes(self, sessions):
         place = sessions.add(PERSONAS[0], SHORT)
         scene = until(sessions, lambda scene: at(scene, place).state == "finished")
         view = at(scene, place)
@@ -190,7 +185,7 @@ class TestDemoSessions:
         sessions.clock.ahead_s += PAUSE_S  # type: ignore[attr-defined]
         until(sessions, lambda scene: at(scene, place).num_judged == 2)
 
-    def test_stop_change_and_remove(self, sessions: DemoSessions) -> None:
+    def test_stop_change_and_remove(self, sessions):
         places = [sessions.add(persona, LONG) for persona in PERSONAS[:3]]
         before = until(sessions, lambda scene: all(at(scene, place).pieces for place in places))
         sessions.stop(places[1])
@@ -208,7 +203,7 @@ class TestDemoSessions:
             sessions.stop(places[1])
         assert sessions.add(PERSONAS[3], SHORT) == places[1]
 
-    def test_places_and_visitors_are_limited(self, sessions: DemoSessions) -> None:
+    def test_places_and_visitors_are_limited(self, sessions):
         for _ in range(MAX_SIMULATED):
             sessions.add(PERSONAS[0], LONG)
         with pytest.raises(InvalidInputError, match="room"):
@@ -220,7 +215,7 @@ class TestDemoSessions:
         sessions.stop_own("0")
         sessions.ask("one more", LONG)
 
-    def test_visitors_see_each_other_and_only_their_own_text(self, sessions: DemoSessions) -> None:
+    def test_visitors_see_each_other_and_only_their_own_text(self, sessions):
         sessions.ask("a", LONG)
         sessions.ask("b", SHORT)
         scene = until(
@@ -241,14 +236,14 @@ class TestDemoSessions:
         sessions.leave("b")
         assert sessions.refresh("a").other_visitors == ()
 
-    def test_who_does_not_look_any_more_has_left(self, sessions: DemoSessions) -> None:
+    def test_who_does_not_look_any_more_has_left(self, sessions):
         sessions.refresh("b")
         sessions.ask("b", LONG)
         assert sessions.refresh("a").other_visitors
         sessions.clock.ahead_s += VISITOR_TIMEOUT_S + 1  # type: ignore[attr-defined]
         assert not sessions.refresh("a").other_visitors
 
-    def test_the_policy_changes_under_running_streams(self, sessions: DemoSessions) -> None:
+    def test_the_policy_changes_under_running_streams(self, sessions):
         place = sessions.add(PERSONAS[0], LONG)
         until(sessions, lambda scene: at(scene, place).pieces)
         for name in POLICIES:
@@ -261,12 +256,10 @@ class TestDemoSessions:
         with pytest.raises(InvalidInputError, match="policy"):
             sessions.set_policy("best")
 
-    def test_policies_fit_into_the_generator(self) -> None:
+    def test_policies_fit_into_the_generator(self):
         assert max(map(max_nodes_per_request, POLICIES.values())) <= max_nodes_per_request(CONFIG)
 
-    def test_a_prompt_that_is_too_long_shows_as_its_users_error(
-        self, sessions: DemoSessions
-    ) -> None:
+    def test_a_prompt_that_is_too_long_shows_as_its_users_error(self, sessions):
         request = UserRequest(prompt="é☃" * (MAX_PROMPT_CHARS // 2), tpot_slo_ms=50)
         with pytest.raises(InvalidInputError, match="limit"):
             sessions.ask("a", request)
@@ -276,9 +269,7 @@ class TestDemoSessions:
         sessions.ask("a", SHORT)
         until(sessions, lambda scene: scene.visitor and scene.visitor.state == "finished")
 
-    def test_when_the_engine_dies_it_is_said_and_asking_again_revives_it(
-        self, sessions: DemoSessions
-    ) -> None:
+    def test_when_the_engine_dies_it_is_said_and_asking_again_revives_it(self, sessions):
         place = sessions.add(PERSONAS[0], LONG)
         until(sessions, lambda scene: at(scene, place).pieces)
         engine: Any = sessions.generator.generator._service._engine()  # type: ignore[attr-defined]
@@ -289,7 +280,7 @@ class TestDemoSessions:
         sessions.change(place, SHORT)
         until(sessions, lambda scene: at(scene, place).state == "finished")
 
-    def test_a_stopped_engine_is_started_by_the_next_request(self, sessions: DemoSessions) -> None:
+    def test_a_stopped_engine_is_started_by_the_next_request(self, sessions):
         sessions.generator.stop()
         with pytest.raises(NotRunningError):
             sessions.generator.generator.submit("x")  # type: ignore[attr-defined]
@@ -297,12 +288,12 @@ class TestDemoSessions:
         until(sessions, lambda scene: scene.visitor and scene.visitor.state == "finished")
 
 
-def _fails(*_: Any) -> Any:
+def _fails(*_):
     raise SLOSpecError("the accelerator fell off")
 
 
 class TestCards:
-    def test_everything_written_is_escaped(self, sessions: DemoSessions) -> None:
+    def test_everything_written_is_escaped(self, sessions):
         sessions.ask("a", SHORT.model_copy(update={"prompt": "<b>"}))
         scene = until(sessions, lambda scene: scene.visitor and scene.visitor.state == "finished")
         assert scene.visitor is not None
@@ -310,9 +301,7 @@ class TestCards:
         assert "<script>" not in text
         assert '<span class="d">&lt;script&gt;</span>&amp;' in text
 
-    def test_bars_share_a_scale_and_words_say_what_colours_say(
-        self, sessions: DemoSessions
-    ) -> None:
+    def test_bars_share_a_scale_and_words_say_what_colours_say(self, sessions):
         slow = UserRequest(prompt="def f(x):\n", tpot_slo_ms=5000, max_new_tokens=12)
         hopeless = UserRequest(prompt="def f(x):\n", tpot_slo_ms=0.001, max_new_tokens=12)
         for place, request in enumerate(
@@ -333,7 +322,7 @@ class TestCards:
         assert "1 of 2" in head
         assert "tokens/s in total" in head
 
-    def test_long_answers_show_their_end(self) -> None:
+    def test_long_answers_show_their_end(self):
         text = cards._text(
             [TextPiece("a" * 5000, False), TextPiece("z" * 1000, True), TextPiece("end", False)],
             False,
@@ -341,18 +330,18 @@ class TestCards:
         assert "end" in text
         assert len(text) < 2 * cards.MAX_CHARS
 
-    def test_an_empty_stage_has_a_headline(self, sessions: DemoSessions) -> None:
+    def test_an_empty_stage_has_a_headline(self, sessions):
         assert "nothing is being decoded" in cards.headline(sessions.refresh("a"))
 
 
-def test_what_drafts_is_called_by_its_kind() -> None:
+def test_what_drafts_is_called_by_its_kind():
     target, _, tokenizer = load_tiny_pair()
     assert DemoGenerator(SLOSpecGenerator(target, tokenizer=tokenizer)).drafter == "prompt lookup"
     assert "draft model" not in layout.INTRO + layout.LEGEND
     assert "A drafter (prompt lookup) proposes" in layout.INTRO.format(drafter=" (prompt lookup)")
 
 
-def test_only_the_password_opens() -> None:
+def test_only_the_password_opens():
     opens = password_check("sésame")
     assert opens("anybody", "sésame")
     assert not opens("anybody", "")
@@ -369,15 +358,13 @@ def test_only_the_password_opens() -> None:
         (["--password", ""], {}, "empty"),
     ],
 )
-def test_other_machines_need_a_password(
-    options: list[str], environment: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_machines_need_a_password(options, environment, said, monkeypatch):
     monkeypatch.setattr(serve, "demo_generator", None)  # nothing is loaded
     result = CliRunner(env=environment | {"COLUMNS": "300"}).invoke(app, ["demo", *options])
     assert result.exit_code == 2 and said in result.output
 
 
-def test_the_command_says_that_gradio_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_says_that_gradio_is_missing(monkeypatch):
     """Nothing is loaded before."""
     monkeypatch.setitem(sys.modules, "gradio", None)
     result = CliRunner().invoke(app, ["demo", "--size", "tiny"])

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
 import pytest
 import torch
@@ -18,7 +16,7 @@ from hf_slospec.engine.interfaces import Plan
 from hf_slospec.lab.policies.goodput import confident_length
 from hf_slospec.lab.policies.optimal import optimal_nodes
 from hf_slospec.request.request import Request, RequestParams
-from hf_slospec.tree.tree import FloatArray, IntArray, TokenTree
+from hf_slospec.tree.tree import TokenTree
 from tests.support.packed import packed_model
 from tests.support.toys.tiny_models import tiny_model
 from tests.support.toys.trees import SEEDS, path_to
@@ -27,9 +25,7 @@ NEVER = -torch.inf
 DRAFT = tiny_model("llama")
 
 
-def random_beam(
-    seed: int, beam: int, vocab: int, is_tied: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def random_beam(seed, beam, vocab, is_tied):
     """A layer of three requests: its path log probabilities and the logits after its nodes."""
     rng = np.random.default_rng(seed)
     if is_tied:
@@ -45,7 +41,7 @@ def random_beam(
     return torch.tensor(paths, dtype=torch.float32).sort(dim=-1, descending=True).values, logits
 
 
-def all_children(paths: torch.Tensor, logits: torch.Tensor) -> FloatArray:
+def all_children(paths, logits):
     """Path log probabilities of every child, [3, beam, vocab]."""
     children = paths[..., None] + (logits - logits.logsumexp(-1, keepdim=True)).clamp(max=0.0)
     return children.numpy()
@@ -92,7 +88,7 @@ def test_extend_beam_breaks_ties_by_parent(seed: int, beam: int, vocab: int, wid
         assert order == sorted(order)
 
 
-def test_extend_beam_never_raises_a_path_probability() -> None:
+def test_extend_beam_never_raises_a_path_probability():
     paths = torch.tensor([[0.0, -1e-7]])
     certain = torch.tensor([[[0.0, 1e4, 0.0], [90.0, 0.0, 0.0]]])
     tokens, parents, extended = extend_beam(paths, certain, 2)
@@ -101,11 +97,11 @@ def test_extend_beam_never_raises_a_path_probability() -> None:
     assert (extended <= paths).all()
 
 
-def test_requests_leave_the_beam_once_they_are_unsure() -> None:
+def test_requests_leave_the_beam_once_they_are_unsure():
     draft = tiny_model("llama")
     requests = [Request(index, RequestParams([1, 5 + index, 9], 40)) for index in range(4)]
 
-    def trees(min_confidence: float, width: int = 1) -> list[TokenTree]:
+    def trees(min_confidence, width=1):
         drafter = AssistantDrafter(packed_model(draft, "sdpa"), 8 * width, 101)
         return drafter.draft(requests, Plan(8, width, min_confidence=min_confidence))
 
@@ -122,7 +118,7 @@ def test_requests_leave_the_beam_once_they_are_unsure() -> None:
     assert trees(0.999, width=3)[0].max_depth < 8  # beams stop, too: no path is sure all along
 
 
-def worthwhile_levels(tree: TokenTree, weight: float, plan: Plan) -> list[float]:
+def worthwhile_levels(tree, weight, plan):
     """The gain of every level of one request's whole tree, less what it must exceed."""
     gains = np.maximum(weight * tree.path_probs - plan.min_path_prob, 0.0)
     return [
@@ -139,8 +135,8 @@ def worthwhile_levels(tree: TokenTree, weight: float, plan: Plan) -> list[float]
 )
 @settings(deadline=None, max_examples=25)
 def test_every_request_is_drafted_for_as_deep_as_it_is_worth_and_no_deeper(
-    weights: list[float], levels: list[int], request_gain: float, min_gain: float
-) -> None:
+    weights, levels, request_gain, min_gain
+):
     requests = [Request(index, RequestParams([1, 5 + index, 9 + index], 40)) for index in range(3)]
     plan = Plan(
         5, 2, 0.02, min_gain, min_request_gain=request_gain,
@@ -165,12 +161,12 @@ def test_every_request_is_drafted_for_as_deep_as_it_is_worth_and_no_deeper(
         assert tree.path_probs == pytest.approx(cut.path_probs, rel=1e-5)
 
 
-def test_requests_leave_where_a_plan_does_not_go_on_with_them() -> None:
+def test_requests_leave_where_a_plan_does_not_go_on_with_them():
     requests = [Request(index, RequestParams([1, 5 + index, 9], 40)) for index in range(3)]
     model = tiny_model("llama")
     seen = dict[int, list[np.ndarray]]()
 
-    def goes_on(path_probs: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def goes_on(path_probs, rows):
         for row, level in zip(rows.tolist(), path_probs, strict=True):
             seen.setdefault(row, []).append(level)
         return np.array([len(seen[row]) < 3 + row for row in rows.tolist()])
@@ -184,7 +180,7 @@ def test_requests_leave_where_a_plan_does_not_go_on_with_them() -> None:
         assert np.concatenate(seen[index]) == pytest.approx(tree.path_probs[1:])
 
 
-def search(table: torch.Tensor, depth: int, width_at: Callable[[int], int]) -> TokenTree:
+def search(table, depth, width_at):
     """One request's candidate tree after token 0; ``table[t]`` holds the logits after token t."""
     tokens = torch.zeros(1, 1, dtype=torch.int64)
     path_logprobs = torch.zeros(1, 1)
@@ -206,7 +202,7 @@ def search(table: torch.Tensor, depth: int, width_at: Callable[[int], int]) -> T
     return TokenTree(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
-def optimal(tree: TokenTree, budget: int) -> tuple[IntArray, FloatArray]:
+def optimal(tree, budget):
     """Nodes of the optimal tree in canonical order, and their path probabilities."""
     chosen = optimal_nodes([tree], [0.0], budget)
     assert chosen is not None
@@ -215,9 +211,7 @@ def optimal(tree: TokenTree, budget: int) -> tuple[IntArray, FloatArray]:
 
 @given(seed=SEEDS, vocab=st.integers(2, 3), budget=st.integers(2, 7))
 @settings(deadline=None, max_examples=60)
-def test_beam_of_width_budget_minus_level_contains_the_optimal_tree(
-    seed: int, vocab: int, budget: int
-) -> None:
+def test_beam_of_width_budget_minus_level_contains_the_optimal_tree(seed, vocab, budget):
     table = torch.tensor(
         3.0 * np.random.default_rng(seed).normal(size=(vocab, vocab)), dtype=torch.float32
     )
@@ -229,7 +223,7 @@ def test_beam_of_width_budget_minus_level_contains_the_optimal_tree(
 
 @given(seed=SEEDS, vocab=st.integers(2, 3), budget=st.integers(2, 7))
 @settings(deadline=None, max_examples=60)
-def test_beam_contains_an_optimal_tree_when_paths_tie(seed: int, vocab: int, budget: int) -> None:
+def test_beam_contains_an_optimal_tree_when_paths_tie(seed, vocab, budget):
     # Which of several equally likely tokens torch.topk keeps is its own affair; what they are worth
     # is not.
     table = torch.tensor(
@@ -242,7 +236,7 @@ def test_beam_contains_an_optimal_tree_when_paths_tie(seed: int, vocab: int, bud
 
 @pytest.mark.parametrize("level", [1, 2, 4])
 @pytest.mark.parametrize("fan", [2, 3, 6])
-def test_one_node_narrower_loses_a_chain_with_a_fan(level: int, fan: int) -> None:
+def test_one_node_narrower_loses_a_chain_with_a_fan(level, fan):
     """A certain chain of level - 1 tokens, then ``fan`` equally likely ones, each followed by
     anything.
     """
@@ -266,21 +260,21 @@ def test_one_node_narrower_loses_a_chain_with_a_fan(level: int, fan: int) -> Non
 class Parity:
     """Allows tokens that are odd after an even number of them, and even ones after an odd number."""
 
-    def allowed(self, path: Sequence[int]) -> torch.Tensor:
+    def allowed(self, path):
         return torch.arange(101) % 2 != len(path) % 2
 
-    def allows(self, token_ids: Sequence[int], proposed: Sequence[int]) -> list[bool]:
+    def allows(self, token_ids, proposed):
         return self.allowed(token_ids)[list(proposed)].tolist()
 
-    def expected(self, token_ids: Sequence[int]) -> list[int]:
+    def expected(self, token_ids):
         return []
 
-    def masked(self, token_ids: Sequence[Sequence[int]], scores: torch.Tensor) -> torch.Tensor:
+    def masked(self, token_ids, scores):
         return scores.masked_fill(~torch.stack([self.allowed(path) for path in token_ids]), NEVER)
 
 
 @torch.no_grad()
-def test_beams_hold_the_most_probable_of_the_allowed_paths() -> None:
+def test_beams_hold_the_most_probable_of_the_allowed_paths():
     model = tiny_model("llama")
     plan = Plan(3, 4)
     requests = [

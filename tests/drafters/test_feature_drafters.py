@@ -5,18 +5,16 @@ the head.
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_slospec import Plan, SLOSpecConfig, SLOSpecGenerator
+from hf_slospec import SLOSpecGenerator
 from hf_slospec.drafters import features as features_module
 from hf_slospec.drafters.features import FeatureDrafter
 from hf_slospec.drafters.head import HeadMethod
-from hf_slospec.heads.dflash import DFlashHead
 from hf_slospec.model.properties import cache_option
 from hf_slospec.model.target import PackedTarget
 from tests.drafters.test_features import texts_of
@@ -31,9 +29,7 @@ BATCHED = DRAFTS_ALWAYS.model_copy(update=dict(max_batch=3, prefill_chunk=16))
 
 
 @torch.no_grad()
-def beam_of_head(
-    head: Any, tokens: list[int], features: torch.Tensor, first: int, plan: Plan
-) -> dict[tuple[int, ...], float]:
+def beam_of_head(head, tokens, features, first, plan):
     """Nodes of a beam search, level by level, each path by a forward of the whole text."""
     states = {(): head.combine(features)}  # by path, [num_tokens, hidden]
     beam = {(): 0.0}
@@ -58,9 +54,7 @@ def beam_of_head(
 
 
 @torch.no_grad()
-def best_of_block(
-    head: DFlashHead, tokens: list[int], features: torch.Tensor, first: int, plan: Plan
-) -> dict[tuple[int, ...], float]:
+def best_of_block(head, tokens, features, first, plan):
     """The most probable prefixes of a block's predictions, by forwards with a cache of
     transformers' own.
     """
@@ -81,47 +75,47 @@ def best_of_block(
 class Setting:
     """A target, a drafter with a random head, and the checks of its trees."""
 
-    def __init__(self, kind: str, folder: Path):
+    def __init__(self, kind, folder):
         self.target = target_of("llama")
         self.head = random_head(kind, folder)
         self.method = HeadMethod(self.head)
         expected: Expected = partial(best_of_block if kind == "dflash" else beam_of_head, self.head)
         self.checks = Checks(self.target, expected)
 
-    def generator(self, config: SLOSpecConfig = DRAFTS_ALWAYS) -> SLOSpecGenerator:
+    def generator(self, config=DRAFTS_ALWAYS):
         return SLOSpecGenerator(self.target, drafter=self.method, config=config)
 
-    def text(self, prompt: list[int], num_tokens: int) -> list[int]:
+    def text(self, prompt, num_tokens):
         """What stock generate gives for a prompt."""
         out: Any = self.target.generate(
             torch.tensor([prompt]), do_sample=False, max_new_tokens=num_tokens
         )  # type: ignore[operator]
         return list(out[0].tolist())
 
-    def run(self, batch: int = 3) -> None:
+    def run(self, batch=3):
         inputs = ragged_prompts(batch)
         self.checks.texts = texts_of(self.target, inputs, **OPTIONS)
         assert_same_as_stock(self.target, self.generator().generate, inputs, **OPTIONS)
 
 
 @pytest.fixture(params=nightly_but(["eagle3"], ["eagle3", "dflash"]))
-def setting(request: pytest.FixtureRequest, tmp_path: Path) -> Setting:
+def setting(request, tmp_path):
     return Setting(request.param, tmp_path)
 
 
-def prompts_of(num_prompts: int, num_tokens: int, seed: int = 0) -> list[list[int]]:
+def prompts_of(num_prompts, num_tokens, seed=0):
     draw = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCAB, (num_prompts, num_tokens), generator=draw).tolist()
 
 
 @pytest.mark.parametrize("setting", ["eagle3", "mtp", "dflash"], indirect=True)
-def test_trees_of_a_ragged_batch(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_of_a_ragged_batch(setting, monkeypatch):
     with setting.checks.on(monkeypatch) as checks:
         setting.run()
     assert checks.num_checked > 9 and not checks.num_unready
 
 
-def test_after_steps_without_drafting(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_steps_without_drafting(setting, monkeypatch):
     setting.checks.skips = lambda call: call % 4 in (1, 2)
     with setting.checks.on(monkeypatch) as checks:
         setting.run()
@@ -129,9 +123,7 @@ def test_after_steps_without_drafting(setting: Setting, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("waiting", [3, 0])
-def test_more_features_than_may_wait(
-    setting: Setting, waiting: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_features_than_may_wait(setting, waiting, monkeypatch):
     monkeypatch.setattr(features_module, "MAX_WAITING", waiting)
     setting.checks.skips = lambda call: call % 3 == 1
     with setting.checks.on(monkeypatch) as checks:
@@ -139,7 +131,7 @@ def test_more_features_than_may_wait(
     assert checks.num_checked > 5 and not checks.num_unready
 
 
-def test_chunked_prompts_in_the_batcher(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_prompts_in_the_batcher(setting, monkeypatch):
     prompts = prompts_of(3, 40)
     texts = setting.checks.texts = [setting.text(prompt, 14) for prompt in prompts]
     with setting.checks.on(monkeypatch) as checks, setting.generator(BATCHED) as generator:
@@ -151,14 +143,14 @@ def test_chunked_prompts_in_the_batcher(setting: Setting, monkeypatch: pytest.Mo
     assert checks.num_checked > 9 and not checks.num_unready
 
 
-def test_after_a_step_that_was_undone(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_step_that_was_undone(setting, monkeypatch):
     """Verification runs out of memory and nothing is freed: the next step drafts for the same
     tokens.
     """
     verify = PackedTarget.verify
     failed = list[int]()
 
-    def fails(*arguments: Any) -> Any:
+    def fails(*arguments):
         if setting.checks.num_calls in (2, 4) and setting.checks.num_calls not in failed:
             failed.append(setting.checks.num_calls)
             raise MemoryError
@@ -172,7 +164,7 @@ def test_after_a_step_that_was_undone(setting: Setting, monkeypatch: pytest.Monk
     assert failed == [2, 4] and checks.num_checked > 9 and not checks.num_unready
 
 
-def test_behind_a_cache_that_was_given(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_behind_a_cache_that_was_given(setting, monkeypatch):
     (prompt,) = prompts_of(1, 30)
     text = setting.text(prompt, 14)
     cache = DynamicCache(config=setting.target.config)
@@ -185,9 +177,7 @@ def test_behind_a_cache_that_was_given(setting: Setting, monkeypatch: pytest.Mon
     assert out[0].tolist() == text and checks.num_checked > 4
 
 
-def test_turns_of_a_conversation_keep_the_whole_text(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_turns_of_a_conversation_keep_the_whole_text(setting, monkeypatch):
     """The target recomputes the few tokens whose features the head lacks, turn after turn."""
     (prompt,) = prompts_of(1, 40)
     additions = prompts_of(3, 5, seed=1)
@@ -200,9 +190,7 @@ def test_turns_of_a_conversation_keep_the_whole_text(
     assert checks.num_checked > 9 and not checks.num_unready
 
 
-def test_a_prompt_shared_with_a_running_request(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_shared_with_a_running_request(setting, monkeypatch):
     (shared,) = prompts_of(1, 32)
     ends = prompts_of(3, 6, seed=1)
     prompts = [shared + end for end in ends]
@@ -218,17 +206,13 @@ def test_a_prompt_shared_with_a_running_request(
     assert checks.num_checked > 9 and not checks.num_unready
 
 
-def test_text_with_a_gap_is_neither_kept_nor_shared(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_with_a_gap_is_neither_kept_nor_shared(setting, monkeypatch):
     (prompt,) = prompts_of(1, 40)
     texts = [setting.text(prompt, 14)]
     with setting.generator(BATCHED) as generator:
         process = FeatureDrafter.take_features
 
-        def forgets(
-            drafter: FeatureDrafter, request: Any, begin: int, features: torch.Tensor
-        ) -> None:
+        def forgets(drafter, request, begin, features):
             if begin:  # the first chunk of the prompt is lost
                 process(drafter, request, begin, features)
 

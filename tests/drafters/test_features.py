@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache
 
 from hf_slospec import (
-    Plan,
     Request,
     RequestParams,
     SLOSpecConfig,
@@ -31,29 +28,29 @@ class Reader:
     all features.
     """
 
-    def __init__(self, layers: tuple[int, ...] = LAYERS, texts: Sequence[list[int]] = ()):
+    def __init__(self, layers=LAYERS, texts=()):
         self.feature_layers = layers
         self.texts = texts
         self.features: dict[Request, list[tuple[int, torch.Tensor]]] = {}
 
-    def take_features(self, request: Request, begin: int, features: torch.Tensor) -> None:
+    def take_features(self, request, begin, features):
         self.features.setdefault(request, []).append((begin, features))
 
-    def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+    def draft(self, requests, plan):
         return [
             TokenTree.chain(r.tokens[-1], self.guess(r.tokens)[: plan.depth], 0.9) for r in requests
         ]
 
-    def guess(self, tokens: list[int]) -> list[int]:
+    def guess(self, tokens):
         text = next((text for text in self.texts if text[: len(tokens)] == tokens), [])
         return [token if place % 4 else (token + 1) % VOCAB for place, token in enumerate(text)][
             len(tokens) :
         ]
 
-    def release(self, request: Request) -> None:
+    def release(self, request):
         """Keep the features."""
 
-    def of(self, request: Request) -> torch.Tensor:
+    def of(self, request):
         """All features since the request's last prefill, after a check that none is missing or came
         twice.
         """
@@ -64,12 +61,12 @@ class Reader:
         return torch.cat([features for _, features in parts])
 
 
-def plain_features(model: Any, tokens: list[int], layers: tuple[int, ...] = LAYERS) -> torch.Tensor:
+def plain_features(model, tokens, layers=LAYERS):
     states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     return torch.cat([states[layer][0] for layer in layers], dim=-1)
 
 
-def texts_of(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> list[list[int]]:
+def texts_of(model, inputs, **options):
     out = model.generate(**inputs, **options)
     begin = inputs["input_ids"].shape[1]
     pairs = zip(inputs["input_ids"], inputs["attention_mask"], out[:, begin:], strict=True)
@@ -77,7 +74,7 @@ def texts_of(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> lis
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
-def test_features_are_those_of_a_plain_forward(family: str) -> None:
+def test_features_are_those_of_a_plain_forward(family):
     model = tiny_model(family)
     inputs = ragged_prompts(3)
     reader = Reader(texts=texts_of(model, inputs, do_sample=False, max_new_tokens=24))
@@ -100,7 +97,7 @@ def test_features_are_those_of_a_plain_forward(family: str) -> None:
         )
 
 
-def test_features_of_chunked_prompts_and_of_preempted_requests() -> None:
+def test_features_of_chunked_prompts_and_of_preempted_requests():
     model = tiny_model("llama")
     reader = Reader()
     config = SLOSpecConfig(max_depth=2, max_width=2, max_batch=2, kept_tokens=0, prefill_chunk=16)
@@ -123,7 +120,7 @@ def test_features_of_chunked_prompts_and_of_preempted_requests() -> None:
         )
 
 
-def test_features_begin_behind_a_given_cache() -> None:
+def test_features_begin_behind_a_given_cache():
     model = tiny_model("llama")
     reader = Reader()
     text = torch.randint(3, VOCAB, (1, 30))
@@ -137,12 +134,12 @@ def test_features_begin_behind_a_given_cache() -> None:
 
 
 @pytest.mark.parametrize("layers", [(9,), (0, 4)])
-def test_hidden_states_that_the_target_has_not_are_refused(layers: tuple[int, ...]) -> None:
+def test_hidden_states_that_the_target_has_not_are_refused(layers):
     with pytest.raises(UnsupportedModelError, match=r"hidden states and the drafter reads number"):
         SLOSpecGenerator(tiny_model("llama"), drafter=Reader(layers))
 
 
-def test_a_queue_leaves_out_what_is_known_and_goes_on_behind_gaps() -> None:
+def test_a_queue_leaves_out_what_is_known_and_goes_on_behind_gaps():
     request = Request(0, RequestParams(list(range(10)), 5))
     queue = FeatureQueue()
     rows = torch.arange(20.0)[:, None]

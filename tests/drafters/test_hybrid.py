@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,14 +19,14 @@ from tests.support.toys.trees import SEEDS, UNEVEN
 class Scripted(Drafter):
     """Drafts by a function of the text; counts its calls."""
 
-    def __init__(self, guess: Callable[[list[int]], Sequence[int]], conditional: float = 0.5):
+    def __init__(self, guess, conditional=0.5):
         self.guess = guess
         self.conditional = conditional
         self.asked: list[int] = []
         self.released: list[int] = []
         self.closed = 0
 
-    def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+    def draft(self, requests, plan):
         self.asked += [request.index for request in requests]
         return [
             TokenTree.chain(
@@ -37,30 +35,30 @@ class Scripted(Drafter):
             for request in requests
         ]
 
-    def release(self, request: Request) -> None:
+    def release(self, request):
         self.released.append(request.index)
 
-    def reuse(self, request: Request) -> int:
+    def reuse(self, request):
         return 3
 
-    def close(self) -> None:
+    def close(self):
         self.closed += 1
 
 
-def right(tokens: list[int]) -> list[int]:
+def right(tokens):
     return [(tokens[-1] + step) % 50 for step in range(1, 9)]
 
 
-def wrong(tokens: list[int]) -> list[int]:
+def wrong(tokens):
     return [77] * 8
 
 
-def request_of(index: int) -> Request:
+def request_of(index):
     """A request whose text begins with its index."""
     return Request(index, RequestParams([index], 10**6))
 
 
-def step(drafter: Drafter, requests: Sequence[Request], plan: Plan) -> int:
+def step(drafter, requests, plan):
     """Verify what is drafted against the text that goes on by 1 (modulo 50); return the number of
     new tokens.
     """
@@ -78,8 +76,8 @@ def step(drafter: Drafter, requests: Sequence[Request], plan: Plan) -> int:
     return num_tokens
 
 
-def test_parts_that_complement_each_other_are_merged() -> None:
-    def at(rest: int) -> Scripted:
+def test_parts_that_complement_each_other_are_merged():
+    def at(rest):
         return Scripted(lambda tokens: right(tokens) if tokens[-1] % 2 == rest else wrong(tokens))
 
     parts = [at(0), at(1), Scripted(wrong)]
@@ -92,12 +90,12 @@ def test_parts_that_complement_each_other_are_merged() -> None:
 
 @given(seed=SEEDS, num_parts=st.integers(1, 3))
 @settings(deadline=None, max_examples=40)
-def test_requests_that_come_pause_and_leave(seed: int, num_parts: int) -> None:
+def test_requests_that_come_pause_and_leave(seed, num_parts):
     """Trees are valid, the first part is asked for all requests, and later ones for no others."""
     rng = np.random.default_rng(seed)
     plan = Plan(4, 2)
 
-    def guess(tokens: list[int]) -> list[int]:
+    def guess(tokens):
         return right(tokens)[: int(rng.integers(0, 5))] + [77] * int(rng.integers(0, 3))
 
     parts = [Scripted(guess, conditional) for conditional in rng.choice(UNEVEN, num_parts)]
@@ -117,8 +115,8 @@ def test_requests_that_come_pause_and_leave(seed: int, num_parts: int) -> None:
         assert all(set(part.asked) <= set(parts[0].asked) for part in parts)
 
 
-def test_a_tree_that_only_one_part_proposes_is_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    def merged(*_: object) -> None:
+def test_a_tree_that_only_one_part_proposes_is_not_merged(monkeypatch):
+    def merged(*_):
         raise AssertionError("trees were merged")
 
     monkeypatch.setattr(hybrid, "merge_trees", merged)
@@ -128,15 +126,13 @@ def test_a_tree_that_only_one_part_proposes_is_not_merged(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("conditional", "is_asked"), [(0.9, False), (0.5, True)])
-def test_model_is_not_asked_where_the_cheap_part_is_confident(
-    conditional: float, is_asked: bool
-) -> None:
+def test_model_is_not_asked_where_the_cheap_part_is_confident(conditional, is_asked):
     model = Scripted(right)
     step(HybridDrafter([Scripted(right, conditional), model]), [request_of(0)], Plan(4, 1))
     assert bool(model.asked) is is_asked
 
 
-def test_release_reuse_and_close_are_passed_on() -> None:
+def test_release_reuse_and_close_are_passed_on():
     parts = [Scripted(right), Scripted(wrong)]
     drafter: Drafter = HybridDrafter([PromptLookupDrafter(), *parts])
     request = Request(5, RequestParams([1, 2], 10))

@@ -25,7 +25,6 @@ from hf_slospec import (
     load_tiny_pair,
 )
 from hf_slospec.drafters.head import HeadMethod
-from hf_slospec.drafters.methods import DraftMethod
 from hf_slospec.generate.enable import decoder_of
 from tests.heads.checkpoints import (
     GROUPED,
@@ -50,12 +49,12 @@ from tests.support.toys.tiny_tokenizers import byte_level
 GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=8)
 
 
-def assistant_folder(folder: Path) -> str:
+def assistant_folder(folder):
     tiny_model("llama", noise=0.03).save_pretrained(folder / "assistant")
     return str(folder / "assistant")
 
 
-def check(method: DraftMethod, target: Any) -> None:
+def check(method, target):
     ours = SLOSpecGenerator(target, drafter=method, config=DRAFTS_ALWAYS)
     out = assert_same_as_stock(target, ours.generate, ragged_prompts(2), **GREEDY)
     assert method.model is None or sum(metrics.drafted for metrics in out.slo) > 0
@@ -78,7 +77,7 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_every_kind(name: str, tmp_path: Path) -> None:
+def test_every_kind(name, tmp_path):
     """By load_drafter, and by all that take a drafter, without naming the target a second time."""
     source, kind = SOURCES[name]
     target = target_of("llama")
@@ -93,7 +92,7 @@ def test_every_kind(name: str, tmp_path: Path) -> None:
     disable(target)
 
 
-def test_from_pretrained_takes_names_folders_and_models(tmp_path: Path) -> None:
+def test_from_pretrained_takes_names_folders_and_models(tmp_path):
     target, draft, tokenizer = load_tiny_pair()
     for part in (target, tokenizer):
         part.save_pretrained(tmp_path / "target")
@@ -109,15 +108,13 @@ def test_from_pretrained_takes_names_folders_and_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["lokup", "mtp+lookup", 3, "./nowhere"])
-def test_bad_drafters_are_refused_before_the_target_is_loaded(drafter: Any, tmp_path: Path) -> None:
+def test_bad_drafters_are_refused_before_the_target_is_loaded(drafter, tmp_path):
     with pytest.raises((InvalidInputError, InvalidTypeError), match="drafter"):
         SLOSpecGenerator.from_pretrained(str(tmp_path / "no such target"), drafter=drafter)
 
 
 @pytest.mark.parametrize("drafter", ["lokup", "lookup+", 3, object()])
-def test_bad_drafters_are_refused_before_the_target_is_tried(
-    drafter: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_drafters_are_refused_before_the_target_is_tried(drafter, monkeypatch):
     monkeypatch.setattr("hf_slospec.generate.call.CheckedModel", None)
     for refused in (
         lambda: enable(target_of("llama"), drafter=drafter),
@@ -127,15 +124,15 @@ def test_bad_drafters_are_refused_before_the_target_is_tried(
             refused()
 
 
-def test_a_folder_with_a_plus_in_its_name(tmp_path: Path) -> None:
+def test_a_folder_with_a_plus_in_its_name(tmp_path):
     (tmp_path / "a+b").mkdir()
     assert load_drafter(eagle3_folder(tmp_path / "a+b"), target_of("llama")).kind == "EAGLE-3 head"
 
 
-def test_tokenizers_of_the_folders_decide_about_translation(tmp_path: Path) -> None:
+def test_tokenizers_of_the_folders_decide_about_translation(tmp_path):
     """The assistant's tokenizer lies beside it, the target's is given or lies beside the target."""
 
-    def saved(name: str, tokenizer: Any) -> LlamaForCausalLM:
+    def saved(name, tokenizer):
         torch.manual_seed(0)
         ids = dict(
             vocab_size=len(tokenizer), eos_token_id=None, bos_token_id=None, pad_token_id=None
@@ -169,11 +166,11 @@ def test_tokenizers_of_the_folders_decide_about_translation(tmp_path: Path) -> N
         load_drafter(tiny_model("llama"), target)
 
 
-def empty(folder: Path) -> str:
+def empty(folder):
     return write(folder / "none", {"model_type": "nothing"}, {"weight": torch.ones(2)})
 
 
-def with_files(folder: Path, config: str, weights: bytes | None = None) -> str:
+def with_files(folder, config, weights=None):
     """A folder with these files; other weights are valid ones."""
     path = Path(write(folder / "files", {}, {"weight": torch.ones(2)}))
     (path / "config.json").write_text(config)
@@ -211,7 +208,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
-def _changed_dflash(folder: Path, **changes: Any) -> str:
+def _changed_dflash(folder, **changes):
     path = Path(dflash_folder(folder))
     fields = dflash_config()
     fields["dflash_config"] |= changes
@@ -219,16 +216,14 @@ def _changed_dflash(folder: Path, **changes: Any) -> str:
     return str(path)
 
 
-def other_target(**changes: Any) -> Any:
+def other_target(**changes):
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**GROUPED | dict(num_hidden_layers=8) | changes)).eval()
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
 @pytest.mark.parametrize("changes", [dict(hidden_size=2 * HIDDEN), dict(vocab_size=VOCAB - 8)])
-def test_heads_of_other_targets_are_refused_before_any_work(
-    kind: str, changes: Any, tmp_path: Path
-) -> None:
+def test_heads_of_other_targets_are_refused_before_any_work(kind, changes, tmp_path):
     method = load_drafter(FOLDERS[kind](tmp_path), target_of("llama"))
     other = other_target(**changes)
     for refused in (
@@ -242,7 +237,7 @@ def test_heads_of_other_targets_are_refused_before_any_work(
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_targets_that_were_cast_or_moved_since(kind: str, tmp_path: Path) -> None:
+def test_targets_that_were_cast_or_moved_since(kind, tmp_path):
     """Modules that the head shares with the target are cast with it, the head's own are not."""
     path = FOLDERS[kind](tmp_path)
     target = copy.deepcopy(target_of("llama"))
@@ -267,7 +262,7 @@ def test_targets_that_were_cast_or_moved_since(kind: str, tmp_path: Path) -> Non
     assert isinstance(again, HeadMethod)
 
 
-def other_format(folder: Path, config: dict[str, Any], *names: str, **tensors: torch.Tensor) -> str:
+def other_format(folder, config, *names, **tensors):
     shapes = {name: torch.ones(2, 2) for name in names}
     return write(
         folder / "head",
@@ -276,9 +271,7 @@ def other_format(folder: Path, config: dict[str, Any], *names: str, **tensors: t
     )
 
 
-def draft_folder_with(
-    folder: Path, config: dict[str, Any], *lacking: str, **tensors: torch.Tensor
-) -> str:
+def draft_folder_with(folder, config, *lacking, **tensors):
     """A folder with a whole causal LM, changed as other formats that have its tensors are."""
     path = Path(assistant_folder(folder))
     fields = json.loads((path / "config.json").read_text()) | config
@@ -319,13 +312,13 @@ REFUSED |= {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_sources_that_are_refused(name: str, tmp_path: Path) -> None:
+def test_sources_that_are_refused(name, tmp_path):
     source, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         load_drafter(source(tmp_path), target_of("llama"))
 
 
-def test_heads_without_a_window_that_name_one(tmp_path: Path) -> None:
+def test_heads_without_a_window_that_name_one(tmp_path):
     """A window that no layer uses, as configs copied from a target's have it."""
     for changes in (
         dict(layer_types=["full_attention"]),

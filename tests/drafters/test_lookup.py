@@ -11,7 +11,7 @@ from hf_slospec.engine.interfaces import Plan
 from hf_slospec.request.request import Request, RequestParams
 
 
-def draft(tokens: list[int], depth: int, width: int) -> list[tuple[list[int], float]]:
+def draft(tokens, depth, width):
     """The candidate tree as (path of tokens, path probability), in order of nodes."""
     [tree] = PromptLookupDrafter().draft(
         [Request(0, RequestParams(tokens, 10))], Plan(depth, width)
@@ -23,7 +23,7 @@ def draft(tokens: list[int], depth: int, width: int) -> list[tuple[list[int], fl
     return [(path, float(prob)) for path, prob in zip(paths[1:], tree.path_probs[1:], strict=True)]
 
 
-def test_longest_ngram_wins_and_latest_match_comes_first() -> None:
+def test_longest_ngram_wins_and_latest_match_comes_first():
     assert continuations(np.array([1, 2, 3, 9, 2, 3, 8, 1, 2, 3]), 2) == [[9, 2]]
     assert continuations(np.array([5, 3, 9, 3, 8, 4, 3]), 2) == [[8, 4], [9, 3]]
     assert continuations(np.array([5, 5, 5]), 4) == [[5]]
@@ -31,7 +31,7 @@ def test_longest_ngram_wins_and_latest_match_comes_first() -> None:
     assert continuations(np.array([1]), 2) == []
 
 
-def test_several_matches_become_branches() -> None:
+def test_several_matches_become_branches():
     tokens = [7, 3, 9, 4, 7, 3, 8, 4, 7, 3, 9, 5, 7, 3]
     assert draft(tokens, 2, 4) == [
         ([9], pytest.approx(TRUST * 2 / 3)),
@@ -43,19 +43,19 @@ def test_several_matches_become_branches() -> None:
     assert [path for path, _ in draft(tokens, 2, 1)] == [[9], [9, 5]]
 
 
-def test_nothing_found_is_a_root_alone() -> None:
+def test_nothing_found_is_a_root_alone():
     assert draft([1, 2, 3], 4, 4) == []
 
 
 class KnownNoise:
-    def __init__(self, noise: torch.Tensor):
+    def __init__(self, noise):
         self.noise = noise
 
-    def after(self, depth: int) -> torch.Tensor:
+    def after(self, depth):
         return self.noise[depth]
 
 
-def test_noise_tells_which_proposals_will_be_drawn() -> None:
+def test_noise_tells_which_proposals_will_be_drawn():
     """A token of probability TRUST is drawn by noise q with the frequency that the draft says once
     it knows q.
     """
@@ -82,7 +82,7 @@ def test_noise_tells_which_proposals_will_be_drawn() -> None:
     assert (said < 0.3).any() and (said > 0.9).any()
 
 
-def test_noise_orders_branches() -> None:
+def test_noise_orders_branches():
     noise = torch.ones(2, 10)
     noise[0, 9], noise[0, 8] = 5.0, 0.01
     params = RequestParams([7, 3, 9, 4, 7, 3, 8, 4, 7, 3, 9, 5, 7, 3], 10, is_sampled=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +13,6 @@ from hf_slospec import (
     Drafter,
     InvalidInputError,
     InvalidTypeError,
-    Plan,
-    Request,
     SLOSpecConfig,
     SLOSpecGenerator,
     TokenTree,
@@ -31,27 +28,27 @@ class Parrot:
     what it was told.
     """
 
-    def __init__(self, texts: Sequence[Sequence[int]] = ()):
+    def __init__(self, texts=()):
         self.texts = texts
         self.released = 0
 
-    def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+    def draft(self, requests, plan):
         return [
             TokenTree.chain(r.tokens[-1], self.guess(r.tokens)[: plan.depth], conditional=0.8)
             for r in requests
         ]
 
-    def guess(self, tokens: list[int]) -> list[int]:
+    def guess(self, tokens):
         for text in self.texts:
             if list(text[: len(tokens)]) == tokens:
                 return list(text[len(tokens) :])
         return [tokens[-2], tokens[-1]] * 4
 
-    def release(self, request: Request) -> None:
+    def release(self, request):
         self.released += 1
 
 
-def test_own_drafter() -> None:
+def test_own_drafter():
     model, inputs, options = (
         tiny_model("llama"),
         ragged_prompts(3),
@@ -96,9 +93,9 @@ BROKEN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("why", BROKEN)
-def test_what_is_wrong_with_a_drafters_trees_is_said(why: str) -> None:
+def test_what_is_wrong_with_a_drafters_trees_is_said(why):
     class Broken(Parrot):
-        def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+        def draft(self, requests, plan):
             return BROKEN[why](requests[0], plan)
 
     ours = SLOSpecGenerator(tiny_model("llama"), drafter=Broken(), config=SLOSpecConfig(**FIXED))
@@ -106,16 +103,16 @@ def test_what_is_wrong_with_a_drafters_trees_is_said(why: str) -> None:
         ours.generate(**ragged_prompts(1), max_new_tokens=9)
 
 
-def test_one_way_to_draft_at_a_time() -> None:
+def test_one_way_to_draft_at_a_time():
     with pytest.raises(InvalidInputError, match="assistant_model and drafter"):
         SLOSpecGenerator(tiny_model("llama"), tiny_model("llama"), drafter=Parrot())
     with pytest.raises(InvalidTypeError, match="release"):
         SLOSpecGenerator(tiny_model("llama"), drafter=type("Half", (), {"draft": Parrot.draft})())
 
 
-def test_a_drafter_may_draw_from_the_global_generator() -> None:
+def test_a_drafter_may_draw_from_the_global_generator():
     class Dice(Parrot):
-        def guess(self, tokens: list[int]) -> list[int]:
+        def guess(self, tokens):
             return torch.randint(3, 101, (4,)).tolist()
 
     ours = SLOSpecGenerator(tiny_model("llama"), drafter=Dice())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,7 @@ DISTRIBUTION = ROOT / "tests" / "drafters" / "distribution"
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def installed(monkeypatch):
     """Install a distribution whose entry point registers the drafter "repeat" and a head format."""
     registry.named_drafters()  # of this distribution
     monkeypatch.setattr(registry, "_ENTRIES", dict(registry._ENTRIES))
@@ -30,7 +29,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_another_distribution_adds_a_drafter_and_a_head_format(tmp_path: Path) -> None:
+def test_another_distribution_adds_a_drafter_and_a_head_format(tmp_path):
     target = target_of("llama")
     tensors = {f"other.{name}": tensor for name, tensor in mtp_tensors("llama").items()}
     head = write(tmp_path / "head", {}, tensors)
@@ -50,12 +49,12 @@ def test_another_distribution_adds_a_drafter_and_a_head_format(tmp_path: Path) -
         load_drafter("repaet", target)
 
 
-def test_names_are_taken_once() -> None:
+def test_names_are_taken_once():
     with pytest.raises(InvalidInputError, match="a NamedDrafter 'lookup' already"):
         registry.register(registry.NamedDrafter("lookup", lambda target, past: None))  # type: ignore[arg-type,return-value]
 
 
-def test_without_heads_lookup_and_assistant_models_draft() -> None:
+def test_without_heads_lookup_and_assistant_models_draft():
     code = """
 import sys
 sys.modules["hf_slospec.heads"] = None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from hf_slospec.engine.acceptance import MAX_SHIFT, Acceptance, Drawing, Prediction, shifted
-from hf_slospec.tree.tree import BoolArray, FloatArray, Forest, TokenTree
+from hf_slospec.tree.tree import Forest, TokenTree
 from tests.support.toys.trees import grow
 
 DEPTH = 4
@@ -20,17 +19,17 @@ class Text:
 
     drawing = Drawing.SAMPLED
 
-    def __init__(self, heat: float):
+    def __init__(self, heat):
         self.heat = heat
 
 
-def forget(acceptance: Acceptance) -> None:
+def forget(acceptance):
     """Only shifts are left."""
     calibration = acceptance.calibrations[Text.drawing]
     calibration.trials[:] = calibration.hits[:] = 0.0
 
 
-def over_confident_tree(rng: np.random.Generator) -> TokenTree:
+def over_confident_tree(rng):
     """On every level the best node so far has a favourite child and a lesser one."""
     parents = []
     conditionals = []
@@ -43,7 +42,7 @@ def over_confident_tree(rng: np.random.Generator) -> TokenTree:
     return grow(parents, conditionals, [1, 2] * DEPTH)
 
 
-def true_conditionals(tree: TokenTree, heat: float) -> FloatArray:
+def true_conditionals(tree, heat):
     """What a draft that says c is worth: favourites less than they claim, second children about as
     much.
     """
@@ -57,9 +56,7 @@ def true_conditionals(tree: TokenTree, heat: float) -> FloatArray:
     return worth
 
 
-def walk(
-    rng: np.random.Generator, tree: TokenTree, heat: float, is_verified: BoolArray
-) -> list[int]:
+def walk(rng, tree, heat, is_verified):
     """The nodes that a target commits, drawn from the true conditionals."""
     worth = true_conditionals(tree, heat)
     node = 0
@@ -74,13 +71,7 @@ def walk(
     return path
 
 
-def run(
-    acceptance: Acceptance,
-    texts: Sequence[Text],
-    num_steps: int,
-    threshold: float = 0.0,
-    seed: int = 0,
-) -> tuple[FloatArray, FloatArray]:
+def run(acceptance, texts, num_steps, threshold=0.0, seed=0):
     """Steps in which what is predicted above ``threshold`` is verified.
 
     Returns:
@@ -103,13 +94,11 @@ def run(
     return predicted, committed
 
 
-def one_child(conditional: float, num_requests: int = 1) -> Forest:
+def one_child(conditional, num_requests=1):
     return Forest.of([grow([0], [conditional], [1])] * num_requests)
 
 
-def step(
-    acceptance: Acceptance, requests: Sequence[Text], forest: Forest, accepted: Sequence[int]
-) -> None:
+def step(acceptance, requests, forest, accepted):
     every = np.ones(len(forest.depths), dtype=np.bool_)
     acceptance.observe(
         requests, acceptance.predict(requests, forest), every, np.array(accepted, dtype=np.int64)
@@ -117,7 +106,7 @@ def step(
 
 
 @pytest.mark.parametrize("threshold", [pytest.param(0.0, marks=pytest.mark.nightly), 0.15])
-def test_predictions_add_up_to_what_is_committed(threshold: float) -> None:
+def test_predictions_add_up_to_what_is_committed(threshold):
     texts = [Text(heat) for heat in (-1.2, -0.4, 0.4, 1.2)]
     acceptance = Acceptance(max_depth=DEPTH)
     predicted, committed = run(acceptance, texts, 1500, threshold)
@@ -132,14 +121,14 @@ def test_predictions_add_up_to_what_is_committed(threshold: float) -> None:
     assert acceptance.record.after.ece < 0.4 * acceptance.record.before.ece
 
 
-def test_without_calibration_the_same_draft_promises_far_too_much() -> None:
+def test_without_calibration_the_same_draft_promises_far_too_much():
     rng = np.random.default_rng(0)
     tree_sums = [over_confident_tree(rng).path_probs.sum() for _ in range(500)]
     committed = run(Acceptance(max_depth=DEPTH), [Text(0.0)], 500)[1]
     assert np.mean(tree_sums) > 1.15 * committed.mean()
 
 
-def test_hot_and_cold_texts_are_told_apart() -> None:
+def test_hot_and_cold_texts_are_told_apart():
     texts = [Text(heat) for heat in (-1.2, 0.0, 1.2)]
     acceptance = Acceptance(max_depth=DEPTH)
     run(acceptance, texts, 400)
@@ -147,7 +136,7 @@ def test_hot_and_cold_texts_are_told_apart() -> None:
     assert cold < usual < hot
 
 
-def test_shifts_follow_surprises_and_stay_bounded() -> None:
+def test_shifts_follow_surprises_and_stay_bounded():
     lucky = Text(0.0)
     unlucky = Text(0.0)
     new = Text(0.0)
@@ -167,7 +156,7 @@ def test_shifts_follow_surprises_and_stay_bounded() -> None:
 
 
 @pytest.mark.parametrize(("accepted", "sign"), [([1, 3], 1.0), ([], -1.0)])
-def test_texts_yet_unknown_follow_the_surprises_of_all(accepted: list[int], sign: float) -> None:
+def test_texts_yet_unknown_follow_the_surprises_of_all(accepted, sign):
     texts = [Text(0.0), Text(0.0)]
     acceptance = Acceptance()
     forest = one_child(0.5, 2)
@@ -179,7 +168,7 @@ def test_texts_yet_unknown_follow_the_surprises_of_all(accepted: list[int], sign
     assert sign * (acceptance.predict([Text(0.0)], one_child(0.5)).path_probs[1] - 0.5) > 0.0
 
 
-def test_what_was_not_verified_teaches_nothing() -> None:
+def test_what_was_not_verified_teaches_nothing():
     text = Text(0.0)
     acceptance = Acceptance()
     forest = one_child(0.9)
@@ -192,7 +181,7 @@ def test_what_was_not_verified_teaches_nothing() -> None:
     assert not acceptance.record.after.count.any() and not acceptance.record.by_depth.any()
 
 
-def test_texts_that_are_gone_leave_nothing_behind() -> None:
+def test_texts_that_are_gone_leave_nothing_behind():
     acceptance = Acceptance(max_depth=DEPTH)
     kept = Text(0.0)
     for seed in range(5):
@@ -201,7 +190,7 @@ def test_texts_that_are_gone_leave_nothing_behind() -> None:
     assert list(acceptance.request_shifts) == [kept]
 
 
-def test_books_by_depth_and_rank() -> None:
+def test_books_by_depth_and_rank():
     tree = grow([0, 0, 0, 1, 1, 4], [0.5, 0.3, 0.1, 0.6, 0.2, 0.9], [1, 2, 3, 1, 2, 1])
     text = Text(0.0)
     acceptance = Acceptance(max_depth=2, max_rank=2)
@@ -221,7 +210,7 @@ def test_books_by_depth_and_rank() -> None:
     assert acceptance.record.after.count.sum() == len(tried)
 
 
-def test_books_agree_with_each_other() -> None:
+def test_books_agree_with_each_other():
     acceptance = Acceptance(max_depth=DEPTH)
     _, committed = run(acceptance, [Text(-1.0), Text(1.0)], 50)
     num_accepted = (committed - 1).sum()
@@ -233,7 +222,7 @@ def test_books_agree_with_each_other() -> None:
     assert acceptance.record.by_depth[2, 0] == 0.0  # roots are not tried
 
 
-def test_each_way_of_drawing_has_a_calibration_of_its_own() -> None:
+def test_each_way_of_drawing_has_a_calibration_of_its_own():
     texts: list[Text] = []
     for drawing in Drawing:
         texts.append(Text(0.0))
@@ -249,7 +238,7 @@ def test_each_way_of_drawing_has_a_calibration_of_its_own() -> None:
     assert greedy < 0.05 and sampled < 0.05 and coupled > 0.95
 
 
-def test_steps_learned_together_teach_what_they_teach_one_by_one() -> None:
+def test_steps_learned_together_teach_what_they_teach_one_by_one():
     rng = np.random.default_rng(3)
     texts = [Text(0.0), Text(1.0), Text(-1.0)]
     texts[1].drawing = Drawing.COUPLED
@@ -290,7 +279,7 @@ def test_steps_learned_together_teach_what_they_teach_one_by_one() -> None:
     assert together.request_shifts[texts[0]] != one_by_one.request_shifts[texts[0]]
 
 
-def test_steps_without_drafts_are_predicted_and_learned_like_others() -> None:
+def test_steps_without_drafts_are_predicted_and_learned_like_others():
     """They take a shorter way, as half of the steps of prompt lookup do."""
     root = TokenTree.root_only(3)
     tree = over_confident_tree(np.random.default_rng(0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -19,26 +18,24 @@ from hf_slospec.engine.acceptance import (
     tried_and_hit,
 )
 from hf_slospec.tree.accept import accept
-from hf_slospec.tree.tree import ROOT, FloatArray, Forest, TokenTree
+from hf_slospec.tree.tree import ROOT, Forest, TokenTree
 from tests.support.toys.trees import SEEDS, TIED, UNEVEN, grow, random_tree
 
 SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=4)
 PROBS = st.sampled_from([TIED, UNEVEN, (1.0,)])
 
 
-def children(*conditionals: float) -> Forest:
+def children(*conditionals):
     """A root with these children, whose tokens are 1, 2, ..."""
     return Forest.of([grow([0] * len(conditionals), conditionals, range(1, len(conditionals) + 1))])
 
 
-def random_forest(
-    seed: int, sizes: Sequence[int], conditionals: Sequence[float] = UNEVEN
-) -> Forest:
+def random_forest(seed, sizes, conditionals=UNEVEN):
     rng = np.random.default_rng(seed)
     return Forest.of([random_tree(rng, size, conditionals) for size in sizes])
 
 
-def with_probs(forest: Forest, path_probs: FloatArray) -> list[TokenTree]:
+def with_probs(forest, path_probs):
     """The trees with other path probabilities."""
     parts = np.split(path_probs, forest.starts[1:])
     return [
@@ -49,7 +46,7 @@ def with_probs(forest: Forest, path_probs: FloatArray) -> list[TokenTree]:
 
 @given(seed=SEEDS, sizes=SIZES, conditionals=PROBS)
 @settings(deadline=None)
-def test_conditionals_and_ranks(seed: int, sizes: list[int], conditionals: Sequence[float]) -> None:
+def test_conditionals_and_ranks(seed, sizes, conditionals):
     forest = random_forest(seed, sizes, conditionals)
     found = Conditionals.of(forest)
     for start, tree in zip(forest.starts, forest.trees, strict=True):
@@ -64,13 +61,11 @@ def test_conditionals_and_ranks(seed: int, sizes: list[int], conditionals: Seque
 
 @given(seed=SEEDS, sizes=SIZES, conditionals=PROBS)
 @settings(deadline=None)
-def test_path_products_follow_paths_and_keep_zeros(
-    seed: int, sizes: list[int], conditionals: Sequence[float]
-) -> None:
+def test_path_products_follow_paths_and_keep_zeros(seed, sizes, conditionals):
     forest = random_forest(seed, sizes, conditionals)
     given_probs = np.random.default_rng(seed).random(len(forest.depths))
 
-    def product(node: int) -> float:
+    def product(node):
         if forest.depths[node] == 0:
             return 1.0
         return (
@@ -87,7 +82,7 @@ def test_path_products_follow_paths_and_keep_zeros(
 
 
 @given(c=st.floats(0, 1), shift=st.floats(-5, 5))
-def test_shifts_move_log_odds(c: float, shift: float) -> None:
+def test_shifts_move_log_odds(c, shift):
     (moved,) = shifted(np.array([c]), np.array([shift]))
     assert 0.0 <= moved <= 1.0
     if 1e-6 < c < 1.0 - 1e-6:
@@ -100,7 +95,7 @@ def test_shifts_move_log_odds(c: float, shift: float) -> None:
 
 @given(seed=SEEDS, sizes=SIZES)
 @settings(deadline=None)
-def test_children_of_committed_nodes_were_tried(seed: int, sizes: list[int]) -> None:
+def test_children_of_committed_nodes_were_tried(seed, sizes):
     rng = np.random.default_rng(seed)
     forest = random_forest(seed, sizes)
     paths = [
@@ -118,20 +113,18 @@ def test_children_of_committed_nodes_were_tried(seed: int, sizes: list[int]) -> 
     }
 
 
-def test_without_observations_nothing_changes() -> None:
+def test_without_observations_nothing_changes():
     conditionals = Conditionals.of(children(0.5, 0.3))
     np.testing.assert_allclose(Calibration()(conditionals)[1:], [0.5, 0.3])
 
 
-def test_greedy_targets_are_believed_to_take_favourites_more_often() -> None:
+def test_greedy_targets_are_believed_to_take_favourites_more_often():
     conditionals = Conditionals.of(children(0.25, 0.2))
     np.testing.assert_allclose(Calibration(favourite_exponent=0.5)(conditionals)[1:], [0.5, 0.2])
 
 
 @pytest.mark.parametrize(("says", "is_true"), [((0.5, 0.3), (0.8, 0.1)), ((0.9, 0.05), (0.2, 0.4))])
-def test_converges_to_true_frequencies(
-    says: tuple[float, float], is_true: tuple[float, float]
-) -> None:
+def test_converges_to_true_frequencies(says, is_true):
     rng = np.random.default_rng(0)
     calibration = Calibration()
     forest = children(*says)
@@ -144,7 +137,7 @@ def test_converges_to_true_frequencies(
     assert calibration.trials.max() <= Calibration.MEMORY
 
 
-def test_old_frequencies_fade() -> None:
+def test_old_frequencies_fade():
     calibration = Calibration()
     forest = children(0.5)
     conditionals = Conditionals.of(forest)
@@ -158,9 +151,7 @@ def test_old_frequencies_fade() -> None:
 
 @given(seed=SEEDS, sizes=SIZES, conditionals=PROBS, exponent=st.sampled_from([0.6, 1.0]))
 @settings(deadline=None)
-def test_calibrated_trees_stay_trees(
-    seed: int, sizes: list[int], conditionals: Sequence[float], exponent: float
-) -> None:
+def test_calibrated_trees_stay_trees(seed, sizes, conditionals, exponent):
     rng = np.random.default_rng(seed)
     forest = random_forest(seed, sizes, conditionals)
     calibration = Calibration(exponent)
@@ -183,7 +174,7 @@ def test_calibrated_trees_stay_trees(
     num_calls=st.integers(1, 3),
 )
 @settings(deadline=None)
-def test_reliability_figures(outcomes: list[tuple[float, bool]], num_calls: int) -> None:
+def test_reliability_figures(outcomes, num_calls):
     books = Reliability()
     for part in range(num_calls):  # any split of the observations gives the same books
         own = outcomes[part::num_calls]
@@ -200,5 +191,5 @@ def test_reliability_figures(outcomes: list[tuple[float, bool]], num_calls: int)
     assert books.count.sum() == len(outcomes)
 
 
-def test_no_observations_have_no_reliability() -> None:
+def test_no_observations_have_no_reliability():
     assert math.isnan(Reliability().brier) and math.isnan(Reliability().ece)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +10,7 @@ from hf_slospec import write_chrome_trace
 from hf_slospec.engine.events import PHASES, PhaseTimes, RequestStep, StepEvent
 
 
-def part(index: int, nodes: int, committed: int) -> RequestStep:
+def part(index, nodes, committed):
     return RequestStep(index, nodes, committed, 1.234, None if index else 0.05, 1.0, 3)
 
 
@@ -26,19 +24,19 @@ STEPS = [
 
 
 @pytest.fixture
-def events(tmp_path: Path) -> list[dict[str, Any]]:
+def events(tmp_path):
     write_chrome_trace(iter(STEPS), tmp_path / "trace.json")
     return json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
 
 
-def test_every_span_is_complete(events: list[dict[str, Any]]) -> None:
+def test_every_span_is_complete(events):
     assert len(events) == len(PHASES) * len(STEPS) + 5
     for event in events:
         assert event["ph"] == "X" and event["dur"] >= 0.0
         assert {"name", "pid", "tid", "ts", "args"} <= set(event)
 
 
-def test_phases_follow_each_other_and_fill_the_step(events: list[dict[str, Any]]) -> None:
+def test_phases_follow_each_other_and_fill_the_step(events):
     phases = [event for event in events if event["pid"] == "steps"]
     for number, step in enumerate(STEPS):
         own = [event for event in phases if event["args"]["step"] == number]
@@ -59,7 +57,7 @@ def test_phases_follow_each_other_and_fill_the_step(events: list[dict[str, Any]]
     ]
 
 
-def test_every_request_has_a_lane(events: list[dict[str, Any]]) -> None:
+def test_every_request_has_a_lane(events):
     lanes = {
         lane: [
             (event["name"], event["ts"], event["dur"]) for event in events if event["tid"] == lane
@@ -79,6 +77,6 @@ def test_every_request_has_a_lane(events: list[dict[str, Any]]) -> None:
     assert sum(count["nodes"] for count in counts) == sum(step.nodes for step in STEPS)
 
 
-def test_no_steps_make_an_empty_trace(tmp_path: Path) -> None:
+def test_no_steps_make_an_empty_trace(tmp_path):
     write_chrome_trace([], str(tmp_path / "trace.json"))
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []

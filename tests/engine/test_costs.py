@@ -25,20 +25,20 @@ POINTS = st.dictionaries(st.integers(1, 600), st.floats(0.001, 10.0), min_size=1
 SIZES = dict(num_requests=st.integers(1, 64), depth=st.integers(0, 8), width=st.integers(1, 8))
 
 
-def of_tokens(num_tokens: tuple[int, ...], seconds: tuple[float, ...]) -> ForwardCost:
+def of_tokens(num_tokens, seconds):
     return ForwardCost(LatencyCurve(num_tokens, seconds))
 
 
 def step(
-    phases: PhaseTimes,
-    nodes: tuple[int, ...] = (4, 4),
-    committed: int = 2,
-    prefill: int = 0,
-    catch_up: int = 4,
-    levels: int = 3,
-    width: int = 2,
-    keys: int = 20,
-) -> StepEvent:
+    phases,
+    nodes=(4, 4),
+    committed=2,
+    prefill=0,
+    catch_up=4,
+    levels=3,
+    width=2,
+    keys=20,
+):
     """A step that decoded one request per entry of ``nodes`` and drafted for all of them."""
     requests = tuple(RequestStep(i, n, committed, 1.0, None, 0.0, 0) for i, n in enumerate(nodes))
     return StepEvent(
@@ -48,7 +48,7 @@ def step(
     )  # fmt: skip
 
 
-def observed(*parts: tuple[int, float, int]) -> SizeCorrection:
+def observed(*parts):
     """A correction after forwards of this many tokens that took this much longer than profiled, so
     many times.
     """
@@ -60,17 +60,17 @@ def observed(*parts: tuple[int, float, int]) -> SizeCorrection:
 
 
 @pytest.mark.parametrize("factor", [0.4, 1.0, 3.0])
-def test_a_constant_factor_is_learned_at_all_sizes(factor: float) -> None:
+def test_a_constant_factor_is_learned_at_all_sizes(factor):
     correction = observed((6, factor, 24))
     assert correction(np.array([1, 6, 7, 500, 10**6])) == pytest.approx([factor] * 5, rel=0.02)
 
 
-def test_without_observations_nothing_is_corrected() -> None:
+def test_without_observations_nothing_is_corrected():
     assert SizeCorrection()(np.array([1, 64])).tolist() == [1.0, 1.0]
     assert DraftCorrection()(np.array([0.0, 0.5])).tolist() == [0.0, 0.5]
 
 
-def test_a_correction_follows_a_change() -> None:
+def test_a_correction_follows_a_change():
     factors = [float(observed((8, 1.0, 200), (8, 2.0, count))(8)) for count in (0, 12, 60, 120)]
     assert factors == sorted(factors)
     assert factors[0] == 1.0
@@ -78,7 +78,7 @@ def test_a_correction_follows_a_change() -> None:
     assert factors[-1] == pytest.approx(2.0, rel=0.05)
 
 
-def test_one_pause_moves_the_correction_little() -> None:
+def test_one_pause_moves_the_correction_little():
     assert float(observed((8, 1.0, 100), (8, 1000.0, 1))(8)) < 1.05
     drafts = DraftCorrection()
     for measured_s in [1.0] * 100 + [1000.0]:
@@ -86,14 +86,14 @@ def test_one_pause_moves_the_correction_little() -> None:
     assert float(drafts(np.array(1.0))) < 1.15
 
 
-def test_sizes_keep_factors_of_their_own() -> None:
+def test_sizes_keep_factors_of_their_own():
     correction = observed(*[(1, 1.0, 1), (100, 2.0, 1)] * 60)
     assert float(correction(1)) == pytest.approx(1.0, abs=0.15)
     assert float(correction(127)) == pytest.approx(2.0, abs=0.25)
     assert 1.2 < float(correction(2000)) < 1.7  # never observed: between them
 
 
-def test_a_correction_remembers_a_bounded_number_of_observations() -> None:
+def test_a_correction_remembers_a_bounded_number_of_observations():
     correction = observed(*[(2**power, 1.5, 100) for power in range(20)])
     assert correction._counts.shape == correction._logs.shape == (16,)
     assert correction._counts.sum() <= SizeCorrection.MEMORY
@@ -101,7 +101,7 @@ def test_a_correction_remembers_a_bounded_number_of_observations() -> None:
 
 @given(constant_s=st.floats(0.0, 2.0), factor=st.floats(0.3, 3.0))
 @settings(deadline=None)
-def test_drafting_is_a_constant_and_a_factor(constant_s: float, factor: float) -> None:
+def test_drafting_is_a_constant_and_a_factor(constant_s, factor):
     drafts = DraftCorrection()
     for _ in range(60):
         for profiled_s in (0.5, 1.0, 2.0, 5.0):
@@ -111,7 +111,7 @@ def test_drafting_is_a_constant_and_a_factor(constant_s: float, factor: float) -
 
 
 @pytest.mark.parametrize("draft_s", [1e-4, 0.02])
-def test_the_time_of_drafting_without_a_model_is_learned(draft_s: float) -> None:
+def test_the_time_of_drafting_without_a_model_is_learned(draft_s):
     costs = StepCosts(of_tokens((1,), (0.02,)), HOST_LEVEL)
     for _ in range(30):
         for levels in (2, 5):
@@ -121,7 +121,7 @@ def test_the_time_of_drafting_without_a_model_is_learned(draft_s: float) -> None
     )
 
 
-def test_the_first_level_catches_up_and_each_further_one_forwards_a_beam() -> None:
+def test_the_first_level_catches_up_and_each_further_one_forwards_a_beam():
     costs = StepCosts(verify=of_tokens((1,), (9.0,)), draft_level=of_tokens((1, 101), (1.0, 2.0)))
     assert costs.draft_s(1, 0, 4) == 0.0
     assert costs.draft_s(1, 1, 4) == pytest.approx(1.0)
@@ -134,7 +134,7 @@ def test_the_first_level_catches_up_and_each_further_one_forwards_a_beam() -> No
     assert costs.draft_s(11, 1, 4) == pytest.approx(1.32)
 
 
-def test_the_first_level_processes_the_prompts_that_keep_arriving() -> None:
+def test_the_first_level_processes_the_prompts_that_keep_arriving():
     draft = of_tokens((1, 101), (1.0, 2.0))
     costs, together = (
         StepCosts(verify=of_tokens((1,), (9.0,)), draft_level=draft) for _ in range(2)
@@ -163,9 +163,7 @@ def test_the_first_level_processes_the_prompts_that_keep_arriving() -> None:
     assert float(alone[0]) == pytest.approx(float(together.draft_s(2, 1, 1, 20, 4.0)))
 
 
-def test_prompts_count_by_the_time_in_which_they_arrive_not_by_the_tokens_that_others_write_meanwhile() -> (
-    None
-):
+def test_prompts_count_by_the_time_in_which_they_arrive_not_by_the_tokens_that_others_write_meanwhile():
     slow, fast = (
         StepCosts(verify=of_tokens((1,), (9.0,)), draft_level=of_tokens((1,), (1.0,)))
         for _ in range(2)
@@ -178,9 +176,7 @@ def test_prompts_count_by_the_time_in_which_they_arrive_not_by_the_tokens_that_o
 
 @given(points=POINTS, factor=st.floats(0.5, 2.0), **SIZES)
 @settings(deadline=None)
-def test_draft_costs_add_up_level_by_level(
-    points: dict[int, float], factor: float, num_requests: int, depth: int, width: int
-) -> None:
+def test_draft_costs_add_up_level_by_level(points, factor, num_requests, depth, width):
     cost = ForwardCost(LatencyCurve.fit(list(points), list(points.values())), 0.01, 0.001)
     costs = StepCosts(verify=cost, draft_level=cost)
     costs._draft_correction.factor = factor
@@ -203,9 +199,7 @@ def test_draft_costs_add_up_level_by_level(
     width=st.integers(1, 8),
     catch_up=st.integers(1, 99),
 )
-def test_levels_draft_for_fewer_and_fewer_requests(
-    depths: list[int], width: int, catch_up: int
-) -> None:
+def test_levels_draft_for_fewer_and_fewer_requests(depths, width, catch_up):
     cost, number = (
         ForwardCost(LatencyCurve((1, 1001), (0.5, 1.5)), 0.01, 0.001),
         len(depths),
@@ -225,9 +219,7 @@ def test_levels_draft_for_fewer_and_fewer_requests(
 
 @given(points=POINTS, **SIZES)
 @settings(deadline=None)
-def test_no_part_of_a_level_takes_less_than_no_time(
-    points: dict[int, float], num_requests: int, depth: int, width: int
-) -> None:
+def test_no_part_of_a_level_takes_less_than_no_time(points, num_requests, depth, width):
     cost = ForwardCost(LatencyCurve.fit(list(points), list(points.values())), 0.01, 0.001)
     parts = StepCosts(verify=cost, draft_level=cost).level_parts_s(
         num_requests, width, 20 * num_requests
@@ -237,9 +229,7 @@ def test_no_part_of_a_level_takes_less_than_no_time(
 
 @given(points=POINTS, **SIZES)
 @settings(deadline=None)
-def test_larger_plans_never_draft_faster(
-    points: dict[int, float], num_requests: int, depth: int, width: int
-) -> None:
+def test_larger_plans_never_draft_faster(points, num_requests, depth, width):
     cost = ForwardCost(LatencyCurve.fit(list(points), list(points.values())), 0.01, 0.001)
     costs = StepCosts(verify=cost, draft_level=cost)
     seconds = costs.draft_s(num_requests, depth, width)
@@ -249,7 +239,7 @@ def test_larger_plans_never_draft_faster(
     assert costs.draft_s(num_requests, depth, width, 10) >= seconds - 1e-9
 
 
-def test_verifying_and_drafting_are_corrected_apart() -> None:
+def test_verifying_and_drafting_are_corrected_apart():
     costs = StepCosts(verify=of_tokens((1, 2), (1.0, 2.0)), draft_level=of_tokens((1,), (0.5,)))
     for _ in range(60):
         costs.observe(step(PhaseTimes(draft_s=0.6, verify_s=20.0, host_s=4.0), committed=1))
@@ -259,7 +249,7 @@ def test_verifying_and_drafting_are_corrected_apart() -> None:
     assert float(costs.draft_s(2, 3, 2, 20)) == pytest.approx(0.6, rel=0.1)  # profiled: 1.5
 
 
-def test_steps_without_drafting_or_time_teach_nothing_about_it() -> None:
+def test_steps_without_drafting_or_time_teach_nothing_about_it():
     costs = StepCosts(verify=of_tokens((1, 2), (1.0, 2.0)), draft_level=of_tokens((1,), (0.0,)))
     for phases in (PhaseTimes(), PhaseTimes(draft_s=1.0)):
         costs.observe(step(phases))
@@ -267,7 +257,7 @@ def test_steps_without_drafting_or_time_teach_nothing_about_it() -> None:
     assert float(costs.draft_s(2, 3, 2)) == 0.0  # drafting without a model is profiled as free
 
 
-def test_long_stretches_to_catch_up_with_teach_nothing() -> None:
+def test_long_stretches_to_catch_up_with_teach_nothing():
     costs = StepCosts(
         verify=of_tokens((1, 2), (1.0, 2.0)), draft_level=of_tokens((1, 2), (1.0, 2.0))
     )
@@ -275,7 +265,7 @@ def test_long_stretches_to_catch_up_with_teach_nothing() -> None:
     assert costs._draft_correction.factor == 1.0
 
 
-def test_recent_steps_are_averages_over_decoding_requests() -> None:
+def test_recent_steps_are_averages_over_decoding_requests():
     costs = StepCosts(verify=of_tokens((1, 2), (1.0, 2.0)), draft_level=of_tokens((1,), (0.5,)))
     assert (costs.recent.tokens, costs.recent.nodes, costs.recent.acceptance) == (1.0, 1.0, 0.0)
     for _ in range(200):
@@ -294,7 +284,7 @@ def test_recent_steps_are_averages_over_decoding_requests() -> None:
     assert recent.acceptance == pytest.approx(2 / 3)
 
 
-def test_typical_steps_and_their_curve() -> None:
+def test_typical_steps_and_their_curve():
     verify = ForwardCost(LatencyCurve((1, 101), (1.0, 11.0)), per_request_s=0.5, per_key_s=0.01)
     costs = StepCosts(verify, of_tokens((1,), (0.5,)))
     costs.recent.nodes = 4.0
@@ -310,7 +300,7 @@ def test_typical_steps_and_their_curve() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0.2, 5.0])
-def test_a_wrong_profile_is_replaced_by_what_was_seen(wrong: float) -> None:
+def test_a_wrong_profile_is_replaced_by_what_was_seen(wrong):
     right = ForwardCost(LatencyCurve((1, 64), (1.0, 4.0)), 0.1, 0.001)
     draft = of_tokens((1, 64), (0.1, 0.2))
     replaced: dict[ForwardCost, ForwardCost] = {}
@@ -327,7 +317,7 @@ def test_a_wrong_profile_is_replaced_by_what_was_seen(wrong: float) -> None:
     assert set(replaced.values()) == {costs.verify, costs.draft_level}
 
 
-def test_a_profile_that_is_right_within_half_is_kept() -> None:
+def test_a_profile_that_is_right_within_half_is_kept():
     verify = of_tokens((1, 64), (1.0, 4.0))
     replaced = list[ForwardCost]()
     costs = StepCosts(verify, of_tokens((1,), (0.1,)), lambda old, new: replaced.append(new))
@@ -337,7 +327,7 @@ def test_a_profile_that_is_right_within_half_is_kept() -> None:
     assert not replaced and costs.verify is verify
 
 
-def test_a_busy_hour_heals_in_both_directions() -> None:
+def test_a_busy_hour_heals_in_both_directions():
     idle = ForwardCost(LatencyCurve((1, 64), (1.0, 4.0)))
     costs = StepCosts(idle, of_tokens((1,), (0.0,)))
     for factor in (3.0, 1.0):
@@ -347,7 +337,7 @@ def test_a_busy_hour_heals_in_both_directions() -> None:
     assert math.isclose(float(costs.verify(8)), float(idle(8)), rel_tol=0.15)
 
 
-def test_a_constant_cost_of_drafting_does_not_replace_the_profile() -> None:
+def test_a_constant_cost_of_drafting_does_not_replace_the_profile():
     draft = of_tokens((1, 64), (0.001, 0.002))
     replaced = list[ForwardCost]()
     costs = StepCosts(of_tokens((1, 64), (1.0, 4.0)), draft, lambda old, new: replaced.append(new))
@@ -366,7 +356,7 @@ def test_a_constant_cost_of_drafting_does_not_replace_the_profile() -> None:
     )
 
 
-def test_engines_beside_each_other_share_corrections_and_not_their_recent_steps() -> None:
+def test_engines_beside_each_other_share_corrections_and_not_their_recent_steps():
     costs = StepCosts(of_tokens((1, 64), (1.0, 4.0)), of_tokens((1,), (0.0,)))
     own = costs.for_own_engine()
     own.observe(step(PhaseTimes(verify_s=2.0 * float(costs.verify(8))), committed=5))

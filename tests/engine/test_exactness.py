@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.engine.events import PhaseTimes, StepEvent
-from hf_slospec.policies.adaserve import SLOOrder
+from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.request.params import RequestParams
 from hf_slospec.request.request import Request
 from hf_slospec.request.slo import Stage
@@ -30,7 +27,7 @@ from tests.support.toys.models import (
 from tests.support.toys.trees import SEEDS, markov_model
 
 
-def random_stages(rng: np.random.Generator) -> tuple[Stage, ...]:
+def random_stages(rng):
     """One to three, that end after some tokens or with one that is even."""
     targets = rng.choice([None, 0.01, 0.8, 10.0], rng.integers(1, 4)).tolist()
     ends = [
@@ -40,9 +37,7 @@ def random_stages(rng: np.random.Generator) -> tuple[Stage, ...]:
     return tuple(Stage(tpot_slo_s, **end) for tpot_slo_s, end in zip(targets, ends, strict=True))
 
 
-def random_requests(
-    rng: np.random.Generator, num_requests: int, stops: bool = True
-) -> list[Request]:
+def random_requests(rng, num_requests, stops=True):
     return [
         Request(
             index,
@@ -57,7 +52,7 @@ def random_requests(
     ]
 
 
-def check_events(events: Sequence[StepEvent], requests: Sequence[Request]) -> None:
+def check_events(events, requests):
     """What happened in the steps adds up to what requests say of themselves."""
     for event in events:
         assert event.nodes == sum(part.nodes for part in event.requests)
@@ -98,17 +93,17 @@ def check_events(events: Sequence[StepEvent], requests: Sequence[Request]) -> No
 )
 @settings(deadline=None, max_examples=120)
 def test_every_request_gets_what_plain_decoding_gives(
-    seed: int,
-    num_requests: int,
-    is_sampled: bool,
-    likeness: float,
-    policy_name: str,
-    max_depth: int,
-    max_width: int,
-    token_budget: int | None,
-    order: SLOOrder,
-    tick_s: float,
-) -> None:
+    seed,
+    num_requests,
+    is_sampled,
+    likeness,
+    policy_name,
+    max_depth,
+    max_width,
+    token_budget,
+    order,
+    tick_s,
+):
     rng = np.random.default_rng(seed)
     target = markov_model(rng, VOCAB)
     other = markov_model(rng, VOCAB)

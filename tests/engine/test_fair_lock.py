@@ -13,11 +13,11 @@ WAIT_S = 20.0  # far more than anything here takes
 
 
 class TestFairLock:
-    def test_it_is_handed_on_in_the_order_of_asking(self) -> None:
+    def test_it_is_handed_on_in_the_order_of_asking(self):
         lock = FairLock()
         order = list[int]()
 
-        def ask(name: int) -> None:
+        def ask(name):
             with lock:
                 order.append(name)
 
@@ -32,11 +32,11 @@ class TestFairLock:
             thread.join(WAIT_S)
         assert order == [0, 1, 2, 3, 4]
 
-    def test_a_thread_in_a_tight_loop_starves_nobody(self) -> None:
+    def test_a_thread_in_a_tight_loop_starves_nobody(self):
         lock = FairLock()
         is_over = threading.Event()
 
-        def loop() -> None:
+        def loop():
             while not is_over.is_set():
                 with lock:
                     time.sleep(0.001)
@@ -50,11 +50,11 @@ class TestFairLock:
         greedy_thread.join(WAIT_S)
         assert not greedy_thread.is_alive()
 
-    def test_other_threads_take_it_while_it_is_released(self) -> None:
+    def test_other_threads_take_it_while_it_is_released(self):
         lock = FairLock()
         order = list[str]()
 
-        def ask() -> None:
+        def ask():
             with lock:
                 order.append("other")
 
@@ -72,7 +72,7 @@ class TestFairLock:
         assert order == ["other", "nested", "holder", "other"]
         assert lock._owner is None
 
-    def test_it_is_held_again_after_an_error_while_it_was_released(self) -> None:
+    def test_it_is_held_again_after_an_error_while_it_was_released(self):
         lock = FairLock()
         with lock:
             with pytest.raises(ZeroDivisionError), lock.released():

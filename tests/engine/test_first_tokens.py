@@ -12,11 +12,11 @@ from hf_slospec.engine.first_tokens import IN_TIME, LATE, PRICE, FirstTokens
 STEPS_S = np.array([0.1, 0.5, 1.0, 2.0])
 
 
-def own_s(num_tokens: np.ndarray) -> np.ndarray:
+def own_s(num_tokens):
     return 0.01 * num_tokens
 
 
-def test_steps_have_no_price_where_no_first_token_depends_on_them() -> None:
+def test_steps_have_no_price_where_no_first_token_depends_on_them():
     first_tokens = FirstTokens()
     first_tokens.arrived(math.inf, 0)
     first_tokens.begin(math.inf, own_s)
@@ -24,7 +24,7 @@ def test_steps_have_no_price_where_no_first_token_depends_on_them() -> None:
     assert (first_tokens.price_s(STEPS_S) == 0.0).all()
 
 
-def test_the_price_is_what_requests_that_arrive_too_early_in_the_step_would_have_written() -> None:
+def test_the_price_is_what_requests_that_arrive_too_early_in_the_step_would_have_written():
     first_tokens = FirstTokens()
     for _ in range(3):
         first_tokens.arrived(math.inf, 0)
@@ -41,7 +41,7 @@ def test_the_price_is_what_requests_that_arrive_too_early_in_the_step_would_have
     assert (first_tokens.price_s(STEPS_S) == 0.0).all()
 
 
-def test_a_step_that_commits_first_tokens_should_end_in_time() -> None:
+def test_a_step_that_commits_first_tokens_should_end_in_time():
     first_tokens = FirstTokens()
     first_tokens.begin(0.5, own_s)
     assert first_tokens.is_due

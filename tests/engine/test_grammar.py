@@ -4,7 +4,6 @@ in vain.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from tests.support.toys.models import (
     greedy,
     sampled,
 )
-from tests.support.toys.trees import SEEDS, NextProbs, beam_tree, markov_model, path_to
+from tests.support.toys.trees import SEEDS, beam_tree, markov_model, path_to
 
 
 class ToyGrammar:
@@ -38,21 +37,21 @@ class ToyGrammar:
     single one.
     """
 
-    def __init__(self, rng: np.random.Generator):
+    def __init__(self, rng):
         self.table = rng.random((2, VOCAB, VOCAB)) < 0.3
         self.table[:, np.arange(VOCAB), rng.integers(0, VOCAB, VOCAB)] = True
 
-    def allowed(self, token_ids: Sequence[int]) -> np.ndarray:
+    def allowed(self, token_ids):
         return (
             self.table[len(token_ids) % 2, token_ids[-1]]
             if token_ids
             else np.ones(VOCAB, dtype=np.bool_)
         )
 
-    def allows(self, token_ids: Sequence[int], proposed: Sequence[int]) -> list[bool]:
+    def allows(self, token_ids, proposed):
         return self.allowed(token_ids)[list(proposed)].tolist()
 
-    def expected(self, token_ids: Sequence[int]) -> list[list[int]]:
+    def expected(self, token_ids):
         """Goes on while one token is allowed; where two are, in two ways, once."""
         stem = self.forced(token_ids)
         nexts = np.flatnonzero(self.allowed([*token_ids, *stem])).tolist()
@@ -60,40 +59,38 @@ class ToyGrammar:
             return [stem] if stem else []
         return [[*stem, token, *self.forced([*token_ids, *stem, token])] for token in nexts]
 
-    def forced(self, token_ids: Sequence[int]) -> list[int]:
+    def forced(self, token_ids):
         found: list[int] = []
         while len(found) < 9 and self.allowed([*token_ids, *found]).sum() == 1:
             found.append(int(self.allowed([*token_ids, *found]).argmax()))
         return found
 
-    def masked(self, token_ids: Sequence[Sequence[int]], scores: Any) -> Any:
+    def masked(self, token_ids, scores):
         raise AssertionError("the toy drafter asks for no masks")
 
-    def keep(self, target: NextProbs, prompt_len: int) -> NextProbs:
+    def keep(self, target, prompt_len):
         """The target's distribution, restricted to allowed tokens."""
 
-        def next_probs(tokens: Sequence[int]) -> np.ndarray:
+        def next_probs(tokens):
             probs = target(tokens) * self.allowed(tokens[prompt_len:])
             return probs / probs.sum()
 
         return next_probs
 
 
-def request_with(
-    rng: np.random.Generator, index: int, has_grammar: bool, num_new: int = 16
-) -> Request:
+def request_with(rng, index, has_grammar, num_new=16):
     prompt = rng.integers(0, VOCAB, 3).tolist()
     return Request(
         index, RequestParams(prompt, num_new, grammar=ToyGrammar(rng) if has_grammar else None)
     )
 
 
-def constrained(target: NextProbs, request: Request) -> NextProbs:
+def constrained(target, request):
     grammar: Any = request.params.grammar
     return target if grammar is None else grammar.keep(target, request.prompt_len)
 
 
-def is_allowed(request: Request, path: Sequence[int]) -> bool:
+def is_allowed(request, path):
     grammar = request.params.grammar
     output = request.tokens[request.prompt_len :]
     return all(
@@ -104,15 +101,13 @@ def is_allowed(request: Request, path: Sequence[int]) -> bool:
 
 @given(seed=SEEDS, policy_name=st.sampled_from(POLICIES), is_sampled=st.booleans())
 @settings(deadline=None, max_examples=60)
-def test_every_policy_decodes_as_plain_constrained_decoding_does(
-    seed: int, policy_name: str, is_sampled: bool
-) -> None:
+def test_every_policy_decodes_as_plain_constrained_decoding_does(seed, policy_name, is_sampled):
     rng = np.random.default_rng(seed)
     target = markov_model(rng, VOCAB)
     draft = markov_model(rng, VOCAB)
     requests = [request_with(rng, index, has_grammar=index != 1) for index in range(3)]
 
-    def choose(request: Request) -> int:
+    def choose(request):
         own = constrained(target, requests[request.index])
         return (sampled(own, seed) if is_sampled else greedy(own))(request)
 
@@ -125,9 +120,7 @@ def test_every_policy_decodes_as_plain_constrained_decoding_does(
 
 @given(seed=SEEDS, depth=st.integers(1, 5), width=st.integers(1, 3))
 @settings(deadline=None)
-def test_nodes_are_the_allowed_ones_and_the_expected_ones(
-    seed: int, depth: int, width: int
-) -> None:
+def test_nodes_are_the_allowed_ones_and_the_expected_ones(seed, depth, width):
     rng = np.random.default_rng(seed)
     plan, draft, free = (
         Plan(depth, width),
@@ -166,7 +159,7 @@ def test_nodes_are_the_allowed_ones_and_the_expected_ones(
     assert probs.keys() == wanted if len(wanted) - 1 <= depth * width else probs.keys() < wanted
 
 
-def test_ways_share_what_other_proposals_leave() -> None:
+def test_ways_share_what_other_proposals_leave():
     grammar = ToyGrammar(np.random.default_rng(0))
     grammar.table[:] = np.eye(VOCAB, dtype=np.bool_)[
         [1, 3, 0, 4, 4]
@@ -194,18 +187,18 @@ def test_ways_share_what_other_proposals_leave() -> None:
 
 
 @pytest.mark.parametrize("policy_name", ["fixed", "auto"])
-def test_what_the_grammar_forces_needs_no_drafter(policy_name: str) -> None:
+def test_what_the_grammar_forces_needs_no_drafter(policy_name):
     """Without any proposal, a step commits what is forced after the root, and one token more."""
 
     class Cycle(ToyGrammar):
         """Chooses freely after token 0; then 1, 2, 3, 4, 0."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             self.table = np.stack([np.roll(np.eye(VOCAB, dtype=np.bool_), 1, axis=1)] * 2)
             self.table[:, 0, :2] = True
 
     class Silent(ToyDrafter):
-        def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+        def draft(self, requests, plan):
             return [TokenTree.root_only(request.tokens[-1]) for request in requests]
 
     rng = np.random.default_rng(3)
@@ -226,7 +219,7 @@ def test_what_the_grammar_forces_needs_no_drafter(policy_name: str) -> None:
     assert metrics.tokens == 200 and metrics.acceptance_length > 4.0
 
 
-def test_nodes_below_forbidden_ones_are_gone() -> None:
+def test_nodes_below_forbidden_ones_are_gone():
     grammar = ToyGrammar(np.random.default_rng(0))
     grammar.table[:] = True
     grammar.table[:, :, 2] = False

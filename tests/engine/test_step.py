@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +13,6 @@ from hf_slospec.engine.interfaces import Plan, Policy, Selection
 from hf_slospec.request.params import RequestParams
 from hf_slospec.request.request import Request
 from hf_slospec.request.slo import Stage
-from hf_slospec.tree.tree import TokenTree
 from tests.support.policy_names import POLICIES
 from tests.support.toys.engine import decode_plainly, policy_of, run
 from tests.support.toys.models import (
@@ -30,7 +28,7 @@ from tests.support.toys.models import (
 from tests.support.toys.trees import markov_model
 
 
-def test_requests_are_prefilled_first_and_alone() -> None:
+def test_requests_are_prefilled_first_and_alone():
     rng = np.random.default_rng(0)
     target = markov_model(rng, VOCAB)
     first, second, late = (Request(index, RequestParams([0, 1], 9)) for index in range(3))
@@ -55,7 +53,7 @@ def test_requests_are_prefilled_first_and_alone() -> None:
 
 
 @pytest.mark.parametrize("policy_name", ["auto", "adaserve", "fixed"])
-def test_depth_0_never_drafts(policy_name: str) -> None:
+def test_depth_0_never_drafts(policy_name):
     target = markov_model(np.random.default_rng(1), VOCAB)
     requests = [Request(index, RequestParams([0, 1], 6)) for index in range(3)]
     drafter = ToyDrafter(target)
@@ -75,7 +73,7 @@ def test_depth_0_never_drafts(policy_name: str) -> None:
 
 
 @pytest.mark.parametrize("policy_name", POLICIES)
-def test_last_token_is_decoded_without_drafting(policy_name: str) -> None:
+def test_last_token_is_decoded_without_drafting(policy_name):
     target = markov_model(np.random.default_rng(1), VOCAB)
     drafter = ToyDrafter(target)
     request = Request(0, RequestParams([0, 1], 2))
@@ -86,7 +84,7 @@ def test_last_token_is_decoded_without_drafting(policy_name: str) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 3, 4])
-def test_a_draft_that_is_always_right_commits_whole_chains(depth: int) -> None:
+def test_a_draft_that_is_always_right_commits_whole_chains(depth):
     target = markov_model(np.random.default_rng(2), VOCAB)
     drafter = ToyDrafter(lambda tokens: one_hot(target(tokens).argmax()))
     request = Request(0, RequestParams([0, 1], 1 + 3 * (depth + 1)))
@@ -100,7 +98,7 @@ def test_a_draft_that_is_always_right_commits_whole_chains(depth: int) -> None:
     assert metrics.acceptance_length == depth + 1
 
 
-def test_a_draft_that_is_always_wrong_costs_no_token() -> None:
+def test_a_draft_that_is_always_wrong_costs_no_token():
     target = markov_model(np.random.default_rng(2), VOCAB)
     drafter = ToyDrafter(lambda tokens: one_hot(target(tokens).argmin()))
     request = Request(0, RequestParams([0, 1], 10))
@@ -109,7 +107,7 @@ def test_a_draft_that_is_always_wrong_costs_no_token() -> None:
     assert (metrics.tokens, metrics.steps, metrics.drafted, metrics.accepted) == (10, 9, 27, 0)
 
 
-def test_who_is_not_drafted_for_decodes_plainly() -> None:
+def test_who_is_not_drafted_for_decodes_plainly():
     target = markov_model(np.random.default_rng(3), VOCAB)
     requests = [Request(index, RequestParams([index, 1], 9)) for index in range(3)]
     expected = [decode_plainly(greedy(target), request) for request in requests]
@@ -144,13 +142,11 @@ def test_who_is_not_drafted_for_decodes_plainly() -> None:
     assert alone.stats.num_steps == 4
 
 
-def test_who_sits_a_step_out_keeps_its_tokens_and_goes_on_later() -> None:
+def test_who_sits_a_step_out_keeps_its_tokens_and_goes_on_later():
     class Alternating(WholeTrees):
         """Lets one request decode in each step."""
 
-        def plan(
-            self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
-        ) -> Plan:
+        def plan(self, requests, begun_s, num_prefill_tokens=0):
             fewest = min(requests, key=lambda request: request.num_emitted)
             return replace(super().plan(requests, begun_s, num_prefill_tokens), decoding=[fewest])
 
@@ -167,7 +163,7 @@ def test_who_sits_a_step_out_keeps_its_tokens_and_goes_on_later() -> None:
     )
 
 
-def test_finished_requests_leave_and_the_others_go_on() -> None:
+def test_finished_requests_leave_and_the_others_go_on():
     target = markov_model(np.random.default_rng(3), VOCAB)
     requests = [
         Request(index, RequestParams([0, 1], max_new_tokens))
@@ -188,7 +184,7 @@ def test_finished_requests_leave_and_the_others_go_on() -> None:
     )
 
 
-def test_a_stop_inside_the_walk_ends_the_request_there() -> None:
+def test_a_stop_inside_the_walk_ends_the_request_there():
     chain = {0: 1, 1: 2, 2: 3, 3: 0}
     request = Request(0, RequestParams([0, 0], 20, is_stop=lambda tokens: tokens[-3:] == [1, 2, 3]))
     toy = ToyTarget(lambda request: chain[request.tokens[-1]])
@@ -202,7 +198,7 @@ def test_a_stop_inside_the_walk_ends_the_request_there() -> None:
     )
 
 
-def test_times_are_taken_when_tokens_are_committed() -> None:
+def test_times_are_taken_when_tokens_are_committed():
     target = markov_model(np.random.default_rng(4), VOCAB)
     requests = [
         Request(0, RequestParams([0, 1], 5, (Stage(0.5),)), 10.0),
@@ -224,35 +220,35 @@ def test_times_are_taken_when_tokens_are_committed() -> None:
     assert requests[0].decoded(15.0) == (3.0, 4)
 
 
-def test_the_seconds_of_a_step_go_to_its_phases() -> None:
+def test_the_seconds_of_a_step_go_to_its_phases():
     target = markov_model(np.random.default_rng(4), VOCAB)
     clock = Clock()
 
     class Slow(ToyTarget, ToyDrafter, WholeTrees):
         """Target, drafter and policy, of which each method takes its own time."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             ToyTarget.__init__(self, greedy(target))
             ToyDrafter.__init__(self, target)
             WholeTrees.__init__(self, Plan(1, 1))
 
-        def plan(self, *arguments: object) -> Plan:
+        def plan(self, *arguments):
             clock.now_s += 1.0
             return super().plan(*arguments)
 
-        def draft(self, *arguments: object) -> list[TokenTree]:
+        def draft(self, *arguments):
             clock.now_s += 10.0
             return super().draft(*arguments)
 
-        def select(self, *arguments: object) -> Selection:
+        def select(self, *arguments):
             clock.now_s += 100.0
             return super().select(*arguments)
 
-        def verify(self, *arguments: object) -> list[Callable[[int], int]]:
+        def verify(self, *arguments):
             clock.now_s += 1000.0
             return super().verify(*arguments)
 
-        def commit(self, *arguments: object) -> None:
+        def commit(self, *arguments):
             clock.now_s += 10000.0
             super().commit(*arguments)
 
@@ -265,7 +261,7 @@ def test_the_seconds_of_a_step_go_to_its_phases() -> None:
     assert engine.scheduler.running[0].metrics().phases.total_s == clock.now_s
 
 
-def test_costs_follow_at_once_when_forwards_are_computed_in_another_way() -> None:
+def test_costs_follow_at_once_when_forwards_are_computed_in_another_way():
     target = markov_model(np.random.default_rng(4), VOCAB)
     clock = Clock()
 
@@ -274,7 +270,7 @@ def test_costs_follow_at_once_when_forwards_are_computed_in_another_way() -> Non
         num_one_off_forwards = 0
         num_compared = 0
 
-        def verify(self, *arguments: object) -> list[Callable[[int], int]]:
+        def verify(self, *arguments):
             clock.now_s += {"eager": 2.0, "compiled": 1.2}[self.path]
             if self.num_compared:  # computed in both ways
                 clock.now_s = clock.now_s + 2.0
@@ -297,7 +293,7 @@ def test_costs_follow_at_once_when_forwards_are_computed_in_another_way() -> Non
     assert engine.costs.predicted(event).verify_s == pytest.approx(1.2, rel=0.05)
 
 
-def test_a_request_of_one_token_has_no_tpot_and_is_not_late() -> None:
+def test_a_request_of_one_token_has_no_tpot_and_is_not_late():
     target = markov_model(np.random.default_rng(4), VOCAB)
     request = Request(0, RequestParams([0, 1], 1, (Stage(1e-9),)))
     run(
@@ -319,7 +315,7 @@ def test_a_request_of_one_token_has_no_tpot_and_is_not_late() -> None:
     assert metrics.attained is True
 
 
-def test_broken_trees_are_caught_when_invariants_are_checked() -> None:
+def test_broken_trees_are_caught_when_invariants_are_checked():
     target = markov_model(np.random.default_rng(5), VOCAB)
     drafter = ToyDrafter(lambda tokens: 1.5 * one_hot(0))
     engine = engine_of(
@@ -334,19 +330,19 @@ def test_broken_trees_are_caught_when_invariants_are_checked() -> None:
         engine.step()
 
 
-def test_while_drafting_is_paused_the_policy_learns_of_no_drafts() -> None:
+def test_while_drafting_is_paused_the_policy_learns_of_no_drafts():
     target = markov_model(np.random.default_rng(5), VOCAB)
     depths = list[tuple[int, int, int]]()
 
     class Watching(Policy):
-        def plan(self, *_: object) -> Plan:
+        def plan(self, *_):
             return Plan(2, 1)
 
-        def select(self, requests: object, candidates: list[TokenTree], plan: Plan) -> Selection:
+        def select(self, requests, candidates, plan):
             self.max_depth = candidates[0].max_depth
             return Selection.of_roots(candidates)
 
-        def observe(self, _: object, accepted: list[list[int]], phases: object, plan: Plan) -> None:
+        def observe(self, _, accepted, phases, plan):
             depths.append((plan.depth, self.max_depth, len(accepted)))
 
     engine = engine_of(

@@ -33,7 +33,7 @@ assert not any(name.startswith("hf_slospec.families.") for name in sys.modules)
 """
 
 
-def test_models_of_missing_families_are_refused_and_others_decode_as_stock() -> None:
+def test_models_of_missing_families_are_refused_and_others_decode_as_stock():
     run = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert len(run.stdout.splitlines()) == 6

@@ -39,12 +39,12 @@ NEW: dict[str, Any] = dict(max_new_tokens=quick_or(14, 24))
 
 
 @pytest.fixture
-def accepted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def accepted(monkeypatch):
     """Accepted drafts of every decoded call so far."""
     counts = list[int]()
     end = Rows.end
 
-    def ended(self: Rows) -> None:
+    def ended(self):
         counts.append(sum(request.stats.num_accepted for request in self.requests))
         end(self)
 
@@ -52,13 +52,13 @@ def accepted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def check(model: Any, generate: Any, inputs: dict[str, Any], **options: Any) -> Any:
+def check(model, generate, inputs, **options):
     return assert_same_as_stock(
         model, generate, inputs, **dict(return_dict_in_generate=False) | options
     )
 
 
-def test_the_encoder_has_an_effect_on_every_row() -> None:
+def test_the_encoder_has_an_effect_on_every_row():
     model = tiny_text_model("Bart")
     inputs = texts(2)
     ours = SLOSpecGenerator(tiny_text_model("Bart"), config=CONFIG)
@@ -69,7 +69,7 @@ def test_the_encoder_has_an_effect_on_every_row() -> None:
     assert bool(((one - other).abs().amax(1) > 0.01).all())
 
 
-def test_encoders_run_once_if_target_and_draft_share_one() -> None:
+def test_encoders_run_once_if_target_and_draft_share_one():
     model = copy.deepcopy(tiny_text_model("Bart"))
     draft = halved(model)
     calls = list[Any]()
@@ -93,7 +93,7 @@ LONG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", nightly_but(("greedy", "conditioned", "english only"), LONG))
-def test_long_form(name: str, accepted: list[int]) -> None:
+def test_long_form(name, accepted):
     """Audio of several segments, of different lengths in a batch, which drops rows that have ended."""
     model = copy.deepcopy(tiny_whisper())
     options = LONG[name]
@@ -109,14 +109,14 @@ def test_long_form(name: str, accepted: list[int]) -> None:
     assert max(map(len, out["segments"])) > 1 and len(accepted) > 1 and sum(accepted) > 0
 
 
-def test_audio_of_the_usual_size_has_the_encoders_positions() -> None:
+def test_audio_of_the_usual_size_has_the_encoders_positions():
     assert (
         audio(2).shape == (2, MELS, FRAMES)
         and tiny_whisper().config.max_source_positions == FRAMES // 2
     )
 
 
-def test_cross_attention_with_a_softcap_and_rope() -> None:
+def test_cross_attention_with_a_softcap_and_rope():
     config = tiny_config(T5GemmaConfig)
     config.encoder.is_decoder = False
     config.decoder.attn_logit_softcapping = 0.5

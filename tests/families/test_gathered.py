@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -18,18 +16,18 @@ from hf_slospec.model.attention.hook import (
 )
 from hf_slospec.model.batch import LayerShape, Stored, plan_own
 from hf_slospec.model.kv_cache import KVPool
-from tests.support.oracles.attention_rows import ROWS, Case, case
+from tests.support.oracles.attention_rows import ROWS, case
 
 WINDOW = 4
 KEY = Stored(2, 3, torch.float32, torch.device("cpu"))
 INDEX_KEY = Stored(1, 5, torch.float32, torch.device("cpu"))
 
 
-def within_window(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def within_window(batch, head, query, key):
     return causal_mask_function(batch, head, query, key) & (query - key < WINDOW)
 
 
-def forward_of(made: Case) -> tuple[GatheredForward, KVPool]:
+def forward_of(made):
     num_slots = len(made.keys)
     pool = KVPool([LayerShape(KEY, KEY, INDEX_KEY)], num_slots)
     for stored in pool.layers[0]:
@@ -39,12 +37,12 @@ def forward_of(made: Case) -> tuple[GatheredForward, KVPool]:
 
 
 @pytest.fixture(params=ROWS.values(), ids=ROWS.keys())
-def made(request: pytest.FixtureRequest) -> Case:
+def made(request):
     torch.manual_seed(0)
     return case(request.param, 2, 3, 3, in_order=False)
 
 
-def test_every_token_sees_its_own_slots_and_no_others(made: Case) -> None:
+def test_every_token_sees_its_own_slots_and_no_others(made):
     forward, pool = forward_of(made)
     num_tokens = len(made.tokens)
     own = plan_own(made.row).slots
@@ -77,7 +75,7 @@ def test_every_token_sees_its_own_slots_and_no_others(made: Case) -> None:
         ]
 
 
-def test_mask_builders_are_stock_outside_of_the_context() -> None:
+def test_mask_builders_are_stock_outside_of_the_context():
     forward, _ = forward_of(case(ROWS["nothing-committed"], 2, 3, 3))
     build = dict(
         batch_size=1, q_length=3, kv_length=5, q_offset=2, mask_function=causal_mask_function
@@ -93,7 +91,7 @@ def test_mask_builders_are_stock_outside_of_the_context() -> None:
     assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask
 
 
-def test_biases_by_position() -> None:
+def test_biases_by_position():
     bias = torch.tensor([[[-6.0, -4.0, -2.0, 0.0]], [[-3.0, -2.0, -1.0, 0.0]]])
     expected = [[[-4.0, -2.0, 0.0, -2.0, 0.0]], [[-2.0, -1.0, 0.0, -1.0, 0.0]]]
     assert bias_by_position(bias, torch.tensor([0, 1, 2, 1, 2])).tolist() == expected
@@ -103,30 +101,28 @@ def test_biases_by_position() -> None:
 
 
 class Table(nn.Embedding):
-    def forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, input_ids, position_ids=None):
         return super().forward(
             torch.arange(input_ids.shape[1]) if position_ids is None else position_ids
         )
 
 
 class Attention(nn.Module):
-    def forward(self, alibi: torch.Tensor) -> torch.Tensor:
+    def forward(self, alibi):
         return alibi
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.attention = Attention()
 
-    def forward(self, alibi: torch.Tensor) -> torch.Tensor:
+    def forward(self, alibi):
         out: torch.Tensor = self.attention(alibi=alibi)
         return out
 
 
-def test_modules_that_count_tokens_get_packed_positions_inside_the_context_only() -> None:
+def test_modules_that_count_tokens_get_packed_positions_inside_the_context_only():
     model = nn.ModuleDict({"table": Table(8, 2), "block": Block()})
     ids = torch.zeros(1, 3, dtype=torch.int64)
     alibi = torch.arange(3.0)[None, None]

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import transformers
 
@@ -28,7 +26,7 @@ INTERFACE = ["BartForCausalLM", "BioGptForCausalLM", "Llama4ForCausalLM"]
 
 
 @pytest.mark.parametrize("name", [*OWN, *INTERFACE])
-def test_the_probe_finds_out_how_to_attend(name: str) -> None:
+def test_the_probe_finds_out_how_to_attend(name):
     family, layers = probe_layers(model_of(name))
     assert not family.has_states
     assert {layer.is_own for layer in layers} == {name in OWN}
@@ -37,7 +35,7 @@ def test_the_probe_finds_out_how_to_attend(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["BartForCausalLM", "Llama4ForCausalLM"])
-def test_padded_rows_of_models_that_count_padding_are_refused(name: str) -> None:
+def test_padded_rows_of_models_that_count_padding_are_refused(name):
     ours = SLOSpecGenerator(model_of(name))
     with pytest.raises(
         UnsupportedInputError,
@@ -46,7 +44,7 @@ def test_padded_rows_of_models_that_count_padding_are_refused(name: str) -> None
         ours.generate(**ragged_prompts(3, seed=3), do_sample=False, max_new_tokens=4)
 
 
-def test_flash_is_refused() -> None:
+def test_flash_is_refused():
     with pytest.raises(UnsupportedOptionError, match="layers attend by themselves"):
         SLOSpecGenerator(model_of("BloomForCausalLM"), config=SLOSpecConfig(attention="flash"))
 
@@ -63,9 +61,7 @@ def test_flash_is_refused() -> None:
         ("Falcon", dict(alibi=True), "FalconForCausalLM cannot be packed: on a trial tree"),
     ],
 )
-def test_masks_by_the_index_of_keys_are_refused(
-    name: str, settings: dict[str, Any], match: str
-) -> None:
+def test_masks_by_the_index_of_keys_are_refused(name, settings, match):
     """Windows, blocks of keys, and ALiBi in the mask."""
     config = tiny_config(getattr(transformers, f"{name}Config"))
     vars(config).update(settings)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -28,13 +26,13 @@ KERNEL = 4
 
 
 @st.composite
-def trees(draw: Any) -> list[int]:
+def trees(draw):
     """Parents of the nodes of one or several trees below a state, -1 being the state."""
     size = draw(st.integers(1, 9))
     return [draw(st.integers(-1, node - 1)) for node in range(size)]
 
 
-def ancestors(tree: list[int]) -> torch.Tensor:
+def ancestors(tree):
     mask = torch.eye(len(tree), dtype=torch.bool)
     for node, parent in enumerate(tree):
         if parent >= 0:
@@ -42,18 +40,11 @@ def ancestors(tree: list[int]) -> torch.Tensor:
     return mask
 
 
-def path_to(tree: list[int], node: int) -> list[int]:
+def path_to(tree, node):
     return [] if node < 0 else [*path_to(tree, tree[node]), node]
 
 
-def stepped(
-    state: torch.Tensor,
-    tree: list[int],
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    beta: Any,
-) -> list[torch.Tensor]:
+def stepped(state, tree, key, value, decay, beta):
     """States after each node; tensors [heads, nodes, dim]."""
     states = list[torch.Tensor]()
     for node, parent in enumerate(tree):
@@ -69,12 +60,10 @@ def stepped(
 @pytest.mark.parametrize("is_delta_rule", [False, True])
 @pytest.mark.parametrize("decay_dim", [1, KEY_DIM])
 @given(tree=trees(), seed=st.integers(0, 99), split=st.integers(0, 8), node=st.integers(0, 8))
-def test_linear_recurrence(
-    is_delta_rule: bool, decay_dim: int, tree: list[int], seed: int, split: int, node: int
-) -> None:
+def test_linear_recurrence(is_delta_rule, decay_dim, tree, seed, split, node):
     generator = torch.Generator().manual_seed(seed)
 
-    def random(dim: int) -> torch.Tensor:
+    def random(dim):
         return torch.randn(HEADS, len(tree), dim, generator=generator, dtype=torch.float64)
 
     query = random(KEY_DIM)
@@ -112,7 +101,7 @@ def test_linear_recurrence(
 
 
 @given(tree=trees(), seed=st.integers(0, 99), node=st.integers(0, 8), has_bias=st.booleans())
-def test_convolution(tree: list[int], seed: int, node: int, has_bias: bool) -> None:
+def test_convolution(tree, seed, node, has_bias):
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(len(tree), CHANNELS, generator=generator)
     state, weight = (
@@ -136,7 +125,7 @@ def test_convolution(tree: list[int], seed: int, node: int, has_bias: bool) -> N
 
 
 @given(tree=trees(), seed=st.integers(0, 99), split=st.integers(0, 8))
-def test_selective_scan(tree: list[int], seed: int, split: int) -> None:
+def test_selective_scan(tree, seed, split):
     generator = torch.Generator().manual_seed(seed)
     decays, added = torch.rand(2, len(tree), CHANNELS, KEY_DIM, generator=generator)
     read, state = (
@@ -163,7 +152,7 @@ def test_selective_scan(tree: list[int], seed: int, split: int) -> None:
     )
 
 
-def test_selective_chain_is_a_tree_without_branches() -> None:
+def test_selective_chain_is_a_tree_without_branches():
     decays, added = torch.rand(2, 7, CHANNELS, KEY_DIM)
     read = torch.randn(7, KEY_DIM)
     state = torch.randn(CHANNELS, KEY_DIM)
@@ -176,5 +165,5 @@ def test_selective_chain_is_a_tree_without_branches() -> None:
 
 
 @given(tree=trees())
-def test_parents(tree: list[int]) -> None:
+def test_parents(tree):
     assert parents(ancestors(tree)) == tree

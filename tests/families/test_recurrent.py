@@ -11,7 +11,6 @@ import torch
 import transformers
 
 from hf_slospec.families.mixers import MAX_AT_ONCE
-from hf_slospec.model.batch import CachedSequence
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.properties import evaluating
 from hf_slospec.model.tree_mask import chain, chain_and_tree
@@ -29,7 +28,7 @@ STEPS: tuple[Any, ...] = (
 )
 
 
-def tree(root: int, parents: list[int], generator: torch.Generator) -> TokenTree:
+def tree(root, parents, generator):
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
@@ -43,13 +42,13 @@ def tree(root: int, parents: list[int], generator: torch.Generator) -> TokenTree
     )
 
 
-def plain(model: Any, text: list[int]) -> torch.Tensor:
+def plain(model, text):
     logits: torch.Tensor = model(input_ids=torch.tensor([text]), use_cache=False).logits[0]
     return logits
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_forwards_are_plain_ones(family: str) -> None:
+def test_packed_forwards_are_plain_ones(family):
     torch.manual_seed(0)
     model_class = getattr(transformers, f"{family}ForCausalLM")
     packed = PackedModel(model_class(tiny_config(model_class.config_class)).float().eval())
@@ -86,9 +85,7 @@ def test_packed_forwards_are_plain_ones(family: str) -> None:
                 text += [*drawn.tokens[accepted].tolist(), 7]
 
 
-def prefill(
-    packed: PackedModel, sequences: list[CachedSequence], texts: list[list[int]], lengths: list[int]
-) -> None:
+def prefill(packed, sequences, texts, lengths):
     pieces = [
         text[own.length :][:length]
         for own, text, length in zip(sequences, texts, lengths, strict=True)

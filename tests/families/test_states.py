@@ -12,13 +12,13 @@ from hf_slospec.model.batch import CachedSequence
 KEY: Key = (0, 0, CONVOLUTION)
 
 
-def staged(num_tokens: int = 4) -> RecurrentStates:
+def staged(num_tokens=4):
     """States of a convolution over 3 tokens, after 10 of them, with ``num_tokens`` staged."""
     rows = torch.arange(1.0, 1 + num_tokens)[:, None]
     return RecurrentStates(10, {KEY: torch.tensor([[-1.0], [0.0]])}, {KEY: Inputs(rows)})
 
 
-def test_committed_nodes_are_taken_in_and_others_dropped() -> None:
+def test_committed_nodes_are_taken_in_and_others_dropped():
     states = staged()
     states.kept = [0, 2]
     states.take_in(12)
@@ -26,13 +26,13 @@ def test_committed_nodes_are_taken_in_and_others_dropped() -> None:
     torch.testing.assert_close(states.states[KEY], torch.tensor([[1.0], [3.0]]))
 
 
-def test_without_a_choice_the_first_nodes_are_taken_in() -> None:
+def test_without_a_choice_the_first_nodes_are_taken_in():
     states = staged()
     states.take_in(13)
     torch.testing.assert_close(states.states[KEY], torch.tensor([[2.0], [3.0]]))
 
 
-def test_nodes_of_the_same_step_stay_staged() -> None:
+def test_nodes_of_the_same_step_stay_staged():
     states = staged()
     states.take_in(10, num_earlier=4)
     assert KEY in states.staged
@@ -40,7 +40,7 @@ def test_nodes_of_the_same_step_stay_staged() -> None:
     assert not states.staged and states.length == 10
 
 
-def test_tokens_that_were_never_staged_are_an_error() -> None:
+def test_tokens_that_were_never_staged_are_an_error():
     with pytest.raises(RuntimeError, match="2 tokens were committed, and 0 are staged"):
         RecurrentStates(10).take_in(12)
     states = staged()
@@ -51,7 +51,7 @@ def test_tokens_that_were_never_staged_are_an_error() -> None:
         states.take_in(9)
 
 
-def test_a_long_chain_is_committed_as_a_whole() -> None:
+def test_a_long_chain_is_committed_as_a_whole():
     states = RecurrentStates(0, {KEY: torch.zeros(1, 2)}, {KEY: Whole(torch.ones(1, 2), 40)})
     with pytest.raises(AssertionError, match="as a whole"):
         states.take_in(39)
@@ -59,7 +59,7 @@ def test_a_long_chain_is_committed_as_a_whole() -> None:
     assert states.states[KEY].sum() == 2
 
 
-def test_copies_share_states_and_go_on_apart() -> None:
+def test_copies_share_states_and_go_on_apart():
     states = staged()
     other = states.copy()
     assert other.states[KEY] is states.states[KEY] and not other.staged
@@ -67,7 +67,7 @@ def test_copies_share_states_and_go_on_apart() -> None:
     torch.testing.assert_close(other.states[KEY], torch.tensor([[-1.0], [0.0]]))
 
 
-def test_truncation_keeps_what_was_not_taken_in_or_nothing() -> None:
+def test_truncation_keeps_what_was_not_taken_in_or_nothing():
     sequence = CachedSequence(0, 20, length=14, states=staged())
     sequence.truncate(15)
     assert sequence.length == 14

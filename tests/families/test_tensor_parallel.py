@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ SEED = 3  # gives a target whose texts are not all one token
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def found(tmp_path_factory):
     """What each of the processes found."""
     folder = tmp_path_factory.mktemp("models")
     tiny_model("llama", SEED).save_pretrained(folder / "target")
@@ -32,9 +31,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_all_processes_decode_as_stock_and_as_one_process(
-    kind: str, found: list[dict[str, Any]]
-) -> None:
+def test_all_processes_decode_as_stock_and_as_one_process(kind, found):
     alone = generated(tiny_model("llama", SEED), OPTIONS[kind]).sequences
     for own in found:
         assert torch.equal(own["stock"][kind], alone)
@@ -43,14 +40,14 @@ def test_all_processes_decode_as_stock_and_as_one_process(
         assert all(torch.equal(sequences, alone) for sequences in ours.values())
 
 
-def test_processes_whose_clocks_differ_take_the_same_decisions(found: list[dict[str, Any]]) -> None:
+def test_processes_whose_clocks_differ_take_the_same_decisions(found):
     first, second = (own["steps"] for own in found)
     assert first == second
     for call in (("greedy", "draft"), ("sampled", "draft"), ("greedy", "split draft")):
         assert any(max(nodes) > 1 for *_, nodes in first[call])  # trees, not roots alone
 
 
-def test_a_prompt_of_embeddings(found: list[dict[str, Any]]) -> None:
+def test_a_prompt_of_embeddings(found):
     assert all(torch.equal(*own["embeds"]) for own in found)
 
 
@@ -83,22 +80,18 @@ def test_a_prompt_of_embeddings(found: list[dict[str, Any]]) -> None:
         ("FSDP", "UnsupportedModelError", "by other means than transformers' tensor parallelism"),
     ],
 )
-def test_what_cannot_work_is_refused_in_all_processes(
-    call: str, error: str, said: str, found: list[dict[str, Any]]
-) -> None:
+def test_what_cannot_work_is_refused_in_all_processes(call, error, said, found):
     for own in found:
         kind, message = own["errors"][call]
         assert kind == error and re.search(said, message), message
 
 
-def test_calls_after_an_error_are_exact(found: list[dict[str, Any]]) -> None:
+def test_calls_after_an_error_are_exact(found):
     assert all(torch.equal(own["after errors"], own["stock"]["greedy"]) for own in found)
 
 
 @pytest.mark.parametrize("batcher", ["batcher", "small batcher"])
-def test_the_first_process_submits_what_all_compute(
-    batcher: str, found: list[dict[str, Any]]
-) -> None:
+def test_the_first_process_submits_what_all_compute(batcher, found):
     model = tiny_model("llama", SEED)
     got = found[0][batcher]
     greedy = [_alone(model, text) for text in TEXTS]
@@ -113,9 +106,7 @@ def test_the_first_process_submits_what_all_compute(
     assert (got["preempted"] > 0) == (batcher == "small batcher")
 
 
-def test_generate_and_submits_elsewhere_are_refused_while_the_batcher_runs(
-    found: list[dict[str, Any]],
-) -> None:
+def test_generate_and_submits_elsewhere_are_refused_while_the_batcher_runs(found):
     first, second = (own["batcher"] for own in found)
     assert (
         second["submit"][0] == "NotRunningError"
@@ -143,16 +134,12 @@ def test_generate_and_submits_elsewhere_are_refused_while_the_batcher_runs(
         assert torch.equal(own["after batchers"], own["stock"]["greedy"])
 
 
-def test_changed_modules_are_refused_until_the_batcher_is_restarted(
-    found: list[dict[str, Any]],
-) -> None:
+def test_changed_modules_are_refused_until_the_batcher_is_restarted(found):
     assert "has to be tried, as it is new or was changed" in found[0]["hooked"]["refused"]
     assert found[0]["hooked"]["restarted"] == "none"
 
 
-def test_the_first_process_decides_for_all_which_k_v_is_of_old_weights(
-    found: list[dict[str, Any]],
-) -> None:
+def test_the_first_process_decides_for_all_which_k_v_is_of_old_weights(found):
     model = copy.deepcopy(tiny_model("llama", SEED))
     expected = [_alone(model, TEXTS[0] * 3)[:4]]
     with torch.no_grad():
@@ -161,9 +148,7 @@ def test_the_first_process_decides_for_all_which_k_v_is_of_old_weights(
     assert found[0]["changed weights"] == expected and expected[0] != expected[1]
 
 
-def test_processes_that_hold_other_k_v_end_the_batcher_which_starts_again(
-    found: list[dict[str, Any]],
-) -> None:
+def test_processes_that_hold_other_k_v_end_the_batcher_which_starts_again(found):
     first, second = (own["parted"] for own in found)
     assert "no longer hold the same K/V" in first["submit"] and first["stop"] == "none"
     assert re.search(
@@ -172,7 +157,7 @@ def test_processes_that_hold_other_k_v_end_the_batcher_which_starts_again(
     assert first["again"] == _alone(tiny_model("llama", SEED), TEXTS[0])[:4]
 
 
-def _alone(model: Any, text: list[int], seed: int | None = None) -> list[int]:
+def _alone(model, text, seed=None):
     """Return the new tokens of stock ``generate`` in one process."""
     torch.manual_seed(seed or 0)
     ids = torch.tensor([text])
@@ -190,14 +175,14 @@ def _alone(model: Any, text: list[int], seed: int | None = None) -> list[int]:
         (dict(ep_size=2, tp_size=2), "expert parallelism"),
     ],
 )
-def test_other_ways_to_split_a_model_are_refused_by_name(sizes: dict[str, int], name: str) -> None:
+def test_other_ways_to_split_a_model_are_refused_by_name(sizes, name):
     model = copy.deepcopy(tiny_model("llama"))
     model.config.distributed_config = DistributedConfig(**sizes)
     with pytest.raises(UnsupportedModelError, match=f"by {name}, and only tensor parallelism"):
         enable(model)
 
 
-def test_one_process_has_times_of_its_own() -> None:
+def test_one_process_has_times_of_its_own():
     ranks = ranks_of(tiny_model("llama"))
     assert ranks.number == 1 and ranks.first("its own") == "its own"
     assert ranks.clock() <= ranks.clock()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 import hf_slospec
@@ -11,7 +9,7 @@ from tests.support.toys.tiny_models import tiny_model
 
 
 @pytest.fixture
-def model() -> Any:
+def model():
     enabled = hf_slospec.enable(tiny_model("llama"), tiny_model("llama", noise=0.03))
     yield enabled
     hf_slospec.disable(enabled)

@@ -5,12 +5,11 @@ assisted generation).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, pipeline
+from transformers import AutoModelForCausalLM, LlamaConfig, pipeline
 
 import hf_slospec
 from hf_slospec import (
@@ -33,7 +32,7 @@ PROMPTS = ["def add(left, right):\n", "class Queue:\n    def put(self, item):\n 
 NEW: dict[str, Any] = dict(max_new_tokens=quick_or(12, 24))
 
 
-def model_of(tokenizer: Any, seed: int) -> PreTrainedModel:
+def model_of(tokenizer, seed):
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, bos_token_id=tokenizer.bos_token_id,
@@ -49,17 +48,17 @@ PAIR: dict[str, Any] = dict(
 
 
 @pytest.fixture
-def target() -> Iterator[Any]:
+def target():
     model = model_of(TOKENIZER, 0)
     yield model
     hf_slospec.disable(model)
 
 
-def inputs(batch: int) -> Any:
+def inputs(batch):
     return dict(TOKENIZER(PROMPTS[:batch], return_tensors="pt", padding=True, padding_side="left"))
 
 
-def test_speculators_are_kept_for_the_next_call_with_the_same_tokenizers(target: Any) -> None:
+def test_speculators_are_kept_for_the_next_call_with_the_same_tokenizers(target):
     hf_slospec.enable(target, config=DRAFTS_ALWAYS)
     decoder = target.generate.decoder
     speculator = decoder.speculator_for(*PAIR.values())
@@ -69,7 +68,7 @@ def test_speculators_are_kept_for_the_next_call_with_the_same_tokenizers(target:
     assert decoder.speculator_for(*other.values()) is not speculator
 
 
-def test_a_generator_knows_the_targets_tokenizer_and_takes_no_other_at_submit(target: Any) -> None:
+def test_a_generator_knows_the_targets_tokenizer_and_takes_no_other_at_submit(target):
     generator = SLOSpecGenerator(target, config=DRAFTS_ALWAYS, **PAIR)
     later = dict(assistant_model=ASSISTANT, assistant_tokenizer=ASSISTANT_TOKENIZER)
     ours = generator.generate(**inputs(1), **NEW, do_sample=False, **later)
@@ -78,7 +77,7 @@ def test_a_generator_knows_the_targets_tokenizer_and_takes_no_other_at_submit(ta
         generator.submit(PROMPTS[0], **NEW, assistant_tokenizer=ASSISTANT_TOKENIZER)
 
 
-def test_pipelines_with_another_vocabulary(target: Any) -> None:
+def test_pipelines_with_another_vocabulary(target):
     new = dict(max_new_tokens=12, do_sample=False, return_full_text=False)
     stock = pipeline("text-generation", model=target, tokenizer=TOKENIZER, device="cpu")(
         PROMPTS[0], **new
@@ -93,7 +92,7 @@ def test_pipelines_with_another_vocabulary(target: Any) -> None:
     assert pipe(PROMPTS[0], **new, slo_tpot=1.0) == stock
 
 
-def test_an_assistant_tokenizer_without_an_assistant_is_not_read(target: Any) -> None:
+def test_an_assistant_tokenizer_without_an_assistant_is_not_read(target):
     hf_slospec.enable(target)
     for tokenizers in (
         {"assistant_tokenizer": ASSISTANT_TOKENIZER},
@@ -104,15 +103,15 @@ def test_an_assistant_tokenizer_without_an_assistant_is_not_read(target: Any) ->
 
 
 @pytest.mark.parametrize("fallback", [False, True])
-def test_wrong_tokenizers_are_refused_by_name(target: Any, fallback: bool) -> None:
+def test_wrong_tokenizers_are_refused_by_name(target, fallback):
     hf_slospec.enable(target, fallback=fallback)
 
-    def call(**changed: Any) -> Any:
+    def call(**changed):
         return target.generate(**inputs(1), **NEW, slo_tpot=1.0, **{**PAIR, **changed})
 
     class Decoding:
-        def __call__(self, text: str) -> Any: ...
-        def decode(self, ids: Any) -> str: ...
+        def __call__(self, text): ...
+        def decode(self, ids): ...
 
     for wrong in ("x", 3, object(), Decoding()):
         with pytest.raises(InvalidTypeError, match="assistant_tokenizer"):
@@ -127,7 +126,7 @@ def test_wrong_tokenizers_are_refused_by_name(target: Any, fallback: bool) -> No
         hf_slospec.enable(target, ASSISTANT, tokenizer=TOKENIZER, assistant_tokenizer="x")
 
 
-def test_without_assistant_tokenizer_the_error_says_what_to_pass(target: Any) -> None:
+def test_without_assistant_tokenizer_the_error_says_what_to_pass(target):
     hf_slospec.enable(target)
     arguments = {
         **inputs(1),
@@ -143,7 +142,7 @@ def test_without_assistant_tokenizer_the_error_says_what_to_pass(target: Any) ->
     assert torch.equal(ours, target.generate(**inputs(1), **NEW, do_sample=False))
 
 
-def test_vocabularies_of_one_size_need_no_assistant_tokenizer_as_in_stock(target: Any) -> None:
+def test_vocabularies_of_one_size_need_no_assistant_tokenizer_as_in_stock(target):
     draft = copy.deepcopy(target)
     same: dict[str, Any] = dict(
         assistant_model=draft, tokenizer=TOKENIZER, assistant_tokenizer=TOKENIZER
@@ -158,7 +157,7 @@ def test_vocabularies_of_one_size_need_no_assistant_tokenizer_as_in_stock(target
     assert_same_as_stock(target, generator.generate, inputs(2), **NEW, do_sample=False)
 
 
-def test_padded_embeddings_of_one_tokenizer_need_no_translation(target: Any) -> None:
+def test_padded_embeddings_of_one_tokenizer_need_no_translation(target):
     draft = copy.deepcopy(target)
     draft.resize_token_embeddings(len(TOKENIZER) + 24)
     hf_slospec.enable(target, config=DRAFTS_ALWAYS)

@@ -14,7 +14,7 @@ from tests.support.against_stock import generator
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
 
-def text_and_cache(family: str, batch: int, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def text_and_cache(family, batch, cache):
     """A first turn written into the cache by stock.  -> the text so far, with new words after it,
     and its mask
     """
@@ -30,7 +30,7 @@ def text_and_cache(family: str, batch: int, cache: Any) -> tuple[torch.Tensor, t
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # transformers' own
 @pytest.mark.parametrize("name", sorted({CACHE_NAME, "past_key_values"}))
-def test_a_cache_by_both_of_its_names(name: str) -> None:
+def test_a_cache_by_both_of_its_names(name):
     ours = generator("llama")
     cache = DynamicCache(config=tiny_model("llama").config)
     text, mask = text_and_cache("llama", 1, cache)
@@ -46,7 +46,7 @@ def test_a_cache_by_both_of_its_names(name: str) -> None:
         ours.generate(text, **options, use_cache=False, **{name: cache})
 
 
-def test_cache_of_another_batch_or_model() -> None:
+def test_cache_of_another_batch_or_model():
     ours = generator()
     cache = DynamicCache(config=tiny_model("llama").config)
     text, mask = text_and_cache("llama", 2, cache)
@@ -57,7 +57,7 @@ def test_cache_of_another_batch_or_model() -> None:
         ours.generate(text, attention_mask=mask, **cache_option(cache), max_new_tokens=3)
 
 
-def test_cache_that_holds_the_whole_prompt_already() -> None:
+def test_cache_that_holds_the_whole_prompt_already():
     ours = generator()
     cache = DynamicCache(config=tiny_model("llama").config)
     text, mask = text_and_cache("llama", 1, cache)

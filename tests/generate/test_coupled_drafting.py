@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from transformers import LogitsProcessor
 from transformers.generation.logits_process import LogitsProcessorList
 
-from hf_slospec import Plan, Request, SLOSpecConfig, SLOSpecGenerator, TokenTree
+from hf_slospec import SLOSpecConfig, SLOSpecGenerator, TokenTree
 from tests.support.breadth import nightly_but, quick_or
 from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_prompts, tiny_model
 
@@ -39,7 +38,7 @@ HONOURED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", HONOURED.values(), ids=HONOURED)
-def test_a_draft_equal_to_the_target_foresees_every_token(options: dict[str, Any]) -> None:
+def test_a_draft_equal_to_the_target_foresees_every_token(options):
     model = tiny_model("llama")
     ours = SLOSpecGenerator(model, model, config=CHAIN)
     out = assert_same_as_stock(model, ours.generate, ragged_prompts(3), **NEW | options)
@@ -52,19 +51,19 @@ def test_a_draft_equal_to_the_target_foresees_every_token(options: dict[str, Any
 class Dice(LogitsProcessor):
     """Draws from the global generator, as a user's processor may."""
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids, scores):
         return scores + torch.rand(()) * torch.linspace(0, 1, scores.shape[-1])
 
 
-def noises(generator: SLOSpecGenerator, seen: list[Any]) -> SLOSpecGenerator:
+def noises(generator, seen):
     """Note every request's noise."""
 
     class Watching:
-        def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+        def draft(self, requests, plan):
             seen.extend(request.noise for request in requests)
             return [TokenTree.root_only(request.tokens[-1]) for request in requests]
 
-        def release(self, request: Request) -> None:
+        def release(self, request):
             pass
 
     return SLOSpecGenerator(generator.model, drafter=Watching(), config=CHAIN)
@@ -81,14 +80,14 @@ def noises(generator: SLOSpecGenerator, seen: list[Any]) -> SLOSpecGenerator:
     ],
     ids=["sampled", "n-grams", "greedy", "own processor", "own function"],
 )
-def test_which_requests_have_noise_that_is_known(options: dict[str, Any], knows: bool) -> None:
+def test_which_requests_have_noise_that_is_known(options, knows):
     seen: list[Any] = []
     watching = noises(SLOSpecGenerator(tiny_model("llama"), tiny_model("llama")), seen)
     watching.generate(**ragged_prompts(1), **NEW | options)
     assert seen and all((noise is not None) == knows for noise in seen)
 
 
-def accepted(config: SLOSpecConfig, options: dict[str, Any], noise: float = 0.01) -> int:
+def accepted(config, options, noise=0.01):
     model = tiny_model("llama")
     ours = SLOSpecGenerator(model, tiny_model("llama", noise=noise), config=config)
     out = assert_same_as_stock(
@@ -107,12 +106,12 @@ def accepted(config: SLOSpecConfig, options: dict[str, Any], noise: float = 0.01
         [dict(temperature=2.0), dict(temperature=2.0, top_k=30, num_return_sequences=2)],
     ),
 )
-def test_coupling_accepts_more(options: dict[str, Any]) -> None:
+def test_coupling_accepts_more(options):
     uncoupled = CHAIN.model_copy(update={"coupling": False})
     assert accepted(CHAIN, options) > 1.2 * accepted(uncoupled, options)
 
 
-def test_a_call_leaves_no_noise_behind() -> None:
+def test_a_call_leaves_no_noise_behind():
     kept: list[weakref.ref[Any]] = []
     ours = noises(SLOSpecGenerator(tiny_model("llama"), tiny_model("llama")), seen := [])
     gc.collect()
@@ -131,10 +130,10 @@ class Foresight:
     itself.
     """
 
-    def __init__(self, draws: bool):
+    def __init__(self, draws):
         self.draws = draws
 
-    def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+    def draft(self, requests, plan):
         if self.draws:
             torch.rand(5)
         trees = []
@@ -146,12 +145,12 @@ class Foresight:
             trees.append(TokenTree.chain(request.tokens[-1], tokens, 0.5))
         return trees
 
-    def release(self, request: Request) -> None:
+    def release(self, request):
         pass
 
 
 @pytest.mark.parametrize("draws", [False, True])
-def test_own_drafter_uses_the_noise(draws: bool) -> None:
+def test_own_drafter_uses_the_noise(draws):
     model = tiny_model("llama")
     ours = SLOSpecGenerator(model, drafter=Foresight(draws), config=CHAIN)
     flat = NEW | dict(temperature=1000.0, top_k=0, max_new_tokens=40)

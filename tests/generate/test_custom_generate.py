@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,14 +19,14 @@ FOLDER = str(ROOT / "examples" / "custom_generate")
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def model(monkeypatch, tmp_path):
     monkeypatch.setattr(
         "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
     )
     return copy.deepcopy(tiny_model("llama"))
 
 
-def test_drafter_fallback_and_errors(model: Any) -> None:
+def test_drafter_fallback_and_errors(model):
     ours: dict[str, Any] = dict(
         custom_generate=FOLDER, trust_remote_code=True, max_new_tokens=6, do_sample=False
     )
@@ -43,7 +42,7 @@ def test_drafter_fallback_and_errors(model: Any) -> None:
     )
 
 
-def test_a_repository_with_the_folder_speculates_every_call(model: Any, tmp_path: Path) -> None:
+def test_a_repository_with_the_folder_speculates_every_call(model, tmp_path):
     inputs = ragged_prompts(2)
     expected = model.generate(**inputs, max_new_tokens=8, do_sample=False)
     model.save_pretrained(tmp_path / "target")

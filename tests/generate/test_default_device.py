@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
@@ -18,11 +15,11 @@ CONFIG = SLOSpecConfig(compile=False)
 @pytest.fixture(
     params=[default_device, lambda: torch.device("meta")], ids=["set_default_device", "context"]
 )
-def on_meta(request: pytest.FixtureRequest) -> Callable[[], Any]:
+def on_meta(request):
     return request.param
 
 
-def test_compiled_forwards_stay_in_use(on_meta: Callable[[], Any]) -> None:
+def test_compiled_forwards_stay_in_use(on_meta):
     model = tiny_model("llama")
     inputs = ragged_prompts(2)
     expected = model.generate(**inputs, max_new_tokens=8)
@@ -33,10 +30,10 @@ def test_compiled_forwards_stay_in_use(on_meta: Callable[[], Any]) -> None:
     assert generator.stats().forwards == before
 
 
-def test_callbacks_see_the_default_device_of_the_caller(on_meta: Callable[[], Any]) -> None:
+def test_callbacks_see_the_default_device_of_the_caller(on_meta):
     seen = set()
 
-    def note(token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def note(token_ids, scores):
         seen.add(torch.empty(0).device.type)
         return scores
 

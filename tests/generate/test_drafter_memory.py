@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_slospec import Plan, Request, RequestParams, SLOSpecGenerator
+from hf_slospec import Request, RequestParams, SLOSpecGenerator
 from hf_slospec.drafters.features import FeatureDrafter, FeatureQueue
 from hf_slospec.drafters.head import HeadMethod
 from hf_slospec.generate.speculator import Speculator
@@ -23,7 +23,7 @@ OPTIONS: dict[str, Any] = dict(do_sample=False, max_new_tokens=24)
 Make = Callable[[Path], SLOSpecGenerator]
 
 
-def with_head(kind: str) -> Make:
+def with_head(kind):
     return lambda folder: SLOSpecGenerator(
         target_of("llama"), drafter=HeadMethod(random_head(kind, folder)), config=DRAFTS_ALWAYS
     )
@@ -41,7 +41,7 @@ MAKES: dict[str, Make] = {
 class Shortage:
     """Fails chosen forwards, and records whether each was one of the drafter's."""
 
-    def __init__(self, generator: SLOSpecGenerator, monkeypatch: pytest.MonkeyPatch):
+    def __init__(self, generator, monkeypatch):
         # "draft" or "verify"
         self.target = generator.model
         self.forwards = list[str]()
@@ -51,7 +51,7 @@ class Shortage:
         self.drafter: Any = None
         new_drafter = Speculator.new_drafter
 
-        def made(speculator: Speculator, *arguments: Any, **options: Any) -> Any:
+        def made(speculator, *arguments, **options):
             self.drafter = new_drafter(speculator, *arguments, **options)
             return self.drafter
 
@@ -61,7 +61,7 @@ class Shortage:
             PackedModel, "outputs", lambda packed, *arguments: self._forward(packed, *arguments)
         )
 
-    def _forward(self, packed: PackedModel, *arguments: Any) -> Any:
+    def _forward(self, packed, *arguments):
         kind = "verify" if packed.model is self.target else "draft"
         self.forwards.append(kind)
         if self.fails(kind, self.forwards.count(kind)):
@@ -72,19 +72,19 @@ class Shortage:
         return self._run(packed, *arguments)
 
 
-def served(generator: SLOSpecGenerator, prompts: list[list[int]], **options: Any) -> list[Any]:
+def served(generator, prompts, **options):
     with generator:
         handles = [generator.submit(prompt, **OPTIONS | options) for prompt in prompts]
         return [handle.result(60).token_ids for handle in handles]
 
 
-def prompts_of(num_prompts: int) -> list[list[int]]:
+def prompts_of(num_prompts):
     return torch.randint(
         3, VOCAB, (num_prompts, 20), generator=torch.Generator().manual_seed(0)
     ).tolist()
 
 
-def expected_of(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+def expected_of(model, prompts):
     return [
         model.generate(torch.tensor([prompt]), **OPTIONS)[0, 20:].tolist() for prompt in prompts
     ]
@@ -92,9 +92,7 @@ def expected_of(model: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", ["draft", "verify"])
 @pytest.mark.parametrize("make", nightly_but(("eagle3", "assistant"), MAKES))
-def test_drafters_give_way_in_generate(
-    make: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafters_give_way_in_generate(make, kind, tmp_path, monkeypatch):
     """Drafting pauses, comes back, and fails again: output stays the same."""
     monkeypatch.setattr("hf_slospec.engine.step.PAUSE", 4)
     generator = MAKES[make](tmp_path)
@@ -113,9 +111,7 @@ def test_drafters_give_way_in_generate(
 
 
 @pytest.mark.parametrize("make", nightly_but(("eagle3", "assistant"), MAKES))
-def test_a_drafter_without_any_room_is_not_needed(
-    make: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_without_any_room_is_not_needed(make, tmp_path, monkeypatch):
     """Every forward of the drafter fails, the first one as well."""
     monkeypatch.setattr("hf_slospec.engine.step.PAUSE", 4)
     generator = MAKES[make](tmp_path)
@@ -128,18 +124,16 @@ def test_a_drafter_without_any_room_is_not_needed(
 
 
 @pytest.mark.parametrize("make", ["eagle3", "assistant"])
-def test_no_kv_can_be_reserved_for_the_drafter(
-    make: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_kv_can_be_reserved_for_the_drafter(make, tmp_path, monkeypatch):
     generator = MAKES[make](tmp_path)
     shortage = Shortage(generator, monkeypatch)
 
-    def full(*_: Any) -> Any:
+    def full(*_):
         raise MemoryError("full")
 
     new_drafter = Speculator.new_drafter
 
-    def made(speculator: Speculator, *arguments: Any, **options: Any) -> Any:
+    def made(speculator, *arguments, **options):
         drafter: Any = new_drafter(speculator, *arguments, **options)
         drafter.sequences.reserve = full
         return drafter
@@ -152,9 +146,7 @@ def test_no_kv_can_be_reserved_for_the_drafter(
 
 
 @pytest.mark.parametrize("make", ["eagle3", "assistant"])
-def test_memory_that_stays_short_ends_the_call(
-    make: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_stays_short_ends_the_call(make, tmp_path, monkeypatch):
     generator = MAKES[make](tmp_path)
     shortage = Shortage(generator, monkeypatch)
     shortage.fails = lambda kind, count: kind == "verify" and count > 4
@@ -170,9 +162,7 @@ def test_memory_that_stays_short_ends_the_call(
 
 
 @pytest.mark.parametrize("make", nightly_but(("eagle3", "assistant"), MAKES))
-def test_the_batcher_frees_the_drafter_before_it_preempts(
-    make: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_batcher_frees_the_drafter_before_it_preempts(make, tmp_path, monkeypatch):
     generator = MAKES[make](tmp_path)
     prompts = prompts_of(3)
     expected = expected_of(generator.model, prompts)
@@ -182,16 +172,14 @@ def test_the_batcher_frees_the_drafter_before_it_preempts(
     assert shortage.num_failed == 1 and generator.stats().preempted == 0
 
 
-def test_features_that_find_no_memory_are_missing_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_features_that_find_no_memory_are_missing_and_nothing_else(tmp_path, monkeypatch):
     generator = MAKES["eagle3"](tmp_path)
     prompts = prompts_of(2)
     num_calls = 0
     expected = expected_of(generator.model, prompts)
     add = FeatureQueue.add
 
-    def fails_at_times(queue: FeatureQueue, *arguments: Any) -> None:
+    def fails_at_times(queue, *arguments):
         nonlocal num_calls
         num_calls += 1
         if num_calls in (2, 5):
@@ -203,12 +191,12 @@ def test_features_that_find_no_memory_are_missing_and_nothing_else(
     assert num_calls > 5
 
 
-def test_features_and_kv_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_and_kv_are_counted(tmp_path, monkeypatch):
     generator = MAKES["eagle3"](tmp_path)
     found = list[tuple[int, int, int]]()
     draft = FeatureDrafter.draft
 
-    def counted(drafter: FeatureDrafter, requests: list[Request], plan: Plan) -> Any:
+    def counted(drafter, requests, plan):
         before = generator.stats().memory
         assert before is not None
         trees = draft(drafter, requests, plan)
@@ -224,7 +212,7 @@ def test_features_and_kv_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(after == a_token and draft_kv > 0 for _, after, draft_kv in found)  # the last one
 
 
-def test_features_that_wait_do_not_keep_those_of_a_whole_step() -> None:
+def test_features_that_wait_do_not_keep_those_of_a_whole_step():
     queue = FeatureQueue()
     step = torch.zeros(600, 8)
     for index in range(3):
@@ -235,5 +223,5 @@ def test_features_that_wait_do_not_keep_those_of_a_whole_step() -> None:
     assert sum(held.values()) == queue.num_bytes == 3 * 8 * 4
 
 
-def _parts(queue: FeatureQueue) -> list[torch.Tensor]:
+def _parts(queue):
     return [part for own in queue._waiting.values() for part in own.parts]

@@ -22,14 +22,14 @@ from tests.support.enabled_model import OPTIONS
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
 
-def test_without_target_generate_is_stock(model: Any) -> None:
+def test_without_target_generate_is_stock(model):
     inputs = ragged_prompts(2)
     out = model.generate(**inputs, **OPTIONS, return_dict_in_generate=True)
     assert not hasattr(out, "slo")
     assert torch.equal(out.sequences, type(model).generate(model, **inputs, **OPTIONS))
 
 
-def test_always_speculates_without_target() -> None:
+def test_always_speculates_without_target():
     model = hf_slospec.enable(tiny_model("llama"), tiny_model("llama"), always=True)
     try:
         out = model.generate(**ragged_prompts(2), **OPTIONS, return_dict_in_generate=True)
@@ -38,7 +38,7 @@ def test_always_speculates_without_target() -> None:
         hf_slospec.disable(model)
 
 
-def test_disable_restores_everything() -> None:
+def test_disable_restores_everything():
     model = tiny_model("qwen2")
     before = dict(model.__dict__), model.config.to_dict(), model.config._attn_implementation
     hf_slospec.enable(model, tiny_model("qwen2"))
@@ -55,7 +55,7 @@ def test_disable_restores_everything() -> None:
         model.generate(**ragged_prompts(1), **OPTIONS, slo_tpot=0.1)
 
 
-def test_disable_restores_a_generate_of_the_instance() -> None:
+def test_disable_restores_a_generate_of_the_instance():
     model = copy.deepcopy(tiny_model("llama"))
     model.generate = lambda *args, **kwargs: "custom"
     hf_slospec.enable(model, tiny_model("llama"))
@@ -69,7 +69,7 @@ def test_disable_restores_a_generate_of_the_instance() -> None:
     assert model.generate() == "custom"
 
 
-def test_plain_forwards_are_untouched_while_enabled(model: Any) -> None:
+def test_plain_forwards_are_untouched_while_enabled(model):
     inputs = ragged_prompts(3)
     hf_slospec.disable(model)
     with torch.no_grad():
@@ -79,7 +79,7 @@ def test_plain_forwards_are_untouched_while_enabled(model: Any) -> None:
         assert torch.equal(model(**inputs).logits, expected)
 
 
-def test_enabled_model_can_be_copied_and_pickled() -> None:
+def test_enabled_model_can_be_copied_and_pickled():
     # One of its own: where hidden states were asked for, transformers leaves hooks that cannot be
     # pickled.
     model: Any = hf_slospec.enable(tiny_model.__wrapped__("llama"), tiny_model("llama", noise=0.03))
@@ -93,7 +93,7 @@ def test_enabled_model_can_be_copied_and_pickled() -> None:
             other.generate(**inputs, **OPTIONS, slo_tpot=0.1)
 
 
-def test_a_model_that_cannot_hold_a_tree_stays_as_it_was() -> None:
+def test_a_model_that_cannot_hold_a_tree_stays_as_it_was():
     """The other families are refused in tests/model/test_families.py."""
     model = RwkvForCausalLM(RwkvConfig(vocab_size=101, hidden_size=32, num_hidden_layers=2))
     with pytest.raises(UnsupportedModelError, match=r"RwkvForCausalLM .*keeps states"):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_drafter
 from tests.support.stock_matrix import model_of, padded, random_texts, repeated
@@ -14,12 +11,12 @@ from tests.support.toys.tiny_models import assert_same_as_stock, tiny_model
 CONFIG = SLOSpecConfig(policy="adaserve", check_invariants=True, token_budget=64, max_depth=3)
 
 
-def inputs_of(lengths: list[int], repeats: int) -> dict[str, torch.Tensor]:
+def inputs_of(lengths, repeats):
     """Random prompts, each repeated, as TRL makes them."""
     return repeated(padded(random_texts(*lengths)), num_rows=repeats)
 
 
-def prefilled(out: Any) -> int:
+def prefilled(out):
     return sum(step.prefill_tokens for step in out.steps)
 
 
@@ -28,9 +25,7 @@ def prefilled(out: Any) -> int:
     "options", [dict(do_sample=False), dict(do_sample=True, num_return_sequences=2)]
 )
 @pytest.mark.parametrize("extra", [{}, dict(output_scores=True)], ids=["", "scores"])
-def test_repeated_rows_are_prefilled_once(
-    drafter: Any, options: dict[str, Any], extra: dict[str, Any]
-) -> None:
+def test_repeated_rows_are_prefilled_once(drafter, options, extra):
     model = tiny_model("llama")
     draft = tiny_model("llama", noise=0.02) if drafter == "assistant" else None
     method = load_drafter(drafter, model) if drafter not in (None, "assistant") else None
@@ -47,7 +42,7 @@ def test_repeated_rows_are_prefilled_once(
 @pytest.mark.parametrize(
     "name", ["Qwen3_5ForCausalLM", "Lfm2ForCausalLM", "JambaForCausalLM", "gpt-oss"]
 )
-def test_recurrent_states_are_copied_too(name: str) -> None:
+def test_recurrent_states_are_copied_too(name):
     ours = SLOSpecGenerator(model_of(name), model_of(name, 0.03), config=CONFIG)
     out = ours.generate(
         **inputs_of([50], 3), max_new_tokens=12, do_sample=True, return_dict_in_generate=True
@@ -55,7 +50,7 @@ def test_recurrent_states_are_copied_too(name: str) -> None:
     assert prefilled(out) == 49 + 3
 
 
-def test_prompts_of_several_chunks_and_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_several_chunks_and_short_ones(monkeypatch):
     monkeypatch.setattr("hf_slospec.scheduler.prefill.CHUNK", 30)
     ours = SLOSpecGenerator(tiny_model("llama"), tiny_model("llama", noise=0.02), config=CONFIG)
     out = assert_same_as_stock(
@@ -66,14 +61,14 @@ def test_prompts_of_several_chunks_and_short_ones(monkeypatch: pytest.MonkeyPatc
     assert prefilled(out) == 99 + 70 + 4 + 2 * 20 + 9 + 10
 
 
-def test_a_draft_processes_a_common_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_processes_a_common_prompt_once(monkeypatch):
     ours = SLOSpecGenerator(tiny_model("llama"), tiny_model("llama", noise=0.02), config=CONFIG)
     ours.generate(**inputs_of([8], 1), max_new_tokens=4)
     packed, sizes = ours.decoder.speculator.draft.packed, list[int]()  # type: ignore[union-attr]
     for name in ("outputs", "draft"):
         forward = getattr(packed, name)
 
-        def counted(pool: Any, parts: Any, *given: Any, forward: Any = forward) -> Any:
+        def counted(pool, parts, *given, forward=forward):
             sizes.append(sum(len(part.input_ids) for part in parts))
             return forward(pool, parts, *given)
 

@@ -240,7 +240,7 @@ llama|gemma2         3      eager|compiled|prepacked  fair        greedy        
 """
 
 
-def rows_of(table: str) -> list[str]:
+def rows_of(table):
     """Return the rows of a table, one for each combination of its alternatives."""
     lines = [line.split() for line in table.splitlines() if line]
     return [
@@ -262,7 +262,7 @@ PUBLISHED = [f"llama-deep 3 eager {name} drawn generator" for name in PUBLISHED_
     nightly_but(rows_of(QUICK), dict.fromkeys(rows_of(QUICK) + rows_of(NIGHTLY) + PUBLISHED)),
     ids=lambda row: "-".join(row.split()),
 )
-def test_equals_stock(row: str, request: pytest.FixtureRequest) -> None:
+def test_equals_stock(row, request):
     check_equals_stock(row, request)
 
 
@@ -285,7 +285,7 @@ QUICK_TURNS = [
 @pytest.mark.parametrize(
     "row", nightly_but(QUICK_TURNS, rows_of(TURNS)), ids=lambda row: "-".join(row.split())
 )
-def test_turns_on_a_cache_equal_stock(row: str) -> None:
+def test_turns_on_a_cache_equal_stock(row):
     """Whoever writes which turn. With returned caches, turns are those of one uninterrupted call."""
     name, lengths, kind = row.split()
     model = model_of(name)
@@ -299,7 +299,7 @@ def test_turns_on_a_cache_equal_stock(row: str) -> None:
     start = padded(random_texts(*map(int, lengths.split(","))))
     (parameter,) = cache_option(None, model)
 
-    def conversation(*writers: str, num_new: int = 8) -> tuple[torch.Tensor, Any, torch.Tensor]:
+    def conversation(*writers, num_new=8):
         (text, mask) = start.values()
         cache = makes[kind]()
         for turn, writer in enumerate(writers):
@@ -328,13 +328,13 @@ def test_turns_on_a_cache_equal_stock(row: str) -> None:
         assert_same_cache(cache, stocks_cache, mask)
 
 
-def fused_step(model: Any) -> None:
+def fused_step(model):
     optimizer = torch.optim.AdamW(model.parameters(), 0.01, fused=True)
     model(input_ids=torch.arange(3, 40)[None], labels=torch.arange(3, 40)[None]).loss.backward()
     optimizer.step()
 
 
-def replaced_weight(model: Any) -> None:
+def replaced_weight(model):
     model.model.layers[1].self_attn.q_proj.weight = torch.nn.Parameter(torch.randn(32, 32))
 
 
@@ -369,9 +369,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
         ],
     ),
 )
-def test_changes_of_the_model_are_seen(
-    path: str, change: str, request: pytest.FixtureRequest
-) -> None:
+def test_changes_of_the_model_are_seen(path, change, request):
     """By calls, and by requests that would reuse K/V of the model before."""
     model: Any = copy.deepcopy(tiny_model("llama"))
     mlp = model.model.layers[0].mlp
@@ -383,7 +381,7 @@ def test_changes_of_the_model_are_seen(
     options: dict[str, Any] = dict(do_sample=False, max_new_tokens=8)
     stock = type(model).generate.__get__(model)
 
-    def check(is_reused: bool) -> list[int]:
+    def check(is_reused):
         expected = answer(model, text, **options)
         handle = generator.submit(text, **options)
         assert handle.result(WAIT_S).token_ids == expected

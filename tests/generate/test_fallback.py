@@ -19,7 +19,7 @@ from tests.support.streamers import Recorder
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
 
-def test_fallback_runs_stock_generate_and_says_so() -> None:
+def test_fallback_runs_stock_generate_and_says_so():
     model = enable(tiny_model("llama"), tiny_model("llama", noise=0.03), fallback=True)
     inputs = ragged_prompts(2)
     options = dict(do_sample=False, max_new_tokens=6, num_beams=2)
@@ -35,7 +35,7 @@ def test_fallback_runs_stock_generate_and_says_so() -> None:
         assert torch.equal(generator().generate(**inputs, **options, fallback=True), expected)
 
 
-def test_fallback_for_a_model_that_cannot_hold_a_tree() -> None:
+def test_fallback_for_a_model_that_cannot_hold_a_tree():
     from transformers import RwkvConfig, RwkvForCausalLM
 
     model = RwkvForCausalLM(RwkvConfig(vocab_size=101, hidden_size=32, num_hidden_layers=2)).eval()
@@ -50,7 +50,7 @@ def test_fallback_for_a_model_that_cannot_hold_a_tree() -> None:
         )
 
 
-def test_fallback_for_a_model_with_an_embedding_table_per_codebook() -> None:
+def test_fallback_for_a_model_with_an_embedding_table_per_codebook():
     from transformers.models.moshi.modeling_moshi import MoshiDepthConfig, MoshiDepthDecoder
 
     config = MoshiDepthConfig(
@@ -72,7 +72,7 @@ def test_fallback_for_a_model_with_an_embedding_table_per_codebook() -> None:
         assert torch.equal(model.generate(**options), expected)
 
 
-def test_fallback_does_not_stream_the_prompt_twice() -> None:
+def test_fallback_does_not_stream_the_prompt_twice():
     inputs = ragged_prompts(1)
     streamer = Recorder()
     stock = Recorder()

@@ -26,11 +26,11 @@ class AskedError(Exception):
     """Raised by methods that nobody should call."""
 
 
-def fail(*_: Any, **__: Any) -> Any:
+def fail(*_, **__):
     raise AskedError
 
 
-def failing(base: Any, *names: str) -> Any:
+def failing(base, *names):
     """Return a class derived from ``base`` whose methods of these names raise."""
     return type(f"Failing{base.__name__}", (base,), dict.fromkeys(names, fail))
 
@@ -50,7 +50,7 @@ class Key:
 
     __eq__ = fail
 
-    def __hash__(self) -> int:
+    def __hash__(self):
         return 1
 
 
@@ -82,11 +82,11 @@ VALUES: dict[str, Callable[[], Any]] = {
 }
 
 
-def parts_of(model: Any) -> list[Any]:
+def parts_of(model):
     return [model, model.model.layers[0].mlp, model.model.rotary_emb, model.config]
 
 
-def give(model: Any, value: Any) -> None:
+def give(model, value):
     """Set attributes of the model, a layer, a module without weights and the config."""
     for part in parts_of(model):
         part.label_map = value
@@ -95,7 +95,7 @@ def give(model: Any, value: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about sparse and nested tensors
 @pytest.mark.parametrize("name", VALUES)
-def test_no_attribute_stops_a_call_and_its_replacement_counts_as_a_change(name: str) -> None:
+def test_no_attribute_stops_a_call_and_its_replacement_counts_as_a_change(name):
     target = copy.deepcopy(tiny_model("llama"))
     draft = tiny_model("llama", noise=0.03)
     give(target, VALUES[name]())
@@ -113,7 +113,7 @@ def test_no_attribute_stops_a_call_and_its_replacement_counts_as_a_change(name: 
     hf_slospec.disable(model)
 
 
-def test_attributes_of_drafts_and_between_submitted_requests() -> None:
+def test_attributes_of_drafts_and_between_submitted_requests():
     target, draft = (
         copy.deepcopy(tiny_model("llama")),
         copy.deepcopy(tiny_model("llama", noise=0.03)),
@@ -128,7 +128,7 @@ def test_attributes_of_drafts_and_between_submitted_requests() -> None:
             assert handle.result(timeout=120).token_ids == stock
 
 
-def test_rope_that_depends_on_the_length_copies_no_attribute() -> None:
+def test_rope_that_depends_on_the_length_copies_no_attribute():
     target = copy.deepcopy(tiny_model("llama"))
     config = copy.deepcopy(target.config)
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
@@ -140,7 +140,7 @@ def test_rope_that_depends_on_the_length_copies_no_attribute() -> None:
     assert_same_as_stock(model, generator.generate, ragged_prompts(2), **OPTIONS)
 
 
-def test_config_that_cannot_be_pickled_leaves_forwards_eager() -> None:
+def test_config_that_cannot_be_pickled_leaves_forwards_eager():
     target = copy.deepcopy(tiny_model("llama"))
     target.config.label_map = threading.Lock()
     generator = SLOSpecGenerator(target, config=SLOSpecConfig(compile="wait"))
@@ -148,7 +148,7 @@ def test_config_that_cannot_be_pickled_leaves_forwards_eager() -> None:
     assert "pickle" in generator.stats().forwards["target"]
 
 
-def test_config_values_tell_nested_objects_and_a_config_that_holds_itself() -> None:
+def test_config_values_tell_nested_objects_and_a_config_that_holds_itself():
     config = copy.deepcopy(tiny_model("llama").config)
     array = np.arange(3)
     config.label_map = {"a": [array, torch.float16]}

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import threading
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ WAIT_S = 120.0
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread():
     """GNU's OpenMP, and stock generate with it, hangs in children of processes that used several
     threads.
     """
@@ -36,20 +35,20 @@ def one_thread() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stopped_within(module: torch.nn.Module, call: Any) -> Iterator[None]:
+def stopped_within(module, call):
     """Keep ``call`` in another thread within a forward of a module."""
     is_within = threading.Event()
     is_over = threading.Event()
     callers = list[int]()
     plain = module.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args, **kwargs):
         if threading.get_ident() in callers and not is_over.is_set():
             is_within.set()
             is_over.wait(WAIT_S)
         return plain(*args, **kwargs)
 
-    def work() -> None:
+    def work():
         callers.append(threading.get_ident())
         call()
 
@@ -77,9 +76,7 @@ DRAFTERS = {
 @pytest.mark.nightly
 @pytest.mark.parametrize("prepack", [False, True])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_child_generates_while_another_thread_is_within_a_forward(
-    drafter: str, prepack: bool
-) -> None:
+def test_a_child_generates_while_another_thread_is_within_a_forward(drafter, prepack):
     target = copy.deepcopy(tiny_model("llama"))
     classes = [type(module) for module in target.modules()]
     inputs = ragged_prompts(2)
@@ -90,10 +87,10 @@ def test_a_child_generates_while_another_thread_is_within_a_forward(
         config=SLOSpecConfig(prepack=prepack, compile=False),
     )
 
-    def is_same() -> bool:
+    def is_same():
         return torch.equal(model.generate(**inputs, **OPTIONS, slo_tpot=1.0), stock)
 
-    def is_same_in_child() -> bool:
+    def is_same_in_child():
         is_plain = [type(module) for module in model.modules()] == classes
         return is_plain and model.config._attn_implementation == "sdpa" and is_same() and is_same()
 
@@ -102,7 +99,7 @@ def test_a_child_generates_while_another_thread_is_within_a_forward(
     assert is_same()
 
 
-def test_children_generate_while_two_threads_generate() -> None:
+def test_children_generate_while_two_threads_generate():
     target = copy.deepcopy(tiny_model("llama"))
     inputs = ragged_prompts(2)
     stock = target.generate(**ragged_prompts(2), **OPTIONS)
@@ -112,10 +109,10 @@ def test_children_generate_while_two_threads_generate() -> None:
     differing = list[Any]()
     is_over = threading.Event()
 
-    def is_same() -> bool:
+    def is_same():
         return torch.equal(model.generate(**inputs, **OPTIONS, slo_tpot=1.0), stock)
 
-    def go_on() -> None:
+    def go_on():
         while not is_over.is_set():
             if not is_same():
                 differing.append(True)
@@ -137,11 +134,11 @@ def test_children_generate_while_two_threads_generate() -> None:
     assert not differing
 
 
-def _end_with(is_same: Any) -> None:
+def _end_with(is_same):
     os._exit(7 if is_same() else 1)
 
 
-def test_a_child_of_a_running_batcher_is_told_so_and_generates() -> None:
+def test_a_child_of_a_running_batcher_is_told_so_and_generates():
     target = copy.deepcopy(tiny_model("llama"))
     prompt = ragged_prompts(1)["input_ids"]
     stock = target.generate(prompt, **OPTIONS)
@@ -149,7 +146,7 @@ def test_a_child_of_a_running_batcher_is_told_so_and_generates() -> None:
     options = OPTIONS
     generator = SLOSpecGenerator(target, copy.deepcopy(tiny_model("llama", noise=0.03)))
 
-    def is_right() -> bool:
+    def is_right():
         for refused in (
             lambda: generator.submit(prompt[0].tolist(), **options),
             lambda: handle.result(timeout=WAIT_S),
@@ -181,7 +178,7 @@ def test_a_child_of_a_running_batcher_is_told_so_and_generates() -> None:
         )
 
 
-def test_a_call_whose_callback_forks_goes_on_in_both_processes() -> None:
+def test_a_call_whose_callback_forks_goes_on_in_both_processes():
     target = copy.deepcopy(tiny_model("llama"))
     inputs = ragged_prompts(1)
     stock = target.generate(**inputs, **OPTIONS)
@@ -191,7 +188,7 @@ def test_a_call_whose_callback_forks_goes_on_in_both_processes() -> None:
     forked = list[int]()
     has_begun = threading.Event()
 
-    def fork_once(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def fork_once(input_ids, scores):
         if has_begun.is_set() and not forked:
             with warnings.catch_warnings(action="ignore"):
                 forked.append(os.fork())

@@ -7,20 +7,18 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 import hf_slospec
 from hf_slospec import SLOSpecGenerator
-from hf_slospec.generate.call import Decoder
 from tests.support.enabled_model import OPTIONS
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 
 
 @pytest.fixture
-def target() -> Iterator[Any]:
+def target():
     model = copy.deepcopy(tiny_model("llama"))
     gc.collect()
     gc.disable()
@@ -28,7 +26,7 @@ def target() -> Iterator[Any]:
     gc.enable()
 
 
-def parts_of(decoder: Decoder) -> dict[str, weakref.ref[Any]]:
+def parts_of(decoder):
     speculator = decoder.speculator
     packed = speculator.target.packed
     parts: dict[str, Any] = {"decoder": decoder, "speculator": speculator, "packed": packed}
@@ -39,20 +37,20 @@ def parts_of(decoder: Decoder) -> dict[str, weakref.ref[Any]]:
     return {name: weakref.ref(part) for name, part in parts.items()}
 
 
-def enabled_and_disabled(target: Any, draft: Any) -> dict[str, weakref.ref[Any]]:
+def enabled_and_disabled(target, draft):
     parts = parts_of(hf_slospec.enable(target, draft).generate.decoder)
     target.generate(**ragged_prompts(1), **OPTIONS, slo_tpot=1.0)
     hf_slospec.disable(target)
     return parts
 
 
-def enabled_twice(target: Any, draft: Any) -> dict[str, weakref.ref[Any]]:
+def enabled_twice(target, draft):
     parts = parts_of(hf_slospec.enable(target, draft).generate.decoder)
     hf_slospec.enable(target)
     return parts
 
 
-def generator(target: Any, draft: Any) -> dict[str, weakref.ref[Any]]:
+def generator(target, draft):
     made = SLOSpecGenerator(target, draft)
     made.generate(**ragged_prompts(1), **OPTIONS)
     return parts_of(made.decoder)
@@ -60,9 +58,7 @@ def generator(target: Any, draft: Any) -> dict[str, weakref.ref[Any]]:
 
 @pytest.mark.parametrize("use", [enabled_and_disabled, enabled_twice, generator])
 @pytest.mark.parametrize("has_draft", [False, True])
-def test_nothing_is_left_without_a_collection(
-    target: Any, use: Callable[[Any, Any], dict[str, weakref.ref[Any]]], has_draft: bool
-) -> None:
+def test_nothing_is_left_without_a_collection(target, use, has_draft):
     draft = copy.deepcopy(tiny_model("llama", noise=0.03)) if has_draft else None
     parts = use(target, draft)
     assert [name for name, part in parts.items() if part() is not None] == []

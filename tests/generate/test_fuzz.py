@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -39,11 +38,11 @@ PROMPT: dict[str, Any] = ragged_prompts(2) | {"max_new_tokens": 3}
 
 
 @functools.cache
-def plain(model: Any) -> torch.Tensor:
+def plain(model):
     return torch.as_tensor(type(model).generate(model, **PROMPT))
 
 
-def check_works(model: Any, **slo: Any) -> None:
+def check_works(model, **slo):
     """A plain call gives what it gave before, as does one with an SLO where the model is enabled."""
     expected = plain(model)
     assert torch.equal(model.generate(**PROMPT), expected)
@@ -52,7 +51,7 @@ def check_works(model: Any, **slo: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def drafting() -> Iterator[Any]:
+def drafting():
     yield hf_slospec.enable(
         tiny_model("llama"), tiny_model("llama", noise=0.03), config=DRAFTS_ALWAYS
     )
@@ -80,10 +79,10 @@ def test_generate_returns_what_stock_returns_or_says_what_is_wrong(
 class Object:
     """Has the methods of a drafter or a policy, and returns what they should not."""
 
-    def __init__(self, found: Any = None, *_: Any):
+    def __init__(self, found=None, *_):
         self.found = found
 
-    def draft(self, *_: Any) -> Any:
+    def draft(self, *_):
         return self.found
 
     plan = select = observe = release = draft
@@ -234,7 +233,7 @@ def test_code_of_the_user_is_called_as_stock_calls_it_or_refused(
     options = prompt | {"max_new_tokens": 12, "do_sample": do_sample}
     without_slo = dataclasses.replace(nested, slo={})
 
-    def arguments(model: Any, nested: Nested) -> dict[str, Any]:
+    def arguments(model, nested):
         added: dict[str, Any] = {}
         for customize in code:
             added |= customize(model, nested)

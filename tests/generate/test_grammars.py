@@ -30,12 +30,12 @@ PROMPT = "def main():"
 
 
 @pytest.fixture(scope="module")
-def pair() -> tuple[Any, Any, Any]:
+def pair():
     return load_tiny_pair(torch.float32)
 
 
 @pytest.fixture(scope="module")
-def grammars(pair: tuple[Any, Any, Any]) -> Grammars:
+def grammars(pair):
     target, _, tokenizer = pair
     return Grammars(tokenizer, target.config.vocab_size, [target.generation_config.eos_token_id])
 
@@ -48,9 +48,7 @@ def grammars(pair: tuple[Any, Any, Any]) -> Grammars:
         (dict(do_sample=True), [2]),
     ],
 )
-def test_outputs_follow_the_schema_and_equal_those_of_generate(
-    pair: tuple[Any, Any, Any], grammars: Grammars, options: dict[str, Any], seeds: list[int]
-) -> None:
+def test_outputs_follow_the_schema_and_equal_those_of_generate(pair, grammars, options, seeds):
     target, draft, tokenizer = pair
     ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
     num_prompt = ids.shape[1]
@@ -82,7 +80,7 @@ def test_outputs_follow_the_schema_and_equal_those_of_generate(
             )
 
 
-def test_a_text_that_was_cut_back_is_followed_again(grammars: Grammars) -> None:
+def test_a_text_that_was_cut_back_is_followed_again(grammars):
     constraint = grammars.processor(SCHEMA, 1)
     scores = torch.zeros(1, grammars._vocab_size)
     first = constraint(torch.tensor([[5]]), scores)
@@ -91,9 +89,7 @@ def test_a_text_that_was_cut_back_is_followed_again(grammars: Grammars) -> None:
     assert torch.equal(constraint(torch.tensor([[5]]), scores), first)
 
 
-def test_schemas_that_cannot_be_followed_are_refused_by_name(
-    pair: tuple[Any, Any, Any], grammars: Grammars
-) -> None:
+def test_schemas_that_cannot_be_followed_are_refused_by_name(pair, grammars):
     for schema in ({"type": "nonsense"}, {"$ref": "http://elsewhere/schema"}):
         with pytest.raises(InvalidInputError, match="response_format"):
             grammars.processor(schema, 1)
@@ -101,9 +97,7 @@ def test_schemas_that_cannot_be_followed_are_refused_by_name(
         Grammars(pair[2], 100, []).processor(SCHEMA, 1)
 
 
-def test_a_schema_that_llguidance_gives_up_on_fails_the_request(
-    pair: tuple[Any, Any, Any], grammars: Grammars
-) -> None:
+def test_a_schema_that_llguidance_gives_up_on_fails_the_request(pair, grammars):
     constraint = grammars.processor({"$ref": "#"}, 1)
     with SLOSpecGenerator(*pair) as generator:
         handle = generator.submit(PROMPT, logits_processor=[constraint], max_new_tokens=8)
@@ -111,7 +105,7 @@ def test_a_schema_that_llguidance_gives_up_on_fails_the_request(
             handle.result(120.0)
 
 
-def follow(grammars: Grammars, text: str, schema: dict[str, Any] = SCHEMA) -> tuple[Any, list[int]]:
+def follow(grammars, text, schema=SCHEMA):
     """The grammar of drafts, and the tokens of an output so far."""
     tokens = grammars._tokenizer(text, add_special_tokens=False)["input_ids"]
     return grammars.processor(schema, 0).for_drafts(), tokens
@@ -130,8 +124,8 @@ def follow(grammars: Grammars, text: str, schema: dict[str, Any] = SCHEMA) -> tu
     ],
 )
 def test_expected_are_keys_punctuation_and_few_values_with_the_whitespace_so_far(
-    pair: tuple[Any, Any, Any], grammars: Grammars, output: str, expected: list[str]
-) -> None:
+    pair, grammars, output, expected
+):
     grammar, tokens = follow(grammars, output)
     ways = grammar.expected(tokens)
     end = pair[0].generation_config.eos_token_id
@@ -150,7 +144,7 @@ def test_expected_are_keys_punctuation_and_few_values_with_the_whitespace_so_far
     assert texts == expected
 
 
-def test_optional_properties_and_items_part_the_ways(grammars: Grammars) -> None:
+def test_optional_properties_and_items_part_the_ways(grammars):
     optional = SCHEMA | {"required": ["ok"]}
     for schema, output in (
         (optional, '{"ok": true'),
@@ -161,7 +155,7 @@ def test_optional_properties_and_items_part_the_ways(grammars: Grammars) -> None
         assert len(texts) == 2 and texts[0].startswith(', "') and texts[1][:1] in "]}"
 
 
-def test_branches_are_masked_as_by_a_matcher_of_their_own(grammars: Grammars) -> None:
+def test_branches_are_masked_as_by_a_matcher_of_their_own(grammars):
     grammar, tokens = follow(grammars, '{"ok": ')
     rng = torch.Generator().manual_seed(0)
     size = grammars._vocab_size
@@ -185,7 +179,7 @@ def test_branches_are_masked_as_by_a_matcher_of_their_own(grammars: Grammars) ->
         assert grammar.allows(path, proposed) == row[proposed].isfinite().tolist()
 
 
-def batch(pair: tuple[Any, Any, Any]) -> dict[str, torch.Tensor]:
+def batch(pair):
     texts = ["def main():", "import os\n\nclass Item"]
     return dict(pair[2](texts, return_tensors="pt", padding=True, padding_side="left"))
 
@@ -193,9 +187,7 @@ def batch(pair: tuple[Any, Any, Any]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "schema", [{"type": "integer"}, {"enum": ["a", "bcd", True]}, {"const": [1, 2]}]
 )
-def test_rows_that_end_before_others_are_padded(
-    pair: tuple[Any, Any, Any], grammars: Grammars, schema: dict[str, Any]
-) -> None:
+def test_rows_that_end_before_others_are_padded(pair, grammars, schema):
     inputs, ours = (
         batch(pair),
         SLOSpecGenerator(pair[0], tokenizer=pair[2], config=SLOSpecConfig(policy="fixed")),
@@ -236,12 +228,8 @@ LONG = {"type": "array", "minItems": quick_or(2, 3), "items": SCHEMA}
     ids=DRAFTERS,
 )
 def test_batches_equal_stock_and_take_fewer_steps_than_without_the_grammar(
-    pair: tuple[Any, Any, Any],
-    grammars: Grammars,
-    monkeypatch: pytest.MonkeyPatch,
-    drafting: dict[str, Any],
-    options: dict[str, Any],
-) -> None:
+    pair, grammars, monkeypatch, drafting, options
+):
     (target, draft, tokenizer) = pair
     inputs = batch(pair)
     method = (

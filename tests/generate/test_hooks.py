@@ -30,43 +30,43 @@ VECTOR = torch.linspace(-1.0, 1.0, HIDDEN)
 Hook = Callable[..., Any]
 
 
-def model_with(change: Callable[[Any], Any]) -> Any:
+def model_with(change):
     model = copy.deepcopy(tiny_model("llama"))
     change(model)
     return model
 
 
-def hidden_of(output: Any) -> torch.Tensor:
+def hidden_of(output):
     return output[0] if isinstance(output, tuple) else output
 
 
-def steered(output: Any, where: Any) -> Any:
+def steered(output, where):
     hidden = hidden_of(output).clone()
     hidden[:, where] += VECTOR
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
-def decode_only(module: Any, inputs: Any, output: Any) -> Any:
+def decode_only(module, inputs, output):
     return steered(output, slice(None)) if hidden_of(output).shape[1] == 1 else output
 
 
-def prompt_only(module: Any, inputs: Any, output: Any) -> Any:
+def prompt_only(module, inputs, output):
     return steered(output, slice(None)) if hidden_of(output).shape[1] > 1 else output
 
 
-def from_index(first: int, module: Any, inputs: Any, output: Any) -> Any:
+def from_index(first, module, inputs, output):
     return steered(output, slice(first, None))
 
 
-def longer_than(length: int, module: Any, inputs: Any, output: Any) -> Any:
+def longer_than(length, module, inputs, output):
     return steered(output, slice(None)) if hidden_of(output).shape[1] > length else output
 
 
-def centred(module: Any, inputs: Any, output: Any) -> Any:
+def centred(module, inputs, output):
     return hidden_of(output) - hidden_of(output).mean(dim=(0, 1))
 
 
-def last_only(module: Any, inputs: Any, output: Any) -> Any:
+def last_only(module, inputs, output):
     return steered(output, -1)
 
 
@@ -85,21 +85,21 @@ SEEN: dict[str, Hook] = {
 class Counting:
     """Steers from its tenth call on."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls = 0
 
-    def __call__(self, module: Any, inputs: Any, output: Any) -> Any:
+    def __call__(self, module, inputs, output):
         self.calls += 1
         return steered(output, slice(None)) if self.calls > 10 else output
 
-    def method(self, module: Any, inputs: Any, output: Any) -> Any:
+    def method(self, module, inputs, output):
         return self(module, inputs, output)
 
 
-def counted() -> Hook:
+def counted():
     calls = 0
 
-    def hook(module: Any, inputs: Any, output: Any) -> Any:
+    def hook(module, inputs, output):
         nonlocal calls
         calls += 1
         return output * (1.0 + calls)
@@ -107,26 +107,26 @@ def counted() -> Hook:
     return hook
 
 
-def logits_of_decoding(module: Any, inputs: Any, output: Any) -> Any:
+def logits_of_decoding(module, inputs, output):
     if output.logits.shape[1] == 1:
         output.logits = output.logits.flip(-1)
     return output
 
 
-def on_layer(hook: Hook, **options: Any) -> Callable[[Any], None]:
+def on_layer(hook, **options):
     return lambda model: model.model.layers[1].register_forward_hook(hook, **options)
 
 
-def before_layer(module: Any, inputs: Any) -> Any:
+def before_layer(module, inputs):
     return (inputs[0] + 1.0, *inputs[1:]) if inputs[0].shape[1] == 1 else None
 
 
-def before_model(module: Any, inputs: Any, kwargs: Any) -> Any:
+def before_model(module, inputs, kwargs):
     kwargs["inputs_embeds"] = None
     return inputs, kwargs
 
 
-def replaced_forward(model: Any) -> None:
+def replaced_forward(model):
     mlp = model.model.layers[0].mlp
     plain = mlp.forward
 
@@ -140,53 +140,53 @@ def replaced_forward(model: Any) -> None:
 class Gated(nn.Module):
     """A module of the user's in a model of transformers."""
 
-    def __init__(self, inner: nn.Module):
+    def __init__(self, inner):
         super().__init__()
         self.inner = inner
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         return self.inner(hidden) * (2.0 if hidden.shape[1] == 1 else 1.0)
 
 
-def custom_module(model: Any) -> None:
+def custom_module(model):
     model.model.layers[0].mlp = Gated(model.model.layers[0].mlp)
 
 
 class DecodingMLP(LlamaMLP):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return super().forward(x) * len(x[0])
 
 
-def derived_module(model: Any) -> None:
+def derived_module(model):
     model.model.layers[0].mlp.__class__ = DecodingMLP
 
 
 class Halved(LlamaMLP):
-    def __call__(self, *inputs: Any, **options: Any) -> Any:
+    def __call__(self, *inputs, **options):
         return super().__call__(*inputs, **options) / 2 ** len(inputs[0][0])
 
 
-def other_call(model: Any) -> None:
+def other_call(model):
     model.model.layers[0].mlp.__class__ = Halved
 
 
 class Noted(accelerate.hooks.ModelHook):
-    def post_forward(self, module: Any, output: Any) -> Any:
+    def post_forward(self, module, output):
         return decode_only(module, (), output)
 
 
-def with_accelerate(model: Any) -> None:
+def with_accelerate(model):
     accelerate.hooks.add_hook_to_module(model.model.layers[0].mlp, Noted())
 
 
-def with_two_of_accelerate(model: Any) -> None:
+def with_two_of_accelerate(model):
     with_accelerate(model)
     accelerate.hooks.add_hook_to_module(
         model.model.layers[0].mlp, accelerate.hooks.ModelHook(), append=True
     )
 
 
-def wrapped_by_accelerate(model: Any) -> None:
+def wrapped_by_accelerate(model):
     replaced_forward(model)
     accelerate.hooks.add_hook_to_module(model.model.layers[0].mlp, accelerate.hooks.ModelHook())
 
@@ -217,12 +217,12 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_code_that_may_mix_tokens_is_refused_by_name(name: str) -> None:
+def test_code_that_may_mix_tokens_is_refused_by_name(name):
     with pytest.raises(UnsupportedModelError, match=REFUSED):
         check_code(model_with(CHANGES[name]))
 
 
-def test_refused_code_falls_back() -> None:
+def test_refused_code_falls_back():
     model = model_with(replaced_forward)
     for make in (hf_slospec.enable, SLOSpecGenerator):
         with pytest.raises(UnsupportedModelError, match=REFUSED):
@@ -235,7 +235,7 @@ def test_refused_code_falls_back() -> None:
 @pytest.mark.parametrize(
     "name", ["counter in an object", "before a layer", "custom module", "forward of an instance"]
 )
-def test_other_code_after_enable_is_refused_until_it_is_taken_back(name: str) -> None:
+def test_other_code_after_enable_is_refused_until_it_is_taken_back(name):
     model = copy.deepcopy(tiny_model("llama"))
     call = dict(ragged_prompts(2), max_new_tokens=6)
     hf_slospec.enable(model, config=CONFIG)
@@ -250,7 +250,7 @@ def test_other_code_after_enable_is_refused_until_it_is_taken_back(name: str) ->
     assert torch.equal(model.generate(**call, slo_tpot=0.1), model.generate(**call))
 
 
-def test_submit_refuses_other_code() -> None:
+def test_submit_refuses_other_code():
     model = copy.deepcopy(tiny_model("llama"))
     with SLOSpecGenerator(model, config=CONFIG) as generator:
         generator.submit([3, 4, 5], max_new_tokens=3).result(60)
@@ -261,7 +261,7 @@ def test_submit_refuses_other_code() -> None:
         generator.submit([3, 4, 5], max_new_tokens=3).result(60)
 
 
-def test_hooks_of_all_modules_are_refused() -> None:
+def test_hooks_of_all_modules_are_refused():
     model = copy.deepcopy(tiny_model("llama"))
     call = dict(ragged_prompts(1), max_new_tokens=3)
     hf_slospec.enable(model, config=CONFIG)
@@ -271,9 +271,7 @@ def test_hooks_of_all_modules_are_refused() -> None:
     assert torch.equal(model.generate(**call, slo_tpot=0.1), model.generate(**call))
 
 
-def test_a_forward_that_is_replaced_in_its_class_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_forward_that_is_replaced_in_its_class_is_refused(monkeypatch):
     plain = LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: plain(self, x) * len(x))
     with pytest.raises(UnsupportedModelError, match=REFUSED):
@@ -281,15 +279,15 @@ def test_a_forward_that_is_replaced_in_its_class_is_refused(
 
 
 @pytest.mark.parametrize("name", SEEN)
-def test_the_trial_refuses_what_was_declared_and_sees_other_tokens(name: str) -> None:
+def test_the_trial_refuses_what_was_declared_and_sees_other_tokens(name):
     model = model_with(on_layer(SEEN[name]))
     model.per_token = True
     with pytest.raises(UnsupportedModelError, match="its logits differed"):
         hf_slospec.enable(model, config=CONFIG)
 
 
-def scaled_by(vector: torch.Tensor, scale: float) -> Hook:
-    def hook(module: Any, inputs: Any, output: Any) -> Any:
+def scaled_by(vector, scale):
+    def hook(module, inputs, output):
         if isinstance(output, tuple):
             return (output[0] + scale * vector.to(output[0].device, output[0].dtype), *output[1:])
         return output + scale * vector
@@ -297,7 +295,7 @@ def scaled_by(vector: torch.Tensor, scale: float) -> Hook:
     return hook
 
 
-def in_place(module: Any, inputs: Any, output: Any) -> Any:
+def in_place(module, inputs, output):
     hidden = output[0] if isinstance(output, tuple) else output
     hidden += VECTOR
     return output
@@ -306,16 +304,16 @@ def in_place(module: Any, inputs: Any, output: Any) -> Any:
 class Scaled(nn.Module):
     """A module whose code shows that it computes each token alone."""
 
-    def __init__(self, inner: nn.Module):
+    def __init__(self, inner):
         super().__init__()
         self.plain = inner
         self.scale = 1.5
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         return self.plain(hidden) * self.scale
 
 
-def scaled_module(model: Any) -> None:
+def scaled_module(model):
     model.model.layers[0].mlp = Scaled(model.model.layers[0].mlp)
 
 
@@ -339,7 +337,7 @@ PLAIN: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_code_that_adds_and_multiplies_is_speculated(name: str) -> None:
+def test_code_that_adds_and_multiplies_is_speculated(name):
     model = model_with(PLAIN[name])
     call = dict(ragged_prompts(3), max_new_tokens=8)
     assert not torch.equal(model.generate(**call), tiny_model("llama").generate(**call)), (
@@ -354,23 +352,23 @@ def test_code_that_adds_and_multiplies_is_speculated(name: str) -> None:
         assert generator.submit(prompt, max_new_tokens=8).result(60).token_ids == expected
 
 
-def whole(module: Any, inputs: Any, output: Any) -> Any:
+def whole(module, inputs, output):
     return steered(output, slice(None))  # a helper's code is not read
 
 
 class Adapter(nn.Module):
     """A module that has to be declared, as its code is not read far enough."""
 
-    def __init__(self, inner: nn.Module):
+    def __init__(self, inner):
         super().__init__()
         self.inner = inner
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         return self.inner(hidden) + hidden.pow(2) * 0.1
 
 
 @pytest.mark.parametrize("where", ["hook", "partial", "module", "class", "model"])
-def test_declared_code_is_speculated(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_declared_code_is_speculated(monkeypatch, where):
     model = copy.deepcopy(tiny_model("llama"))
     call = dict(ragged_prompts(2), max_new_tokens=8)
     layer = model.model.layers[0]
@@ -389,7 +387,7 @@ def test_declared_code_is_speculated(monkeypatch: pytest.MonkeyPatch, where: str
     assert torch.equal(model.generate(**call, slo_tpot=0.1), expected)
 
 
-def test_drafts_may_have_any_hooks() -> None:
+def test_drafts_may_have_any_hooks():
     model = tiny_model("llama")
     draft = model_with(on_layer(Counting()))
     call = dict(ragged_prompts(2), max_new_tokens=6)
@@ -401,20 +399,20 @@ def test_drafts_may_have_any_hooks() -> None:
 class Symmetric(nn.Module):
     """A parametrization, which computes a weight and no tokens."""
 
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+    def forward(self, weight):
         return weight.triu() + weight.triu(1).transpose(-1, -2)
 
 
 class EveryOther(prune.BasePruningMethod):
     PRUNING_TYPE = "unstructured"
 
-    def compute_mask(self, t: torch.Tensor, default_mask: torch.Tensor) -> torch.Tensor:
+    def compute_mask(self, t, default_mask):
         mask = default_mask.clone()
         mask.view(-1)[::2] = 0
         return mask
 
 
-def with_hooks_of_libraries(model: Any) -> None:
+def with_hooks_of_libraries(model):
     attention = model.model.layers[0].self_attn
     parametrize.register_parametrization(attention.q_proj, "weight", Symmetric())
     EveryOther.apply(model.model.layers[0].mlp.up_proj, "weight")
@@ -422,7 +420,7 @@ def with_hooks_of_libraries(model: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_changes_of_weights_and_hooks_of_libraries_are_speculated() -> None:
+def test_changes_of_weights_and_hooks_of_libraries_are_speculated():
     model = model_with(with_hooks_of_libraries)
     call = dict(ragged_prompts(2), max_new_tokens=6)
     adapted = get_peft_model(model, LoraConfig(target_modules=["v_proj"], init_lora_weights=False))
@@ -432,7 +430,7 @@ def test_changes_of_weights_and_hooks_of_libraries_are_speculated() -> None:
 
 
 @pytest.mark.parametrize("first", [None, 1])
-def test_published_steering_vectors(first: int | None) -> None:
+def test_published_steering_vectors(first):
     """The package's hook builds a mask over the places of a forward's tokens, so it is refused
     until declared.
     """

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GitConfig, GitForCausalLM, PreTrainedModel
+from transformers import GitConfig, GitForCausalLM
 
 from hf_slospec import (
     FallbackWarning,
@@ -43,17 +43,17 @@ FAMILIES = """Qwen2VL Qwen2_5_VL Qwen3VL Gemma3 Gemma4 Llava LlavaNext LlavaOnev
 PaliGemma Qwen3_5 Qwen3_5Moe""".split()
 
 
-def name_of(family: str) -> str:
+def name_of(family):
     return f"{family}ForConditionalGeneration"
 
 
-def stock(model: PreTrainedModel, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
+def stock(model, inputs, **options):
     torch.manual_seed(7)
     return type(model).generate(model, **copy.deepcopy(inputs), **OPTIONS | options)
 
 
 @pytest.mark.parametrize("family", nightly_but(["Gemma3", "Idefics3"], FAMILIES))
-def test_images_have_an_effect(family: str) -> None:
+def test_images_have_an_effect(family):
     """Otherwise comparisons with stock would show nothing."""
     model, inputs = image_inputs(name_of(family), seed=1, images=(1, 2))
     options: dict[str, Any] = dict(
@@ -70,20 +70,20 @@ class ReadsFeatures:
 
     feature_layers = (1, 2)
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.places: dict[int, list[int]] = {}
 
-    def take_features(self, request: Any, begin: int, features: torch.Tensor) -> None:
+    def take_features(self, request, begin, features):
         self.places.setdefault(request.index, []).extend(range(begin, begin + len(features)))
 
-    def draft(self, requests: Any, plan: Any) -> list[TokenTree]:
+    def draft(self, requests, plan):
         return [TokenTree.root_only(request.tokens[-1]) for request in requests]
 
-    def release(self, request: Any) -> None:
+    def release(self, request):
         """Keep nothing."""
 
 
-def test_features_begin_with_the_last_token_of_the_prompt() -> None:
+def test_features_begin_with_the_last_token_of_the_prompt():
     model, inputs = image_inputs(name_of("Qwen2VL"), seed=1, images=(1, 2))
     drafter = ReadsFeatures()
     options = OPTIONS | dict(eos_token_id=None)
@@ -94,12 +94,12 @@ def test_features_begin_with_the_last_token_of_the_prompt() -> None:
         assert places == list(range(length - 1, length - 1 + len(places))) and len(places) > 5
 
 
-def test_stock_generate_continues_as_if_nothing_had_run() -> None:
+def test_stock_generate_continues_as_if_nothing_had_run():
     model, inputs = image_inputs(name_of("Qwen3VL"), seed=3)
     ours = SLOSpecGenerator(model, config=CONFIG)
     more = torch.randint(3, IMAGE, (1, 5), generator=torch.Generator().manual_seed(0))
 
-    def two_turns(generate: Any) -> torch.Tensor:
+    def two_turns(generate):
         first = generate(**copy.deepcopy(inputs), **OPTIONS, return_dict_in_generate=True)
         ids = torch.cat((first.sequences, more), dim=1)
         mask = torch.ones_like(ids)
@@ -111,7 +111,7 @@ def test_stock_generate_continues_as_if_nothing_had_run() -> None:
     assert torch.equal(two_turns(ours.generate), two_turns(type(model).generate.__get__(model)))
 
 
-def test_text_without_images_is_not_processed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_without_images_is_not_processed_as_a_whole(monkeypatch):
     model = tiny_image_model(name_of("Qwen2VL"))
     inputs = prompts_with_images(model, 4, (0, 0))
     expected = stock(model, inputs)
@@ -121,7 +121,7 @@ def test_text_without_images_is_not_processed_as_a_whole(monkeypatch: pytest.Mon
     )
 
 
-def test_texts_that_are_seen_from_both_sides() -> None:
+def test_texts_that_are_seen_from_both_sides():
     model = tiny_image_model(name_of("PaliGemma"))
     assert sees_later_tokens(model) and probe_layers(model)
     assert not sees_later_tokens(tiny_image_model(name_of("Gemma3")))
@@ -135,9 +135,7 @@ def test_texts_that_are_seen_from_both_sides() -> None:
         ours.prompt_logprobs(ids)
 
 
-def test_a_model_that_packed_forwards_do_not_follow_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_that_packed_forwards_do_not_follow_is_refused(monkeypatch):
     model, inputs = image_inputs(name_of("Qwen2VL"))
     expected = stock(model, inputs)
     right = multimodal_prompts._last_position
@@ -151,7 +149,7 @@ def test_a_model_that_packed_forwards_do_not_follow_is_refused(
         assert torch.equal(ours.generate(**inputs, **OPTIONS, fallback=True), expected)
 
 
-def test_images_before_the_text_are_refused() -> None:
+def test_images_before_the_text_are_refused():
     """GIT caches K/V of an image that no token of the text stands for."""
     vision = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, image_size=8,
                   patch_size=4)  # fmt: skip
@@ -174,7 +172,7 @@ def test_images_before_the_text_are_refused() -> None:
     )
 
 
-def test_what_cannot_be_combined_with_images() -> None:
+def test_what_cannot_be_combined_with_images():
     model, inputs = image_inputs(name_of("Qwen2VL"))
     ours = SLOSpecGenerator(model, config=CONFIG)
     end = int((inputs["input_ids"][0] == IMAGE).nonzero()[-1]) + 1

@@ -118,12 +118,12 @@ OPEN: dict[str, tuple[dict[str, Any], list[Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
+def grammars():
     target, _, tokenizer = load_tiny_pair(torch.float32)
     return Grammars(tokenizer, target.config.vocab_size, [target.generation_config.eos_token_id])
 
 
-def follows(grammars: Grammars, schema: dict[str, Any], text: str) -> bool:
+def follows(grammars, schema, text):
     """Return True if the text is a complete output."""
     matcher = grammars.processor(schema, 0)._matcher
     tokens = grammars._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -131,7 +131,7 @@ def follows(grammars: Grammars, schema: dict[str, Any], text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", CLOSED)
-def test_names_that_a_schema_does_not_list_are_impossible(grammars: Grammars, name: str) -> None:
+def test_names_that_a_schema_does_not_list_are_impossible(grammars, name):
     schema, valid, invalid = CLOSED[name]
     given = json.dumps(schema)
     for value in valid:
@@ -142,13 +142,13 @@ def test_names_that_a_schema_does_not_list_are_impossible(grammars: Grammars, na
 
 
 @pytest.mark.parametrize("name", OPEN)
-def test_names_that_a_schema_allows_are_possible(grammars: Grammars, name: str) -> None:
+def test_names_that_a_schema_allows_are_possible(grammars, name):
     schema, valid = OPEN[name]
     for value in valid:
         assert follows(grammars, schema, json.dumps(value)), value
 
 
-def test_models_of_pydantic_are_followed(grammars: Grammars) -> None:
+def test_models_of_pydantic_are_followed(grammars):
     class Place(pydantic.BaseModel):
         city: str
         tags: dict[str, int] = {}
@@ -218,7 +218,7 @@ VALUES: dict[Any, tuple[list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("kind", VALUES, ids=str)
-def test_formats_of_pydantic_are_followed(grammars: Grammars, kind: Any) -> None:
+def test_formats_of_pydantic_are_followed(grammars, kind):
     adapter = pydantic.TypeAdapter(kind)
     schema = {"type": "object", "properties": {"x": adapter.json_schema()}, "required": ["x"]}
     valid, invalid = VALUES[kind]
@@ -232,7 +232,7 @@ def test_formats_of_pydantic_are_followed(grammars: Grammars, kind: Any) -> None
 @pytest.mark.parametrize(
     "kind", [kind for kind, (_, invalid) in VALUES.items() if invalid and kind is not uuid.UUID]
 )
-def test_what_follows_a_format_is_valid_for_pydantic(grammars: Grammars, kind: Any) -> None:
+def test_what_follows_a_format_is_valid_for_pydantic(grammars, kind):
     adapter = pydantic.TypeAdapter(kind)
     rng = np.random.default_rng(0)
     tokenizer = grammars._tokenizer
@@ -251,7 +251,7 @@ def test_what_follows_a_format_is_valid_for_pydantic(grammars: Grammars, kind: A
         adapter.validate_json(tokenizer.decode(tokens))
 
 
-def test_formats_beside_patterns_and_lengths(grammars: Grammars) -> None:
+def test_formats_beside_patterns_and_lengths(grammars):
     found = str(uuid.uuid4())
     schema = {"type": "string", "format": "uuid4", "pattern": f"^{found[0]}", "maxLength": 36}
     assert follows(grammars, schema, json.dumps(found))
@@ -260,7 +260,7 @@ def test_formats_beside_patterns_and_lengths(grammars: Grammars) -> None:
         assert follows(grammars, numeric, "1")
 
 
-def test_unique_items_are_refused_by_name_and_others_are_not(grammars: Grammars) -> None:
+def test_unique_items_are_refused_by_name_and_others_are_not(grammars):
     schema = {"type": "array", "items": {"type": "integer"}}
     assert follows(grammars, schema | {"uniqueItems": False}, "[1, 1]")
     with pytest.raises(InvalidInputError, match="uniqueItems"):
@@ -272,12 +272,12 @@ def test_unique_items_are_refused_by_name_and_others_are_not(grammars: Grammars)
     [{"properties": 3}, {"properties": {"a": 3}}, {"allOf": {"a": 1}}, {"required": "x"}, {"$ref": 5}, {"format": [1]},
      {"$ref": "#/nowhere", "properties": {"a": {}}}, {"type": "object", "properties": {"a": {"type": "nonsense"}}}],
 )  # fmt: skip
-def test_invalid_schemas_are_refused(grammars: Grammars, schema: dict[str, Any]) -> None:
+def test_invalid_schemas_are_refused(grammars, schema):
     with pytest.raises(InvalidInputError, match="response_format or tools"):
         grammars.processor(schema, 0)
 
 
-def test_chains_and_graphs_of_references_are_followed_once_or_refused() -> None:
+def test_chains_and_graphs_of_references_are_followed_once_or_refused():
     chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(5000)}
     with pytest.raises(InvalidInputError, match="nests too deeply"):
         to_follow({"$ref": "#/$defs/a0", "$defs": chain})
@@ -319,8 +319,6 @@ PRETTY = json.dumps({"a": [1, {"b": 2}], "c": "x"}, indent=2)
         ('{"a": "' + " " * 30 + '"}', True),  # within texts is any
     ],
 )  # fmt: skip
-def test_whitespace_is_a_space_or_a_line_with_its_indentation(
-    grammars: Grammars, text: str, is_possible: bool
-) -> None:
+def test_whitespace_is_a_space_or_a_line_with_its_indentation(grammars, text, is_possible):
     assert follows(grammars, {"type": "object"}, text) == is_possible
     assert "{0,24}" not in JSON_OPTIONS["whitespace_pattern"]

@@ -5,7 +5,6 @@ these tokens.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,7 @@ import transformers
 from torch import nn
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
-from hf_slospec.engine.interfaces import Plan
 from hf_slospec.model.eager import EagerPath
-from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import TokenTree
 from tests.support.breadth import nightly_rows_but
 from tests.support.toys.tiny_configs import tiny_config
@@ -44,7 +41,7 @@ QUICK: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def stock(family: str) -> tuple[Any, dict[str, Any]]:
+def stock(family):
     """Return a tiny model and the arguments of a call."""
     if family == "T5":
         return tiny_text_model(family), dict(texts(3), max_new_tokens=NEW_TOKENS)
@@ -61,14 +58,14 @@ class Drafting:
     before them.
     """
 
-    def __init__(self, written: Sequence[int], lost: Sequence[int]):
+    def __init__(self, written, lost):
         self.written = written
         self.lost = lost
 
-    def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+    def draft(self, requests, plan):
         return [self._tree(request, plan.levels_of(request)) for request in requests]
 
-    def _tree(self, request: Request, levels: int) -> TokenTree:
+    def _tree(self, request, levels):
         first, second = (
             self.written[(len(request.tokens) + more) % len(self.written)] for more in range(2)
         )
@@ -78,11 +75,11 @@ class Drafting:
         kept = depths <= levels
         return TokenTree(tokens[kept], parents[kept], depths[kept], 0.5 ** depths[kept])
 
-    def release(self, request: Request) -> None:
+    def release(self, request):
         """Drop nothing."""
 
 
-def without(model: Any, tokens: Sequence[int], value: float = torch.nan) -> Any:
+def without(model, tokens, value=torch.nan):
     """Return a copy of the model whose embeddings of some tokens are not finite."""
     model = copy.deepcopy(model)
     inputs = model.get_input_embeddings()
@@ -94,9 +91,7 @@ def without(model: Any, tokens: Sequence[int], value: float = torch.nan) -> Any:
     return model
 
 
-def lost_case(
-    family: str, value: float = torch.nan, **options: Any
-) -> tuple[Any, dict[str, Any], torch.Tensor, Drafting]:
+def lost_case(family, value=torch.nan, **options):
     """Return a model with lost tokens, a call, stock's output of it, and what drafts lost tokens
     for it.
     """
@@ -125,9 +120,7 @@ def lost_case(
         + [("llama", COMPILED, {})],
     ),
 )
-def test_lost_tokens_change_no_output(
-    family: str, settings: dict[str, Any], options: dict[str, Any]
-) -> None:
+def test_lost_tokens_change_no_output(family, settings, options):
     """By attention through the interface, over gathered, latent and chunked keys, and by states."""
     value = torch.inf if settings is COMPILED else torch.nan
     model, call, expected, drafter = lost_case(family, value, **options)
@@ -139,7 +132,7 @@ def test_lost_tokens_change_no_output(
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_drafts_with_the_same_lost_tokens(options: dict[str, Any]) -> None:
+def test_drafts_with_the_same_lost_tokens(options):
     model, call, expected, drafter = lost_case("llama", **options)
     draft = without(tiny_model("qwen2", seed=3), drafter.lost)
     generator = SLOSpecGenerator(model, draft, config=SLOSpecConfig(compile=False, **FIXED))
@@ -147,7 +140,7 @@ def test_drafts_with_the_same_lost_tokens(options: dict[str, Any]) -> None:
     assert torch.equal(generator.generate(**call, **options), expected)
 
 
-def test_requests_beside_a_lost_one_and_after_it() -> None:
+def test_requests_beside_a_lost_one_and_after_it():
     """With one mask for all requests, NaN in the pool would reach all of them."""
     model, call, _, drafter = lost_case("llama")
     prompts = [
@@ -170,7 +163,7 @@ def test_requests_beside_a_lost_one_and_after_it() -> None:
             assert results[1:] == [text.tolist() for text in texts_]
 
 
-def test_a_lost_prompt_has_the_output_of_stock() -> None:
+def test_a_lost_prompt_has_the_output_of_stock():
     model, _, _, drafter = lost_case("llama")
     call = dict(
         input_ids=torch.tensor([[5, 6, drafter.lost[0], 7]]), max_new_tokens=5, eos_token_id=None
@@ -181,7 +174,7 @@ def test_a_lost_prompt_has_the_output_of_stock() -> None:
     assert torch.equal(generator.generate(**call), model.generate(**call))
 
 
-def test_forwards_are_repeated_for_nan_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forwards_are_repeated_for_nan_only(monkeypatch):
     model, call = stock("llama")
     monkeypatch.delattr(EagerPath, "isolated")
     generator = SLOSpecGenerator(

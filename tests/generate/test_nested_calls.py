@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ NESTED: dict[str, Any] = dict(max_new_tokens=6, do_sample=False)
 
 
 @pytest.fixture(params=["enabled", "generator"])
-def speculated(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Callable[..., Any]]]:
+def speculated(request):
     """The model, and a ``generate`` of ours."""
     model = tiny_model("llama")
     draft = tiny_model("llama", noise=0.03)
@@ -37,25 +37,25 @@ def speculated(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Callable[.
 
 
 @pytest.fixture
-def enabled() -> Iterator[Any]:
+def enabled():
     yield hf_slospec.enable(
         tiny_model("llama"), tiny_model("llama", noise=0.03), config=DRAFTS_ALWAYS, always=True
     )
     hf_slospec.disable(tiny_model("llama"))
 
 
-def stock_of(model: Any) -> Callable[..., Any]:
+def stock_of(model):
     bound: Callable[..., Any] = type(model).generate.__get__(model)
     return bound
 
 
-def texts(input_ids: torch.Tensor, num_rows: int = 1) -> dict[str, torch.Tensor]:
+def texts(input_ids, num_rows=1):
     """Inputs of a nested call: beginnings of the tokens, of different lengths."""
     rows = input_ids[:1, : input_ids.shape[1] // 2].repeat(num_rows, 1)
     return dict(input_ids=rows, attention_mask=torch.ones_like(rows))
 
 
-def nested_calls(model: Any, generate: Callable[..., Any], ours: bool) -> Run:
+def nested_calls(model, generate, ours):
     """One kind of nested call after the other."""
     calls: list[Run] = [
         lambda ids: generate(**texts(ids), **NESTED).tolist(),
@@ -90,7 +90,7 @@ def nested_calls(model: Any, generate: Callable[..., Any], ours: bool) -> Run:
         list(itertools.product(KINDS, (False, True))),
     ),
 )
-def test_callbacks_may_call_generate(speculated: Any, kind: str, do_sample: bool) -> None:
+def test_callbacks_may_call_generate(speculated, kind, do_sample):
     model, ours = speculated
     inputs = ragged_prompts(1, seed=3)
     results = []
@@ -106,15 +106,15 @@ def test_callbacks_may_call_generate(speculated: Any, kind: str, do_sample: bool
     assert len(results[1][1]) >= NEW
 
 
-def test_copies_per_row_refer_to_the_same_model(enabled: Any) -> None:
+def test_copies_per_row_refer_to_the_same_model(enabled):
     class Judge(CallingCriterion):
-        def __init__(self, model: Any, generator: Any):
+        def __init__(self, model, generator):
             super().__init__(self.judge)
             self.model = model
             self.generator = generator
             self.method = model.generate
 
-        def judge(self, input_ids: torch.Tensor) -> None:
+        def judge(self, input_ids):
             assert self.model is enabled and self.method.__self__ is enabled
             call = [self.method, self.generator.generate][input_ids.shape[1] % 2]
             call(**texts(input_ids), **NESTED, slo_tpot=0.1)
@@ -127,8 +127,8 @@ def test_copies_per_row_refer_to_the_same_model(enabled: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_callbacks_may_wait_for_calls_in_other_threads(enabled: Any, kind: str) -> None:
-    def in_thread(input_ids: torch.Tensor) -> Any:
+def test_callbacks_may_wait_for_calls_in_other_threads(enabled, kind):
+    def in_thread(input_ids):
         results = list[Any]()
         call = lambda: results.append(enabled.generate(**texts(input_ids, 2), **NESTED).tolist())  # noqa: E731
         thread = threading.Thread(target=call, daemon=True)
@@ -151,7 +151,7 @@ def test_callbacks_may_wait_for_calls_in_other_threads(enabled: Any, kind: str) 
     assert results[0] == results[1]
 
 
-def test_padding_of_a_batch_is_processed_by_callbacks_that_call_generate(enabled: Any) -> None:
+def test_padding_of_a_batch_is_processed_by_callbacks_that_call_generate(enabled):
     inputs = ragged_prompts(3, seed=8)
     seen = []
     for generate in (stock_of(enabled), enabled.generate):
@@ -167,15 +167,15 @@ def test_padding_of_a_batch_is_processed_by_callbacks_that_call_generate(enabled
     )
 
 
-def test_calls_nest_and_their_errors_are_the_callers(enabled: Any) -> None:
+def test_calls_nest_and_their_errors_are_the_callers(enabled):
     inputs = ragged_prompts(1, seed=9)
     options = dict(do_sample=False, max_new_tokens=4)
     expected = stock_of(enabled)(**inputs, **options)
 
-    def inner(input_ids: torch.Tensor) -> None:
+    def inner(input_ids):
         enabled.generate(**texts(input_ids), **NESTED)
 
-    def middle(input_ids: torch.Tensor) -> None:
+    def middle(input_ids):
         enabled.generate(**texts(input_ids), **NESTED, stopping_criteria=[CallingCriterion(inner)])
         with pytest.raises(InvalidInputError, match="input_ids is empty"):
             enabled.generate(input_ids=input_ids[:, :0], max_new_tokens=3)
@@ -184,11 +184,11 @@ def test_calls_nest_and_their_errors_are_the_callers(enabled: Any) -> None:
         enabled.generate(**inputs, **options, logits_processor=[CallingProcessor(middle)]), expected
     )
 
-    def fails(input_ids: torch.Tensor) -> None:
+    def fails(input_ids):
         if input_ids.shape[1] > inputs["input_ids"].shape[1] + 1:
             raise ZeroDivisionError("of the user's own")
 
-    def failing(input_ids: torch.Tensor) -> None:
+    def failing(input_ids):
         enabled.generate(**inputs, **options, stopping_criteria=[CallingCriterion(fails)])
 
     with pytest.raises(ZeroDivisionError, match="of the user's own"):
@@ -201,10 +201,10 @@ class Edits:
 
     per_row = True
 
-    def __init__(self, place: int):
+    def __init__(self, place):
         self.place = place
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any) -> Any:
+    def __call__(self, input_ids, scores):
         input_ids.view(-1)[self.place] = 7
         return (
             scores
@@ -223,9 +223,7 @@ class Edits:
         ("stopping_criteria", 2, -1),
     ],
 )
-def test_changed_tokens_that_the_model_has_read_are_refused(
-    enabled: Any, name: str, batch: int, place: int
-) -> None:
+def test_changed_tokens_that_the_model_has_read_are_refused(enabled, name, batch, place):
     inputs, options = (
         ragged_prompts(batch, seed=2),
         dict(do_sample=True, max_new_tokens=NEW, eos_token_id=None),
@@ -245,11 +243,9 @@ def test_changed_tokens_that_the_model_has_read_are_refused(
             )
 
 
-def test_processors_may_use_their_tokens_as_scratch_memory_if_they_restore_them(
-    enabled: Any,
-) -> None:
+def test_processors_may_use_their_tokens_as_scratch_memory_if_they_restore_them(enabled):
     class Restores(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        def __call__(self, input_ids, scores):
             input_ids.add_(1).sub_(1)
             return scores
 

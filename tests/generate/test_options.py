@@ -4,7 +4,7 @@ and errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +20,8 @@ from hf_slospec import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
-from hf_slospec.engine.interfaces import Plan
 from hf_slospec.generate.processors import IGNORE_SEQUENCE
 from hf_slospec.policies.fixed import FixedPolicy
-from hf_slospec.request.request import Request
 from tests.support.against_stock import GREEDY, SAMPLED, generator
 from tests.support.breadth import quick_or
 from tests.support.generate_arguments import Returns
@@ -42,7 +40,7 @@ from tests.support.toys.tiny_tokenizers import byte_level
 CHAIN = SLOSpecConfig(policy="adaserve", max_depth=4, max_width=1, token_budget=64)
 
 
-def perfectly_drafted(**call: Any) -> Any:
+def perfectly_drafted(**call):
     model = tiny_model("llama")
     call = (
         dict(do_sample=False, max_new_tokens=21, eos_token_id=None, return_dict_in_generate=True)
@@ -52,7 +50,7 @@ def perfectly_drafted(**call: Any) -> Any:
 
 
 @pytest.mark.parametrize("as_embeddings", [False, True])
-def test_perfect_drafts_are_accepted_whole(as_embeddings: bool) -> None:
+def test_perfect_drafts_are_accepted_whole(as_embeddings):
     """Embeddings of tokens are recognised as those tokens."""
     inputs = dict(ragged_prompts(1))
     if as_embeddings:
@@ -66,15 +64,13 @@ def test_perfect_drafts_are_accepted_whole(as_embeddings: bool) -> None:
     )  # four accepted nodes and the bonus token
 
 
-def test_drafting_for_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafting_for_some_rows_at_a_time(monkeypatch):
     """Rows that were passed over are fed to the draft what they emitted meanwhile."""
     rng = np.random.default_rng(0)
     shape = SLOSpecConfig(max_depth=4, max_width=2)
 
     class ForSome(FixedPolicy):
-        def plan(
-            self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
-        ) -> Plan:
+        def plan(self, requests, begun_s, num_prefill_tokens=0):
             some = rng.permutation(len(requests))[: rng.integers(len(requests) + 1)]
             return replace(
                 super().plan(requests, begun_s), drafting=[requests[index] for index in some]
@@ -94,14 +90,14 @@ def test_drafting_for_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(metrics.accepted for metrics in out.slo) > 0
 
 
-def test_rows_that_are_done_draft_on_until_all_are() -> None:
+def test_rows_that_are_done_draft_on_until_all_are():
     inputs = ragged_prompts(3)
     criterion = MultiTokenEOSCriteria("a", inputs["input_ids"].shape[1], 3)
     out = perfectly_drafted(**inputs, stopping_criteria=[criterion])
     assert all(row.acceptance_length > 1.5 for row in out.slo)
 
 
-def test_criteria_see_a_step_streamed_token_by_token() -> None:
+def test_criteria_see_a_step_streamed_token_by_token():
     model = tiny_model("llama")
     lengths = []
     for generate in (
@@ -110,9 +106,7 @@ def test_criteria_see_a_step_streamed_token_by_token() -> None:
     ):
         streamer = Recorder()
 
-        def streamed(
-            input_ids: torch.Tensor, scores: Any, streamer: Recorder = streamer, **_: Any
-        ) -> torch.Tensor:
+        def streamed(input_ids, scores, streamer=streamer, **_):
             return torch.full((len(input_ids),), len(streamer.puts) >= 6)
 
         options = dict(eos_token_id=None, streamer=streamer, stopping_criteria=[streamed])
@@ -120,13 +114,13 @@ def test_criteria_see_a_step_streamed_token_by_token() -> None:
     assert lengths[0] == lengths[1]
 
 
-def test_no_time_left_ends_after_one_token() -> None:
+def test_no_time_left_ends_after_one_token():
     inputs = ragged_prompts(2)
     out = generator().generate(**inputs, do_sample=False, max_new_tokens=30, max_time=1e-9)
     assert out.shape[1] == inputs["input_ids"].shape[1] + 1
 
 
-def test_what_may_look_at_the_whole_batch_is_decoded_in_step_and_says_so() -> None:
+def test_what_may_look_at_the_whole_batch_is_decoded_in_step_and_says_so():
     ours = generator()
     inputs = ragged_prompts(3)
     with pytest.warns(FallbackWarning, match="Countdown may look at the whole batch"):
@@ -141,7 +135,7 @@ def test_what_may_look_at_the_whole_batch_is_decoded_in_step_and_says_so() -> No
     assert all(metrics.drafted for metrics in out.slo)
 
 
-def test_processors_that_ignore_the_sequence_do_so() -> None:
+def test_processors_that_ignore_the_sequence_do_so():
     scores = torch.randn(5, 50)
     ids = torch.empty(5, 0, dtype=torch.int64)
     made = {
@@ -158,7 +152,7 @@ def test_processors_that_ignore_the_sequence_do_so() -> None:
             torch.testing.assert_close(together[row : row + 1], alone)
 
 
-def spoil(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def spoil(_, scores):
     return scores * float("nan")
 
 
@@ -199,7 +193,7 @@ REFUSED: dict[str, tuple[str, Callable[[dict[str, Any]], Any], type[Exception], 
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name: str) -> None:
+def test_what_is_refused(name):
     model_name, change, error, match = REFUSED[name]
     ours = SLOSpecGenerator(model_of(model_name), config=CHAIN)
     with pytest.raises(error, match=match):

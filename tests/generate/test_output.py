@@ -6,7 +6,6 @@ import copy
 import itertools
 import json
 import pickle
-from typing import Any
 
 import pytest
 from torch.utils import _pytree
@@ -19,7 +18,7 @@ from tests.support.toys.tiny_encoder_decoders import texts, tiny_text_model
 from tests.support.toys.tiny_models import ragged_prompts
 
 
-def test_output_has_hf_fields_and_per_row_metrics(model: Any) -> None:
+def test_output_has_hf_fields_and_per_row_metrics(model):
     out = model.generate(
         **ragged_prompts(3), **OPTIONS, slo_tpot=[1e-6, None, 100.0], return_dict_in_generate=True
     )
@@ -39,7 +38,7 @@ def test_output_has_hf_fields_and_per_row_metrics(model: Any) -> None:
     assert out.slo[0].slack_s < 0.0 < out.slo[2].slack_s
 
 
-def test_output_tells_what_happened_in_every_step(model: Any, tmp_path: Any) -> None:
+def test_output_tells_what_happened_in_every_step(model, tmp_path):
     inputs = ragged_prompts(3)
     out = model.generate(
         **inputs, **OPTIONS, slo_tpot=[0.5, None, 0.1], return_dict_in_generate=True
@@ -61,7 +60,7 @@ def test_output_tells_what_happened_in_every_step(model: Any, tmp_path: Any) -> 
 
 @pytest.mark.parametrize("extra", [{}, {"output_scores": True, "output_logits": True}])
 @pytest.mark.parametrize("kind", [hf_slospec.SLOSpecOutput, SLOSpecEncoderDecoderOutput])
-def test_items_and_indices_are_those_of_stocks_output(model: Any, kind: Any, extra: Any) -> None:
+def test_items_and_indices_are_those_of_stocks_output(model, kind, extra):
     inputs = ragged_prompts(2)
     if kind is SLOSpecEncoderDecoderOutput:
         model = hf_slospec.enable(copy.deepcopy(tiny_text_model("Bart")))

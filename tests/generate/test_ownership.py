@@ -55,23 +55,23 @@ PROMPTS = ragged_prompts(2)
 
 
 @pytest.fixture(autouse=True)
-def _measured_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+def _measured_quickly(monkeypatch):
     for name in MEASURE_S:
         monkeypatch.setitem(MEASURE_S, name, 0.0)
 
 
-def model_of(kind: type = LlamaForCausalLM) -> Any:
+def model_of(kind=LlamaForCausalLM):
     model: Any = copy.deepcopy(tiny_model("llama"))
     model.__class__ = kind
     return model
 
 
-def stock(model: Any, **options: Any) -> Any:
+def stock(model, **options):
     torch.manual_seed(3)
     return model.generate(**copy.deepcopy(PROMPTS), **OPTIONS | options)
 
 
-def speculated(model: Any, **options: Any) -> Any:
+def speculated(model, **options):
     """The same call by ``enable`` and by a generator, which agree."""
     torch.manual_seed(3)
     ours = SLOSpecGenerator(model, config=CONFIG).generate(
@@ -86,7 +86,7 @@ def speculated(model: Any, **options: Any) -> Any:
     return ours
 
 
-def check_refused(model: Any, match: str) -> None:
+def check_refused(model, match):
     """A model is refused by every entry, and before any work; with fallback, stock runs."""
     expected = stock(model, do_sample=True)
     for make in (hf_slospec.enable, SLOSpecGenerator):
@@ -102,7 +102,7 @@ def check_refused(model: Any, match: str) -> None:
     hf_slospec.disable(model)
 
 
-def is_same_as_stock(model: Any) -> bool:
+def is_same_as_stock(model):
     return all(
         torch.equal(speculated(model, do_sample=sampled), stock(model, do_sample=sampled))
         for sampled in (False, True)
@@ -112,7 +112,7 @@ def is_same_as_stock(model: Any) -> bool:
 # ---- caches
 
 
-def rounding(kind: Any) -> Any:
+def rounding(kind):
     """Return a class of caches or layers that rounds the keys it gets."""
     update = lambda self, keys, *args, **kwargs: kind.update(self, keys.round(), *args, **kwargs)  # noqa: E731
     return type("Rounding", (kind,), {"update": update})
@@ -123,7 +123,7 @@ RoundingCache = rounding(DynamicCache)
 
 
 class CountingCache(DynamicCache):
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def get_seq_length(self, layer_idx=0):
         return super().get_seq_length(layer_idx)
 
 
@@ -131,7 +131,7 @@ class Storing(DynamicLayer):
     """Rounds keys where they are stored."""
 
     @property
-    def keys(self) -> Any:
+    def keys(self):
         return self._keys
 
     @keys.setter
@@ -146,17 +146,17 @@ class NotCompilable(DynamicCache):
 class NotACache:
     """Has what stock calls of a cache."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.cache = DynamicCache()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self.__dict__["cache"], name)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def get_seq_length(self, layer_idx=0):
         return self.cache.get_seq_length(layer_idx)
 
 
-def patched(name: str, on_layer: bool = False) -> DynamicCache:
+def patched(name, on_layer=False):
     cache = DynamicCache(config=tiny_model("llama").config)
     owner: Any = cache.layers[1] if on_layer else cache
     plain = getattr(owner, name)
@@ -164,7 +164,7 @@ def patched(name: str, on_layer: bool = False) -> DynamicCache:
     return cache
 
 
-def with_layer() -> DynamicCache:
+def with_layer():
     cache = DynamicCache(config=tiny_model("llama").config)
     cache.layers[0] = Rounding()
     return cache
@@ -194,7 +194,7 @@ CACHES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("what", CACHES)
-def test_caches_with_code_of_the_user_are_refused(what: str) -> None:
+def test_caches_with_code_of_the_user_are_refused(what):
     with pytest.raises(
         UnsupportedOptionError, match=r"^cache, a \w+, has members that are not transformers' own"
     ):
@@ -203,7 +203,7 @@ def test_caches_with_code_of_the_user_are_refused(what: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", [CACHE_NAME, "past_key_values"])
-def test_calls_with_caches_of_the_user_fall_back(name: str) -> None:
+def test_calls_with_caches_of_the_user_fall_back(name):
     model = model_of()
     with pytest.raises(UnsupportedOptionError, match=f"^{name}, a Rounding, has members"):
         speculated(model, **{name: RoundingCache()})
@@ -217,18 +217,18 @@ def test_calls_with_caches_of_the_user_fall_back(name: str) -> None:
 class Described(DynamicCache):
     """Adds to a cache what stock does not call."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.update = self.update  # the class's own, bound to this cache
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return "mine"
 
-    def num_bytes(self) -> int:
+    def num_bytes(self):
         return sum(layer.keys.nbytes for layer in self.layers)
 
 
-def test_caches_that_only_add_members_are_used() -> None:
+def test_caches_that_only_add_members_are_used():
     model = model_of()
     caches = [Described(config=model.config) for _ in range(2)]
     expected = stock(model, **cache_option(caches[0]))
@@ -240,7 +240,7 @@ def test_caches_that_only_add_members_are_used() -> None:
     assert caches[0].num_bytes() == caches[1].num_bytes()
 
 
-def test_patched_classes_of_caches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patched_classes_of_caches_are_refused(monkeypatch):
     model = model_of()
     plain = DynamicLayer.update
     generator = SLOSpecGenerator(model, config=CONFIG)
@@ -255,14 +255,14 @@ def test_patched_classes_of_caches_are_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 class OwnInputs(LlamaForCausalLM):
-    def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:
+    def prepare_inputs_for_generation(self, input_ids, **kwargs):
         inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
         if inputs["input_ids"].shape[1] == 1:
             inputs["input_ids"] = inputs["input_ids"] // 2
         return inputs
 
 
-def overriding(name: str, is_partial: bool = False) -> type:
+def overriding(name, is_partial=False):
     """Return a class that overrides a method, and calls the overridden one."""
     plain = getattr(LlamaForCausalLM, name)
     mine = lambda *args, **kwargs: plain(*args, **kwargs)  # noqa: E731
@@ -280,14 +280,12 @@ def overriding(name: str, is_partial: bool = False) -> type:
         (overriding("_sample", is_partial=True), "_sample"),
     ],
 )
-def test_overridden_decoding_methods_are_refused(kind: type, name: str) -> None:
+def test_overridden_decoding_methods_are_refused(kind, name):
     check_refused(model_of(kind), rf"{kind.__name__} decodes by methods .*\({name}\)")
 
 
 @pytest.mark.parametrize("wraps", [functools.wraps, lambda plain: lambda function: function])
-def test_decoding_methods_that_are_replaced_later_are_refused(
-    monkeypatch: pytest.MonkeyPatch, wraps: Any
-) -> None:
+def test_decoding_methods_that_are_replaced_later_are_refused(monkeypatch, wraps):
     model = model_of()
     with SLOSpecGenerator(model, config=CONFIG) as generator:
         for owner, name in ((GenerationMixin, "_sample"), (model, "prepare_inputs_for_generation")):
@@ -307,30 +305,28 @@ def test_decoding_methods_that_are_replaced_later_are_refused(
 
 
 class OwnCache(LlamaForCausalLM):
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: Any, *args: Any
-    ) -> None:
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args):
         model_kwargs.update(cache_option(RoundingCache()))
 
 
 class OwnProcessors(LlamaForCausalLM):
-    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
+    def _get_logits_processor(self, *args, **kwargs):
         class Reversed(LogitsProcessorList):
-            def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+            def __call__(self, input_ids, scores, **_):
                 return -scores
 
         return Reversed(super()._get_logits_processor(*args, **kwargs))
 
 
 class Endless(LlamaForCausalLM):
-    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
+    def _get_stopping_criteria(self, *args, **kwargs):
         return StoppingCriteriaList([ShortCriteria(40)])
 
 
 class ShortCriteria(MaxLengthCriteria):
     """Ends outputs before the length that it tells."""
 
-    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+    def __call__(self, input_ids, scores, **_):
         return torch.full(
             (len(input_ids),), input_ids.shape[1] >= PROMPTS["input_ids"].shape[1] + 9
         )
@@ -344,7 +340,7 @@ class ShortCriteria(MaxLengthCriteria):
         (Endless, "limit no length"),
     ],
 )
-def test_what_methods_prepare_in_their_own_way_is_refused(kind: type, match: str) -> None:
+def test_what_methods_prepare_in_their_own_way_is_refused(kind, match):
     model = model_of(kind)
     generator = SLOSpecGenerator(model, config=CONFIG)
     with pytest.raises((UnsupportedModelError, UnsupportedOptionError), match=match):
@@ -357,26 +353,26 @@ def test_what_methods_prepare_in_their_own_way_is_refused(kind: type, match: str
 class PreparesMore(LlamaForCausalLM):
     """Overrides what stock calls before it decodes."""
 
-    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
+    def _get_logits_processor(self, *args, **kwargs):
         processors = super()._get_logits_processor(*args, **kwargs)
         processors.append(SuppressTokensLogitsProcessor([3, 10, 15]))
         return processors
 
-    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
+    def _get_stopping_criteria(self, *args, **kwargs):
         criteria = super()._get_stopping_criteria(*args, **kwargs)
         criteria.append(MaxLengthCriteria(criteria.max_length - 3 * (criteria.max_length > 10)))
         return criteria
 
-    def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_generated_length(self, *args, **kwargs):
         config = super()._prepare_generated_length(*args, **kwargs)
         config.max_length -= 2 * (config.max_length > 10)
         return config
 
-    def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_cache_for_generation(self, *args, **kwargs):
         return super()._prepare_cache_for_generation(*args, **kwargs)
 
 
-def test_methods_that_stock_calls_before_it_decodes_run() -> None:
+def test_methods_that_stock_calls_before_it_decodes_run():
     model = model_of(PreparesMore)
     assert is_same_as_stock(model)
     with SLOSpecGenerator(model, config=CONFIG) as generator:
@@ -388,7 +384,7 @@ def test_methods_that_stock_calls_before_it_decodes_run() -> None:
         )
 
 
-def test_criteria_that_change_those_of_transformers_are_called() -> None:
+def test_criteria_that_change_those_of_transformers_are_called():
     model = model_of()
     options = dict(stopping_criteria=StoppingCriteriaList([ShortCriteria(99)]), do_sample=False)
     generator = SLOSpecGenerator(model, config=CONFIG)
@@ -401,16 +397,16 @@ def test_criteria_that_change_those_of_transformers_are_called() -> None:
 # ---- attention
 
 
-def longer_is_sharper(module: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+def longer_is_sharper(module, query, key, *args, **kwargs):
     return sdpa_attention_forward(module, query * (1 + (key.shape[2] > 20)), key, *args, **kwargs)
 
 
-def mine_masks(*args: Any, **kwargs: Any) -> Any:
+def mine_masks(*args, **kwargs):
     return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
 
 
 @pytest.fixture
-def interfaces(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def interfaces(monkeypatch):
     """The patch that takes back what a test registers."""
     for interface in (AttentionInterface, AttentionMaskInterface):
         monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
@@ -422,9 +418,7 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     "function", [longer_is_sharper, functools.wraps(sdpa_attention_forward)(longer_is_sharper)]
 )
 @pytest.mark.parametrize("name", ["mine", "sdpa", "sdpa of one file", "eager"])
-def test_attention_of_the_user_is_refused(
-    interfaces: pytest.MonkeyPatch, name: str, function: Any
-) -> None:
+def test_attention_of_the_user_is_refused(interfaces, name, function):
     model = model_of()
     if name == "eager":
         interfaces.setattr(modeling_llama, "eager_attention_forward", function)
@@ -438,7 +432,7 @@ def test_attention_of_the_user_is_refused(
     check_refused(model, rf"LlamaForCausalLM attends by '{name}' \(tests.*longer_is_sharper\)")
 
 
-def test_attention_that_is_registered_later_is_refused(interfaces: pytest.MonkeyPatch) -> None:
+def test_attention_that_is_registered_later_is_refused(interfaces):
     model = model_of()
     with SLOSpecGenerator(model, config=CONFIG) as generator:
         AttentionInterface.register("sdpa", longer_is_sharper)
@@ -450,7 +444,7 @@ def test_attention_that_is_registered_later_is_refused(interfaces: pytest.Monkey
                 call()
 
 
-def test_masks_of_the_user_are_refused(interfaces: pytest.MonkeyPatch) -> None:
+def test_masks_of_the_user_are_refused(interfaces):
     model = model_of()
     AttentionInterface.register("alias", sdpa_attention_forward)
     model.set_attn_implementation("alias")
@@ -469,17 +463,13 @@ def test_masks_of_the_user_are_refused(interfaces: pytest.MonkeyPatch) -> None:
         (torch.nn.functional, "scaled_dot_product_attention"),
     ],
 )
-def test_replaced_functions_that_attention_calls_are_refused(
-    monkeypatch: pytest.MonkeyPatch, module: Any, name: str
-) -> None:
+def test_replaced_functions_that_attention_calls_are_refused(monkeypatch, module, name):
     plain = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *args, **kwargs: plain(*args, **kwargs))
     check_refused(model_of(), rf"attends by {module.__name__}\.{name} \(tests")
 
 
-def test_replaced_functions_that_packed_forwards_call_are_called(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_replaced_functions_that_packed_forwards_call_are_called(monkeypatch):
     plain = modeling_llama.apply_rotary_pos_emb
     larger = lambda query, *args, **kwargs: plain(1.5 * query, *args, **kwargs)  # noqa: E731
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", larger)
@@ -490,13 +480,8 @@ class NearKeys(LlamaModel):
     """Masks keys that are far away by a function of its own, beside those of transformers."""
 
     def forward(
-        self,
-        input_ids: Any = None,
-        attention_mask: Any = None,
-        position_ids: Any = None,
-        inputs_embeds: Any = None,
-        **kwargs: Any,
-    ) -> Any:
+        self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, **kwargs
+    ):
         (name,) = cache_option(None)
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         mask = create_causal_mask(
@@ -508,7 +493,7 @@ class NearKeys(LlamaModel):
         )
 
 
-def test_masks_with_functions_of_the_user_are_refused() -> None:
+def test_masks_with_functions_of_the_user_are_refused():
     model = model_of()
     model.model.__class__ = NearKeys
     model.per_token = True
@@ -519,17 +504,17 @@ def test_masks_with_functions_of_the_user_are_refused() -> None:
 
 
 class PassesOn(LlamaForCausalLM):
-    def generate(self, *args: Any, **gen_kwargs: Any) -> Any:
+    def generate(self, *args, **gen_kwargs):
         return super().generate(*args, **gen_kwargs)
 
 
 class Slices(LlamaForCausalLM):
-    def generate(self, input_ids: Any, **gen_kwargs: Any) -> Any:
+    def generate(self, input_ids, **gen_kwargs):
         return super().generate(input_ids, **gen_kwargs)[:, input_ids.shape[1] :]
 
 
 class Twice(LlamaForCausalLM):
-    def generate(self, *args: Any, max_new_tokens: int = 4, **kwargs: Any) -> Any:
+    def generate(self, *args, max_new_tokens=4, **kwargs):
         first = super().generate(*args, max_new_tokens=1, **kwargs)
         mask = kwargs.pop("attention_mask")
         mask = torch.nn.functional.pad(mask, (0, first.shape[1] - mask.shape[1]), value=1)
@@ -539,7 +524,7 @@ class Twice(LlamaForCausalLM):
 
 @pytest.mark.parametrize("kind", [PassesOn, Slices, Twice])
 @pytest.mark.parametrize("sampled", [False, True])
-def test_overridden_generates_run(kind: type, sampled: bool) -> None:
+def test_overridden_generates_run(kind, sampled):
     model = model_of(kind)
     assert torch.equal(speculated(model, do_sample=sampled), stock(model, do_sample=sampled))
     mask = PROMPTS["attention_mask"]
@@ -555,7 +540,7 @@ def test_overridden_generates_run(kind: type, sampled: bool) -> None:
     )
 
 
-def test_submit_takes_a_generate_that_returns_what_stock_does() -> None:
+def test_submit_takes_a_generate_that_returns_what_stock_does():
     expected = (
         model_of()
         .generate(torch.tensor([[3, 4, 5]]), max_new_tokens=6, do_sample=False)[0, 3:]
@@ -574,20 +559,20 @@ def test_submit_takes_a_generate_that_returns_what_stock_does() -> None:
 
 
 class Alone(LlamaForCausalLM):
-    def generate(self, inputs: Any = None, **kwargs: Any) -> Any:
+    def generate(self, inputs=None, **kwargs):
         kwargs.pop("custom_generate", None)
         return super().generate(inputs, **kwargs).flip(1)
 
 
 class FewArguments(LlamaForCausalLM):
-    def generate(self, input_ids: Any, attention_mask: Any = None, max_new_tokens: int = 4) -> Any:
+    def generate(self, input_ids, attention_mask=None, max_new_tokens=4):
         return super().generate(
             input_ids, attention_mask=attention_mask, max_new_tokens=max_new_tokens, do_sample=True
         )
 
 
 @pytest.mark.parametrize("kind", [Alone, FewArguments])
-def test_generates_that_decode_by_themselves_are_refused(kind: type) -> None:
+def test_generates_that_decode_by_themselves_are_refused(kind):
     model = model_of(kind)
     call = PROMPTS | dict(max_new_tokens=6)
     torch.manual_seed(3)
@@ -603,11 +588,11 @@ def test_generates_that_decode_by_themselves_are_refused(kind: type) -> None:
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True])
-def test_libraries_may_wrap_generate(monkeypatch: pytest.MonkeyPatch, is_wrapped: bool) -> None:
+def test_libraries_may_wrap_generate(monkeypatch, is_wrapped):
     plain = GenerationMixin.generate
     lengths = list[int]()
 
-    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched(self, *args, **kwargs):
         out = plain(self, *args, **kwargs)
         lengths.append(out.shape[1])
         return out
@@ -620,7 +605,7 @@ def test_libraries_may_wrap_generate(monkeypatch: pytest.MonkeyPatch, is_wrapped
 
 
 @pytest.mark.parametrize("always", [False, True])
-def test_a_generate_of_the_instance_is_refused(always: bool) -> None:
+def test_a_generate_of_the_instance_is_refused(always):
     model = model_of()
     plain = model.generate
     model.generate = functools.partial(
@@ -642,7 +627,7 @@ def test_a_generate_of_the_instance_is_refused(always: bool) -> None:
     assert is_same_as_stock(model)
 
 
-def test_an_enabled_generate_may_be_wrapped() -> None:
+def test_an_enabled_generate_may_be_wrapped():
     model = model_of()
     expected = stock(model, do_sample=False)
     enabled = hf_slospec.enable(model, config=CONFIG).generate
@@ -653,7 +638,7 @@ def test_an_enabled_generate_may_be_wrapped() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_a_generate_of_a_peft_model_is_called_and_restored() -> None:
+def test_a_generate_of_a_peft_model_is_called_and_restored():
     peft = pytest.importorskip("peft", reason="wraps models")
     model = peft.get_peft_model(
         model_of(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
@@ -668,7 +653,7 @@ def test_a_generate_of_a_peft_model_is_called_and_restored() -> None:
     assert model.generate is replaced
 
 
-def test_what_an_enabled_generate_wraps_takes_the_model() -> None:
+def test_what_an_enabled_generate_wraps_takes_the_model():
     model = model_of()
     expected = stock(model, do_sample=False)
     for always in (False, True):
@@ -686,7 +671,7 @@ def test_what_an_enabled_generate_wraps_takes_the_model() -> None:
 # ---- drafts, compilation, adapters
 
 
-def test_drafts_with_code_of_the_user_draft() -> None:
+def test_drafts_with_code_of_the_user_draft():
     model = model_of()
     draft = model_of(OwnInputs)
     draft.generate = lambda *_: None
@@ -697,7 +682,7 @@ def test_drafts_with_code_of_the_user_draft() -> None:
 
 @pytest.mark.parametrize("name", ["", "model", "model.layers.0", "model.layers.1.mlp"])
 @pytest.mark.parametrize("is_forward", [False, True])
-def test_compiled_forwards_are_named(name: str, is_forward: bool) -> None:
+def test_compiled_forwards_are_named(name, is_forward):
     model = model_of()
     part = model.get_submodule(name)
     if is_forward:
@@ -715,7 +700,7 @@ def test_compiled_forwards_are_named(name: str, is_forward: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_activated_loras_are_named_while_they_are_in_use() -> None:
+def test_activated_loras_are_named_while_they_are_in_use():
     peft = pytest.importorskip("peft", reason="has these adapters")
     config = peft.LoraConfig(
         r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[8, 9]
@@ -739,8 +724,8 @@ def test_activated_loras_are_named_while_they_are_in_use() -> None:
 # ---- whose code
 
 
-def test_functions_are_told_apart_by_their_code() -> None:
-    def mine(*args: Any, **kwargs: Any) -> Any:
+def test_functions_are_told_apart_by_their_code():
+    def mine(*args, **kwargs):
         return args, kwargs
 
     plain = GenerationMixin._sample
@@ -764,7 +749,7 @@ def test_functions_are_told_apart_by_their_code() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "gpt-oss", "mixtral"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_models_of_transformers_run_their_own_code(family: str, implementation: str) -> None:
+def test_models_of_transformers_run_their_own_code(family, implementation):
     model = copy.deepcopy(tiny_model(family))
     if family == "gpt-oss" and implementation == "sdpa":
         pytest.skip("this model has no sdpa")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tests.support.enabled_model import OPTIONS
 from tests.support.toys.tiny_models import ragged_prompts
 
 
-def test_one_dimensional_ids_and_positional_inputs(model: Any) -> None:
+def test_one_dimensional_ids_and_positional_inputs(model):
     ids = ragged_prompts(1)["input_ids"]
     expected = type(model).generate(model, ids, **OPTIONS)
     assert torch.equal(model.generate(ids[0], **OPTIONS, slo_tpot=0.1), expected)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,13 +19,13 @@ CONFIG = SLOSpecConfig(compile=False)
 REFUSED = "quantises activations"
 
 
-def by_torchao(model: Any, name: str) -> Any:
+def by_torchao(model, name):
     quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     quantization.quantize_(model, getattr(quantization, name)())
     return model
 
 
-def by_torch(model: Any) -> Any:
+def by_torch(model):
     return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
 
 
@@ -38,18 +37,18 @@ class Linear8bitLt(nn.Linear):
     __module__ = "bitsandbytes.nn.modules"
 
 
-def like_bitsandbytes(model: Any) -> Any:
+def like_bitsandbytes(model):
     model.model.layers[1].mlp.up_proj.__class__ = Linear8bitLt
     return model
 
 
-def like_transformers(model: Any) -> Any:
+def like_transformers(model):
     """Set what transformers' layers in 8-bit floats have."""
     model.model.layers[1].mlp.up_proj.activation_scheme = "dynamic"
     return model
 
 
-def like_compressed_tensors(model: Any) -> Any:
+def like_compressed_tensors(model):
     model.model.layers[1].mlp.up_proj.quantization_scheme = SimpleNamespace(
         input_activations=SimpleNamespace(bits=8)
     )
@@ -69,7 +68,7 @@ QUANTISED = {
     "ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor:UserWarning"
 )
 @pytest.mark.parametrize("name", QUANTISED)
-def test_quantised_activations_are_refused_or_fall_back(name: str) -> None:
+def test_quantised_activations_are_refused_or_fall_back(name):
     model, call = (
         QUANTISED[name](copy.deepcopy(tiny_model("llama"))),
         dict(ragged_prompts(2), max_new_tokens=4),
@@ -82,7 +81,7 @@ def test_quantised_activations_are_refused_or_fall_back(name: str) -> None:
         assert torch.equal(model.generate(**call, slo_tpot=0.1), expected)
 
 
-def test_models_that_are_quantised_after_enable_are_refused() -> None:
+def test_models_that_are_quantised_after_enable_are_refused():
     model = copy.deepcopy(tiny_model("llama"))
     call = dict(ragged_prompts(2), max_new_tokens=4)
     hf_slospec.enable(model, config=CONFIG)

@@ -34,7 +34,7 @@ from tests.support.toys.tiny_tokenizers import byte_level
 Refused = tuple[Callable[[], Any], type[Exception], str]
 
 
-def generated(*inputs: Any, ours: Any = None, **arguments: Any) -> Callable[[], Any]:
+def generated(*inputs, ours=None, **arguments):
     """Return a call of generate, with a batch of two rows unless inputs are given."""
     prompts = {} if inputs or "input_ids" in arguments else ragged_prompts(2)
     options = dict(do_sample=False, max_new_tokens=6)
@@ -43,27 +43,27 @@ def generated(*inputs: Any, ours: Any = None, **arguments: Any) -> Callable[[], 
     )
 
 
-def enabled(**arguments: Any) -> Callable[[], Any]:
+def enabled(**arguments):
     return lambda: enable(**{"model": tiny_model("llama")} | arguments)
 
 
-def reported(inputs: Any = None, speculated: Any = None, **options: Any) -> Callable[[], Any]:
+def reported(inputs=None, speculated=None, **options):
     given = ragged_prompts(2) if inputs is None else inputs
     return lambda: divergence_report(speculated or generator(), given, max_new_tokens=4, **options)
 
 
-def spoiled(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def spoiled(_, scores):
     return scores * float("nan")
 
 
 spoiled.per_row = True  # type: ignore[attr-defined]
 
 
-def with_bytes() -> SLOSpecGenerator:
+def with_bytes():
     return SLOSpecGenerator(tiny_model("llama"), tokenizer=byte_level(101))
 
 
-def whisper(config: SLOSpecConfig | None = None) -> SLOSpecGenerator:
+def whisper(config=None):
     return SLOSpecGenerator(tiny_whisper(), config=config)
 
 
@@ -176,9 +176,7 @@ ENCODERS: list[Refused] = [
 @pytest.mark.parametrize(
     ("call", "error", "words"), [*PROMPTS, *OPTIONS, *MODELS, *REPORTS, *ENCODERS]
 )
-def test_refused_calls_say_what_is_wrong(
-    call: Callable[[], Any], error: type[Exception], words: str
-) -> None:
+def test_refused_calls_say_what_is_wrong(call, error, words):
     with pytest.raises(error, match=words):
         call()
     assert "generate" not in vars(LLAMA)

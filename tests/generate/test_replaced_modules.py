@@ -20,7 +20,6 @@ from hf_slospec import (
     UnsupportedModelError,
     UnsupportedOptionError,
 )
-from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.trial import check_by_trial
 from tests.support.toys.tiny_models import tiny_model
 
@@ -30,19 +29,19 @@ CALL: dict[str, Any] = dict(
 )
 
 
-def enabled(family: str = "llama", **options: Any) -> Any:
+def enabled(family="llama", **options):
     model: Any = copy.deepcopy(tiny_model(family))
     hf_slospec.enable(model, config=CONFIG, **options)
     return model
 
 
-def check_like_stock(model: Any, **call: Any) -> None:
+def check_like_stock(model, **call):
     call = CALL | call
     assert torch.equal(model.generate(**call, slo_tpot=0.1), model.generate(**call))
 
 
 @pytest.mark.parametrize("name", ["model", "model.layers.1", "model.layers.0.self_attn"])
-def test_copies_of_modules_attend_in_trees(name: str) -> None:
+def test_copies_of_modules_attend_in_trees(name):
     model = enabled()
     check_like_stock(model)
     parent, _, attribute = name.rpartition(".")
@@ -50,7 +49,7 @@ def test_copies_of_modules_attend_in_trees(name: str) -> None:
     check_like_stock(model)
 
 
-def test_modules_and_settings_may_hold_themselves_and_many_others() -> None:
+def test_modules_and_settings_may_hold_themselves_and_many_others():
     model = enabled()
     layer = model.model.layers[0]
     layer.mlp.owner = model.model
@@ -65,7 +64,7 @@ def test_modules_and_settings_may_hold_themselves_and_many_others() -> None:
     check_like_stock(model)
 
 
-def test_further_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_further_layers_are_refused(monkeypatch):
     model = enabled()
     layer = copy.deepcopy(model.model.layers[-1])
     layer.self_attn.layer_idx = model.config.num_hidden_layers
@@ -84,7 +83,7 @@ def test_further_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_like_stock(model)
 
 
-def test_layers_that_leave_the_interface_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_leave_the_interface_are_refused(monkeypatch):
     """A layer that attends without transformers' interface would see the tokens of its step only."""
     model = enabled()
     attention = model.model.layers[1].self_attn
@@ -97,7 +96,7 @@ def test_layers_that_leave_the_interface_are_refused(monkeypatch: pytest.MonkeyP
             model.generate(**CALL, slo_tpot=0.1)
 
 
-def test_compiled_models_are_refused_after_enable() -> None:
+def test_compiled_models_are_refused_after_enable():
     model = enabled()
     check_like_stock(model)
     model.compile(backend="eager")
@@ -105,7 +104,7 @@ def test_compiled_models_are_refused_after_enable() -> None:
         model.generate(**CALL, slo_tpot=0.1)
 
 
-def test_compiled_models_fall_back_after_enable() -> None:
+def test_compiled_models_fall_back_after_enable():
     model = enabled(fallback=True)
     expected = model.generate(**CALL)
     model.compile(backend="eager")
@@ -113,7 +112,7 @@ def test_compiled_models_fall_back_after_enable() -> None:
         assert torch.equal(model.generate(**CALL, slo_tpot=0.1), expected)
 
 
-def test_a_batcher_refuses_a_model_that_was_compiled_meanwhile() -> None:
+def test_a_batcher_refuses_a_model_that_was_compiled_meanwhile():
     model: Any = copy.deepcopy(tiny_model("llama"))
     with SLOSpecGenerator(model, config=CONFIG) as generator:
         generator.submit([3, 4, 5], max_new_tokens=4).result(60)
@@ -123,7 +122,7 @@ def test_a_batcher_refuses_a_model_that_was_compiled_meanwhile() -> None:
                 generator.submit([3, 4, 5], max_new_tokens=4).result(60)
 
 
-def test_tables_may_have_more_rows_than_the_config_says() -> None:
+def test_tables_may_have_more_rows_than_the_config_says():
     model: Any = copy.deepcopy(tiny_model("llama"))
     torch.manual_seed(0)
     rows = model.config.vocab_size + 80
@@ -136,7 +135,7 @@ def test_tables_may_have_more_rows_than_the_config_says() -> None:
     check_like_stock(model, input_ids=output)
 
 
-def test_alibi_by_place_refuses_gaps() -> None:
+def test_alibi_by_place_refuses_gaps():
     torch.manual_seed(0)
     model: Any = MptForCausalLM(
         MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4, initializer_range=0.2)
@@ -159,15 +158,15 @@ class TokenShift(nn.Module):
 
     per_token = True
 
-    def __init__(self, inner: nn.Module):
+    def __init__(self, inner):
         super().__init__()
         self.inner = inner
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         return self.inner(hidden + nn.functional.pad(hidden, (0, 0, 1, -1)))
 
 
-def test_layers_that_mix_tokens_are_refused_until_they_are_put_back() -> None:
+def test_layers_that_mix_tokens_are_refused_until_they_are_put_back():
     model = enabled()
     check_like_stock(model)
     layer = model.model.layers[0]
@@ -180,7 +179,7 @@ def test_layers_that_mix_tokens_are_refused_until_they_are_put_back() -> None:
     check_like_stock(model)
 
 
-def test_drafts_that_mix_tokens_are_refused() -> None:
+def test_drafts_that_mix_tokens_are_refused():
     model = copy.deepcopy(tiny_model("llama"))
     draft = copy.deepcopy(tiny_model("llama"))
     hf_slospec.enable(model, assistant_model=draft, config=CONFIG)
@@ -190,7 +189,7 @@ def test_drafts_that_mix_tokens_are_refused() -> None:
         model.generate(**CALL, slo_tpot=0.1)
 
 
-def test_the_trial_is_repeated_for_changes_of_modules_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_is_repeated_for_changes_of_modules_only(monkeypatch):
     model = enabled()
     trials = []
     monkeypatch.setattr("hf_slospec.model.checked_model.check_by_trial", trials.append)
@@ -209,7 +208,7 @@ def test_the_trial_is_repeated_for_changes_of_modules_only(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("family", "window"), [("mistral", 9), ("gemma3", 30), ("gpt-oss", 40)])
-def test_other_windows_are_refused_until_enabled_again(family: str, window: int) -> None:
+def test_other_windows_are_refused_until_enabled_again(family, window):
     model = enabled(family)
     call = dict(input_ids=torch.arange(3, 73)[None])
     check_like_stock(model, **call)
@@ -227,7 +226,7 @@ def test_other_windows_are_refused_until_enabled_again(family: str, window: int)
     check_like_stock(model, **call)
 
 
-def test_a_part_of_another_dtype_is_refused_and_does_no_harm() -> None:
+def test_a_part_of_another_dtype_is_refused_and_does_no_harm():
     model: Any = copy.deepcopy(tiny_model("llama"))
     with SLOSpecGenerator(model, config=CONFIG) as generator:
         expected = generator.submit([3, 4, 5], max_new_tokens=4).result(60).token_ids
@@ -239,7 +238,7 @@ def test_a_part_of_another_dtype_is_refused_and_does_no_harm() -> None:
 
 
 @pytest.mark.parametrize("name", ["generation_config", "use_cache"])
-def test_settings_of_trainers_repeat_no_trial(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_settings_of_trainers_repeat_no_trial(monkeypatch, name):
     model = enabled()
     trials = []
     monkeypatch.setattr("hf_slospec.model.checked_model.check_by_trial", trials.append)
@@ -256,21 +255,21 @@ class Counting(nn.Module):
 
     per_token = True
 
-    def __init__(self, inner: nn.Module):
+    def __init__(self, inner):
         super().__init__()
         self.inner = inner
         self.seen = 0.0
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         self.seen += 0.1
         return self.inner(hidden)
 
 
-def test_layers_that_set_attributes_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_set_attributes_are_tried_once(monkeypatch):
     model = enabled()
     trials = []
 
-    def counted(packed: PackedModel) -> None:
+    def counted(packed):
         trials.append(packed)
         check_by_trial(packed)
 
@@ -286,7 +285,7 @@ def test_layers_that_set_attributes_are_tried_once(monkeypatch: pytest.MonkeyPat
         model.generate(**CALL, slo_tpot=0.1)
 
 
-def test_windows_of_a_running_generator_are_refused_beside_new_hooks() -> None:
+def test_windows_of_a_running_generator_are_refused_beside_new_hooks():
     model: Any = copy.deepcopy(tiny_model("mistral"))
     with SLOSpecGenerator(model, config=CONFIG) as generator:
         generator.submit(list(range(3, 73)), max_new_tokens=4).result(60)
@@ -297,7 +296,7 @@ def test_windows_of_a_running_generator_are_refused_beside_new_hooks() -> None:
                 generator.submit(list(range(3, 73)), max_new_tokens=4)
 
 
-def test_threads_repeat_a_trial_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_repeat_a_trial_once(monkeypatch):
     model = copy.deepcopy(tiny_model("llama"))
     trials = []
     with SLOSpecGenerator(model, config=CONFIG) as generator:

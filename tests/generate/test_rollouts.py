@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ CONFIG = SLOSpecConfig(policy="adaserve", token_budget=64, max_depth=3)
 class Rollouts:
     """A trainer's calls of a callback, with a rollout per epoch."""
 
-    def __init__(self, folder: Path, callback: RolloutCallback, **settings: bool):
+    def __init__(self, folder, callback, **settings):
         self.model: Any = copy.deepcopy(tiny_model("llama"))
         self.args, self.state = (
             TrainingArguments(output_dir=str(folder), use_cpu=True),
@@ -29,10 +28,10 @@ class Rollouts:
         vars(self.args).update(settings)
         self.callback = callback
 
-    def call(self, event: str) -> None:
+    def call(self, event):
         getattr(self.callback, event)(self.args, self.state, TrainerControl(), model=self.model)
 
-    def epoch(self) -> Any:
+    def epoch(self):
         torch.manual_seed(0)
         out = self.model.generate(**ragged_prompts(4), do_sample=True, max_new_tokens=24)
         self.state.global_step += 1
@@ -41,7 +40,7 @@ class Rollouts:
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "suffix"])
-def test_rollouts_are_those_of_stock_in_fewer_steps(drafter: str, tmp_path: Path) -> None:
+def test_rollouts_are_those_of_stock_in_fewer_steps(drafter, tmp_path):
     rollouts = Rollouts(tmp_path, RolloutCallback(drafter, config=CONFIG))
     torch.manual_seed(0)
     expected = rollouts.model.generate(**ragged_prompts(4), do_sample=True, max_new_tokens=24)
@@ -53,7 +52,7 @@ def test_rollouts_are_those_of_stock_in_fewer_steps(drafter: str, tmp_path: Path
     assert 1.0 <= first < second
 
 
-def test_answers_go_with_checkpoints(tmp_path: Path) -> None:
+def test_answers_go_with_checkpoints(tmp_path):
     rollouts = Rollouts(tmp_path, RolloutCallback("lookup", config=CONFIG))
     rollouts.call("on_train_begin")
     rollouts.epoch()
@@ -70,9 +69,7 @@ def test_answers_go_with_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", [None, "use_vllm", "use_transformers_continuous_batching"])
-def test_trainers_that_do_not_call_generate_are_warned_of(
-    setting: str | None, tmp_path: Path
-) -> None:
+def test_trainers_that_do_not_call_generate_are_warned_of(setting, tmp_path):
     rollouts = Rollouts(
         tmp_path, RolloutCallback("lookup"), **({} if setting is None else {setting: True})
     )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +22,7 @@ AS_DICTS = [{"slo_tpot": 0.01, "until": "</think>"}, {"slo_tpot": 0.05}]
 BOTH = (0.01, 0.05)
 
 
-def tpots(slo: Any) -> Any:
+def tpots(slo):
     """Return the seconds of every stage, in the form in which the SLO is parsed."""
     parsed = parse_slo(slo, lambda text: lambda tokens: False)
     rows = parsed if isinstance(parsed, list) else [parsed]
@@ -52,7 +50,7 @@ def tpots(slo: Any) -> Any:
         ([SLOStage(slo_tpot=None, tokens=3), ANSWER], (None, 0.05)),
     ],
 )
-def test_parsed_slos(slo: Any, expected: Any) -> None:
+def test_parsed_slos(slo, expected):
     assert tpots(slo) == expected
 
 
@@ -72,7 +70,7 @@ def test_parsed_slos(slo: Any, expected: Any) -> None:
         ([{"slo_tpot": 0.1, "tokens": 3, "until": "x"}], "not by both"),
     ],
 )
-def test_impossible_slos_are_named(bad: Any, why: str) -> None:
+def test_impossible_slos_are_named(bad, why):
     with pytest.raises(InvalidInputError, match=f"slo_tpot(.|\n)*{why}"):
         parse_slo(bad)
 
@@ -80,12 +78,12 @@ def test_impossible_slos_are_named(bad: Any, why: str) -> None:
 @pytest.mark.parametrize(
     "bad", ["0.1", True, {"slo_tpot": 0.1}, ANSWER, [ANSWER, 0.1], [[]], [[0.1]], np.array([[0.1]])]
 )
-def test_slos_of_wrong_type_are_named(bad: Any) -> None:
+def test_slos_of_wrong_type_are_named(bad):
     with pytest.raises(InvalidTypeError, match="slo_tpot must be"):
         parse_slo(bad)
 
 
-def test_one_slo_is_for_all_rows_and_a_list_for_prompts_or_rows() -> None:
+def test_one_slo_is_for_all_rows_and_a_list_for_prompts_or_rows():
     for slo, num_rows, num_return_sequences, expected in (
         (0.5, 3, 1, [0.5] * 3),
         ([0.5, None], 4, 2, [0.5, 0.5, None, None]),
@@ -100,14 +98,14 @@ def test_one_slo_is_for_all_rows_and_a_list_for_prompts_or_rows() -> None:
             stages_by_row(parse_slo(wrong), 4, 2)
 
 
-def test_stages_by_tokens_need_no_tokenizer() -> None:
+def test_stages_by_tokens_need_no_tokenizer():
     by_row = stages_by_row(parse_slo([{"slo_tpot": 0.1, "tokens": 3}, {"slo_tpot": None}]), 2)
     assert [[(stage.tpot_slo_s, stage.num_tokens) for stage in stages] for stages in by_row] == [
         [(0.1, 3), (None, None)]
     ] * 2
 
 
-def test_stages_by_text_end_with_the_token_that_completes_it() -> None:
+def test_stages_by_text_end_with_the_token_that_completes_it():
     with pytest.raises(InvalidInputError, match="tokenizer"):
         parse_slo((THINK, ANSWER))
     tokenizer = hf_slospec.load_tiny_pair()[2]
@@ -131,6 +129,6 @@ def test_stages_by_text_end_with_the_token_that_completes_it() -> None:
         (lambda stage: SLOStage(), "slo_tpot"),
     ],
 )
-def test_stages_are_frozen_and_strict(change: Callable[[SLOStage], Any], match: str) -> None:
+def test_stages_are_frozen_and_strict(change, match):
     with pytest.raises(ValueError, match=match):
         change(SLOStage(slo_tpot=0.1))

@@ -27,20 +27,20 @@ STAGES: list[Any] = [
 
 
 @pytest.fixture(scope="module")
-def pair() -> Any:
+def pair():
     target, draft, tokenizer = hf_slospec.load_tiny_pair()
     return SLOSpecGenerator(target, draft, tokenizer), dict(
         tokenizer(["def __init__(self"], return_tensors="pt")
     )
 
 
-def stages_by_token(out: Any, row: int) -> list[float | None]:
+def stages_by_token(out, row):
     """The target in force as each of a row's tokens was committed."""
     parts = [part for step in out.steps for part in step.requests if part.index == row]
     return [part.tpot_slo_s for part in parts for _ in range(part.committed)]
 
 
-def test_stages_end_by_text_and_by_tokens(pair: Any) -> None:
+def test_stages_end_by_text_and_by_tokens(pair):
     generator, inputs = pair
     options: dict[str, Any] = dict(do_sample=False, max_new_tokens=60, return_dict_in_generate=True)
     stages = [SLOStage(**stage) for stage in STAGES]
@@ -65,7 +65,7 @@ def test_stages_end_by_text_and_by_tokens(pair: Any) -> None:
     assert out.slo[0].attained is True
 
 
-def test_stages_by_text_need_a_tokenizer(model: Any) -> None:
+def test_stages_by_text_need_a_tokenizer(model):
     with pytest.raises(InvalidInputError, match=r"until.*tokenizer"):
         model.generate(**ragged_prompts(1), **OPTIONS, slo_tpot=STAGES)
     out = model.generate(
@@ -74,7 +74,7 @@ def test_stages_by_text_need_a_tokenizer(model: Any) -> None:
     assert [metrics.tpot_slo_s for metrics in out.slo] == [60.0, None]
 
 
-def test_stages_from_a_saved_generation_config(pair: Any, tmp_path: Any) -> None:
+def test_stages_from_a_saved_generation_config(pair, tmp_path):
     generator, inputs = pair
     options: dict[str, Any] = dict(
         do_sample=False, max_new_tokens=60, eos_token_id=0, pad_token_id=1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from hf_slospec.generate.rows import StopStrings
 from tests.support.toys.tiny_tokenizers import FOREIGN, byte_level, sentencepiece_like
 
 
-def whole_words() -> PreTrainedTokenizerFast:
+def whole_words():
     """A tokenizer without a decoder, whose tokens are compared as texts."""
     words = {
         word: index
@@ -34,7 +33,7 @@ TOKENIZERS = {
 }
 
 
-def criterion(kind: Any, tokenizer: Any, stops: list[str]) -> Any:
+def criterion(kind, tokenizer, stops):
     try:
         return kind(tokenizer=tokenizer, stop_strings=stops)
     except ValueError:
@@ -42,7 +41,7 @@ def criterion(kind: Any, tokenizer: Any, stops: list[str]) -> Any:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_they_are_found_where_stock_finds_them(name: str) -> None:
+def test_they_are_found_where_stock_finds_them(name):
     tokenizer = TOKENIZERS[name]()
     rng = random.Random(0)
     num_found = num_refused = 0
@@ -80,8 +79,8 @@ def test_they_are_found_where_stock_finds_them(name: str) -> None:
     assert num_found > 20 and (num_refused or name != "words")
 
 
-def test_no_table_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
+def test_no_table_is_made(monkeypatch):
+    def refuse(*_):
         raise AssertionError("the tables of 200 strings take minutes")
 
     monkeypatch.setattr(StopStringCriteria, "_stop_string_create_embedding_vec", refuse)
@@ -94,7 +93,7 @@ def test_no_table_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_tokens_that_are_added_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_are_added_are_known(monkeypatch):
     tokenizer = whole_words()
     monkeypatch.setattr(stop_strings, "_known", stop_strings.WeakKeyDictionary())
     assert criterion(StopStrings, tokenizer, ["zz"]) is None

@@ -14,15 +14,13 @@ from tests.support.stock_matrix import model_of
 from tests.support.toys.tiny_models import ragged_prompts
 
 
-def typed(batch: int, kind: int = 0) -> dict[str, torch.Tensor]:
+def typed(batch, kind=0):
     inputs = ragged_prompts(batch)
     return inputs | {"token_type_ids": torch.full_like(inputs["input_ids"], kind)}
 
 
 @pytest.mark.parametrize(("name", "kind"), [("gpt2", 0), ("CTRLLMHeadModel", 0), ("bert", 1)])
-def test_types_that_change_what_the_model_computes_are_refused_by_name(
-    name: str, kind: int
-) -> None:
+def test_types_that_change_what_the_model_computes_are_refused_by_name(name, kind):
     model = hf_slospec.enable(copy.deepcopy(model_of(name)))
     inputs = typed(1, kind)
     with pytest.raises(UnsupportedOptionError, match="token_type_ids"):

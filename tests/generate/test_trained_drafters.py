@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_drafter, load_tiny_pair
 from tests.support.breadth import quick_or
@@ -22,18 +19,18 @@ TRAINED = SLOSpecConfig(
 
 
 @pytest.fixture(scope="module")
-def trained() -> tuple[Any, Any, Any]:
+def trained():
     target, _, tokenizer = load_tiny_pair()
     return target, load_tiny_drafter("mtp", target), tokenizer
 
 
-def inputs_of(tokenizer: Any, num_prompts: int = 3) -> dict[str, torch.Tensor]:
+def inputs_of(tokenizer, num_prompts=3):
     return dict(
         tokenizer(PROMPTS[:num_prompts], return_tensors="pt", padding=True, padding_side="left")
     )
 
 
-def test_trained_layer_is_accepted(trained: tuple[Any, Any, Any]) -> None:
+def test_trained_layer_is_accepted(trained):
     target, method, tokenizer = trained
     ours = SLOSpecGenerator(target, drafter=method, config=TRAINED)
     out = assert_same_as_stock(

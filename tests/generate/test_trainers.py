@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,19 +22,19 @@ KERNELS = [name for name, dtype in WORKING if dtype is torch.bfloat16]
 
 
 @pytest.fixture(params=["packed", "plain"])
-def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _kernel(request, monkeypatch):
     if request.param == "packed" and not KERNELS:
         pytest.skip("no kernels for bf16 on this machine")
     force_kernel(monkeypatch, KERNELS[0] if request.param == "packed" else "none")
 
 
-def model_in_training() -> Any:
+def model_in_training():
     return copy.deepcopy(tiny_model("llama")).train()
 
 
 @pytest.mark.usefixtures("_kernel")
 @pytest.mark.parametrize("is_enabled_first", [True, False])
-def test_autocast_within_the_forward(is_enabled_first: bool) -> None:
+def test_autocast_within_the_forward(is_enabled_first):
     model = model_in_training()
     draft = tiny_model("llama", noise=0.02)
     if is_enabled_first:
@@ -59,7 +58,7 @@ def test_autocast_within_the_forward(is_enabled_first: bool) -> None:
 
 
 @pytest.mark.usefixtures("_process_group")
-def test_a_model_split_after_it_was_enabled_is_refused_by_name() -> None:
+def test_a_model_split_after_it_was_enabled_is_refused_by_name():
     from torch.distributed.fsdp import fully_shard
 
     model = model_in_training().eval()
@@ -70,14 +69,14 @@ def test_a_model_split_after_it_was_enabled_is_refused_by_name() -> None:
 
 
 @pytest.fixture
-def _process_group() -> Iterator[None]:
+def _process_group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_dropout_of_adapters_is_refused_with_a_remedy_or_falls_back() -> None:
+def test_dropout_of_adapters_is_refused_with_a_remedy_or_falls_back():
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)
     model = peft.get_peft_model(model_in_training(), lora).train()
@@ -91,7 +90,7 @@ def test_dropout_of_adapters_is_refused_with_a_remedy_or_falls_back() -> None:
         model.generate(**ragged_prompts(1), max_new_tokens=4)
 
 
-def test_gradient_checkpointing_is_refused_by_name() -> None:
+def test_gradient_checkpointing_is_refused_by_name():
     model = model_in_training()
     model.activation_checkpointing_enable()
     hf_slospec.enable(model.eval(), always=True)
@@ -102,7 +101,7 @@ def test_gradient_checkpointing_is_refused_by_name() -> None:
     assert model.generate(**ragged_prompts(1), max_new_tokens=4) is not None
 
 
-def test_what_stock_ignores_is_ignored_and_nothing_warns() -> None:
+def test_what_stock_ignores_is_ignored_and_nothing_warns():
     model = copy.deepcopy(tiny_model("llama"))
     inputs = ragged_prompts(2)
     config = GenerationConfig(max_new_tokens=6, do_sample=False)
@@ -118,9 +117,7 @@ def test_what_stock_ignores_is_ignored_and_nothing_warns() -> None:
     assert config.prompt_lookup_num_tokens == 3
 
 
-def test_continuous_batching_of_transformers_says_that_it_does_not_speculate(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_continuous_batching_of_transformers_says_that_it_does_not_speculate(monkeypatch):
     model = copy.deepcopy(tiny_model("llama"))
     monkeypatch.setattr(type(model), "generate_batch", lambda self, inputs: inputs)
     hf_slospec.enable(model, always=True)
@@ -131,7 +128,7 @@ def test_continuous_batching_of_transformers_says_that_it_does_not_speculate(
 
 
 @pytest.mark.parametrize("slo_tpot", [None, 0.05])
-def test_pipelines_speculate(slo_tpot: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipelines_speculate(slo_tpot, monkeypatch):
     model, draft, tokenizer = (copy.deepcopy(part) for part in hf_slospec.load_tiny_pair())
     model.float(), draft.float()
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
@@ -155,7 +152,7 @@ def test_pipelines_speculate(slo_tpot: float | None, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.filterwarnings("error::hf_slospec.FallbackWarning")
-def test_batches_of_lm_eval_speculate() -> None:
+def test_batches_of_lm_eval_speculate():
     huggingface = pytest.importorskip("lm_eval.models.huggingface")
     instance = pytest.importorskip("lm_eval.api.instance").Instance
     model, draft, tokenizer = (copy.deepcopy(part) for part in hf_slospec.load_tiny_pair())

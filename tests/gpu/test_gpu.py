@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from hf_slospec import (
     tiny_prompts,
 )
 from hf_slospec.cuda.few_row_kernels import gated_product, invariant_product, joint_products
-from hf_slospec.cuda.flash_kernels import FlashKernel
 from hf_slospec.cuda.fused_kernels import SILU, rotate
 from hf_slospec.cuda.fused_layers import FusedLayers
 from hf_slospec.cuda.tree_attention import TreeAttention
@@ -61,7 +58,7 @@ JOINT = (torch.nn.Linear, "forward")
 EXACT = re.findall(r"^\| (\w+) \| [^|]+ \| exact \|", CAUSAL, re.MULTILINE)
 
 
-def of_class(name: str) -> Callable[[], Any]:
+def of_class(name):
     model_class = getattr(transformers, name)
     config = tiny_config(model_class.config_class)
     # Values of latent layers are views behind keys. Torch's efficient attention, which some classes
@@ -76,9 +73,7 @@ def of_class(name: str) -> Callable[[], Any]:
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("window", [None, 1, 9, 40])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_kind_of_row(
-    kernel: FlashKernel, dtype: torch.dtype, window: int | None, name: str
-) -> None:
+def test_every_kind_of_row(kernel, dtype, window, name):
     for softcap in (None, 2.0) if kernel.has_softcap else (None,):
         for has_sinks in (False, True):
             check_row(ROWS[name], (8, 2, 64), dtype, window, softcap, has_sinks)
@@ -89,14 +84,12 @@ def test_every_kind_of_row(
 @pytest.mark.parametrize(
     "options", [(None, None, False), (9, 2.0, True)], ids=["plain", "window-softcap-sinks"]
 )
-def test_every_kind_of_row_by_triton(
-    dtype: torch.dtype, options: tuple[Any, ...], name: str
-) -> None:
+def test_every_kind_of_row_by_triton(dtype, options, name):
     check_row(ROWS[name], (8, 2, 64), dtype, *options, backend=TreeAttention())
 
 
 @pytest.mark.parametrize("heads", [(32, 8, 128), (4, 2, 8), (12, 4, 96)])
-def test_long_prefixes_by_triton(heads: tuple[int, int, int]) -> None:
+def test_long_prefixes_by_triton(heads):
     root, branching, chain = TREES
     spans = [
         (4099, 2, branching),
@@ -108,7 +101,7 @@ def test_long_prefixes_by_triton(heads: tuple[int, int, int]) -> None:
     check_row(spans, heads, torch.bfloat16, None, None, False, backend=TreeAttention())
 
 
-def test_rotary_embeddings_are_equal_bit_by_bit() -> None:
+def test_rotary_embeddings_are_equal_bit_by_bit():
     query, key = (
         torch.randn(1, 5, n, 64, dtype=torch.bfloat16, device=CUDA).transpose(1, 2) for n in (4, 2)
     )
@@ -122,7 +115,7 @@ def test_rotary_embeddings_are_equal_bit_by_bit() -> None:
 @pytest.mark.parametrize(
     ("family", "num_places"), [("llama", 3), ("qwen3", 3), ("gemma3", 3), ("gpt2", 0)]
 )
-def test_layers_are_fused(family: str, num_places: int) -> None:
+def test_layers_are_fused(family, num_places):
     model = copy.deepcopy(tiny_model(family)).to(CUDA, torch.bfloat16)
     options = OverrideOptions("cuda", fused_layers=True)
     fused = overridden(model, FusedLayers.for_model(model, options))
@@ -137,7 +130,7 @@ def test_layers_are_fused(family: str, num_places: int) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 64])
 @pytest.mark.parametrize("inputs", [576, 4096])
-def test_products_by_several_weights(num_rows: int, inputs: int) -> None:
+def test_products_by_several_weights(num_rows, inputs):
     rows, *weights = (
         torch.randn(n, inputs).to(CUDA, torch.bfloat16) for n in (num_rows, 4096, 1024, 576)
     )
@@ -157,9 +150,7 @@ def test_products_by_several_weights(num_rows: int, inputs: int) -> None:
 
 @pytest.mark.parametrize("heads", [(32, 8, 128), (8, 8, 64), (8, 1, 256), (12, 4, 96), (4, 2, 8)])
 @pytest.mark.parametrize("window", [None, 1000])
-def test_long_prefixes(
-    kernel: FlashKernel, heads: tuple[int, int, int], window: int | None
-) -> None:
+def test_long_prefixes(kernel, heads, window):
     """Cut into pieces, and two prompts of several hundred tokens beside them."""
     root, branching, chain = TREES
     spans = [
@@ -174,7 +165,7 @@ def test_long_prefixes(
 
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("attention", ["triton", "flash"])
-def test_every_attention_call_of_every_class(attention: str, name: str) -> None:
+def test_every_attention_call_of_every_class(attention, name):
     """Against 4d_mask, in bf16; a layer that the kernel cannot do goes to sdpa and is compared all
     the same.
     """
@@ -187,9 +178,7 @@ def test_every_attention_call_of_every_class(attention: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(1, 3, 4), (4, 4, 3), (16, 2, 5)], ids=str)
-def test_bf16_parts_from_stock_at_near_ties_only(
-    kernel: FlashKernel, sizes: tuple[int, int, int]
-) -> None:
+def test_bf16_parts_from_stock_at_near_ties_only(kernel, sizes):
     batch, width, depth = sizes
     target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
     inputs = tokenizer(
@@ -204,7 +193,7 @@ def test_bf16_parts_from_stock_at_near_ties_only(
 
 
 @pytest.mark.parametrize("attention", ["auto", "flash", "sdpa", "4d_mask"])
-def test_speculation_is_worth_a_tree_on_cuda(attention: str) -> None:
+def test_speculation_is_worth_a_tree_on_cuda(attention):
     """Not a timing: rows of a batch commit more than one token a step, whichever backend runs."""
     target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
     inputs = tokenizer(tiny_prompts()[:8], return_tensors="pt", padding=True, padding_side="left")
@@ -218,9 +207,7 @@ def test_speculation_is_worth_a_tree_on_cuda(attention: str) -> None:
 
 @pytest.mark.parametrize("attention", ["triton", "flash"])
 @pytest.mark.parametrize("streams", [1, 6])
-def test_graphs_part_from_stock_at_near_ties_only(
-    captures: list[None], attention: str, streams: int
-) -> None:
+def test_graphs_part_from_stock_at_near_ties_only(captures, attention, streams):
     target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
     inputs = tokenizer(
         tiny_prompts()[:streams], return_tensors="pt", padding=True, padding_side="left"
@@ -234,16 +221,14 @@ def test_graphs_part_from_stock_at_near_ties_only(
     assert captures
 
 
-def test_the_batcher_replays(captures: list[None]) -> None:
+def test_the_batcher_replays(captures):
     serve(8, 40)
     assert captures
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(40, 24), (1536, 4096), (4096, 14336), (1, 4096)], ids=str)
-def test_products_of_a_row_are_the_same_beside_others(
-    shape: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_products_of_a_row_are_the_same_beside_others(shape, dtype):
     outputs, inputs = shape
     rows, weight = (
         torch.randn(200, inputs).to(CUDA, dtype),
@@ -262,7 +247,7 @@ def test_products_of_a_row_are_the_same_beside_others(
     "options", [(None, None, False), (90, 2.0, True)], ids=["plain", "window-softcap-sinks"]
 )
 @pytest.mark.parametrize("heads", [(32, 8, 128), (8, 1, 256), (4, 2, 8)], ids=str)
-def test_paths_are_what_masks_are(heads: tuple[int, int, int], options: tuple[Any, ...]) -> None:
+def test_paths_are_what_masks_are(heads, options):
     root, branching, chain = TREES
     spans = [(1090, 2, branching), (0, 1, chain), (63, 200, root), (0, 300, root)]
     check_row(spans, heads, torch.bfloat16, *options, backend=TreeAttention(by_path=True))
@@ -270,7 +255,7 @@ def test_paths_are_what_masks_are(heads: tuple[int, int, int], options: tuple[An
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3", "gpt2", "phi3", "qwen3"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_self_is_always_the_same(dtype: torch.dtype, family: str) -> None:
+def test_self_is_always_the_same(dtype, family):
     """The trial of exact bits would refuse a device whose kernels depend on the batch."""
     model, draft = (
         copy.deepcopy(tiny_model(family, noise=noise)).to(CUDA, dtype) for noise in (0.0, 0.03)
@@ -282,7 +267,7 @@ def test_self_is_always_the_same(dtype: torch.dtype, family: str) -> None:
 @pytest.mark.parametrize(
     "options", [dict(do_sample=False), dict(do_sample=True, temperature=0.8, top_p=0.9, seed=7)]
 )
-def test_self_is_always_the_same_on_text(options: dict[str, Any]) -> None:
+def test_self_is_always_the_same_on_text(options):
     target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
     prompts = [tokenizer(text)["input_ids"][-150:] for text in tiny_prompts()[:6]]
     check_self(target.to(CUDA), draft.to(CUDA), prompts, max_new_tokens=48, **options)

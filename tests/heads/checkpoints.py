@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +12,11 @@ from transformers import (
     AutoModelForCausalLM,
     Glm4MoeConfig,
     LlamaConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
     Qwen3NextConfig,
 )
 
 from hf_slospec.heads.eagle3 import Eagle3Head, Eagle3Settings
-from hf_slospec.heads.mtp import DraftHead, MtpHead, own_modules
+from hf_slospec.heads.mtp import MtpHead, own_modules
 from tests.support.toys.tiny_models import GROUPED, POSITIONS, VOCAB
 
 HIDDEN = 32
@@ -54,14 +51,14 @@ CONFIGS = {
 
 
 @functools.cache
-def target_of(family: str) -> PreTrainedModel:
+def target_of(family):
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.float32)
     model.eval()
     return model
 
 
-def eagle3_fields(**changes: Any) -> dict[str, Any]:
+def eagle3_fields(**changes):
     """Fields of the layer's config, as checkpoints have them."""
     fields = dict(
         model_type="llama",
@@ -80,7 +77,7 @@ def eagle3_fields(**changes: Any) -> dict[str, Any]:
     return fields | changes
 
 
-def spread(head: DraftHead, target: PreTrainedModel, seed: int) -> dict[str, torch.Tensor]:
+def spread(head, target, seed):
     """Random tensors of a head's own modules, large enough that each of them matters."""
     generator = torch.Generator().manual_seed(seed)
     state = own_modules(head, target).state_dict()
@@ -93,9 +90,7 @@ def spread(head: DraftHead, target: PreTrainedModel, seed: int) -> dict[str, tor
     }
 
 
-def eagle3_tensors(
-    flags: set[str], draft_vocab: int = DRAFT_VOCAB, **changes: Any
-) -> dict[str, torch.Tensor]:
+def eagle3_tensors(flags, draft_vocab=DRAFT_VOCAB, **changes):
     """Tensors of a random EAGLE-3 head under the names of SafeAILab's checkpoints."""
     target = target_of("llama")
     config = LlamaConfig.from_dict(eagle3_fields(**changes))
@@ -115,13 +110,13 @@ def eagle3_tensors(
     return tensors
 
 
-def mtp_tensors(family: str) -> dict[str, torch.Tensor]:
+def mtp_tensors(family):
     """Tensors of a random MTP layer under their published names, less the prefix."""
     target = target_of(family)
     return with_single_experts(spread(MtpHead(target), target, seed=3))
 
 
-def with_single_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def with_single_experts(tensors):
     """Return tensors with one weight per expert, as checkpoints have them."""
     single = {}
     for name, tensor in tensors.items():
@@ -135,9 +130,7 @@ def with_single_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     return single
 
 
-def write(
-    folder: Path, config: dict[str, Any] | PreTrainedConfig, tensors: dict[str, torch.Tensor]
-) -> str:
+def write(folder, config, tensors):
     """Write a checkpoint and return its path."""
     folder.mkdir(exist_ok=True)
     fields = config if isinstance(config, dict) else config.to_dict()
@@ -149,7 +142,7 @@ def write(
     return str(folder)
 
 
-def published_config(**changes: Any) -> dict[str, Any]:
+def published_config(**changes):
     """Return the config.json of SafeAILab and SpecForge."""
     return (
         eagle3_fields()
@@ -158,7 +151,7 @@ def published_config(**changes: Any) -> dict[str, Any]:
     )
 
 
-def speculators_config(**changes: Any) -> dict[str, Any]:
+def speculators_config(**changes):
     """Return the config.json of speculators."""
     return (
         dict(

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from hf_slospec import Plan
 from tests.heads import references
 from tests.heads.checkpoints import DRAFT_VOCAB, HIDDEN, target_of
 from tests.support.toys.tiny_models import VOCAB
@@ -43,7 +42,7 @@ MARKOV_TENSORS: dict[str, dict[str, tuple[int, ...]]] = {
 Tensors = dict[str, torch.Tensor]
 
 
-def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 5) -> Tensors:
+def random_tensors(shapes, seed=5):
     """Random tensors of these shapes, large enough that each of them matters."""
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -55,9 +54,7 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 5) -> Tensors
     }
 
 
-def layer_shapes(
-    head_dim: int = HEAD_DIM, num_kv_heads: int = 2, input_size: int = HIDDEN
-) -> dict[str, Any]:
+def layer_shapes(head_dim=HEAD_DIM, num_kv_heads=2, input_size=HIDDEN):
     """Shapes of a Qwen3 layer's weights."""
     kv_size = num_kv_heads * head_dim
     return {
@@ -69,9 +66,7 @@ def layer_shapes(
     }  # fmt: skip
 
 
-def with_gemma4_layers(
-    tensors: Tensors, num_layers: int, keys_are_values: bool, input_size: int = HIDDEN
-) -> Tensors:
+def with_gemma4_layers(tensors, num_layers, keys_are_values, input_size=HIDDEN):
     """Replace the layers by those of Gemma 4."""
     layer = layer_shapes(GLOBAL_DIM, 1 if keys_are_values else 2, input_size)
     layer |= dict.fromkeys(("pre_feedforward_layernorm", "post_feedforward_layernorm"), (HIDDEN,))
@@ -90,9 +85,7 @@ def with_gemma4_layers(
     return rest | random_tensors(own, seed=7) | scalars
 
 
-def block_tensors(
-    markov: str = "", confidence: int = 0, draft_vocab: int = VOCAB, num_features: int = 2
-) -> Tensors:
+def block_tensors(markov="", confidence=0, draft_vocab=VOCAB, num_features=2):
     """Tensors of a head; ``confidence`` is the size of the confidence head's input, 0: there is
     none.
     """
@@ -137,7 +130,7 @@ def block_tensors(
     return random_tensors(shapes)
 
 
-def reduced(tensors: Tensors) -> Tensors:
+def reduced(tensors):
     """Add the tensors of a reduced vocabulary."""
     ids = (
         torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:DRAFT_VOCAB]
@@ -150,14 +143,14 @@ def reduced(tensors: Tensors) -> Tensors:
     return tensors | own | {"d2t": ids - torch.arange(DRAFT_VOCAB), "t2d": t2d}
 
 
-def whole(tensors: Tensors) -> Tensors:
+def whole(tensors):
     """Add embeddings and an output layer of the head's own."""
     return tensors | random_tensors(
         {"embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}, seed=6
     )
 
 
-def copies(tensors: Tensors) -> Tensors:
+def copies(tensors):
     """Add what a head's classes replace with the target's own modules."""
     return whole(tensors) | {
         "verifier_norm.weight": torch.ones(HIDDEN),
@@ -181,9 +174,7 @@ class Case:
     is_gemma4: bool = False
     saved: Callable[[Tensors], Tensors] = lambda tensors: tensors  # the publisher's names
 
-    def expected(
-        self, tokens: list[int], features: torch.Tensor, first: int, plan: Plan
-    ) -> dict[tuple[int, ...], float]:
+    def expected(self, tokens, features, first, plan):
         """Paths of a tree and their probabilities, by the reference."""
         del first
         target: Any = target_of("llama")
@@ -214,9 +205,7 @@ class Case:
             probs = references.capped(states[self.first_slot :] @ lm_head.T, self.cap).softmax(-1)
         return best_products(probs, ids, plan)
 
-    def _beam(
-        self, root: int, states: torch.Tensor, lm_head: torch.Tensor, ids: torch.Tensor, plan: Plan
-    ) -> dict[tuple[int, ...], float]:
+    def _beam(self, root, states, lm_head, ids, plan):
         beam = {(): 1.0}
         every = dict[tuple[int, ...], float]()
         for depth in range(min(plan.depth, BLOCK - self.first_slot)):
@@ -231,9 +220,7 @@ class Case:
             every |= beam
         return every
 
-    def _after(
-        self, root: int, path: tuple[int, ...], states: torch.Tensor, lm_head: torch.Tensor
-    ) -> tuple[torch.Tensor, float]:
+    def _after(self, root, path, states, lm_head):
         """Logits after a path, and the probability that a child is accepted."""
         if self.markov == "domino":
             embed = target_of("llama").get_input_embeddings().weight
@@ -247,9 +234,7 @@ class Case:
         return reference(read, states[: len(read)], lm_head, self.tensors, self.cap)
 
 
-def best_products(
-    probs: torch.Tensor, ids: torch.Tensor, plan: Plan
-) -> dict[tuple[int, ...], float]:
+def best_products(probs, ids, plan):
     """The most probable prefixes of independent positions, of [num_slots, draft_vocab]
     probabilities.
     """
@@ -269,7 +254,7 @@ def best_products(
     return dict(sorted(every.items(), key=lambda item: -item[1])[:num_nodes])
 
 
-def speculators(kind: str, layers: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+def speculators(kind, layers=None, **changes):
     """The config of speculators: layers without the defaults of Qwen3Config, in a section of their
     own.
     """
@@ -282,7 +267,7 @@ def speculators(kind: str, layers: dict[str, Any] | None = None, **changes: Any)
     ) | changes  # fmt: skip
 
 
-def flat(name: str, **changes: Any) -> dict[str, Any]:
+def flat(name, **changes):
     """The config of z-lab, SpecForge and ModelOpt: the block's settings in dflash_config."""
     own = dict(block_size=BLOCK, mask_token_id=MASK, target_layer_ids=[1, 4])
     return (
@@ -292,7 +277,7 @@ def flat(name: str, **changes: Any) -> dict[str, Any]:
     )
 
 
-def deepspec(**changes: Any) -> dict[str, Any]:
+def deepspec(**changes):
     """The config of DeepSpec: all settings at the top level."""
     own = dict(
         block_size=BLOCK,
@@ -305,7 +290,7 @@ def deepspec(**changes: Any) -> dict[str, Any]:
     return dict(architectures=["Qwen3DSparkModel"], model_type="qwen3") | SIZES | own | changes
 
 
-def domino(name: str = "DominoDraftModel", **own: Any) -> dict[str, Any]:
+def domino(name="DominoDraftModel", **own):
     """The config of Domino by SpecForge; by ModelOpt, and as SGLang loads it, the class is that of
     DFlash.
     """
@@ -313,7 +298,7 @@ def domino(name: str = "DominoDraftModel", **own: Any) -> dict[str, Any]:
     return flat(name, own=sizes | own)
 
 
-def gemma4(name: str = "Gemma4DSparkModel", **changes: Any) -> dict[str, Any]:
+def gemma4(name="Gemma4DSparkModel", **changes):
     """The config of DeepSpec's heads for Gemma 4: a copy of the target's, with the head's settings."""
     copied = dict(
         model_type="gemma4_unified_text", global_head_dim=GLOBAL_DIM, num_global_key_value_heads=1,
@@ -323,7 +308,7 @@ def gemma4(name: str = "Gemma4DSparkModel", **changes: Any) -> dict[str, Any]:
     return deepspec(architectures=[name]) | copied | changes
 
 
-def under_logit_head(tensors: Tensors) -> Tensors:
+def under_logit_head(tensors):
     own = ("prefix_gru.", "embed_proj.")
     return {
         f"logit_head.{name}" if name.startswith(own) else name: tensor
@@ -331,11 +316,11 @@ def under_logit_head(tensors: Tensors) -> Tensors:
     }
 
 
-def without_module(tensors: Tensors) -> Tensors:
+def without_module(tensors):
     return {name.removeprefix("markov_head."): tensor for name, tensor in tensors.items()}
 
 
-def as_embeddings(tensors: Tensors) -> Tensors:
+def as_embeddings(tensors):
     return {
         f"{name}.weight" if name.endswith("codebook") else name: tensor
         for name, tensor in tensors.items()

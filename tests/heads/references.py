@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +13,11 @@ import torch.nn.functional as F
 Weights = Mapping[str, torch.Tensor]
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x, weight, eps):
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def rotated(
-    x: torch.Tensor, positions: torch.Tensor, theta: float, size: int, share: float = 1.0
-) -> torch.Tensor:
+def rotated(x, positions, theta, size, share=1.0):
     """Rotate the first ``size`` channels of [num_tokens, num_heads, head_dim], in halves.
 
     ``share`` is the part of the pairs that turn; others stay as they are.
@@ -37,7 +34,7 @@ def rotated(
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def attention(q, k, v):
     """Return causal attention of [num_tokens, num_heads, head_dim], its heads side by side."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[-1])
@@ -45,22 +42,20 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
     return torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1)
 
 
-def linear(x: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:
+def linear(x, weights, name):
     return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
 
-def heads(x: torch.Tensor, weights: Weights, name: str, head_dim: int) -> torch.Tensor:
+def heads(x, weights, name, head_dim):
     return linear(x, weights, name).unflatten(-1, (-1, head_dim))
 
 
-def mlp(x: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:
+def mlp(x, weights, name):
     gated = F.silu(linear(x, weights, f"{name}.gate_proj")) * linear(x, weights, f"{name}.up_proj")
     return linear(gated, weights, f"{name}.down_proj")
 
 
-def llama_attention(
-    x: torch.Tensor, weights: Weights, name: str, positions: torch.Tensor, config: Any
-) -> torch.Tensor:
+def llama_attention(x, weights, name, positions, config):
     size = config.head_dim
     theta = config.rope_parameters["rope_theta"]
     q, k, v = (heads(x, weights, f"{name}.{part}_proj", size) for part in "qkv")
@@ -68,14 +63,7 @@ def llama_attention(
     return linear(attention(q, k, v), weights, f"{name}.o_proj")
 
 
-def eagle3(
-    embeds: torch.Tensor,
-    hidden: torch.Tensor,
-    positions: torch.Tensor,
-    weights: Weights,
-    config: Any,
-    flags: set[str],
-) -> tuple[torch.Tensor, torch.Tensor]:
+def eagle3(embeds, hidden, positions, weights, config, flags):
     """Return logits and next hidden states of [num_tokens, hidden]."""
     eps = config.rms_norm_eps
     name = "midlayer"
@@ -91,9 +79,7 @@ def eagle3(
     return output @ weights["lm_head.weight"].T, output if "norm_output" in flags else y
 
 
-def eagle3_combined(
-    features: torch.Tensor, weights: Weights, eps: float, flags: set[str]
-) -> torch.Tensor:
+def eagle3_combined(features, weights, eps, flags):
     if "norm_before_fc" in flags:
         features = rms_norm(features, weights["input_norm.weight"], eps)
     if "fc_norm" in flags:
@@ -104,14 +90,7 @@ def eagle3_combined(
     return features @ weights["fc.weight"].T
 
 
-def mtp(
-    embeds: torch.Tensor,
-    hidden: torch.Tensor,
-    positions: torch.Tensor,
-    weights: Weights,
-    config: Any,
-    lm_head: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def mtp(embeds, hidden, positions, weights, config, lm_head):
     """MTP layer around a Llama layer."""
     eps = config.rms_norm_eps
     name = "layers.0"
@@ -127,14 +106,7 @@ def mtp(
     return y @ lm_head.T, y
 
 
-def qwen3_next_mtp(
-    embeds: torch.Tensor,
-    hidden: torch.Tensor,
-    positions: torch.Tensor,
-    weights: Weights,
-    config: Any,
-    lm_head: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def qwen3_next_mtp(embeds, hidden, positions, weights, config, lm_head):
     """MTP layer of Qwen3-Next: norms around 1, gated attention with partial rotation, experts and a
     shared one.
     """
@@ -142,7 +114,7 @@ def qwen3_next_mtp(
     eps = config.rms_norm_eps
     name = "layers.0"
 
-    def norm(x: torch.Tensor, part: str) -> torch.Tensor:
+    def norm(x, part):
         return rms_norm(x, 1 + weights[f"{part}.weight"], eps)
 
     y = torch.cat(
@@ -173,23 +145,14 @@ def qwen3_next_mtp(
     return y @ lm_head.T, y
 
 
-def block_states(
-    features: torch.Tensor,
-    embeds: torch.Tensor,
-    weights: Weights,
-    layers: list[tuple[int | None, bool]],
-    head_dim: int,
-    eps: float = 1e-6,
-) -> torch.Tensor:
+def block_states(features, embeds, weights, layers, head_dim, eps=1e-6):
     """Return the normed states of a block behind a text with these features, [block, hidden].
 
     Each layer has a window and a flag whether it is causal within the block.
     """
     theta = 10000.0
 
-    def convolved(
-        x: torch.Tensor, kernels: torch.Tensor | None, name: str, side: int
-    ) -> torch.Tensor:
+    def convolved(x, kernels, name, side):
         """Convolve along the block, of heads that do."""
         if kernels is None:
             return x
@@ -202,7 +165,7 @@ def block_states(
             ]
         )
 
-    def kernels_of(x: torch.Tensor, name: str) -> torch.Tensor | None:
+    def kernels_of(x, name):
         own = f"{name}.kernel_projection.weight"
         return x @ weights[own].T if own in weights else None
 
@@ -243,14 +206,7 @@ def block_states(
     return rms_norm(states, weights["norm.weight"], eps)
 
 
-def gemma4_attention(
-    x: torch.Tensor,
-    sources: torch.Tensor,
-    seen: torch.Tensor,
-    weights: Weights,
-    name: str,
-    head_dim: int,
-) -> torch.Tensor:
+def gemma4_attention(x, sources, seen, weights, name, head_dim):
     """Return Gemma 4's attention of the last tokens of some sources, with a mask [num_tokens,
     num_sources].
     """
@@ -285,12 +241,10 @@ def gemma4_attention(
     )
 
 
-def gemma4_rest(
-    states: torch.Tensor, attended: torch.Tensor, weights: Weights, name: str
-) -> torch.Tensor:
+def gemma4_rest(states, attended, weights, name):
     """Return a Gemma 4 layer's output, by its input and what its attention returned."""
 
-    def norm(x: torch.Tensor, part: str) -> torch.Tensor:
+    def norm(x, part):
         return rms_norm(x, weights[f"{name}.{part}.weight"], 1e-6)
 
     states = states + norm(attended, "post_attention_layernorm")
@@ -304,9 +258,7 @@ def gemma4_rest(
     return states * weights[f"{name}.layer_scalar"]
 
 
-def gemma4_block_states(
-    features: torch.Tensor, embeds: torch.Tensor, weights: Weights, num_layers: int, head_dim: int
-) -> torch.Tensor:
+def gemma4_block_states(features, embeds, weights, num_layers, head_dim):
     """Return the normed states of a block of scaled embeddings, as :func:`block_states` does."""
     context = rms_norm(features @ weights["fc.weight"].T, weights["hidden_norm.weight"], 1e-6)
     states = embeds
@@ -319,9 +271,7 @@ def gemma4_block_states(
     return rms_norm(states, weights["norm.weight"], 1e-6)
 
 
-def gemma4_eagle3(
-    embeds: torch.Tensor, hidden: torch.Tensor, weights: Weights, head_dim: int, cap: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gemma4_eagle3(embeds, hidden, weights, head_dim, cap):
     """Return logits and next hidden states, [num_tokens, hidden], of a Gemma 4 layer and scaled
     embeddings.
     """
@@ -337,7 +287,7 @@ def gemma4_eagle3(
     return capped(logits, cap), hidden
 
 
-def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
+def capped(logits, cap):
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
@@ -374,9 +324,7 @@ def domino(
     return logits + correction
 
 
-def dflash2(
-    path: list[int], states: torch.Tensor, lm_head: torch.Tensor, weights: Weights, cap: float = 0.0
-) -> tuple[torch.Tensor, float]:
+def dflash2(path, states, lm_head, weights, cap=0.0):
     """Return the logits after a path, as :func:`dspark` does: the best 4, scored by the token
     before.
     """
@@ -430,14 +378,7 @@ def dspark(
     return logits, confidence
 
 
-def eagle3_layers(
-    embeds: torch.Tensor,
-    hidden: torch.Tensor,
-    positions: torch.Tensor,
-    weights: Weights,
-    config: Any,
-    windows: list[int | None],
-) -> tuple[torch.Tensor, torch.Tensor]:
+def eagle3_layers(embeds, hidden, positions, weights, config, windows):
     """Return logits and next hidden states, [num_tokens, hidden], of Llama or Qwen3 layers."""
     eps = config.rms_norm_eps
     size = config.head_dim

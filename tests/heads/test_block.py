@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +16,11 @@ from tests.model.test_coupling import VOCAB, KnownNoise, random_logits, requests
 from tests.support.toys.trees import path_to
 
 
-def greedy(count: int) -> list[Request]:
+def greedy(count):
     return [Request(index, RequestParams([1, 2, 3 + index], 10)) for index in range(count)]
 
 
-def test_trees_hold_the_most_probable_continuations() -> None:
+def test_trees_hold_the_most_probable_continuations():
     logits = random_logits(2, 3, VOCAB)
     trees = block_trees(greedy(2), logits, Plan(3, 4))
     for request, tree in enumerate(trees):
@@ -43,14 +42,14 @@ def test_trees_hold_the_most_probable_continuations() -> None:
 @pytest.mark.parametrize(
     ("plan", "depth", "num_nodes"), [(Plan(2, 1), 2, 2), (Plan(6, 1), 3, 6), (Plan(1, 99), 1, 7)]
 )
-def test_plans_bound_depth_and_nodes(plan: Plan, depth: int, num_nodes: int) -> None:
+def test_plans_bound_depth_and_nodes(plan, depth, num_nodes):
     logits = random_logits(1, 3, VOCAB)
     logits[..., 2] += 9.0  # a chain would be best
     (tree,) = block_trees(greedy(1), logits, plan)
     assert (tree.max_depth, tree.num_nodes) == (depth, 1 + num_nodes)
 
 
-def test_rows_without_a_possible_token_end_their_trees() -> None:
+def test_rows_without_a_possible_token_end_their_trees():
     logits = random_logits(2, 3, VOCAB)
     logits[0, 1] = -torch.inf
     logits[1, 0, 1:] = -torch.inf
@@ -60,7 +59,7 @@ def test_rows_without_a_possible_token_end_their_trees() -> None:
     second.check()
 
 
-def test_positions_of_sampled_requests_are_ranked_by_their_noise() -> None:
+def test_positions_of_sampled_requests_are_ranked_by_their_noise():
     sampler = KnownNoise(3)
     requests = requests_with(sampler, 3)
     requests[1].noise = None
@@ -76,7 +75,7 @@ def test_positions_of_sampled_requests_are_ranked_by_their_noise() -> None:
         np.testing.assert_allclose(probs[place, depth], best.values.numpy(), rtol=1e-5)
 
 
-def test_first_candidates_of_a_head_that_knows_the_target_are_its_choices() -> None:
+def test_first_candidates_of_a_head_that_knows_the_target_are_its_choices():
     sampler = KnownNoise(2, seed=5)
     logits = random_logits(2, 4, VOCAB)
     tokens, _ = block_marginals(requests_with(sampler, 2), logits, 3)
@@ -86,10 +85,10 @@ def test_first_candidates_of_a_head_that_knows_the_target_are_its_choices() -> N
     assert tokens[..., 0].tolist() == (logits.softmax(-1) / noise).argmax(-1).tolist()
 
 
-def test_processors_that_read_the_text_get_the_first_candidates() -> None:
+def test_processors_that_read_the_text_get_the_first_candidates():
     seen: list[list[int]] = []
 
-    def forbid_repeats(input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
+    def forbid_repeats(input_ids, scores):
         seen.extend(input_ids.tolist())
         return scores.scatter(1, input_ids, -torch.inf)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +14,6 @@ from hf_slospec.cuda import flash_kernels as kernel_choice
 from hf_slospec.errors import UnsupportedModelError
 from hf_slospec.heads.block_drafter import block_rows, block_tokens, context_tokens
 from hf_slospec.heads.dflash import DFlashHead
-from hf_slospec.model.batch import CachedSequence
 from hf_slospec.model.measure import measure
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.trial import check_by_trial
@@ -52,7 +50,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 NOTHING = torch.empty(0, dtype=torch.int64)
 
 
-def config_of(variant: str = "full", **settings: Any) -> Qwen3Config:
+def config_of(variant="full", **settings):
     """A config as z-lab writes them: the block's settings in ``dflash_config``, others beside it."""
     names = "causal", "input_embedding_scale", "output_multiplier", "final_logit_softcapping"
     given = VARIANTS[variant] | settings
@@ -70,7 +68,7 @@ def config_of(variant: str = "full", **settings: Any) -> Qwen3Config:
     )
 
 
-def random_head(config: Qwen3Config) -> DFlashHead:
+def random_head(config):
     torch.manual_seed(0)
     head = DFlashHead(config).eval()
     for parameter in head.parameters():  # norms with weights other than 1, and sharp attention
@@ -78,7 +76,7 @@ def random_head(config: Qwen3Config) -> DFlashHead:
     return head
 
 
-def reference(head: DFlashHead, features: torch.Tensor, root: int) -> torch.Tensor:
+def reference(head, features, root):
     """Logits of the block after a text whose tokens but the root have these features.  -> [BLOCK,
     VOCAB]
     """
@@ -101,13 +99,13 @@ def reference(head: DFlashHead, features: torch.Tensor, root: int) -> torch.Tens
 class Texts:
     """Texts of random features, whose context is cached piece by piece."""
 
-    def __init__(self, packed: PackedModel, sequences: list[CachedSequence], num_tokens: int = 40):
+    def __init__(self, packed, sequences, num_tokens=40):
         self.packed = packed
         self.head = packed.model
         self.sequences = sequences
         self.features = torch.randn(len(sequences), num_tokens, 2 * TARGET_HIDDEN)
 
-    def cache(self, counts: list[int]) -> None:
+    def cache(self, counts):
         """Cache so many further tokens of every text, in one packed batch."""
         parts = []
         for own, features, count in zip(self.sequences, self.features, counts, strict=True):
@@ -124,7 +122,7 @@ class Texts:
         for own, count in zip(self.sequences, counts, strict=True):
             own.length += count
 
-    def blocks(self, roots: list[int]) -> torch.Tensor:
+    def blocks(self, roots):
         """Logits of all tokens of every text's block.  -> [num_texts, BLOCK, VOCAB]"""
         pairs = zip(self.sequences, roots, strict=True)
         parts = [block_tokens(self.head, own, [0] * own.length + [root]) for own, root in pairs]
@@ -133,7 +131,7 @@ class Texts:
             len(parts), BLOCK, VOCAB
         )
 
-    def expected(self, roots: list[int]) -> torch.Tensor:
+    def expected(self, roots):
         head, triples = (
             copy.deepcopy(self.head).double(),
             zip(self.sequences, self.features.double(), roots, strict=True),
@@ -144,7 +142,7 @@ class Texts:
 
 
 @contextmanager
-def texts_of(packed: PackedModel, num_texts: int) -> Iterator[Texts]:
+def texts_of(packed, num_texts):
     cache = packed.kv_cache
     with torch.no_grad(), cache.temporary([60] * num_texts) as sequences:
         yield Texts(packed, sequences)
@@ -152,9 +150,7 @@ def texts_of(packed: PackedModel, num_texts: int) -> Iterator[Texts]:
 
 @pytest.mark.parametrize("attention", ["sdpa", "4d_mask", "flash"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_blocks_are_those_of_the_formulas(
-    variant: str, attention: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_are_those_of_the_formulas(variant, attention, monkeypatch):
     monkeypatch.setattr(kernel_choice, "KERNELS", (StandIn,))
     packed = packed_model(random_head(config_of(variant)), attention)
     with texts_of(packed, 3) as texts:
@@ -170,7 +166,7 @@ def test_blocks_are_those_of_the_formulas(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_trial_passes_and_costs_are_measured(variant: str) -> None:
+def test_the_trial_passes_and_costs_are_measured(variant):
     packed = PackedModel(random_head(config_of(variant)))
     check_by_trial(packed)
     windows = [
@@ -180,7 +176,7 @@ def test_the_trial_passes_and_costs_are_measured(variant: str) -> None:
     assert measure(packed, 0.01).fit()(BLOCK) > 0.0
 
 
-def test_context_costs_neither_queries_nor_mlps() -> None:
+def test_context_costs_neither_queries_nor_mlps():
     packed = PackedModel(random_head(config_of()))
     called = set[str]()
     for name, module in packed.model.named_modules():
@@ -196,7 +192,7 @@ def test_context_costs_neither_queries_nor_mlps() -> None:
         assert called - {""} == {"k_proj", "k_norm", "v_proj", "rotary_emb"}
 
 
-def test_only_the_rows_that_are_asked_for_have_logits() -> None:
+def test_only_the_rows_that_are_asked_for_have_logits():
     head = random_head(config_of())
     assert block_rows(head, 3, 2).tolist() == [1, 2, 6, 7, 11, 12]
     assert block_rows(head, 2, 99).tolist() == [1, 2, 3, 4, 6, 7, 8, 9]
@@ -208,7 +204,7 @@ def test_only_the_rows_that_are_asked_for_have_logits() -> None:
         torch.testing.assert_close(some.view(2, 3, VOCAB), texts.blocks([7, 7])[:, 1:4])
 
 
-def test_the_targets_modules_are_shared_and_unchanged() -> None:
+def test_the_targets_modules_are_shared_and_unchanged():
     target = copy.deepcopy(
         tiny_model("gemma3")
     )  # its embeddings have a factor, the head's are without it
@@ -249,8 +245,6 @@ def test_the_targets_modules_are_shared_and_unchanged() -> None:
         ),
     ],
 )
-def test_heads_that_compute_something_else_are_refused(
-    settings: dict[str, Any], match: str
-) -> None:
+def test_heads_that_compute_something_else_are_refused(settings, match):
     with pytest.raises(UnsupportedModelError, match=match):
         DFlashHead(Qwen3Config(**SMALL, **settings))

@@ -5,7 +5,6 @@ draft model.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ pair = functools.cache(load_tiny_pair)
 
 
 @functools.cache
-def greedy_texts() -> list[torch.Tensor]:
+def greedy_texts():
     """Prompts with greedy text of the target.  [1, length] int64 each"""
     target, _, tokenizer = pair()
     prompts = [
@@ -42,7 +41,7 @@ def greedy_texts() -> list[torch.Tensor]:
     ]
 
 
-def accepted(drafted: list[int], text: torch.Tensor, begin: int) -> int:
+def accepted(drafted, text, begin):
     """Return how many drafted tokens are those of the text from ``begin`` on, up to the first that
     is not.
     """
@@ -50,7 +49,7 @@ def accepted(drafted: list[int], text: torch.Tensor, begin: int) -> int:
     return [*same, False].index(False)
 
 
-def chain_of(head: Any, features: torch.Tensor, text: torch.Tensor, begin: int) -> list[int]:
+def chain_of(head, features, text, begin):
     """Draft the tokens from ``begin`` on, one level after another."""
     cache = DynamicCache()
     drafted = list[int]()
@@ -71,13 +70,13 @@ def chain_of(head: Any, features: torch.Tensor, text: torch.Tensor, begin: int) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_packed_forward_is_that_of_a_plain_one(kind: str) -> None:
+def test_a_packed_forward_is_that_of_a_plain_one(kind):
     check_by_trial(PackedModel(load_head(str(FOLDER / kind), pair()[0])))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
-def test_more_of_its_tokens_are_accepted_than_of_the_draft_model(kind: str) -> None:
+def test_more_of_its_tokens_are_accepted_than_of_the_draft_model(kind):
     target, draft, _ = pair()
     head: DraftHead = load_head(str(FOLDER / kind), target)
     own = 0

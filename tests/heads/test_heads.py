@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,18 +34,18 @@ Reference = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Ten
 FLAG_SETS = [set(), *({flag} for flag in FLAGS), {"norm_before_residual", "norm_output", "fc_norm"}]
 
 
-def eagle3_head(folder: Path, flags: set[str], **changes: Any) -> DraftHead:
+def eagle3_head(folder, flags, **changes):
     config = published_config(**dict.fromkeys(flags, True), **changes)
     return load_head(write(folder, config, eagle3_tensors(flags, **changes)), target_of("llama"))
 
 
-def mtp_head(folder: Path, family: str) -> DraftHead:
+def mtp_head(folder, family):
     tensors = {f"mtp.{name}": tensor for name, tensor in mtp_tensors(family).items()}
     return load_head(write(folder, CONFIGS[family], tensors), target_of(family))
 
 
 @torch.no_grad()
-def shipped_head() -> ShippedMtpHead:
+def shipped_head():
     target = target_of("glm4-moe")
     head = ShippedMtpHead(target, MtpModel(target, 1))
     head.eval()
@@ -59,7 +57,7 @@ def shipped_head() -> ShippedMtpHead:
 
 
 @torch.no_grad()
-def assert_same(head: DraftHead, combined: torch.Tensor, reference: Reference, vocab: int) -> None:
+def assert_same(head, combined, reference, vocab):
     """Compare a prompt and levels below it, each forwarded by the head after the entries before it."""
     assert head.target_ids is None or len(head.target_ids) == vocab
     tokens = torch.randint(VOCAB, (PROMPT + LEVELS,))
@@ -79,7 +77,7 @@ def assert_same(head: DraftHead, combined: torch.Tensor, reference: Reference, v
 
 
 @pytest.mark.parametrize("flags", FLAG_SETS, ids=lambda flags: "+".join(sorted(flags)) or "none")
-def test_eagle3(tmp_path: Path, flags: set[str]) -> None:
+def test_eagle3(tmp_path, flags):
     head = eagle3_head(tmp_path, flags)
     weights = eagle3_tensors(flags)
     features = torch.randn(PROMPT, 3 * HIDDEN)
@@ -89,7 +87,7 @@ def test_eagle3(tmp_path: Path, flags: set[str]) -> None:
     assert_same(head, combined, reference, DRAFT_VOCAB)
 
 
-def test_eagle3_with_biases_embeddings_and_layout_of_its_own(tmp_path: Path) -> None:
+def test_eagle3_with_biases_embeddings_and_layout_of_its_own(tmp_path):
     weights = eagle3_tensors({"norm_before_residual"}, attention_bias=True)
     assert "midlayer.self_attn.q_proj.bias" in weights
     own = torch.randn(VOCAB, HIDDEN)
@@ -110,7 +108,7 @@ def test_eagle3_with_biases_embeddings_and_layout_of_its_own(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-next"])
-def test_mtp(tmp_path: Path, family: str) -> None:
+def test_mtp(tmp_path, family):
     head = mtp_head(tmp_path, family)
     weights = mtp_tensors(family)
     target = target_of(family)
@@ -124,7 +122,7 @@ def test_mtp(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("publisher", ["mimo", "speculators"])
-def test_mtp_of_other_publishers(tmp_path: Path, publisher: str) -> None:
+def test_mtp_of_other_publishers(tmp_path, publisher):
     """Their names; MiMo's projection takes the hidden state before the embedding."""
     weights = mtp_tensors("llama")
     target = target_of("llama")
@@ -159,7 +157,7 @@ def test_mtp_of_other_publishers(tmp_path: Path, publisher: str) -> None:
 
 
 @torch.no_grad()
-def test_shipped_mtp() -> None:
+def test_shipped_mtp():
     """The first level is that of transformers; levels below it apply the same layer."""
     head = shipped_head()
     tokens = torch.randint(VOCAB, (1, PROMPT))
@@ -182,9 +180,7 @@ def test_shipped_mtp() -> None:
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", "qwen3-next", "shipped"])
-def test_packed_forwards_are_those_of_plain_ones(
-    tmp_path: Path, kind: str, implementation: str
-) -> None:
+def test_packed_forwards_are_those_of_plain_ones(tmp_path, kind, implementation):
     heads: dict[str, Callable[[], DraftHead]] = {
         "eagle3": lambda: eagle3_head(tmp_path, {"norm_before_residual"}),
         "mtp": lambda: mtp_head(tmp_path, "llama"),
@@ -197,7 +193,7 @@ def test_packed_forwards_are_those_of_plain_ones(
 
 
 @torch.no_grad()
-def test_only_wanted_rows_are_returned(tmp_path: Path) -> None:
+def test_only_wanted_rows_are_returned(tmp_path):
     head = eagle3_head(tmp_path, set())
     inputs = torch.randn(1, PROMPT, 2 * HIDDEN)
     positions = torch.arange(PROMPT)[None]

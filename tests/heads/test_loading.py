@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +33,7 @@ from tests.support.toys.tiny_models import VOCAB
 Tensors = dict[str, torch.Tensor]
 
 
-def load_eagle3(folder: Path, config: dict[str, Any], tensors: Tensors | None = None) -> Any:
+def load_eagle3(folder, config, tensors=None):
     return load_head(
         write(folder, config, eagle3_tensors(set()) if tensors is None else tensors),
         target_of("llama"),
@@ -54,9 +53,7 @@ def load_eagle3(folder: Path, config: dict[str, Any], tensors: Tensors | None = 
         (speculators_config(eagle_aux_hidden_state_layer_ids=[0, 2, 8]), (0, 2, 8)),
     ],
 )
-def test_eagle3_layouts_and_their_layers(
-    tmp_path: Path, config: dict[str, Any], layers: tuple[int, ...]
-) -> None:
+def test_eagle3_layouts_and_their_layers(tmp_path, config, layers):
     head = load_eagle3(tmp_path, config)
     assert isinstance(head, Eagle3Head)
     assert head.feature_layers == layers
@@ -67,7 +64,7 @@ def test_eagle3_layouts_and_their_layers(
     assert torch.equal(head.lm_head.weight, tensors["lm_head.weight"])
 
 
-def test_a_whole_vocabulary_needs_no_map(tmp_path: Path) -> None:
+def test_a_whole_vocabulary_needs_no_map(tmp_path):
     tensors = eagle3_tensors(set(), draft_vocab=VOCAB)
     for config in (
         published_config(draft_vocab_size=VOCAB),
@@ -76,14 +73,14 @@ def test_a_whole_vocabulary_needs_no_map(tmp_path: Path) -> None:
         assert load_eagle3(tmp_path, config, tensors).target_ids is None
 
 
-def test_norms_of_features_are_known_by_their_tensors(tmp_path: Path) -> None:
+def test_norms_of_features_are_known_by_their_tensors(tmp_path):
     for flag in ("norm_before_fc", "fc_norm"):
         assert getattr(
             load_eagle3(tmp_path, published_config(), eagle3_tensors({flag})).settings, flag
         )
 
 
-def test_tensors_may_be_in_several_files_and_have_copies_of_the_target(tmp_path: Path) -> None:
+def test_tensors_may_be_in_several_files_and_have_copies_of_the_target(tmp_path):
     path = write(tmp_path, published_config(), {})
     tensors = eagle3_tensors(set()) | {"verifier_norm.weight": torch.ones(HIDDEN)}
     for index, name in enumerate(tensors):
@@ -92,7 +89,7 @@ def test_tensors_may_be_in_several_files_and_have_copies_of_the_target(tmp_path:
     assert torch.equal(head.fc.weight, tensors["fc.weight"])
 
 
-def test_heads_take_the_dtype_of_the_target(tmp_path: Path) -> None:
+def test_heads_take_the_dtype_of_the_target(tmp_path):
     target = copy.deepcopy(target_of("llama")).to(torch.bfloat16)
     head: Any = load_head(write(tmp_path, published_config(), eagle3_tensors(set())), target)
     assert {parameter.dtype for parameter in head.parameters()} == {torch.bfloat16}
@@ -100,7 +97,7 @@ def test_heads_take_the_dtype_of_the_target(tmp_path: Path) -> None:
     assert head.target_ids.dtype == torch.int64
 
 
-def changed(**tensors: torch.Tensor | None) -> Tensors:
+def changed(**tensors):
     """Tensors of a head with some of them, by name with _ for ".", replaced or removed."""
     every: dict[str, Any] = eagle3_tensors(set()) | {
         name.replace("__", "."): own for name, own in tensors.items()
@@ -108,7 +105,7 @@ def changed(**tensors: torch.Tensor | None) -> Tensors:
     return {name: tensor for name, tensor in every.items() if tensor is not None}
 
 
-def shifted(by: int) -> torch.Tensor:
+def shifted(by):
     return eagle3_tensors(set())["d2t"] + by
 
 
@@ -146,18 +143,12 @@ def shifted(by: int) -> torch.Tensor:
          "layers of type 'gemma2'"),
     ],
 )  # fmt: skip
-def test_heads_that_do_not_fit_are_refused(
-    tmp_path: Path,
-    config: dict[str, Any],
-    tensors: dict[str, Any],
-    error: type[Exception],
-    message: str,
-) -> None:
+def test_heads_that_do_not_fit_are_refused(tmp_path, config, tensors, error, message):
     with pytest.raises(error, match=message):
         load_eagle3(tmp_path, config, changed(**tensors))
 
 
-def test_pickled_and_missing_files_are_refused(tmp_path: Path) -> None:
+def test_pickled_and_missing_files_are_refused(tmp_path):
     with pytest.raises(UnsupportedModelError, match="safetensors files: there are none"):
         load_head(str(tmp_path), target_of("llama"))
     torch.save({}, tmp_path / "pytorch_model.bin")
@@ -169,7 +160,7 @@ def test_pickled_and_missing_files_are_refused(tmp_path: Path) -> None:
         load_head(path, target_of("llama"))
 
 
-def test_a_whole_model_is_no_head(tmp_path: Path) -> None:
+def test_a_whole_model_is_no_head(tmp_path):
     target = target_of("llama")
     target.save_pretrained(tmp_path)
     with pytest.raises(
@@ -178,13 +169,11 @@ def test_a_whole_model_is_no_head(tmp_path: Path) -> None:
         load_head(str(tmp_path), target)
 
 
-def test_repositories_are_downloaded_without_pickled_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repositories_are_downloaded_without_pickled_files(tmp_path, monkeypatch):
     path = write(tmp_path, published_config(), eagle3_tensors(set()))
     asked = []
 
-    def download(name: str, allow_patterns: list[str]) -> str:
+    def download(name, allow_patterns):
         asked.append((name, allow_patterns))
         return path
 
@@ -195,7 +184,7 @@ def test_repositories_are_downloaded_without_pickled_files(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-next"])
-def test_mtp_of_the_targets_own_checkpoint(tmp_path: Path, family: str) -> None:
+def test_mtp_of_the_targets_own_checkpoint(tmp_path, family):
     target = copy.deepcopy(target_of(family))
     target.save_pretrained(tmp_path)
     target.config.name_or_path = str(tmp_path)
@@ -220,7 +209,7 @@ def test_mtp_of_the_targets_own_checkpoint(tmp_path: Path, family: str) -> None:
     assert head.lm_head is target.get_output_embeddings()
 
 
-def test_mtp_of_another_target_is_refused(tmp_path: Path) -> None:
+def test_mtp_of_another_target_is_refused(tmp_path):
     tensors = {f"mtp.{name}": tensor for name, tensor in mtp_tensors("llama").items()}
     with pytest.raises(IncompatibleDraftError, match="hidden size of 64; the target's is 32"):
         load_head(write(tmp_path, {"hidden_size": 64}, tensors), target_of("llama"))
@@ -234,7 +223,7 @@ def test_mtp_of_another_target_is_refused(tmp_path: Path) -> None:
         load_head(write(tmp_path, CONFIGS["qwen3-next"], tensors), target_of("llama"))
 
 
-def test_mtp_that_transformers_loads(tmp_path: Path) -> None:
+def test_mtp_that_transformers_loads(tmp_path):
     target_of("glm4-moe").save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="transformers cannot load the MTP layers"):
         load_mtp(AutoModelForCausalLM.from_pretrained(tmp_path))

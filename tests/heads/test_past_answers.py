@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,31 +28,31 @@ PROMPT = [5, 6, 7]
 ANSWER = [20, 21, 22, 23, 24, 25]
 
 
-def request_of(prompt: list[int], output: list[int], salt: str = "") -> Request:
+def request_of(prompt, output, salt=""):
     request = Request(0, RequestParams(prompt, 100, cache_salt=salt))
     for token in output:
         request.emit(token)
     return request
 
 
-def add(past: PastAnswers, prompt: list[int], answer: list[int], salt: str = "") -> None:
+def add(past, prompt, answer, salt=""):
     past.end(request_of(prompt, answer, salt))
 
 
-def loaded_from(path: Path, **bounds: int) -> PastAnswers:
+def loaded_from(path, **bounds):
     past = PastAnswers(**bounds)  # type: ignore[arg-type]
     past.load(path)
     return past
 
 
-def chain(drafter: Any, request: Request, depth: int = 4) -> list[int]:
+def chain(drafter, request, depth=4):
     """Return the tokens of a draft's deepest path."""
     [tree] = drafter.draft([request], Plan(depth, 4))
     tree.check()
     return path_to(tree, int(tree.depths.argmax()))
 
 
-def probs_by_path(past: PastAnswers, request: Request) -> list[dict[tuple[int, ...], float]]:
+def probs_by_path(past, request):
     """Return the probabilities of all continuations, whose order is not defined among equals."""
     found = []
     for draft in past.index(AnswerTrees).continuations(request, 1000):
@@ -66,7 +64,7 @@ def probs_by_path(past: PastAnswers, request: Request) -> list[dict[tuple[int, .
 
 
 @pytest.mark.parametrize("kind", [SuffixDrafter, PromptLookupDrafter])
-def test_an_answer_to_the_prompt_is_proposed_from_its_first_token_on(kind: Any) -> None:
+def test_an_answer_to_the_prompt_is_proposed_from_its_first_token_on(kind):
     past = PastAnswers()
     add(past, PROMPT, ANSWER)
     add(past, [9, 6, 7], [30, 31])
@@ -79,7 +77,7 @@ def test_an_answer_to_the_prompt_is_proposed_from_its_first_token_on(kind: Any) 
     assert chain(drafter, request_of(PROMPT, [], salt="another")) == [40, 41]
 
 
-def test_only_suffix_searches_answers_to_other_prompts_and_no_prompts() -> None:
+def test_only_suffix_searches_answers_to_other_prompts_and_no_prompts():
     past = PastAnswers()
     add(past, PROMPT, ANSWER)
     assert chain(PromptLookupDrafter(past=past), request_of([8], ANSWER[:2])) == []
@@ -88,7 +86,7 @@ def test_only_suffix_searches_answers_to_other_prompts_and_no_prompts() -> None:
 
 
 @pytest.mark.parametrize("kind", [SuffixDrafter, PromptLookupDrafter])
-def test_rows_of_one_prompt_see_each_other_while_they_run(kind: Any) -> None:
+def test_rows_of_one_prompt_see_each_other_while_they_run(kind):
     drafter = kind(past=PastAnswers())
     first = request_of(PROMPT, ANSWER)
     second = request_of(PROMPT, ANSWER[:2])
@@ -101,7 +99,7 @@ def test_rows_of_one_prompt_see_each_other_while_they_run(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [SuffixDrafter, PromptLookupDrafter])
-def test_more_rows_than_answers_are_kept_draft_all_the_same(kind: Any) -> None:
+def test_more_rows_than_answers_are_kept_draft_all_the_same(kind):
     drafter = kind(past=PastAnswers(max_per_prompt=1))
     first = request_of(PROMPT, ANSWER[:2])
     second = request_of(PROMPT, ANSWER)
@@ -112,7 +110,7 @@ def test_more_rows_than_answers_are_kept_draft_all_the_same(kind: Any) -> None:
     assert len(drafter.past) == 1
 
 
-def test_the_oldest_are_dropped() -> None:
+def test_the_oldest_are_dropped():
     past = PastAnswers(max_per_prompt=2, max_tokens=12)
     for first in range(10, 16):
         add(past, PROMPT, [first, 1])
@@ -132,7 +130,7 @@ def test_the_oldest_are_dropped() -> None:
             PastAnswers(**bounds)
 
 
-def test_trees_are_those_of_a_new_store_with_the_same_answers() -> None:
+def test_trees_are_those_of_a_new_store_with_the_same_answers():
     """Trees that grew, shrank and were built again draft what trees built at once draft."""
     rng = random.Random(0)
     past = PastAnswers(max_tokens=150, max_per_prompt=4)
@@ -161,7 +159,7 @@ def test_trees_are_those_of_a_new_store_with_the_same_answers() -> None:
     )  # those of prompts go with their last request
 
 
-def test_saved_and_loaded(tmp_path: Path) -> None:
+def test_saved_and_loaded(tmp_path):
     past = PastAnswers()
     prompt = list(range(100, 140))
     past.save(tmp_path / "none")
@@ -184,7 +182,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
         loaded_from(tmp_path / "other")
 
 
-def test_load_drafter_takes_them() -> None:
+def test_load_drafter_takes_them():
     model = tiny_model("llama")
     past = PastAnswers()
     method = load_drafter("lookup+suffix", model, share_texts=past)

@@ -5,7 +5,6 @@ against stock.
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from tests.heads.published_blocks import (
     CASES,
     RANK,
     SELECTOR,
-    Case,
     block_tensors,
     deepspec,
     domino,
@@ -37,14 +35,12 @@ from tests.support.toys.tiny_models import VOCAB, assert_same_as_stock, ragged_p
 GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=10)
 
 
-def folder_of(case: Case, folder: Path) -> str:
+def folder_of(case, folder):
     return write(folder / "head", case.config, case.saved(case.tensors))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_trees_are_those_of_the_reference(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trees_are_those_of_the_reference(name, tmp_path, monkeypatch):
     case = CASES[name]
     target = target_of("llama")
     inputs = ragged_prompts(3)
@@ -62,12 +58,12 @@ def test_trees_are_those_of_the_reference(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_packed_forwards_are_those_of_plain_ones(name: str, tmp_path: Path) -> None:
+def test_packed_forwards_are_those_of_plain_ones(name, tmp_path):
     check_by_trial(PackedModel(load_head(folder_of(CASES[name], tmp_path), target_of("llama"))))
 
 
 @torch.no_grad()
-def test_siblings_have_children_of_their_own(tmp_path: Path) -> None:
+def test_siblings_have_children_of_their_own(tmp_path):
     case = CASES["deepspec"]
     head: Any = load_head(folder_of(case, tmp_path), target_of("llama"))
     assert isinstance(head, DSparkHead)
@@ -81,7 +77,7 @@ def test_siblings_have_children_of_their_own(tmp_path: Path) -> None:
     assert float((logits[:, 0] - logits[:, 1]).abs().max()) > 0.1
 
 
-def test_embeddings_of_gemma_keep_their_factor_in_jetspec_only(tmp_path: Path) -> None:
+def test_embeddings_of_gemma_keep_their_factor_in_jetspec_only(tmp_path):
     target: Any = tiny_model("gemma3")
     ids = torch.tensor([[3, 50]])
     embeddings = target.get_input_embeddings()
@@ -97,9 +93,7 @@ def test_embeddings_of_gemma_keep_their_factor_in_jetspec_only(tmp_path: Path) -
         torch.testing.assert_close(head.embed(ids), expected)
 
 
-def test_a_verifier_of_another_class_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_verifier_of_another_class_is_a_warning(tmp_path, caplog):
     for architecture, count in (
         ("LlamaForCausalLM", 0),
         ("LlamaForConditionalGeneration", 0),
@@ -153,12 +147,6 @@ CONFIDENT = dict(enable_confidence_head=True, confidence_head_with_markov=True)
         (speculators("dflash", aux_hidden_state_layer_ids=[2]), block_tensors(), UnsupportedModelError, "fc.weight"),
     ],
 )  # fmt: skip
-def test_blocks_that_do_not_fit_are_refused(
-    config: dict[str, Any],
-    tensors: dict[str, torch.Tensor],
-    error: type[Exception],
-    message: str,
-    tmp_path: Path,
-) -> None:
+def test_blocks_that_do_not_fit_are_refused(config, tensors, error, message, tmp_path):
     with pytest.raises(error, match=message):
         load_drafter(write(tmp_path, config, tensors), target_of("llama"))

@@ -5,12 +5,10 @@ writes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 from hf_slospec import IncompatibleDraftError, InvalidInputError, SLOSpecConfig, SLOSpecGenerator
@@ -23,7 +21,6 @@ from hf_slospec.engine.interfaces import Plan
 from hf_slospec.heads.shared_kv import Gemma4Method, SharedKVDrafter, cached_layers
 from hf_slospec.model.sequences import Sequences
 from hf_slospec.request.request import Request, RequestParams
-from hf_slospec.tree.tree import TokenTree
 from tests.support.breadth import quick_or
 from tests.support.packed import packed_model
 from tests.support.stand_ins.flash import StandIn
@@ -48,19 +45,19 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 LENGTHS = (1, 2, WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + 2, 3 * WINDOW, 60)
 
 
-def pair(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+def pair(name):
     of_target, of_assistant = PAIRS[name]
     return tiny_target(**of_target), tiny_assistant(**of_assistant)
 
 
-def texts_of(lengths: tuple[int, ...]) -> list[list[int]]:
+def texts_of(lengths):
     generator = torch.Generator().manual_seed(1)
     return [
         torch.randint(3, 100, (length + 1,), generator=generator).tolist() for length in lengths
     ]
 
 
-def stock_chain(target: PreTrainedModel, assistant: PreTrainedModel, text: list[int]) -> list[int]:
+def stock_chain(target, assistant, text):
     """The candidates of stock's own generator after a forward of all tokens but the last."""
     assistant.generation_config.num_assistant_tokens = DEPTH
     config = copy.deepcopy(target.generation_config)
@@ -87,12 +84,7 @@ def stock_chain(target: PreTrainedModel, assistant: PreTrainedModel, text: list[
     return chain
 
 
-def drafter_with(
-    target: PreTrainedModel,
-    assistant: PreTrainedModel,
-    texts: list[list[int]],
-    attention: str = "sdpa",
-) -> tuple[SharedKVDrafter, list[Request]]:
+def drafter_with(target, assistant, texts, attention="sdpa"):
     """A drafter, and requests of these texts as they are after their prefill."""
     sequences = Sequences(packed_model(target, attention), 16)
     requests = [Request(index, RequestParams(text, 10)) for index, text in enumerate(texts)]
@@ -112,7 +104,7 @@ def drafter_with(
 
 @pytest.mark.parametrize("attention", ["sdpa", "4d_mask"])
 @pytest.mark.parametrize("name", PAIRS)
-def test_chains_are_those_of_stock(name: str, attention: str) -> None:
+def test_chains_are_those_of_stock(name, attention):
     target, assistant = pair(name)
     texts = texts_of(LENGTHS)
     drafter, requests = drafter_with(target, assistant, texts, attention)
@@ -122,7 +114,7 @@ def test_chains_are_those_of_stock(name: str, attention: str) -> None:
     assert len({tuple(chain) for chain in chains}) > len(LENGTHS) // 2
 
 
-def test_paths_of_trees_are_chains_after_their_first_tokens() -> None:
+def test_paths_of_trees_are_chains_after_their_first_tokens():
     """Every node is computed from its parent's hidden state: its best child is the one of a chain
     through it.
     """
@@ -141,7 +133,7 @@ def test_paths_of_trees_are_chains_after_their_first_tokens() -> None:
     assert path == chain.tokens[1:].tolist()
 
 
-def test_flash_attention_gives_the_same_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_gives_the_same_trees(monkeypatch):
     target, assistant = pair("shared")
     texts = texts_of(LENGTHS)
     drafter, requests = drafter_with(target, assistant, texts)
@@ -154,7 +146,7 @@ def test_flash_attention_gives_the_same_trees(monkeypatch: pytest.MonkeyPatch) -
         torch.testing.assert_close(torch.tensor(own.path_probs), torch.tensor(tree.path_probs))
 
 
-def test_requests_whose_state_is_not_known_get_roots() -> None:
+def test_requests_whose_state_is_not_known_get_roots():
     target, assistant = pair("shared")
     drafter, requests = drafter_with(target, assistant, texts_of((20, 7)))
     unknown = Request(9, RequestParams([5, 6, 7], 10))
@@ -166,12 +158,12 @@ def test_requests_whose_state_is_not_known_get_roots() -> None:
     drafter.close()
 
 
-def test_trees_after_steps_are_those_of_a_new_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_after_steps_are_those_of_a_new_prefill(monkeypatch):
     target, assistant = pair("shared")
     drafted: list[tuple[list[int], Plan, list[int]]] = []
     draft = SharedKVDrafter.draft
 
-    def spy(self: SharedKVDrafter, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+    def spy(self, requests, plan):
         trees = draft(self, requests, plan)
         drafted.extend(
             (list(r.tokens), plan, t.tokens.tolist()) for r, t in zip(requests, trees, strict=True)
@@ -193,12 +185,12 @@ def test_trees_after_steps_are_those_of_a_new_prefill(monkeypatch: pytest.Monkey
     assert len(drafted) > quick_or(10, 20)
 
 
-def test_assistants_are_the_last_part_of_a_sum() -> None:
+def test_assistants_are_the_last_part_of_a_sum():
     with pytest.raises(InvalidInputError, match="written last"):
         HybridMethod([Gemma4Method(tiny_assistant()), LookupMethod()])
 
 
-def test_levels_have_a_cost_which_steps_correct() -> None:
+def test_levels_have_a_cost_which_steps_correct():
     target, assistant = pair("shared")
     speculator = SLOSpecGenerator(target, assistant).decoder.speculator
     costs = speculator.costs
@@ -212,7 +204,7 @@ def test_levels_have_a_cost_which_steps_correct() -> None:
     assert speculator.costs is costs and speculator.costs.draft_level is new
 
 
-def test_assistants_are_recognised_by_their_type() -> None:
+def test_assistants_are_recognised_by_their_type():
     assert isinstance(assistant_method(tiny_assistant()), Gemma4Method)
     assert isinstance(assistant_method(tiny_assistant(unified=True)), Gemma4Method)
     assert isinstance(assistant_method(tiny_model("llama")), AssistantMethod)
@@ -230,12 +222,12 @@ def test_assistants_are_recognised_by_their_type() -> None:
         (dict(num_key_value_heads=4), r"'sliding_attention' have \(4, 8\)"),
     ],
 )
-def test_assistants_of_other_targets_are_refused(assistant: dict[str, Any], match: str) -> None:
+def test_assistants_of_other_targets_are_refused(assistant, match):
     with pytest.raises(IncompatibleDraftError, match=match):
         SLOSpecGenerator(tiny_target(), tiny_assistant(**assistant))
 
 
-def test_targets_that_cannot_share_are_refused() -> None:
+def test_targets_that_cannot_share_are_refused():
     with pytest.raises(
         IncompatibleDraftError, match="'sliding_attention' and the target caches K/V of none"
     ):

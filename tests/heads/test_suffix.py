@@ -6,7 +6,6 @@ import gc
 import random
 import sys
 import threading
-from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -16,19 +15,18 @@ from hf_slospec import MissingExtraError, PastAnswers
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.heads.suffix import SuffixDrafter
 from hf_slospec.request.request import Request, RequestParams
-from hf_slospec.tree.tree import TokenTree
 from tests.support.toys.noise import KnownNoise
 from tests.support.toys.trees import path_to
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 
 
-def tree_tokens(drafter: SuffixDrafter) -> int:
+def tree_tokens(drafter):
     """Return the number of tokens in the suffix trees of requests."""
     return sum(tree.num_tokens for tree in drafter._trees.values())
 
 
-def draft(drafter: SuffixDrafter, request: Request, depth: int = 4, width: int = 4) -> TokenTree:
+def draft(drafter, request, depth=4, width=4):
     [tree] = drafter.draft([request], Plan(depth, width))
     tree.check()
     assert tree.tokens[0] == request.tokens[-1]
@@ -38,17 +36,17 @@ def draft(drafter: SuffixDrafter, request: Request, depth: int = 4, width: int =
     return tree
 
 
-def paths_of(tree: TokenTree) -> list[tuple[int, ...]]:
+def paths_of(tree):
     return [tuple(path_to(tree, node)) for node in range(1, tree.num_nodes)]
 
 
-def extended(request: Request, tokens: Iterable[int]) -> Request:
+def extended(request, tokens):
     for token in tokens:
         request.emit(token)
     return request
 
 
-def occurs(path: Sequence[int], text: Sequence[int]) -> bool:
+def occurs(path, text):
     return any(
         list(text[at : at + len(path)]) == list(path) for at in range(len(text) - len(path) + 1)
     )
@@ -56,7 +54,7 @@ def occurs(path: Sequence[int], text: Sequence[int]) -> bool:
 
 @given(text=TEXTS, steps=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=4))
 @settings(deadline=None)
-def test_proposals_followed_the_last_token_before(text: list[int], steps: list[list[int]]) -> None:
+def test_proposals_followed_the_last_token_before(text, steps):
     """Incremental drafting proposes what naive matching finds, and the same as drafting anew does."""
     drafter = SuffixDrafter()
     request = Request(0, RequestParams(text, 1000))
@@ -71,7 +69,7 @@ def test_proposals_followed_the_last_token_before(text: list[int], steps: list[l
             assert tree.num_nodes > 1
 
 
-def test_share_and_length_of_matches_count() -> None:
+def test_share_and_length_of_matches_count():
     tree = draft(
         SuffixDrafter(), Request(0, RequestParams([7, 3, 1, 7, 3, 1, 7, 4, 1, 7], 100)), 1, 4
     )
@@ -81,7 +79,7 @@ def test_share_and_length_of_matches_count() -> None:
     assert long.path_probs[1] > short.path_probs[1]
 
 
-def test_salts_separate_texts() -> None:
+def test_salts_separate_texts():
     """No token of another salt is proposed, in random runs with releases."""
     rng = random.Random(0)
     drafter = SuffixDrafter(PastAnswers(max_tokens=200))
@@ -104,7 +102,7 @@ def test_salts_separate_texts() -> None:
         assert tree_tokens(drafter) <= sum(len(each.tokens) for each in requests)
 
 
-def test_outputs_of_failed_requests_are_dropped() -> None:
+def test_outputs_of_failed_requests_are_dropped():
     drafter = SuffixDrafter(PastAnswers())
     request = Request(0, RequestParams([1], 100))
     draft(drafter, extended(request, [5, 6, 7]))
@@ -114,7 +112,7 @@ def test_outputs_of_failed_requests_are_dropped() -> None:
 
 
 @pytest.mark.parametrize("shares_texts", [False, True])
-def test_requests_seen_again_and_rolled_back(shares_texts: bool) -> None:
+def test_requests_seen_again_and_rolled_back(shares_texts):
     past = PastAnswers() if shares_texts else None
     drafter = SuffixDrafter(past)
     request = Request(0, RequestParams([1, 2, 3, 1, 2], 100))
@@ -136,7 +134,7 @@ def test_requests_seen_again_and_rolled_back(shares_texts: bool) -> None:
     assert tree_tokens(drafter) == 7 and (past is None or (len(past), past.num_tokens) == (1, 2))
 
 
-def test_requests_are_not_kept_alive() -> None:
+def test_requests_are_not_kept_alive():
     drafter = SuffixDrafter()
     request = Request(0, RequestParams([1, 2, 1], 100))
     draft(drafter, request)
@@ -146,11 +144,11 @@ def test_requests_are_not_kept_alive() -> None:
     assert tree_tokens(drafter) == 0
 
 
-def test_threads() -> None:
+def test_threads():
     drafter = SuffixDrafter(PastAnswers(max_tokens=30))
     errors = list[BaseException]()
 
-    def run(index: int) -> None:
+    def run(index):
         rng = random.Random(index)
         try:
             for number in range(20):
@@ -170,7 +168,7 @@ def test_threads() -> None:
     assert drafter.past is not None and drafter.past.num_tokens <= 30
 
 
-def test_noise_orders_branches() -> None:
+def test_noise_orders_branches():
     request = Request(
         0,
         RequestParams([7, 3, 1, 7, 3, 1, 7, 4, 1, 7], 100, is_sampled=True),
@@ -179,7 +177,7 @@ def test_noise_orders_branches() -> None:
     assert draft(SuffixDrafter(), request, 1, 4).tokens[1:].tolist() == [4, 3]
 
 
-def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "arctic_inference", None)
     with pytest.raises(
         MissingExtraError, match=r"the drafter suffix needs arctic_inference; .*\[suffix\]"

@@ -5,21 +5,19 @@ the target's.
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import numpy as np
 import pytest
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.heads.translated import TranslatedDrafter
 from hf_slospec.heads.translation import TokenTranslation
 from hf_slospec.request.request import Request, RequestParams
-from hf_slospec.tree.tree import TokenTree
 from tests.support.breadth import nightly_but, quick_or
 from tests.support.packed import packed_model
 from tests.support.served_pair import PROMPTS
@@ -41,9 +39,7 @@ PERMUTED, SMALL, SPACED = (
 )
 
 
-def model_of(
-    tokenizer: Any, seed: int = 0, noise: float = 0.0, family: str = "llama"
-) -> PreTrainedModel:
+def model_of(tokenizer, seed=0, noise=0.0, family="llama"):
     name, settings = FAMILIES[family]
     ids = dict(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=tokenizer.eos_token_id)
     ids |= {} if family == "gpt2" else dict(pad_token_id=tokenizer.pad_token_id)
@@ -51,7 +47,7 @@ def model_of(
     return sharpened(lambda: AutoModelForCausalLM.from_config(config), seed, noise)
 
 
-def permuted(model: PreTrainedModel, ids: list[int]) -> PreTrainedModel:
+def permuted(model, ids):
     """The same model, but token ``i`` has the id ``ids[i]``."""
     other = copy.deepcopy(model)
     for name in ("get_input_embeddings", "get_output_embeddings"):
@@ -69,18 +65,18 @@ TOKENIZERS = {"permuted": PERMUTED, "small": SMALL, "spaced": SPACED}
 PACKED = {name: packed_model(model, "sdpa") for name, model in OTHER_DRAFTS.items()}
 
 
-def translation(draft: Any, target: Any = TARGET_TOKENIZER) -> TokenTranslation:
+def translation(draft, target=TARGET_TOKENIZER):
     return TokenTranslation(target, draft, len(target), len(draft))
 
 
 TRANSLATIONS = {name: translation(tokenizer) for name, tokenizer in TOKENIZERS.items()}
 
 
-def translated(name: str, **options: Any) -> TranslatedDrafter:
+def translated(name, **options):
     return TranslatedDrafter(PACKED[name], 20, TRANSLATIONS[name], **options)
 
 
-def assert_same_trees(some: list[TokenTree], others: list[TokenTree]) -> None:
+def assert_same_trees(some, others):
     for one, other in zip(some, others, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
         assert one.parents.tolist() == other.parents.tolist()
@@ -89,7 +85,7 @@ def assert_same_trees(some: list[TokenTree], others: list[TokenTree]) -> None:
 
 @given(seed=SEEDS, max_kept=st.sampled_from([0, 300]))
 @settings(max_examples=quick_or(3, 6))
-def test_draft_with_other_ids_proposes_the_same(seed: int, max_kept: int) -> None:
+def test_draft_with_other_ids_proposes_the_same(seed, max_kept):
     """Texts are any tokens, which come in any number at a time, to requests that come and go."""
     rng = np.random.default_rng(seed)
     plain = AssistantDrafter(
@@ -120,7 +116,7 @@ def test_draft_with_other_ids_proposes_the_same(seed: int, max_kept: int) -> Non
 
 
 @pytest.mark.parametrize("name", nightly_but(["small"], TOKENIZERS))
-def test_kv_is_that_of_the_text_whatever_came_before(name: str) -> None:
+def test_kv_is_that_of_the_text_whatever_came_before(name):
     """Drafting step by step, with steps undone and requests released, proposes what drafting from
     nothing does.
     """
@@ -149,7 +145,7 @@ def test_kv_is_that_of_the_text_whatever_came_before(name: str) -> None:
     assert not own._translated
 
 
-def test_proposals_are_common_tokens_and_follow_the_draft() -> None:
+def test_proposals_are_common_tokens_and_follow_the_draft():
     tokens = TARGET_TOKENIZER("def main(self):\n    return")["input_ids"]
     (tree,) = translated("small").draft([Request(0, RequestParams(tokens, 9))], Plan(1, 1))
     ids = SMALL("def main(self):\n    return", return_tensors="pt")
@@ -158,7 +154,7 @@ def test_proposals_are_common_tokens_and_follow_the_draft() -> None:
     assert int(tree.tokens[1]) == int(own.target_ids[logits[own.draft_ids].argmax()])
 
 
-def test_long_texts_catch_up_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_catch_up_over_several_steps(monkeypatch):
     monkeypatch.setattr(AssistantDrafter, "CATCH_UP", 80)
     own, request = (
         translated("small"),
@@ -168,7 +164,7 @@ def test_long_texts_catch_up_over_several_steps(monkeypatch: pytest.MonkeyPatch)
     assert depths[0] == 0 and depths[-1] == 3 and depths == sorted(depths)
 
 
-def test_texts_that_are_longer_for_the_draft_than_there_is_room() -> None:
+def test_texts_that_are_longer_for_the_draft_than_there_is_room():
     tokens = TARGET_TOKENIZER(PROMPTS[0])["input_ids"]
     requests = [
         Request(index, RequestParams(tokens[:length], 5))

@@ -5,8 +5,6 @@ new.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,16 +33,14 @@ TOKENIZERS = {"large": LARGE, "small": SMALL, "spaced": SPACED, "permuted": PERM
 PAIRS = list(itertools.product(TOKENIZERS, TOKENIZERS))
 
 
-def translation(target: Any, draft: Any) -> TokenTranslation:
+def translation(target, draft):
     return TokenTranslation(target, draft, len(target), len(draft))
 
 
 TRANSLATIONS = {pair: translation(*(TOKENIZERS[name] for name in pair)) for pair in PAIRS}
 
 
-def assert_same_text(
-    own: TokenTranslation, tokens: Sequence[int], translated: Sequence[int]
-) -> None:
+def assert_same_text(own, tokens, translated):
     """Compare two texts, up to one space before them, which some tokenizers add unless there is
     one.
 
@@ -57,7 +53,7 @@ def assert_same_text(
     assert other.lstrip(b" ") == text.lstrip(b" ") and abs(len(other) - len(text)) <= 1
 
 
-def committed(tokenizer: Any, text: str, seed: int, is_random: bool) -> list[int]:
+def committed(tokenizer, text, seed, is_random):
     """Tokens of a text, or tokens that no tokenizer would find in any."""
     if is_random:
         rng = np.random.default_rng(seed)
@@ -90,9 +86,7 @@ TEXTS = st.lists(st.sampled_from(PARTS) | st.text(max_size=5), min_size=1, max_s
 
 @given(pair=st.sampled_from(PAIRS), text=TEXTS, seed=SEEDS, is_random=st.booleans())
 @settings(deadline=None, max_examples=100)
-def test_texts_stay_the_same_and_keep_their_common_prefix(
-    pair: tuple[str, str], text: str, seed: int, is_random: bool
-) -> None:
+def test_texts_stay_the_same_and_keep_their_common_prefix(pair, text, seed, is_random):
     own = TRANSLATIONS[pair]
     rng = np.random.default_rng(seed)
     tokens = committed(TOKENIZERS[pair[0]], text, seed, is_random)
@@ -127,7 +121,7 @@ def test_texts_stay_the_same_and_keep_their_common_prefix(
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_text_that_grows_is_split_as_the_whole_text_is(pair: tuple[str, str]) -> None:
+def test_text_that_grows_is_split_as_the_whole_text_is(pair):
     own = TRANSLATIONS[pair]
     text = "#" + "".join(tiny_prompts()[10:14]) + FOREIGN.replace("▁", "")
     tokens = TOKENIZERS[pair[0]](text, add_special_tokens=False)["input_ids"]
@@ -149,7 +143,7 @@ def test_text_that_grows_is_split_as_the_whole_text_is(pair: tuple[str, str]) ->
     assert changed <= 24  # tokens that are processed again
 
 
-def test_characters_in_parts_are_bytes_until_they_are_whole() -> None:
+def test_characters_in_parts_are_bytes_until_they_are_whole():
     for target, draft in ((LARGE, SMALL), (SPACED, SMALL), (LARGE, SPACED)):
         own = translation(target, draft)
         tokens = own.target.split("a 🦜漢")
@@ -159,7 +153,7 @@ def test_characters_in_parts_are_bytes_until_they_are_whole() -> None:
         assert own.translate(tokens).tokens == prefix + own.draft.split("a 🦜漢")
 
 
-def test_the_same_text_is_the_same_token_whatever_the_space_sign() -> None:
+def test_the_same_text_is_the_same_token_whatever_the_space_sign():
     own = translation(SPACED, LARGE)
     pairs = {
         (SPACED.decode([a]), LARGE.decode([b]).strip())
@@ -174,7 +168,7 @@ def test_the_same_text_is_the_same_token_whatever_the_space_sign() -> None:
     assert byte not in own.target_ids and own._same[byte] == LARGE.convert_tokens_to_ids("A")
 
 
-def test_special_tokens_by_name_and_by_role() -> None:
+def test_special_tokens_by_name_and_by_role():
     own = translation(LARGE, SPACED)  # <|endoftext|>, <|user|>; <s>, </s>
     end = LARGE.eos_token_id
     user = LARGE.convert_tokens_to_ids("<|user|>")
@@ -195,13 +189,13 @@ def test_special_tokens_by_name_and_by_role() -> None:
     assert translation(SPACED, SPACED).translate(beginning).tokens == beginning  # one <s>
 
 
-def test_ids_outside_either_model_are_no_proposals() -> None:
+def test_ids_outside_either_model_are_no_proposals():
     own = TokenTranslation(LARGE, PERMUTED, 300, 350)
     assert int(own.target_ids.max()) < 300 and int(own.draft_ids.max()) < 350
     assert own.translate([10**6, 5]).tokens
 
 
-def test_vocabularies_with_little_in_common_are_refused() -> None:
+def test_vocabularies_with_little_in_common_are_refused():
     words = Tokenizer(
         models.WordLevel({f"word{number}": number for number in range(200)}, unk_token="word0")
     )

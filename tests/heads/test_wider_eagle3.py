@@ -5,7 +5,6 @@ reference and stock.
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from transformers import LlamaConfig
 
 from hf_slospec import (
     IncompatibleDraftError,
-    Plan,
     SLOSpecGenerator,
     UnsupportedModelError,
     load_drafter,
@@ -51,7 +49,7 @@ GREEDY: dict[str, Any] = dict(do_sample=False, max_new_tokens=10)
 Tensors = dict[str, torch.Tensor]
 
 
-def tensors_of(num_layers: int, *, qwen3: bool = False, num_features: int = 3) -> Tensors:
+def tensors_of(num_layers, *, qwen3=False, num_features=3):
     """Tensors of a head under the names of speculators, for a draft vocabulary as large as the
     target's.
     """
@@ -73,7 +71,7 @@ def tensors_of(num_layers: int, *, qwen3: bool = False, num_features: int = 3) -
     return random_tensors(shapes)
 
 
-def reduced(tensors: Tensors) -> Tensors:
+def reduced(tensors):
     ids = eagle3_tensors(set())
     return tensors | {
         "lm_head.weight": tensors["lm_head.weight"][:DRAFT_VOCAB],
@@ -82,7 +80,7 @@ def reduced(tensors: Tensors) -> Tensors:
     }
 
 
-def renamed(tensors: Tensors) -> Tensors:
+def renamed(tensors):
     """The names of SGLang: the first layer is ``midlayer``, and others have a norm of another name."""
     names = {name: name.replace("layers.0.", "midlayer.") for name in tensors}
     names |= {
@@ -93,7 +91,7 @@ def renamed(tensors: Tensors) -> Tensors:
     return {f"model.{names[name]}": tensor for name, tensor in tensors.items()}
 
 
-def nested(**layers: Any) -> dict[str, Any]:
+def nested(**layers):
     return speculators_config(
         transformer_layer_config=eagle3_fields(**layers), eagle_aux_hidden_state_layer_ids=[2, 4, 5]
     )
@@ -123,13 +121,13 @@ CASES: dict[str, tuple[dict[str, Any], Tensors, Tensors, list[int | None]]] = {
 }  # fmt: skip
 
 
-def folder_of(name: str, folder: Path) -> str:
+def folder_of(name, folder):
     config, _, saved, _ = CASES[name]
     return write(folder / "head", config, saved)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_levels_are_those_of_the_reference(name: str, tmp_path: Path) -> None:
+def test_levels_are_those_of_the_reference(name, tmp_path):
     _, weights, _, windows = CASES[name]
     head: Any = load_head(folder_of(name, tmp_path), target_of("llama"))
     num_features = weights["fc.weight"].shape[1] // HIDDEN
@@ -145,7 +143,7 @@ def test_levels_are_those_of_the_reference(name: str, tmp_path: Path) -> None:
     assert [layer.window for layer in packed.layers] == windows
 
 
-def test_the_targets_output_layer_and_a_bias(tmp_path: Path) -> None:
+def test_the_targets_output_layer_and_a_bias(tmp_path):
     target = target_of("llama")
     tensors = eagle3_tensors(set(), draft_vocab=VOCAB)
     own = {f"model.{name}": tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
@@ -162,7 +160,7 @@ def test_the_targets_output_layer_and_a_bias(tmp_path: Path) -> None:
     assert_same_as_stock(target, ours.generate, ragged_prompts(2), **GREEDY)
 
 
-def gemma4_eagle3(**changes: Any) -> dict[str, Any]:
+def gemma4_eagle3(**changes):
     """The config of DeepSpec's EAGLE-3 for Gemma 4."""
     own = dict(
         target_layer_ids=[0, 1, 2], ttt_length=4, step_loss_decay=0.8, draft_num_hidden_layers=1
@@ -174,13 +172,13 @@ def gemma4_eagle3(**changes: Any) -> dict[str, Any]:
     )
 
 
-def gemma4_tensors(keys_are_values: bool) -> Tensors:
+def gemma4_tensors(keys_are_values):
     tensors = whole(with_gemma4_layers(tensors_of(1), 1, keys_are_values, 2 * HIDDEN))
     return tensors | random_tensors({"layers.0.hidden_norm.weight": (HIDDEN,)}, seed=9)
 
 
 @pytest.mark.parametrize("keys_are_values", [False, True])
-def test_levels_with_a_layer_of_gemma4(keys_are_values: bool, tmp_path: Path) -> None:
+def test_levels_with_a_layer_of_gemma4(keys_are_values, tmp_path):
     weights = gemma4_tensors(keys_are_values)
     cap = 3.0 if keys_are_values else None
     config = gemma4_eagle3(attention_k_eq_v=keys_are_values, final_logit_softcapping=cap)
@@ -214,14 +212,12 @@ def test_levels_with_a_layer_of_gemma4(keys_are_values: bool, tmp_path: Path) ->
         (nested(hidden_size=64), reduced(tensors_of(1)), IncompatibleDraftError, "hidden size of 64"),
     ],
 )  # fmt: skip
-def test_heads_that_do_not_fit_are_refused(
-    config: dict[str, Any], tensors: Tensors, error: type[Exception], message: str, tmp_path: Path
-) -> None:
+def test_heads_that_do_not_fit_are_refused(config, tensors, error, message, tmp_path):
     with pytest.raises(error, match=message):
         load_drafter(write(tmp_path, config, tensors), target_of("llama"))
 
 
-def peagle_tensors(vocab: int) -> Tensors:
+def peagle_tensors(vocab):
     own = random_tensors(
         {"embed_tokens.weight": (VOCAB, HIDDEN), "mask_hidden": (1, 1, 3 * HIDDEN)}, seed=8
     )
@@ -245,9 +241,7 @@ PEAGLE: dict[str, tuple[dict[str, Any], Tensors, int]] = {
 
 
 @torch.no_grad()
-def peagle_tree(
-    name: str, tokens: list[int], features: torch.Tensor, first: int, plan: Plan
-) -> dict[tuple[int, ...], float]:
+def peagle_tree(name, tokens, features, first, plan):
     """The most probable prefixes of what the entry of the last known feature and the masks behind
     it predict.
     """
@@ -265,7 +259,7 @@ def peagle_tree(
 
 
 @pytest.mark.parametrize("name", PEAGLE)
-def test_trees_of_peagle(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_of_peagle(name, tmp_path, monkeypatch):
     config, tensors, _ = PEAGLE[name]
     target = target_of("llama")
     inputs = ragged_prompts(3)
@@ -281,7 +275,7 @@ def test_trees_of_peagle(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert checks.num_checked > 4 and not checks.num_unready
 
 
-def test_peagle_needs_a_mask_token(tmp_path: Path) -> None:
+def test_peagle_needs_a_mask_token(tmp_path):
     config, tensors, _ = PEAGLE["specforge"]
     for token in (None, VOCAB):
         with pytest.raises(UnsupportedModelError, match="mask_token_id"):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab import comparison
 from hf_slospec.lab.files import OPTIONAL, REQUIRED, read_trace
-from hf_slospec.lab.hardware import HARDWARE, Hardware, hardware_of
+from hf_slospec.lab.hardware import HARDWARE, hardware_of
 from hf_slospec.lab.outcomes import METRICS
 from hf_slospec.lab.systems import SYSTEMS
 from hf_slospec.lab.texts import Recording, TextModel
@@ -39,21 +39,19 @@ raw = st.binary(max_size=30) | st.sampled_from(
 )
 
 
-def rather(valid: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+def rather(valid):
     """Values of the strategy, and one of ten of any kind."""
     return st.integers(0, 9).flatmap(lambda number: json_values if number == 9 else valid)
 
 
-def as_file(content: st.SearchStrategy[Any]) -> st.SearchStrategy[bytes]:
+def as_file(content):
     """The content as JSON, or as it is if it is a text, and one of ten files of any bytes."""
     encoded = content.map(lambda own: own if isinstance(own, str) else json.dumps(own))
     written = encoded.map(lambda text: text.encode("utf-8", "surrogatepass"))
     return st.integers(0, 9).flatmap(lambda number: raw if number == 9 else written)
 
 
-def check_simulated(
-    system: str, jobs: Any, texts: Any, hardware: Hardware = KNOWN, replicas: int = 1
-) -> None:
+def check_simulated(system, jobs, texts, hardware=KNOWN, replicas=1):
     if sum(job.output_tokens for job in jobs) > MOST_TOKENS:
         return
     load = comparison.Load.of("x", jobs, texts, np.random.default_rng(0))
@@ -64,9 +62,7 @@ def check_simulated(
         assert record["requests"] == len(jobs) and 0 <= (record["attainment"] or 0) <= 1
 
 
-def ascending(
-    values: st.SearchStrategy[Any], number: int, unique: bool = False
-) -> st.SearchStrategy[list[Any]]:
+def ascending(values, number, unique=False):
     return st.lists(values, min_size=number, max_size=number, unique=unique).map(sorted)
 
 
@@ -154,7 +150,7 @@ odd_cells = (
 
 
 @st.composite
-def traces(draw: st.DrawFn) -> str:
+def traces(draw):
     names = draw(
         st.permutations([*REQUIRED, *draw(st.lists(st.sampled_from(OPTIONAL), max_size=4))])
     )

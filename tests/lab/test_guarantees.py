@@ -16,7 +16,7 @@ KIND = Kind(
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_guaranteed_requests_keep_ttft_and_windows_in_overload(seed: int) -> None:
+def test_guaranteed_requests_keep_ttft_and_windows_in_overload(seed):
     rng = np.random.default_rng(seed)
     hardware = HARDWARE["llama-70b-4xa100"]
     jobs = jobs_of(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -20,19 +19,19 @@ LINES = st.tuples(
 
 
 @given(parts=st.lists(LINES, min_size=1, max_size=4), tokens=st.integers(1, MAX_TOKENS))
-def test_lines_cost_the_highest_of_them(parts: list[tuple[float, float]], tokens: int) -> None:
+def test_lines_cost_the_highest_of_them(parts, tokens):
     expected = max(base + slope * tokens for base, slope in parts) / 1e3
     most = max(slope for _, slope in parts) / 1e3  # within a token of where lines cross
     assert float(lines(*parts)(tokens)) == pytest.approx(expected, abs=most + 1e-9)
 
 
-def test_the_published_line_is_read_in_milliseconds() -> None:
+def test_the_published_line_is_read_in_milliseconds():
     target = HARDWARE["llama-70b-4xh100"].target
     assert float(target(100)) == pytest.approx((18.345 + 6.4) / 1e3)
     assert float(target(100, 5, 10_000)) == pytest.approx((18.345 + 6.4 + 0.624) / 1e3)
 
 
-def test_curves_are_linear_between_points_and_go_on_beyond() -> None:
+def test_curves_are_linear_between_points_and_go_on_beyond():
     cost = curve({1: 10.0, 11: 20.0, 21: 60.0})
     assert [float(cost(n)) for n in (1, 6, 11, 16, 31)] == pytest.approx(
         [0.01, 0.015, 0.02, 0.04, 0.1]
@@ -40,7 +39,7 @@ def test_curves_are_linear_between_points_and_go_on_beyond() -> None:
 
 
 @pytest.mark.parametrize("name", HARDWARE)
-def test_known_hardware_never_gets_faster_with_tokens(name: str) -> None:
+def test_known_hardware_never_gets_faster_with_tokens(name):
     hardware = hardware_of(name)
     for cost in (hardware.target, hardware.draft):
         seconds = [float(cost(tokens)) for tokens in range(1, 2000, 7)]
@@ -57,13 +56,13 @@ FORWARD = {
 WHOLE = {"target": FORWARD, "draft": {"tokens": [1], "ms": [1.0]}}
 
 
-def written(tmp_path: Path, data: object) -> str:
+def written(tmp_path, data):
     path = tmp_path / "lat.json"
     path.write_text(data if isinstance(data, str) else json.dumps(data))
     return str(path)
 
 
-def test_latency_files_are_read_with_all_their_terms(tmp_path: Path) -> None:
+def test_latency_files_are_read_with_all_their_terms(tmp_path):
     more = {"mixed_ms": 3.0, "host_ms": 4.0, "drafting_request_ms": 0.5, "kv_tokens": 77}
     hardware = hardware_of(written(tmp_path, {**WHOLE, **more}))
     assert float(hardware.target(64, 3, 2000)) == pytest.approx((20.0 + 2 * 0.5 + 2 * 2.0) / 1e3)
@@ -72,14 +71,14 @@ def test_latency_files_are_read_with_all_their_terms(tmp_path: Path) -> None:
     assert extra == pytest.approx((3e-3, 4e-3, 5e-4, 77))
 
 
-def test_what_profile_writes_is_a_latency_file(tmp_path: Path) -> None:
+def test_what_profile_writes_is_a_latency_file(tmp_path):
     record = {"measured": [{"tokens": 1, "ms": 10.2}], "held_out": []}
     results = {"target": {**record, "fit": FORWARD}, "draft": {**record, "fit": WHOLE["draft"]}}
     profiled = hardware_of(written(tmp_path, {"provenance": {"cpu": "x"}, "results": results}))
     assert profiled == hardware_of(written(tmp_path, WHOLE))
 
 
-def test_a_profile_that_was_measured_here_is_one_too() -> None:
+def test_a_profile_that_was_measured_here_is_one_too():
     hardware = hardware_of(str(ROOT / "benchmarks/results/profile-cpu-2core-0.6B-bf16.json"))
     assert 0.0 < float(hardware.draft(1)) < float(hardware.target(1)) < float(hardware.target(512))
 
@@ -133,13 +132,13 @@ def test_a_profile_that_was_measured_here_is_one_too() -> None:
         ("[" * 100_000, r":1:1: "),
     ],
 )
-def test_malformed_files_say_where(text: str, fault: str, tmp_path: Path) -> None:
+def test_malformed_files_say_where(text, fault, tmp_path):
     with pytest.raises(InvalidFileError, match=fault) as error:
         hardware_of(written(tmp_path, text))
     assert all("lat.json:" in line for line in str(error.value).splitlines())
 
 
-def test_unknown_names_list_the_known_ones_and_folders_are_none(tmp_path: Path) -> None:
+def test_unknown_names_list_the_known_ones_and_folders_are_none(tmp_path):
     for name in ("h100", "", "{" * 5000):
         with pytest.raises(InvalidInputError, match="llama-7b-h100"):
             hardware_of(name)
@@ -160,9 +159,7 @@ JSON = st.recursive(
 
 
 @given(data=JSON, indent=st.sampled_from([None, 1, "\t"]), draw=st.data())
-def test_places_are_where_values_begin(
-    data: object, indent: int | str | None, draw: st.DataObject
-) -> None:
+def test_places_are_where_values_begin(data, indent, draw):
     text = json.dumps(data, indent=indent)
     value = data
     location = []

@@ -25,26 +25,24 @@ HARDWARE = Hardware(
 )  # fmt: skip
 
 
-def request_of(index: int, prompt: int = 3, new: int = 20) -> Request:
+def request_of(index, prompt=3, new=20):
     return Request(index, RequestParams([0] * prompt, new))
 
 
-def library_of(seed: int, *lengths: int, num_children: int = 4) -> Library:
+def library_of(seed, *lengths, num_children=4):
     rng = np.random.default_rng(seed)
     return Library(
         [TextModel(0.6, num_children=num_children).write(rng, length) for length in lengths]
     )
 
 
-def drafter_of(library: Library, clock: VirtualClock | None = None) -> SimulatedDrafter:
+def drafter_of(library, clock=None):
     return SimulatedDrafter(library, HARDWARE, clock or VirtualClock())
 
 
 @given(seed=SEEDS, depth=st.integers(1, 5), width=st.integers(1, 6), num_requests=st.integers(1, 4))
 @settings(deadline=None)
-def test_candidate_trees_are_sound_and_within_the_plan(
-    seed: int, depth: int, width: int, num_requests: int
-) -> None:
+def test_candidate_trees_are_sound_and_within_the_plan(seed, depth, width, num_requests):
     library = library_of(seed, *range(1, num_requests + 1), num_children=3)
     requests = [request_of(index) for index in range(num_requests)]
     for tree in drafter_of(library).draft(requests, Plan(depth, width)):
@@ -59,9 +57,7 @@ def test_candidate_trees_are_sound_and_within_the_plan(
 
 @given(seed=SEEDS, depth=st.integers(1, 5), width=st.integers(1, 4), emitted=st.integers(0, 4))
 @settings(deadline=None)
-def test_where_every_place_is_alike_the_beam_is_the_best_of_all_paths(
-    seed: int, depth: int, width: int, emitted: int
-) -> None:
+def test_where_every_place_is_alike_the_beam_is_the_best_of_all_paths(seed, depth, width, emitted):
     rng = np.random.default_rng(seed)
     row = np.sort(rng.dirichlet(np.ones(4)))[::-1][:3]
     library = Library(
@@ -90,9 +86,7 @@ def test_where_every_place_is_alike_the_beam_is_the_best_of_all_paths(
 
 @given(seed=SEEDS, depth=st.integers(1, 6), emitted=st.integers(0, 12))
 @settings(deadline=None)
-def test_chains_on_the_true_path_hold_its_own_probabilities(
-    seed: int, depth: int, emitted: int
-) -> None:
+def test_chains_on_the_true_path_hold_its_own_probabilities(seed, depth, emitted):
     library = library_of(seed, 10)
     library.ranks[:] = 0  # the first choice is always right
     request = request_of(0)
@@ -104,9 +98,7 @@ def test_chains_on_the_true_path_hold_its_own_probabilities(
 
 @given(seed=SEEDS, depth=st.integers(1, 6), width=st.integers(1, 4))
 @settings(deadline=None)
-def test_what_is_accepted_is_the_text_as_far_as_the_tree_has_it(
-    seed: int, depth: int, width: int
-) -> None:
+def test_what_is_accepted_is_the_text_as_far_as_the_tree_has_it(seed, depth, width):
     library = library_of(seed, 12)
     clock = VirtualClock()
     request = request_of(0)
@@ -119,7 +111,7 @@ def test_what_is_accepted_is_the_text_as_far_as_the_tree_has_it(
     assert path_to(tree, nodes[-1] if nodes else 0) == written[: len(nodes)]
 
 
-def test_drafting_takes_its_levels() -> None:
+def test_drafting_takes_its_levels():
     library = library_of(0, 20, 20)
     clock = VirtualClock()
     drafter = drafter_of(library, clock)
@@ -146,7 +138,7 @@ def test_drafting_takes_its_levels() -> None:
 
 
 @pytest.mark.parametrize("plan", [Plan(6, 2, 0.0, 1e9), Plan(6, 2, min_confidence=0.999)])
-def test_drafting_stops_where_real_drafters_do(plan: Plan) -> None:
+def test_drafting_stops_where_real_drafters_do(plan):
     library = library_of(0, 20)
     library.child_probs[:] = [0.5, 0.2, 0.1, 0.1]
     assert drafter_of(library).draft([request_of(0)], plan)[0].max_depth == 1
@@ -157,9 +149,7 @@ def test_drafting_stops_where_real_drafters_do(plan: Plan) -> None:
     seed=SEEDS, depths=st.lists(st.integers(1, 4), min_size=1, max_size=4), width=st.integers(1, 3)
 )
 @settings(deadline=None)
-def test_requests_leave_the_batch_after_their_own_levels(
-    seed: int, depths: list[int], width: int
-) -> None:
+def test_requests_leave_the_batch_after_their_own_levels(seed, depths, width):
     library, clock, whole_clock = (
         library_of(seed, *[20] * len(depths)),
         VirtualClock(),
@@ -185,7 +175,7 @@ def test_requests_leave_the_batch_after_their_own_levels(
         assert tree.tokens.tolist() == full.up_to(depth).tokens.tolist()
 
 
-def test_requests_that_are_unsure_leave_the_batch() -> None:
+def test_requests_that_are_unsure_leave_the_batch():
     library = library_of(0, 20, 20)
     clock = VirtualClock()
     library.child_probs[:20] = [0.9, 0.05, 0.03, 0.02]
@@ -198,9 +188,7 @@ def test_requests_that_are_unsure_leave_the_batch() -> None:
 
 
 @pytest.mark.parametrize(("weights", "depths"), [((1.0, 1.0), [3, 1]), ((0.5, 2.0), [1, 2])])
-def test_requests_leave_the_batch_where_a_level_is_not_worth_its_time(
-    weights: tuple[float, float], depths: list[int]
-) -> None:
+def test_requests_leave_the_batch_where_a_level_is_not_worth_its_time(weights, depths):
     library = library_of(0, 20, 20)
     library.child_probs[:20] = [0.9, 0.05, 0.03, 0.02]
     library.child_probs[20:] = [0.4, 0.3, 0.2, 0.1]
@@ -209,7 +197,7 @@ def test_requests_leave_the_batch_where_a_level_is_not_worth_its_time(
     assert [tree.max_depth for tree in drafter_of(library).draft(requests, plan)] == depths
 
 
-def test_verifying_takes_its_nodes_requests_and_keys() -> None:
+def test_verifying_takes_its_nodes_requests_and_keys():
     library = library_of(0, 20, 20, 20)
     clock = VirtualClock()
     target, decoding, fed = (

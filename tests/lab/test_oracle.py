@@ -27,9 +27,7 @@ TREE = ([0, 0, 1, 1, 2, 3], [0.6, 0.4, 0.5, 0.3, 0.9, 0.5], [0, 1, 0, 1, 0, 0])
     now_s=st.sampled_from([0.5, 1.0, 1.5]),
 )
 @settings(deadline=None)
-def test_hindsight_meets_what_can_be_met_and_wastes_nothing(
-    seed: int, slos_s: list[float | None], budget: int, now_s: float
-) -> None:
+def test_hindsight_meets_what_can_be_met_and_wastes_nothing(seed, slos_s, budget, now_s):
     rng = np.random.default_rng(seed)
     library = Library([TextModel(0.8).write(rng, 20) for _ in slos_s])
     requests = [late(index, slo_s, 0.25) for index, slo_s in enumerate(slos_s)]
@@ -63,11 +61,11 @@ def test_hindsight_meets_what_can_be_met_and_wastes_nothing(
         assert all(size >= need for size, need in zip(sizes, needed, strict=True))
 
 
-def test_hindsight_attains_more_than_estimates() -> None:
+def test_hindsight_attains_more_than_estimates():
     rng = np.random.default_rng(0)
     jobs = [Job(float(at_s), 60, 60, 0.016) for at_s in np.cumsum(rng.exponential(0.05, 40))]
 
-    def run(system: str, oracle: bool = False) -> Watched:
+    def run(system, oracle=False):
         watched = Watched(jobs, f'{system} {{"token_budget": 96, "max_batch": 32}}', oracle=oracle)
         watched.result = watched.run()
         return watched
@@ -84,7 +82,7 @@ def test_hindsight_attains_more_than_estimates() -> None:
     )
 
 
-def test_a_lone_root_is_kept_where_nothing_will_be_accepted() -> None:
+def test_a_lone_root_is_kept_where_nothing_will_be_accepted():
     library = Library([TextModel(0.5).write(np.random.default_rng(0), 5)])
     library.ranks[:] = 3
     assert accepted_nodes(library, late(0, None), grow(*TREE)).tolist() == [0]

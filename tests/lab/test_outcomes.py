@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-from pathlib import Path
 
 import pytest
 
@@ -17,14 +16,7 @@ from hf_slospec.request.request import Request
 from hf_slospec.request.slo import Stage
 
 
-def outcome_of(
-    commits: list[tuple[int, float]],
-    tpot_s: float | None,
-    ttft_s: float | None = None,
-    arrival_s: float = 0.0,
-    begun_s: float = math.nan,
-    kind: str = "all",
-) -> Outcome:
+def outcome_of(commits, tpot_s, ttft_s=None, arrival_s=0.0, begun_s=math.nan, kind="all"):
     """A request that commits so many tokens at these times."""
     job = Job(arrival_s, 2, sum(count for count, _ in commits), tpot_s, ttft_s, kind)
     request = Request(
@@ -37,11 +29,11 @@ def outcome_of(
     return Outcome.of(request, job, 0, begun_s, 0)
 
 
-def verdicts(outcome: Outcome) -> list[bool | None]:
+def verdicts(outcome):
     return [METRICS[name](outcome) for name in ("tpot", "adaserve", "slos-serve")]
 
 
-def test_adaserve_divides_by_all_tokens_and_begins_with_the_first_decoding_step() -> None:
+def test_adaserve_divides_by_all_tokens_and_begins_with_the_first_decoding_step():
     # 11 tokens: the first at 1.0 s, decoding from 1.0 s on, the last at 2.0 s: 0.1 s a token,
     # AdaServe's 1 / 11
     even = [(1, 1.0), *((1, 1.0 + 0.1 * step) for step in range(1, 11))]
@@ -56,7 +48,7 @@ def test_adaserve_divides_by_all_tokens_and_begins_with_the_first_decoding_step(
     ]  # it waited before it decoded
 
 
-def test_slos_serve_looks_at_any_ten_tokens() -> None:
+def test_slos_serve_looks_at_any_ten_tokens():
     # 31 tokens in 3 s, with a pause of 1 s: 0.1 s a token over all, 0.17 s over the worst ten
     times = [0.0]
     for step in range(1, 31):
@@ -70,7 +62,7 @@ def test_slos_serve_looks_at_any_ten_tokens() -> None:
     assert verdicts(outcome_of(uneven, worst_s + 1e-9, begun_s=0.0)) == [True, True, True]
 
 
-def test_the_first_token_counts_where_it_was_promised_but_not_for_adaserve() -> None:
+def test_the_first_token_counts_where_it_was_promised_but_not_for_adaserve():
     late = [(1, 5.0), (1, 5.1)]
     assert verdicts(outcome_of(late, 0.2, 1.5, arrival_s=3.0, begun_s=5.0)) == [False, True, False]
     assert verdicts(outcome_of(late, 0.2, 2.5, arrival_s=3.0, begun_s=5.0)) == [True, True, True]
@@ -78,15 +70,15 @@ def test_the_first_token_counts_where_it_was_promised_but_not_for_adaserve() -> 
     assert verdicts(outcome_of(late, None, None, arrival_s=3.0, begun_s=5.0)) == [None, None, None]
 
 
-def test_one_token_has_no_time_per_token_to_miss() -> None:
+def test_one_token_has_no_time_per_token_to_miss():
     assert verdicts(outcome_of([(1, 9.0)], 0.001, begun_s=9.0)) == [True, True, True]
 
 
-def test_a_short_output_is_judged_over_all_of_it_by_slos_serve() -> None:
+def test_a_short_output_is_judged_over_all_of_it_by_slos_serve():
     assert verdicts(outcome_of([(1, 1.0), (3, 1.4)], 0.13, begun_s=1.0)) == [False, True, False]
 
 
-def test_summaries_count_and_weigh() -> None:
+def test_summaries_count_and_weigh():
     good = outcome_of([(1, 1.0), (4, 2.0)], 0.3, arrival_s=0.5, kind="a")
     bad = outcome_of([(1, 2.0), (9, 10.5)], 0.3, arrival_s=1.0, kind="b")
     free = outcome_of([(1, 3.0), (1, 4.0)], None, arrival_s=2.0, kind="b")
@@ -101,7 +93,7 @@ def test_summaries_count_and_weigh() -> None:
     assert none["attainment"] is None and none["goodput"] == 0.0
 
 
-def test_every_request_of_every_run_is_a_line_of_csv(tmp_path: Path) -> None:
+def test_every_request_of_every_run_is_a_line_of_csv(tmp_path):
     own = outcome_of([(1, 1.0), (1, 2.0)], 0.3, kind='a, "b"')
     runs = [("1/s", Run("x", (own, own), Totals(), 0)), ("2/s", Run("y", (own,), Totals(), 0))]
     write_requests(runs, METRICS["adaserve"], tmp_path / "r.csv")
@@ -117,11 +109,11 @@ def test_every_request_of_every_run_is_a_line_of_csv(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_known_systems_are_sound_and_take_settings(system: str) -> None:
+def test_known_systems_are_sound_and_take_settings(system):
     assert config_of(system) == config_of(f"  {system} {{}}")
     changed = config_of(f'{system} {{"max_depth": 5}}')
     assert changed == config_of(system).model_copy(update={"max_depth": 5})
 
 
-def test_settings_alone_are_a_system() -> None:
+def test_settings_alone_are_a_system():
     assert config_of('{"policy": "none"}').policy == "none"

@@ -23,12 +23,12 @@ JOB = Job(0.0, 100, 50)
 FOLLOWER = Job(0.0, 210, 5, after=0, continues=True)
 
 
-def simulated(*jobs: Job, system: str = "vllm", texts: int | None = None, **options: Any) -> Any:
+def simulated(*jobs, system="vllm", texts=None, **options):
     library = library_of([JOB] * (max(len(jobs), 1) if texts is None else texts))
     return lambda: Simulation(jobs, library, HARDWARE, config_of(system), **options)
 
 
-def arriving(*options: Any) -> Callable[[], Any]:
+def arriving(*options):
     kind, *rest = options
     return lambda: arrivals(kind, np.random.default_rng(0), *rest)
 
@@ -78,7 +78,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "words"), REFUSED)
-def test_refused_calls_say_what_is_wrong(call: Callable[[], Any], words: str) -> None:
+def test_refused_calls_say_what_is_wrong(call, words):
     with pytest.raises(InvalidInputError, match=words) as error:
         call()
     assert "pydantic" not in str(error.value)

@@ -4,9 +4,6 @@ better.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -37,17 +34,15 @@ class Offered(Watched):
     the router.
     """
 
-    def __init__(self, jobs: Sequence[Job], system: str, **options: Any):
+    def __init__(self, jobs, system, **options):
         super().__init__(jobs, system, **options)
         self.passed: dict[int, list[tuple[int, float, float]]] = {}
         for index, replica in enumerate(self.replicas):
             replica.add = self._noted(replica.add, index)
             replica.offer = self._noted(replica.offer, index)
 
-    def _noted(
-        self, method: Callable[[Request, float], Any], index: int
-    ) -> Callable[[Request, float], Any]:
-        def noted(request: Request, now_s: float) -> Any:
+    def _noted(self, method, index):
+        def noted(request, now_s):
             done = method(request, now_s)
             self.passed.setdefault(request.index, []).append(
                 (index, self.replicas[index].clock.now_s, now_s)
@@ -64,9 +59,7 @@ class Offered(Watched):
     router=st.sampled_from(sorted(ROUTERS)),
 )
 @settings(deadline=None, max_examples=30)
-def test_every_request_is_served_once_by_every_router(
-    seed: int, number: int, replicas: int, router: str
-) -> None:
+def test_every_request_is_served_once_by_every_router(seed, number, replicas, router):
     jobs = some_jobs(seed, number)
     simulation = Offered(
         jobs, f"auto {{{CHECKED}}}", replicas=replicas, router=router, seed=seed % 1000
@@ -93,14 +86,14 @@ def test_every_request_is_served_once_by_every_router(
 
 
 @pytest.mark.parametrize("router", sorted(set(ROUTERS) - {OURS}))
-def test_one_replica_needs_no_router(router: str) -> None:
+def test_one_replica_needs_no_router(router):
     jobs = some_jobs(5, 10)
     assert (
         Watched(jobs, "auto", router=router).run().outcomes == Watched(jobs, "auto").run().outcomes
     )
 
 
-def test_a_request_that_none_guarantees_is_offered_to_all_and_served() -> None:
+def test_a_request_that_none_guarantees_is_offered_to_all_and_served():
     jobs = [Job(0.1 * index, 50, 20, tpot_slo_s=0.001) for index in range(6)]
     run = Watched(jobs, replicas=3, system="auto").run()
     assert [outcome.reroutes for outcome in run.outcomes] == [3] * 6
@@ -108,12 +101,10 @@ def test_a_request_that_none_guarantees_is_offered_to_all_and_served() -> None:
 
 
 @pytest.mark.parametrize(("max_hops", "asked"), [(0, 1), (1, 2), (2, 3), (9, 3)])
-def test_the_sequential_router_goes_round_and_moves_on_a_limited_number_of_times(
-    max_hops: int, asked: int
-) -> None:
+def test_the_sequential_router_goes_round_and_moves_on_a_limited_number_of_times(max_hops, asked):
     choose = sequential(max_hops)
 
-    def asked_of(is_guaranteed_by: int | None, has_slo: bool = True) -> tuple[list[int], bool]:
+    def asked_of(is_guaranteed_by, has_slo=True):
         """Replicas that are asked until one takes the request, and whether it stays as best effort."""
         refused: list[int] = []
         while True:
@@ -139,7 +130,7 @@ def test_the_sequential_router_goes_round_and_moves_on_a_limited_number_of_times
         assert asked_of(1) == ([0, 1], False)
 
 
-def test_many_requests_at_once_are_guaranteed_as_far_as_there_is_room() -> None:
+def test_many_requests_at_once_are_guaranteed_as_far_as_there_is_room():
     """More than one decision of the dynamic programme takes are decided one after the other, none
     unexamined.
     """
@@ -149,14 +140,14 @@ def test_many_requests_at_once_are_guaranteed_as_far_as_there_is_room() -> None:
     assert {outcome.replica for outcome in run.outcomes[:2]} == {0, 1}
 
 
-def test_requests_without_slos_go_to_the_least_loaded_replica() -> None:
+def test_requests_without_slos_go_to_the_least_loaded_replica():
     run = Watched(
         [Job(0.001 * index, 50, 20) for index in range(6)], replicas=3, system="auto"
     ).run()
     assert [outcome.replica for outcome in run.outcomes] == [0, 1, 2, 0, 1, 2]
 
 
-def test_ours_keeps_short_prompts_away_from_long_ones() -> None:
+def test_ours_keeps_short_prompts_away_from_long_ones():
     """Every second, long prompts come to two replicas, and short ones whose first tokens are due
     soon.
     """
@@ -165,7 +156,7 @@ def test_ours_keeps_short_prompts_away_from_long_ones() -> None:
         jobs += [Job(second + 0.001 * place, 1500, 5, 1.0, 2.0) for place in range(2)]
         jobs += [Job(second + 0.05 + 0.02 * place, 10, 5, 1.0, 0.1) for place in range(6)]
 
-    def attained(router: str) -> float:
+    def attained(router):
         run: Run = Watched(jobs, 'auto {"prefill_chunk": 2048}', replicas=3, router=router).run()
         return float(np.mean([outcome.attained for outcome in run.outcomes]))
 
@@ -176,11 +167,11 @@ def test_ours_keeps_short_prompts_away_from_long_ones() -> None:
     ), found
 
 
-def loads_of(*counts: int) -> list[ReplicaLoad]:
+def loads_of(*counts):
     return [ReplicaLoad(best_effort=count) for count in counts]
 
 
-def test_baselines_count_requests() -> None:
+def test_baselines_count_requests():
     assert shortest_queue(loads_of(3, 1, 2, 1)) == 1
     rng = np.random.default_rng(0)
     chosen = {power_of_two(loads_of(3, 1, 2), rng) for _ in range(50)}
@@ -188,6 +179,6 @@ def test_baselines_count_requests() -> None:
     assert power_of_two(loads_of(5), rng) == 0
 
 
-def test_unknown_routers_are_refused() -> None:
+def test_unknown_routers_are_refused():
     with pytest.raises(InvalidInputError, match="unknown router 'x'; known are: guarantees"):
         Watched(some_jobs(0, 1), replicas=2, router="x")

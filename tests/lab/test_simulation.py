@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +17,7 @@ from hf_slospec.engine.interfaces import Plan
 from hf_slospec.errors import InvalidInputError
 from hf_slospec.lab.hardware import Hardware, lines
 from hf_slospec.lab.models import SlowedClock
-from hf_slospec.lab.outcomes import METRICS, Run
+from hf_slospec.lab.outcomes import METRICS
 from hf_slospec.lab.policies.smartspec import SmartSpecPolicy
 from hf_slospec.lab.simulation import Simulation
 from hf_slospec.lab.systems import SYSTEMS, config_of
@@ -33,7 +31,7 @@ HARDWARE = Hardware(lines((20.0, 0.1), per_key_ms=1e-4), lines((2.0, 0.01)), kv_
 CHECKED = '"check_invariants": true'
 
 
-def library_of(jobs: Sequence[Job], seed: int = 0) -> Library:
+def library_of(jobs, seed=0):
     rng = np.random.default_rng(seed)
     return Library([TextModel(0.75).write(rng, job.output_tokens) for job in jobs])
 
@@ -41,20 +39,14 @@ def library_of(jobs: Sequence[Job], seed: int = 0) -> Library:
 class Watched(Simulation):
     """Keeps all steps, and checks that clocks go on."""
 
-    def __init__(
-        self,
-        jobs: Sequence[Job],
-        system: str = "vllm",
-        hardware: Hardware = HARDWARE,
-        **options: Any,
-    ):
+    def __init__(self, jobs, system="vllm", hardware=HARDWARE, **options):
         super().__init__(jobs, library_of(jobs), hardware, config_of(system), **options)
         self.events = list[StepEvent]()
         for replica in self.replicas:
             replica.step = self._kept(replica.step, replica.clock)
 
     def _kept(self, step, clock):
-        def kept() -> StepEvent:
+        def kept():
             before_s = clock.now_s
             event = step()
             assert event.begun_s == before_s < clock.now_s
@@ -65,11 +57,11 @@ class Watched(Simulation):
         return kept
 
     @property
-    def tokens(self) -> list[list[int]]:
+    def tokens(self):
         return [routed.request.tokens for routed in self._requests]
 
 
-def some_jobs(seed: int, number: int) -> list[Job]:
+def some_jobs(seed, number):
     rng = np.random.default_rng(seed)
     return [
         Job(
@@ -80,7 +72,7 @@ def some_jobs(seed: int, number: int) -> list[Job]:
     ]  # fmt: skip
 
 
-def check(jobs: Sequence[Job], simulation: Watched, run: Run) -> None:
+def check(jobs, simulation, run):
     assert len(run.outcomes) == len(jobs)
     for index, (job, outcome) in enumerate(zip(jobs, run.outcomes, strict=True)):
         assert outcome.index == index and outcome.output_tokens == job.output_tokens
@@ -106,8 +98,8 @@ def check(jobs: Sequence[Job], simulation: Watched, run: Run) -> None:
 )
 @settings(deadline=None, max_examples=40)
 def test_every_request_ends_with_its_text_under_every_system(
-    seed: int, number: int, system: str, max_batch: int, budget: int, kv_tokens: int, replicas: int
-) -> None:
+    seed, number, system, max_batch, budget, kv_tokens, replicas
+):
     jobs = some_jobs(seed, number)
     limits = f'"max_batch": {max_batch}, "token_budget": {budget}, "kv_tokens": {kv_tokens}'
     simulation = Watched(
@@ -117,7 +109,7 @@ def test_every_request_ends_with_its_text_under_every_system(
     check(jobs, simulation, simulation.run())
 
 
-def test_every_policy_writes_the_same_tokens() -> None:
+def test_every_policy_writes_the_same_tokens():
     jobs = some_jobs(3, 12)
     written = []
     for policy in POLICIES:
@@ -129,7 +121,7 @@ def test_every_policy_writes_the_same_tokens() -> None:
 
 
 @pytest.mark.parametrize("system", ["auto", "adaserve", "slos-serve"])
-def test_everything_follows_from_the_seed(system: str) -> None:
+def test_everything_follows_from_the_seed(system):
     jobs = some_jobs(1, 15)
     runs = [Watched(jobs, system, replicas=2, seed=seed).run() for seed in (4, 4, 5)]
     assert runs[0].outcomes == runs[1].outcomes and runs[0].totals == runs[1].totals
@@ -138,7 +130,7 @@ def test_everything_follows_from_the_seed(system: str) -> None:
     )  # other guesses off the true path
 
 
-def test_one_request_alone_takes_the_sum_of_its_forwards() -> None:
+def test_one_request_alone_takes_the_sum_of_its_forwards():
     run = Watched([Job(5.0, 100, 6)]).run()
     prefill_s = float(HARDWARE.target(100, 1, 100))
     steps_s = [float(HARDWARE.target(1, 1, 100 + emitted)) for emitted in range(1, 6)]
@@ -150,7 +142,7 @@ def test_one_request_alone_takes_the_sum_of_its_forwards() -> None:
     assert run.seconds == pytest.approx(prefill_s + sum(steps_s))
 
 
-def test_first_come_first_served_feeds_prompts_before_anybody_decodes() -> None:
+def test_first_come_first_served_feeds_prompts_before_anybody_decodes():
     simulation = Watched([Job(0.0, 10, 3), Job(0.001, 20, 2), Job(0.04, 30, 1)], "vllm")
     simulation.run()
     steps = [
@@ -166,7 +158,7 @@ def test_first_come_first_served_feeds_prompts_before_anybody_decodes() -> None:
     ]
 
 
-def test_chunked_prefill_never_exceeds_its_budget_in_a_mixed_step() -> None:
+def test_chunked_prefill_never_exceeds_its_budget_in_a_mixed_step():
     jobs = [Job(0.1 * index, 400, 30) for index in range(8)]
     simulation = Watched(jobs, 'sarathi {"prefill_chunk": 64}')
     simulation.run()
@@ -177,7 +169,7 @@ def test_chunked_prefill_never_exceeds_its_budget_in_a_mixed_step() -> None:
     assert max(sum(p.nodes for p in event.decoding) + event.prefill_tokens for event in mixed) == 64
 
 
-def test_lower_priorities_take_the_room_of_higher_ones() -> None:
+def test_lower_priorities_take_the_room_of_higher_ones():
     jobs = [Job(0.0, 10, 50, 1.0, priority=0), Job(0.5, 10, 5, 1.0, priority=-1)]
     for system, is_first in (("vllm-priority", 1), ("vllm", 0)):
         run = Watched(jobs, f'{system} {{"max_batch": 1}}').run()
@@ -186,7 +178,7 @@ def test_lower_priorities_take_the_room_of_higher_ones() -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_followers_arrive_after_the_end_of_another(replicas: int) -> None:
+def test_followers_arrive_after_the_end_of_another(replicas):
     jobs = [
         Job(0.0, 50, 10, 1.0),
         Job(0.5, 30, 5, 1.0, 2.0, after=0),
@@ -201,10 +193,10 @@ def test_followers_arrive_after_the_end_of_another(replicas: int) -> None:
     assert sum(event.committed for event in simulation.events) == 24
 
 
-def test_an_interrupt_while_tokens_are_chosen_ends_the_run() -> None:
+def test_an_interrupt_while_tokens_are_chosen_ends_the_run():
     simulation = Watched([Job(0.0, 5, 50)])
 
-    def interrupted(request: object, node: int) -> int:
+    def interrupted(request, node):
         raise KeyboardInterrupt
 
     simulation.replicas[0].engine.target._choose = interrupted
@@ -215,13 +207,13 @@ def test_an_interrupt_while_tokens_are_chosen_ends_the_run() -> None:
 JOB = Job(0.0, 100, 50)
 
 
-def test_a_policy_of_ones_own_decides() -> None:
+def test_a_policy_of_ones_own_decides():
     jobs = some_jobs(0, 8)
     config = config_of(
         '{"policy": "none", "max_depth": 6, "max_width": 1}'
     )  # what it is called does not count
 
-    def run(**options: Any) -> Run:
+    def run(**options):
         return Simulation(jobs, library_of(jobs), HARDWARE, config, replicas=2, **options).run()
 
     own, named = (
@@ -238,9 +230,9 @@ def test_a_policy_of_ones_own_decides() -> None:
     assert own.totals.nodes > run().totals.nodes
 
 
-def test_what_is_wrong_with_its_decisions_is_said() -> None:
+def test_what_is_wrong_with_its_decisions_is_said():
     class Greedy(FixedPolicy):
-        def plan(self, *given: Any) -> Plan:
+        def plan(self, *given):
             return Plan(7, 1)
 
     config = config_of('{"policy": "none", "max_depth": 6, "max_width": 1}')
@@ -250,7 +242,7 @@ def test_what_is_wrong_with_its_decisions_is_said() -> None:
         Simulation([JOB], library_of([JOB]), HARDWARE, config, make_policy=Greedy).run()
 
 
-def test_a_machine_at_half_speed_for_a_minute_is_predicted_again_soon() -> None:
+def test_a_machine_at_half_speed_for_a_minute_is_predicted_again_soon():
     jobs = [Job(0.0, 20, 7000) for _ in range(2)]
     watched = Watched(
         jobs,
@@ -260,7 +252,7 @@ def test_a_machine_at_half_speed_for_a_minute_is_predicted_again_soon() -> None:
     )
     watched.run()
 
-    def errors(begin_s: float, end_s: float) -> list[float]:
+    def errors(begin_s, end_s):
         within = [
             event
             for event in watched.events
@@ -276,7 +268,7 @@ def test_a_machine_at_half_speed_for_a_minute_is_predicted_again_soon() -> None:
     assert all(is_drafting)  # half speed of both models changes no decision
 
 
-def test_the_oracle_verifies_what_is_accepted_and_nobody_is_faster() -> None:
+def test_the_oracle_verifies_what_is_accepted_and_nobody_is_faster():
     jobs = [Job(0.0, 20, 60) for _ in range(6)]
     oracle = Watched(jobs, "oracle", oracle=True)
     run = oracle.run()
@@ -292,7 +284,7 @@ def test_the_oracle_verifies_what_is_accepted_and_nobody_is_faster() -> None:
         assert other.tokens == oracle.tokens
 
 
-def test_thinking_ends_at_a_marker_and_each_stage_has_its_own_slo() -> None:
+def test_thinking_ends_at_a_marker_and_each_stage_has_its_own_slo():
     job = Job(0.0, 50, 60, 0.5, think_tokens=40, think_tpot_slo_s=0.01, answer_ttft_slo_s=0.03)
     (slow,) = Watched([job]).run().outcomes  # a step takes 20 ms
     assert slow.attained is False and slow.tpot_slo_s == 0.5 and slow.think_tokens == 40
@@ -308,7 +300,7 @@ def test_thinking_ends_at_a_marker_and_each_stage_has_its_own_slo() -> None:
 
 @pytest.mark.parametrize("kv_tokens", [5000, 420])
 @pytest.mark.parametrize("system", ["vllm", "auto"])
-def test_a_pause_keeps_kv_while_there_is_room(kv_tokens: int, system: str) -> None:
+def test_a_pause_keeps_kv_while_there_is_room(kv_tokens, system):
     hardware = replace(HARDWARE, kv_tokens=kv_tokens)
     jobs = [
         Job(0.0, 200, 10),
@@ -325,9 +317,7 @@ def test_a_pause_keeps_kv_while_there_is_room(kv_tokens: int, system: str) -> No
     assert (second.ttft_s < first.ttft_s) == is_kept
 
 
-def test_first_tokens_are_in_time_though_others_are_drafted_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_first_tokens_are_in_time_though_others_are_drafted_for(monkeypatch):
     rng = np.random.default_rng(5)
     jobs = [
         Job(float(time_s), 40, 150, 0.2, 0.055) for time_s in np.cumsum(rng.exponential(0.3, 25))
@@ -344,7 +334,7 @@ def test_first_tokens_are_in_time_though_others_are_drafted_for(
     assert depths[0] > 0.5, depths
 
 
-def test_first_tokens_change_nothing_without_ttft_slos(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_tokens_change_nothing_without_ttft_slos(monkeypatch):
     rng = np.random.default_rng(6)
     jobs = [Job(float(time_s), 40, 60, 0.03) for time_s in np.cumsum(rng.exponential(0.2, 12))]
     run = Watched(jobs, "auto").run()

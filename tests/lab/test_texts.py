@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.errors import InvalidFileError
-from hf_slospec.lab.texts import Library, RecordedText, Recording, SimulatedText, TextModel
+from hf_slospec.lab.texts import Library, RecordedText, Recording, TextModel
 from tests.support.toys.trees import SEEDS
 
 TEXT_MODELS = st.builds(
@@ -31,7 +30,7 @@ TEXT_MODELS = st.builds(
 
 @given(model=TEXT_MODELS, seed=SEEDS, length=st.integers(1, 60))
 @settings(deadline=None)
-def test_children_descend_and_ranks_name_them(model: TextModel, seed: int, length: int) -> None:
+def test_children_descend_and_ranks_name_them(model, seed, length):
     text = model.write(np.random.default_rng(seed), length)
     assert text.child_probs.shape == (length, model.num_children)
     assert len(text) == length
@@ -40,13 +39,13 @@ def test_children_descend_and_ranks_name_them(model: TextModel, seed: int, lengt
     assert ((text.ranks >= 0) & (text.ranks <= model.num_children)).all()
 
 
-def hits(text: SimulatedText) -> np.ndarray:
+def hits(text):
     """Which child the target took.  -> [length, num_children] bool"""
     return text.ranks[:, None] == np.arange(text.child_probs.shape[1])
 
 
 @pytest.mark.parametrize("sibling", [0.2, 0.5, 0.8])
-def test_with_sharpness_1_probabilities_are_the_frequencies_of_hits(sibling: float) -> None:
+def test_with_sharpness_1_probabilities_are_the_frequencies_of_hits(sibling):
     model = TextModel(0.7, spread=3.0, sibling=sibling)
     rng = np.random.default_rng(0)
     texts = [model.write(rng, 200) for _ in range(400)]
@@ -64,14 +63,14 @@ def test_with_sharpness_1_probabilities_are_the_frequencies_of_hits(sibling: flo
                 assert abs(found - shown) < 4.5 * error, (rank, least)
 
 
-def test_a_sharp_draft_is_too_sure_and_a_dull_one_not_sure_enough() -> None:
+def test_a_sharp_draft_is_too_sure_and_a_dull_one_not_sure_enough():
     for sharpness, sign in ((3.0, 1.0), (0.4, -1.0)):
         text = TextModel(0.7, sharpness=sharpness).write(np.random.default_rng(0), 20_000)
         is_sure = text.child_probs[:, 0] > 0.75
         assert sign * (text.child_probs[is_sure, 0].mean() - hits(text)[is_sure, 0].mean()) > 0.03
 
 
-def first_hits(distance: float, coupled: bool, num_children: int = 4) -> float:
+def first_hits(distance, coupled, num_children=4):
     """How often the target takes the draft's first choice."""
     model = TextModel(
         0.5, evenness=6.0, num_children=num_children, distance=distance, coupled=coupled
@@ -79,7 +78,7 @@ def first_hits(distance: float, coupled: bool, num_children: int = 4) -> float:
     return float(hits(model.write(np.random.default_rng(1), 20_000))[:, 0].mean())
 
 
-def test_a_draft_further_away_is_accepted_less_often() -> None:
+def test_a_draft_further_away_is_accepted_less_often():
     for coupled in (False, True):
         rates = [first_hits(distance, coupled) for distance in (0.0, 0.15, 0.3, 0.5)]
         assert all(a > b + 0.02 for a, b in itertools.pairwise(rates)), rates
@@ -90,18 +89,18 @@ def test_a_draft_further_away_is_accepted_less_often() -> None:
 
 
 @pytest.mark.parametrize("distance", [0.0, 0.2, 0.4])
-def test_coupled_drafts_match_at_least_as_often_as_theory_says(distance: float) -> None:
+def test_coupled_drafts_match_at_least_as_often_as_theory_says(distance):
     """(1 - TV) / (1 + TV), Daliri et al., arXiv 2408.07978."""
     assert first_hits(distance, coupled=True) >= (1 - distance) / (1 + distance) - 0.01
     assert first_hits(distance, coupled=True) > first_hits(distance, coupled=False) + 0.05
 
 
-def test_a_coupled_draft_equal_to_the_target_knows_the_text() -> None:
+def test_a_coupled_draft_equal_to_the_target_knows_the_text():
     text = TextModel(0.4, coupled=True).write(np.random.default_rng(0), 500)
     assert not text.ranks.any()
 
 
-def test_sharpness_changes_what_is_shown_and_not_what_is_written() -> None:
+def test_sharpness_changes_what_is_shown_and_not_what_is_written():
     plain, sharp = (
         TextModel(0.6, sharpness=s).write(np.random.default_rng(5), 300) for s in (1.0, 3.0)
     )
@@ -110,7 +109,7 @@ def test_sharpness_changes_what_is_shown_and_not_what_is_written() -> None:
 
 
 @pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9])
-def test_chains_are_accepted_as_often_as_asked_for(acceptance: float) -> None:
+def test_chains_are_accepted_as_often_as_asked_for(acceptance):
     model, rng = (
         TextModel(acceptance, sibling=0.0),
         np.random.default_rng(1),
@@ -120,7 +119,7 @@ def test_chains_are_accepted_as_often_as_asked_for(acceptance: float) -> None:
     assert np.std(rates) > 0.07, "requests differ in how difficult they are"
 
 
-def test_without_spread_all_requests_are_alike_and_places_are_independent() -> None:
+def test_without_spread_all_requests_are_alike_and_places_are_independent():
     model = TextModel(0.8, spread=math.inf, evenness=math.inf, sibling=0.0)
     text = model.write(np.random.default_rng(2), 50_000)
     assert text.child_probs[:, 0] == pytest.approx(0.8)
@@ -128,7 +127,7 @@ def test_without_spread_all_requests_are_alike_and_places_are_independent() -> N
     assert in_a_row.mean() == pytest.approx(sum(0.8**depth for depth in range(1, 6)), rel=0.01)
 
 
-def test_a_library_finds_places_of_each_text_and_ends_go_on() -> None:
+def test_a_library_finds_places_of_each_text_and_ends_go_on():
     model = TextModel(num_children=3)
     rng = np.random.default_rng(3)
     texts = [model.write(rng, length) for length in (4, 1, 7)]
@@ -144,9 +143,7 @@ def test_a_library_finds_places_of_each_text_and_ends_go_on() -> None:
 
 @given(seed=SEEDS, lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4))
 @settings(deadline=None, max_examples=30)
-def test_recordings_read_what_was_written(
-    seed: int, lengths: list[int], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_recordings_read_what_was_written(seed, lengths, tmp_path_factory):
     rng = np.random.default_rng(seed)
     path = tmp_path_factory.mktemp("recording") / "texts.json"
     texts = [TextModel().write(rng, length) for length in lengths]
@@ -162,7 +159,7 @@ def test_recordings_read_what_was_written(
         assert (back.text().ranks == text.ranks).all()
 
 
-def test_a_text_is_cut_without_touching_the_rest() -> None:
+def test_a_text_is_cut_without_touching_the_rest():
     text = TextModel().write(np.random.default_rng(0), 9)
     cut = text.up_to(4)
     assert len(cut) == 4 and (cut.child_probs == text.child_probs[:4]).all()
@@ -189,7 +186,7 @@ GOOD = '{"texts": [\n {"input_tokens": 2,\n  "child_probs": [[0.9, 0.05], [0.5, 
         ("}]}", "}]", r":4:\d+: Expecting"),
     ],
 )
-def test_malformed_recordings_say_where(old: str, new: str, fault: str, tmp_path: Path) -> None:
+def test_malformed_recordings_say_where(old, new, fault, tmp_path):
     path = tmp_path / "r.json"
     path.write_text(GOOD)
     assert len(Recording.read(path).texts) == 1
@@ -198,7 +195,7 @@ def test_malformed_recordings_say_where(old: str, new: str, fault: str, tmp_path
         Recording.read(path)
 
 
-def test_texts_of_different_width_do_not_mix(tmp_path: Path) -> None:
+def test_texts_of_different_width_do_not_mix(tmp_path):
     path = tmp_path / "r.json"
     narrow = '{"input_tokens": 1, "child_probs": [[0.5]], "ranks": [1]}'
     path.write_text(GOOD.replace("]}", "]}, " + narrow, 1))
@@ -206,7 +203,7 @@ def test_texts_of_different_width_do_not_mix(tmp_path: Path) -> None:
         Recording.read(path)
 
 
-def test_of_many_faults_some_are_told_and_the_rest_counted(tmp_path: Path) -> None:
+def test_of_many_faults_some_are_told_and_the_rest_counted(tmp_path):
     path = tmp_path / "r.json"
     text = {"input_tokens": 1, "child_probs": [[0.5]], "ranks": ["x"] * 900}
     path.write_text(json.dumps({"texts": [text]}))

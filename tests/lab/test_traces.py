@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +18,7 @@ HEADER = "arrival_s,input_tokens,output_tokens,slo"
 
 
 @st.composite
-def a_job(draw: st.DrawFn) -> Job:
+def a_job(draw):
     num_output = draw(st.integers(1, 1000))
     return Job(
         draw(st.floats(0.0, 1e9)),
@@ -35,9 +34,7 @@ def a_job(draw: st.DrawFn) -> Job:
 
 @given(jobs=st.lists(a_job(), min_size=1, max_size=6))
 @settings(deadline=None, max_examples=50)
-def test_traces_are_read_as_they_were_written(
-    jobs: list[Job], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_traces_are_read_as_they_were_written(jobs, tmp_path_factory):
     path = tmp_path_factory.mktemp("trace") / "load.csv"
     rows = [(j.arrival_s, j.input_tokens, j.output_tokens, j.tpot_slo_s, j.ttft_slo_s, j.kind, j.priority,
              j.max_new_tokens) for j in jobs]  # fmt: skip
@@ -48,7 +45,7 @@ def test_traces_are_read_as_they_were_written(
     assert read_trace(path) == sorted(jobs, key=lambda job: job.arrival_s)
 
 
-def written(tmp_path: Path, text: str | bytes) -> Path:
+def written(tmp_path, text):
     path = tmp_path / "load.csv"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
@@ -67,11 +64,11 @@ def written(tmp_path: Path, text: str | bytes) -> Path:
         "slo,output_tokens,input_tokens,arrival_s\n5e-2,9,7,+0.5\n",
     ],
 )
-def test_csv_comes_in_many_shapes(text: str, tmp_path: Path) -> None:
+def test_csv_comes_in_many_shapes(text, tmp_path):
     assert read_trace(written(tmp_path, text)) == [Job(0.5, 7, 9, 0.05, kind="50 ms")]
 
 
-def test_optional_fields_may_be_empty_or_missing(tmp_path: Path) -> None:
+def test_optional_fields_may_be_empty_or_missing(tmp_path):
     header = "arrival_s,input_tokens,output_tokens,slo,ttft_s,class,priority,max_new_tokens\n"
     jobs = read_trace(written(tmp_path, header + '2,1,1\n1,1,3,,2.5,"a, b",-1,4\n0,1,1,0.1,,,,\n'))
     assert jobs == [
@@ -81,7 +78,7 @@ def test_optional_fields_may_be_empty_or_missing(tmp_path: Path) -> None:
     ]
 
 
-def test_ratios_multiply_a_base_and_negative_ones_are_milliseconds(tmp_path: Path) -> None:
+def test_ratios_multiply_a_base_and_negative_ones_are_milliseconds(tmp_path):
     path = written(
         tmp_path, "arrival_s,input_tokens,output_tokens,slo_ratio\n0,1,1,1.2\n1,1,1,-50\n2,1,1,\n"
     )
@@ -147,14 +144,12 @@ MALFORMED: list[tuple[str | bytes, str]] = [
 
 
 @pytest.mark.parametrize(("text", "fault"), MALFORMED, ids=lambda value: str(value)[:40])
-def test_malformed_files_are_refused_with_line_and_column(
-    text: str | bytes, fault: str, tmp_path: Path
-) -> None:
+def test_malformed_files_are_refused_with_line_and_column(text, fault, tmp_path):
     with pytest.raises(InvalidFileError, match=r"load\.csv" + fault):
         read_trace(written(tmp_path, text), 0.03)
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_named(tmp_path):
     for path in (tmp_path / "none.csv", tmp_path):
         with pytest.raises(InvalidFileError, match="cannot be read") as error:
             read_trace(path)

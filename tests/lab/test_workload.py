@@ -27,7 +27,7 @@ from hf_slospec.lab.workload import (
 from tests.support.toys.trees import SEEDS
 
 
-def gaps(kind: str, **options: float) -> np.ndarray:
+def gaps(kind, **options):
     times_s = arrivals(kind, np.random.default_rng(0), 4.0, 60_000, **options)
     return np.diff(times_s)
 
@@ -36,15 +36,13 @@ def gaps(kind: str, **options: float) -> np.ndarray:
     ("kind", "options", "variation"),
     [("poisson", {}, 1.0), ("gamma", {"variation": 0.5}, 0.5), ("gamma", {"variation": 3.0}, 3.0)],
 )
-def test_gaps_have_the_mean_and_the_variation_asked_for(
-    kind: str, options: dict, variation: float
-) -> None:
+def test_gaps_have_the_mean_and_the_variation_asked_for(kind, options, variation):
     found = gaps(kind, **options)
     assert found.mean() == pytest.approx(1.0 / 4.0, rel=0.05)
     assert found.std() / found.mean() == pytest.approx(variation, rel=0.05)
 
 
-def test_on_off_has_its_average_rate_and_comes_in_bursts() -> None:
+def test_on_off_has_its_average_rate_and_comes_in_bursts():
     found = gaps("on-off")
     assert found.mean() == pytest.approx(1.0 / 4.0, rel=0.07)
     assert found.std() / found.mean() > 1.3
@@ -61,16 +59,14 @@ def test_on_off_has_its_average_rate_and_comes_in_bursts() -> None:
     variation=st.sampled_from([0.01, 1.0, 100.0]),
 )
 @settings(deadline=None, max_examples=60)
-def test_arrivals_are_as_many_as_asked_for_and_never_go_back(
-    kind: str, seed: int, rate: float, number: int, variation: float
-) -> None:
+def test_arrivals_are_as_many_as_asked_for_and_never_go_back(kind, seed, rate, number, variation):
     times_s = arrivals(kind, np.random.default_rng(seed), rate, number, variation)
     assert times_s.shape == (number,)
     assert (np.diff(times_s) >= 0.0).all() and (times_s >= 0.0).all() and np.isfinite(times_s).all()
 
 
 @pytest.mark.parametrize("name", MIXES)
-def test_mixes_have_the_mean_lengths_and_shares_of_their_sources(name: str) -> None:
+def test_mixes_have_the_mean_lengths_and_shares_of_their_sources(name):
     number = 4000
     jobs = jobs_of(
         mix_of(name),
@@ -98,7 +94,7 @@ def test_mixes_have_the_mean_lengths_and_shares_of_their_sources(name: str) -> N
         )
 
 
-def test_slowdowns_multiply_what_a_prompt_takes_alone() -> None:
+def test_slowdowns_multiply_what_a_prompt_takes_alone():
     exact, slow = (
         Kind("e", 1.0, Length(5, 0, 9), Length(5, 0, 9), ttft_slo_s=3.0, ttft_slowdown=9.0),
         MIXES["coder"][0],
@@ -117,7 +113,7 @@ def test_slowdowns_multiply_what_a_prompt_takes_alone() -> None:
 
 
 @pytest.mark.parametrize("pause_s", [None, 3.0])
-def test_rounds_follow_one_another_and_continue_after_a_pause(pause_s: float | None) -> None:
+def test_rounds_follow_one_another_and_continue_after_a_pause(pause_s):
     call = Kind(
         "call", 1.0, Length(50, 0, 99), Length(20, 0, 99), tpot_slo_s=0.05, ttft_slowdown=3.0
     )
@@ -146,9 +142,7 @@ def test_rounds_follow_one_another_and_continue_after_a_pause(pause_s: float | N
     times_s=st.lists(st.floats(0.0, 1e6), min_size=2, max_size=20, unique=True),
     rate=st.floats(0.01, 100.0),
 )
-def test_at_rate_stretches_gaps_and_keeps_order_and_requests(
-    times_s: list[float], rate: float
-) -> None:
+def test_at_rate_stretches_gaps_and_keeps_order_and_requests(times_s, rate):
     jobs = [Job(time_s, index + 1, 2) for index, time_s in enumerate(sorted(times_s))]
     if jobs[-1].arrival_s - jobs[0].arrival_s < 1e-6:
         return
@@ -161,7 +155,7 @@ def test_at_rate_stretches_gaps_and_keeps_order_and_requests(
     assert [job.input_tokens for job in faster] == [job.input_tokens for job in jobs]
 
 
-def test_early_ends_keep_the_limit_that_schedulers_know() -> None:
+def test_early_ends_keep_the_limit_that_schedulers_know():
     jobs = [Job(0.0, 3, 100)] * 3000
     made = early_ends(jobs, np.random.default_rng(0), full_share=0.25)
     assert all(

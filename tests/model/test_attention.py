@@ -23,7 +23,7 @@ TREE = TokenTree(
 )
 
 
-def test_chain_and_tree_masks_against_paths() -> None:
+def test_chain_and_tree_masks_against_paths():
     mask, offsets = tree_after_chain(3, TREE)
     assert offsets.tolist() == [0, 1, 2, 3, 3, 4, 4, 5]
     for row in range(8):
@@ -43,7 +43,7 @@ def test_chain_and_tree_masks_against_paths() -> None:
     ("window", "chunk"), [(None, None), (4, None), (None, 4), (None, 1), (5, 3)]
 )
 @pytest.mark.parametrize("length", [0, 3, 6])
-def test_sparse_masks_by_brute_force(length: int, window: int | None, chunk: int | None) -> None:
+def test_sparse_masks_by_brute_force(length, window, chunk):
     """Of each node of a tree whose nodes lie on both sides of an edge of chunks, in steps of two
     forwards.
     """
@@ -72,13 +72,13 @@ def test_sparse_masks_by_brute_force(length: int, window: int | None, chunk: int
                 assert (mask[row, column] == 0) == (is_before and is_near and is_alike)
 
 
-def test_models_that_share_a_config_point_back_in_any_order() -> None:
+def test_models_that_share_a_config_point_back_in_any_order():
     contextvars.copy_context().run(
         _leave_in_the_order_of_entry
     )  # which leaves the first one active in this context
 
 
-def _leave_in_the_order_of_entry() -> None:
+def _leave_in_the_order_of_entry():
     model = tiny_model("llama")
     twin = type(model)(model.config)
     first = active_hook(model, AttentionHook())
@@ -91,7 +91,7 @@ def _leave_in_the_order_of_entry() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_layers_may_differ_in_shape() -> None:
+def test_layers_may_differ_in_shape():
     shapes = [LayerShape(stored(2, 4), stored(2, 4)), LayerShape(stored(1, 8), stored(1, 6))]
     pool = KVPool(shapes, 5)
     assert [tuple(key.shape) for key in pool.keys] == [(5, 2, 4), (5, 1, 8)]

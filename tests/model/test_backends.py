@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ from hf_slospec.model.batch import AttentionRules, CachedSequence, PackedBatch, 
 from hf_slospec.model.packed_model import PackedModel
 from tests.support.breadth import nightly_but, quick_or
 from tests.support.model_classes import EXACT
-from tests.support.oracles.attention_rows import BRANCHING, CHAIN, ROOT, ROWS, SPANS, Case, case
+from tests.support.oracles.attention_rows import BRANCHING, CHAIN, ROOT, ROWS, SPANS, case
 from tests.support.oracles.layer_parity import compare_layers
 from tests.support.packed import packed_model
 from tests.support.stand_ins import flash as flash_stand_in
@@ -52,18 +51,11 @@ STAND_INS = [StandIn, flash_stand_in.EmptyIsMinusInfinity, flash_stand_in.EmptyI
 
 
 @pytest.fixture(params=STAND_INS)
-def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def stand_in(request, monkeypatch):
     monkeypatch.setattr(kernel_choice, "KERNELS", (request.param,))
 
 
-def agrees(
-    backend: Any,
-    made: Case,
-    window: Any = None,
-    softcap: Any = None,
-    has_sinks: bool = False,
-    chunk: Any = None,
-) -> None:
+def agrees(backend, made, window=None, softcap=None, has_sinks=False, chunk=None):
     query = torch.randn(NUM_HEADS, len(made.tokens), made.keys.shape[-1])
     sinks = torch.randn(NUM_HEADS) if has_sinks else None
     rules = AttentionRules(0.3, window, softcap, sinks, chunk)
@@ -77,9 +69,7 @@ def agrees(
     ("softcap", "has_sinks"), [(None, False), (2.0, False), (None, True), (2.0, True)]
 )
 @pytest.mark.parametrize("backend", [masked_attention, sdpa_attention, FlashAttention("stand-in")])
-def test_every_kind_of_row(
-    backend: Any, window: Any, softcap: Any, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_kind_of_row(backend, window, softcap, has_sinks, monkeypatch):
     monkeypatch.setattr(kernel_choice, "KERNELS", (StandIn,))
     for name, spans in ROWS.items():
         agrees(
@@ -91,7 +81,7 @@ def test_every_kind_of_row(
         )
 
 
-def test_a_bias_by_distance() -> None:
+def test_a_bias_by_distance():
     bias = torch.randn(NUM_HEADS, 6)  # most keys are farther
     for name, spans in ROWS.items():
         made = case(spans, NUM_KV_HEADS, DIM, DIM, in_order=name != "every-kind")
@@ -106,9 +96,7 @@ def test_a_bias_by_distance() -> None:
 )  # trees begin at positions 0, 2, 7 and 9: on both sides of an edge
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("backend", [masked_attention, sdpa_attention, FlashAttention("stand-in")])
-def test_chunks_of_positions(
-    backend: Any, chunk: int, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_of_positions(backend, chunk, has_sinks, monkeypatch):
     monkeypatch.setattr(kernel_choice, "KERNELS", (StandIn,))
     for name, spans in ROWS.items():
         made = case(spans, NUM_KV_HEADS, DIM, DIM, in_order=name != "every-kind")
@@ -117,17 +105,17 @@ def test_chunks_of_positions(
 
 
 @pytest.mark.parametrize("backend", [masked_attention, sdpa_attention, FlashAttention("stand-in")])
-def test_keys_and_values_of_different_sizes(backend: Any) -> None:
+def test_keys_and_values_of_different_sizes(backend):
     agrees(backend, case(SPANS, NUM_KV_HEADS, DIM, 6), window=4)
 
 
-def test_sdpa_whatever_the_layout_of_what_torch_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sdpa_whatever_the_layout_of_what_torch_returns(monkeypatch):
     """CUDA's memory-efficient kernel, which is what takes a mask there, has a query's heads side by
     side.
     """
     real = torch.nn.functional.scaled_dot_product_attention
 
-    def heads_last(*arguments: Any, **options: Any) -> torch.Tensor:
+    def heads_last(*arguments, **options):
         return real(*arguments, **options).transpose(1, 2).contiguous().transpose(1, 2)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", heads_last)
@@ -136,13 +124,13 @@ def test_sdpa_whatever_the_layout_of_what_torch_returns(monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("name", ROWS)
-def test_whatever_a_kernel_says_of_no_keys(name: str) -> None:
+def test_whatever_a_kernel_says_of_no_keys(name):
     agrees(FlashAttention("stand-in"), case(ROWS[name], NUM_KV_HEADS, DIM, DIM), has_sinks=True)
 
 
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("window", [None, 6])
-def test_long_ranges_in_pieces(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_ranges_in_pieces(window, monkeypatch):
     monkeypatch.setattr(packing, "PIECE_KEYS", 4)
     made = case(
         [(0, 1, BRANCHING), (2, 1, CHAIN), (21, 3, BRANCHING), (9, 1, ROOT)], NUM_KV_HEADS, DIM, DIM
@@ -153,7 +141,7 @@ def test_long_ranges_in_pieces(window: int | None, monkeypatch: pytest.MonkeyPat
     assert any(block.is_empty is not None for block in plan.split.blocks)
 
 
-def test_draft_levels_see_what_was_staged_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_levels_see_what_was_staged_before(monkeypatch):
     """A beam's level: two own tokens per sequence, four staged ones, as the drafter masks them."""
     monkeypatch.setattr(kernel_choice, "KERNELS", (StandIn,))
     spans = []
@@ -176,12 +164,12 @@ def test_draft_levels_see_what_was_staged_before(monkeypatch: pytest.MonkeyPatch
         )
 
 
-def test_no_key_is_copied_and_query_heads_are_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_key_is_copied_and_query_heads_are_folded(monkeypatch):
     made = case(ROWS["long-chains-beside-trees"], NUM_KV_HEADS, DIM, DIM)
     seen = list[int]()
 
     class Watched(StandIn):
-        def __call__(self, query: torch.Tensor, key: torch.Tensor, *arguments: Any) -> Any:
+        def __call__(self, query, key, *arguments):
             seen.append(key.data_ptr())
             return super().__call__(query, key, *arguments)
 
@@ -197,7 +185,7 @@ def test_no_key_is_copied_and_query_heads_are_folded(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_merging_in_fp32_what_was_computed_in_bf16(softcap: float | None) -> None:
+def test_merging_in_fp32_what_was_computed_in_bf16(softcap):
     query, keys, values = (torch.randn(1, length, 1, 64).bfloat16() for length in (6, 50, 50))
     mask = torch.rand(1, 6, 50) < 0.7
     mask[0, 0], mask[0, :, 45] = (
@@ -227,9 +215,7 @@ def test_merging_in_fp32_what_was_computed_in_bf16(softcap: float | None) -> Non
     torch.testing.assert_close(out[:, :, None], weigh_sinks(whole, whole_lse, sink))
 
 
-def test_routed_to_sdpa_with_a_debug_log(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_routed_to_sdpa_with_a_debug_log(monkeypatch, caplog):
     monkeypatch.setattr(kernel_choice, "KERNELS", (flash_stand_in.WithoutSoftcap,))
     backend = FlashAttention("stand-in")
     with caplog.at_level(logging.DEBUG, "hf_slospec.cuda"):
@@ -256,9 +242,7 @@ def test_routed_to_sdpa_with_a_debug_log(
         flash_stand_in.Broken,
     ],
 )
-def test_a_kernel_that_means_something_else_is_not_taken(
-    wrong: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_kernel_that_means_something_else_is_not_taken(wrong, monkeypatch, caplog):
     monkeypatch.setattr(kernel_choice, "KERNELS", (wrong, StandIn))
     with caplog.at_level(logging.DEBUG, "hf_slospec.cuda"):
         kernel = kernel_choice.kernel_on(torch.device("cpu"), torch.float32, 64)
@@ -268,7 +252,7 @@ def test_a_kernel_that_means_something_else_is_not_taken(
     )
 
 
-def test_flash_cannot_be_had_on_cpu() -> None:
+def test_flash_cannot_be_had_on_cpu():
     assert PackedModel(tiny_model("llama")).backend is sdpa_attention
     assert packed_model(tiny_model("llama"), "4d_mask").backend is masked_attention
     with pytest.raises(
@@ -278,7 +262,7 @@ def test_flash_cannot_be_had_on_cpu() -> None:
         SLOSpecGenerator(tiny_model("llama"), config=SLOSpecConfig(attention="flash"))
 
 
-def test_flash_is_refused_where_no_layer_can_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_is_refused_where_no_layer_can_use_it(monkeypatch):
     class HalfOnly(StandIn):
         dtypes = (torch.bfloat16,)
 
@@ -288,19 +272,19 @@ def test_flash_is_refused_where_no_layer_can_use_it(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, int]]:
+def calls(monkeypatch):
     """Calls of all the stand-ins that are loaded while the test runs."""
     noted = list[tuple[bool, int, int]]()
 
     class Noted(StandIn):
-        def __init__(self, device: torch.device):
+        def __init__(self, device):
             self.calls = noted
 
     monkeypatch.setattr(kernel_choice, "KERNELS", (Noted,))
     return noted
 
 
-def long_prompts() -> dict[str, torch.Tensor]:
+def long_prompts():
     """Two of more than 64 tokens, which the causal kernel is fed with, beside two short ones;
     left-padded.
     """
@@ -318,7 +302,7 @@ def long_prompts() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "family", nightly_but(("llama", "gpt2", "gemma3", "gpt-oss", "mixtral"), sorted(FAMILIES))
 )
-def test_whole_models_token_for_token(family: str, calls: list[tuple[bool, int, int]]) -> None:
+def test_whole_models_token_for_token(family, calls):
     """Trees and prompts in one batch, with windows, softcap and sinks."""
     config = SLOSpecConfig(
         attention="flash", policy="fixed", max_depth=3, max_width=2, check_invariants=True
@@ -334,14 +318,14 @@ def test_whole_models_token_for_token(family: str, calls: list[tuple[bool, int, 
 
 @pytest.mark.usefixtures("calls")
 @pytest.mark.parametrize("family", EXACT)
-def test_every_attention_call_of_other_families(family: str) -> None:
+def test_every_attention_call_of_other_families(family):
     model_class = getattr(transformers, f"{family}ForCausalLM")
     model = sharpened(lambda: model_class(tiny_config(model_class.config_class)), 0)
     assert compare_layers(model, 1e-5) >= 4
 
 
 @pytest.mark.usefixtures("calls")
-def test_tiny_pair_in_bf16_parts_at_near_ties_only() -> None:
+def test_tiny_pair_in_bf16_parts_at_near_ties_only():
     target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
     inputs = tokenizer(tiny_prompts()[:3], return_tensors="pt", padding=True, padding_side="left")
     config = SLOSpecConfig(attention="flash", policy="fixed", max_depth=4, max_width=3)

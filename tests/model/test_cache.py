@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -32,11 +31,11 @@ LAYOUT = [LayerShape(stored(1, 2), stored(1, 3))]
 GREEDY: dict[str, Any] = dict(do_sample=False)
 
 
-def new_pool(num_slots: int) -> KVPool:
+def new_pool(num_slots):
     return KVPool(LAYOUT, num_slots)
 
 
-def write(cache: KVCache, sequence: CachedSequence, marker: float) -> None:
+def write(cache, sequence, marker):
     """Cache as many tokens as fit, all with the same values."""
     sequence.length = sequence.capacity
     cache.load(
@@ -51,7 +50,7 @@ def write(cache: KVCache, sequence: CachedSequence, marker: float) -> None:
     )
 
 
-def check(cache: KVCache, written: dict[CachedSequence, tuple[float, int]]) -> None:
+def check(cache, written):
     cache.pool.check()
     assert set(cache.pool.sequences) == set(written)
     assert cache.num_held == sum(sequence.capacity for sequence in written)
@@ -61,15 +60,13 @@ def check(cache: KVCache, written: dict[CachedSequence, tuple[float, int]]) -> N
         assert (key == marker).all() and (value == -marker).all()
 
 
-def fails_to_allocate(num_slots: int) -> KVPool:
+def fails_to_allocate(num_slots):
     raise torch.OutOfMemoryError("of the test")
 
 
 @given(seed=SEEDS, has_limit=st.booleans())
 @settings(deadline=None, max_examples=100)
-def test_sequences_keep_their_values_while_others_come_grow_and_go(
-    seed: int, has_limit: bool
-) -> None:
+def test_sequences_keep_their_values_while_others_come_grow_and_go(seed, has_limit):
     rng = np.random.default_rng(seed)
     limit = 40 if has_limit else None
     cache = KVCache(new_pool, new_pool(0))
@@ -96,7 +93,7 @@ def test_sequences_keep_their_values_while_others_come_grow_and_go(
         check(cache, written)
 
 
-def test_without_memory_for_a_larger_pool_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_for_a_larger_pool_nothing_changes(monkeypatch):
     cache = KVCache(new_pool, new_pool(0))
     held = CachedSequence()
     new = CachedSequence()
@@ -104,7 +101,7 @@ def test_without_memory_for_a_larger_pool_nothing_changes(monkeypatch: pytest.Mo
     write(cache, held, 7.0)
     pool = cache.pool
 
-    def exhausted(*_: Any) -> None:
+    def exhausted(*_):
         raise MemoryError
 
     for name in ("__init__", "take_over"):
@@ -120,11 +117,11 @@ def test_without_memory_for_a_larger_pool_nothing_changes(monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def packed() -> PackedModel:
+def packed():
     return PackedModel(tiny_model("llama"))
 
 
-def continued(sequences: Sequences, request: Request, num_tokens: int) -> None:
+def continued(sequences, request, num_tokens):
     """Decode greedily, a token a step."""
     for _ in range(num_tokens):
         sequences.reserve([request])
@@ -134,9 +131,7 @@ def continued(sequences: Sequences, request: Request, num_tokens: int) -> None:
         request.tokens.append(int(logits[0].argmax()))
 
 
-def test_two_engines_survive_each_others_growth_and_repacking(
-    packed: PackedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_engines_survive_each_others_growth_and_repacking(packed, monkeypatch):
     monkeypatch.setattr(room, "FIRST_ROOM", 3)
     prompts = [[5, 6, 7, 8], [9, 3, 4], [11, 12, 13, 14, 15]]
     expected = []
@@ -177,7 +172,7 @@ def test_two_engines_survive_each_others_growth_and_repacking(
         theirs.reserve_for(second, 61)
 
 
-def test_storage_is_freed_after_its_last_user(packed: PackedModel) -> None:
+def test_storage_is_freed_after_its_last_user(packed):
     ours = Sequences(packed, 1)
     theirs = Sequences(packed, 1)
     for sequences in (ours, theirs):
@@ -193,7 +188,7 @@ def test_storage_is_freed_after_its_last_user(packed: PackedModel) -> None:
     assert not packed.kv_bytes
 
 
-def test_an_idle_user_keeps_no_storage_that_others_needed(packed: PackedModel) -> None:
+def test_an_idle_user_keeps_no_storage_that_others_needed(packed):
     idle = Sequences(packed, 1)
     request = Request(0, RequestParams([1, 2, 3], 5))
     idle.reserve([request])
@@ -208,7 +203,7 @@ def test_an_idle_user_keeps_no_storage_that_others_needed(packed: PackedModel) -
 
 
 @pytest.fixture
-def interrupts() -> Iterator[None]:
+def interrupts():
     """Raise KeyboardInterrupt on SIGINT, which a run in the background of a shell ignores."""
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -216,9 +211,7 @@ def interrupts() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interrupts")
-def test_an_interrupt_waits_for_a_move_of_sequences(
-    packed: PackedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_waits_for_a_move_of_sequences(packed, monkeypatch):
     users = [Sequences(packed, 1) for _ in range(2)]
     requests = [Request(i, RequestParams([5 + i, 6, 7], 30)) for i in range(2)]
     for user, request in zip(users, requests, strict=True):
@@ -226,7 +219,7 @@ def test_an_interrupt_waits_for_a_move_of_sequences(
     shift = KVPool.take_over
     shifted = list[KVPool]()
 
-    def interrupted(pool: KVPool, *arguments: Any) -> None:
+    def interrupted(pool, *arguments):
         signal.raise_signal(signal.SIGINT)
         shift(pool, *arguments)
         shifted.append(pool)
@@ -241,7 +234,7 @@ def test_an_interrupt_waits_for_a_move_of_sequences(
         assert request.tokens[3:] == stock(request.tokens[:3], 8)
 
 
-def test_measuring_leaves_others_alone_and_nothing_behind(packed: PackedModel) -> None:
+def test_measuring_leaves_others_alone_and_nothing_behind(packed):
     user = Sequences(packed, 1)
     request = Request(0, RequestParams([5, 6, 7, 8], 40))
     continued(user, request, 6)
@@ -262,8 +255,8 @@ def test_measuring_leaves_others_alone_and_nothing_behind(packed: PackedModel) -
     assert not packed.kv_bytes
 
 
-def test_a_user_that_is_garbage_collected_leaves_nothing(packed: PackedModel) -> None:
-    def user(is_cyclic: bool) -> Sequences:
+def test_a_user_that_is_garbage_collected_leaves_nothing(packed):
+    def user(is_cyclic):
         sequences = Sequences(packed, 1)
         sequences.reserve([Request(0, RequestParams([1, 2, 3], 5))])
         if is_cyclic:
@@ -280,7 +273,7 @@ def test_a_user_that_is_garbage_collected_leaves_nothing(packed: PackedModel) ->
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_forked_child_begins_with_an_empty_cache(packed: PackedModel) -> None:
+def test_a_forked_child_begins_with_an_empty_cache(packed):
     sequences = Sequences(packed, 1)
     sequences.reserve([Request(0, RequestParams([1, 2, 3], 5))])
     if not (pid := os.fork()):
@@ -294,18 +287,18 @@ def test_a_forked_child_begins_with_an_empty_cache(packed: PackedModel) -> None:
 
 
 @pytest.fixture(scope="module")
-def generator() -> SLOSpecGenerator:
+def generator():
     config = SLOSpecConfig(
         policy="fixed", max_depth=3, max_width=2, max_batch=3, check_invariants=True
     )
     return SLOSpecGenerator(tiny_model("llama"), tiny_model("llama", noise=0.03), config=config)
 
 
-def kv_bytes(generator: SLOSpecGenerator) -> int:
+def kv_bytes(generator):
     return sum(model.kv_bytes for model in generator.decoder.speculator.models)
 
 
-def stock(prompt: list[int], num_tokens: int) -> list[int]:
+def stock(prompt, num_tokens):
     row = torch.tensor([prompt])
     out = tiny_model("llama").generate(
         row, attention_mask=torch.ones_like(row), **GREEDY, max_new_tokens=num_tokens
@@ -313,8 +306,8 @@ def stock(prompt: list[int], num_tokens: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-def test_engines_that_die_leave_nothing(generator: SLOSpecGenerator) -> None:
-    def broken(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def test_engines_that_die_leave_nothing(generator):
+    def broken(input_ids, scores):
         if input_ids.shape[1] > 40:
             raise ValueError("broken")
         return scores
@@ -329,7 +322,7 @@ def test_engines_that_die_leave_nothing(generator: SLOSpecGenerator) -> None:
             handle = generator.submit([5, 6, 7], max_new_tokens=60, **GREEDY)
             next(handle.tokens())
 
-            def dies(*_: Any) -> None:
+            def dies(*_):
                 raise ZeroDivisionError
 
             owner = (

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,15 +32,15 @@ LAYER = "model.layers.0.mlp.up_proj.weight"
 Tensors = dict[str, torch.Tensor]
 
 
-def without_layer(tensors: Tensors) -> None:
+def without_layer(tensors):
     del tensors[LAYER]
 
 
-def with_more(tensors: Tensors) -> None:
+def with_more(tensors):
     tensors["extra.weight"] = torch.ones(2)
 
 
-def with_value(value: float, tensors: Tensors) -> None:
+def with_value(value, tensors):
     tensors[LAYER][1, 1] = value
 
 
@@ -56,7 +55,7 @@ FAULTS: dict[str, tuple[Callable[[Tensors], None], str]] = {
 }
 
 
-def saved(folder: Path, change: Callable[[Tensors], None] | None = None) -> str:
+def saved(folder, change=None):
     """A folder with a model, its tokenizer and some changes to its tensors."""
     tiny_model("llama").save_pretrained(folder)
     byte_level(101).save_pretrained(folder)
@@ -68,7 +67,7 @@ def saved(folder: Path, change: Callable[[Tensors], None] | None = None) -> str:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_checkpoints_with_faults_are_refused_everywhere(fault: str, tmp_path: Path) -> None:
+def test_checkpoints_with_faults_are_refused_everywhere(fault, tmp_path):
     change, message = FAULTS[fault]
     whole = saved(tmp_path / "whole")
     broken = saved(tmp_path / "broken", change)
@@ -86,7 +85,7 @@ def test_checkpoints_with_faults_are_refused_everywhere(fault: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("fault", ["missing", "unexpected"])
-def test_missing_and_unexpected_tensors_may_be_insisted_on(fault: str, tmp_path: Path) -> None:
+def test_missing_and_unexpected_tensors_may_be_insisted_on(fault, tmp_path):
     broken = saved(tmp_path, FAULTS[fault][0])
     assert SLOSpecGenerator.from_pretrained(broken, allow_missing=True).model.num_parameters()
     assert load_models(
@@ -96,7 +95,7 @@ def test_missing_and_unexpected_tensors_may_be_insisted_on(fault: str, tmp_path:
         load_model(AutoModelForCausalLM, broken)
 
 
-def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
+def test_tied_weights_are_not_missing(tmp_path):
     model: Any = tiny_model("gpt2")
     assert model.config.tie_word_embeddings
     model.save_pretrained(tmp_path)
@@ -107,7 +106,7 @@ def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_loaded_model_with_such_weights_is_refused_by_name(value: float, tmp_path: Path) -> None:
+def test_a_loaded_model_with_such_weights_is_refused_by_name(value, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(
         saved(tmp_path, functools.partial(with_value, value))
     )
@@ -116,7 +115,7 @@ def test_a_loaded_model_with_such_weights_is_refused_by_name(value: float, tmp_p
 
 
 @pytest.mark.parametrize("unified", [False, True])
-def test_gemma4_assistants_load_from_disk(unified: bool, tmp_path: Path) -> None:
+def test_gemma4_assistants_load_from_disk(unified, tmp_path):
     target = tiny_target(unified=unified)
     folder = str(tmp_path)
     tiny_assistant(unified=unified).save_pretrained(folder)

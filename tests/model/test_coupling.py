@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 import torch
 
@@ -19,24 +16,22 @@ VOCAB = 7
 class KnownNoise:
     """In place of a sampler: every request is a row of the noise."""
 
-    def __init__(self, num_rows: int, vocab: int = VOCAB, seed: int = 3):
+    def __init__(self, num_rows, vocab=VOCAB, seed=3):
         self.noise = GeneratorNoise(num_rows, torch.empty(1, vocab), seed)
 
-    def noise_after(self, requests: Sequence[Request], depth: int) -> torch.Tensor:
+    def noise_after(self, requests, depth):
         return self.noise.rows(
             [(request.num_emitted + depth, request.index) for request in requests]
         )
 
-    def at(self, position: int, row: int) -> torch.Tensor:
+    def at(self, position, row):
         return self.noise.rows([(position, row)])[0]
 
-    def input_ids(self, request: Request, tokens: list[int]) -> torch.Tensor:
+    def input_ids(self, request, tokens):
         return torch.tensor([tokens])
 
 
-def requests_with(
-    sampler: Any, count: int, processors: tuple[Any, ...] = (), reads_text: bool = False
-) -> list[Request]:
+def requests_with(sampler, count, processors=(), reads_text=False):
     params = RequestParams([1, 2, 3], 10, is_sampled=True)
     return [
         Request(i, params, new_noise=lambda r: Coupling(sampler, r, processors, reads_text))
@@ -44,16 +39,16 @@ def requests_with(
     ]
 
 
-def no_paths(place: int) -> torch.Tensor:
+def no_paths(place):
     raise AssertionError("no processor reads the text")
 
 
-def random_logits(*shape: int, seed: int = 0) -> torch.Tensor:
+def random_logits(*shape, seed=0):
     return 1.5 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_first_child_matches_as_often_as_theory_says(seed: int) -> None:
+def test_first_child_matches_as_often_as_theory_says(seed):
     """P(match) = sum_i 1 / sum_j max(p_j / p_i, q_j / q_i) >= (1 - TV) / (1 + TV)."""
     count = 20_000
     target, draft = random_logits(2, VOCAB, seed=seed).softmax(-1)
@@ -70,7 +65,7 @@ def test_first_child_matches_as_often_as_theory_says(seed: int) -> None:
     assert exact > uncoupled
 
 
-def test_greedy_requests_keep_their_logits() -> None:
+def test_greedy_requests_keep_their_logits():
     sampler = KnownNoise(3)
     requests = requests_with(sampler, 3)
     requests[1].noise = None
@@ -85,9 +80,9 @@ def test_greedy_requests_keep_their_logits() -> None:
     assert coupled(requests, 1, logits, no_paths) is logits
 
 
-def test_noise_of_another_kind_couples_nothing() -> None:
+def test_noise_of_another_kind_couples_nothing():
     class Own:
-        def after(self, depth: int) -> torch.Tensor:
+        def after(self, depth):
             raise AssertionError("not asked for")
 
     logits = random_logits(1, 1, VOCAB)
@@ -96,7 +91,7 @@ def test_noise_of_another_kind_couples_nothing() -> None:
 
 
 @pytest.mark.parametrize("draft_vocab", [VOCAB - 2, VOCAB + 3])
-def test_vocabularies_of_different_sizes(draft_vocab: int) -> None:
+def test_vocabularies_of_different_sizes(draft_vocab):
     sampler = KnownNoise(2)
     logits = random_logits(2, 3, draft_vocab)
     ranked = coupled(requests_with(sampler, 2), 0, logits, no_paths)
@@ -109,10 +104,10 @@ def test_vocabularies_of_different_sizes(draft_vocab: int) -> None:
     assert bool((ranked[..., shared:] == -torch.inf).all())
 
 
-def test_processors_get_the_path_of_every_node() -> None:
+def test_processors_get_the_path_of_every_node():
     seen: list[list[list[int]]] = []
 
-    def forbid_repeats(input_ids: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor:
+    def forbid_repeats(input_ids, scores):
         assert input_ids is not None
         seen.append(input_ids.tolist())
         return scores.scatter(1, input_ids, -torch.inf)
@@ -130,8 +125,8 @@ def test_processors_get_the_path_of_every_node() -> None:
             assert (ranked[place, node] == -torch.inf).nonzero()[:, 0].tolist() == forbidden
 
 
-def test_processors_that_refuse_the_drafts_scores_end_the_coupling_alone() -> None:
-    def refuse(input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
+def test_processors_that_refuse_the_drafts_scores_end_the_coupling_alone():
+    def refuse(input_ids, scores):
         raise ValueError("not for these")
 
     sampler = KnownNoise(2)
@@ -145,7 +140,7 @@ def test_processors_that_refuse_the_drafts_scores_end_the_coupling_alone() -> No
     assert not torch.equal(ranked[1], logits[1]) and sound.noise is not None
 
 
-def test_noise_given_to_drafters_is_a_copy() -> None:
+def test_noise_given_to_drafters_is_a_copy():
     sampler = KnownNoise(1)
     (request,) = requests_with(sampler, 1)
     assert request.noise is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("family", nightly_but(("Olmo3", "Cohere2", "DeepseekV3", "Gemma4"), EXACT))
-def test_exact(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact(family, monkeypatch):
     monkeypatch.setattr(
         support_matrix, "SLOSpecConfig", functools.partial(SLOSpecConfig, max_depth=4)
     )  # half the time
@@ -46,7 +45,7 @@ def test_exact(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_name_before_any_work(name: str) -> None:
+def test_refused_by_name_before_any_work(name):
     model_class = getattr(transformers, name)
     model = model_class(tiny_config(model_class.config_class)).eval()
     before = dict(model.__dict__), model.config.to_dict()
@@ -55,14 +54,14 @@ def test_refused_by_name_before_any_work(name: str) -> None:
     assert (dict(model.__dict__), model.config.to_dict()) == before
 
 
-def test_encoders_are_told_how_to_become_decoders() -> None:
+def test_encoders_are_told_how_to_become_decoders():
     config = tiny_config(transformers.BertConfig)
     config.is_decoder = False
     with pytest.raises(UnsupportedModelError, match=r"is_decoder=True"):
         SLOSpecGenerator(transformers.BertLMHeadModel(config).eval())
 
 
-def test_support_page_names_every_class_and_nothing_is_wrong() -> None:
+def test_support_page_names_every_class_and_nothing_is_wrong():
     causal, _, image_text = SUPPORT.read_text(encoding="utf-8").partition(
         "\n## Image-text models\n"
     )
@@ -83,7 +82,7 @@ def test_support_page_names_every_class_and_nothing_is_wrong() -> None:
     assert "**wrong**" not in causal + image_text
 
 
-def test_counts_in_texts_are_those_of_the_support_page() -> None:
+def test_counts_in_texts_are_those_of_the_support_page():
     """The README tells causal LMs by status; other pages tell how many classes of a kind there are."""
     columns = support_counts()
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -103,7 +102,7 @@ def test_counts_in_texts_are_those_of_the_support_page() -> None:
             assert int(number) == columns[kind]["all"], path
 
 
-def test_page_of_results_counts_both_kinds_and_lists_every_class_once() -> None:
+def test_page_of_results_counts_both_kinds_and_lists_every_class_once():
     causal, image_text = (list(model_types(kind)) for kind in ("causal-LM", "image-text"))
     both = next(name for name in causal if name in image_text)
     (wrong, exact), (own, *_) = (
@@ -137,10 +136,10 @@ def test_page_of_results_counts_both_kinds_and_lists_every_class_once() -> None:
     assert "| a\\|b |" in text and "| - | assistant, lookup |  |" in text
 
 
-def test_a_drafter_that_changes_the_output_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_that_changes_the_output_is_wrong(monkeypatch):
     plain = support_matrix.generated
 
-    def generated(generate: Any, rows: Any, **options: Any) -> Any:
+    def generated(generate, rows, **options):
         new = plain(generate, rows, **options)
         is_lookup = getattr(getattr(generate, "__self__", None), "decoder", None) is not None
         return [[*new[0][:3], new[0][3] ^ 1, *new[0][4:]]] if is_lookup else new
@@ -154,7 +153,7 @@ def test_a_drafter_that_changes_the_output_is_wrong(monkeypatch: pytest.MonkeyPa
         )
 
 
-def test_prompts_with_images_are_compared_with_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_with_images_are_compared_with_stock(monkeypatch):
     """The comparison itself, on inputs without images; those of image-text classes are made
     elsewhere.
     """
@@ -166,7 +165,7 @@ def test_prompts_with_images_are_compared_with_stock(monkeypatch: pytest.MonkeyP
     )
     plain = SLOSpecGenerator.generate
 
-    def wrong(self: SLOSpecGenerator, *arguments: Any, **options: Any) -> Any:
+    def wrong(self, *arguments, **options):
         output = plain(self, *arguments, **options)
         output.sequences[1, -2] ^= 1
         return output
@@ -183,16 +182,16 @@ def test_prompts_with_images_are_compared_with_stock(monkeypatch: pytest.MonkeyP
     )
 
 
-def test_placeholders_of_images_are_no_text() -> None:
+def test_placeholders_of_images_are_no_text():
     config = transformers.LlavaConfig(image_token_index=7)
     (row,) = support_matrix.without_placeholders([torch.tensor([[5, 7, 8]])], config)
     assert row.tolist() == [[5, 3, 8]]
 
 
-def _rows(text: str) -> dict[str, str]:
+def _rows(text):
     """Return the status of every class in the tables of a support page."""
     return dict(re.findall(r"^\| (\w*[A-Z]\w*) \| [^|]+ \| (\S+) \|", text, re.MULTILINE))
 
 
-def _config(family: str) -> type:
+def _config(family):
     return getattr(transformers, FAMILIES[family][0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 from weakref import ref
 
-import pytest
 import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
@@ -13,14 +12,12 @@ from hf_slospec.model.attention.forward import PackedForward
 from tests.support.toys.tiny_models import tiny_model
 
 
-def test_k_and_v_go_with_their_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_k_and_v_go_with_their_layer(monkeypatch):
     cached = list[Any]()
     num_alive = list[int]()
     update = PackedForward.update
 
-    def counted(
-        self: PackedForward, key: torch.Tensor, value: torch.Tensor, *others: Any, **named: Any
-    ) -> Any:
+    def counted(self, key, value, *others, **named):
         num_alive.append(sum(earlier() is not None for earlier in cached))
         cached.extend((ref(key), ref(value)))
         return update(self, key, value, *others, **named)
@@ -34,12 +31,10 @@ def test_k_and_v_go_with_their_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(num_alive) == 3 * model.config.num_hidden_layers and not any(num_alive)
 
 
-def test_an_id_that_was_used_before_is_not_taken_for_its_tensor(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_id_that_was_used_before_is_not_taken_for_its_tensor(monkeypatch):
     found = list[Any]()
 
-    def looked_up(self: PackedForward, key: torch.Tensor, value: torch.Tensor) -> Any:
+    def looked_up(self, key, value):
         own = self._cached[id(key), id(value)]
         found.append(layer_of(self, key, value))
         self._cached[id(key), id(value)] = (ref(torch.empty(1)), *own[1:])

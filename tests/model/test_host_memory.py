@@ -44,9 +44,7 @@ print((resident[-1] - resident[0]) // 2**20)
 
 
 @pytest.mark.parametrize("given", [{}, {VARIABLES[0]: "32"}])
-def test_importing_the_package_limits_the_kernels_unless_a_variable_is_set(
-    given: dict[str, str],
-) -> None:
+def test_importing_the_package_limits_the_kernels_unless_a_variable_is_set(given):
     environment = {
         name: value for name, value in os.environ.items() if name not in VARIABLES
     } | given
@@ -66,7 +64,7 @@ def test_importing_the_package_limits_the_kernels_unless_a_variable_is_set(
 @pytest.mark.parametrize(
     ("name", "is_flat"), [("return_freed_memory", True), ("_gnu_library", False)]
 )
-def test_memory_that_threads_needed_is_returned(name: str, is_flat: bool) -> None:
+def test_memory_that_threads_needed_is_returned(name, is_flat):
     environment = {
         name: value for name, value in os.environ.items() if name not in ALLOCATOR_VARIABLES
     }

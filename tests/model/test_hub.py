@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import http.server
 import threading
-from pathlib import Path
-from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -15,13 +13,13 @@ from hf_slospec.model.loading import hub_options, loading_hint
 
 
 @pytest.fixture
-def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_hub(monkeypatch):
     """Nothing listens at the address of the Hub."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
 
 
-def downloaded(folder: Path) -> Path:
+def downloaded(folder):
     """A cache in which org/here was downloaded to."""
     repository = folder / "models--org--here"
     (repository / "refs").mkdir(parents=True)
@@ -45,40 +43,36 @@ def downloaded(folder: Path) -> Path:
     ],
 )
 @pytest.mark.usefixtures("no_hub")
-def test_what_is_missing_is_said_without_a_request_by_transformers(
-    name: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_is_said_without_a_request_by_transformers(name, message, monkeypatch):
     monkeypatch.setattr("hf_slospec.batcher.generator.AutoTokenizer", None)
     with pytest.raises(InvalidInputError, match=message):
         SLOSpecGenerator.from_pretrained(name)
 
 
 @pytest.mark.usefixtures("no_hub")
-def test_downloaded_models_need_no_hub(tmp_path: Path) -> None:
+def test_downloaded_models_need_no_hub(tmp_path):
     assert hub_options("org/here", downloaded(tmp_path)) == {"local_files_only": True}
     assert hub_options(str(tmp_path)) == {}
 
 
-def test_offline_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(InvalidInputError, match="HF_HUB_OFFLINE is set"):
         hub_options("org/name", tmp_path)
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
+def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "model.gguf").touch()
     with pytest.raises(InvalidInputError, match=r"model\.gguf is a file; give the folder"):
         hub_options(tmp_path / "model.gguf")
 
 
-def test_a_hub_that_answers_is_left_to_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_answers_is_left_to_transformers(tmp_path, monkeypatch):
     class Refuses(http.server.BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
+        def do_HEAD(self):
             self.send_error(403)
 
-        def log_message(self, *args: Any) -> None:
+        def log_message(self, *args):
             pass
 
     with http.server.HTTPServer(("127.0.0.1", 0), Refuses) as hub:
@@ -89,7 +83,7 @@ def test_a_hub_that_answers_is_left_to_transformers(
         hub.shutdown()
 
 
-def test_hints_name_what_can_be_done() -> None:
+def test_hints_name_what_can_be_done():
     remote = ValueError(
         "Please pass the argument `trust_remote_code=True` to allow custom code to be run."
     )

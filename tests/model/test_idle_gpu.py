@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import warnings
 
-import pytest
 import torch
 
 from hf_slospec import enable
@@ -14,10 +13,8 @@ from hf_slospec.model.machine import log_idle_gpu
 from tests.support.toys.tiny_models import tiny_model
 
 
-def test_it_is_logged_once_and_is_no_warning_that_could_be_an_error(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def is_available() -> bool:
+def test_it_is_logged_once_and_is_no_warning_that_could_be_an_error(monkeypatch, caplog):
+    def is_available():
         warnings.warn("the driver is old", stacklevel=1)
         return True
 
@@ -31,7 +28,7 @@ def test_it_is_logged_once_and_is_no_warning_that_could_be_an_error(
     log_idle_gpu.cache_clear()
 
 
-def test_models_on_the_cpu_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_on_the_cpu_are_noticed(monkeypatch):
     noticed = []
     monkeypatch.setattr(checked_model, "log_idle_gpu", lambda: noticed.append(True))
     enable(tiny_model("llama"))

@@ -22,9 +22,7 @@ TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=8)
 
 @given(texts=st.lists(st.tuples(st.sampled_from(["", "a", "b"]), TEXTS), max_size=20), wanted=TEXTS)
 @settings(deadline=None, max_examples=300)
-def test_the_longest_common_beginning_is_found(
-    texts: list[tuple[str, list[int]]], wanted: list[int]
-) -> None:
+def test_the_longest_common_beginning_is_found(texts, wanted):
     kept = KeptPrefixes()
     given_back = list[KeptPrefix]()
     added = [KeptPrefix(salt, tokens, CachedSequence()) for salt, tokens in texts]
@@ -43,14 +41,14 @@ def test_the_longest_common_beginning_is_found(
 
 
 @given(some=TEXTS, others=TEXTS)
-def test_common_tokens_are_counted(some: list[int], others: list[int]) -> None:
+def test_common_tokens_are_counted(some, others):
     expected = 0
     while expected < min(len(some), len(others)) and some[expected] == others[expected]:
         expected += 1
     assert num_common(some, others) == expected
 
 
-def test_texts_are_in_the_order_of_their_last_use() -> None:
+def test_texts_are_in_the_order_of_their_last_use():
     kept, texts = (
         KeptPrefixes(),
         [KeptPrefix("", [index, 1], CachedSequence()) for index in range(3)],
@@ -68,15 +66,15 @@ def test_texts_are_in_the_order_of_their_last_use() -> None:
 class Text:
     """Requests of one engine whose K/V says which text, salt and weights it was computed from."""
 
-    def __init__(self, max_slots: int | None, max_kept: float | None):
+    def __init__(self, max_slots, max_kept):
         self.packed = Packed()
         self.sequences = Sequences(self.packed, MAX_NODES, max_slots, max_kept)  # type: ignore[arg-type]
 
-    def right(self, request: Request, length: int) -> list[float]:
+    def right(self, request, length):
         state = self.packed.version.weights, request.params.cache_salt
         return [float(hash((state, *request.tokens[: end + 1])) % 2**20) for end in range(length)]
 
-    def compute(self, request: Request) -> None:
+    def compute(self, request):
         """Cache the K/V of all tokens but the last one."""
         own = self.sequences.of(request)
         slots = self.sequences.cache.pool.keys[0][own.start : own.start + own.capacity, 0, 0]
@@ -85,7 +83,7 @@ class Text:
         slots[length:] = -1.0
         own.length = length
 
-    def check(self, requests: list[Request]) -> None:
+    def check(self, requests):
         self.sequences.check(requests)
         for request in requests:
             (key, _), *_ = cached(self.sequences.cache, self.sequences.of(request))
@@ -99,9 +97,7 @@ class Text:
     room=st.integers(1, 9),
 )
 @settings(deadline=None, max_examples=150)
-def test_reused_tokens_have_the_k_v_of_their_own_text(
-    seed: int, max_slots: int | None, max_kept: float | None, room: int
-) -> None:
+def test_reused_tokens_have_the_k_v_of_their_own_text(seed, max_slots, max_kept, room):
     rng = np.random.default_rng(seed)
     served = Text(max_slots, max_kept)
     with pytest.MonkeyPatch.context() as patch:
@@ -153,19 +149,17 @@ def test_reused_tokens_have_the_k_v_of_their_own_text(
     assert num_reused or (max_kept or 0) <= 20
 
 
-def request_of(*tokens: int, index: int = 0) -> Request:
+def request_of(*tokens, index=0):
     return Request(index, RequestParams(list(tokens), 4))
 
 
-def finished(served: Text, request: Request) -> None:
+def finished(served, request):
     served.sequences.reserve([request])
     served.compute(request)
     served.sequences.release(request)
 
 
-def test_a_conversation_goes_on_in_the_same_place_and_other_texts_are_copied(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_conversation_goes_on_in_the_same_place_and_other_texts_are_copied(monkeypatch):
     monkeypatch.setattr(rooms, "MIN_SHARED", 2)
     served = Text(None, float("inf"))
     finished(served, request_of(1, 2, 3, 4, 5))
@@ -180,9 +174,7 @@ def test_a_conversation_goes_on_in_the_same_place_and_other_texts_are_copied(
     served.check([other, next_turn, third])
 
 
-def test_a_text_is_taken_over_where_there_is_no_room_for_two(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_text_is_taken_over_where_there_is_no_room_for_two(monkeypatch):
     monkeypatch.setattr(rooms, "MIN_SHARED", 2)
     served = Text(16, float("inf"))
     finished(served, request_of(*range(9)))
@@ -193,7 +185,7 @@ def test_a_text_is_taken_over_where_there_is_no_room_for_two(
     served.check([request])
 
 
-def test_requests_get_the_room_of_kept_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_get_the_room_of_kept_texts(monkeypatch):
     monkeypatch.setattr(rooms, "MIN_SHARED", 2)
     served = Text(30, float("inf"))
     finished(served, request_of(*range(10)))
@@ -207,9 +199,7 @@ def test_requests_get_the_room_of_kept_texts(monkeypatch: pytest.MonkeyPatch) ->
     assert served.sequences.num_reusable(large) == 0
 
 
-def test_failed_requests_and_prompts_of_embeddings_are_not_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_failed_requests_and_prompts_of_embeddings_are_not_kept(monkeypatch):
     monkeypatch.setattr(rooms, "MIN_SHARED", 2)
     served = Text(None, float("inf"))
     failed = request_of(1, 2, 3, 4)
@@ -224,9 +214,7 @@ def test_failed_requests_and_prompts_of_embeddings_are_not_kept(
     assert not served.sequences.num_kept and not served.packed.kv_cache.num_held
 
 
-def test_requests_that_wait_for_prefill_follow_one_that_is_prefilled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_requests_that_wait_for_prefill_follow_one_that_is_prefilled(monkeypatch):
     monkeypatch.setattr(rooms, "MIN_SHARED", 2)
     served = Text(None, float("inf"))
     first = request_of(*range(20))
@@ -240,9 +228,7 @@ def test_requests_that_wait_for_prefill_follow_one_that_is_prefilled(
         served.check([first, second])
 
 
-def test_a_text_that_was_taken_over_holds_no_more_room_than_its_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_text_that_was_taken_over_holds_no_more_room_than_its_request(monkeypatch):
     monkeypatch.setattr(rooms, "MIN_SHARED", 2)
     served = Text(120, float("inf"))
     finished(served, request_of(*range(100)))

@@ -17,15 +17,15 @@ ABOVE = (40, 50, 33)
 NEW = 16
 
 
-def generator_of(name: str) -> SLOSpecGenerator:
+def generator_of(name):
     return SLOSpecGenerator(model_of(name), config=SLOSpecConfig(**ALWAYS))
 
 
-def prompts(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
+def prompts(lengths):
     return padded(random_texts(*lengths))
 
 
-def test_stock_keeps_its_own_frequencies() -> None:
+def test_stock_keeps_its_own_frequencies():
     generator = generator_of("llama-dynamic-rope")
     forget_length(generator.model)
     rotary = generator.model.model.rotary_emb
@@ -34,7 +34,7 @@ def test_stock_keeps_its_own_frequencies() -> None:
     assert torch.equal(rotary.inv_freq, before) and "forward" not in vars(rotary)
 
 
-def test_texts_that_stock_computes_anew_are_refused() -> None:
+def test_texts_that_stock_computes_anew_are_refused():
     generator = generator_of("phi3-longrope")
     with pytest.raises(
         UnsupportedOptionError,
@@ -45,7 +45,7 @@ def test_texts_that_stock_computes_anew_are_refused() -> None:
         generator.submit([5] * 30, max_new_tokens=NEW)
 
 
-def test_rotary_embeddings_that_cannot_be_told() -> None:
+def test_rotary_embeddings_that_cannot_be_told():
     generator = generator_of("llama-longrope")
     generator.decoder.speculator.target.packed.rope.modules.clear()
     with pytest.raises(UnsupportedOptionError, match=r"longrope RoPE changes.*has a rope_type"):

@@ -5,7 +5,6 @@ vocabularies.
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -30,14 +29,14 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def test_vocabularies_of_different_tokenizers() -> None:
+def test_vocabularies_of_different_tokenizers():
     target, _, _ = hf_slospec.load_tiny_pair()  # 2,048 tokens
     with pytest.raises(IncompatibleDraftError, match="vocabulary of 101 tokens"):
         SLOSpecGenerator(target, tiny_model("llama"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_target_of_another_dtype(dtype: torch.dtype) -> None:
+def test_target_of_another_dtype(dtype):
     """Reduced precision rounds packed and single forwards differently: there, tokens differ at
     near-ties only.
     """
@@ -53,7 +52,7 @@ def test_target_of_another_dtype(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("offloads", ["target", "both"])
-def test_layers_on_disk(tmp_path: Any, offloads: str) -> None:
+def test_layers_on_disk(tmp_path, offloads):
     target, draft = (
         copy.deepcopy(tiny_model("qwen2")),
         copy.deepcopy(tiny_model("qwen2", noise=0.03)),
@@ -76,7 +75,7 @@ def test_layers_on_disk(tmp_path: Any, offloads: str) -> None:
 # ---------------------------------------------------------------- adapters and quantised weights
 
 
-def test_enabling_a_peft_model_and_what_it_wraps() -> None:
+def test_enabling_a_peft_model_and_what_it_wraps():
     inputs = ragged_prompts(2)
     options = dict(do_sample=False, max_new_tokens=24)
     model = with_lora(copy.deepcopy(tiny_model("llama")))
@@ -91,7 +90,7 @@ def test_enabling_a_peft_model_and_what_it_wraps() -> None:
         assert not torch.equal(model.generate(**inputs, **options), expected)
 
 
-def test_compiled_models_are_refused_by_what_was_done_to_them() -> None:
+def test_compiled_models_are_refused_by_what_was_done_to_them():
     whole = copy.deepcopy(tiny_model("llama"))
     part = copy.deepcopy(tiny_model("llama"))
     with pytest.raises(InvalidTypeError, match="assistant_model is a compiled model"):
@@ -101,14 +100,14 @@ def test_compiled_models_are_refused_by_what_was_done_to_them() -> None:
         SLOSpecGenerator(part)
 
 
-def test_prompt_learning_adapters_are_refused() -> None:
+def test_prompt_learning_adapters_are_refused():
     peft = pytest.importorskip("peft")
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises(UnsupportedModelError, match="virtual tokens"):
         SLOSpecGenerator(peft.get_peft_model(copy.deepcopy(tiny_model("llama")), config))
 
 
-def test_one_adapter_per_row_is_refused_before_peft_hooks_the_layers() -> None:
+def test_one_adapter_per_row_is_refused_before_peft_hooks_the_layers():
     inputs = ragged_prompts(2)
     options = dict(do_sample=False, max_new_tokens=8)
     model = with_lora(copy.deepcopy(tiny_model("llama")))

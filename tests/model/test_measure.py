@@ -22,26 +22,26 @@ from hf_slospec.model.packed_model import PackedModel
 from tests.support.toys.tiny_models import tiny_model
 
 
-def true_s(size: Size) -> float:
+def true_s(size):
     """A curve, and something for each further request and each key."""
     return 1.0 + 0.01 * size.num_tokens + 0.02 * (size.num_requests - 1) + 1e-4 * size.num_keys
 
 
-def measured(*sizes: Size) -> Measured:
+def measured(*sizes):
     found = Measured()
     for size in sizes:
         found.add(size, true_s(size))
     return found
 
 
-def test_the_fastest_time_counts() -> None:
+def test_the_fastest_time_counts():
     found = Measured()
     for seconds in (3.0, 2.0, 5.0):
         found.add(Size(4), seconds)
     assert found.seconds == {Size(4): 2.0}
 
 
-def test_fit_finds_what_tokens_requests_and_keys_cost() -> None:
+def test_fit_finds_what_tokens_requests_and_keys_cost():
     found = measured(*CURVE, *SLOPES, *HELD_OUT)
     cost = found.fit()
     assert cost.per_request_s == pytest.approx(0.02)
@@ -54,20 +54,20 @@ def test_fit_finds_what_tokens_requests_and_keys_cost() -> None:
     assert np.abs(list(found.errors(cost).values())).max() < 1e-9
 
 
-def test_a_pause_makes_no_forward_free() -> None:
+def test_a_pause_makes_no_forward_free():
     measured = Measured(dict.fromkeys((*CURVE[:4], *SLOPES), 0.001))
     measured.seconds |= {CURVE[2]: 0.05, SLOPES[1]: 0.1}  # 16 tokens, and 16 with more keys
     cost = measured.fit()
     assert min(cost.curve.seconds) >= 1e-4 and cost.curve.seconds[0] <= 1e-3
 
 
-def test_errors_are_positive_where_too_much_is_predicted() -> None:
+def test_errors_are_positive_where_too_much_is_predicted():
     found = measured(*CURVE, *SLOPES)
     found.add(HELD_OUT[0], true_s(HELD_OUT[0]) / 2)
     assert found.errors(found.fit()) == {HELD_OUT[0]: pytest.approx(1.0)}
 
 
-def test_few_sizes_are_enough_for_a_curve() -> None:
+def test_few_sizes_are_enough_for_a_curve():
     cost = measured(*CURVE[:3]).fit()
     assert (cost.per_request_s, cost.per_key_s) == (0.0, 0.0)
     assert float(cost(16)) == pytest.approx(true_s(Size(16)))
@@ -79,26 +79,26 @@ class FakeForwards:
     now_s = 0.0
     sizes: ClassVar[list[Size]] = []
 
-    def __init__(self, packed: object):
+    def __init__(self, packed):
         FakeForwards.now_s = 0.0
         FakeForwards.sizes = []
 
-    def __call__(self, size: Size) -> float:
+    def __call__(self, size):
         FakeForwards.sizes.append(size)
         FakeForwards.now_s += true_s(size)
         return true_s(size)
 
-    def clock(self) -> float:
+    def clock(self):
         return self.now_s
 
 
 @pytest.fixture
-def fake_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_clock(monkeypatch):
     monkeypatch.setattr(measure_module, "Forwards", FakeForwards)
 
 
 @pytest.mark.usefixtures("fake_clock")
-def test_a_slow_model_is_known_at_fewer_sizes() -> None:
+def test_a_slow_model_is_known_at_fewer_sizes():
     assert list(measure(None, 0.0).seconds) == list(NEEDED)
     some = measure(None, 8.0).seconds
     assert {*CURVE[:4], *SLOPES} <= set(some) < {*CURVE, *SLOPES}
@@ -106,9 +106,7 @@ def test_a_slow_model_is_known_at_fewer_sizes() -> None:
 
 
 @pytest.mark.usefixtures("fake_clock")
-def test_forwards_that_would_end_after_the_limit_are_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_forwards_that_would_end_after_the_limit_are_left_out(monkeypatch):
     monkeypatch.setattr(
         f"{__name__}.true_s", lambda size: 0.2 + 0.1 * size.num_tokens
     )  # as bf16 without bf16 kernels
@@ -120,7 +118,7 @@ def test_forwards_that_would_end_after_the_limit_are_left_out(
 
 
 @pytest.mark.usefixtures("fake_clock")
-def test_a_fast_model_is_known_at_all_sizes() -> None:
+def test_a_fast_model_is_known_at_all_sizes():
     found = measure(None, 1000.0, held_out=True)
     assert found.seconds == {size: true_s(size) for size in (*CURVE, *SLOPES, *HELD_OUT)}
     assert len(FakeForwards.sizes) == 1 + REPEATS * len(found.seconds)  # with the warm-up
@@ -128,7 +126,7 @@ def test_a_fast_model_is_known_at_all_sizes() -> None:
 
 
 @pytest.mark.usefixtures("fake_clock")
-def test_sizes_that_cost_too_much_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_that_cost_too_much_are_left_out(monkeypatch):
     monkeypatch.setattr(f"{__name__}.true_s", lambda size: size.num_tokens / 16)
     found = measure(None, 1000.0).seconds
     assert (
@@ -136,7 +134,7 @@ def test_sizes_that_cost_too_much_are_left_out(monkeypatch: pytest.MonkeyPatch) 
     )  # 64 tokens cost 64 times one: 128 are of no use
 
 
-def test_forwards_of_a_real_model() -> None:
+def test_forwards_of_a_real_model():
     forward_s = measure_module.Forwards(PackedModel(tiny_model("llama")))
     assert forward_s(Size(7, 3, 20)) > 0.0
     assert forward_s(Size(2, 1, 30)) > 0.0

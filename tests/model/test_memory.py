@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -32,9 +31,7 @@ OLD_STAT = "inactive_file 1\ntotal_inactive_file 100\n"
         ({}, 1000),
     ],
 )
-def test_a_containers_limit_counts(
-    files: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_containers_limit_counts(files, expected, tmp_path, monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)

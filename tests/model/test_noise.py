@@ -15,30 +15,30 @@ SEED = 5
 PROBS = torch.softmax(torch.randn(BATCH, VOCAB, generator=torch.Generator().manual_seed(0)), -1)
 
 
-def at(noise: GeneratorNoise, position: int, row: int) -> torch.Tensor:
+def at(noise, position, row):
     return noise.rows([(position, row)])[0]
 
 
-def foreseen(noise: GeneratorNoise, position: int, row: int) -> torch.Tensor:
+def foreseen(noise, position, row):
     return noise.rows([(position, row)], is_drawn=False)[0]
 
 
-def stock_tokens(positions: int) -> list[list[int]]:
+def stock_tokens(positions):
     torch.manual_seed(SEED)
     return [torch.multinomial(PROBS, 1)[:, 0].tolist() for _ in range(positions)]
 
 
-def tokens_at(noise: GeneratorNoise, position: int) -> list[int]:
+def tokens_at(noise, position):
     return [int((PROBS[row] / at(noise, position, row)).argmax()) for row in range(BATCH)]
 
 
-def new_noise(seed: int | None = None) -> GeneratorNoise:
+def new_noise(seed=None):
     torch.manual_seed(SEED)
     return GeneratorNoise(BATCH, PROBS, seed)
 
 
 @pytest.mark.parametrize("seed", [None, SEED])
-def test_noise_is_that_of_multinomial(seed: int | None) -> None:
+def test_noise_is_that_of_multinomial(seed):
     expected = stock_tokens(6)
     state = torch.get_rng_state()
     noise = new_noise(seed)
@@ -55,9 +55,7 @@ def test_noise_is_that_of_multinomial(seed: int | None) -> None:
     kept=st.integers(1, 12),
     has_seed=st.booleans(),
 )
-def test_noise_in_any_order_foreseen_or_not(
-    asked: list[tuple[bool, int, int]], kept: int, has_seed: bool
-) -> None:
+def test_noise_in_any_order_foreseen_or_not(asked, kept, has_seed):
     reference = new_noise(SEED)
     expected = [[at(reference, position, row) for row in range(BATCH)] for position in range(10)]
     noise = new_noise(SEED if has_seed else None)
@@ -73,7 +71,7 @@ def test_noise_in_any_order_foreseen_or_not(
         assert len(noise._cached) <= kept
 
 
-def test_what_others_draw_in_between_is_respected() -> None:
+def test_what_others_draw_in_between_is_respected():
     torch.manual_seed(SEED)
     expected = [torch.multinomial(PROBS, 1)[:, 0].tolist()]
     torch.rand(3)
@@ -89,7 +87,7 @@ def test_what_others_draw_in_between_is_respected() -> None:
     assert torch.equal(seen, at(noise, 2, 1))
 
 
-def test_generator_ends_where_stock_leaves_it() -> None:
+def test_generator_ends_where_stock_leaves_it():
     stock_tokens(4)
     state = torch.get_rng_state()
     noise = new_noise()
@@ -100,9 +98,7 @@ def test_generator_ends_where_stock_leaves_it() -> None:
 
 
 @pytest.mark.parametrize("kept", [1, 3, 100])
-def test_a_ragged_batch_draws_every_position_once(
-    monkeypatch: pytest.MonkeyPatch, kept: int
-) -> None:
+def test_a_ragged_batch_draws_every_position_once(monkeypatch, kept):
     places = [(position, row) for row in range(BATCH) for position in range(3 * row, 3 * row + 4)]
     expected = [at(new_noise(SEED), *place) for place in places]
     noise = new_noise(SEED)
@@ -119,7 +115,7 @@ def test_a_ragged_batch_draws_every_position_once(
     assert torch.equal(found, torch.stack(expected))
 
 
-def test_passed_positions_are_dropped() -> None:
+def test_passed_positions_are_dropped():
     noise = new_noise(SEED)
     at(noise, 5, 0)
     noise.forget_before(4)
@@ -127,7 +123,7 @@ def test_passed_positions_are_dropped() -> None:
     assert torch.equal(foreseen(noise, 6, 1), at(new_noise(SEED), 6, 1))
 
 
-def test_noise_at_hand_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_at_hand_is_bounded_in_bytes(monkeypatch):
     monkeypatch.setattr("hf_slospec.model.noise.MAX_NOISE_BYTES", 6 * 2**20 + 5)
     noise = GeneratorNoise(64, torch.empty(1, 4096), SEED, sharing=2)  # 1 MiB per position
     foreseen(noise, 9, 0)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -14,9 +11,7 @@ from torch import nn
 from hf_slospec.assembly import load_plugins
 from hf_slospec.model import overrides
 from hf_slospec.model.overrides import (
-    Attribute,
     LinearOverride,
-    Override,
     OverrideOptions,
     Overrides,
     register_override,
@@ -29,27 +24,27 @@ ONES = torch.ones(1, 2)
 class Scaled(LinearOverride):
     """Multiplies the outputs of layers of one class; stands for quantised weights."""
 
-    def __init__(self, kind: type[nn.Module] = nn.Linear, factor: float = 2.0):
+    def __init__(self, kind=nn.Linear, factor=2.0):
         self.kind = kind
         self.factor = factor
         self.num_renewed = 0
 
     @property
-    def num_bytes(self) -> int:
+    def num_bytes(self):
         return 7
 
-    def make(self, linear: nn.Module) -> Override | None:
+    def make(self, linear):
         if type(linear) is not self.kind:
             return None
         return lambda original, layer, *inputs: self.factor * original(layer, *inputs)
 
-    def renew(self, version: Any) -> None:
+    def renew(self, version):
         self.num_renewed += 1
 
 
 class ScaledGelu(LinearOverride):
     @property
-    def functions(self) -> Mapping[Attribute, Override]:
+    def functions(self):
         return {(F, "gelu"): lambda original, *inputs: 3 * original(*inputs)}
 
 
@@ -57,7 +52,7 @@ class Inherited(nn.Linear):
     """Has the forward of its base class."""
 
 
-def test_the_first_override_that_a_kind_makes_counts() -> None:
+def test_the_first_override_that_a_kind_makes_counts():
     model = nn.Sequential(nn.Linear(2, 2), Inherited(2, 2))
     ours = overridden(model, Scaled(), Scaled(factor=5.0), Scaled(Inherited, 3.0))
     plain = [layer(ONES) for layer in model]
@@ -67,7 +62,7 @@ def test_the_first_override_that_a_kind_makes_counts() -> None:
     assert ours.num_bytes == 21 and torch.equal(model[0](ONES), plain[0])
 
 
-def test_functions_and_layers_of_other_threads_are_their_own() -> None:
+def test_functions_and_layers_of_other_threads_are_their_own():
     model = nn.Linear(2, 2)
     plain = model(ONES), F.gelu(ONES)
     ours = overridden(model, Scaled(), ScaledGelu())
@@ -80,7 +75,7 @@ def test_functions_and_layers_of_other_threads_are_their_own() -> None:
     assert all(map(torch.equal, results, plain))
 
 
-def test_overrides_are_made_when_needed_and_after_each_change() -> None:
+def test_overrides_are_made_when_needed_and_after_each_change():
     model = nn.Sequential(nn.Linear(2, 2))
     kind = Scaled()
     ours = Overrides(model, [kind], is_needed=False)
@@ -95,11 +90,11 @@ def test_overrides_are_made_when_needed_and_after_each_change() -> None:
     assert not ours.layers and not ours.attributes
 
 
-def scaled(model: nn.Module, options: OverrideOptions) -> Scaled | None:
+def scaled(model, options):
     return Scaled() if options.prepack else None
 
 
-def test_another_package_can_add_an_override(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_package_can_add_an_override(monkeypatch):
     load_plugins()
     monkeypatch.setattr(overrides, "_factories", [])
     register_override(scaled)

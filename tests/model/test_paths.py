@@ -20,7 +20,6 @@ from hf_slospec.cuda import captured
 from hf_slospec.cuda.captured import CudaGraphPath
 from hf_slospec.model import paths as registry
 from hf_slospec.model.attention.forward import PackedForward
-from hf_slospec.model.inputs import ForwardInputs, Outputs
 from hf_slospec.model.paths import Facts, ForwardPath, registered_paths, resolve_paths
 from tests.support.packed import packed_model
 from tests.support.toys.tiny_models import tiny_model
@@ -42,7 +41,7 @@ ALL_FORMS = {  # facts under which forwards are neither compiled nor captured
 
 
 @pytest.fixture(autouse=True)
-def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def _machine(monkeypatch):
     """One with a compiler, and with CUDA graphs on CUDA devices."""
     monkeypatch.setattr("hf_slospec.cpu.operators.why_unsupported", lambda: None)
     monkeypatch.setattr(
@@ -78,9 +77,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
         (ON_GPU, dict(exact="self"), ("exact",), dict(cuda_graphs=False, fused_layers=False)),
     ],
 )
-def test_paths_and_settings_follow_from_config_and_facts(
-    facts: Facts, config: dict[str, Any], paths: tuple[str, ...], settings: dict[str, Any]
-) -> None:
+def test_paths_and_settings_follow_from_config_and_facts(facts, config, paths, settings):
     found = resolve_paths(SLOSpecConfig(**config), facts)
     assert found.paths == paths
     assert {name: getattr(found.config, name) for name in settings} == settings
@@ -109,14 +106,12 @@ def test_paths_and_settings_follow_from_config_and_facts(
         (ON_CPU, dict(exact="bits", attention="triton"), "attention='triton' has kernels"),
     ],
 )
-def test_what_cannot_be_combined_is_refused_by_name(
-    facts: Facts, config: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_combined_is_refused_by_name(facts, config, message):
     with pytest.raises(UnsupportedOptionError, match=message):
         resolve_paths(SLOSpecConfig(**config), facts)
 
 
-def test_forwards_are_eager_without_plugins() -> None:
+def test_forwards_are_eager_without_plugins():
     code = (
         "import sys; sys.modules['hf_slospec.cpu'] = sys.modules['hf_slospec.cuda'] = None; "
         "from hf_slospec.config import SLOSpecConfig; "
@@ -135,17 +130,17 @@ class Recorded(ForwardPath):
     name = "recorded"
     computed: ClassVar[list[int]] = []
 
-    def __init__(self, context: Any, eager: ForwardPath):
+    def __init__(self, context, eager):
         self.eager = eager
 
-    def run(self, inputs: ForwardInputs) -> Outputs | None:
+    def run(self, inputs):
         if not all(part.is_chain for part in inputs.parts):
             return None
         self.computed.append(inputs.batch.spans[-1].end)
         return self.eager.run(inputs)
 
 
-def test_another_distribution_adds_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_distribution_adds_a_path(monkeypatch):
     entry = EntryPoint("recorded", f"{__name__}:Recorded", registry.ENTRY_POINTS)
     monkeypatch.setattr(registry, "_PATHS", dict(registry._PATHS))
     entries = {registry.ENTRY_POINTS: [entry]}
@@ -165,11 +160,11 @@ def test_another_distribution_adds_a_path(monkeypatch: pytest.MonkeyPatch) -> No
         registry._load_entry_points.cache_clear()
 
 
-def test_few_calls_lie_between_the_engine_and_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_calls_lie_between_the_engine_and_the_model(monkeypatch):
     stacks: list[list[str]] = []
     update = PackedForward.update
 
-    def recorded(self: PackedForward, *arguments: Any, **options: Any) -> Any:
+    def recorded(self, *arguments, **options):
         ours = [
             frame.name
             for frame in traceback.extract_stack()

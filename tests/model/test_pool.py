@@ -25,7 +25,7 @@ LAYOUT = [
 ]
 
 
-def new_pool(num_slots: int = NUM_SLOTS) -> KVPool:
+def new_pool(num_slots=NUM_SLOTS):
     return KVPool(LAYOUT, num_slots)
 
 
@@ -36,26 +36,26 @@ class Allocations(RuleBasedStateMachine):
 
     live = Bundle("live")
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.pool = new_pool()
         self.sequences = list[CachedSequence]()
         self.written = dict[CachedSequence, float]()
         self.number = 0
 
-    def ranges(self) -> list[tuple[int, int]]:
+    def ranges(self):
         return sorted(
             (sequence.start, sequence.start + sequence.capacity) for sequence in self.sequences
         )
 
-    def gaps(self) -> list[tuple[int, int]]:
+    def gaps(self):
         edges = [0, *itertools.chain.from_iterable(self.ranges()), NUM_SLOTS]
         return [
             (start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if end > start
         ]
 
     @property
-    def num_free(self) -> int:
+    def num_free(self):
         return sum(end - start for start, end in self.gaps())
 
     @rule(target=live, capacity=st.integers(1, NUM_SLOTS))
@@ -80,7 +80,7 @@ class Allocations(RuleBasedStateMachine):
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         sequence.truncate(length)
 
-    def check_place(self, sequence: CachedSequence, capacity: int) -> None:
+    def check_place(self, sequence, capacity):
         """Compare what is moved with the least of all ways to join gaps that lie one after the
         other.
         """
@@ -109,7 +109,7 @@ class Allocations(RuleBasedStateMachine):
         assert sequence.capacity == capacity
         assert sum(own.length for own in ranges if own.start != before[own]) <= least
 
-    def write(self, sequence: CachedSequence, length: int) -> None:
+    def write(self, sequence, length):
         sequence.length = length
         self.number = self.number + 1
         for stack in (*self.pool.keys, *self.pool.values):
@@ -136,7 +136,7 @@ class Allocations(RuleBasedStateMachine):
                     == self.written[sequence]
                 ).all()
 
-    def teardown(self) -> None:
+    def teardown(self):
         for sequence in self.sequences:
             self.pool.release(sequence)
         assert self.pool.num_free == NUM_SLOTS
@@ -146,7 +146,7 @@ TestAllocations = Allocations.TestCase
 TestAllocations.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
 
 
-def fill(pool: KVPool) -> list[torch.Tensor]:
+def fill(pool):
     """Put different numbers everywhere.  -> all views, keys and values of every layer"""
     views = [*pool.keys, *pool.values]
     for index, view in enumerate(views):
@@ -154,7 +154,7 @@ def fill(pool: KVPool) -> list[torch.Tensor]:
     return views
 
 
-def test_every_layer_has_storage_of_its_own_shape() -> None:
+def test_every_layer_has_storage_of_its_own_shape():
     pool = new_pool()
     assert [tuple(keys.shape) for keys in pool.keys] == [(NUM_SLOTS, *s.key[:2]) for s in LAYOUT]
     assert [tuple(values.shape) for values in pool.values] == [
@@ -169,7 +169,7 @@ def test_every_layer_has_storage_of_its_own_shape() -> None:
 
 @given(seed=SEEDS, num_moved=st.integers(0, NUM_SLOTS))
 @settings(deadline=None)
-def test_move_reads_all_slots_before_it_writes_any(seed: int, num_moved: int) -> None:
+def test_move_reads_all_slots_before_it_writes_any(seed, num_moved):
     rng = np.random.default_rng(seed)
     source = rng.integers(0, NUM_SLOTS, num_moved).tolist()
     destination = rng.permutation(NUM_SLOTS)[:num_moved].tolist()

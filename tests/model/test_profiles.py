@@ -31,27 +31,27 @@ COST = ForwardCost(
 
 
 @pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def cache(monkeypatch, tmp_path):
     folder = tmp_path / "assets"
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(folder))
     return folder
 
 
 @pytest.fixture
-def packed() -> PackedModel:
+def packed():
     return PackedModel(tiny_model("llama"))
 
 
-def files(cache: Path) -> list[Path]:
+def files(cache):
     return [path for path in cache.rglob("*") if path.is_file() and "profiles" in path.parts]
 
 
-def rewrite(cache: Path, **changes: Any) -> None:
+def rewrite(cache, **changes):
     (path,) = files(cache)
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_a_saved_profile_is_found_again(cache: Path, packed: PackedModel) -> None:
+def test_a_saved_profile_is_found_again(cache, packed):
     assert load_profile(packed) is None
     save_profile(packed, COST)
     assert load_profile(packed) == COST
@@ -101,7 +101,7 @@ def test_files_of_any_content_are_profiles_or_are_measured_again(
     assert np.isfinite(seconds).all() and (seconds > 0.0).all() and (np.diff(seconds) >= 0.0).all()
 
 
-def test_other_models_and_settings_have_profiles_of_their_own(packed: PackedModel) -> None:
+def test_other_models_and_settings_have_profiles_of_their_own(packed):
     save_profile(packed, COST)
     others = [
         PackedModel(tiny_model("qwen2")),
@@ -113,9 +113,7 @@ def test_other_models_and_settings_have_profiles_of_their_own(packed: PackedMode
 
 
 @pytest.mark.parametrize("key", ["threads", "torch", "host", "device", "modules"])
-def test_a_profile_of_another_machine_is_not_used(
-    cache: Path, packed: PackedModel, monkeypatch: pytest.MonkeyPatch, key: str
-) -> None:
+def test_a_profile_of_another_machine_is_not_used(cache, packed, monkeypatch, key):
     save_profile(packed, COST)
     with monkeypatch.context() as other:
         other.setattr(profiles, "identity", lambda packed: identity(packed) | {key: "another"})
@@ -124,16 +122,14 @@ def test_a_profile_of_another_machine_is_not_used(
     assert load_profile(packed) is None
 
 
-def test_a_profile_of_another_version_is_not_used(cache: Path, packed: PackedModel) -> None:
+def test_a_profile_of_another_version_is_not_used(cache, packed):
     save_profile(packed, COST)
     rewrite(cache, version=profiles.VERSION + 1)
     assert load_profile(packed) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"version": 1}', b"\xff\xfe\x00"])
-def test_a_corrupt_profile_is_dropped_with_a_warning(
-    cache: Path, packed: PackedModel, content: bytes
-) -> None:
+def test_a_corrupt_profile_is_dropped_with_a_warning(cache, packed, content):
     save_profile(packed, COST)
     (path,) = files(cache)
     path.write_bytes(content)
@@ -152,26 +148,22 @@ def test_a_corrupt_profile_is_dropped_with_a_warning(
         dict(seconds=[0.001, float("nan"), 0.1]),
     ],
 )
-def test_a_profile_that_makes_no_sense_is_dropped_with_a_warning(
-    cache: Path, packed: PackedModel, changes: dict[str, Any]
-) -> None:
+def test_a_profile_that_makes_no_sense_is_dropped_with_a_warning(cache, packed, changes):
     save_profile(packed, COST)
     rewrite(cache, **changes)
     with pytest.warns(UserWarning, match=r"is not a profile"):
         assert load_profile(packed) is None
 
 
-def test_a_folder_that_cannot_be_made_only_warns(cache: Path, packed: PackedModel) -> None:
+def test_a_folder_that_cannot_be_made_only_warns(cache, packed):
     cache.write_text("in the way")
     assert load_profile(packed) is None
     with pytest.warns(UserWarning, match="could not be saved"):
         save_profile(packed, COST)
 
 
-def test_a_folder_that_may_not_be_made_only_warns(
-    packed: PackedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
+def test_a_folder_that_may_not_be_made_only_warns(packed, monkeypatch):
+    def refuse(*_, **__):
         raise PermissionError("read-only file system")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
@@ -180,10 +172,8 @@ def test_a_folder_that_may_not_be_made_only_warns(
         save_profile(packed, COST)
 
 
-def test_a_folder_that_cannot_be_written_to_only_warns(
-    packed: PackedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
+def test_a_folder_that_cannot_be_written_to_only_warns(packed, monkeypatch):
+    def refuse(*_, **__):
         raise PermissionError("read-only file system")
 
     with monkeypatch.context() as read_only:
@@ -193,22 +183,20 @@ def test_a_folder_that_cannot_be_written_to_only_warns(
     assert load_profile(packed) is None
 
 
-def test_a_model_is_measured_once_and_again_after_its_profile_was_lost(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_measured_once_and_again_after_its_profile_was_lost(cache, monkeypatch):
     calls = []
 
     class Measured:
-        def fit(self) -> ForwardCost:
+        def fit(self):
             return COST
 
-    def measure(packed: PackedModel, limit_s: float) -> Measured:
+    def measure(packed, limit_s):
         calls.append(limit_s)
         return Measured()
 
     monkeypatch.setattr("hf_slospec.model.checked_model.measure", measure)
 
-    def cost() -> ForwardCost:
+    def cost():
         return CheckedModel(tiny_model("llama"), SLOSpecConfig(), 1.5).cost
 
     assert cost() == cost() == COST

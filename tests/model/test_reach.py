@@ -19,7 +19,7 @@ NO_PADDING = torch.zeros(1, dtype=torch.int64)
 
 
 @pytest.mark.parametrize("size", [2, 3, 9, 4096])
-def test_masks_of_every_kind(size: int) -> None:
+def test_masks_of_every_kind(size):
     window = masking_utils.sliding_window_causal_mask_function(size)
     chunks = masking_utils.chunked_causal_mask_function(size, NO_PADDING)
     assert reach_of(masking_utils.causal_mask_function, None) == Reach()
@@ -30,7 +30,7 @@ def test_masks_of_every_kind(size: int) -> None:
         assert reach_of(other, size + 1) is None and reach_of(other, None) is None
 
 
-def test_masks_that_are_none_of_these() -> None:
+def test_masks_that_are_none_of_these():
     both = masking_utils.and_masks(
         masking_utils.sliding_window_causal_mask_function(5),
         masking_utils.chunked_causal_mask_function(9, NO_PADDING),
@@ -42,7 +42,7 @@ def test_masks_that_are_none_of_these() -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_layers_of_models(attention: str) -> None:
+def test_layers_of_models(attention):
     expected = {
         "llama4-chunks": [Reach(chunk=WINDOW), Reach()],
         "phimoe-window": [Reach(window=WINDOW)] * 2,

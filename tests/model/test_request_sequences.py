@@ -26,17 +26,17 @@ SHAPE = LayerShape(*[Stored(1, 1, torch.float32, torch.device("cpu"))] * 2)
 class Packed:
     """As much of a packed model as storage asks for."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.version = SimpleNamespace(weights=0, notice=lambda structure=True: None)
         self.has_states = False
         self.rope = SimpleNamespace(max_plain=None)
         self.kv_cache = KVCache(lambda num_slots: KVPool([SHAPE], num_slots), KVPool([SHAPE], 0))
 
-    def keep_if_captured(self, cache: KVCache) -> None:
+    def keep_if_captured(self, cache):
         cache.trim()
 
 
-def mark(sequences: Sequences, request: Request) -> None:
+def mark(sequences, request):
     """Write each cached token's own value, and rubbish behind them, as steps do."""
     own = sequences.of(request)
     slots = sequences.cache.pool.keys[0][own.start : own.start + own.capacity, 0, 0]
@@ -44,7 +44,7 @@ def mark(sequences: Sequences, request: Request) -> None:
     slots[own.length :] = -1.0
 
 
-def check(sequences: Sequences, requests: list[Request]) -> None:
+def check(sequences, requests):
     sequences.check(requests)
     for request in requests:
         (key, _), *_ = cached(sequences.cache, sequences.of(request))
@@ -55,9 +55,7 @@ def check(sequences: Sequences, requests: list[Request]) -> None:
 
 @given(seed=SEEDS, limited=st.booleans(), room=st.integers(1, 9))
 @settings(deadline=None, max_examples=150)
-def test_texts_grow_come_and_go_and_keep_what_is_cached(
-    seed: int, limited: bool, room: int
-) -> None:
+def test_texts_grow_come_and_go_and_keep_what_is_cached(seed, limited, room):
     rng = np.random.default_rng(seed)
     first_room = rooms.FIRST_ROOM
     rooms.FIRST_ROOM = room
@@ -66,7 +64,7 @@ def test_texts_grow_come_and_go_and_keep_what_is_cached(
         sequences = Sequences(Packed(), MAX_NODES, slots if limited else None)  # type: ignore[arg-type]
         requests: list[Request] = []
 
-        def longest(request: Request) -> int:
+        def longest(request):
             return request.prompt_len + request.params.max_new_tokens + MAX_NODES
 
         for index in range(40):
@@ -98,7 +96,7 @@ def test_texts_grow_come_and_go_and_keep_what_is_cached(
         rooms.FIRST_ROOM = first_room
 
 
-def test_more_than_the_limit_is_a_memory_error_and_changes_nothing() -> None:
+def test_more_than_the_limit_is_a_memory_error_and_changes_nothing():
     sequences = Sequences(Packed(), MAX_NODES, 20)  # type: ignore[arg-type]
     held = Request(0, RequestParams([0] * 5, 2))
     large = Request(1, RequestParams([0] * 15, 2))
@@ -112,7 +110,7 @@ def test_more_than_the_limit_is_a_memory_error_and_changes_nothing() -> None:
     check(sequences, [held])
 
 
-def test_where_slots_are_short_nodes_of_the_step_take_room_and_others_are_shared() -> None:
+def test_where_slots_are_short_nodes_of_the_step_take_room_and_others_are_shared():
     sequences = Sequences(Packed(), MAX_NODES, 16)  # type: ignore[arg-type]
     held = Request(0, RequestParams([0] * 5, 2))
     other = Request(1, RequestParams([0] * 6, 2))
@@ -141,7 +139,7 @@ def test_where_slots_are_short_nodes_of_the_step_take_room_and_others_are_shared
 
 @given(seed=SEEDS)
 @settings(deadline=None, max_examples=100)
-def test_texts_that_fit_have_slots_whatever_they_may_still_emit(seed: int) -> None:
+def test_texts_that_fit_have_slots_whatever_they_may_still_emit(seed):
     """Each may fill all slots alone; as the scheduler does, the last ones leave before a step lacks
     some.
     """
@@ -165,22 +163,20 @@ def test_texts_that_fit_have_slots_whatever_they_may_still_emit(seed: int) -> No
             mark(sequences, request)
 
 
-def test_torch_running_out_of_memory_is_a_memory_error() -> None:
+def test_torch_running_out_of_memory_is_a_memory_error():
     with pytest.raises(MemoryError), as_memory_error():
         torch.empty(2**60)
     with pytest.raises(RuntimeError, match="size"), as_memory_error():
         torch.ones(2) @ torch.ones(3)
 
 
-def test_a_text_that_there_is_no_memory_to_keep_is_released(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_text_that_there_is_no_memory_to_keep_is_released(monkeypatch):
     sequences = Sequences(Packed(), MAX_NODES, 100, 100)  # type: ignore[arg-type]
     request = Request(0, RequestParams([0] * 30, 2))
     sequences.reserve([request])
     sequences.of(request).length = 20
 
-    def fails(text: object) -> None:
+    def fails(text):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(sequences, "_keep", fails)
@@ -188,7 +184,7 @@ def test_a_text_that_there_is_no_memory_to_keep_is_released(
     assert sequences.cache.num_held == 0
 
 
-def test_a_step_that_does_not_fit_takes_no_slots_away() -> None:
+def test_a_step_that_does_not_fit_takes_no_slots_away():
     sequences = Sequences(Packed(), MAX_NODES, 30)  # type: ignore[arg-type]
     held, other = (Request(index, RequestParams([0] * 10, 40)) for index in range(2))
     sequences.reserve([held], [MAX_NODES])
@@ -198,7 +194,7 @@ def test_a_step_that_does_not_fit_takes_no_slots_away() -> None:
     assert sequences.of(held).capacity == before
 
 
-def test_room_that_was_taken_back_is_given_again_to_who_needs_it_in_this_step() -> None:
+def test_room_that_was_taken_back_is_given_again_to_who_needs_it_in_this_step():
     """Found by simulated faults, seed 385."""
     sequences = Sequences(Packed(), MAX_NODES, 17)  # type: ignore[arg-type]
     held = Request(0, RequestParams([0] * 5, 2))

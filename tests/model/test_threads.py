@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -62,7 +61,7 @@ print(json.dumps(dict(with_team=with_team, released=released, same=first == agai
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
-def test_teams_are_let_go_by_those_who_rest() -> None:
+def test_teams_are_let_go_by_those_who_rest():
     environment = os.environ | {
         "GOMP_SPINCOUNT": "0"
     }  # two threads that wait for each other leave the cores to others
@@ -78,7 +77,7 @@ def test_teams_are_let_go_by_those_who_rest() -> None:
     assert seen["at_rest"] == seen["released"] + 1
 
 
-def test_letting_go_twice_does_not_raise() -> None:
+def test_letting_go_twice_does_not_raise():
     release_openmp_threads()
     release_openmp_threads()
 
@@ -95,9 +94,7 @@ def test_letting_go_twice_does_not_raise() -> None:
         ({}, 8),
     ],
 )
-def test_a_containers_quota_counts(
-    files: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_containers_quota_counts(files, expected, tmp_path, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -105,9 +102,7 @@ def test_a_containers_quota_counts(
     assert available_cores(tmp_path) == expected
 
 
-def test_a_crowd_is_warned_of_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_crowd_is_warned_of_once(monkeypatch, caplog):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 10_000)
     warn_if_oversubscribed.cache_clear()
     warn_if_oversubscribed()
@@ -127,13 +122,8 @@ def test_a_crowd_is_warned_of_once(
     ],
 )
 def test_threads_that_spin_beside_other_processes_are_warned_of_once(
-    slower: float,
-    variables: dict[str, str],
-    has_runtime: bool,
-    expected: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    slower, variables, has_runtime, expected, monkeypatch, caplog
+):
     for name in threads.WAITING:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

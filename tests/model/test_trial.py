@@ -29,28 +29,26 @@ chain_and_tree = trial.chain_and_tree
 tree_after_chain = tree_mask.tree_after_chain
 
 
-def siblings_see_each_other(chain_len: int, tree: Any) -> tuple[np.ndarray, np.ndarray]:
+def siblings_see_each_other(chain_len, tree):
     mask, offsets = tree_after_chain(chain_len, tree)
     return np.tri(len(mask), dtype=np.bool_), offsets
 
 
-def positions_by_slot(chain_len: int, tree: Any) -> tuple[np.ndarray, np.ndarray]:
+def positions_by_slot(chain_len, tree):
     mask, offsets = tree_after_chain(chain_len, tree)
     return mask, np.arange(len(offsets))
 
 
 @pytest.mark.parametrize("fault", [siblings_see_each_other, positions_by_slot])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_wrong_masks_and_positions_are_found(
-    monkeypatch: pytest.MonkeyPatch, fault: Any, family: str
-) -> None:
+def test_wrong_masks_and_positions_are_found(monkeypatch, fault, family):
     monkeypatch.setattr(tree_mask, "tree_after_chain", fault)
     with pytest.raises(UnsupportedModelError, match="trial tree"):
         SLOSpecGenerator(tiny_model(family))
 
 
-def test_a_fault_in_one_sequence_only_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong_token(packed: Any, sequence: Any, chain: Any, tree: Any) -> Any:
+def test_a_fault_in_one_sequence_only_is_found(monkeypatch):
+    def wrong_token(packed, sequence, chain, tree):
         new = chain_and_tree(packed, sequence, chain, tree)
         new.input_ids = new.input_ids + (sequence.start > 0)
         return new
@@ -62,12 +60,12 @@ def test_a_fault_in_one_sequence_only_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rounding_does_not_fail_the_trial(family: str, dtype: torch.dtype) -> None:
+def test_rounding_does_not_fail_the_trial(family, dtype):
     SLOSpecGenerator(copy.deepcopy(tiny_model(family)).to(dtype))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-def test_autocast_keeps_k_and_v_of_different_dtypes(family: str) -> None:
+def test_autocast_keeps_k_and_v_of_different_dtypes(family):
     with torch.autocast("cpu", torch.bfloat16):
         generator = SLOSpecGenerator(tiny_model(family), tiny_model(family, noise=0.03))
         generator.generate(**ragged_prompts(2), do_sample=False, max_new_tokens=12)
@@ -76,7 +74,7 @@ def test_autocast_keeps_k_and_v_of_different_dtypes(family: str) -> None:
     )
 
 
-def test_dropout_is_off_in_the_trial_and_every_mode_is_restored() -> None:
+def test_dropout_is_off_in_the_trial_and_every_mode_is_restored():
     model = copy.deepcopy(tiny_model("gpt2"))
     model.train()
     model.transformer.h[0].eval()
@@ -86,12 +84,10 @@ def test_dropout_is_off_in_the_trial_and_every_mode_is_restored() -> None:
     assert [module.training for module in model.modules()] == before
 
 
-def test_running_out_of_memory_says_nothing_about_the_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_running_out_of_memory_says_nothing_about_the_model(monkeypatch):
     model = copy.deepcopy(tiny_model("llama"))
 
-    def exhausted(*_: Any, **__: Any) -> None:
+    def exhausted(*_, **__):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(model, "forward", exhausted)
@@ -100,7 +96,7 @@ def test_running_out_of_memory_says_nothing_about_the_model(
         SLOSpecGenerator(model)
 
 
-def test_a_check_takes_few_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_takes_few_forwards(monkeypatch):
     model = copy.deepcopy(tiny_model("llama"))
     shapes = []
     forward = model.forward
@@ -130,7 +126,7 @@ def test_a_check_takes_few_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shapes == probes + ours + plain
 
 
-def test_states_alone_are_held_to_the_tolerance_of_the_weights() -> None:
+def test_states_alone_are_held_to_the_tolerance_of_the_weights():
     """Such a model caches no K and V whose dtype would tell."""
     config = tiny_config(transformers.Mamba2Config)
     torch.manual_seed(0)

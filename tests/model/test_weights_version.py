@@ -30,12 +30,12 @@ LR = 1e-6  # changes few of the weights in bf16, each by the least that it can c
 Write = Callable[[Any], None]
 
 
-def model_in(dtype: torch.dtype = torch.bfloat16) -> Any:
+def model_in(dtype=torch.bfloat16):
     return copy.deepcopy(tiny_model("llama")).to(dtype)
 
 
-def optimizer_step(**options: Any) -> Write:
-    def write(model: Any) -> None:
+def optimizer_step(**options):
+    def write(model):
         optimizer = torch.optim.AdamW(model.parameters(), LR, **options)
         ids = torch.arange(3, 40)[None]
         model(input_ids=ids, labels=ids).loss.backward()
@@ -45,38 +45,38 @@ def optimizer_step(**options: Any) -> Write:
     return write
 
 
-def largest(model: Any) -> torch.Tensor:
+def largest(model):
     return max(model.parameters(), key=torch.Tensor.numel).data
 
 
-def one_element(model: Any) -> None:
+def one_element(model):
     weight = largest(model).view(-1)
     weight[weight.numel() // 2].mul_(1.01)
 
 
-def swap_of_two(model: Any) -> None:
+def swap_of_two(model):
     weight = largest(model).view(-1)
     weight[[3, 1003]] = weight[[1003, 3]]
 
 
-def averages_swapped_in(model: Any) -> None:
+def averages_swapped_in(model):
     for parameter in model.parameters():
         parameter.data.copy_(0.999 * parameter.data + 0.001 * torch.randn_like(parameter))
 
 
-def loaded(model: Any) -> None:
+def loaded(model):
     state = copy.deepcopy(model.state_dict())
     state["model.layers.1.mlp.down_proj.weight"][0, 0] += 1e-2
     model.load_state_dict(state)
 
 
-def copied_in_place(model: Any) -> None:
+def copied_in_place(model):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter * 1.01)
 
 
-def from_a_vector(model: Any) -> None:
+def from_a_vector(model):
     vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
     torch.nn.utils.vector_to_parameters(vector * 1.01, model.parameters())
 
@@ -94,7 +94,7 @@ WRITES: dict[str, Write] = {
 }
 
 
-def packed_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> PackedModel:
+def packed_of(model, monkeypatch):
     if KERNELS:
         force_kernel(monkeypatch, KERNELS[0])
     packed = packed_model(model, prepack=True)
@@ -102,25 +102,23 @@ def packed_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> PackedModel:
     return packed
 
 
-def num_stale(packed: PackedModel) -> int:
+def num_stale(packed):
     new = [(one, PackedWeight(one.layer, one.name)) for one in copies(packed)]
     return sum(not torch.equal(values(one), values(other)) for one, other in new)
 
 
-def values(copy: PackedWeight) -> torch.Tensor:
+def values(copy):
     (matrix,) = copy.matrices
     return matrix(torch.eye(copy.weight.shape[-1], dtype=copy.weight.dtype), None)
 
 
-def copies(packed: PackedModel) -> list[PackedWeight]:
+def copies(packed):
     return [copy for layer in packed.overrides.layers.values() for copy in layer.copies]
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 @pytest.mark.parametrize("is_training", [False, True])
-def test_every_write_is_noticed_before_the_next_call(
-    write: Write, is_training: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_write_is_noticed_before_the_next_call(write, is_training, monkeypatch):
     model = model_in().train(is_training)
     packed = packed_of(model, monkeypatch)
     for _ in range(2):
@@ -137,7 +135,7 @@ def test_every_write_is_noticed_before_the_next_call(
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_merged_adapters_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merged_adapters_are_noticed(monkeypatch):
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model = peft.get_peft_model(model_in(), lora)
@@ -153,7 +151,7 @@ def test_merged_adapters_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert packed.version.weights > state and num_stale(packed) == 0
 
 
-def test_only_what_has_changed_is_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_has_changed_is_packed_again(monkeypatch):
     model = model_in()
     packed = packed_of(model, monkeypatch)
     made = {one: one.num_made for one in copies(packed)}
@@ -163,7 +161,7 @@ def test_only_what_has_changed_is_packed_again(monkeypatch: pytest.MonkeyPatch) 
     assert changed == ([model.model.layers[0].mlp.up_proj] if KERNELS else [])
 
 
-def test_quantised_weights_written_in_place() -> None:
+def test_quantised_weights_written_in_place():
     quantization = pytest.importorskip("torchao.quantization")
     model = model_in(torch.float32)
     quantization.quantize_(model.model.layers, quantization.Int8WeightOnlyConfig())
@@ -183,9 +181,7 @@ def test_quantised_weights_written_in_place() -> None:
 # ---- models that are not trained
 
 
-def test_weights_that_are_not_trained_are_not_read_between_calls(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weights_that_are_not_trained_are_not_read_between_calls(monkeypatch):
     model = model_in().requires_grad_(False)
     packed = packed_of(model, monkeypatch)
     read = list[int]()
@@ -206,12 +202,12 @@ def test_weights_that_are_not_trained_are_not_read_between_calls(
     assert len(read) == 2 and packed.version.weights == 2 and num_stale(packed) == 0
 
 
-def other_storage(model: Any) -> None:
+def other_storage(model):
     for parameter in model.parameters():
         parameter.data = parameter.data * 2
 
 
-def other_parameter(model: Any) -> None:
+def other_parameter(model):
     projection = model.model.layers[0].mlp.up_proj
     projection.weight = torch.nn.Parameter(2 * projection.weight.detach())
 
@@ -219,9 +215,7 @@ def other_parameter(model: Any) -> None:
 @pytest.mark.parametrize(
     "write", [optimizer_step(fused=True), copied_in_place, other_storage, other_parameter]
 )
-def test_the_next_forward_notices_writes_while_requests_run(
-    write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_forward_notices_writes_while_requests_run(write, monkeypatch):
     model = model_in()
     packed = packed_of(model, monkeypatch)
     write(model)
@@ -230,7 +224,7 @@ def test_the_next_forward_notices_writes_while_requests_run(
     assert packed.version.weights == 1 and num_stale(packed) == 0
 
 
-def test_while_requests_run_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_requests_run_nothing_is_read(monkeypatch):
     packed = packed_of(model_in(), monkeypatch)
     monkeypatch.setattr(
         weights_version, "digest", lambda weights: pytest.fail("the weights were read")
@@ -238,7 +232,7 @@ def test_while_requests_run_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> 
     packed.renew(is_idle=False)
 
 
-def test_drafts_are_checked_too() -> None:
+def test_drafts_are_checked_too():
     model = tiny_model("llama")
     draft = model_in(torch.float32)
     generator = SLOSpecGenerator(model, draft, config=SLOSpecConfig(max_depth=2))
@@ -253,7 +247,7 @@ def test_drafts_are_checked_too() -> None:
 # ---- the checksum
 
 
-def tensors() -> list[torch.Tensor]:
+def tensors():
     generator = torch.Generator().manual_seed(0)
     return [
         torch.randn(300, 777, generator=generator).bfloat16(),
@@ -266,7 +260,7 @@ def tensors() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("which", range(6))
-def test_the_checksum_sees_single_bits_and_swaps(which: int) -> None:
+def test_the_checksum_sees_single_bits_and_swaps(which):
     draw = random.Random(which)
     own = tensors()
     before = digest(own)
@@ -286,7 +280,7 @@ def test_the_checksum_sees_single_bits_and_swaps(which: int) -> None:
         assert (digest(changed) == before) == torch.equal(weight, own[which])
 
 
-def test_the_checksum_sees_changes_that_cancel_out() -> None:
+def test_the_checksum_sees_changes_that_cancel_out():
     draw = random.Random(0)
     before = digest(tensors())
     for _ in range(100):
@@ -298,14 +292,14 @@ def test_the_checksum_sees_changes_that_cancel_out() -> None:
         assert digest(changed) != before
 
 
-def test_parts_of_larger_tensors_at_any_place() -> None:
+def test_parts_of_larger_tensors_at_any_place():
     storage = torch.randn(100).bfloat16()
     for begin in range(4):
         part = storage[begin : begin + 50]
         assert digest([part]) == digest([part.clone()])
 
 
-def test_writes_to_inference_tensors_are_noticed() -> None:
+def test_writes_to_inference_tensors_are_noticed():
     with torch.inference_mode():
         model = model_in()
     version = ModelVersion(model)

@@ -25,7 +25,7 @@ from tests.support.toys.models import (
 from tests.support.toys.trees import markov_model
 
 
-def test_late_requests_get_their_nodes_first() -> None:
+def test_late_requests_get_their_nodes_first():
     """Both draft the same tree and ties favour the first; the second one is behind its target."""
     target = markov_model(np.random.default_rng(6), VOCAB)
     toy = ToyTarget(greedy(target))
@@ -47,9 +47,7 @@ def test_late_requests_get_their_nodes_first() -> None:
 
 
 @pytest.mark.parametrize(("required", "expected"), [(0.95, [2, 1]), (1.05, [1, 2])])
-def test_required_tokens_count_from_the_first_token_to_the_end_of_the_step(
-    required: float, expected: list[int]
-) -> None:
+def test_required_tokens_count_from_the_first_token_to_the_end_of_the_step(required, expected):
     """Ties and the one node to give favour the first request, unless the second needs more than its
     root.
     """

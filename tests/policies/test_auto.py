@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.drafters.hybrid import HybridDrafter
 from hf_slospec.engine.costs import StepCosts
-from hf_slospec.engine.interfaces import Drafter, Plan
+from hf_slospec.engine.interfaces import Drafter
 from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.engine.step import Engine
 from hf_slospec.generate.speculator import HOST_LEVEL
@@ -44,11 +43,11 @@ from tests.support.toys.models import (
     new_costs,
     one_hot,
 )
-from tests.support.toys.trees import NextProbs, chain, markov_model
+from tests.support.toys.trees import chain, markov_model
 
 
 @pytest.mark.parametrize("elapsed_s", [0.0, 6.0])
-def test_auto_gives_late_requests_more_nodes_of_the_same_tree(elapsed_s: float) -> None:
+def test_auto_gives_late_requests_more_nodes_of_the_same_tree(elapsed_s):
     target = markov_model(np.random.default_rng(6), VOCAB)
     relaxed, late = (
         Request(0, RequestParams([0, 1], 90)),
@@ -65,7 +64,7 @@ def test_auto_gives_late_requests_more_nodes_of_the_same_tree(elapsed_s: float) 
     assert (second > first) if elapsed_s else (second <= first)
 
 
-def test_levels_are_worth_more_for_late_requests() -> None:
+def test_levels_are_worth_more_for_late_requests():
     config = SLOSpecConfig(urgency=1.0)
     policy = new_policy(config, costs(1e-3), SpeculationHistory(config))
     hurried = late(0, 0.5, elapsed_s=10.0)
@@ -75,12 +74,7 @@ def test_levels_are_worth_more_for_late_requests() -> None:
     assert sum(weights.values()) == pytest.approx(2.0)
 
 
-def sizes(
-    targets: Sequence[float | None],
-    experience: SpeculationHistory,
-    draft: NextProbs,
-    max_new_tokens: int = 40,
-) -> list[list[int]]:
+def sizes(targets, experience, draft, max_new_tokens=40):
     """Nodes of every request in each step under auto."""
     config = SLOSpecConfig(token_budget=8, max_depth=4)
     requests = [
@@ -97,9 +91,7 @@ def sizes(
     return [[part.nodes for part in event.requests] for event in run(engine)]
 
 
-def test_hopeless_requests_are_logged_once_and_count_like_any_other(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_hopeless_requests_are_logged_once_and_count_like_any_other(caplog):
     model = markov_model(np.random.default_rng(6), VOCAB)
     experience = SpeculationHistory(SLOSpecConfig(max_depth=4))
     sizes([None, None], experience, model)
@@ -112,13 +104,13 @@ def test_hopeless_requests_are_logged_once_and_count_like_any_other(
     ]
 
 
-def test_no_request_is_given_up_before_anything_is_known(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_request_is_given_up_before_anything_is_known(caplog):
     model = markov_model(np.random.default_rng(6), VOCAB)
     sizes([1e-9, None], SpeculationHistory(SLOSpecConfig(max_depth=4)), model, max_new_tokens=5)
     assert not caplog.records
 
 
-def test_auto_stops_drafting_what_is_never_taken() -> None:
+def test_auto_stops_drafting_what_is_never_taken():
     target = markov_model(np.random.default_rng(2), VOCAB)
     drafter = ToyDrafter(lambda tokens: one_hot(target(tokens).argmin()))
     requests = [Request(index, RequestParams([index, 1], 400)) for index in range(2)]
@@ -132,9 +124,7 @@ def test_auto_stops_drafting_what_is_never_taken() -> None:
 
 @pytest.mark.parametrize("has_model", [False, True], ids=["alone", "before a model"])
 @pytest.mark.parametrize(("draft_s", "pays"), [(0.1, True), (20.0, False)])
-def test_auto_stops_drafting_that_takes_longer_on_the_host_than_it_gains(
-    draft_s: float, pays: bool, has_model: bool
-) -> None:
+def test_auto_stops_drafting_that_takes_longer_on_the_host_than_it_gains(draft_s, pays, has_model):
     target, clock, config = (
         markov_model(np.random.default_rng(2), VOCAB),
         Clock(),
@@ -142,7 +132,7 @@ def test_auto_stops_drafting_that_takes_longer_on_the_host_than_it_gains(
     )
 
     class Slow(ToyDrafter):
-        def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+        def draft(self, requests, plan):
             clock.now_s += draft_s
             return super().draft(requests, plan)
 
@@ -159,7 +149,7 @@ def test_auto_stops_drafting_that_takes_longer_on_the_host_than_it_gains(
     assert num_drafted == 50 if pays else num_drafted <= 50 / DepthControl.MIN_GAP
 
 
-def test_auto_goes_deep_with_a_draft_that_is_always_right() -> None:
+def test_auto_goes_deep_with_a_draft_that_is_always_right():
     target = markov_model(np.random.default_rng(2), VOCAB)
     drafter = ToyDrafter(lambda tokens: one_hot(target(tokens).argmax()))
     request = Request(0, RequestParams([0, 1], 200))
@@ -176,7 +166,7 @@ def test_auto_goes_deep_with_a_draft_that_is_always_right() -> None:
     assert request.metrics().expected_tokens == pytest.approx(199, rel=0.1)
 
 
-def test_auto_looks_at_a_few_requests_while_speculation_does_not_pay() -> None:
+def test_auto_looks_at_a_few_requests_while_speculation_does_not_pay():
     """Drafting for all would have the draft read everybody's prompts, for nothing."""
     config = SLOSpecConfig(max_depth=4, max_width=1)
     policy = new_policy(config, costs(0.05), SpeculationHistory(config))
@@ -198,7 +188,7 @@ def test_auto_looks_at_a_few_requests_while_speculation_does_not_pay() -> None:
     assert looks.count(PROBED_REQUESTS) > 1
 
 
-def test_auto_learns_from_a_few_as_from_all() -> None:
+def test_auto_learns_from_a_few_as_from_all():
     """What a look at some says of a drafting request does not depend on how many are not drafted
     for.
     """
@@ -228,8 +218,8 @@ def test_auto_learns_from_a_few_as_from_all() -> None:
 
 @pytest.mark.parametrize(("num_behind", "is_switched_on"), [(1, True), (4000, False)])
 def test_auto_does_not_switch_on_for_less_than_the_draft_has_to_process_first(
-    num_behind: int, is_switched_on: bool
-) -> None:
+    num_behind, is_switched_on
+):
     config = SLOSpecConfig(max_depth=1, max_width=1)
     history = SpeculationHistory(config)
     history.depths.num_observed = 99
@@ -245,15 +235,13 @@ def test_auto_does_not_switch_on_for_less_than_the_draft_has_to_process_first(
 
 
 @pytest.mark.parametrize(("says", "is_understated"), [(0.3, True), (0.999, False)])
-def test_limits_of_drafting_are_in_the_drafts_own_probabilities(
-    says: float, is_understated: bool
-) -> None:
+def test_limits_of_drafting_are_in_the_drafts_own_probabilities(says, is_understated):
     """A draft that is always right but says 0.3 is given limits that are lower by as much as it
     understates.
     """
     target = markov_model(np.random.default_rng(2), VOCAB)
 
-    def draft(tokens: Sequence[int]) -> np.ndarray:
+    def draft(tokens):
         right = one_hot(target(tokens).argmax())
         return says * right + (1.0 - says) / (VOCAB - 1) * (1.0 - right)
 
@@ -273,14 +261,14 @@ def test_limits_of_drafting_are_in_the_drafts_own_probabilities(
     assert plans[1].min_path_prob == pytest.approx(plans[0].min_path_prob / experience.understated)
 
 
-def test_what_is_still_to_be_learned_keeps_no_request_alive() -> None:
+def test_what_is_still_to_be_learned_keeps_no_request_alive():
     """Outcomes of a few steps are learned from together, and their requests may end before."""
     config = SLOSpecConfig(max_depth=2, max_width=1)
     history = SpeculationHistory(config)
     policy = new_policy(config, costs(1e-6, 1e-6), history)
     requests = requests_of(1)
 
-    def take_step() -> int:
+    def take_step():
         """Decode one step; return how many were learned from until now."""
         step, plan = begun(policy, requests)
         step.select([chain(0.9, 0.8)], plan)
@@ -302,7 +290,7 @@ def test_what_is_still_to_be_learned_keeps_no_request_alive() -> None:
 @pytest.mark.parametrize(
     ("due_s", "num_levels"), [(float("inf"), 4), (1.25, 4), (1.12, 2), (1.04, 0)], ids=str
 )
-def test_drafts_leave_time_for_first_tokens_that_are_due(due_s: float, num_levels: int) -> None:
+def test_drafts_leave_time_for_first_tokens_that_are_due(due_s, num_levels):
     """A step of plain decoding takes 1 s, a level of drafting 0.05 s."""
     config = SLOSpecConfig(max_depth=4, max_width=1)
     step_costs = costs(1e-6, 0.05)
@@ -318,7 +306,7 @@ def test_drafts_leave_time_for_first_tokens_that_are_due(due_s: float, num_level
     assert plan.depth == num_levels
 
 
-def test_steps_are_shorter_where_requests_with_tight_ttft_slos_arrive() -> None:
+def test_steps_are_shorter_where_requests_with_tight_ttft_slos_arrive():
     config = SLOSpecConfig(max_depth=4, max_width=1)
     depths = []
     for ttft_slo_s in (float("inf"), 3.0, 2.2):

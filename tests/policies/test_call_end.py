@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from hf_slospec.assembly import Parts, new_engine
@@ -27,9 +25,7 @@ class Calls:
     requests.
     """
 
-    def __init__(
-        self, hardware: Hardware, acceptances: Sequence[float], seed: int = 1, **options: object
-    ):
+    def __init__(self, hardware, acceptances, seed=1, **options):
         self.hardware = hardware
         self.acceptances = acceptances
         self.options = options
@@ -39,7 +35,7 @@ class Calls:
         self.total_s = 0.0
         self.events = list[StepEvent]()
 
-    def run(self, lengths: Sequence[int] | None = None, number: int = 12) -> Calls:
+    def run(self, lengths=None, number=12):
         """Run calls in which rows end after so many tokens, if not by the limit."""
         for _ in range(number):
             texts = [
@@ -65,7 +61,7 @@ class Calls:
             self.total_s += clock.now_s
         return self
 
-    def params(self, length: int | None) -> RequestParams:
+    def params(self, length):
         """Return the parameters of a request that ends after so many tokens."""
         ends = (
             (lambda tokens: False)
@@ -75,7 +71,7 @@ class Calls:
         return RequestParams(PROMPT, LENGTH, is_stop=ends, **self.options)  # type: ignore[arg-type]
 
     @property
-    def nodes(self) -> list[float]:
+    def nodes(self):
         """Mean nodes of each row while all decode."""
         whole = [event for event in self.events if event.num_decoding == len(self.acceptances)]
         means: list[float] = np.mean(
@@ -84,7 +80,7 @@ class Calls:
         return means
 
 
-def test_calls_end_sooner_as_the_slowest_row_gets_most_nodes() -> None:
+def test_calls_end_sooner_as_the_slowest_row_gets_most_nodes():
     rows = 0.9, 0.9, 0.9, 0.4
     even = Calls(CHEAP, rows).run()
     ours = Calls(CHEAP, rows, ends_with_others=True).run()
@@ -93,7 +89,7 @@ def test_calls_end_sooner_as_the_slowest_row_gets_most_nodes() -> None:
     assert ours.total_s < 0.96 * even.total_s
 
 
-def test_drafts_that_only_other_rows_gain_by_delay_the_last_one_less() -> None:
+def test_drafts_that_only_other_rows_gain_by_delay_the_last_one_less():
     rows = 0.9, 0.9, 0.9, 0.2
     even = Calls(DEAR, rows).run()
     ours = Calls(DEAR, rows, ends_with_others=True).run()
@@ -103,7 +99,7 @@ def test_drafts_that_only_other_rows_gain_by_delay_the_last_one_less() -> None:
     assert ours.total_s < 0.99 * even.total_s
 
 
-def test_where_the_last_row_is_another_than_expected_little_is_lost() -> None:
+def test_where_the_last_row_is_another_than_expected_little_is_lost():
     # the row that accepts least ends first
     rows = (0.9, 0.7, 0.7, 0.4)
     lengths = (90, 60, 25, 15)
@@ -113,7 +109,7 @@ def test_where_the_last_row_is_another_than_expected_little_is_lost() -> None:
     assert ours.total_s < 1.02 * even.total_s
 
 
-def test_rows_with_targets_count_by_these() -> None:
+def test_rows_with_targets_count_by_these():
     slo = {"stages": (Stage(1e-3),)}  # missed, so that urgencies are at work
     even, ours = (
         Calls(CHEAP, (0.9, 0.4), **slo, **own).run() for own in ({}, {"ends_with_others": True})

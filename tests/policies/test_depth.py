@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.policies.depth import DepthControl, Drafted, beam_ranks
-from hf_slospec.tree.tree import FloatArray, Forest, IntArray
+from hf_slospec.tree.tree import Forest
 from tests.support.toys.trees import SEEDS, UNEVEN, grow, random_tree
 
 LOOK = DepthControl.PROBE_DEPTH
@@ -21,17 +20,17 @@ SHARE = DepthControl.LOOK_SHARE
 FIRST = DepthControl.WARMUP_STEPS
 
 
-def cheap_levels(depths: IntArray, width: int, tokens: FloatArray, nodes: FloatArray) -> FloatArray:
+def cheap_levels(depths, width, tokens, nodes):
     """A draft level costs a quarter of a plain step, a node a hundredth; the beam's width is free."""
     return 1.0 + 0.25 * depths + 0.01 * (nodes - 1.0)
 
 
-def probe(depth: int, width: int) -> float:
+def probe(depth, width):
     """A look while speculation is off costs its levels."""
     return 0.25 * depth
 
 
-def beam(depth: int, width: int, favourite: float, other: float) -> Forest:
+def beam(depth, width, favourite, other):
     """A chain of favourites with further children of equal probability on every level, as deep and
     wide as asked.
     """
@@ -45,7 +44,7 @@ def beam(depth: int, width: int, favourite: float, other: float) -> Forest:
     return Forest.of([grow(parents, conditionals, range(len(parents)))])
 
 
-def learn(control: DepthControl, forest: Forest, depth: int, width: int) -> None:
+def learn(control, forest, depth, width):
     """Let the control see a step that verified all candidates."""
     is_verified = np.ones(len(forest.depths), dtype=np.bool_)
     control.observe(
@@ -53,11 +52,7 @@ def learn(control: DepthControl, forest: Forest, depth: int, width: int) -> None
     )
 
 
-def run(
-    control: DepthControl,
-    drafts: Sequence[tuple[float, float]],
-    shape: Callable[[int], tuple[int, int]],
-) -> list[tuple[int, int]]:
+def run(control, drafts, shape):
     """The shapes picked when every step's draft has these conditionals and all of it is verified."""
     picks = []
     for step, draft in enumerate(drafts):
@@ -69,7 +64,7 @@ def run(
     return picks
 
 
-def chains(control: DepthControl, conditionals: Sequence[float], max_depth: int = 6) -> list[int]:
+def chains(control, conditionals, max_depth=6):
     """The depths picked for chains."""
     return [
         depth
@@ -77,12 +72,12 @@ def chains(control: DepthControl, conditionals: Sequence[float], max_depth: int 
     ]
 
 
-def looks(picks: Sequence[int]) -> list[int]:
+def looks(picks):
     return [step for step, depth in enumerate(picks) if depth]
 
 
 @given(seed=SEEDS, sizes=st.lists(st.integers(1, 12), min_size=1, max_size=3))
-def test_beam_ranks_count_earlier_nodes_of_the_same_depth(seed: int, sizes: list[int]) -> None:
+def test_beam_ranks_count_earlier_nodes_of_the_same_depth(seed, sizes):
     rng = np.random.default_rng(seed)
     forest = Forest.of([random_tree(rng, size) for size in sizes])
     at = list(zip(forest.tree_of.tolist(), forest.depths.tolist(), strict=True))
@@ -98,8 +93,8 @@ def test_beam_ranks_count_earlier_nodes_of_the_same_depth(seed: int, sizes: list
 )
 @settings(deadline=None)
 def test_shape_is_the_brute_force_best_of_a_stationary_draft(
-    seed: int, level_s: float, node_s: float, bounds: tuple[int, int], num_trees: int
-) -> None:
+    seed, level_s, node_s, bounds, num_trees
+):
     """With few trees known, the best shape is the one that loses least if the averages are too high
     or too low.
     """
@@ -108,9 +103,7 @@ def test_shape_is_the_brute_force_best_of_a_stationary_draft(
     is_verified = (forest.depths == 0) | (rng.random(len(forest.depths)) < 0.8)
     ranks = beam_ranks(forest)
 
-    def seconds(
-        depths: IntArray, width: IntArray | int, tokens: FloatArray, nodes: FloatArray
-    ) -> FloatArray:
+    def seconds(depths, width, tokens, nodes):
         return 1.0 + level_s * depths * width**0.5 + node_s * nodes
 
     control = DepthControl(8, 8)
@@ -119,7 +112,7 @@ def test_shape_is_the_brute_force_best_of_a_stationary_draft(
     control.num_trees = num_trees
     max_depth, max_width = bounds
 
-    def rate(depth: int, width: int, error: float = 0.0) -> float:
+    def rate(depth, width, error=0.0):
         tokens = nodes = 0.0
         for place in itertools.product(range(depth + 1), range(width)):
             own = (forest.depths == place[0]) & (ranks == place[1]) & is_verified
@@ -127,7 +120,7 @@ def test_shape_is_the_brute_force_best_of_a_stationary_draft(
             nodes += np.count_nonzero(own) / 2
         return tokens / float(seconds(np.array(depth), width, np.array(tokens), np.array(nodes)))
 
-    def loss(shape: tuple[int, int], error: float) -> float:
+    def loss(shape, error):
         return 1.0 - rate(*shape, error) / max(rate(*other, error) for other in [(0, 1), *shapes])
 
     shapes = list(itertools.product(range(1, max_depth + 1), range(1, max_width + 1)))
@@ -140,12 +133,12 @@ def test_shape_is_the_brute_force_best_of_a_stationary_draft(
     assert best == pytest.approx(rate(depth, width))
 
 
-def test_first_steps_look_at_everything_and_good_drafts_stay_deep() -> None:
+def test_first_steps_look_at_everything_and_good_drafts_stay_deep():
     assert chains(DepthControl(6, 1), [1.0] * 80) == [6] * 80
 
 
 @pytest.mark.parametrize("num_trees", [1, 8, 12, 64])
-def test_a_first_step_for_many_requests_is_look_enough(num_trees: int) -> None:
+def test_a_first_step_for_many_requests_is_look_enough(num_trees):
     control = DepthControl(6, 1)
     picks = list[int]()
     for _ in range(FIRST + 1):
@@ -158,9 +151,7 @@ def test_a_first_step_for_many_requests_is_look_enough(num_trees: int) -> None:
     assert picks[:num_looks] == [6] * num_looks and max(picks[num_looks:]) < 6
 
 
-def test_steps_go_a_little_deeper_than_the_best_depth_and_looks_take_their_share_of_the_time() -> (
-    None
-):
+def test_steps_go_a_little_deeper_than_the_best_depth_and_looks_take_their_share_of_the_time():
     control = DepthControl(8, 1)
     picks = chains(control, [0.6] * 1000, max_depth=8)
     depth, _, best, plain = control.best_shape(8, 1, cheap_levels)
@@ -179,7 +170,7 @@ def test_steps_go_a_little_deeper_than_the_best_depth_and_looks_take_their_share
     assert control.goodput == best > plain
 
 
-def test_width_is_taken_only_where_it_pays() -> None:
+def test_width_is_taken_only_where_it_pays():
     wide = DepthControl(4, 3)
     narrow = DepthControl(4, 3)
     assert run(wide, [(0.35, 0.3)] * 40, lambda _: (4, 3))[-2][1] == 3
@@ -187,7 +178,7 @@ def test_width_is_taken_only_where_it_pays() -> None:
     assert run(wide, [(0.35, 0.3)] * 3, lambda _: (4, 2))[-1][1] == 2  # never wider than it may be
 
 
-def test_useless_drafts_switch_speculation_off_and_looks_take_their_share_of_the_time() -> None:
+def test_useless_drafts_switch_speculation_off_and_looks_take_their_share_of_the_time():
     control = DepthControl(6, 1)
     picks = chains(control, [0.0] * 1000)
     assert not control.is_on
@@ -203,7 +194,7 @@ def test_useless_drafts_switch_speculation_off_and_looks_take_their_share_of_the
     assert set(gaps[len(early) :]) <= {usual, usual + 1} and len(gaps) > len(early) + 10
 
 
-def test_speculation_comes_back_when_it_pays_again() -> None:
+def test_speculation_comes_back_when_it_pays_again():
     useless = 300
     gap = int(np.ceil(probe(LOOK, 1) / SHARE))
     control = DepthControl(6, 1)
@@ -213,7 +204,7 @@ def test_speculation_comes_back_when_it_pays_again() -> None:
     assert control.is_on
 
 
-def test_a_draft_at_the_break_even_point_does_not_flicker() -> None:
+def test_a_draft_at_the_break_even_point_does_not_flicker():
     rng = np.random.default_rng(0)
     control = DepthControl(1, 1)
     even = 0.26 + 0.01 * rng.standard_normal(600)  # one level costs 0.26 of a step
@@ -224,14 +215,14 @@ def test_a_draft_at_the_break_even_point_does_not_flicker() -> None:
     assert np.count_nonzero(np.diff(states)) <= 4
 
 
-def test_levels_and_places_never_drafted_before_are_looked_at_at_once() -> None:
+def test_levels_and_places_never_drafted_before_are_looked_at_at_once():
     picks = run(DepthControl(6, 2), [(1.0, 0.0)] * 30, lambda step: (2, 1) if step < 10 else (6, 2))
     assert picks[:10] == [(2, 1)] * 10
     assert picks[10] == (6, 2)
     assert {depth for depth, _ in picks[11:]} == {6}
 
 
-def test_levels_that_were_not_worth_drafting_are_not_tried_again_at_once() -> None:
+def test_levels_that_were_not_worth_drafting_are_not_tried_again_at_once():
     """A drafter stops where a level is not worth its time; the levels below it count as drafted
     without nodes.
     """
@@ -246,7 +237,7 @@ def test_levels_that_were_not_worth_drafting_are_not_tried_again_at_once() -> No
     assert picks == [6] * FIRST + [worth + BEYOND] * (GAP - 1)
 
 
-def test_speculation_is_switched_off_although_drafters_stopped_after_a_level() -> None:
+def test_speculation_is_switched_off_although_drafters_stopped_after_a_level():
     control = DepthControl(6, 1)
     for _ in range(FIRST):
         depth, width = control.best(6, 1, 1, cheap_levels, probe)
@@ -256,7 +247,7 @@ def test_speculation_is_switched_off_although_drafters_stopped_after_a_level() -
     assert not control.is_on
 
 
-def test_no_levels_to_draft_is_no_reason_to_stay_off() -> None:
+def test_no_levels_to_draft_is_no_reason_to_stay_off():
     """The last token of a run leaves nothing to draft; the next run goes on as before."""
     control = DepthControl(6, 1)
     chains(control, [1.0] * 10)
@@ -264,17 +255,15 @@ def test_no_levels_to_draft_is_no_reason_to_stay_off() -> None:
     assert chains(control, [1.0]) == [6]
 
 
-def test_a_choice_stands_while_nothing_is_learned_and_about_as_many_requests_decode() -> None:
+def test_a_choice_stands_while_nothing_is_learned_and_about_as_many_requests_decode():
     chosen_for = list[int]()
     control = DepthControl(4, 1)
     run(control, [(0.7, 0.0)] * 20, lambda _: (4, 1))
 
-    def decode(num_requests: int, times: int) -> int:
+    def decode(num_requests, times):
         """Times that a shape is chosen."""
 
-        def seconds(
-            depths: IntArray, width: IntArray, tokens: FloatArray, nodes: FloatArray
-        ) -> FloatArray:
+        def seconds(depths, width, tokens, nodes):
             chosen_for.append(num_requests)
             return cheap_levels(depths, 1, tokens, nodes)
 
@@ -299,7 +288,7 @@ def test_a_choice_stands_while_nothing_is_learned_and_about_as_many_requests_dec
     assert sum(chosen_for) <= 8  # one more step teaches little then
 
 
-def test_steps_learned_together_teach_the_places_that_some_of_them_drafted() -> None:
+def test_steps_learned_together_teach_the_places_that_some_of_them_drafted():
     deep = beam(3, 1, 0.5, 0.0)
     flat = beam(1, 2, 0.6, 0.2)
     both = Forest.of([*deep.trees, *flat.trees])
@@ -313,7 +302,7 @@ def test_steps_learned_together_teach_the_places_that_some_of_them_drafted() -> 
     assert np.isinf(control.steps_since[2:, 1]).all() and not control.steps_since[1].any()
 
 
-def test_paths_go_on_by_the_average_of_the_first_level_and_without_levels_too() -> None:
+def test_paths_go_on_by_the_average_of_the_first_level_and_without_levels_too():
     control = DepthControl(0, 2)
     assert control.continuation(1) == control.MIN_CONTINUATION
     control = DepthControl(2, 2)
@@ -322,7 +311,7 @@ def test_paths_go_on_by_the_average_of_the_first_level_and_without_levels_too() 
     assert control.continuation(2) == pytest.approx(0.7)
 
 
-def test_steps_without_levels_to_draft_do_not_switch_speculation_off() -> None:
+def test_steps_without_levels_to_draft_do_not_switch_speculation_off():
     control = DepthControl(3, 1)
     run(control, [(0.9, 0.0)] * 20, lambda step: (3, 1))
     assert control.is_on

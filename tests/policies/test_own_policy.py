@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,14 +10,12 @@ import pytest
 from hf_slospec import (
     InvalidInputError,
     InvalidTypeError,
-    PhaseTimes,
     Plan,
     Policy,
     Request,
     Selection,
     SLOSpecConfig,
     SLOSpecGenerator,
-    StepCosts,
     TokenTree,
     disable,
     enable,
@@ -33,30 +30,24 @@ class Odd:
 
     made: list[Odd] = []  # noqa: RUF012
 
-    def __init__(self, config: SLOSpecConfig, costs: StepCosts):
+    def __init__(self, config, costs):
         assert costs.verify_s(8) > 0
         self.config = config
         self.steps = 0
         Odd.made.append(self)
 
-    def plan(
-        self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
-    ) -> Plan:
+    def plan(self, requests, begun_s, num_prefill_tokens=0):
         depth = min(self.config.max_depth, *(max(request.num_left - 1, 0) for request in requests))
         return Plan(depth, self.config.max_width, drafting=requests[::2])
 
-    def select(
-        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
-    ) -> Selection:
+    def select(self, requests, candidates, plan):
         return Selection(candidates, [float(tree.path_probs.sum()) for tree in candidates])
 
-    def observe(
-        self, requests: Sequence[Request], accepted: Sequence[Sequence[int]], phases: PhaseTimes
-    ) -> None:
+    def observe(self, requests, accepted, phases):
         self.steps += 1
 
 
-def test_own_policy() -> None:
+def test_own_policy():
     Odd.made.clear()
     model = tiny_model("llama")
     draft = tiny_model("llama", noise=0.03)
@@ -83,14 +74,12 @@ class InSteps(Policy):
 
     made: list[InSteps] = []  # noqa: RUF012
 
-    def __init__(self, config: SLOSpecConfig, costs: StepCosts):
+    def __init__(self, config, costs):
         self.config = config
         self.accepted = 0
         InSteps.made.append(self)
 
-    def step(
-        self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
-    ) -> Generator[Plan | Selection, Any, None]:
+    def step(self, requests, begun_s, num_prefill_tokens=0):
         planned, number = (
             Plan(max(min(request.num_left for request in requests) - 1, 0), 1),
             len(requests),
@@ -104,7 +93,7 @@ class InSteps(Policy):
         self.accepted += sum(map(len, accepted))
 
 
-def test_a_policy_whose_step_is_a_generator() -> None:
+def test_a_policy_whose_step_is_a_generator():
     InSteps.made.clear()
     config = SLOSpecConfig(max_depth=24, max_width=1)
     model = tiny_model("llama")
@@ -115,12 +104,12 @@ def test_a_policy_whose_step_is_a_generator() -> None:
     assert InSteps.made[0].accepted == sum(metrics.accepted for metrics in out.slo) > 0
 
 
-def test_a_policy_of_the_base_class_needs_to_observe_nothing() -> None:
+def test_a_policy_of_the_base_class_needs_to_observe_nothing():
     class Brief(Policy):
         plan = Odd.plan
         select = Odd.select
 
-        def __init__(self, config: SLOSpecConfig, costs: StepCosts):
+        def __init__(self, config, costs):
             self.config = config
 
     gen = SLOSpecGenerator(
@@ -143,11 +132,9 @@ def test_a_policy_of_the_base_class_needs_to_observe_nothing() -> None:
         ([Plan(1, 1), Plan(1, 1)], "policy.select returned Plan, where hf_slospec.Selection"),
     ],
 )
-def test_what_is_wrong_with_a_generator_is_said(
-    decisions: list[Plan | Selection], why: str
-) -> None:
+def test_what_is_wrong_with_a_generator_is_said(decisions, why):
     class Broken(Policy):
-        def step(self, *_: Any) -> Generator[Plan | Selection, Any, None]:
+        def step(self, *_):
             for decision in decisions:  # noqa: UP028  a list cannot be sent anything
                 yield decision
 
@@ -161,14 +148,14 @@ def test_what_is_wrong_with_a_generator_is_said(
         gen.generate(**ragged_prompts(1), max_new_tokens=9)
 
 
-def test_what_the_config_names_does_not_count() -> None:
+def test_what_the_config_names_does_not_count():
     config = SLOSpecConfig(policy="none", max_depth=4, max_width=2)
     gen = SLOSpecGenerator(tiny_model("llama"), tiny_model("llama"), config=config, make_policy=Odd)
     out = gen.generate(**ragged_prompts(1), max_new_tokens=9, return_dict_in_generate=True)
     assert out.slo[0].accepted > 0
 
 
-def test_in_the_batcher_until_another_is_set() -> None:
+def test_in_the_batcher_until_another_is_set():
     Odd.made.clear()
     gen = SLOSpecGenerator(
         tiny_model("llama"), tiny_model("llama", noise=0.03), config=CONFIG, make_policy=Odd
@@ -219,16 +206,12 @@ BROKEN_SELECTIONS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("why", [*BROKEN_PLANS, *BROKEN_SELECTIONS])
-def test_what_is_wrong_with_its_decisions_is_said(why: str) -> None:
+def test_what_is_wrong_with_its_decisions_is_said(why):
     class Broken(Odd):
-        def plan(
-            self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
-        ) -> Plan:
+        def plan(self, requests, begun_s, num_prefill_tokens=0):
             return BROKEN_PLANS[why](requests) if why in BROKEN_PLANS else Plan(1, 1)
 
-        def select(
-            self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
-        ) -> Selection:
+        def select(self, requests, candidates, plan):
             return BROKEN_SELECTIONS[why](requests, candidates)
 
     gen = SLOSpecGenerator(
@@ -238,7 +221,7 @@ def test_what_is_wrong_with_its_decisions_is_said(why: str) -> None:
         gen.generate(**ragged_prompts(1), max_new_tokens=9)
 
 
-def test_a_policy_of_the_base_class_must_define_what_that_does_not() -> None:
+def test_a_policy_of_the_base_class_must_define_what_that_does_not():
     class Undecided(Policy):
         plan = Odd.plan
 

@@ -24,8 +24,8 @@ from tests.support.policy_names import POLICIES
 from tests.support.toys.trees import SEEDS, UNEVEN, path_to, random_tree
 
 
-def test_the_budget_of_the_roofline_is_its_ridge() -> None:
-    def ridge(*points: tuple[int, float]) -> int:
+def test_the_budget_of_the_roofline_is_its_ridge():
+    def ridge(*points):
         curve = LatencyCurve(*(tuple(column) for column in zip(*points, strict=True)))
         return roofline_tokens(
             StepCosts(ForwardCost(curve), ForwardCost(LatencyCurve((1,), (0.0,))))
@@ -40,7 +40,7 @@ def test_the_budget_of_the_roofline_is_its_ridge() -> None:
     assert AdaServePolicy(SLOSpecConfig(policy="adaserve", token_budget=7), costs(0.02)).budget == 7
 
 
-def test_every_name_is_a_policy_and_no_other() -> None:
+def test_every_name_is_a_policy_and_no_other():
     for name in POLICIES:
         config = SLOSpecConfig(policy=name)
         assert new_policy(config, costs(0.02), SpeculationHistory(config)) is not None
@@ -51,7 +51,7 @@ def test_every_name_is_a_policy_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("policy_name", POLICIES)
-def test_plans_stay_within_what_storage_was_made_for(policy_name: str) -> None:
+def test_plans_stay_within_what_storage_was_made_for(policy_name):
     config = SLOSpecConfig(policy=policy_name, max_depth=9, max_width=2)
     policy = new_policy(config, costs(1e-4, 0.0), SpeculationHistory(config))
     for number in (1, 20):
@@ -68,8 +68,8 @@ def test_plans_stay_within_what_storage_was_made_for(policy_name: str) -> None:
 )
 @settings(deadline=None)
 def test_budgets_are_kept_and_expected_tokens_are_sums_of_path_probabilities(
-    seed: int, sizes: list[int], budget: int, policy_name: str
-) -> None:
+    seed, sizes, budget, policy_name
+):
     """Property 4."""
     rng = np.random.default_rng(seed)
     config = SLOSpecConfig(policy=policy_name, token_budget=budget)
@@ -90,7 +90,7 @@ def test_budgets_are_kept_and_expected_tokens_are_sums_of_path_probabilities(
         assert expected == pytest.approx(tree.path_probs.sum())
 
 
-def test_settings_of_single_policies_are_given_as_fields_or_as_options() -> None:
+def test_settings_of_single_policies_are_given_as_fields_or_as_options():
     config = SLOSpecConfig(policy="thesis", **{"max_tree_nodes": 32})
     assert config == SLOSpecConfig(policy="thesis", policy_options=ThesisOptions(max_tree_nodes=32))
     assert config == SLOSpecConfig(policy="thesis", policy_options={"max_tree_nodes": 32})  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def test_settings_of_single_policies_are_given_as_fields_or_as_options() -> None
     assert other == SLOSpecConfig(policy="adaserve", **{"max_slo_share": 2.0})
 
 
-def test_properties_in_the_documentation_are_tested() -> None:
+def test_properties_in_the_documentation_are_tested():
     tests = ROOT / "tests"
     named = re.findall(
         r"`(test_\w+)\.py`|`(test_\w+)`", (ROOT / "docs" / "policies.md").read_text()

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tomllib
 from importlib.metadata import EntryPoint
-from pathlib import Path
 
 import pytest
 
@@ -47,7 +46,7 @@ register(TwinPolicy)
 """
 
 
-def printed(folder: Path, code: str) -> list[str]:
+def printed(folder, code):
     """Run code in a new process that finds the packages in the folder; return the lines that it
     prints.
     """
@@ -60,7 +59,7 @@ def printed(folder: Path, code: str) -> list[str]:
 
 
 @pytest.fixture
-def installed(tmp_path: Path) -> Path:
+def installed(tmp_path):
     """A folder with an installed package whose entry point is a module with a policy."""
     (tmp_path / "twin_policies.py").write_text(MODULE)
     metadata = tmp_path / "twin_policies-1.0.dist-info"
@@ -70,9 +69,7 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_policy_of_another_package_is_imported_by_its_name_and_not_before(
-    installed: Path,
-) -> None:
+def test_a_policy_of_another_package_is_imported_by_its_name_and_not_before(installed):
     code = """
 import sys
 from hf_slospec.config import SLOSpecConfig
@@ -86,7 +83,7 @@ print(type(new_policy(config, None)).__name__, "twin_policies" in sys.modules)
     assert printed(installed, code) == ["False False", "twins=3 2", "TwinPolicy True"]
 
 
-def test_an_option_and_an_unknown_name_are_looked_for_in_other_packages(installed: Path) -> None:
+def test_an_option_and_an_unknown_name_are_looked_for_in_other_packages(installed):
     code = """
 from pydantic import ValidationError
 from hf_slospec.config import SLOSpecConfig
@@ -104,7 +101,7 @@ for fields in ({"twins": 3}, {"policy": "triplets"}):
     assert "'twins'" in of_name
 
 
-def test_the_lab_is_an_entry_point_that_registers_its_policies() -> None:
+def test_the_lab_is_an_entry_point_that_registers_its_policies():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
         ENTRY_POINTS
     ]
@@ -114,7 +111,7 @@ def test_the_lab_is_an_entry_point_that_registers_its_policies() -> None:
     assert policy_named("turbospec").__module__ == "hf_slospec.lab.policies.smartspec_variants"
 
 
-def test_a_name_is_registered_once() -> None:
+def test_a_name_is_registered_once():
     register(FixedPolicy)  # the same again
 
     class Other(NamedPolicy):

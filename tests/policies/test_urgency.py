@@ -19,12 +19,12 @@ from hf_slospec.policies.urgency import (
 TOKENS = st.floats(-100, 100)
 
 
-def standing(*requests: tuple[float, float, float, float]) -> SLOProgress:
+def standing(*requests):
     """Of target, seconds elapsed, tokens emitted and tokens left."""
     return SLOProgress(*np.array(requests, dtype=np.float64).T)
 
 
-def test_lateness_counts_tokens_beyond_the_one_that_comes_anyway() -> None:
+def test_lateness_counts_tokens_beyond_the_one_that_comes_anyway():
     requests = standing((0.5, 1.0, 2, 10), (0.5, 3.0, 2, 10), (0.5, 1.0, 9, 10), (np.inf, 9, 0, 1))
     on_time, behind, ahead, unbound = requests.behind(0.5)
     assert on_time == 0.0  # at 1.5 s it owes 3 tokens: 2 are there, and 1 comes
@@ -33,12 +33,12 @@ def test_lateness_counts_tokens_beyond_the_one_that_comes_anyway() -> None:
     assert unbound < 0.0
 
 
-def test_lateness_is_tokens_per_target_time() -> None:
+def test_lateness_is_tokens_per_target_time():
     late = standing((0.5, 1.0, 2, 10), (0.25, 1.0, 2, 10)).behind(0.0)
     assert late.tolist() == [-1.0, 1.0]
 
 
-def test_needed_rate_meets_the_deadline_of_the_last_token() -> None:
+def test_needed_rate_meets_the_deadline_of_the_last_token():
     # 10 more tokens; 2 s left at 0.5 s a step: 4 steps of 2.5 tokens. No time left: no rate is
     # enough.
     needed = standing(
@@ -47,7 +47,7 @@ def test_needed_rate_meets_the_deadline_of_the_last_token() -> None:
     assert needed.tolist() == [2.5, np.inf, np.inf, 0.0]
 
 
-def test_cushion_is_what_the_rest_may_deviate_and_less_for_the_slow() -> None:
+def test_cushion_is_what_the_rest_may_deviate_and_less_for_the_slow():
     own = standing(
         (1.0, 0.0, 0, 50),
         (1.0, 0.0, 0, 2),
@@ -67,7 +67,7 @@ def test_cushion_is_what_the_rest_may_deviate_and_less_for_the_slow() -> None:
     late=st.lists(st.tuples(TOKENS, st.floats(0, 20)), min_size=2, max_size=6),
     strength=st.floats(0, 3),
 )
-def test_later_requests_never_count_less(late: list[tuple[float, float]], strength: float) -> None:
+def test_later_requests_never_count_less(late, strength):
     tokens, cushion = np.array(sorted(late, key=sum)).T
     weights = urgency(tokens, cushion, np.zeros(len(late), dtype=np.bool_), strength)
     assert (np.diff(weights) >= 0.0).all()
@@ -75,7 +75,7 @@ def test_later_requests_never_count_less(late: list[tuple[float, float]], streng
     assert (weights[tokens + cushion <= 0.0] == 1.0).all()
 
 
-def test_weights() -> None:
+def test_weights():
     late = np.array([-5.0, 0.0, 2.0, 2.0, 99.0])
     cushion = np.array([1.0, 1.0, 0.0, 0.0, 0.0])
     is_unattainable = np.array([False, False, False, True, False])
@@ -93,9 +93,7 @@ ROWS = st.lists(
 )  # tokens left, rate
 
 
-def weights_at_end(
-    rows: list[tuple[int, float]], fixed_s: float, row_s: float, num_steps: int = 1000
-) -> np.ndarray:
+def weights_at_end(rows, fixed_s, row_s, num_steps=1000):
     """Return the weights of rows by tokens left and tokens per step, which so many steps have
     shown.
     """
@@ -105,7 +103,7 @@ def weights_at_end(
     )
 
 
-def test_the_row_that_ends_last_counts_most() -> None:
+def test_the_row_that_ends_last_counts_most():
     slow, fast, short = weights_at_end([(100, 1.0), (100, 2.0), (10, 1.0)], 1.0, 0.0)
     assert slow > 5 * fast and fast > 10 * short
     # Where each row and step has its price, tokens of rows that end early save it, too.
@@ -113,18 +111,16 @@ def test_the_row_that_ends_last_counts_most() -> None:
     assert slow == pytest.approx(short, rel=0.02) and slow == pytest.approx(2 * fast, rel=0.02)
 
 
-def test_rows_alike_count_alike() -> None:
+def test_rows_alike_count_alike():
     weights = weights_at_end([(30, 1.5)] * 4, 2.0, 0.5)
     assert weights == pytest.approx([weights[0]] * 4)
 
 
 @given(rows=ROWS, fixed_s=st.floats(0.0, 10.0), row_s=st.floats(0.0, 10.0))
-def test_weights_are_the_gradient_of_the_time_left(
-    rows: list[tuple[int, float]], fixed_s: float, row_s: float
-) -> None:
+def test_weights_are_the_gradient_of_the_time_left(rows, fixed_s, row_s):
     left, rates = np.array(rows, np.float64).T
 
-    def time_s(left: np.ndarray) -> float:
+    def time_s(left):
         steps = left / rates
         return float(fixed_s * (steps**END_NORM).sum() ** (1 / END_NORM) + row_s * steps.sum())
 
@@ -136,6 +132,6 @@ def test_weights_are_the_gradient_of_the_time_left(
         assert weight == pytest.approx(slope, rel=1e-3, abs=1e-6)
 
 
-def test_rows_without_a_step_yet_are_weighted_by_what_is_left() -> None:
+def test_rows_without_a_step_yet_are_weighted_by_what_is_left():
     weights = end_weights(np.array([20.0, 10.0]), np.zeros(2), np.zeros(2), 1.0, 0.0)
     assert weights[0] == pytest.approx(weights[1] * 2 ** (END_NORM - 1))

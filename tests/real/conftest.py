@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ class Real(NamedTuple):
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
-    def encoded(self, texts: list[str], max_tokens: int = 200) -> dict[str, torch.Tensor]:
+    def encoded(self, texts, max_tokens=200):
         """Encode texts as a left-padded batch; chat models get them as a user's messages."""
         if self.tokenizer.chat_template is not None:
             texts = [
@@ -50,7 +49,7 @@ class Real(NamedTuple):
         )
 
 
-def load(name: str, dtype: torch.dtype = torch.float32) -> Real:
+def load(name, dtype=torch.float32):
     """Load a checkpoint, or skip the tests of it."""
     folder = CHECKPOINTS / name
     ends = time.monotonic() + (WAIT_S if REQUIRED else 0.0)
@@ -64,17 +63,17 @@ def load(name: str, dtype: torch.dtype = torch.float32) -> Real:
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Real:
+def smollm2():
     return load("SmolLM2-135M-Instruct")
 
 
 @pytest.fixture(scope="session")
-def gemma3() -> Real:
+def gemma3():
     return load("gemma-3-270m")
 
 
 @pytest.fixture(scope="session")
-def questions() -> dict[str, list[str]]:
+def questions():
     """First turns of Spec-Bench's questions by category."""
     by_category: dict[str, list[str]] = {}
     for line in QUESTIONS.read_text(encoding="utf-8").splitlines():
@@ -84,11 +83,11 @@ def questions() -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def stock() -> Callable[..., torch.Tensor]:
+def stock():
     """Stock ``generate``; what it was asked before in this module is not computed again."""
     computed: dict[str, torch.Tensor] = {}
 
-    def generate(real: Real, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
+    def generate(real, inputs, **options):
         key = repr((real.folder, {name: ids.tolist() for name, ids in inputs.items()}, options))
         if key not in computed:
             torch.manual_seed(7)

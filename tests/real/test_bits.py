@@ -11,7 +11,7 @@ import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.model import exact_trial
-from tests.real.conftest import Real, load
+from tests.real.conftest import load
 from tests.support.breadth import quick_or
 from tests.support.served_pair import WAIT_S
 
@@ -23,12 +23,12 @@ SAMPLED: dict[str, Any] = dict(do_sample=True, temperature=0.8, top_p=0.95)
 
 
 @pytest.fixture(scope="module")
-def real(request: pytest.FixtureRequest) -> Real:
+def real(request):
     return load(request.param, torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
-def prompts(real: Real, questions: dict[str, list[str]]) -> list[torch.Tensor]:
+def prompts(real, questions):
     """Prompts of both lengths, [1, length] each."""
     text = " ".join(questions["rag"][:2])
     return [
@@ -36,7 +36,7 @@ def prompts(real: Real, questions: dict[str, list[str]]) -> list[torch.Tensor]:
     ]
 
 
-def alone(real: Real, prompt: torch.Tensor, **options: Any) -> list[int]:
+def alone(real, prompt, **options):
     torch.manual_seed(7)
     out = real.model.generate(
         prompt,
@@ -48,9 +48,7 @@ def alone(real: Real, prompt: torch.Tensor, **options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("real", ["SmolLM2-135M-Instruct"], indirect=True)
-def test_a_padded_batch_and_a_sampled_row(
-    real: Real, prompts: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_padded_batch_and_a_sampled_row(real, prompts, monkeypatch):
     for name, value in quick_or(
         dict(PROMPTS=(9, 2), DEPTH=3), {}
     ).items():  # the whole trial takes a minute
@@ -85,7 +83,7 @@ def test_a_padded_batch_and_a_sampled_row(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("real", ["gemma-3-270m"], indirect=True)
-def test_neighbours_that_preempt_each_other(real: Real, prompts: list[torch.Tensor]) -> None:
+def test_neighbours_that_preempt_each_other(real, prompts):
     room = (
         sum(prompt.shape[1] for prompt in prompts) + NEW[real.folder.name]
     )  # not for two at once to their ends

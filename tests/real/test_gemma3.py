@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_drafter
-from tests.real.conftest import Real
 from tests.support.breadth import quick_or
 
 Stock = Callable[..., torch.Tensor]
@@ -28,14 +27,8 @@ ALWAYS = SLOSpecConfig(policy="fixed", max_depth=quick_or(2, 4), max_width=2, ch
     ids=["crossed while decoding", "crossed before by one row of two"],
 )
 def test_texts_on_both_sides_of_the_window(
-    gemma3: Real,
-    questions: dict[str, list[str]],
-    stock: Stock,
-    options: dict[str, Any],
-    drafter: str,
-    max_tokens: int,
-    batch: int,
-) -> None:
+    gemma3, questions, stock, options, drafter, max_tokens, batch
+):
     texts = [questions["summarization"][3], questions["qa"][1]]
     inputs = gemma3.encoded(texts[:batch], max_tokens=max_tokens)
     assert inputs["input_ids"].shape[1] == max_tokens
@@ -49,13 +42,7 @@ def test_texts_on_both_sides_of_the_window(
 
 
 @pytest.mark.parametrize("options", [GREEDY, pytest.param(SAMPLED, marks=pytest.mark.nightly)])
-def test_smollm2_drafts_over_two_tokenizers(
-    gemma3: Real,
-    smollm2: Real,
-    questions: dict[str, list[str]],
-    stock: Stock,
-    options: dict[str, Any],
-) -> None:
+def test_smollm2_drafts_over_two_tokenizers(gemma3, smollm2, questions, stock, options):
     texts = [questions["qa"][2], questions["writing"][0]]
     inputs = gemma3.encoded(texts, max_tokens=quick_or(30, 60))
     drafter = load_drafter(
@@ -70,7 +57,7 @@ def test_smollm2_drafts_over_two_tokenizers(
 
 
 @pytest.mark.nightly
-def test_the_batcher(gemma3: Real, questions: dict[str, list[str]], stock: Stock) -> None:
+def test_the_batcher(gemma3, questions, stock):
     prompts = [
         gemma3.encoded([questions[kind][4]], max_tokens=520) for kind in ("rag", "qa", "roleplay")
     ]

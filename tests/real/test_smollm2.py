@@ -21,7 +21,6 @@ from hf_slospec.generate.grammars import Grammars
 from hf_slospec.server.app import ServerSettings, make_app
 from hf_slospec.server.engine import LocalEngine
 from hf_slospec.server.loading import load_pair
-from tests.real.conftest import Real
 from tests.server.conftest import listening
 from tests.support.breadth import EXHAUSTIVE, nightly_rows_but, quick_or
 from tests.support.served_pair import WAIT_S
@@ -46,7 +45,7 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-def texts_of(questions: dict[str, list[str]], batch: int) -> list[str]:
+def texts_of(questions, batch):
     kinds = ("translation", "math_reasoning", "coding", "qa")
     return [questions[kind][3] for kind in kinds[:batch]]
 
@@ -56,13 +55,7 @@ def texts_of(questions: dict[str, list[str]], batch: int) -> list[str]:
     nightly_rows_but([(1, GREEDY)], [(1, GREEDY), (4, GREEDY), (4, SAMPLED), (1, FILTERED)]),
     ids=["1 greedy", "greedy", "sampled", "1 filtered"],
 )
-def test_generate(
-    smollm2: Real,
-    questions: dict[str, list[str]],
-    stock: Stock,
-    options: dict[str, Any],
-    batch: int,
-) -> None:
+def test_generate(smollm2, questions, stock, options, batch):
     inputs = smollm2.encoded(texts_of(questions, batch))
     expected = stock(smollm2, inputs, max_new_tokens=16, **options)
     for drafter in DRAFTERS if EXHAUSTIVE and options is GREEDY and batch == 1 else DRAFTERS[-1:]:
@@ -74,9 +67,7 @@ def test_generate(
 
 
 @pytest.mark.nightly
-def test_a_prompt_of_two_thousand_tokens(
-    smollm2: Real, questions: dict[str, list[str]], stock: Stock
-) -> None:
+def test_a_prompt_of_two_thousand_tokens(smollm2, questions, stock):
     text = "Summarize: " + " ".join(questions["summarization"][:4])
     inputs = smollm2.encoded([text], max_tokens=2100)
     assert inputs["input_ids"].shape[1] > 2000
@@ -85,9 +76,7 @@ def test_a_prompt_of_two_thousand_tokens(
     assert torch.equal(ours.generate(**inputs, max_new_tokens=16, do_sample=False), expected)
 
 
-def test_the_batcher_with_stop_strings_and_schemas(
-    smollm2: Real, questions: dict[str, list[str]], stock: Stock
-) -> None:
+def test_the_batcher_with_stop_strings_and_schemas(smollm2, questions, stock):
     tokenizer = smollm2.tokenizer
     grammars = Grammars(tokenizer, smollm2.model.config.vocab_size, [tokenizer.eos_token_id])
     prompts = [
@@ -95,7 +84,7 @@ def test_the_batcher_with_stop_strings_and_schemas(
     ]
     num_new = quick_or(8, 14)
 
-    def options_of(index: int) -> dict[str, Any]:
+    def options_of(index):
         length = prompts[index]["input_ids"].shape[1]
         return [
             dict(do_sample=False, max_new_tokens=num_new),
@@ -131,12 +120,12 @@ def test_the_batcher_with_stop_strings_and_schemas(
     }
 
 
-def test_the_server_answers_chats(smollm2: Real, stock: Stock) -> None:
+def test_the_server_answers_chats(smollm2, stock):
     tools: Any = [{"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}]
     messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
     tokenizer = smollm2.tokenizer
 
-    def stock_answer(**given: Any) -> str:
+    def stock_answer(**given):
         inputs = dict(
             tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_dict=True, return_tensors="pt", **given
@@ -150,7 +139,7 @@ def test_the_server_answers_chats(smollm2: Real, stock: Stock) -> None:
     own_template = tokenizer.chat_template
     with SLOSpecGenerator(smollm2.model, tokenizer=tokenizer, drafter="suffix") as generator:
 
-        def answer(**given: Any) -> str | None:
+        def answer(**given):
             options: Any = dict(max_tokens=24, temperature=0) | given
             with (
                 listening(
@@ -177,7 +166,7 @@ def test_the_server_answers_chats(smollm2: Real, stock: Stock) -> None:
 
 
 @pytest.mark.nightly
-def test_the_demo_asks_in_the_chat_template_and_answers_end(smollm2: Real) -> None:
+def test_the_demo_asks_in_the_chat_template_and_answers_end(smollm2):
     with SLOSpecGenerator(
         smollm2.model, tokenizer=smollm2.tokenizer, drafter="suffix"
     ) as generator:
@@ -191,7 +180,7 @@ def test_the_demo_asks_in_the_chat_template_and_answers_end(smollm2: Real) -> No
 
 
 @pytest.mark.nightly
-def test_a_gguf_file_has_the_tokenizer_of_its_folder(smollm2: Real) -> None:
+def test_a_gguf_file_has_the_tokenizer_of_its_folder(smollm2):
     tokenizer = load_pair(
         str(smollm2.folder / "model.gguf"), None, "tiny", "bfloat16", "cpu"
     ).tokenizer
@@ -200,7 +189,7 @@ def test_a_gguf_file_has_the_tokenizer_of_its_folder(smollm2: Real) -> None:
 
 
 @pytest.mark.nightly
-def test_check_finds_it_exact(smollm2: Real, tmp_path: Any) -> None:
+def test_check_finds_it_exact(smollm2, tmp_path):
     (tmp_path / "prompts.txt").write_text(
         "The capital of France is\nOnce upon a time\n", encoding="utf-8"
     )

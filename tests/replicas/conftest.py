@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import Any
 
 import pytest
 
@@ -23,5 +22,5 @@ with warnings.catch_warnings():
 
 
 @pytest.fixture(scope="module")
-def pair() -> tuple[Any, Any, Any]:
+def pair():
     return load_tiny_pair()

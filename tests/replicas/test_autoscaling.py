@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,9 +17,7 @@ SHARES = st.floats(0.0, 1.0)
 
 
 @given(st.integers(1, 100), SHARES, SHARES, st.floats(0.0, 3.0))
-def test_replicas_follow_missed_slos_and_waiting_requests(
-    current: int, missed: float, waiting: float, utilisation: float
-) -> None:
+def test_replicas_follow_missed_slos_and_waiting_requests(current, missed, waiting, utilisation):
     wanted = wanted_replicas(current, missed, waiting, utilisation)
     if missed > UP or waiting > UP:
         assert current < wanted <= 2 * current
@@ -33,14 +30,7 @@ def test_replicas_follow_missed_slos_and_waiting_requests(
         assert wanted_replicas(current, more, waiting, utilisation) >= wanted
 
 
-def context(
-    current: int,
-    least: int = 1,
-    most: int = 8,
-    queued: float = 0.0,
-    starting: int = 0,
-    **gauges: float,
-) -> Any:
+def context(current, least=1, most=8, queued=0.0, starting=0, **gauges):
     metrics = {
         name: {f"r{index}": value for index in range(current)} for name, value in gauges.items()
     }
@@ -65,11 +55,11 @@ def context(
         (context(2, queued=50.0), 2),  # nothing has been reported yet
     ],
 )
-def test_serves_policy_reads_the_replicas_gauges(state: Any, wanted: int) -> None:
+def test_serves_policy_reads_the_replicas_gauges(state, wanted):
     assert by_guarantees(state) == (wanted, {})
 
 
-def test_module_runs_without_this_package() -> None:
+def test_module_runs_without_this_package():
     """Serve's controller gets the module by value."""
     tree = ast.parse(inspect.getsource(autoscaling))
     names = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]

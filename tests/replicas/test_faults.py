@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from hf_slospec import NotRunningError, QueueFull, SLOSpecGenerator
+from hf_slospec import NotRunningError, QueueFull
 from hf_slospec.cli.app import app as cli
 from hf_slospec.engine.events import PhaseTimes
 from hf_slospec.engine.latency_curves import LatencyCurve
 from hf_slospec.replicas import start
-from hf_slospec.replicas.failover import ReplicatedEngine
 from hf_slospec.replicas.messages import Offer, Report
 from hf_slospec.replicas.options import ReplicaOptions
 from hf_slospec.request.params import RequestParams
@@ -37,17 +36,17 @@ from tests.support.stand_ins.replicas import order_of, replicated
 PROMPT = "def main(argv):\n    "
 
 
-def ids(engine: ReplicatedEngine) -> list[int]:
+def ids(engine):
     return engine.tokenizer(PROMPT)["input_ids"]
 
 
-def with_loads(engine: ReplicatedEngine, **loads: ReplicaLoad) -> None:
+def with_loads(engine, **loads):
     """Let replicas have reported loads."""
     for name, load in loads.items():
         engine.directory.hear(Report(name, load, {}), engine.name)
 
 
-async def fill(generator: SLOSpecGenerator) -> None:
+async def fill(generator):
     """Submit long requests until one runs and the queue is full."""
     while True:
         is_running = generator.stats().running
@@ -62,11 +61,11 @@ async def fill(generator: SLOSpecGenerator) -> None:
 IDLE = ReplicaLoad(kv_free=10_000, step_s=LatencyCurve((1, 64), (0.01, 0.05)))
 
 
-def test_all_queues_full_is_an_error_not_a_circle() -> None:
+def test_all_queues_full_is_an_error_not_a_circle():
     with replicated(2, max_queue=1, max_batch=1) as (engine, handle):
         with_loads(engine, r0=IDLE, r1=ReplicaLoad(best_effort=3, kv_free=9000, step_s=IDLE.step_s))
 
-        async def run() -> None:
+        async def run():
             for replica in handle.replicas.values():
                 await fill(replica.generator)
             with pytest.raises(QueueFull):
@@ -78,13 +77,13 @@ def test_all_queues_full_is_an_error_not_a_circle() -> None:
 NEW_TOKENS = quick_or(60, 100)
 
 
-def test_begun_request_waits_where_all_queues_are_full_for_a_moment(pair: Any) -> None:
+def test_begun_request_waits_where_all_queues_are_full_for_a_moment(pair):
     """r0 dies with a request that has written tokens; r1's queue is full just then; the request is
     lost.
     """
     with replicated(2, max_queue=1, max_batch=1) as (engine, handle):
 
-        async def run() -> list[int]:
+        async def run():
             decoding = await engine.submit(order_of(ids(engine), max_new_tokens=NEW_TOKENS))
             tokens = []
             async for new, _ in decoding.asteps():
@@ -104,26 +103,26 @@ def test_begun_request_waits_where_all_queues_are_full_for_a_moment(pair: Any) -
         assert asyncio.run(run()) == alone(pair, PROMPT, max_new_tokens=NEW_TOKENS)
 
 
-def test_stream_that_ends_without_an_answer_is_a_fault_of_the_replica(pair: Any) -> None:
+def test_stream_that_ends_without_an_answer_is_a_fault_of_the_replica(pair):
     with replicated(2) as (engine, handle):
         real = handle.decode.remote
 
         class Empty:
-            async def __anext__(self) -> Any:
+            async def __anext__(self):
                 raise StopAsyncIteration
 
-            def cancel(self) -> None: ...
+            def cancel(self): ...
 
         handle.decode.remote = lambda offer: (setattr(handle.decode, "remote", real), Empty())[1]
 
-        async def run() -> list[int]:
+        async def run():
             decoding = await engine.submit(order_of(ids(engine), max_new_tokens=5))
             return [token async for new, _ in decoding.asteps() for token in new]
 
         assert asyncio.run(run()) == alone(pair, PROMPT, max_new_tokens=5)
 
 
-def test_cancel_during_begin_sends_no_further_offer() -> None:
+def test_cancel_during_begin_sends_no_further_offer():
     """``cancel`` closes the stream; its RayError is taken for a death, and another replica gets the
     request.
     """
@@ -133,20 +132,20 @@ def test_cancel_during_begin_sends_no_further_offer() -> None:
         number = []
 
         class Slow:
-            def __init__(self) -> None:
+            def __init__(self):
                 self.closed = asyncio.Event()
                 number.append(self)
 
-            async def __anext__(self) -> Any:
+            async def __anext__(self):
                 await self.closed.wait()
                 raise RayError("cancelled")
 
-            def cancel(self) -> None:
+            def cancel(self):
                 self.closed.set()
 
         handle.decode.remote = lambda offer: Slow()
 
-        async def run() -> None:
+        async def run():
             from hf_slospec.replicas.failover import ReplicatedDecoding
 
             order = order_of(ids(engine))
@@ -161,12 +160,12 @@ def test_cancel_during_begin_sends_no_further_offer() -> None:
         asyncio.run(run())
 
 
-def test_load_that_is_asked_for_while_the_batcher_dies_is_an_error_of_ours() -> None:
+def test_load_that_is_asked_for_while_the_batcher_dies_is_an_error_of_ours():
     """CancelledError ends the task that asked (Serve's report), as if somebody had cancelled it."""
     with replicated(1) as (_engine, handle):
         generator = handle.replicas["r0"].generator
 
-        async def run() -> None:
+        async def run():
             speculator = generator.decoder.speculator
             with speculator.lock:
                 generator.submit(PROMPT, max_new_tokens=4)
@@ -184,13 +183,13 @@ def test_load_that_is_asked_for_while_the_batcher_dies_is_an_error_of_ours() -> 
         asyncio.run(run())
 
 
-def test_requests_with_slos_are_not_kept_for_ever() -> None:
+def test_requests_with_slos_are_not_kept_for_ever():
     """Serve calls record_autoscaling_stats only where there is autoscaling."""
     with replicated(1) as (engine, handle):
         replica = handle.replicas["r0"]
         replica._recent.extend((time.monotonic() - 3600, False) for _ in range(1000))
 
-        async def run() -> None:
+        async def run():
             order = order_of(ids(engine), max_new_tokens=2, slo_tpot=5.0)
             async for _ in replica.decode(
                 Offer("r0", order, engine._need(order), Progress([]), "test", 0)
@@ -201,13 +200,13 @@ def test_requests_with_slos_are_not_kept_for_ever() -> None:
         asyncio.run(run())
 
 
-def stages_request(now_s: float = 0.0, progress: Progress | None = None) -> Request:
+def stages_request(now_s=0.0, progress=None):
     return Request(
         0, RequestParams([1, 2], 100, stages=(Stage(0.1, 3), Stage(0.1))), now_s, progress
     )
 
 
-def test_resumed_tokens_of_a_later_stage_earn_no_time() -> None:
+def test_resumed_tokens_of_a_later_stage_earn_no_time():
     request = stages_request(1000.0, Progress(list(range(53)), 50.0, 49.0))
     # 50 tokens of stage 2 are from before; now 1 token in 4 s is late by 40 times
     request.emit(7)
@@ -239,7 +238,7 @@ def test_resumed_tokens_of_a_later_stage_earn_no_time() -> None:
     ],
     ids=str,
 )
-def test_wrong_option_is_refused_by_name(wrong: dict[str, Any]) -> None:
+def test_wrong_option_is_refused_by_name(wrong):
     from hf_slospec import InvalidInputError
 
     (name,) = wrong
@@ -247,7 +246,7 @@ def test_wrong_option_is_refused_by_name(wrong: dict[str, Any]) -> None:
         ReplicaOptions(**wrong)
 
 
-def test_tensor_parallel_replicas_are_refused_with_the_way_out() -> None:
+def test_tensor_parallel_replicas_are_refused_with_the_way_out():
     from hf_slospec import InvalidInputError
 
     with pytest.raises(
@@ -265,9 +264,7 @@ def test_tensor_parallel_replicas_are_refused_with_the_way_out() -> None:
         ("::", "EveryNode"),
     ],
 )
-def test_proxies_of_other_machines_listen_only_where_they_can(
-    host: str, location: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_proxies_of_other_machines_listen_only_where_they_can(host, location, monkeypatch):
     started: dict[str, Any] = {}
     monkeypatch.setattr(start.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(start.serve, "start", lambda *given: started.update(given=given))
@@ -278,7 +275,7 @@ def test_proxies_of_other_machines_listen_only_where_they_can(
     assert started["given"] == (location, {"host": host, "port": 8000, "root_path": ""})
 
 
-def test_documentation_lists_the_options_of_replicas_with_their_defaults() -> None:
+def test_documentation_lists_the_options_of_replicas_with_their_defaults():
     table = re.findall(
         r"^\| (`\w+`.*?) \| (.*?) \|", (ROOT / "docs" / "replicas.md").read_text(), re.MULTILINE
     )
@@ -296,7 +293,7 @@ def test_documentation_lists_the_options_of_replicas_with_their_defaults() -> No
     }
 
 
-def test_drafter_reaches_the_models_of_a_replica() -> None:
+def test_drafter_reaches_the_models_of_a_replica():
     from hf_slospec import InvalidInputError
     from hf_slospec.server.options import ServeOptions
 
@@ -323,9 +320,7 @@ def test_drafter_reaches_the_models_of_a_replica() -> None:
         (["--replicas", "2", "--port", "{busy}"], "cannot listen"),
     ],
 )
-def test_command_is_refused_before_ray_starts(
-    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_is_refused_before_ray_starts(options, message, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(start.ray, "init", lambda **_: pytest.fail("Ray was started"))
     with socket.socket() as listener:

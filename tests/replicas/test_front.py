@@ -6,7 +6,6 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import httpx
@@ -22,14 +21,14 @@ from hf_slospec import (
 from hf_slospec.generate.processors import OccurrencePenalties
 from hf_slospec.replicas import replica as replica_module
 from hf_slospec.replicas.failover import MAX_FAULTS, ReplicatedDecoding, ReplicatedEngine
-from hf_slospec.replicas.messages import Alive, Failed, Offer, Report, ToReplica, Update
+from hf_slospec.replicas.messages import Alive, Failed, Report, ToReplica, Update
 from hf_slospec.replicas.options import ReplicaOptions
 from hf_slospec.replicas.replica import ORPHAN_S, TICK_S
 from hf_slospec.server.app import ServerSettings, make_app
 from hf_slospec.server.engine import LocalEngine
 from tests.support.breadth import nightly_but, quick_or
 from tests.support.served_pair import WAIT_S, alone
-from tests.support.stand_ins.replicas import FakeHandle, offer_of, order_of, replicated
+from tests.support.stand_ins.replicas import offer_of, order_of, replicated
 
 PROMPT = "def main(argv):\n    "
 SCHEMA = {
@@ -40,18 +39,18 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[tuple[ReplicatedEngine, FakeHandle]]:
+def two():
     with replicated(2) as made:
         yield made
 
 
 @pytest.fixture
-def engine(two: tuple[ReplicatedEngine, FakeHandle]) -> ReplicatedEngine:
+def engine(two):
     return two[0]
 
 
 @pytest.fixture
-def handle(two: tuple[ReplicatedEngine, FakeHandle]) -> Iterator[FakeHandle]:
+def handle(two):
     two[1].offers.clear()
     two[1].streams.clear()
     two[0].directory.silent.clear()
@@ -60,12 +59,12 @@ def handle(two: tuple[ReplicatedEngine, FakeHandle]) -> Iterator[FakeHandle]:
     two[1].rename()
 
 
-def ids(engine: ReplicatedEngine) -> list[int]:
+def ids(engine):
     prompt: list[int] = engine.tokenizer(PROMPT)["input_ids"]
     return prompt
 
 
-async def until_idle(handle: FakeHandle) -> None:
+async def until_idle(handle):
     async with asyncio.timeout(WAIT_S):
         while any(
             one.running + one.waiting
@@ -74,7 +73,7 @@ async def until_idle(handle: FakeHandle) -> None:
             await asyncio.sleep(0.02)
 
 
-async def decoded(engine: ReplicatedEngine, order: Any) -> tuple[list[int], ReplicatedDecoding]:
+async def decoded(engine, order):
     decoding = await engine.submit(order)
     tokens = [token async for new, _ in decoding.asteps() for token in new]
     return tokens, decoding
@@ -94,9 +93,7 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     "options", nightly_but(CASES[1:3], CASES), ids=["-".join(case) or "greedy" for case in CASES]
 )
-def test_output_goes_on_where_a_replica_died(
-    pair: Any, engine: ReplicatedEngine, handle: FakeHandle, options: dict[str, Any]
-) -> None:
+def test_output_goes_on_where_a_replica_died(pair, engine, handle, options):
     whole, undisturbed = asyncio.run(decoded(engine, order_of(ids(engine), **options)))
     if set(options) <= {"do_sample", "temperature", "seed"}:
         stock = {name: value for name, value in options.items() if name != "seed"}
@@ -122,8 +119,8 @@ def test_output_goes_on_where_a_replica_died(
     )
 
 
-def test_json_goes_on_within_its_schema(engine: ReplicatedEngine, handle: FakeHandle) -> None:
-    def order() -> Any:
+def test_json_goes_on_within_its_schema(engine, handle):
+    def order():
         made = order_of(ids(engine), do_sample=True, seed=4, eos_token_id=0, max_new_tokens=60)
         return type(made)(made.prompt, made.arguments, SCHEMA)
 
@@ -133,7 +130,7 @@ def test_json_goes_on_within_its_schema(engine: ReplicatedEngine, handle: FakeHa
     assert asyncio.run(decoded(engine, order()))[0] == whole
 
 
-def test_time_goes_on_over_deaths(engine: ReplicatedEngine, handle: FakeHandle) -> None:
+def test_time_goes_on_over_deaths(engine, handle):
     left = [3]
     handle.dies_after = lambda offer: left.pop(0) if left else None
     begun_s = time.monotonic()
@@ -148,18 +145,14 @@ def test_time_goes_on_over_deaths(engine: ReplicatedEngine, handle: FakeHandle) 
     )
 
 
-def test_request_that_kills_replicas_is_given_back(
-    engine: ReplicatedEngine, handle: FakeHandle
-) -> None:
+def test_request_that_kills_replicas_is_given_back(engine, handle):
     handle.dies_after = lambda offer: 0
     with pytest.raises(NotRunningError, match=f"{MAX_FAULTS} replicas failed"):
         asyncio.run(decoded(engine, order_of(ids(engine))))
     assert len(handle.offers) == MAX_FAULTS
 
 
-def test_every_replica_may_refuse_once_before_the_request_is_best_effort(
-    pair: Any, engine: ReplicatedEngine, handle: FakeHandle
-) -> None:
+def test_every_replica_may_refuse_once_before_the_request_is_best_effort(pair, engine, handle):
     tokens, decoding = asyncio.run(decoded(engine, order_of(ids(engine), slo_tpot=1e-6)))
     assert tokens == alone(pair, PROMPT, max_new_tokens=40)
     assert [offer.must_guarantee for offer in handle.offers] == [True, True, False]
@@ -173,10 +166,10 @@ def test_every_replica_may_refuse_once_before_the_request_is_best_effort(
     assert [offer.must_guarantee for offer in handle.offers] == [False]
 
 
-def test_only_full_queues_everywhere_are_an_error() -> None:
+def test_only_full_queues_everywhere_are_an_error():
     with replicated(2, max_queue=1, max_batch=1) as (engine, handle):
 
-        async def run() -> None:
+        async def run():
             prompt = ids(engine)
             busy = [await engine.submit(order_of(prompt, max_new_tokens=4000)) for _ in range(2)]
             for decoding in busy:  # until it runs it fills its replica's queue
@@ -193,16 +186,14 @@ def test_only_full_queues_everywhere_are_an_error() -> None:
         asyncio.run(run())
 
 
-def test_errors_of_the_request_are_not_tried_elsewhere(
-    engine: ReplicatedEngine, handle: FakeHandle
-) -> None:
+def test_errors_of_the_request_are_not_tried_elsewhere(engine, handle):
     with pytest.raises(InvalidInputError, match="max_new_tokens"):
         asyncio.run(decoded(engine, order_of(ids(engine), max_new_tokens=10**9)))
     assert len(handle.offers) == 1
 
 
-def test_cancelled_request_leaves_its_replica(engine: ReplicatedEngine, handle: FakeHandle) -> None:
-    async def run() -> None:
+def test_cancelled_request_leaves_its_replica(engine, handle):
+    async def run():
         decoding = await engine.submit(order_of(ids(engine), max_new_tokens=4000))
         steps = decoding.asteps()
         await anext(steps)
@@ -213,16 +204,16 @@ def test_cancelled_request_leaves_its_replica(engine: ReplicatedEngine, handle: 
     asyncio.run(run())
 
 
-def test_replica_whose_batcher_died_is_unhealthy_and_loses_nothing(pair: Any) -> None:
+def test_replica_whose_batcher_died_is_unhealthy_and_loses_nothing(pair):
     with replicated(2) as (engine, handle):
         begun = asyncio.Event()
 
-        def dies_after(offer: Offer) -> None:
+        def dies_after(offer):
             begun.set()
 
         handle.dies_after = dies_after
 
-        async def run() -> list[int]:
+        async def run():
             decoding = await engine.submit(order_of(ids(engine), max_new_tokens=60, slo_tpot=5.0))
             tokens = list[int]()
             async for new, _ in decoding.asteps():
@@ -238,7 +229,7 @@ def test_replica_whose_batcher_died_is_unhealthy_and_loses_nothing(pair: Any) ->
         assert asyncio.run(run()) == alone(pair, PROMPT, max_new_tokens=60)
 
 
-def test_step_that_hangs_fails_the_health_check(handle: FakeHandle) -> None:
+def test_step_that_hangs_fails_the_health_check(handle):
     replica = handle.first()
     replica.check_health()
     speculator = replica.generator.decoder.speculator
@@ -254,10 +245,10 @@ def test_step_that_hangs_fails_the_health_check(handle: FakeHandle) -> None:
     batcher.step_begun_s = None
 
 
-def test_reports_contain_what_was_taken(handle: FakeHandle, engine: ReplicatedEngine) -> None:
+def test_reports_contain_what_was_taken(handle, engine):
     replica = handle.first()
 
-    async def run() -> None:
+    async def run():
         answers = replica.decode(
             offer_of(order_of(ids(engine), max_new_tokens=3000, slo_tpot=5.0), number=7)
         )
@@ -276,20 +267,18 @@ def test_reports_contain_what_was_taken(handle: FakeHandle, engine: ReplicatedEn
     asyncio.run(run())
 
 
-def test_replica_that_nobody_asks_for_ends_itself(
-    handle: FakeHandle, engine: ReplicatedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replica_that_nobody_asks_for_ends_itself(handle, engine, monkeypatch):
     replica = handle.first()
     most = round(ORPHAN_S / TICK_S)
 
-    def num_ticks() -> int:
+    def num_ticks():
         count = 0
         while replica.is_wanted_after_tick():
             count += 1
             assert count <= most
         return count
 
-    async def ask() -> None:
+    async def ask():
         reports = replica.reports(ToReplica("r0"), "test", [])
         await anext(reports)
         await reports.aclose()  # type: ignore[attr-defined]
@@ -312,13 +301,11 @@ def test_replica_that_nobody_asks_for_ends_itself(
     replica.check_health()
 
 
-def test_replica_drops_what_a_front_says_it_has_left(
-    handle: FakeHandle, engine: ReplicatedEngine
-) -> None:
+def test_replica_drops_what_a_front_says_it_has_left(handle, engine):
     """Calls that are cancelled while they run, while they are submitted and before they arrive."""
     replica = handle.first()
 
-    async def run() -> None:
+    async def run():
         running = replica.decode(offer_of(order_of(ids(engine), max_new_tokens=4000), number=8))
         await anext(running)
         arriving = asyncio.ensure_future(
@@ -360,9 +347,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES, ids=str)
-def test_answers_are_those_of_the_local_server(
-    engine: ReplicatedEngine, handle: FakeHandle, path: str, body: dict[str, Any]
-) -> None:
+def test_answers_are_those_of_the_local_server(engine, handle, path, body):
     local = LocalEngine(handle.first().generator)
 
     here, there = [
@@ -374,10 +359,10 @@ def test_answers_are_those_of_the_local_server(
     )  # steps of other shapes round logprobs differently
 
 
-def _posted(engines: Iterable[Any], path: str, body: dict[str, Any]) -> list[httpx.Response]:
+def _posted(engines, path, body):
     """The answers of a server in front of each engine."""
 
-    async def answers() -> list[httpx.Response]:
+    async def answers():
         found = []
         for own in engines:
             app = make_app(own, ServerSettings(model_name="tiny"))
@@ -390,7 +375,7 @@ def _posted(engines: Iterable[Any], path: str, body: dict[str, Any]) -> list[htt
     return asyncio.run(answers())
 
 
-def _plain(text: str) -> Any:
+def _plain(text):
     """An answer without what differs from call to call."""
     if text.startswith("data: "):
         texts = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
@@ -405,7 +390,7 @@ def _plain(text: str) -> Any:
     return whole
 
 
-def _floats(answer: Any) -> list[float]:
+def _floats(answer):
     """All floats of an answer, in its order."""
     if isinstance(answer, (list, tuple, dict)):
         parts = answer.values() if isinstance(answer, dict) else answer
@@ -413,15 +398,13 @@ def _floats(answer: Any) -> list[float]:
     return [answer] if isinstance(answer, float) else []
 
 
-def _without_floats(answer: Any) -> Any:
+def _without_floats(answer):
     """An answer with one and the same number in place of each float."""
     return json.loads(json.dumps(answer), parse_float=lambda _: 0.5)
 
 
-def test_metrics_of_all_replicas_are_in_one_place(
-    engine: ReplicatedEngine, handle: FakeHandle
-) -> None:
-    async def metrics() -> str:
+def test_metrics_of_all_replicas_are_in_one_place(engine, handle):
+    async def metrics():
         app = make_app(engine, ServerSettings(model_name="tiny"))
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://localhost"
@@ -437,7 +420,7 @@ def test_metrics_of_all_replicas_are_in_one_place(
     assert text.count("# TYPE hf_slospec:num_requests_running gauge") == 1
 
 
-def test_engine_without_replicas_takes_nothing(engine: ReplicatedEngine) -> None:
+def test_engine_without_replicas_takes_nothing(engine):
     engine.check_running()
     bare = ReplicatedEngine(
         engine.handle, engine.handle.first().describe(None), lambda: [], ReplicaOptions()

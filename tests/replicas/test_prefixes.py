@@ -14,9 +14,7 @@ NAMES = ("a", "b", "c")
 
 
 @given(st.lists(st.tuples(st.sampled_from(NAMES), PROMPTS), max_size=12), PROMPTS)
-def test_longest_common_beginning_of_whole_blocks_is_found(
-    given_: list[tuple[str, list[int]]], prompt: list[int]
-) -> None:
+def test_longest_common_beginning_of_whole_blocks_is_found(given_, prompt):
     index = PrefixIndex(block=2)
     for name, text in given_:
         index.record(name, text)
@@ -29,14 +27,14 @@ def test_longest_common_beginning_of_whole_blocks_is_found(
     assert index.num_known(NAMES, prompt) == expected
 
 
-def _common(a: list[int], b: list[int]) -> int:
+def _common(a, b):
     return next(
         (place for place, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]),
         min(len(a), len(b)),
     )
 
 
-def test_salts_share_nothing_and_replicas_are_forgotten() -> None:
+def test_salts_share_nothing_and_replicas_are_forgotten():
     index = PrefixIndex(block=2)
     index.record("a", [1, 2, 3, 4], salt="one")
     assert index.num_known(["a"], [1, 2, 3, 4], "one") == [4]
@@ -45,7 +43,7 @@ def test_salts_share_nothing_and_replicas_are_forgotten() -> None:
     assert index.num_known(["a"], [1, 2, 3, 4], "one") == [0]
 
 
-def test_beginnings_used_least_recently_are_dropped() -> None:
+def test_beginnings_used_least_recently_are_dropped():
     index = PrefixIndex(block=1, max_blocks=3)
     index.record("a", [1])
     index.record("a", [2])
@@ -56,7 +54,7 @@ def test_beginnings_used_least_recently_are_dropped() -> None:
     assert index.num_known(["a"], [3, 4]) == [2]
 
 
-def test_prefixes_are_known_by_the_salts_of_their_keys() -> None:
+def test_prefixes_are_known_by_the_salts_of_their_keys():
     index = PrefixIndex()
     prompt = list(range(64))
     options = ServerSettings(model_name="tiny", api_keys={"one": SLOLimits(), "other": SLOLimits()})

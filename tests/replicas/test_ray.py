@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -35,7 +34,7 @@ OPTIONS = ReplicaOptions(
 
 
 @pytest.fixture(scope="module")
-def url(free_port: int, pair: Any) -> Iterator[str]:
+def url(free_port, pair):
     _ = SLOSpecGenerator(
         *pair, OPTIONS.config
     ).decoder.speculator.costs  # measured here, for all replicas
@@ -44,7 +43,7 @@ def url(free_port: int, pair: Any) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def free_port() -> int:
+def free_port():
     import socket
 
     with socket.socket() as listener:
@@ -53,7 +52,7 @@ def free_port() -> int:
     return port
 
 
-def body_of(index: int, tokens: int = 60, **fields: Any) -> dict[str, Any]:
+def body_of(index, tokens=60, **fields):
     body = {
         "prompt": PROMPTS[index % len(PROMPTS)],
         "max_tokens": tokens,
@@ -64,7 +63,7 @@ def body_of(index: int, tokens: int = 60, **fields: Any) -> dict[str, Any]:
     return body
 
 
-def text_of(pair: Any, body: dict[str, Any]) -> str:
+def text_of(pair, body):
     """What stock ``generate`` writes."""
     sampling = (
         dict(do_sample=True, temperature=1.0, top_k=0) if "seed" in body else dict(do_sample=False)
@@ -75,9 +74,7 @@ def text_of(pair: Any, body: dict[str, Any]) -> str:
     return str(pair[2].decode(ids, skip_special_tokens=True))
 
 
-async def streamed(
-    client: httpx.AsyncClient, body: dict[str, Any], begun: asyncio.Event
-) -> tuple[str, dict[str, Any]]:
+async def streamed(client, body, begun):
     """Return text and measurements of a streamed answer; ``begun`` is set with its first token."""
     text = ""
     usage = dict[str, Any]()
@@ -94,15 +91,13 @@ async def streamed(
     return text, usage["metrics"]
 
 
-def during_streams(
-    url: str, pair: Any, disturb: Callable[[], Awaitable[Any]], number: int = 4, tokens: int = 100
-) -> list[dict[str, Any]]:
+def during_streams(url, pair, disturb, number=4, tokens=100):
     """Check that streams which are disturbed once all have begun end as if they were not; return
     measurements.
     """
     bodies = [body_of(index, tokens) for index in range(number)]
 
-    async def run() -> list[tuple[str, dict[str, Any]]]:
+    async def run():
         async with httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
             begun = [asyncio.Event() for _ in bodies]
             pairs = zip(bodies, begun, strict=True)
@@ -119,7 +114,7 @@ def during_streams(
     return [metrics for _, metrics in found]
 
 
-def replica_processes() -> list[psutil.Process]:
+def replica_processes():
     replicas = list[psutil.Process]()
     for one in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile, or a zombie
@@ -128,22 +123,22 @@ def replica_processes() -> list[psutil.Process]:
     return replicas
 
 
-def num_running(url: str) -> int:
+def num_running(url):
     text = httpx.get(f"{url}/metrics", timeout=WAIT_S).text
     return text.count("\nhf_slospec:num_requests_running{")
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition):
     end_s = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < end_s
         time.sleep(0.5)
 
 
-def test_answers_are_those_of_generate_and_a_burst_uses_all_replicas(url: str, pair: Any) -> None:
+def test_answers_are_those_of_generate_and_a_burst_uses_all_replicas(url, pair):
     bodies = [body_of(index, 24, slo_tpot=5.0 if index < 3 else None) for index in range(8)]
 
-    async def run() -> list[httpx.Response]:
+    async def run():
         async with httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
             return await asyncio.gather(
                 *(client.post("/v1/completions", json=body) for body in bodies)
@@ -165,7 +160,7 @@ def test_answers_are_those_of_generate_and_a_burst_uses_all_replicas(url: str, p
     assert httpx.get(f"{url}/health", timeout=WAIT_S).status_code == 200
 
 
-def test_other_machines_reach_none_of_rays_ports(url: str) -> None:
+def test_other_machines_reach_none_of_rays_ports(url):
     addresses = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -177,7 +172,7 @@ def test_other_machines_reach_none_of_rays_ports(url: str) -> None:
     )
 
 
-def test_slo_that_no_replica_can_guarantee_is_served_as_best_effort(url: str, pair: Any) -> None:
+def test_slo_that_no_replica_can_guarantee_is_served_as_best_effort(url, pair):
     body = body_of(0, 16, slo_tpot=1e-6)
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT_S).json()
     assert answer["choices"][0]["text"] == text_of(pair, body)
@@ -192,11 +187,11 @@ def test_slo_that_no_replica_can_guarantee_is_served_as_best_effort(url: str, pa
 
 
 @pytest.mark.nightly  # test_faults.py kills stand-ins
-def test_replica_that_is_killed_loses_nothing_and_is_replaced(url: str, pair: Any) -> None:
-    async def kill() -> None:
+def test_replica_that_is_killed_loses_nothing_and_is_replaced(url, pair):
+    async def kill():
         os.kill(replica_processes()[0].pid, signal.SIGKILL)
 
-    def some_were_resumed() -> bool:  # the killed replica may have served none of the streams
+    def some_were_resumed():  # the killed replica may have served none of the streams
         metrics = during_streams(url, pair, kill)
         wait_until(lambda: num_running(url) == 2)
         return any(own["resumed_tokens"] for own in metrics)
@@ -205,7 +200,7 @@ def test_replica_that_is_killed_loses_nothing_and_is_replaced(url: str, pair: An
 
 
 @pytest.mark.nightly
-def test_command_deploys_to_a_cluster_and_ends_after_the_last_stream(url: str, pair: Any) -> None:
+def test_command_deploys_to_a_cluster_and_ends_after_the_last_stream(url, pair):
     environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     command = [sys.executable, "-m", "hf_slospec", "serve", "--replicas", "1", "--dtype", "float32",
                "--port", url.rsplit(":", 1)[1], "--config", '{"kv_tokens": 10000, "compile": false}']  # fmt: skip
@@ -215,8 +210,8 @@ def test_command_deploys_to_a_cluster_and_ends_after_the_last_stream(url: str, p
     assert process.stderr is not None
     lines = list[str]()
 
-    async def deploy() -> None:
-        def read() -> None:
+    async def deploy():
+        def read():
             assert process.stderr is not None
             for line in process.stderr:
                 lines.append(line)
@@ -232,7 +227,7 @@ def test_command_deploys_to_a_cluster_and_ends_after_the_last_stream(url: str, p
         )  # the replicas that go, two of two, finish them
         assert any(line.startswith("address") for line in lines), lines
 
-        async def end() -> None:
+        async def end():
             process.send_signal(signal.SIGINT)
 
         during_streams(url, pair, end, number=2)

@@ -22,39 +22,39 @@ IDLE = ReplicaLoad(kv_free=10_000, step_s=LatencyCurve((1, 64), (0.01, 0.05)))
 PROMPT = list(range(200))
 
 
-def offer(number: int = 0, prompt: list[int] = PROMPT, slo_s: float = 0.1, **fields: Any) -> Offer:
+def offer(number=0, prompt=PROMPT, slo_s=0.1, **fields):
     return Offer(
         "", Order(prompt), Need(len(prompt), 500, slo_s), Progress([]), "front", number, **fields
     )
 
 
-def directory_of(names: str = "abc", **loads: ReplicaLoad) -> ReplicaDirectory:
+def directory_of(names="abc", **loads):
     made = ReplicaDirectory(lambda: list(names), 5.0)
     for name in names:
         made.hear(Report(name, loads.get(name, IDLE), {}), "front")
     return made
 
 
-def send(directory: ReplicaDirectory, made: Offer, names: str = "abc") -> str:
+def send(directory, made, names="abc"):
     """Send an offer to the first replica in the directory's order."""
     name = directory.in_order(names, made)[0]
     directory.add_sent(replace(made, replica=name))
     return name
 
 
-def take(directory: ReplicaDirectory, made: Offer, name: str) -> None:
+def take(directory, made, name):
     """Let a replica take an offer, and end its request."""
     directory.record_taken(name, made)
     directory.hear(Report(name, IDLE, {"front": made.number}), "front")
 
 
-def test_burst_without_slos_is_spread_although_no_replica_has_reported_since() -> None:
+def test_burst_without_slos_is_spread_although_no_replica_has_reported_since():
     directory = directory_of()
     chosen = [send(directory, offer(index, slo_s=math.inf)) for index in range(9)]
     assert sorted(chosen) == ["a", "a", "a", "b", "b", "b", "c", "c", "c"]
 
 
-def test_refused_offers_and_those_in_a_report_count_once() -> None:
+def test_refused_offers_and_those_in_a_report_count_once():
     directory = directory_of("a")
     for index in range(4):
         send(directory, offer(index), "a")
@@ -65,7 +65,7 @@ def test_refused_offers_and_those_in_a_report_count_once() -> None:
     assert directory.load("a").num_requests == 1
 
 
-def test_new_replica_gets_requests_before_its_first_report() -> None:
+def test_new_replica_gets_requests_before_its_first_report():
     busy = replace(IDLE, best_effort=3, guaranteed=((0.1, 2),), prefill_tokens=900)
     for slo_s in (math.inf, 0.1):
         directory = directory_of("ab", a=busy, b=busy)
@@ -77,14 +77,14 @@ def test_new_replica_gets_requests_before_its_first_report() -> None:
         assert chosen[0] == "new" and 3 <= chosen.count("new") < 9, chosen
 
 
-def test_equal_replicas_are_told_apart_by_what_they_know_of_the_prompt() -> None:
+def test_equal_replicas_are_told_apart_by_what_they_know_of_the_prompt():
     directory = directory_of()
     take(directory, offer(must_guarantee=True), "b")
     assert directory.in_order("abc", offer(1, must_guarantee=True))[0] == "b"
     assert directory.in_order("abc", offer(2, [*range(500, 700)], must_guarantee=True))[0] != "b"
 
 
-def test_conversation_that_comes_back_goes_to_the_replica_that_has_its_kv() -> None:
+def test_conversation_that_comes_back_goes_to_the_replica_that_has_its_kv():
     directory = directory_of()
     take(directory, offer(), "b")
     longer = [*PROMPT, *range(900, 1000)]
@@ -96,7 +96,7 @@ def test_conversation_that_comes_back_goes_to_the_replica_that_has_its_kv() -> N
 class Router(AddressRouter):
     """The router without Serve around it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.lengths = dict[str, int]()
         cache = SimpleNamespace(
             update=lambda replica_id, length: self.lengths.update({replica_id.unique_id: length})
@@ -104,7 +104,7 @@ class Router(AddressRouter):
         self._replica_queue_len_cache = cache
 
 
-def order(router: Router, names: str, *arguments: Any) -> list[str]:
+def order(router, names, *arguments):
     replicas: list[Any] = [
         SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in names
     ]
@@ -118,7 +118,7 @@ def order(router: Router, names: str, *arguments: Any) -> list[str]:
     return [rank[0].replica_id.unique_id for rank in ranks]
 
 
-def test_call_goes_to_its_replica_without_a_question_about_its_queue() -> None:
+def test_call_goes_to_its_replica_without_a_question_about_its_queue():
     router = Router()
     assert order(router, "ab", ToReplica("b")) == ["b"]
     assert order(router, "ab", replace(offer(), replica="b")) == ["b"]
@@ -128,12 +128,12 @@ def test_call_goes_to_its_replica_without_a_question_about_its_queue() -> None:
     }  # what Serve would ask for, and a silent replica would not answer
 
 
-def test_call_to_a_replica_that_has_just_died_goes_to_another() -> None:
+def test_call_to_a_replica_that_has_just_died_goes_to_another():
     assert order(Router(), "ab", replace(offer(), replica="gone")) == ["a", "b"]
     assert order(Router(), "ab", None) == ["a", "b"]
 
 
-def test_replicas_have_two_names() -> None:
+def test_replicas_have_two_names():
     from hf_slospec import replicas
     from hf_slospec.serving import replicas as public
 

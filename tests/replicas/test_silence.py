@@ -5,7 +5,6 @@ dropped.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,7 +21,7 @@ SILENT_S = 5.0
 TICK_S = SILENT_S / 5
 
 
-async def during(job: Any, *acts: tuple[float, Any]) -> Any:
+async def during(job, *acts):
     """Return a job's result; each act is called so many seconds after its begin."""
     loop = asyncio.get_running_loop()
     for after_s, act in acts:
@@ -30,8 +29,8 @@ async def during(job: Any, *acts: tuple[float, Any]) -> Any:
     return await job
 
 
-def test_stream_of_a_silent_replica_goes_on_elsewhere() -> None:
-    async def run() -> None:
+def test_stream_of_a_silent_replica_goes_on_elsewhere():
+    async def run():
         world = World(2)
         decoding, pause_s = await during(world.decoded(100), (2.0, world["r0"].reaches.clear))
         assert decoding.replica == "r1" and decoding.num_faults == 1
@@ -43,8 +42,8 @@ def test_stream_of_a_silent_replica_goes_on_elsewhere() -> None:
     run_jumping(run)
 
 
-def test_what_a_silent_replica_still_sends_is_dropped() -> None:
-    async def run() -> None:
+def test_what_a_silent_replica_still_sends_is_dropped():
+    async def run():
         world = World(2)
         held = world["r0"].reaches
         decoding, _ = await during(world.decoded(300), (2.0, held.clear), (20.0, held.set))
@@ -59,8 +58,8 @@ def test_what_a_silent_replica_still_sends_is_dropped() -> None:
     run_jumping(run)
 
 
-def test_client_that_leaves_a_silent_replica_frees_it_when_it_can_be_reached() -> None:
-    async def run() -> None:
+def test_client_that_leaves_a_silent_replica_frees_it_when_it_can_be_reached():
+    async def run():
         world = World(1)
         decoding = await world.engine.submit(Order([1], {"max_new_tokens": 1000}))
         await anext(decoding.asteps())
@@ -77,8 +76,8 @@ def test_client_that_leaves_a_silent_replica_frees_it_when_it_can_be_reached() -
     run_jumping(run)
 
 
-def test_silent_replica_gets_no_offers_until_it_reports() -> None:
-    async def run() -> None:
+def test_silent_replica_gets_no_offers_until_it_reports():
+    async def run():
         world = World(3)
         await asyncio.sleep(1.0)
         world["r0"].reaches.clear()
@@ -94,10 +93,10 @@ def test_silent_replica_gets_no_offers_until_it_reports() -> None:
 
 
 @pytest.mark.parametrize("slo", [{}, {"slo_tpot": 1.0}])
-def test_offer_that_is_not_answered_goes_to_the_next_replica(slo: dict[str, Any]) -> None:
+def test_offer_that_is_not_answered_goes_to_the_next_replica(slo):
     """The replica lives: it computes a long step, after which it would answer."""
 
-    async def run() -> None:
+    async def run():
         world = World(2)
         world["r0"].answer_s = 60.0
         decoding, pause_s = await world.decoded(5, **slo)
@@ -109,10 +108,10 @@ def test_offer_that_is_not_answered_goes_to_the_next_replica(slo: dict[str, Any]
 
 
 @pytest.mark.parametrize("begin_s", [2.0, 2.15, 2.35, 2.55])
-def test_only_replica_keeps_its_stream_while_it_is_silent(begin_s: float) -> None:
+def test_only_replica_keeps_its_stream_while_it_is_silent(begin_s):
     """Its reports end before its stream does, or after it."""
 
-    async def run() -> None:
+    async def run():
         world = World(1)
         held = world["r0"].reaches
         decoding, pause_s = await during(
@@ -125,8 +124,8 @@ def test_only_replica_keeps_its_stream_while_it_is_silent(begin_s: float) -> Non
     run_jumping(run)
 
 
-def test_request_waits_while_the_only_replica_is_silent() -> None:
-    async def run() -> None:
+def test_request_waits_while_the_only_replica_is_silent():
+    async def run():
         world = World(1)
         await asyncio.sleep(1.0)
         world["r0"].reaches.clear()
@@ -138,11 +137,11 @@ def test_request_waits_while_the_only_replica_is_silent() -> None:
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_stream_that_stands_still_although_its_replica_reports_is_replaced(number: int) -> None:
-    async def run() -> None:
+def test_stream_that_stands_still_although_its_replica_reports_is_replaced(number):
+    async def run():
         world = World(number)
 
-        def stick() -> None:
+        def stick():
             world.streams[0].is_stuck = True
 
         decoding, pause_s = await during(world.decoded(100), (2.0, stick))
@@ -152,8 +151,8 @@ def test_stream_that_stands_still_although_its_replica_reports_is_replaced(numbe
     run_jumping(run)
 
 
-def test_front_that_stands_still_takes_no_replica_for_silent() -> None:
-    async def run() -> None:
+def test_front_that_stands_still_takes_no_replica_for_silent():
+    async def run():
         world = World(2)
         acts = [(2.0 + index, lambda: stand_still(60.0)) for index in range(5)]
         decoding, _ = await during(world.decoded(100), *acts)
@@ -174,12 +173,8 @@ REQUESTS = st.lists(
 
 
 @given(FAULTS, REQUESTS, st.sampled_from(["guarantees", "sequential"]))
-def test_nothing_is_lost_or_repeated_as_long_as_one_replica_lives(
-    faults: list[tuple[float, int, float | None]],
-    requests: list[tuple[float, int, bool]],
-    routing: str,
-) -> None:
-    async def run() -> None:
+def test_nothing_is_lost_or_repeated_as_long_as_one_replica_lives(faults, requests, routing):
+    async def run():
         world = World(3, routing=routing)
         loop = asyncio.get_running_loop()
         for begin_s, index, lasts_s in faults:
@@ -190,7 +185,7 @@ def test_nothing_is_lost_or_repeated_as_long_as_one_replica_lives(
                 loop.call_later(begin_s, replica.reaches.clear)
                 loop.call_later(begin_s + lasts_s, replica.reaches.set)
 
-        async def request(begin_s: float, tokens: int, has_slo: bool) -> float:
+        async def request(begin_s, tokens, has_slo):
             await asyncio.sleep(begin_s)
             _, pause_s = await world.decoded(tokens, **({"slo_tpot": 1.0} if has_slo else {}))
             return float(pause_s)
@@ -202,13 +197,13 @@ def test_nothing_is_lost_or_repeated_as_long_as_one_replica_lives(
     run_jumping(run)
 
 
-def asked(world: World) -> list[str]:
+def asked(world):
     """Return the names of the replicas in the order in which they were asked."""
     return [stream.replica.name for stream in world.streams]
 
 
-def test_sequential_routing_asks_in_turn_and_the_last_one_keeps_the_request() -> None:
-    async def run() -> None:
+def test_sequential_routing_asks_in_turn_and_the_last_one_keeps_the_request():
+    async def run():
         world = World(3, routing="sequential", max_hops=1)
         for replica in world.replicas.values():
             replica.guarantees = False
@@ -228,8 +223,8 @@ def test_sequential_routing_asks_in_turn_and_the_last_one_keeps_the_request() ->
 
 @pytest.mark.parametrize(("hops", "number"), [(None, 3), (0, 1), (1, 2), (5, 3)])
 @pytest.mark.parametrize("routing", ["guarantees", "sequential"])
-def test_hops_are_limited(routing: str, hops: int | None, number: int) -> None:
-    async def run() -> None:
+def test_hops_are_limited(routing, hops, number):
+    async def run():
         world = World(3, routing=routing, max_hops=hops)
         for replica in world.replicas.values():
             replica.guarantees = False
@@ -243,8 +238,8 @@ def test_hops_are_limited(routing: str, hops: int | None, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 3])
-def test_requests_without_a_guarantee_are_declined_if_the_options_say_so(number: int) -> None:
-    async def run() -> None:
+def test_requests_without_a_guarantee_are_declined_if_the_options_say_so(number):
+    async def run():
         world = World(number, backup="decline")
         for replica in world.replicas.values():
             replica.guarantees = False

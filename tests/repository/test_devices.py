@@ -5,7 +5,6 @@ is.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 from torch.utils._device import _device_constructors
@@ -18,7 +17,7 @@ MAKERS = {function.__name__ for function in _device_constructors()}
 ON_DEFAULT_DEVICE = ("heads", "training", "tiny", "cli", "demo")
 
 
-def without_device(source: str) -> Iterator[int]:
+def without_device(source):
     """Yield the lines on which a tensor is made on the default device."""
     for node in ast.walk(ast.parse(source)):
         if (
@@ -33,7 +32,7 @@ def without_device(source: str) -> Iterator[int]:
                 yield node.lineno
 
 
-def test_tensors_are_made_on_named_devices() -> None:
+def test_tensors_are_made_on_named_devices():
     package = ROOT / "hf_slospec"
     found = [
         f"{path.relative_to(ROOT)}:{line}"
@@ -44,7 +43,7 @@ def test_tensors_are_made_on_named_devices() -> None:
     assert not found, f"without device=: {found}"
 
 
-def test_the_check_finds_what_it_should() -> None:
+def test_the_check_finds_what_it_should():
     assert list(
         without_device(
             "torch.zeros(3)\ntorch.zeros(3, device='cpu')\nnumpy.zeros(3)\ntorch.cat([])"

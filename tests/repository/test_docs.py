@@ -13,7 +13,6 @@ import contextlib
 import io
 import re
 import shlex
-from pathlib import Path
 from typing import NamedTuple
 
 import prometheus_client
@@ -45,7 +44,7 @@ class Block(NamedTuple):
     is_run: bool
 
 
-def blocks(page: Path) -> list[Block]:
+def blocks(page):
     text = page.read_text(encoding="utf-8")
     return [
         Block(
@@ -58,28 +57,28 @@ def blocks(page: Path) -> list[Block]:
     ]
 
 
-def name(page: Path) -> str:
+def name(page):
     return str(page.relative_to(ROOT))
 
 
-def has_code(page: Path) -> bool:
+def has_code(page):
     is_notebook = page.parent.name == "notebooks"
     return not is_notebook and any(block.kind == "python" for block in blocks(page))
 
 
-def commands() -> list[str]:
+def commands():
     found = {
         line.strip() for text in TEXTS for line in COMMAND.findall(text.read_text(encoding="utf-8"))
     }
     return sorted(found)
 
 
-def without_numbers(text: str) -> str:
+def without_numbers(text):
     return re.sub(r"\d+(\.\d+)?", "#", text).strip()
 
 
 @pytest.fixture
-def _models_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _models_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for model in ("target", "draft"):
         folder = tmp_path / "org" / model
@@ -89,7 +88,7 @@ def _models_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_server(monkeypatch):
     """Pages may start a metrics server; this process shall not open a port, or keep a collector."""
     monkeypatch.setattr(prometheus_client, "start_http_server", lambda port: None)
     monkeypatch.setattr(prometheus_client, "REGISTRY", prometheus_client.CollectorRegistry())
@@ -97,7 +96,7 @@ def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_models_by_name", "_no_server")
 @pytest.mark.parametrize("page", [page for page in PAGES if has_code(page)], ids=name)
-def test_the_code_of_a_page_runs_and_prints_what_it_says(page: Path) -> None:
+def test_the_code_of_a_page_runs_and_prints_what_it_says(page):
     prelude = [
         block for block in blocks(ROOT / "docs" / "getting_started.md") if block.kind == "python"
     ][-1]
@@ -120,13 +119,13 @@ def test_the_code_of_a_page_runs_and_prints_what_it_says(page: Path) -> None:
 
 
 @pytest.mark.parametrize("line", commands())
-def test_a_command_line_is_parsed_without_an_error(line: str) -> None:
+def test_a_command_line_is_parsed_without_an_error(line):
     command, *arguments = shlex.split(line, comments=True)
     typer.main.get_command(app).commands[command].make_context(command, arguments)
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=name)
-def test_files_that_a_page_names_are_there(page: Path) -> None:
+def test_files_that_a_page_names_are_there(page):
     text = page.read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
     scripts = re.findall(r"\bpython ((?:examples|benchmarks|scripts|docs)/[\w/]+\.py)", text)

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from examples.drop_in import SCRIPTS, is_unchanged, save_pair
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: Any) -> Path:
+def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
     save_pair(folder)
     return folder
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_output_is_unchanged(script: Path, saved: Path) -> None:
+def test_output_is_unchanged(script, saved):
     assert is_unchanged(script, saved)
 
 
-def test_a_change_would_be_seen(saved: Path, tmp_path: Path) -> None:
+def test_a_change_would_be_seen(saved, tmp_path):
     script = tmp_path / "tells.py"
     script.write_text(
         "import sys\n"

@@ -6,7 +6,6 @@ import ast
 import re
 import subprocess
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -42,21 +41,21 @@ FOLDER = ROOT / "examples"
 SCRIPTS = sorted(FOLDER.glob("*.py"))
 
 
-def rows_of(table: str) -> dict[str, list[str]]:
+def rows_of(table):
     """The cells of a printed table by the first of each row."""
     lines = [line for line in table.splitlines() if line.startswith("│")]
     cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
     return {own[0]: own[1:] for own in cells}
 
 
-def number(cell: str) -> float:
+def number(cell):
     found = re.match(r"[\d.]+", cell)
     assert found is not None, f"no number in {cell!r}"
     return float(found[0])
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_it_says_how_to_run_it_and_is_listed(script: Path) -> None:
+def test_it_says_how_to_run_it_and_is_listed(script):
     tree = ast.parse(script.read_text(encoding="utf-8"))
     if script.name != "quickstart.py":  # that one is `make run`
         assert f"python examples/{script.name}" in (ast.get_docstring(tree) or "")
@@ -64,7 +63,7 @@ def test_it_says_how_to_run_it_and_is_listed(script: Path) -> None:
     assert f"[`{script.name}`]({script.name})" in (FOLDER / "README.md").read_text(encoding="utf-8")
 
 
-def test_quickstart(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quickstart(capsys, monkeypatch):
     monkeypatch.setattr(quickstart, "SHAPES", {"0.1B": Shape(256, 1024, 8)})
     quickstart.main(new_tokens=16)
     said = capsys.readouterr().out
@@ -75,7 +74,7 @@ def test_quickstart(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def _not_inflated(monkeypatch: pytest.MonkeyPatch) -> None:
+def _not_inflated(monkeypatch):
     """The quickstart inflates its target, by less than for its users; the others would have the
     same text, slower.
     """
@@ -84,7 +83,7 @@ def _not_inflated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_not_inflated")
-def test_batch_with_slos(capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_with_slos(capsys):
     batch_with_slos.main(new_tokens=16)
     said = capsys.readouterr().out
     rows = rows_of(said)
@@ -98,7 +97,7 @@ def test_batch_with_slos(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("_not_inflated")
-def test_streaming(capsys: pytest.CaptureFixture[str]) -> None:
+def test_streaming(capsys):
     streaming.main(new_tokens=16)
     said = capsys.readouterr().out
     assert said.count("the same text: yes") == 2
@@ -110,7 +109,7 @@ def test_streaming(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("_not_inflated")
-def test_many_users(capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_users(capsys):
     many_users.main(new_tokens=24)
     said = capsys.readouterr().out
     rows = rows_of(said)
@@ -124,9 +123,7 @@ def test_many_users(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("_not_inflated")
-def test_custom_drafter(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_custom_drafter(capsys, monkeypatch, tmp_path):
     # The default policy may find that drafting does not pay on a busy machine.
     always = partial(
         SLOSpecGenerator, config=SLOSpecConfig(policy="fixed", max_depth=4, max_width=2)
@@ -146,7 +143,7 @@ def test_custom_drafter(
     assert num_accepted
 
 
-def test_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rollouts(capsys):
     rollouts.main(size="tiny", dtype="float32", repeats=1, new_tokens=24)
     rows = rows_of(capsys.readouterr().out)
     for name in ("hf_slospec", "without the noise"):
@@ -154,7 +151,7 @@ def test_rollouts(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_grpo(capsys: pytest.CaptureFixture[str]) -> None:
+def test_grpo(capsys):
     pytest.importorskip("trl")
     from examples import grpo
 
@@ -170,7 +167,7 @@ def test_grpo(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.nightly
-def test_openai_client(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openai_client(capsys, monkeypatch):
     plain = subprocess.Popen
     monkeypatch.setattr(
         openai_client.subprocess, "Popen", lambda given, **own: plain([*given, *NO_COMPILER], **own)
@@ -192,9 +189,7 @@ def test_openai_client(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     assert re.search(r"^name='\w+' num_arguments=\d is_recursive=(True|False)$", said, re.MULTILINE)
 
 
-def test_openai_client_of_a_server_that_runs_a_model_without_chat_template(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_openai_client_of_a_server_that_runs_a_model_without_chat_template(capsys):
     """Which then gets prompts in place of messages."""
     with (
         SLOSpecGenerator(*load_tiny_pair()) as generator,
@@ -204,7 +199,7 @@ def test_openai_client_of_a_server_that_runs_a_model_without_chat_template(
     assert list(rows_of(capsys.readouterr().out)) == ["completion", *openai_client.USERS]
 
 
-def test_a_table_of_ngrams_expects_what_it_has_read() -> None:
+def test_a_table_of_ngrams_expects_what_it_has_read():
     drafter = custom_drafter.NgramDrafter([[5, 6, 7, 8, 9], [5, 6, 7, 8, 4]])
     request = Request(0, RequestParams([3, 5, 6], 20))
     plan = Plan(depth=3, width=2)
@@ -218,7 +213,7 @@ def test_a_table_of_ngrams_expects_what_it_has_read() -> None:
     assert not drafter.own
 
 
-def test_custom_policy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_custom_policy(capsys):
     custom_policy.main(number=20, rates=(0.5, 4.0))
     said = capsys.readouterr().out
     rows = [line.split("  ") for line in said.splitlines() if "/s " in line and "%" in line]
@@ -232,7 +227,7 @@ def test_custom_policy(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
-def test_hub_models(capsys: pytest.CaptureFixture[str], tmp_path: Path, is_chat: bool) -> None:
+def test_hub_models(capsys, tmp_path, is_chat):
     target, draft, tokenizer = load_tiny_pair()
     tokenizer.chat_template = CHAT_TEMPLATE if is_chat else None
     for model, name in ((target, "target"), (draft, "draft")):

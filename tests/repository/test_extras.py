@@ -7,8 +7,6 @@ import importlib.util
 import json
 import re
 import tomllib
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +23,7 @@ PAGES = [
 ]
 
 
-def modules_of(extra: str) -> set[str]:
+def modules_of(extra):
     """Return the modules of an extra's requirements, under the names that they are imported by."""
     found = set[str]()
     for requirement in PROJECT["optional-dependencies"][extra]:
@@ -34,7 +32,7 @@ def modules_of(extra: str) -> set[str]:
     return found
 
 
-def test_all_modules_of_all_extras_are_known() -> None:
+def test_all_modules_of_all_extras_are_known():
     assert {extra: set(modules) for extra, modules in extras.MODULES.items()} == {
         extra: modules_of(extra) for extra in PROJECT["optional-dependencies"]
     }
@@ -48,10 +46,10 @@ class Installed:
         "hf_slospec[serve]; extra == 'ray'", "ray[serve]<3,>=2.60; extra == 'ray'",
     )  # fmt: skip
 
-    def __init__(self, record: dict[str, Any] | None):
+    def __init__(self, record):
         self.record = record
 
-    def read_text(self, name: str) -> str | None:
+    def read_text(self, name):
         assert name == "direct_url.json"
         return None if self.record is None else json.dumps(self.record)
 
@@ -77,9 +75,7 @@ class Installed:
         ),
     ],
 )
-def test_the_command_fits_what_is_installed(
-    record: dict[str, Any] | None, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_fits_what_is_installed(record, command, tmp_path, monkeypatch):
     folder = tmp_path / "a clone"
     folder.mkdir()
     (folder / "own.whl").touch()
@@ -89,15 +85,15 @@ def test_the_command_fits_what_is_installed(
     assert extras.install_command("ray") == command.replace("{path}", str(folder))
 
 
-def test_the_command_from_a_clone_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
+def test_the_command_from_a_clone_that_is_not_installed(monkeypatch):
+    def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "distribution", missing)
     assert extras.install_command("plot") == f'pip install -e "{ROOT}[plot]"'
 
 
-def test_what_is_missing_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named_in_one_line(monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in ("openai", "uvicorn") else name
     )
@@ -111,7 +107,7 @@ def test_what_is_missing_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -
         extras.need("ray", "--replicas")
 
 
-def test_documents_install_extras_from_the_clone() -> None:
+def test_documents_install_extras_from_the_clone():
     """The package is on no index, so a line must not name it as if it were."""
     lines = [
         (path.name, line)

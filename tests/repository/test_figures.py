@@ -9,13 +9,11 @@ with the date of a measurement of which there is no file.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from docs import measured, replayed
-from docs.tables import FIGURE, PAGES, TABLE, Figure, figures, filled, read
+from docs.tables import FIGURE, PAGES, TABLE, figures, filled, read
 from tests.support.paths import ROOT
 
 # Notebooks print figures of the run in which they are built, and the support matrix has a script of
@@ -32,20 +30,20 @@ CODE = re.compile(r"^ *```.*?^ *```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 WITH_UNIT = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?:x\b| ?ms\b| ?%)")
 
 
-def name(page: Path) -> str:
+def name(page):
     return str(page.relative_to(ROOT))
 
 
-def wrong(text: str) -> list[Figure]:
+def wrong(text):
     return [figure for figure in figures(text) if figure.shown != figure.expected]
 
 
-def blank(match: re.Match[str]) -> str:
+def blank(match):
     """Keep the lines of a match, so that numbers are reported where they are."""
     return "\n" * match[0].count("\n")
 
 
-def without_source(text: str) -> Iterator[str]:
+def without_source(text):
     """Yield the numbers with units in running text that have no source."""
     for pattern in (CODE, TABLE, EXEMPT, FIGURE):
         text = pattern.sub(blank, text)
@@ -55,18 +53,18 @@ def without_source(text: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_tables_are_those_of_the_files(page: Path) -> None:
+def test_tables_are_those_of_the_files(page):
     text = read(page)
     assert filled(text) == text, "run: python -m docs.tables"
 
 
-def test_every_table_is_shown_once() -> None:
+def test_every_table_is_shown_once():
     shown = [found[1] for page in PAGES for found in TABLE.findall(read(page))]
     assert sorted(shown) == sorted(measured.TABLES | replayed.TABLES)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_figures_are_those_of_the_files(page: Path) -> None:
+def test_figures_are_those_of_the_files(page):
     text = read(page)
     assert wrong(text) == []
     assert text.count("<!-- figure") == len(list(FIGURE.finditer(text))), (
@@ -78,17 +76,17 @@ def test_figures_are_those_of_the_files(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", BEARING, ids=name)
-def test_numbers_with_units_have_a_source(page: Path) -> None:
+def test_numbers_with_units_have_a_source(page):
     assert list(without_source(read(page))) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_measurements_without_a_file_have_a_date(page: Path) -> None:
+def test_measurements_without_a_file_have_a_date(page):
     blocks = UNBACKED.findall(read(page))
     assert [block for block in blocks if not DATE.search(block)] == []
 
 
-def test_a_changed_digit_is_found() -> None:
+def test_a_changed_digit_is_found():
     text = read(ROOT / "docs" / "benchmarks.md")
     table = TABLE.search(text)
     assert table is not None
@@ -104,7 +102,7 @@ def test_a_changed_digit_is_found() -> None:
 
 
 @pytest.mark.parametrize("text", ["it is 1.58x as fast", "in 12 ms", "95 % of them", "95% of them"])
-def test_a_number_without_a_source_is_found(text: str) -> None:
+def test_a_number_without_a_source_is_found(text):
     assert list(without_source(f"Measured:\n{text}\n"))
     assert not list(without_source(f"<!-- given: a goal -->\n{text}\n\nnothing\n"))
     assert not list(without_source(f"```\n{text}\n```\n`{text}`\n"))

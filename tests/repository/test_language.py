@@ -10,8 +10,6 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -81,15 +79,15 @@ class Thing(NamedTuple):
     owner: ast.ClassDef | None
 
     @property
-    def docstring(self) -> str | None:
+    def docstring(self):
         return ast.get_docstring(self.node)
 
     @property
-    def is_public(self) -> bool:
+    def is_public(self):
         return not any(part.startswith("_") for part in self.name.split("."))
 
     @property
-    def does_something(self) -> bool:
+    def does_something(self):
         """Return whether it is a function whose name is its own choice, and no property."""
         if isinstance(self.node, (ast.Module, ast.ClassDef)):
             return False
@@ -103,7 +101,7 @@ class Thing(NamedTuple):
         } and not self.node.name.startswith("__")
 
 
-def things(source: str, name: str) -> Iterator[Thing]:
+def things(source, name):
     """Yield a module, and all of its classes, functions and methods but those within functions."""
     module = ast.parse(source)
     yield Thing(name, module, None)
@@ -119,7 +117,7 @@ def things(source: str, name: str) -> Iterator[Thing]:
                     stack.append(thing)
 
 
-def documented_elsewhere(everything: Mapping[Path, Sequence[Thing]]) -> set[tuple[str, str]]:
+def documented_elsewhere(everything):
     """Return (class, method) of what a base class in the package, or a protocol that the class has,
     documents.
     """
@@ -139,14 +137,14 @@ def documented_elsewhere(everything: Mapping[Path, Sequence[Thing]]) -> set[tupl
     }
     protocols = [own.keys() for name, own in methods.items() if "Protocol" in bases[name]]
 
-    def inherited(name: str) -> set[str]:
+    def inherited(name):
         above = [
             inherited(base) | {own for own, doc in methods[base].items() if doc}
             for base in bases[name] & classes.keys()
         ]
         return set().union(*above)
 
-    def all_methods(name: str) -> set[str]:
+    def all_methods(name):
         return methods[name].keys() | set().union(
             *(all_methods(base) for base in bases[name] & classes.keys())
         )
@@ -161,7 +159,7 @@ def documented_elsewhere(everything: Mapping[Path, Sequence[Thing]]) -> set[tupl
     }
 
 
-def bad_summaries(own: Sequence[Thing]) -> Iterator[str]:
+def bad_summaries(own):
     """Yield what is wrong with the summaries of docstrings."""
     for thing in own:
         if not (docstring := thing.docstring):
@@ -177,7 +175,7 @@ def bad_summaries(own: Sequence[Thing]) -> Iterator[str]:
             yield f"{thing.name} begins with {word!r}, which is no verb of VERBS: {summary!r}"
 
 
-def texts(source: str) -> Iterator[tuple[int, str]]:
+def texts(source):
     """Yield the comments and strings of a module, with their lines."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         kind = tokenize.tok_name[token.type]
@@ -185,7 +183,7 @@ def texts(source: str) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
-def prose(page: str) -> str:
+def prose(page):
     """Return a page without its code; lines stay where they are."""
     page = re.sub(
         r"^```.*?^```$",
@@ -196,7 +194,7 @@ def prose(page: str) -> str:
     return re.sub(r"`[^`\n]+`|\]\([^)\n]*\)", "", page)
 
 
-def banned(line: int, text: str) -> Iterator[str]:
+def banned(line, text):
     """Yield the words of a text that the package does not use, with their lines; the text begins at
     ``line``.
     """
@@ -205,16 +203,14 @@ def banned(line: int, text: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def everything() -> dict[Path, list[Thing]]:
+def everything():
     return {
         path: list(things(path.read_text(encoding="utf-8"), path.stem.strip("_")))
         for path in MODULES
     }
 
 
-def test_summaries_say_what_it_does_or_name_the_thing(
-    everything: Mapping[Path, Sequence[Thing]],
-) -> None:
+def test_summaries_say_what_it_does_or_name_the_thing(everything):
     assert [
         f"{path.relative_to(ROOT)}: {bad}"
         for path, own in everything.items()
@@ -222,7 +218,7 @@ def test_summaries_say_what_it_does_or_name_the_thing(
     ] == []
 
 
-def test_words_of_the_code() -> None:
+def test_words_of_the_code():
     found = [
         f"{path.relative_to(ROOT)}:{word}"
         for path in MODULES
@@ -233,7 +229,7 @@ def test_words_of_the_code() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_words_of_the_documentation(page: Path) -> None:
+def test_words_of_the_documentation(page):
     assert list(banned(1, prose(page.read_text(encoding="utf-8")))) == []
 
 
@@ -246,7 +242,7 @@ def test_words_of_the_documentation(page: Path) -> None:
         "Depth of the tree.",
     ],
 )
-def test_bad_summaries_are_found(docstring: str) -> None:
+def test_bad_summaries_are_found(docstring):
     source = (
         f'class Tree:\n    """Token tree."""\n\n    def depth(self):\n        """{docstring}"""\n'
     )
@@ -256,7 +252,7 @@ def test_bad_summaries_are_found(docstring: str) -> None:
 @pytest.mark.parametrize(
     "docstring", ["Return it.", "Return depths.  -> [num_nodes] int64", "Compute:\n\n- depth"]
 )
-def test_good_summaries_are_not(docstring: str) -> None:
+def test_good_summaries_are_not(docstring):
     assert not list(
         bad_summaries(list(things(f'def depth(tree):\n    """{docstring}"""\n', "tree")))
     )
@@ -265,7 +261,7 @@ def test_good_summaries_are_not(docstring: str) -> None:
 @pytest.mark.parametrize(
     "text", ["nobody hears", "gives\n# up", "it is Promised", "a packed\nrow", "TPOT target"]
 )
-def test_banned_words_are_found(text: str) -> None:
+def test_banned_words_are_found(text):
     assert list(banned(1, text))
     assert list(banned(1, prose(f"{text}\n```python\nnobody\n```\nand `whoever`"))) == list(
         banned(1, text)

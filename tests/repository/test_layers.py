@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -81,16 +80,16 @@ BUDGETS = {
 }
 
 
-def ring(folder: str) -> int:
+def ring(folder):
     return next(i for i, names in enumerate((CORE, PLUGINS, APPLICATIONS)) if folder in names)
 
 
-def folder_of(module: str) -> str:
+def folder_of(module):
     """Return the folder, or single file, of the package that a module belongs to."""
     return (*module.split("."), "__init__")[1]
 
 
-def violations(imports: Mapping[str, set[str]]) -> Iterator[tuple[str, str]]:
+def violations(imports):
     """Yield (module, name) of imports that no module may have.
 
     ``imports``: the names that each module imports, by the module's name, all of them with their
@@ -112,7 +111,7 @@ def violations(imports: Mapping[str, set[str]]) -> Iterator[tuple[str, str]]:
                 yield module, name
 
 
-def imports_of(path: Path) -> set[str]:
+def imports_of(path):
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -126,19 +125,19 @@ def imports_of(path: Path) -> set[str]:
     return names
 
 
-def module_of(path: Path) -> str:
+def module_of(path):
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     kept = parts if len(parts) == 1 else [part for part in parts if part != "__init__"]
     return ".".join(("hf_slospec", *kept))
 
 
-def size(path: Path) -> int:
+def size(path):
     ignored = (ast.expr_context, ast.Import, ast.ImportFrom, ast.alias)
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     return sum(not isinstance(node, ignored) for node in nodes)
 
 
-def sizes() -> dict[str, int]:
+def sizes():
     totals: dict[str, int] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).parts
@@ -148,7 +147,7 @@ def sizes() -> dict[str, int]:
     return totals
 
 
-def test_rings_import_inward_only() -> None:
+def test_rings_import_inward_only():
     imports = {module_of(path): imports_of(path) for path in sorted(PACKAGE.rglob("*.py"))}
     excess: dict[str, set[str]] = {}
     for module, name in violations(imports):
@@ -166,13 +165,13 @@ def test_rings_import_inward_only() -> None:
     } == {}
 
 
-def test_budgets_hold() -> None:
+def test_budgets_hold():
     found = sizes()
     assert sorted(found) == sorted(BUDGETS)
     assert {key: found[key] for key, budget in BUDGETS.items() if found[key] > budget} == {}
 
 
-def test_only_the_assembly_names_the_lab() -> None:
+def test_only_the_assembly_names_the_lab():
     """Its policies are found by an entry point: no import, string or comment of the core names it."""
     core = [path for path in PACKAGE.rglob("*.py") if ring(folder_of(module_of(path))) < 2]
     assert [str(path) for path in core if "hf_slospec.lab" in path.read_text("utf-8")] == []
@@ -192,16 +191,16 @@ def test_only_the_assembly_names_the_lab() -> None:
         ("hf_slospec.batcher.batcher", "transformers.generation.utils"),
     ],
 )
-def test_imports_that_no_module_may_have_are_found(module: str, name: str) -> None:
+def test_imports_that_no_module_may_have_are_found(module, name):
     assert list(violations({module: {name}})) == [(module, name)]
 
 
-def test_public_names_exist_and_are_sorted() -> None:
+def test_public_names_exist_and_are_sorted():
     assert hf_slospec.__all__ == sorted(hf_slospec.__all__)
     assert all(hasattr(hf_slospec, name) for name in hf_slospec.__all__)
 
 
-def test_the_import_loads_no_optional_package() -> None:
+def test_the_import_loads_no_optional_package():
     """Loading a model imports transformers' quantisers, and with them torchao; the package must not
     add to that. The command line needs what it prints with, and no gradio.
     """

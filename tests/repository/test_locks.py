@@ -29,7 +29,7 @@ EXCEPTIONS = {
 }
 
 
-def made_in(path: Path) -> list[str]:
+def made_in(path):
     """Return the locks of the standard library that a module names."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names = [
@@ -49,6 +49,6 @@ def made_in(path: Path) -> list[str]:
     return [name for name in names if name in HOLDING or name.endswith("Queue")]
 
 
-def test_no_module_makes_a_lock_that_a_forked_child_may_inherit_held() -> None:
+def test_no_module_makes_a_lock_that_a_forked_child_may_inherit_held():
     made = {str(path.relative_to(PACKAGE)): made_in(path) for path in sorted(PACKAGE.rglob("*.py"))}
     assert {path for path, names in made.items() if names} == set(EXCEPTIONS), made

@@ -15,13 +15,13 @@ PAGES = (ROOT / "docs" / "design.md", *sorted((ROOT / "docs" / "design").glob("*
 PAGE = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 
 
-def section(title: str) -> str:
+def section(title):
     """Return the text from a heading of second level to the next one."""
     (found,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
     return str(found)
 
 
-def test_every_module_is_listed_with_a_sentence_of_its_docstring() -> None:
+def test_every_module_is_listed_with_a_sentence_of_its_docstring():
     listed = dict(modules.described())
     assert sorted(listed) == sorted(
         path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")
@@ -35,12 +35,12 @@ def test_every_module_is_listed_with_a_sentence_of_its_docstring() -> None:
         assert f"| `{path.rsplit('/', 1)[-1]}` | " in shown
 
 
-def test_the_place_of_the_list_is_there() -> None:
+def test_the_place_of_the_list_is_there():
     page = (ROOT / "docs" / "reference" / "modules.md").read_text(encoding="utf-8")
     assert page.count(modules.PLACE) == 1
 
 
-def test_the_files_to_look_at_first_exist() -> None:
+def test_the_files_to_look_at_first_exist():
     questions = re.findall(
         r"^\| (.+\?) \| `(.+)` \|$", section("Where to look first"), re.MULTILINE
     )
@@ -48,7 +48,7 @@ def test_the_files_to_look_at_first_exist() -> None:
     assert all((PACKAGE / file).exists() for _, file in questions)
 
 
-def test_all_files_that_the_page_names_exist() -> None:
+def test_all_files_that_the_page_names_exist():
     named = set(re.findall(r"`((?:\w+/)+\w*(?:\.py)?)`", PAGE)) - set(
         re.findall(r"`(torch/\w+)`", PAGE)
     )
@@ -58,7 +58,7 @@ def test_all_files_that_the_page_names_exist() -> None:
     ] == []
 
 
-def test_methods_that_the_page_names_exist() -> None:
+def test_methods_that_the_page_names_exist():
     members = {
         (
             node.name,

@@ -18,11 +18,11 @@ LOOKUP = Report(
 )  # fmt: skip
 
 
-def test_only_failures_that_stock_does_not_have_are_new() -> None:
+def test_only_failures_that_stock_does_not_have_are_new():
     assert new_failures(STOCK, LOOKUP) == {"a": "other tokens"}
 
 
-def test_the_page_counts_and_names_them() -> None:
+def test_the_page_counts_and_names_them():
     text = page(
         {"stock": STOCK, "lookup": merged([LOOKUP, Report(speculated={"LlamaForCausalLM": 1})])},
         "5.0",
@@ -39,7 +39,7 @@ def test_the_page_counts_and_names_them() -> None:
     assert "- `a`: other tokens" in text and "the classes of a that" in text
 
 
-def test_reasons_of_one_kind_are_one_line() -> None:
+def test_reasons_of_one_kind_are_one_line():
     first, second = (
         short(f"{name}ForCausalLM: row {row} is bad; do this")
         for name, row in (("Llama", 1), ("Opt", 23))
@@ -47,7 +47,7 @@ def test_reasons_of_one_kind_are_one_line() -> None:
     assert first == second == "the class: row N is bad"
 
 
-def test_copies_draft_by_other_weights_and_leave_the_generator_alone() -> None:
+def test_copies_draft_by_other_weights_and_leave_the_generator_alone():
     model = tiny_model("llama")
     state = torch.get_rng_state()
     copies = [noisy_copy(model) for _ in range(2)]

@@ -11,22 +11,20 @@ from hypothesis import strategies as st
 from hf_slospec.request.metrics import WINDOW, is_attained, tpot_s, worst_tpot_s
 
 
-def test_tpot_is_the_mean_gap_after_the_first_token() -> None:
+def test_tpot_is_the_mean_gap_after_the_first_token():
     assert tpot_s(2.0, 5.0, 4) == 1.0
     assert tpot_s(2.0, 2.5, 2) == 0.5
     assert tpot_s(2.0, 2.0, 3) == 0.0  # one burst
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
-def test_tpot_is_undefined_below_two_tokens(num_tokens: int) -> None:
+def test_tpot_is_undefined_below_two_tokens(num_tokens):
     assert tpot_s(2.0, 2.0, num_tokens) is None
 
 
 @given(first=st.floats(0, 1e6), gaps=st.lists(st.floats(0, 100), min_size=1, max_size=50))
 @settings(deadline=None)
-def test_tpot_lies_between_the_smallest_and_the_largest_gap(
-    first: float, gaps: list[float]
-) -> None:
+def test_tpot_lies_between_the_smallest_and_the_largest_gap(first, gaps):
     measured = tpot_s(first, first + sum(gaps), len(gaps) + 1)
     assert measured is not None
     assert min(gaps) - 1e-6 <= measured <= max(gaps) + 1e-6
@@ -43,15 +41,13 @@ def test_tpot_lies_between_the_smallest_and_the_largest_gap(
         (None, None, None),
     ],
 )
-def test_is_attained(
-    measured_s: float | None, tpot_slo_s: float | None, expected: bool | None
-) -> None:
+def test_is_attained(measured_s, tpot_slo_s, expected):
     assert is_attained(measured_s, tpot_slo_s) is expected
 
 
 @given(steps=st.lists(st.tuples(st.integers(1, 14), st.floats(0, 5)), max_size=30))
 @settings(deadline=None)
-def test_worst_tpot_is_the_slowest_window_of_all(steps: list[tuple[int, float]]) -> None:
+def test_worst_tpot_is_the_slowest_window_of_all(steps):
     counts = list(itertools.accumulate(count for count, _ in steps))
     times = list(itertools.accumulate(gap for _, gap in steps))
     arrivals = [
@@ -64,7 +60,7 @@ def test_worst_tpot_is_the_slowest_window_of_all(steps: list[tuple[int, float]])
     assert worst_tpot_s(list(zip(counts, times, strict=True))) == expected
 
 
-def test_worst_tpot_needs_more_than_a_window() -> None:
+def test_worst_tpot_needs_more_than_a_window():
     assert worst_tpot_s([(1, 0.0), (WINDOW, 5.0)]) is None
     assert worst_tpot_s([(1, 0.0), (WINDOW + 1, 5.0)]) == 0.5
     assert worst_tpot_s([(1, 0.0), (2, 5.0), (WINDOW + 1, 5.0), (2 * WINDOW + 1, 6.0)]) == 0.5

@@ -14,12 +14,12 @@ from hf_slospec.request.slo import Stage
 from tests.support.toys.engine import commit
 
 
-def request_of(*stages: Stage, new: int = 200) -> Request:
+def request_of(*stages, new=200):
     return Request(0, RequestParams([1], new, stages))
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_windows_are_kept_if_the_worst_one_is(seed: int) -> None:
+def test_windows_are_kept_if_the_worst_one_is(seed):
     rng = np.random.default_rng(seed)
     request = request_of(Stage(0.5))
     now_s = 0.0
@@ -32,7 +32,7 @@ def test_windows_are_kept_if_the_worst_one_is(seed: int) -> None:
     assert metrics.windows_kept is (metrics.worst_tpot_s <= 0.5)
 
 
-def test_what_ends_before_ten_tokens_is_kept() -> None:
+def test_what_ends_before_ten_tokens_is_kept():
     request = request_of(Stage(1.0))
     assert request.metrics().windows_kept is None  # it has not begun
     commit(request, [0], 0.0)
@@ -43,7 +43,7 @@ def test_what_ends_before_ten_tokens_is_kept() -> None:
     assert request_of(Stage(None)).metrics().windows_kept is None
 
 
-def test_windows_belong_to_their_stage() -> None:
+def test_windows_belong_to_their_stage():
     request = request_of(Stage(1.0, 15), Stage(5.0))
     for step in range(3):
         commit(request, [0] * 5, 5.0 * step)  # the first stage ends in time
@@ -58,7 +58,7 @@ def test_windows_belong_to_their_stage() -> None:
     assert request.metrics().windows_kept is False
 
 
-def test_a_guarantee_is_about_the_window_that_is_furthest_behind() -> None:
+def test_a_guarantee_is_about_the_window_that_is_furthest_behind():
     request = request_of(Stage(1.0))
     commit(request, [0], 0.0)
     commit(request, [0] * 6, 2.0)
@@ -78,7 +78,7 @@ def test_a_guarantee_is_about_the_window_that_is_furthest_behind() -> None:
     assert request.paced(20.0) == (20.0, request.num_emitted - 1, request.num_left)
 
 
-def test_another_engine_goes_on_with_what_was_missed() -> None:
+def test_another_engine_goes_on_with_what_was_missed():
     request = request_of(Stage(1.0))
     commit(request, [0], 0.0)
     commit(request, [0] * WINDOW, 99.0)

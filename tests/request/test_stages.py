@@ -25,7 +25,7 @@ from tests.support.toys.engine import commit
 @pytest.mark.parametrize(
     "stage", [Stage(0.5, 3), Stage(0.5, is_over=lambda tokens: tokens[-1] == 9)]
 )
-def test_every_stage_has_to_be_attained(stage: Stage, times: list[float], attained: bool) -> None:
+def test_every_stage_has_to_be_attained(stage, times, attained):
     request = Request(0, RequestParams([9, 9], 20, (stage, Stage(2.0))))
     targets = [request.pace_s]
     for token, now_s in zip((5, 7, 9, 9, 8), times, strict=True):
@@ -38,7 +38,7 @@ def test_every_stage_has_to_be_attained(stage: Stage, times: list[float], attain
     assert request.decoded(10.0) == pytest.approx((10.0 - times[2], 2))
 
 
-def test_every_token_of_a_step_counts_for_its_own_stage() -> None:
+def test_every_token_of_a_step_counts_for_its_own_stage():
     request = Request(0, RequestParams([0], 20, (Stage(2.0, 3), Stage(None, 2), Stage(1.0))))
     commit(request, [1], 0.0)
     commit(
@@ -59,8 +59,8 @@ def test_every_token_of_a_step_counts_for_its_own_stage() -> None:
     assert late.metrics().attained is False  # its third token came 4 s after its first
 
 
-def test_a_step_may_end_several_stages() -> None:
-    def is_nine(tokens: list[int]) -> bool:
+def test_a_step_may_end_several_stages():
+    def is_nine(tokens):
         return tokens[-1] == 9
 
     stages = (Stage(0.5, 2), Stage(0.6, is_over=is_nine), Stage(0.7, ttft_slo_s=2.0), Stage(0.8))
@@ -79,9 +79,7 @@ def test_a_step_may_end_several_stages() -> None:
     [(4.0, 4.5, True), (4.1, 4.2, False), (2.0, 2.5, True), (2.0, 2.6, False)],
 )
 @pytest.mark.parametrize("num_first", [1, 2])
-def test_a_later_stage_may_have_a_ttft_slo(
-    first_s: float, next_s: float, attained: bool, num_first: int
-) -> None:
+def test_a_later_stage_may_have_a_ttft_slo(first_s, next_s, attained, num_first):
     request = Request(0, RequestParams([0], 20, (Stage(None, 1), Stage(0.5, ttft_slo_s=3.0))))
     assert request.params.has_slo and request.params.stage_slos_s == [0.5, 3.0]
     commit(request, [1], 1.0)
@@ -97,7 +95,7 @@ def test_a_later_stage_may_have_a_ttft_slo(
     assert request.metrics().attained is attained
 
 
-def test_a_first_token_within_the_step_that_ended_the_stage_before_is_in_time() -> None:
+def test_a_first_token_within_the_step_that_ended_the_stage_before_is_in_time():
     request = Request(0, RequestParams([0], 20, (Stage(None, 2), Stage(0.5, ttft_slo_s=1e-6))))
     commit(request, [1], 0.0)
     commit(request, [1, 1, 1], 5.0)
@@ -105,7 +103,7 @@ def test_a_first_token_within_the_step_that_ended_the_stage_before_is_in_time() 
     assert request.metrics().attained is True
 
 
-def test_windows_of_ten_tokens_leave_out_the_wait_for_a_first_token() -> None:
+def test_windows_of_ten_tokens_leave_out_the_wait_for_a_first_token():
     request = Request(0, RequestParams([0], 40, (Stage(None, 1), Stage(0.1, ttft_slo_s=9.0))))
     request.window_guarantee = 0.9
     commit(request, [1], 0.0)
@@ -118,7 +116,7 @@ def test_windows_of_ten_tokens_leave_out_the_wait_for_a_first_token() -> None:
     assert request.metrics().windows_kept is False
 
 
-def test_tokens_of_the_next_stage_complete_no_window() -> None:
+def test_tokens_of_the_next_stage_complete_no_window():
     request = Request(0, RequestParams([0], 40, (Stage(0.1, 6), Stage(None))))
     request.window_guarantee = 0.9
     commit(request, [1], 0.0)
@@ -127,7 +125,7 @@ def test_tokens_of_the_next_stage_complete_no_window() -> None:
     assert request.metrics().windows_kept is True
 
 
-def test_parts_of_a_continued_request_count_together_and_the_pause_in_none() -> None:
+def test_parts_of_a_continued_request_count_together_and_the_pause_in_none():
     first = Request(0, RequestParams([0], 20, (Stage(0.5),)))
     commit(first, [1], 0.0)
     commit(first, [1], 0.5)
@@ -149,7 +147,7 @@ def test_parts_of_a_continued_request_count_together_and_the_pause_in_none() -> 
     assert Request(0, RequestParams([0], 2)).metrics().attained_throughout is None
 
 
-def test_stages_without_targets_attain_nothing() -> None:
+def test_stages_without_targets_attain_nothing():
     request = Request(0, RequestParams([0], 20, (Stage(None, 1), Stage(None))))
     commit(request, [1], 0.0)
     commit(request, [1], 1.0)
@@ -157,7 +155,7 @@ def test_stages_without_targets_attain_nothing() -> None:
     assert request.metrics().slack_s is None
 
 
-def test_an_e2e_slo_shares_the_time_that_is_left_among_the_tokens_that_are_left() -> None:
+def test_an_e2e_slo_shares_the_time_that_is_left_among_the_tokens_that_are_left():
     request = Request(0, RequestParams([0], 11, (Stage(None),), e2e_slo_s=12.0), 1.0)
     assert request.pace_s is None and request.params.has_slo
     commit(request, [1], 3.0)  # 10 s for 10 tokens
@@ -178,7 +176,7 @@ def test_an_e2e_slo_shares_the_time_that_is_left_among_the_tokens_that_are_left(
     )
 
 
-def test_the_tighter_of_tpot_and_e2e_slos_sets_the_pace_and_each_counts() -> None:
+def test_the_tighter_of_tpot_and_e2e_slos_sets_the_pace_and_each_counts():
     request = Request(0, RequestParams([0], 11, (Stage(0.5, 3), Stage(None)), e2e_slo_s=10.0))
     for token_s in (1.0, 1.5, 2.0):
         commit(request, [1], token_s)
@@ -191,7 +189,7 @@ def test_the_tighter_of_tpot_and_e2e_slos_sets_the_pace_and_each_counts() -> Non
     assert late.metrics().attained is False
 
 
-def test_an_e2e_slo_that_is_missed_before_the_first_token_asks_for_nothing() -> None:
+def test_an_e2e_slo_that_is_missed_before_the_first_token_asks_for_nothing():
     request = Request(0, RequestParams([0], 5, e2e_slo_s=2.0))
     commit(request, [1], 2.0)
     assert request.pace_s is None
@@ -200,7 +198,7 @@ def test_an_e2e_slo_that_is_missed_before_the_first_token_asks_for_nothing() -> 
     assert single.pace_s is None and single.metrics().attained is True
 
 
-def test_a_resumed_request_keeps_its_e2e_deadline() -> None:
+def test_a_resumed_request_keeps_its_e2e_deadline():
     request = Request(0, RequestParams([0], 11, e2e_slo_s=12.0), 1.0)
     commit(request, [1], 3.0)
     resumed = Request(0, request.params, 100.0, request.progress(8.0))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from types import FrameType
-from typing import Any
 
 import hf_slospec
 from hf_slospec import Policy, Request, RequestHandle, RequestParams, SLOSpecGenerator
@@ -17,7 +15,7 @@ SLO_S = 0.123456
 MOST_FILES = 9
 
 
-def holds_slo(value: Any) -> bool:
+def holds_slo(value):
     """Whether an argument is the SLO, or an object that passes it on."""
     if isinstance(value, (tuple, list)):
         return any(map(holds_slo, value[:4]))
@@ -32,13 +30,13 @@ def holds_slo(value: Any) -> bool:
     return isinstance(value, float) and value == SLO_S
 
 
-def module_of(frame: FrameType | None) -> str:
+def module_of(frame):
     """Return the module of a frame; methods that dataclasses generate have that of their class."""
     name = "" if frame is None else frame.f_globals.get("__name__", "")
     return name.removeprefix("hf_slospec.") if name.startswith("hf_slospec.") else ""
 
 
-def arguments_of(frame: FrameType) -> list[Any]:
+def arguments_of(frame):
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     return [frame.f_locals[name] for name in names if name in frame.f_locals]
@@ -47,10 +45,10 @@ def arguments_of(frame: FrameType) -> list[Any]:
 class Walk:
     """Modules that code of other modules enters with the SLO."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.modules: list[str] = []
 
-    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+    def __call__(self, frame, event, _):
         module = module_of(frame)
         is_entered = event == "call" and module and module != module_of(frame.f_back)
         if is_entered and any(map(holds_slo, arguments_of(frame))):
@@ -60,10 +58,10 @@ class Walk:
 class AtTheEnd(Policy):
     """A policy that notes the modules through which the engine's thread comes to it."""
 
-    def __init__(self, *_: Any):
+    def __init__(self, *_):
         self.modules: list[str] = []
 
-    def plan(self, requests: Any, begun_s: float, num_prefill_tokens: int = 0) -> Plan:
+    def plan(self, requests, begun_s, num_prefill_tokens=0):
         if not self.modules and any(map(holds_slo, requests)):
             frame = inspect.currentframe()
             while frame is not None:
@@ -74,11 +72,11 @@ class AtTheEnd(Policy):
                 frame = frame.f_back
         return Plan(0, 1)
 
-    def select(self, requests: Any, candidates: Any, plan: Plan) -> Selection:
+    def select(self, requests, candidates, plan):
         return Selection.of_roots(candidates)
 
 
-def test_an_slo_visits_few_files_between_submit_and_the_policy_and_none_twice() -> None:
+def test_an_slo_visits_few_files_between_submit_and_the_policy_and_none_twice():
     model, draft, tokenizer = hf_slospec.load_tiny_pair()
     policy = AtTheEnd()
     walk = Walk()

@@ -22,14 +22,14 @@ MIXED = np.array([0.0, 0.2, 0.0, 0.5, 0.0, 0.3])  # 1, 3 or 5 tokens
 TWO = np.array([0.0, 0.4, 0.0, 0.0, 0.6])  # 1 or 4 tokens
 
 
-def outcomes(committed: np.ndarray, num_steps: int):
+def outcomes(committed, num_steps):
     """Yield the tokens of every sequence of steps, with its probability."""
     sizes = np.flatnonzero(committed)
     for sequence in itertools.product(sizes.tolist(), repeat=num_steps):
         yield sequence, float(np.prod(committed[list(sequence)]))
 
 
-def exact_kept(committed: np.ndarray, allowed_steps: int, num_tokens: int) -> float:
+def exact_kept(committed, allowed_steps, num_tokens):
     """The probability that each window of a request takes at most so many steps of one second."""
     total = 0.0
     for sequence, probability in outcomes(committed, num_tokens - 1):
@@ -39,7 +39,7 @@ def exact_kept(committed: np.ndarray, allowed_steps: int, num_tokens: int) -> fl
     return total
 
 
-def test_steps_of_a_window_have_their_exact_distribution() -> None:
+def test_steps_of_a_window_have_their_exact_distribution():
     exact = np.zeros(WINDOW + 1)
     for sequence, probability in outcomes(MIXED, WINDOW):
         exact[1 + int(np.searchsorted(np.cumsum(sequence), WINDOW))] += probability
@@ -48,14 +48,14 @@ def test_steps_of_a_window_have_their_exact_distribution() -> None:
 
 
 @pytest.mark.parametrize("allowed", [2, 3, 4, 6])
-def test_one_window_has_its_exact_probability(allowed: int) -> None:
+def test_one_window_has_its_exact_probability(allowed):
     exact = exact_kept(TWO, allowed, WINDOW + 1)
     window = float(window_probability(steps_needed(TWO), np.array(allowed), 0.0))
     assert window == pytest.approx(exact)
 
 
 @pytest.mark.parametrize("allowed", [3, 4, 5, 6])
-def test_several_windows_are_kept_at_least_as_often(allowed: int) -> None:
+def test_several_windows_are_kept_at_least_as_often(allowed):
     num_tokens = WINDOW + 4
     exact = exact_kept(TWO, allowed, num_tokens)
     mean = float(TWO @ np.arange(len(TWO)))
@@ -71,7 +71,7 @@ def test_several_windows_are_kept_at_least_as_often(allowed: int) -> None:
     )
 
 
-def test_varying_steps_and_requests_are_kept_as_often_as_in_a_simulation() -> None:
+def test_varying_steps_and_requests_are_kept_as_often_as_in_a_simulation():
     rng = np.random.default_rng(0)
     share = 0.55
     variation = 0.15
@@ -89,7 +89,7 @@ def test_varying_steps_and_requests_are_kept_as_often_as_in_a_simulation() -> No
 
 
 @pytest.mark.parametrize("probability", [0.8, 0.9, 0.95, 0.99])
-def test_the_share_is_the_largest_that_keeps_the_promise(probability: float) -> None:
+def test_the_share_is_the_largest_that_keeps_the_promise(probability):
     process = (MIXED, 0.1, 0.1, 200.0)
     share = planned_share(probability, *process)
     assert (
@@ -97,7 +97,7 @@ def test_the_share_is_the_largest_that_keeps_the_promise(probability: float) -> 
     )
 
 
-def test_shares_by_variance() -> None:
+def test_shares_by_variance():
     assert planned_share(0.99, PLAIN, 0.0, 0.0, 500.0) == 1.0  # nothing varies
     assert planned_share(0.99, MIXED, 0.0, 0.0, 5.0) == 1.0  # no window
     assert planned_share(0.999999, MIXED, 5.0, 3.0, 1e6) == MIN_SHARE

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.engine.latency_curves import LatencyCurve
-from hf_slospec.scheduler.admission import FAR_S, Candidate, Counts, admitted, prefill_rate
+from hf_slospec.scheduler.admission import FAR_S, Candidate, admitted, prefill_rate
 from tests.support.breadth import EXHAUSTIVE
 from tests.support.oracles.admission_search import (
     AMPLE,
@@ -32,7 +32,7 @@ EXAMPLES = 400 if EXHAUSTIVE else 120
 
 @given(candidates=candidates_of(1), running=st.integers(0, 4), kv_free=st.integers(0, 30))
 @settings(deadline=None, max_examples=EXAMPLES // 2)
-def test_equals_exhaustive_search(candidates: list[Candidate], running: int, kv_free: int) -> None:
+def test_equals_exhaustive_search(candidates, running, kv_free):
     check(candidates, toy_rate, (running,), kv_free)
 
 
@@ -43,8 +43,8 @@ def test_equals_exhaustive_search(candidates: list[Candidate], running: int, kv_
 )
 @settings(deadline=None, max_examples=EXAMPLES)
 def test_equals_exhaustive_search_with_tiers_priorities_values_and_forced_candidates(
-    candidates: list[Candidate], running: Counts, kv_free: int
-) -> None:
+    candidates, running, kv_free
+):
     if kv_free < 0:  # memory is overdrawn: only those that need none may come
         assert admitted(candidates, toy_rate, running, kv_free) == admitted(
             candidates, toy_rate, running, 0
@@ -59,9 +59,7 @@ def test_equals_exhaustive_search_with_tiers_priorities_values_and_forced_candid
     kv_free=st.integers(0, 40),
 )
 @settings(deadline=None, max_examples=EXAMPLES // 2)
-def test_equals_exhaustive_search_for_any_rates(
-    candidates: list[Candidate], seed: int, kv_free: int
-) -> None:
+def test_equals_exhaustive_search_for_any_rates(candidates, seed, kv_free):
     table = (
         np.random.default_rng(seed).integers(-1, 10, (9, 9)) * 4.0
     )  # need not fall with more requests
@@ -70,9 +68,7 @@ def test_equals_exhaustive_search_for_any_rates(
 
 @given(candidates=candidates_of(2), kv_free=st.integers(0, 30))
 @settings(deadline=None)
-def test_everybody_who_is_admitted_meets_the_deadline_in_simulation(
-    candidates: list[Candidate], kv_free: int
-) -> None:
+def test_everybody_who_is_admitted_meets_the_deadline_in_simulation(candidates, kv_free):
     """Fluid, event by event: the earliest deadline is served at the rate that those past their
     deadlines leave.
     """
@@ -104,9 +100,7 @@ def test_everybody_who_is_admitted_meets_the_deadline_in_simulation(
     running=st.tuples(*[st.integers(0, 3)] * 2),
 )
 @settings(deadline=None)
-def test_more_room_never_admits_fewer(
-    candidates: list[Candidate], kv_free: int, running: Counts
-) -> None:
+def test_more_room_never_admits_fewer(candidates, kv_free, running):
     chosen = value(admitted(candidates, toy_rate, running, kv_free), candidates)
     assert value(admitted(candidates, toy_rate, running, kv_free + 3), candidates) >= chosen
     assert value(admitted(candidates, toy_rate, (0, running[1]), kv_free), candidates) >= chosen
@@ -116,14 +110,14 @@ def test_more_room_never_admits_fewer(
 
 @given(candidates=candidates_of(2, max_priority=1), kv_free=st.integers(0, 30))
 @settings(deadline=None)
-def test_admitted_ones_stay_feasible_when_forced(candidates: list[Candidate], kv_free: int) -> None:
+def test_admitted_ones_stay_feasible_when_forced(candidates, kv_free):
     chosen = admitted(candidates, toy_rate, (0, 0), kv_free)
     promised = [replace(c, is_forced=i in chosen) for i, c in enumerate(candidates)]
     left = kv_free - sum(candidates[i].kv_tokens for i in chosen)
     assert admitted(promised, toy_rate, (0, 0), left) == chosen
 
 
-def test_nobody_and_nothing_possible() -> None:
+def test_nobody_and_nothing_possible():
     assert admitted([], toy_rate, (0,), AMPLE) == []
     assert admitted([at(1.0, 33), at(2.0, 65)], toy_rate, (0,), AMPLE) == []
     assert admitted([at(1.0, 1)], toy_rate, (4,), AMPLE) == []  # nothing is left for prompts
@@ -136,7 +130,7 @@ def test_nobody_and_nothing_possible() -> None:
     assert admitted([at(1.0, 1, kv_tokens=2)], toy_rate, (0,), 1) == []
 
 
-def test_a_prompt_that_fits_exactly_is_admitted() -> None:
+def test_a_prompt_that_fits_exactly_is_admitted():
     assert admitted([at(1.0, 32)], toy_rate, (0,), AMPLE) == [0]
     assert admitted([at(1.0, 32), at(2.0, 24), at(3.0, 16)], toy_rate, (0,), AMPLE) == [0, 1, 2]
     assert admitted([at(1.0, 32), at(2.0, 25)], toy_rate, (0,), AMPLE) == [0]
@@ -145,7 +139,7 @@ def test_a_prompt_that_fits_exactly_is_admitted() -> None:
     assert admitted(tenths, lambda _: 100.0, (0,), AMPLE) == [0, 1, 2, 3]
 
 
-def test_a_deadline_in_the_past_needs_an_empty_prompt() -> None:
+def test_a_deadline_in_the_past_needs_an_empty_prompt():
     assert admitted([at(-1.0, 1), at(1.0, 32)], toy_rate, (0,), AMPLE) == [1]
     assert admitted([at(-1.0, 0), at(1.0, 24)], toy_rate, (0,), AMPLE) == [0, 1]
     assert admitted([at(-1.0, 0), at(1.0, 25)], toy_rate, (0,), AMPLE) == [
@@ -155,7 +149,7 @@ def test_a_deadline_in_the_past_needs_an_empty_prompt() -> None:
 
 
 @pytest.mark.parametrize("never", [math.inf, 2 * FAR_S])
-def test_prompts_without_deadline_come_last(never: float) -> None:
+def test_prompts_without_deadline_come_last(never):
     assert admitted([at(never, 10**6), at(1.0, 32), at(never, 0)], toy_rate, (0,), AMPLE) == [
         0,
         1,
@@ -167,16 +161,16 @@ def test_prompts_without_deadline_come_last(never: float) -> None:
     ]  # two do not decode beside three
 
 
-def test_one_large_prompt_gives_way_to_two_small_ones() -> None:
+def test_one_large_prompt_gives_way_to_two_small_ones():
     assert admitted([at(1.0, 30), at(1.25, 16), at(1.5, 16)], toy_rate, (0,), AMPLE) == [1, 2]
 
 
-def test_a_slow_tier_lets_more_in() -> None:
+def test_a_slow_tier_lets_more_in():
     assert admitted([at(1.0, 0, tier=0)] * 9, toy_rate, (0, 0), AMPLE) == [0, 1, 2, 3]
     assert admitted([at(1.0, 0, tier=1)] * 9, toy_rate, (0, 0), AMPLE) == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
-def test_priorities_are_lexicographic() -> None:
+def test_priorities_are_lexicographic():
     # The one of priority -1 fills the server; without it, all three others fit.
     small = [at(1.0, 8), at(1.5, 8), at(2.0, 8)]
     assert admitted([*small, at(1.0, 32, priority=-1)], toy_rate, (1,), AMPLE) == [
@@ -193,7 +187,7 @@ def test_priorities_are_lexicographic() -> None:
     assert admitted(kv, toy_rate, (0,), 7) == [1, 2]
 
 
-def test_the_sum_of_values_decides_within_a_priority() -> None:
+def test_the_sum_of_values_decides_within_a_priority():
     small = [at(1.0, 16), at(1.0, 16)]
     assert admitted([*small, at(1.0, 32)], toy_rate, (0,), AMPLE) == [0, 1]
     assert admitted([*small, at(1.0, 32, value=3)], toy_rate, (0,), AMPLE) == [2]
@@ -207,9 +201,7 @@ def test_the_sum_of_values_decides_within_a_priority() -> None:
 
 @given(candidates=candidates_of(2, max_priority=2), kv_free=st.integers(0, 30))
 @settings(deadline=None, max_examples=EXAMPLES // 2)
-def test_priorities_are_values_that_exceed_those_of_all_lower_classes(
-    candidates: list[Candidate], kv_free: int
-) -> None:
+def test_priorities_are_values_that_exceed_those_of_all_lower_classes(candidates, kv_free):
     base = len(candidates) + 1
     valued = [replace(c, priority=0, value=base ** (2 - c.priority)) for c in candidates]
     assert admitted(valued, toy_rate, (1, 0), kv_free) == admitted(
@@ -217,7 +209,7 @@ def test_priorities_are_values_that_exceed_those_of_all_lower_classes(
     )
 
 
-def test_forced_candidates_hold_their_memory_and_keep_others_out() -> None:
+def test_forced_candidates_hold_their_memory_and_keep_others_out():
     assert admitted([forced(1.0, 30, 99), at(1.0, 2, 1)], toy_rate, (0,), 1) == [0, 1]
     assert admitted([forced(1.0, 30, 99), at(1.0, 3, 1), at(1.0, 2, 1)], toy_rate, (0,), 2) == [
         0,
@@ -228,13 +220,13 @@ def test_forced_candidates_hold_their_memory_and_keep_others_out() -> None:
     assert admitted([at(1.0, 16), forced(2.0, 32)], toy_rate, (0,), -5) == [1]
 
 
-def test_nobody_joins_forced_candidates_that_are_late() -> None:
+def test_nobody_joins_forced_candidates_that_are_late():
     assert admitted([at(5.0, 1), forced(1.0, 33)], toy_rate, (0,), AMPLE) == [1]
     assert admitted([forced(1.0, 1), at(5.0, 1), forced(-1.0, 1)], toy_rate, (0,), AMPLE) == [0, 2]
     assert admitted([forced(1.0, 0), at(5.0, 0)], toy_rate, (9,), AMPLE) == [0]
 
 
-def test_of_equal_candidates_the_earlier_and_then_the_lower_index_is_preferred() -> None:
+def test_of_equal_candidates_the_earlier_and_then_the_lower_index_is_preferred():
     assert admitted([at(1.0, 16)] * 5, toy_rate, (0,), AMPLE) == [0, 1]
     assert admitted([at(1.25, 32), at(1.0, 32)], toy_rate, (0,), AMPLE) == [1]
     assert admitted([at(1.25, 32, tier=0), at(1.0, 32, tier=1)], toy_rate, (0, 0), AMPLE) == [1]
@@ -249,11 +241,11 @@ def test_of_equal_candidates_the_earlier_and_then_the_lower_index_is_preferred()
 
 
 @pytest.mark.parametrize(("num_priorities", "num_sets"), [(1, 2), (2, 2)])
-def test_many_candidates(num_priorities: int, num_sets: int) -> None:
+def test_many_candidates(num_priorities, num_sets):
     """A few times more than fit, scarce in time and in memory, no two alike."""
     rng = np.random.default_rng(0)
 
-    def rate(counts: Counts) -> float:
+    def rate(counts):
         return (
             4000.0 - 100 * counts[0] - 50 * counts[1]
             if 2 * counts[0] + counts[1] <= 80
@@ -276,7 +268,7 @@ def test_many_candidates(num_priorities: int, num_sets: int) -> None:
         assert value(greedy, candidates) <= value(chosen, candidates) < value(range(64), candidates)
 
 
-def test_admission_by_prefill_rates() -> None:
+def test_admission_by_prefill_rates():
     """Both together: what step costs allow decides who is admitted, and speculation admits more."""
     curve = LatencyCurve.fit([1, 16, 256], [0.02, 0.02, 0.05])
     targets = (0.03, 0.1)
@@ -288,9 +280,9 @@ def test_admission_by_prefill_rates() -> None:
         )
     ]
 
-    def num_admitted(acceptance: float, running: Counts) -> int:
+    def num_admitted(acceptance, running):
         @functools.cache
-        def rate(counts: Counts) -> float:
+        def rate(counts):
             return prefill_rate(curve, targets, counts, acceptance, 6, 256, 0.001)
 
         return len(check(candidates, rate, running, 6000))

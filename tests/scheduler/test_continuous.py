@@ -24,7 +24,7 @@ from tests.support.toys.served import Served
 from tests.support.toys.trees import SEEDS
 
 
-def test_steps_in_which_drafting_is_paused_teach_nothing_of_drafts() -> None:
+def test_steps_in_which_drafting_is_paused_teach_nothing_of_drafts():
     config = SLOSpecConfig(max_depth=3, max_width=2)
     history = SpeculationHistory(config)
     served = Served(policy=new_policy(config, new_costs(), history))
@@ -43,7 +43,7 @@ def test_steps_in_which_drafting_is_paused_teach_nothing_of_drafts() -> None:
     assert history.depths.num_observed > number
 
 
-def test_requests_make_room_for_first_tokens_only_so_often_in_a_row() -> None:
+def test_requests_make_room_for_first_tokens_only_so_often_in_a_row():
     served = Served()
     decoding = [served.add(index, new=400) for index in range(4)]
     for _ in range(8):
@@ -58,7 +58,7 @@ def test_requests_make_room_for_first_tokens_only_so_often_in_a_row() -> None:
     assert num_skipped == MAX_SKIPPED  # not in the last of these steps
 
 
-def test_only_requests_that_arrive_while_others_decode_tell_which_steps_are_too_long() -> None:
+def test_only_requests_that_arrive_while_others_decode_tell_which_steps_are_too_long():
     served = Served()
     served.add(0, ttft_slo_s=9.0)
     served.run()
@@ -76,7 +76,7 @@ def test_only_requests_that_arrive_while_others_decode_tell_which_steps_are_too_
     assert not served.scheduler.costs.for_own_engine().first_tokens.is_expected
 
 
-def test_a_step_has_to_end_in_time_for_the_first_token_of_a_stage() -> None:
+def test_a_step_has_to_end_in_time_for_the_first_token_of_a_stage():
     costs = new_costs()
     scheduler = ContinuousScheduler(Limits(4, 1000, 6, 8, 1e9), costs, "edf")
     request = Request(0, RequestParams([0], 40, (Stage(9.0, 1), Stage(9.0, ttft_slo_s=2.0))))
@@ -95,9 +95,7 @@ def test_a_step_has_to_end_in_time_for_the_first_token_of_a_stage() -> None:
     [("slo", 1e3, True), ("slo", None, True), ("slo", 2.0, False), ("fcfs", 1e3, False)],
 )
 @pytest.mark.parametrize("place", [0.9, 1.5, 3.0], ids=["lost", "in time alone", "in time anyway"])
-def test_requests_that_can_wait_make_room_for_a_first_token(
-    admission: str, tpot_slo_s: float | None, can_wait: bool, place: float
-) -> None:
+def test_requests_that_can_wait_make_room_for_a_first_token(admission, tpot_slo_s, can_wait, place):
     served = Served(admission=admission)
     decoding = [served.add(index, new=60, tpot_slo_s=tpot_slo_s) for index in range(4)]
     for _ in range(8):
@@ -131,16 +129,16 @@ def test_requests_that_can_wait_make_room_for_a_first_token(
 )
 @settings(deadline=None, max_examples=60)
 def test_every_request_gets_what_plain_decoding_gives_within_limits(
-    seed: int,
-    num_requests: int,
-    admission: str,
-    policy_name: str,
-    max_batch: int,
-    kv_tokens: int,
-    prefill_chunk: int,
-    starvation_s: float,
-    is_sampled: bool,
-) -> None:
+    seed,
+    num_requests,
+    admission,
+    policy_name,
+    max_batch,
+    kv_tokens,
+    prefill_chunk,
+    starvation_s,
+    is_sampled,
+):
     rng = np.random.default_rng(seed)
     config = SLOSpecConfig(policy=policy_name, max_depth=3, max_width=2)
     limits = Limits(max_batch, kv_tokens, 6, prefill_chunk, starvation_s)
@@ -180,7 +178,7 @@ def test_every_request_gets_what_plain_decoding_gives_within_limits(
         assert request.finish_reason == "length"
 
 
-def test_a_long_prompt_is_fed_beside_those_that_decode_and_stalls_nobody() -> None:
+def test_a_long_prompt_is_fed_beside_those_that_decode_and_stalls_nobody():
     served = Served(Limits(8, 10**6, 4, 512, 1e9))
     short = [served.add(index, prompt=3, new=60) for index in range(3)]
     while not all(request.is_decoding for request in short):
@@ -202,14 +200,14 @@ def test_a_long_prompt_is_fed_beside_those_that_decode_and_stalls_nobody() -> No
     assert longest_s <= 3.0 * plain_s + 1e-9 or all(request.is_finished for request in short)
 
 
-def test_a_prompt_alone_is_fed_as_fast_as_the_limit_allows() -> None:
+def test_a_prompt_alone_is_fed_as_fast_as_the_limit_allows():
     served = Served(Limits(8, 10**6, 4, 50, 1e9))
     served.add(prompt=120, new=1)
     served.run()
     assert [event.prefill_tokens for event in served.events] == [50, 50, 20]
 
 
-def test_earliest_deadlines_first_or_in_order_of_arrival() -> None:
+def test_earliest_deadlines_first_or_in_order_of_arrival():
     for admission, expected in (("edf", [1, 2, 0]), ("fcfs", [0, 1, 2])):
         served = Served(Limits(1, 10**6, 4, 8, 1e9), admission)
         for index, ttft_s in enumerate((90.0, 30.0, 60.0)):
@@ -218,7 +216,7 @@ def test_earliest_deadlines_first_or_in_order_of_arrival() -> None:
         assert [event.requests[0].index for event in served.events if event.is_prefill] == expected
 
 
-def test_lower_priority_goes_first() -> None:
+def test_lower_priority_goes_first():
     served = Served(Limits(1, 10**6, 4, 8, 1e9))
     for index, priority in enumerate((0, -5, -1)):
         served.add(index, priority=priority)
@@ -228,8 +226,8 @@ def test_lower_priority_goes_first() -> None:
 
 @pytest.mark.parametrize(("admission", "tpot_slo_s"), [("slo", None), ("edf", 40.0)])
 def test_requests_that_can_wait_sit_out_where_they_would_make_others_late_but_not_for_ever(
-    admission: str, tpot_slo_s: float | None
-) -> None:
+    admission, tpot_slo_s
+):
     """Best-effort requests can wait, and guaranteed ones that are far ahead of their SLOs."""
     served = Served(Limits(64, 10**6, 4, 64, 1e9), admission)
     spare = [served.add(index, new=200, tpot_slo_s=tpot_slo_s) for index in range(1, 30)]
@@ -256,7 +254,7 @@ def test_requests_that_can_wait_sit_out_where_they_would_make_others_late_but_no
     assert tpot_slo_s is None or all(request.metrics().attained for request in spare)
 
 
-def test_after_running_out_of_memory_less_is_done_and_room_comes_back() -> None:
+def test_after_running_out_of_memory_less_is_done_and_room_comes_back():
     served = Served(Limits(8, 10**6, 4, 64, 1e9))
     requests = [served.add(index, new=30, is_best_effort=True) for index in range(6)]
     for _ in range(4):
@@ -273,7 +271,7 @@ def test_after_running_out_of_memory_less_is_done_and_room_comes_back() -> None:
     assert len([event for event in served.events if len(event.requests) == 6]) >= 1
 
 
-def test_shrinking_ends_at_one_request() -> None:
+def test_shrinking_ends_at_one_request():
     served = Served(Limits(8, 10**6, 4, 4, 1e9))
     served.add(0, new=30)
     for _ in range(3):
@@ -286,7 +284,7 @@ def test_shrinking_ends_at_one_request() -> None:
 
 
 @pytest.mark.parametrize("prompt", [2, MIN_CHUNK, 100])
-def test_cancelled_requests_leave_nothing_behind(prompt: int) -> None:
+def test_cancelled_requests_leave_nothing_behind(prompt):
     served = Served(Limits(2, 10**6, 4, 8, 1e9))
     requests = [served.add(index, prompt=prompt, new=20, tpot_slo_s=1e3) for index in range(4)]
     for _ in range(3):
@@ -300,7 +298,7 @@ def test_cancelled_requests_leave_nothing_behind(prompt: int) -> None:
     assert {request.finish_reason for request in requests[1:]} == {"cancelled"}
 
 
-def test_shortage_of_memory_that_ends_is_soon_forgotten() -> None:
+def test_shortage_of_memory_that_ends_is_soon_forgotten():
     served = Served(Limits(8, 10**6, 4, 4, 1e9))
     served.add(0, new=30)
     for _ in range(40):
@@ -308,7 +306,7 @@ def test_shortage_of_memory_that_ends_is_soon_forgotten() -> None:
     assert served.scheduler.batches._share >= 1 / 8
 
 
-def test_requests_leave_room_for_as_many_nodes_as_steps_verify() -> None:
+def test_requests_leave_room_for_as_many_nodes_as_steps_verify():
     """Two texts of 10 tokens fit into 25 slots with up to two nodes each, roots not counted."""
     for nodes, num_running in ((1.0, 2), (3.0, 2), (3.5, 1), (100.0, 1)):
         served = Served(Limits(8, 25, 4, 64, 1e9))
@@ -320,9 +318,7 @@ def test_requests_leave_room_for_as_many_nodes_as_steps_verify() -> None:
 
 
 @pytest.mark.parametrize(("tpot_slo_s", "most_guaranteed"), [(None, 0), (1e3, 2)])
-def test_only_guaranteed_requests_hold_slots_at_their_maximum_lengths(
-    tpot_slo_s: float | None, most_guaranteed: int
-) -> None:
+def test_only_guaranteed_requests_hold_slots_at_their_maximum_lengths(tpot_slo_s, most_guaranteed):
     """1,000 slots for requests that may emit 400 tokens and emit 20."""
     served = Served(Limits(8, 1000, 4, 64, 1e9))
     ends = dict(is_stop=lambda tokens: len(tokens) == 30, tpot_slo_s=tpot_slo_s)
@@ -342,9 +338,7 @@ def test_only_guaranteed_requests_hold_slots_at_their_maximum_lengths(
     assert served.scheduler.output_tokens < 30  # it begins with 100
 
 
-def test_where_slots_run_out_the_last_to_arrive_are_preempted_and_guaranteed_requests_are_not() -> (
-    None
-):
+def test_where_slots_run_out_the_last_to_arrive_are_preempted_and_guaranteed_requests_are_not():
     served = Served(Limits(8, 300, 4, 64, 1e9))
     served.scheduler.output_tokens = 10.0
     guaranteed = [served.add(index, prompt=10, new=60, tpot_slo_s=1e3) for index in range(2)]
@@ -363,7 +357,7 @@ def test_where_slots_run_out_the_last_to_arrive_are_preempted_and_guaranteed_req
     assert not served.toy.cached
 
 
-def test_a_request_is_expected_to_emit_twice_as_much_each_time_it_was_preempted() -> None:
+def test_a_request_is_expected_to_emit_twice_as_much_each_time_it_was_preempted():
     served = Served(Limits(8, 300, 4, 64, 1e9))
     served.scheduler.output_tokens = 20.0
     request = served.add(0, prompt=10, new=200)
@@ -378,7 +372,7 @@ def test_a_request_is_expected_to_emit_twice_as_much_each_time_it_was_preempted(
     assert served.scheduler._expected([request]) - nodes == 11 + 4  # a step may emit that much
 
 
-def test_one_that_was_preempted_often_does_not_wait_until_all_others_have_left() -> None:
+def test_one_that_was_preempted_often_does_not_wait_until_all_others_have_left():
     """It may emit as much as there are slots, and emits little."""
     served = Served(Limits(8, 300, 4, 64, 1e9))
     served.scheduler.output_tokens = 10.0
@@ -394,9 +388,7 @@ def test_one_that_was_preempted_often_does_not_wait_until_all_others_have_left()
     assert all(request.finish_reason == "stop" for request in [often, *others])
 
 
-def test_a_running_request_that_is_guaranteed_late_gets_its_slots_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_running_request_that_is_guaranteed_late_gets_its_slots_at_once(monkeypatch):
     served = Served(Limits(16, 300, 4, 64, 1e9))
     scheduler = served.scheduler
     enter = served.scheduler.enter
@@ -411,7 +403,7 @@ def test_a_running_request_that_is_guaranteed_late_gets_its_slots_at_once(
     for index in range(7, 23):
         served.add(index, prompt=10, new=200)
 
-    def entering(now_s: float) -> list[Request]:
+    def entering(now_s):
         before = late.is_guaranteed
         victims = enter(now_s)
         assert scheduler._after_step(scheduler.running) <= scheduler.limits.kv_tokens

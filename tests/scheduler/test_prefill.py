@@ -17,13 +17,13 @@ from hf_slospec.scheduler.prefill import IN_TIME, SLOWDOWN, STALL, prefill_budge
 from tests.support.toys.engine import commit
 
 
-def new_costs() -> StepCosts:
+def new_costs():
     """A step takes 1 s, and 0.1 s per token."""
     cost = ForwardCost(LatencyCurve((1, 101), (1.1, 11.1)))
     return StepCosts(cost, cost)
 
 
-def prompt(num_tokens: int, ttft_s: float | None = None, arrived_s: float = 0.0) -> Request:
+def prompt(num_tokens, ttft_s=None, arrived_s=0.0):
     return Request(
         0, RequestParams([1] * num_tokens, 9, (Stage(1.0),), ttft_slo_s=ttft_s), arrived_s
     )
@@ -37,14 +37,12 @@ def prompt(num_tokens: int, ttft_s: float | None = None, arrived_s: float = 0.0)
         (math.inf, 22),  # up to a stall of 3 x 1.1 s
     ],
 )
-def test_without_a_deadline_prompts_take_what_makes_nobody_late(
-    allowed_s: float, expected: int
-) -> None:
+def test_without_a_deadline_prompts_take_what_makes_nobody_late(allowed_s, expected):
     assert STALL == 3.0
     assert prefill_budget("beside", new_costs(), 1, [], 64, allowed_s, 0.0) == expected
 
 
-def test_what_is_due_is_fed_whoever_becomes_late() -> None:
+def test_what_is_due_is_fed_whoever_becomes_late():
     costs = new_costs()
     # 30 tokens within 0.95 x 10 s: 3.16 tokens/s; c tokens beside one that decodes take 1.1 + 0.1
     # c: 6 / 1.7 = 3.5.
@@ -58,14 +56,14 @@ def test_what_is_due_is_fed_whoever_becomes_late() -> None:
     assert prefill_budget("beside", costs, 1, [prompt(30, ttft_s=1e9)], 64, 0.0, 0.0) == 1
 
 
-def test_without_a_target_for_the_first_token_a_multiple_of_the_time_alone_is_soon_enough() -> None:
+def test_without_a_target_for_the_first_token_a_multiple_of_the_time_alone_is_soon_enough():
     alone_s = 0.1 * 20 + 1.0
     assert required_rate([prompt(20, arrived_s=7.0)], new_costs(), 7.0) == pytest.approx(
         20 / (IN_TIME * SLOWDOWN * alone_s)
     )
 
 
-def test_a_prompt_is_due_when_it_was_due_before_it_was_fed_in_part() -> None:
+def test_a_prompt_is_due_when_it_was_due_before_it_was_fed_in_part():
     half_fed = prompt(20)
     fed_again = prompt(20)
     half_fed.kv.num_cached = 10
@@ -78,7 +76,7 @@ def test_a_prompt_is_due_when_it_was_due_before_it_was_fed_in_part() -> None:
     )
 
 
-def test_a_preempted_request_is_fed_again_by_the_time_of_its_stages_first_token() -> None:
+def test_a_preempted_request_is_fed_again_by_the_time_of_its_stages_first_token():
     request = Request(0, RequestParams([1] * 20, 9, (Stage(1.0, 1), Stage(1.0, ttft_slo_s=4.0))))
     commit(request, [1], 10.0)
     assert required_rate([request], new_costs(), 11.0) == pytest.approx(21 / (IN_TIME * 3.0))
@@ -88,12 +86,12 @@ def test_a_preempted_request_is_fed_again_by_the_time_of_its_stages_first_token(
     )
 
 
-def test_a_prompt_waits_for_those_before_it() -> None:
+def test_a_prompt_waits_for_those_before_it():
     both = required_rate([prompt(10, ttft_s=100.0), prompt(40, ttft_s=20.0)], new_costs(), 0.0)
     assert both == pytest.approx(50 / (IN_TIME * 20.0))
 
 
-def test_rules_of_other_systems() -> None:
+def test_rules_of_other_systems():
     costs = new_costs()
     assert prefill_budget("first", costs, 8, [prompt(5)], 64, 0.0, 0.0) == 64
     assert (
@@ -110,9 +108,7 @@ def test_rules_of_other_systems() -> None:
     num_decoding=st.integers(1, 20),
     allowed_s=st.floats(0.0, 20.0),
 )
-def test_enough_is_fed_and_no_more_than_that_or_than_is_spare(
-    lengths: list[tuple[int, float]], num_decoding: int, allowed_s: float
-) -> None:
+def test_enough_is_fed_and_no_more_than_that_or_than_is_spare(lengths, num_decoding, allowed_s):
     costs = new_costs()
     guaranteed = [prompt(tokens, ttft_s) for tokens, ttft_s in lengths]
     spare = prefill_budget("beside", costs, num_decoding, [], 64, allowed_s, 0.0)

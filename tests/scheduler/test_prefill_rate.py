@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -14,19 +13,10 @@ from hypothesis import strategies as st
 
 from hf_slospec.engine.latency_curves import LatencyCurve
 from hf_slospec.scheduler.admission import prefill_rate
-from hf_slospec.tree.select import StepTime
-from hf_slospec.tree.tree import FloatArray
 from tests.support.toys.trees import affine, staircase
 
 
-def best_schedule(
-    seconds: FloatArray,
-    tpot_slos_s: Sequence[float],
-    counts: Sequence[int],
-    acceptance: float,
-    max_len: int,
-    draft_level_s: float,
-) -> float:
+def best_schedule(seconds, tpot_slos_s, counts, acceptance, max_len, draft_level_s):
     """Over all lengths of chains and over durations of a step: every exact one and a grid between.
 
     Who decodes plainly takes part when it is due.
@@ -71,13 +61,8 @@ def best_schedule(
 )
 @settings(deadline=None, max_examples=80)
 def test_prefill_rate_is_that_of_the_best_schedule(
-    curve: StepTime,
-    tiers: list[tuple[float, int]],
-    acceptance: float,
-    max_len: int,
-    max_tokens: int,
-    draft_level_s: float,
-) -> None:
+    curve, tiers, acceptance, max_len, max_tokens, draft_level_s
+):
     tpot_slos_s = [target for target, _ in tiers]
     counts = [count for _, count in tiers]
     rate = prefill_rate(curve, tpot_slos_s, counts, acceptance, max_len, max_tokens, draft_level_s)
@@ -113,9 +98,7 @@ def test_prefill_rate_is_that_of_the_best_schedule(
     )
 
 
-def prefill_of_plain_steps(
-    budget: int, duration_s: Fraction, tpot_slos_s: Sequence[Fraction], num_steps: int
-) -> int | None:
+def prefill_of_plain_steps(budget, duration_s, tpot_slos_s, num_steps):
     """Algorithm 2, one token at a time, of requests with these SLOs.  -> prompt tokens; None: it is
     infeasible
     """
@@ -148,9 +131,7 @@ def prefill_of_plain_steps(
     max_tokens=st.integers(1, 40),
 )
 @settings(deadline=None, max_examples=80)
-def test_plain_rate_is_that_of_the_best_steps_of_what_is_due(
-    curve: StepTime, tiers: list[tuple[int, int]], max_tokens: int
-) -> None:
+def test_plain_rate_is_that_of_the_best_steps_of_what_is_due(curve, tiers, max_tokens):
     tpot_slos_s = [Fraction(slo, 32) for slo, count in tiers for _ in range(count)]
     tightest = min(tpot_slos_s, default=None)
     num_steps = 60
@@ -174,7 +155,7 @@ def test_plain_rate_is_that_of_the_best_steps_of_what_is_due(
     )
 
 
-def test_loose_tiers_are_not_charged_for_every_step() -> None:
+def test_loose_tiers_are_not_charged_for_every_step():
     # Steps of 0.5 s hold 16 tokens. Of ten requests with 2.0 s a quarter is due in each.
     tiers = [0.5, 2.0]
     counts = [2, 10]
@@ -184,7 +165,7 @@ def test_loose_tiers_are_not_charged_for_every_step() -> None:
     )  # the first step must hold all
 
 
-def test_prefill_rate_without_decoding_requests_is_that_of_the_best_step() -> None:
+def test_prefill_rate_without_decoding_requests_is_that_of_the_best_step():
     assert prefill_rate(affine, [], [], 0.5, 4, 40) == 40 / (0.25 + 40 / 64)
     assert prefill_rate(affine, [0.01, math.inf], [0, 0], 0.5, 4, 40) == 40 / (0.25 + 40 / 64)
     assert (
@@ -192,7 +173,7 @@ def test_prefill_rate_without_decoding_requests_is_that_of_the_best_step() -> No
     )  # larger steps are slower per token
 
 
-def test_prefill_rate_beside_plain_decoding() -> None:
+def test_prefill_rate_beside_plain_decoding():
     # 0.5 s hold 16 tokens, of which 3 are decoded.
     assert prefill_rate(affine, [0.5], [3], 0.5, 1, 40) == 13 / 0.5
     assert prefill_rate(affine, [0.5], [16], 0.5, 1, 40) == 0.0  # sustained, without any prompt
@@ -203,7 +184,7 @@ def test_prefill_rate_beside_plain_decoding() -> None:
     assert prefill_rate(affine, [60.0], [3], 0.5, 1, 40) == 40 / (0.25 + 40 / 64) - 3 / 60.0
 
 
-def test_prefill_rate_speculates_where_that_pays() -> None:
+def test_prefill_rate_speculates_where_that_pays():
     # Chains of 2 commit 1.5 tokens: 0.375 s a token allows steps of 0.5625 s, 20 tokens, against 8
     # in 0.375 s.
     assert prefill_rate(affine, [0.375], [2], 0.5, 2, 40) == 16 / 0.5625
@@ -217,13 +198,13 @@ def test_prefill_rate_speculates_where_that_pays() -> None:
     )  # plain decoding is too slow
 
 
-def test_requests_without_target_take_one_token_per_step_and_limit_nothing() -> None:
+def test_requests_without_target_take_one_token_per_step_and_limit_nothing():
     assert prefill_rate(affine, [0.375, math.inf], [2, 3], 0.5, 2, 40) == 13 / 0.5625
     assert prefill_rate(affine, [math.inf], [3], 0.5, 4, 40) == 37 / (0.25 + 40 / 64)
     assert prefill_rate(affine, [math.inf, 0.01], [3, 0], 0.5, 4, 40) == 37 / (0.25 + 40 / 64)
 
 
-def test_prefill_rate_of_a_measured_curve() -> None:
+def test_prefill_rate_of_a_measured_curve():
     curve = LatencyCurve.fit([1, 8, 64, 512], [0.02, 0.02, 0.03, 0.12])
     targets = (0.05, 0.1)
     rates = [prefill_rate(curve, targets, (n, n), 0.7, 6, 512, 0.002) for n in range(0, 200, 4)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +23,7 @@ from tests.support.toys.models import new_costs
 from tests.support.toys.trees import SEEDS
 
 
-def history(kind: type[ContinuousScheduler], seed: int) -> list[object]:
+def history(kind, seed):
     """What a scheduler decides while requests come, decode, end, are cancelled and run out of
     memory.
     """
@@ -92,7 +92,7 @@ def history(kind: type[ContinuousScheduler], seed: int) -> list[object]:
 
 @given(seed=SEEDS)
 @settings(deadline=None, max_examples=100)
-def test_the_queue_decides_as_plain_lists_do(seed: int) -> None:
+def test_the_queue_decides_as_plain_lists_do(seed):
     assert history(ContinuousScheduler, seed) == history(PlainScheduler, seed)
 
 
@@ -101,13 +101,13 @@ class WatchedRequest(Request):
 
     reads: ClassVar = Counter[int]()
 
-    def __getattribute__(self, name: str) -> Any:
+    def __getattribute__(self, name):
         index = object.__getattribute__(self, "__dict__").get("index", -1)
         WatchedRequest.reads[index] += 1
         return super().__getattribute__(name)
 
 
-def reads_of_a_turn(num_waiting: int, admission: str, running_slo: float | None) -> tuple[int, int]:
+def reads_of_a_turn(num_waiting, admission, running_slo):
     """How often a turn and its report read waiting requests, and how many, once the queue has been
     looked at.
     """
@@ -161,15 +161,13 @@ def reads_of_a_turn(num_waiting: int, admission: str, running_slo: float | None)
         pytest.param("slo", 2.0, 100_000, marks=pytest.mark.nightly),
     ],
 )
-def test_a_turn_costs_the_same_however_many_wait(
-    admission: str, running_slo: float | None, num_waiting: int
-) -> None:
+def test_a_turn_costs_the_same_however_many_wait(admission, running_slo, num_waiting):
     few, many = (reads_of_a_turn(number, admission, running_slo) for number in (1_000, num_waiting))
     assert many == few
     assert many[1] < 80 and many[0] < 4000
 
 
-def test_removed_requests_do_not_stay_in_memory() -> None:
+def test_removed_requests_do_not_stay_in_memory():
     heap = RequestHeap()
     requests = [Request(index, RequestParams([1], 1)) for index in range(200)]
     for place, request in enumerate(requests):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -39,9 +38,7 @@ LOADS = st.builds(
 
 
 @given(loads=st.lists(LOADS, min_size=1, max_size=6), need=NEEDS)
-def test_every_replica_is_ranked_once_and_those_with_room_first(
-    loads: list[ReplicaLoad], need: Need
-) -> None:
+def test_every_replica_is_ranked_once_and_those_with_room_first(loads, need):
     order = ranked(loads, need)
     assert sorted(order) == list(range(len(loads))) and order == ranked(
         loads, need, [0] * len(loads)
@@ -62,9 +59,7 @@ def test_every_replica_is_ranked_once_and_those_with_room_first(
 
 
 @given(load=LOADS, need=NEEDS, number=st.integers(2, 5), data=st.data())
-def test_reusable_prompt_tokens_attract_a_request(
-    load: ReplicaLoad, need: Need, number: int, data: st.DataObject
-) -> None:
+def test_reusable_prompt_tokens_attract_a_request(load, need, number, data):
     need = replace(need, tpot_slo_s=0.05)
     num_reusable = [0] * number
     index = data.draw(st.integers(0, number - 1))
@@ -82,8 +77,8 @@ def test_reusable_prompt_tokens_attract_a_request(
     data=st.data(),
 )
 def test_a_replica_with_more_to_do_comes_after_its_equals(
-    load: ReplicaLoad, need: Need, more: Need, is_guaranteed: bool, number: int, data: st.DataObject
-) -> None:
+    load, need, more, is_guaranteed, number, data
+):
     """Holds for linear step times; where a second token doubles a step and a third is free, it need
     not.
     """
@@ -100,9 +95,7 @@ def test_a_replica_with_more_to_do_comes_after_its_equals(
 
 
 @given(load=LOADS, need=NEEDS, is_guaranteed=st.booleans())
-def test_what_was_sent_is_part_of_the_load(
-    load: ReplicaLoad, need: Need, is_guaranteed: bool
-) -> None:
+def test_what_was_sent_is_part_of_the_load(load, need, is_guaranteed):
     later = load.with_request(need, is_guaranteed)
     assert later.num_requests == load.num_requests + 1
     assert later.prefill_tokens == load.prefill_tokens + need.prompt_tokens
@@ -111,12 +104,12 @@ def test_what_was_sent_is_part_of_the_load(
     assert later.strain >= load.strain
 
 
-def test_an_idle_replica_comes_first() -> None:
+def test_an_idle_replica_comes_first():
     busy = ReplicaLoad(((0.05, 1),), step_s=LINE, kv_free=10**6)
     assert ranked([busy, ReplicaLoad(step_s=LINE, kv_free=10**6)], Need(100, 300, 0.05)) == [1, 0]
 
 
-def test_prompts_are_balanced_as_well_as_requests() -> None:
+def test_prompts_are_balanced_as_well_as_requests():
     """Two replicas with as many requests each: a request with a TTFT SLO is not put behind a long
     prompt.
     """
@@ -125,7 +118,7 @@ def test_prompts_are_balanced_as_well_as_requests() -> None:
     assert ranked([replace(load, prefill_tokens=4000), load], need) == [1, 0]
 
 
-def test_loose_requests_are_kept_apart_from_tight_ones() -> None:
+def test_loose_requests_are_kept_apart_from_tight_ones():
     """A large batch of loose requests takes a loose one, and the tight one goes to the other
     replica.
     """
@@ -136,7 +129,7 @@ def test_loose_requests_are_kept_apart_from_tight_ones() -> None:
 
 
 @given(seed=SEEDS, sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=9, unique=True))
-def test_a_curve_at_one_point_is_the_curve(seed: int, sizes: Sequence[int]) -> None:
+def test_a_curve_at_one_point_is_the_curve(seed, sizes):
     rng = np.random.default_rng(seed)
     curve = LatencyCurve(tuple(sorted(sizes)), tuple(np.sort(rng.random(len(sizes))).tolist()))
     for tokens in (0, 1, *sizes, *rng.uniform(0, 5000, 5).tolist()):

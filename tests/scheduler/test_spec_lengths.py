@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.scheduler.admission import best_lengths
-from hf_slospec.tree.select import StepTime
 from tests.support.toys.trees import affine, staircase
 
 TARGETS = (0.25, 0.375, 0.5, 0.75, 1.5, 4.0, math.inf)
@@ -31,17 +30,11 @@ TARGETS = (0.25, 0.375, 0.5, 0.75, 1.5, 4.0, math.inf)
     draft_level_s=st.sampled_from([0.0, 0.0625, 0.125]),
 )
 @settings(deadline=None, max_examples=150)
-def test_lengths_are_the_best_of_all(
-    curve: StepTime,
-    tiers: list[tuple[float, int, float]],
-    acceptance: float,
-    max_len: int,
-    draft_level_s: float,
-) -> None:
+def test_lengths_are_the_best_of_all(curve, tiers, acceptance, max_len, draft_level_s):
     tpot_slos_s, counts, slacks_s = zip(*tiers, strict=True)
     seconds = curve(np.arange(1, 41))
 
-    def rate(lengths: tuple[int, ...]) -> float:
+    def rate(lengths):
         """Of prompt tokens, with steps as long as these chains allow; -inf if some tier cannot keep
         its target.
         """
@@ -83,13 +76,13 @@ def test_lengths_are_the_best_of_all(
     )
 
 
-def test_tight_tiers_speculate_longer() -> None:
+def test_tight_tiers_speculate_longer():
     found = best_lengths(affine, [0.4, 1.0, math.inf], [1, 2, 3], 0.8, 6, 40)
     assert found is not None
     assert found.lengths[0] > found.lengths[1] >= found.lengths[2] == 1
 
 
-def test_a_tier_that_fell_behind_speculates_longer() -> None:
+def test_a_tier_that_fell_behind_speculates_longer():
     level, behind = (
         best_lengths(affine, [0.5, 1.0], [1, 1], 0.8, 6, 40, slacks_s=[0.0, slack])
         for slack in (0.0, -0.75)

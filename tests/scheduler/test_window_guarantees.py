@@ -31,34 +31,34 @@ SLO_S = 2.0
 TTFT_S = 5.0
 
 
-def request_of(index: int = 0) -> Request:
+def request_of(index=0):
     return Request(index, RequestParams([1], 100, (Stage(SLO_S),)))
 
 
-def request_with_ttft(index: int) -> Request:
+def request_with_ttft(index):
     return Request(index, RequestParams([1], 100, (Stage(SLO_S),), ttft_slo_s=TTFT_S))
 
 
-def break_guarantee(request: Request) -> None:
+def break_guarantee(request):
     commit(request, [0], 0.0)
     commit(request, [0] * WINDOW, 1e3)
 
 
-def guaranteed(served: Served, **fields: object) -> Request:
+def guaranteed(served, **fields):
     return served.add(**{"new": 40, "tpot_slo_s": SLO_S, **fields})
 
 
 class Guaranteeing(Served):
     """An engine that states a probability."""
 
-    def __init__(self, probability: float | None, falls_back: bool = False):
+    def __init__(self, probability, falls_back=False):
         super().__init__()
         self.scheduler = self.engine.scheduler = ContinuousScheduler(
             ROOMY, self.engine.costs, guarantee=probability, falls_back=falls_back
         )
 
 
-def test_without_a_probability_the_margin_is_constant_and_nothing_is_guaranteed() -> None:
+def test_without_a_probability_the_margin_is_constant_and_nothing_is_guaranteed():
     windows = WindowGuarantees(None, RecentSteps())
     request = request_of()
     windows.give(request, SLO_S, 0.0)
@@ -68,7 +68,7 @@ def test_without_a_probability_the_margin_is_constant_and_nothing_is_guaranteed(
     assert request.window_guarantee is None
 
 
-def test_the_share_follows_from_what_varied() -> None:
+def test_the_share_follows_from_what_varied():
     recent = RecentSteps()
     recent.committed = np.array([0.0, 0.3, 0.2, 0.5])
     recent.step_variance = 0.04
@@ -79,7 +79,7 @@ def test_the_share_follows_from_what_varied() -> None:
 
 
 @pytest.mark.parametrize("probability", [0.8, 0.95])
-def test_broken_guarantees_lower_the_share_of_their_slo_at_once(probability: float) -> None:
+def test_broken_guarantees_lower_the_share_of_their_slo_at_once(probability):
     windows, broken, open_ = (
         WindowGuarantees(probability, RecentSteps()),
         request_of(0),
@@ -97,7 +97,7 @@ def test_broken_guarantees_lower_the_share_of_their_slo_at_once(probability: flo
 
 
 @pytest.mark.parametrize("has_first_token", [True, False])
-def test_late_first_tokens_lower_the_share_of_ttft_slos_once(has_first_token: bool) -> None:
+def test_late_first_tokens_lower_the_share_of_ttft_slos_once(has_first_token):
     windows, late, timely = (
         WindowGuarantees(0.9, RecentSteps()),
         request_with_ttft(0),
@@ -120,7 +120,7 @@ def test_late_first_tokens_lower_the_share_of_ttft_slos_once(has_first_token: bo
     assert late.window_guarantee == 0.9  # its windows are served as before
 
 
-def test_a_kept_guarantee_raises_the_shares_of_its_slos_together_as_much_as_one() -> None:
+def test_a_kept_guarantee_raises_the_shares_of_its_slos_together_as_much_as_one():
     windows, late, kept = (
         WindowGuarantees(0.8, RecentSteps()),
         request_with_ttft(0),
@@ -139,7 +139,7 @@ def test_a_kept_guarantee_raises_the_shares_of_its_slos_together_as_much_as_one(
     assert windows.share(SLO_S) == pytest.approx(share * math.exp(LEARNED * 0.1))
 
 
-def test_many_kept_guarantees_do_not_hide_broken_ones() -> None:
+def test_many_kept_guarantees_do_not_hide_broken_ones():
     windows = WindowGuarantees(0.5, RecentSteps(), falls_back=True)
     before = windows.first_share(), windows.plain_share(SLO_S)
     assert windows.share(SLO_S) < MAX_SHARE
@@ -165,13 +165,13 @@ def test_many_kept_guarantees_do_not_hide_broken_ones() -> None:
 
 @pytest.mark.parametrize(("probability", "falls_back"), [(None, True), (0.9, False)])
 def test_nothing_falls_back_unless_a_probability_is_stated_and_the_policy_does(
-    probability: float | None, falls_back: bool
-) -> None:
+    probability, falls_back
+):
     served = Guaranteeing(probability, falls_back)
     assert not can_fall_back(1e3, served.engine.costs, served.scheduler.windows)
 
 
-def test_steps_fall_back_where_plain_ones_keep_the_slo_and_use_most_of_the_machine() -> None:
+def test_steps_fall_back_where_plain_ones_keep_the_slo_and_use_most_of_the_machine():
     served = Guaranteeing(0.9, falls_back=True)
     costs = served.engine.costs
     windows = served.scheduler.windows
@@ -179,7 +179,7 @@ def test_steps_fall_back_where_plain_ones_keep_the_slo_and_use_most_of_the_machi
     assert possible == sorted(possible) and possible[0] is False and possible[-2:] == [True, True]
 
 
-def test_a_kept_guarantee_counts_if_another_request_was_refused_meanwhile() -> None:
+def test_a_kept_guarantee_counts_if_another_request_was_refused_meanwhile():
     windows = WindowGuarantees(0.8, RecentSteps())
     share = windows.share(SLO_S)
     for refused_s, factor in ((1.0, 1.0), (3.0, math.exp(LEARNED * 0.2))):
@@ -192,7 +192,7 @@ def test_a_kept_guarantee_counts_if_another_request_was_refused_meanwhile() -> N
         assert windows.share(SLO_S) == pytest.approx(share * factor)
 
 
-def test_cancelled_requests_and_those_without_an_slo_teach_nothing() -> None:
+def test_cancelled_requests_and_those_without_an_slo_teach_nothing():
     windows, cancelled, without = (
         WindowGuarantees(0.8, RecentSteps()),
         request_of(),
@@ -210,7 +210,7 @@ def test_cancelled_requests_and_those_without_an_slo_teach_nothing() -> None:
     assert without.window_guarantee is None
 
 
-def test_the_share_converges_to_the_one_that_keeps_the_stated_part() -> None:
+def test_the_share_converges_to_the_one_that_keeps_the_stated_part():
     """A process whose guarantees are kept below a share of 0.6 and above it with a probability of a
     half.
     """
@@ -230,7 +230,7 @@ def test_the_share_converges_to_the_one_that_keeps_the_stated_part() -> None:
     assert np.mean(kept[1000:]) == pytest.approx(0.9, abs=0.01)
 
 
-def test_the_batcher_guarantees_and_reports() -> None:
+def test_the_batcher_guarantees_and_reports():
     served = Guaranteeing(0.9)
     easy, hopeless, free = (
         guaranteed(served),
@@ -243,7 +243,7 @@ def test_the_batcher_guarantees_and_reports() -> None:
     assert (free.metrics().window_guarantee, free.metrics().windows_kept) == (None, None)
 
 
-def test_a_higher_probability_makes_fewer_guarantees() -> None:
+def test_a_higher_probability_makes_fewer_guarantees():
     numbers = []
     for probability in (None, 0.5, 0.999):
         served = Guaranteeing(probability)
@@ -253,7 +253,7 @@ def test_a_higher_probability_makes_fewer_guarantees() -> None:
     assert numbers[0] >= numbers[1] > numbers[2]
 
 
-def test_requests_whose_windows_have_begun_take_no_capacity_for_guarantees() -> None:
+def test_requests_whose_windows_have_begun_take_no_capacity_for_guarantees():
     served = Guaranteeing(0.9)
     begun = guaranteed(served, tpot_slo_s=1.05)  # at once, it is impossible
     while begun.num_emitted < 3:
@@ -267,7 +267,7 @@ def test_requests_whose_windows_have_begun_take_no_capacity_for_guarantees() -> 
     assert served.scheduler.running[1].window_guarantee == 0.9
 
 
-def test_a_request_that_has_missed_a_window_elsewhere_gets_no_guarantee() -> None:
+def test_a_request_that_has_missed_a_window_elsewhere_gets_no_guarantee():
     late = request_of()
     break_guarantee(late)
     windows, resumed = (
@@ -278,7 +278,7 @@ def test_a_request_that_has_missed_a_window_elsewhere_gets_no_guarantee() -> Non
     assert not WindowGuarantees(None, RecentSteps()).is_too_late(resumed)
 
 
-def test_corrections_fade_without_guarantees_so_that_none_excludes_an_slo_for_good() -> None:
+def test_corrections_fade_without_guarantees_so_that_none_excludes_an_slo_for_good():
     windows = WindowGuarantees(0.9, RecentSteps())
     share = windows.share(SLO_S)
     for index in range(50):
@@ -292,7 +292,7 @@ def test_corrections_fade_without_guarantees_so_that_none_excludes_an_slo_for_go
     assert windows.share(SLO_S) == pytest.approx(share, rel=0.01)
 
 
-def test_prompts_leave_time_for_guaranteed_windows() -> None:
+def test_prompts_leave_time_for_guaranteed_windows():
     """While a window is behind, only as much is prefilled as the prompt's own SLO needs."""
     worst = {}
     for probability in (None, 0.9):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,6 @@ import openai
 import pytest
 import torch
 import uvicorn
-from fastapi import FastAPI
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator, load_tiny_pair
 from hf_slospec.server.app import ServerSettings, make_app
@@ -38,13 +36,13 @@ class Served:
     client: httpx.Client
 
     @property
-    def openai(self) -> openai.OpenAI:
+    def openai(self):
         """A client of OpenAI's, which retries nothing."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="session")
-def generator() -> Iterator[SLOSpecGenerator]:
+def generator():
     target, draft, tokenizer = load_tiny_pair(torch.float32)
     tokenizer.chat_template = CHAT_TEMPLATE
     with SLOSpecGenerator(
@@ -54,22 +52,20 @@ def generator() -> Iterator[SLOSpecGenerator]:
 
 
 @pytest.fixture(scope="session")
-def served(generator: SLOSpecGenerator) -> Iterator[Served]:
+def served(generator):
     with serving(generator) as made:
         yield made
 
 
 @pytest.fixture(scope="session")
-def guarded(generator: SLOSpecGenerator) -> Iterator[Served]:
+def guarded(generator):
     keys = {KEY: SLOLimits(default_tpot=5.0), STRICT_KEY: SLOLimits(strictest_tpot=1.0)}
     with serving(generator, api_keys=keys, bounds=RequestLimits(body_bytes=4096)) as made:
         yield made
 
 
 @contextmanager
-def serving(
-    engine: SLOSpecGenerator | LocalEngine, http: Any = "auto", root_path: str = "", **settings: Any
-) -> Iterator[Served]:
+def serving(engine, http="auto", root_path="", **settings):
     """Serve a generator or an engine with these settings."""
     if isinstance(engine, SLOSpecGenerator):
         engine = LocalEngine(engine)
@@ -84,7 +80,7 @@ def serving(
 class listening:  # noqa: N801  used like a function
     """Serves an application inside of the context, on a free port by default."""
 
-    def __init__(self, app: FastAPI, port: int = 0, **options: Any):
+    def __init__(self, app, port=0, **options):
         # With the protocol named, asyncio turns Nagle's algorithm off, as for sockets of its own.
         self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self.socket.setsockopt(
@@ -100,12 +96,12 @@ class listening:  # noqa: N801  used like a function
             target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True
         )
 
-    def __enter__(self) -> str:
+    def __enter__(self):
         self.thread.start()
         host, port = self.socket.getsockname()
         return f"http://{host}:{port}"
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.server.should_exit = True
         self.thread.join()
         self.socket.close()

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import httpx
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
@@ -54,12 +53,12 @@ class Protocol(ABC):
 
     def body(
         self,
-        messages: Any = (USER,),
-        system: Any = None,
-        tools: Any = (),
-        max_tokens: int | None = None,
-        **turn: Any,
-    ) -> dict[str, Any]:
+        messages=(USER,),
+        system=None,
+        tools=(),
+        max_tokens=None,
+        **turn,
+    ):
         """Return the body of a turn; ``tools`` are functions with parameters.
 
         ``choice`` is a mode, the name of a tool or a list of allowed ones; other fields are
@@ -75,7 +74,7 @@ class Protocol(ABC):
             made["tools"] = [self.tool(tool) for tool in tools]
         return made if max_tokens is None else made | {self.max_tokens: max_tokens}
 
-    def choice(self, choice: str | list[str]) -> dict[str, Any]:
+    def choice(self, choice):
         if isinstance(choice, str):
             return {
                 "tool_choice": choice
@@ -84,18 +83,18 @@ class Protocol(ABC):
             }
         return {"tool_choice": self.allowed([self.tool({"name": name}) for name in choice])}
 
-    def parallel(self, is_allowed: bool) -> dict[str, Any]:
+    def parallel(self, is_allowed):
         return {"parallel_tool_calls": is_allowed}
 
-    def ask(self, client: httpx.Client, **turn: Any) -> Reply:
+    def ask(self, client, **turn):
         answer = client.post(self.path, json=self.body(**turn))
         assert answer.status_code == 200, answer.text
         return self.reply(answer.json())
 
-    def stream(self, client: httpx.Client, **turn: Any) -> Reply:
+    def stream(self, client, **turn):
         return self.reply(self.joined(self.events(client, **turn)))
 
-    def events(self, client: httpx.Client, **turn: Any) -> list[dict[str, Any]]:
+    def events(self, client, **turn):
         with client.stream("POST", self.path, json=self.body(**turn) | self.streamed) as answer:
             assert answer.headers["content-type"].startswith("text/event-stream")
             lines = list(answer.iter_lines())
@@ -107,7 +106,7 @@ class Protocol(ABC):
         assert names == [event["type"] for event in events if "type" in event]
         return events
 
-    def failures(self, client: httpx.Client, **turn: Any) -> list[tuple[int, dict[str, Any]]]:
+    def failures(self, client, **turn):
         """Return status and error of a refused turn, without and with streaming."""
         answers = [
             client.post(self.path, json=self.body(**turn) | more) for more in ({}, self.streamed)
@@ -145,10 +144,10 @@ class Chat(Protocol):
     kind = ChatBody
     streamed: ClassVar[dict[str, Any]] = {"stream": True, "stream_options": {"include_usage": True}}
 
-    def system(self, text: str, body: dict[str, Any]) -> dict[str, Any]:
+    def system(self, text, body):
         return {"messages": [{"role": "system", "content": text}, *body["messages"]]}
 
-    def schema(self, schema: dict[str, Any]) -> dict[str, Any]:
+    def schema(self, schema):
         return {
             "response_format": {
                 "type": "json_schema",
@@ -156,16 +155,16 @@ class Chat(Protocol):
             }
         }
 
-    def effort(self, effort: str) -> dict[str, Any]:
+    def effort(self, effort):
         return {"reasoning_effort": effort}
 
-    def allowed(self, tools: list[Any]) -> dict[str, Any]:
+    def allowed(self, tools):
         return {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": tools}}
 
-    def tool(self, function: dict[str, Any]) -> dict[str, Any]:
+    def tool(self, function):
         return {"type": "function", "function": function}
 
-    def reply(self, whole: dict[str, Any]) -> Reply:
+    def reply(self, whole):
         ChatCompletion.model_validate(whole)
         (choice,), usage = whole["choices"], whole["usage"]
         message, details = choice["message"], usage["completion_tokens_details"]
@@ -176,7 +175,7 @@ class Chat(Protocol):
             details["reasoning_tokens"], usage["prompt_tokens_details"]["cached_tokens"], usage["metrics"], whole,
         )  # fmt: skip
 
-    def joined(self, events: list[dict[str, Any]]) -> dict[str, Any]:
+    def joined(self, events):
         state: ChatCompletionStreamState[Any] = ChatCompletionStreamState()
         for event in events:
             state.handle_chunk(ChatCompletionChunk.model_validate(event))
@@ -184,7 +183,7 @@ class Chat(Protocol):
         whole: dict[str, Any] = state.current_completion_snapshot.model_dump()
         return whole
 
-    def returned(self, reply: Reply, *results: str) -> list[dict[str, Any]]:
+    def returned(self, reply, *results):
         message = ChatCompletion.model_validate(reply.raw).choices[0].message.model_dump()
         ids = [call["id"] for call in message.get("tool_calls") or ()]
         return [message, *({"role": "tool", "tool_call_id": id, "content": result}
@@ -197,22 +196,22 @@ class Responses(Protocol):
     max_tokens = "max_output_tokens"
     messages = "input"
 
-    def system(self, text: str, body: dict[str, Any]) -> dict[str, Any]:
+    def system(self, text, body):
         return {"instructions": text}
 
-    def schema(self, schema: dict[str, Any]) -> dict[str, Any]:
+    def schema(self, schema):
         return {"text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}}
 
-    def effort(self, effort: str) -> dict[str, Any]:
+    def effort(self, effort):
         return {"reasoning": {"effort": effort}}
 
-    def allowed(self, tools: list[Any]) -> dict[str, Any]:
+    def allowed(self, tools):
         return {"type": "allowed_tools", "mode": "required", "tools": tools}
 
-    def tool(self, function: dict[str, Any]) -> dict[str, Any]:
+    def tool(self, function):
         return {"type": "function", **function}
 
-    def reply(self, whole: dict[str, Any]) -> Reply:
+    def reply(self, whole):
         response, usage = Response.construct(**whole), whole["usage"]  # as the client does
         assert (
             usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
@@ -244,7 +243,7 @@ class Responses(Protocol):
             usage["metrics"], whole,
         )  # fmt: skip
 
-    def joined(self, events: list[dict[str, Any]]) -> dict[str, Any]:
+    def joined(self, events):
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
         for event in events:
             assert "response" in event or EVENT.validate_python(event)
@@ -265,7 +264,7 @@ class Responses(Protocol):
         ]
         return whole
 
-    def returned(self, reply: Reply, *results: str) -> list[dict[str, Any]]:
+    def returned(self, reply, *results):
         items = [
             item.model_dump() for item in Response.construct(**reply.raw).output
         ]  # nulls among their fields
@@ -280,12 +279,12 @@ class Messages(Protocol):
 
     def body(
         self,
-        messages: Any = (USER,),
-        *arguments: Any,
-        max_tokens: int | None = 100,
-        parallel: bool = True,
-        **turn: Any,
-    ) -> Any:
+        messages=(USER,),
+        *arguments,
+        max_tokens=100,
+        parallel=True,
+        **turn,
+    ):
         made = super().body(
             messages, *arguments, max_tokens=max_tokens, **turn
         )  # which is required
@@ -295,13 +294,13 @@ class Messages(Protocol):
             }
         return made
 
-    def system(self, text: str, body: dict[str, Any]) -> dict[str, Any]:
+    def system(self, text, body):
         return {"system": [{"type": "text", "text": part} for part in (text[:4], text[4:])]}
 
-    def stop(self, strings: list[str]) -> dict[str, Any]:
+    def stop(self, strings):
         return {"stop_sequences": strings}
 
-    def choice(self, choice: str | list[str]) -> dict[str, Any]:
+    def choice(self, choice):
         kinds = {"required": "any", "auto": "auto", "none": "none"}
         return {
             "tool_choice": {"type": kinds[choice]}
@@ -309,16 +308,16 @@ class Messages(Protocol):
             else {"type": "tool", "name": choice}
         }
 
-    def schema(self, schema: dict[str, Any]) -> dict[str, Any]:
+    def schema(self, schema):
         return {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
 
-    def effort(self, effort: str) -> dict[str, Any]:
+    def effort(self, effort):
         return {"output_config": {"effort": effort}}
 
-    def tool(self, function: dict[str, Any]) -> dict[str, Any]:
+    def tool(self, function):
         return {"name": function["name"], "input_schema": function["parameters"]}
 
-    def reply(self, whole: dict[str, Any]) -> Reply:
+    def reply(self, whole):
         assert (whole["type"], whole["role"], whole["id"][:4]) == ("message", "assistant", "msg_")
         usage, blocks = whole["usage"], whole["content"]
         assert all(block.get("signature", "") == "" for block in blocks)
@@ -336,7 +335,7 @@ class Messages(Protocol):
             whole,
         )  # fmt: skip
 
-    def joined(self, events: list[dict[str, Any]]) -> dict[str, Any]:
+    def joined(self, events):
         begin, ping, *events, end = events
         assert (begin["type"], ping, end) == (
             "message_start",
@@ -365,7 +364,7 @@ class Messages(Protocol):
                     message |= event["delta"] | {"usage": event["usage"]}
         return message
 
-    def returned(self, reply: Reply, *results: str) -> list[dict[str, Any]]:
+    def returned(self, reply, *results):
         blocks = reply.raw["content"]
         ids = [block["id"] for block in blocks if block["type"] == "tool_use"]
         made = [{"role": "assistant", "content": blocks}]

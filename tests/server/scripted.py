@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from hf_slospec import SLOSpecGenerator
 from hf_slospec.model.sampling import TokenLogprobs
 from hf_slospec.request.params import RequestParams
 from hf_slospec.request.request import Request
-from hf_slospec.server.engine import Decoding, LocalEngine, Order
+from hf_slospec.server.engine import LocalEngine, Order
 from hf_slospec.server.messages import response_template
 
 QWEN: Any = response_template(
@@ -24,9 +22,7 @@ ANSWER = f"<think>{REASONING}</think>\n\nI look.\n{CALL}\n{CALL}<|im_end|>"  # r
 class Scripted(LocalEngine):
     """Engine whose model writes a text, or tokens of another tokenizer, ``size`` of them in a step."""
 
-    def __init__(
-        self, generator: SLOSpecGenerator, text: str, tokenizer: Any = None, size: int = 3
-    ):
+    def __init__(self, generator, text, tokenizer=None, size=3):
         super().__init__(generator, QWEN if tokenizer is None else None)
         if tokenizer is not None:
             self.tokenizer = tokenizer
@@ -37,7 +33,7 @@ class Scripted(LocalEngine):
         self.fault: Exception | None = None  # raised instead of the first step
         self.orders: list[Order] = []
 
-    async def submit(self, order: Order) -> Decoding:
+    async def submit(self, order):
         self.orders.append(order)
         return ScriptedDecoding(self, order.prompt)
 
@@ -46,13 +42,13 @@ class ScriptedDecoding:
     finish_reason = "stop"
     replica = None
 
-    def __init__(self, engine: Scripted, prompt: Sequence[int]):
+    def __init__(self, engine, prompt):
         self.engine = engine
         self.metrics = Request(0, RequestParams(list(prompt), 1)).metrics()
         self.logprobs = [TokenLogprobs(-3.0, engine.top)] * len(engine.tokens)
         self.prompt_logprobs = [None, *[TokenLogprobs(-1.0, [])] * (len(prompt) - 1)]
 
-    async def asteps(self) -> AsyncIterator[tuple[list[int], bool]]:
+    async def asteps(self):
         if self.engine.fault is not None:
             raise self.engine.fault
         tokens = self.engine.tokens
@@ -60,5 +56,5 @@ class ScriptedDecoding:
         for begin in range(0, len(tokens), size):
             yield tokens[begin : begin + size], begin + size >= len(tokens)
 
-    def cancel(self) -> None:
+    def cancel(self):
         """Do nothing: nothing runs."""

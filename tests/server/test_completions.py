@@ -11,15 +11,13 @@ import torch
 
 from hf_slospec import tiny_prompts
 from hf_slospec.server.app import ServerSettings
-from tests.server.conftest import Served, serving
+from tests.server.conftest import serving
 from tests.support.fixed_policy import always_drafting
 
 PROMPT = tiny_prompts()[0][:120]
 
 
-def alone(
-    served: Served, prompt: str | list[int], seed: int | None = None, **options: Any
-) -> list[int]:
+def alone(served, prompt, seed=None, **options):
     """New tokens of stock ``generate``."""
     model = served.generator.model
     tokenizer = served.generator.tokenizer
@@ -35,19 +33,19 @@ def alone(
     return new
 
 
-def text_of(served: Served, tokens: list[int]) -> str:
+def text_of(served, tokens):
     text: str = served.generator.tokenizer.decode(tokens, skip_special_tokens=True)
     return text
 
 
-def complete(served: Served, **body: Any) -> dict[str, Any]:
+def complete(served, **body):
     answer = served.client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 12} | body)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
 
 
-def events(served: Served, path: str, **body: Any) -> list[dict[str, Any]]:
+def events(served, path, **body):
     found = []
     with served.client.stream("POST", path, json=body | {"stream": True}) as answer:
         assert answer.status_code == 200
@@ -63,7 +61,7 @@ def events(served: Served, path: str, **body: Any) -> list[dict[str, Any]]:
 GREEDY: dict[str, Any] = dict(temperature=0)
 
 
-def test_a_greedy_completion_is_that_of_generate(served: Served) -> None:
+def test_a_greedy_completion_is_that_of_generate(served):
     with always_drafting(served.generator):
         found = complete(served, **GREEDY, max_tokens=20)
     new = alone(served, PROMPT, do_sample=False, max_new_tokens=20)
@@ -103,17 +101,15 @@ SAMPLED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("body", "options"), SAMPLED, ids=lambda value: str(value))
-def test_a_sampled_completion_is_that_of_its_seed(
-    served: Served, body: dict[str, Any], options: dict[str, Any]
-) -> None:
+def test_a_sampled_completion_is_that_of_its_seed(served, body, options):
     (choice,) = complete(served, **body, max_tokens=24)["choices"]
     new = alone(served, PROMPT, body["seed"], do_sample=True, max_new_tokens=24, **options)
     assert choice["text"] == text_of(served, new)
 
 
-def test_penalties_are_openais(served: Served) -> None:
+def test_penalties_are_openais(served):
     class Penalties:
-        def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        def __call__(self, ids, scores):
             counts = torch.bincount(ids[0, prompt_len:], minlength=scores.shape[-1])
             return scores - 0.8 * counts - 0.5 * (counts > 0)
 
@@ -129,7 +125,7 @@ def test_penalties_are_openais(served: Served) -> None:
     [GREEDY, dict(seed=1), dict(seed=1, n=3), GREEDY | dict(stop=["\n"]), dict(seed=2, echo=True)],
     ids=str,
 )
-def test_a_stream_is_the_completion_in_pieces(served: Served, body: dict[str, Any]) -> None:
+def test_a_stream_is_the_completion_in_pieces(served, body):
     whole = complete(served, **body, max_tokens=20)
     pieces = events(served, "/v1/completions", prompt=PROMPT, max_tokens=20, **body)
     texts = [""] * len(whole["choices"])
@@ -144,7 +140,7 @@ def test_a_stream_is_the_completion_in_pieces(served: Served, body: dict[str, An
     assert reasons == {choice["index"]: choice["finish_reason"] for choice in whole["choices"]}
 
 
-def test_usage_of_streams(served: Served) -> None:
+def test_usage_of_streams(served):
     body = dict(prompt=PROMPT, max_tokens=9, **GREEDY)
     *parts, last = events(served, "/v1/completions", **body, stream_options={"include_usage": True})
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 9
@@ -159,7 +155,7 @@ def test_usage_of_streams(served: Served) -> None:
     assert counts == sorted(counts) and counts[-1] == last["usage"]["completion_tokens"] == 9
 
 
-def test_choices_have_seeds_of_their_own(served: Served) -> None:
+def test_choices_have_seeds_of_their_own(served):
     found = complete(served, seed=10, n=3, max_tokens=16)
     for choice in found["choices"]:
         new = alone(
@@ -168,7 +164,7 @@ def test_choices_have_seeds_of_their_own(served: Served) -> None:
         assert choice["text"] == text_of(served, new)
 
 
-def test_prompts_as_texts_and_ids(served: Served) -> None:
+def test_prompts_as_texts_and_ids(served):
     ids = [served.generator.tokenizer(text)["input_ids"] for text in tiny_prompts()[:2]]
     for prompt in (tiny_prompts()[:2], ids):
         found = complete(served, prompt=prompt, **GREEDY)
@@ -184,7 +180,7 @@ def test_prompts_as_texts_and_ids(served: Served) -> None:
     )
 
 
-def test_stop_tokens_and_ends_that_are_ignored(served: Served) -> None:
+def test_stop_tokens_and_ends_that_are_ignored(served):
     new = alone(served, PROMPT, do_sample=False, max_new_tokens=40, eos_token_id=None)
     place = next(i for i, token in enumerate(new) if token not in new[:i] and i > 4)
     found = complete(served, **GREEDY, max_tokens=40, stop_token_ids=[new[place]], ignore_eos=True)
@@ -194,7 +190,7 @@ def test_stop_tokens_and_ends_that_are_ignored(served: Served) -> None:
     assert found["choices"][0]["text"] == text_of(served, new)
 
 
-def target_logprobs(served: Served, tokens: list[int]) -> torch.Tensor:
+def target_logprobs(served, tokens):
     with torch.no_grad(), served.generator.decoder.speculator.lock:
         logits = served.generator.model(torch.tensor([tokens])).logits[0]
     return logits.float().log_softmax(-1)
@@ -203,9 +199,7 @@ def target_logprobs(served: Served, tokens: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("max_tokens", "fields"), [(0, GREEDY), (1, GREEDY), (8, dict(temperature=0.5, seed=2))]
 )
-def test_log_probabilities_of_prompt_and_output_are_the_targets(
-    served: Served, max_tokens: int, fields: dict[str, Any]
-) -> None:
+def test_log_probabilities_of_prompt_and_output_are_the_targets(served, max_tokens, fields):
     ids = served.generator.tokenizer(PROMPT)[
         "input_ids"
     ]  # without output they are scored, as lm_eval asks
@@ -234,7 +228,7 @@ def test_log_probabilities_of_prompt_and_output_are_the_targets(
     assert found["text_offset"][0] == 0 and found["text_offset"] == sorted(found["text_offset"])
 
 
-def test_slos_of_bodies_and_headers(served: Served) -> None:
+def test_slos_of_bodies_and_headers(served):
     found = complete(served, slo_tpot=0.5, slo_ttft=20.0, **GREEDY)["usage"]["metrics"]
     assert (
         (found["slo_tpot"], found["slo_ttft"]) == (0.5, 20.0)
@@ -266,7 +260,7 @@ def test_slos_of_bodies_and_headers(served: Served) -> None:
     assert 0.0 < found["time_to_first_token_ms"] <= found["e2e_latency_ms"] < 500e3
 
 
-def test_text_of_tokens_and_back(served: Served) -> None:
+def test_text_of_tokens_and_back(served):
     client = served.client
     tokenizer = served.generator.tokenizer
     found = client.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True}).json()
@@ -282,7 +276,7 @@ def test_text_of_tokens_and_back(served: Served) -> None:
     assert client.post("/tokenize", json={"messages": messages}).json()["tokens"] == tokens
 
 
-def test_the_description_for_openapi_is_complete(served: Served) -> None:
+def test_the_description_for_openapi_is_complete(served):
     described = served.client.get("/openapi.json").json()
     for reference in re.findall(r'"#/([^"]+)"', json.dumps(described)):
         found = described
@@ -296,7 +290,7 @@ def test_the_description_for_openapi_is_complete(served: Served) -> None:
     ]["schemas"]
 
 
-def test_small_endpoints(served: Served) -> None:
+def test_small_endpoints(served):
     client = served.client
     assert client.get("/health").status_code == 200
     assert client.get("/version").json()["version"]
@@ -308,7 +302,7 @@ def test_small_endpoints(served: Served) -> None:
     assert 'time_to_first_token_seconds_bucket{engine="0",le="0.01",model_name="tiny"}' in metrics
 
 
-def test_tokenizer_is_described_if_wanted(served: Served) -> None:
+def test_tokenizer_is_described_if_wanted(served):
     with serving(served.generator, tokenizer_info=True) as described:
         found = described.client.get("/tokenizer_info").json()
     tokenizer = served.generator.tokenizer
@@ -319,7 +313,7 @@ def test_tokenizer_is_described_if_wanted(served: Served) -> None:
     assert found["tokenizer_class"] and found["model_max_length"] == tokenizer.model_max_length
 
 
-def test_what_transformers_chat_sends_is_served(served: Served) -> None:
+def test_what_transformers_chat_sends_is_served(served):
     ready = served.client.post("/load_model", json={"model": "tiny"})
     assert (
         ready.status_code == 200
@@ -338,7 +332,7 @@ def test_what_transformers_chat_sends_is_served(served: Served) -> None:
     assert first["choices"][0]["message"] == second["choices"][0]["message"]
 
 
-def test_text_offsets_are_places_in_the_text_whole_and_streamed(served: Served) -> None:
+def test_text_offsets_are_places_in_the_text_whole_and_streamed(served):
     body = dict(prompt="日本🙂", echo=True, logprobs=1, max_tokens=6, temperature=0)
     (choice,) = complete(served, **body)["choices"]
     offsets = choice["logprobs"]["text_offset"]
@@ -356,7 +350,7 @@ def test_text_offsets_are_places_in_the_text_whole_and_streamed(served: Served) 
     assert [offset for each in chunks for offset in each["text_offset"]] == offsets
 
 
-def test_cached_tokens_of_all_prompts_are_counted(served: Served) -> None:
+def test_cached_tokens_of_all_prompts_are_counted(served):
     prompts = [f"# {name}\n{PROMPT}" for name in ("first of two", "the other one")]
     for is_again in (False, True):
         usage = complete(served, prompt=prompts, n=2, max_tokens=2, **GREEDY)["usage"]
@@ -365,7 +359,7 @@ def test_cached_tokens_of_all_prompts_are_counted(served: Served) -> None:
         assert not is_again or cached >= usage["prompt_tokens"] - 2
 
 
-def test_metrics_have_the_prefix_that_tools_look_for(served: Served) -> None:
+def test_metrics_have_the_prefix_that_tools_look_for(served):
     with serving(served.generator, metrics_prefix="vllm:") as prefixed:
         text = prefixed.client.get("/metrics").text
     assert "vllm:num_requests_running" in text and "hf_slospec" not in text
@@ -373,7 +367,7 @@ def test_metrics_have_the_prefix_that_tools_look_for(served: Served) -> None:
         ServerSettings(model_name="tiny", metrics_prefix="no name")
 
 
-def test_every_choice_has_its_measurements(served: Served) -> None:
+def test_every_choice_has_its_measurements(served):
     body = {
         "prompt": PROMPT,
         "max_tokens": 5,

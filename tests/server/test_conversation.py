@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -56,7 +55,7 @@ each_protocol = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def scripted(generator: SLOSpecGenerator) -> Iterator[tuple[Served, Scripted]]:
+def scripted(generator):
     """Server whose model writes reasoning, a text and two tool calls."""
     engine = Scripted(generator, ANSWER)
     engine.tokenizer = load_tiny_pair(torch.float32)[2]
@@ -66,7 +65,7 @@ def scripted(generator: SLOSpecGenerator) -> Iterator[tuple[Served, Scripted]]:
 
 
 @pytest.fixture(scope="module")
-def showing() -> Iterator[Served]:
+def showing():
     """Server whose chat template shows effort, tools and calls."""
     target, draft, tokenizer = load_tiny_pair(torch.float32)
     tokenizer.chat_template = SHOWING
@@ -113,7 +112,7 @@ def test_replies_are_those_of_generate_whole_and_streamed(
 
 
 @pytest.mark.parametrize("protocol", [CHAT, MESSAGES])
-def test_stop_strings_end_replies(served: Served, protocol: Protocol) -> None:
+def test_stop_strings_end_replies(served, protocol):
     whole = protocol.ask(served.client, max_tokens=30, **GREEDY)
     text = whole.text
     stop = whole.text[5:8]
@@ -142,7 +141,7 @@ def test_reasoning_text_and_calls_are_separated(
     assert len(protocol.ask(client, tools=[WEATHER], parallel=False).calls) == 1
 
 
-def test_replies_and_tool_results_can_be_sent_back(scripted: tuple[Served, Scripted]) -> None:
+def test_replies_and_tool_results_can_be_sent_back(scripted):
     served, engine = scripted
     for protocol in PROTOCOLS:
         reply = protocol.ask(served.client, tools=[WEATHER])
@@ -188,9 +187,7 @@ FORCED: list[tuple[Any, list[dict[str, Any]], str]] = [
         if protocol is not MESSAGES or case != FORCED[-1]
     ],
 )  # messages cannot allow some tools only
-def test_tool_choice_forces_calls(
-    served: Served, protocol: Protocol, choice: Any, tools: list[dict[str, Any]], names: str
-) -> None:
+def test_tool_choice_forces_calls(served, protocol, choice, tools, names):
     turn: dict[str, Any] = dict(tools=tools, choice=choice, parallel=False, seed=1, max_tokens=400)
     whole = protocol.ask(served.client, **turn)
     ((name, arguments),) = whole.calls
@@ -211,10 +208,10 @@ def test_schemas_are_followed(served: Served, protocol: Protocol) -> None:
 def test_effort_tools_and_marks_for_caches_reach_the_template(
     served: Served, showing: Served, protocol: Protocol
 ) -> None:
-    def num_input(**turn: Any) -> int:
+    def num_input(**turn):
         return protocol.ask(showing.client, max_tokens=2, **turn).num_input
 
-    def num_tokens(text: str) -> int:
+    def num_tokens(text):
         return len(showing.generator.tokenizer(text)["input_ids"])
 
     assert num_input() == num_tokens("# user\npass\n# assistant")
@@ -273,7 +270,7 @@ def test_an_error_is_the_last_event_of_a_stream(
 def test_a_full_queue_is_refused_before_a_stream_begins(
     served: Served, protocol: Protocol, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any, **__: Any) -> None:
+    def full(*_, **__):
         raise QueueFull("full")
 
     monkeypatch.setattr(served.generator, "submit", full)
@@ -305,9 +302,7 @@ def test_a_disconnect_cancels_the_request(served: Served, protocol: Protocol, st
           ((MESSAGES.path, {"max_tokens": 2}), (f"{MESSAGES.path}/count_tokens", {}))),
     ],
 )  # fmt: skip
-def test_api_keys_are_read_from_the_headers_of_either_client(
-    guarded: Served, path: str, body: dict[str, Any], headers: str
-) -> None:
+def test_api_keys_are_read_from_the_headers_of_either_client(guarded, path, body, headers):
     prefix = "Bearer " * (headers == "Authorization")
     for key, status in ((KEY, 200), ("wrong", 401), (None, 401)):
         sent = {} if key is None else {headers: prefix + key}
@@ -319,7 +314,7 @@ def test_api_keys_are_read_from_the_headers_of_either_client(
 
 
 @pytest.fixture(scope="module")
-def small() -> Iterator[Served]:
+def small():
     """Server with fewer K/V slots than the model has positions."""
     target, draft, tokenizer = load_tiny_pair(torch.float32)
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -374,12 +369,12 @@ def test_context_overflow_is_reported_in_the_words_that_clients_parse(
 # ---- of one protocol
 
 
-def test_responses_have_the_log_probabilities_of_chats(served: Served) -> None:
+def test_responses_have_the_log_probabilities_of_chats(served):
     include = {"include": ["message.output_text.logprobs", "reasoning.encrypted_content"]}
     chat = CHAT.ask(served.client, max_tokens=9, logprobs=True, top_logprobs=2, **GREEDY).raw
     expected = chat["choices"][0]["logprobs"]["content"]
 
-    def entries(ask: Any, **turn: Any) -> Any:
+    def entries(ask, **turn):
         (item,) = ask(served.client, max_tokens=9, **GREEDY, **turn).raw["output"]
         return item["content"][0]["logprobs"]
 
@@ -401,7 +396,7 @@ def test_responses_have_the_log_probabilities_of_chats(served: Served) -> None:
     assert [each for delta in deltas for each in delta["logprobs"]] == done["logprobs"]
 
 
-def test_responses_echo_the_options_of_the_request(served: Served) -> None:
+def test_responses_echo_the_options_of_the_request(served):
     turn = {
         "truncation": "auto",
         "choice": "now",
@@ -421,7 +416,7 @@ def test_responses_echo_the_options_of_the_request(served: Served) -> None:
     assert served.client.get(f"{RESPONSES.path}/resp_1").status_code == 404  # nothing is stored
 
 
-def test_blocks_become_messages_of_the_chat() -> None:
+def test_blocks_become_messages_of_the_chat():
     image = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(b"png").decode()}
     messages = [
         {"role": "user", "content": [{"type": "image", "source": image}, {"type": "text", "text": "Where?"}]},
@@ -444,7 +439,7 @@ def test_blocks_become_messages_of_the_chat() -> None:
     assert body.chat.shown_tools is None
 
 
-def test_a_last_message_of_the_assistant_is_continued_and_counted(served: Served) -> None:
+def test_a_last_message_of_the_assistant_is_continued_and_counted(served):
     messages = [USER, {"role": "assistant", "content": "return"}]
     tokens = served.generator.tokenizer("# user\npass\n# assistant\nreturn")["input_ids"]
     expected = text_of(served, alone(served, tokens, do_sample=False, max_new_tokens=12))
@@ -472,7 +467,7 @@ def test_a_last_message_of_the_assistant_is_continued_and_counted(served: Served
     assert counts[1] < counts[2]
 
 
-def test_only_allowed_tools_are_shown_to_the_model(served: Served) -> None:
+def test_only_allowed_tools_are_shown_to_the_model(served):
     tools = [{"type": "function", "function": {"name": name}} for name in ("now", "later")]
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools[:1]}}
     few = CHAT.ask(served.client, tools=[NOW], max_tokens=8, **GREEDY)

@@ -10,14 +10,12 @@ import re
 import shlex
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import typer
 import yaml
 
-from hf_slospec import SLOSpecGenerator
 from hf_slospec.cli.app import app
 from hf_slospec.server.serve import DRAIN_S
 from tests.support.paths import ROOT
@@ -34,20 +32,20 @@ SERVE_CONFIGS = {
 }
 
 
-def dashboard() -> dict[str, Any]:
+def dashboard():
     found: dict[str, Any] = json.loads(
         (FOLDER / "grafana-dashboard.json").read_text(encoding="utf-8")
     )
     return found
 
 
-def expressions() -> Iterator[str]:
+def expressions():
     for panel in dashboard()["panels"]:
         for target in panel["targets"]:
             yield target["expr"]
 
 
-def options_of(command: list[str]) -> dict[str, Any]:
+def options_of(command):
     """Parse a command line that starts the server, and return its options; those of variables are
     left out.
     """
@@ -60,7 +58,7 @@ def options_of(command: list[str]) -> dict[str, Any]:
     return found
 
 
-def unit() -> configparser.ConfigParser:
+def unit():
     parser = configparser.ConfigParser(
         interpolation=None, delimiters=("=",), comment_prefixes=("#",)
     )
@@ -69,7 +67,7 @@ def unit() -> configparser.ConfigParser:
     return parser
 
 
-def instructions() -> dict[str, list[str]]:
+def instructions():
     """The instructions of the Containerfile by name, without their comments."""
     text = (FOLDER / "Containerfile").read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if not line.startswith("#")]
@@ -81,7 +79,7 @@ def instructions() -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def metrics(generator: SLOSpecGenerator) -> dict[str, set[str]]:
+def metrics(generator):
     """Labels by the names of all samples, once a request with SLOs has ended."""
     generator.submit("def main():", max_new_tokens=4, slo_tpot=1e3).result(60.0)
     found: dict[str, set[str]] = defaultdict(set)
@@ -91,9 +89,7 @@ def metrics(generator: SLOSpecGenerator) -> dict[str, set[str]]:
     return found
 
 
-def test_the_dashboard_and_the_page_name_metrics_that_there_are(
-    metrics: dict[str, set[str]],
-) -> None:
+def test_the_dashboard_and_the_page_name_metrics_that_there_are(metrics):
     shown = set(itertools.chain.from_iterable(map(METRIC.findall, expressions())))
     assert shown and shown <= metrics.keys()
     assert set(METRIC.findall(json.dumps(dashboard()))) <= metrics.keys()  # those of variables, too
@@ -101,7 +97,7 @@ def test_the_dashboard_and_the_page_name_metrics_that_there_are(
     assert named and named <= metrics.keys()
 
 
-def test_the_unit_starts_the_server_and_lets_requests_finish() -> None:
+def test_the_unit_starts_the_server_and_lets_requests_finish():
     service = unit()["Service"]
     options = options_of(shlex.split(service["ExecStart"]))
     assert options["host"] == "127.0.0.1"
@@ -111,7 +107,7 @@ def test_the_unit_starts_the_server_and_lets_requests_finish() -> None:
     assert f"HF_HOME=/var/cache/{service['CacheDirectory']}" in service["Environment"].split()
 
 
-def test_the_image_starts_the_server_on_the_port_that_it_shows() -> None:
+def test_the_image_starts_the_server_on_the_port_that_it_shows():
     own = instructions()
     (entry,) = own["ENTRYPOINT"]
     (given,) = own["CMD"]
@@ -125,7 +121,7 @@ def test_the_image_starts_the_server_on_the_port_that_it_shows() -> None:
 
 
 @pytest.mark.parametrize("name", SERVE_CONFIGS)
-def test_configs_of_serve_name_the_application_and_options_that_there_are(name: str) -> None:
+def test_configs_of_serve_name_the_application_and_options_that_there_are(name):
     data = yaml.safe_load((FOLDER / name).read_text(encoding="utf-8"))
     (application,) = SERVE_CONFIGS[name](data)["applications"]
     module, attribute = application["import_path"].split(":")

@@ -12,7 +12,7 @@ from hf_slospec.server import loading as devices
 from hf_slospec.server.loading import chosen_device, decodes_as_stock, device_name
 
 
-def has(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:
+def has(monkeypatch, *kinds):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: "cuda" in kinds)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: "mps" in kinds)
 
@@ -26,13 +26,7 @@ def has(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:
         (("mps",), False, "cpu"),
     ],
 )
-def test_auto_is_the_best_device_that_works(
-    kinds: tuple[str, ...],
-    works: bool,
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_auto_is_the_best_device_that_works(kinds, works, expected, monkeypatch, caplog):
     has(monkeypatch, *kinds)
     monkeypatch.setattr(devices, "decodes_as_stock", lambda device: works)
     with caplog.at_level(logging.WARNING):
@@ -40,7 +34,7 @@ def test_auto_is_the_best_device_that_works(
     assert ("is not used" in caplog.text) is (not works)
 
 
-def test_a_device_that_is_named_is_used_or_refused() -> None:
+def test_a_device_that_is_named_is_used_or_refused():
     assert chosen_device("cpu") == torch.device("cpu")
     assert device_name(torch.device("cpu")).startswith("cpu")
     for name in ("abacus", "meta", "cuda" if not torch.cuda.is_available() else "cuda:99"):
@@ -48,7 +42,7 @@ def test_a_device_that_is_named_is_used_or_refused() -> None:
             chosen_device(name)
 
 
-def test_the_trial_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_of_a_device(monkeypatch):
     assert decodes_as_stock(torch.device("cpu"))
     assert not decodes_as_stock(torch.device("meta"))  # raises
     monkeypatch.setattr(

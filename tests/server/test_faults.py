@@ -7,16 +7,16 @@ import time
 import httpx
 import pytest
 
-from hf_slospec import SLOSpecGenerator, tiny_prompts
+from hf_slospec import tiny_prompts
 from hf_slospec.server import connections, reading
 from hf_slospec.server.options import SLOLimits
-from tests.server.conftest import KEY, STRICT_KEY, Served, serving
+from tests.server.conftest import KEY, STRICT_KEY, serving
 from tests.server.hostile.clients import connected
 
 PROMPT = tiny_prompts()[0][:60]
 
 
-def test_keys_have_limits_of_their_own(guarded: Served) -> None:
+def test_keys_have_limits_of_their_own(guarded):
     client = guarded.client
     body = {"prompt": PROMPT, "max_tokens": 3}
     assert client.get("/health").status_code == client.get("/version").status_code == 200
@@ -40,9 +40,7 @@ def test_keys_have_limits_of_their_own(guarded: Served) -> None:
     )
 
 
-def test_silent_connections_are_closed_and_hold_up_no_request(
-    generator: SLOSpecGenerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_connections_are_closed_and_hold_up_no_request(generator, monkeypatch):
     monkeypatch.setattr(connections, "PATIENCE_S", 0.5)
     with serving(generator, connections.ImpatientProtocol) as served:
         silent = [connected(served.url) for _ in range(40)]
@@ -59,9 +57,7 @@ def test_silent_connections_are_closed_and_hold_up_no_request(
             each.close()
 
 
-def test_no_more_connections_are_taken_than_there_is_room_for(
-    generator: SLOSpecGenerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_connections_are_taken_than_there_is_room_for(generator, monkeypatch):
     monkeypatch.setattr(connections, "max_connections", lambda: 3)
     with serving(generator, connections.ImpatientProtocol) as served:
         held = [connected(served.url) for _ in range(3)]
@@ -72,9 +68,7 @@ def test_no_more_connections_are_taken_than_there_is_room_for(
             each.close()
 
 
-def test_bodies_that_do_not_arrive_are_given_up(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bodies_that_do_not_arrive_are_given_up(served, monkeypatch):
     monkeypatch.setattr(reading, "BODY_S", 0.3)
     with connected(served.url) as connection:
         head = "Host: localhost\r\nContent-Type: application/json\r\nContent-Length: 50"
@@ -82,7 +76,7 @@ def test_bodies_that_do_not_arrive_are_given_up(
         assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
 
 
-def test_no_path_leads_around_the_key(generator: SLOSpecGenerator) -> None:
+def test_no_path_leads_around_the_key(generator):
     key = "k\u00e9y"
     body = {"prompt": "x", "max_tokens": 2}
     with serving(generator, root_path="/llm", api_keys={key: SLOLimits()}) as served:

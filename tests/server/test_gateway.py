@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from hf_slospec import SLOSpecGenerator
 from hf_slospec.server.options import Objective
 from hf_slospec.server.reading import FAIRNESS_ID, OBJECTIVE
 from hf_slospec.server.work import Work
-from tests.server.conftest import Served, serving
+from tests.server.conftest import serving
 from tests.server.hostile.clients import metrics_of
 
 BODY: dict[str, Any] = {"prompt": "def f(x):", "max_tokens": 4, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def behind_a_gateway(generator: SLOSpecGenerator) -> Iterator[Served]:
+def behind_a_gateway(generator):
     objectives = {
         "chat": Objective(slo_tpot=3.0, slo_e2e=900.0),
         "batch": Objective(best_effort=True, slo_tpot=3.0),
@@ -28,8 +26,8 @@ def behind_a_gateway(generator: SLOSpecGenerator) -> Iterator[Served]:
         yield made
 
 
-def test_an_objective_is_a_class_of_requests(behind_a_gateway: Served) -> None:
-    def asked(objective: str | None, **body: Any) -> tuple[Any, ...]:
+def test_an_objective_is_a_class_of_requests(behind_a_gateway):
+    def asked(objective, **body):
         headers = {} if objective is None else {OBJECTIVE: objective}
         with behind_a_gateway.openai as client:
             answer = client.completions.create(
@@ -49,7 +47,7 @@ def test_an_objective_is_a_class_of_requests(behind_a_gateway: Served) -> None:
     ]  # fmt: skip
 
 
-def test_chats_of_other_apis_have_objectives_too(behind_a_gateway: Served) -> None:
+def test_chats_of_other_apis_have_objectives_too(behind_a_gateway):
     body = {"input": "x", "max_output_tokens": 4}
     answer = behind_a_gateway.client.post(
         "/v1/responses", json=body, headers={OBJECTIVE: "chat"}
@@ -57,13 +55,11 @@ def test_chats_of_other_apis_have_objectives_too(behind_a_gateway: Served) -> No
     assert answer["usage"]["metrics"]["slo_e2e"] == 900.0
 
 
-def test_a_trusted_gateways_clients_take_turns(
-    served: Served, behind_a_gateway: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trusted_gateways_clients_take_turns(served, behind_a_gateway, monkeypatch):
     clients = set[str]()
     run = Work.run
 
-    async def watched(self: Work, client: str, *arguments: Any, **options: Any) -> Any:
+    async def watched(self, client, *arguments, **options):
         clients.add(client)
         return await run(self, client, *arguments, **options)
 

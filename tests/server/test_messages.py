@@ -37,7 +37,7 @@ TOOLS: list[dict[str, Any]] = [
 ]
 
 
-def parts_of(pieces: list[str], prefix: str = PREFIX) -> Parts:
+def parts_of(pieces, prefix=PREFIX):
     reader = TemplateParts(QWEN, prefix, TOOLS)
     found = Parts()
     for place, piece in enumerate(pieces):
@@ -46,7 +46,7 @@ def parts_of(pieces: list[str], prefix: str = PREFIX) -> Parts:
     return found
 
 
-def test_an_answer_is_told_apart() -> None:
+def test_an_answer_is_told_apart():
     found = parts_of([ANSWER])
     assert found.content.strip() == "I look." and found.content[0] == "I"
     assert found.reasoning == "\nA city is\nneeded.\n"
@@ -59,7 +59,7 @@ def test_an_answer_is_told_apart() -> None:
 
 
 @given(cuts=st.lists(st.integers(0, len(ANSWER)), max_size=12))
-def test_pieces_of_any_size_give_the_same(cuts: list[int]) -> None:
+def test_pieces_of_any_size_give_the_same(cuts):
     ends = [0, *sorted(cuts), len(ANSWER)]
     found = parts_of([ANSWER[begin:end] for begin, end in itertools.pairwise(ends)])
     whole = parts_of([ANSWER])
@@ -69,7 +69,7 @@ def test_pieces_of_any_size_give_the_same(cuts: list[int]) -> None:
     ]
 
 
-def test_reasoning_that_the_prompt_began_is_reasoning() -> None:
+def test_reasoning_that_the_prompt_began_is_reasoning():
     found = parts_of(["so it ", "is.</think>Yes."], PREFIX + "<think>\n")
     assert (found.reasoning, found.content) == ("so it is.", "Yes.")
 
@@ -77,17 +77,17 @@ def test_reasoning_that_the_prompt_began_is_reasoning() -> None:
 @pytest.mark.parametrize(
     "text", ["<tool_call>{not json}</tool_call> and on", '<tool_call>{"arguments": {}}</tool_call>']
 )
-def test_what_cannot_be_parsed_stays_text(text: str) -> None:
+def test_what_cannot_be_parsed_stays_text(text):
     for pieces in ([text], [text[:15], text[15:]], [f"Yes. {text[:5]}", *text[5:]]):
         found = parts_of(pieces)
         assert not found.tool_calls and found.content == "".join(pieces)
 
 
-def test_without_a_template_all_is_content() -> None:
+def test_without_a_template_all_is_content():
     assert PlainParts().push(ANSWER, True) == Parts(ANSWER)
 
 
-def test_arguments_of_earlier_calls_are_mappings_for_the_chat_template() -> None:
+def test_arguments_of_earlier_calls_are_mappings_for_the_chat_template():
     call = {
         "id": "1",
         "type": "function",
@@ -99,7 +99,7 @@ def test_arguments_of_earlier_calls_are_mappings_for_the_chat_template() -> None
     assert shown[0]["function"]["arguments"] == {"city": "Paris"} and shown[1] == broken
 
 
-def test_arguments_that_nest_too_deeply_stay_text() -> None:
+def test_arguments_that_nest_too_deeply_stay_text():
     call = {"function": {"name": "f", "arguments": "[" * 100_000}}
     message = Message(role="assistant", content=None, tool_calls=[call])  # type: ignore[call-arg]
     assert message.for_template()["tool_calls"] == [call]
@@ -109,7 +109,7 @@ TWO = '[{"name": "a", "arguments": {"x": "}],{"}} ,\n {"name":"b","arguments":{}
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
-def test_calls_are_read_whatever_the_pieces(size: int) -> None:
+def test_calls_are_read_whatever_the_pieces(size):
     parser = CallParts()
     found = Parts()
     for at in range(0, len(TWO), size):
@@ -125,20 +125,20 @@ def test_calls_are_read_whatever_the_pieces(size: int) -> None:
     )
 
 
-def test_call_that_is_cut_off_stays_text() -> None:
+def test_call_that_is_cut_off_stays_text():
     parser = CallParts()
     found = parser.push(TWO[:-5], True)
     assert len(found.tool_calls) == 1 and found.content == '{"name":"b","arguments"'
 
 
-def test_log_probabilities_of_a_response_are_those_of_its_text() -> None:
+def test_log_probabilities_of_a_response_are_those_of_its_text():
     chat_form = Answer(
         "tiny", True, lambda token: b"abcdefgh"[token : token + 1], wants_logprobs=True
     )
     body = ResponsesBody.model_validate({"input": "x", "include": ["message.output_text.logprobs"]})
     answer = ResponseAnswer(body, chat_form)
 
-    def add(tokens: list[int], parts: Parts, reason: str | None = None) -> None:
+    def add(tokens, parts, reason=None):
         logprobs: list[Any] = [TokenLogprobs(-1.0, ()) for _ in tokens]
         answer.chunk(Piece(0, "", tokens, logprobs, reason, parts), (), False)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_slospec import InvalidInputError, MissingExtraError, SLOSpecConfig, SLOSpecGenerator
+from hf_slospec import InvalidInputError, MissingExtraError, SLOSpecConfig
 from hf_slospec.drafters.assistant import AssistantMethod
 from hf_slospec.drafters.hybrid import HybridMethod
 from hf_slospec.heads.suffix import SuffixMethod
@@ -30,7 +29,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("drafter", KINDS)
-def test_names_mean_those_of_the_embedded_target(drafter: str | None) -> None:
+def test_names_mean_those_of_the_embedded_target(drafter):
     options = ModelOptions(drafter=drafter, dtype="float32")
     pair = load_models(options)
     method: Any = draft_method(options, pair)
@@ -38,7 +37,7 @@ def test_names_mean_those_of_the_embedded_target(drafter: str | None) -> None:
     assert not isinstance(method, AssistantMethod) or method.assistant is pair.draft
 
 
-def test_a_target_alone_is_drafted_for_by_its_own_text(tmp_path: Path) -> None:
+def test_a_target_alone_is_drafted_for_by_its_own_text(tmp_path):
     folder = str(FOLDER / "target")
     assert ModelOptions(target=folder).parts == ["lookup"] and ModelOptions(
         target=folder, assistant="org/draft"
@@ -52,7 +51,7 @@ def test_a_target_alone_is_drafted_for_by_its_own_text(tmp_path: Path) -> None:
     assert ModelOptions().parts == ["assistant"]
 
 
-def test_texts_are_shared_only_on_demand() -> None:
+def test_texts_are_shared_only_on_demand():
     for shares in (False, True):
         options = ModelOptions(drafter="suffix+lookup", dtype="float32", share_texts=shares)
         method: Any = draft_method(options, load_models(options))
@@ -60,7 +59,7 @@ def test_texts_are_shared_only_on_demand() -> None:
         assert (method.methods[0]._drafter.past is not None) is shares
 
 
-def test_a_head_of_an_inflated_target() -> None:
+def test_a_head_of_an_inflated_target():
     generator = load_generator(
         ModelOptions(drafter="mtp", size="0.1B", dtype="float32"), SLOSpecConfig(), "{{ messages }}"
     )
@@ -68,7 +67,7 @@ def test_a_head_of_an_inflated_target() -> None:
     assert generator.tokenizer is not None and generator.tokenizer.chat_template == "{{ messages }}"
 
 
-def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "arctic_inference", None)
     options = ModelOptions(drafter="suffix", dtype="float32")
     with pytest.raises(
@@ -77,7 +76,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         draft_method(options, load_models(options))
 
 
-def folder_of(path: Path, chat_template: str | None = None, **generation: Any) -> str:
+def folder_of(path, chat_template=None, **generation):
     """A target with its tokenizer, these settings in generation_config.json and a chat template."""
     tiny_model("llama").save_pretrained(path)
     tokenizer = byte_level(101)
@@ -88,7 +87,7 @@ def folder_of(path: Path, chat_template: str | None = None, **generation: Any) -
     return str(path)
 
 
-def generator_of(target: str, chat_template: str | None = None) -> SLOSpecGenerator:
+def generator_of(target, chat_template=None):
     options = ModelOptions(target=target, drafter="lookup", dtype="float32")
     return load_generator(options, SLOSpecConfig(), chat_template)
 
@@ -103,8 +102,8 @@ def generator_of(target: str, chat_template: str | None = None) -> SLOSpecGenera
     ],
 )
 def test_a_generation_config_that_fails_every_request_fails_the_start(
-    generation: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+    generation, message, tmp_path
+):
     generator = generator_of(folder_of(tmp_path, **generation))
     with pytest.raises(
         InvalidInputError,
@@ -116,9 +115,7 @@ def test_a_generation_config_that_fails_every_request_fails_the_start(
 @pytest.mark.parametrize(
     "generation", [dict(max_length=12, min_new_tokens=5), dict(do_sample=True, top_k=5)]
 )
-def test_a_generation_config_that_requests_can_use_starts(
-    generation: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_generation_config_that_requests_can_use_starts(generation, tmp_path):
     with generator_of(folder_of(tmp_path, **generation)) as generator:
         assert (
             len(
@@ -138,7 +135,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_chat_template_is_refused_before_any_request(kind: str, tmp_path: Path) -> None:
+def test_a_broken_chat_template_is_refused_before_any_request(kind, tmp_path):
     target = folder_of(tmp_path, BROKEN[kind])
     with pytest.raises(
         InvalidInputError, match=r"chat template of .* is broken: .*--chat-template"
@@ -147,6 +144,6 @@ def test_a_broken_chat_template_is_refused_before_any_request(kind: str, tmp_pat
     assert generator_of(target, "{{ messages[0]['content'] }}").tokenizer is not None
 
 
-def test_a_template_may_refuse_a_conversation(tmp_path: Path) -> None:
+def test_a_template_may_refuse_a_conversation(tmp_path):
     template = "{{ raise_exception('begin with a system message') }}"
     assert generator_of(folder_of(tmp_path, template)).tokenizer is not None

@@ -4,18 +4,14 @@ every endpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import pytest
 from pydantic import BaseModel
 
-from hf_slospec import SLOSpecGenerator
 from hf_slospec.server import anthropic, bodies, responses
 from hf_slospec.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from hf_slospec.server.engine import Order
 from tests.server.conftest import serving
 from tests.server.protocols import USER
 from tests.server.scripted import Scripted
@@ -34,11 +30,11 @@ VARYING = ("id", "item_id", "created", "created_at", "metrics")
 
 
 class Recorded:
-    def __init__(self, client: httpx.Client, orders: list[Order]):
+    def __init__(self, client, orders):
         self.client = client
         self.orders = orders
 
-    def outcome(self, path: str, body: dict[str, Any]) -> Any:
+    def outcome(self, path, body):
         """What the engine was asked for, and the answer without what differs from request to request."""
         self.orders.clear()
         answer = self.client.post(path, json=body)
@@ -48,14 +44,14 @@ class Recorded:
         )
 
 
-def stable(value: Any) -> Any:
+def stable(value):
     if isinstance(value, dict):
         return {name: stable(each) for name, each in value.items() if name not in VARYING}
     return [stable(each) for each in value] if isinstance(value, list) else value
 
 
 @pytest.fixture(scope="module")
-def recorded(generator: SLOSpecGenerator) -> Iterator[Recorded]:
+def recorded(generator):
     engine = Scripted(generator, "return\n")
     engine.response_template = None
     with serving(engine) as served:
@@ -63,7 +59,7 @@ def recorded(generator: SLOSpecGenerator) -> Iterator[Recorded]:
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-def test_null_is_the_default_of_every_optional_field(recorded: Recorded, path: str) -> None:
+def test_null_is_the_default_of_every_optional_field(recorded, path):
     kind, body = ENDPOINTS[path]
     expected = recorded.outcome(path, body)
     optional = [name for name, field in kind.model_fields.items() if name not in body]
@@ -76,7 +72,7 @@ def test_null_is_the_default_of_every_optional_field(recorded: Recorded, path: s
     )
 
 
-def test_no_model_of_bodies_takes_nulls_in_another_way() -> None:
+def test_no_model_of_bodies_takes_nulls_in_another_way():
     for module in (bodies, anthropic, responses):
         for name, kind in vars(module).items():
             if (

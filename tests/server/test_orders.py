@@ -11,7 +11,7 @@ from hf_slospec.server.limits import RequestLimits
 from hf_slospec.server.options import Objective, SLOLimits
 
 
-def test_an_objective_gives_what_the_request_leaves_out() -> None:
+def test_an_objective_gives_what_the_request_leaves_out():
     tenant = Tenant(SLOLimits(default_tpot=9.0), "", b"")
     objective = Objective(slo_tpot=0.5, slo_e2e=4.0, priority=-2)
     empty = tenant.arguments(CompletionBody(prompt="x"), {}, objective)
@@ -37,7 +37,7 @@ def test_an_objective_gives_what_the_request_leaves_out() -> None:
         Tenant(SLOLimits(strictest_e2e=5.0), "", b"").arguments(own, {}, Objective())
 
 
-def test_a_keys_limits_hold_for_every_stage() -> None:
+def test_a_keys_limits_hold_for_every_stage():
     stages = [{"slo_tpot": 0.2, "until": "</think>"}, {"slo_tpot": 0.5, "slo_ttft": 0.4}]
     body = CompletionBody.model_validate({"prompt": "x", "slo_tpot": stages})
     found = Tenant(SLOLimits(strictest_tpot=0.2, strictest_ttft=0.4), "", b"").arguments(

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hf_slospec import InvalidInputError, SLOSpecGenerator, tiny_prompts
-from tests.server.conftest import Served, serving
+from hf_slospec import InvalidInputError, tiny_prompts
+from tests.server.conftest import serving
 from tests.server.protocols import PROTOCOLS
 from tests.server.scripted import Scripted
 from tests.server.test_completions import events
@@ -26,7 +26,7 @@ PREFILL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def whole_and_streamed(served: Served, path: str, body: dict[str, Any]) -> tuple[str, str]:
+def whole_and_streamed(served, path, body):
     """Return text and reason of an answer, which are those of its stream."""
     (choice,) = served.client.post(path, json=body).json()["choices"]
     text = choice["text"] if "text" in choice else choice["message"]["content"]
@@ -46,9 +46,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("path", "body", "before"), CASES, ids=["completion", "echo", "prefill"])
-def test_stop_strings_that_begin_in_the_prompt_are_none(
-    served: Served, path: str, body: dict[str, Any], before: str
-) -> None:
+def test_stop_strings_that_begin_in_the_prompt_are_none(served, path, body, before):
     whole, reason = whole_and_streamed(served, path, body)
     output = whole.removeprefix(PROMPT) if body.get("echo") else whole
     assert len(output) > 6
@@ -58,7 +56,7 @@ def test_stop_strings_that_begin_in_the_prompt_are_none(
     assert whole_and_streamed(served, path, body | {"stop": stops}) == (whole, reason)
 
 
-def test_min_tokens_hold_back_stop_strings(served: Served) -> None:
+def test_min_tokens_hold_back_stop_strings(served):
     path = "/v1/completions"
     body = BODY | {"ignore_eos": True}
     whole, _ = whole_and_streamed(served, path, body)
@@ -75,7 +73,7 @@ def test_min_tokens_hold_back_stop_strings(served: Served) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 50])
-def test_first_spaces_of_outputs_are_kept(generator: SLOSpecGenerator, size: int) -> None:
+def test_first_spaces_of_outputs_are_kept(generator, size):
     tokenizer = copy.deepcopy(sentencepiece_like(500))
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
     engine = Scripted(generator, "", tokenizer, size)
@@ -111,7 +109,7 @@ def test_first_spaces_of_outputs_are_kept(generator: SLOSpecGenerator, size: int
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == " return the"
 
 
-def test_log_probabilities_have_the_bytes_of_their_tokens(generator: SLOSpecGenerator) -> None:
+def test_log_probabilities_have_the_bytes_of_their_tokens(generator):
     for tokenizer in (copy.deepcopy(byte_level(400)), copy.deepcopy(sentencepiece_like(500))):
         tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
         with serving(Scripted(generator, "the 🙂\n", tokenizer)) as served, served.openai as client:
@@ -137,9 +135,7 @@ def test_log_probabilities_have_the_bytes_of_their_tokens(generator: SLOSpecGene
                 assert top == {name: -3.0}, "with the sampled token, whatever the number of others"
 
 
-def test_log_probabilities_of_tokens_with_one_text_are_told_apart(
-    generator: SLOSpecGenerator,
-) -> None:
+def test_log_probabilities_of_tokens_with_one_text_are_told_apart(generator):
     tokenizer = sentencepiece_like(500)
     word = next(
         name
@@ -178,9 +174,7 @@ LISTED = (
 DROPPING = "{% for m in messages %}{{ m.role }}\n{% endfor %}"
 
 
-def test_texts_reach_templates_of_parts_and_are_never_lost(
-    served: Served, generator: SLOSpecGenerator
-) -> None:
+def test_texts_reach_templates_of_parts_and_are_never_lost(served, generator):
     tokenizer = generator.tokenizer
     kept = generator.tokenizer.chat_template
     messages: Any = [{"role": "user", "content": "What is it?"}]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from hf_slospec.server.answers import error_body
 from hf_slospec.server.anthropic import anthropic_error
 from hf_slospec.server.reading import FAIRNESS_ID, OBJECTIVE
-from tests.server.conftest import KEY, Served
+from tests.server.conftest import KEY
 from tests.server.protocols import USER
 
 WEATHER: dict[str, Any] = {"name": "weather", "parameters": {"type": "object"}}
@@ -31,11 +30,11 @@ VALID: dict[str, dict[str, Any]] = {
 }
 
 
-def part(kind: str, **fields: Any) -> list[dict[str, Any]]:
+def part(kind, **fields):
     return [{"role": "user", "content": [{"type": kind} | fields]}]
 
 
-def allowed(mode: str, *names: str) -> dict[str, Any]:
+def allowed(mode, *names):
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     return {
         "tools": [TOOL],
@@ -135,7 +134,7 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def post(served: Served, endpoint: str, **request: Any) -> httpx.Response:
+def post(served, endpoint, **request):
     path = endpoint if "tokenize" in endpoint else f"v1/{endpoint}"
     return served.client.post(f"/{path}", **request)
 
@@ -143,9 +142,7 @@ def post(served: Served, endpoint: str, **request: Any) -> httpx.Response:
 @pytest.mark.parametrize(
     ("named", "endpoint", "fields"), REFUSED, ids=[f"{row[1]}-{row[0]}" for row in REFUSED]
 )
-def test_bad_fields_are_named(
-    served: Served, named: str, endpoint: str, fields: dict[str, Any]
-) -> None:
+def test_bad_fields_are_named(served, named, endpoint, fields):
     answer = post(served, endpoint, json=VALID[endpoint] | fields)
     assert answer.status_code == 400, answer.text
     assert len(answer.content) < 1000
@@ -163,7 +160,7 @@ def test_bad_fields_are_named(
 
 
 @pytest.mark.parametrize("endpoint", VALID)
-def test_valid_bodies_are_served(served: Served, endpoint: str) -> None:
+def test_valid_bodies_are_served(served, endpoint):
     assert (
         post(
             served, endpoint, json=VALID[endpoint] | {"a_field_of_later_versions": None}
@@ -179,7 +176,7 @@ NO_JSON = [
 
 
 @pytest.mark.parametrize("content", NO_JSON, ids=lambda content: repr(content[:16]))
-def test_invalid_json_is_refused(served: Served, content: bytes) -> None:
+def test_invalid_json_is_refused(served, content):
     for endpoint in VALID:
         answer = post(
             served, endpoint, content=content, headers={"Content-Type": "application/json"}
@@ -209,9 +206,7 @@ STATUSES: list[tuple[int, str, str, str, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("status", "said", "method", "path", "request_"), STATUSES, ids=lambda value: str(value)[:30]
 )
-def test_status_and_message_of_other_refusals(
-    served: Served, status: int, said: str, method: str, path: str, request_: dict[str, Any]
-) -> None:
+def test_status_and_message_of_other_refusals(served, status, said, method, path, request_):
     answer = served.client.request(method, path, **request_)
     error = answer.json()["error"]
     assert answer.status_code == status and said in error["message"] != ""
@@ -220,7 +215,7 @@ def test_status_and_message_of_other_refusals(
         assert error["type"] == kinds.get(status, "invalid_request_error")
 
 
-def test_error_name_of_overload_and_limit_of_bodies(guarded: Served) -> None:
+def test_error_name_of_overload_and_limit_of_bodies(guarded):
     assert (
         anthropic_error(error_body("x", "service_unavailable_error"))["error"]["type"]
         == "overloaded_error"
@@ -230,7 +225,7 @@ def test_error_name_of_overload_and_limit_of_bodies(guarded: Served) -> None:
     assert answer.status_code == 413 and "4096 bytes" in answer.json()["error"]["message"]
 
 
-def test_openais_client_raises_its_own_errors(served: Served) -> None:
+def test_openais_client_raises_its_own_errors(served):
     with served.openai as client:
         with pytest.raises(openai.BadRequestError, match="temperature"):
             client.completions.create(model="tiny", prompt="x", temperature=-3)

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import httpx
 import pytest
@@ -27,9 +26,7 @@ NO_COMPILER = ["--config", '{"compile": false}']  # it would go on beside other 
 
 
 @pytest.mark.parametrize(("is_chat", "is_guarded"), [(True, False), (False, True)])
-def test_the_welcome_names_device_dtype_and_a_request_of_the_right_kind(
-    is_chat: bool, is_guarded: bool
-) -> None:
+def test_the_welcome_names_device_dtype_and_a_request_of_the_right_kind(is_chat, is_guarded):
     target, _, tokenizer = load_tiny_pair()
     tokenizer.chat_template = "{{ messages }}" if is_chat else None
     options = ServeOptions(
@@ -60,7 +57,7 @@ def test_the_welcome_names_device_dtype_and_a_request_of_the_right_kind(
     assert f".{kind}.create(model='target', " in said["Python"]
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as own:
         own.bind(("127.0.0.1", 0))
         port: int = own.getsockname()[1]
@@ -72,7 +69,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
 @pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_a_signal_lets_requests_finish(num_processes: int, tmp_path: Path) -> None:
+def test_a_signal_lets_requests_finish(num_processes, tmp_path):
     port = free_port()
     log = tmp_path / "log"
     options = ["--size", "tiny", "--drafter", "lookup+mtp"]
@@ -118,7 +115,7 @@ def test_a_signal_lets_requests_finish(num_processes: int, tmp_path: Path) -> No
     )
 
 
-def wait_for(client: httpx.Client, process: subprocess.Popen[bytes]) -> None:
+def wait_for(client, process):
     deadline_s = time.monotonic() + START_S
     while time.monotonic() < deadline_s:
         assert process.poll() is None

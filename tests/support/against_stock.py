@@ -19,7 +19,7 @@ GREEDY: dict[str, Any] = NEW | dict(do_sample=False)
 SAMPLED: dict[str, Any] = NEW | dict(do_sample=True)
 
 
-def generator(family: str = "llama", **options: Any) -> SLOSpecGenerator:
+def generator(family="llama", **options):
     return SLOSpecGenerator(
         tiny_model(family), tiny_model(family, noise=0.03), config=DRAFTS_ALWAYS, **options
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from hf_slospec.cuda import flash as packing
 from hf_slospec.cuda import flash_kernels as kernel_choice
 from hf_slospec.cuda import graphs
 from hf_slospec.cuda.flash_attention import FlashAttention
-from hf_slospec.cuda.flash_kernels import FlashKernel, KernelUnavailable
+from hf_slospec.cuda.flash_kernels import KernelUnavailable
 from hf_slospec.cuda.graphs import Graphs
 from hf_slospec.drafters import beam
 from hf_slospec.drafters.assistant import AssistantDrafter
@@ -49,7 +48,7 @@ TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
         set(kernel_choice.KERNELS) - {kernel_choice.TorchVarlen}, kernel_choice.KERNELS
     ),
 )
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FlashKernel:
+def kernel(request, monkeypatch):
     """Each kernel that can be loaded here, being the only one that there is."""
     try:
         request.param(CUDA)
@@ -61,11 +60,11 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> F
     return found
 
 
-def on_cuda(model: Any, dtype: torch.dtype = torch.float32) -> Any:
+def on_cuda(model, dtype=torch.float32):
     return copy.deepcopy(model).to(CUDA, dtype)
 
 
-def moved(inputs: Any) -> dict[str, torch.Tensor]:
+def moved(inputs):
     return {name: tensor.to(CUDA) for name, tensor in inputs.items()}
 
 
@@ -73,7 +72,7 @@ def moved(inputs: Any) -> dict[str, torch.Tensor]:
     "sampling", [{}, dict(do_sample=True, temperature=0.8, top_k=30)], ids=["greedy", "sampled"]
 )
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_fp32_token_for_token_by_sdpa(family: str, sampling: dict[str, Any]) -> None:
+def test_fp32_token_for_token_by_sdpa(family, sampling):
     model = on_cuda(tiny_model(family))
     draft = on_cuda(tiny_model(family, noise=0.03))
     generator = SLOSpecGenerator(model, draft, config=SLOSpecConfig(check_invariants=True))
@@ -84,7 +83,7 @@ def test_fp32_token_for_token_by_sdpa(family: str, sampling: dict[str, Any]) -> 
     )
 
 
-def test_auto_is_triton_and_flash_is_flash() -> None:
+def test_auto_is_triton_and_flash_is_flash():
     half, full = (on_cuda(tiny_model("llama"), dtype) for dtype in (torch.bfloat16, torch.float32))
     kernel = kernel_choice.kernel_on(CUDA, torch.bfloat16, 8)
     if isinstance(kernel, str):
@@ -103,7 +102,7 @@ def test_auto_is_triton_and_flash_is_flash() -> None:
             packed_model(full, attention)
 
 
-def test_pieces_of_few_keys(kernel: FlashKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_few_keys(kernel, monkeypatch):
     monkeypatch.setattr(packing, "PIECE_KEYS", 4)
     check_row(
         [(0, 1, TREES[1]), (2, 1, TREES[2]), (21, 3, TREES[1])],
@@ -115,15 +114,7 @@ def test_pieces_of_few_keys(kernel: FlashKernel, monkeypatch: pytest.MonkeyPatch
     )
 
 
-def check_row(
-    spans: Any,
-    heads: tuple[int, int, int],
-    dtype: torch.dtype,
-    window: Any,
-    softcap: Any,
-    has_sinks: bool,
-    backend: Any = None,
-) -> None:
+def check_row(spans, heads, dtype, window, softcap, has_sinks, backend=None):
     num_heads, num_kv_heads, dim = heads
     made = case(spans, num_kv_heads, dim, dim, dtype, "cuda:0")
     query = torch.randn(num_heads, len(made.tokens), dim, device=CUDA, dtype=dtype)
@@ -135,7 +126,7 @@ def check_row(
     torch.testing.assert_close(out.float(), made.expected(query, rules), rtol=0, atol=atol)
 
 
-def check_self(target: Any, draft: Any, prompts: list[list[int]], **options: Any) -> None:
+def check_self(target, draft, prompts, **options):
     """Compare outputs by ``exact="self"``: by plain decoding one by one, and by trees beside each
     other.
     """
@@ -158,12 +149,12 @@ def check_self(target: Any, draft: Any, prompts: list[list[int]], **options: Any
 
 
 @pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+def captures(monkeypatch):
     """One entry for each forward that was captured while the test runs."""
     made = list[None]()
     capture = Graphs._capture
 
-    def counted(self: Graphs, *arguments: Any) -> Any:
+    def counted(self, *arguments):
         outputs = capture(self, *arguments)
         if outputs is not None:
             made.append(None)
@@ -174,9 +165,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
 
 @pytest.mark.parametrize("family", nightly_but(("gemma3",), ("llama", "gpt2", "gemma3")))
-def test_replays_are_what_forwards_compute(
-    kernel: FlashKernel, captures: list[None], family: str
-) -> None:
+def test_replays_are_what_forwards_compute(kernel, captures, family):
     model = on_cuda(tiny_model(family), torch.bfloat16)
     replayed = Bench(model)
     plain = Bench(model)
@@ -189,7 +178,7 @@ def test_replays_are_what_forwards_compute(
     assert captures
 
 
-def serve(num_requests: int, new_tokens: int) -> None:
+def serve(num_requests, new_tokens):
     target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
     config = SLOSpecConfig(attention="flash", policy="fixed", max_batch=3, check_invariants=True)
     with SLOSpecGenerator(target.to(CUDA), draft.to(CUDA), tokenizer, config) as generator:
@@ -201,9 +190,7 @@ def serve(num_requests: int, new_tokens: int) -> None:
         assert all(len(handle.result(120).token_ids) for handle in handles)
 
 
-def test_too_much_memory_ends_it(
-    kernel: FlashKernel, captures: list[None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_much_memory_ends_it(kernel, captures, monkeypatch):
     bench = Bench(on_cuda(tiny_model("llama"), torch.bfloat16))
     monkeypatch.setattr(bench.graphs._capturer, "max_bytes", 0)
     out = [bench.verify() for _ in range(4)]
@@ -211,14 +198,12 @@ def test_too_much_memory_ends_it(
     torch.testing.assert_close(out[-1], out[0])
 
 
-def test_a_capture_that_fails_leaves_cuda_usable(
-    kernel: FlashKernel, captures: list[None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_capture_that_fails_leaves_cuda_usable(kernel, captures, monkeypatch):
     model = on_cuda(tiny_model("llama"), torch.bfloat16)
     layer = model.model.layers[1].mlp
     plain = layer.forward
 
-    def waiting(hidden: torch.Tensor) -> torch.Tensor:
+    def waiting(hidden):
         torch.cuda.synchronize()  # is forbidden while capturing
         return plain(hidden)
 
@@ -239,9 +224,7 @@ def test_a_capture_that_fails_leaves_cuda_usable(
 
 
 @pytest.mark.parametrize("patience", [0, 10**9])
-def test_drafting_and_verifying_wait_for_nothing(
-    kernel: FlashKernel, captures: list[None], patience: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafting_and_verifying_wait_for_nothing(kernel, captures, patience, monkeypatch):
     bench = Bench(on_cuda(tiny_model("llama"), torch.bfloat16))
     drafter = AssistantDrafter(bench.packed, 20, 101)
     plan = Plan(4, 2, min_path_prob=1e-9, min_gain=1e-9)
@@ -260,7 +243,7 @@ def test_drafting_and_verifying_wait_for_nothing(
     assert bool(captures) == (patience == 0)
 
 
-def test_an_answer_one_question_late() -> None:
+def test_an_answer_one_question_late():
     answers = DeferredFlags(CUDA)
     asked = [torch.tensor(answer, device=CUDA) for answer in (False, True, False)]
     assert [answers.next(answer) for answer in asked] == [None, False, True]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-
-from hf_slospec import SLOSpecGenerator
 
 FIXED: dict[str, Any] = {
     "policy": "fixed",
@@ -16,7 +13,7 @@ FIXED: dict[str, Any] = {
 
 
 @contextmanager
-def always_drafting(generator: SLOSpecGenerator) -> Iterator[None]:
+def always_drafting(generator):
     """Draft in every step of ``generator`` inside of the context; ``auto`` may draft nothing on a
     busy machine.
     """

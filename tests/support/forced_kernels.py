@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import pytest
-import torch
-
 from hf_slospec.cpu import kernels as kernel_choice
-from hf_slospec.cpu.kernels import DTYPES, PACKING, SIZES, Choice, Kernel, works
+from hf_slospec.cpu.kernels import DTYPES, PACKING, SIZES, Choice, works
 
+ALL_FASTER = (True,) * len(SIZES)
 WORKING = [(name, dtype) for name in PACKING for dtype in DTYPES[name] if works(name, dtype)]
 
 
-def force_kernel(
-    monkeypatch: pytest.MonkeyPatch, name: str, is_faster: Sequence[bool] = (True,) * len(SIZES)
-) -> None:
+def force_kernel(monkeypatch, name, is_faster=ALL_FASTER):
     """Make every measurement find one kernel, where it works at all, and forget those of before."""
     found: dict[str, Choice] = {}
 
-    def measured(weights: Sequence[torch.Tensor], kernels: Mapping[str, Kernel]) -> Choice:
+    def measured(weights, kernels):
         return Choice(kernel=name if name in kernels else None, is_faster=tuple(is_faster))
 
     monkeypatch.setattr(kernel_choice, "_measured", measured)

@@ -6,12 +6,11 @@ import os
 import signal
 import traceback
 import warnings
-from collections.abc import Callable
 
 ALARM_S = 120  # seconds after which a child that hangs is ended, far more than any takes
 
 
-def passes_in_child(check: Callable[[], bool]) -> bool:
+def passes_in_child(check):
     """Return what ``check`` returns in a forked child; False if it raises or hangs."""
     with warnings.catch_warnings(action="ignore"):  # Python 3.12 warns of forks beside threads
         pid = os.fork()

@@ -20,7 +20,7 @@ ODD: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def fuzzed(examples: int) -> settings:
+def fuzzed(examples):
     """Return the settings of a test: these examples, always the same, or those of the profile of
     scripts/fuzz.py.
     """
@@ -36,19 +36,17 @@ def fuzzed(examples: int) -> settings:
     )
 
 
-def odd() -> st.SearchStrategy[Any]:
+def odd():
     """Values of wrong types, and numbers at and beyond the limits."""
     return st.sampled_from(ODD)
 
 
-def mostly(valid: st.SearchStrategy[Any], of: int = 5) -> st.SearchStrategy[Any]:
+def mostly(valid, of=5):
     """Values of the strategy, and one of so many of any kind."""
     return st.integers(1, of).flatmap(lambda number: odd() if number == of else valid)
 
 
-def some_of(
-    valid: dict[str, st.SearchStrategy[Any]], most: int = 4, least: int = 0, odd_of: int = 5
-) -> st.SearchStrategy[dict[str, Any]]:
+def some_of(valid, most=4, least=0, odd_of=5):
     """Arguments, some of those that there are, with mostly valid values."""
     names = st.lists(st.sampled_from(sorted(valid)), min_size=least, max_size=most, unique=True)
     return names.flatmap(

@@ -6,7 +6,6 @@ import copy
 import functools
 import traceback
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -41,10 +40,10 @@ class Ends(StoppingCriteria):
 
     per_row = True
 
-    def __init__(self, length: int):
+    def __init__(self, length):
         self.length = length
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+    def __call__(self, input_ids, scores, **_):
         return torch.full(
             (len(input_ids),), input_ids.shape[1] >= self.length, device=input_ids.device
         )
@@ -55,7 +54,7 @@ class Shifts(LogitsProcessor):
 
     per_row = True
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids, scores):
         return scores.roll(1, -1)
 
 
@@ -64,10 +63,10 @@ class Returns(LogitsProcessor):
 
     per_row = True
 
-    def __init__(self, found: Any):
+    def __init__(self, found):
         self.found = found
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
+    def __call__(self, input_ids, scores):
         return self.found
 
 
@@ -75,24 +74,24 @@ class OwnError(Exception):
     """Raised by functions of the caller."""
 
 
-def fails(*_: Any, **__: Any) -> Any:
+def fails(*_, **__):
     raise OwnError("of the caller's own")
 
 
-def returns_none(*_: Any, **__: Any) -> None:
+def returns_none(*_, **__):
     pass
 
 
 class Collects:
     """A streamer that keeps what it gets."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.got = list[Any]()
 
-    def put(self, value: torch.Tensor) -> None:
+    def put(self, value):
         self.got.append(value.tolist())
 
-    def end(self) -> None:
+    def end(self):
         self.got.append(None)
 
 
@@ -214,7 +213,7 @@ SLO: st.SearchStrategy[Any] = st.one_of(
 
 
 @st.composite
-def prompts(draw: st.DrawFn) -> dict[str, Any]:
+def prompts(draw):
     """Draw the tensors of a prompt: most often left-padded ones with their mask."""
     inputs: dict[str, Any] = ragged_prompts(draw(st.integers(1, 3)), seed=draw(st.integers(0, 3)))
     input_ids = inputs["input_ids"]
@@ -258,7 +257,7 @@ def prompts(draw: st.DrawFn) -> dict[str, Any]:
     return draw(st.sampled_from(others)) if draw(st.integers(0, 3)) == 3 else inputs
 
 
-def ready(arguments: dict[str, Any]) -> dict[str, Any]:
+def ready(arguments):
     """Return arguments for one call: own copies of what calls change, and an end for texts without
     one.
     """
@@ -281,7 +280,7 @@ def ready(arguments: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def called(call: Callable[..., Any], arguments: dict[str, Any], seed: int = SEED) -> Any:
+def called(call, arguments, seed=SEED):
     """Return the result of a call, or its exception."""
     torch.manual_seed(seed)
     with warnings.catch_warnings():
@@ -319,7 +318,7 @@ def check_like_stock(ours: Any, model: Any, arguments: dict[str, Any], seed: int
     assert torch.equal(own, theirs), (own, theirs)
 
 
-def _as_batch(arguments: dict[str, Any]) -> dict[str, Any]:
+def _as_batch(arguments):
     """Return arguments without drafting, and with a prompt of one dimension as a batch of one."""
     found = {name: value for name, value in arguments.items() if name not in DRAFTING}
     for name in ("inputs", "input_ids"):
@@ -329,7 +328,7 @@ def _as_batch(arguments: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _is_raised_by_stock(error: Exception) -> bool:
+def _is_raised_by_stock(error):
     """Return whether an error comes out of stock ``generate``, which prepares calls; it may stop
     for another reason.
     """

@@ -4,13 +4,9 @@ forwards.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
-from hf_slospec.cuda.graphs import Graphs
-from hf_slospec.model.batch import NewTokens
 from hf_slospec.model.sequences import Sequences
 from hf_slospec.request.request import Request, RequestParams
 from hf_slospec.tree.tree import TokenTree
@@ -25,10 +21,10 @@ class Bench:
 
     def __init__(
         self,
-        model: Any,
-        num_cached: tuple[int, ...] = (11, 30, 7),
-        attention: str = "flash",
-        **options: Any,
+        model,
+        num_cached=(11, 30, 7),
+        attention="flash",
+        **options,
     ):
         self.packed = packed_model(model, attention, **options)
         draw = torch.Generator().manual_seed(0)
@@ -42,29 +38,29 @@ class Bench:
             self.sequences.prefill(request, request.prompt_len - 1)
 
     @property
-    def graphs(self) -> Graphs | None:
+    def graphs(self):
         return self.packed.path("cuda_graphs").on(self.sequences.cache.pool)
 
-    def parts(self) -> list[NewTokens]:
+    def parts(self):
         trees = [tree(request, TREES[request.index % 3]) for request in self.requests]
         pairs = zip(self.requests, trees, strict=True)
         return [
             self.sequences.chain_and_tree(r, self.sequences.uncached(r), tree) for r, tree in pairs
         ]
 
-    def verify(self) -> torch.Tensor:
+    def verify(self):
         parts = self.parts()
         return self.sequences.forward(
             parts, torch.arange(sum(len(part.input_ids) for part in parts))
         ).logits
 
-    def grow(self, num_tokens: int) -> None:
+    def grow(self, num_tokens):
         for request in self.requests:
             request.tokens += [(7 * len(request.tokens)) % 97 + 3] * num_tokens
             self.sequences.prefill(request, num_tokens)
 
 
-def tree(request: Request, parents: tuple[int, ...]) -> TokenTree:
+def tree(request, parents):
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)

@@ -12,7 +12,7 @@ SUPPORT = ROOT / "docs" / "support.md"
 EXACT = """Qwen2Moe Gemma Olmo3 Granite Cohere2 DeepseekV2 DeepseekV3 Starcoder2 Ministral Gemma3n Gemma4""".split()
 
 
-def support_counts(text: str | None = None) -> dict[str, Counter[str]]:
+def support_counts(text=None):
     """Return the numbers of the table at the top of the support page, by column and status."""
     if text is None:
         text = SUPPORT.read_text(encoding="utf-8")

@@ -18,11 +18,11 @@ class CallingProcessor(LogitsProcessor):
 
     per_row = True
 
-    def __init__(self, run: Run):
+    def __init__(self, run):
         self.run = run
         self.seen = list[Any]()
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids, scores):
         self.seen.append(self.run(input_ids))
         return scores
 
@@ -32,45 +32,45 @@ class CallingCriterion(StoppingCriteria):
 
     per_row = True
 
-    def __init__(self, run: Run):
+    def __init__(self, run):
         self.run = run
         self.seen = list[Any]()
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+    def __call__(self, input_ids, scores, **_):
         self.seen.append(self.run(input_ids))
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 class CallingStreamer(BaseStreamer):
-    def __init__(self, run: Run):
+    def __init__(self, run):
         self.run = run
         self.seen = list[Any]()
         self.ended = threading.Event()
         self.input_ids: torch.Tensor | None = None
 
-    def put(self, value: torch.Tensor) -> None:
+    def put(self, value):
         self.input_ids = (
             value if self.input_ids is None else torch.cat((self.input_ids, value[:, None]), dim=1)
         )
         self.seen.append(self.run(self.input_ids))
 
-    def end(self) -> None:
+    def end(self):
         self.ended.set()
 
 
 class CallingPrefix:
     """Allows all tokens."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run):
         self.run = run
         self.seen = list[Any]()
 
-    def __call__(self, row: int, input_ids: torch.Tensor) -> list[int]:
+    def __call__(self, row, input_ids):
         self.seen.append(self.run(input_ids[None]))
         return list(range(101))
 
 
-def calling(kind: str, run: Run) -> tuple[Any, dict[str, Any]]:
+def calling(kind, run):
     """A callback of this kind, and the argument of ``generate`` that passes it."""
     if kind == "processor":
         processor = CallingProcessor(run)

@@ -5,19 +5,13 @@ have cached.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
-
-import torch
-from torch import nn
 
 from hf_slospec import SLOSpecConfig
-from hf_slospec.model.batch import CachedSequence
-from hf_slospec.model.kv_cache import KVCache
-from hf_slospec.model.overrides import LinearOverride, Overrides
+from hf_slospec.model.overrides import Overrides
 from hf_slospec.model.packed_model import PackedModel
 
 
-def packed_model(model: Any, attention: str = "auto", **settings: Any) -> PackedModel:
+def packed_model(model, attention="auto", **settings):
     return PackedModel(
         model, SLOSpecConfig(**{"attention": attention, "compile": False} | settings)
     )
@@ -26,13 +20,13 @@ def packed_model(model: Any, attention: str = "auto", **settings: Any) -> Packed
 CHANGED = SimpleNamespace(weights=1, modules=1, structure=1)
 
 
-def overridden(model: nn.Module, *kinds: LinearOverride | None) -> Overrides:
+def overridden(model, *kinds):
     overrides = Overrides(model, filter(None, kinds))
     overrides.renew(CHANGED)
     return overrides
 
 
-def cached(cache: KVCache, sequence: CachedSequence) -> list[tuple[torch.Tensor, ...]]:
+def cached(cache, sequence):
     """Return views of a sequence's K, V and index keys, [num_heads, length, dim] each, for each
     layer.
     """

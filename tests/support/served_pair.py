@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import torch
 from transformers import StoppingCriteria
@@ -18,7 +17,7 @@ CONFIG = SLOSpecConfig(check_invariants=True, kv_tokens=20_000)
 PROMPTS = tiny_prompts()[:10]
 
 
-def answer(model: Any, ids: Any, seed: int | None = None, **options: Any) -> list[int]:
+def answer(model, ids, seed=None, **options):
     """Return the new tokens of stock ``generate`` for one prompt of token ids."""
     rows = (ids if isinstance(ids, torch.Tensor) else torch.tensor(list(ids)))[None]
     if seed is not None:
@@ -29,9 +28,7 @@ def answer(model: Any, ids: Any, seed: int | None = None, **options: Any) -> lis
     return new
 
 
-def alone(
-    pair: tuple[Any, Any, Any], prompt: str, seed: int | None = None, **options: Any
-) -> list[int]:
+def alone(pair, prompt, seed=None, **options):
     target, _, tokenizer = pair
     return answer(target, tokenizer(prompt)["input_ids"], seed, tokenizer=tokenizer, **options)
 
@@ -41,28 +38,28 @@ class Holds(StoppingCriteria):
     it is let go.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.is_reached = threading.Event()
         self.may_go = threading.Event()
 
-    def __call__(self, input_ids: Any, *_: Any, **__: Any) -> Any:
+    def __call__(self, input_ids, *_, **__):
         self.is_reached.set()
         assert self.may_go.wait(WAIT_S)
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
-    def __enter__(self) -> Holds:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.may_go.set()
 
 
 class Fails:
-    def __init__(self, after: int):
+    def __init__(self, after):
         self.after = after
         self.calls = 0
 
-    def __call__(self, *_: Any, **__: Any) -> Any:
+    def __call__(self, *_, **__):
         self.calls += 1
         if self.calls > self.after:
             raise ZeroDivisionError("of the user's own")

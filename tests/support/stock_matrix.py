@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -110,7 +110,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def with_lora(model: Any) -> Any:
+def with_lora(model):
     peft = pytest.importorskip("peft")
     torch.manual_seed(3)
     config = peft.LoraConfig(
@@ -119,23 +119,23 @@ def with_lora(model: Any) -> Any:
     return peft.get_peft_model(model, config).eval()
 
 
-def quantised(name: str, model: Any) -> Any:
+def quantised(name, model):
     quantization = pytest.importorskip("torchao.quantization")
     quantization.quantize_(model, getattr(quantization, name)())
     return model
 
 
-def steered(model: Any) -> Any:
+def steered(model):
     model.model.layers[1].register_forward_hook(lambda module, inputs, output: output * 1.5)
     return model
 
 
-def padded_vocabulary(model: Any) -> Any:
+def padded_vocabulary(model):
     model.resize_token_embeddings(VOCAB + 27)
     return model
 
 
-def with_few_outputs(model: Any) -> Any:
+def with_few_outputs(model):
     model.lm_head = torch.nn.Linear(32, 90, bias=False)
     return model
 
@@ -172,7 +172,7 @@ COUNTS_PADDING = ("BartForCausalLM", "Llama4ForCausalLM", "llama4-chunks", "llam
 
 
 @functools.cache
-def model_of(name: str, noise: float = 0.0) -> Any:
+def model_of(name, noise=0.0):
     """Return a tiny model by its name in a table or by its class; one with ``noise`` drafts for it."""
     if name in FAMILIES:
         return tiny_model(name, noise=noise)
@@ -209,7 +209,7 @@ def model_of(name: str, noise: float = 0.0) -> Any:
     return sharpened(lambda: kind(tiny_config(kind.config_class)), 0, noise)
 
 
-def forget_length(model: Any) -> None:
+def forget_length(model):
     """Let stock forget the frequencies of longer texts, which dynamic RoPE keeps until a short one
     comes.
     """
@@ -219,7 +219,7 @@ def forget_length(model: Any) -> None:
 # ---- inputs
 
 
-def padded(texts: list[list[int]]) -> dict[str, torch.Tensor]:
+def padded(texts):
     """Return token ids as a left-padded batch."""
     longest = max(map(len, texts))
     ids = torch.tensor([[0] * (longest - len(text)) + text for text in texts])
@@ -227,17 +227,17 @@ def padded(texts: list[list[int]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def random_texts(*lengths: int) -> list[list[int]]:
+def random_texts(*lengths):
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
 
-def embedded_texts(*lengths: int) -> dict[str, torch.Tensor]:
+def embedded_texts(*lengths):
     ids = load_tiny_pair()[2]("".join(tiny_prompts()))["input_ids"]
     return padded([ids[:length] for length in lengths])
 
 
-def soft_prompts(model: Any, batch: int, with_ids: bool) -> dict[str, torch.Tensor]:
+def soft_prompts(model, batch, with_ids):
     """Return embeddings that are near those of tokens."""
     inputs = ragged_prompts(batch)
     embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
@@ -246,29 +246,27 @@ def soft_prompts(model: Any, batch: int, with_ids: bool) -> dict[str, torch.Tens
     return ids | {"inputs_embeds": embeds + 0.05 * noise}
 
 
-def with_gap(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def with_gap(inputs):
     inputs["attention_mask"][0, -5:-2] = 0
     return inputs
 
 
-def with_types(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def with_types(inputs):
     return inputs | {"token_type_ids": torch.zeros_like(inputs["input_ids"])}
 
 
-def with_positions(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def with_positions(inputs):
     return inputs | {"position_ids": (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)}
 
 
-def repeated(
-    inputs: dict[str, torch.Tensor], num_rows: int = 1, num_times: int = 1
-) -> dict[str, torch.Tensor]:
+def repeated(inputs, num_rows=1, num_times=1):
     return {
         name: rows.repeat_interleave(num_rows, 0).repeat(1, num_times)
         for name, rows in inputs.items()
     }
 
 
-def tokenized(*texts: str) -> dict[str, torch.Tensor]:
+def tokenized(*texts):
     inputs = byte_level(400)(list(texts), return_tensors="pt", padding=True, padding_side="left")
     return {name: inputs[name] for name in ("input_ids", "attention_mask")}
 
@@ -306,7 +304,7 @@ INPUTS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
-def inputs_of(name: str, model_name: str) -> dict[str, Any]:
+def inputs_of(name, model_name):
     """Return inputs by a name of INPUTS, as so many prompts, or as prompts of lengths with a comma
     between them.
     """
@@ -333,10 +331,10 @@ def inputs_of(name: str, model_name: str) -> dict[str, Any]:
 class Countdown(LogitsProcessor):
     """Counts its calls, and moves the scores by the count."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls = 0
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids, scores):
         self.calls += 1
         return scores.roll(self.calls % 5, dims=-1) + input_ids[:, -1:] % 3
 
@@ -350,14 +348,14 @@ class CountdownPerRow(Countdown):
 class Widened(TopKLogitsWarper):
     """Subclass of a processor that ignores the sequence; it does not."""
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids, scores):
         return super().__call__(input_ids, scores) + (input_ids[:, -1:] % 7)
 
 
 class RowBias(LogitsProcessor):
     """Tells rows apart by their index in the batch."""
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids, scores):
         return (
             scores
             + 6.0 * torch.randn(3, 101, generator=torch.Generator().manual_seed(1))[: len(scores)]
@@ -367,14 +365,14 @@ class RowBias(LogitsProcessor):
 class Drawing(LogitsProcessor):
     """Draws from the global generator."""
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids, scores):
         return scores + torch.rand_like(scores)
 
 
 class InPlace(LogitsProcessor):
     per_row = True
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids, scores):
         scores[:, 5:60:2] = -torch.inf
         return scores
 
@@ -384,7 +382,7 @@ class Narrowing(LogitsProcessor):
 
     per_row = True
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids, scores):
         return scores[:, :50].bfloat16()
 
 
@@ -393,27 +391,27 @@ class StopAt(StoppingCriteria):
 
     per_row = True
 
-    def __init__(self, *tokens: int):
+    def __init__(self, *tokens):
         self.tokens = torch.tensor(tokens)
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+    def __call__(self, input_ids, scores, **_):
         return torch.isin(input_ids[:, -1], self.tokens)
 
 
 class AnyRow(StoppingCriteria):
     """Stops all rows when one is at some tokens."""
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> Any:
+    def __call__(self, input_ids, scores, **_):
         return bool(torch.isin(input_ids[:, -1], torch.arange(20, 36)).any())
 
 
 class MaxCalls(StoppingCriteria):
     """Stops by the number of its calls."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls = 0
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+    def __call__(self, input_ids, scores, **_):
         self.calls += 1
         return torch.full((len(input_ids),), self.calls >= 10)
 
@@ -421,7 +419,7 @@ class MaxCalls(StoppingCriteria):
 class SureEnough(StoppingCriteria):
     """Reads scores."""
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+    def __call__(self, input_ids, scores, **_):
         return scores[-1].softmax(-1).max(-1).values > 0.9
 
 
@@ -430,7 +428,7 @@ class Replacing(StoppingCriteria):
 
     per_row = True
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+    def __call__(self, input_ids, scores, **_):
         if input_ids.shape[1] % 3 == 0 or input_ids[0, -1] == 2:
             input_ids[:, -1] = (input_ids[:, -1] + 7) % 101
         return torch.zeros(len(input_ids), dtype=torch.bool)
@@ -444,20 +442,20 @@ class MultiTokenEOSCriteria(StoppingCriteria):
     class Spelled:
         """Tokenizer that spells a token as a letter, so that a letter stands for several tokens."""
 
-        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        def encode(self, text, add_special_tokens=True):
             return [ord(letter) - ord("a") for letter in text]
 
-        def batch_decode(self, rows: torch.Tensor) -> list[str]:
+        def batch_decode(self, rows):
             return ["".join(chr(ord("a") + token % 9) for token in row) for row in rows.tolist()]
 
-    def __init__(self, sequence: str, prompt_len: int, batch: int):
+    def __init__(self, sequence, prompt_len, batch):
         self.sequence = sequence
         self.prompt_len = prompt_len
         self.done_tracker = [False] * batch
         self.tokenizer = self.Spelled()
         self.sequence_id_len = len(self.tokenizer.encode(sequence)) + 2
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> bool:
+    def __call__(self, input_ids, scores, **_):
         texts = self.tokenizer.batch_decode(
             input_ids[:, self.prompt_len :][:, -self.sequence_id_len :]
         )
@@ -467,7 +465,7 @@ class MultiTokenEOSCriteria(StoppingCriteria):
         return all(self.done_tracker)
 
 
-def lm_eval_stops(*sequences: str) -> dict[str, Any]:
+def lm_eval_stops(*sequences):
     """Return criteria for the inputs "3"."""
     length = ragged_prompts(3, seed=3)["input_ids"].shape[1]
     return dict(
@@ -476,11 +474,11 @@ def lm_eval_stops(*sequences: str) -> dict[str, Any]:
     )
 
 
-def allowed_by_row(row: int, tokens: torch.Tensor) -> list[int]:
+def allowed_by_row(row, tokens):
     return [(int(tokens[-1]) * factor + row) % 101 for factor in range(3, 30)]
 
 
-def negative_prompt() -> dict[str, Any]:
+def negative_prompt():
     """Return a negative prompt for a batch of three."""
     negative = ragged_prompts(3, seed=9)
     return dict(
@@ -489,7 +487,7 @@ def negative_prompt() -> dict[str, Any]:
     )  # fmt: skip
 
 
-def of_stop_strings() -> dict[str, Any]:
+def of_stop_strings():
     return dict(stop_strings=["self.", "):"], tokenizer=load_tiny_pair()[2], max_new_tokens=60)
 
 
@@ -596,7 +594,7 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def options_of(names: str, model_name: str) -> dict[str, Any]:
+def options_of(names, model_name):
     """Return options by their names in OPTIONS, joined by +; later ones replace earlier ones."""
     is_speech = model_name == "Whisper"
     options = (
@@ -616,7 +614,7 @@ def options_of(names: str, model_name: str) -> dict[str, Any]:
 # ---- drafters
 
 
-def other_tokens() -> dict[str, Any]:
+def other_tokens():
     return dict(
         assistant_model=model_of("llama-other-tokens"), tokenizer=byte_level(400),
         assistant_tokenizer=sentencepiece_like(2100),
@@ -658,7 +656,7 @@ DRAFTERS: dict[str, Draft] = {
 }  # type: ignore[misc]
 
 
-def drafter_of(name: str, model_name: str, folder: Path) -> dict[str, Any]:
+def drafter_of(name, model_name, folder):
     """Return arguments for a drafter of DRAFTERS, or for another model as the draft model."""
     return (
         DRAFTERS[name](model_name, folder)
@@ -671,7 +669,7 @@ def drafter_of(name: str, model_name: str, folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def default_device() -> Iterator[None]:
+def default_device():
     torch.set_default_device("meta")
     try:
         yield
@@ -682,24 +680,24 @@ def default_device() -> Iterator[None]:
 class Finished:
     """A compilation that ran in this process."""
 
-    def wait(self) -> None:
+    def wait(self):
         """Return at once."""
 
-    def poll(self) -> int:
+    def poll(self):
         return 0
 
 
-def compile_in_this_process(patch: pytest.MonkeyPatch) -> None:
+def compile_in_this_process(patch):
     patch.setattr(CompileJob, "start", lambda self: self.run() or Finished())
 
 
-def force_prepacking(patch: pytest.MonkeyPatch) -> None:
+def force_prepacking(patch):
     if not WORKING:
         pytest.skip("no kernels for packed weights on this machine")
     force_kernel(patch, WORKING[0][0])
 
 
-def constant(target: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
+def constant(target, value):
     return lambda patch: patch.setattr(target, value)
 
 
@@ -753,7 +751,7 @@ PATHS: dict[str, ForwardPath] = {
 }  # fmt: skip
 
 
-def config_of(name: str, request: pytest.FixtureRequest) -> SLOSpecConfig:
+def config_of(name, request):
     """Prepare a path of PATHS, and return the settings for it."""
     path = PATHS[name]
     if path.fixture is not None:
@@ -778,18 +776,18 @@ class Case:
     num_rows: int
     forget: Callable[[Any], None]  # what stock keeps of a call
 
-    def generator(self) -> SLOSpecGenerator:
+    def generator(self):
         with self.path.around():
             return SLOSpecGenerator(self.model, config=self.config, **self.draft)
 
-    def submit_options(self) -> dict[str, Any]:
+    def submit_options(self):
         """Return options of ``submit``, which returns tokens only."""
         return {name: value for name, value in self.make_options().items() if name not in SCORES}
 
-    def compare(self, generate: Callable[..., Any], **arguments: Any) -> Any:
+    def compare(self, generate, **arguments):
         """Compare a call of ours with stock's."""
 
-        def ours(**given: Any) -> Any:
+        def ours(**given):
             with self.path.around():
                 return generate(**given, **arguments)
 
@@ -797,14 +795,14 @@ class Case:
         return assert_same_as_stock(self.model, ours, self.inputs, **self.make_options())
 
 
-def by_generator(case: Case) -> Any:
+def by_generator(case):
     generator = case.generator()
     out = case.compare(generator.generate, slo_tpot=0.05)
     assert case.path.check(generator), generator.stats().forwards
     return out
 
 
-def by_slo_per_row(case: Case) -> Any:
+def by_slo_per_row(case):
     targets = [(0.001, None, 10.0)[row % 3] for row in range(case.num_rows)]
     out = case.compare(case.generator().generate, slo_tpot=targets)
     copies = len(out.slo) // case.num_rows
@@ -815,28 +813,28 @@ def by_slo_per_row(case: Case) -> Any:
 
 
 @contextmanager
-def enabled(case: Case, **settings: Any) -> Iterator[Any]:
+def enabled(case, **settings):
     yield hf_slospec.enable(case.model, config=case.config, **settings)
     hf_slospec.disable(case.model)
 
 
-def by_enable(case: Case) -> Any:
+def by_enable(case):
     with enabled(case, **case.draft) as model:
         return case.compare(model.generate, slo_tpot=0.05)
 
 
-def always(case: Case) -> Any:
+def always(case):
     with enabled(case, always=True, **case.draft) as model:
         return case.compare(model.generate)
 
 
-def per_call(case: Case) -> Any:
+def per_call(case):
     """Pass the draft model with the call."""
     with enabled(case) as model:
         return case.compare(model.generate, slo_tpot=0.05, **case.draft)
 
 
-def by_custom_generate(case: Case) -> Any:
+def by_custom_generate(case):
     """Use the folder that is ready for the Hub, which the model remembers nothing of."""
     folder = str(ROOT / "examples" / "custom_generate")
     targets = [(1e-4, None, 1.0)[row % 3] for row in range(case.num_rows)]
@@ -848,14 +846,14 @@ def by_custom_generate(case: Case) -> Any:
     return out
 
 
-def texts_and_answers(case: Case) -> tuple[list[torch.Tensor], list[list[int]]]:
+def texts_and_answers(case):
     """Return the rows without padding, and stock's new tokens of each alone."""
     rows = zip(case.inputs["input_ids"], case.inputs["attention_mask"], strict=True)
     texts = [row[mask.bool()] for row, mask in rows]
     return texts, answers_to(case, texts)
 
 
-def answers_to(case: Case, texts: Sequence[torch.Tensor]) -> list[list[int]]:
+def answers_to(case, texts):
     answers = list[list[int]]()
     for text in texts:
         case.forget(case.model)
@@ -863,7 +861,7 @@ def answers_to(case: Case, texts: Sequence[torch.Tensor]) -> list[list[int]]:
     return answers
 
 
-def by_submit(case: Case) -> None:
+def by_submit(case):
     """Submit all rows at once."""
     texts, answers = texts_and_answers(case)
     with case.generator() as generator, case.path.around():
@@ -875,7 +873,7 @@ def by_submit(case: Case) -> None:
         assert case.path.check(generator), generator.stats().forwards
 
 
-def by_preemption(case: Case) -> None:
+def by_preemption(case):
     """Submit four rows for two places, the last two urgent; then cancel and resume one, and submit
     all again.
     """
@@ -883,7 +881,7 @@ def by_preemption(case: Case) -> None:
     case.config = case.config.model_copy(update=dict(max_batch=2, prefill_chunk=16))
     with case.generator() as generator, case.path.around():
 
-        def submit(text: torch.Tensor, **options: Any) -> Any:
+        def submit(text, **options):
             return generator.submit(text, seed=SEED, **case.submit_options(), **options)
 
         with Holds() as holds:
@@ -900,7 +898,7 @@ def by_preemption(case: Case) -> None:
         assert generator.stats().kv_tokens == 0
 
 
-def in_conversation(case: Case) -> None:
+def in_conversation(case):
     """Submit turns that begin with the turns before, whose K/V is reused; the last turn continues a
     handle.
     """
@@ -922,7 +920,7 @@ def in_conversation(case: Case) -> None:
         assert generator.stats().reused_tokens > 0
 
 
-def in_threads(case: Case) -> None:
+def in_threads(case):
     """Call generate in threads, while the batcher runs, another generator decodes and plain
     forwards run.
     """
@@ -935,11 +933,11 @@ def in_threads(case: Case) -> None:
     other = case.generator()
     with case.generator() as generator, ThreadPoolExecutor(4) as threads:
 
-        def generate(ours: SLOSpecGenerator) -> bool:
+        def generate(ours):
             return torch.equal(ours.generate(**case.inputs, **case.submit_options()), expected)
 
         @torch.no_grad()
-        def forward() -> bool:
+        def forward():
             return all(torch.equal(case.model(texts[0][None]).logits, logits) for _ in range(20))
 
         found = [threads.submit(generate, each) for each in (generator, generator, other)]
@@ -954,13 +952,13 @@ def in_threads(case: Case) -> None:
 class Interrupting(Recorder):
     """Raises at the sixth token."""
 
-    def put(self, value: torch.Tensor) -> None:
+    def put(self, value):
         super().put(value)
         if len(self.puts) == 6:
             raise KeyboardInterrupt
 
 
-def after_interrupt(case: Case) -> Any:
+def after_interrupt(case):
     """Interrupt a call, which holds no memory then, and call again."""
     generator = case.generator()
     with pytest.raises(KeyboardInterrupt):
@@ -992,7 +990,7 @@ DRAFTS_NOTHING = {
 }
 
 
-def check_equals_stock(row: str, request: pytest.FixtureRequest) -> None:
+def check_equals_stock(row, request):
     """Run a row of the matrix: model, inputs, path, drafter, options, entry point."""
     model_name, inputs_name, path_name, drafter_name, option_names, entry = row.split()
     path = PATHS[path_name]

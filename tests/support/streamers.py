@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from transformers.generation import BaseStreamer
 
 
 class Recorder(BaseStreamer):
     """Records everything that a streamer is given; its end as an empty list."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.puts: list[list[Any]] = []
 
-    def put(self, value: torch.Tensor) -> None:
+    def put(self, value):
         self.puts.append(value.tolist())
 
-    def end(self) -> None:
+    def end(self):
         self.puts.append([])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
@@ -42,7 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 TIMEOUT = datetime.timedelta(minutes=5)  # after which a rank that waits for another fails
 
 
-def generated(model: Any, options: dict[str, Any], **kwargs: Any) -> Any:
+def generated(model, options, **kwargs):
     """Return what a ``generate`` returns for the prompts, always with the same noise."""
     torch.manual_seed(1)
     return model.generate(
@@ -50,14 +48,14 @@ def generated(model: Any, options: dict[str, Any], **kwargs: Any) -> Any:
     )
 
 
-def run(folder: Path) -> list[dict[str, Any]]:
+def run(folder):
     """Return what each rank found with the models ``target`` and ``draft`` in a folder."""
     with patch.dict(os.environ, CUDA_VISIBLE_DEVICES="", WORLD_SIZE=str(NUM_RANKS)):
         multiprocessing.spawn(_work, (folder,), nprocs=NUM_RANKS)
     return [torch.load(folder / f"rank{rank}") for rank in range(NUM_RANKS)]
 
 
-def _work(rank: int, folder: Path) -> None:
+def _work(rank, folder):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -72,8 +70,8 @@ def _work(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def _found(rank: int, folder: Path) -> dict[str, Any]:
-    def load(name: str, is_split: bool = True) -> PreTrainedModel:
+def _found(rank, folder):
+    def load(name, is_split=True):
         split = {"distributed_config": DistributedConfig(tp_size=NUM_RANKS)} if is_split else {}
         return AutoModelForCausalLM.from_pretrained(folder / name, **split)
 
@@ -124,7 +122,7 @@ def _found(rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def _batched(rank: int, generator: SLOSpecGenerator) -> dict[str, Any]:
+def _batched(rank, generator):
     """Return what the first process gets of its batcher, and what is refused in each."""
     found: dict[str, Any] = {}
     generator.start().stop()
@@ -140,7 +138,7 @@ def _batched(rank: int, generator: SLOSpecGenerator) -> dict[str, Any]:
     return found
 
 
-def _hooked(rank: int, generator: SLOSpecGenerator) -> dict[str, Any]:
+def _hooked(rank, generator):
     """Return how a request ends after a hook was added to the model of a batcher, and after its
     restart.
     """
@@ -157,7 +155,7 @@ def _hooked(rank: int, generator: SLOSpecGenerator) -> dict[str, Any]:
     return found
 
 
-def _answers(generator: SLOSpecGenerator) -> dict[str, Any]:
+def _answers(generator):
     """Return the tokens of requests that come, are cancelled, fail and go on beside each other."""
     options = dict(max_new_tokens=NEW_TOKENS, do_sample=False)
     first = generator.submit(TEXTS[0], slo_tpot=SLOS[0], priority=1, **options)
@@ -184,7 +182,7 @@ def _answers(generator: SLOSpecGenerator) -> dict[str, Any]:
     }
 
 
-def _changed(rank: int, folder: Path, generator: SLOSpecGenerator) -> list[list[int]]:
+def _changed(rank, folder, generator):
     """Return the tokens of one prompt with two states of the weights, which the first process alone
     is told of.
     """
@@ -211,12 +209,12 @@ def _changed(rank: int, folder: Path, generator: SLOSpecGenerator) -> list[list[
     return found
 
 
-def other_norm(norm: torch.Tensor) -> torch.Tensor:
+def other_norm(norm):
     """Return factors of a norm's weights with which a model writes other texts."""
     return torch.linspace(-1.0, 1.0, norm.numel(), dtype=norm.dtype)
 
 
-def _parted(rank: int, folder: Path, generator: SLOSpecGenerator) -> dict[str, Any]:
+def _parted(rank, folder, generator):
     """Return how the batcher ends after a process lost K/V that the others have, and a request
     after its restart.
     """
@@ -247,16 +245,16 @@ def _parted(rank: int, folder: Path, generator: SLOSpecGenerator) -> dict[str, A
     return found
 
 
-def _fail(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def _fail(input_ids, scores):
     raise RuntimeError("a processor that fails")
 
 
-def _message(call: Callable[[], Any]) -> str:
+def _message(call):
     """Return the message of the error that a call raises."""
     return _error(call)[1] or "none"
 
 
-def _shapes(out: Any) -> list[Any]:
+def _shapes(out):
     """Return what was decided in each step."""
     return [
         (step.depth, step.width, step.predicted_s, [own.nodes for own in step.requests])
@@ -269,13 +267,13 @@ class Reader:
 
     feature_layers = (1,)
 
-    def draft(self, requests: Any, plan: Any) -> Any:
+    def draft(self, requests, plan):
         raise AssertionError("it is refused before")
 
     release = draft
 
 
-def _error(call: Callable[[], Any]) -> tuple[str, str]:
+def _error(call):
     """Return the class and the message of the error that a call raises."""
     try:
         call()

@@ -37,7 +37,7 @@ class Nested:
     options: dict[str, Any]
     slo: dict[str, Any] = field(default_factory=dict)
 
-    def call(self, model: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    def call(self, model, input_ids):
         """Return what the model writes after the last tokens.  [1, length] -> [num_rows, num_new]"""
         prompt = input_ids[-1:, -5:].clone()
         options = {"max_new_tokens": 3, "pad_token_id": 0, **self.options, **self.slo}
@@ -45,12 +45,12 @@ class Nested:
         return found
 
 
-def per_row(function: Callable[..., Any]) -> Any:
+def per_row(function):
     function.per_row = True  # type: ignore[attr-defined]
     return function
 
 
-def nested_processor(model: Any, nested: Nested) -> dict[str, Any]:
+def nested_processor(model, nested):
     @per_row
     def prefer(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         for row in range(len(input_ids)):
@@ -60,7 +60,7 @@ def nested_processor(model: Any, nested: Nested) -> dict[str, Any]:
     return {"logits_processor": LogitsProcessorList([prefer])}
 
 
-def nested_criterion(model: Any, nested: Nested) -> dict[str, Any]:
+def nested_criterion(model, nested):
     @per_row
     def judge(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         ends = [bool(nested.call(model, row[None])[0, 0] % 7 == 0) for row in input_ids]
@@ -69,86 +69,84 @@ def nested_criterion(model: Any, nested: Nested) -> dict[str, Any]:
     return {"stopping_criteria": StoppingCriteriaList([judge])}
 
 
-def nested_prefix_function(model: Any, nested: Nested) -> dict[str, Any]:
-    def allowed(row: int, tokens: torch.Tensor) -> list[int]:
+def nested_prefix_function(model, nested):
+    def allowed(row, tokens):
         return sorted({*range(10, 60), *nested.call(model, tokens[None]).flatten().tolist()})
 
     return {"prefix_allowed_tokens_fn": allowed}
 
 
 class _Rounding(DynamicCache):
-    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+    def update(self, key_states, value_states, *args, **kwargs):
         return super().update(key_states.round(decimals=0), value_states, *args, **kwargs)
 
 
 class _RoundingStatic(StaticCache):
-    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+    def update(self, key_states, value_states, *args, **kwargs):
         return super().update(key_states.round(decimals=0), value_states, *args, **kwargs)
 
 
 class _RoundingLayer(DynamicLayer):
-    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+    def update(self, key_states, value_states, *args, **kwargs):
         return super().update(key_states.round(decimals=0), value_states, *args, **kwargs)
 
 
-def cache_of_own_class(model: Any, nested: Nested) -> dict[str, Any]:
+def cache_of_own_class(model, nested):
     return {CACHE_NAME: _Rounding(config=model.config)}
 
 
-def static_cache_of_own_class(model: Any, nested: Nested) -> dict[str, Any]:
+def static_cache_of_own_class(model, nested):
     return {CACHE_NAME: _RoundingStatic(config=model.config, max_cache_len=80)}
 
 
-def cache_layers_of_own_class(model: Any, nested: Nested) -> dict[str, Any]:
+def cache_layers_of_own_class(model, nested):
     cache = DynamicCache(config=model.config)
     cache.layers = [_RoundingLayer() for _ in range(model.config.num_hidden_layers)]
     return {CACHE_NAME: cache}
 
 
-def patched_cache(model: Any, nested: Nested) -> dict[str, Any]:
+def patched_cache(model, nested):
     cache = DynamicCache(config=model.config)
     update = cache.update
     cache.update = lambda key, value, *args, **kw: update(key.round(decimals=0), value, *args, **kw)  # type: ignore[method-assign]
     return {CACHE_NAME: cache}
 
 
-def prepared_cache(model: Any, nested: Nested) -> dict[str, Any]:
-    def prepare(
-        self: Any, generation_config: Any, model_kwargs: dict[str, Any], *_: Any, **__: Any
-    ) -> None:
+def prepared_cache(model, nested):
+    def prepare(self, generation_config, model_kwargs, *_, **__):
         model_kwargs[CACHE_NAME] = _Rounding(config=self.config)
 
     return with_class(model, _prepare_cache_for_generation=prepare)
 
 
-def with_class(model: Any, **methods: Any) -> dict[str, Any]:
+def with_class(model, **methods):
     """Give the model a class of its own with these methods; no arguments are added to the call."""
     model.__class__ = type(type(model).__name__, (type(model),), methods)
     return {}
 
 
-def _changed(module: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    def hook(_: Any, args: Any, output: Any) -> Any:
+def _changed(module, change):
+    def hook(_, args, output):
         return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
     module.register_forward_hook(hook)
     return {}
 
 
-def decode_hook(model: Any, nested: Nested) -> dict[str, Any]:
+def decode_hook(model, nested):
     return _changed(_layer(model), lambda h: h + 0.5 * h.roll(1, -1) if h.shape[1] == 1 else h)
 
 
-def prompt_hook(model: Any, nested: Nested) -> dict[str, Any]:
+def prompt_hook(model, nested):
     return _changed(_layer(model), lambda h: h + 0.5 * h.roll(1, -1) if h.shape[1] > 1 else h)
 
 
-def long_forward_hook(model: Any, nested: Nested) -> dict[str, Any]:
+def long_forward_hook(model, nested):
     return _changed(_layer(model), lambda h: h + 0.5 * h.roll(1, -1) if h.shape[1] > LONG else h)
 
 
-def index_hook(model: Any, nested: Nested) -> dict[str, Any]:
-    def change(hidden: torch.Tensor) -> torch.Tensor:
+def index_hook(model, nested):
+    def change(hidden):
         hidden = hidden.clone()
         hidden[:, -1] += 0.5 * hidden[:, -1].roll(1, -1)
         return hidden
@@ -156,26 +154,26 @@ def index_hook(model: Any, nested: Nested) -> dict[str, Any]:
     return _changed(_layer(model), change)
 
 
-def mean_hook(model: Any, nested: Nested) -> dict[str, Any]:
+def mean_hook(model, nested):
     return _changed(_layer(model), lambda h: h - 0.5 * h.mean(1, keepdim=True))
 
 
-def counting_hook(model: Any, nested: Nested) -> dict[str, Any]:
+def counting_hook(model, nested):
     calls = list[int]()
 
-    def change(hidden: torch.Tensor) -> torch.Tensor:
+    def change(hidden):
         calls.append(1)
         return hidden + 0.5 * hidden.roll(1, -1) if len(calls) % 5 == 0 else hidden
 
     return _changed(_layer(model), change)
 
 
-def steering_hook(model: Any, nested: Nested) -> dict[str, Any]:
+def steering_hook(model, nested):
     return _changed(_layer(model), lambda h: h + 0.3)
 
 
-def logits_hook(model: Any, nested: Nested) -> dict[str, Any]:
-    def hook(_: Any, args: Any, output: Any) -> Any:
+def logits_hook(model, nested):
+    def hook(_, args, output):
         if output.logits.shape[1] == 1:
             output.logits = output.logits.roll(1, -1)
         return output
@@ -184,21 +182,21 @@ def logits_hook(model: Any, nested: Nested) -> dict[str, Any]:
     return {}
 
 
-def replaced_forward(model: Any, nested: Nested) -> dict[str, Any]:
+def replaced_forward(model, nested):
     mlp = _layer(model).mlp
     forward = mlp.forward
     mlp.forward = lambda hidden: forward(hidden) * (2.0 if hidden.shape[1] == 1 else 1.0)
     return {}
 
 
-def _layer(model: Any) -> Any:
+def _layer(model):
     return model.model.layers[1]
 
 
-def prepared_inputs(model: Any, nested: Nested) -> dict[str, Any]:
+def prepared_inputs(model, nested):
     prepare = type(model).prepare_inputs_for_generation
 
-    def changed(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    def changed(self, input_ids, *args, **kwargs):
         inputs = prepare(self, input_ids, *args, **kwargs)
         inputs["input_ids"] = (inputs["input_ids"] + input_ids.shape[1]) % 90 + 3
         return inputs
@@ -206,10 +204,10 @@ def prepared_inputs(model: Any, nested: Nested) -> dict[str, Any]:
     return with_class(model, prepare_inputs_for_generation=changed)
 
 
-def prepared_inputs_of_instance(model: Any, nested: Nested) -> dict[str, Any]:
+def prepared_inputs_of_instance(model, nested):
     prepare = model.prepare_inputs_for_generation
 
-    def changed(input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    def changed(input_ids, *args, **kwargs):
         inputs = prepare(input_ids, *args, **kwargs)
         inputs["input_ids"] = inputs["input_ids"].clamp(max=60)
         return inputs
@@ -218,10 +216,10 @@ def prepared_inputs_of_instance(model: Any, nested: Nested) -> dict[str, Any]:
     return {}
 
 
-def updated_inputs(model: Any, nested: Nested) -> dict[str, Any]:
+def updated_inputs(model, nested):
     update = type(model)._update_model_kwargs_for_generation
 
-    def changed(self: Any, outputs: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
+    def changed(self, outputs, model_kwargs, *args, **kwargs):
         kwargs_of_next = update(self, outputs, model_kwargs, *args, **kwargs)
         if (mask := kwargs_of_next.get("attention_mask")) is not None:
             mask[:, -2] = 0  # the last token but one is never attended to
@@ -230,10 +228,10 @@ def updated_inputs(model: Any, nested: Nested) -> dict[str, Any]:
     return with_class(model, _update_model_kwargs_for_generation=changed)
 
 
-def sampled_by_own(model: Any, nested: Nested) -> dict[str, Any]:
+def sampled_by_own(model, nested):
     sample = type(model)._sample
 
-    def changed(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    def changed(self, input_ids, *args, **kwargs):
         found = sample(self, input_ids, *args, **kwargs)
         if isinstance(found, torch.Tensor):
             return found.clamp(max=50)
@@ -243,22 +241,20 @@ def sampled_by_own(model: Any, nested: Nested) -> dict[str, Any]:
     return with_class(model, _sample=changed)
 
 
-def _scaled_by_length(
-    module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _scaled_by_length(module, query, key, value, *args, **kwargs):
     scale = 3.0 if key.shape[2] > LONG else 1.0
     return sdpa_attention_forward(module, query * scale, key, value, *args, **kwargs)
 
 
-def registered_attention(model: Any, nested: Nested) -> dict[str, Any]:
+def registered_attention(model, nested):
     AttentionInterface.register("scaled_by_length", _scaled_by_length)
     AttentionMaskInterface.register("scaled_by_length", sdpa_mask)
     model.set_attn_implementation("scaled_by_length")
     return {}
 
 
-def generate_of_instance(model: Any, nested: Nested) -> dict[str, Any]:
-    def shorter(self: Any, *args: Any, **kwargs: Any) -> Any:
+def generate_of_instance(model, nested):
+    def shorter(self, *args, **kwargs):
         kwargs["max_new_tokens"] = 3
         return type(self).generate(self, *args, **kwargs)
 
@@ -266,15 +262,15 @@ def generate_of_instance(model: Any, nested: Nested) -> dict[str, Any]:
     return {}
 
 
-def partial_generate_of_instance(model: Any, nested: Nested) -> dict[str, Any]:
+def partial_generate_of_instance(model, nested):
     model.generate = functools.partial(type(model).generate, model, repetition_penalty=3.0)
     return {}
 
 
-def generate_of_class(model: Any, nested: Nested) -> dict[str, Any]:
+def generate_of_class(model, nested):
     generate = type(model).generate
 
-    def shorter(self: Any, *args: Any, **gen_kwargs: Any) -> Any:
+    def shorter(self, *args, **gen_kwargs):
         gen_kwargs["max_new_tokens"] = 3
         return generate(self, *args, **gen_kwargs)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import gguf
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -24,7 +21,7 @@ NAMES = {
 }  # fmt: skip
 
 
-def write(model: Any, path: Path) -> None:
+def write(model, path):
     """Write a Llama as llama.cpp's converter does, in fp32."""
     config = model.config
     file = gguf.GGUFWriter(path, "llama")
@@ -63,7 +60,7 @@ def write(model: Any, path: Path) -> None:
     file.close()
 
 
-def test_a_target_is_read_from_a_file_beside_its_tokenizer(tmp_path: Path) -> None:
+def test_a_target_is_read_from_a_file_beside_its_tokenizer(tmp_path):
     config = LlamaConfig(**SMALL | dict(num_key_value_heads=KV_HEADS, vocab_size=VOCAB))
     model = sharpened(lambda: LlamaForCausalLM(config), 0)
     tokenizer = load_tiny_pair()[2]

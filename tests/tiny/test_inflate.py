@@ -37,7 +37,7 @@ ONE_SIZE = (
         Shape(1024, 704, 9, **LLAMA, tie_word_embeddings=False),
     ],
 )
-def test_inflated_target_says_the_same(shape: Shape) -> None:
+def test_inflated_target_says_the_same(shape):
     target, _, tokenizer = load_tiny_pair(torch.float32)
     larger = inflate(target, shape)
     assert larger.num_parameters() > target.num_parameters()
@@ -56,7 +56,7 @@ def test_inflated_target_says_the_same(shape: Shape) -> None:
     assert torch.equal(larger.generate(**inputs, **options), target.generate(**inputs, **options))
 
 
-def test_shapes_of_the_8b_pair() -> None:
+def test_shapes_of_the_8b_pair():
     """Weights of 8.03 and 1.24 billion parameters, and 131 kB of K/V per token, as the models of
     these names have.
     """
@@ -69,7 +69,7 @@ def test_shapes_of_the_8b_pair() -> None:
     assert config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * 2 == 131072
 
 
-def test_an_inflated_pair_accepts_as_the_embedded_pair() -> None:
+def test_an_inflated_pair_accepts_as_the_embedded_pair():
     target, draft, tokenizer = load_tiny_pair()
     inputs = tokenizer(tiny_prompts()[:2], return_tensors="pt", padding=True)
     inputs.pop("token_type_ids", None)
@@ -101,6 +101,6 @@ def test_an_inflated_pair_accepts_as_the_embedded_pair() -> None:
         Shape(512, 704, 8, vocab_size=1024),
     ],
 )
-def test_shapes_that_cannot_hold_the_model(shape: Shape) -> None:
+def test_shapes_that_cannot_hold_the_model(shape):
     with pytest.raises(InvalidInputError, match="cannot hold"):
         inflate(load_tiny_pair()[0], shape)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_slospec import (
-    Plan,
-    Request,
     SLOSpecConfig,
     SLOSpecGenerator,
-    TokenTree,
 )
 from hf_slospec.drafters.features import FeatureDrafter
 from hf_slospec.drafters.head import HeadMethod
@@ -41,19 +37,17 @@ SHAPES = [
 
 
 @pytest.fixture(scope="module")
-def plain() -> LlamaForCausalLM:
+def plain():
     torch.manual_seed(0)
     config = LlamaConfig(**CONFIGS["llama"].to_dict() | {"tie_word_embeddings": True})
     return LlamaForCausalLM(config).eval()
 
 
-def trees_of(
-    target: Any, head: Any, inputs: Any, monkeypatch: pytest.MonkeyPatch
-) -> tuple[torch.Tensor, list[Any]]:
+def trees_of(target, head, inputs, monkeypatch):
     draft = FeatureDrafter.draft
     found = list[Any]()
 
-    def recorded(drafter: FeatureDrafter, requests: list[Request], plan: Plan) -> list[TokenTree]:
+    def recorded(drafter, requests, plan):
         trees = draft(drafter, requests, plan)
         found.extend(
             (tree.tokens.tolist(), tree.parents.tolist(), tree.path_probs.tolist())
@@ -67,9 +61,7 @@ def trees_of(
         return generator.generate(**inputs, do_sample=False, max_new_tokens=8), found
 
 
-def assert_same_trees(
-    first: tuple[torch.Tensor, list[Any]], second: tuple[torch.Tensor, list[Any]]
-) -> None:
+def assert_same_trees(first, second):
     assert torch.equal(first[0], second[0]) and len(first[1]) == len(second[1]) > 4
     for ours, theirs in zip(first[1], second[1], strict=True):
         assert ours[:2] == theirs[:2]
@@ -78,13 +70,7 @@ def assert_same_trees(
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["mtp", "all flags", "biases"])
-def test_random_heads(
-    kind: str,
-    shape: Shape,
-    plain: LlamaForCausalLM,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_random_heads(kind, shape, plain, tmp_path, monkeypatch):
     """Of EAGLE-3 heads, attention is wider than the hidden size, and epsilon is not the target's."""
     if kind == "mtp":
         tensors = {f"mtp.{name}": tensor for name, tensor in mtp_tensors("llama").items()}

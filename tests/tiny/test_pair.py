@@ -13,14 +13,14 @@ from hf_slospec.tiny.embedded import FOLDER
 FACTS = json.loads((FOLDER / "training.json").read_text())
 
 
-def test_shipped_files_are_small_and_described() -> None:
+def test_shipped_files_are_small_and_described():
     assert sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()) < 25e6
     card = (FOLDER / "README.md").read_text()
     for word in ("PSF", "Held out", "Acceptance length", f"{FACTS['target']['held_out_loss']:.3f}"):
         assert word in card
 
 
-def test_draft_is_a_tenth_of_the_target() -> None:
+def test_draft_is_a_tenth_of_the_target():
     target, draft, tokenizer = load_tiny_pair(torch.bfloat16)
     assert 5e6 <= target.num_parameters() <= 10e6
     assert draft.num_parameters() <= target.num_parameters() / 10
@@ -28,13 +28,13 @@ def test_draft_is_a_tenth_of_the_target() -> None:
     assert len(tokenizer) == target.config.vocab_size == draft.config.vocab_size
 
 
-def test_tokenizer_round_trips_code() -> None:
+def test_tokenizer_round_trips_code():
     tokenizer = load_tiny_pair()[2]
     for prompt in tiny_prompts():
         assert tokenizer.decode(tokenizer(prompt)["input_ids"]) == prompt
 
 
-def test_target_knows_the_held_out_modules_as_its_card_says() -> None:
+def test_target_knows_the_held_out_modules_as_its_card_says():
     target, draft, tokenizer = load_tiny_pair(torch.float32)
     losses = []
     for model in (target, draft):

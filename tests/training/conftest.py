@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _own_accelerator() -> Iterator[None]:
+def _own_accelerator():
     """Begin and end without accelerate's state of the process, with which other settings are
     refused.
     """

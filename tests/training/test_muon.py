@@ -15,9 +15,7 @@ OPTIONS: dict[str, Any] = dict(lr=0.02, weight_decay=0.1, momentum=0.9)
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 has Muon")
-def test_steps_are_those_of_torch_and_go_on_with_its_checkpoint(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_steps_are_those_of_torch_and_go_on_with_its_checkpoint(monkeypatch):
     monkeypatch.setattr(
         muon, "orthogonalized", lambda matrix, _: orthogonalized(matrix, torch.bfloat16)
     )
@@ -40,7 +38,7 @@ def test_steps_are_those_of_torch_and_go_on_with_its_checkpoint(
         torch.testing.assert_close(one, two, rtol=0.0, atol=1e-5)
 
 
-def test_singular_values_become_alike() -> None:
+def test_singular_values_become_alike():
     torch.manual_seed(0)
     for shape in ((12, 40), (40, 12)):
         values = torch.linalg.svdvals(orthogonalized(torch.randn(shape), torch.float32))

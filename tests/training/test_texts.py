@@ -7,9 +7,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +15,6 @@ from hf_slospec.errors import InvalidFileError, InvalidInputError
 from hf_slospec.training import texts
 from hf_slospec.training.options import TrainingOptions
 from hf_slospec.training.texts import (
-    Source,
     TrainingText,
     batches,
     collect,
@@ -37,7 +33,7 @@ CHAT_TEMPLATE = (
 
 
 @pytest.fixture
-def tokenizer() -> Any:
+def tokenizer():
     own = load_tiny_pair()[2]
     own.chat_template = CHAT_TEMPLATE
     return own
@@ -46,23 +42,21 @@ def tokenizer() -> Any:
 class Writer:
     """Answers with tokens that tell the call; records what was asked."""
 
-    def __init__(self, length: int = 30):
+    def __init__(self, length=30):
         self.length = length
         self.calls = list[tuple[list[list[int]], int, bool, int]]()
 
-    def __call__(
-        self, prompts: Sequence[list[int]], new: int, is_greedy: bool, seed: int
-    ) -> list[list[int]]:
+    def __call__(self, prompts, new, is_greedy, seed):
         self.calls.append(([*prompts], new, is_greedy, seed))
         return [[2000 + len(self.calls)] * min(new, self.length) for _ in prompts]
 
 
-def lines(path: Path, *records: Any) -> Path:
+def lines(path, *records):
     path.write_text("\n".join(json.dumps(record) for record in records) + "\n")
     return path
 
 
-def chat(text: str) -> dict[str, Any]:
+def chat(text):
     return {
         "messages": [
             {"role": "user", "content": text},
@@ -72,17 +66,17 @@ def chat(text: str) -> dict[str, Any]:
 
 
 def collected(
-    path: Path,
-    source: Source,
-    write: Any,
-    tokenizer: Any,
-    excluded: Sequence[str] = (),
-    num_texts: int = 64,
-    is_late: bool = False,
-) -> Any:
+    path,
+    source,
+    write,
+    tokenizer,
+    excluded=(),
+    num_texts=64,
+    is_late=False,
+):
     options = TrainingOptions(texts=num_texts, seq_len=SEQ_LEN)
 
-    def is_wanted(ids: list[int]) -> bool:
+    def is_wanted(ids):
         return not is_excluded(tokenizer.decode(ids), excluded)
 
     return collect(path, source, write, is_wanted, options, lambda: is_late, lambda _: None)
@@ -96,7 +90,7 @@ def collected(
                            {"from": "gpt", "value": "Who goes there?, and back"}]},
     ],
 )  # fmt: skip
-def test_conversations_of_either_form(record: Any, tmp_path: Path, tokenizer: Any) -> None:
+def test_conversations_of_either_form(record, tmp_path, tokenizer):
     source = read_data(lines(tmp_path / "own.jsonl", record, record), tokenizer, SEQ_LEN, 0, BATCH)
     (item, *_) = source.items(1, 0)
     assert tokenizer.decode(item.prompt) == "# user: Who goes there?\n# assistant: "
@@ -108,7 +102,7 @@ def test_conversations_of_either_form(record: Any, tmp_path: Path, tokenizer: An
     assert 0 < item.given.begin <= len(item.prompt)
 
 
-def test_turns_are_only_asked(tmp_path: Path, tokenizer: Any) -> None:
+def test_turns_are_only_asked(tmp_path, tokenizer):
     source = read_data(
         lines(tmp_path / "own.jsonl", *[{"turns": ["One?", "Two?"]}] * 2),
         tokenizer,
@@ -124,7 +118,7 @@ def test_turns_are_only_asked(tmp_path: Path, tokenizer: Any) -> None:
     )
 
 
-def test_plain_text_is_cut_into_windows(tmp_path: Path, tokenizer: Any) -> None:
+def test_plain_text_is_cut_into_windows(tmp_path, tokenizer):
     (tmp_path / "own.txt").write_text("def function(x):\n    return x + 1\n" * 80)
     source = read_data(tmp_path / "own.txt", tokenizer, SEQ_LEN, 0, BATCH)
     for item in (*source.items(0, 0), *source.items(1, 0)):
@@ -132,7 +126,7 @@ def test_plain_text_is_cut_into_windows(tmp_path: Path, tokenizer: Any) -> None:
         assert len(item.given.ids) <= SEQ_LEN
 
 
-def test_batches_hold_every_text_once_per_order_and_little_padding() -> None:
+def test_batches_hold_every_text_once_per_order_and_little_padding():
     rng = random.Random(0)
     lengths = [rng.randint(20, 400) for _ in range(640)]
     size = 8
@@ -151,8 +145,8 @@ def test_batches_hold_every_text_once_per_order_and_little_padding() -> None:
 
 
 def test_half_of_the_texts_are_written_by_the_target_greedy_and_sampled_in_turn(
-    tmp_path: Path, tokenizer: Any
-) -> None:
+    tmp_path, tokenizer
+):
     data = lines(
         tmp_path / "own.jsonl",
         *[chat(f"Is {number} more than {number + 1} times?") for number in range(40)],
@@ -172,7 +166,7 @@ def test_half_of_the_texts_are_written_by_the_target_greedy_and_sampled_in_turn(
     }
 
 
-def test_the_target_writes_the_users_turns_and_answers_them(tmp_path: Path, tokenizer: Any) -> None:
+def test_the_target_writes_the_users_turns_and_answers_them(tmp_path, tokenizer):
     write = Writer()
     held_out, training = collected(
         tmp_path / "texts", own_texts(tokenizer, write, BATCH), write, tokenizer, num_texts=20
@@ -188,7 +182,7 @@ def test_the_target_writes_the_users_turns_and_answers_them(tmp_path: Path, toke
     assert len(held_out) == BATCH and len(training) == 20
 
 
-def test_a_base_model_begins_with_any_text(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_base_model_begins_with_any_text(tmp_path, tokenizer):
     tokenizer.chat_template = None
     write = Writer(length=texts.BEGINNING)
     held_out, _ = collected(
@@ -199,7 +193,7 @@ def test_a_base_model_begins_with_any_text(tmp_path: Path, tokenizer: Any) -> No
     )
 
 
-def test_texts_with_excluded_turns_are_left_out(tmp_path: Path, tokenizer: Any) -> None:
+def test_texts_with_excluded_turns_are_left_out(tmp_path, tokenizer):
     secret = "What is the answer to the ultimate question?"
     data = lines(
         tmp_path / "own.jsonl",
@@ -216,7 +210,7 @@ def test_texts_with_excluded_turns_are_left_out(tmp_path: Path, tokenizer: Any) 
     assert len(training) == 32 and not any("ultimate" in text for text in shown)
 
 
-def test_an_interrupted_collection_goes_on(tmp_path: Path, tokenizer: Any) -> None:
+def test_an_interrupted_collection_goes_on(tmp_path, tokenizer):
     whole = tmp_path / "whole"
     write = Writer()
     expected = collected(whole, own_texts(tokenizer, write, BATCH), write, tokenizer)
@@ -251,16 +245,14 @@ def test_an_interrupted_collection_goes_on(tmp_path: Path, tokenizer: Any) -> No
         ),
     ],
 )
-def test_a_bad_line_is_named_by_its_number(
-    content: str, message: str, tmp_path: Path, tokenizer: Any
-) -> None:
+def test_a_bad_line_is_named_by_its_number(content, message, tmp_path, tokenizer):
     path = lines(tmp_path / "own.jsonl", chat("Who?"))
     path.write_text(path.read_text() + content)
     with pytest.raises(InvalidFileError, match=message):
         read_data(path, tokenizer, SEQ_LEN, 0, BATCH)
 
 
-def test_data_that_cannot_be_used(tmp_path: Path, tokenizer: Any) -> None:
+def test_data_that_cannot_be_used(tmp_path, tokenizer):
     path = lines(tmp_path / "own.jsonl", chat("Who?"))
     with pytest.raises(InvalidInputError, match="holds too little text"):
         read_data(path, tokenizer, SEQ_LEN, 0, BATCH)
@@ -287,7 +279,7 @@ def test_data_that_cannot_be_used(tmp_path: Path, tokenizer: Any) -> None:
         own_texts(tokenizer, Writer(), BATCH)
 
 
-def test_texts_without_answers_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+def test_texts_without_answers_are_refused(tmp_path, tokenizer):
     write = Writer(length=1)
     with pytest.raises(InvalidInputError, match=f"at least {texts.MIN_LEN} tokens"):
         collected(tmp_path / "texts", own_texts(tokenizer, write, BATCH), write, tokenizer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -53,11 +52,11 @@ class Run(NamedTuple):
     said: list[str]
 
     @property
-    def weights(self) -> bytes:
+    def weights(self):
         return (self.options.out / "model.safetensors").read_bytes()
 
     @property
-    def evaluations(self) -> list[dict[str, float]]:
+    def evaluations(self):
         """All evaluations, that of the untrained head first."""
         (checkpoint,) = (self.options.out / run.FOLDER).glob("checkpoint-*")
         found: list[dict[str, float]] = json.loads((checkpoint / run.PROGRESS).read_text())[
@@ -66,7 +65,7 @@ class Run(NamedTuple):
         return found
 
 
-def trained(out: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Run:
+def trained(out, dtype=torch.float32, **changes):
     target, _, tokenizer = load_tiny_pair(dtype)
     data = out.parent / "data.txt"
     if not data.exists():
@@ -76,7 +75,7 @@ def trained(out: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Ru
     target.requires_grad_(False)
     write = writer(SLOSpecGenerator(target, tokenizer=tokenizer))
 
-    def remembered(prompts: Sequence[list[int]], *given: Any) -> list[list[int]]:
+    def remembered(prompts, *given):
         """Write a batch of texts, or return what was written of equal prompts before, as it depends
         on nothing else.
         """
@@ -89,7 +88,7 @@ def trained(out: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Ru
 
 
 @pytest.fixture(scope="module", params=nightly_but(["eagle3", "mtp"], ["eagle3", "mtp", "dspark"]))
-def learned(request: Any, tmp_path_factory: Any) -> Run:
+def learned(request, tmp_path_factory):
     """A head that has learned something."""
     size: dict[str, Any] = dict(steps=20, texts=24, batch=8, levels=2, eval_every=10)
     vocab = {"draft_vocab": None if request.param == "mtp" else 512}
@@ -98,21 +97,19 @@ def learned(request: Any, tmp_path_factory: Any) -> Run:
 
 
 @pytest.fixture(scope="module")
-def short(tmp_path_factory: Any) -> Run:
+def short(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("short") / "head")
 
 
 @pytest.fixture(scope="module")
-def short_block(tmp_path_factory: Any) -> Run:
+def short_block(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("short") / "head", kind="dspark")
 
 
 @pytest.mark.parametrize(
     "options", [dict(do_sample=False), dict(do_sample=True, top_k=0)], ids=["greedy", "sampled"]
 )
-def test_text_with_the_trained_head_is_that_of_generate(
-    learned: Run, options: dict[str, Any]
-) -> None:
+def test_text_with_the_trained_head_is_that_of_generate(learned, options):
     target, _, tokenizer = load_tiny_pair()
     config = SLOSpecConfig(policy="fixed", max_depth=4, max_width=2, check_invariants=True)
     ours = SLOSpecGenerator(
@@ -125,7 +122,7 @@ def test_text_with_the_trained_head_is_that_of_generate(
     assert sum(metrics.accepted for metrics in out.slo) > 0
 
 
-def test_training_raises_acceptance(learned: Run) -> None:
+def test_training_raises_acceptance(learned):
     untrained, *_, last = (evaluation["tokens_per_step"] for evaluation in learned.evaluations)
     assert last > untrained + 0.03 and len(learned.evaluations) == 3
     _, half, whole = (evaluation["loss"] for evaluation in learned.evaluations)
@@ -133,7 +130,7 @@ def test_training_raises_acceptance(learned: Run) -> None:
     assert learned.held_out and any("tokens per step" in line for line in learned.said)
 
 
-def test_levels_are_unrolled_as_they_are_drafted() -> None:
+def test_levels_are_unrolled_as_they_are_drafted():
     target, _, tokenizer = load_tiny_pair()
     head: Any = load_head(str(FOLDER / "eagle3"), target)
     head.config._attn_implementation = "eager"
@@ -171,7 +168,7 @@ def test_levels_are_unrolled_as_they_are_drafted() -> None:
 
 
 @torch.no_grad()
-def test_blocks_are_unrolled_as_the_reference_drafts_them(tmp_path: Path) -> None:
+def test_blocks_are_unrolled_as_the_reference_drafts_them(tmp_path):
     case = CASES["specforge"]
     target = target_of("llama")
     head: Any = load_head(written(tmp_path, case.config, case.tensors), target)
@@ -203,7 +200,7 @@ def test_blocks_are_unrolled_as_the_reference_drafts_them(tmp_path: Path) -> Non
                 )
 
 
-def test_confidence_learns_the_share_of_accepted_tokens(tmp_path: Path) -> None:
+def test_confidence_learns_the_share_of_accepted_tokens(tmp_path):
     """With all else fixed, its loss has its minimum where each confidence is the overlap of the
     distributions.
     """
@@ -221,7 +218,7 @@ def test_confidence_learns_the_share_of_accepted_tokens(tmp_path: Path) -> None:
     head.confidence_head.requires_grad_(True)
     optimizer = torch.optim.LBFGS(head.confidence_head.parameters(), max_iter=50)
 
-    def loss() -> Any:
+    def loss():
         optimizer.zero_grad()
         found = loss_of(head, rows, BLOCK, 0)
         found.backward()
@@ -237,18 +234,16 @@ def test_confidence_learns_the_share_of_accepted_tokens(tmp_path: Path) -> None:
 class Clock:
     """Time that passes whenever it is read."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now_s = 0.0
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         self.now_s += 1.0
         return self.now_s
 
 
 @pytest.mark.parametrize("kind", ["eagle3", pytest.param("dspark", marks=pytest.mark.nightly)])
-def test_interruptions_change_no_weight(
-    kind: str, request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interruptions_change_no_weight(kind, request, tmp_path, monkeypatch):
     """Time runs out again and again, a step fails behind a checkpoint, and a line of the texts is
     torn.
     """
@@ -271,10 +266,10 @@ def test_interruptions_change_no_weight(
     assert trained(out, kind=kind).held_out is not None  # nothing is left to do
 
 
-def interrupted(function: Any, after: int) -> Any:
+def interrupted(function, after):
     calls = [0]
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments):
         calls[0] += 1
         if calls[0] > after:
             raise KeyboardInterrupt
@@ -283,7 +278,7 @@ def interrupted(function: Any, after: int) -> Any:
     return call
 
 
-def test_early_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_stop(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "tokens_per_step", lambda *_: 1.5)
     done = trained(tmp_path / "head", patience=2, eval_every=1)
     lengths = [evaluation["tokens_per_step"] for evaluation in done.evaluations]
@@ -291,7 +286,7 @@ def test_early_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.nightly
-def test_a_drafter_in_bf16_with_states_on_a_disk(tmp_path: Path) -> None:
+def test_a_drafter_in_bf16_with_states_on_a_disk(tmp_path):
     done = trained(
         tmp_path / "head", torch.bfloat16, features_gb=0.1, steps=4, **quick_or(dict(texts=4), {})
     )
@@ -300,7 +295,7 @@ def test_a_drafter_in_bf16_with_states_on_a_disk(tmp_path: Path) -> None:
     load_drafter(done.options.out, load_tiny_pair(torch.bfloat16)[0])
 
 
-def test_states_are_kept_within_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_are_kept_within_the_limit(tmp_path, monkeypatch):
     target, _, _ = load_tiny_pair()
     head = load_head(str(FOLDER / "eagle3"), target)
     own = [TrainingText(list(range(length, 2 * length)), 2) for length in (30, 40, 50)]
@@ -337,7 +332,7 @@ def test_states_are_kept_within_the_limit(tmp_path: Path, monkeypatch: pytest.Mo
         Teacher(target, head, own, tmp_path / "full", 1.0, 3)
 
 
-def test_the_folder_has_the_layout_of_speculators(short: Run) -> None:
+def test_the_folder_has_the_layout_of_speculators(short):
     config = json.loads((short.options.out / "config.json").read_text())
     assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == "eagle3"
     assert config["speculators_config"]["verifier"]["architectures"] == ["LlamaForCausalLM"]
@@ -368,7 +363,7 @@ def test_the_folder_has_the_layout_of_speculators(short: Run) -> None:
     )
 
 
-def test_a_block_head_has_the_layout_of_speculators(short_block: Run) -> None:
+def test_a_block_head_has_the_layout_of_speculators(short_block):
     config = json.loads((short_block.options.out / "config.json").read_text())
     assert config["architectures"] == ["DSparkDraftModel"]
     assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == "dspark"
@@ -393,7 +388,7 @@ def test_a_block_head_has_the_layout_of_speculators(short_block: Run) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("draft_vocab", [None, 0])
-def test_a_written_block_head_is_loaded_as_it_was(tmp_path: Path, draft_vocab: int | None) -> None:
+def test_a_written_block_head_is_loaded_as_it_was(tmp_path, draft_vocab):
     target, options = (
         load_tiny_pair()[0],
         options_of(tmp_path, kind="dspark", draft_vocab=draft_vocab),
@@ -417,7 +412,7 @@ def test_a_written_block_head_is_loaded_as_it_was(tmp_path: Path, draft_vocab: i
             torch.testing.assert_close(one, other)
 
 
-def test_the_layout_of_sglang_is_the_same_head(short: Run, tmp_path: Path) -> None:
+def test_the_layout_of_sglang_is_the_same_head(short, tmp_path):
     target = load_tiny_pair()[0]
     head: Any = load_head(str(short.options.out), target)
     write_head(head, target, options_of(tmp_path, layout="sglang"))
@@ -430,13 +425,13 @@ def test_the_layout_of_sglang_is_the_same_head(short: Run, tmp_path: Path) -> No
     )
 
 
-def options_of(out: Path, **changes: Any) -> TrainingOptions:
+def options_of(out, **changes):
     (out / run.FOLDER).mkdir()
     return TrainingOptions(**SHORT | {"out": out} | changes)
 
 
 @pytest.mark.parametrize("layout", ["speculators", "sglang"])
-def test_the_output_layer_may_be_the_targets(tmp_path: Path, layout: str) -> None:
+def test_the_output_layer_may_be_the_targets(tmp_path, layout):
     target = load_tiny_pair()[0]
     options = options_of(tmp_path, layout=layout, draft_vocab=0)
     write_head(new_head(options, target, torch.ones(2048)), target, options)
@@ -445,7 +440,7 @@ def test_the_output_layer_may_be_the_targets(tmp_path: Path, layout: str) -> Non
     assert head.lm_head is target.get_output_embeddings() and head.target_ids is None
 
 
-def test_what_a_folder_holds_is_checked(short: Run, tmp_path: Path) -> None:
+def test_what_a_folder_holds_is_checked(short, tmp_path):
     out = short.options.out
     with pytest.raises(
         InvalidInputError, match=r"other settings: --seq-len \(96 and not 128\); give the same ones"
@@ -469,7 +464,7 @@ def test_what_a_folder_holds_is_checked(short: Run, tmp_path: Path) -> None:
         trained(tmp_path / "head", kind="dspark", layout="sglang")
 
 
-def test_the_command_and_commands_that_use_its_drafter(tmp_path: Path) -> None:
+def test_the_command_and_commands_that_use_its_drafter(tmp_path):
     out = tmp_path / "head"
     data = tmp_path / "own.txt"
     data.write_text("\n".join(tiny_prompts()))

@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -14,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.tree.accept import accept
-from hf_slospec.tree.tree import ROOT, FloatArray, TokenTree
+from hf_slospec.tree.tree import ROOT
 from tests.support.toys.trees import (
     SEEDS,
-    NextProbs,
     draw,
     markov_model,
     path_to,
@@ -38,7 +36,7 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
 }
 
 
-def penalised(next_probs: NextProbs, tokens: Sequence[int]) -> FloatArray:
+def penalised(next_probs, tokens):
     """A processor that looks at all tokens so far: forbids an immediate repetition, prefers tokens
     not seen yet.
     """
@@ -49,29 +47,21 @@ def penalised(next_probs: NextProbs, tokens: Sequence[int]) -> FloatArray:
     return probs / probs.sum()
 
 
-def run_accept(
-    tree: TokenTree, choose: Callable[[int], int], at_most: int = 99
-) -> tuple[list[int], list[int]]:
+def run_accept(tree, choose, at_most=99):
     """What a step emits and accepts when the request is finished with its ``at_most``-th token."""
     emitted = list[int]()
 
-    def emit(token: int) -> int | None:
+    def emit(token):
         emitted.append(token)
         return None if len(emitted) == at_most else token
 
     return emitted, accept(tree, choose, emit)
 
 
-def sample_step(
-    tree: TokenTree,
-    next_probs: NextProbs,
-    before: Sequence[int],
-    rng: np.random.Generator,
-    at_most: int = 99,
-) -> list[int]:
+def sample_step(tree, next_probs, before, rng, at_most=99):
     """Tokens of one step, each sampled after the tree's own path to the node."""
 
-    def choose(node: int) -> int:
+    def choose(node):
         return draw(next_probs([*before, *path_to(tree, node)]), rng.random())
 
     return run_accept(tree, choose, at_most)[0]
@@ -79,7 +69,7 @@ def sample_step(
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_mean_committed_tokens_is_the_sum_of_path_probabilities(shape: str, seed: int) -> None:
+def test_mean_committed_tokens_is_the_sum_of_path_probabilities(shape, seed):
     rng = np.random.default_rng(seed)
     next_probs = markov_model(rng, VOCAB)
     tree = tree_of_paths(next_probs, CONTEXT, SHAPES[shape])
@@ -92,7 +82,7 @@ def test_mean_committed_tokens_is_the_sum_of_path_probabilities(shape: str, seed
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("is_processed", [False, True])
-def test_output_has_the_distribution_of_plain_sampling(shape: str, is_processed: bool) -> None:
+def test_output_has_the_distribution_of_plain_sampling(shape, is_processed):
     rng = np.random.default_rng(3)
     target = markov_model(rng, VOCAB)
     draft = markov_model(rng, VOCAB)
@@ -104,7 +94,7 @@ def test_output_has_the_distribution_of_plain_sampling(shape: str, is_processed:
     length = 3
     trials = 8000
 
-    def sample() -> tuple[int, ...]:
+    def sample():
         tokens = list(CONTEXT)
         while (left := length + len(CONTEXT) - len(tokens)) > 0:
             tokens += sample_step(trees[tokens[-2], tokens[-1]], next_probs, tokens, rng, left)
@@ -128,9 +118,7 @@ def test_output_has_the_distribution_of_plain_sampling(shape: str, is_processed:
 
 @given(seed=SEEDS, paths=st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=5), max_size=12))
 @settings(deadline=None)
-def test_greedy_output_equals_greedy_decoding_for_any_tree(
-    seed: int, paths: list[list[int]]
-) -> None:
+def test_greedy_output_equals_greedy_decoding_for_any_tree(seed, paths):
     next_probs = markov_model(np.random.default_rng(seed), VOCAB)
     plain = list(CONTEXT)
     for _ in range(6):
@@ -150,7 +138,7 @@ def test_greedy_output_equals_greedy_decoding_for_any_tree(
 
 @given(seed=SEEDS, size=st.integers(1, 30), stop_after=st.integers(1, 6))
 @settings(deadline=None)
-def test_walk_goes_down_one_path_and_stops_when_told(seed: int, size: int, stop_after: int) -> None:
+def test_walk_goes_down_one_path_and_stops_when_told(seed, size, stop_after):
     rng = np.random.default_rng(seed)
     tree = random_tree(rng, size)
     choices = {node: int(rng.integers(0, 4)) for node in range(size)}
@@ -159,7 +147,7 @@ def test_walk_goes_down_one_path_and_stops_when_told(seed: int, size: int, stop_
 
     asked = list[int]()
 
-    def choose(node: int) -> int:
+    def choose(node):
         asked.append(node)
         return choices[node]
 

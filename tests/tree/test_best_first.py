@@ -13,15 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.tree.best_first import best_first_tree, grown_tree
-from hf_slospec.tree.tree import FloatArray, IntArray, TokenTree
 from tests.support.toys.trees import SEEDS, TIED, path_to
 
 Prefix = tuple[int, ...]  # ranks of its tokens among the candidates of their positions
 
 
-def random_block(
-    rng: np.random.Generator, depth: int, width: int, is_tied: bool
-) -> tuple[IntArray, FloatArray]:
+def random_block(rng, depth, width, is_tied):
     """Candidates of every position, which share no token, and their probabilities in descending
     order.
     """
@@ -34,7 +31,7 @@ def random_block(
     return tokens, -np.sort(-probs, axis=1)
 
 
-def prefixes_of(tree: TokenTree, tokens: IntArray) -> list[Prefix]:
+def prefixes_of(tree, tokens):
     """The nodes below the root, in their order, as ranks."""
     paths = [path_to(tree, node) for node in range(1, tree.num_nodes)]
     return [
@@ -43,7 +40,7 @@ def prefixes_of(tree: TokenTree, tokens: IntArray) -> list[Prefix]:
     ]
 
 
-def canonical(probs: FloatArray) -> list[tuple[float, Prefix]]:
+def canonical(probs):
     """All prefixes of positive probability: by probability, then by depth, then by parent and rank."""
     depth, width = probs.shape
     of: dict[Prefix, float] = {(): 1.0}
@@ -70,9 +67,7 @@ def canonical(probs: FloatArray) -> list[tuple[float, Prefix]]:
     is_tied=st.booleans(),
 )
 @settings(deadline=None)
-def test_nodes_are_the_first_prefixes_in_canonical_order(
-    seed: int, depth: int, width: int, max_nodes: int, is_tied: bool
-) -> None:
+def test_nodes_are_the_first_prefixes_in_canonical_order(seed, depth, width, max_nodes, is_tied):
     tokens, probs = random_block(np.random.default_rng(seed), depth, width, is_tied)
     tree = best_first_tree(7, tokens, probs, max_nodes)
     tree.check()
@@ -92,9 +87,7 @@ def test_nodes_are_the_first_prefixes_in_canonical_order(
     is_tied=st.booleans(),
 )
 @settings(deadline=None, max_examples=60)
-def test_no_other_tree_of_the_size_has_a_larger_sum(
-    seed: int, shape: tuple[int, int], size: int, is_tied: bool
-) -> None:
+def test_no_other_tree_of_the_size_has_a_larger_sum(seed, shape, size, is_tied):
     tokens, probs = random_block(np.random.default_rng(seed), *shape, is_tied)
     exact: dict[Prefix, Fraction] = {(): Fraction(1)}
     for level in range(1, shape[0] + 1):
@@ -114,7 +107,7 @@ def test_no_other_tree_of_the_size_has_a_larger_sum(
     assert math.isclose(found, best, rel_tol=1e-12)
 
 
-def test_impossible_prefixes_are_left_out() -> None:
+def test_impossible_prefixes_are_left_out():
     tokens = np.array([[4, 5], [6, 7]])
     probs = np.array([[1.0, 0.0], [0.0, 0.0]])
     assert best_first_tree(3, tokens, probs, 5).tokens.tolist() == [3, 4]
@@ -123,7 +116,7 @@ def test_impossible_prefixes_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_trees_of_eight_requests_take_milliseconds(is_tied: bool) -> None:
+def test_trees_of_eight_requests_take_milliseconds(is_tied):
     rng = np.random.default_rng(0)
     blocks = [random_block(rng, 16, 64, is_tied) for _ in range(8)]
     seconds = []
@@ -137,16 +130,14 @@ def test_trees_of_eight_requests_take_milliseconds(is_tied: bool) -> None:
 
 @given(seed=SEEDS, depth=st.integers(0, 3), max_nodes=st.integers(0, 40), is_tied=st.booleans())
 @settings(deadline=None)
-def test_candidates_may_depend_on_the_path(
-    seed: int, depth: int, max_nodes: int, is_tied: bool
-) -> None:
+def test_candidates_may_depend_on_the_path(seed, depth, max_nodes, is_tied):
     rng = np.random.default_rng(seed)
     tables = {
         pair: random_block(rng, 1, 3, is_tied)
         for pair in itertools.product(range(-1, 13), range(13))
     }
 
-    def following(level: int, above: int, token: int) -> tuple[list[int], list[float]]:
+    def following(level, above, token):
         tokens, probs = tables[above, token]
         return tokens[0].tolist(), probs[0].tolist()
 

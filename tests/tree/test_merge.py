@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,12 +16,12 @@ PROBS = st.sampled_from([TIED, UNEVEN, (0.0, 1.0)])
 Path = tuple[int, ...]
 
 
-def merge(trees: Sequence[TokenTree], max_nodes: int | None = None) -> TokenTree:
+def merge(trees, max_nodes=None):
     [merged] = merge_trees([trees], max_nodes)
     return merged
 
 
-def brute_force(trees: Sequence[TokenTree]) -> dict[Path, float]:
+def brute_force(trees):
     """Path probability of every path."""
     given: dict[Path, float] = {}
     for tree in trees:
@@ -39,14 +37,14 @@ def brute_force(trees: Sequence[TokenTree]) -> dict[Path, float]:
     return probs
 
 
-def random_trees(seed: int, sizes: Sequence[int], conditionals: Sequence[float]) -> list[TokenTree]:
+def random_trees(seed, sizes, conditionals):
     rng = np.random.default_rng(seed)
     return [random_tree(rng, size, conditionals) for size in sizes]
 
 
 @given(seed=SEEDS, sizes=SIZES, conditionals=PROBS)
 @settings(deadline=None)
-def test_union_of_paths(seed: int, sizes: list[int], conditionals: Sequence[float]) -> None:
+def test_union_of_paths(seed, sizes, conditionals):
     trees = random_trees(seed, sizes, conditionals)
     merged = merge(trees)
     merged.check()
@@ -58,9 +56,7 @@ def test_union_of_paths(seed: int, sizes: list[int], conditionals: Sequence[floa
 
 @given(seed=SEEDS, sizes=SIZES, conditionals=PROBS, max_nodes=st.integers(0, 12))
 @settings(deadline=None)
-def test_canonical_order_and_its_prefixes(
-    seed: int, sizes: list[int], conditionals: Sequence[float], max_nodes: int
-) -> None:
+def test_canonical_order_and_its_prefixes(seed, sizes, conditionals, max_nodes):
     trees = random_trees(seed, sizes, conditionals)
     tree = merge(trees)
     first = merge(trees, max_nodes)
@@ -77,7 +73,7 @@ def test_canonical_order_and_its_prefixes(
 
 @given(seed=SEEDS, sizes=st.lists(SIZES, min_size=1, max_size=4))
 @settings(deadline=None)
-def test_requests_together_are_as_each_by_itself(seed: int, sizes: list[list[int]]) -> None:
+def test_requests_together_are_as_each_by_itself(seed, sizes):
     rng = np.random.default_rng(seed)
     by_request = [[random_tree(rng, size, UNEVEN) for size in own] for own in sizes]
     for own, trees in zip(merge_trees(by_request, 9), by_request, strict=True):
@@ -88,7 +84,7 @@ def test_requests_together_are_as_each_by_itself(seed: int, sizes: list[list[int
 
 @given(seed=SEEDS, size=st.integers(1, 20))
 @settings(deadline=None)
-def test_merging_again_changes_nothing(seed: int, size: int) -> None:
+def test_merging_again_changes_nothing(seed, size):
     once = merge(random_trees(seed, [size], UNEVEN))
     twice = merge([once, once])
     paths = [[path_to(tree, node) for node in range(tree.num_nodes)] for tree in (once, twice)]
@@ -96,17 +92,17 @@ def test_merging_again_changes_nothing(seed: int, size: int) -> None:
     assert np.sort(twice.path_probs).tolist() == pytest.approx(np.sort(once.path_probs).tolist())
 
 
-def test_one_source_may_know_the_parent_and_another_the_child() -> None:
+def test_one_source_may_know_the_parent_and_another_the_child():
     merged = merge([chain(0.9, 0.1), chain(0.2, 0.8)])
     assert merged.path_probs.tolist() == pytest.approx([1.0, 0.9, 0.72])
 
 
-def test_siblings_share_a_probability_of_one() -> None:
+def test_siblings_share_a_probability_of_one():
     merged = merge([grow([0], [0.9], [1]), grow([0], [0.6], [2])])
     assert merged.tokens.tolist() == [0, 1, 2]
     assert merged.path_probs.tolist() == pytest.approx([1.0, 0.6, 0.4])
 
 
-def test_root_tokens_must_agree() -> None:
+def test_root_tokens_must_agree():
     with pytest.raises(AssertionError, match="root tokens"):
         merge([TokenTree.root_only(1), TokenTree.root_only(2)])

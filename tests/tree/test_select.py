@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -14,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_slospec.lab.policies.optimal import optimal_nodes
-from hf_slospec.policies.adaserve import SLOOrder, adaptive_shape, required_tokens, select_nodes
+from hf_slospec.policies.adaserve import adaptive_shape, required_tokens, select_nodes
 from hf_slospec.tree.select import best_ratio_nodes
-from hf_slospec.tree.tree import ROOT, BoolArray, FloatArray, Forest, IntArray, TokenTree
+from hf_slospec.tree.tree import ROOT, Forest, TokenTree
 from tests.support.toys.trees import (
     SEEDS,
     TIED,
@@ -31,7 +30,7 @@ from tests.support.toys.trees import (
 Node = tuple[int, int]  # request, node
 
 
-def outcomes(tree: TokenTree) -> set[tuple[int, float]]:
+def outcomes(tree):
     """Number of nodes and expected tokens of every parent-closed subset that holds the root."""
     inner = range(1, tree.num_nodes)
     subsets = itertools.chain.from_iterable(
@@ -48,7 +47,7 @@ def outcomes(tree: TokenTree) -> set[tuple[int, float]]:
     seed=SEEDS, sizes=st.lists(st.integers(1, 6), min_size=1, max_size=3), budget=st.integers(0, 14)
 )
 @settings(deadline=None, max_examples=150)
-def test_optimal_nodes_equals_exhaustive_search(seed: int, sizes: list[int], budget: int) -> None:
+def test_optimal_nodes_equals_exhaustive_search(seed, sizes, budget):
     rng = np.random.default_rng(seed)
     trees = [random_tree(rng, size) for size in sizes]
     required = list(rng.integers(-2, 14, len(trees)) / 4)
@@ -77,7 +76,7 @@ def test_optimal_nodes_equals_exhaustive_search(seed: int, sizes: list[int], bud
             assert tree.path_probs[nodes].sum() >= needed
 
 
-def test_optimal_nodes_charges_roots_and_refuses_what_no_tree_can_reach() -> None:
+def test_optimal_nodes_charges_roots_and_refuses_what_no_tree_can_reach():
     trees = [chain(1.0, 1.0), chain(0.5)]
     assert optimal_nodes(trees, [0.0, 0.0], 1) is None
     assert [nodes.tolist() for nodes in optimal_nodes(trees, [1.0, 1.0], 2)] == [[0], [0]]
@@ -86,13 +85,7 @@ def test_optimal_nodes_charges_roots_and_refuses_what_no_tree_can_reach() -> Non
     assert optimal_nodes(trees, [0.0, 1.6], 99) is None
 
 
-def reference_phases(
-    trees: Sequence[TokenTree],
-    required: Sequence[float],
-    budget: int,
-    max_slo_nodes: int,
-    sign: int,
-) -> tuple[list[Node], list[Node]]:
+def reference_phases(trees, required, budget, max_slo_nodes, sign):
     """Algorithm 2 as printed, one node at a time.  -> what the SLO phase adds, then what the
     throughput phase adds.
     """
@@ -104,7 +97,7 @@ def reference_phases(
         if tree.path_probs[v] > 0.0
     }
 
-    def pop_best(pool: set[Node]) -> Node:
+    def pop_best(pool):
         best = min(
             pool, key=lambda at: (-trees[at[0]].path_probs[at[1]], trees[at[0]].depths[at[1]], *at)
         )
@@ -137,7 +130,7 @@ def reference_phases(
     return slo_phase, throughput_phase
 
 
-def as_nodes(chosen: Sequence[IntArray]) -> set[Node]:
+def as_nodes(chosen):
     """The selected nodes without roots."""
     assert all(nodes[0] == ROOT and ROOT not in nodes[1:] for nodes in chosen)
     return {(i, int(v)) for i, nodes in enumerate(chosen) for v in nodes[1:]}
@@ -153,13 +146,8 @@ def as_nodes(chosen: Sequence[IntArray]) -> set[Node]:
 )
 @settings(deadline=None, max_examples=300)
 def test_select_nodes_equals_the_plain_loop(
-    seed: int,
-    sizes: list[int],
-    budget: int,
-    max_slo_nodes: int,
-    order: SLOOrder,
-    conditionals: Sequence[float],
-) -> None:
+    seed, sizes, budget, max_slo_nodes, order, conditionals
+):
     rng = np.random.default_rng(seed)
     trees = [random_tree(rng, size, conditionals) for size in sizes]
     required = list(rng.integers(-4, 30, len(trees)) / 4)  # quarters, so that requests tie too
@@ -181,9 +169,7 @@ def test_select_nodes_equals_the_plain_loop(
     conditionals=st.sampled_from([TIED, UNEVEN, (1.0,)]),
 )
 @settings(deadline=None, max_examples=150)
-def test_no_set_of_trees_has_a_better_ratio(
-    seed: int, sizes: list[int], weights: list[float], budget: int, conditionals: Sequence[float]
-) -> None:
+def test_no_set_of_trees_has_a_better_ratio(seed, sizes, weights, budget, conditionals):
     rng = np.random.default_rng(seed)
     trees = [random_tree(rng, size, conditionals) for size in sizes]
     forest, seconds = (
@@ -207,7 +193,7 @@ def test_no_set_of_trees_has_a_better_ratio(
         tree.check()
 
 
-def test_of_equal_ratios_the_fewest_nodes_are_taken() -> None:
+def test_of_equal_ratios_the_fewest_nodes_are_taken():
     forest = Forest.of([chain(0.5, 0.5)])
     chosen = best_ratio_nodes(
         forest, forest.path_probs, 9, lambda num_nodes: np.array([9.0, 1.0, 1.5, 1.75])[num_nodes]
@@ -215,14 +201,14 @@ def test_of_equal_ratios_the_fewest_nodes_are_taken() -> None:
     assert chosen.tolist() == [True, False, False]
 
 
-def test_a_heavier_request_is_served_first() -> None:
+def test_a_heavier_request_is_served_first():
     forest = Forest.of([chain(0.9, 0.9), chain(0.5, 0.5)])
     values = forest.path_probs * np.array([1.0, 3.0])[forest.tree_of]
     chosen = best_ratio_nodes(forest, values, 3, lambda num_nodes: np.ones(len(num_nodes)))
     assert [nodes.tolist() for nodes in forest.nodes(np.flatnonzero(chosen))] == [[0], [0, 1]]
 
 
-def test_slo_phase_serves_targets_before_better_nodes() -> None:
+def test_slo_phase_serves_targets_before_better_nodes():
     trees = [chain(0.1, 0.1), chain(0.9, 0.9)]
     served = select_nodes(trees, [1.1, 0.0], 3, max_slo_nodes=9)
     assert [nodes.tolist() for nodes in served] == [[0, 1], [0]]
@@ -232,7 +218,7 @@ def test_slo_phase_serves_targets_before_better_nodes() -> None:
     assert [nodes.tolist() for nodes in unserved] == [[0], [0, 1]]
 
 
-def test_slo_phase_is_capped_at_depth_plus_one_and_at_max_slo_nodes() -> None:
+def test_slo_phase_is_capped_at_depth_plus_one_and_at_max_slo_nodes():
     trees = [fan(1.0, 1.0, 1.0, 1.0), chain(0.5, 0.5)]
     required = [99.0, 1.75]  # the first asks for more than any tree of depth 1 can commit
     capped = select_nodes(trees, required, 5, max_slo_nodes=9, order="descending")
@@ -249,11 +235,11 @@ def test_slo_phase_is_capped_at_depth_plus_one_and_at_max_slo_nodes() -> None:
     ] == [3, 3]
 
 
-def test_ascending_meets_more_targets_when_the_budget_is_short() -> None:
+def test_ascending_meets_more_targets_when_the_budget_is_short():
     trees = [chain(1.0, 1.0, 1.0), chain(1.0, 1.0), chain(1.0, 1.0)]
     required = [4.0, 2.0, 2.0]
 
-    def num_met(order: SLOOrder) -> int:
+    def num_met(order):
         chosen = select_nodes(trees, required, 5, max_slo_nodes=9, order=order)
         return sum(
             tree.path_probs[nodes].sum() >= a
@@ -264,7 +250,7 @@ def test_ascending_meets_more_targets_when_the_budget_is_short() -> None:
     assert num_met("descending") == 0
 
 
-def test_roots_are_verified_whatever_the_budget() -> None:
+def test_roots_are_verified_whatever_the_budget():
     trees = [chain(1.0), chain(1.0), chain(1.0)]
     for budget in range(4):
         assert [
@@ -285,23 +271,17 @@ def test_roots_are_verified_whatever_the_budget() -> None:
         (200, 64, 96, 0, (0, 1)),  # width at its lower end
     ],
 )
-def test_adaptive_shape(
-    num_requests: int,
-    verify_tokens: int,
-    draft_tokens: int,
-    depth_offset: int,
-    expected: tuple[int, int],
-) -> None:
+def test_adaptive_shape(num_requests, verify_tokens, draft_tokens, depth_offset, expected):
     assert adaptive_shape(num_requests, verify_tokens, draft_tokens, 6, 4, depth_offset) == expected
 
 
-def test_the_printed_bounds_and_offsets_are_options() -> None:
+def test_the_printed_bounds_and_offsets_are_options():
     assert adaptive_shape(500, 512, 96, 8, 3, min_depth=4) == (4, 1)
     assert adaptive_shape(48, 512, 96, 8, 3, width_offset=1) == (8, 3)
     assert adaptive_shape(48, 512, 96, 8, 3, width_offset=-4) == (8, 1)
 
 
-def test_adaptive_shape_without_depth() -> None:
+def test_adaptive_shape_without_depth():
     assert adaptive_shape(1, 64, 96, 0, 4) == (0, 4)
 
 
@@ -314,8 +294,8 @@ def test_adaptive_shape_without_depth() -> None:
 )
 @settings(deadline=None)
 def test_adaptive_shape_shrinks_with_more_requests(
-    verify_tokens: int, draft_tokens: int, max_depth: int, max_width: int, depth_offset: int
-) -> None:
+    verify_tokens, draft_tokens, max_depth, max_width, depth_offset
+):
     shapes = [
         adaptive_shape(n, verify_tokens, draft_tokens, max_depth, max_width, depth_offset)
         for n in range(1, 80)
@@ -335,21 +315,19 @@ def test_adaptive_shape_shrinks_with_more_requests(
     target=st.floats(1e-3, 10),
 )
 @settings(deadline=None)
-def test_required_tokens_bring_the_average_to_the_target(
-    elapsed: float, emitted: int, step: float, target: float
-) -> None:
+def test_required_tokens_bring_the_average_to_the_target(elapsed, emitted, step, target):
     required = required_tokens(elapsed, emitted, step, target)
     assert (emitted + required) * target == pytest.approx(elapsed + step, abs=1e-6)
 
 
-def test_required_tokens() -> None:
+def test_required_tokens():
     assert required_tokens(1.0, 4, 0.25, 0.25) == 1.0
     assert required_tokens(0.0, 0, 0.5, 0.25) == 2.0
     assert required_tokens(1.0, 40, 0.25, 0.25) < 0.0
     assert required_tokens(100.0, 0, 1.0, None) == 0.0
 
 
-def test_rounding_does_not_make_a_reachable_target_infeasible() -> None:
+def test_rounding_does_not_make_a_reachable_target_infeasible():
     path_probs = np.array([1.0, 0.31, 0.3, 0.24, 0.15])
     tree = TokenTree(
         np.arange(5), np.array([-1, 0, 0, 0, 0]), np.array([0, 1, 1, 1, 1]), path_probs
@@ -363,17 +341,15 @@ def test_rounding_does_not_make_a_reachable_target_infeasible() -> None:
     fed_s=st.floats(0.01, 2.0),
 )
 @settings(deadline=None)
-def test_prompts_of_the_same_step_do_not_make_nodes_look_cheap(
-    seed: int, sizes: list[int], fed_s: float
-) -> None:
+def test_prompts_of_the_same_step_do_not_make_nodes_look_cheap(seed, sizes, fed_s):
     rng = np.random.default_rng(seed)
     forest = Forest.of([random_tree(rng, size, UNEVEN) for size in sizes])
     values = forest.path_probs
 
-    def alone_s(num_nodes: IntArray) -> FloatArray:
+    def alone_s(num_nodes):
         return 1.0 + 0.1 * num_nodes
 
-    def ratio(chosen: BoolArray) -> float:
+    def ratio(chosen):
         return float(values[chosen].sum() / alone_s(np.count_nonzero(chosen)))
 
     chosen = best_ratio_nodes(forest, values, 100, alone_s)

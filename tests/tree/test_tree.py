@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
@@ -28,16 +27,16 @@ WEIGHTS = st.lists(
 )  # one per tree; some tie
 
 
-def ancestors(tree: TokenTree, node: int) -> set[int]:
+def ancestors(tree, node):
     """The node itself and all above it."""
     return {node} if node == ROOT else {node, *ancestors(tree, int(tree.parents[node]))}
 
 
-def described(tree: TokenTree, nodes: Iterable[int]) -> list[tuple[list[int], int, float]]:
+def described(tree, nodes):
     return [(path_to(tree, v), int(tree.depths[v]), float(tree.path_probs[v])) for v in nodes]
 
 
-def weighted(trees: Sequence[TokenTree], weights: Sequence[float]) -> np.ndarray:
+def weighted(trees, weights):
     """Scores of a forest's nodes: path probabilities times one weight per tree."""
     return np.concatenate(
         [tree.path_probs * weight for tree, weight in zip(trees, weights, strict=True)]
@@ -48,9 +47,7 @@ def weighted(trees: Sequence[TokenTree], weights: Sequence[float]) -> np.ndarray
     seed=SEEDS, sizes=st.lists(SIZES, min_size=1, max_size=4), conditionals=PROBS, weights=WEIGHTS
 )
 @settings(deadline=None)
-def test_nodes_stand_in_canonical_order(
-    seed: int, sizes: list[int], conditionals: Sequence[float], weights: list[float]
-) -> None:
+def test_nodes_stand_in_canonical_order(seed, sizes, conditionals, weights):
     rng = np.random.default_rng(seed)
     trees = [random_tree(rng, size, conditionals) for size in sizes]
     forest = Forest.of(trees)
@@ -73,9 +70,7 @@ def test_nodes_stand_in_canonical_order(
     seed=SEEDS, sizes=st.lists(SIZES, min_size=1, max_size=4), conditionals=PROBS, weights=WEIGHTS
 )
 @settings(deadline=None)
-def test_every_prefix_of_the_canonical_order_is_parent_closed(
-    seed: int, sizes: list[int], conditionals: Sequence[float], weights: list[float]
-) -> None:
+def test_every_prefix_of_the_canonical_order_is_parent_closed(seed, sizes, conditionals, weights):
     rng = np.random.default_rng(seed)
     trees = [random_tree(rng, size, conditionals) for size in sizes]
     forest = Forest.of(trees)
@@ -87,14 +82,14 @@ def test_every_prefix_of_the_canonical_order_is_parent_closed(
         )
 
 
-def test_unreachable_nodes_are_left_out() -> None:
+def test_unreachable_nodes_are_left_out():
     tree = grow([0, 0, 1, 2], [0.5, 0.0, np.nan, 1.0], [1, 2, 3, 4])
     assert Forest.of([tree]).canonical(tree.path_probs).tolist() == [1]
 
 
 @given(seed=SEEDS, sizes=st.lists(SIZES, min_size=1, max_size=4))
 @settings(deadline=None)
-def test_a_forest_holds_its_trees_one_after_the_other(seed: int, sizes: list[int]) -> None:
+def test_a_forest_holds_its_trees_one_after_the_other(seed, sizes):
     rng = np.random.default_rng(seed)
     trees = [random_tree(rng, size) for size in sizes]
     forest = Forest.of(trees)
@@ -112,7 +107,7 @@ def test_a_forest_holds_its_trees_one_after_the_other(seed: int, sizes: list[int
 
 @given(seed=SEEDS, sizes=st.lists(SIZES, min_size=1, max_size=4))
 @settings(deadline=None)
-def test_nodes_and_indices_name_the_same_nodes(seed: int, sizes: list[int]) -> None:
+def test_nodes_and_indices_name_the_same_nodes(seed, sizes):
     rng = np.random.default_rng(seed)
     forest = Forest.of([random_tree(rng, size) for size in sizes])
     chosen = [sorted({ROOT, *rng.integers(0, size, 3).tolist()}) for size in sizes]
@@ -127,9 +122,7 @@ def test_nodes_and_indices_name_the_same_nodes(seed: int, sizes: list[int]) -> N
 
 @given(seed=SEEDS, sizes=st.lists(SIZES, min_size=1, max_size=4), conditionals=PROBS)
 @settings(deadline=None)
-def test_subtrees_of_a_forest_are_those_of_its_trees(
-    seed: int, sizes: list[int], conditionals: Sequence[float]
-) -> None:
+def test_subtrees_of_a_forest_are_those_of_its_trees(seed, sizes, conditionals):
     rng = np.random.default_rng(seed)
     trees = [random_tree(rng, size, conditionals) for size in sizes]
     forest = Forest.of(trees)
@@ -148,7 +141,7 @@ def test_subtrees_of_a_forest_are_those_of_its_trees(
 
 @given(seed=SEEDS, size=SIZES)
 @settings(deadline=None)
-def test_subtree_keeps_paths_depths_and_probabilities(seed: int, size: int) -> None:
+def test_subtree_keeps_paths_depths_and_probabilities(seed, size):
     rng = np.random.default_rng(seed)
     tree = random_tree(rng, size)
     closed = {ROOT}.union(*(ancestors(tree, int(v)) for v in rng.integers(0, size, 5)))
@@ -160,7 +153,7 @@ def test_subtree_keeps_paths_depths_and_probabilities(seed: int, size: int) -> N
 
 @given(seed=SEEDS, size=SIZES, depth=st.integers(0, 8))
 @settings(deadline=None)
-def test_up_to_drops_exactly_the_deeper_nodes(seed: int, size: int, depth: int) -> None:
+def test_up_to_drops_exactly_the_deeper_nodes(seed, size, depth):
     tree = random_tree(np.random.default_rng(seed), size)
     shallow = tree.up_to(depth)
     shallow.check()
@@ -172,7 +165,7 @@ def test_up_to_drops_exactly_the_deeper_nodes(seed: int, size: int, depth: int) 
 
 @given(seed=SEEDS, size=SIZES)
 @settings(deadline=None)
-def test_child_is_the_first_with_its_parent_and_token(seed: int, size: int) -> None:
+def test_child_is_the_first_with_its_parent_and_token(seed, size):
     tree = random_tree(np.random.default_rng(seed), size)
     for node in range(size):
         for token in range(5):
@@ -184,7 +177,7 @@ def test_child_is_the_first_with_its_parent_and_token(seed: int, size: int) -> N
 
 @given(seed=SEEDS, size=SIZES)
 @settings(deadline=None)
-def test_ancestor_mask_marks_ancestors_and_self(seed: int, size: int) -> None:
+def test_ancestor_mask_marks_ancestors_and_self(seed, size):
     tree = random_tree(np.random.default_rng(seed), size)
     mask = tree.ancestor_mask()
     assert mask.shape == (size, size)
@@ -195,9 +188,7 @@ def test_ancestor_mask_marks_ancestors_and_self(seed: int, size: int) -> None:
 
 @given(seed=SEEDS, size=SIZES, conditionals=PROBS)
 @settings(deadline=None)
-def test_check_does_not_raise_for_trees(
-    seed: int, size: int, conditionals: Sequence[float]
-) -> None:
+def test_check_does_not_raise_for_trees(seed, size, conditionals):
     random_tree(np.random.default_rng(seed), size, conditionals).check()
     TokenTree.root_only(7).check()
 
@@ -218,7 +209,7 @@ def test_check_does_not_raise_for_trees(
         ("path_probs", 3, np.nan),
     ],
 )
-def test_check_rejects_broken_trees(field: str, node: int, value: float) -> None:
+def test_check_rejects_broken_trees(field, node, value):
     tree = grow([0, 1, 1], [0.5, 0.5, 0.5], [1, 1, 2])
     tree.check()
     broken = getattr(tree, field).copy()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-from hf_slospec import Drafter, DraftMethod, Plan, Request, TokenTree, UnsupportedModelError
-from hf_slospec.drafters.checkpoint import Checkpoint
+from hf_slospec import Drafter, DraftMethod, TokenTree, UnsupportedModelError
 from hf_slospec.drafters.registry import HeadFormat, NamedDrafter, register
 from hf_slospec.heads.checkpoint import filled
 from hf_slospec.heads.mtp import MtpHead
 
 
 class RepeatDrafter(Drafter):
-    def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+    def draft(self, requests, plan):
         return [
             TokenTree.chain(r.tokens[-1], r.tokens[-1:] * plan.depth, conditional=0.5)
             for r in requests
@@ -23,11 +19,11 @@ class RepeatDrafter(Drafter):
 class RepeatMethod(DraftMethod):
     kind = "repeated last token"
 
-    def new_drafter(self, draft: Any, room: Any) -> Drafter:
+    def new_drafter(self, draft, room):
         return RepeatDrafter()
 
 
-def load(checkpoint: Checkpoint, target: Any) -> MtpHead:
+def load(checkpoint, target):
     tensors = checkpoint.read("other.")
     return filled(checkpoint, target, lambda: MtpHead(target), tensors, UnsupportedModelError)
 

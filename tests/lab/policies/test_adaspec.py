@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_slospec.engine.interfaces import Plan
 from hf_slospec.lab.policies.adaspec import GRAPH_STEP, START, AdaSpecPolicy, smaller_size
 from hf_slospec.request.params import RequestParams
 from hf_slospec.request.request import Request
@@ -18,7 +15,7 @@ from tests.support.policy_costs import EIGHT, costs, plan_of, requests_of, selec
 from tests.support.toys.trees import SEEDS, chain
 
 
-def drafted(plan: Plan, levels: Sequence[Sequence[float]]) -> int:
+def drafted(plan, levels):
     """Draft as drafters do, one conditional per request and level; return the number of levels."""
     if not plan.depth:
         return 0
@@ -32,16 +29,14 @@ def drafted(plan: Plan, levels: Sequence[Sequence[float]]) -> int:
     return length
 
 
-def step_s(policy: AdaSpecPolicy, num_requests: int, length: int, num_keys: int) -> float:
+def step_s(policy, num_requests, length, num_keys):
     draft_s = policy.costs.draft_s(num_requests, length, 1, num_keys)
     return float(
         draft_s + policy.costs.verify_s(num_requests * (length + 1), num_requests, num_keys)
     )
 
 
-def as_printed(
-    policy: AdaSpecPolicy, levels: Sequence[Sequence[float]], num_keys: int
-) -> tuple[int, list[float]]:
+def as_printed(policy, levels, num_keys):
     """Return the drafted length, and the confidences that enter the running mean, by the paper's
     loop.
     """
@@ -69,9 +64,7 @@ def as_printed(
 
 @given(seed=SEEDS, num_requests=st.integers(1, 12), token_s=st.floats(0.001, 0.5))
 @settings(deadline=None)
-def test_drafting_ends_where_the_printed_loop_does(
-    seed: int, num_requests: int, token_s: float
-) -> None:
+def test_drafting_ends_where_the_printed_loop_does(seed, num_requests, token_s):
     rng = np.random.default_rng(seed)
     levels = rng.uniform(0.05, 1.0, (EIGHT.max_depth, num_requests)).tolist()
     policy = AdaSpecPolicy(EIGHT, costs(token_s))
@@ -81,7 +74,7 @@ def test_drafting_ends_where_the_printed_loop_does(
     assert policy.confidence == pytest.approx((START + sum(seen)) / (1 + len(seen)))
 
 
-def test_a_confident_draft_is_followed_to_the_end_and_an_unsure_one_is_not() -> None:
+def test_a_confident_draft_is_followed_to_the_end_and_an_unsure_one_is_not():
     sure = AdaSpecPolicy(EIGHT, costs(0.02))
     unsure = AdaSpecPolicy(EIGHT, costs(0.02))
     assert drafted(plan_of(sure, requests_of(1)), [[0.99]] * 8) == 8
@@ -89,7 +82,7 @@ def test_a_confident_draft_is_followed_to_the_end_and_an_unsure_one_is_not() -> 
     assert plan_of(AdaSpecPolicy(EIGHT, costs(0.02)), requests_of(256)).depth == 0
 
 
-def test_no_step_is_planned_to_take_longer_than_the_tightest_slo() -> None:
+def test_no_step_is_planned_to_take_longer_than_the_tightest_slo():
     policy = AdaSpecPolicy(EIGHT, costs(0.02))
     [free] = requests_of(1)
     for length in range(5):
@@ -99,7 +92,7 @@ def test_no_step_is_planned_to_take_longer_than_the_tightest_slo() -> None:
         assert drafted(plan_of(policy, [free, limited]), [[0.99, 0.99]] * 8) == length
 
 
-def test_the_least_probable_tokens_go_where_a_captured_size_is_exceeded() -> None:
+def test_the_least_probable_tokens_go_where_a_captured_size_is_exceeded():
     assert [smaller_size(number) for number in (1, 2, 3, 4, 5, 32, 33, 64, 65)] == [
         0,
         1,

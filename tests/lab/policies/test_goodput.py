@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +28,7 @@ DRAWS = 200_000
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.8, 0.95, 1.0])
 @pytest.mark.parametrize("length", [0, 1, 4, 9])
-def test_tokens_of_a_chain_match_monte_carlo(acceptance: float, length: int) -> None:
+def test_tokens_of_a_chain_match_monte_carlo(acceptance, length):
     is_accepted = np.random.default_rng(0).random((DRAWS, length)) < acceptance
     drawn = 1.0 + np.cumprod(is_accepted, axis=1).sum(axis=1)
     assert chain_tokens(acceptance, length) == pytest.approx(
@@ -41,9 +39,7 @@ def test_tokens_of_a_chain_match_monte_carlo(acceptance: float, length: int) -> 
 @pytest.mark.parametrize(
     ("rates", "widths"), [((0.6, 0.6, 0.6), (3, 2, 2)), ((0.9, 0.2), (1, 4)), ((), ())]
 )
-def test_tokens_of_heads_match_monte_carlo(
-    rates: tuple[float, ...], widths: tuple[int, ...]
-) -> None:
+def test_tokens_of_heads_match_monte_carlo(rates, widths):
     rng = np.random.default_rng(0)
     drawn = np.ones(DRAWS)
     alive = np.ones(DRAWS, dtype=bool)
@@ -58,9 +54,7 @@ def test_tokens_of_heads_match_monte_carlo(
     )
 
 
-def best_length(
-    tokens: Callable[..., Any], seconds: Callable[..., Any], max_length: int, bias: float
-) -> int:
+def best_length(tokens, seconds, max_length, bias):
     """Of one batch that has slots."""
     lengths = np.arange(max_length + 1)
     has_slots = np.ones((1, max_length + 1), dtype=bool)
@@ -73,9 +67,7 @@ def best_length(
     max_length=st.integers(0, 4),
     bias=st.sampled_from([1.0, 1.1, 2.0]),
 )
-def test_the_best_batch_equals_the_printed_loops(
-    seed: int, num_requests: int, max_length: int, bias: float
-) -> None:
+def test_the_best_batch_equals_the_printed_loops(seed, num_requests, max_length, bias):
     """Algorithm 2, lines 3 to 11, with ties and slots; length 0 always has slots."""
     rng = np.random.default_rng(seed)
     shape = (num_requests, max_length + 1)
@@ -102,11 +94,9 @@ def test_the_best_batch_equals_the_printed_loops(
     level_s=st.floats(0.0, 0.5),
     bias=st.floats(1.0, 1.3),
 )
-def test_the_best_length_is_the_best_and_falls_with_the_price(
-    acceptance: float, node_s: float, level_s: float, bias: float
-) -> None:
-    def length_at(factor: float) -> int:
-        def seconds(lengths: np.ndarray) -> np.ndarray:
+def test_the_best_length_is_the_best_and_falls_with_the_price(acceptance, node_s, level_s, bias):
+    def length_at(factor):
+        def seconds(lengths):
             return 1.0 + factor * (node_s + level_s) * lengths
 
         best = best_length(lambda lengths: chain_tokens(acceptance, lengths), seconds, 8, bias)
@@ -121,7 +111,7 @@ def test_the_best_length_is_the_best_and_falls_with_the_price(
     assert found == sorted(found, reverse=True)
 
 
-def test_the_moving_average_counts_what_was_tried() -> None:
+def test_the_moving_average_counts_what_was_tried():
     acceptance = MovingAcceptance()
     rng = np.random.default_rng(0)
     rates = []
@@ -143,12 +133,12 @@ def test_the_moving_average_counts_what_was_tried() -> None:
     level_s=st.floats(0.0, 0.2),
 )
 def test_the_best_length_falls_with_requests_and_rises_with_acceptance(
-    acceptance: float, higher: float, context_s: float, node_s: float, level_s: float
-) -> None:
+    acceptance, higher, context_s, node_s, level_s
+):
     """Property 8. The step time is the paper's: affine in context and in nodes (equation 7)."""
 
-    def length_of(num_requests: int, rate: float) -> int:
-        def seconds(lengths: np.ndarray) -> np.ndarray:
+    def length_of(num_requests, rate):
+        def seconds(lengths):
             return 1.0 + num_requests * (context_s + node_s * (lengths + 1)) + level_s * lengths
 
         return best_length(
@@ -167,7 +157,7 @@ def test_the_best_length_falls_with_requests_and_rises_with_acceptance(
     assert by_requests == sorted(by_requests, reverse=True)
 
 
-def test_plain_decoding_wins_where_nodes_cost_most() -> None:
+def test_plain_decoding_wins_where_nodes_cost_most():
     """Property 8, its limit: with n requests the fixed cost of a step counts for nothing, and a < 1
     of a node's.
     """
@@ -181,7 +171,7 @@ def test_plain_decoding_wins_where_nodes_cost_most() -> None:
 
 
 @pytest.mark.parametrize(("max_depth", "max_width"), [(0, 3), (1, 3), (3, 1), (3, 4), (2, 8)])
-def test_shapes_of_heads_are_all_there_are(max_depth: int, max_width: int) -> None:
+def test_shapes_of_heads_are_all_there_are(max_depth, max_width):
     shapes = heads_shapes(max_depth, max_width)
     expected = {
         (*widths, *[0] * (max_depth - depth))
@@ -199,7 +189,7 @@ def test_shapes_of_heads_are_all_there_are(max_depth: int, max_width: int) -> No
         assert heads_nodes(row) == heads_nodes(widths) == StaticTree.of_expansion(widths).num_nodes
 
 
-def test_confidence_ends_a_chain_behind_its_first_unsure_token() -> None:
+def test_confidence_ends_a_chain_behind_its_first_unsure_token():
     tree = grow([0, 1, 2, 3], [0.9, 0.6, 0.5, 0.9], [1, 2, 3, 4])
     assert [confident_length(tree, t) for t in (0.0, 0.5, 0.55, 0.6, 0.95)] == [4, 3, 3, 2, 1]
     assert confident_length(TokenTree.root_only(1), 0.5) == 0

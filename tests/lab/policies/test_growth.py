@@ -4,8 +4,6 @@ plain loop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -33,9 +31,7 @@ PROBS = st.sampled_from([TIED, UNEVEN, (1.0,)])
 
 @given(seed=SEEDS, sizes=SIZES, budget=st.integers(0, 40))
 @settings(deadline=None)
-def test_growth_takes_the_globally_best_nodes_where_only_the_budget_binds(
-    seed: int, sizes: list[int], budget: int
-) -> None:
+def test_growth_takes_the_globally_best_nodes_where_only_the_budget_binds(seed, sizes, budget):
     """Property 10."""
     rng = np.random.default_rng(seed)
     trees = [random_tree(rng, size) for size in sizes]
@@ -63,9 +59,7 @@ def test_growth_takes_the_globally_best_nodes_where_only_the_budget_binds(
     max_nodes=st.integers(1, 8),
 )
 @settings(deadline=None, max_examples=200)
-def test_trees_are_drafted_on_exactly_while_they_grow(
-    seed: int, sizes: list[int], conditionals: Sequence[float], budget: int, max_nodes: int
-) -> None:
+def test_trees_are_drafted_on_exactly_while_they_grow(seed, sizes, conditionals, budget, max_nodes):
     rng = np.random.default_rng(seed)
     trees = [random_tree(rng, size, conditionals) for size in sizes]
     rule = StopRule(len(trees), max(budget, len(trees)), max_nodes)
@@ -97,15 +91,8 @@ def test_trees_are_drafted_on_exactly_while_they_grow(
 )
 @settings(deadline=None, max_examples=200)
 def test_growth_keeps_its_limits(
-    seed: int,
-    sizes: list[int],
-    conditionals: Sequence[float],
-    budget: int,
-    max_nodes: int,
-    max_depth: int,
-    max_width: int,
-    max_children: int,
-) -> None:
+    seed, sizes, conditionals, budget, max_nodes, max_depth, max_width, max_children
+):
     rng = np.random.default_rng(seed)
     trees = [random_tree(rng, size, conditionals) for size in sizes]
     grown = grown_nodes(trees, budget, max_nodes, max_depth, max_width, max_children)
@@ -124,7 +111,7 @@ def test_growth_keeps_its_limits(
         assert (tree.path_probs[nodes] > 0.0).all()
 
 
-def test_a_narrow_layer_may_drop_what_its_children_would_have_paid_for() -> None:
+def test_a_narrow_layer_may_drop_what_its_children_would_have_paid_for():
     tree = grow([0, 0, 1, 2], [0.5, 0.4, 0.1, 1.0], [1, 2, 3, 4])
     [narrow], [wide] = (grown_nodes([tree], 3, NO_LIMIT, NO_LIMIT, width) for width in (1, 2))
     assert narrow.tolist() == [0, 1, 3]
@@ -133,29 +120,22 @@ def test_a_narrow_layer_may_drop_what_its_children_would_have_paid_for() -> None
     assert total([tree], [narrow]) == pytest.approx(1.55) and better == pytest.approx(1.8)
 
 
-def test_ties_push_nothing_out() -> None:
+def test_ties_push_nothing_out():
     trees = [chain(1.0, 1.0, 1.0), fan(1.0, 1.0, 1.0)]
     assert [len(nodes) for nodes in grown_nodes(trees, 99, 2, 9, 9)] == [2, 2]
     assert sum(len(nodes) for nodes in grown_nodes(trees, 4, 9, 9, 9)) == 4
 
 
-def test_better_nodes_of_one_request_push_out_those_of_another() -> None:
+def test_better_nodes_of_one_request_push_out_those_of_another():
     trees = [fan(0.2, 0.1), chain(0.9, 0.9, 0.9)]
     assert [nodes.tolist() for nodes in grown_nodes(trees, 5, 9, 9, 9)] == [[0], [0, 1, 2, 3]]
 
 
-def printed_loop(
-    trees: Sequence[TokenTree],
-    required: Sequence[float],
-    tpot_slos_s: Sequence[float | None],
-    budget: int,
-    slack_s: float,
-    max_slo_nodes: int | None,
-) -> list[list[int]]:
+def printed_loop(trees, required, tpot_slos_s, budget, slack_s, max_slo_nodes):
     """Algorithm 2, one node at a time; ``max_slo_nodes`` None: without AdaServe's limits."""
     chosen = [[ROOT] for _ in trees]
 
-    def best_left(i: int) -> int | None:
+    def best_left(i):
         left = [
             v
             for v in range(1, trees[i].num_nodes)
@@ -165,7 +145,7 @@ def printed_loop(
             left, key=lambda v: (-trees[i].path_probs[v], trees[i].depths[v], v), default=None
         )
 
-    def score(i: int) -> float:
+    def score(i):
         node = best_left(i)
         tpot_slo_s = tpot_slos_s[i]
         if node is None:
@@ -197,13 +177,8 @@ def printed_loop(
 )
 @settings(deadline=None, max_examples=200)
 def test_importance_equals_the_plain_loop(
-    seed: int,
-    sizes: list[int],
-    conditionals: Sequence[float],
-    budget: int,
-    slack_s: float,
-    max_slo_nodes: int | None,
-) -> None:
+    seed, sizes, conditionals, budget, slack_s, max_slo_nodes
+):
     rng = np.random.default_rng(seed)
     trees = [random_tree(rng, size, conditionals) for size in sizes]
     required = (rng.integers(-4, 30, len(trees)) / 4).tolist()
@@ -222,7 +197,7 @@ def test_importance_equals_the_plain_loop(
     assert sum(map(len, chosen)) == len(trees) + min(max(budget - len(trees), 0), num_reachable)
 
 
-def test_an_unattainable_request_takes_the_whole_budget_unless_capped() -> None:
+def test_an_unattainable_request_takes_the_whole_budget_unless_capped():
     hopeless = fan(*[0.05] * 8)
     good = chain(0.9, 0.9, 0.9)
     arguments = [hopeless, good], [50.0, 2.5], [1.0, 1.0], 7
@@ -233,7 +208,7 @@ def test_an_unattainable_request_takes_the_whole_budget_unless_capped() -> None:
     ]
 
 
-def test_without_targets_the_best_nodes_are_taken() -> None:
+def test_without_targets_the_best_nodes_are_taken():
     trees = [chain(0.9, 0.9), fan(0.5, 0.95)]
     chosen = important_nodes(trees, [0.0, 9.0], [None, None], 5)
     assert [nodes.tolist() for nodes in chosen] == [[0, 1, 2], [0, 2]]

@@ -17,14 +17,14 @@ from tests.support.toys.tiny_models import ragged_prompts, tiny_model
 from tests.support.toys.trees import SEEDS, chain, random_tree
 
 
-def test_candidate_trees_are_as_wide_and_deep_as_the_config_and_the_budget_allow() -> None:
+def test_candidate_trees_are_as_wide_and_deep_as_the_config_and_the_budget_allow():
     policy = OptimalPolicy(SLOSpecConfig(token_budget=6, max_depth=5, max_width=3), costs(0.02))
     assert [(plan.depth, plan.width) for plan in (plan_of(policy, requests_of(n)) for n in (1, 4, 5, 6))] == [
         (5, 3), (2, 2), (1, 1), (0, 3)
     ]  # fmt: skip
 
 
-def test_late_requests_get_the_fewest_nodes_that_they_require() -> None:
+def test_late_requests_get_the_fewest_nodes_that_they_require():
     policy = OptimalPolicy(
         SLOSpecConfig(token_budget=6), costs(0.0, level_s=0.0)
     )  # a step takes 1 s
@@ -39,7 +39,7 @@ def test_late_requests_get_the_fewest_nodes_that_they_require() -> None:
 
 @given(seed=SEEDS, budget=st.integers(3, 16), pace_s=st.sampled_from([0.3, 0.8, 1.2, 2.0]))
 @settings(deadline=None, max_examples=100)
-def test_no_selection_of_adaserve_expects_more(seed: int, budget: int, pace_s: float) -> None:
+def test_no_selection_of_adaserve_expects_more(seed, budget, pace_s):
     """Of the same trees, if both meet what is required."""
     rng = np.random.default_rng(seed)
     config = SLOSpecConfig(token_budget=budget)
@@ -57,7 +57,7 @@ def test_no_selection_of_adaserve_expects_more(seed: int, budget: int, pace_s: f
 
 
 @pytest.mark.parametrize("slo", [None, 1e-4])
-def test_generate_runs_it_with_equal_tokens(slo: float | None) -> None:
+def test_generate_runs_it_with_equal_tokens(slo):
     model = tiny_model("llama")
     draft = tiny_model("llama", noise=0.03)
     arguments = ragged_prompts(2) | {"max_new_tokens": 12}

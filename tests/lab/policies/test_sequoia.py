@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from hf_slospec.config import SLOSpecConfig
-from hf_slospec.engine.interfaces import Plan
 from hf_slospec.lab.policies.sequoia import RESOLVE, AcceptanceByRank, SequoiaPolicy
 from tests.support.policy_costs import EIGHT, NO_TIME, begun, costs, plan_of, requests_of
 from tests.support.toys.trees import fan, grow
 
 
-def test_acceptance_by_rank_is_measured_from_a_prior_on() -> None:
+def test_acceptance_by_rank_is_measured_from_a_prior_on():
     acceptance = AcceptanceByRank(3)
     assert acceptance.rates.tolist() == pytest.approx([0.6, 0.18, 0.099])
     rng = np.random.default_rng(0)
@@ -29,12 +28,12 @@ def test_acceptance_by_rank_is_measured_from_a_prior_on() -> None:
     assert np.mean(measured[500:], axis=0) == pytest.approx(actual, abs=0.03)
 
 
-def test_sequoia_makes_trees_that_suit_draft_and_batch() -> None:
+def test_sequoia_makes_trees_that_suit_draft_and_batch():
     """Candidates of three children per node, of which the target always takes the one of this rank."""
     parents = [0, 0, 0, *np.repeat(np.arange(1, 22, 3), 3).tolist()]
     beam = grow(parents, [0.5, 0.3, 0.2] * 8, [5, 6, 7] * 8)
 
-    def plan_after(rank: int | None, token_s: float = 0.02) -> Plan:
+    def plan_after(rank, token_s=0.02):
         policy = SequoiaPolicy(EIGHT, costs(token_s))
         requests = requests_of(1)
         for _ in range(20 * RESOLVE):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.lab.policies.slos_serve import SLOsServePolicy
 from hf_slospec.lab.policies.smartspec import SmartSpecPolicy
@@ -14,7 +12,7 @@ from tests.support.policy_costs import EIGHT, begun, costs, late, plan_of, reque
 from tests.support.toys.trees import chain
 
 
-def lengths(policy: SLOsServePolicy, requests: Sequence[Request], now_s: float = 0.0) -> list[int]:
+def lengths(policy, requests, now_s=0.0):
     step, plan = begun(policy, requests, now_s)
     trees = step.select([chain(*[0.9] * plan.depth)] * len(requests), plan).trees
     assert [
@@ -23,12 +21,12 @@ def lengths(policy: SLOsServePolicy, requests: Sequence[Request], now_s: float =
     return [tree.max_depth for tree in trees]
 
 
-def length_by_goodput(policy: SLOsServePolicy, requests: Sequence[Request]) -> int:
+def length_by_goodput(policy, requests):
     """Of SmartSpec, as long as neither has seen any outcome."""
     return plan_of(SmartSpecPolicy(EIGHT, policy.costs), requests).depth
 
 
-def test_slos_serve_speculates_as_long_as_each_tier_needs() -> None:
+def test_slos_serve_speculates_as_long_as_each_tier_needs():
     step = costs(0.02, 0.02)  # a little more than a second
     tight, relaxed, easy = (
         Request(i, RequestParams([1, 2], 50, (Stage(tpot_slo_s),)))
@@ -39,7 +37,7 @@ def test_slos_serve_speculates_as_long_as_each_tier_needs() -> None:
     assert lengths(SLOsServePolicy(EIGHT, step), [easy, easy]) == [0, 0]
 
 
-def test_slos_serve_speculates_longer_for_those_behind() -> None:
+def test_slos_serve_speculates_longer_for_those_behind():
     config = SLOSpecConfig(
         max_depth=8, token_budget=8
     )  # with room for more prompt, chains could pay for that alone
@@ -50,7 +48,7 @@ def test_slos_serve_speculates_longer_for_those_behind() -> None:
     assert ahead == 0 < behind <= far_behind
 
 
-def test_slos_serve_gives_what_is_left_to_those_without_target() -> None:
+def test_slos_serve_gives_what_is_left_to_those_without_target():
     policy = SLOsServePolicy(EIGHT, costs(0.001, 0.02))
     tight, free = (
         Request(0, RequestParams([1, 2], 50, (Stage(0.6),))),
@@ -67,7 +65,7 @@ def test_slos_serve_gives_what_is_left_to_those_without_target() -> None:
     assert lengths(policy, nobody) == [length_by_goodput(policy, nobody)] * 2
 
 
-def test_slos_serve_decodes_what_cannot_be_kept_by_goodput() -> None:
+def test_slos_serve_decodes_what_cannot_be_kept_by_goodput():
     policy = SLOsServePolicy(EIGHT, costs(0.02))
     hopeless = Request(0, RequestParams([1, 2], 50, (Stage(1e-6),)))
     assert lengths(policy, [hopeless]) == [length_by_goodput(policy, [hopeless])]

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.costs import StepCosts
-from hf_slospec.engine.interfaces import Plan
 from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.lab.policies.goodput import MovingAcceptance, heads_nodes
 from hf_slospec.lab.policies.smartspec import (
@@ -28,7 +27,6 @@ from hf_slospec.request.request import Request
 from tests.support.policy_costs import (
     EIGHT,
     NO_TIME,
-    Begun,
     begun,
     costs,
     plan_of,
@@ -38,7 +36,7 @@ from tests.support.policy_costs import (
 from tests.support.toys.trees import chain, grow
 
 
-def test_speculation_shortens_with_the_batch_and_ends() -> None:
+def test_speculation_shortens_with_the_batch_and_ends():
     policy = SmartSpecPolicy(EIGHT, costs(0.02))
     depths = [plan_of(policy, requests_of(number)).depth for number in (1, 4, 16, 64, 256)]
     assert depths == sorted(depths, reverse=True)
@@ -46,7 +44,7 @@ def test_speculation_shortens_with_the_batch_and_ends() -> None:
     assert depths[-1] == 0
 
 
-def stairs(edge: int, jump_s: float) -> StepCosts:
+def stairs(edge, jump_s):
     """A forward of more tokens than ``edge`` takes that much longer."""
     target = LatencyCurve(
         (1, edge, edge + 1, 1000),
@@ -67,14 +65,7 @@ def stairs(edge: int, jump_s: float) -> StepCosts:
     kv_tokens=st.sampled_from([None, 1, 40, 60]),
 )
 @settings(deadline=None, max_examples=80)
-def test_batch_and_length_are_the_best_of_all(
-    arrivals: list[int],
-    new_tokens: list[int],
-    edge: int,
-    jump_s: float,
-    rate: float,
-    kv_tokens: int | None,
-) -> None:
+def test_batch_and_length_are_the_best_of_all(arrivals, new_tokens, edge, jump_s, rate, kv_tokens):
     """Algorithm 2 with equation 5, over all first requests to come and all lengths."""
     step_costs = stairs(edge, jump_s)
     config = SLOSpecConfig(max_depth=4, kv_tokens=kv_tokens)
@@ -89,7 +80,7 @@ def test_batch_and_length_are_the_best_of_all(
     queue = sorted(requests, key=lambda request: (request.stats.arrived_s, request.index))
     held = sum(len(request.tokens) for request in requests)
 
-    def goodput(number: int, limit: int) -> float:
+    def goodput(number, limit):
         batch = [(request, min(limit, request.num_left - 1)) for request in queue[:number]]
         if limit and kv_tokens is not None and held + sum(k + 1 for _, k in batch) > kv_tokens:
             return -1.0
@@ -118,7 +109,7 @@ def test_batch_and_length_are_the_best_of_all(
     assert plan.depths == {request: length for request, length in useful.items() if length}
 
 
-def test_the_last_to_come_sit_out_where_one_request_more_takes_a_slower_step() -> None:
+def test_the_last_to_come_sit_out_where_one_request_more_takes_a_slower_step():
     config = SLOSpecConfig(policy="smartspec", max_depth=4)
     requests = [Request(index, RequestParams([1, 2, 3], 100), 9.0 - index) for index in range(10)]
     policy = SmartSpecPolicy(config, stairs(8, 5.0))
@@ -132,7 +123,7 @@ def test_the_last_to_come_sit_out_where_one_request_more_takes_a_slower_step() -
     assert plan_of(others, requests).decoding == requests
 
 
-def test_requests_that_accept_more_draft_more() -> None:
+def test_requests_that_accept_more_draft_more():
     policy = SmartSpecRequestsPolicy(EIGHT, costs(0.02))
     hot, cold = requests_of(2)
     for _ in range(60):
@@ -150,7 +141,7 @@ def test_requests_that_accept_more_draft_more() -> None:
     assert selection.step_s == pytest.approx(plan.depth * level_s + verify_s)
 
 
-def test_requests_that_come_while_nothing_is_drafted_are_never_drafted_for() -> None:
+def test_requests_that_come_while_nothing_is_drafted_are_never_drafted_for():
     policy = SmartSpecPolicy(EIGHT, costs(0.02))
     first, second, third = (requests_of(256) for _ in range(3))
     assert plan_of(policy, first).depth == 0
@@ -172,7 +163,7 @@ def test_requests_that_come_while_nothing_is_drafted_are_never_drafted_for() -> 
     assert not kept.undrafted
 
 
-def test_drafting_that_low_acceptance_has_stopped_is_tried_again() -> None:
+def test_drafting_that_low_acceptance_has_stopped_is_tried_again():
     policy = SmartSpecPolicy(EIGHT, costs(0.02))
     requests = requests_of(1)
     for _ in range(100):
@@ -189,7 +180,7 @@ def test_drafting_that_low_acceptance_has_stopped_is_tried_again() -> None:
     assert not any(plan_of(policy, crowd).depth for _ in range(3 * RETRY))
 
 
-def test_acceptance_is_that_of_about_twenty_steps() -> None:
+def test_acceptance_is_that_of_about_twenty_steps():
     acceptance = MovingAcceptance()
     for _ in range(200):
         acceptance.observe(4, 4)
@@ -198,14 +189,14 @@ def test_acceptance_is_that_of_about_twenty_steps() -> None:
     assert 0.3 < acceptance.rate < 0.4
 
 
-def test_the_last_token_of_a_request_is_not_drafted_for() -> None:
+def test_the_last_token_of_a_request_is_not_drafted_for():
     first = Request(0, RequestParams([1], 50))
     last = Request(1, RequestParams([1], 1))
     plan = plan_of(SmartSpecPolicy(EIGHT, costs(0.02)), [first, last])
     assert plan.drafting == [first]
 
 
-def test_confidence_cuts_each_chain_where_it_is_unsure_and_goodput_all_of_them() -> None:
+def test_confidence_cuts_each_chain_where_it_is_unsure_and_goodput_all_of_them():
     requests = requests_of(3)
     trees = [chain(0.9, 0.9, 0.9, 0.9), chain(0.9, 0.4, 0.9, 0.9), chain(0.2, 0.9, 0.9, 0.9)]
     policy = ConfidencePolicy(
@@ -220,8 +211,8 @@ def test_confidence_cuts_each_chain_where_it_is_unsure_and_goodput_all_of_them()
     assert [tree.num_nodes for tree in selected(dear, requests, trees).trees] == [1, 1, 1]
 
 
-def test_heads_widen_where_single_guesses_fail_and_end_where_nodes_cost() -> None:
-    def begun_at(rate: float, number: int, token_s: float = 0.01) -> tuple[Begun, Plan]:
+def test_heads_widen_where_single_guesses_fail_and_end_where_nodes_cost():
+    def begun_at(rate, number, token_s=0.01):
         policy = HeadsPolicy(SLOSpecConfig(max_depth=4, max_width=4), costs(token_s))
         for acceptance in policy.acceptances:
             for _ in range(99):
@@ -242,7 +233,7 @@ def test_heads_widen_where_single_guesses_fail_and_end_where_nodes_cost() -> Non
     assert tree.num_nodes == heads_nodes([4, 1])
 
 
-def test_heads_learn_what_is_accepted_at_each_depth() -> None:
+def test_heads_learn_what_is_accepted_at_each_depth():
     policy, requests = (
         HeadsPolicy(SLOSpecConfig(max_depth=2, max_width=1), costs(0.001, 0.0)),
         requests_of(1),

@@ -7,13 +7,12 @@ import pytest
 
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.engine.events import PhaseTimes
-from hf_slospec.engine.interfaces import Plan
 from hf_slospec.lab.policies.thesis import CappedThesisSLOPolicy, ThesisPolicy, ThesisSLOPolicy
 from tests.support.policy_costs import begun, costs, late, plan_of, requests_of, selected, sizes
 from tests.support.toys.trees import chain, fan
 
 
-def test_thesis_gives_the_budget_to_the_better_drafts() -> None:
+def test_thesis_gives_the_budget_to_the_better_drafts():
     trees = [chain(0.3, 0.3, 0.3), chain(0.9, 0.9, 0.9)]
     policy = ThesisPolicy(SLOSpecConfig(token_budget=5), costs(0.02))
     assert sizes(policy, requests_of(2), trees) == [1, 4]
@@ -24,13 +23,13 @@ def test_thesis_gives_the_budget_to_the_better_drafts() -> None:
     assert plan_of(policy, requests_of(5)).depth == 0  # the roots are the budget
 
 
-def levels_of(plan: Plan, *levels: list[list[float]]) -> list[list[bool]]:
+def levels_of(plan, *levels):
     """Return which requests go on after each level, of all requests."""
     assert plan.goes_on is not None
     return [plan.goes_on(np.array(level), np.arange(len(level))).tolist() for level in levels]
 
 
-def test_thesis_drafts_on_for_trees_whose_last_level_is_among_the_best() -> None:
+def test_thesis_drafts_on_for_trees_whose_last_level_is_among_the_best():
     plan = plan_of(
         ThesisPolicy(SLOSpecConfig(token_budget=6), costs(0.02)), requests_of(2)
     )  # four nodes and two roots
@@ -42,7 +41,7 @@ def test_thesis_drafts_on_for_trees_whose_last_level_is_among_the_best() -> None
     assert levels_of(plan, first, second, third) == [[True, True], [False, True], [False, False]]
 
 
-def test_thesis_drafts_no_further_for_a_tree_that_is_full() -> None:
+def test_thesis_drafts_no_further_for_a_tree_that_is_full():
     policy = ThesisPolicy(
         SLOSpecConfig(policy="thesis", token_budget=64, max_tree_nodes=3), costs(0.02)
     )
@@ -50,14 +49,14 @@ def test_thesis_drafts_no_further_for_a_tree_that_is_full() -> None:
     assert levels_of(plan_of(policy, requests_of(2)), *levels) == [[True, True], [False, True]]
 
 
-def test_thesis_ignores_levels_of_finished_trees() -> None:
+def test_thesis_ignores_levels_of_finished_trees():
     plan = plan_of(
         ThesisPolicy(SLOSpecConfig(token_budget=3), costs(0.02)), requests_of(2)
     )  # one node and two roots
     assert levels_of(plan, [[0.3], [0.5]], [[0.2], [0.4]]) == [[False, True], [False, False]]
 
 
-def test_thesis_slo_spends_no_more_than_one_tree_can_take() -> None:
+def test_thesis_slo_spends_no_more_than_one_tree_can_take():
     """S >= N - n + 1: with trees of 1 + 3 nodes and two requests, N is at most 5."""
     policy = ThesisSLOPolicy(SLOSpecConfig(token_budget=64, max_depth=3, max_width=1), costs(0.02))
     trees = [chain(0.9, 0.9, 0.9), chain(0.8, 0.8, 0.8)]
@@ -65,9 +64,7 @@ def test_thesis_slo_spends_no_more_than_one_tree_can_take() -> None:
 
 
 @pytest.mark.parametrize("kind", [ThesisSLOPolicy, CappedThesisSLOPolicy])
-def test_thesis_slo_serves_the_late_and_capped_leaves_something_for_others(
-    kind: type[ThesisSLOPolicy],
-) -> None:
+def test_thesis_slo_serves_the_late_and_capped_leaves_something_for_others(kind):
     trees = [fan(0.2, 0.2, 0.2, 0.2, 0.2, 0.2), chain(0.9, 0.9, 0.9)]
     config = SLOSpecConfig(policy="thesis-slo-capped", token_budget=8, max_slo_share=0.5)
     policy = kind(config, costs(0.02))
@@ -77,7 +74,7 @@ def test_thesis_slo_serves_the_late_and_capped_leaves_something_for_others(
     assert sizes(policy, hopeless, trees) == ([4, 4] if kind.capped else [7, 1])
 
 
-def test_thesis_slo_predicts_a_step_by_the_last_twenty() -> None:
+def test_thesis_slo_predicts_a_step_by_the_last_twenty():
     policy = ThesisSLOPolicy(SLOSpecConfig(token_budget=8), costs(0.02))
     [request] = requests_of(1)
     for seconds in (9.0, *[2.0] * 20):

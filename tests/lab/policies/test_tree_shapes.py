@@ -5,7 +5,6 @@ tree there is.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -21,14 +20,14 @@ Shape = tuple["Shape", ...]  # a tree as those of its children, by rank
 EXPANSION = (1, 1, 3, 1, 1, 1, 1)
 
 
-def test_specinfers_tree_has_18_nodes() -> None:
+def test_specinfers_tree_has_18_nodes():
     assert StaticTree.of_expansion(EXPANSION) == SPECINFER
     assert (SPECINFER.num_nodes, SPECINFER.max_depth, SPECINFER.max_width) == (18, 7, 3)
 
 
 @given(seed=SEEDS, sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3))
 @settings(deadline=None)
-def test_a_static_tree_keeps_the_best_children_of_every_node(seed: int, sizes: list[int]) -> None:
+def test_a_static_tree_keeps_the_best_children_of_every_node(seed, sizes):
     rng = np.random.default_rng(seed)
     trees = [random_tree(rng, size, UNEVEN) for size in sizes]
     forest = Forest.of(trees)
@@ -46,10 +45,10 @@ def test_a_static_tree_keeps_the_best_children_of_every_node(seed: int, sizes: l
         ]
 
 
-def shapes(num_nodes: int, num_levels: int, max_children: int) -> Iterator[Shape]:
+def shapes(num_nodes, num_levels, max_children):
     """Every tree of this size, on at most so many levels."""
 
-    def children(num_left: int, count: int) -> Iterator[Shape]:
+    def children(num_left, count):
         if num_left == 0:
             yield ()
         elif count and num_levels > 1:
@@ -62,11 +61,11 @@ def shapes(num_nodes: int, num_levels: int, max_children: int) -> Iterator[Shape
 
 
 @functools.cache
-def all_shapes(num_nodes: int, num_levels: int, max_children: int) -> tuple[Shape, ...]:
+def all_shapes(num_nodes, num_levels, max_children):
     return tuple(shapes(num_nodes, num_levels, max_children))
 
 
-def expected_tokens(tree: StaticTree, acceptance: np.ndarray) -> float:
+def expected_tokens(tree, acceptance):
     """Tokens a step commits, if the child of rank r is accepted with ``acceptance[r]`` once its
     parent is.
     """
@@ -76,7 +75,7 @@ def expected_tokens(tree: StaticTree, acceptance: np.ndarray) -> float:
     return sum(path_probs)
 
 
-def worth(shape: Shape, acceptance: np.ndarray) -> float:
+def worth(shape, acceptance):
     return 1.0 + sum(
         p * worth(child, acceptance) for p, child in zip(acceptance, shape, strict=False)
     )
@@ -84,7 +83,7 @@ def worth(shape: Shape, acceptance: np.ndarray) -> float:
 
 @given(acceptance=st.lists(st.sampled_from([0.0, 0.1, 0.2, 0.4, 0.7, 1.0]), min_size=1, max_size=3))
 @settings(deadline=None, max_examples=15)
-def test_sequoias_trees_are_the_best_of_all(acceptance: list[float]) -> None:
+def test_sequoias_trees_are_the_best_of_all(acceptance):
     """Property 11, for every tree there is and so for those made by hand."""
     rates = np.array(acceptance)
     table = Sequoia(rates, 7, 6)
@@ -107,7 +106,7 @@ def test_sequoias_trees_are_the_best_of_all(acceptance: list[float]) -> None:
                 assert all(ranks == set(range(len(ranks))) for ranks in siblings)
 
 
-def test_expected_tokens_rise_with_nodes_and_levels() -> None:
+def test_expected_tokens_rise_with_nodes_and_levels():
     table = Sequoia(np.array([0.6, 0.2, 0.1, 0.05]), 40, 9)
     feasible = table.expected[1:, 1:]
     assert (feasible[:, 1:] >= feasible[:, :-1] - 1e-12).all()
@@ -120,7 +119,7 @@ def test_expected_tokens_rise_with_nodes_and_levels() -> None:
     )
 
 
-def test_expected_tokens_match_monte_carlo() -> None:
+def test_expected_tokens_match_monte_carlo():
     rates = np.array([0.5, 0.25, 0.1])
     rng = np.random.default_rng(0)
     draws = 10_000
@@ -142,7 +141,7 @@ def test_expected_tokens_match_monte_carlo() -> None:
 @pytest.mark.parametrize(
     ("node_s", "level_s"), [(0.0, 0.0), (0.02, 0.05), (0.1, 0.0), (0.0, 0.5), (3.0, 3.0)]
 )
-def test_the_chosen_size_has_the_best_ratio(node_s: float, level_s: float) -> None:
+def test_the_chosen_size_has_the_best_ratio(node_s, level_s):
     table = Sequoia(np.array([0.7, 0.2]), 24, 7)
     nodes, levels = table.best_size(lambda m, depth: 1.0 + node_s * m + level_s * (depth - 1), 7)
     ratios = {
@@ -155,7 +154,7 @@ def test_the_chosen_size_has_the_best_ratio(node_s: float, level_s: float) -> No
         assert (nodes, levels) == (1, 1)  # speculation is not worth it
 
 
-def test_a_shape_larger_than_the_candidates_takes_what_is_there() -> None:
+def test_a_shape_larger_than_the_candidates_takes_what_is_there():
     trees = [TokenTree.root_only(3), TokenTree.chain(1, [2, 2], 0.5)]
     forest = Forest.of(trees)
     assert SPECINFER.within(forest).all()

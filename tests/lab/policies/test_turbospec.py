@@ -15,7 +15,7 @@ from tests.support.policy_costs import EIGHT, NO_TIME, begun, costs, plan_of, re
 from tests.support.toys.trees import chain
 
 
-def test_requests_that_come_to_too_large_a_batch_are_not_drafted_for() -> None:
+def test_requests_that_come_to_too_large_a_batch_are_not_drafted_for():
     """With a draft model: only those that come, only to larger batches, and not for ever."""
     policy = TurboSpecPolicy(EIGHT, costs(0.02))
     first = requests_of(256)
@@ -33,7 +33,7 @@ def test_requests_that_come_to_too_large_a_batch_are_not_drafted_for() -> None:
     assert plan_of(policy, later).depth > 0
 
 
-def test_a_step_that_drafts_lifts_the_limit_of_smaller_batches() -> None:
+def test_a_step_that_drafts_lifts_the_limit_of_smaller_batches():
     policy = TurboSpecPolicy(EIGHT, costs(0.02))
     [request] = requests_of(1)
     rate = policy.acceptance
@@ -49,7 +49,7 @@ def test_a_step_that_drafts_lifts_the_limit_of_smaller_batches() -> None:
     assert not policy.undrafted and third not in policy.undrafted
 
 
-def test_free_proposals_are_verified_as_far_as_goodput_says_for_those_who_have_one() -> None:
+def test_free_proposals_are_verified_as_far_as_goodput_says_for_those_who_have_one():
     policy = TurboSpecPolicy(SLOSpecConfig(max_depth=12), costs(0.05, level_s=0.0))
     requests = requests_of(4)
     step, plan = begun(policy, requests)
@@ -61,14 +61,14 @@ def test_free_proposals_are_verified_as_far_as_goodput_says_for_those_who_have_o
     alone = selected(policy, requests, [matched[0], *matched[2:], matched[2]])
     rate = policy.acceptance.rate
 
-    def goodput(v: int) -> float:
+    def goodput(v):
         tokens = sum(rate**j for j in range(v + 1)) + 3
         return tokens / (1.0 + 0.05 * (v + 4 - 1)) * (1.1 if v == 0 else 1.0)
 
     assert alone.trees[0].max_depth == max(range(PROPOSED + 1), key=goodput) > 0
 
 
-def test_free_proposals_pause_when_nothing_of_them_is_worth_verifying() -> None:
+def test_free_proposals_pause_when_nothing_of_them_is_worth_verifying():
     policy = TurboSpecPolicy(EIGHT, costs(9.0, level_s=0.0))
     requests = requests_of(2)
     depths = []

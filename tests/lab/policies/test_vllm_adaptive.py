@@ -10,7 +10,7 @@ from tests.support.toys.trees import chain
 SEVEN = SLOSpecConfig(policy="vllm-adaptive", max_depth=7)
 
 
-def test_whole_chains_are_drafted_and_as_much_verified_as_pays() -> None:
+def test_whole_chains_are_drafted_and_as_much_verified_as_pays():
     trees = [chain(*[0.95] * 7), chain(0.3, 0.9, 0.9), chain(*[0.6] * 7)]
     _, plan = begun(VLLMAdaptivePolicy(SEVEN, costs(0.02)), requests_of(3))
     assert (plan.depth, plan.width) == (7, 1)

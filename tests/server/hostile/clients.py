@@ -6,10 +6,6 @@ import json
 import re
 import socket
 import time
-from collections.abc import Callable
-from typing import Any
-
-import httpx
 
 WAIT_S = 120.0  # far more than anything here takes
 SMALL = {"prompt": "def main():", "max_tokens": 3, "temperature": 0}
@@ -18,13 +14,13 @@ HARD_SCHEMA = {"type": "string", "allOf": [{"pattern": pattern} for pattern in P
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
 
 
-def with_schema(schema: Any) -> dict[str, Any]:
+def with_schema(schema):
     return CHAT | {
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     }
 
 
-def connected(url: str, receive_bytes: int | None = None) -> socket.socket:
+def connected(url, receive_bytes=None):
     """Return a connection, with a receive buffer of so many bytes."""
     host, port = url.removeprefix("http://").split(":")
     own = socket.socket()
@@ -39,9 +35,7 @@ def connected(url: str, receive_bytes: int | None = None) -> socket.socket:
     return own
 
 
-def sent(
-    url: str, path: str, body: dict[str, Any], key: str = "none", receive_bytes: int | None = None
-) -> socket.socket:
+def sent(url, path, body, key="none", receive_bytes=None):
     """Send a request, and return the connection, on which the answer may be waited for, or not."""
     content = json.dumps(body).encode()
     own = connected(url, receive_bytes)
@@ -53,21 +47,21 @@ def sent(
     return own
 
 
-def metrics_of(client: httpx.Client) -> dict[str, float]:
+def metrics_of(client):
     """Return the samples at /metrics, by name and labels."""
     lines = client.get("/metrics").text.splitlines()
     pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
     return {re.sub("^hf_slospec:", "", name): float(value) for name, value in pairs}
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
+def wait_until(is_so):
     deadline_s = time.monotonic() + WAIT_S
     while not is_so():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
 
 
-def wait_until_idle(client: httpx.Client) -> None:
+def wait_until_idle(client):
     """Wait until no request is being prepared, waiting or running."""
     kinds = (
         "num_requests_running",
@@ -76,7 +70,7 @@ def wait_until_idle(client: httpx.Client) -> None:
         "pool_jobs_waiting",
     )
 
-    def is_idle() -> bool:
+    def is_idle():
         found = metrics_of(client)
         return not any(value for name, value in found.items() if name.startswith(kinds))
 

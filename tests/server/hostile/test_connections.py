@@ -15,14 +15,12 @@ from functools import partial
 import httpx
 import pytest
 import uvicorn
-from fastapi import FastAPI
 
-from hf_slospec import SLOSpecGenerator
 from hf_slospec.server.app import ServerSettings, make_app
 from hf_slospec.server.connections import ImpatientProtocol, SignalledServer
 from hf_slospec.server.engine import LocalEngine
 from hf_slospec.server.limits import RequestLimits
-from tests.server.conftest import Served, listening
+from tests.server.conftest import listening
 from tests.server.hostile.clients import (
     SMALL,
     WAIT_S,
@@ -44,7 +42,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_readers_that_read_nothing_are_cut(generator: SLOSpecGenerator, stream: bool) -> None:
+def test_readers_that_read_nothing_are_cut(generator, stream):
     settings = ServerSettings(model_name="tiny", bounds=RequestLimits(reader_s=0.5))
     server = listening(make_app(LocalEngine(generator), settings), http=ImpatientProtocol)
     server.socket.setsockopt(
@@ -59,9 +57,7 @@ def test_readers_that_read_nothing_are_cut(generator: SLOSpecGenerator, stream: 
         assert metrics_of(client)["readers_cut_total"] == 1
 
 
-def test_leaving_while_uploading_is_no_fault(
-    served: Served, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_leaving_while_uploading_is_no_fault(served, caplog):
     before = metrics_of(served.client)["clients_left_total"]
     with caplog.at_level(logging.WARNING):
         connection = connected(served.url)
@@ -74,7 +70,7 @@ def test_leaving_while_uploading_is_no_fault(
     assert not caplog.records
 
 
-def test_a_body_with_two_lengths_is_refused(served: Served) -> None:
+def test_a_body_with_two_lengths_is_refused(served):
     head = (
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n"
         b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
@@ -87,7 +83,7 @@ def test_a_body_with_two_lengths_is_refused(served: Served) -> None:
     assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1 ") == 1  # and closed
 
 
-def test_health_answers_head(served: Served) -> None:
+def test_health_answers_head(served):
     answer = served.client.head("/health")
     assert answer.status_code == 200 and not answer.content
 
@@ -109,7 +105,7 @@ SignalledServer(config, at_signal=lambda: print("stopping", flush=True)).run()
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_at_once(second: signal.Signals) -> None:
+def test_a_second_signal_ends_at_once(second):
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-c", ENDLESS, str(port)]
@@ -136,7 +132,7 @@ def test_a_second_signal_ends_at_once(second: signal.Signals) -> None:
 class Stopping:
     """Serves an application by a SignalledServer inside of the context, in a thread."""
 
-    def __init__(self, app: FastAPI, timeout_s: int = 120):
+    def __init__(self, app, timeout_s=120):
         self.listener = socket.create_server(("127.0.0.1", 0))
         config = uvicorn.Config(
             app,
@@ -150,17 +146,17 @@ class Stopping:
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.listener]})
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
 
-    def __enter__(self) -> Stopping:
+    def __enter__(self):
         self.thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.server.should_exit = True
         self.thread.join()
         self.listener.close()
 
 
-def test_a_stopping_server_ends_what_has_begun_and_answers_503(generator: SLOSpecGenerator) -> None:
+def test_a_stopping_server_ends_what_has_begun_and_answers_503(generator):
     app = make_app(LocalEngine(generator), ServerSettings(model_name="tiny"))
     body = LARGE | {"logprobs": None, "echo": False, "max_tokens": 300, "stream": True}
     with Stopping(app) as stopping, httpx.Client(base_url=stopping.url, timeout=WAIT_S) as client:
@@ -202,7 +198,7 @@ def test_a_stopping_server_ends_what_has_begun_and_answers_503(generator: SLOSpe
             client.get("/health")
 
 
-def is_listening(port: int) -> bool:
+def is_listening(port):
     try:
         connected(f"http://127.0.0.1:{port}").close()
     except ConnectionRefusedError:

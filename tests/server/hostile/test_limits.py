@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import Served
 from tests.server.hostile.clients import CHAT, HARD_SCHEMA, SMALL, metrics_of, with_schema
 
 IDS = [5, 6, 7]
@@ -82,9 +81,7 @@ TOO_MUCH: list[tuple[str, str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("limit", "path", "body", "named"), TOO_MUCH, ids=[case[0] for case in TOO_MUCH]
 )
-def test_what_is_too_much_is_refused_and_counted(
-    served: Served, limit: str, path: str, body: dict[str, Any], named: str
-) -> None:
+def test_what_is_too_much_is_refused_and_counted(served, limit, path, body, named):
     counter = f'requests_refused_total{{limit="{limit}"}}'
     before = metrics_of(served.client).get(counter, 0)
     answer = served.client.post(path, json=body)
@@ -97,7 +94,7 @@ def test_what_is_too_much_is_refused_and_counted(
     assert metrics_of(served.client)[counter] == before + 1
 
 
-def test_a_body_that_is_too_large_is_counted(served: Served) -> None:
+def test_a_body_that_is_too_large_is_counted(served):
     content = b" " * (2**23 + 1)
     json_type = {"Content-Type": "application/json"}
     before = metrics_of(served.client).get('requests_refused_total{limit="body_bytes"}', 0)
@@ -107,12 +104,12 @@ def test_a_body_that_is_too_large_is_counted(served: Served) -> None:
     assert metrics_of(served.client)['requests_refused_total{limit="body_bytes"}'] == before + 1
 
 
-def test_brackets_in_a_text_are_no_arrays(served: Served) -> None:
+def test_brackets_in_a_text_are_no_arrays(served):
     answer = served.client.post("/v1/completions", json=SMALL | {"user": "[{," * 400_000 + '\\"['})
     assert answer.status_code == 200, answer.text
 
 
-def test_stop_strings_up_to_the_limit_are_served(served: Served) -> None:
+def test_stop_strings_up_to_the_limit_are_served(served):
     stops = [f"{i:0200d}" for i in range(31)] + ["("]
     found = served.client.post(
         "/v1/completions", json=SMALL | {"prompt": "def main", "stop": stops}

@@ -6,13 +6,10 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import pytest
 
-from hf_slospec import SLOSpecGenerator
 from hf_slospec.server.app import ServerSettings
 from hf_slospec.server.options import ServeOptions, SLOLimits
 from tests.server.conftest import serving
@@ -22,16 +19,14 @@ BODY = json.dumps({"prompt": "x", "max_tokens": 1})
 
 
 @pytest.fixture(scope="module")
-def url(generator: SLOSpecGenerator) -> Iterator[str]:
+def url(generator):
     with serving(
         generator, allowed_origins=("https://friend.example",), allowed_hosts=("Box.lan",)
     ) as served:
         yield served.url
 
 
-def answer(
-    url: str, path: str = "/v1/completions", method: str = "POST", **headers: str
-) -> tuple[int, dict[str, Any]]:
+def answer(url, path="/v1/completions", method="POST", **headers):
     """Return status and body of a request with exactly these headers; a Host of "" is left out."""
     address = url.removeprefix("http://")
     connection = http.client.HTTPConnection(address, timeout=120.0)
@@ -53,7 +48,7 @@ def answer(
     return status, json.loads(text) if text else {}
 
 
-def said(url: str, **request: str) -> str:
+def said(url, **request):
     """Return the message of a request that is refused."""
     status, body = answer(url, **request)
     assert status in (403, 415), body
@@ -65,9 +60,7 @@ def said(url: str, **request: str) -> str:
     "origin", [PAGE, "null", "http://localhost:3000", "http://127.0.0.1", "file://", "x"]
 )
 @pytest.mark.parametrize("kind", ["text/plain;charset=UTF-8", "application/json"])
-def test_pages_of_others_run_nothing(
-    url: str, generator: SLOSpecGenerator, origin: str, kind: str
-) -> None:
+def test_pages_of_others_run_nothing(url, generator, origin, kind):
     before = generator.stats().finished
     assert origin in said(url, Origin=origin, Content_Type=kind)
     assert generator.stats().finished == before
@@ -76,7 +69,7 @@ def test_pages_of_others_run_nothing(
 @pytest.mark.parametrize(
     "kind", ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"]
 )
-def test_bodies_must_say_that_they_are_json(url: str, kind: str) -> None:
+def test_bodies_must_say_that_they_are_json(url, kind):
     assert "application/json" in said(url, Content_Type=kind)
     assert answer(url, Content_Type="application/JSON; charset=utf-8")[0] == 200
 
@@ -85,7 +78,7 @@ def test_bodies_must_say_that_they_are_json(url: str, kind: str) -> None:
                                   "127.0.0.1.page.example", "127.1", "2130706433", "[::1",
                                   "localhost@page.example"])  # fmt: skip
 @pytest.mark.parametrize("path", ["/v1/completions", "/metrics", "/v1/models"])
-def test_names_of_others_lead_nowhere(url: str, host: str, path: str) -> None:
+def test_names_of_others_lead_nowhere(url, host, path):
     method = "POST" if path.endswith("completions") else "GET"
     assert host in said(url, path=path, method=method, Host=host)
     assert host in said(url, path=path, method=method, Host=host, Origin=f"http://{host}")
@@ -95,12 +88,12 @@ def test_names_of_others_lead_nowhere(url: str, host: str, path: str) -> None:
     "host",
     ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "192.168.1.7", "box.lan:80"],
 )
-def test_names_of_this_machine_and_addresses_are_its_own(url: str, host: str) -> None:
+def test_names_of_this_machine_and_addresses_are_its_own(url, host):
     assert answer(url, Host=host)[0] == 200
     assert answer(url, Host=host, Origin=f"http://{host}")[0] == 200, "a page of its own"
 
 
-def test_pages_that_are_allowed_may_call(url: str) -> None:
+def test_pages_that_are_allowed_may_call(url):
     origin = {"Origin": "https://friend.example"}
     assert answer(url, **origin)[0] == 200
     headers = (
@@ -123,13 +116,13 @@ def test_pages_that_are_allowed_may_call(url: str) -> None:
     )
 
 
-def test_with_keys_any_name_will_do(generator: SLOSpecGenerator) -> None:
+def test_with_keys_any_name_will_do(generator):
     with serving(generator, api_keys={"key": SLOLimits()}) as served:
         request = {"Host": "llm.example", "Origin": "https://app.example"}
         assert answer(served.url, **request)[0] == 401
         assert answer(served.url, Authorization="Bearer key", **request)[0] == 200
 
 
-def test_name_that_is_listened_on_is_allowed() -> None:
+def test_name_that_is_listened_on_is_allowed():
     options = ServeOptions(host="box.lan", no_api_key=True, allowed_hosts=("llm.lan",))
     assert ServerSettings.of(options).allowed_hosts == ("box.lan", "llm.lan")

@@ -9,13 +9,11 @@ import re
 import socket
 import sys
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from hf_slospec import SLOSpecGenerator
 from hf_slospec.server import connections
 from hf_slospec.server.limits import RequestLimits
 from tests.server.conftest import serving
@@ -37,7 +35,7 @@ UPGRADES = [
 MAX_BYTES = 2**14
 
 
-def protocol(parser: str, monkeypatch: pytest.MonkeyPatch) -> type[Any]:
+def protocol(parser, monkeypatch):
     """The server's protocol on a parser; httptools is the one that it prefers."""
     if parser == "httptools":
         pytest.importorskip("httptools", reason="the parser is not installed")
@@ -56,16 +54,14 @@ def protocol(parser: str, monkeypatch: pytest.MonkeyPatch) -> type[Any]:
 
 
 @pytest.fixture(scope="module", params=["httptools", "h11"])
-def url(request: pytest.FixtureRequest, generator: SLOSpecGenerator) -> Iterator[str]:
+def url(request, generator):
     with pytest.MonkeyPatch.context() as monkeypatch:
         kind = protocol(request.param, monkeypatch)
     with serving(generator, kind, bounds=RequestLimits(body_bytes=MAX_BYTES)) as served:
         yield served.url
 
 
-def post(
-    extra: bytes = b"", body: bytes = BODY, version: bytes = b"1.1", length: bool = True
-) -> bytes:
+def post(extra=b"", body=BODY, version=b"1.1", length=True):
     head = (
         b"POST /v1/completions HTTP/%b\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         % version
@@ -75,7 +71,7 @@ def post(
     )
 
 
-def received(connection: socket.socket) -> tuple[int, dict[str, Any]]:
+def received(connection):
     """Status and JSON of the next response, which has a length."""
     data = b""
     while b"\r\n\r\n" not in data:
@@ -93,13 +89,13 @@ def received(connection: socket.socket) -> tuple[int, dict[str, Any]]:
     return int(head.split()[1]), json.loads(content)
 
 
-def check_answer(connection: socket.socket) -> None:
+def check_answer(connection):
     status, answer = received(connection)
     assert status == 200 and answer["usage"]["completion_tokens"] == 3
 
 
 @pytest.mark.parametrize("upgrade", UPGRADES)
-def test_requests_to_upgrade_are_answered_as_they_are(url: str, upgrade: bytes) -> None:
+def test_requests_to_upgrade_are_answered_as_they_are(url, upgrade):
     chunked = upgrade + b"Transfer-Encoding: chunked\r\n"
     chunks = b"%x\r\n%b\r\n%x\r\n%b\r\n0\r\n\r\n" % (5, BODY[:5], len(BODY) - 5, BODY[5:])
     with connected(url) as connection:
@@ -113,7 +109,7 @@ def test_requests_to_upgrade_are_answered_as_they_are(url: str, upgrade: bytes) 
         assert not connection.recv(1)
 
 
-def test_requests_to_upgrade_may_arrive_in_pieces(url: str) -> None:
+def test_requests_to_upgrade_may_arrive_in_pieces(url):
     request = post(H2C)
     head_len = request.index(b"\r\n\r\n") + 4
     for cuts in ([1], [head_len - 1], [head_len], [head_len + 1], range(1, len(request), 9)):
@@ -126,7 +122,7 @@ def test_requests_to_upgrade_may_arrive_in_pieces(url: str) -> None:
             check_answer(connection)
 
 
-def everything(url: str, request: bytes) -> tuple[bytes, bytes]:
+def everything(url, request):
     """Head and content of a response that the end of the connection ends."""
     data = b""
     with connected(url) as connection:
@@ -140,7 +136,7 @@ def everything(url: str, request: bytes) -> tuple[bytes, bytes]:
 @pytest.mark.parametrize(
     "extra", [b"", b"Connection: keep-alive\r\n", b"Connection: Upgrade\r\nUpgrade: h2c\r\n"]
 )
-def test_streams_to_clients_of_http_1_0_end_with_the_connection(url: str, extra: bytes) -> None:
+def test_streams_to_clients_of_http_1_0_end_with_the_connection(url, extra):
     head, content = everything(url, post(extra, STREAM, b"1.0"))
     assert (
         head.startswith(b"http/1.1 200")
@@ -155,7 +151,7 @@ def test_streams_to_clients_of_http_1_0_end_with_the_connection(url: str, extra:
     assert "".join(event["choices"][0]["text"] for event in events) == whole["choices"][0]["text"]
 
 
-def test_other_responses_to_clients_of_http_1_0_have_a_length(url: str) -> None:
+def test_other_responses_to_clients_of_http_1_0_have_a_length(url):
     head, content = everything(url, post(version=b"1.0"))
     assert (
         json.loads(content)["usage"] and b"content-length: %d\r\n" % len(content) in head + b"\r\n"
@@ -165,12 +161,12 @@ def test_other_responses_to_clients_of_http_1_0_have_a_length(url: str) -> None:
     assert everything(url, post(body=b"{", version=b"1.0"))[0].startswith(b"http/1.1 400")
 
 
-def compressed(url: str, content: bytes, encoding: str = "gzip") -> httpx.Response:
+def compressed(url, content, encoding="gzip"):
     headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
     return httpx.post(f"{url}/v1/completions", content=content, headers=headers, timeout=WAIT_S)
 
 
-def test_bodies_may_be_compressed(url: str) -> None:
+def test_bodies_may_be_compressed(url):
     plain = compressed(url, BODY, "identity").json()
     for encoding in ("gzip", "x-gzip", "GZIP"):
         answer = compressed(url, gzip.compress(BODY, mtime=0), encoding)
@@ -183,7 +179,7 @@ def test_bodies_may_be_compressed(url: str) -> None:
         check_answer(connection)
 
 
-def test_compressed_bodies_have_the_limit_of_others(url: str) -> None:
+def test_compressed_bodies_have_the_limit_of_others(url):
     with httpx.Client(base_url=url) as client:
         before = metrics_of(client).get('requests_refused_total{limit="body_bytes"}', 0)
         bombs = [gzip.compress(b"x" * size) for size in (MAX_BYTES + 1, 2**26)]
@@ -212,9 +208,7 @@ OTHERS = ["br", "zstd", "deflate", "gzip, gzip", "identity, gzip", "nonsense"]
         *((400, "gzip", content) for content in NO_GZIP),
     ],
 )
-def test_other_encodings_and_what_is_no_gzip_are_refused(
-    url: str, status: int, encoding: str, content: bytes
-) -> None:
+def test_other_encodings_and_what_is_no_gzip_are_refused(url, status, encoding, content):
     answer = compressed(url, content, encoding)
     assert answer.status_code == status and encoding in answer.json()["error"]["message"]
     assert status == 400 or answer.headers["accept-encoding"] == "gzip"

@@ -16,7 +16,6 @@ from hf_slospec.generate.grammars import Grammars
 from hf_slospec.server import schemas
 from hf_slospec.server.limits import LimitError, RequestLimits
 from hf_slospec.server.schemas import SchemaCheck
-from tests.server.conftest import Served
 from tests.server.hostile.clients import (
     CHAT,
     HARD_SCHEMA,
@@ -32,7 +31,7 @@ FINE: dict[str, Any] = {
 LONG = RequestLimits(schema_s=1000, schema_memory_bytes=2**33)  # the operating system ends nothing
 
 
-def programs() -> list[psutil.Process]:
+def programs():
     """Return the processes of this one that compile schemas."""
     found = []
     for child in psutil.Process().children():
@@ -45,14 +44,14 @@ def programs() -> list[psutil.Process]:
     return found
 
 
-def run(story: Any) -> Any:
+def run(story):
     return asyncio.run(asyncio.wait_for(story, WAIT_S))
 
 
 @pytest.mark.parametrize(
     "limits", [RequestLimits(schema_s=1), RequestLimits(schema_memory_bytes=2**25, schema_s=100)]
 )
-def test_a_schema_that_takes_too_much_is_given_up(limits: RequestLimits) -> None:
+def test_a_schema_that_takes_too_much_is_given_up(limits):
     with pytest.raises(
         LimitError, match="response_format: compiling the schema takes more than"
     ) as caught:
@@ -60,8 +59,8 @@ def test_a_schema_that_takes_too_much_is_given_up(limits: RequestLimits) -> None
     assert caught.value.limit == "schema_s" and not programs()
 
 
-def test_a_fine_schema_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story() -> None:
+def test_a_fine_schema_is_tried_once(monkeypatch):
+    async def story():
         check = SchemaCheck(RequestLimits(schema_s=100))
         await check.check("a", FINE)
         monkeypatch.setattr(schemas, "PROGRAM", "/no/such/program")
@@ -80,13 +79,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("schema", "fault"), WRONG, ids=lambda value: str(value)[:40])
-def test_what_is_wrong_with_a_schema_is_said(schema: dict[str, Any], fault: str) -> None:
+def test_what_is_wrong_with_a_schema_is_said(schema, fault):
     with pytest.raises(InvalidInputError, match=f"^response_format: {fault}"):
         run(SchemaCheck(RequestLimits(schema_s=100)).check("a", schema))
 
 
-def test_the_process_ends_with_its_client_and_the_next_one_has_its_turn() -> None:
-    async def story() -> None:
+def test_the_process_ends_with_its_client_and_the_next_one_has_its_turn():
+    async def story():
         check = SchemaCheck(LONG)
         hard = asyncio.ensure_future(check.check("a", HARD_SCHEMA))
         queued = asyncio.ensure_future(check.check("a", {"const": 1}))
@@ -108,17 +107,15 @@ def test_the_process_ends_with_its_client_and_the_next_one_has_its_turn() -> Non
     run(story())
 
 
-def test_a_process_whose_wait_has_not_begun_is_reaped_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_whose_wait_has_not_begun_is_reaped_all_the_same(monkeypatch):
     made = list[subprocess.Popen[bytes]]()
 
     class Recorded(subprocess.Popen[bytes]):
-        def __init__(self, *given: Any, **named: Any) -> None:
+        def __init__(self, *given, **named):
             super().__init__(*given, **named)
             made.append(self)
 
-    async def story() -> None:
+    async def story():
         is_free = threading.Event()
         threads = ThreadPoolExecutor(1)
         asyncio.get_running_loop().set_default_executor(threads)
@@ -136,11 +133,11 @@ def test_a_process_whose_wait_has_not_begun_is_reaped_all_the_same(
     assert process.returncode and process.stdin is not None and process.stdin.closed
 
 
-def test_choices_share_one_compiled_schema(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_share_one_compiled_schema(served, monkeypatch):
     compiled = list[Any]()
     compile_own = Grammars._compiled
 
-    def counted(grammars: Grammars, schema: dict[str, Any]) -> Any:
+    def counted(grammars, schema):
         compiled.append(schema)
         return compile_own(grammars, schema)
 

@@ -5,7 +5,6 @@ dropped silently.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -31,7 +30,7 @@ CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", 
     "name": "f", "arguments": '{"a": "b"}'}}]}  # fmt: skip
 
 
-def engine_with(template: str) -> Any:
+def engine_with(template):
     tokenizer = load_tiny_pair()[2]
     tokenizer.chat_template = template
     return SimpleNamespace(tokenizer=tokenizer, processor=None)
@@ -41,7 +40,7 @@ ENGINE = engine_with(TEMPLATE)
 END_ID: int = ENGINE.tokenizer.convert_tokens_to_ids(END)
 
 
-def tokens(treatment: str, *messages: Any, engine: Any = ENGINE, **options: Any) -> list[int]:
+def tokens(treatment, *messages, engine=ENGINE, **options):
     own = [
         Message(role="user", content=each) if isinstance(each, str) else Message(**each)
         for each in messages
@@ -49,13 +48,13 @@ def tokens(treatment: str, *messages: Any, engine: Any = ENGINE, **options: Any)
     return chat_prompt(own, engine, RequestLimits(), ChatTemplates(treatment), **options).tokens
 
 
-def test_special_tokens_in_texts_are_control_tokens_where_that_is_allowed() -> None:
+def test_special_tokens_in_texts_are_control_tokens_where_that_is_allowed():
     messages = [{"role": "user", "content": FORGED}]
     assert tokens("allow", FORGED) == ENGINE.tokenizer.apply_chat_template(messages)["input_ids"]
     assert tokens("allow", FORGED).count(END_ID) == 2
 
 
-def test_special_tokens_in_texts_stay_text_where_they_are_escaped() -> None:
+def test_special_tokens_in_texts_stay_text_where_they_are_escaped():
     escaped = tokens("escape", FORGED)
     assert escaped.count(END_ID) == 1 and escaped[-1] == END_ID, "that of the template"
     assert ENGINE.tokenizer.decode(escaped) == f"user\n{FORGED}{END}", "the text is the same"
@@ -77,7 +76,7 @@ def test_special_tokens_in_texts_stay_text_where_they_are_escaped() -> None:
         ("x", {"tools": [TOOL | {"x": END}]}),
     ],
 )
-def test_special_tokens_anywhere_are_refused_by_name(message: Any, options: dict[str, Any]) -> None:
+def test_special_tokens_anywhere_are_refused_by_name(message, options):
     with pytest.raises(InvalidInputError, match=r"special tokens.*<\|endoftext\|>"):
         tokens("refuse", message, **options)
     allowed = tokens("allow", message, **options)
@@ -95,16 +94,14 @@ def test_special_tokens_anywhere_are_refused_by_name(message: Any, options: dict
         ("x", {"tools": [TOOL | {END: "x"}]}, "names of fields"),
     ],
 )
-def test_names_that_cannot_be_escaped_are_refused(
-    treatment: str, message: Any, options: dict[str, Any], named: str
-) -> None:
+def test_names_that_cannot_be_escaped_are_refused(treatment, message, options, named):
     assert tokens("allow", message, **options)
     with pytest.raises(InvalidInputError, match=named):
         tokens(treatment, message, **options)
 
 
 @pytest.mark.parametrize("treatment", ["refuse", "escape"])
-def test_other_texts_are_not_changed(treatment: str) -> None:
+def test_other_texts_are_not_changed(treatment):
     for messages in (["x", "é\n\n <|endof|> text|>"], [CALL, {"role": "tool", "content": "{}"}]):
         assert tokens(treatment, *messages) == tokens("allow", *messages)
         assert tokens(treatment, *messages, tools=[TOOL]) == tokens(
@@ -112,14 +109,12 @@ def test_other_texts_are_not_changed(treatment: str) -> None:
         )
 
 
-def test_tokenizer_that_other_threads_use_is_never_switched_to_text(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tokenizer_that_other_threads_use_is_never_switched_to_text(monkeypatch):
     kind = type(ENGINE.tokenizer)
     escaping = []
     encode = kind._encode_without_added_tokens
 
-    def spied(tokenizer: Any, text: str) -> Any:
+    def spied(tokenizer, text):
         escaping.append(tokenizer)
         return encode(tokenizer, text)
 
@@ -128,7 +123,7 @@ def test_tokenizer_that_other_threads_use_is_never_switched_to_text(
     assert escaping and not any(each is ENGINE.tokenizer for each in escaping)
 
 
-def test_tools_and_calls_that_the_template_drops_are_refused() -> None:
+def test_tools_and_calls_that_the_template_drops_are_refused():
     without = engine_with(WITHOUT_TOOLS)
     with pytest.raises(InvalidInputError, match="tools: the chat template does not show them"):
         tokens("allow", "x", engine=without, tools=[TOOL])
@@ -139,7 +134,7 @@ def test_tools_and_calls_that_the_template_drops_are_refused() -> None:
     assert tokens("allow", CALL) != tokens("allow", CALL | {"tool_calls": None})
 
 
-def test_variables_that_the_template_does_not_have_are_refused() -> None:
+def test_variables_that_the_template_does_not_have_are_refused():
     assert tokens("allow", "x", template_kwargs={"thinks": True}) != tokens("allow", "x")
     for name in ("enable_thinking", "chat_template", "sanitize_control_tokens", "tools"):
         with pytest.raises(InvalidInputError, match=rf"{name} cannot be given.*: thinks"):

@@ -4,10 +4,8 @@ allows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from hf_slospec import (
@@ -39,28 +37,28 @@ PROMPT = (
 class Clients:
     """Clients of one server, told apart by their keys."""
 
-    def __init__(self, http: httpx.Client):
+    def __init__(self, http):
         self.http = http
 
-    def complete(self, key: str, prompt: list[int], **fields: Any) -> httpx.Response:
+    def complete(self, key, prompt, **fields):
         body = {"prompt": prompt, "max_tokens": 2, "temperature": 0} | fields
         return self.http.post(
             "/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"}
         )
 
-    def usage(self, key: str, prompt: list[int], **fields: Any) -> dict[str, Any]:
+    def usage(self, key, prompt, **fields):
         answer = self.complete(key, prompt, **fields)
         assert answer.status_code == 200, answer.text
         found: dict[str, Any] = answer.json()["usage"]
         return found
 
-    def cached(self, key: str, prompt: list[int], **fields: Any) -> int:
+    def cached(self, key, prompt, **fields):
         """Return how many tokens of a prompt were found."""
         number: int = self.usage(key, prompt, **fields)["prompt_tokens_details"]["cached_tokens"]
         return number
 
 
-def clients_of(generator: SLOSpecGenerator, **settings: Any) -> Iterator[Clients]:
+def clients_of(generator, **settings):
     generator.stop()
     generator.start()  # nothing is kept of other tests
     with serving(generator, **settings) as served:
@@ -68,11 +66,11 @@ def clients_of(generator: SLOSpecGenerator, **settings: Any) -> Iterator[Clients
 
 
 @pytest.fixture
-def clients(generator: SLOSpecGenerator) -> Iterator[Clients]:
+def clients(generator):
     yield from clients_of(generator, api_keys=KEYS)
 
 
-def probed(clients: Clients, key: str, **fields: Any) -> list[int]:
+def probed(clients, key, **fields):
     """Return digits behind the known tokens: at each place the one with which the most of a prompt
     is found.
     """
@@ -87,19 +85,19 @@ def probed(clients: Clients, key: str, **fields: Any) -> list[int]:
     return digits
 
 
-def test_probe_with_the_same_key_recovers_a_secret(clients: Clients) -> None:
+def test_probe_with_the_same_key_recovers_a_secret(clients):
     clients.usage(ONE, PROMPT)
     assert probed(clients, ONE) == SECRET, "as otherwise the next test shows nothing"
 
 
-def test_probe_with_another_key_recovers_nothing(clients: Clients) -> None:
+def test_probe_with_another_key_recovers_nothing(clients):
     clients.usage(ONE, PROMPT)
     assert not set(probed(clients, OTHER)) & set(SECRET[:1])
     assert clients.cached(OTHER, PROMPT, cache_salt="fresh") == 0
     assert clients.cached(OTHER, PROMPT, cache_salt="fresh") > 0, "its own is found"
 
 
-def test_no_salt_leads_to_another_keys_texts(clients: Clients) -> None:
+def test_no_salt_leads_to_another_keys_texts(clients):
     clients.usage(ONE, KNOWN)
     for salt in ("", ONE, f"{ONE}\0", f'["{ONE}", ""]', OTHER):
         assert clients.cached(OTHER, KNOWN, cache_salt=salt) == 0
@@ -110,9 +108,7 @@ def test_no_salt_leads_to_another_keys_texts(clients: Clients) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"api_keys": KEYS, "share_prefixes": True}])
-def test_without_keys_or_by_the_operators_choice_all_are_one_tenant(
-    generator: SLOSpecGenerator, settings: dict[str, Any]
-) -> None:
+def test_without_keys_or_by_the_operators_choice_all_are_one_tenant(generator, settings):
     for clients in clients_of(generator, **settings):
         clients.usage(ONE, KNOWN)
         assert (
@@ -120,7 +116,7 @@ def test_without_keys_or_by_the_operators_choice_all_are_one_tenant(
         )
 
 
-def test_shared_suffix_trees_hold_texts_of_the_same_key_only(generator: SLOSpecGenerator) -> None:
+def test_shared_suffix_trees_hold_texts_of_the_same_key_only(generator):
     pytest.importorskip("arctic_inference")
     drafter = load_drafter("suffix", generator.model, share_texts=True)
     config = SLOSpecConfig(kv_tokens=20_000, policy="fixed")
@@ -129,7 +125,7 @@ def test_shared_suffix_trees_hold_texts_of_the_same_key_only(generator: SLOSpecG
         generator.model, None, generator.tokenizer, config, drafter=drafter
     ) as own:
 
-        def accepted(clients: Clients, key: str) -> int:
+        def accepted(clients, key):
             details = clients.usage(key, KNOWN, **fields)["completion_tokens_details"]
             number: int = details["accepted_prediction_tokens"]
             return number

@@ -6,18 +6,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import pytest
 
-from hf_slospec import SLOSpecGenerator
 from hf_slospec.server.engine import LocalEngine
 from hf_slospec.server.limits import RequestLimits
 from hf_slospec.server.options import SLOLimits
 from hf_slospec.server.work import JobSlots, Work
-from tests.server.conftest import Served, serving
+from tests.server.conftest import serving
 from tests.server.hostile.clients import (
     SMALL,
     WAIT_S,
@@ -31,27 +28,27 @@ from tests.server.hostile.clients import (
 class Gate:
     """Holds the jobs that go through it, and remembers whose they were."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.is_open = threading.Event()
         self.begun = list[str]()
 
-    def __call__(self, name: str) -> str:
+    def __call__(self, name):
         self.begun.append(name)
         assert self.is_open.wait(WAIT_S)
         return name
 
 
-def run(story: Any) -> Any:
+def run(story):
     return asyncio.run(asyncio.wait_for(story, WAIT_S))
 
 
-async def settled() -> None:
+async def settled():
     for _ in range(5):
         await asyncio.sleep(0)
 
 
-def test_clients_take_turns() -> None:
-    async def story() -> None:
+def test_clients_take_turns():
+    async def story():
         gate = Gate()
         work = Work(1, 100)
         jobs = [
@@ -69,8 +66,8 @@ def test_clients_take_turns() -> None:
     run(story())
 
 
-def test_a_client_that_leaves_loses_its_place_and_a_thread_keeps_its_own_until_it_ends() -> None:
-    async def story() -> None:
+def test_a_client_that_leaves_loses_its_place_and_a_thread_keeps_its_own_until_it_ends():
+    async def story():
         gate = Gate()
         work = Work(1, 10)
         undone = list[str]()
@@ -90,12 +87,12 @@ def test_a_client_that_leaves_loses_its_place_and_a_thread_keeps_its_own_until_i
     run(story())
 
 
-def test_a_place_that_is_left_when_its_turn_comes_goes_on_to_the_next() -> None:
-    async def story() -> None:
+def test_a_place_that_is_left_when_its_turn_comes_goes_on_to_the_next():
+    async def story():
         slots = JobSlots(1, 100)
         order = list[str]()
 
-        async def take(name: str) -> None:
+        async def take(name):
             async with slots.slot(name[0]):
                 order.append(name)
 
@@ -120,7 +117,7 @@ def test_a_place_that_is_left_when_its_turn_comes_goes_on_to_the_next() -> None:
 
 
 @pytest.fixture
-def narrow(generator: SLOSpecGenerator) -> Iterator[tuple[Served, Gate]]:
+def narrow(generator):
     """A server with one thread and a queue of three, and a gate before its tokenizer."""
     bounds = RequestLimits(workers=1, waiting=3)
     gate = Gate()
@@ -128,10 +125,10 @@ def narrow(generator: SLOSpecGenerator) -> Iterator[tuple[Served, Gate]]:
     own = engine.tokenizer
 
     class Gated:
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name):
             return getattr(own, name)
 
-        def __call__(self, text: str, **options: Any) -> Any:
+        def __call__(self, text, **options):
             gate(text)
             return own(text, **options)
 
@@ -144,10 +141,8 @@ def narrow(generator: SLOSpecGenerator) -> Iterator[tuple[Served, Gate]]:
             gate.is_open.set()
 
 
-def post(
-    served: Served, key: str, answers: list[httpx.Response], **fields: Any
-) -> threading.Thread:
-    def ask() -> None:
+def post(served, key, answers, **fields):
+    def ask():
         headers = {"Authorization": f"Bearer {key}"}
         answers.append(
             httpx.post(
@@ -160,13 +155,11 @@ def post(
     return thread
 
 
-def waiting(served: Served) -> float:
+def waiting(served):
     return metrics_of(served.client)['pool_jobs_waiting{pool="work"}']
 
 
-def test_a_full_pool_answers_503_to_the_greediest_key_and_goes_on(
-    narrow: tuple[Served, Gate],
-) -> None:
+def test_a_full_pool_answers_503_to_the_greediest_key_and_goes_on(narrow):
     served, gate = narrow
     answers: list[httpx.Response] = []
     threads = [post(served, "k1", answers)]
@@ -188,7 +181,7 @@ def test_a_full_pool_answers_503_to_the_greediest_key_and_goes_on(
     wait_until_idle(served.client)
 
 
-def test_leaving_a_list_of_prompts_cancels_all_that_it_had_begun(served: Served) -> None:
+def test_leaving_a_list_of_prompts_cancels_all_that_it_had_begun(served):
     before = served.generator.stats().finished
     body = {
         "prompt": [[5 + i, 6, 7] for i in range(40)],

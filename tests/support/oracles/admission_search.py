@@ -4,43 +4,34 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
 
 from hypothesis import strategies as st
 
-from hf_slospec.scheduler.admission import Candidate, Counts, PrefillRate, admitted
+from hf_slospec.scheduler.admission import Candidate, admitted
 
 FULL_RATE = 32.0  # tokens per second of the toy server without decoding requests
 SHARES = (8.0, 4.0)  # tokens per second of it that a decoding request of each tier takes
 AMPLE = 10**6  # memory for everybody
 
 
-def toy_rate(counts: Counts) -> float:
+def toy_rate(counts):
     rate = FULL_RATE - sum(share * count for share, count in zip(SHARES, counts, strict=False))
     return rate if rate >= 0.0 else -math.inf
 
 
-def at(
-    deadline_s: float, prompt_tokens: int, kv_tokens: int = 1, tier: int = 0, **rest: int
-) -> Candidate:
+def at(deadline_s, prompt_tokens, kv_tokens=1, tier=0, **rest):
     return Candidate(deadline_s, prompt_tokens, kv_tokens, tier, **rest)
 
 
-def forced(deadline_s: float, prompt_tokens: int, kv_tokens: int = 1, tier: int = 0) -> Candidate:
+def forced(deadline_s, prompt_tokens, kv_tokens=1, tier=0):
     return Candidate(deadline_s, prompt_tokens, kv_tokens, tier, is_forced=True)
 
 
-def in_turn(chosen: Iterable[int], candidates: Sequence[Candidate]) -> list[Candidate]:
+def in_turn(chosen, candidates):
     return [candidates[i] for i in sorted(chosen, key=lambda i: (candidates[i].deadline_s, i))]
 
 
-def is_feasible(
-    chosen: Iterable[int],
-    candidates: Sequence[Candidate],
-    rate: PrefillRate,
-    running: Counts,
-    kv_free: int,
-) -> bool:
+def is_feasible(chosen, candidates, rate, running, kv_free):
     """By the definition, interval by interval between accepted deadlines."""
     accepted = in_turn(chosen, candidates)
     if sum(c.kv_tokens for c in accepted if not c.is_forced) > kv_free:
@@ -61,7 +52,7 @@ def is_feasible(
     return rate(tuple(counts)) >= 0.0
 
 
-def value(chosen: Iterable[int], candidates: Sequence[Candidate]) -> tuple[int, ...]:
+def value(chosen, candidates):
     """Value of the accepted candidates by priority, the lowest first."""
     accepted = [candidates[i] for i in chosen]
     priorities = sorted({c.priority for c in candidates})
@@ -70,9 +61,7 @@ def value(chosen: Iterable[int], candidates: Sequence[Candidate]) -> tuple[int, 
     )
 
 
-def feasible_sets(
-    candidates: Sequence[Candidate], rate: PrefillRate, running: Counts, kv_free: int
-) -> list[tuple[int, ...]]:
+def feasible_sets(candidates, rate, running, kv_free):
     """All that contain the forced candidates."""
     must = [i for i, c in enumerate(candidates) if c.is_forced]
     others = [i for i, c in enumerate(candidates) if not c.is_forced]
@@ -83,9 +72,7 @@ def feasible_sets(
     return [chosen for chosen in sets if is_feasible(chosen, candidates, rate, running, kv_free)]
 
 
-def check(
-    candidates: Sequence[Candidate], rate: PrefillRate, running: Counts, kv_free: int
-) -> list[int]:
+def check(candidates, rate, running, kv_free):
     """Of :func:`admitted`, against exhaustive search."""
     chosen = admitted(candidates, rate, running, kv_free)
     assert chosen == sorted(set(chosen)) == admitted(candidates, rate, running, kv_free)
@@ -99,9 +86,7 @@ def check(
     return chosen
 
 
-def candidates_of(
-    num_tiers: int, max_priority: int = 0, forced_share: int = 0, max_value: int = 1
-) -> st.SearchStrategy[list[Candidate]]:
+def candidates_of(num_tiers, max_priority=0, forced_share=0, max_value=1):
     """Whole numbers of quarter seconds: with whole rates that divide by four, every budget is
     exact.
     """

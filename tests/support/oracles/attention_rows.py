@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from hf_slospec.model.batch import (
-    AttentionRules,
     CachedSequence,
     LayerShape,
     PackedBatch,
@@ -59,9 +58,9 @@ class Case:
 
     def expected(
         self,
-        query: torch.Tensor,  # [num_heads, num_tokens, key_dim]
-        rules: AttentionRules,
-    ) -> torch.Tensor:
+        query,  # [num_heads, num_tokens, key_dim]
+        rules,
+    ):
         """-> [num_tokens, num_heads, value_dim] f32"""
         scaling, window, softcap, sinks, chunk, bias = rules
         groups = len(query) // self.keys.shape[1]
@@ -91,16 +90,14 @@ class Case:
 
 
 def case(
-    spans: list[
-        tuple[int, int, TokenTree]
-    ],  # tokens committed, tokens of a chain, the tree at its end
-    num_kv_heads: int,
-    key_dim: int,
-    value_dim: int,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    in_order: bool = True,
-) -> Case:
+    spans,  # tokens committed, tokens of a chain, the tree at its end
+    num_kv_heads,
+    key_dim,
+    value_dim,
+    dtype=torch.float32,
+    device="cpu",
+    in_order=True,
+):
     """Spans in a pool with free slots between them, filled at random; ``in_order``: as in the row."""
     shape = LayerShape(
         *(Stored(num_kv_heads, dim, dtype, torch.device(device)) for dim in (key_dim, value_dim))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
 from hf_slospec.model.attention.sdpa import masked_attention
-from hf_slospec.model.batch import PackedBatch
 from hf_slospec.model.sequences import Sequences
 from hf_slospec.request.request import Request, RequestParams
 from hf_slospec.tree.tree import TokenTree
@@ -25,19 +22,12 @@ class Compared:
 
     __name__ = "compared"
 
-    def __init__(self, backend: Any, tolerance: float):
+    def __init__(self, backend, tolerance):
         self.backend = backend
         self.tolerance = tolerance
         self.num_calls = 0
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        row: PackedBatch,
-        *rest: Any,
-    ) -> torch.Tensor:
+    def __call__(self, query, keys, values, row, *rest):
         out = self.backend(query, keys, values, row, *rest)
         right = masked_attention(query.float(), keys.float(), values.float(), row, *rest)
         assert out.dtype == query.dtype and out.shape == right.shape
@@ -49,7 +39,7 @@ class Compared:
 
 
 @torch.no_grad()
-def compare_layers(model: Any, tolerance: float, attention: str = "flash") -> int:
+def compare_layers(model, tolerance, attention="flash"):
     """Feed prompts and verify trees with this attention; ``tolerance`` is relative to the largest
     value.
 
@@ -79,7 +69,7 @@ def compare_layers(model: Any, tolerance: float, attention: str = "flash") -> in
     return compared.num_calls
 
 
-def _tree(request: Request, parents: tuple[int, ...]) -> TokenTree:
+def _tree(request, parents):
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)

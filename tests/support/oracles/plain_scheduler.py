@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 
 from hf_slospec.request.request import Request
 from hf_slospec.scheduler.continuous import LAST_RANK, STARVING, ContinuousScheduler
 from hf_slospec.scheduler.guarantees import guaranteeable, prefill_deadline_s, tightest_tpot_slo_s
-from hf_slospec.scheduler.load import ReplicaLoad
 
 
 class PlainScheduler(ContinuousScheduler):
-    def __init__(self, *arguments: object, **options: object):
+    def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.waiting = list[Request]()
         self._undecided = list[Request]()
 
-    def add(self, request: Request) -> None:
+    def add(self, request):
         request.is_guaranteed = False
         if request.params.has_slo and not request.params.is_best_effort:
             request.is_guaranteed = self.admission != "slo"
@@ -27,11 +25,11 @@ class PlainScheduler(ContinuousScheduler):
         self._queue(request, request.stats.arrived_s)
         self._has_changed = True
 
-    def _queue(self, request: Request, since_s: float) -> None:
+    def _queue(self, request, since_s):
         self._waiting_since[request] = since_s
         self.waiting.append(request)
 
-    def _drop(self, request: Request) -> None:
+    def _drop(self, request):
         for requests in (self.waiting, self.running, self._undecided):
             if request in requests:
                 requests.remove(request)
@@ -39,13 +37,13 @@ class PlainScheduler(ContinuousScheduler):
         self.batches.forget(request)
         self._protected.discard(request)
 
-    def decide_guarantees(self, now_s: float) -> None:
+    def decide_guarantees(self, now_s):
         is_lost = self._lost(now_s)
         self._undecided = [request for request in self._undecided if not is_lost(request)]
         if self._has_changed and self._undecided:
             self._has_changed = self._guarantee(self._undecided, now_s)
 
-    def _guarantee(self, undecided: Sequence[Request], now_s: float) -> bool:
+    def _guarantee(self, undecided, now_s):
         before = [request for request in (*self.running, *self.waiting) if request.is_guaranteed]
         unmovable = [
             *before,
@@ -71,7 +69,7 @@ class PlainScheduler(ContinuousScheduler):
             self._undecided.remove(request)
         return bool(found)
 
-    def _enter(self, now_s: float) -> list[Request]:
+    def _enter(self, now_s):
         preempted = list[Request]()
         ranks = {request: self._rank(request, now_s) for request in self.waiting}
         for request in sorted(self.waiting, key=ranks.__getitem__):
@@ -90,7 +88,7 @@ class PlainScheduler(ContinuousScheduler):
         return preempted
 
 
-def plain_load_of(scheduler: ContinuousScheduler, load: ReplicaLoad) -> ReplicaLoad:
+def plain_load_of(scheduler, load):
     """A load with what is summed over requests summed over all of them, those that wait included."""
     unfinished = (*scheduler.running, *scheduler.waiting)
     guaranteed = Counter(

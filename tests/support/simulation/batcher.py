@@ -18,18 +18,16 @@ import torch
 from hf_slospec.batcher.handle import RequestHandle
 from hf_slospec.batcher.service import _stream
 from hf_slospec.errors import NotGuaranteedError, NotRunningError, QueueFull, RequestCancelledError
-from hf_slospec.request.request import IsOver, Progress, Request, RequestParams, Stage
+from hf_slospec.request.request import Request, RequestParams, Stage
 from tests.support.simulation.engines import Engines, Server
 from tests.support.simulation.models import VOCAB, plain_token
 from tests.support.simulation.schedules import (
-    Action,
     Cancel,
     DeviceError,
     Generate,
     Job,
     Load,
     Pause,
-    Schedule,
     Start,
     Stop,
 )
@@ -63,7 +61,7 @@ class Submitted:
 
 
 class Streamer:
-    def __init__(self, submitted: Submitted, world: World):
+    def __init__(self, submitted, world):
         self.submitted, self.world, self.tokens, self.has_ended = (
             submitted,
             world,
@@ -71,7 +69,7 @@ class Streamer:
             False,
         )
 
-    def put(self, tokens: torch.Tensor) -> None:
+    def put(self, tokens):
         self.world.at("streamer")
         after = self.submitted.job.ends_after
         if after is not None and len(self.tokens) > after:
@@ -79,14 +77,14 @@ class Streamer:
             raise StreamerError
         self.tokens += tokens.flatten().tolist()
 
-    def end(self) -> None:
+    def end(self):
         self.has_ended = True
 
 
 class Simulation:
     """One run of a schedule."""
 
-    def __init__(self, plan: Schedule):
+    def __init__(self, plan):
         self.plan = plan
         self.world = World(plan.seed, plan.switching)
         self.world.faults = {(fault.point, fault.number): fault.error() for fault in plan.faults}
@@ -96,7 +94,7 @@ class Simulation:
             False
         ] * plan.num_batchers  # whether a stop without drain, or in time, may have ended requests
 
-    def run(self) -> None:
+    def run(self):
         """Run the schedule; raises AssertionError where something is wrong."""
         with self.world.in_place():
             self.engines = Engines(self.plan, self.world)
@@ -115,7 +113,7 @@ class Simulation:
         self._check()
 
     @property
-    def counts(self) -> Counter[str]:
+    def counts(self):
         """What happened, by what it was and how often."""
         counts = Counter(self.engines.counts)
         counts["restarts"] = counts.pop("starts") - len(self.servers)
@@ -136,7 +134,7 @@ class Simulation:
 
     # ---- users
 
-    def _user(self, actions: tuple[Action, ...]) -> None:
+    def _user(self, actions):
         own = list[Submitted]()
         for action in actions:
             batcher = self.servers[getattr(action, "batcher", 0)].batcher
@@ -165,7 +163,7 @@ class Simulation:
                 case Generate():
                     self._generate(action)
 
-    def _new_request(self, job: Job, is_stop: IsOver, progress: Progress | None = None) -> Request:
+    def _new_request(self, job, is_stop, progress=None):
         self.num_tried += 1
         rng = random.Random(f"{job.family} {job.prompt_len} {job.own_tokens}")
         shared = job.prompt_len - job.own_tokens
@@ -182,7 +180,7 @@ class Simulation:
         )  # fmt: skip
         return Request(index, params, self.world.now_s, progress)
 
-    def _generate(self, call: Generate) -> None:
+    def _generate(self, call):
         requests = [self._new_request(job, partial(_is_stop, job)) for job in call.jobs]
         expected = [
             _decoded_alone(own, job).tokens for own, job in zip(requests, call.jobs, strict=True)
@@ -201,7 +199,7 @@ class Simulation:
             self.engines.counts["generate"] += 1
         assert [request.tokens for request in requests] == expected, "generate gives wrong tokens"
 
-    def _submit(self, job: Job, progress: Progress | None = None) -> Submitted:
+    def _submit(self, job, progress=None):
         server = self.servers[job.batcher]
         error = MemoryError("of a processor") if job.processor_memory else ProcessorError()
         fails_in_criterion = job.fails_at is not None and job.in_criterion
@@ -219,7 +217,7 @@ class Simulation:
         self.submitted.append(submitted)
         return submitted
 
-    def _consume(self, submitted: Submitted) -> None:
+    def _consume(self, submitted):
         job = submitted.job
         handle = submitted.handle
         if job.consumer == "streamer":
@@ -232,7 +230,7 @@ class Simulation:
         elif job.consumer == "result":
             self._read_result(submitted)
 
-    def _stream(self, submitted: Submitted, streamer: Streamer) -> None:
+    def _stream(self, submitted, streamer):
         _stream(
             submitted.handle,
             torch.tensor([submitted.handle.request.tokens[: submitted.job.prompt_len]]),
@@ -240,7 +238,7 @@ class Simulation:
         )
         assert streamer.has_ended
 
-    def _read(self, submitted: Submitted) -> None:
+    def _read(self, submitted):
         job = submitted.job
         handle = submitted.handle
         seen = list[int]()
@@ -256,7 +254,7 @@ class Simulation:
                     self._submit(replace(job, ends_after=None, resumes=False), handle.progress)
                 )
 
-    def _abort(self, submitted: Submitted) -> None:
+    def _abort(self, submitted):
         if submitted.job.ends_with_error:
             submitted.expected += (UserError,)
             submitted.handle.fail(UserError())
@@ -264,7 +262,7 @@ class Simulation:
             submitted.is_cancelled = True
             submitted.handle.cancel()
 
-    def _read_result(self, submitted: Submitted) -> None:
+    def _read_result(self, submitted):
         job = submitted.job
         handle = submitted.handle
         if job.ends_after is not None:
@@ -275,7 +273,7 @@ class Simulation:
             result = handle.result()
             assert result.token_ids == handle.token_ids
 
-    def _end(self, threads: list[Thread]) -> None:
+    def _end(self, threads):
         for thread in threads:
             thread.join()
         for server in self.servers:
@@ -283,7 +281,7 @@ class Simulation:
 
     # ---- checks
 
-    def _check(self) -> None:
+    def _check(self):
         struck = [error for _, error in self.world.struck]
         memory = [error for error in struck if isinstance(error, _MEMORY)]
         fatal = [error for error in struck if isinstance(error, DeviceError)]
@@ -316,9 +314,7 @@ class Simulation:
             "K/V was left behind"
         )
 
-    def _check_request(
-        self, own: Submitted, fatal: list[BaseException], memory: list[BaseException]
-    ) -> bool:
+    def _check_request(self, own, fatal, memory):
         """Check one request; return whether it failed because memory ran short."""
         job = own.job
         handle = own.handle
@@ -359,7 +355,7 @@ class Simulation:
             assert is_short or error in fatal, f"{name} failed with {error!r}"
         return is_short
 
-    def _check_counts(self, server: Server) -> None:
+    def _check_counts(self, server):
         stats = server.telemetry.stats(
             running=0, waiting=0, kv_tokens=0, kept_tokens=0, kv_limit=0, memory=None, forwards={}
         )
@@ -372,7 +368,7 @@ class Simulation:
         assert stats.guaranteed == guaranteed, "a guarantee is not counted once"
 
 
-def _is_stop(job: Job, tokens: list[int], error: BaseException | None = None) -> bool:
+def _is_stop(job, tokens, error=None):
     """The job's criterion, which raises an error at a position."""
     position = len(tokens) - job.prompt_len - 1
     if error is not None and position == job.fails_at:
@@ -380,7 +376,7 @@ def _is_stop(job: Job, tokens: list[int], error: BaseException | None = None) ->
     return position == job.stops_at
 
 
-def _decoded_alone(request: Request, job: Job) -> Request:
+def _decoded_alone(request, job):
     """A request of the same prompt, decoded plainly to its end."""
     alone = Request(request.index, replace(request.params, is_stop=partial(_is_stop, job)))
     while not alone.emit(plain_token(alone)):
@@ -392,7 +388,7 @@ _MEMORY = (MemoryError, torch.OutOfMemoryError)
 _ERRORS = (ProcessorError, StreamerError, UserError, DeviceError, MemoryError, NotGuaranteedError)
 
 
-def simulate(plan: Schedule) -> tuple[BaseException | None, Counter[str]]:
+def simulate(plan):
     """Run a schedule, and return what is wrong, None if nothing is, and what happened."""
     simulation = Simulation(plan)
     try:
@@ -402,6 +398,6 @@ def simulate(plan: Schedule) -> tuple[BaseException | None, Counter[str]]:
     return None, simulation.counts
 
 
-def fault_of(plan: Schedule) -> BaseException | None:
+def fault_of(plan):
     """Run a schedule, and return what is wrong; None if nothing is."""
     return simulate(plan)[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -13,13 +12,9 @@ from hf_slospec.batcher.stats import Telemetry
 from hf_slospec.config import SLOSpecConfig
 from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.drafters.lookup import PromptLookupDrafter
-from hf_slospec.engine.costs import StepCosts
-from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
 from hf_slospec.engine.interfaces import Plan as DraftPlan
-from hf_slospec.engine.interfaces import Policy, Selection
-from hf_slospec.engine.interfaces import Schedule as StepSchedule
-from hf_slospec.engine.step import Engine
+from hf_slospec.engine.interfaces import Policy
 from hf_slospec.generate.speculator import Speculator
 from hf_slospec.model.target import PackedTarget
 from hf_slospec.policies import new_policy
@@ -28,20 +23,18 @@ from hf_slospec.request.request import Request
 from hf_slospec.scheduler.batch_formation import MAX_SKIPPED
 from hf_slospec.scheduler.continuous import ContinuousScheduler
 from tests.support.simulation.models import VOCAB, SimulatedModel, SimulatedSampler
-from tests.support.simulation.schedules import Schedule
-from tests.support.simulation.threads import World
 from tests.support.toys.models import NowAndThen, WholeTrees, new_costs
 
 
 class CheckedScheduler(ContinuousScheduler):
     """Checks what the scheduler guarantees, at every step."""
 
-    def __init__(self, *arguments: Any):
+    def __init__(self, *arguments):
         super().__init__(*arguments)
         self.left_out = dict[Request, int]()  # steps in a row
         self.counts = Counter[str]()
 
-    def enter(self, now_s: float) -> list[Request]:
+    def enter(self, now_s):
         waited = dict.fromkeys(self.waiting)
         starving = [
             request
@@ -75,7 +68,7 @@ class CheckedScheduler(ContinuousScheduler):
             )
         return preempted
 
-    def _make_room(self) -> list[Request]:
+    def _make_room(self):
         protected = {*self._protected}
         preempted = super()._make_room()
         self.counts["preempted as slots ran out"] += len(preempted)
@@ -89,7 +82,7 @@ class CheckedScheduler(ContinuousScheduler):
             )
         return preempted
 
-    def schedule(self, now_s: float) -> StepSchedule:
+    def schedule(self, now_s):
         schedule = super().schedule(now_s)
         taking_part = {*schedule.decoding, *(chunk.request for chunk in schedule.chunks)}
         assert taking_part or not self.running, "a step does nothing"
@@ -109,19 +102,19 @@ class CheckedScheduler(ContinuousScheduler):
 class FaultyPolicy(Policy):
     """A policy for which memory may run short."""
 
-    def __init__(self, policy: Policy, world: World):
+    def __init__(self, policy, world):
         self.policy = policy
         self.world = world
 
-    def plan(self, *arguments: Any) -> DraftPlan:
+    def plan(self, *arguments):
         self.world.at("plan")
         return self.policy.plan(*arguments)
 
-    def select(self, *arguments: Any) -> Selection:
+    def select(self, *arguments):
         self.world.at("select")
         return self.policy.select(*arguments)
 
-    def observe(self, *arguments: Any) -> None:
+    def observe(self, *arguments):
         self.world.at("learn")
         self.policy.observe(*arguments)
 
@@ -129,7 +122,7 @@ class FaultyPolicy(Policy):
 class Engines:
     """What engines of one simulation have in common: models, lock and settings."""
 
-    def __init__(self, plan: Schedule, world: World):
+    def __init__(self, plan, world):
         self.plan = plan
         self.world = world
         self.lock = FairLock()
@@ -144,17 +137,15 @@ class Engines:
             object
         ]()  # the batchers and calls of `generate` whose steps have ended, in order
 
-    def new_drafter(self, kv_tokens: int | None = None, kept: float = 0.0) -> Any:
+    def new_drafter(self, kv_tokens=None, kept=0.0):
         if not self.plan.has_assistant:
             return PromptLookupDrafter()
         return AssistantDrafter(self.draft, self.plan.limits.max_nodes, VOCAB, kv_tokens, kept)
 
-    def new_target(
-        self, sampler: SimulatedSampler, kv_tokens: int | None = None, kept: float = 0.0
-    ) -> PackedTarget:
+    def new_target(self, sampler, kv_tokens=None, kept=0.0):
         return PackedTarget(self.target, self.plan.limits.max_nodes, sampler, kv_tokens, kept)
 
-    def parts(self, target: PackedTarget, drafter: Any, costs: StepCosts, _: None = None) -> Parts:
+    def parts(self, target, drafter, costs, _=None):
         kind = NowAndThen if self.plan.policy == "now and then" else WholeTrees
         policy: Any = kind(DraftPlan(self.plan.depth, self.plan.width))
         if self.plan.policy == "auto" and self.plan.depth:
@@ -162,7 +153,7 @@ class Engines:
         faulty = FaultyPolicy(policy, self.world)
         return Parts(target, drafter, faulty, costs, self.world.clock, self.lock.released)
 
-    def on_step(self, step: StepEvent, user: object) -> None:
+    def on_step(self, step, user):
         self.turns.append(user)
         self.counts["steps"] += 1
         self.counts["steps that decode"] += step.num_decoding > 0
@@ -171,7 +162,7 @@ class Engines:
             step.committed - len(step.requests) if step.draft_levels else 0
         )
 
-    def generate(self, requests: Sequence[Request]) -> None:
+    def generate(self, requests):
         """Decode requests in the calling thread, as a call of ``generate`` does."""
         target = self.new_target(SimulatedSampler(self.world))
         try:
@@ -184,7 +175,7 @@ class Engines:
 class Server:
     """One batcher with its engine's parts."""
 
-    def __init__(self, engines: Engines):
+    def __init__(self, engines):
         self.engines = engines
         self.world = engines.world
         self.telemetry = Telemetry()
@@ -193,7 +184,7 @@ class Server:
         self.sampler = SimulatedSampler(engines.world)
         self.batcher = Batcher(self._engine, engines.plan.max_queue, engines.lock, self)
 
-    def _engine(self) -> Engine[ContinuousScheduler]:
+    def _engine(self):
         engines = self.engines
         plan = self.engines.plan
         costs = new_costs()
@@ -210,7 +201,7 @@ class Server:
         close = engine.close
         self.engine = engine
 
-        def closed() -> None:
+        def closed():
             close()
             del self.engine
             self.world.at("close")
@@ -218,7 +209,7 @@ class Server:
         engine.close = closed
         return engine
 
-    def on_step(self, step: StepEvent) -> None:
+    def on_step(self, step):
         self.engines.on_step(step, self)
         held = self.engine.target.sequences.num_held + self.engine.target.num_kept
         assert held <= self.engines.plan.limits.kv_tokens, "more slots are held than there are"
@@ -226,7 +217,7 @@ class Server:
         self.world.at("on_step")
         self.telemetry.on_step(step)
 
-    def on_end(self, request: Request) -> None:
+    def on_end(self, request):
         self.ended.append(request)
         self.world.at("on_end")
         self.telemetry.on_end(request)

@@ -5,7 +5,6 @@ wrong K/V shows.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +13,10 @@ from weakref import ref
 import numpy as np
 import torch
 
-from hf_slospec.drafters.level import Level
-from hf_slospec.model.batch import CachedSequence, LayerShape, NewTokens
+from hf_slospec.model.batch import LayerShape
 from hf_slospec.model.kv_cache import KVCache, KVPool
 from hf_slospec.model.packed_model import Outputs
-from hf_slospec.model.sampling import PendingChoices
 from hf_slospec.request.request import Request
-from hf_slospec.tree.tree import TokenTree
-from tests.support.simulation.threads import World
 from tests.support.toys.trees import stored
 
 VOCAB = 5
@@ -31,13 +26,13 @@ TABLE = np.random.default_rng(0).gumbel(size=(ROWS, VOCAB)).astype(np.float32)
 NOISE = np.random.default_rng(1).gumbel(size=(8, LONGEST, VOCAB)).astype(np.float32)
 
 
-def row_of(tokens: bytes, is_draft: bool = False) -> int:
+def row_of(tokens, is_draft=False):
     """The place of the next token's logits; the draft's are the target's after three of four texts."""
     digest = zlib.crc32(tokens)
     return (digest >> 10 if is_draft and digest >> 8 & 3 == 0 else digest) % ROWS
 
 
-def chosen(rows: np.ndarray, request: Request, positions: np.ndarray) -> np.ndarray:
+def chosen(rows, request, positions):
     """The tokens that plain decoding takes at positions of a request's output, given logits
     [num_tokens, vocab].
     """
@@ -46,7 +41,7 @@ def chosen(rows: np.ndarray, request: Request, positions: np.ndarray) -> np.ndar
     ).argmax(-1)
 
 
-def plain_token(request: Request) -> int:
+def plain_token(request):
     row = TABLE[row_of(bytes(request.tokens))]
     return int(chosen(row[None], request, np.array([request.num_emitted]))[0])
 
@@ -54,22 +49,22 @@ def plain_token(request: Request) -> int:
 class FaultyPool(KVPool):
     """Storage whose operations may run out of memory."""
 
-    def __init__(self, world: World, name: str, num_slots: int):
+    def __init__(self, world, name, num_slots):
         world.at(f"{name} pool")
         super().__init__([LayerShape(stored(1, 1), stored(1, 1))], num_slots)
         self.world = world
         self.name = name
 
-    def move(self, source: Sequence[int], destination: Sequence[int]) -> None:
+    def move(self, source, destination):
         if source:
             self.world.at(f"{self.name} move")
         super().move(source, destination)
 
-    def copy(self, source: CachedSequence, destination: CachedSequence, length: int) -> None:
+    def copy(self, source, destination, length):
         self.world.at(f"{self.name} copy")
         super().copy(source, destination, length)
 
-    def _shift(self, sequence: CachedSequence, start: int) -> None:
+    def _shift(self, sequence, start):
         if sequence.start != start:
             self.world.at(f"{self.name} repack")
         super()._shift(sequence, start)
@@ -87,7 +82,7 @@ class SimulatedModel:
     ranks = SimpleNamespace(number=1, least=lambda value: value)
     rope = SimpleNamespace(max_plain=None)
 
-    def __init__(self, world: World, name: str, seconds: Sequence[float]):
+    def __init__(self, world, name, seconds):
         """``seconds`` that forwards take, in turn."""
         self.world = world
         self.name = name
@@ -98,7 +93,7 @@ class SimulatedModel:
         self._shared: Any = lambda: None
 
     @property
-    def kv_cache(self) -> KVCache:
+    def kv_cache(self):
         cache = self._shared()
         if cache is None:
             cache = KVCache(
@@ -107,32 +102,30 @@ class SimulatedModel:
             self._shared = ref(cache)
         return cache
 
-    def _empty(self) -> KVPool:
+    def _empty(self):
         return KVPool([LayerShape(stored(1, 1), stored(1, 1))], 0)
 
     @property
-    def num_held(self) -> int:
+    def num_held(self):
         cache = self._shared()
         return 0 if cache is None else cache.num_held
 
-    def keep_if_captured(self, cache: KVCache) -> None:
+    def keep_if_captured(self, cache):
         if cache.pool.num_slots and not cache.pool.sequences:
             cache._pool = self._empty()
 
-    def clamp_tokens(self, tokens: np.ndarray) -> np.ndarray:
+    def clamp_tokens(self, tokens):
         return tokens
 
     clamp_positions = clamp_tokens
 
-    def status(self, feature_layers: tuple[int, ...] = ()) -> str:
+    def status(self, feature_layers=()):
         return "eager"
 
-    def num_draft_rows(self, num_requests: int) -> None:
+    def num_draft_rows(self, num_requests):
         return None
 
-    def draft(
-        self, pool: KVPool, parts: Sequence[NewTokens], logit_rows: torch.Tensor, level: Level
-    ) -> Any:
+    def draft(self, pool, parts, logit_rows, level):
         own = level.resolved(parts)
         ids = [level.inputs({"input_ids": part.input_ids[None]})["input_ids"][0] for part in own]
         own = [replace(part, input_ids=tokens) for part, tokens in zip(own, ids, strict=True)]
@@ -140,11 +133,11 @@ class SimulatedModel:
 
     def outputs(
         self,
-        pool: KVPool,
-        parts: Sequence[NewTokens],
-        logit_rows: torch.Tensor,
-        feature_layers: tuple[int, ...] = (),
-    ) -> Outputs:
+        pool,
+        parts,
+        logit_rows,
+        feature_layers=(),
+    ):
         self.num_forwards += 1
         self.world.at(f"{self.name} forward", self.seconds[self.num_forwards % len(self.seconds)])
         wanted = logit_rows.tolist()
@@ -186,14 +179,12 @@ class SimulatedSampler:
     may have state.
     """
 
-    def __init__(self, world: World):
+    def __init__(self, world):
         self.world = world
         self.fails_at = dict[Request, tuple[int, BaseException]]()
         self.next_position = dict[Request, int]()
 
-    def choose(
-        self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]
-    ) -> PendingChoices:
+    def choose(self, requests, logits, trees):
         self.world.at("sampler")
         rows = logits.numpy()
         choosers = list[Any]()
@@ -206,8 +197,8 @@ class SimulatedSampler:
             begin += tree.num_nodes
         return torch.empty(0, dtype=torch.int64), lambda _: choosers
 
-    def _chooser(self, request: Request, tokens: np.ndarray) -> Any:
-        def choose(node: int) -> int:
+    def _chooser(self, request, tokens):
+        def choose(node):
             position = request.num_emitted
             due = self.next_position.get(request, request.stats.num_resumed)
             assert position == due, (

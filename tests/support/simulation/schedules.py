@@ -5,7 +5,6 @@ where they fail.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -107,7 +106,7 @@ class Fault:
     number: int  # index among the calls of this point
     kind: str  # "memory", "torch" (its own class), "observer" or "fatal"
 
-    def error(self) -> BaseException:
+    def error(self):
         errors = {
             "memory": MemoryError,
             "torch": torch.OutOfMemoryError,
@@ -139,7 +138,7 @@ class Schedule:
     output_tokens: float  # at which the length of outputs is estimated at first
 
 
-def schedule_of(seed: int) -> Schedule:
+def schedule_of(seed):
     """Draw a schedule."""
     rng = random.Random(seed)
     num_batchers = rng.choice([1, 1, 1, 2])
@@ -166,9 +165,7 @@ def schedule_of(seed: int) -> Schedule:
     )  # fmt: skip
 
 
-def _actions(
-    rng: random.Random, number: int, longest: int, room: int, num_batchers: int
-) -> Iterator[Action]:
+def _actions(rng, number, longest, room, num_batchers):
     for _ in range(number):
         batcher = rng.randrange(num_batchers)
         if rng.random() < 0.7:
@@ -186,7 +183,7 @@ def _actions(
             yield Start(batcher)
 
 
-def _job(rng: random.Random, longest: int, room: int, batcher: int) -> Job:
+def _job(rng, longest, room, batcher):
     new = rng.choice([1, 2, 5, 9, 14])
     least = 18 if longest == 50 and rng.random() < 0.6 else 1  # so that others may begin alike
     prompt_len = rng.randrange(least, min(longest, room - new))
@@ -206,7 +203,7 @@ def _job(rng: random.Random, longest: int, room: int, batcher: int) -> Job:
     )  # fmt: skip
 
 
-def _plain_job(rng: random.Random) -> Job:
+def _plain_job(rng):
     prompt_len = rng.randrange(1, 30)
     own_tokens = rng.randrange(min(prompt_len, 6))
     return Job(
@@ -218,7 +215,7 @@ def _plain_job(rng: random.Random) -> Job:
     )
 
 
-def _faults(rng: random.Random) -> tuple[Fault, ...]:
+def _faults(rng):
     kind = rng.random()
     memory = (*MEMORY, *DRAFT_MEMORY)
     if kind < 0.3:
@@ -243,7 +240,7 @@ def _faults(rng: random.Random) -> tuple[Fault, ...]:
     return (Fault(rng.choice(FATAL), rng.randrange(6), "fatal"),)
 
 
-def shrunk(plan: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
+def shrunk(plan, fails):
     """Return a smaller schedule that fails as well: fewer faults, users and actions, plainer
     settings.
     """
@@ -252,7 +249,7 @@ def shrunk(plan: Schedule, fails: Callable[[Schedule], bool]) -> Schedule:
     return plan
 
 
-def _smaller(plan: Schedule) -> Iterator[Schedule]:
+def _smaller(plan):
     for place in range(len(plan.faults)):
         yield replace(plan, faults=plan.faults[:place] + plan.faults[place + 1 :])
     for place, actions in enumerate(plan.users):
@@ -290,5 +287,5 @@ def _smaller(plan: Schedule) -> Iterator[Schedule]:
             yield replace(plan, **{name: value})
 
 
-def _uses_second(plan: Schedule) -> bool:
+def _uses_second(plan):
     return any(getattr(action, "batcher", 0) for actions in plan.users for action in actions)

@@ -8,9 +8,8 @@ test, and for the locks of :mod:`hf_slospec.forks`.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
-from typing import Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
@@ -37,7 +36,7 @@ class StuckError(AssertionError):
 class World:
     """All threads of one simulation, their clock, and the faults that strike them."""
 
-    def __init__(self, seed: int, switching: float = 0.3):
+    def __init__(self, seed, switching=0.3):
         """``switching``: how often a thread that need not wait lets another one go first."""
         self.rng = random.Random(seed)
         self.switching = switching
@@ -51,10 +50,10 @@ class World:
         self.is_over = False
         self._num_turns = 0
 
-    def clock(self) -> float:
+    def clock(self):
         return self.now_s
 
-    def at(self, point: str, seconds: float = 0.0) -> None:
+    def at(self, point, seconds=0.0):
         """Let time pass and others go first at a named point, where a fault may strike."""
         self.now_s += seconds
         self.pause()
@@ -63,12 +62,12 @@ class World:
             self.struck.append((point, error))
             raise error
 
-    def pause(self) -> None:
+    def pause(self):
         if self.running is not None and self.rng.random() < self.switching:
             self.running.is_ready = None
             self._let_others_run()
 
-    def wait_for(self, is_ready: Callable[[], bool], timeout: float | None = None) -> bool:
+    def wait_for(self, is_ready, timeout=None):
         """Let others go on until this thread is ready; return False if that takes longer."""
         me = self.running
         if me is None:  # all threads have ended
@@ -80,7 +79,7 @@ class World:
         me.until_s = None
         return is_ready()
 
-    def _let_others_run(self) -> None:
+    def _let_others_run(self):
         """Go on with one of the threads that are ready, which may be this one."""
         if self.is_over:
             raise GreenletExit
@@ -94,7 +93,7 @@ class World:
         if self.is_over:
             raise GreenletExit
 
-    def _chosen(self) -> Thread | None:
+    def _chosen(self):
         self._num_turns += 1
         if self._num_turns > MOST_TURNS:
             return None
@@ -114,7 +113,7 @@ class World:
                 return None
             self.now_s = min(ends)
 
-    def run(self) -> None:
+    def run(self):
         """Run all threads to their ends."""
         while self.threads:
             self.running = self._chosen()
@@ -126,7 +125,7 @@ class World:
             self.running.greenlet.switch()
         self.running = None
 
-    def end(self) -> None:
+    def end(self):
         """End what is left of the threads."""
         self.is_over = True
         for thread in list(self.threads):
@@ -137,7 +136,7 @@ class World:
         self.running = None
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_place(self):
         """Put these threads and this clock in the place of real ones."""
         own = Threading(self)
         stand_ins = {
@@ -160,11 +159,11 @@ class World:
 class Thread:
     def __init__(
         self,
-        world: World,
-        target: Callable[..., object],
-        args: tuple[Any, ...] = (),
-        name: str = "",
-    ) -> None:
+        world,
+        target,
+        args=(),
+        name="",
+    ):
         self.world = world
         self.name = name
         self.is_ready: Callable[[], bool] | None = None  # None: it need not wait
@@ -174,57 +173,57 @@ class Thread:
         self.greenlet = greenlet(self._run, world.hub)
         self.has_begun = False
 
-    def start(self) -> None:
+    def start(self):
         self.has_begun = True
         self.world.threads.append(self)
         self.world.pause()
 
-    def _run(self) -> None:
+    def _run(self):
         try:
             self.target(*self.args)
         finally:
             self.world.threads.remove(self)
 
-    def is_alive(self) -> bool:
+    def is_alive(self):
         return self in self.world.threads
 
-    def join(self, timeout: float | None = None) -> None:
+    def join(self, timeout=None):
         if not self.has_begun:
             raise RuntimeError("cannot join thread before it is started")
         self.world.wait_for(lambda: not self.is_alive(), timeout)
 
 
 class Lock:
-    def __init__(self, world: World):
+    def __init__(self, world):
         self.world = world
         self.is_held = False
 
-    def acquire(self) -> bool:
+    def acquire(self):
         self.world.pause()
         if self.is_held:
             self.world.wait_for(lambda: not self.is_held)
         self.is_held = True
         return True
 
-    def release(self) -> None:
+    def release(self):
         assert self.is_held
         self.is_held = False
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         self.acquire()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.release()
 
 
 class RLock:
-    def __init__(self, world: World):
+    def __init__(self, world):
         self.lock = Lock(world)
         self.world = world
         self.owner = None
         self.depth = 0
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         if self.depth and self.owner is self.world.running:
             self.depth += 1
             return
@@ -232,7 +231,7 @@ class RLock:
         self.owner = self.world.running
         self.depth = 1
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.depth -= 1
         if not self.depth:
             self.owner = None
@@ -240,11 +239,11 @@ class RLock:
 
 
 class Condition(RLock):
-    def __init__(self, world: World):
+    def __init__(self, world):
         super().__init__(world)
         self.waiters = list[list[bool]]()
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, timeout=None):
         assert self.depth == 1 and self.owner is self.world.running
         told: list[bool] = []
         self.waiters.append(told)
@@ -257,7 +256,7 @@ class Condition(RLock):
                     self.waiters = [other for other in self.waiters if other is not told]
                 self.__enter__()
 
-    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+    def wait_for(self, predicate, timeout=None):
         until_s = None if timeout is None else self.world.now_s + timeout
         while not (found := predicate()):
             left_s = None if until_s is None else until_s - self.world.now_s
@@ -266,7 +265,7 @@ class Condition(RLock):
             self.wait(left_s)
         return found
 
-    def notify_all(self) -> None:
+    def notify_all(self):
         assert self.owner is self.world.running
         for told in self.waiters:
             told.append(True)
@@ -276,36 +275,36 @@ class Condition(RLock):
 class Threading:
     """Stands in for the module ``threading``."""
 
-    def __init__(self, world: World):
+    def __init__(self, world):
         self.world = world
 
     def Thread(  # noqa: N802
         self,
-        target: Callable[..., object],
-        args: tuple[Any, ...] = (),
-        name: str = "",
-        daemon: bool = False,
-    ) -> Thread:
+        target,
+        args=(),
+        name="",
+        daemon=False,
+    ):
         return Thread(self.world, target, args, name)
 
-    def Lock(self) -> Lock:  # noqa: N802
+    def Lock(self):  # noqa: N802
         return Lock(self.world)
 
-    def RLock(self) -> RLock:  # noqa: N802
+    def RLock(self):  # noqa: N802
         return RLock(self.world)
 
-    def Condition(self) -> Condition:  # noqa: N802
+    def Condition(self):  # noqa: N802
         return Condition(self.world)
 
-    def current_thread(self) -> Thread | World:
+    def current_thread(self):
         return self.world.running or self.world
 
-    def get_ident(self) -> int:
+    def get_ident(self):
         return id(self.world.running)
 
 
 class Time:
     """Stands in for the module ``time``."""
 
-    def __init__(self, world: World):
+    def __init__(self, world):
         self.monotonic = self.perf_counter = world.clock

@@ -12,7 +12,6 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -37,45 +36,45 @@ handles = itertools.count(
 
 
 class Generator(torch.Generator):
-    def __new__(cls, device: Any = "cpu") -> Generator:
+    def __new__(cls, device="cpu"):
         return super().__new__(cls, "cpu")
 
 
 class Stream:
     stream_id = device_index = 0
 
-    def __init__(self, *_: Any):
+    def __init__(self, *_):
         self.waited_for: list[Stream] = []
         self.recorded: set[int] = set()  # addresses of tensors
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other):
         self.waited_for.append(other)
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         cuda_tensors.device.wait(Stream.synchronize)
 
 
 class Chosen:
     """In the place of ``torch.cuda.device``."""
 
-    def __init__(self, device: Any):
+    def __init__(self, device):
         self.idx = 0
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         pass
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error):
         pass
 
 
 class Event:
-    def __init__(self, **_: Any):
+    def __init__(self, **_):
         self._num_asked = 0
 
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream=None):
         self._num_asked = cuda_tensors.device.num_asked
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         cuda_tensors.device.finish(self._num_asked)
 
 
@@ -84,7 +83,7 @@ class Graph:
     is.
     """
 
-    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+    def capture_begin(self, pool=None, capture_error_mode="global"):
         device = cuda_tensors.device
         pool = torch.cuda.graph_pool_handle() if pool is None else pool
         assert not device.captures, "two threads capture at once"
@@ -99,7 +98,7 @@ class Graph:
         self.tape = Tape()
         device.captures[threading.get_ident()] = self.tape
 
-    def capture_end(self) -> None:
+    def capture_end(self):
         device = cuda_tensors.device
         device.captures.clear()
         if self.tape.is_broken:
@@ -109,17 +108,17 @@ class Graph:
         device.num_graphs += 1
         weakref.finalize(self, release, 0, self.pool)
 
-    def replay(self) -> None:
+    def replay(self):
         self.tape.play(torch.empty(0))
 
 
-def end_allocate(index: int, pool: Any) -> None:
+def end_allocate(index, pool):
     if cuda_tensors.device.allocates_to != pool:
         raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
     cuda_tensors.device.allocates_to = None
 
 
-def release(index: int, pool: Any) -> None:
+def release(index, pool):
     users = cuda_tensors.device.users
     if pool in users:  # it is of this test's device
         users[pool] -= 1
@@ -129,7 +128,7 @@ def release(index: int, pool: Any) -> None:
 class Places(TorchFunctionMode):
     """``cuda`` means ``cuda:0``: torch would ask the driver."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         args = [numbered(argument) if type(argument) in PLACES else argument for argument in args]
         if not kwargs:
             return func(*args)
@@ -148,25 +147,25 @@ class Places(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def numbered(argument: str | torch.device) -> Any:
+def numbered(argument):
     return CUDA if str(argument) in ("cuda", "cuda:0") else argument
 
 
 class Operators(TorchDispatchMode):
     @classmethod
-    def _should_skip_dynamo(cls) -> bool:
+    def _should_skip_dynamo(cls):
         return False  # nothing is compiled, and the wrapper costs time in every operator
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return cuda_tensors.device.run(func, args, kwargs or {})
 
 
 @contextlib.contextmanager
-def stand_in_cuda() -> Iterator[Device]:
+def stand_in_cuda():
     """Within, in every thread, there is one CUDA device."""
     cuda_tensors.device = stand_in = Device(Stream())
 
-    def empty_cache() -> None:
+    def empty_cache():
         stand_in.refuse_beside_captures(torch.cuda.empty_cache)
 
     properties = SimpleNamespace(name="stand-in", total_memory=2**36, multi_processor_count=1)
@@ -210,7 +209,7 @@ def stand_in_cuda() -> Iterator[Device]:
     )
     run_thread = threading.Thread.run
 
-    def run(self: threading.Thread) -> None:
+    def run(self):
         with Places(), Operators():
             run_thread(self)
 

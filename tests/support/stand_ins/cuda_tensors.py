@@ -9,7 +9,7 @@ import functools
 import importlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class OnDevice(torch.Tensor):
     held: torch.Tensor
 
     @staticmethod
-    def __new__(cls, held: torch.Tensor) -> OnDevice:
+    def __new__(cls, held):
         assert type(held) is torch.Tensor and held.is_cpu, held
         made: OnDevice = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -51,18 +51,18 @@ class OnDevice(torch.Tensor):
         made.held = held
         return made
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_):
         return f"OnDevice({self.held!r})"
 
-    def record_stream(self, stream: Any) -> None:
+    def record_stream(self, stream):
         stream.recorded.add(self.data_ptr())
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo):
         memo[id(self)] = made = like(self, self.held.clone())
         return made
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func in READS:
             device.wait(func)
             return func(args[0].held)
@@ -76,7 +76,7 @@ class OnDevice(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return device.run(func, args, kwargs or {})
 
 
@@ -98,7 +98,7 @@ INSTEAD: dict[Any, Callable[..., Any]] = {
 }
 
 
-def like(tensor: OnDevice, held: torch.Tensor) -> Any:
+def like(tensor, held):
     made = OnDevice(held)
     return (
         torch.nn.Parameter(made, tensor.requires_grad)
@@ -107,10 +107,10 @@ def like(tensor: OnDevice, held: torch.Tensor) -> Any:
     )
 
 
-def of_host(tree: Any, given: list[torch.Tensor]) -> Any:
+def of_host(tree, given):
     """The same with values in host memory; the tensors that were in it are added to ``given``."""
 
-    def held(tensor: torch.Tensor) -> torch.Tensor:
+    def held(tensor):
         given.append(tensor)
         return tensor.held if type(tensor) is OnDevice else tensor
 
@@ -118,7 +118,7 @@ def of_host(tree: Any, given: list[torch.Tensor]) -> Any:
 
 
 @functools.cache
-def draws(func: Any) -> bool:
+def draws(func):
     """Whether the operator takes random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags
 
@@ -128,10 +128,10 @@ class DefaultGenerator(torch.Generator):
 
     is_capturing = False
 
-    def clone_state(self) -> torch.Tensor:
+    def clone_state(self):
         return self.get_state()
 
-    def graphsafe_set_state(self, state: Any) -> None:
+    def graphsafe_set_state(self, state):
         self.set_state(state)
         self.is_capturing = False
 
@@ -139,7 +139,7 @@ class DefaultGenerator(torch.Generator):
 class Device:
     """What it has been asked for and has not shown yet."""
 
-    def __init__(self, default_stream: Any) -> None:
+    def __init__(self, default_stream):
         self.generator = DefaultGenerator()
         self.sync_debug_mode = "default"
         self.captures: dict[int, Tape] = {}  # that run, by thread
@@ -156,16 +156,16 @@ class Device:
         self._streams: dict[int, Any] = {}  # by thread, if it is not the default one
 
     @property
-    def stream(self) -> Any:
+    def stream(self):
         """The stream of this thread."""
         return self._streams.get(threading.get_ident(), self.default_stream)
 
     @property
-    def tape(self) -> Tape | None:
+    def tape(self):
         """The state of this thread's capture."""
         return self.captures.get(threading.get_ident())
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, func, args, kwargs):
         """One operator: on values in host memory, after a look at where they are said to be."""
         given: list[torch.Tensor] = []
         held = [of_host(argument, given) for argument in args]
@@ -203,7 +203,7 @@ class Device:
             self.tape.calls.append((func, args, kwargs, out))
         return out
 
-    def index(self, func: Any, args: Any) -> Any:
+    def index(self, func, args):
         """Reading or writing with brackets: torch would ask the driver."""
         is_here = type(args[0]) is OnDevice
         with torch._C.DisableTorchFunctionSubclass():
@@ -229,14 +229,14 @@ class Device:
             self.tape.calls.append((func, args, {}, out))
         return out
 
-    def _is_here(self, of: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> bool:
+    def _is_here(self, of, args, kwargs, given):
         if kwargs and kwargs.get("device") is not None:
             return torch.device(kwargs["device"]).type == "cuda"
         if of is COPY_TO:
             return type(args[0]) is OnDevice
         return OnDevice in map(type, given)
 
-    def _check(self, func: Any, args: Any, given: list[torch.Tensor]) -> None:
+    def _check(self, func, args, given):
         if sync_guard._reads(func, args):
             self.wait(func)
         of = func.overloadpacket
@@ -250,7 +250,7 @@ class Device:
                     f"{func}: tensors on host and device: {[(t.shape, t.device) for t in given]}"
                 )
 
-    def _across(self, func: Any, args: Any, kwargs: Any, on_host: Any, source: torch.Tensor) -> Any:
+    def _across(self, func, args, kwargs, on_host, source):
         """Between host and device."""
         is_write = func.overloadpacket is aten.copy_
         waits_not = kwargs.get("non_blocking") or (is_write and len(args) > 2 and args[2])
@@ -270,8 +270,8 @@ class Device:
                 self.tape.calls.append((func, args, kwargs, out))
         return args[0] if is_write else out
 
-    def _placed(self, out: Any, given: list[torch.Tensor]) -> Any:
-        def placed(tensor: torch.Tensor) -> torch.Tensor:
+    def _placed(self, out, given):
+        def placed(tensor):
             for own in given:
                 if type(own) is OnDevice and own.held is tensor:
                     assert own.shape == tensor.shape, "changed its shape in place"
@@ -280,7 +280,7 @@ class Device:
 
         return placed(out) if type(out) is torch.Tensor else each(out, placed)
 
-    def _drawn(self, draw: Callable[[], Any]) -> Any:
+    def _drawn(self, draw):
         """With the device's generator in the place of the host's."""
         if self.generator.is_capturing and self.tape is None:
             raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
@@ -293,11 +293,11 @@ class Device:
             torch.set_rng_state(state)
 
     @property
-    def num_waits(self) -> int:
+    def num_waits(self):
         """How often this thread has waited."""
         return self._num_waits[threading.get_ident()]
 
-    def wait(self, func: Any) -> None:
+    def wait(self, func):
         """The host waits until all is done."""
         if self.tape is not None:
             self.tape.is_broken = True
@@ -308,12 +308,12 @@ class Device:
         self.finish(self.num_asked)
 
     @property
-    def num_asked(self) -> int:
+    def num_asked(self):
         """Copies to the host that anybody has asked for."""
         with self._lock:
             return self.num_arrived + len(self.arriving)
 
-    def finish(self, num_asked: int) -> None:
+    def finish(self, num_asked):
         """So many of these copies are there, and all copies to the device have been read."""
         with self._lock:
             arrived = self.arriving[: max(num_asked - self.num_arrived, 0)]
@@ -326,17 +326,17 @@ class Device:
 
     # ---- torch.cuda
 
-    def manual_seed(self, seed: int) -> None:
+    def manual_seed(self, seed):
         self.generator.manual_seed(int(seed))
 
-    def get_states(self) -> list[torch.Tensor]:
+    def get_states(self):
         return [self.generator.get_state()]
 
-    def synchronize(self, device: Any = None) -> None:
+    def synchronize(self, device=None):
         self.refuse_beside_captures(torch.cuda.synchronize)
         self.wait(torch.cuda.synchronize)
 
-    def refuse_beside_captures(self, func: Any) -> None:
+    def refuse_beside_captures(self, func):
         """What concerns the whole device fails while another thread captures, and so does the
         capture.
         """
@@ -346,7 +346,7 @@ class Device:
                 raise RuntimeError(f"operation not permitted while another thread captures: {func}")
 
     @contextlib.contextmanager
-    def on_stream(self, stream: Any) -> Iterator[None]:
+    def on_stream(self, stream):
         before = self.stream
         self._streams[threading.get_ident()] = stream
         try:
@@ -354,7 +354,7 @@ class Device:
         finally:
             self._streams[threading.get_ident()] = before
 
-    def set_sync_debug_mode(self, mode: str) -> None:
+    def set_sync_debug_mode(self, mode):
         self.sync_debug_mode = mode
 
 
@@ -362,19 +362,19 @@ device = Device(None)  # replaced in each test
 
 
 def torch_flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_queries: torch.Tensor,
-    cu_keys: torch.Tensor,
-    max_queries: int,
-    max_keys: int,
-    is_causal: bool = False,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-    **unused: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query,
+    key,
+    value,
+    cu_queries,
+    cu_keys,
+    max_queries,
+    max_keys,
+    is_causal=False,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+    **unused,
+):
     assert all(argument is None for argument in unused.values()), unused
     assert enable_gqa or query.shape[1] == key.shape[1]
     return flash_attn_varlen_func(
@@ -393,20 +393,20 @@ def torch_flash(
 
 
 def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    return_attn_probs: bool = False,
-) -> Any:
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    return_attn_probs=False,
+):
     """By the documentation of the package of this name, and of the kernel that torch has from it."""
     assert q.dtype in HALF and q.dtype == k.dtype == v.dtype and dropout_p == 0.0
     assert q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256 and not q.shape[-1] % 8

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 from tests.support.stand_ins.cuda import Graph
@@ -23,7 +21,7 @@ NO_WORK = (
 
 
 @contextlib.contextmanager
-def device_operations() -> Iterator[list[str]]:
+def device_operations():
     """Names of the operations that the device is given within, copies included and views not."""
     names = list[str]()
     run = Device.run
@@ -31,7 +29,7 @@ def device_operations() -> Iterator[list[str]]:
     replay = Graph.replay
     is_replaying = False
 
-    def noted_run(self: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    def noted_run(self, func, args, kwargs):
         out = run(self, func, args, kwargs)
         name = str(func)
         tensors = [*tensors_in(args), *tensors_in(kwargs), *tensors_in(out)]
@@ -45,13 +43,13 @@ def device_operations() -> Iterator[list[str]]:
             names.append(name)
         return out
 
-    def noted_index(self: Device, func: Any, args: Any) -> Any:
+    def noted_index(self, func, args):
         has_indices = any(tensor.ndim for tensor in tensors_in(args[1]))
         if type(args[0]) is OnDevice and not is_replaying and (has_indices or len(args) > 2):
             names.append(func.__name__)
         return index(self, func, args)
 
-    def noted_replay(self: Graph) -> None:
+    def noted_replay(self):
         nonlocal is_replaying
         names.append(REPLAY)
         is_replaying = True
@@ -68,12 +66,12 @@ def device_operations() -> Iterator[list[str]]:
         yield names
 
 
-def is_view(func: Any) -> bool:
+def is_view(func):
     returned = [own.alias_info for own in getattr(func, "_schema").returns]  # noqa: B009  not public
     return any(alias is not None and not alias.is_write for alias in returned)
 
 
-def between_replays(names: list[str]) -> list[list[str]]:
+def between_replays(names):
     """The operations before the first replay, between each two, and after the last."""
     groups: list[list[str]] = [[]]
     for name in names:

@@ -5,12 +5,8 @@ tests.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
-
-from hf_slospec.cuda.flash import Entries
-from hf_slospec.model.batch import AttentionRules
 
 
 class StandIn:
@@ -23,20 +19,12 @@ class StandIn:
     EMPTY_LSE = math.inf
     EMPTY_OUT = 0.0
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device):
         self.calls: list[
             tuple[bool, int, int]
         ] = []  # is_causal, max_queries, num_heads per KV head
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        entries: Entries,
-        is_causal: bool,
-        rules: AttentionRules,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, query, key, value, entries, is_causal, rules):
         scaling, window, softcap, *_ = rules
         groups = query.shape[1] // key.shape[1]
         self.calls.append((is_causal, entries.max_queries, groups))
@@ -84,7 +72,7 @@ class StandIn:
         return out, lse
 
     @staticmethod
-    def diagonal(num_queries: int, num_keys: int) -> int:
+    def diagonal(num_queries, num_keys):
         """The query that sees all keys."""
         return num_queries - 1
 
@@ -112,7 +100,7 @@ class TopLeft(StandIn):
     name = "top-left"
 
     @staticmethod
-    def diagonal(num_queries: int, num_keys: int) -> int:
+    def diagonal(num_queries, num_keys):
         return num_keys - 1
 
 
@@ -121,7 +109,7 @@ class BaseTwo(StandIn):
 
     name = "base two"
 
-    def __call__(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, *arguments):
         out, lse = super().__call__(*arguments)
         return out, lse / math.log(2)
 
@@ -129,7 +117,7 @@ class BaseTwo(StandIn):
 class Transposed(StandIn):
     name = "transposed"
 
-    def __call__(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, *arguments):
         out, lse = super().__call__(*arguments)
         return out, lse.T
 
@@ -137,5 +125,5 @@ class Transposed(StandIn):
 class Broken(StandIn):
     name = "broken"
 
-    def __call__(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, *arguments):
         raise RuntimeError("no kernel image is available for execution on the device")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ PLAIN = (
 )
 
 
-def each(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+def each(tree, function):
     """Of arguments and results of operators; torch's own takes several times as long."""
     kind = type(tree)
     if kind in PLAIN:
@@ -40,7 +39,7 @@ def each(tree: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     return function(tree) if isinstance(tree, torch.Tensor) else tree
 
 
-def tensors_in(tree: Any) -> list[torch.Tensor]:
+def tensors_in(tree):
     if isinstance(tree, torch.Tensor):
         return [tree]
     found: list[torch.Tensor] = []
@@ -51,25 +50,25 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 class Tape(TorchDispatchMode):
     """Writes down which operators are called, and with what."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, Any]] = []
         self.is_broken = False  # by what cannot be captured
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         self.calls.append(
             (func, args, kwargs or {}, out)
         )  # keeps all tensors, so that none gets another's id
         return out
 
-    def play(self, result: Any) -> Any:
+    def play(self, result):
         """Call all of it again: on tensors made by calls as they are made now, on all others where
         they are.
         """
         made: dict[int, torch.Tensor] = {}
 
-        def now(tensor: torch.Tensor) -> torch.Tensor:
+        def now(tensor):
             return made.get(id(tensor), tensor)
 
         for func, args, kwargs, out in self.calls:
@@ -85,39 +84,31 @@ class Tapes:
     max_bytes = 2**40
     num_bytes = 0
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.num_captured = self.num_replayed = 0
 
-    def on_stream(self) -> contextlib.AbstractContextManager[None]:
+    def on_stream(self):
         return contextlib.nullcontext()
 
-    def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
+    def capture(self, run):
         with Tape() as tape:
             result = run()
         self.num_captured += 1
 
-        def replay() -> Any:
+        def replay():
             self.num_replayed += 1
             return tape.play(result)
 
         return replay
 
-    def is_usable(self) -> bool:
+    def is_usable(self):
         return True
 
 
 class OpaqueStandIn(StandIn):
     """One operator to whoever traces it, as a flash-attention kernel is."""
 
-    def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        entries: Entries,
-        is_causal: bool,
-        rules: AttentionRules,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, query, key, value, entries, is_causal, rules):
         self.calls.append((is_causal, entries.max_queries, query.shape[1] // key.shape[1]))
         cumulative = entries.cu_queries, entries.cu_keys
         most = entries.max_queries, entries.max_keys

@@ -4,15 +4,13 @@ as on GPUs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from triton.runtime import interpreter
 
 _create_dot = interpreter.InterpreterBuilder.create_dot
 
 
-def _dot_by_rows(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+def _dot_by_rows(self, a, b, d, *options):
     """As Triton's, which multiplies whole tiles by a BLAS whose bits depend, on some CPUs, on a
     row's place in them.
     """
@@ -22,6 +20,6 @@ def _dot_by_rows(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
     return interpreter.TensorHandle(rows + d.data, d.dtype.scalar)
 
 
-def multiply_by_rows() -> None:
+def multiply_by_rows():
     """Let the interpreter compute each row of a product by itself, in this process."""
     interpreter.InterpreterBuilder.create_dot = _dot_by_rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +26,7 @@ from tests.support.served_pair import CONFIG
 class FakeStream:
     """Answers of a replica, as they arrive through Ray."""
 
-    def __init__(
-        self, answers: AsyncIterator[Any], dies_after: int | None, on_death: Callable[[], None]
-    ):
+    def __init__(self, answers, dies_after, on_death):
         self._answers, self._left, self._on_death, self.was_cancelled = (
             answers,
             dies_after,
@@ -36,7 +34,7 @@ class FakeStream:
             False,
         )
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self):
         if self._left == 0:
             await self._answers.aclose()  # type: ignore[attr-defined]
             self._on_death()
@@ -49,7 +47,7 @@ class FakeStream:
         except Exception as error:
             raise RayError(repr(error)) from error  # as errors of a replica arrive
 
-    def cancel(self) -> None:
+    def cancel(self):
         self.was_cancelled = True
         self._closing = asyncio.ensure_future(self._answers.aclose())  # type: ignore[attr-defined]
 
@@ -57,7 +55,7 @@ class FakeStream:
 class FakeHandle:
     """Handle of replicas, which passes calls to those that they are for."""
 
-    def __init__(self, replicas: dict[str, ModelReplica]):
+    def __init__(self, replicas):
         self.replicas = replicas
         self.offers = list[Offer]()
         self.dies_after: Callable[[Offer], int | None] = lambda offer: (
@@ -67,16 +65,16 @@ class FakeHandle:
         self.families = SimpleNamespace(remote=self._families)
         self.streams = list[FakeStream]()
 
-    def options(self, stream: bool) -> FakeHandle:
+    def options(self, stream):
         return self
 
-    def running(self) -> list[str]:
+    def running(self):
         return list(self.replicas)
 
-    def first(self) -> ModelReplica:
+    def first(self):
         return next(iter(self.replicas.values()))
 
-    def _decode(self, offer: Offer) -> FakeStream:
+    def _decode(self, offer):
         offer = pickle.loads(pickle.dumps(offer))
         self.offers.append(offer)
         chosen = offer.replica if offer.replica in self.replicas else next(iter(self.replicas))
@@ -88,7 +86,7 @@ class FakeHandle:
         self.streams.append(stream)
         return stream
 
-    def rename(self) -> None:
+    def rename(self):
         """Give the replicas their first names again."""
         replicas = list(self.replicas.values())
         self.replicas.clear()
@@ -96,13 +94,13 @@ class FakeHandle:
             replica.name = f"r{index}"
             self.replicas[replica.name] = replica
 
-    def _replace(self, name: str) -> None:
+    def _replace(self, name):
         """Let a replica come back under another name, as Serve starts a new one."""
         replica = self.replicas.pop(name)
         replica.name = f"{name}'"
         self.replicas[replica.name] = replica
 
-    async def _families(self, address: Any, prefix: str) -> list[Any]:
+    async def _families(self, address, prefix):
         families: list[Any] = pickle.loads(
             pickle.dumps(self.replicas[address.replica].families(address, prefix))
         )
@@ -110,7 +108,7 @@ class FakeHandle:
 
 
 @contextmanager
-def replicated(number: int = 2, **config: Any) -> Iterator[tuple[ReplicatedEngine, FakeHandle]]:
+def replicated(number=2, **config):
     """Yield an engine of so many replicas of the embedded pair."""
     options = ReplicaOptions(dtype="float32", config=CONFIG.model_copy(update=config), hang_s=0.2)
     replicas = dict[str, ModelReplica]()
@@ -130,9 +128,9 @@ def replicated(number: int = 2, **config: Any) -> Iterator[tuple[ReplicatedEngin
             replica.generator.stop(drain=False)
 
 
-def order_of(prompt: list[int], **arguments: Any) -> Order:
+def order_of(prompt, **arguments):
     return Order(prompt, {"max_new_tokens": 40} | arguments)
 
 
-def offer_of(order: Order, number: int = 0, **fields: Any) -> Offer:
+def offer_of(order, number=0, **fields):
     return Offer("r0", order, Need(len(order.prompt), 100), Progress([]), "test", number, **fields)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -20,7 +20,6 @@ from hf_slospec.replicas.messages import (
     Offer,
     Report,
     Taken,
-    ToReplica,
     Update,
 )
 from hf_slospec.replicas.options import ReplicaOptions
@@ -38,7 +37,7 @@ class JumpingSelector(selectors.DefaultSelector):
 
     now_s = 0.0
 
-    def select(self, timeout: float | None = None) -> Any:
+    def select(self, timeout=None):
         events = super().select(0)
         if not events:
             assert timeout is not None, "nothing will ever happen: a deadlock"
@@ -46,10 +45,10 @@ class JumpingSelector(selectors.DefaultSelector):
         return events
 
 
-def run_jumping(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+def run_jumping(main):
     """Return the result of a coroutine that runs in a loop with a jumping clock."""
 
-    def new_loop() -> asyncio.AbstractEventLoop:
+    def new_loop():
         selector = JumpingSelector()
         loop = asyncio.SelectorEventLoop(selector)
         loop.time = lambda: selector.now_s  # type: ignore[method-assign]
@@ -60,12 +59,12 @@ def run_jumping(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return runner.run(main())
 
 
-def stand_still(seconds: float) -> None:
+def stand_still(seconds):
     """Let time pass in which the running loop does nothing, as on a busy machine."""
     asyncio.get_running_loop().selector.now_s += seconds  # type: ignore[attr-defined]
 
 
-def token_of(order: Order, index: int) -> int:
+def token_of(order, index):
     """Return a token of the output, which is a function of the request."""
     return hash((tuple(order.prompt), index)) % 1000
 
@@ -73,7 +72,7 @@ def token_of(order: Order, index: int) -> int:
 class SilentReplica:
     """A replica that writes one token per step."""
 
-    def __init__(self, name: str, silent_s: float):
+    def __init__(self, name, silent_s):
         self.name = name
         self.silent_s = silent_s
         self.reaches = (
@@ -88,7 +87,7 @@ class SilentReplica:
         self.offers = list[Offer]()
         self.running = set[int]()
 
-    async def decode(self, offer: Offer) -> AsyncIterator[Any]:
+    async def decode(self, offer):
         self.offers.append(offer)
         self.running.add(offer.number)
         await asyncio.sleep(self.answer_s)
@@ -99,7 +98,7 @@ class SilentReplica:
         async for answer in _with_signs_of_life(self._updates(offer), self.silent_s / 4):
             yield answer
 
-    async def _updates(self, offer: Offer) -> AsyncIterator[Update]:
+    async def _updates(self, offer):
         number = offer.order.arguments["max_new_tokens"]
         await asyncio.sleep(offer.order.arguments.get("waits_s", 0.0))
         for index in range(len(offer.progress.tokens), number):
@@ -114,9 +113,7 @@ class SilentReplica:
                 "length" if index == number - 1 else None,
             )
 
-    async def reports(
-        self, address: ToReplica, sender: str, left: Collection[int]
-    ) -> AsyncIterator[Report]:
+    async def reports(self, address, sender, left):
         self.running -= {*left}
         for _ in range(20):
             yield Report(self.name, ReplicaLoad(), {})
@@ -126,7 +123,7 @@ class SilentReplica:
 class HeldStream:
     """Answers of a replica, which wait while it reaches nobody."""
 
-    def __init__(self, replica: SilentReplica, answers: AsyncIterator[Any]):
+    def __init__(self, replica, answers):
         self.replica = replica
         self.answers = answers
         self.queue = asyncio.Queue[Any]()
@@ -134,7 +131,7 @@ class HeldStream:
         self.num_late = 0  # answers that arrived after the stream was left
         self.pump = asyncio.ensure_future(self._pump())
 
-    async def _pump(self) -> None:
+    async def _pump(self):
         await self.replica.reaches.wait()
         async for answer in self.answers:
             await self.replica.reaches.wait()
@@ -146,7 +143,7 @@ class HeldStream:
         if not self.is_stuck:
             self.queue.put_nowait(StopAsyncIteration())
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self):
         assert not self.is_left, "an answer is asked of a stream that was left"
         answer, death = (
             asyncio.ensure_future(self.queue.get()),
@@ -163,7 +160,7 @@ class HeldStream:
             answer.cancel()
             death.cancel()
 
-    def cancel(self) -> None:
+    def cancel(self):
         """Cancel the call; a replica that cannot be reached does not hear of it, as happens with
         Ray.
         """
@@ -175,7 +172,7 @@ class HeldStream:
 class World:
     """Replicas, and the engine of a front before them."""
 
-    def __init__(self, number: int, **options: Any):
+    def __init__(self, number, **options):
         self.options = ReplicaOptions(**options)
         self.replicas = {
             f"r{index}": SilentReplica(f"r{index}", self.options.silent_s)
@@ -191,27 +188,25 @@ class World:
         self.engine = ReplicatedEngine(handle, description, self.running, self.options)
         self.watching = asyncio.ensure_future(self.engine.watch())
 
-    def running(self) -> Sequence[str]:
+    def running(self):
         return list(self.replicas)
 
-    def __getitem__(self, name: str) -> SilentReplica:
+    def __getitem__(self, name):
         return self.replicas[name]
 
-    def _decode(self, offer: Offer) -> HeldStream:
+    def _decode(self, offer):
         self.streams.append(
             HeldStream(self.replicas[offer.replica], self.replicas[offer.replica].decode(offer))
         )
         return self.streams[-1]
 
-    def _reports(self, address: ToReplica, sender: str, left: Collection[int]) -> HeldStream:
+    def _reports(self, address, sender, left):
         return HeldStream(
             self.replicas[address.replica],
             self.replicas[address.replica].reports(address, sender, left),
         )
 
-    async def decoded(
-        self, tokens: int, prompt: Sequence[int] = (1, 2), **arguments: Any
-    ) -> tuple[Any, float]:
+    async def decoded(self, tokens, prompt=(1, 2), **arguments):
         """Return a decoding that has ended, checked, and its longest pause in seconds."""
         now_s = asyncio.get_running_loop().time
         order, last_s, pause_s = (

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from unittest import mock
 
 import torch
@@ -21,13 +21,7 @@ from hf_slospec.model.attention.sdpa import dense_attention
 from hf_slospec.model.batch import AttentionRules
 
 
-def tree_attention_stand_in(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    plan: TreePlan,
-    rules: AttentionRules,
-) -> torch.Tensor:
+def tree_attention_stand_in(query, keys, values, plan, rules):
     """-> [num_tokens, num_heads, value_dim]"""
     out: torch.Tensor = _attend(
         query, keys, values, plan.tiles, plan.mask, plan.positions, plan.staged_positions, plan.paths, plan.num_rows,
@@ -115,7 +109,7 @@ def rotate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> query and key, of their shapes"""
 
-    def turned(states: torch.Tensor) -> torch.Tensor:
+    def turned(states):
         first, second = states.chunk(2, -1)
         return states * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
 
@@ -170,7 +164,7 @@ for op, shapes in ((rms_norm, 1), (rotate, 2), (gated_activation, 1)):
 
 
 @contextlib.contextmanager
-def triton_stand_ins() -> Iterator[None]:
+def triton_stand_ins():
     """Use these instead of the kernels."""
     with (
         mock.patch.object(tree_kernels, "tree_attention", tree_attention_stand_in),

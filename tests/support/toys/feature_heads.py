@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, Qwen3Config
+from transformers import Qwen3Config
 
-from hf_slospec import Plan, Request, SLOSpecConfig, TokenTree
+from hf_slospec import Plan, SLOSpecConfig, TokenTree
 from hf_slospec.drafters.features import FeatureDrafter
 from hf_slospec.heads.dflash import DFlashHead
 from hf_slospec.heads.loading import load_head
@@ -32,17 +31,17 @@ MASK = 100
 FLAGS = {"norm_before_residual"}
 
 
-def eagle3_folder(folder: Path) -> str:
+def eagle3_folder(folder):
     config = published_config(**dict.fromkeys(FLAGS, True))
     return write(folder / "eagle3", config, eagle3_tensors(FLAGS))
 
 
-def mtp_folder(folder: Path) -> str:
+def mtp_folder(folder):
     tensors = {f"mtp.{name}": tensor for name, tensor in mtp_tensors("llama").items()}
     return write(folder / "mtp", CONFIGS["llama"], tensors)
 
 
-def dflash_config(**changes: Any) -> dict[str, Any]:
+def dflash_config(**changes):
     sizes = dict(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2, head_dim=8
     )
@@ -51,7 +50,7 @@ def dflash_config(**changes: Any) -> dict[str, Any]:
     return dict(architectures=["DFlashDraftModel"], dflash_config=own) | sizes | heads | changes
 
 
-def dflash_folder(folder: Path) -> str:
+def dflash_folder(folder):
     torch.manual_seed(4)
     fields = dflash_config()
     target = target_of("llama")
@@ -73,12 +72,12 @@ FOLDERS: dict[str, Callable[[Path], str]] = {
 }
 
 
-def random_head(kind: str, folder: Path, target: PreTrainedModel | None = None) -> Any:
+def random_head(kind, folder, target=None):
     return load_head(FOLDERS[kind](folder), target_of("llama") if target is None else target)
 
 
 @torch.no_grad()
-def features_of(target: Any, tokens: Sequence[int], layers: Sequence[int]) -> torch.Tensor:
+def features_of(target, tokens, layers):
     """The features of all tokens but the last, by a plain forward.  -> [num_tokens - 1,
     num_features]
     """
@@ -98,7 +97,7 @@ class Checks:
     A request's right tokens are those of the text that begins alike, so that steps commit several
     tokens at a time."""
 
-    def __init__(self, target: Any, expected: Expected, texts: Sequence[list[int]] = ()):
+    def __init__(self, target, expected, texts=()):
         self.target = target
         self.expected = expected
         self.texts = texts
@@ -108,7 +107,7 @@ class Checks:
         self.skips: Callable[[int], bool] = lambda call: False  # calls without drafting
         self.num_calls = self.num_checked = self.num_unready = 0
 
-    def check(self, request: Request, tree: TokenTree, plan: Plan, layers: Sequence[int]) -> None:
+    def check(self, request, tree, plan, layers):
         first = self.first.get(request.index, 0)
         tokens = list(request.tokens)
         features = features_of(self.target, tokens, layers)[first:]
@@ -121,7 +120,7 @@ class Checks:
         assert found == pytest.approx(expected, rel=1e-3)
         self.num_checked += 1
 
-    def right(self, request: Request, plan: Plan) -> TokenTree:
+    def right(self, request, plan):
         text = next(
             (text for text in self.texts if text[: len(request.tokens)] == request.tokens), []
         )
@@ -129,12 +128,10 @@ class Checks:
         return TokenTree.chain(request.tokens[-1], chain[len(request.tokens) :][: plan.depth], 0.9)
 
     @contextmanager
-    def on(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checks]:
+    def on(self, monkeypatch):
         draft = FeatureDrafter.draft
 
-        def checked(
-            drafter: FeatureDrafter, requests: Sequence[Request], plan: Plan
-        ) -> list[TokenTree]:
+        def checked(drafter, requests, plan):
             self.num_calls += 1
             if self.skips(self.num_calls):
                 return [TokenTree.root_only(request.tokens[-1]) for request in requests]

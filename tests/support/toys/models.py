@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
 from hf_slospec.engine.costs import StepCosts
-from hf_slospec.engine.interfaces import Chunk, Drafter, Plan, Policy, Selection, Target
+from hf_slospec.engine.interfaces import Drafter, Plan, Policy, Selection, Target
 from hf_slospec.engine.latency_curves import ForwardCost, LatencyCurve
 from hf_slospec.engine.step import Engine
 from hf_slospec.request.request import Request
 from hf_slospec.scheduler.continuous import ContinuousScheduler
 from hf_slospec.tree.tree import ROOT, TokenTree
-from tests.support.toys.trees import NextProbs, beam_tree, draw, path_to
+from tests.support.toys.trees import beam_tree, draw, path_to
 
 Choose = Callable[
     [Request], int
@@ -25,7 +24,7 @@ VOCAB = 5
 STOP = 4
 
 
-def new_costs() -> StepCosts:
+def new_costs():
     return StepCosts(
         verify=ForwardCost(
             LatencyCurve((1, 2, 4, 8, 16, 32, 64), (1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 6.0)), 0.01, 0.001
@@ -34,28 +33,28 @@ def new_costs() -> StepCosts:
     )
 
 
-def greedy(target: NextProbs) -> Choose:
+def greedy(target):
     return lambda request: int(target(request.tokens).argmax())
 
 
-def sampled(target: NextProbs, seed: int) -> Choose:
+def sampled(target, seed):
     """Noise belongs to a row and a position, as in plain decoding with the request's own generator."""
 
-    def choose(request: Request) -> int:
+    def choose(request):
         noise = np.random.default_rng((seed, request.index, request.num_emitted)).random()
         return draw(target(request.tokens), noise)
 
     return choose
 
 
-def one_hot(token: int) -> np.ndarray:
+def one_hot(token):
     return np.eye(VOCAB)[token]
 
 
 class ToyTarget(Target):
     """Chooses tokens by an exact model and checks what the engine owes a target."""
 
-    def __init__(self, choose: Choose):
+    def __init__(self, choose):
         self.choose = choose
         self.steps = list[
             list[tuple[Request, TokenTree, int]]
@@ -64,9 +63,7 @@ class ToyTarget(Target):
         self.cached: dict[Request, list[int]] = {}
         self.released = list[Request]()
 
-    def verify(
-        self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
-    ) -> list[Callable[[int], int]]:
+    def verify(self, requests, trees, chunks=()):
         step = list(zip(requests, trees, (request.num_left for request in requests), strict=True))
         self.steps.append(step)
         self.fed.append(sum(chunk.num_tokens for chunk in chunks))
@@ -78,16 +75,16 @@ class ToyTarget(Target):
             for request, tree, _ in step
         ]
 
-    def _choose(self, request: Request, tree: TokenTree, before: list[int], node: int) -> int:
+    def _choose(self, request, tree, before, node):
         assert request.tokens == [*before, *path_to(tree, node)]  # processors see the path
         return self.choose(request)
 
     def commit(
         self,
-        requests: Sequence[Request],
-        accepted: Sequence[Sequence[int]],
-        chunks: Sequence[Chunk] = (),
-    ) -> None:
+        requests,
+        accepted,
+        chunks=(),
+    ):
         trees = {request: tree for request, tree, _ in self.steps[-1]}
         for request, nodes in zip(requests, accepted, strict=True):
             committed = [int(trees[request].tokens[node]) for node in nodes]
@@ -100,11 +97,11 @@ class ToyTarget(Target):
             known = self.cached.setdefault(chunk.request, [])
             known += chunk.request.tokens[len(known) :][: chunk.num_tokens]
 
-    def release(self, request: Request) -> None:
+    def release(self, request):
         self.released.append(request)
         self.cached.pop(request, None)
 
-    def check(self, requests: Sequence[Request]) -> None:
+    def check(self, requests):
         assert {request for request in requests if request.kv.num_cached} == self.cached.keys()
         assert all(len(known) == request.kv.num_cached for request, known in self.cached.items())
 
@@ -112,36 +109,32 @@ class ToyTarget(Target):
 class ToyDrafter(Drafter):
     """Beam search on an exact draft model."""
 
-    def __init__(self, draft: NextProbs):
+    def __init__(self, draft):
         self.next_probs = draft
         self.plans = list[Plan]()
         self.released = list[Request]()
 
-    def draft(self, requests: Sequence[Request], plan: Plan) -> list[TokenTree]:
+    def draft(self, requests, plan):
         self.plans.append(plan)
         return [
             beam_tree(self.next_probs, request.tokens, plan.depth, plan.width)
             for request in requests
         ]
 
-    def release(self, request: Request) -> None:
+    def release(self, request):
         self.released.append(request)
 
 
 class WholeTrees(Policy):
     """Verifies all that was drafted."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan):
         self.fixed = plan
 
-    def plan(
-        self, requests: Sequence[Request], begun_s: float, num_prefill_tokens: int = 0
-    ) -> Plan:
+    def plan(self, requests, begun_s, num_prefill_tokens=0):
         return self.fixed
 
-    def select(
-        self, requests: Sequence[Request], candidates: Sequence[TokenTree], plan: Plan
-    ) -> Selection:
+    def select(self, requests, candidates, plan):
         return Selection(candidates, [float(tree.path_probs.sum()) for tree in candidates])
 
 
@@ -150,34 +143,27 @@ class NowAndThen(WholeTrees):
 
     STRETCH = 6  # steps
 
-    def __init__(self, drafting: Plan):
+    def __init__(self, drafting):
         super().__init__(drafting)
         self._num_steps = 0
 
-    def plan(self, *arguments: Any) -> Plan:
+    def plan(self, *arguments):
         self._num_steps += 1
         is_drafting = self._num_steps // self.STRETCH % 2
         return super().plan(*arguments) if is_drafting else Plan(0, 1)
 
 
 class Clock:
-    def __init__(self, now_s: float = 0.0, tick_s: float = 0.0):
+    def __init__(self, now_s=0.0, tick_s=0.0):
         self.now_s = now_s
         self.tick_s = tick_s
 
-    def __call__(self) -> float:
+    def __call__(self):
         self.now_s += self.tick_s
         return self.now_s
 
 
-def engine_of(
-    requests: Sequence[Request],
-    target: Target,
-    drafter: Drafter,
-    policy: Policy,
-    clock: Clock,
-    check_invariants: bool = True,
-) -> Engine:
+def engine_of(requests, target, drafter, policy, clock, check_invariants=True):
     """One that decodes these requests as a batch."""
     costs = new_costs()
     scheduler = ContinuousScheduler.of_call(requests, costs)

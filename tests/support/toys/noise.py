@@ -8,7 +8,7 @@ import torch
 class KnownNoise:
     """Noise over ten tokens, of which it makes token 4 far more likely."""
 
-    def after(self, depth: int) -> torch.Tensor:
+    def after(self, depth):
         noise = torch.ones(10)
         noise[4] = 0.01
         return noise

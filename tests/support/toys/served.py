@@ -26,9 +26,7 @@ ROOMY = Limits(max_batch=8, kv_tokens=10**6, max_nodes=4, prefill_chunk=8, starv
 class Served:
     """An engine under continuous batching, whose steps take the time that is expected of them."""
 
-    def __init__(
-        self, limits: Limits = ROOMY, admission: str = "slo", policy: object = None, seed: int = 0
-    ):
+    def __init__(self, limits=ROOMY, admission="slo", policy=None, seed=0):
         self.clock = Clock()
         self.target_model = markov_model(np.random.default_rng(seed), VOCAB)
         self.toy, self.drafter = ToyTarget(greedy(self.target_model)), ToyDrafter(self.target_model)
@@ -40,14 +38,14 @@ class Served:
         )
         self.events = list[StepEvent]()
 
-    def add(self, index: int = 0, prompt: int = 3, new: int = 5, **fields: object) -> Request:
+    def add(self, index=0, prompt=3, new=5, **fields):
         tpot_slo_s = fields.pop("tpot_slo_s", None)
         params = RequestParams(([0, 1] * prompt)[:prompt], new, (Stage(tpot_slo_s),), **fields)
         request = Request(index, params, self.clock.now_s)
         self.scheduler.add(request)
         return request
 
-    def step(self) -> StepEvent:
+    def step(self):
         event = self.engine.step()
         num_tokens = sum(request.nodes for request in event.decoding) + event.prefill_tokens
         costs = self.scheduler.costs
@@ -57,7 +55,7 @@ class Served:
         self.events.append(event)
         return event
 
-    def run(self, most: int = 10_000) -> None:
+    def run(self, most=10_000):
         while self.scheduler.running or self.scheduler.waiting:
             self.step()
             assert len(self.events) < most, "requests do not end"

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from hf_slospec.batcher.batcher import Batcher
 from hf_slospec.batcher.handle import RequestHandle
 from hf_slospec.batcher.orders import Observer
-from hf_slospec.engine.events import StepEvent
 from hf_slospec.engine.fair_lock import FairLock
-from hf_slospec.engine.interfaces import Chunk, Plan
+from hf_slospec.engine.interfaces import Plan
 from hf_slospec.engine.step import Engine
 from hf_slospec.request.request import Request, RequestParams
 from hf_slospec.scheduler.continuous import ContinuousScheduler, Limits
-from hf_slospec.tree.tree import TokenTree
 from tests.support.toys.models import VOCAB, ToyDrafter, ToyTarget, WholeTrees, greedy, new_costs
 from tests.support.toys.trees import markov_model
 
@@ -28,16 +25,14 @@ MODEL = markov_model(np.random.default_rng(0), VOCAB)
 class GatedTarget(ToyTarget):
     """Verifies when its gate is open, and may run out of memory."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(greedy(MODEL))
         self.gate = threading.Event()
         self.gate.set()
         self.most_requests = 10**9  # more in a step are more than there is memory for
         self.error: BaseException | None = None
 
-    def verify(
-        self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
-    ) -> list[Callable[[int], int]]:
+    def verify(self, requests, trees, chunks=()):
         assert self.gate.wait(WAIT_S)
         if self.error is not None:
             raise self.error
@@ -47,27 +42,27 @@ class GatedTarget(ToyTarget):
 
 
 class Books(Observer):
-    def __init__(self) -> None:
+    def __init__(self):
         self.ended = list[Request]()
 
-    def on_step(self, step: StepEvent) -> None:
+    def on_step(self, step):
         """Count nothing."""
 
-    def on_end(self, request: Request) -> None:
+    def on_end(self, request):
         self.ended.append(request)
 
 
 class Server:
     """A batcher over the toy model."""
 
-    def __init__(self, max_queue: int = 1000, max_batch: int = 4):
+    def __init__(self, max_queue=1000, max_batch=4):
         self.toy = GatedTarget()
         self.books = Books()
         self.limits = Limits(max_batch, 10**12, 6, 8, 1e9)
         self.batcher = Batcher(self._engine, max_queue, FairLock(), self.books)
         self.num_submitted = 0
 
-    def _engine(self) -> Engine[ContinuousScheduler]:
+    def _engine(self):
         costs = new_costs()
         policy = WholeTrees(Plan(2, 2))
         scheduler = ContinuousScheduler(self.limits, costs)
@@ -81,9 +76,7 @@ class Server:
             check_invariants=True,
         )
 
-    def submit(
-        self, new: int = 10, block: bool = False, timeout: float | None = None, **fields: object
-    ) -> RequestHandle:
+    def submit(self, new=10, block=False, timeout=None, **fields):
         self.num_submitted += 1
         request = Request(self.num_submitted, RequestParams([0, 1, 2], new, **fields))
         handle = RequestHandle(
@@ -93,7 +86,7 @@ class Server:
         return handle
 
 
-def alone(new: int) -> list[int]:
+def alone(new):
     request = Request(0, RequestParams([0, 1, 2], new))
     while not request.emit(greedy(MODEL)(request)):
         pass

@@ -98,7 +98,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_config(config_class: Any) -> Any:
+def tiny_config(config_class):
     """A config of a tiny model with one layer of every kind its default has, and a sliding one if
     it knows windows.
     """

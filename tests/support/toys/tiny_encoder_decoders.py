@@ -12,7 +12,6 @@ import torch
 import transformers
 from transformers import (
     AutoModelForSeq2SeqLM,
-    PreTrainedModel,
     WhisperConfig,
     WhisperForCausalLM,
     WhisperForConditionalGeneration,
@@ -53,14 +52,14 @@ FAINT = 0.15  # share of what decoder layers of the second half would add
 
 
 @functools.cache
-def tiny_text_model(name: str, seed: int = 0) -> PreTrainedModel:
+def tiny_text_model(name, seed=0):
     """A model with a head that writes text, by the first part of its config's name."""
     config = getattr(transformers, f"{name}Config")(**TEXT_MODELS[name])
     return faint(sharpened(lambda: AutoModelForSeq2SeqLM.from_config(config), seed), encoder=8.0)
 
 
 @functools.cache
-def tiny_whisper(seed: int = 0) -> WhisperForConditionalGeneration:
+def tiny_whisper(seed=0):
     """A multilingual Whisper with segments of FRAMES frames."""
     config = WhisperConfig(
         **{name: value for name, value in SIZES.items() if name != "max_position_embeddings"},
@@ -79,7 +78,7 @@ def tiny_whisper(seed: int = 0) -> WhisperForConditionalGeneration:
     return model
 
 
-def faint(model: Any, encoder: float = 1.0) -> Any:
+def faint(model, encoder=1.0):
     """Scale down what the second half of its layers adds, and multiply what all read of the
     encoder.
     """
@@ -94,12 +93,12 @@ def faint(model: Any, encoder: float = 1.0) -> Any:
     return model
 
 
-def decoder_layers(model: Any) -> Any:
+def decoder_layers(model):
     decoder = model.get_decoder()
     return decoder.block if hasattr(decoder, "block") else decoder.layers
 
 
-def halved(model: Any) -> Any:
+def halved(model):
     """A draft with the same encoder and the first half of the decoder's layers."""
     draft = copy.deepcopy(model)
     decoder = draft.get_decoder()
@@ -110,7 +109,7 @@ def halved(model: Any) -> Any:
     return draft
 
 
-def halved_decoder(model: Any) -> WhisperForCausalLM:
+def halved_decoder(model):
     """The same without an encoder, as distil-whisper is loaded for drafting."""
     half = halved(model)
     draft = WhisperForCausalLM(copy.deepcopy(half.config)).eval()
@@ -119,7 +118,7 @@ def halved_decoder(model: Any) -> WhisperForCausalLM:
     return draft
 
 
-def texts(batch: int, seed: int = 0) -> dict[str, torch.Tensor]:
+def texts(batch, seed=0):
     """Texts of different lengths for an encoder, padded on the right."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(4, 20, (batch,), generator=generator)
@@ -128,6 +127,6 @@ def texts(batch: int, seed: int = 0) -> dict[str, torch.Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-def audio(batch: int, frames: int = FRAMES, seed: int = 0) -> torch.Tensor:
+def audio(batch, frames=FRAMES, seed=0):
     """Random log-mel features."""
     return 30.0 * torch.randn(batch, MELS, frames, generator=torch.Generator().manual_seed(seed))

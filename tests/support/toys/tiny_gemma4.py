@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
 
 from hf_slospec.model.loading import assistants_can_be_built
 from tests.support.toys.tiny_models import GROUPED, WINDOW, sharpened
@@ -24,16 +23,14 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 
 
-def text_config(unified: bool = False, **settings: Any) -> Any:
+def text_config(unified=False, **settings):
     name = "Gemma4UnifiedTextConfig" if unified else "Gemma4TextConfig"
     own = GROUPED | dict(head_dim=8, global_head_dim=16, sliding_window=WINDOW, num_hidden_layers=4)
     return getattr(transformers, name)(**own | dict(layer_types=KINDS * 2) | settings)
 
 
 @functools.cache
-def tiny_target(
-    variant: str = "shared", multimodal: bool = False, unified: bool = False
-) -> PreTrainedModel:
+def tiny_target(variant="shared", multimodal=False, unified=False):
     prefix = "Gemma4Unified" if unified else "Gemma4"
     settings = {} if unified else TARGETS[variant]
     if not multimodal:
@@ -46,12 +43,8 @@ def tiny_target(
 
 
 def tiny_assistant(
-    variant: str = "shared",
-    ordered: bool = False,
-    unified: bool = False,
-    backbone_hidden_size: int = 32,
-    **settings: Any,
-) -> PreTrainedModel:
+    variant="shared", ordered=False, unified=False, backbone_hidden_size=32, **settings
+):
     """An assistant of two sliding layers and a full one; ``ordered``: its logits are those of a few
     clusters.
     """

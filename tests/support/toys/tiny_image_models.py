@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -69,17 +68,17 @@ class NoImagesError(Exception):
     """No tiny model or no image inputs of a class can be made; the message says why."""
 
 
-def image_config(name: str) -> Any:
+def image_config(name):
     """Return the config of a tiny model of a class."""
     with patch.dict(tiny_configs.SIZES, SIZES), patch.dict(tiny_configs.SPECIAL, SPECIAL):
         return tiny_configs.tiny_config(getattr(transformers, name).config_class)
 
 
 @functools.cache
-def tiny_image_model(name: str, seed: int = 0, noise: float = 0.0) -> PreTrainedModel:
+def tiny_image_model(name, seed=0, noise=0.0):
     """Return a tiny random model of a class."""
 
-    def build() -> PreTrainedModel:
+    def build():
         model: PreTrainedModel = getattr(transformers, name)(image_config(name))
         for parameter in model.parameters():
             if (
@@ -91,9 +90,7 @@ def tiny_image_model(name: str, seed: int = 0, noise: float = 0.0) -> PreTrained
     return sharpened(build, seed, noise)
 
 
-def image_inputs(
-    name: str, seed: int = 0, images: Sequence[int] = (1,)
-) -> tuple[PreTrainedModel, dict[str, Any]]:
+def image_inputs(name, seed=0, images=(1,)):
     """Return a tiny model of a class, and inputs of ``generate`` with so many images in each row,
     left-padded.
 
@@ -112,7 +109,7 @@ def image_inputs(
 
 
 @torch.no_grad()
-def prompts_with_images(model: Any, seed: int, images: Sequence[int]) -> dict[str, Any]:
+def prompts_with_images(model, seed, images):
     """Return prompts with so many images in each row, left-padded, as a processor of the model
     would.
     """
@@ -145,14 +142,12 @@ def prompts_with_images(model: Any, seed: int, images: Sequence[int]) -> dict[st
     return inputs
 
 
-def _text(generator: torch.Generator) -> list[int]:
+def _text(generator):
     length = int(torch.randint(4, 9, (), generator=generator))
     return torch.randint(3, IMAGE, (length,), generator=generator).tolist()
 
 
-def _pixels(
-    model: Any, accepted: Any, place: int, generator: torch.Generator
-) -> dict[str, torch.Tensor]:
+def _pixels(model, accepted, place, generator):
     """Return the inputs of one image; those of different places have different sizes where the
     class allows it.
     """
@@ -190,16 +185,14 @@ def _pixels(
     )
 
 
-def _num_tokens(model: Any, own: dict[str, torch.Tensor]) -> int:
+def _num_tokens(model, own):
     """Return how many places one image takes in the text."""
     found = model.get_image_features(**own, return_dict=True).pooler_output
     parts = found if isinstance(found, (list, tuple)) else [found]
     return sum(part.shape[:-1].numel() for part in parts)
 
 
-def _joined(
-    pixels: list[dict[str, torch.Tensor]], images: Sequence[int]
-) -> dict[str, torch.Tensor]:
+def _joined(pixels, images):
     """Return the inputs of all images together, by row where the class has them so."""
     joined = {name: torch.cat([own[name] for own in pixels]) for name in pixels[0]}
     if "pixel_attention_mask" not in joined:

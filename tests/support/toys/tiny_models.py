@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, Cache, EncoderDecoderCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, Cache, EncoderDecoderCache
 
 VOCAB = 101
 POSITIONS = 160
@@ -56,7 +55,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @functools.cache
-def tiny_model(family: str, seed: int = 0, noise: float = 0.0) -> PreTrainedModel:
+def tiny_model(family, seed=0, noise=0.0):
     name, settings = FAMILIES[family]
     return sharpened(
         lambda: AutoModelForCausalLM.from_config(getattr(transformers, name)(**settings)),
@@ -65,9 +64,7 @@ def tiny_model(family: str, seed: int = 0, noise: float = 0.0) -> PreTrainedMode
     )
 
 
-def sharpened(
-    build: Callable[[], PreTrainedModel], seed: int, noise: float = 0.0
-) -> PreTrainedModel:
+def sharpened(build, seed, noise=0.0):
     """A random model with sharp, uneven predictions; with ``noise`` a draft that agrees with it
     only sometimes.
     """
@@ -80,7 +77,7 @@ def sharpened(
     return model
 
 
-def ragged_prompts(batch: int, seed: int = 0) -> dict[str, torch.Tensor]:
+def ragged_prompts(batch, seed=0):
     """Left-padded prompts of different lengths (12 to 24 tokens), as a tokenizer would return them."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(12, 25, (batch,), generator=generator).tolist()
@@ -93,15 +90,13 @@ def ragged_prompts(batch: int, seed: int = 0) -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "attention_mask": attention_mask}
 
 
-def ragged_texts(batch: int) -> list[list[int]]:
+def ragged_texts(batch):
     """Return the tokens of :func:`ragged_prompts`, without padding."""
     rows = zip(*ragged_prompts(batch).values(), strict=True)
     return [row[mask.bool()].tolist() for row, mask in rows]
 
 
-def assert_same_as_stock(
-    model: PreTrainedModel, generate: Any, inputs: dict[str, Any], **options: Any
-) -> Any:
+def assert_same_as_stock(model, generate, inputs, **options):
     """Stock and ours on the same inputs and seed: equal outputs, and the global generator left in
     the same state.
 
@@ -121,7 +116,7 @@ def assert_same_as_stock(
     return ours
 
 
-def assert_same_output(ours: Any, stock: Any, attention_mask: torch.Tensor | None = None) -> None:
+def assert_same_output(ours, stock, attention_mask=None):
     """Compare outputs of any type, part by part."""
     if isinstance(stock, torch.Tensor):
         if stock.is_floating_point():
@@ -146,14 +141,14 @@ def assert_same_output(ours: Any, stock: Any, attention_mask: torch.Tensor | Non
         assert ours == stock
 
 
-def _rng_states() -> list[torch.Tensor]:
+def _rng_states():
     return [
         torch.get_rng_state(),
         *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ()),
     ]
 
 
-def assert_same_cache(ours: Any, stock: Any, attention_mask: torch.Tensor | None = None) -> None:
+def assert_same_cache(ours, stock, attention_mask=None):
     """Same layers, and the same K and V wherever the prompt is not padding."""
     assert len(ours) == len(stock) and ours.get_seq_length() == stock.get_seq_length()
     for own, theirs in zip(ours.layers, stock.layers, strict=True):

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
-from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -19,9 +17,7 @@ FOREIGN = "naïve café, 你好 世界 日本語の文 👩‍🚀🎉🏳️‍
 
 
 @functools.cache
-def byte_level(
-    vocab_size: int, num_texts: int = 8, eos: str = "<|endoftext|>"
-) -> PreTrainedTokenizerFast:
+def byte_level(vocab_size, num_texts=8, eos="<|endoftext|>"):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -42,7 +38,7 @@ def byte_level(
 
 
 @functools.cache
-def sentencepiece_like(vocab_size: int) -> PreTrainedTokenizerFast:
+def sentencepiece_like(vocab_size):
     """Spaces as ▁, one of them before every text, rare characters as bytes, and <s> before prompts,
     as Llama 2 has.
     """
@@ -75,7 +71,7 @@ def sentencepiece_like(vocab_size: int) -> PreTrainedTokenizerFast:
     )
 
 
-def with_other_ids(tokenizer: Any, ids: Sequence[int]) -> PreTrainedTokenizerFast:
+def with_other_ids(tokenizer, ids):
     """The same tokenizer, but token ``i`` has the id ``ids[i]``."""
     whole = json.loads(tokenizer.backend_tokenizer.to_str())
     whole["model"]["vocab"] = {

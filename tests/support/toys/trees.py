@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 
 from hf_slospec.model.batch import Stored
-from hf_slospec.tree.tree import ROOT, FloatArray, IntArray, TokenTree
+from hf_slospec.tree.tree import ROOT, FloatArray, TokenTree
 
 NextProbs = Callable[
     [Sequence[int]], FloatArray
@@ -23,11 +23,11 @@ TIED = (0.0, 0.25, 0.5, 1.0)
 UNEVEN = (0.0, 0.1, 0.3, 0.7, 0.9, 1.0)
 
 
-def stored(num_heads: int, dim: int) -> Stored:
+def stored(num_heads, dim):
     return Stored(num_heads, dim, torch.float32, torch.device("cpu"))
 
 
-def grow(parents: Sequence[int], conditionals: Sequence[float], tokens: Sequence[int]) -> TokenTree:
+def grow(parents, conditionals, tokens):
     """The tree of nodes 1, 2, ... with these parents, conditional probabilities and tokens; the
     root's token is 0.
     """
@@ -41,9 +41,7 @@ def grow(parents: Sequence[int], conditionals: Sequence[float], tokens: Sequence
     )
 
 
-def random_tree(
-    rng: np.random.Generator, num_nodes: int, conditionals: Sequence[float] = TIED
-) -> TokenTree:
+def random_tree(rng, num_nodes, conditionals=TIED):
     """Any shape; siblings may carry equal tokens and their probabilities need not sum to 1."""
     parents = [int(rng.integers(node)) for node in range(1, num_nodes)]
     return grow(
@@ -53,30 +51,28 @@ def random_tree(
     )
 
 
-def path_to(tree: TokenTree, node: int) -> list[int]:
+def path_to(tree, node):
     """The tokens from below the root down to ``node``."""
     return [] if node == ROOT else [*path_to(tree, int(tree.parents[node])), int(tree.tokens[node])]
 
 
-def is_parent_closed(tree: TokenTree, nodes: Iterable[int]) -> bool:
+def is_parent_closed(tree, nodes):
     kept = {ROOT, *(int(node) for node in nodes)}
     return all(int(tree.parents[node]) in kept for node in kept - {ROOT})
 
 
-def markov_model(rng: np.random.Generator, vocab: int) -> NextProbs:
+def markov_model(rng, vocab):
     """An exact model: the next token depends on the last two, and none is rarer than 0.4 / vocab."""
     table = 0.6 * rng.dirichlet(np.full(vocab, 0.3), (vocab, vocab)) + 0.4 / vocab
     return lambda tokens: table[tokens[-2], tokens[-1]]
 
 
-def draw(probs: FloatArray, uniform: float) -> int:
+def draw(probs, uniform):
     """The token that a uniform number in [0, 1) stands for."""
     return int(np.searchsorted(np.cumsum(probs), uniform, side="right"))
 
 
-def tree_of_paths(
-    next_probs: NextProbs, context: Sequence[int], paths: Iterable[Sequence[int]]
-) -> TokenTree:
+def tree_of_paths(next_probs, context, paths):
     """The tree that holds ``paths`` after ``context``, with the path probabilities of
     ``next_probs``.
     """
@@ -91,7 +87,7 @@ def tree_of_paths(
     return tree
 
 
-def beam_tree(next_probs: NextProbs, context: Sequence[int], depth: int, width: int) -> TokenTree:
+def beam_tree(next_probs, context, depth, width):
     """All nodes of a beam search; tokens of probability 0 are not drafted."""
     layer = [((), 1.0)]
     paths = list[tuple[int, ...]]()
@@ -107,24 +103,24 @@ def beam_tree(next_probs: NextProbs, context: Sequence[int], depth: int, width: 
     return tree_of_paths(next_probs, context, paths)
 
 
-def chain(*conditionals: float) -> TokenTree:
+def chain(*conditionals):
     return grow(range(len(conditionals)), conditionals, [1] * len(conditionals))
 
 
-def fan(*conditionals: float) -> TokenTree:
+def fan(*conditionals):
     return grow([0] * len(conditionals), conditionals, range(len(conditionals)))
 
 
-def total(trees: Sequence[TokenTree], chosen: Sequence[IntArray]) -> float:
+def total(trees, chosen):
     return math.fsum(
         tree.path_probs[nodes].sum() for tree, nodes in zip(trees, chosen, strict=True)
     )
 
 
-def affine(num_tokens: IntArray) -> FloatArray:
+def affine(num_tokens):
     return 0.25 + num_tokens / 64
 
 
-def staircase(num_tokens: IntArray) -> FloatArray:
+def staircase(num_tokens):
     """Flat to 8, 16, ... tokens, as tiled kernels are, and steeper beyond 24."""
     return 0.25 + np.ceil(num_tokens / 8) / 8 + np.maximum(num_tokens - 24, 0) / 16
