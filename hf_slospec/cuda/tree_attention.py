@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -194,42 +195,53 @@ def _why_no_kernel(
         return "Triton is not installed"
     if max(key_dim, value_dim) > MAX_DIM:
         return f"heads of size {key_dim} with values of size {value_dim} are larger than {MAX_DIM}"
-    try:
-        worst = trial_error(device, dtype, key_dim, value_dim)
-    except Exception as error:  # noqa: BLE001  Triton fails in many ways, such as without a C compiler
-        return f"the kernel failed in a trial with {error!r}"
-    return (
-        None if worst <= TRIAL_TOLERANCE else f"the kernel was off by {worst:.2g} in a trial"
-    )  # also NaN
+    wrong = why_wrong(TreeAttention(), device, dtype, key_dim, value_dim)
+    return None if wrong is None else f"the kernel {wrong}"
 
 
-def trial_error(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> float:
-    """Return the largest difference between the kernel and the reference in fp32 on a small batch."""
+def why_wrong(
+    attend: Callable[..., torch.Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    key_dim: int,
+    value_dim: int,
+    has_softcap: bool = True,
+) -> str | None:
+    """Return how a backend differs from the reference in fp32 on a small batch; None if it does
+    not.
+    """
     tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool, device="cpu")
+    offsets = torch.tensor([0, 1, 1], device="cpu")
+    causal = torch.ones(65, 65, device="cpu").tril().bool()  # longer than dense blocks are
     spans = [
-        Span(CachedSequence(1, 20, length=9), 0, 3, tree, torch.tensor([9, 10, 10], device="cpu")),
+        Span(CachedSequence(1, 20, length=9), 0, 3, tree, 9 + offsets),
         Span(
-            CachedSequence(22, 70),
+            CachedSequence(22, 70, length=5),
             3,
             68,
-            torch.ones(65, 65, device="cpu").tril().bool(),
-            torch.arange(65, device="cpu"),
+            causal,
+            torch.arange(5, 70, device="cpu"),
             is_chain=True,
         ),
+        Span(CachedSequence(93, 3), 68, 71, tree, offsets),
     ]
     batch = PackedBatch(spans, [span.visible for span in spans])
     draw = torch.Generator().manual_seed(0)
     query, keys, values = (
         torch.randn(shape, generator=draw, device="cpu").to(device, dtype)
-        for shape in ((4, 68, key_dim), (96, 2, key_dim), (96, 2, value_dim))
+        for shape in ((4, 71, key_dim), (100, 2, key_dim), (100, 2, value_dim))
     )
     sinks = torch.randn(4, generator=draw, device="cpu").to(device)
+    softcap = 3.0 if has_softcap else None
     worst = 0.0
-    for rules in (AttentionRules(key_dim**-0.5), AttentionRules(key_dim**-0.5, 5, 3.0, sinks)):
-        out = TreeAttention()(query, keys, values, batch, rules)
+    for rules in (AttentionRules(key_dim**-0.5), AttentionRules(key_dim**-0.5, 5, softcap, sinks)):
+        try:
+            out = attend(query, keys, values, batch, rules)
+        except Exception as error:  # noqa: BLE001  compilers of kernels raise classes of their own
+            return f"failed in a trial with {error!r}"
         expected = masked_attention(query.float(), keys.float(), values.float(), batch, rules)
         worst = max(worst, float((out.float() - expected).abs().max().nan_to_num(nan=torch.inf)))
-    return worst
+    return None if worst <= TRIAL_TOLERANCE else f"was off by {worst:.2g} in a trial"
 
 
 class TreeAttention(KernelAttention):

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_slospec.cuda import flash_kernels
-from hf_slospec.cuda import flash_kernels as kernel_choice
+from hf_slospec.cuda import flash_attention, flash_kernels
 from hf_slospec.cuda.flash import Entries
 from hf_slospec.model.batch import AttentionRules
 from tests.support.stand_ins.flash import StandIn
@@ -122,7 +121,7 @@ def that_does_not_compile(*args, window_size=(None, None), softcap=0.0, **rest):
 @pytest.fixture(autouse=True)
 def _no_device_is_needed(monkeypatch):
     monkeypatch.setattr(flash_kernels, "_require_cuda", lambda device: None)
-    kernel_choice._first_working.cache_clear()
+    flash_attention._first_working.cache_clear()
     for package in PACKAGES:  # whatever is installed
         monkeypatch.setitem(sys.modules, package, None)
 
@@ -134,7 +133,7 @@ def install(monkeypatch, module, **content):
 
 
 def chosen(needs_softcap=False):
-    return kernel_choice.kernel_on(CPU, torch.bfloat16, 64, needs_softcap)
+    return flash_attention.kernel_on(CPU, torch.bfloat16, 64, needs_softcap)
 
 
 VERSIONS = {
