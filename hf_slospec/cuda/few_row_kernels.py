@@ -86,19 +86,11 @@ def gated_product(
 
 @triton.jit
 def _block(
-    source, row, column, is_row, num_columns, IN_FP32: tl.constexpr, IS_WEIGHT: tl.constexpr
+    source, row, column, is_row, is_column, row_stride, column_stride, IN_FP32: tl.constexpr
 ):
-    """Load a block of a matrix with contiguous rows, transposed if it is a weight."""
-    if IS_WEIGHT:
-        place = row[None, :] * num_columns + column[:, None]
-        block = tl.load(
-            source + place, mask=is_row[None, :] & (column < num_columns)[:, None], other=0.0
-        )
-    else:
-        place = row[:, None] * num_columns + column[None, :]
-        block = tl.load(
-            source + place, mask=is_row[:, None] & (column < num_columns)[None, :], other=0.0
-        )
+    """Load a block of a matrix."""
+    place = row[:, None] * row_stride + column[None, :] * column_stride
+    block = tl.load(source + place, mask=is_row[:, None] & is_column[None, :], other=0.0)
     return block.to(tl.float32) if IN_FP32 else block  # the interpreter has no products of bf16
 
 
@@ -132,9 +124,10 @@ def _joint(
     sums = tl.zeros([TILE_M, TILE_N], tl.float32)
     for first in range(0, inputs, TILE_K):
         column = first + tl.arange(0, TILE_K)
+        is_column = column < inputs
         sums = tl.dot(
-            _block(rows, row, column, is_row, inputs, IN_FP32, False),
-            _block(weight, output, column, is_output, inputs, IN_FP32, True), sums,
+            _block(rows, row, column, is_row, is_column, inputs, 1, IN_FP32),
+            _block(weight, column, output, is_column, is_output, 1, inputs, IN_FP32), sums,
         )  # fmt: skip
     if HAS_BIAS:
         sums += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
@@ -155,13 +148,12 @@ def _gated(
     factors = tl.zeros([TILE_M, TILE_N], tl.float32)
     for first in range(0, inputs, TILE_K):
         column = first + tl.arange(0, TILE_K)
-        states = _block(rows, row, column, is_row, inputs, IN_FP32, False)
-        gates = tl.dot(
-            states, _block(gate, output, column, is_output, inputs, IN_FP32, True), gates
-        )
-        factors = tl.dot(
-            states, _block(up, output, column, is_output, inputs, IN_FP32, True), factors
-        )
+        is_column = column < inputs
+        states = _block(rows, row, column, is_row, is_column, inputs, 1, IN_FP32)
+        gate_block = _block(gate, column, output, is_column, is_output, 1, inputs, IN_FP32)
+        gates = tl.dot(states, gate_block, gates)
+        up_block = _block(up, column, output, is_column, is_output, 1, inputs, IN_FP32)
+        factors = tl.dot(states, up_block, factors)
     dtype = out.dtype.element_ty
     active = activated(gates.to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
     place = row[:, None] * outputs + output[None, :]
@@ -218,20 +210,12 @@ def _product(
     sums = tl.zeros([TILE_M, TILE_N], tl.float32)
     for first in range(0, INPUTS, TILE_K):
         column = first + tl.arange(0, TILE_K)
-        in_row = column < INPUTS
-        row_block = tl.load(
-            rows + row[:, None] * INPUTS + column[None, :],
-            mask=is_row[:, None] & in_row[None, :],
-            other=0.0,
-        )
-        weight_block = tl.load(
-            weight + output[None, :] * output_stride + column[:, None] * input_stride,
-            mask=is_output[None, :] & in_row[:, None], other=0.0,
+        is_column = column < INPUTS
+        sums = tl.dot(
+            _block(rows, row, column, is_row, is_column, INPUTS, 1, IN_FP32),
+            _block(weight, column, output, is_column, is_output, input_stride, output_stride, IN_FP32),
+            sums, input_precision="ieee",
         )  # fmt: skip
-        if IN_FP32:
-            row_block = row_block.to(tl.float32)
-            weight_block = weight_block.to(tl.float32)
-        sums = tl.dot(row_block, weight_block, sums, input_precision="ieee")
     if HAS_BIAS:
         sums += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
     is_stored = is_row[:, None] & is_output[None, :]

@@ -25,21 +25,10 @@ from hf_slospec.model.batch import (
     Span,
 )
 
-MIN_ROWS, MAX_ROWS = (
-    16,
-    64,
-)  # rows per tile: the minimum of tensor cores, and as many as registers suffice for
+# Rows per tile: the minimum of tensor cores, and as many as registers suffice for.
+MIN_ROWS = 16
+MAX_ROWS = 64
 MIN_WIDTH = 16  # least number of columns of a padded mask
-COLUMNS = (
-    "start",
-    "prefix_len",
-    "num_staged",
-    "first_token",
-    "num_tokens",
-    "offset",
-    "sequence",
-    "is_chain",
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,13 +43,14 @@ class TreePlan(Plan):
     With ``paths``, ``num_staged`` of a tree's tile is that of its tokens with the longest path.
     """
 
-    tiles: torch.Tensor  # [num_tiles, len(COLUMNS)] int32
+    # [num_tiles, 8] int32: start, prefix_len, num_staged, first_token, number of tokens, offset,
+    # index of the sequence, is_chain
+    tiles: torch.Tensor
     # [num_tokens, width] bool, among staged tokens, True = may attend; or int64, see NewTokens. Not
     # read for chains.
     mask: torch.Tensor
-    positions: (
-        torch.Tensor | None
-    )  # [num_tokens] int32; None: the layer's attention does not depend on positions
+    # [num_tokens] int32; None: the layer's attention does not depend on positions
+    positions: torch.Tensor | None
     staged_positions: torch.Tensor | None  # [num_sequences, width] int32
     # [num_tokens, 1 + longest] int32: number of staged tokens on the token's path, then their
     # indices among the sequence's, read in place of the mask; None: the mask is read
@@ -102,16 +92,18 @@ def plan_tree(
         for offset in range(0, span.num_tokens, tokens_per_tile)
     ]  # fmt: skip
     num_tiles = num_tokens // tokens_per_tile + len(spans) if batch.is_padded else len(tiles)
-    array = np.zeros((num_tiles, len(COLUMNS)), dtype=np.int32)
+    array = np.zeros((num_tiles, 8), dtype=np.int32)
     array[: len(tiles)] = tiles
-    masks = [
-        None if span.is_chain else span.staged_mask_for(0 if has_window else None) for span in spans
-    ]
-    mask = _mask(spans, masks, width)
+    window = 0 if has_window else None
+    mask = _mask(
+        spans, [None if span.is_chain else span.staged_mask_for(window) for span in spans], width
+    )
     positions = staged_positions = paths = None
     if by_position:
         positions = torch.cat([span.staged_positions[-span.num_tokens :] for span in spans]).int()
-        staged_positions = _stacked([span.staged_positions for span in spans], width).int()
+        staged_positions = _joined(
+            torch.stack, [span.staged_positions for span in spans], width
+        ).int()
     if by_path:
         paths = _paths(mask.cpu())
         lengths = np.maximum.reduceat(paths[:, 0].numpy(), array[:, 3])  # each tile's longest path
@@ -124,29 +116,22 @@ def _paths(mask: torch.Tensor) -> torch.Tensor:
     [num_tokens, *] int32
     """
     lengths = mask.sum(1)
-    (rows, columns) = mask.nonzero(as_tuple=True)
+    rows, columns = mask.nonzero(as_tuple=True)
     paths = torch.zeros(len(mask), 1 + int(lengths.max()), dtype=torch.int32, device="cpu")
     paths[:, 0] = lengths
-    paths[rows, 1 + torch.arange(len(rows), device="cpu") - (lengths.cumsum(0) - lengths)[rows]] = (
-        columns.int()
-    )
+    firsts = (lengths.cumsum(0) - lengths)[rows]  # of each row among all true columns
+    paths[rows, 1 + torch.arange(len(rows), device="cpu") - firsts] = columns.int()
     return paths
 
 
 def _mask(spans: list[Span], masks: list[torch.Tensor | None], width: int) -> torch.Tensor:
     """Return the masks below each other.  -> [num_tokens, width], of their dtype"""
     given = [mask for mask in masks if mask is not None]
-    if (
-        given and not given[0].is_cpu
-    ):  # draft levels that run eagerly: as few operations as possible
-        rows = [
-            spans[i].staged_mask[:, :width] if mask is None else mask
-            for i, mask in enumerate(masks)
-        ]
-        if len({row.shape[1] for row in rows}) > 1:
-            rows = [F.pad(row, (0, width - row.shape[1])) for row in rows]
-        whole = torch.cat(rows)
-        return F.pad(whole, (0, width - whole.shape[1])) if whole.shape[1] < width else whole
+    # Draft levels that run eagerly: as few operations as possible.
+    if given and not given[0].is_cpu:
+        pairs = zip(spans, masks, strict=True)
+        rows = [span.staged_mask[:, :width] if mask is None else mask for span, mask in pairs]
+        return _joined(torch.cat, rows, width)
     whole = torch.zeros(
         spans[-1].end, width, dtype=given[0].dtype if given else torch.bool, device="cpu"
     )
@@ -156,12 +141,14 @@ def _mask(spans: list[Span], masks: list[torch.Tensor | None], width: int) -> to
     return whole
 
 
-def _stacked(rows: list[torch.Tensor], width: int) -> torch.Tensor:
+def _joined(
+    join: Callable[[list[torch.Tensor]], torch.Tensor], rows: list[torch.Tensor], width: int
+) -> torch.Tensor:
     """Return rows of different lengths below each other, padded with 0.  -> [num_rows, width]"""
-    if len({len(row) for row in rows}) > 1:
-        return torch.stack([F.pad(row, (0, width - len(row))) for row in rows])
-    stacked = torch.stack(rows)
-    return F.pad(stacked, (0, width - stacked.shape[1])) if stacked.shape[1] < width else stacked
+    if len({row.shape[-1] for row in rows}) > 1:
+        return join([F.pad(row, (0, width - row.shape[-1])) for row in rows])
+    whole = join(rows)
+    return F.pad(whole, (0, width - whole.shape[1])) if whole.shape[1] < width else whole
 
 
 MAX_DIM = 256  # head size: larger ones do not fit into a multiprocessor's shared memory
@@ -176,9 +163,8 @@ def why_no_kernel(layer: AttentionLayer) -> str | None:
     if key.dtype != value.dtype:
         return f"keys are {key.dtype} and values {value.dtype}"
     # A latent layer attends with K and V of other sizes than it caches.
-    return _why_no_kernel(
-        key.device, key.dtype, *((16, 16) if layer.is_latent else (key.dim, value.dim))
-    )
+    dims = (16, 16) if layer.is_latent else (key.dim, value.dim)
+    return _why_no_kernel(key.device, key.dtype, *dims)
 
 
 @functools.cache

@@ -79,10 +79,8 @@ def check(  # type: ignore[no-untyped-def]
     )
     made.keys[own], made.values[own] = torch.nan, torch.nan  # the operator writes them
     context = operators.Context(is_invariant)
-    plan = plan_for_operators(made.row)
     torch.ops.hf_slospec.set_pool(context._id, [made.keys], [made.values])
-    tensors = plan.sequences, plan.mask, plan.windowed_mask, plan.positions, plan.staged_positions
-    torch.ops.hf_slospec.set_plan(context._id, *tensors)
+    torch.ops.hf_slospec.set_plan(context._id, *plan_for_operators(made.row))
     padded = [torch.nn.functional.pad(tensor, (0, 0, 0, 2)) for tensor in (query[None], key, value)]
     others = rules.scaling, window or 0, chunk or 0, softcap or 0.0, sinks
     out = torch.ops.hf_slospec.attend(*padded, context.tensor, 0, True, *others)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_slospec.cuda import graphs
 from hf_slospec.cuda.graphs import CaptureError, GraphCounts, GraphHistory, Graphs
 from hf_slospec.model.version import ModelVersion, can_be_traced
 from tests.support.graph_bench import CPU
 from tests.support.stand_ins.graphs import Tapes, tensors_in
-from tests.support.toys.tiny_models import tiny_model
 
 
 def scaled(inputs):
@@ -94,6 +93,14 @@ def test_weights_that_move_and_settings_that_change_are_noticed():
     model[1].eps = 1.0
     version.renew()
     assert version.storage == 4 and version.modules == 1 and can_be_traced(model)
+    model[1].adapters = ([{"scaling": 1.0}],)
+    version.renew()
+    model[1].adapters[0][0]["scaling"] = -3.0
+    version.renew()
+    assert version.storage == 6
+    model[1].forward = functools.partial(type(model[1]).forward, model[1])
+    version.renew()
+    assert version.storage == 7 and version.modules == 4
     model[1].register_forward_hook(lambda *_: None)
     version.renew()
     assert version.structure == 1 and not can_be_traced(model)
@@ -198,26 +205,3 @@ def test_first_replays_are_compared_by_chunks_in_fp32(mask):
 
     with Small():
         graphs._is_close(right.clone(), right)
-
-
-def test_a_session_of_continuous_batching_is_no_change():
-    model = tiny_model("llama")
-    version = ModelVersion(model)
-    config = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    with model.continuous_batching_context_manager(
-        generation_config=config,
-        continuous_batching_config=ContinuousBatchingConfig(
-            page_size=16, num_blocks=8, max_batch_tokens=32
-        ),
-        persistent_manager=True,
-        timeout=120.0,
-    ):
-        pass
-    try:
-        assert hasattr(model, "_cached_continuous_batching_manager")
-        version.renew()
-        assert version.modules == version.storage == 0
-    finally:
-        model.destroy_cached_continuous_batching_manager()
-    version.renew()
-    assert version.modules == version.storage == 0
