@@ -4,6 +4,7 @@ be used.
 
 from __future__ import annotations
 
+import copy
 import random
 import shutil
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import hf_slospec
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cpu import compile_job, compiled
 from hf_slospec.cpu.compile_job import CompileJob
@@ -20,6 +20,7 @@ from hf_slospec.model import machine as threads
 from hf_slospec.model.eager import EagerPath
 from hf_slospec.model.tree_mask import chain
 from tests.support.packed import packed_model
+from tests.support.stock_matrix import Finished, compile_in_this_process
 from tests.support.toys.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(
@@ -29,33 +30,16 @@ FEATURES = (0, 1, 2)  # hidden states; all tests of features need one package
 OPTIONS: dict[str, Any] = dict(max_new_tokens=24, pad_token_id=0)
 
 
-class Finished:
-    """A compilation that ran in this process."""
-
-    def wait(self):
-        pass
-
-    def poll(self):
-        return 0
-
-
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch):
     """Spare the time of importing torch in another process."""
-
-    def start(self):
-        self.run()
-        return Finished()
-
-    monkeypatch.setattr(CompileJob, "start", start)
+    compile_in_this_process(monkeypatch)
 
 
 @pytest.fixture
 def model():
-    """Yield a model that the test may change."""
-    tiny_model.cache_clear()
-    yield tiny_model("llama")
-    tiny_model.cache_clear()
+    """Return a model that the test may change."""
+    return copy.deepcopy(tiny_model("llama"))
 
 
 def rows():
@@ -111,38 +95,29 @@ def test_lora_of_other_kinds_is_not_compiled(model):
     assert "modules were changed" in ours.stats().forwards["target"]
 
 
-def test_hidden_states_for_a_drafter():
-    model = tiny_model("llama")
+def test_hidden_states_for_a_drafter(model):
     packed = packed_model(model, compile="wait")
-    eager = packed_model(model)
     outputs = []
-    for each in (packed, eager):
+    for each in (packed, packed_model(model)):
         cache = each.kv_cache
         with cache.temporary([9]) as (sequence,):
             parts = [chain(each, sequence, list(range(3, 12)))]
+            no_rows = torch.tensor([], dtype=torch.int64)  # as for a chunk of a prompt
+            assert each.forward(cache.pool, parts, no_rows).shape == (0, 101)
             outputs.append(each.outputs(cache.pool, parts, torch.tensor([8]), FEATURES))
-        with cache.temporary([9]) as (sequence,):  # a chunk of a prompt
-            parts = [chain(each, sequence, list(range(3, 12)))]
-            assert each.forward(cache.pool, parts, torch.tensor([], dtype=torch.int64)).shape == (
-                0,
-                101,
-            )
     assert packed.status(FEATURES) == packed.status() == "compiled"
     torch.testing.assert_close(outputs[0].logits, outputs[1].logits)
     torch.testing.assert_close(outputs[0].features, outputs[1].features)
 
 
-def test_bf16():
-    model = tiny_model("llama").to(torch.bfloat16)
-    try:
-        packed = packed_model(model, compile="wait")
-        generator(model).generate(**rows(), **OPTIONS)
-        assert packed.status() == "compiled"
-    finally:
-        model.float()
+def test_models_in_bf16_are_compiled(model):
+    model.bfloat16()
+    packed = packed_model(model, compile="wait")
+    generator(model).generate(**rows(), **OPTIONS)
+    assert packed.status() == "compiled"
 
 
-def test_the_switch_between_two_steps(monkeypatch, model):
+def test_forwards_are_eager_until_the_package_is_loaded(monkeypatch, model):
     """Eager forwards serve until the package is loaded, by a thread."""
     loads = []
     load = compiled._Package._load
@@ -233,21 +208,17 @@ def test_a_setting_that_the_graph_lacks_is_found_by_comparison(model, caplog):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("share", "path"), [(0.3, "compiled"), (0.9, "eager")])
-def test_rounding_that_differs_now_and_then_is_none_of_the_graphs_faults(monkeypatch, share, path):
+def test_forwards_that_seldom_differ_by_rounding_stay_compiled(monkeypatch, model, share, path):
     draws = random.Random(1)
     monkeypatch.setattr(
         compiled, "relative_error", lambda ours, _: torch.tensor([float(draws.random() < share)])
     )
-    model = tiny_model("llama").to(torch.bfloat16)
-    try:
-        ours = generator(model)
-        generated(ours.generate)
-        assert ours.stats().forwards["target"].startswith(path)
-    finally:
-        model.float()
+    ours = generator(model.bfloat16())
+    generated(ours.generate)
+    assert ours.stats().forwards["target"].startswith(path)
 
 
-def test_failures_are_kept_and_told(monkeypatch, model):
+def test_failed_compilations_are_remembered_and_reported(monkeypatch, model):
     attempts = []
 
     def fail(description):
@@ -261,20 +232,6 @@ def test_failures_are_kept_and_told(monkeypatch, model):
         assert generated(ours.generate) == generated(model.generate)
         assert ours.stats().forwards == {"target": "eager: ValueError: it cannot be traced"}
     assert len(attempts) == 1
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        (dict(compile=False), "compile=False"),
-        (dict(attention="4d_mask"), "attention='4d_mask' is the plain reference"),
-    ],
-)
-def test_settings_without_compiled_forwards(model, settings, reason):
-    config = SLOSpecConfig(**{"compile": "wait"} | settings)
-    ours = SLOSpecGenerator(model, drafter="lookup", config=config)
-    assert ours.stats().forwards == {"target": f"eager: {reason}"}
-    hf_slospec.disable(model)
 
 
 @pytest.mark.nightly

@@ -88,17 +88,6 @@ def test_sizes_of_a_padded_plan_do_not_depend_on_lengths():
     assert plans[0].mask.shape[1] == MIN_WIDTH
 
 
-def test_tiles_hold_every_token_once():
-    made = case([(5, 40, ROOT), (0, 1, BRANCHING), (9, 3, CHAIN)], 2, 8, 8)
-    for is_padded in (False, True):
-        made.row.is_padded = is_padded
-        plan = plan_tree(made.row, False, False, 2)
-        tokens = [
-            first + i for _, _, _, first, count, *_ in plan.tiles.tolist() for i in range(count)
-        ]
-        assert tokens == list(range(len(made.tokens)))
-
-
 def test_triton_is_refused_without_cuda():
     with pytest.raises(
         UnsupportedOptionError, match=r'attention="triton" is not available: .* needs a CUDA device'
