@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hf_slospec.cpu.kernels import FBGEMM, MKL, SIZES, Choice, Matrix, OneDNN
+from hf_slospec.cpu.kernels import FBGEMM, MKL, SIZES, KernelChoice, Matrix, OneDNN
 from hf_slospec.forks import Lock
 from hf_slospec.model.batch import PackedBatch, Span
 from hf_slospec.model.kv_cache import KVPool
@@ -176,7 +176,11 @@ class Context:
         weakref.finalize(self, torch.ops.hf_slospec.delete_context, self._id)
 
     def set_linear(
-        self, index: int, plain: Sequence[torch.Tensor], matrices: Sequence[Matrix], choice: Choice
+        self,
+        index: int,
+        plain: Sequence[torch.Tensor],
+        matrices: Sequence[Matrix],
+        choice: KernelChoice,
     ) -> None:
         """Set the weights of a linear layer, or of several with the same input, whose outputs are
         concatenated.

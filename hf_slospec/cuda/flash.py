@@ -193,12 +193,12 @@ def _split(
         -(-longest // PIECE_KEYS), max(1, ENOUGH_BLOCKS // (len(spans) * num_kv_heads))
     )
     ranges: list[tuple[range, slice]] = []
-    by_size: dict[int, list[_Part]] = {}
+    by_size: dict[int, list[_BlockPart]] = {}
     num_queries = 0
     for (span, slots), seen in zip(spans, common, strict=True):
         pieces = _cut(seen, num_pieces)
         ranges += [(range(span.begin, span.end), piece) for piece in pieces]
-        part = _Part.of(
+        part = _BlockPart.of(
             span, slots, seen, window, num_queries, [piece.start == piece.stop for piece in pieces]
         )
         # One block per power of four of keys, so that a large tree does not pad all small ones to
@@ -235,7 +235,7 @@ def _cut(slots: slice, num_pieces: int) -> list[slice]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class _BlockPart:
     """One sequence's tokens in a block."""
 
     span: Span
@@ -254,7 +254,7 @@ class _Part:
         window: int | None,
         first_query: int,
         is_empty: list[bool],
-    ) -> _Part:
+    ) -> _BlockPart:
         some = np.arange(common.stop, slots.stop)
         mask = span.staged_mask[:, : len(some)]
         if window is not None and len(some):
@@ -270,7 +270,7 @@ class _Part:
         return cls(span, some, slots.stop - 1, mask, first_query, is_empty)
 
 
-def _block(parts: list[_Part], is_padded: bool) -> Block:
+def _block(parts: list[_BlockPart], is_padded: bool) -> Block:
     num_queries = max(part.span.num_tokens for part in parts)
     num_keys = max(len(part.slots) for part in parts)
     if is_padded:

@@ -7,6 +7,8 @@ from __future__ import annotations
 import copy
 import random
 import shutil
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,28 +120,31 @@ def test_models_in_bf16_are_compiled(model):
 
 
 def test_forwards_are_eager_until_the_package_is_loaded(monkeypatch, model):
-    """Eager forwards serve until the package is loaded, by a thread."""
-    loads = []
-    load = compiled._Package._load
-    monkeypatch.setattr(compiled._Package, "_load", lambda self: loads.append(self) or load(self))
-    started = list[CompileJob]()
+    generator(model)  # compiles it
+    is_compiled = list[None]()
     interface = CompileJob.interface
     monkeypatch.setattr(
-        CompileJob, "interface", property(lambda self: interface.fget(self) if started else None)
+        CompileJob,
+        "interface",
+        property(lambda self: interface.fget(self) if is_compiled else None),
     )
-    monkeypatch.setattr(
-        CompileJob, "start", lambda self: started.append(self) or self.run() or Finished()
-    )
+    monkeypatch.setattr(CompileJob, "start", lambda self: is_compiled.append(None) or Finished())
     expected = generated(model.generate)
     ours = generator(model, compile=True)
     assert generated(ours.generate) == expected
     assert ours.stats().forwards == {"target": "eager: not compiled yet"}
     monkeypatch.setattr(compiled, "START_S", 0.0)
     ours.generate(**rows(), **OPTIONS)
-    (package,) = loads
-    package._thread.join()
+    thread_of(ours).join()
     assert generated(ours.generate) == expected
     assert ours.stats().forwards == {"target": "compiled"}
+
+
+def thread_of(ours):
+    """Return the thread that compiles a generator's target."""
+    path = ours.decoder.speculator.target.packed.path("compiled")
+    (package,) = path._packages.values()
+    return package._thread
 
 
 def test_changed_modules_are_computed_eagerly(model):
@@ -169,11 +174,8 @@ def test_a_model_in_a_trainer_is_compiled(model):
 
 
 def test_eager_forwards_leave_a_core_to_the_compiler(monkeypatch, model):
-    class Running(Finished):
-        def poll(self):
-            return None
-
-    monkeypatch.setattr(CompileJob, "start", lambda self: Running())
+    is_finished = threading.Event()
+    monkeypatch.setattr(CompileJob, "start", lambda self: SimpleNamespace(wait=is_finished.wait))
     monkeypatch.setattr(
         GraphDescription, "identity", lambda self: {"key": id(model)}
     )  # nobody has compiled it
@@ -192,6 +194,8 @@ def test_eager_forwards_leave_a_core_to_the_compiler(monkeypatch, model):
         assert ours.stats().forwards == {"target": "eager: compiling"}
         assert set(seen) == {2} and torch.get_num_threads() == 3
     finally:
+        is_finished.set()
+        thread_of(ours).join()
         torch.set_num_threads(before)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hf_slospec.cpu import operators
 from hf_slospec.cpu.joined_linears import KERNELS
-from hf_slospec.cpu.kernels import DTYPES, SIZES, Choice, is_right
+from hf_slospec.cpu.kernels import DTYPES, SIZES, KernelChoice, is_right
 from hf_slospec.cpu.operators import plan_for_operators
 from hf_slospec.model.batch import AttentionRules
 from tests.support.oracles.attention_rows import (
@@ -132,7 +132,7 @@ def test_joined_linear_layers(kernel, dtype):
         3,
         plain,
         packed,
-        Choice(kernel=kernel, is_faster=(True, False) + (True,) * (len(SIZES) - 2)),
+        KernelChoice(kernel=kernel, is_faster=(True, False) + (True,) * (len(SIZES) - 2)),
     )
     for num_tokens in (1, 3, 40, 700):
         x = torch.randn(1, num_tokens, 64, dtype=dtype)
@@ -176,7 +176,7 @@ def test_weights_that_no_block_holds():
 
 def test_wrong_uses_raise():
     context = operators.Context()
-    context.set_linear(0, [torch.randn(8, 4)], [], Choice(kernel=None))
+    context.set_linear(0, [torch.randn(8, 4)], [], KernelChoice(kernel=None))
     with pytest.raises(RuntimeError, match="has 8 outputs, not 9"):
         torch.ops.hf_slospec.linear(torch.randn(2, 4), context.tensor, 0, 9)
     with pytest.raises(RuntimeError, match="no context -1"):

@@ -14,7 +14,14 @@ from torch import nn
 
 from hf_slospec.cuda import few_rows
 from hf_slospec.cuda import fused_layers as layers
-from hf_slospec.cuda.few_row_kernels import MAX_ROWS, MIN_TILE_ROWS, gated_product, joint_products
+from hf_slospec.cuda.few_row_kernels import (
+    BLOCK_M,
+    MAX_ROWS,
+    MIN_TILE_ROWS,
+    gated_product,
+    invariant_product,
+    joint_products,
+)
 from hf_slospec.cuda.fused_kernels import GELU_TANH, SILU
 from tests.cuda.parity import assert_same_up_to_rounding, fused_layers, half
 from tests.support.breadth import nightly_but, quick_or
@@ -62,6 +69,32 @@ def test_gated_products(num_rows, activation, function):
         gated_product(rows, gate, up, activation),
         function(F.linear(rows, gate)) * F.linear(rows, up),
     )
+
+
+TOLERANCE = {
+    torch.float32: 1e-5,
+    torch.float16: 2e-3,
+    torch.bfloat16: 2e-2,
+}  # share of the largest value
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", [(40, 24), (96, 200)], ids=str)
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_invariant_products(shape, dtype, is_transposed):
+    outputs, inputs = shape
+    rows, weight = (torch.randn(n, inputs).to(dtype) for n in (BLOCK_M + 9, outputs))
+    bias = torch.randn(outputs).to(dtype)
+    weight = weight.T.contiguous().T if is_transposed else weight
+    for added in (None, bias):
+        together = invariant_product(rows, weight, added)
+        expected = F.linear(rows.float(), weight.float(), None if added is None else added.float())
+        assert together.dtype == dtype and not together.isnan().any()
+        assert (together.float() - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+        for begin, end in ((0, 1), (3, 20), (BLOCK_M - 1, BLOCK_M + 2), (BLOCK_M + 8, BLOCK_M + 9)):
+            assert torch.equal(
+                invariant_product(rows[begin:end], weight, added), together[begin:end]
+            )
 
 
 @pytest.mark.parametrize("family", nightly_but(["llama"], ["llama", "qwen2", "qwen3", "gemma3"]))

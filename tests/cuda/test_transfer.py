@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_slospec.cuda.captured import padded
-from hf_slospec.cuda.flash import pack
 from hf_slospec.drafters.assistant import AssistantDrafter
 from hf_slospec.engine.interfaces import Plan
-from hf_slospec.model.inputs import ForwardInputs
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.transfer import (
     DeferredFlags,
@@ -20,38 +17,8 @@ from hf_slospec.model.transfer import (
     tensors_in,
 )
 from hf_slospec.request.request import Request, RequestParams
-from tests.support.graph_bench import CPU, TREES, Bench, tree
+from tests.support.graph_bench import CPU
 from tests.support.toys.tiny_models import tiny_model
-
-
-def test_signatures_of_forwards_depend_on_sizes_only(tapes):
-    bench = Bench(tiny_model("gemma3"))
-    plans = bench.packed.eager.find_plans()
-
-    def inputs(trees=TREES):
-        pairs = zip(bench.requests, trees, strict=True)
-        parts = [
-            bench.sequences.chain_and_tree(r, r.tokens[-1:], tree(r, parents))
-            for r, parents in pairs
-        ]
-        pool = bench.sequences.cache.pool
-        larger = padded(parts, torch.arange(5), pool)
-        assert larger is not None
-        return ForwardInputs(pool, *larger, is_padded=True).tensors(plans)
-
-    first = inputs()
-    assert (
-        any(key[0] is pack and key[2] is not None for key in first.plans)
-        and len(tensors_in(first)) > 10
-    )
-    assert flattened(inputs([(-1, 0, 1, 1, 2), (-1,), (-1, 0, 0)]))[1] == flattened(first)[1]
-    assert flattened(inputs([(-1, *range(12)), (-1,), (-1,)]))[1] != flattened(first)[1]
-    bench.grow(3)
-    later = inputs()
-    assert flattened(later)[1] == flattened(first)[1]
-    assert any(
-        not torch.equal(a, b) for a, b in zip(tensors_in(later), tensors_in(first), strict=True)
-    )
 
 
 def test_values_that_the_host_reads_are_in_the_signature():
