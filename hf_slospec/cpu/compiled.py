@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -154,8 +155,8 @@ class CompiledPath(ForwardPath):
             waits = self._config.compile == "wait"
             self._packages[feature_layers] = _Package(self._model, described, self._joined, waits)
         package = self._packages[feature_layers]
-        if self._eager_s >= START_S:
-            package.start()
+        if not package.is_ready:
+            package.advance(may_start=self._eager_s >= START_S)
         return package
 
     @property
@@ -197,18 +198,24 @@ class _Package:
         }
         self._why_not: str | None = None  # why it computes no forwards, if that is for good
         self._change: str | None = None  # what in the model differs from what was compiled
-        self._thread: threading.Thread | None = None  # compiles and loads the package
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
         self._graph: _Graph | None = None
         self.num_compared = 0
-        # Forwards that agreed, less those that differed; by whether they had a tree.
-        self._agreed = {False: 0, True: 0}
+        self._agreed = {
+            False: 0,
+            True: 0,
+        }  # forwards that agreed, less those that differed; by whether they had a tree
         try:
             self._job = CompileJob.of(description.with_modules(model), 0 if waits else NICENESS)
+            if waits and self._job.interface is None and self._job.failure is None:
+                self._job.start().wait()
+            if self._job.interface is not None:
+                self._load()
+            else:
+                self._why_not = self._job.failure
         except OSError as error:
             self._refuse_to_compile(error)
-        else:
-            if waits or self._job.interface is not None or self._job.failure is not None:
-                self._make()
 
     def _refuse_to_compile(self, error: OSError) -> None:
         self._why_not = f"compiling needs a process, which pickles the config, and the cache directory ({error})"
@@ -220,21 +227,35 @@ class _Package:
 
     @property
     def is_compiling(self) -> bool:
-        """Return whether a thread compiles or loads the package."""
-        return self._thread is not None and self._graph is None and self._why_not is None
+        """Return whether the compiler runs, as far as ``advance`` has seen."""
+        return self._process is not None and self._thread is None
 
     @property
     def status(self) -> str:
         """Which path computes forwards, and why it is not the compiled one."""
         if self.is_ready:
             return "compiled"
-        busy = "not compiled yet" if self._thread is None else "compiling"
+        busy = (
+            "loading"
+            if self._thread is not None
+            else "not compiled yet"
+            if self._process is None
+            else "compiling"
+        )
         return f"eager: {self._why_not or self._change or busy}"
 
-    def start(self) -> None:
-        """Compile and load the package in a thread, unless that was tried before."""
-        if self._graph is None and self._thread is None and self._why_not is None:
-            self._thread = threading.Thread(target=self._make, daemon=True)
+    def advance(self, may_start: bool) -> None:
+        """Start the compilation if ``may_start``; once it has ended, load its package."""
+        if self._why_not is not None or self._thread is not None:
+            return
+        if self._process is None:
+            if may_start:
+                try:
+                    self._process = self._job.start()
+                except OSError as error:
+                    self._refuse_to_compile(error)
+        elif self._process.poll() is not None:
+            self._thread = threading.Thread(target=self._load, daemon=True)
             self._thread.start()
 
     def renew(self, description: GraphDescription | None, compares: bool) -> None:
@@ -250,14 +271,7 @@ class _Package:
         if self._change is None and self._graph is not None:
             self._graph.renew()
 
-    def _make(self) -> None:
-        """Compile the package, unless that was done or has failed lately, and load it."""
-        try:
-            if self._job.interface is None and self._job.failure is None:
-                self._job.start().wait()
-        except OSError as error:
-            self._refuse_to_compile(error)
-            return
+    def _load(self) -> None:
         try:
             if (interface := self._job.interface) is None:
                 self._why_not = self._job.failure or "the compilation ended without a package"

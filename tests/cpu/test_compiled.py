@@ -4,16 +4,14 @@ be used.
 
 from __future__ import annotations
 
-import copy
 import random
 import shutil
-import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import hf_slospec
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.cpu import compile_job, compiled
 from hf_slospec.cpu.compile_job import CompileJob
@@ -22,7 +20,6 @@ from hf_slospec.model import machine as threads
 from hf_slospec.model.eager import EagerPath
 from hf_slospec.model.tree_mask import chain
 from tests.support.packed import packed_model
-from tests.support.stock_matrix import Finished, compile_in_this_process
 from tests.support.toys.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(
@@ -32,16 +29,33 @@ FEATURES = (0, 1, 2)  # hidden states; all tests of features need one package
 OPTIONS: dict[str, Any] = dict(max_new_tokens=24, pad_token_id=0)
 
 
+class Finished:
+    """A compilation that ran in this process."""
+
+    def wait(self):
+        pass
+
+    def poll(self):
+        return 0
+
+
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch):
     """Spare the time of importing torch in another process."""
-    compile_in_this_process(monkeypatch)
+
+    def start(self):
+        self.run()
+        return Finished()
+
+    monkeypatch.setattr(CompileJob, "start", start)
 
 
 @pytest.fixture
 def model():
-    """Return a model that the test may change."""
-    return copy.deepcopy(tiny_model("llama"))
+    """Yield a model that the test may change."""
+    tiny_model.cache_clear()
+    yield tiny_model("llama")
+    tiny_model.cache_clear()
 
 
 def rows():
@@ -119,32 +133,29 @@ def test_models_in_bf16_are_compiled(model):
     assert packed.status() == "compiled"
 
 
-def test_forwards_are_eager_until_the_package_is_loaded(monkeypatch, model):
-    generator(model)  # compiles it
-    is_compiled = list[None]()
+def test_the_switch_between_two_steps(monkeypatch, model):
+    """Eager forwards serve until the package is loaded, by a thread."""
+    loads = []
+    load = compiled._Package._load
+    monkeypatch.setattr(compiled._Package, "_load", lambda self: loads.append(self) or load(self))
+    started = list[CompileJob]()
     interface = CompileJob.interface
     monkeypatch.setattr(
-        CompileJob,
-        "interface",
-        property(lambda self: interface.fget(self) if is_compiled else None),
+        CompileJob, "interface", property(lambda self: interface.fget(self) if started else None)
     )
-    monkeypatch.setattr(CompileJob, "start", lambda self: is_compiled.append(None) or Finished())
+    monkeypatch.setattr(
+        CompileJob, "start", lambda self: started.append(self) or self.run() or Finished()
+    )
     expected = generated(model.generate)
     ours = generator(model, compile=True)
     assert generated(ours.generate) == expected
     assert ours.stats().forwards == {"target": "eager: not compiled yet"}
     monkeypatch.setattr(compiled, "START_S", 0.0)
     ours.generate(**rows(), **OPTIONS)
-    thread_of(ours).join()
+    (package,) = loads
+    package._thread.join()
     assert generated(ours.generate) == expected
     assert ours.stats().forwards == {"target": "compiled"}
-
-
-def thread_of(ours):
-    """Return the thread that compiles a generator's target."""
-    path = ours.decoder.speculator.target.packed.path("compiled")
-    (package,) = path._packages.values()
-    return package._thread
 
 
 def test_changed_modules_are_computed_eagerly(model):
@@ -174,8 +185,11 @@ def test_a_model_in_a_trainer_is_compiled(model):
 
 
 def test_eager_forwards_leave_a_core_to_the_compiler(monkeypatch, model):
-    is_finished = threading.Event()
-    monkeypatch.setattr(CompileJob, "start", lambda self: SimpleNamespace(wait=is_finished.wait))
+    class Running(Finished):
+        def poll(self):
+            return None
+
+    monkeypatch.setattr(CompileJob, "start", lambda self: Running())
     monkeypatch.setattr(
         GraphDescription, "identity", lambda self: {"key": id(model)}
     )  # nobody has compiled it
@@ -194,8 +208,6 @@ def test_eager_forwards_leave_a_core_to_the_compiler(monkeypatch, model):
         assert ours.stats().forwards == {"target": "eager: compiling"}
         assert set(seen) == {2} and torch.get_num_threads() == 3
     finally:
-        is_finished.set()
-        thread_of(ours).join()
         torch.set_num_threads(before)
 
 
@@ -222,7 +234,7 @@ def test_forwards_that_seldom_differ_by_rounding_stay_compiled(monkeypatch, mode
     assert ours.stats().forwards["target"].startswith(path)
 
 
-def test_failed_compilations_are_remembered_and_reported(monkeypatch, model):
+def test_failures_are_kept_and_told(monkeypatch, model):
     attempts = []
 
     def fail(description):
@@ -236,6 +248,20 @@ def test_failed_compilations_are_remembered_and_reported(monkeypatch, model):
         assert generated(ours.generate) == generated(model.generate)
         assert ours.stats().forwards == {"target": "eager: ValueError: it cannot be traced"}
     assert len(attempts) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (dict(compile=False), "compile=False"),
+        (dict(attention="4d_mask"), "attention='4d_mask' is the plain reference"),
+    ],
+)
+def test_settings_without_compiled_forwards(model, settings, reason):
+    config = SLOSpecConfig(**{"compile": "wait"} | settings)
+    ours = SLOSpecGenerator(model, drafter="lookup", config=config)
+    assert ours.stats().forwards == {"target": f"eager: {reason}"}
+    hf_slospec.disable(model)
 
 
 @pytest.mark.nightly
