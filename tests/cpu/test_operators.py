@@ -68,12 +68,8 @@ def check(  # type: ignore[no-untyped-def]
     sinks = torch.randn(num_heads) if has_sinks else None
     rules = AttentionRules(key_dim**-0.5, window, softcap, sinks, chunk)
     expected = made.expected(query, rules)
-    own = torch.cat(
-        [
-            torch.arange(v.stop - s.num_tokens, v.stop)
-            for s, v in zip(made.row.spans, made.row.visible, strict=True)
-        ]
-    )
+    pairs = zip(made.row.spans, made.row.visible, strict=True)
+    own = torch.cat([torch.arange(v.stop - s.num_tokens, v.stop) for s, v in pairs])
     key, value = (
         stored[own].transpose(0, 1)[None].contiguous() for stored in (made.keys, made.values)
     )
@@ -92,14 +88,9 @@ def check(  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
-def test_attention(heads, options):
-    check(SPANS, heads, **options)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("heads", SHAPES, ids=str)
-def test_attention_in_half_precision(heads, dtype):
-    check(SPANS, heads, dtype, has_sinks=True)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_attention(heads, dtype, options):
+    check(SPANS, heads, dtype, **options)
 
 
 @settings(max_examples=60)
