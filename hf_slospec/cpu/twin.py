@@ -299,8 +299,8 @@ class _TracedLoRA(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.base_layer(x)
         dtype = out.dtype
-        for down, up, own_dtype, scaling in self._added:
-            x = x.to(own_dtype)
+        for down, up, adapter_dtype, scaling in self._added:
+            x = x.to(adapter_dtype)
             out = out + up(down(x)) * scaling
         return out.to(dtype)
 

@@ -46,8 +46,8 @@ def joint_products(
     has_bias = biases[0] is not None
     added = [out if bias is None else bias for out, bias in zip(outs, biases, strict=True)]
     pointers = [
-        own[min(index, len(own) - 1)]
-        for own in (weights, added, outs)
+        tensors[min(index, len(tensors) - 1)]
+        for tensors in (weights, added, outs)
         for index in range(MAX_WEIGHTS)
     ]
     num_tiles = [triton.cdiv(size, TILE_OUTPUTS) for size in sizes]
@@ -161,11 +161,10 @@ def _gated(
     tl.store(out + place, product.to(dtype), mask=is_row[:, None] & is_output[None, :])
 
 
-BLOCK_M, BLOCK_N, BLOCK_K = (
-    64,
-    32,
-    64,
-)  # rows, outputs and inputs of a tile, the same for every number of rows
+# Rows, outputs and inputs of a tile, the same for every number of rows.
+BLOCK_M = 64
+BLOCK_N = 32
+BLOCK_K = 64
 
 
 def invariant_product(

@@ -98,7 +98,7 @@ def are_few(states: torch.Tensor, layer: nn.Linear, num_rows: int) -> bool:
 
 
 def is_plain(layer: Any, states: torch.Tensor) -> bool:
-    """Return whether nothing but ``F.linear`` of its own weight and bias would compute this layer."""
+    """Return whether a layer computes ``F.linear`` of its weight and bias, without hooks."""
     hooks = nn.modules.module
     return (
         type(layer) is nn.Linear
@@ -117,15 +117,15 @@ def is_plain(layer: Any, states: torch.Tensor) -> bool:
 
 
 def shape_of(linears: Sequence[nn.Linear]) -> Hashable:
-    """Return a key that linear layers of one group share with those of groups that take as long."""
+    """Return the shapes of a group of layers; groups of equal shapes are measured once."""
     return tuple((layer.in_features, layer.out_features, layer.bias is None) for layer in linears)
 
 
 def max_rows(
     fusion: Fusion, layers: Iterable[tuple[Any, Sequence[nn.Linear]]]
 ) -> dict[Hashable, int]:
-    """Return up to how many rows a fusion is right and faster, as tried with as many as fill a tile;
-    0: never.
+    """Return the largest number of rows, of those that fill a tile, for which a fusion is right and
+    faster; 0: none.
 
     Args:
         fusion: the kernel and what it replaces.
@@ -224,7 +224,7 @@ def _is_group(group: Sequence[Any], states: torch.Tensor) -> bool:
 
 
 def _version(states: torch.Tensor | None) -> int | None:
-    """Return what changes whenever a tensor does."""
+    """Return the count of writes to a tensor; None for inference tensors, which count none."""
     return None if states is None or states.is_inference() else states._version
 
 

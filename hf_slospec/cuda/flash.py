@@ -276,23 +276,22 @@ def _block(parts: list[_BlockPart], is_padded: bool) -> Block:
     if is_padded:
         num_queries = bucket_for(num_queries)
         num_keys = bucket_for(num_keys) if num_keys else 0
-    num_tokens = np.array([part.span.num_tokens for part in parts])
-    # [num_sequences, num_queries]
-    token_offsets = np.minimum(np.arange(num_queries), num_tokens[:, None] - 1)
-    token_indices = token_offsets + np.array([part.span.begin for part in parts])[:, None]
-    slots = np.array([part.last_slot for part in parts])[:, None].repeat(num_keys, 1)
+    num_pieces = len(parts[0].is_empty)
+    num_tokens, begins, last_slots, first_queries = np.array(
+        [
+            (each.span.num_tokens, each.span.begin, each.last_slot, each.first_query)
+            for each in parts
+        ]
+    ).T[..., None]  # [num_sequences, 1] each
+    token_offsets = np.minimum(np.arange(num_queries), num_tokens - 1)
+    token_indices = token_offsets + begins  # [num_sequences, num_queries]
+    slots = last_slots.repeat(num_keys, 1)
     for part_slots, part in zip(slots, parts, strict=True):
         part_slots[: len(part.slots)] = part.slots
-    num_pieces = len(parts[0].is_empty)
-    first_query = np.array([part.first_query for part in parts])[:, None]
-    pieces = [
-        token_offsets + first_query + piece * num_tokens[:, None] for piece in range(num_pieces)
-    ]
-    is_empty = np.array([part.is_empty for part in parts], dtype=np.bool_).reshape(
-        len(parts), num_pieces
-    )
-    are_empty = np.broadcast_to(is_empty.T[..., None], (num_pieces, *token_offsets.shape))
-    is_real = np.arange(num_queries) < num_tokens[:, None]
+    pieces = np.arange(num_pieces)[:, None, None] * num_tokens + token_offsets + first_queries
+    is_empty = np.array([part.is_empty for part in parts], dtype=np.bool_)
+    are_empty = np.broadcast_to(is_empty.T[..., None], pieces.shape)
+    is_real = np.arange(num_queries) < num_tokens
 
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array.copy())  # owns its memory, contiguous
@@ -301,7 +300,7 @@ def _block(parts: list[_BlockPart], is_padded: bool) -> Block:
         tensor(token_indices),
         tensor(slots),
         _stacked([part.mask for part in parts], num_queries, num_keys),
-        tensor(np.array(pieces, dtype=np.int64).reshape(num_pieces, *token_offsets.shape)),
+        tensor(pieces),
         tensor(are_empty) if is_padded or is_empty.any() else None,
         None if is_real.all() and not is_padded else tensor(np.flatnonzero(is_real)),
         tensor(token_indices[is_real]),

@@ -168,15 +168,12 @@ class GatedMlps:
     """
 
     def __init__(self, mlps: Sequence[Any]):
-        with_few = [
-            mlp
-            for mlp in mlps
-            if type(mlp.act_fn) in _activations() and type(mlp.gate_proj) is nn.Linear
-        ]
         pairs = [
             (mlp, (mlp.gate_proj, mlp.up_proj))
-            for mlp in with_few
-            if _takes_few(mlp, mlp.gate_proj.weight)
+            for mlp in mlps
+            if type(mlp.act_fn) in _activations()
+            and type(mlp.gate_proj) is nn.Linear
+            and _takes_few(mlp, mlp.gate_proj.weight)
         ]
         self._by_shape = max_rows(Fusion(_gated, _gated_separately), pairs)
 

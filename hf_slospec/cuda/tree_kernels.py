@@ -43,22 +43,22 @@ def tree_attention(
     )
     is_split = num_splits > 1
     out = query.new_empty(num_tokens, num_heads, value_dim)
-    # unread without splits
+    # Tensors in the place of those that the kernel does not read.
     parts = out
     lses = out
+    sinks, positions, staged_positions, paths = (
+        plan.tiles if tensor is None else tensor
+        for tensor in (rules.sinks, plan.positions, plan.staged_positions, plan.paths)
+    )
     if is_split:
         parts = query.new_empty(num_splits, num_tokens, num_heads, value_dim, dtype=torch.float32)
         lses = query.new_empty(num_splits, num_tokens, num_heads, dtype=torch.float32)
     largest = max(key_dim, value_dim) * query.element_size()  # bytes
     with on_device_of(query):
         _attend[(len(plan.tiles), num_kv_heads, num_splits)](
-            query, keys, values, parts if is_split else out, lses, out if rules.sinks is None else rules.sinks,
-            plan.tiles, plan.mask,
-            plan.tiles if plan.positions is None else plan.positions,
-            plan.tiles if plan.staged_positions is None else plan.staged_positions,
-            plan.tiles if plan.paths is None else plan.paths,
+            query, keys, values, parts, lses, sinks, plan.tiles, plan.mask, positions, staged_positions, paths,
             query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-            plan.mask.shape[1], 0 if plan.paths is None else plan.paths.shape[1], num_tokens, num_heads, rules.scaling,
+            plan.mask.shape[1], paths.shape[1], num_tokens, num_heads, rules.scaling,
             rules.softcap or 0.0, rules.window or 0, rules.chunk or 0,
             GROUPS=num_heads // num_kv_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
             BLOCK_M=plan.num_rows, BLOCK_N=64 if largest <= 256 else 32,
@@ -211,9 +211,8 @@ def _attend(
             seen = seen & (position[:, None] // chunk == key_position[None, :] // chunk)
         scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
-        base = tl.where(
-            new_max == float("-inf"), 0.0, new_max
-        )  # a row may see no key of this block
+        # A row may see no key of this block.
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - base[:, None])
         kept = tl.exp2(row_max - base)
         value_block = tl.load(
