@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from hf_slospec.cuda.fused_kernels import activated
-from hf_slospec.cuda.tree_kernels import on_device_of
+from hf_slospec.cuda.tree_kernels import load_block, on_device_of
 
 MAX_ROWS = 64
 MAX_WEIGHTS = 3
@@ -85,13 +85,26 @@ def gated_product(
 
 
 @triton.jit
-def _block(
-    source, row, column, is_row, is_column, row_stride, column_stride, IN_FP32: tl.constexpr
-):
-    """Load a block of a matrix."""
-    place = row[:, None] * row_stride + column[None, :] * column_stride
-    block = tl.load(source + place, mask=is_row[:, None] & is_column[None, :], other=0.0)
-    return block.to(tl.float32) if IN_FP32 else block  # the interpreter has no products of bf16
+def _store_tile(
+    rows, weight, bias, out, row, output, num_rows, outputs, inputs, output_stride, input_stride,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, HAS_BIAS: tl.constexpr, IN_FP32: tl.constexpr,
+):  # fmt: skip
+    """Store products of some rows by some outputs of a weight, each summed in the order of inputs."""
+    is_row = row < num_rows
+    is_output = output < outputs
+    sums = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for first in range(0, inputs, TILE_K):
+        column = first + tl.arange(0, TILE_K)
+        is_column = column < inputs
+        sums = tl.dot(
+            load_block(rows, row, column, is_row, is_column, inputs, 1, IN_FP32),
+            load_block(weight, column, output, is_column, is_output, input_stride, output_stride, IN_FP32),
+            sums, input_precision="ieee",
+        )  # fmt: skip
+    if HAS_BIAS:
+        sums += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    place = row[:, None] * outputs + output[None, :]
+    tl.store(out + place, sums.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -118,21 +131,10 @@ def _joint(
         outputs = outputs_1
         tile -= num_tiles_0
     output = tile.to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
-    row = tl.arange(0, TILE_M)
-    is_row = row < num_rows
-    is_output = output < outputs
-    sums = tl.zeros([TILE_M, TILE_N], tl.float32)
-    for first in range(0, inputs, TILE_K):
-        column = first + tl.arange(0, TILE_K)
-        is_column = column < inputs
-        sums = tl.dot(
-            _block(rows, row, column, is_row, is_column, inputs, 1, IN_FP32),
-            _block(weight, column, output, is_column, is_output, 1, inputs, IN_FP32), sums,
-        )  # fmt: skip
-    if HAS_BIAS:
-        sums += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    place = row[:, None] * outputs + output[None, :]
-    tl.store(out + place, sums.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+    _store_tile(
+        rows, weight, bias, out, tl.arange(0, TILE_M), output, num_rows, outputs, inputs, inputs, 1,
+        TILE_M, TILE_N, TILE_K, HAS_BIAS, IN_FP32,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -149,10 +151,10 @@ def _gated(
     for first in range(0, inputs, TILE_K):
         column = first + tl.arange(0, TILE_K)
         is_column = column < inputs
-        states = _block(rows, row, column, is_row, is_column, inputs, 1, IN_FP32)
-        gate_block = _block(gate, column, output, is_column, is_output, 1, inputs, IN_FP32)
+        states = load_block(rows, row, column, is_row, is_column, inputs, 1, IN_FP32)
+        gate_block = load_block(gate, column, output, is_column, is_output, 1, inputs, IN_FP32)
         gates = tl.dot(states, gate_block, gates)
-        up_block = _block(up, column, output, is_column, is_output, 1, inputs, IN_FP32)
+        up_block = load_block(up, column, output, is_column, is_output, 1, inputs, IN_FP32)
         factors = tl.dot(states, up_block, factors)
     dtype = out.dtype.element_ty
     active = activated(gates.to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
@@ -204,22 +206,7 @@ def _product(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
     output = tl.program_id(1).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
-    is_row = row < num_rows
-    is_output = output < OUTPUTS
-    sums = tl.zeros([TILE_M, TILE_N], tl.float32)
-    for first in range(0, INPUTS, TILE_K):
-        column = first + tl.arange(0, TILE_K)
-        is_column = column < INPUTS
-        sums = tl.dot(
-            _block(rows, row, column, is_row, is_column, INPUTS, 1, IN_FP32),
-            _block(weight, column, output, is_column, is_output, input_stride, output_stride, IN_FP32),
-            sums, input_precision="ieee",
-        )  # fmt: skip
-    if HAS_BIAS:
-        sums += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    is_stored = is_row[:, None] & is_output[None, :]
-    tl.store(
-        out + row[:, None] * OUTPUTS + output[None, :],
-        sums.to(out.dtype.element_ty),
-        mask=is_stored,
-    )
+    _store_tile(
+        rows, weight, bias, out, row, output, num_rows, OUTPUTS, INPUTS, output_stride, input_stride,
+        TILE_M, TILE_N, TILE_K, HAS_BIAS, IN_FP32,
+    )  # fmt: skip
