@@ -166,19 +166,16 @@ def product_kind(
     )
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(2 * (inputs // 2), generator=generator, device="cpu")
-    halves = [
-        torch.randn(size, inputs // 2, generator=generator, device="cpu")
-        for size in (outputs, num_rows)
-    ]
-    weight = F.pad(torch.cat((halves[0], halves[0]), dim=1)[:, order], (0, inputs % 2)).to(dtype)
-    rows = F.pad(torch.cat((halves[1], -halves[1]), dim=1)[:, order], (0, inputs % 2)).to(dtype)[
-        None
-    ]
-    bias = (
-        1e-6 * torch.randn(outputs, generator=generator, device="cpu").to(dtype)
-        if has_bias
-        else None
-    )
+    tensors = []
+    for size, sign in ((outputs, 1), (num_rows, -1)):
+        half = torch.randn(size, inputs // 2, generator=generator, device="cpu")
+        whole = torch.cat((half, sign * half), dim=1)[:, order]
+        tensors.append(F.pad(whole, (0, inputs % 2)).to(dtype))
+    weight = tensors[0]
+    rows = tensors[1][None]
+    bias = None
+    if has_bias:
+        bias = 1e-6 * torch.randn(outputs, generator=generator, device="cpu").to(dtype)
     product = _plain(weight.T.contiguous() if is_transposed else weight, bias, is_transposed)
     alone = _in_groups(rows, (1,), product)
     for chunk in CHUNKS if _has_blocks() else ():

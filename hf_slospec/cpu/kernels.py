@@ -120,11 +120,12 @@ class FBGEMM:
 
 BLOCKS = "Blocks"  # the kernel of compiled forwards; see cpu/operators.py
 PACKING: dict[str, Kernel] = {"OneDNN": OneDNN, "MKL": MKL, "FBGEMM": FBGEMM}
+# Dtypes of weights, by kernel.
 DTYPES = {
     "OneDNN": (torch.float32, torch.bfloat16, torch.float16),
     "MKL": (torch.float32,),
     "FBGEMM": (torch.bfloat16, torch.float16),
-}  # dtypes of weights, by kernel
+}
 
 
 def granularity(num_tokens: int) -> int:
