@@ -17,7 +17,7 @@ from hf_slospec.model.batch import NewTokens
 from hf_slospec.model.eager import EagerPath, ExactPath
 from hf_slospec.model.family import probe_layers
 from hf_slospec.model.inputs import DraftLevel, ForwardInputs, Outputs
-from hf_slospec.model.kv_cache import KVCache, KVPool
+from hf_slospec.model.kv_cache import KVCache, KVPool, SharedCache
 from hf_slospec.model.length_rope import LengthRope
 from hf_slospec.model.overrides import OverrideOptions, Overrides
 from hf_slospec.model.paths import Facts, PathContext, make_paths, resolve_paths
@@ -29,7 +29,6 @@ from hf_slospec.model.properties import (
     watching_autocast,
 )
 from hf_slospec.model.ranks import Ranks, ranks_of
-from hf_slospec.model.shared_cache import SharedCache
 from hf_slospec.model.version import ModelVersion
 
 EAGER = SLOSpecConfig(compile=False)

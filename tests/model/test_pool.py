@@ -81,33 +81,12 @@ class Allocations(RuleBasedStateMachine):
         sequence.truncate(length)
 
     def check_place(self, sequence, capacity):
-        """Compare what is moved with the least of all ways to join gaps that lie one after the
-        other.
-        """
-        ranges = sorted(self.sequences, key=lambda own: own.start)
-        edges = [
-            0,
-            *(edge for own in ranges for edge in (own.start, own.start + own.capacity)),
-            NUM_SLOTS,
-        ]
-        gaps = [end - start for start, end in zip(edges[::2], edges[1::2], strict=True)]
-        place = ranges.index(sequence) if sequence in ranges else None
-        least = float("inf")
-        for first, last in itertools.combinations_with_replacement(range(len(gaps)), 2):
-            size = sum(gaps[first : last + 1])
-            moved = sum(own.length for own in ranges[first:last])
-            if size >= capacity:
-                least = min(least, moved + sequence.length)
-            if (
-                place is not None
-                and first <= place + 1 <= last
-                and size >= capacity - sequence.capacity
-            ):
-                least = min(least, moved)
-        before = {own: own.start for own in ranges}
+        """Other sequences stay where they are if a gap is large enough."""
+        before = {own: own.start for own in self.sequences if own is not sequence}
+        has_room = any(end - start >= capacity for start, end in self.gaps())
         self.pool.place(sequence, capacity)
         assert sequence.capacity == capacity
-        assert sum(own.length for own in ranges if own.start != before[own]) <= least
+        assert not has_room or all(own.start == start for own, start in before.items())
 
     def write(self, sequence, length):
         sequence.length = length
