@@ -129,6 +129,12 @@ class CachedSequence:
         """
         return min(max(self.length, self.staged_end), self.capacity)
 
+    def last_slots(self, number: int) -> torch.Tensor:
+        """Return the slots of the last cached tokens.  -> [number] int64, on the host"""
+        assert number <= self.length, "slots before a sequence are another's"
+        end = self.start + self.length
+        return torch.arange(end - number, end, device="cpu")
+
     def truncate(self, length: int) -> None:
         """Keep at most ``length`` tokens, or none if a recurrent state already contains later ones."""
         if length < self.length and self.states is not None and length < self.states.length:

@@ -11,8 +11,13 @@ from weakref import WeakSet, ref
 import torch
 
 from hf_slospec.forks import Lock, reset_in_children
-from hf_slospec.model.batch import CachedSequence, LayerShape, SequenceStates
-from hf_slospec.model.memory import holders_of_idle_memory, lazy_zeros, uninterrupted
+from hf_slospec.model.batch import CachedSequence, LayerShape
+from hf_slospec.model.memory import (
+    as_memory_error,
+    holders_of_idle_memory,
+    lazy_zeros,
+    uninterrupted,
+)
 from hf_slospec.model.transfer import to_device
 
 if TYPE_CHECKING:
@@ -221,6 +226,7 @@ class KVCache:
         return self._pool.num_slots - self._pool.num_free
 
     @uninterrupted()
+    @as_memory_error()
     def reserve(
         self, capacities: Mapping[CachedSequence, int], max_slots: int | None = None
     ) -> None:
@@ -277,29 +283,14 @@ class KVCache:
             for sequence in sequences:
                 self.release(sequence)
 
-    def load(
-        self,
-        sequence: CachedSequence,
-        layers: Iterable[Sequence[torch.Tensor]],
-        length: int,
-        states: SequenceStates | None = None,
+    def write(
+        self, sequence: CachedSequence, layers: Iterable[Sequence[torch.Tensor]], end: int
     ) -> None:
-        """Copy in the K/V of a sequence's first ``length`` tokens, and take over the states after
-        them.
+        """Write to the slots of a sequence before the ``end``-th.
 
         Args:
             layers: K, V and index keys of each layer, [num_heads, num_given, dim]: of all the
                 tokens, or of the last ones if a sliding window has dropped the tokens before them.
-        """
-        self.write(sequence, layers, length)
-        sequence.length = length
-        sequence.states = states
-
-    def write(
-        self, sequence: CachedSequence, layers: Iterable[Sequence[torch.Tensor]], end: int
-    ) -> None:
-        """Write K, V and index keys, as :meth:`load` takes them, to the slots of a sequence before
-        the ``end``-th.
         """
         end += sequence.start
         for layer, given in zip(self.pool.layers, layers, strict=True):

@@ -76,8 +76,8 @@ class PackedModel:
             model,
             self.layers,
             num_ranks=self.ranks.number,
-            has_states=self.has_states,
-            attends_to_encoder=self.attends_to_encoder,
+            has_states=self.family.has_states,
+            attends_to_encoder=self.family.attends_to_encoder,
             varies_rope=self.rope.max_plain is not None,
             autocast=self.autocast,
             no_kernel=why_no_triton(self.layers) if is_exact_on_cuda else None,
@@ -172,21 +172,6 @@ class PackedModel:
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V per token, over all layers."""
         return sum(stored.num_bytes for layer in self.layers for stored in layer.shape.stored)
-
-    @property
-    def has_states(self) -> bool:
-        """Return whether some layers keep a state instead of K and V."""
-        return self.family.has_states
-
-    @property
-    def attends_to_encoder(self) -> bool:
-        """Return whether layers attend to an encoder's outputs."""
-        return self.family.attends_to_encoder
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the states of one sequence."""
-        return self.family.state_bytes
 
     @property
     def num_selected(self) -> int | None:

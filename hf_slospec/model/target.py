@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from hf_slospec.model.properties import relative_error
 from hf_slospec.model.sampling import PendingChoices
 from hf_slospec.model.sequences import MIN_SHARED, Sequences
 from hf_slospec.model.transfer import to_device
+from hf_slospec.model.tree_mask import chain, chain_and_tree
 from hf_slospec.model.trial import tolerance
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import TokenTree
@@ -42,14 +44,6 @@ class Sampler(Protocol):
 
         ``logits`` [num_nodes of all trees, vocab], in the model's dtype, holds each tree's nodes in
         turn, root first."""
-
-
-class _Committed(NamedTuple):
-    """Verified tokens of a request that are committed."""
-
-    request: Request
-    begin: int  # index of the first one in the request's tokens
-    indices: Sequence[int]  # among the request's tokens in the packed batch
 
 
 class PackedTarget(Target):
@@ -116,8 +110,9 @@ class PackedTarget(Target):
     def verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
     ) -> Sequence[Chooser]:
+        packed = self.sequences.packed
         num_nodes = [tree.num_nodes - 1 for tree in trees] + [0] * len(chunks)
-        if self.sequences.packed.ranks.number > 1:
+        if packed.ranks.number > 1:
             self._check_ranks(requests, trees, chunks)
         self._reserve([*requests, *(chunk.request for chunk in chunks)], num_nodes)
         whole = {
@@ -139,9 +134,9 @@ class PackedTarget(Target):
             if request.num_unread:
                 read_rows[request] = self._rows_to_read(request, begin, len(tokens))
             if tree is None:
-                parts.append(self.sequences.chain(request, tokens))
+                parts.append(chain(packed, self.sequences.of(request), tokens))
             else:  # the last token is the root
-                parts.append(self.sequences.chain_and_tree(request, tokens, tree))
+                parts.append(chain_and_tree(packed, self.sequences.of(request), tokens, tree))
                 logit_rows.append(begin + len(tokens) - 1 + np.arange(tree.num_nodes))
                 begin += tree.num_nodes - 1
             begin += len(tokens)
@@ -158,36 +153,27 @@ class PackedTarget(Target):
         self._features = outputs.features
         logits = outputs.logits[:num_chosen]
         prompt_logits = outputs.logits[num_chosen:]
-        roots = dict(
-            zip(
-                requests,
-                np.cumsum([0, *(tree.num_nodes for tree in trees)])[:-1].tolist(),
-                strict=True,
-            )
-        )
-        expected = dict[Request, torch.Tensor]()  # logits after prompts, by the model's own forward
-        for request, done in whole.items():
-            if done.logits is None:
+        roots = itertools.accumulate((tree.num_nodes for tree in trees), initial=0)
+        # (index, logits of the packed forward, those of the model's own) after whole prompts
+        expected = list[tuple[int, torch.Tensor, torch.Tensor]]()
+        for index, (request, root) in enumerate(zip(requests, roots, strict=False)):
+            done = whole.get(request)
+            if done is None or done.logits is None:
                 continue
             if done.last is None:
-                expected[request] = done.logits
+                expected.append((index, logits[root], done.logits))
             else:
                 self.sequences.replace(request, done.last)
-                logits[roots[request]] = done.logits
+                logits[root] = done.logits
         per_request_logits = prompt_logits.split([len(rows) for rows in read_rows.values()])
         for request, read in zip(read_rows, per_request_logits, strict=True):
             if (reader := request.params.prompt_reader) is not None and len(read):
                 reader.take(read)
         choices, make_choosers = self.sampler.choose(requests, logits, trees)
         choosers = make_choosers(choices.tolist())  # the host waits for the device
-        if not expected:
-            return choosers
-        return [
-            chooser
-            if (own := expected.get(request)) is None
-            else self._checked(chooser, logits[roots[request]], own)
-            for request, chooser in zip(requests, choosers, strict=True)
-        ]
+        for index, packed_logits, own_logits in expected:
+            choosers[index] = self._checked(choosers[index], packed_logits, own_logits)
+        return choosers
 
     def _rows_to_read(self, request: Request, begin: int, num_tokens: int) -> Rows:
         """Return the rows whose logits the prompt reader takes; the request's rows begin at
@@ -269,7 +255,7 @@ class PackedTarget(Target):
     ) -> None:
         source = list[int]()
         destination = list[int]()
-        committed = list[_Committed]()
+        committed = list[tuple[Request, int, Sequence[int]]]()
         for request, nodes in zip(requests, accepted, strict=True):
             sequence = self.sequences.of(request)
             chain_len = len(request.tokens) - len(nodes) - 1 - sequence.length
@@ -279,10 +265,10 @@ class PackedTarget(Target):
                     source.append(first_node + node - 1)
                     destination.append(first_node + index)
             indices = [*range(chain_len), *(chain_len - 1 + node for node in nodes)]
-            committed.append(_Committed(request, sequence.length, indices))
+            committed.append((request, sequence.length, indices))
         for chunk in chunks:
             begin = self.sequences.num_cached(chunk.request)
-            committed.append(_Committed(chunk.request, begin, range(chunk.num_tokens)))
+            committed.append((chunk.request, begin, range(chunk.num_tokens)))
         with as_memory_error():
             self.sequences.cache.pool.move(
                 source, destination
@@ -296,8 +282,12 @@ class PackedTarget(Target):
             self._hand_over(committed)
         self._features = None
 
-    def _hand_over(self, committed: Sequence[_Committed]) -> None:
-        """Give the drafter the features of committed tokens."""
+    def _hand_over(self, committed: Sequence[tuple[Request, int, Sequence[int]]]) -> None:
+        """Give the drafter the features of committed tokens.
+
+        ``committed``: request, index of its first token, and indices among the request's tokens in
+        the packed batch.
+        """
         if self._reader is None or self._features is None:
             return
         rows = [
@@ -306,7 +296,7 @@ class PackedTarget(Target):
         features = self._features.index_select(
             0, to_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), self._features.device)
         )
-        per_request_features = features.split([len(part.indices) for part in committed])
+        per_request_features = features.split([len(indices) for _, _, indices in committed])
         for (request, begin, _), part in zip(committed, per_request_features, strict=True):
             self._reader.take_features(request, begin, part)
 

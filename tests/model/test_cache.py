@@ -22,6 +22,7 @@ from hf_slospec.model.kv_cache import KVCache, KVPool
 from hf_slospec.model.measure import Forwards, Size
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.sequences import Sequences
+from hf_slospec.model.tree_mask import chain
 from hf_slospec.request.request import Request, RequestParams
 from tests.support.packed import cached
 from tests.support.toys.tiny_models import ragged_prompts, tiny_model
@@ -38,7 +39,7 @@ def new_pool(num_slots):
 def write(cache, sequence, marker):
     """Cache as many tokens as fit, all with the same values."""
     sequence.length = sequence.capacity
-    cache.load(
+    cache.write(
         sequence,
         [
             (
@@ -125,8 +126,8 @@ def continued(sequences, request, num_tokens):
     """Decode greedily, a token a step."""
     for _ in range(num_tokens):
         sequences.reserve([request])
-        chain = sequences.chain(request, sequences.uncached(request))
-        logits = sequences.forward([chain], torch.tensor([len(chain.input_ids) - 1])).logits
+        part = chain(sequences.packed, sequences.of(request), sequences.uncached(request))
+        logits = sequences.forward([part], torch.tensor([len(part.input_ids) - 1])).logits
         sequences.of(request).length = len(request.tokens)
         request.tokens.append(int(logits[0].argmax()))
 

@@ -28,7 +28,7 @@ class Packed:
 
     def __init__(self):
         self.version = SimpleNamespace(weights=0, notice=lambda structure=True: None)
-        self.has_states = False
+        self.family = SimpleNamespace(has_states=False)
         self.rope = SimpleNamespace(max_plain=None)
         self.kv_cache = KVCache(lambda num_slots: KVPool([SHAPE], num_slots), KVPool([SHAPE], 0))
 
@@ -182,24 +182,3 @@ def test_a_text_that_there_is_no_memory_to_keep_is_released(monkeypatch):
     monkeypatch.setattr(sequences, "_keep", fails)
     sequences.release(request)
     assert sequences.cache.num_held == 0
-
-
-def test_a_step_that_does_not_fit_takes_no_slots_away():
-    sequences = Sequences(Packed(), MAX_NODES, 30)  # type: ignore[arg-type]
-    held, other = (Request(index, RequestParams([0] * 10, 40)) for index in range(2))
-    sequences.reserve([held], [MAX_NODES])
-    before = sequences.of(held).capacity
-    with pytest.raises(MemoryError, match="KV slots"):
-        sequences.reserve([held, other], [MAX_NODES, 30])
-    assert sequences.of(held).capacity == before
-
-
-def test_room_that_was_taken_back_is_given_again_to_who_needs_it_in_this_step():
-    """Found by simulated faults, seed 385."""
-    sequences = Sequences(Packed(), MAX_NODES, 17)  # type: ignore[arg-type]
-    held = Request(0, RequestParams([0] * 5, 2))
-    other = Request(1, RequestParams([0] * 6, 2))
-    sequences.reserve([held], [0])
-    sequences.reserve([held, other], [3, 0])  # held had room for its tree, until other needed some
-    assert sequences.of(held).capacity >= len(held.tokens) + 3
-    assert sequences.of(other).capacity >= len(other.tokens)

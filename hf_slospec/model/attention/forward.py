@@ -45,7 +45,7 @@ class PackedForward(AttentionHook):
         # prompts are long.
         self._cached: dict[tuple[int, int], tuple[ref[torch.Tensor], ref[torch.Tensor], int]] = {}
         self._unattended = set[int]()  # layers that have cached K and V and not attended yet
-        self._latent: int | None = None  # layer_idx of a latent layer between update and attend
+        self._latent: AttentionLayer | None = None  # a latent layer between update and attend
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: Any, **__: Any
@@ -64,7 +64,7 @@ class PackedForward(AttentionHook):
         keys.index_copy_(0, slots, key[0].transpose(0, 1))
         values.index_copy_(0, slots, value[0].transpose(0, 1))
         if layer.is_latent:  # the layer expands the returned tensors, so it needs all visible slots
-            self._latent = layer_idx
+            self._latent = layer
             visible = self.batch.plan(plan_visible, keys.device).slots
             return keys[visible].transpose(0, 1)[None], values[visible].transpose(0, 1)[None]
         self._cached[id(key), id(value)] = ref(key), ref(value), layer_idx
@@ -73,10 +73,9 @@ class PackedForward(AttentionHook):
     def layer_of(self, key: torch.Tensor, value: torch.Tensor) -> int | None:
         """Return the index of the layer that cached these K and V; None if none did."""
         cached = self._cached.get((id(key), id(value)))
-        if (
-            cached is None or cached[0]() is not key or cached[1]() is not value
-        ):  # ids are used again
-            return None
+        if cached is None or cached[0]() is not key or cached[1]() is not value:
+            return None  # ids are used again
+        self._unattended.discard(cached[2])
         return cached[2]
 
     def attend(
@@ -91,17 +90,18 @@ class PackedForward(AttentionHook):
         layer_idx = self.layer_of(key, value)
         batch = self.batch
         if layer_idx is not None:
-            pool_idx = self._layers[layer_idx][0]
+            pool_idx, layer = self._layers[layer_idx]
             keys = self.pool.keys[pool_idx]
             values = self.pool.values[pool_idx]
         elif self._latent is not None:
-            layer_idx, self._latent, batch = self._latent, None, OverVisible(self.batch)
+            layer = self._latent
+            batch = OverVisible(self.batch)
             keys = key[0].transpose(0, 1)
             values = value[0].transpose(0, 1)
+            self._unattended.discard(layer.layer_idx)
+            self._latent = None
         else:
             raise RuntimeError("an attention layer attends to keys that were not cached")
-        self._unattended.discard(layer_idx)
-        layer = self._layers[layer_idx][1]
         backend = self.backend
         if rules.bias is not None and backend is not isolated_attention:
             backend = sdpa_attention  # the others take no bias
@@ -151,7 +151,6 @@ class AloneForward(PackedForward):
         """Return attention of one token after the other, by the model's implementation."""
         layer_idx = self.layer_of(key, value)
         assert layer_idx is not None, "an attention layer attends to keys that were not cached"
-        self._unattended.discard(layer_idx)
         pool_idx, layer = self._layers[layer_idx]
         keys = self.pool.keys[pool_idx]
         values = self.pool.values[pool_idx]
