@@ -209,11 +209,16 @@ class NewTokens:
         """
         first = self.positions.shape[0] - self.num_tokens  # staged by earlier forwards
         for row in range(self.num_tokens):
-            own = slice(row, row + 1)
+            token = slice(row, row + 1)
             staged = slice(first + row + 1)
-            embeds = None if self.embeds is None else self.embeds[own]
-            windowed = None if self.windowed_mask is None else self.windowed_mask[own, staged]
-            columns = self.input_ids[own], self.positions[staged], self.mask[own, staged], embeds
+            embeds = None if self.embeds is None else self.embeds[token]
+            windowed = None if self.windowed_mask is None else self.windowed_mask[token, staged]
+            columns = (
+                self.input_ids[token],
+                self.positions[staged],
+                self.mask[token, staged],
+                embeds,
+            )
             yield NewTokens(self.sequence, *columns, windowed_mask=windowed)
 
 

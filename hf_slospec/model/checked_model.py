@@ -145,9 +145,9 @@ class CheckedModel:
                     self._check_code()
                     self.packed.check_layers()
                     self._try(self.packed)
-                    before = version.modules
+                    previous = version.modules
                     self.packed.renew(is_idle=False)
-                    self._sets_attributes |= before != version.modules
+                    self._sets_attributes |= previous != version.modules
                     self._tried = self._to_try
 
     def _check_deciding(self) -> None:

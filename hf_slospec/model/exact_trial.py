@@ -36,11 +36,10 @@ def check_exact(packed: PackedModel) -> None:
     These are stock's own for ``exact="bits"``, else those of packed forwards.
     """
     numbers = np.random.default_rng(0)
-    lengths = [length + len(PARENTS) for length in PROMPTS]
-    texts = [numbers.integers(packed.vocab_size, size=length).tolist() for length in lengths]
-    prompts = [text[: 1 - len(PARENTS)] for text in texts]
+    prompts = [numbers.integers(packed.vocab_size, size=size + 1).tolist() for size in PROMPTS]
     trees = [
-        tree_of(text[-len(PARENTS)], PARENTS, iter(text[1 - len(PARENTS) :])) for text in texts
+        tree_of(prompt[-1], PARENTS, iter(numbers.integers(packed.vocab_size, size=len(PARENTS))))
+        for prompt in prompts
     ]
     path = np.flatnonzero(trees[0].ancestor_mask()[-1])
 
@@ -55,9 +54,9 @@ def check_exact(packed: PackedModel) -> None:
         ]
         logits = tree_logits(packed, prompts, trees, cache_prompts)
     for ours, plain in zip(logits, expected, strict=True):
-        if not torch.equal(own := ours[path], plain):
-            share = float((own != plain).float().mean())
-            largest = float((own - plain).abs().max())
+        if not torch.equal(found := ours[path], plain):
+            share = float((found != plain).float().mean())
+            largest = float((found - plain).abs().max())
             name = type(packed.model).__name__
             dtype = packed.model.dtype
             way_out = 'exact="self" asks for less' if packed.exact == "bits" else "leave exact out"

@@ -87,17 +87,17 @@ class KeptPrefixes:
         their tokens.
         """
         at = self._place(prefix.key)
-        after = self._sorted[at : at + 1]
-        if after and after[0].begins_with(prefix):
-            self.touch(after[0])
+        longer = self._sorted[at : at + 1]
+        if longer and longer[0].begins_with(prefix):
+            self.touch(longer[0])
             return [prefix]
-        before = [kept for kept in self._sorted[max(at - 1, 0) : at] if prefix.begins_with(kept)]
+        shorter = [kept for kept in self._sorted[max(at - 1, 0) : at] if prefix.begins_with(kept)]
         self._sorted.insert(at, prefix)
         self._by_age[prefix] = None
         self.num_tokens += len(prefix.tokens)
-        for kept in before:
+        for kept in shorter:
             self.remove(kept)
-        return before
+        return shorter
 
     def _place(self, key: tuple[str, Sequence[int]]) -> int:
         return bisect_left(self._sorted, key, key=lambda kept: kept.key)

@@ -46,7 +46,7 @@ class KVPool:
                 kind: lazy_zeros(
                     (kinds.count(kind), num_rows, kind.num_heads, kind.dim), kind.dtype, kind.device
                 )
-                for kind in set(kinds)
+                for kind in dict.fromkeys(kinds)
             }
         layers = {kind: iter(stack) for kind, stack in self._stacks.items()}
         # By layer: K, V and index keys if it has any, each [num_slots + num_padding_slots,
@@ -130,16 +130,16 @@ class KVPool:
 
     def _shift(self, sequence: CachedSequence, start: int) -> None:
         if sequence.start != start:
-            num_written = sequence.num_written
-            slots = slice(sequence.start, sequence.start + num_written)
-            overlaps = abs(sequence.start - start) < num_written
-            cached = [
-                stack[:, slots].clone() if overlaps else stack[:, slots]
-                for stack in self._stacks.values()
-            ]
-            for stack, tokens in zip(self._stacks.values(), cached, strict=True):
-                stack[:, start : start + num_written] = tokens
+            self._copy_slots(self, sequence.start, start, sequence.num_written)
             sequence.start = start
+
+    def _copy_slots(self, source: KVPool, begin: int, start: int, number: int) -> None:
+        """Copy slots from ``begin`` on of a pool of the same layers to those from ``start`` on."""
+        cached = [stack[:, begin : begin + number] for stack in source._stacks.values()]
+        if source is self and abs(begin - start) < number:
+            cached = [slots.clone() for slots in cached]
+        for stack, slots in zip(self._stacks.values(), cached, strict=True):
+            stack[:, start : start + number] = slots
 
     def copy(self, source: CachedSequence, destination: CachedSequence, length: int) -> None:
         """Give one sequence the K/V of the first ``length`` tokens of another.
@@ -152,9 +152,7 @@ class KVPool:
         if source.states is not None:
             source.states.take_in(length)
             states = source.states.copy()
-        for stack in self._stacks.values():
-            tokens = stack[:, source.start : source.start + length]
-            stack[:, destination.start : destination.start + length] = tokens
+        self._copy_slots(self, source.start, destination.start, length)
         destination.length = length
         destination.position_offset = source.position_offset
         destination.states = states
@@ -165,9 +163,7 @@ class KVPool:
         """
         starts = list(itertools.accumulate(capacities.values(), initial=0))
         for sequence, start in zip(capacities, starts, strict=False):
-            written = slice(sequence.start, sequence.start + sequence.num_written)
-            for kind, stack in self._stacks.items():
-                stack[:, start : start + sequence.num_written] = other._stacks[kind][:, written]
+            self._copy_slots(other, sequence.start, start, sequence.num_written)
         for sequence, start in zip(capacities, starts, strict=False):
             sequence.start = start
             sequence.capacity = capacities[sequence]
@@ -293,8 +289,8 @@ class KVCache:
                 tokens, or of the last ones if a sliding window has dropped the tokens before them.
         """
         end += sequence.start
-        for layer, given in zip(self.pool.layers, layers, strict=True):
-            for stored, tensor in zip(layer, given, strict=True):
+        for layer, tensors in zip(self.pool.layers, layers, strict=True):
+            for stored, tensor in zip(layer, tensors, strict=True):
                 stored[end - tensor.shape[1] : end] = tensor.transpose(0, 1).to(stored)
 
 

@@ -324,12 +324,12 @@ def all_modules(model: nn.Module) -> list[Any]:
     ``model.modules()`` takes several times as long, and each step reads the modules several times.
     """
     modules: list[Any] = [model]
-    known = {id(model)}  # modules may have several owners, and hold each other
+    ids = {id(model)}  # modules may have several owners, and hold each other
     for module in modules:
         if parts := module._modules:
             for part in list(parts.values()):  # other threads may add some
-                if part is not None and id(part) not in known:
-                    known.add(id(part))
+                if part is not None and id(part) not in ids:
+                    ids.add(id(part))
                     modules.append(part)
     return modules
 

@@ -61,9 +61,9 @@ class PackedModel:
         self.device = input_device(model)  # input tokens are on it
         self.exact = config.exact
         refuse_by_declaration(model)
-        with watching_autocast(model) as seen:
+        with watching_autocast(model) as autocast_of:
             self.family, self.layers = probe_layers(model)
-            self.autocast = seen()  # dtype of its products; None: it enables no autocast
+            self.autocast = autocast_of()  # dtype of its products; None: it enables no autocast
         self.version = version or ModelVersion(model)
         # What was made of the model is of these versions.
         self._weights_version = self.version.weights
@@ -182,8 +182,8 @@ class PackedModel:
 
     def clamp_positions(self, positions: np.ndarray) -> np.ndarray:
         """Clamp positions to the learned position table; tokens beyond it are never committed."""
-        most = self.max_positions
-        return positions if most is None else np.minimum(positions, most - 1)
+        limit = self.max_positions
+        return positions if limit is None else np.minimum(positions, limit - 1)
 
     def clamp_tokens(self, tokens: np.ndarray) -> np.ndarray:
         """Clamp ids to the embedding table, which may be smaller than the target's."""

@@ -244,19 +244,10 @@ class StockSampler:
             self._noise.end(num_positions)
 
 
-class GreedySampler:
-    """Choice of the most probable token, without processors."""
-
-    def choose(
-        self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]
-    ) -> PendingChoices:
-        num_nodes = [tree.num_nodes for tree in trees]
-        return logits.argmax(-1), lambda choices: [
-            tokens.__getitem__ for tokens in _split(choices, num_nodes)
-        ]
-
-
-GREEDY = GreedySampler()
+def _greedy(logits: torch.Tensor, trees: Sequence[TokenTree]) -> PendingChoices:
+    """Choose the most probable tokens, without processors."""
+    num_nodes = [tree.num_nodes for tree in trees]
+    return logits.argmax(-1), lambda read: [each.__getitem__ for each in _split(read, num_nodes)]
 
 
 class RequestSamplers:
@@ -279,17 +270,22 @@ class RequestSamplers:
     def choose(
         self, requests: Sequence[Request], logits: torch.Tensor, trees: Sequence[TokenTree]
     ) -> PendingChoices:
-        groups: dict[StockSampler | GreedySampler, list[int]] = {}
+        groups: dict[StockSampler | None, list[int]] = {}
         for index, request in enumerate(requests):
-            groups.setdefault(self._samplers.get(request, GREEDY), []).append(index)
+            groups.setdefault(self._samplers.get(request), []).append(index)
         by_request = logits.split([tree.num_nodes for tree in trees])
         pending: list[PendingChoices] = []
         for sampler, group in groups.items():
             is_only = len(group) == len(requests)
-            own_logits = logits if is_only else torch.cat([by_request[i] for i in group])
-            own_trees = [trees[i] for i in group]
+            group_logits = logits if is_only else torch.cat([by_request[i] for i in group])
+            group_trees = [trees[i] for i in group]
+            if sampler is None:
+                pending.append(_greedy(group_logits, group_trees))
+                continue
             try:
-                pending.append(sampler.choose([requests[i] for i in group], own_logits, own_trees))
+                pending.append(
+                    sampler.choose([requests[i] for i in group], group_logits, group_trees)
+                )
             except BaseException as error:  # the call's processors may raise any class
                 if is_out_of_memory(error):
                     raise

@@ -57,8 +57,7 @@ class Sequences:
         self._withheld = set[RequestTokens]()  # requests whose K/V must not be reused
         self._kept = KeptPrefixes()
         self._kept_state = 0  # weights_state of all kept prefixes
-        # State of the weights on which several processes agreed, if they must.
-        self.decided_state: int | None = None
+        self.decided_state: int | None = None  # that on which several processes agreed
 
     @property
     def weights_state(self) -> int:
@@ -267,16 +266,16 @@ class Sequences:
             Number of the request's tokens whose K/V is cached now; never all, as the last one's
             logits are needed.
         """
-        kept, source, length = self._longest_match(request)
+        prefix, source, length = self._longest_match(request)
         if source is None or length < self.num_cached(request) + MIN_SHARED:
             return self.num_cached(request)
-        if kept is not None:
-            self._kept.touch(kept)  # so that it is evicted last to make room for the request
+        if prefix is not None:
+            self._kept.touch(prefix)  # so that it is evicted last to make room for the request
             is_most = source.length < length + MIN_SHARED
             needed = self.num_held + source.length + self._first_capacity(request)
             is_room = self.max_slots is None or needed <= self.max_slots
             if request not in self._by_request and (is_most or not is_room):
-                self._take_over(kept, request, length)
+                self._take_over(prefix, request, length)
                 return length
         self._copy(source, request, length)
         return self.num_cached(request)
@@ -293,9 +292,9 @@ class Sequences:
             self._keep_at_most(0)
         wanted = request.tokens[:-1][: self.packed.rope.max_plain]
         matches = list[tuple[KeptPrefix | None, CachedSequence, int]]()
-        kept, length = self._kept.longest(wanted, params.cache_salt)
-        if kept is not None:
-            matches.append((kept, kept.sequence, length))
+        prefix, length = self._kept.longest(wanted, params.cache_salt)
+        if prefix is not None:
+            matches.append((prefix, prefix.sequence, length))
         for other, sequence in self._by_request.items():
             is_open = other is not request and other.params.cache_salt == params.cache_salt
             if is_open and self._is_shareable(sequence):
@@ -318,9 +317,9 @@ class Sequences:
         """Return whether a prompt of this length gets the RoPE of shorter ones."""
         return self.packed.rope.max_plain is None or length <= self.packed.rope.max_plain
 
-    def _take_over(self, kept: KeptPrefix, request: RequestTokens, length: int) -> None:
-        self._kept.remove(kept)
-        sequence = kept.sequence
+    def _take_over(self, prefix: KeptPrefix, request: RequestTokens, length: int) -> None:
+        self._kept.remove(prefix)
+        sequence = prefix.sequence
         sequence.length = length
         needed = max(length, len(request.tokens) + self.max_nodes)
         sequence.capacity = min(sequence.capacity, needed)

@@ -22,6 +22,7 @@ from hf_slospec.model.sequences import MIN_SHARED, Sequences
 from hf_slospec.model.transfer import to_device
 from hf_slospec.model.tree_mask import chain, chain_and_tree
 from hf_slospec.model.trial import tolerance
+from hf_slospec.request.params import PromptReader
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import TokenTree
 
@@ -110,82 +111,68 @@ class PackedTarget(Target):
     def verify(
         self, requests: Sequence[Request], trees: Sequence[TokenTree], chunks: Sequence[Chunk] = ()
     ) -> Sequence[Chooser]:
-        packed = self.sequences.packed
+        sequences = self.sequences
+        packed = sequences.packed
         num_nodes = [tree.num_nodes - 1 for tree in trees] + [0] * len(chunks)
         if packed.ranks.number > 1:
             self._check_ranks(requests, trees, chunks)
         self._reserve([*requests, *(chunk.request for chunk in chunks)], num_nodes)
-        whole = {
-            request: done
-            for request in requests
-            if (done := self._prefill_whole(request)) is not None
-        }
+        whole = list(map(self._prefill_whole, requests))
         self._begins = {}
         self._features = None
         parts = []
-        logit_rows = list[Rows]()
-        read_rows = dict[Request, Rows]()
+        chosen_rows = [NO_ROWS]
+        reads = list[tuple[PromptReader, Rows]]()
         begin = 0
         for request, tree, length in (
-            *((request, tree, None) for request, tree in zip(requests, trees, strict=True)),
+            *zip(requests, trees, itertools.repeat(None), strict=False),
             *((chunk.request, None, chunk.num_tokens) for chunk in chunks),
         ):
-            tokens, self._begins[request] = self.sequences.uncached(request)[:length], begin
-            if request.num_unread:
-                read_rows[request] = self._rows_to_read(request, begin, len(tokens))
+            tokens = sequences.uncached(request)[:length]
+            sequence = sequences.of(request)
+            self._begins[request] = begin
+            if (reader := request.params.prompt_reader) is not None:
+                first = begin - sequence.length  # row of the prompt's first token, if it had one
+                end = min(sequence.length + len(tokens), request.prompt_len - 1)
+                reads.append((reader, np.arange(first + reader.num_read, first + end)))
             if tree is None:
-                parts.append(chain(packed, self.sequences.of(request), tokens))
+                parts.append(chain(packed, sequence, tokens))
             else:  # the last token is the root
-                parts.append(chain_and_tree(packed, self.sequences.of(request), tokens, tree))
-                logit_rows.append(begin + len(tokens) - 1 + np.arange(tree.num_nodes))
-                begin += tree.num_nodes - 1
-            begin += len(tokens)
-        # Rows that tokens are chosen from, and rows for prompt readers.
-        wanted = np.concatenate([NO_ROWS, *logit_rows, *read_rows.values()])
-        num_chosen = sum(map(len, logit_rows))
+                parts.append(chain_and_tree(packed, sequence, tokens, tree))
+                chosen_rows.append(begin + len(tokens) - 1 + np.arange(tree.num_nodes))
+            begin += parts[-1].num_tokens
+        wanted = np.concatenate([*chosen_rows, *(rows for _, rows in reads)])
         layers = self._reader.feature_layers if self._reader is not None else ()
         try:
-            outputs = self.sequences.forward(parts, torch.from_numpy(wanted), layers)
+            outputs = sequences.forward(parts, torch.from_numpy(wanted), layers)
         except BaseException:  # nothing has changed, as the engine expects
-            for request in whole:
-                self.sequences.of(request).truncate(0)
+            for request, prefilled in zip(requests, whole, strict=True):
+                if prefilled is not None:
+                    sequences.of(request).truncate(0)
             raise
         self._features = outputs.features
-        logits = outputs.logits[:num_chosen]
-        prompt_logits = outputs.logits[num_chosen:]
-        roots = itertools.accumulate((tree.num_nodes for tree in trees), initial=0)
+        logits, *read_logits = outputs.logits.split(
+            [sum(map(len, chosen_rows)), *(len(rows) for _, rows in reads)]
+        )
         # (index, logits of the packed forward, those of the model's own) after whole prompts
         expected = list[tuple[int, torch.Tensor, torch.Tensor]]()
-        for index, (request, root) in enumerate(zip(requests, roots, strict=False)):
-            done = whole.get(request)
-            if done is None or done.logits is None:
+        roots = itertools.accumulate((tree.num_nodes for tree in trees), initial=0)
+        for index, (prefilled, root) in enumerate(zip(whole, roots, strict=False)):
+            if prefilled is None or prefilled.logits is None:
                 continue
-            if done.last is None:
-                expected.append((index, logits[root], done.logits))
+            if prefilled.last is None:
+                expected.append((index, logits[root], prefilled.logits))
             else:
-                self.sequences.replace(request, done.last)
-                logits[root] = done.logits
-        per_request_logits = prompt_logits.split([len(rows) for rows in read_rows.values()])
-        for request, read in zip(read_rows, per_request_logits, strict=True):
-            if (reader := request.params.prompt_reader) is not None and len(read):
-                reader.take(read)
+                sequences.replace(requests[index], prefilled.last)
+                logits[root] = prefilled.logits
+        for (reader, rows), prompt_logits in zip(reads, read_logits, strict=True):
+            if len(rows):
+                reader.take(prompt_logits)
         choices, make_choosers = self.sampler.choose(requests, logits, trees)
         choosers = make_choosers(choices.tolist())  # the host waits for the device
-        for index, packed_logits, own_logits in expected:
-            choosers[index] = self._checked(choosers[index], packed_logits, own_logits)
+        for index, packed_logits, expected_logits in expected:
+            choosers[index] = self._checked(choosers[index], packed_logits, expected_logits)
         return choosers
-
-    def _rows_to_read(self, request: Request, begin: int, num_tokens: int) -> Rows:
-        """Return the rows whose logits the prompt reader takes; the request's rows begin at
-        ``begin``.
-        """
-        reader = request.params.prompt_reader
-        length = self.sequences.num_cached(request)
-        assert reader is not None, "only prompts with unread rows have a reader"
-        return np.arange(
-            begin + reader.num_read - length,
-            begin + min(num_tokens, request.prompt_len - 1 - length),
-        )
 
     def _reserve(self, requests: Sequence[Request], num_nodes: Sequence[int]) -> None:
         """Reserve slots; raise MemoryError in all processes of the model if one of them has too
@@ -303,9 +290,9 @@ class PackedTarget(Target):
     def reuse(self, request: Request) -> int:
         if not self._may_reuse(request):
             return self.sequences.num_cached(request)
-        before = self.sequences.num_cached(request)
+        num_cached = self.sequences.num_cached(request)
         num_reused = self.sequences.reuse(request)
-        if num_reused > before and self._reader is not None:
+        if num_reused > num_cached and self._reader is not None:
             num_known = self._reader.reuse(request)
             if (
                 0 < num_reused - num_known < MIN_SHARED

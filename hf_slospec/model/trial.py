@@ -101,8 +101,8 @@ def _counts_masked(packed: PackedModel, begin: int) -> bool:
     ids = torch.tensor(
         [prompt[:begin] + [prompt[0]] * PADDING + prompt[begin:]], device=packed.device
     )
-    places = torch.arange(ids.shape[1], device=packed.device)
-    mask = ((places < begin) | (places >= begin + PADDING))[None].long()
+    indices = torch.arange(ids.shape[1], device=packed.device)
+    mask = ((indices < begin) | (indices >= begin + PADDING))[None].long()
     with evaluating(model), torch.no_grad():
         padded = _logits(packed, [0], input_ids=ids, attention_mask=mask)[0, -1:]
         error = relative_error(padded, _plain(packed, [prompt])[0][-1:])

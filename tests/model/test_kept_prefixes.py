@@ -128,6 +128,10 @@ def test_reused_tokens_have_the_k_v_of_their_own_text(seed, max_slots, max_kept,
                 requests.append(new)
             served.sequences.reserve(requests)
             served.check(requests)
+            for request in requests:
+                longest_text = request.prompt_len + request.params.max_new_tokens + MAX_NODES
+                capacity = served.sequences.of(request).capacity
+                assert len(request.tokens) + MAX_NODES <= capacity <= longest_text
             for request in list(requests):
                 served.compute(request)
                 if rng.random() < 0.3:

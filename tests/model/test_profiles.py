@@ -138,21 +138,6 @@ def test_a_corrupt_profile_is_dropped_with_a_warning(cache, packed, content):
     assert load_profile(packed) == COST
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(seconds=[0.1, 0.2]),  # fewer than there are token counts
-        dict(num_tokens=[], seconds=[]),
-        dict(seconds=[0.001, float("nan"), 0.1]),
-    ],
-)
-def test_a_profile_that_makes_no_sense_is_dropped_with_a_warning(cache, packed, changes):
-    save_profile(packed, COST)
-    rewrite(cache, **changes)
-    with pytest.warns(UserWarning, match=r"is not a profile"):
-        assert load_profile(packed) is None
-
-
 def refuse(*_, **__):
     raise PermissionError("read-only file system")
 

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from hf_slospec.model import sequences as rooms
 from hf_slospec.model.batch import LayerShape, Stored
 from hf_slospec.model.kv_cache import KVCache, KVPool
 from hf_slospec.model.memory import as_memory_error
@@ -51,49 +49,6 @@ def check(sequences, requests):
         assert key.flatten().tolist() == [
             1000.0 * request.index + i for i in range(sequences.of(request).length)
         ]
-
-
-@given(seed=SEEDS, limited=st.booleans(), room=st.integers(1, 9))
-@settings(deadline=None, max_examples=150)
-def test_texts_grow_come_and_go_and_keep_what_is_cached(seed, limited, room):
-    rng = np.random.default_rng(seed)
-    first_room = rooms.FIRST_ROOM
-    rooms.FIRST_ROOM = room
-    try:
-        slots = 60
-        sequences = Sequences(Packed(), MAX_NODES, slots if limited else None)  # type: ignore[arg-type]
-        requests: list[Request] = []
-
-        def longest(request):
-            return request.prompt_len + request.params.max_new_tokens + MAX_NODES
-
-        for index in range(40):
-            new = Request(
-                index, RequestParams([0] * int(rng.integers(1, 12)), int(rng.integers(1, 14)))
-            )
-            if sum(map(longest, [*requests, new])) <= slots:
-                requests.append(new)
-            for request in list(requests):
-                if rng.random() < 0.2:
-                    requests.remove(request)
-                    sequences.release(request)
-                elif request.num_left and rng.random() < 0.7:
-                    request.tokens += [0] * int(rng.integers(1, request.num_left + 1))
-            sequences.reserve(requests)
-            for request in requests:
-                own = sequences.of(request)
-                assert len(request.tokens) + MAX_NODES <= own.capacity <= longest(request)
-                assert own.length <= len(request.tokens)
-            check(sequences, requests)
-            for request in requests:
-                sequences.of(request).length = len(request.tokens) - 1
-                mark(sequences, request)
-            assert not limited or sequences.cache.pool.num_slots <= slots
-        for request in requests:
-            sequences.release(request)
-        assert sequences.cache.pool.num_free == sequences.cache.pool.num_slots
-    finally:
-        rooms.FIRST_ROOM = first_room
 
 
 def test_more_than_the_limit_is_a_memory_error_and_changes_nothing():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -117,15 +117,9 @@ class PackedForward(AttentionHook):
             )
 
 
-class Path(NamedTuple):
-    """Staged tokens from the first one to a leaf, and tokens of the batch that see the first ones
-    of them.
-    """
-
-    slots: torch.Tensor  # [length] int64, behind the committed tokens
-    tokens: list[
-        tuple[int, int]
-    ]  # (index in the span, number of staged tokens that it sees, itself the last)
+# Slots of staged tokens from the first one to a leaf, [length] int64 behind the committed tokens; and
+# of tokens of the batch among them, index in the span and number of staged tokens that they see.
+Path = tuple[torch.Tensor, list[tuple[int, int]]]
 
 
 class AloneForward(PackedForward):
@@ -157,20 +151,15 @@ class AloneForward(PackedForward):
         attended: list[Any] = [None] * query.shape[2]
         for span, paths in zip(self.batch.spans, self._paths, strict=True):
             length = span.sequence.length
-            longest = max(len(path.slots) for path in paths)
-            committed = slice(span.sequence.start, span.sequence.start + length)
-            path_keys, path_values = (
-                stored.new_empty(1, stored.shape[1], length + longest, stored.shape[2])
-                for stored in (keys, values)
-            )
-            path_keys[0, :, :length] = keys[committed].transpose(0, 1)
-            path_values[0, :, :length] = values[committed].transpose(0, 1)
-            for path in paths:
-                slots = path.slots + committed.stop
-                end = length + len(path.slots)
-                path_keys[0, :, length:end] = keys[slots].transpose(0, 1)
-                path_values[0, :, length:end] = values[slots].transpose(0, 1)
-                for index, num_staged in path.tokens:
+            first = span.sequence.start
+            committed = torch.arange(first, first + length, device=keys.device)
+            for staged, tokens in paths:
+                slots = torch.cat((committed, staged + first + length))
+                # In the layout that stock's cache has.
+                path_keys, path_values = (
+                    stored[slots].transpose(0, 1).contiguous()[None] for stored in (keys, values)
+                )
+                for index, num_staged in tokens:
                     row = span.begin + index
                     end = length + num_staged
                     seen = slice(0 if layer.window is None else max(end - layer.window, 0), end)
@@ -187,20 +176,18 @@ def _paths(span: Span) -> list[Path]:
     """
     mask = span.staged_mask
     offset = span.num_staged - span.num_tokens
-    seen = [row.nonzero()[:, 0] for row in mask]
+    visible = [row.nonzero()[:, 0] for row in mask]
     paths = []
     is_done = set[int]()
     for leaf in (mask[:, offset:].sum(0) == 1).nonzero()[:, 0].tolist():
-        places = [
+        tokens = [
             (token - offset, place + 1)
-            for place, token in enumerate(seen[leaf].tolist())
+            for place, token in enumerate(visible[leaf].tolist())
             if token >= offset
         ]
-        assert all(len(seen[index]) == num_staged for index, num_staged in places), (
+        assert all(len(visible[index]) == num_staged for index, num_staged in tokens), (
             "staged tokens do not form a tree"
         )
-        paths.append(
-            Path(seen[leaf], [(index, length) for index, length in places if index not in is_done])
-        )
-        is_done |= {index for index, _ in places}
+        paths.append((visible[leaf], [place for place in tokens if place[0] not in is_done]))
+        is_done |= {index for index, _ in tokens}
     return paths

@@ -295,31 +295,25 @@ def _has_bias(module: nn.Module) -> bool:
 
 @functools.cache
 def _positioned(kind: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
-    change = _set_position_ids if issubclass(kind, nn.Embedding) else _take_biases
+    is_table = issubclass(kind, nn.Embedding)
 
     @functools.wraps(plain)
     def forward(self: nn.Module, *arguments: Any, **options: Any) -> Any:
         hook = _active.get()
         if hook is not None and hook.positions is not None:
-            change(hook.positions, options)
+            of_tokens, of_keys = hook.positions
+            # Some tables add the batch dimension themselves, so positions that the caller did not
+            # pass have none; embeddings of either shape can be added to those of the tokens.
+            if is_table and options.get("position_ids") is not of_tokens:
+                options["position_ids"] = of_tokens[0]
+            for name in () if is_table or of_keys is None else KEY_BIASES:
+                bias = options.get(name)
+                # A bias of [..., 1, num_keys] is the same for all queries.
+                if bias is not None and bias.shape[-2] == 1:
+                    options[name] = bias_by_position(bias, of_keys)
         return plain(self, *arguments, **options)
 
     return forward
-
-
-def _set_position_ids(positions: Positions, options: dict[str, Any]) -> None:
-    # Some tables add the batch dimension themselves, so positions that the caller did not pass have
-    # none; embeddings of either shape can be added to those of the tokens.
-    if options.get("position_ids") is not positions.of_tokens:
-        options["position_ids"] = positions.of_tokens[0]
-
-
-def _take_biases(positions: Positions, options: dict[str, Any]) -> None:
-    for name in KEY_BIASES:
-        bias = options.get(name)
-        # A bias of [..., 1, num_keys] is the same for all queries.
-        if positions.of_keys is not None and bias is not None and bias.shape[-2] == 1:
-            options[name] = bias_by_position(bias, positions.of_keys)
 
 
 def bias_by_position(bias: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
