@@ -193,7 +193,10 @@ def tree_logits(
             for sequence, prompt, tree in zip(sequences, prompts, trees, strict=True)
         ]
         rows = torch.arange(sum(num_nodes), device="cpu")
-        return packed.forward(cache.pool, parts, rows).cpu().split(num_nodes)
+        logits: Sequence[torch.Tensor] = (
+            packed.forward(cache.pool, parts, rows).cpu().split(num_nodes)
+        )
+        return logits
 
 
 def _noise(packed: PackedModel) -> float:

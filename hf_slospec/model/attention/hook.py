@@ -304,13 +304,15 @@ def _positioned(kind: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
             of_tokens, of_keys = hook.positions
             # Some tables add the batch dimension themselves, so positions that the caller did not
             # pass have none; embeddings of either shape can be added to those of the tokens.
-            if is_table and options.get("position_ids") is not of_tokens:
-                options["position_ids"] = of_tokens[0]
-            for name in () if is_table or of_keys is None else KEY_BIASES:
-                bias = options.get(name)
-                # A bias of [..., 1, num_keys] is the same for all queries.
-                if bias is not None and bias.shape[-2] == 1:
-                    options[name] = bias_by_position(bias, of_keys)
+            if is_table:
+                if options.get("position_ids") is not of_tokens:
+                    options["position_ids"] = of_tokens[0]
+            elif of_keys is not None:
+                for name in KEY_BIASES:
+                    bias = options.get(name)
+                    # A bias of [..., 1, num_keys] is the same for all queries.
+                    if bias is not None and bias.shape[-2] == 1:
+                        options[name] = bias_by_position(bias, of_keys)
         return plain(self, *arguments, **options)
 
     return forward
