@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_slospec.model.batch import AttentionRules
 from hf_slospec.model.overrides import Attribute, ReplacedAttributes
+from hf_slospec.model.properties import cache_option, given_position_ids
 
 # A layer's attention without a mask, as the model was loaded with: (query, key, value), each
 # [1, heads, tokens, dim] -> [1, num_queries, num_heads, value_dim]
@@ -123,6 +124,25 @@ def active_hook(model: nn.Module, hook: AttentionHook) -> Iterator[None]:
     finally:
         _active.reset(token)
         _replaced.restore(attributes)
+
+
+def run_model(
+    model: Any,
+    hook: AttentionHook,
+    position_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **inputs: Any,
+) -> Any:
+    """Run the model for a packed batch, with the hook as its cache and attention, and return its
+    output.
+
+    With ``attention_mask=None``, the hook keeps models from building masks that it does not read."""
+    options = dict(inputs, use_cache=True, return_dict=True)
+    options |= given_position_ids(model, position_ids) | cache_option(hook, model)
+    if attention_mask is not None:
+        options["attention_mask"] = attention_mask
+    with active_hook(model, hook):
+        return model(**hook.arguments(model, options))
 
 
 def forget_attributes(model: nn.Module) -> None:
