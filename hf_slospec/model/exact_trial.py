@@ -4,8 +4,6 @@ steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
@@ -36,23 +34,21 @@ def check_exact(packed: PackedModel) -> None:
     These are stock's own for ``exact="bits"``, else those of packed forwards.
     """
     numbers = np.random.default_rng(0)
-    prompts = [numbers.integers(packed.vocab_size, size=size + 1).tolist() for size in PROMPTS]
-    trees = [
-        tree_of(prompt[-1], PARENTS, iter(numbers.integers(packed.vocab_size, size=len(PARENTS))))
-        for prompt in prompts
-    ]
+    prompts = [numbers.integers(packed.vocab_size, size=size).tolist() for size in PROMPTS]
+    nodes = numbers.integers(packed.vocab_size, size=(len(PROMPTS), len(PARENTS)))
+    trees = [tree_of(root, PARENTS, iter(others)) for root, *others in nodes.tolist()]
     path = np.flatnonzero(trees[0].ancestor_mask()[-1])
-
-    def cache_prompts(sequences: Sequence[CachedSequence]) -> None:
-        for sequence, prompt in zip(sequences, prompts, strict=True):
-            _prefill(packed, sequence, prompt[:-1], TRIAL_CHUNKS[0])
 
     with evaluating(packed.model), refused_if_it_fails(packed.model), torch.no_grad():
         expected = [
-            _one_by_one(packed, prompt[:-1], tree.tokens[path].tolist())
+            _one_by_one(packed, prompt, tree.tokens[path].tolist())
             for prompt, tree in zip(prompts, trees, strict=True)
         ]
-        logits = tree_logits(packed, prompts, trees, cache_prompts)
+        capacities = [size + len(PARENTS) for size in PROMPTS]
+        with packed.kv_cache.temporary(capacities) as sequences:
+            for sequence, prompt in zip(sequences, prompts, strict=True):
+                _prefill(packed, sequence, prompt, TRIAL_CHUNKS[0])
+            logits = tree_logits(packed, sequences, trees)
     for ours, plain in zip(logits, expected, strict=True):
         if not torch.equal(found := ours[path], plain):
             share = float((found != plain).float().mean())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -142,7 +141,8 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
     ]
     encoder = _encoder_outputs(packed, range(len(prompts)))
 
-    def cache_prompts(sequences: Sequence[CachedSequence]) -> None:
+    capacities = [len(prompt) + tree.num_nodes for prompt, tree in zip(prompts, trees, strict=True)]
+    with packed.kv_cache.temporary(capacities) as sequences:
         pairs = list(zip(sequences, prompts, strict=True))
         for sequence, prompt in pairs:
             sequence.prompt_len = len(prompt)
@@ -153,13 +153,12 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
         if sees_later_tokens(packed.model):
             for sequence, prompt in pairs:
                 load_plain(packed, sequence, prompt, len(prompt) - 1)
-            return
-        parts = [chain(packed, sequence, prompt[:-1]) for sequence, prompt in pairs]
-        packed.forward(packed.kv_cache.pool, parts, torch.tensor([0], device="cpu"))
-        for sequence, prompt in pairs:
-            sequence.length = len(prompt) - 1
-
-    ours = tree_logits(packed, prompts, trees, cache_prompts)
+        else:
+            parts = [chain(packed, sequence, prompt[:-1]) for sequence, prompt in pairs]
+            packed.forward(packed.kv_cache.pool, parts, torch.tensor([0], device="cpu"))
+            for sequence, prompt in pairs:
+                sequence.length = len(prompt) - 1
+        ours = tree_logits(packed, sequences, trees)
     errors = []
     for index, leaf in LEAVES:
         path = np.flatnonzero(trees[index].ancestor_mask()[leaf])
@@ -171,32 +170,20 @@ def _errors(packed: PackedModel, draw: int) -> torch.Tensor:
 
 
 def tree_logits(
-    packed: PackedModel,
-    prompts: Sequence[Sequence[int]],
-    trees: Sequence[TokenTree],
-    cache_prompts: Callable[[Sequence[CachedSequence]], None],
+    packed: PackedModel, sequences: Sequence[CachedSequence], trees: Sequence[TokenTree]
 ) -> Sequence[torch.Tensor]:
-    """Return the logits of trees whose roots are the last tokens of prompts, by one packed forward.
-
-    Args:
-        cache_prompts: caches all tokens of the prompts but the last ones.
+    """Return the logits of trees whose roots follow the cached tokens, by one packed forward.
 
     Returns:
         [num_nodes, vocab] for each tree, on the host.
     """
-    cache = packed.kv_cache
+    pairs = zip(sequences, trees, strict=True)
+    parts = [chain_and_tree(packed, each, tree.tokens[:1].tolist(), tree) for each, tree in pairs]
     num_nodes = [tree.num_nodes for tree in trees]
-    with cache.temporary(list(map(operator.add, map(len, prompts), num_nodes))) as sequences:
-        cache_prompts(sequences)
-        parts = [
-            chain_and_tree(packed, sequence, prompt[-1:], tree)
-            for sequence, prompt, tree in zip(sequences, prompts, trees, strict=True)
-        ]
-        rows = torch.arange(sum(num_nodes), device="cpu")
-        logits: Sequence[torch.Tensor] = (
-            packed.forward(cache.pool, parts, rows).cpu().split(num_nodes)
-        )
-        return logits
+    rows = torch.arange(sum(num_nodes), device="cpu")
+    logits = packed.forward(packed.kv_cache.pool, parts, rows).cpu()
+    per_tree: Sequence[torch.Tensor] = logits.split(num_nodes)
+    return per_tree
 
 
 def _noise(packed: PackedModel) -> float:

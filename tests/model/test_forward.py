@@ -9,7 +9,9 @@ import torch
 
 from hf_slospec import SLOSpecConfig, SLOSpecGenerator
 from hf_slospec.model.attention.forward import PackedForward
+from hf_slospec.model.batch import AttentionLayer, LayerShape
 from tests.support.toys.tiny_models import tiny_model
+from tests.support.toys.trees import stored
 
 
 def test_k_and_v_go_with_their_layer(monkeypatch):
@@ -34,7 +36,8 @@ def test_k_and_v_go_with_their_layer(monkeypatch):
 def test_an_id_that_was_used_before_is_not_taken_for_its_tensor():
     key, value, gone = (torch.empty(1) for _ in range(3))
     forward = PackedForward(*[None] * 3, [], torch.zeros(1, 1))  # type: ignore[arg-type]
-    forward._cached[id(key), id(value)] = ref(key), ref(value), 4
-    assert forward.layer_of(key, value) == 4
-    forward._cached[id(key), id(value)] = ref(gone), ref(value), 4
-    assert forward.layer_of(key, value) is None
+    layer = AttentionLayer(LayerShape(stored(1, 1), stored(1, 1))), key, value
+    forward._cached[id(key), id(value)] = ref(key), ref(value), layer
+    assert forward.cached(key, value) is layer
+    forward._cached[id(key), id(value)] = ref(gone), ref(value), layer
+    assert forward.cached(key, value) is None

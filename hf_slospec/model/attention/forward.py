@@ -24,6 +24,8 @@ from hf_slospec.model.batch import (
 )
 from hf_slospec.model.kv_cache import KVPool
 
+Cached = tuple[AttentionLayer, torch.Tensor, torch.Tensor]  # a layer with its keys and values
+
 
 class PackedForward(AttentionHook):
     """Hook that stages K and V of the batch in the pool, and attends to all that its tokens see."""
@@ -41,9 +43,8 @@ class PackedForward(AttentionHook):
         self.backend = backend
         self._layers = {layer.layer_idx: (pool_idx, layer) for pool_idx, layer in enumerate(layers)}
         self.positions = Positions(position_ids)
-        # (id(K), id(V)) -> both and layer_idx; layers may share K and V. They are not kept alive:
-        # prompts are long.
-        self._cached: dict[tuple[int, int], tuple[ref[torch.Tensor], ref[torch.Tensor], int]] = {}
+        # By the ids of K and V; layers may share them. They are not kept alive: prompts are long.
+        self._cached: dict[tuple[int, int], tuple[ref[Any], ref[Any], Cached]] = {}
         self._unattended = set[int]()  # layers that have cached K and V and not attended yet
         self._latent: AttentionLayer | None = None  # a latent layer between update and attend
 
@@ -58,8 +59,7 @@ class PackedForward(AttentionHook):
             )
         pool_idx, layer = self._layers[layer_idx]
         self._unattended.add(layer_idx)
-        keys = self.pool.keys[pool_idx]
-        values = self.pool.values[pool_idx]
+        keys, values = self.pool.layers[pool_idx][:2]
         slots = self.batch.plan(plan_own, keys.device).slots
         keys.index_copy_(0, slots, key[0].transpose(0, 1))
         values.index_copy_(0, slots, value[0].transpose(0, 1))
@@ -67,16 +67,16 @@ class PackedForward(AttentionHook):
             self._latent = layer
             visible = self.batch.plan(plan_visible, keys.device).slots
             return keys[visible].transpose(0, 1)[None], values[visible].transpose(0, 1)[None]
-        self._cached[id(key), id(value)] = ref(key), ref(value), layer_idx
+        self._cached[id(key), id(value)] = ref(key), ref(value), (layer, keys, values)
         return key, value
 
-    def layer_of(self, key: torch.Tensor, value: torch.Tensor) -> int | None:
-        """Return the index of the layer that cached these K and V; None if none did."""
-        cached = self._cached.get((id(key), id(value)))
-        if cached is None or cached[0]() is not key or cached[1]() is not value:
+    def cached(self, key: torch.Tensor, value: torch.Tensor) -> Cached | None:
+        """Return the layer that cached these K and V, and its storage; None if none did."""
+        entry = self._cached.get((id(key), id(value)))
+        if entry is None or entry[0]() is not key or entry[1]() is not value:
             return None  # ids are used again
-        self._unattended.discard(cached[2])
-        return cached[2]
+        self._unattended.discard(entry[2][0].layer_idx)
+        return entry[2]
 
     def attend(
         self,
@@ -87,12 +87,10 @@ class PackedForward(AttentionHook):
         *_: Any,
     ) -> torch.Tensor:
         """Return attention of the layer that cached these K and V; the batch has the mask."""
-        layer_idx = self.layer_of(key, value)
+        cached = self.cached(key, value)
         batch = self.batch
-        if layer_idx is not None:
-            pool_idx, layer = self._layers[layer_idx]
-            keys = self.pool.keys[pool_idx]
-            values = self.pool.values[pool_idx]
+        if cached is not None:
+            layer, keys, values = cached
         elif self._latent is not None:
             layer = self._latent
             batch = OverVisible(self.batch)
@@ -143,11 +141,9 @@ class AloneForward(PackedForward):
         plain: PlainAttention,
     ) -> torch.Tensor:
         """Return attention of one token after the other, by the model's implementation."""
-        layer_idx = self.layer_of(key, value)
-        assert layer_idx is not None, "an attention layer attends to keys that were not cached"
-        pool_idx, layer = self._layers[layer_idx]
-        keys = self.pool.keys[pool_idx]
-        values = self.pool.values[pool_idx]
+        cached = self.cached(key, value)
+        assert cached is not None, "an attention layer attends to keys that were not cached"
+        layer, keys, values = cached
         attended: list[Any] = [None] * query.shape[2]
         for span, paths in zip(self.batch.spans, self._paths, strict=True):
             length = span.sequence.length
