@@ -96,7 +96,7 @@ class Sequences:
     @property
     def num_held(self) -> int:
         """K/V slots reserved for running requests (capacity, not tokens)."""
-        return sum(self._held().values())
+        return sum(sequence.capacity for sequence in self._by_request.values())
 
     @property
     def num_kept(self) -> int:
@@ -128,8 +128,7 @@ class Sequences:
             request: len(request.tokens) + size
             for request, size in zip(requests, sizes, strict=True)
         }
-        held = self._held()
-        lacking = [request for request, slots in needed.items() if held.get(request, 0) < slots]
+        lacking = [each for each, slots in needed.items() if self._capacity(each) < slots]
         try:
             self._provide({request: self._first_capacity(request) for request in lacking})
         except MemoryError:
@@ -148,8 +147,8 @@ class Sequences:
         """Reserve slots for ``length`` tokens of one request."""
         self._provide({request: length})
 
-    def _held(self) -> dict[RequestTokens, int]:
-        return {request: sequence.capacity for request, sequence in self._by_request.items()}
+    def _capacity(self, request: RequestTokens) -> int:
+        return self._by_request[request].capacity if request in self._by_request else 0
 
     def _divide(self, needed: Mapping[RequestTokens, int], room: int) -> None:
         """Give all requests the slots needed and up to ``room`` further ones; take others back."""
@@ -172,15 +171,12 @@ class Sequences:
 
     def _provide(self, capacities: Mapping[RequestTokens, int]) -> None:
         """Give requests ranges of at least these capacities, and move their K/V there."""
-        held = self._held()
-        more = {
-            request: slots for request, slots in capacities.items() if held.get(request, 0) < slots
-        }
+        more = {each: slots for each, slots in capacities.items() if self._capacity(each) < slots}
         if not more:
             return
         limit = self.max_slots
         if limit is not None:
-            needed = sum((held | more).values())
+            needed = self.num_held + sum(more.values()) - sum(map(self._capacity, more))
             self._check_limit(needed)
             self._keep_at_most(limit - needed)
             # Slots of other engines in the same pool do not count.
