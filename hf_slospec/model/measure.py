@@ -218,11 +218,14 @@ class Profile(BaseModel):
     def _is_a_cost(self) -> Profile:
         sizes = self.cost.curve.num_tokens
         seconds = self.cost.curve.seconds
-        if not sizes or len(sizes) != len(seconds) or not 1 <= sizes[0] <= sizes[-1] <= MAX_TOKENS:
-            raise ValueError("num_tokens and seconds must be equally long, and sizes in range")
-        if list(sizes) != sorted(set(sizes)) or list(seconds) != sorted(seconds):
-            raise ValueError("num_tokens must rise, and seconds must not fall")
         numbers = *seconds, self.cost.per_request_s, self.cost.per_key_s
+        rises = list(sizes) == sorted(set(sizes)) and list(seconds) == sorted(seconds)
+        if (
+            not rises
+            or len(sizes) != len(seconds)
+            or not 1 <= min(sizes) <= max(sizes) <= MAX_TOKENS
+        ):
+            raise ValueError("num_tokens must rise, and seconds not fall, in as many points")
         if not (seconds[0] > 0 and all(0 <= number <= MAX_S for number in numbers)):
             raise ValueError("seconds must be in range")
         return self
