@@ -41,7 +41,7 @@ def profile(
         measured = measure(
             Forwards(packed), seconds, held_out=True, repeats=4 * REPEATS,
         )  # fmt: skip
-    sizes = (*CURVE, *HELD_OUT)
+    sizes = CURVE + HELD_OUT
     cost = measured.fit()
     if keep:
         save_profile(packed, cost)

@@ -274,9 +274,8 @@ class PromptInputs:
         lacking = lacking[:, self.num_cached :]
         rows, columns = lacking.nonzero(as_tuple=True)  # processed tokens, row after row
         lengths = lacking.sum(1).tolist()
-        cached = [sequences.of(request) for request in requests]
         slots = torch.cat(
-            [each.last_slots(number) for each, number in zip(cached, lengths, strict=True)]
+            [sequences.of(each).last_slots(n) for each, n in zip(requests, lengths, strict=True)]
         )
         places = dict[torch.device, Any]()
         for layer, stored in zip(sequences.packed.layers, sequences.cache.pool.layers, strict=True):
@@ -292,11 +291,7 @@ class PromptInputs:
             cache.update(*filled[:2], layer.layer_idx)
             if len(filled) > 2:
                 cache.update_indexer(filled[2][:, 0], layer.layer_idx)
-        states = []
-        for each in cached:
-            if each.states is not None:
-                each.states.take_in(each.length)
-                states.append(each.states)
+        states = [sequences.of(each).present_states() for each in requests]
         sequences.packed.family.write_states(cache, states)
 
 

@@ -280,8 +280,9 @@ class Rows:
                 piece = tokens[sequence.length : len(tokens) - 1][:CHUNK]
                 wanted = torch.arange(len(piece) if sampler.record.is_wanted else 0, device="cpu")
                 with lock:
-                    part = chain(sequences.packed, sequence, piece)
-                    logits = sequences.forward([part], wanted).logits
+                    logits = sequences.forward(
+                        [chain(sequences.packed, sequence, piece)], wanted
+                    ).logits
                 for position, row in enumerate(logits, sequence.length + 1):
                     if position >= request.prompt_len + request.num_emitted:
                         sampler.record_padding(request, tokens[:position], row, tokens[position])

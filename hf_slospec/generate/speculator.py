@@ -130,7 +130,7 @@ class Speculator:
             version = self.target.packed.version.weights
             if version != self._target_version and self.method.feature_layers:
                 # The draft's K/V comes from hidden states of the target.
-                self.draft.packed.version.count(storage=False, modules=False)
+                self.draft.packed.version.count(modules=False)
             self._target_version = version
 
     @property

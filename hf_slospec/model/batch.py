@@ -135,6 +135,12 @@ class CachedSequence:
         end = self.start + self.length
         return torch.arange(end - number, end, device="cpu")
 
+    def present_states(self) -> SequenceStates | None:
+        """Return the states after the cached tokens; None if the model has none."""
+        if self.states is not None:
+            self.states.take_in(self.length)
+        return self.states
+
     def truncate(self, length: int) -> None:
         """Keep at most ``length`` tokens, or none if a recurrent state already contains later ones."""
         if length < self.length and self.states is not None and length < self.states.length:

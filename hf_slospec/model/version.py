@@ -176,11 +176,13 @@ class ModelVersion:
                 self.weights += previous[:2] != places[:2]
                 self.storage += previous[1:] != places[1:]
 
-    def count(self, storage: bool = True, modules: bool = True, structure: bool = False) -> None:
-        """Count a change that the caller noticed: of weights, and of what is named."""
+    def count(
+        self, modules: bool = True, structure: bool = False, storage: bool | None = None
+    ) -> None:
+        """Count a change of weights, and of what is named; ``storage`` is that of modules, too."""
         with self._lock:
             self.weights += 1
-            self.storage += storage
+            self.storage += modules if storage is None else storage
             self.modules += modules
             self.structure += structure
 
