@@ -33,7 +33,7 @@ from hf_slospec.errors import InvalidTypeError
 from hf_slospec.generate.call import Decoder
 from hf_slospec.model.loading import check_tokenizer, hub_options, load_model
 from hf_slospec.model.properties import input_device
-from hf_slospec.model.sampling import TokenLogprobs
+from hf_slospec.model.record import TokenLogprobs
 from hf_slospec.request.metrics import METRICS_PREFIX
 from hf_slospec.request.params import SubmitOptions
 from hf_slospec.request.slo import SLOTpot

@@ -24,7 +24,7 @@ from hf_slospec.errors import (
     RequestCancelledError,
 )
 from hf_slospec.forks import Condition
-from hf_slospec.model.sampling import TokenLogprobs
+from hf_slospec.model.record import TokenLogprobs
 from hf_slospec.request.metrics import RequestMetrics
 from hf_slospec.request.request import Request
 from hf_slospec.request.state import FinishReason, Progress

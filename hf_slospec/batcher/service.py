@@ -50,7 +50,8 @@ from hf_slospec.generate.prepare import prepare
 from hf_slospec.model.host_memory import return_freed_memory
 from hf_slospec.model.properties import autocast_dtype, trained_len
 from hf_slospec.model.ranks import Follower
-from hf_slospec.model.sampling import RequestSamplers, TokenLogprobs
+from hf_slospec.model.record import TokenLogprobs
+from hf_slospec.model.sampling import RequestSamplers
 from hf_slospec.policies import max_nodes_per_request
 from hf_slospec.request.params import SubmitOptions
 from hf_slospec.request.request import Request

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from hf_slospec.model.measure import CURVE, HELD_OUT, REPEATS, measure, save_profile
+from hf_slospec.model.measure import CURVE, HELD_OUT, REPEATS, Forwards, measure, save_profile
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.properties import evaluating
 
@@ -39,9 +39,9 @@ def profile(
     show(f"measuring the {name}")
     with evaluating(packed.model):
         measured = measure(
-            packed, seconds, held_out=True, repeats=4 * REPEATS,
+            Forwards(packed), seconds, held_out=True, repeats=4 * REPEATS,
         )  # fmt: skip
-    sizes = (*CURVE, *HELD_OUT)
+    sizes = CURVE + HELD_OUT
     cost = measured.fit()
     if keep:
         save_profile(packed, cost)

@@ -21,7 +21,7 @@ from hf_slospec.model.memory import as_memory_error
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.properties import attends_to_encoder, evaluating, input_device, vocab_size
 from hf_slospec.model.sequences import Sequences
-from hf_slospec.model.tree_mask import draft_nodes
+from hf_slospec.model.tree_mask import chain, draft_nodes
 from hf_slospec.request.request import Request
 from hf_slospec.tree.tree import IntArray, TokenTree
 
@@ -174,8 +174,8 @@ class AssistantDrafter(Drafter):
             return grown
         uncached = [self.sequences.uncached(request) for request in requests]
         parts = [
-            self.sequences.chain(request, tokens)
-            for request, tokens in zip(requests, uncached, strict=True)
+            chain(self.packed, sequence, tokens)
+            for sequence, tokens in zip(sequences, uncached, strict=True)
         ]
         last_rows = np.cumsum([len(tokens) for tokens in uncached]) - 1
         grown = self.sequences.draft(parts, torch.from_numpy(last_rows), level)

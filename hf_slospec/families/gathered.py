@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_slospec.families.recurrent import STATE_KINDS
-from hf_slospec.model.attention.hook import AttentionHook, Positions
+from hf_slospec.model.attention.hook import AttentionHook, Positions, run_model
 from hf_slospec.model.batch import (
     AttentionLayer,
     LayerShape,
@@ -35,7 +35,6 @@ from hf_slospec.model.properties import (
     layer_types,
     refused_if_it_fails,
 )
-from hf_slospec.model.run import run_model
 
 MaskFunction = Callable[
     ..., torch.Tensor

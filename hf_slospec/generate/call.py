@@ -303,8 +303,7 @@ def decode(call: Call) -> Any:
     return _output(
         call,
         sequences=rows.sequences(),
-        scores=record.scores(rows.num_new),
-        logits=record.logits(rows.num_new),
+        **record.outputs(rows.num_new),
         **{
             CACHE_NAME: cache
             if cache is None or call.encoder is None

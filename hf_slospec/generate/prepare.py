@@ -39,7 +39,8 @@ from hf_slospec.model.coupling import Coupling
 from hf_slospec.model.family import EncoderOutputs
 from hf_slospec.model.noise import default_generator
 from hf_slospec.model.properties import FORWARD_ERRORS, vocab_size
-from hf_slospec.model.sampling import Record, StockSampler
+from hf_slospec.model.record import Record
+from hf_slospec.model.sampling import StockSampler
 from hf_slospec.request.metrics import RequestMetrics
 from hf_slospec.request.params import RequestParams, SubmitOptions
 from hf_slospec.request.request import NewNoise, Request

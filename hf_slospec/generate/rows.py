@@ -27,8 +27,10 @@ from hf_slospec.errors import UnsupportedOptionError
 from hf_slospec.generate.processors import copied_for_row, is_stock
 from hf_slospec.generate.prompt import PromptInputs
 from hf_slospec.model.ownership import foreign_members
-from hf_slospec.model.sampling import Record, StockSampler, check_unchanged
+from hf_slospec.model.record import Record
+from hf_slospec.model.sampling import StockSampler, check_unchanged
 from hf_slospec.model.sequences import Sequences
+from hf_slospec.model.tree_mask import chain
 from hf_slospec.request.request import Request
 from hf_slospec.request.slo import IsOver
 from hf_slospec.scheduler.prefill import CHUNK
@@ -278,7 +280,9 @@ class Rows:
                 piece = tokens[sequence.length : len(tokens) - 1][:CHUNK]
                 wanted = torch.arange(len(piece) if sampler.record.is_wanted else 0, device="cpu")
                 with lock:
-                    logits = sequences.forward([sequences.chain(request, piece)], wanted).logits
+                    logits = sequences.forward(
+                        [chain(sequences.packed, sequence, piece)], wanted
+                    ).logits
                 for position, row in enumerate(logits, sequence.length + 1):
                     if position >= request.prompt_len + request.num_emitted:
                         sampler.record_padding(request, tokens[:position], row, tokens[position])

@@ -304,7 +304,7 @@ class Speculator:
         no memory."""
         max_batch = self.config.max_batch
         bytes_per_token = sum(model.kv_bytes_per_token for model in self.models)
-        state_bytes = max_batch * sum(model.state_bytes for model in self.models)
+        state_bytes = max_batch * sum(model.family.state_bytes for model in self.models)
         device = self.target.packed.device
         if device.type == "cuda":  # torch's allocator reserves memory that it has freed
             reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -344,7 +344,7 @@ class Speculator:
         return MemoryUse(
             target_kv=models[0].kv_bytes,
             draft_kv=sum(model.kv_bytes for model in models[1:]),
-            states=num_running * sum(model.state_bytes for model in models),
+            states=num_running * sum(model.family.state_bytes for model in models),
             features=sum(drafter.num_feature_bytes for drafter in drafters),
             staging=num_running
             * self.max_nodes

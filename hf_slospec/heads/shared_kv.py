@@ -20,7 +20,7 @@ from hf_slospec.model.attention.backends import Backend
 from hf_slospec.model.attention.hook import AttentionHook, active_hook
 from hf_slospec.model.batch import AttentionRules, CachedSequence, PackedBatch, Span
 from hf_slospec.model.kv_cache import KVPool
-from hf_slospec.model.measure import Size, measure_by
+from hf_slospec.model.measure import Size, measure
 from hf_slospec.model.memory import as_memory_error
 from hf_slospec.model.packed_model import PackedModel
 from hf_slospec.model.properties import evaluating, input_device
@@ -309,7 +309,7 @@ class Gemma4Method(DraftMethod):
 
     def measure_level(self, target: PackedModel, limit_s: float) -> ForwardCost | None:
         with evaluating(self.assistant):
-            return measure_by(LevelTimer(self.assistant, target), limit_s).fit()
+            return measure(LevelTimer(self.assistant, target), limit_s).fit()
 
     def new_drafter(self, draft: PackedModel | None, room: Room) -> Drafter:
         return SharedKVDrafter(self.assistant, room.vocab_size)

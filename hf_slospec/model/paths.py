@@ -53,7 +53,7 @@ class Facts:
     has_static_attention: bool = False
 
     @classmethod
-    def of(cls, model: Any, layers: Sequence[AttentionLayer], **others: Any) -> Facts:
+    def of(cls, model: Any, layers: Sequence[AttentionLayer], **fields: Any) -> Facts:
         """Return the facts of a model with these layers; ``others`` are further fields."""
         return cls(
             type(model).__name__,
@@ -65,7 +65,7 @@ class Facts:
             has_chunked_attention=any(layer.chunk for layer in layers),
             has_fused_experts=any(len(weight_names(each)) > 1 for each in model.modules()),
             is_plain=can_be_traced(model),
-            **others,
+            **fields,
         )
 
     @property

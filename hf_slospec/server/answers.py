@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hf_slospec.model.sampling import TokenLogprobs
+from hf_slospec.model.record import TokenLogprobs
 from hf_slospec.request.metrics import RequestMetrics
 from hf_slospec.server.choices import Choice, Piece
 from hf_slospec.server.messages import Parts

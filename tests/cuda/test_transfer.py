@@ -8,6 +8,7 @@ from hf_slospec.cuda.captured import padded
 from hf_slospec.cuda.flash import pack
 from hf_slospec.model.inputs import ForwardInputs
 from hf_slospec.model.transfer import DeviceCopy, flattened, tensors_in
+from hf_slospec.model.tree_mask import chain_and_tree
 from tests.support.graph_bench import CPU, TREES, Bench, tree
 from tests.support.toys.tiny_models import tiny_model
 
@@ -19,7 +20,7 @@ def test_a_forward_of_the_same_sizes_has_the_same_signature_and_of_others_anothe
     def inputs(trees=TREES):
         pairs = zip(bench.requests, trees, strict=True)
         parts = [
-            bench.sequences.chain_and_tree(r, r.tokens[-1:], tree(r, parents))
+            chain_and_tree(bench.packed, bench.sequences.of(r), r.tokens[-1:], tree(r, parents))
             for r, parents in pairs
         ]
         pool = bench.sequences.cache.pool

@@ -20,6 +20,7 @@ from hf_slospec.drafters.lookup import LookupMethod
 from hf_slospec.engine.interfaces import Plan
 from hf_slospec.heads.shared_kv import Gemma4Method, SharedKVDrafter, cached_layers
 from hf_slospec.model.sequences import Sequences
+from hf_slospec.model.tree_mask import chain
 from hf_slospec.request.request import Request, RequestParams
 from tests.support.breadth import quick_or
 from tests.support.packed import packed_model
@@ -92,7 +93,7 @@ def drafter_with(target, assistant, texts, attention="sdpa"):
     drafter.read_kv_of(sequences)
     sequences.reserve(requests)
     for request in requests:
-        part = sequences.chain(request, request.tokens[:-1])
+        part = chain(sequences.packed, sequences.of(request), request.tokens[:-1])
         features = sequences.forward(
             [part], torch.empty(0, dtype=torch.int64), drafter.feature_layers
         ).features
